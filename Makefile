@@ -1,0 +1,34 @@
+# `make notebooks` and `make test` do all the set-up themselves; they need Python 3.11 or newer and nothing else.
+
+PYTHON ?= python3
+ARGS ?=
+RUN := .venv/bin/python -m
+
+.PHONY: help notebooks test lint clean
+
+help:  ## Say what there is
+	@sed -n 's/^\([a-z]*\): .*## /  make \1\t/p' Makefile
+	@echo "Another Python: make test PYTHON=python3.12. More arguments: make test ARGS='-k gate'."
+
+notebooks: .venv/.ready  ## Run every notebook (on the GPU, or small in the simulator); pages land in build/
+	@$(RUN) moe_numba.bench.notebooks execute --out build $(ARGS)
+
+# On a GPU the tests run one after another; without one, one worker for each core (see tests/conftest.py).
+test: .venv/.ready  ## Run the whole test suite
+	@$(RUN) pytest -n auto --dist worksteal $(ARGS)
+
+lint: .venv/.ready  ## Look for mistakes and for lines out of style
+	@$(RUN) ruff check $(ARGS)
+
+# constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamp comes last: an
+# installation that was interrupted starts again.
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "moe_numba needs Python 3.11 or newer, and '$(PYTHON)' is not: name another one, as in make test PYTHON=python3.12."; exit 1; }
+	@echo "Setting up .venv (once; some minutes, most of them spent on torch) ..."
+	@$(PYTHON) -m venv .venv
+	@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cu13,notebooks,test]'
+	@touch $@
+
+clean:  ## Remove the environment and everything that was built
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

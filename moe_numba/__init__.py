@@ -1,0 +1,10 @@
+"""Mixture-of-Experts kernels written in Numba CUDA, and the course that leads to them.
+
+The public names stand in the order in which a token meets them. Without a GPU the same kernels run in a simulator.
+"""
+
+from moe_numba import simulator  # first: it decides, before Numba is imported, whether there is a GPU to compile for
+from moe_numba.gate import biased_grouped_topk
+from moe_numba.launch import UnsupportedDeviceError
+
+__all__ = ["UnsupportedDeviceError", "biased_grouped_topk", "simulator"]

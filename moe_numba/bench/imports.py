@@ -1,0 +1,76 @@
+"""Which of the package's files a piece of code depends on: the ones whose change makes its recorded results old."""
+
+import ast
+import re
+
+import moe_numba
+
+from . import records
+
+# How a notebook is simulated or drawn does not change what it measured; how the times are taken does.
+LEFT_OUT, TIMING = ("moe_numba/simulator", "moe_numba/bench", "moe_numba/draw"), "moe_numba.bench.timing"
+
+
+def package_sources(code, root=None):
+    """The package's files that this code's results depend on, found by following imports from file to file.
+
+    ``from moe_numba import name`` leads to the file that ``name`` comes from, not to all that moe_numba exports.
+    """
+    root = records.repository(root)
+    code = re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE)  # Jupyter's own commands
+    found, todo = _files(TIMING, root), list(_imports(code, "", root))
+    while todo:
+        for file in _files(todo.pop(), root):
+            if file not in found and not file.startswith(LEFT_OUT):
+                found.add(file)
+                module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                package = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
+                todo += _imports((root / file).read_text(), package, root)
+    return sorted(found)
+
+
+def _files(module, root):
+    """The file of one of moe_numba's modules, as a set of none or one."""
+    path = module.replace(".", "/")
+    names = (f"{path}.py", f"{path}/__init__.py") if module.split(".")[0] == "moe_numba" else ()
+    return {name for name in names if (root / name).is_file()}
+
+
+def _imports(code, package, root):
+    """The modules of moe_numba that code imports by name, wherever in it the import stands."""
+    tree, aliases = ast.parse(code), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name == "moe_numba":
+                    aliases.add(name.asname or name.name)
+                else:
+                    yield name.name
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                yield _origin(_absolute(node, package), name.name, root)
+    for node in ast.walk(tree):  # moe_numba.name
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield _origin("moe_numba", node.attr, root)
+
+
+def _absolute(node, package):
+    """The module that an ImportFrom names."""
+    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    return ".".join([*above, *filter(None, [node.module])])
+
+
+def _origin(module, name, root):
+    """The module that ``from module import name`` really reads: a submodule, or where a package has the name from."""
+    if _files(f"{module}.{name}", root):
+        return f"{module}.{name}"
+    for file in _files(module, root):
+        if file.endswith("/__init__.py"):
+            for node in ast.walk(ast.parse((root / file).read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    for given in node.names:
+                        if name == (given.asname or given.name) and _absolute(node, module) != module:
+                            return _origin(_absolute(node, module), given.name, root)
+    if module == "moe_numba":  # it may load its names on first use: then only the name itself knows
+        return getattr(getattr(moe_numba, name, None), "__module__", module)
+    return module

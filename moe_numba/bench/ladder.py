@@ -1,0 +1,199 @@
+"""The steps of a notebook: each checked, timed and told in one line; in the end all are drawn and recorded."""
+
+from .. import simulator
+from . import records
+from .timing import call_time, call_times, kernel_time, kernel_times
+
+
+class WrongResult(AssertionError):
+    """A step's output is not the reference's: the step has no time."""
+
+
+class Ladder:
+    """Measures the steps of one notebook, in teaching order.
+
+    On a GPU a line tells what was measured here and now. In the simulator it says that nothing was timed and shows
+    the recorded GPU's figures, called recorded.
+
+    Parameters
+    ----------
+    topic : str
+        Names the record, ``docs/results/<gpu>/<topic>.json``: one of its own, such as "gate_ladder", because
+        ``python -m moe_numba bench gate`` writes "gate".
+    check : callable
+        ``check(outputs)`` gives None for a right result, or a sentence saying what is wrong with it. Poisoning the
+        outputs before a step is the notebook's part.
+    title : str
+        Of the figure.
+    reference_name : str
+        The step that the others are compared with as "x torch".
+    config, size : dict
+        Recorded with every step that gives none of its own.
+    gpu : str
+        Whose record the simulator shows: a folder of ``docs/results``.
+    root : path, optional
+        The repository, when it is not the one this package lies in.
+    """
+
+    def __init__(self, topic, check, title=None, reference_name="torch eager", *,
+                 config=None, size=None, gpu="h200", root=None):
+        self.topic, self.check, self.title, self.reference_name = topic, check, title or topic, reference_name
+        self.config, self.size, self.root = config or {}, size or {}, root
+        self.rows, self._calls = [], {}
+        self._environment = None
+        try:
+            self.record = records.read(topic, gpu, root)
+        except FileNotFoundError:
+            self.record = None
+
+    def step(self, name, call, *, prediction_us=None, note=None, size=None, dtype="float32", lost=False, floor_us=None,
+             config=None, timed=None, graph=True, expect_wrong=False, **more):
+        """Run one step, check it, time it (on a GPU) and print one line.
+
+        Parameters
+        ----------
+        name : str
+            Unique in the ladder.
+        call : callable
+            Runs the step on torch's current stream and returns its outputs.
+        prediction_us : float
+            The kernel time that the notebook predicted, microseconds.
+        lost : bool
+            An attempt that did not pay: drawn in grey, and not what the next step is compared with.
+        timed : callable or list of callables
+            What kernel time is taken of, in place of ``call``: one for each of ``rotating``'s sets of inputs.
+        graph : bool
+            False for a step that a CUDA graph cannot hold, because it waits for the GPU: it has only a call time.
+        expect_wrong : bool
+            The step is there to be refused. It prints why instead of raising; a check that lets it pass raises.
+        **more
+            Further fields of the row: ``bytes``, ``flops``, ...
+
+        Raises
+        ------
+        WrongResult
+            The check found fault with the outputs.
+        """
+        self.rows = [row for row in self.rows if row["step"] != name]  # a cell that is run again replaces its step
+        self._calls.pop(name, None)
+        fields = {
+            "config": config or self.config, "size": size or self.size, "dtype": dtype, "floor_us": floor_us,
+            "prediction_us": prediction_us, "note": note, "lost": lost or None, **more,
+        }
+        outputs = call()
+        if not simulator.ENABLED:
+            import torch
+
+            torch.cuda.synchronize()  # a fault in this step's kernel surfaces here, not in a later one
+        wrong = self.check(outputs)
+        del outputs
+        if wrong:
+            print(f"{name:<24} REFUSED: {wrong}")
+            self.rows.append(records.row(name, refused=wrong, **fields))
+            if not expect_wrong:
+                raise WrongResult(f"{name}: {wrong}")
+            return
+        if expect_wrong:
+            raise WrongResult(f"{name} was expected to be wrong, and the check let it pass: the check is too weak")
+        self._calls[name] = (timed or call if graph else None, call)
+        if simulator.ENABLED:
+            self.rows.append(records.row(name, **fields))
+            print(f"{name:<24} right; simulator: ran, not timed   {self._recorded(name, dtype)}")
+            return
+        kernel = kernel_time(timed or call) if graph else None
+        self.rows.append(records.row(name, kernel=kernel, call=call_time(call), **fields))
+        print(self.line(self.rows[-1]))
+
+    def line(self, row):
+        """One measured step: its times, what they gain, what was predicted. Ratios compare kernel times."""
+        times = {key[:-3]: short(row[key]["median"]) + " us" if key in row else "-" for key in ("kernel_us", "call_us")}
+        parts = [f"{row['step']:<24}" + "   ".join(f"{time:>8} {name}" for name, time in times.items())]
+        compared = {"previous": previous(self.rows, row), "torch": find_step(self.rows, self.reference_name)}
+        for label, other in compared.items():
+            if ratio := gain(other, row):
+                parts.append(f"x{ratio} {label}")
+        if "prediction_us" in row:
+            parts.append(f"(predicted {row['prediction_us']:g} us)")
+        return "   ".join(parts)
+
+    def measure_all(self):
+        """Time all right steps again, by turns, so that they share the clock's drift; print every line anew."""
+        if simulator.ENABLED:
+            print("simulator: ran, not timed")
+            return
+        kernels = kernel_times({name: timed for name, (timed, _) in self._calls.items() if timed is not None})
+        calls = call_times({name: call for name, (_, call) in self._calls.items()})
+        for i, row in enumerate(self.rows):
+            if (name := row["step"]) in calls:
+                rest = {key: value for key, value in row.items() if key not in ("step", "kernel_us", "call_us")}
+                self.rows[i] = records.row(name, kernel=kernels.get(name), call=calls[name], **rest)
+        self._environment = records.environment()
+        for row in self.rows:
+            if "refused" not in row:
+                print(self.line(row))
+
+    final = measure_all
+
+    def save(self, sources, *, results=None):
+        """Write the record, with the hashes of ``sources``; in the simulator say that nothing is written."""
+        if simulator.ENABLED:
+            print("simulator: nothing was timed, so nothing is written")
+            return
+        path = records.write(self.topic, self.rows, sources, self.root, results=results, env=self._environment)
+        print(f"{len(self.rows)} rows written to {path}")
+
+    def plot(self, *, floor_us=None, peers=None):
+        """The step ladder as a figure, with a line for the floor and one for each of ``peers``, ``{name: us}``.
+
+        In the simulator it is drawn from the record; the caption says which. None when there is neither.
+        """
+        from . import plots
+
+        if not simulator.ENABLED:
+            caption = plots.caption(self._environment or records.environment(), "measured now on")
+            rows = self.rows
+        elif self.record:
+            caption = plots.caption(self.record, "not measured here: recorded on")
+            if records.stale(self.record, self.root):
+                caption += "; the code has changed since"
+            rows = self.record["rows"]
+        else:
+            print(f"simulator: nothing was timed, and {self.topic} has no record to draw from")
+            return None
+        lines = dict(peers or {})
+        if floor_us is not None:
+            lines["speed of light"] = floor_us
+        return plots.ladder_figure(rows, lines=lines, title=self.title, caption=caption, reference=self.reference_name)
+
+    def _recorded(self, name, dtype):
+        row = self.record and records.find(self.record, step=name, dtype=dtype)
+        if not row:
+            return "no GPU's figures are recorded"
+        gpu = self.record["gpu"].removeprefix("NVIDIA ")
+        sizes = ", ".join(f"{key}={value}" for key, value in row["size"].items())
+        times = [f"{short(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
+        return f"{gpu} recorded{f' ({sizes})' if sizes else ''}: {', '.join(times) or 'refused'}"
+
+
+def short(us):
+    """Microseconds with three digits that matter: 2.31, 12.4, 178."""
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def find_step(rows, name):
+    """The row of a step, or None."""
+    return next((row for row in rows if row["step"] == name), None)
+
+
+def previous(rows, row):
+    """The step before ``row`` on the way up: the last one that has a kernel time and was not lost."""
+    before = rows[: rows.index(row)]
+    return next((r for r in reversed(before) if "kernel_us" in r and not r.get("lost")), None)
+
+
+def gain(other, row):
+    """How many times faster ``row``'s kernel is than ``other``'s, as text; None for itself or where a time lacks."""
+    if other is None or other is row or "kernel_us" not in other or "kernel_us" not in row:
+        return None
+    ratio = other["kernel_us"]["median"] / row["kernel_us"]["median"]
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"

@@ -1,0 +1,358 @@
+"""Runs the notebooks, and tells whether the executed copies still belong to their sources.
+
+``notebooks/NN_topic.py`` (py:percent) is what is written and reviewed. ``notebooks/NN_topic.ipynb`` is made from it on
+a GPU and committed with its outputs. Its metadata says which GPU, which versions, and the SHA-256 of the code it ran.
+
+    python -m moe_numba.bench.notebooks execute                        every notebook, as pages under build/
+    python -m moe_numba.bench.notebooks execute --in-place --only 01   the committed copy (on a GPU)
+    python -m moe_numba.bench.notebooks prose                          new prose into the committed copies, outputs kept
+
+The functions that end in ``_problems`` return sentences, an empty list when all is well: tests hold them.
+"""
+
+import argparse
+import asyncio
+import base64
+import os
+import re
+import sys
+import sysconfig
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+from .. import simulator
+from . import records
+from .imports import package_sources
+
+CELL_LIMIT_S = 600
+TRACEBACK_LINES = 25
+BINARY = ("image/png", "image/jpeg", "application/pdf")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users)\b[^\s\"'<>]*")
+
+
+class NotebookFailed(Exception):
+    """A notebook that did not run to its end; the message shows where and why."""
+
+
+def find(root=None, only=()):
+    """The sources ``notebooks/*.py``, sorted; with ``only``, those whose names begin with one of these."""
+    paths = sorted((records.repository(root) / "notebooks").glob("*.py"))
+    return [path for path in paths if not only or path.stem.startswith(tuple(only))]
+
+
+def read(path):
+    """A py:percent source as a notebook without outputs. The cells' ids are fixed, so that diffs stay small."""
+    notebook = jupytext.read(path)
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+            "language_info": {"name": "python", "file_extension": ".py", "pygments_lexer": "ipython3"},
+        }
+    )
+    return notebook
+
+
+def code_cells(notebook):
+    """The code cells that have something to run."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+# Running
+
+
+def execute(path, root=None, *, report=None, env=None):
+    """Run one source top to bottom in a fresh kernel of this interpreter.
+
+    Parameters
+    ----------
+    path : path of a py:percent notebook
+    root : path, optional
+        The repository; its name does not appear in the outputs.
+    report : callable, optional
+        ``report(name, done, total, text)``, called before each code cell and at the end.
+    env : dict, optional
+        Environment variables for the kernel, over this process's own.
+
+    Returns
+    -------
+    The executed notebook. A cell that fails raises ``NotebookFailed``.
+    """
+    return asyncio.run(_execute(Path(path), records.repository(root), report or (lambda *_: None), env or {}))
+
+
+async def _execute(path, root, report, env):
+    from jupyter_client import AsyncKernelManager
+    from jupyter_client.kernelspec import KernelSpecManager
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+    notebook, started = read(path), time.monotonic()
+    numbers = {cell.id: number for number, cell in enumerate(code_cells(notebook), start=1)}
+    total, at = len(numbers), {}
+
+    def before(cell, cell_index):
+        at.update(cell=cell, number=numbers[cell.id], heading=_heading(notebook, cell_index))
+        report(path.stem, at["number"] - 1, total, f"cell {at['number']}/{total}  '{at['heading']}'")
+
+    # With no folders to search, "python3" is this very interpreter, whatever else the user has installed.
+    specs = KernelSpecManager(kernel_dirs=[])
+    client = NotebookClient(
+        notebook,
+        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs),
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+        resources={"metadata": {"path": str(path.parent)}},
+        timeout=CELL_LIMIT_S,
+        record_timing=False,
+        on_cell_execute=before,
+    )
+    try:
+        await client.async_execute(env=_kernel_environment(env), cleanup_kc=True)
+    except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # the last: no kernel, or a dead one
+        if not at:
+            raise NotebookFailed(f"{path.stem}: the kernel did not start: {error}") from error
+        report(path.stem, at["number"] - 1, total, f"cell {at['number']}/{total} failed")
+        traces = [output.traceback for output in at["cell"].outputs if output.output_type == "error"]
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traces[-1] if traces else [str(error)])).strip().splitlines()
+        raise NotebookFailed(
+            f"{path.stem}: cell {at['number']}/{total} '{at['heading']}' failed\n\n"
+            + textwrap.indent(at["cell"].source, "    ")
+            + "\n\n"
+            + "\n".join(lines[-TRACEBACK_LINES:])
+        ) from error
+    report(path.stem, total, total, f"{total} cells in {time.monotonic() - started:.0f} s")
+    notebook.metadata.language_info.pop("version", None)  # the metadata's own "versions" says it
+    return _without_machine(notebook, root)
+
+
+def _kernel_environment(extra):
+    env = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline", **extra}
+    # The kernel's moe_numba makes its own choice, as in a reader's Jupyter; only a choice to simulate is handed on.
+    env.pop("NUMBA_ENABLE_CUDASIM", None)
+    if simulator.ENABLED:
+        env["MOE_NUMBA_SIMULATE"] = "1"
+    package = str(Path(__file__).resolve().parents[2])  # it need not be installed
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
+    env["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # silences a warning of the debugger that nobody asked for
+    return env
+
+
+def _heading(notebook, index):
+    """The nearest heading at or above a cell."""
+    for cell in reversed(notebook.cells[: index + 1]):
+        if cell.cell_type == "markdown":
+            if found := re.findall(r"^#{1,6}\s+(.+?)\s*$", cell.source, re.MULTILINE):
+                return found[-1]
+    return "start"
+
+
+def _without_machine(notebook, root):
+    """Take this machine's folders out of the outputs: they say nothing to a reader elsewhere."""
+    names = [
+        (re.escape(str(root)) + r"\b/?", ""),
+        (r"/tmp/ipykernel_\d+/\d+\.py", "cell"),
+        (re.escape(sysconfig.get_paths()["purelib"]), "site-packages"),
+    ]
+    if len(str(Path.home())) > 1:
+        names.append((re.escape(str(Path.home())) + r"\b", "~"))
+
+    def cleaned(text):
+        for pattern, name in names:
+            text = re.sub(pattern, name, text)
+        return text
+
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            if "text" in output:
+                output.text = cleaned(output.text)
+            for kind, value in output.get("data", {}).items():
+                if isinstance(value, str) and kind not in BINARY:
+                    output.data[kind] = cleaned(value)
+    return notebook
+
+
+@contextmanager
+def progress():
+    """``report`` for ``execute``: a bar for each notebook in a terminal, a line for each cell in a log."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+    except ImportError:
+        Console = None  # the bars are no reason to refuse to run
+    if Console is None or not Console(stderr=True).is_terminal:
+        yield lambda name, done, total, text: print(f"{name}  {text}", file=sys.stderr, flush=True)
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}", markup=False)
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks = {}
+
+        def report(name, done, total, text):
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total, text="")
+            bars.update(tasks[name], completed=done, text=text)
+
+        yield report
+
+
+# Keeping
+
+
+def publish(notebook, name, out):
+    """Write the executed copy, its figures, and a page that needs no other file; give the page's path."""
+    from nbconvert import HTMLExporter
+
+    out.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, out / f"{name}.ipynb")
+    page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, {"metadata": {"name": name}})
+    (out / f"{name}.html").write_text(page)
+    figures = out / f"{name}_figures"
+    for number, cell in enumerate(code_cells(notebook), start=1):
+        for place, output in enumerate(cell.outputs):
+            for kind, ending in (("image/svg+xml", "svg"), ("image/png", "png")):
+                if value := output.get("data", {}).get(kind):
+                    figures.mkdir(exist_ok=True)
+                    data = value.encode() if ending == "svg" else base64.b64decode(value)
+                    (figures / f"cell_{number:02d}_{place}.{ending}").write_bytes(data)
+                    break  # the same figure in two formats is one figure
+    return out / f"{name}.html"
+
+
+def keep(notebook, path, root=None):
+    """Write the committed copy beside its source, with what it was executed on and the hashes of what it ran."""
+    root = records.repository(root)
+    name = f"{path.relative_to(root).as_posix()}#code"
+    paths = [name, *package_sources("\n".join(cell.source for cell in code_cells(notebook)), root)]
+    notebook.metadata.moe_numba = {**records.environment(), "sources": records.sources(paths, root)}
+    nbformat.write(notebook, path.with_suffix(".ipynb"))
+
+
+def renew_prose(path):
+    """Take new prose into the committed copy and keep its outputs; ``NotebookFailed`` when the code changed too."""
+    old, new = nbformat.read(path.with_suffix(".ipynb"), as_version=4), read(path)
+    if [cell.source for cell in code_cells(old)] != [cell.source for cell in code_cells(new)]:
+        raise NotebookFailed(f"{path.stem}: its code cells have changed too: {_refresh(path.stem)}")
+    for before, after in zip(code_cells(old), code_cells(new), strict=True):
+        after.outputs, after.execution_count = before.outputs, before.execution_count
+    new.metadata = old.metadata
+    nbformat.write(new, path.with_suffix(".ipynb"))
+
+
+# Judging the committed copies
+
+
+def pair_problems(path):
+    """Whether the committed copy has the cells of its source."""
+    copy = path.with_suffix(".ipynb")
+    if not copy.is_file():
+        return [f"{path.stem} has no executed copy: {_refresh(path.stem)}"]
+    source, copy = read(path), nbformat.read(copy, as_version=4)
+    if [cell.source for cell in code_cells(source)] != [cell.source for cell in code_cells(copy)]:
+        return [f"{path.stem}: the code cells of the .py and of the .ipynb differ: {_refresh(path.stem)}"]
+    if [cell.source for cell in source.cells] != [cell.source for cell in copy.cells]:
+        return [f"{path.stem}: the .ipynb has older prose: run `python -m moe_numba.bench.notebooks prose`"]
+    return []
+
+
+def stale_problems(path, root=None):
+    """Whether the committed copy was executed with the code that stands here now."""
+    about = nbformat.read(path.with_suffix(".ipynb"), as_version=4).metadata.get("moe_numba", {})
+    if f"notebooks/{path.name}#code" not in about.get("sources", {}):
+        return [f"{path.stem} does not say which code it was executed with: {_refresh(path.stem)}"]
+    record = {"topic": path.stem, "date": about.get("date", "date unknown"), "sources": about["sources"]}
+    return [f"{problem}: {_refresh(path.stem)}" for problem in records.stale(record, root)]
+
+
+def format_problems(notebook):
+    """Whether an executed notebook is fit to be committed."""
+    problems, cells = [], code_cells(notebook)
+    if notebook.metadata.get("moe_numba", {}).get("gpu", records.SIMULATOR) == records.SIMULATOR:
+        problems.append("the metadata names no GPU: the committed outputs come from one")
+    if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
+        problems.append("the cells were not executed once each, from top to bottom")
+    for number, cell in enumerate(cells, start=1):
+        if "execution" in cell.metadata:
+            problems.append(f"cell {number} carries the times of its execution, which change at every run")
+        for output in cell.outputs:
+            if output.output_type == "error":
+                problems.append(f"cell {number} ended in {output.ename}")
+            texts = [output.get("text", "")]
+            texts += [str(value) for kind, value in output.get("data", {}).items() if kind not in BINARY]
+            for place in MACHINE_PATH.findall("\n".join(texts)):
+                problems.append(f"cell {number} shows a folder of the machine it ran on: {place}")
+    return problems
+
+
+def _refresh(name):
+    return f"on a GPU, run `python -m moe_numba.bench.notebooks execute --in-place --only {name}`"
+
+
+# The command line
+
+
+async def _execute_all(paths, root, report, jobs):
+    free = asyncio.Semaphore(jobs)
+
+    async def one(path):
+        async with free:
+            return await _execute(path, root, report, {})
+
+    return await asyncio.gather(*map(one, paths), return_exceptions=True)
+
+
+def main(argv=None):
+    """``python -m moe_numba.bench.notebooks``; gives the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m moe_numba.bench.notebooks", description=__doc__.split("\n")[0])
+    parser.add_argument("command", choices=["execute", "prose"])
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="notebooks whose names begin so")
+    parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the executed copies and pages")
+    parser.add_argument("--in-place", action="store_true", help="write notebooks/NN_topic.ipynb, and no pages")
+    parser.add_argument("--root", type=Path, help="the repository, when it is not the one around this package")
+    options = parser.parse_args(argv)
+
+    root = records.repository(options.root)
+    paths = find(root, options.only)
+    if not paths:
+        print(f"no notebooks {' '.join(options.only)} in {root / 'notebooks'}", file=sys.stderr)
+        return 1
+    if options.command == "prose":
+        try:
+            for path in paths:
+                renew_prose(path)
+        except NotebookFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+
+    # In the simulator each core can take a notebook; on a GPU they would spoil each other's times.
+    jobs = len(os.sched_getaffinity(0)) if simulator.ENABLED else 1
+    with progress() as report:
+        results = asyncio.run(_execute_all(paths, root, report, jobs))
+    failed, pages = [], []
+    for path, result in zip(paths, results, strict=True):
+        if isinstance(result, NotebookFailed):
+            failed.append(result)
+        elif isinstance(result, BaseException):
+            raise result
+        elif options.in_place:
+            keep(result, path, root)
+            pages.append(path.with_suffix(".ipynb"))
+        else:
+            pages.append(publish(result, path.stem, options.out))
+    for error in failed:
+        print(f"\n{error}", file=sys.stderr)
+    if pages:
+        print(f"\nExecuted {'in the simulator, at small sizes' if simulator.ENABLED else 'on the GPU'}. Look at:")
+        print(*(f"  {page}" for page in pages), sep="\n")
+        if not options.in_place:
+            print(f"The notebooks and their figures lie beside them, in {options.out}/.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

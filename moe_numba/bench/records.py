@@ -1,0 +1,259 @@
+"""What was measured, where, and by which code: ``docs/results/<gpu>/<topic>.json``.
+
+A record names the SHA-256 of every file it was measured with, so that a figure older than its code is found without a
+GPU (``stale``). Its rows stand one to a line: a new measurement is a readable diff. All times are microseconds.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import textwrap
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+SIMULATOR = "simulator"
+FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
+
+
+def repository(root=None):
+    """The folder that holds ``docs/results``; an installed package has none, which is a ``FileNotFoundError``."""
+    root = Path(root) if root is not None else Path(__file__).resolve().parents[2]
+    if not ((root / "docs" / "results").is_dir() or (root / "pyproject.toml").is_file()):
+        raise FileNotFoundError(
+            f"{root} is not moe_numba's repository: the records (docs/results) come with a clone, not with the package"
+        )
+    return root
+
+
+def folder(gpu):
+    """``"NVIDIA H200"`` -> ``"h200"``: the name of a GPU's folder under ``docs/results``."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+
+
+def environment():
+    """GPU, driver, versions, commit and date (UTC) of this process; the GPU is "simulator" where there is none."""
+    from .. import simulator
+
+    return {
+        "gpu": (not simulator.ENABLED and _gpu()) or SIMULATOR,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
+        "versions": versions(),
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def versions():
+    """The versions that a kernel's speed may depend on; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numba", "numba-cuda", "cuda-core", "numpy"):
+        found[name] = _version(name)
+    found["cupy"] = _version("cupy-cuda13x") or _version("cupy-cuda12x") or _version("cupy")
+    # Numba compiles with the toolkit's wheels where they are installed, and torch names its own toolkit otherwise.
+    found["cuda"] = _version("cuda-toolkit") or _version("nvidia-nvvm") or _torch_cuda()
+    return {name: version for name, version in found.items() if version}
+
+
+def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, floor_us=None, **more):
+    """One row of a record.
+
+    Parameters
+    ----------
+    step : str
+        A step of a ladder, ``"final"`` for the package's own kernel, ``"peer:<name>"`` for another project's.
+    config, size : dict
+        By the public function's argument names: ``{"num_experts": 256}``, ``{"tokens": 4096}``.
+    dtype : str
+        ``"float32"``.
+    kernel, call : Stats
+        Kernel time and call time, microseconds.
+    floor_us : float
+        What the chip's limits allow at best, microseconds.
+    **more
+        ``bytes``, ``flops``, ``wire_gbps``, ``operation``, ``note``, ... None is left out.
+    """
+    fields = {
+        "step": step, "config": config or {}, "size": size or {}, "dtype": dtype,
+        "kernel_us": _times(kernel), "call_us": _times(call), "floor_us": floor_us, **more,
+    }
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def select(record, **wanted):
+    """The rows that have all of ``wanted``; of a dictionary (``size={"tokens": 64}``) every key given must agree."""
+
+    def agrees(have, value):
+        return value.items() <= (have or {}).items() if isinstance(value, dict) else have == value
+
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    return [row for row in record["rows"] if all(agrees(row.get(name), value) for name, value in wanted.items())]
+
+
+def find(record, **wanted):
+    """The first row that ``select`` gives, or None."""
+    return next(iter(select(record, **wanted)), None)
+
+
+def series(record, over="tokens", value="kernel_us", **wanted):
+    """``{tokens: value}`` of the selected rows, ascending: one line of ``plots.sweep_figure``."""
+    found = {row["size"][over]: row[value] for row in select(record, **wanted) if over in row["size"] and value in row}
+    return dict(sorted(found.items()))
+
+
+def sources(paths, root=None):
+    """``{path: SHA-256}`` of files, paths relative to the repository.
+
+    A folder stands for the Python files in it and below. ``notebooks/NN_topic.py#code`` hashes a py:percent notebook's
+    code cells only: prose may be mended without measuring again.
+    """
+    root, found = repository(root), {}
+    for path in map(str, paths):
+        inside = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else None
+        for name in [path] if inside is None else [file.relative_to(root).as_posix() for file in inside]:
+            found[name] = _hash(root, name)
+            if found[name] is None:
+                raise FileNotFoundError(f"the source {name} is not in {root}")
+    return found
+
+
+def write(topic, rows, sources_paths, root=None, *, results=None, env=None):
+    """Write a record and give its path: ``docs/results/<gpu>/<topic>.json``, or under ``results`` instead of
+    ``docs/results``. Refuses rows without a GPU: the simulator's times mean nothing."""
+    env = env or environment()
+    if env["gpu"] == SIMULATOR:
+        raise ValueError("nothing is recorded without a GPU: the simulator has no times")
+    results = Path(results) if results is not None else repository(root) / "docs" / "results"
+    record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
+    if wrong := invalid(record):
+        raise ValueError("; ".join(wrong))
+    path = results / folder(env["gpu"]) / f"{topic}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_dump(record))
+    return path
+
+
+def read(topic, gpu="h200", root=None):
+    """The record of a topic; ``FileNotFoundError`` says where it should have been."""
+    path = repository(root) / "docs" / "results" / gpu / f"{topic}.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"nothing is recorded at {path}; on a GPU, `python -m moe_numba bench` records")
+    return json.loads(path.read_text())
+
+
+def stale(record, root=None):
+    """Why the record no longer belongs to the code beside it: a list of sentences, empty when it does."""
+    root, found = repository(root), []
+    for path, recorded in record["sources"].items():
+        now = _hash(root, path)
+        if now is None:
+            found.append(f"{record['topic']}: {path}, which the record was measured with, is gone")
+        elif now != recorded:
+            found.append(f"{record['topic']}: {path} has changed since the record was measured ({record['date'][:10]})")
+    return found
+
+
+def invalid(record):
+    """What is wrong with a record's shape: a list of sentences, empty for a good one."""
+    wrong = [f"the field {name!r} is missing" for name in FIELDS if name not in record]
+    if wrong:
+        return wrong
+    if not record["sources"]:
+        wrong.append("the record names no sources, so nobody could tell when it is out of date")
+    if not record["rows"]:
+        wrong.append("the record has no rows")
+    for number, row in enumerate(record["rows"]):
+        where = f"row {number} ({row.get('step')})"
+        if not isinstance(row.get("step"), str):
+            wrong.append(f"{where}: step must be a name")
+        for name in ("config", "size"):
+            if not isinstance(row.get(name), dict):
+                wrong.append(f"{where}: {name} must be a dict")
+        times = [row[name] for name in ("kernel_us", "call_us") if name in row]
+        if bool(times) == ("refused" in row):
+            wrong.append(f"{where}: either a time, or refused and why")
+        for time in times:
+            if set(time) != {"median", "p10", "p90"} or not 0 < time["p10"] <= time["median"] <= time["p90"]:
+                wrong.append(f"{where}: a time is median, p10 and p90, in order and above zero, not {time}")
+    return wrong
+
+
+def code_cells(text):
+    """The code cells of a py:percent notebook, without markers, prose, header and blank ends."""
+    lines = text.splitlines()
+    if lines and lines[0] == "# ---":  # jupytext's header
+        lines = lines[lines.index("# ---", 1) + 1 :]
+    cells, kind = [[]], "code"
+    for line in lines:
+        if line.startswith("# %%"):
+            kind = "prose" if re.search(r"\[(markdown|md|raw)\]", line) else "code"
+            cells.append([])
+        elif kind == "code":
+            cells[-1].append(line.rstrip())
+    return [cell for cell in ("\n".join(lines).strip("\n") for lines in cells) if cell]
+
+
+def _hash(root, path):
+    """The SHA-256 of a file or of its code cells; None when it is missing."""
+    name, _, part = path.partition("#")
+    if part not in ("", "code"):
+        raise ValueError(f"{path}: the only part of a file that can be hashed alone is #code")
+    file = root / name
+    if not file.is_file():
+        return None
+    data = file.read_bytes()
+    if part == "code":
+        data = "\n# %%\n".join(code_cells(data.decode())).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _times(stats):
+    return None if stats is None else {name: round(value, 3) for name, value in asdict(stats).items()}
+
+
+def _dump(record):
+    fields = []
+    for name, value in record.items():
+        if name == "rows":
+            text = "[\n" + ",\n".join("    " + json.dumps(row, allow_nan=False) for row in value) + "\n  ]"
+        else:
+            text = textwrap.indent(json.dumps(value, indent=2), "  ").lstrip()
+        fields.append(f"  {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_cuda():
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.version.cuda
+
+
+def _gpu():
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _output(*command):
+    """The first line that a program prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None

@@ -1,0 +1,223 @@
+"""The device functions that the gate's kernels are put together from, each made for one set of constants."""
+
+import math
+from functools import cache
+
+from numba import cuda, float32, int32, uint32
+
+from moe_numba.ptx.arithmetic import (
+    ex2_approx,
+    float_as_int,
+    half_bits_as_float,
+    int_as_float,
+    rcp_approx,
+    uint_as_float,
+)
+from moe_numba.ptx.memory import load_nc_u16, load_nc_u32x1, load_nc_u32x2, load_nc_u32x4
+
+FULL = 0xFFFFFFFF
+EXCLUDED = int32(-(1 << 31))  # the key of what may not be chosen, below every order_key
+LOG2_E = float32(1.4426950408889634)
+INFINITY = float32(math.inf)
+LARGEST = float32(3.4028234663852886e38)
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@cuda.jit(device=True)
+def order_key(x):
+    """An integer that sorts as the float does, so that comparing and ``redux.sync`` work on integers alone.
+
+    A negative float's magnitude bits are flipped. Adding 2 wraps NaN (0x7FFFFFFF) around to the lowest integer but one.
+    """
+    bits = float_as_int(x)
+    return int32((bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 2)
+
+
+@cuda.jit(device=True)
+def key_as_float(key):
+    """The float that ``order_key`` made this key of."""
+    bits = int32(key - 2)
+    return int_as_float(int32(bits ^ ((bits >> 31) & 0x7FFFFFFF)))
+
+
+@cuda.jit(device=True)
+def group_worth(best, second):
+    """The key of a group's worth, the sum of its two best scores, given by their keys; a NaN counts as -inf."""
+    return order_key(max(key_as_float(best), -INFINITY) + max(key_as_float(second), -INFINITY))
+
+
+@cuda.jit(device=True)
+def sigmoid(x):
+    return rcp_approx(float32(1) + ex2_approx(-LOG2_E * x))
+
+
+@cuda.jit(device=True)
+def sqrtsoftplus(x):
+    x = min(x, LARGEST)  # an infinite logit must not make an infinite weight
+    root = ex2_approx(float32(-0.5) * LOG2_E * abs(x))
+    # Far below zero softplus(x) is exp(x) to the last bit, which is out of range long before its root is.
+    if x < float32(-40):
+        return root
+    return float32(math.sqrt(max(x, float32(0)) + float32(math.log1p(root * root))))
+
+
+@cache
+def make_scoring(scoring, values):
+    """``score_row(row)`` turns a lane's logits into scores in place and says what ``score_one`` needs to do it again."""
+    if scoring == "softmax":
+
+        @cuda.jit(device=True)
+        def score_row(row):
+            largest = row[0]
+            for j in range(1, values):
+                largest = max(largest, row[j])
+            for s in range(5):
+                largest = max(largest, cuda.shfl_xor_sync(FULL, largest, 1 << s))
+            total = float32(0)
+            for j in range(values):
+                row[j] = ex2_approx((row[j] - largest) * LOG2_E)
+                total += row[j]
+            for s in range(5):
+                total += cuda.shfl_xor_sync(FULL, total, 1 << s)
+            inverse = rcp_approx(total)
+            for j in range(values):
+                row[j] = row[j] * inverse
+            return largest, inverse
+
+        @cuda.jit(device=True)
+        def score_one(x, largest, inverse):
+            return ex2_approx((x - largest) * LOG2_E) * inverse
+
+        return score_row, score_one
+
+    score = sigmoid if scoring == "sigmoid" else sqrtsoftplus
+
+    @cuda.jit(device=True)
+    def score_row(row):
+        for j in range(values):
+            row[j] = score(row[j])
+        return float32(0), float32(1)
+
+    @cuda.jit(device=True)
+    def score_one(x, largest, inverse):
+        return score(x)
+
+    return score_row, score_one
+
+
+@cache
+def make_load(dtype, word_bytes, values):
+    """``load(pointer, first, valid, row)`` reads a lane's ``values`` numbers in loads of ``word_bytes``; the rest is -inf.
+
+    ``load_one(pointer, index)`` reads one number.
+    """
+    item = ITEM_BYTES[dtype]
+    per_load, words = word_bytes // item, max(word_bytes // 4, 1)
+    per_word = per_load // words
+
+    if dtype == "float32":
+
+        @cuda.jit(device=True)
+        def unpack(word, half):
+            return uint_as_float(word)
+
+        @cuda.jit(device=True)
+        def load_one(pointer, index):
+            return uint_as_float(load_nc_u32x1(pointer, index))
+
+    elif dtype == "bfloat16":
+
+        @cuda.jit(device=True)
+        def unpack(word, half):  # a bfloat16 is the upper half of a float32
+            return uint_as_float(uint32(word & uint32(0xFFFF0000)) if half else uint32(word << uint32(16)))
+
+        @cuda.jit(device=True)
+        def load_one(pointer, index):
+            return uint_as_float(uint32(load_nc_u16(pointer, index) << uint32(16)))
+
+    else:
+
+        @cuda.jit(device=True)
+        def unpack(word, half):
+            return half_bits_as_float(uint32(word >> uint32(16)) if half else word)
+
+        @cuda.jit(device=True)
+        def load_one(pointer, index):
+            return half_bits_as_float(load_nc_u16(pointer, index))
+
+    if words == 4:
+        load_words = load_nc_u32x4
+    elif words == 2:
+        load_words = load_nc_u32x2
+    else:
+        load_word = load_nc_u16 if word_bytes == 2 else load_nc_u32x1
+
+        @cuda.jit(device=True)
+        def load_words(pointer, index):
+            return (load_word(pointer, index),)
+
+    @cuda.jit(device=True)
+    def load(pointer, first, valid, row):
+        for i in range(0, values, per_load):
+            if i < valid:
+                loaded = load_words(pointer, first + i)
+                for w in range(words):
+                    for half in range(per_word):
+                        row[i + w * per_word + half] = unpack(loaded[w], half)
+            else:
+                for j in range(per_load):
+                    row[i + j] = -INFINITY
+
+    return load, load_one
+
+
+def sorting_network(n):
+    """The compare-exchange pairs of Batcher's odd-even merge sort of n elements."""
+    pairs, p = [], 1
+    while p < n:
+        k = p
+        while k >= 1:
+            for j in range(k % p, n - k, 2 * k):
+                for i in range(min(k, n - j - k)):
+                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
+                        pairs.append((i + j, i + j + k))
+            k //= 2
+        p *= 2
+    return pairs
+
+
+@cache
+def make_sort_descending(values):
+    """``sort_descending(keys)`` sorts a lane's own keys; the network is unrolled, so they stay in registers."""
+    network = sorting_network(values)
+
+    # The compiler unrolls short loops only, and a rolled one would index registers: so a chain of short ones.
+    sort_descending = _compare_exchange(network[:16])
+    for start in range(16, len(network), 16):
+        sort_descending = _in_turn(sort_descending, _compare_exchange(network[start : start + 16]))
+    return sort_descending
+
+
+def _compare_exchange(pairs):
+    count = len(pairs)
+    upper, lower = tuple(i for i, _ in pairs) or (0,), tuple(j for _, j in pairs) or (0,)
+
+    @cuda.jit(device=True)
+    def compare_exchange(keys):
+        for c in range(count):
+            i = upper[c]
+            j = lower[c]
+            larger = max(keys[i], keys[j])
+            keys[j] = min(keys[i], keys[j])
+            keys[i] = larger
+
+    return compare_exchange
+
+
+def _in_turn(first, second):
+    @cuda.jit(device=True)
+    def in_turn(keys):
+        first(keys)
+        second(keys)
+
+    return in_turn

@@ -1,0 +1,1 @@
+"""What Numba cannot say: PTX instructions as intrinsics, each with a Python meaning for the simulator."""

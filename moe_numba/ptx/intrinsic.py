@@ -1,0 +1,96 @@
+"""The maker of intrinsics: one PTX instruction becomes one function that a kernel calls.
+
+On a GPU the function is a Numba intrinsic that emits the instruction as inline assembly. In the
+simulator it is the Python meaning that was given beside it, so that the same kernel source runs.
+"""
+
+from moe_numba import simulator
+
+# An operand that takes two arguments, a pointer and an index, and reaches the instruction as one 64-bit address.
+# A pointer and an index, not an integer made by address arithmetic, so that the simulator can follow and check.
+POINTER = "pointer"
+
+
+def instruction(template, result, *operands, simulate, side_effect=True):
+    """Make a function for one PTX instruction.
+
+    Parameters
+    ----------
+    template : str
+        The PTX, with ``$0, $1, ...`` for the results first and then the operands.
+    result : str
+        ``"void"``, a type name such as ``"u32"``, or ``"u32 x 4"`` for a tuple of results.
+    *operands : str
+        A type name (``u32, s32, u64, s64, f32``) or ``POINTER`` for each operand.
+    simulate : callable
+        What the instruction means, in Python; it takes the same arguments as the intrinsic.
+    side_effect : bool
+        False only for pure arithmetic, which the compiler may then move, merge or drop.
+    """
+    if simulator.ENABLED:
+        return simulate
+    return _intrinsic(template, result, operands, side_effect, simulate)
+
+
+def _intrinsic(template, result, operands, side_effect, simulate):
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    scalars = {
+        "u32": (types.uint32, ir.IntType(32), "r"),
+        "s32": (types.int32, ir.IntType(32), "r"),
+        "u64": (types.uint64, ir.IntType(64), "l"),
+        "s64": (types.int64, ir.IntType(64), "l"),
+        "f32": (types.float32, ir.FloatType(), "f"),
+        "u16": (types.uint16, ir.IntType(16), "h"),
+    }
+    name, _, count = result.partition(" x ")
+    count = int(count) if count else int(result != "void")
+    returned = types.void if not count else scalars[name][0]
+    returned = types.UniTuple(returned, count) if count > 1 else returned
+    register = ir.VoidType() if not count else scalars[name][1]
+    register = ir.LiteralStructType([register] * count) if count > 1 else register
+
+    outputs = [f"={scalars[name][2]}"] * count if count else []
+    inputs = ["l" if o == POINTER else scalars[o][2] for o in operands]
+    constraints = ",".join(outputs + inputs + (["~{memory}"] if side_effect else []))
+    registers = [ir.IntType(64) if o == POINTER else scalars[o][1] for o in operands]
+
+    def typing(*arguments):
+        accepted, at = [], iter(arguments)
+        for operand in operands:
+            if operand == POINTER:
+                pointer, _ = next(at), next(at)
+                accepted += [pointer, types.int64]
+            else:
+                next(at)
+                accepted.append(scalars[operand][0])
+        signature = returned(*accepted)
+
+        def codegen(context, builder, sig, values):
+            registers_in, at = [], iter(zip(sig.args, values, strict=True))
+            for operand in operands:
+                typ, value = next(at)
+                if operand == POINTER:
+                    if isinstance(typ, types.Array):
+                        value = context.make_array(typ)(context, builder, value=value).data
+                    value = builder.ptrtoint(builder.gep(value, [next(at)[1]]), ir.IntType(64))
+                registers_in.append(value)
+            assembly = ir.InlineAsm(ir.FunctionType(register, registers), template, constraints, side_effect=side_effect)
+            out = builder.call(assembly, registers_in)
+            if not count:
+                return context.get_dummy_value()
+            if count == 1:
+                return out
+            return context.make_tuple(builder, sig.return_type, [builder.extract_value(out, i) for i in range(count)])
+
+        return signature, codegen
+
+    # Numba counts an intrinsic's positional parameters, so they are spelled out.
+    parameters = ", ".join(f"a{i}" for i in range(sum(1 + (o == POINTER) for o in operands)))
+    space = {"typing": typing}
+    exec(f"def {simulate.__name__}({', '.join(filter(None, ('typingctx', parameters)))}):\n    return typing({parameters})", space)
+    function = space[simulate.__name__]
+    function.__doc__ = simulate.__doc__
+    return intrinsic(function)

@@ -1,0 +1,85 @@
+"""Loads and stores wider than one element, and grid dependency control."""
+
+import numpy as np
+
+from moe_numba.ptx.intrinsic import POINTER, instruction
+
+
+def _load_nc(count, dtype=np.uint32):
+    def load(pointer, index):
+        return pointer.load_vector(index, dtype, count)
+
+    return load
+
+
+def load_nc_u32x1(pointer, index):
+    """``ld.global.nc.u32``: 4 bytes at element ``index`` of memory that nobody writes during the kernel."""
+    return pointer.load_vector(index, np.uint32, 1)[0]
+
+
+def load_nc_u32x2(pointer, index):
+    """``ld.global.nc.v2.u32``: 8 bytes, 8-byte aligned, at element ``index``, as two words."""
+    return pointer.load_vector(index, np.uint32, 2)
+
+
+def load_nc_u32x4(pointer, index):
+    """``ld.global.nc.v4.u32``: 16 bytes, 16-byte aligned, at element ``index``, as four words."""
+    return pointer.load_vector(index, np.uint32, 4)
+
+
+def load_nc_u16(pointer, index):
+    """``ld.global.nc.u16``: 2 bytes at element ``index``, zero-extended to a word."""
+    return np.uint32(pointer.load_vector(index, np.uint16, 1)[0])
+
+
+load_nc_u32x1 = instruction("ld.global.nc.u32 $0, [$1];", "u32", POINTER, simulate=load_nc_u32x1)
+load_nc_u32x2 = instruction("ld.global.nc.v2.u32 {$0, $1}, [$2];", "u32 x 2", POINTER, simulate=load_nc_u32x2)
+load_nc_u32x4 = instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", "u32 x 4", POINTER, simulate=load_nc_u32x4)
+load_nc_u16 = instruction(
+    "{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }", "u32", POINTER, simulate=load_nc_u16
+)
+
+
+def griddepcontrol_wait():
+    """``griddepcontrol.wait``: wait until the grids this one depends on are done and their writes visible.
+
+    A no-op unless the grid was launched with programmatic dependent launch.
+    """
+
+
+def griddepcontrol_launch_dependents():
+    """``griddepcontrol.launch_dependents``: the next grid in the stream may start its blocks."""
+
+
+griddepcontrol_wait = instruction("griddepcontrol.wait;", "void", simulate=griddepcontrol_wait)
+griddepcontrol_launch_dependents = instruction(
+    "griddepcontrol.launch_dependents;", "void", simulate=griddepcontrol_launch_dependents
+)
+
+
+def st_shared_s32x4(array, index, a, b, c, d):
+    """``st.shared.v4.s32``: 16 bytes, 16-byte aligned, to element ``index`` of a shared array."""
+    array.pointer().store_vector(index, (a, b, c, d), np.int32)
+
+
+def ld_shared_s32x4(array, index):
+    """``ld.shared.v4.s32``: 16 bytes, 16-byte aligned, from element ``index`` of a shared array, as four integers."""
+    return array.pointer().load_vector(index, np.int32, 4)
+
+
+st_shared_s32x4 = instruction(
+    "{ .reg .u64 a; cvta.to.shared.u64 a, $0; st.shared.v4.s32 [a], {$1, $2, $3, $4}; }",
+    "void",
+    POINTER,
+    "s32",
+    "s32",
+    "s32",
+    "s32",
+    simulate=st_shared_s32x4,
+)
+ld_shared_s32x4 = instruction(
+    "{ .reg .u64 a; cvta.to.shared.u64 a, $4; ld.shared.v4.s32 {$0, $1, $2, $3}, [a]; }",
+    "s32 x 4",
+    POINTER,
+    simulate=ld_shared_s32x4,
+)

@@ -1,0 +1,210 @@
+"""What a kernel sees as `cuda`: Numba's simulated module, whose names are made to ask the thread that runs now.
+
+Numba's simulator swaps a function's globals for each launch. Here thread indices are objects that look up the current
+greenlet, so that device functions and closures are plain Python calls, and the module may go by any name.
+"""
+
+import sys
+import types
+
+from moe_numba.simulator import arithmetic, barrier, memory, warp
+from moe_numba.simulator.atomic import Atomic
+from moe_numba.simulator.engine import thread
+from moe_numba.simulator.kernel import jit
+
+
+class _Index:
+    """One of threadIdx, blockIdx, blockDim and gridDim."""
+
+    def __init__(self, name, find):
+        self._name, self._find = name, find
+
+    x = property(lambda self: self._find(thread()).x)
+    y = property(lambda self: self._find(thread()).y)
+    z = property(lambda self: self._find(thread()).z)
+
+    def __iter__(self):
+        return iter(self._find(thread()))
+
+    def __repr__(self):
+        return f"cuda.{self._name}"
+
+
+class _Module(types.ModuleType):
+    """The one name that is a value, and differs from thread to thread."""
+
+    laneid = property(lambda self: thread().lane)
+
+
+class Shared:
+    @staticmethod
+    def array(shape, dtype, alignment=None):
+        return thread().block.shared.array(shape, dtype, alignment, sys._getframe(1))
+
+
+class Local:
+    @staticmethod
+    def array(shape, dtype, alignment=None):
+        return memory.local(shape, dtype, alignment)
+
+
+class Const:
+    @staticmethod
+    def array_like(array):
+        return array
+
+
+class _GridGroup:
+    @staticmethod
+    def sync():
+        barrier.grid()
+
+
+class CooperativeGroups(types.ModuleType):
+    @staticmethod
+    def this_grid():
+        return _GridGroup()
+
+
+def grid(ndim):
+    t = thread()
+    return _per_dimension("grid", ndim, [b * d + i for b, d, i in zip(t.block.index, t.grid.block_dim, t.threadIdx)])
+
+
+def gridsize(ndim):
+    t = thread()
+    return _per_dimension("gridsize", ndim, [b * g for b, g in zip(t.grid.block_dim, t.grid.grid_dim)])
+
+
+def _per_dimension(name, ndim, values):
+    if ndim not in (1, 2, 3):
+        raise ValueError(f"cuda.{name}({ndim}): the number of dimensions must be 1, 2 or 3")
+    return values[0] if ndim == 1 else tuple(values[:ndim])
+
+
+def _signed(mask):
+    """Numba types the masks that ballot and match give as int32, so lane 31 is the sign."""
+    return mask - (1 << 32) if mask >> 31 else mask
+
+
+def shfl_sync(mask, value, src_lane):
+    return warp.shuffle("idx", mask, value, src_lane, what="shfl_sync")
+
+
+def shfl_up_sync(mask, value, delta):
+    return warp.shuffle("up", mask, value, delta, what="shfl_up_sync")
+
+
+def shfl_down_sync(mask, value, delta):
+    return warp.shuffle("down", mask, value, delta, what="shfl_down_sync")
+
+
+def shfl_xor_sync(mask, value, lane_mask):
+    return warp.shuffle("bfly", mask, value, lane_mask, what="shfl_xor_sync")
+
+
+def all_sync(mask, predicate):
+    return warp.vote("all", mask, predicate, what="all_sync")
+
+
+def any_sync(mask, predicate):
+    return warp.vote("any", mask, predicate, what="any_sync")
+
+
+def eq_sync(mask, predicate):
+    return warp.vote("uni", mask, predicate, what="eq_sync")
+
+
+def ballot_sync(mask, predicate):
+    return _signed(warp.vote("ballot", mask, predicate, what="ballot_sync"))
+
+
+def match_any_sync(mask, value):
+    return _signed(warp.match("any", mask, value, what="match_any_sync"))
+
+
+def match_all_sync(mask, value):
+    lanes, same = warp.match("all", mask, value, what="match_all_sync")
+    return _signed(lanes), same
+
+
+def lanemask_lt():
+    return (1 << thread().lane) - 1
+
+
+def syncthreads():
+    barrier.block("syncthreads")
+
+
+def syncthreads_count(predicate):
+    return barrier.block("syncthreads_count", bool(predicate), sum)
+
+
+def syncthreads_and(predicate):
+    return int(barrier.block("syncthreads_and", bool(predicate), all))
+
+
+def syncthreads_or(predicate):
+    return int(barrier.block("syncthreads_or", bool(predicate), any))
+
+
+def nanosleep(_):
+    thread().spin("nanosleep")
+
+
+def threadfence():
+    """Nothing: simulated threads see memory in one order."""
+
+
+def _load(array, i):
+    return array[i]
+
+
+def _store(array, i, value):
+    array[i] = value
+
+
+_FUNCTIONS = (
+    (jit, grid, gridsize, lanemask_lt, nanosleep, threadfence, warp.activemask)
+    + (shfl_sync, shfl_up_sync, shfl_down_sync, shfl_xor_sync, match_any_sync, match_all_sync)
+    + (all_sync, any_sync, eq_sync, ballot_sync)
+    + (syncthreads, syncthreads_count, syncthreads_and, syncthreads_or)
+    + (
+        arithmetic.popc,
+        arithmetic.brev,
+        arithmetic.clz,
+        arithmetic.ffs,
+        arithmetic.selp,
+        arithmetic.fma,
+        arithmetic.cbrt,
+    )
+)
+
+
+def grow():
+    """Replace, in Numba's simulated `cuda` module, the names that know of threads, and add those it lacks."""
+    from numba import cuda
+    from numba.cuda.simulator.kernelapi import FakeCUDAFp16
+
+    cuda.__class__ = _Module
+    names = {function.__name__: function for function in _FUNCTIONS}
+    names |= dict.fromkeys(("threadfence_block", "threadfence_system"), threadfence)
+    names |= dict.fromkeys(("ldca", "ldcg", "ldcs", "ldlu", "ldcv"), _load)
+    names |= dict.fromkeys(("stcg", "stcs", "stwb", "stwt"), _store)
+    names |= {
+        "threadIdx": _Index("threadIdx", lambda t: t.threadIdx),
+        "blockIdx": _Index("blockIdx", lambda t: t.block.index),
+        "blockDim": _Index("blockDim", lambda t: t.grid.block_dim),
+        "gridDim": _Index("gridDim", lambda t: t.grid.grid_dim),
+        "warpsize": 32,
+        "syncwarp": warp.sync,
+        "shared": Shared,
+        "local": Local,
+        "const": Const,
+        "atomic": Atomic,
+        "fp16": FakeCUDAFp16(),
+        "cg": CooperativeGroups("numba.cuda.cg"),
+    }
+    for name, value in names.items():
+        setattr(cuda, name, value)
+    sys.modules["numba.cuda.cg"] = cuda.cg

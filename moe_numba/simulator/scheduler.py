@@ -1,0 +1,155 @@
+"""The scheduler: decides which simulated thread runs next, and finds out when none can.
+
+Which warp runs next, and in which order its lanes run, follows from a seed: each warp has a random priority, now and
+then drawn anew, so that one warp runs far ahead of another, and a missing barrier shows as a wrong result under some
+seeds. The same seed repeats the same run. A World may run several grids at once, and anything else that has a `step`.
+"""
+
+import contextlib
+import contextvars
+import heapq
+import os
+import random
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_numba.simulator import memory
+from moe_numba.simulator.errors import Deadlock, standing
+
+_IDLE_ROUNDS = 16  # of polling in vain, before a deadlock is suspected
+_IDLE_LIMIT = 4096  # before it is taken for certain, though some local variable still changes
+_LONGEST_CYCLE = 8  # rounds after which a polling loop is expected to be back where it was
+_REDRAW = 0.125  # the chance that a warp's priority is drawn anew after a step
+
+_settings = {"seed": int(os.environ.get("MOE_NUMBA_SEED", "0")), "preempt": 0.0, "events": None}
+
+
+class Event(NamedTuple):
+    """One entry of a trace; `step` counts the scheduler's decisions."""
+
+    step: int
+    block: tuple
+    warp: int
+    lane: int
+    what: str
+    details: object
+
+
+@contextlib.contextmanager
+def _setting(**changes):
+    before = {name: _settings[name] for name in changes}
+    _settings.update(changes)
+    try:
+        yield changes.get("events")
+    finally:
+        _settings.update(before)
+
+
+def seed(n, preempt=0.0):
+    """Within this context threads run in the order that seed `n` gives.
+
+    With `preempt` each memory access by index may hand over to another thread, with that probability.
+    """
+    return _setting(seed=n, preempt=preempt)
+
+
+def trace():
+    """Within this context every collective is recorded: `with trace() as events`."""
+    return _setting(events=[])
+
+
+class World:
+    """The scheduler, and the grids that run under it at the same time."""
+
+    def __init__(self, seed=None):
+        self.rng = random.Random(_settings["seed"] if seed is None else seed)
+        self.preempt, self.events = _settings["preempt"], _settings["events"]
+        self.grids, self.queue, self.spinners = [], [], []
+        self.steps = self.tickets = self.progress = 0
+        self.footprints = None
+        # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
+        self.context = contextvars.copy_context()
+        self.context.run(np.seterr, all="ignore")
+
+    def add(self, grid):
+        self.grids.append(grid)
+        self.wake(grid.threads())
+
+    def schedule(self, unit):
+        """Put a warp, or anything else with `priority`, `queued` and `step`, among those that may run next."""
+        self.tickets += 1
+        heapq.heappush(self.queue, (unit.priority, self.tickets, unit))
+
+    def wake(self, threads):
+        for t in threads:
+            t.waits = None
+            warp = t.block.warps[t.warp]
+            warp.ready.append(t)
+            if not warp.queued:
+                warp.queued = True
+                self.schedule(warp)
+
+    def run(self):
+        """Run until every thread has ended; whatever happens, leave no thread behind."""
+        memory.preempting += self.preempt > 0
+        seen = idle = 0
+        try:
+            while self.queue or self.spinners:
+                if self.spinners and (self.progress != seen or not self.queue):
+                    idle = idle + 1 if self.progress == seen else 0
+                    seen = self.progress
+                    if self._stuck(idle):
+                        raise Deadlock(self._report("every thread that still runs polls in vain"))
+                    spinners, self.spinners = self.spinners, []
+                    self.wake(spinners)
+                _, _, unit = heapq.heappop(self.queue)
+                unit.queued = False
+                self.steps += 1
+                if self.rng.random() < _REDRAW:
+                    unit.priority = self.rng.random()
+                unit.step(self.rng)
+            if any(not t.dead for t in self._threads()):
+                raise Deadlock(self._report("no thread can run"))
+        finally:
+            memory.preempting -= self.preempt > 0
+            for t in self._threads():
+                if not t.dead:
+                    t.throw()
+
+    def _threads(self):
+        return [t for grid in self.grids for t in grid.threads()]
+
+    def _report(self, what):
+        return f"deadlock: {what}\n" + standing([t for t in self._threads() if not t.dead])
+
+    def _stuck(self, idle):
+        """Whether pollers are back where they were, in a world where nothing has changed: they will be for ever.
+
+        Looking is slow, so it is done after 16 idle rounds, after 32, after 64 ...: each time a footprint of the
+        pollers is kept, and compared with those of the next rounds.
+        """
+        since = idle - (1 << idle.bit_length() >> 1)
+        if idle < _IDLE_ROUNDS or since > _LONGEST_CYCLE:
+            return idle > _IDLE_LIMIT
+        footprints = {t: _footprint(t.gr_frame) for t in self.spinners}
+        if since == 0:
+            self.footprints = footprints
+        return since > 0 and footprints == self.footprints
+
+
+def _footprint(frame):
+    """Where a waiting thread stands, in all its frames, and what its local variables hold."""
+    steps = []
+    while frame is not None:
+        steps.append(
+            (
+                frame.f_lasti,
+                [
+                    repr(v) if isinstance(v, (int, float, str, tuple, np.generic)) else id(v)
+                    for v in frame.f_locals.values()
+                ],
+            )
+        )
+        frame = frame.f_back
+    return steps

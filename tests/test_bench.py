@@ -1,0 +1,405 @@
+"""Timing on a turned clock, the ladder's lines and refusals, the figures' labels, the doctor."""
+
+import itertools
+import sys
+from contextlib import contextmanager, nullcontext
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+import moe_numba.bench as bench
+from moe_numba import doctor, simulator
+from moe_numba.bench import Ladder, Stats, WrongResult, ladder, plots, records, timing
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    monkeypatch.setattr(simulator, "ENABLED", True)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A GPU that takes as many microseconds as the step says, for code that runs where there is none."""
+    import torch
+
+    monkeypatch.setattr(simulator, "ENABLED", False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    stats = lambda call: Stats(call.us, 0.9 * call.us, 1.2 * call.us)
+    slower = lambda call: Stats(call.us + 10, call.us + 9, call.us + 12)
+    monkeypatch.setattr(ladder, "kernel_time", stats)
+    monkeypatch.setattr(ladder, "call_time", slower)
+    monkeypatch.setattr(ladder, "kernel_times", lambda named: {name: stats(call) for name, call in named.items()})
+    monkeypatch.setattr(ladder, "call_times", lambda named: {name: slower(call) for name, call in named.items()})
+    monkeypatch.setattr(records, "environment", lambda: dict(ENVIRONMENT))
+
+
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200", "driver": "580.95", "versions": {"numba-cuda": "0.30.4", "torch": "2.11.0"},
+    "commit": "1a2b3c4d", "date": "2026-11-20T10:00:00Z",
+}
+
+
+class Step:
+    """A call that gives ``outputs`` and pretends to take ``us`` microseconds."""
+
+    def __init__(self, outputs, us=1.0):
+        self.outputs, self.us, self.runs = outputs, us, 0
+
+    def __call__(self):
+        self.runs += 1
+        return self.outputs
+
+
+def check(outputs):
+    if np.isnan(outputs).any():
+        return "an output is NaN"
+    wrong = np.flatnonzero(outputs != [1, 2, 3])
+    return f"{wrong.size} of 3 outputs differ, the first at {wrong[0]}" if wrong.size else None
+
+
+RIGHT = np.array([1.0, 2, 3])
+
+
+# Timing
+
+
+def test_stats():
+    stats = Stats.of(range(101))
+    assert (stats.median, stats.p10, stats.p90) == (50, 10, 90)
+
+
+def test_call_time_on_a_turned_clock():
+    now, log = [0], []
+
+    def call(name, us):
+        now[0] += us * 1000
+        log.append(name)
+
+    named = {"fast": lambda: call("fast", 5), "slow": lambda: call("slow", 2000)}
+    found = timing._call_times(named, 40, 50, lambda: log.append("synchronize"), lambda: now[0])
+    assert found == {"fast": Stats(5, 5, 5), "slow": Stats(2000, 2000, 2000)}
+    batches = [list(group) for name, group in itertools.groupby(log) if name != "synchronize"]
+    sizes = {name: {len(batch) for batch in batches[4:] if batch[0] == name} for name in named}
+    assert sizes == {"fast": {50}, "slow": {12}}, "a slow call gets small batches: a second in all"
+    turns = "".join(batch[0][0] for batch in batches[4:])
+    assert all(set(turns[i : i + 2]) == {"f", "s"} for i in range(0, len(turns), 2)), "every round has both"
+    assert turns != "fs" * 40, "in changing order"
+
+
+def test_garbage_collection_is_off_while_timing():
+    import gc
+
+    seen = []
+    clock = itertools.count(step=1000).__next__
+    timing._call_times({"": lambda: seen.append(gc.isenabled())}, 2, 3, lambda: None, clock)
+    assert seen[-6:] == [False] * 6 and gc.isenabled()
+
+
+class FakeGPU:
+    """torch.cuda's part in timing: a kernel takes the time it asks for, a graph's start 3 us, eager calls are free."""
+
+    def __init__(self, monkeypatch):
+        import torch
+
+        self.now, self.capturing, self.replays = 0.0, None, []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = gpu.now
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) / 1000  # milliseconds, as torch's
+
+        class CUDAGraph:
+            def replay(self):
+                gpu.now += 3 + sum(us for us, _ in self.launches)
+                gpu.replays.append([name for _, name in self.launches])
+
+        @contextmanager
+        def graph(target, capture_error_mode):
+            gpu.capturing = target.launches = []
+            yield
+            gpu.capturing = None
+
+        class Stream:
+            def wait_stream(self, other):
+                pass
+
+        fakes = {"Event": Event, "CUDAGraph": CUDAGraph, "graph": graph, "Stream": Stream, "current_stream": Stream,
+                 "stream": lambda stream: nullcontext(), "synchronize": lambda: None}
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(simulator, "ENABLED", False)
+
+    def kernel(self, name, us):
+        return lambda: self.capturing is not None and self.capturing.append((us, name))
+
+
+def test_kernel_time_on_a_fake_gpu(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+    named = {"short": [gpu.kernel(f"set {i}", 2.0) for i in range(4)], "long": gpu.kernel("long", 1000.0)}
+    found = bench.kernel_times(named)
+    assert {name: stats.median for name, stats in found.items()} == pytest.approx({"short": 2, "long": 1000}, rel=0.01)
+    timed = gpu.replays[-60:]
+    assert all({replay[0] for replay in timed[i : i + 2]} == {"set 0", "long"} for i in range(0, 60, 2)), "by turns"
+    (short,) = {len(replay) for replay in timed if replay[0] == "set 0"}
+    assert short == 500 and timed[0][:5] in (["set 0", "set 1", "set 2", "set 3", "set 0"], ["long"] * 5)
+    assert bench.kernel_time(gpu.kernel("", 5.0), launches=10, replays=3).median == pytest.approx(5.3)
+
+
+@pytest.mark.parametrize(("us", "sets", "launches"), [
+    (2.5, 1, 500), (10, 1, 150), (1000, 1, 20), (10, 64, 192), (2.5, 64, 448), (1000, 64, 64), (1000, 7, 21),
+    (0, 3, 498),
+])
+def test_launches_in_a_graph(us, sets, launches):
+    assert timing._choose_launches(us, sets) == launches
+
+
+def test_rotating_sets():
+    assert timing._sets(2**20, 128 * 2**20) == 64
+    assert timing._sets(50 * 2**20, 128 * 2**20) == 3
+    assert timing._sets(2**30, 128 * 2**20) == 1
+
+
+def test_simulator_runs_once_and_times_nothing(simulated):
+    one, other = Step(RIGHT), Step(RIGHT)
+    assert bench.kernel_time(one) is None and bench.call_time(one) is None and one.runs == 2
+    assert bench.kernel_times({"a": [one, other], "b": other}) == {"a": None, "b": None}
+    assert bench.call_times({"a": one}) == {"a": None}
+    assert (one.runs, other.runs) == (4, 2)
+    assert bench.rotating(lambda: "inputs", 1) == ["inputs"]
+
+
+@pytest.mark.gpu
+def test_times_on_a_gpu():
+    import torch
+
+    def copy(size):
+        source = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    small, large = copy(1024), bench.rotating(lambda: copy(64 << 20), 128 << 20)
+    assert 1 <= len(large) <= 4
+    times = bench.kernel_times({"small": small, "large": large})
+    assert 0.5 < times["small"].median < 10
+    assert 10 < times["large"].median < 1000, "128 MB at some TB/s"
+    assert times["small"].p10 <= times["small"].median <= times["small"].p90
+    assert 0.5 < bench.call_time(small).median < 100
+    assert bench.kernel_time(small, launches=20, replays=3).median < 10
+
+
+# The ladder
+
+
+def test_simulator_says_what_is_recorded_and_what_ran(simulated, tmp_path, capsys):
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "kernel.py").write_text("")
+    row = records.row("wide loads", size={"tokens": 4096}, dtype="float32",
+                      kernel=Stats(12.4, 12, 13), call=Stats(18, 17, 19))
+    records.write("gate_ladder", [row], ["kernel.py"], tmp_path, env=ENVIRONMENT)
+    steps = Ladder("gate_ladder", check, root=tmp_path)
+    steps.step("wide loads", Step(RIGHT), size={"tokens": 4}, prediction_us=14)
+    steps.step("narrow loads", Step(RIGHT))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split() == (
+        "wide loads right; simulator: ran, not timed H200 recorded (tokens=4096): 12.4 us kernel, 18.0 us call".split()
+    )
+    assert "right; simulator: ran, not timed" in second and "no GPU's figures are recorded" in second
+    steps.measure_all()
+    steps.save(["kernel.py"])
+    assert "nothing is written" in capsys.readouterr().out
+    assert "not measured here: recorded on NVIDIA H200" in texts(steps.plot())
+    (tmp_path / "kernel.py").write_text("changed")
+    assert "has changed since" in texts(steps.plot())
+    assert Ladder("unknown", check, root=tmp_path).plot() is None
+
+
+@pytest.mark.parametrize(("outputs", "why"), [
+    ([1, 2, 4], "1 of 3 outputs differ, the first at 2"),
+    ([1, np.nan, 3], "an output is NaN"),
+])
+def test_wrong_results_are_refused(measured, capsys, outputs, why):
+    steps = Ladder("gate", check)
+    with pytest.raises(WrongResult, match=why):
+        steps.step("broken", Step(np.array(outputs)))
+    assert "REFUSED" in capsys.readouterr().out
+    steps.step("broken", Step(np.array(outputs)), expect_wrong=True)
+    line = capsys.readouterr().out
+    assert "REFUSED" in line and why in line and " us " not in line
+    (row,) = steps.rows
+    assert why in row["refused"] and "kernel_us" not in row and "call_us" not in row
+    with pytest.raises(WrongResult, match="too weak"):
+        steps.step("right", Step(RIGHT), expect_wrong=True)
+
+
+def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "kernel.py").write_text("")
+    steps = Ladder("gate", check, "Gate", root=tmp_path, size={"tokens": 4096})
+    steps.step("torch eager", Step(RIGHT, 600.0))
+    steps.step("one thread", Step(RIGHT, 60.0))
+    steps.step("a detour", Step(RIGHT, 90.0), lost=True)
+    steps.step("broken", Step(0 * RIGHT), expect_wrong=True)
+    steps.step("wide loads", Step(RIGHT, 12.4), prediction_us=14, bytes=1000)
+    steps.step("waits", Step(RIGHT, 5.0), graph=False)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "torch eager 600 us kernel 610 us call"
+    assert lines[2] == "a detour 90.0 us kernel 100 us call x0.67 previous x6.7 torch"
+    assert lines[4] == "wide loads 12.4 us kernel 22.4 us call x4.8 previous x48 torch (predicted 14 us)"
+    assert lines[5] == "waits - kernel 15.0 us call"
+    steps.step("wide loads", Step(RIGHT, 10.0), prediction_us=14, bytes=1000)  # a cell that is run again
+    assert [row["step"] for row in steps.rows].count("wide loads") == 1
+    steps.measure_all()
+    steps.save(["kernel.py"])
+    record = records.read("gate", root=tmp_path)
+    assert records.find(record, step="wide loads")["kernel_us"]["median"] == 10
+    assert records.find(record, step="wide loads")["bytes"] == 1000
+    assert records.find(record, step="a detour")["lost"] and "refused" in records.find(record, step="broken")
+    figure = steps.plot(floor_us=2.0, peers={"triton": 11.0})
+    assert "measured now on NVIDIA H200" in texts(figure) and "speed of light 2.00" in texts(figure)
+
+
+# The figures
+
+
+def texts(figure):
+    return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+def visible(figure):
+    """Each text that is drawn (a tick beyond the axes' limits exists, but is not) and its box in pixels."""
+    drawn, draw = [], Text.draw
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Text, "draw", lambda self, renderer: (drawn.append(self), draw(self, renderer)))
+        figure.draw(renderer)
+    shown = [text for text in drawn if text.get_visible() and text.get_text().strip()]
+    return [(text.get_text(), text.get_window_extent(renderer)) for text in shown]
+
+
+def faults(figure):
+    """Labels that meet or are cut off."""
+    boxes = [(text, box.padded(-1)) for text, box in visible(figure)]
+    assert len(boxes) > 5
+    edge = figure.bbox
+    cut = [text for text, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > edge.x1 or box.y1 > edge.y1]
+    return cut + [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
+
+
+def some_rows(low=6.9):
+    def row(step, us, **more):
+        return records.row(step, kernel=Stats(us, 0.9 * us, 1.3 * us), call=Stats(us + 20, us, us + 40), **more)
+
+    return [
+        row("torch eager", 178.0), row("1 one thread a token", 96.0), row("2 a warp a token, registers only", 31.2),
+        row("3 two tokens a warp", 39.9, lost=True), records.row("missing barrier", refused="it is wrong"),
+        records.row("waits for the GPU", call=Stats(30, 29, 31)), row("final", low),
+    ]
+
+
+CAPTION = plots.caption(ENVIRONMENT, "not measured here: recorded on") + "; the code has changed since"
+
+
+@pytest.mark.parametrize("lines", [
+    {},
+    {"speed of light": 2.0, "triton": 10.3},
+    {"speed of light": 6.0, "SGLang Triton": 6.5, "FlashInfer": 7.0, "SGLang": 7.2, "torch.compile": 150.0},
+])
+def test_ladder_figure(lines):
+    figure = plots.ladder_figure(some_rows(), lines=lines, title="Gate, 4096 tokens", caption=CAPTION)
+    assert faults(figure) == []
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log" and axes.get_ylim()[0] > axes.get_ylim()[1], "top to bottom"
+    shown = texts(figure)
+    assert "refused: wrong result" in shown and "no kernel time" in shown and "torch eager 178" in shown
+    for number in ("6.90", "4.5", "26"):  # us, x previous (the lost step does not count), x torch
+        assert number in shown.splitlines()
+    colours = [matplotlib.colors.to_hex(bar.get_facecolor()).upper() for bar in axes.patches]
+    assert colours == [plots.ORANGE, plots.BLUE, plots.BLUE, plots.PALE, plots.BLUE]
+
+
+def test_ladder_figure_is_linear_within_a_factor_of_ten():
+    rows = some_rows(low=20.0)[1:]
+    figure = plots.ladder_figure(rows, lines={"triton": 50.0}, caption=CAPTION)
+    assert figure.axes[0].get_xscale() == "linear" and faults(figure) == []
+
+
+def test_split_figure():
+    assert faults(plots.split_figure(some_rows(), title="Python and the GPU", caption=CAPTION)) == []
+
+
+@pytest.mark.parametrize("sizes", [[1, 64, 1024, 4096, 16384, 65536], [2**i for i in range(17)]])
+def test_sweep_figure(sizes):
+    lines = {"torch eager": (36, 28), "torch.compile": (27, 28), "SGLang AOT": (11, 400), "FlashInfer": (3.3, 401),
+             "SGLang Triton": (3.4, 402), "moe_numba": (2.3, 3000), "a seventh": (40, 28)}
+    series = {
+        name: {size: {"median": us, "p10": 0.9 * us, "p90": 1.1 * us} for size in sizes for us in [start + size / rate]}
+        for name, (start, rate) in lines.items()
+    }
+    floor = {size: max(1.8, size / 4000) for size in sizes}
+    figure = plots.sweep_figure(series, floor=floor, title="Gate over tokens", caption=CAPTION)
+    assert faults(figure) == [] and figure.axes[0].get_legend() is None
+    assert all(name in texts(figure).splitlines() for name in [*series, "speed of light", "µs", "64k"])
+
+
+def test_overlap_is_noticed():
+    figure = plots.ladder_figure(some_rows(), caption=CAPTION)
+    figure.text(0.05, 0.02, "over the caption")
+    figure.text(0.99, 0.5, "cut off")
+    assert "cut off" in faults(figure) and len(faults(figure)) >= 2
+
+
+def test_saved_figures_repeat_and_leave_matplotlib_alone(tmp_path):
+    before = dict(matplotlib.rcParams)
+    for name in "ab":
+        written = plots.save(plots.ladder_figure(some_rows(), caption=CAPTION), tmp_path / name)
+        assert [path.suffix for path in written] == [".svg", ".png"]
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert plots.split_figure(some_rows())._repr_png_().startswith(b"\x89PNG")
+    assert dict(matplotlib.rcParams) == before
+
+
+# The doctor
+
+
+def test_doctor_on_this_machine():
+    lines = doctor.report()
+    assert [line.split()[0] for line in lines[:4]] == ["GPU", "versions", "sm_90a", "runs"]
+    assert "numba-cuda" in lines[1]
+    assert "compiles" in lines[2], "the toolkit's wheels are part of the test environment"
+    if simulator.ENABLED:
+        assert "simulator" in lines[0] and "not launched" in lines[2] and "in the simulator" in lines[3]
+    assert max(map(len, lines)) < 200
+
+
+H200 = [["NVIDIA H200", [9, 0]]]
+
+
+@pytest.mark.parametrize(("found", "simulated", "expected"), [
+    ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["9.0", "right answer", "everything"]),
+    ({"gpus": H200 * 2, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["-m multigpu"]),
+    ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": False}, False, ["a WRONG answer", "refuse this GPU"]),
+    ({"gpus": H200, "torch": False, "cubin_bytes": 9, "launched": True}, False, ["torch cannot reach it"]),
+    ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, True, ["simulator is on all the same"]),
+    ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "no Hopper"]),
+    ({"gpus": [], "error": "no NVVM"}, True, ["no GPU: simulator", "cannot be compiled here: no NVVM", "cannot run"]),
+])
+def test_doctor_elsewhere(monkeypatch, found, simulated, expected):
+    monkeypatch.setattr(doctor, "probe", lambda: found)
+    monkeypatch.setattr(simulator, "ENABLED", simulated)
+    text = "\n".join(doctor.report())
+    assert all(part in text for part in expected), text
+
+
+def test_doctor_survives_a_trial_that_dies(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert doctor.probe() == {"gpus": [], "error": "exit code 1"}

@@ -1,0 +1,167 @@
+"""The files around the package agree with one another."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONDA_NAMES = {"cupy-cuda13x": "cupy", "torch": "pytorch", "nvidia-cuda-nvdisasm": "cuda-nvdisasm"}
+CONDA_ONLY = {"python", "pip", "cuda-version"}
+
+
+def wanted():
+    """Every direct dependency of pyproject, extras included: name -> bounds."""
+    lines = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
+    bounds = {}
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        assert bounds.setdefault(name, requirement.specifier) == requirement.specifier, f"{name} has two bounds"
+    return bounds
+
+
+def conda_problems(environment, bounds, python):
+    """Where a conda environment differs from pyproject's names and bounds."""
+    found = {}
+    for line in environment["dependencies"]:
+        if isinstance(line, str):
+            name, _, specifier = line.partition(" ")
+            found[canonicalize_name(name)] = specifier.strip()
+    expected = {canonicalize_name(CONDA_NAMES.get(name, name)): bound for name, bound in bounds.items()}
+    problems = [f"{name} is missing" for name in (expected.keys() | CONDA_ONLY) - found.keys()]
+    problems += [f"{name} is not in pyproject" for name in found.keys() - expected.keys() - CONDA_ONLY]
+    expected["python"] = SpecifierSet(python)
+    for name in expected.keys() & found.keys():
+        if SpecifierSet(found[name]) != expected[name]:
+            problems.append(f"{name} is {found[name]} here and {expected[name]} in pyproject")
+    return problems
+
+
+def pin_problems(text, bounds):
+    """Where constraints.txt leaves a direct dependency open, or pins it outside its bounds."""
+    pins = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            pins[canonicalize_name(name)] = version
+    problems = [f"{name} is not pinned" for name in bounds.keys() - pins.keys()]
+    for name in bounds.keys() & pins.keys():
+        if pins[name] not in bounds[name]:
+            problems.append(f"{name}=={pins[name]} is outside {bounds[name]}")
+    return problems
+
+
+def test_conda_agrees_with_pip():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert conda_problems(environment, wanted(), PROJECT["requires-python"]) == []
+    assert environment["channels"] == ["conda-forge"]
+    assert "cuda-version =13" in environment["dependencies"]  # what the extra cu13 says to pip
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        ("numpy >=2.0,<2.5", "numpy >=2.0,<2.6", "numpy is"),
+        ("  - pytorch >=2.11\n", "", "pytorch is missing"),
+        ("  - cupy >=14\n", "  - cupy >=14\n  - scipy\n", "scipy is not in pyproject"),
+        ("python >=3.11", "python >=3.10", "python is"),
+    ],
+)
+def test_a_conda_file_that_differs_is_found(before, after, said):
+    text = (ROOT / "environment.yml").read_text()
+    assert before in text
+    problems = conda_problems(yaml.safe_load(text.replace(before, after)), wanted(), PROJECT["requires-python"])
+    assert [problem for problem in problems if problem.startswith(said)]
+
+
+def test_constraints_pin_every_dependency_inside_its_bounds():
+    assert pin_problems((ROOT / "constraints.txt").read_text(), wanted()) == []
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [("torch==2.13.0\n", "", "torch is not pinned"), ("numpy==2.4.6", "numpy==2.5.0", "numpy==2.5.0 is outside")],
+)
+def test_constraints_that_leave_the_bounds_are_found(before, after, said):
+    text = (ROOT / "constraints.txt").read_text()
+    assert before in text
+    problems = pin_problems(text.replace(before, after), wanted())
+    assert [problem for problem in problems if problem.startswith(said)]
+
+
+def test_what_breaks_is_bounded():
+    bounds = wanted()
+    refused = {"numpy": "2.5.0", "numba": "0.69.0", "numba-cuda": "0.31.0", "torch": "2.10.0"}
+    for name, version in refused.items():
+        assert version not in bounds[name], f"{name} {version} is known to break"
+
+
+def test_make_has_its_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("help", "notebooks", "test", "lint", "clean"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
+    assert "-c constraints.txt" in makefile
+    listed = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
+    assert "make notebooks" in listed and "make test" in listed
+
+
+def test_make_refuses_an_old_python_in_one_sentence(tmp_path):
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(["make", "-C", str(tmp_path), "test", f"PYTHON={old}"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "needs Python 3.11 or newer" in done.stdout + done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_ci_runs_make_test():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o100, ".ci/run is not executable"
+    assert re.search(r"^(exec )?make test$", script.read_text(), re.MULTILINE)
+
+
+def test_the_licence_is_apache_2_complete():
+    text = (ROOT / "LICENSE").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+def test_the_readme_names_both_commands():
+    readme = (ROOT / "README.md").read_text()
+    assert "make notebooks" in readme and "make test" in readme
+
+
+def run_simulated(*arguments, **options):
+    env = {**os.environ, "MOE_NUMBA_SIMULATE": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, **options)
+
+
+def test_importing_the_package_first_chooses_the_simulator():
+    done = run_simulated("-c", "import moe_numba, numba.cuda; assert numba.cuda.config.ENABLE_CUDASIM")
+    assert done.returncode == 0, done.stderr
+
+
+def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):
+    (tmp_path / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
+    (tmp_path / "test_tiny.py").write_text(
+        "import pytest\n\n"
+        "def test_anywhere(device):\n    assert device == 'cpu'\n\n"
+        "@pytest.mark.gpu\ndef test_gpu():\n    assert False\n\n"
+        "@pytest.mark.multigpu\ndef test_two():\n    assert False\n"
+    )
+    done = run_simulated("-m", "pytest", "-p", "no:cacheprovider", str(tmp_path), cwd=tmp_path)
+    assert "1 passed, 2 deselected" in done.stdout, done.stdout
+    assert "skipped" not in done.stdout

@@ -1,0 +1,307 @@
+"""Every notebook runs, and every committed copy was executed on a GPU with the code that stands here."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from moe_numba.bench import imports, notebooks
+
+ROOT = Path(__file__).parents[1]
+SOURCES = notebooks.find(ROOT)
+SIMULATOR_LIMIT_S = 60
+
+every_notebook = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+
+
+# The project's notebooks
+
+
+@every_notebook
+def test_runs_in_the_simulator(path):
+    started = time.monotonic()
+    notebooks.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
+    took = time.monotonic() - started
+    assert took < SIMULATOR_LIMIT_S, f"{path.stem} took {took:.0f} s in the simulator, not {SIMULATOR_LIMIT_S} s"
+
+
+@every_notebook
+def test_copy_has_the_cells_of_its_source(path):
+    assert notebooks.pair_problems(path) == []
+
+
+@every_notebook
+def test_copy_is_as_new_as_its_code(path):
+    assert notebooks.stale_problems(path) == []
+
+
+@every_notebook
+def test_copy_is_fit_to_be_committed(path):
+    assert notebooks.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
+
+
+def test_no_copy_without_a_source():
+    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {path.stem for path in SOURCES}
+
+
+# The runner and the judges themselves, on a small repository of their own
+
+NOTEBOOK = '''\
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+# ---
+
+# %% [markdown]
+# # A small notebook
+
+# %%
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+print("run in", Path.cwd())
+
+# %% [markdown]
+# ## Step 1: a figure [in brackets]
+
+# %%
+plt.plot([1, 2])
+plt.show()
+
+# %%
+1 + 1
+'''
+ABOUT = {"gpu": "NVIDIA H200", "driver": "1", "versions": {}, "commit": "c", "date": "2026-01-01T00:00:00Z"}
+
+
+@pytest.fixture
+def repository(tmp_path):
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "01_small.py").write_text(NOTEBOOK)
+    return tmp_path
+
+
+@pytest.fixture
+def source(repository):
+    return repository / "notebooks" / "01_small.py"
+
+
+@pytest.fixture
+def committed(source, repository, monkeypatch):
+    """A good committed copy, made without running anything."""
+    notebook = notebooks.read(source)
+    for count, cell in enumerate(notebooks.code_cells(notebook), start=1):
+        cell.execution_count = count
+    monkeypatch.setattr(notebooks.records, "environment", lambda: dict(ABOUT))
+    notebooks.keep(notebook, source, repository)
+    return source.with_suffix(".ipynb")
+
+
+def judged(path):
+    return notebooks.format_problems(nbformat.read(path, as_version=4))
+
+
+def rewrite(path, change):
+    notebook = nbformat.read(path, as_version=4)
+    change(notebook)
+    nbformat.write(notebook, path)
+
+
+def command(repository, *arguments):
+    full = [sys.executable, "-m", "moe_numba.bench.notebooks", *arguments, "--root", str(repository)]
+    return subprocess.run(full, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_execute_writes_pages_and_figures_and_says_where(repository):
+    done = command(repository, "execute", "--out", str(repository / "build"))
+    assert done.returncode == 0, done.stderr
+    assert "01_small  cell 2/3  'Step 1: a figure [in brackets]'" in done.stderr
+    assert f"{repository}/build/01_small.html" in done.stdout
+    page = (repository / "build" / "01_small.html").read_text()
+    assert "data:image/png;base64" in page and "A small notebook" in page
+    assert [path.name for path in (repository / "build" / "01_small_figures").iterdir()] == ["cell_02_0.png"]
+    executed = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
+    assert "run in notebooks" in notebooks.code_cells(executed)[0].outputs[0].text  # without the machine's folders
+    assert executed.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+def test_execute_in_place_makes_a_copy_that_only_lacks_a_gpu(repository, source):
+    assert command(repository, "execute", "--in-place").returncode == 0
+    assert notebooks.pair_problems(source) == [] == notebooks.stale_problems(source, repository)
+    problems = judged(source.with_suffix(".ipynb"))
+    simulated = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba.gpu == "simulator"
+    assert [problem.split(":")[0] for problem in problems] == ["the metadata names no GPU"] * simulated
+
+
+def test_a_failing_cell_is_shown_and_the_exit_status_is_1(repository, source):
+    source.write_text(NOTEBOOK.replace("1 + 1", "one = 1\none / 0  # never works"))
+    done = command(repository, "execute", "--out", str(repository / "build"))
+    assert done.returncode == 1
+    assert "01_small: cell 3/3 'Step 1: a figure [in brackets]' failed" in done.stderr
+    assert "    one / 0  # never works" in done.stderr
+    assert done.stderr.strip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_dead_kernel_is_a_failure_too(source, repository):
+    source.write_text("# %%\nimport os\n\nos._exit(3)\n")
+    with pytest.raises(notebooks.NotebookFailed, match="cell 1/1 'start' failed"):
+        notebooks.execute(source, repository)
+
+
+def test_no_notebook_of_that_name(repository):
+    done = command(repository, "execute", "--only", "09")
+    assert done.returncode == 1 and "no notebooks 09" in done.stderr
+
+
+def test_a_good_copy_is_accepted(source, committed, repository):
+    assert notebooks.pair_problems(source) == []
+    assert notebooks.stale_problems(source, repository) == []
+    assert judged(committed) == []
+
+
+def test_a_missing_copy_is_found(source):
+    assert "has no executed copy" in notebooks.pair_problems(source)[0]
+
+
+def test_changed_code_is_found_and_says_how_to_refresh(source, committed, repository):
+    source.write_text(NOTEBOOK.replace("1 + 1", "1 + 2"))
+    assert "code cells" in notebooks.pair_problems(source)[0]
+    problem = notebooks.stale_problems(source, repository)[0]
+    assert "01_small.py#code has changed" in problem and "--in-place --only 01_small" in problem
+    with pytest.raises(notebooks.NotebookFailed, match="code cells have changed"):
+        notebooks.renew_prose(source)
+
+
+def test_changed_prose_is_found_and_renewed_without_a_gpu(source, committed, repository):
+    source.write_text(NOTEBOOK.replace("a figure", "one figure"))
+    assert "older prose" in notebooks.pair_problems(source)[0]
+    assert notebooks.stale_problems(source, repository) == []
+    assert command(repository, "prose").returncode == 0
+    assert notebooks.pair_problems(source) == [] == judged(committed)
+
+
+def test_a_changed_package_source_is_found(source, repository, monkeypatch):
+    shutil.copytree(ROOT / "moe_numba" / "bench", repository / "moe_numba" / "bench")
+    kernel = repository / "moe_numba" / "kernel.py"
+    kernel.write_text("THREADS = 32\n")
+    source.write_text("# %%\nfrom moe_numba.kernel import THREADS\n")
+    monkeypatch.setattr(notebooks.records, "environment", lambda: dict(ABOUT))
+    notebooks.keep(notebooks.read(source), source, repository)
+    assert notebooks.stale_problems(source, repository) == []
+    kernel.write_text("THREADS = 64\n")
+    assert "moe_numba/kernel.py has changed" in notebooks.stale_problems(source, repository)[0]
+    kernel.unlink()
+    assert "moe_numba/kernel.py" in notebooks.stale_problems(source, repository)[0]
+
+
+def test_a_copy_that_names_no_code_is_found(source, committed, repository):
+    rewrite(committed, lambda notebook: notebook.metadata.moe_numba.sources.clear())
+    assert "does not say which code" in notebooks.stale_problems(source, repository)[0]
+
+
+def stream(text):
+    return nbformat.v4.new_output("stream", name="stdout", text=text)
+
+
+def spoil_order(notebook):
+    notebooks.code_cells(notebook)[0].execution_count = 7
+
+
+def spoil_count(notebook):
+    notebooks.code_cells(notebook)[2].execution_count = None
+
+
+def spoil_gpu(notebook):
+    notebook.metadata.moe_numba.gpu = "simulator"
+
+
+def spoil_metadata(notebook):
+    del notebook.metadata["moe_numba"]
+
+
+def spoil_times(notebook):
+    notebooks.code_cells(notebook)[0].metadata["execution"] = {"iopub.status.busy": "2026-01-01"}
+
+
+def spoil_error(notebook):
+    notebooks.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="")]
+
+
+def spoil_path(notebook):
+    notebooks.code_cells(notebook)[1].outputs = [stream("loaded /home/someone/kernel.py\n")]
+
+
+def spoil_page(notebook):
+    data = {"text/html": "<a href='/tmp/trace.json'>trace</a>"}
+    notebooks.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (spoil_order, "not executed once each"),
+        (spoil_count, "not executed once each"),
+        (spoil_gpu, "names no GPU"),
+        (spoil_metadata, "names no GPU"),
+        (spoil_times, "carries the times"),
+        (spoil_error, "ended in ValueError"),
+        (spoil_path, "/home/someone/kernel.py"),
+        (spoil_page, "/tmp/trace.json"),
+    ],
+)
+def test_a_copy_unfit_to_be_committed_is_found(committed, spoil, said):
+    rewrite(committed, spoil)
+    problems = judged(committed)
+    assert len(problems) == 1 and said in problems[0]
+
+
+def test_a_web_address_or_a_picture_is_no_folder_of_a_machine(committed):
+    def change(notebook):
+        data = {"text/plain": "https://host.org/home/x and a/tmp", "image/png": "+/tmp/x"}
+        notebooks.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+
+    rewrite(committed, change)
+    assert judged(committed) == []
+
+
+def test_sources_are_followed_from_import_to_import(tmp_path):
+    files = {
+        "__init__": "from .alpha import run\nfrom .beta import other\n",
+        "alpha/__init__": "from .api import run\n",
+        "alpha/api": "from .. import launch\nfrom . import kernel\n",
+        "alpha/kernel": "from ..ptx.warp import shuffle\nimport numpy\n",
+        "ptx/__init__": "",
+        "ptx/warp": "from moe_numba import simulator\n",
+        "simulator/__init__": "import moe_numba.launch\n",
+        "launch": "",
+        "beta": "",
+        "bench/timing": "",
+        "bench/plots": "",
+    }
+    (tmp_path / "pyproject.toml").touch()
+    for name, text in files.items():
+        path = tmp_path / "moe_numba" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def sources(code):
+        return [name.removeprefix("moe_numba/") for name in imports.package_sources(code, tmp_path)]
+
+    run = ["alpha/api.py", "alpha/kernel.py", "bench/timing.py", "launch.py", "ptx/warp.py"]
+    assert sources("%matplotlib inline\nfrom moe_numba import run") == run
+    assert sources("import moe_numba as moe\nmoe.run(1)") == run
+    assert sources("def later():\n    import moe_numba.beta") == ["bench/timing.py", "beta.py"]
+    assert sources("from moe_numba.bench import plots\nimport numpy") == ["bench/timing.py"]
+    assert "alpha/api.py" in sources("from moe_numba import *")
+
+
+def test_the_committed_json_is_valid(committed):
+    nbformat.validate(json.loads(committed.read_text()))

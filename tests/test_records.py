@@ -1,0 +1,276 @@
+"""Records and the command line that writes and draws them; and every record that the repository holds."""
+
+import io
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from moe_numba import __main__ as cli
+from moe_numba import bench, simulator
+from moe_numba.bench import Stats, plots, records
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200", "driver": "580.95", "versions": {"numba-cuda": "0.30.4"}, "commit": "1a2b3c4d",
+    "date": "2026-11-20T10:00:00Z",
+}
+NOTEBOOK = '''# ---
+# jupyter:
+#   jupytext: {}
+# ---
+
+# %% [markdown]
+# Prose.
+
+# %% tags=["gpu"]
+x = 1
+
+# %%
+y = 2
+'''
+
+
+def name(path):
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "moe_numba" / "gate").mkdir(parents=True)
+    (tmp_path / "moe_numba" / "gate" / "kernel.py").write_text("a = 1\n")
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "01_gate.py").write_text(NOTEBOOK)
+    return tmp_path
+
+
+def rows():
+    config = {"num_experts": 256}
+    return [
+        records.row("final", config=config, size={"tokens": tokens}, dtype=dtype, bytes=64 * tokens,
+                    kernel=Stats(1.23456 * tokens, tokens, 2 * tokens), floor_us=0.5)
+        for tokens in (64, 1)
+        for dtype in ("float32", "bfloat16")
+    ] + [records.row("peer:triton", size={"tokens": 64}, dtype="float32", call=Stats(3.0, 2.0, 4.0))]
+
+
+def write(root, paths=("moe_numba/gate", "notebooks/01_gate.py#code"), **more):
+    return records.write("gate", rows(), paths, root, env=ENVIRONMENT, **more)
+
+
+def test_round_trip(repository):
+    path = write(repository)
+    assert path == repository / "docs" / "results" / "h200" / "gate.json"
+    record = records.read("gate", root=repository)
+    assert record["rows"] == rows() and record["gpu"] == "NVIDIA H200" and not records.invalid(record)
+    assert list(record) == list(records.FIELDS)
+    text = path.read_text()
+    assert text.endswith("}\n")
+    assert sum('"step"' in line for line in text.splitlines()) == len(rows()), "a row is a line"
+    assert record["rows"][0]["kernel_us"] == {"median": 79.012, "p10": 64, "p90": 128}
+    assert "flops" not in record["rows"][0] and "dtype" in record["rows"][-1]
+
+
+def test_written_elsewhere(repository, tmp_path):
+    assert write(repository, results=tmp_path / "out") == tmp_path / "out" / "h200" / "gate.json"
+
+
+def test_find(repository):
+    write(repository)
+    record = records.read("gate", root=repository)
+    assert records.find(record, step="final", size={"tokens": 1}, dtype="bfloat16")["bytes"] == 64
+    assert records.find(record, step="final", config={"num_experts": 128}) is None
+    assert records.find(record, step="final", operation="dispatch") is None
+    assert len(records.select(record, step="final")) == 4
+    line = records.series(record, step="final", dtype="float32")
+    assert list(line) == [1, 64] and line[64]["p90"] == 128
+    assert records.series(record, step="peer:triton") == {}, "a row without the value is no point"
+
+
+def test_changed_source_is_stale(repository):
+    write(repository)
+    record = records.read("gate", root=repository)
+    assert records.stale(record, repository) == []
+    (repository / "moe_numba" / "gate" / "kernel.py").write_text("a = 2\n")
+    (sentence,) = records.stale(record, repository)
+    assert "moe_numba/gate/kernel.py has changed" in sentence
+    (repository / "moe_numba" / "gate" / "kernel.py").unlink()
+    (sentence,) = records.stale(record, repository)
+    assert "gone" in sentence
+
+
+@pytest.mark.parametrize(("old", "new", "changed"), [
+    ("Prose", "Better prose", False),
+    ("jupytext: {}", "jupytext: {a: 1}", False),
+    ("x = 1", "x = 3", True),
+    ("y = 2", "y = 2\ny += 1", True),
+])
+def test_only_the_code_of_a_notebook_counts(repository, old, new, changed):
+    write(repository)
+    (repository / "notebooks" / "01_gate.py").write_text(NOTEBOOK.replace(old, new))
+    assert bool(records.stale(records.read("gate", root=repository), repository)) == changed
+
+
+def test_code_cells():
+    assert records.code_cells(NOTEBOOK) == ["x = 1", "y = 2"]
+    assert records.code_cells("import a\n# %% [md]\n# b\n# %%\n\nc\n\n") == ["import a", "c"]
+
+
+def test_refusals(repository, tmp_path):
+    with pytest.raises(ValueError, match="without a GPU"):
+        records.write("gate", rows(), ["moe_numba/gate"], repository, env=ENVIRONMENT | {"gpu": records.SIMULATOR})
+    with pytest.raises(FileNotFoundError, match="nowhere.py"):
+        write(repository, ["nowhere.py"])
+    with pytest.raises(ValueError, match="sources"):
+        write(repository, [])
+    with pytest.raises(ValueError, match="#code"):
+        write(repository, ["notebooks/01_gate.py#prose"])
+    with pytest.raises(FileNotFoundError, match="moe_numba bench"):
+        records.read("align", root=repository)
+    with pytest.raises(FileNotFoundError, match="clone"):
+        records.read("gate", root=tmp_path / "moe_numba")
+    assert list((repository / "docs" / "results").rglob("*.json")) == []
+
+
+@pytest.mark.parametrize(("change", "complaint"), [
+    ({"rows": []}, "no rows"),
+    ({"rows": [records.row("final")]}, "either a time"),
+    ({"rows": [records.row("final", call=Stats(1, 1, 1), refused="wrong")]}, "either a time"),
+    ({"rows": [records.row("final", call=Stats(1.0, 2.0, 3.0))]}, "in order"),
+    ({"rows": [records.row("final", call=Stats(0.0, 0.0, 0.0))]}, "above zero"),
+    ({"rows": [records.row(None, call=Stats(1, 1, 1))]}, "a name"),
+    ({"sources": {}}, "no sources"),
+])
+def test_invalid_records_are_refused(change, complaint):
+    good = {"topic": "gate", **ENVIRONMENT, "sources": {"a": "b"}, "rows": rows()}
+    assert records.invalid(good) == []
+    assert complaint in records.invalid(good | change)[0]
+    assert "missing" in records.invalid({name: value for name, value in good.items() if name != "commit"})[0]
+
+
+def test_environment():
+    environment = records.environment()
+    assert set(environment) == {"gpu", "driver", "versions", "commit", "date"}
+    assert {"python", "torch", "numba", "numba-cuda", "numpy"} <= set(environment["versions"])
+
+
+@pytest.mark.parametrize(("gpu", "folder"), [
+    ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA GH200 480GB", "gh200-480gb"),
+])
+def test_folder(gpu, folder):
+    assert records.folder(gpu) == folder
+
+
+# The command line
+
+
+@pytest.fixture
+def toy_topic(repository, monkeypatch):
+    """A topic in a repository of its own, on a machine that seems to have a GPU."""
+    module = types.SimpleNamespace(
+        SOURCES=["moe_numba/gate"],
+        measure=lambda peers, quick: rows()[: 1 if quick else None]
+        + [records.row(f"peer:{peer.NAME}", call=Stats(1, 1, 1)) for peer in peers],
+        figures=lambda record: {"ladder": plots.ladder_figure(record["rows"], caption=plots.caption(record))},
+        readme_table=lambda record: f"| {record['gpu']} |",
+    )
+    monkeypatch.setattr(bench, "topic", lambda name: module)
+    monkeypatch.setattr(records, "repository", lambda root=None: repository)
+    monkeypatch.setattr(records, "environment", lambda: dict(ENVIRONMENT))
+    monkeypatch.setattr(simulator, "ENABLED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return repository
+
+
+def test_unknown_topic(capsys):
+    assert cli.main(["bench", "nonsense"]) == 2 and cli.main(["plot", "nonsense"]) == 2
+    error = capsys.readouterr().err
+    assert "no topic 'nonsense'; the topics are:" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(("simulated", "cuda"), [(True, True), (True, False), (False, False)])
+def test_bench_without_a_gpu(toy_topic, monkeypatch, capsys, simulated, cuda):
+    monkeypatch.setattr(simulator, "ENABLED", simulated)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert cli.main(["bench", "toy"]) == 2
+    assert "bench needs a GPU" in capsys.readouterr().err
+
+
+def test_bench_plot_and_readme(toy_topic, capsys):
+    peers = toy_topic / "peers"
+    assert cli.main(["bench", "toy", "--peers", str(peers)]) == 2, "no such folder"
+    peers.mkdir()
+    (peers / "good.py").write_text("NAME, VERSION = 'triton', '1'\n")
+    (peers / "absent.py").write_text("import a_package_that_is_not_there\n")
+    assert cli.main(["plot", "toy"]) == 2, "nothing is recorded yet"
+    capsys.readouterr()
+    assert cli.main(["bench", "toy", "--peers", str(peers)]) == 0
+    out, error = capsys.readouterr()
+    assert "absent.py is left out" in error and "peer:triton" in out and "h200/toy.json" in out
+    assert cli.main(["bench", "toy", "--quick", "--out", str(toy_topic / "out")]) == 0
+    assert len(json.loads((toy_topic / "out" / "h200" / "toy.json").read_text())["rows"]) == 1
+
+    assert cli.main(["plot", "toy", "--out", str(toy_topic / "figures")]) == 0
+    assert sorted(path.name for path in (toy_topic / "figures").iterdir()) == ["toy-ladder.png", "toy-ladder.svg"]
+
+    readme = toy_topic / "README.md"
+    readme.write_text("before\n")
+    assert cli.main(["plot", "toy", "--readme"]) == 2, "no markers"
+    readme.write_text("before\n<!-- toy:begin -->\nold\n<!-- toy:end -->\nafter\n")
+    assert cli.main(["plot", "toy", "--check"]) == 1 and "old" in readme.read_text()
+    assert cli.main(["plot", "toy", "--readme"]) == 0
+    assert readme.read_text() == "before\n<!-- toy:begin -->\n| NVIDIA H200 |\n<!-- toy:end -->\nafter\n"
+    assert cli.main(["plot", "toy", "--readme", "--check"]) == 0
+    capsys.readouterr()
+    (toy_topic / "moe_numba" / "gate" / "kernel.py").write_text("a = 2")
+    assert cli.main(["plot", "toy", "--check"]) == 0
+    assert "out of date: toy: moe_numba/gate/kernel.py has changed" in capsys.readouterr().err
+
+
+def test_a_peer_names_itself(tmp_path):
+    (tmp_path / "nameless.py").write_text("VERSION = '1'\n")
+    with pytest.raises(ValueError, match="lacks NAME"):
+        bench.load_peers(tmp_path)
+
+
+def test_table_has_times_and_floor():
+    row = records.row("final", config={"topk": 8}, size={"tokens": 64}, dtype="float32",
+                      kernel=Stats(3.0, 2.5, 3.5), call=Stats(12.0, 11, 13), floor_us=1.5)
+    console = Console(file=io.StringIO(), width=160)
+    cli.print_table([row, *rows()], "gate", console)
+    (line,) = [line for line in console.file.getvalue().splitlines() if "topk=8" in line]
+    for text in ("tokens=64", "3.00", "2.50 – 3.50", "12.0", "1.50", "2.0"):
+        assert text in line
+
+
+def test_help_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "moe_numba", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and all(command in done.stdout for command in ("doctor", "bench", "plot"))
+
+
+# The repository's own records
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=name)
+def test_record_of_the_repository(path):
+    record = json.loads(path.read_text())
+    assert records.invalid(record) == []
+    assert record["topic"] == path.stem and records.folder(record["gpu"]) == path.parent.name
+    assert records.stale(record) == []
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDS if path.stem in bench.topics()], ids=name)
+def test_readme_table_and_figures_of_the_record(path):
+    """Each topic's figures can be drawn, and the README's table is the one that the record gives."""
+    record, module = json.loads(path.read_text()), bench.topic(path.stem)
+    assert all(module.figures(record).values())
+    readme = (ROOT / "README.md").read_text()
+    if path.parent.name == "h200" and f"<!-- {path.stem}:begin -->" in readme:
+        assert cli.replace_block(readme, path.stem, module.readme_table(record)) == readme

@@ -1,0 +1,644 @@
+"""The simulator itself: what it runs, what it refuses, and in which words."""
+
+import os
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+import numba
+from numba import cuda
+
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
+
+FULL = 0xFFFFFFFF
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def lanes(kernel, *args, threads=32, dtype=np.int64):
+    """Run a kernel that leaves one value a thread in its first argument."""
+    out = np.zeros(threads, dtype)
+    kernel[1, threads](out, *args)
+    return out.tolist()
+
+
+# --- the mode -------------------------------------------------------------------------------------------------------
+
+
+def in_a_new_process(code, **environment):
+    environment = {k: v for k, v in os.environ.items() if "SIM" not in k} | environment
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_without_simulation_the_simulator_does_not_import_numba():
+    alone = (
+        "import sys, types; sys.modules['moe_numba'] = p = types.ModuleType('moe_numba'); p.__path__ = ['moe_numba']; "
+    )
+    code = (
+        alone + "from moe_numba.simulator import ENABLED, REASON, run; print(ENABLED, REASON, 'numba' in sys.modules)"
+    )
+    assert in_a_new_process(code, MOE_NUMBA_SIMULATE="0").stdout == "False MOE_NUMBA_SIMULATE=0 False\n"
+
+
+def test_both_switches_turn_simulation_on():
+    code = "from moe_numba import simulator; from numba import cuda; print(simulator.REASON, cuda.shfl_sync.__module__)"
+    for name in ("MOE_NUMBA_SIMULATE", "NUMBA_ENABLE_CUDASIM"):
+        assert in_a_new_process(code, **{name: "1"}).stdout == f"{name}=1 moe_numba.simulator.cuda_module\n"
+
+
+def test_numba_first_is_refused_in_one_sentence():
+    code = "import numba.cuda; import moe_numba.simulator"
+    assert "import moe_numba before numba.cuda" in in_a_new_process(code, MOE_NUMBA_SIMULATE="1").stderr
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def double(out, x, n):
+    i = cuda.grid(1)
+    if i < n:
+        out[i] = x[i] + x[i]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32])
+def test_pointers_to_tensors_of_every_type(dtype):
+    x = torch.tensor([1.0, -2.0, 0.5, 3.0]).to(dtype)
+    out = torch.zeros(4).to(dtype)
+    simulator.run(double, 1, 32, (simulator.pointer(out), simulator.pointer(x), 4))
+    assert (out.float() == 2 * x.float()).all()
+
+
+def test_pointer_reaches_to_the_end_of_the_storage():
+    storage = torch.arange(12.0)
+    p = simulator.pointer(storage.view(3, 4)[1, 1:3])
+    assert p.size == 7 and p[6] == 11
+    assert simulator.pointer(storage.view(3, 4).t()[1]).size == 11
+    assert simulator.pointer(np.arange(12.0).reshape(3, 4)[1, 1:3]).size == 7
+
+
+def test_pointer_elements_are_scalars_of_their_type_and_share_the_memory():
+    x = torch.zeros(4, dtype=torch.bfloat16)
+    p = simulator.pointer(x)
+    p[1] = 1.005859375
+    assert type(p[1]) is ml_dtypes.bfloat16 and x[1].item() == 1.0078125
+    assert p.dtype == ml_dtypes.bfloat16 and p.size == 4
+
+
+def test_stores_convert_as_c_does():
+    p = simulator.pointer(np.zeros(4, np.uint8))
+    for i, value in enumerate((-1, 300, np.int64(513), 3.9)):
+        p[i] = value
+    assert p.array.tolist() == [255, 44, 1, 3]
+
+
+def test_views_offsets_and_vectors():
+    x = torch.arange(16, dtype=torch.int16).to(torch.bfloat16)
+    p = simulator.pointer(x)
+    words = p.load_vector(np.int32(8), np.uint32, 4)
+    assert [type(w) for w in words] == [np.uint32] * 4
+    assert words == tuple(p.view(np.uint32)[4 + i] for i in range(4))
+    p.offset(8).store_vector(0, words[::-1])
+    assert x[8:].tolist() == [14, 15, 12, 13, 10, 11, 8, 9]
+    assert (p + 3)[0] == 3
+    with pytest.raises(simulator.Misaligned, match="16 bytes at index 2"):
+        p.load_vector(2, np.uint32, 4)
+    with pytest.raises(simulator.OutOfBounds, match=r"index 16 \(16 bytes\)"):
+        p.load_vector(16, np.uint32, 4)
+    with pytest.raises(simulator.Misaligned, match="not aligned for uint32"):
+        p.offset(1).view(np.uint32)
+
+
+@pytest.mark.parametrize("index", [64, -1])
+@pytest.mark.parametrize("wrap", [simulator.pointer, lambda a: a] if simulator.ENABLED else [])
+def test_out_of_bounds_names_thread_index_and_argument(index, wrap):
+    @cuda.jit
+    def kernel(table, index):
+        if cuda.blockIdx.x == 1 and cuda.threadIdx.x == 37:
+            table[index] = 1
+
+    with pytest.raises(simulator.OutOfBounds) as error:
+        simulator.run(kernel, 2, 64, (wrap(np.zeros(64, np.float32)), index))
+    assert str(error.value) == f"block (1, 0, 0) warp 1 lane 5: index {index} is outside table (64 x float32)"
+
+
+@cuda.jit
+def reads_what_nobody_wrote(out, integers):
+    here = cuda.shared.array(4, numba.float32)
+    dynamic = cuda.shared.array(0, numba.float32)
+    mine = cuda.local.array((2, 2), np.float64)
+    numbers = cuda.shared.array(4, numba.int32)
+    out[0], out[1], out[2] = here[1], mine[1, 1], dynamic[7]
+    integers[0] = numbers[0]
+
+
+def test_shared_and_local_memory_starts_as_poison():
+    out, integers = np.zeros(3), np.zeros(1, np.int32)
+    reads_what_nobody_wrote[1, 1, 0, 32](out, integers)
+    assert np.isnan(out).all() and abs(integers[0]) > 1000
+
+
+def test_shared_arrays_belong_to_a_block_and_a_place():
+    @cuda.jit
+    def kernel(out):
+        a, b = cuda.shared.array(1, np.int32), cuda.shared.array(1, np.int32)
+        if cuda.threadIdx.x == 0:
+            a[0], b[0] = cuda.blockIdx.x, 10 + cuda.blockIdx.x
+        cuda.syncthreads()
+        out[cuda.grid(1)] = 100 * a[0] + b[0]
+        if cuda.threadIdx.x == 1:
+            out[a[0] - 1 - cuda.blockIdx.x] = 0  # a negative index
+
+    with pytest.raises(simulator.OutOfBounds, match="index -1 is outside out"):
+        kernel[2, 2](np.zeros(4, np.int32))
+    with pytest.raises(simulator.OutOfBounds, match="the shared array of test_simulator.py"):
+        cuda.jit(lambda: cuda.shared.array(1, np.int32)[1])[1, 1]()
+
+
+def test_dynamic_shared_memory_has_one_address_for_all_types():
+    @cuda.jit
+    def kernel(out):
+        cuda.shared.array(0, np.float32)[0] = 1.0
+        out[0] = cuda.shared.array(0, np.uint32)[0]
+        out[1] = len(cuda.shared.array(0, np.uint16))
+
+    assert lanes(lambda_config(kernel, 10), threads=2) == [0x3F800000, 5]
+
+
+def lambda_config(kernel, shared_bytes):
+    """A kernel with dynamic shared memory under the two-part configuration that `lanes` uses."""
+
+    class Configured:
+        def __getitem__(self, configuration):
+            return kernel[(*configuration, 0, shared_bytes)]
+
+    return Configured()
+
+
+def test_numba_host_interface():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    @cuda.jit
+    def kernel(out, x):
+        i, j = cuda.grid(2)
+        if i < x.shape[0] and j < x.shape[1]:
+            out[i, j] = x[i, j] + 1
+            out[i][j] += x.T[j, i]
+
+    device, out = cuda.to_device(x), cuda.device_array((2, 3), np.float32)
+    kernel[(1, 1), (4, 4), cuda.stream()](out, device)
+    cuda.synchronize()
+    assert (out.copy_to_host() == 2 * x + 1).all()
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    kernel[1, (4, 4)](tensor, x)
+    assert (tensor.float().numpy() == 2 * x + 1).all()
+    before = x.copy()
+    kernel[1, (4, 4)](cuda.In(x), x.copy())
+    assert (x == before).all()
+    double.forall(6)(out := np.zeros(6), np.arange(6.0), 6)
+    assert out.tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_records_and_arrays_without_dimensions():
+    @cuda.jit
+    def kernel(out, points, one, number):
+        for i in range(len(points)):
+            out[i] = points[i].x + points["y"][i] + points.x[i] + one.y + number[()]
+        points[0].x = 7
+
+    points = np.array([(1, 2.5), (3, 4.5)], np.dtype([("x", np.int32), ("y", np.float32)]))
+    out = np.zeros(2)
+    kernel[1, 1](out, points, points[1], np.array(100.0))
+    assert out.tolist() == [109, 115] and points["x"].tolist() == [7, 3]
+
+
+def test_names_of_numbas_simulator_remain():
+    from numba.cuda.simulator.kernelapi import FakeCUDAModule
+
+    for name in dir(FakeCUDAModule((1, 1, 1), (1, 1, 1), 0)):
+        if not name.startswith("_") and name != "laneid":
+            assert hasattr(cuda, name), name
+    assert cuda.float32x4(1, 2, 3, 4).w == 4
+    assert lanes(cuda.jit(lambda out: out.__setitem__(cuda.laneid, cuda.laneid))) == list(range(32))
+
+
+def test_device_functions_and_closures_are_plain_calls():
+    @cuda.jit(device=True)
+    def lane_sum(v):
+        for d in (16, 8, 4, 2, 1):
+            v += cuda.shfl_xor_sync(FULL, v, d)
+        return v
+
+    @cuda.jit("void(int64[:])", fastmath=True, max_registers=32, cache=True)
+    def kernel(out):
+        out[cuda.threadIdx.x] = lane_sum(cuda.laneid)
+
+    assert lanes(kernel) == [496] * 32
+
+
+# --- warps ----------------------------------------------------------------------------------------------------------
+
+
+def test_redux_of_both_signs():
+    @cuda.jit
+    def kernel(out):
+        lane = cuda.laneid
+        out[lane, 0] = simulator.warp.redux("max", FULL, np.int32(lane - 16))
+        out[lane, 1] = simulator.warp.redux("max", FULL, np.uint32((lane - 16) & FULL))
+        out[lane, 2] = simulator.warp.redux("add", FULL, np.uint32(0x80000000))
+        out[lane, 3] = simulator.warp.redux("min", FULL, lane - 16)
+        out[lane, 4] = simulator.warp.redux("xor", 0xFFFF if lane < 16 else 0xFFFF0000, lane, np.uint32)
+        out[lane, 5] = simulator.warp.redux("and", FULL, np.uint32(lane | 64)) + simulator.warp.redux("or", FULL, lane)
+
+    out = np.zeros((32, 6), np.int64)
+    kernel[1, 32](out)
+    assert (out == [15, FULL, 0, -16, 0, 64 + 31]).all()
+
+
+def test_shuffle_segments():
+    @cuda.jit
+    def kernel(out):
+        out[cuda.laneid] = simulator.warp.shuffle("up", FULL, cuda.laneid, 1, width=8)
+
+    assert lanes(kernel) == [max(lane - 1, lane & ~7) for lane in range(32)]
+
+
+def test_value_of_a_lane_outside_the_mask_is_poison():
+    @cuda.jit
+    def kernel(out):
+        if cuda.laneid < 16:
+            out[cuda.laneid] = cuda.shfl_down_sync(0xFFFF, np.float32(1), 8)
+
+    out = np.zeros(32)
+    kernel[1, 32](out)
+    assert (out[:8] == 1).all() and np.isnan(out[8:16]).all()
+
+
+def test_lanes_that_the_block_lacks_need_not_come():
+    @cuda.jit
+    def kernel(out):
+        cuda.syncwarp()
+        out[cuda.threadIdx.x] = cuda.popc(cuda.ballot_sync(FULL, True))
+
+    assert lanes(kernel, threads=40) == [32] * 32 + [8] * 8
+
+
+def test_disjoint_halves_go_their_own_ways():
+    @cuda.jit
+    def kernel(out):
+        if cuda.laneid < 16:
+            v = cuda.laneid
+            for d in (8, 4, 2, 1):
+                v += cuda.shfl_xor_sync(0xFFFF, v, d)
+        else:
+            v = cuda.ballot_sync(0xFFFF0000, cuda.laneid & 1)
+        out[cuda.laneid] = v
+
+    assert lanes(kernel) == [120] * 16 + [np.int32(-0x55560000)] * 16
+
+
+def refused(error, kernel, *patterns, grid=1, threads=32, seeds=range(4)):
+    """Under every seed a kernel must be refused, with these words; and the simulator goes on working."""
+    for seed in seeds:
+        with simulator.seed(seed), pytest.raises(error) as found:
+            kernel[grid, threads](np.zeros(64, np.int64))
+        for pattern in patterns:
+            assert any(p in str(found.value) for p in pattern.split("|")), f"{pattern!r} is not in: {found.value}"
+        assert (
+            lanes(cuda.jit(lambda out: out.__setitem__(cuda.laneid, cuda.shfl_sync(FULL, cuda.laneid, 5)))) == [5] * 32
+        )
+
+
+def test_a_lane_that_exited_is_missed_at_once():
+    @cuda.jit
+    def kernel(out):
+        if cuda.threadIdx.x == 39:
+            return
+        out[cuda.threadIdx.x] = cuda.shfl_xor_sync(FULL, 1, 1)
+
+    refused(
+        simulator.MissingLane,
+        kernel,
+        "block (0, 0, 0) warp 1: lanes 7 are named in mask 0xffffffff of shfl_xor_sync but have exited",
+        threads=64,
+    )
+
+
+def test_a_lane_that_waits_elsewhere_is_missed():
+    @cuda.jit
+    def another_operation(out):
+        if cuda.laneid == 7:
+            cuda.any_sync(FULL, True)
+        cuda.all_sync(FULL, True)
+
+    @cuda.jit
+    def another_mask(out):
+        cuda.syncwarp(0xFF if cuda.laneid == 3 else FULL)
+
+    @cuda.jit
+    def at_the_barrier(out):
+        if cuda.laneid == 7:
+            cuda.syncthreads()
+        cuda.syncwarp()
+        cuda.syncthreads()
+
+    refused(
+        simulator.MissingLane,
+        another_operation,
+        "of any_sync|of all_sync",
+        "but wait at",
+        "another_operation, test_simulator",
+    )
+    refused(simulator.MissingLane, another_mask, "mask 0x000000ff", "mask 0xffffffff")
+    refused(simulator.MissingLane, at_the_barrier, "of syncwarp", "syncthreads", "at_the_barrier, test_simulator.py:")
+
+
+def test_a_caller_must_be_in_its_own_mask():
+    @cuda.jit
+    def kernel(out):
+        if cuda.laneid == 31:
+            cuda.syncwarp(0x7FFFFFFF)
+
+    refused(simulator.MissingLane, kernel, "warp 0 lane 31 calls syncwarp with mask 0x7fffffff, which does not name it")
+
+
+# --- blocks and grids -----------------------------------------------------------------------------------------------
+
+
+def test_two_barriers_of_one_block_are_divergent():
+    @cuda.jit
+    def kernel(out):
+        if cuda.threadIdx.x < 40:
+            cuda.syncthreads()
+        else:
+            cuda.syncthreads()
+
+    first = kernel.py_func.__code__.co_firstlineno + 3
+    refused(
+        simulator.DivergentBarrier, kernel, f"test_simulator.py:{first}", f"test_simulator.py:{first + 2}", threads=64
+    )
+
+
+def test_an_exited_thread_is_missed_at_the_barrier():
+    @cuda.jit
+    def kernel(out):
+        if cuda.threadIdx.x < 40:
+            cuda.syncthreads()
+
+    refused(simulator.DivergentBarrier, kernel, "exited", "syncthreads", "warp 1", threads=64)
+
+
+def test_grid_sync():
+    @cuda.jit
+    def kernel(out, scratch):
+        scratch[cuda.blockIdx.x] = cuda.blockIdx.x + 1
+        cuda.cg.this_grid().sync()
+        out[cuda.grid(1)] = scratch[(cuda.blockIdx.x + 1) % cuda.gridDim.x]
+
+    for seed in range(5):
+        out = np.zeros(8, np.int64)
+        with simulator.seed(seed):
+            kernel[4, 2](out, np.zeros(4, np.int64))
+        assert out.tolist() == [2, 2, 3, 3, 4, 4, 1, 1]
+
+
+@cuda.jit
+def hand_over(flag, data, out):
+    if cuda.blockIdx.x == 1:
+        if cuda.threadIdx.x == 0:
+            data[0] = 42
+            cuda.threadfence()
+            cuda.atomic.exch(flag, 0, 1)
+    else:
+        while cuda.atomic.add(flag, 0, 0) == 0:
+            cuda.nanosleep(20)
+        out[cuda.threadIdx.x] = data[0]
+
+
+def test_blocks_run_side_by_side():
+    for seed in range(10):
+        out = np.zeros(32, np.int32)
+        simulator.run(hand_over, 2, 32, (np.zeros(1, np.int32), np.zeros(1, np.int32), out), seed=seed)
+        assert (out == 42).all()
+
+
+def test_a_lock():
+    @cuda.jit
+    def kernel(lock, count):
+        if cuda.threadIdx.x == 0:
+            while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+                pass
+            old = count[0]
+            cuda.nanosleep(1)
+            count[0] = old + 1
+            cuda.atomic.exch(lock, 0, 0)
+
+    count = np.zeros(1, np.int32)
+    kernel[16, 2](np.zeros(1, np.int32), count)
+    assert count[0] == 16
+
+
+# --- deadlocks ------------------------------------------------------------------------------------------------------
+
+
+def test_polling_for_ever_is_a_deadlock():
+    line = hand_over.py_func.__code__.co_firstlineno + 8
+    with pytest.raises(simulator.Deadlock) as found:
+        hand_over[1, 32](np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(32, np.int32))
+    assert "polls in vain" in str(found.value) and "block (0, 0, 0) warp 0 lanes 0-31" in str(found.value)
+    assert f"hand_over, test_simulator.py:{line}" in str(found.value) or f"simulator.py:{line + 1}" in str(found.value)
+
+
+def test_a_leader_that_polls_for_its_warp_is_a_deadlock():
+    @cuda.jit
+    def kernel(out):
+        ready = 0
+        while ready == 0:
+            if cuda.laneid == 0:
+                ready = cuda.atomic.add(out, 0, 0)
+            ready = cuda.shfl_sync(FULL, ready, 0)
+
+    refused(simulator.Deadlock, kernel, "lanes 0: an atomic that changes nothing", "lanes 1-31: shfl_sync", seeds=[0])
+
+
+def test_a_bounded_wait_is_not_a_deadlock():
+    @cuda.jit
+    def kernel(out):
+        tries = 0
+        while cuda.atomic.add(out, 40, 0) == 0 and tries < 500:
+            tries += 1
+        out[cuda.laneid] = tries
+
+    out = np.zeros(64, np.int64)
+    kernel[1, 32](out)
+    assert (out[:32] == 500).all()
+
+
+def test_waiting_in_a_circle_is_a_deadlock_that_names_at_most_eight_groups():
+    @cuda.jit
+    def kernel(out):
+        if cuda.blockIdx.x > 0:
+            cuda.cg.this_grid().sync()
+        else:
+            t = simulator.thread()
+            t.meet(t.block, "bar.sync 1", 64)
+
+    refused(
+        simulator.Deadlock,
+        kernel,
+        "no thread can run",
+        "block (0, 0, 0) warp 0 lanes 0-31: bar.sync 1 (32 of 64 came), at kernel, test_simulator.py:",
+        "grid sync (352 of 384 came)",
+        "and 4 more groups",
+        grid=12,
+    )
+
+
+def test_an_error_in_a_kernel_says_which_thread_and_leaves_nothing_behind():
+    @cuda.jit
+    def kernel(out):
+        if cuda.blockIdx.x == 1 and cuda.threadIdx.y == 2:
+            out[0] = {}["missing"]
+        cuda.syncthreads()
+
+    with pytest.raises(KeyError) as found:
+        kernel[2, (1, 4)](np.zeros(1))
+    assert "block (1, 0, 0) warp 0 lane 2, threadIdx (0, 2, 0), of kernel kernel" in found.value.__notes__[0]
+    assert lanes(cuda.jit(lambda out: cuda.syncthreads())) == [0] * 32
+
+
+def test_wrong_launches_are_refused():
+    kernel = cuda.jit(lambda out: None)
+    for grid, block, words in ((0, 1, "grid is 0"), (1, 2048, "block is 2048"), (1, (32, 64), "at most 1024 threads")):
+        with pytest.raises(ValueError, match=words):
+            kernel[grid, block](np.zeros(1))
+    with pytest.raises(TypeError, match=r"takes 1 arguments \(out\), but 2 were given"):
+        kernel[1, 1](1, 2)
+    with pytest.raises(ValueError, match="launch configuration"):
+        kernel(1)
+    with pytest.raises(simulator.SimulatorError, match="outside one"):
+        cuda.threadIdx.x  # noqa: B018
+
+
+# --- seeds ----------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def sum_by_lane_0(out, with_syncwarp):
+    partial = cuda.shared.array(32, np.int64)
+    partial[cuda.laneid] = cuda.laneid
+    if with_syncwarp:
+        cuda.syncwarp()
+    if cuda.laneid == 0:
+        for i in range(32):
+            out[0] += partial[i]
+
+
+@cuda.jit
+def next_warps_sum(out, with_syncthreads):
+    partial = cuda.shared.array(4, np.int64)
+    warp = cuda.threadIdx.x // 32
+    partial[warp] = cuda.popc(cuda.ballot_sync(FULL, True))
+    cuda.syncwarp()
+    if with_syncthreads:
+        cuda.syncthreads()
+    out[warp] = partial[(warp + 1) % 4]
+
+
+@pytest.mark.parametrize("kernel, threads, right", [(sum_by_lane_0, 32, [496]), (next_warps_sum, 128, [32] * 4)])
+def test_a_missing_barrier_shows_under_some_seeds(kernel, threads, right):
+    def results(with_barrier):
+        for seed in range(10):
+            out = np.zeros(len(right), np.int64)
+            with simulator.seed(seed):
+                kernel[1, threads](out, with_barrier)
+            yield out.tolist() == right
+
+    assert all(results(True))
+    assert not all(results(False))
+
+
+def test_a_seed_repeats_a_run_and_preemption_separates_load_from_store():
+    @cuda.jit
+    def kernel(out):
+        out[0] = out[0] + 1
+
+    def run(seed, preempt):
+        out = np.zeros(1, np.int64)
+        with simulator.seed(seed, preempt=preempt):
+            kernel[2, 32](out)
+        return int(out[0])
+
+    assert run(3, 0) == 64 and run(3, 0.2) < 64
+    assert run(3, 0.2) == run(3, 0.2)
+    assert len({run(seed, 0.2) for seed in range(8)}) > 1
+
+
+def test_atomics_hold_under_preemption():
+    @cuda.jit
+    def kernel(out):
+        cuda.atomic.add(out, cuda.threadIdx.x & 1, 1)
+
+    out = np.zeros(2, np.int32)
+    with simulator.seed(1, preempt=0.5):
+        kernel[4, 64](out)
+    assert out.tolist() == [128, 128]
+
+
+def test_trace():
+    @cuda.jit
+    def kernel(out):
+        cuda.syncthreads()
+        out[cuda.laneid] = cuda.shfl_xor_sync(FULL, cuda.laneid, 1)
+
+    with simulator.trace() as events:
+        lanes(kernel)
+    lanes(kernel)
+    assert [e.what for e in events] == ["syncthreads"] * 32 + ["shfl_xor_sync"] * 32
+    last = {e.lane: e for e in events}
+    assert last[5].details["result"] == 4 and last[5].block == (0, 0, 0) and last[5].step > events[0].step
+
+
+def test_several_grids_in_one_world():
+    """What several ranks will stand on: two launches alive at once, each waiting for the other."""
+
+    def kernel(mine, theirs):
+        mine[0] = 1
+        simulator.thread().grid.progress()
+        while theirs[0] == 0:
+            simulator.thread().spin()
+
+    a, b = simulator.pointer(np.zeros(1)), simulator.pointer(np.zeros(1))
+    world = simulator.World(seed=0)
+    world.add(simulator.Grid(world, kernel, (1, 1, 1), (1, 1, 1), (a, b)))
+    world.add(simulator.Grid(world, kernel, (1, 1, 1), (1, 1, 1), (b, a)))
+    world.run()
+    assert a[0] == b[0] == 1
+
+
+# --- speed ----------------------------------------------------------------------------------------------------------
+
+
+def test_1024_threads_through_a_shuffle_reduction_in_a_fifth_of_a_second():
+    @cuda.jit
+    def kernel(x, out):
+        v = x[cuda.grid(1)]
+        for d in (16, 8, 4, 2, 1):
+            v += cuda.shfl_xor_sync(FULL, v, d)
+        if cuda.laneid == 0:
+            out[cuda.grid(1) // 32] = v
+
+    x, out, seconds = np.arange(1024, dtype=np.float32), np.zeros(32, np.float32), []
+    for _ in range(3):
+        start = time.perf_counter()
+        kernel[4, 256](x, out)
+        seconds.append(time.perf_counter() - start)
+    assert (out == x.reshape(32, 32).sum(1)).all()
+    assert min(seconds) < 0.2
