@@ -25,7 +25,7 @@ def token(experts=256, seed=0):
 
 
 FIGURES = {
-    **{f"problem {seed}": lambda seed=seed: draw.problem(*token(seed=seed), 8, 4, 8) for seed in (1, 2)},
+    **{f"problem {seed}": lambda seed=seed: draw.problem(*token(seed=seed), 8, 4, 8) for seed in range(4)},
     "problem 128/4": lambda: draw.problem(*token(128), 4, 2, 6),
     **{f"{name}": lambda name=name: draw.who_holds_what(name) for name in draw.LAYOUTS},
     "who 256/16": lambda: draw.who_holds_what("a thread for a group", 256, 16),

@@ -7,6 +7,7 @@ GPU (``stale``). Its rows stand one to a line: a new measurement is a readable d
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -42,7 +43,9 @@ def environment():
         "gpu": (not simulator.ENABLED and _gpu()) or SIMULATOR,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
         "versions": versions(),
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or "unknown",
+        # A machine that holds a copy without its history is told the commit by GIT_COMMIT.
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+        or os.environ.get("GIT_COMMIT", "unknown"),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 

@@ -36,7 +36,7 @@ def problem(logits, bias, num_groups, topk_group, topk):
     sums = choice.view(num_groups, -1).topk(2, dim=1).values.sum(dim=1)
     kept = set(sums.sort(descending=True, stable=True).indices[:topk_group].tolist())
     size = len(choice) // num_groups
-    figure, axes = canvas(WIDTH, 3.75, f"One token: {len(choice)} experts in {num_groups} groups, "
+    figure, axes = canvas(WIDTH, 3.95, f"One token: {len(choice)} experts in {num_groups} groups, "
                                       f"{topk_group} groups kept, {topk} experts chosen")
     left, bottom, width, height = 0.6, 0.95, WIDTH - 0.8, 2.0
     step, tallest = width / len(choice), float(choice.max())
@@ -51,10 +51,13 @@ def problem(logits, bias, num_groups, topk_group, topk):
     for expert, value in enumerate(choice.tolist()):
         colour = RED if expert in weight_of else SKY if expert // size in kept else PALE
         box(axes, left + (expert + 0.1) * step, bottom, 0.8 * step, height * value / tallest, fill=colour, edge="none")
-    for expert in weight_of:
-        x = left + (expert + 0.5) * step
-        text(axes, x, bottom + height * float(choice[expert]) / tallest + 0.04, str(expert), size=7, colour=RED,
-             va="bottom", rotation=90)
+    named = []
+    for expert in sorted(weight_of):
+        x, y = left + (expert + 0.5) * step, bottom + height * float(choice[expert]) / tallest + 0.04
+        while any(abs(x - at) < 0.13 and abs(y - up) < 0.28 for at, up in named):  # its neighbour's name is in the way
+            y += 0.05
+        named.append((x, y))
+        text(axes, x, y, str(expert), size=7, colour=RED, va="bottom", rotation=90)
     text(axes, 0.3, bottom + height / 2, "score + bias", colour=GREY, rotation=90)
     text(axes, 0.5, bottom - 0.37, "sum", size=8, colour=GREY, ha="right")
     note(axes, left, 0.14, "Bars with a number are chosen experts. Below each group: the sum of its two best.")
@@ -269,8 +272,8 @@ def sorting_network(values, pairs):
 
 
 def pick_loop(lanes, picks, title="The pick loop"):
-    """Picks from lanes with sorted values: redux finds the highest front, ballot and ffs its lane, which pops it."""
-    lanes, depth = [list(lane) for lane in lanes], max(map(len, lanes))
+    """Lanes sort their values; each pick: redux finds the highest front, ballot and ffs its lane, which drops it."""
+    lanes, depth = [sorted(lane, reverse=True) for lane in lanes], max(map(len, lanes))
     rows, wide = len(lanes), (WIDTH - 0.4) / picks
     cell = min(0.5, (wide - 0.95) / depth)
     figure, axes = canvas(WIDTH, 1.75 + 0.3 * rows, title)

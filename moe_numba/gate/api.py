@@ -10,8 +10,9 @@ from moe_numba.launch import address, as_tensor, current_stream, give_back, laun
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMITS = {torch.int32: "int32*", torch.int64: "int64*"}
 _MOST_EXPERTS, _MOST_TOPK, _MOST_TOKENS = 1024, 32, 1 << 30
-_WARPS_A_MULTIPROCESSOR = 64  # as many as can be resident; beyond that a warp takes several tokens
-MANY_TOKENS = 8192  # from here on the throughput kernel is the faster one
+_WARPS_A_MULTIPROCESSOR = 64  # as many as can be resident; beyond that a warp takes several tokens, one after another
+_MOST_BLOCKS = 1 << 20
+MANY_TOKENS = 4096  # from here on the throughput kernel is the faster one
 
 _plans = {}
 
@@ -155,22 +156,32 @@ class _Plan:
             group_size = num_experts // num_expert_group
             words = _word_bytes(x, values, group_size), 4 if bias is None else _word_bytes(bias, values, group_size)
             constants = (*shape, renormalize, scoring, dtype, bias_dtype, *words, bool(limit_dtype))
-            self.few = self._variant(kernel.make_kernel(*constants), signature, x.device, kernel.WARPS, kernel.WARPS)
+            self.few = self._variant(kernel.make_kernel(*constants), signature, x.device, kernel.WARPS)
         else:
             made = kernel_dynamic.make_dynamic_kernel(scoring, dtype, bias_dtype, bool(limit_dtype))
             routed = topk - num_fused_shared_experts
             self.tail += (num_experts, num_expert_group, topk_group, topk, routed, int(renormalize))
             shared = kernel_dynamic.shared_bytes(num_experts, num_expert_group)
-            self.few = self._variant(made, (*signature, *("int32",) * 6), x.device, 1, 1, shared)
+            self.few = self._variant(made, (*signature, *("int32",) * 6), x.device, 1, shared_bytes=shared)
         self.many = self.few
         if lanes and kernel_throughput.serves(*shape):
-            made, warps = kernel_throughput.make_throughput_kernel(*constants), kernel_throughput.WARPS
-            self.many = self._variant(made, signature, x.device, warps, warps * kernel_throughput.TOKENS)
+            self.many = self._variant(
+                kernel_throughput.make_throughput_kernel(*constants),
+                signature,
+                x.device,
+                kernel_throughput.WARPS,
+                tokens_a_warp=kernel_throughput.TOKENS,
+                launch_bounds=kernel_throughput.LAUNCH_BOUNDS,
+            )
 
-    def _variant(self, made, signature, device, warps, tokens_a_block, shared_bytes=0):
-        multiprocessors = 1 if simulator.ENABLED else torch.cuda.get_device_properties(device).multi_processor_count
-        start = launcher(made, signature, self.device, shared_bytes=shared_bytes, dependent=True)
-        return start, 32 * warps, tokens_a_block, multiprocessors * _WARPS_A_MULTIPROCESSOR // warps
+    def _variant(self, made, signature, device, warps, tokens_a_warp=1, **options):
+        """A kernel ready to start, and the shape of its launches."""
+        start = launcher(made, signature, self.device, dependent=True, **options)
+        most_blocks = _MOST_BLOCKS
+        if tokens_a_warp == 1 and not simulator.ENABLED:
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            most_blocks = multiprocessors * _WARPS_A_MULTIPROCESSOR // warps
+        return start, 32 * warps, warps * tokens_a_warp, most_blocks
 
     def start(self, x, bias, weights, ids, tokens, limit):
         if not simulator.ENABLED and torch.cuda.current_device() != self.device:

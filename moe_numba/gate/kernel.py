@@ -47,8 +47,8 @@ def make_kernel(
     group_steps, sum_steps = lanes.bit_length() - 1, (routed - 1).bit_length()
     routed_lanes = uint32((1 << routed) - 2)
     has_bias = bias_dtype is not None
-    load, load_one = make_load(dtype, word_bytes, values)
-    load_bias, _ = make_load(bias_dtype or "float32", bias_word_bytes if has_bias else 4, values)
+    fetch, unpack, load_one, raw_words = make_load(dtype, word_bytes, values)
+    fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_word_bytes, values)
     score_row, score_one = make_scoring(scoring, values)
     sort_descending = make_sort_descending(values)
 
@@ -84,6 +84,8 @@ def make_kernel(
         token = int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
         stride = int32(cuda.gridDim.x * WARPS)
         offset = cuda.local.array(values, float32)
+        raw = cuda.local.array(raw_words, uint32)
+        raw_bias = cuda.local.array(raw_bias_words, uint32)
         row = cuda.local.array(values, float32)
         key = cuda.local.array(values, int32)
         top = cuda.local.array(values, int32)
@@ -94,22 +96,25 @@ def make_kernel(
         else:
             routable = int32(min(num_tokens, limit))
         if has_bias:
-            load_bias(bias, int64(first), valid, offset)
+            fetch_bias(bias, int64(first), valid, raw_bias)
         if token < routable:
-            load(x, int64(token) * row_stride + first, valid, row)
+            fetch(x, int64(token) * row_stride + first, valid, raw)
+        if has_bias:
+            unpack_bias(raw_bias, valid, offset)
 
         while token < routable:
             cuda.syncwarp()  # the warp may have parted at the last store, and redux.sync wants it whole
+            unpack(raw, valid, row)
+            following = int32(token + stride)
+            if following < routable:  # the next row is on its way while this one is routed
+                fetch(x, int64(following) * row_stride + first, valid, raw)
+
             largest, inverse = score_row(row)
             for j in range(values):
                 key[j] = order_key(row[j] + offset[j] if has_bias else row[j])
                 if not exact and j >= valid:
                     key[j] = EXCLUDED
                 top[j] = key[j]
-            following = int32(token + stride)
-            if following < routable:  # the next row is on its way while this one is sorted
-                load(x, int64(following) * row_stride + first, valid, row)
-
             sort_descending(top)
             if num_expert_group > 1 and beaten_groups(top, lane, group, rank) >= topk_group:
                 top[0] = EXCLUDED
@@ -122,17 +127,17 @@ def make_kernel(
                 ballot = uint32(cuda.ballot_sync(FULL, holds))
                 if lane == k:
                     picked, holders = best, ballot
-                if holds and (ballot & below) == 0:
-                    for d in range(depth - 1):
-                        top[d] = top[d + 1]
-                    top[depth - 1] = EXCLUDED
+                wins = holds and uint32(ballot & below) == uint32(0)
+                for d in range(depth - 1):
+                    top[d] = top[d + 1] if wins else top[d]
+                top[depth - 1] = EXCLUDED if wins else top[depth - 1]
 
             # Lane k looks for the k-th pick among the keys of the lane that held it; twins are taken in their order.
             holder = int32(cuda.ffs(holders) - 1)
             slots = uint32(0)
             for j in range(values):
-                if cuda.shfl_sync(FULL, key[j], holder) == picked:
-                    slots |= uint32(1 << j)
+                theirs = cuda.shfl_sync(FULL, key[j], holder)
+                slots = uint32(slots | uint32(1 << j)) if theirs == picked else slots
             previous_picked = cuda.shfl_up_sync(FULL, picked, 1)
             previous_holder = cuda.shfl_up_sync(FULL, holder, 1)
             twins = cuda.ballot_sync(FULL, picked == previous_picked and holder == previous_holder)
@@ -140,7 +145,7 @@ def make_kernel(
             if twins != 0:
                 k = lane
                 while k > 0 and (twins >> uint32(k)) & uint32(1):
-                    slots &= uint32(slots - uint32(1))
+                    slots = uint32(slots & uint32(slots - uint32(1)))
                     k -= 1
             expert = int32(holder * values + cuda.ffs(slots) - 1)
             if not exact:

@@ -4,7 +4,7 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64
 
-from moe_numba.gate.parts import EXCLUDED, FULL, group_worth, make_load, make_scoring, order_key
+from moe_numba.gate.parts import EXCLUDED, FULL, ITEM_BYTES, group_worth, make_load, make_scoring, order_key
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import redux_sync_max_s32
@@ -21,8 +21,8 @@ def shared_bytes(num_experts, num_expert_group):
 def make_dynamic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32", limit_on_device=False):
     """The kernel for all shapes; only what decides which instructions there are is a constant."""
     has_bias = bias_dtype is not None
-    _, load_one = make_load(dtype, 4 if dtype == "float32" else 2, VALUES)
-    _, load_bias = make_load(bias_dtype or "float32", 2 if bias_dtype in ("bfloat16", "float16") else 4, VALUES)
+    load_one = make_load(dtype, ITEM_BYTES[dtype], VALUES)[2]
+    load_bias = make_load(bias_dtype or dtype, ITEM_BYTES[bias_dtype or dtype], VALUES)[2]
     score_row, score_one = make_scoring(scoring, VALUES)
 
     @cuda.jit

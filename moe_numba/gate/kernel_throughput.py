@@ -13,10 +13,12 @@ from moe_numba.gate.kernel import layout
 from moe_numba.gate.parts import EXCLUDED, FULL, group_worth, make_load, make_scoring, make_sort_descending, order_key
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4, st_shared_s32x4
+from moe_numba.ptx.warp import lanemask_lt
 
 WARPS = 4  # of a block
 TOKENS = 4  # of a warp
 LANES = 32 // TOKENS  # of a token, when its experts are chosen
+LAUNCH_BOUNDS = 32 * WARPS, 6  # 80 registers: 24 warps a multiprocessor hide one another's waiting
 
 
 def serves(num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts):
@@ -64,8 +66,8 @@ def make_throughput_kernel(
     token_pitch = num_expert_group * pitch
     all_keys = WARPS * TOKENS * token_pitch
     has_bias = bias_dtype is not None
-    load, load_one = make_load(dtype, word_bytes, values)
-    load_bias, _ = make_load(bias_dtype or "float32", bias_word_bytes if has_bias else 4, values)
+    fetch, unpack, load_one, raw_words = make_load(dtype, word_bytes, values)
+    fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_word_bytes, values)
     score_row, score_one = make_scoring(scoring, values)
     sort_descending = make_sort_descending(dealt)
 
@@ -80,14 +82,16 @@ def make_throughput_kernel(
         keys = cuda.shared.array(all_keys, int32)
         kept = cuda.shared.array((WARPS, TOKENS, num_expert_group), int32)
         base = int32(warp * TOKENS * token_pitch)
+        mine_at = int32(base + group * pitch + rank * values)
         octet = uint32(0xFF << (member * 8))
-        below_in_octet = uint32(((1 << column) - 1) << (member * 8))
-        column_of_rank = uint32(0x11111111 << rank)
-        below_of_rank = uint32(column_of_rank & uint32((1 << lane) - 1))
+        below_in_octet = uint32(lanemask_lt() & octet)
+        below_of_rank = uint32(lanemask_lt() & uint32(0x11111111 << rank))
         low, middle, high = int32(group & 1), int32((group >> 1) & 1), int32((group >> 2) & 1)
 
         offset = cuda.local.array(values, float32)
-        row = cuda.local.array((TOKENS, values), float32)
+        raw = cuda.local.array((TOKENS, raw_words), uint32)
+        raw_bias = cuda.local.array(raw_bias_words, uint32)
+        row = cuda.local.array(values, float32)
         largest = cuda.local.array(TOKENS, float32)
         inverse = cuda.local.array(TOKENS, float32)
         key = cuda.local.array(values, int32)
@@ -99,25 +103,27 @@ def make_throughput_kernel(
         else:
             routable = int32(min(num_tokens, limit))
         if has_bias:
-            load_bias(bias, int64(lane * values), int32(values), offset)
+            fetch_bias(bias, int64(lane * values), int32(values), raw_bias)
+            unpack_bias(raw_bias, int32(values), offset)
         stride = int32(cuda.gridDim.x * (WARPS * TOKENS))
         token = int32((cuda.blockIdx.x * WARPS + warp) * TOKENS)
 
         while token < num_tokens:
             cuda.syncwarp()
+            start = int64(token) * row_stride + lane * values
             for t in range(TOKENS):
-                there = int32(values) if token + t < routable else int32(0)
-                load(x, int64(token + t) * row_stride + lane * values, there, row[t])
+                if int32(token + t) < routable:
+                    fetch(x, start + t * row_stride, int32(values), raw[t])
 
             # Groups: each lane's two best, then the group's; lane (group, rank) goes on with token `rank`.
             mine = int32(0)
             for t in range(TOKENS):
-                largest[t], inverse[t] = score_row(row[t])
+                unpack(raw[t], int32(values), row)
+                largest[t], inverse[t] = score_row(row)
                 for j in range(values):
-                    key[j] = order_key(row[t, j] + offset[j] if has_bias else row[t, j])
+                    key[j] = order_key(row[j] + offset[j] if has_bias else row[j])
                 for j in range(0, values, 4):
-                    at = base + t * token_pitch + group * pitch + rank * values + j
-                    st_shared_s32x4(keys, at, key[j], key[j + 1], key[j + 2], key[j + 3])
+                    st_shared_s32x4(keys, int32(mine_at + (t * token_pitch + j)), key[j], key[j + 1], key[j + 2], key[j + 3])
                 best, second = max(key[0], key[1]), min(key[0], key[1])
                 for j in range(2, values, 2):
                     larger, smaller = max(key[j], key[j + 1]), min(key[j], key[j + 1])
@@ -137,7 +143,8 @@ def make_throughput_kernel(
             for i in range(1, num_expert_group):
                 theirs = cuda.shfl_xor_sync(FULL, mine, 4 * i)
                 lower = high if i >= 4 else (middle if i >= 2 else low)
-                beaten += int32(theirs > int32(mine - lower))
+                if theirs > int32(mine - lower):
+                    beaten = int32(beaten + 1)
             stays = beaten < topk_group
             ballot = uint32(cuda.ballot_sync(FULL, stays))
             if stays:
@@ -145,10 +152,11 @@ def make_throughput_kernel(
             cuda.syncwarp()
 
             # Experts: the kept groups' keys are dealt to the token's eight lanes in their order.
-            mine_group = kept[warp, member, int32(uint32(column) // uint32(lanes_a_group))]
-            at = base + member * token_pitch + mine_group * pitch + int32(uint32(column) % uint32(lanes_a_group)) * dealt
+            my_group = kept[warp, member, int32(uint32(column) // uint32(lanes_a_group))]
+            my_first = int32(int32(uint32(column) % uint32(lanes_a_group)) * dealt)
+            at = int32(base + member * token_pitch + my_group * pitch + my_first)
             for j in range(0, dealt, 4):
-                a, b, c, d = ld_shared_s32x4(keys, at + j)
+                a, b, c, d = ld_shared_s32x4(keys, int32(at + j))
                 top[j], top[j + 1], top[j + 2], top[j + 3] = a, b, c, d
             sort_descending(top)
             picked, holders = int32(0), uint32(0)
@@ -159,28 +167,24 @@ def make_throughput_kernel(
                 holds = top[0] == best
                 ballot = uint32(cuda.ballot_sync(FULL, holds))
                 if column == k:
-                    picked, holders = best, uint32(ballot & octet)
-                if holds and (ballot & below_in_octet) == 0:
-                    for d in range(depth - 1):
-                        top[d] = top[d + 1]
-                    top[depth - 1] = EXCLUDED
+                    picked, holders = best, ballot
+                wins = holds and uint32(ballot & below_in_octet) == uint32(0)
+                for d in range(depth - 1):
+                    top[d] = top[d + 1] if wins else top[d]
+                top[depth - 1] = EXCLUDED if wins else top[depth - 1]
 
             # Column k looks for the k-th pick among the keys of the lane that held it; twins are taken in their order.
-            holder = int32((cuda.ffs(holders) - 1) & 7)
+            holder = int32((cuda.ffs(uint32(holders & octet)) - 1) & 7)
             its_group = kept[warp, member, int32(uint32(holder) // uint32(lanes_a_group))]
             its_first = int32(int32(uint32(holder) % uint32(lanes_a_group)) * dealt)
-            at = base + member * token_pitch + its_group * pitch + its_first
+            at = int32(base + member * token_pitch + its_group * pitch + its_first)
             slots = uint32(0)
             for j in range(0, dealt, 4):
-                a, b, c, d = ld_shared_s32x4(keys, at + j)
-                if a == picked:
-                    slots |= uint32(1 << j)
-                if b == picked:
-                    slots |= uint32(2 << j)
-                if c == picked:
-                    slots |= uint32(4 << j)
-                if d == picked:
-                    slots |= uint32(8 << j)
+                a, b, c, d = ld_shared_s32x4(keys, int32(at + j))
+                slots = uint32(slots | uint32(1 << j)) if a == picked else slots
+                slots = uint32(slots | uint32(2 << j)) if b == picked else slots
+                slots = uint32(slots | uint32(4 << j)) if c == picked else slots
+                slots = uint32(slots | uint32(8 << j)) if d == picked else slots
             previous_picked = cuda.shfl_up_sync(FULL, picked, 1)
             previous_holder = cuda.shfl_up_sync(FULL, holder, 1)
             twin = picked == previous_picked and holder == previous_holder and column > 0 and column < routed
@@ -188,7 +192,7 @@ def make_throughput_kernel(
             if twins != 0:
                 k = lane
                 while (twins >> uint32(k)) & uint32(1):
-                    slots &= uint32(slots - uint32(1))
+                    slots = uint32(slots & uint32(slots - uint32(1)))
                     k -= 1
             expert = int32(its_group * group_size + its_first + cuda.ffs(slots) - 1)
 

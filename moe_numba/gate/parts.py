@@ -107,68 +107,74 @@ def make_scoring(scoring, values):
 
 @cache
 def make_load(dtype, word_bytes, values):
-    """``load(pointer, first, valid, row)`` reads a lane's ``values`` numbers in loads of ``word_bytes``; the rest is -inf.
+    """How a lane reads its ``values`` neighbouring numbers, in loads of ``word_bytes``.
 
+    ``fetch(pointer, first, valid, raw)`` starts the loads of those that are ``valid``; ``unpack(raw, valid, row)`` makes
+    float32 of them, and -inf of the rest. They are two, so that a row can be on its way while another is worked on.
     ``load_one(pointer, index)`` reads one number.
+
+    Returns
+    -------
+    fetch, unpack, load_one
+    raw_words : int
+        Registers that ``raw`` needs.
     """
     item = ITEM_BYTES[dtype]
     per_load, words = word_bytes // item, max(word_bytes // 4, 1)
     per_word = per_load // words
+    load_words = {2: load_nc_u16, 4: load_nc_u32x1, 8: load_nc_u32x2, 16: load_nc_u32x4}[word_bytes]
 
     if dtype == "float32":
 
         @cuda.jit(device=True)
-        def unpack(word, half):
+        def number(word, half):
             return uint_as_float(word)
-
-        @cuda.jit(device=True)
-        def load_one(pointer, index):
-            return uint_as_float(load_nc_u32x1(pointer, index))
 
     elif dtype == "bfloat16":
 
         @cuda.jit(device=True)
-        def unpack(word, half):  # a bfloat16 is the upper half of a float32
+        def number(word, half):  # a bfloat16 is the upper half of a float32
             return uint_as_float(uint32(word & uint32(0xFFFF0000)) if half else uint32(word << uint32(16)))
 
-        @cuda.jit(device=True)
-        def load_one(pointer, index):
-            return uint_as_float(uint32(load_nc_u16(pointer, index) << uint32(16)))
-
     else:
 
         @cuda.jit(device=True)
-        def unpack(word, half):
+        def number(word, half):
             return half_bits_as_float(uint32(word >> uint32(16)) if half else word)
 
-        @cuda.jit(device=True)
-        def load_one(pointer, index):
-            return half_bits_as_float(load_nc_u16(pointer, index))
-
-    if words == 4:
-        load_words = load_nc_u32x4
-    elif words == 2:
-        load_words = load_nc_u32x2
-    else:
-        load_word = load_nc_u16 if word_bytes == 2 else load_nc_u32x1
-
-        @cuda.jit(device=True)
-        def load_words(pointer, index):
-            return (load_word(pointer, index),)
+    load_item = load_nc_u32x1 if item == 4 else load_nc_u16
 
     @cuda.jit(device=True)
-    def load(pointer, first, valid, row):
-        for i in range(0, values, per_load):
-            if i < valid:
-                loaded = load_words(pointer, first + i)
-                for w in range(words):
-                    for half in range(per_word):
-                        row[i + w * per_word + half] = unpack(loaded[w], half)
-            else:
-                for j in range(per_load):
-                    row[i + j] = -INFINITY
+    def load_one(pointer, index):
+        return number(load_item(pointer, index), False)
 
-    return load, load_one
+    if words == 1:
+
+        @cuda.jit(device=True)
+        def fetch_load(pointer, index, raw, at):
+            raw[at] = load_words(pointer, index)
+
+    else:
+
+        @cuda.jit(device=True)
+        def fetch_load(pointer, index, raw, at):
+            loaded = load_words(pointer, index)
+            for w in range(words):
+                raw[at + w] = loaded[w]
+
+    @cuda.jit(device=True)
+    def fetch(pointer, first, valid, raw):
+        for i in range(values // per_load):
+            if i * per_load < valid:
+                fetch_load(pointer, first + i * per_load, raw, i * words)
+
+    @cuda.jit(device=True)
+    def unpack(raw, valid, row):
+        for w in range(values // per_word):
+            for half in range(per_word):
+                row[w * per_word + half] = number(raw[w], half) if w * per_word < valid else -INFINITY
+
+    return fetch, unpack, load_one, values // per_word
 
 
 def sorting_network(n):

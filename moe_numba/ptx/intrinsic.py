@@ -10,6 +10,9 @@ from moe_numba import simulator
 # A pointer and an index, not an integer made by address arithmetic, so that the simulator can follow and check.
 POINTER = "pointer"
 
+# The same for an array in shared memory, which the instruction reaches by its 32-bit address in the shared window.
+SHARED = "shared"
+
 
 def instruction(template, result, *operands, simulate, side_effect=True):
     """Make a function for one PTX instruction.
@@ -21,7 +24,7 @@ def instruction(template, result, *operands, simulate, side_effect=True):
     result : str
         ``"void"``, a type name such as ``"u32"``, or ``"u32 x 4"`` for a tuple of results.
     *operands : str
-        A type name (``u32, s32, u64, s64, f32``) or ``POINTER`` for each operand.
+        A type name (``u32, s32, u64, s64, f32``), ``POINTER`` or ``SHARED`` for each operand.
     simulate : callable
         What the instruction means, in Python; it takes the same arguments as the intrinsic.
     side_effect : bool
@@ -53,16 +56,17 @@ def _intrinsic(template, result, operands, side_effect, simulate):
     register = ir.LiteralStructType([register] * count) if count > 1 else register
 
     outputs = [f"={scalars[name][2]}"] * count if count else []
-    inputs = ["l" if o == POINTER else scalars[o][2] for o in operands]
+    addresses = {POINTER: (ir.IntType(64), "l"), SHARED: (ir.IntType(32), "r")}
+    inputs = [(addresses.get(o) or scalars[o][1:])[1] for o in operands]
     constraints = ",".join(outputs + inputs + (["~{memory}"] if side_effect else []))
-    registers = [ir.IntType(64) if o == POINTER else scalars[o][1] for o in operands]
+    registers = [(addresses.get(o) or scalars[o][1:])[0] for o in operands]
 
     def typing(*arguments):
         accepted, at = [], iter(arguments)
         for operand in operands:
-            if operand == POINTER:
+            if operand in addresses:
                 pointer, _ = next(at), next(at)
-                accepted += [pointer, types.int64]
+                accepted += [pointer, types.int64 if operand == POINTER else types.int32]
             else:
                 next(at)
                 accepted.append(scalars[operand][0])
@@ -72,10 +76,12 @@ def _intrinsic(template, result, operands, side_effect, simulate):
             registers_in, at = [], iter(zip(sig.args, values, strict=True))
             for operand in operands:
                 typ, value = next(at)
-                if operand == POINTER:
+                if operand in addresses:
                     if isinstance(typ, types.Array):
                         value = context.make_array(typ)(context, builder, value=value).data
-                    value = builder.ptrtoint(builder.gep(value, [next(at)[1]]), ir.IntType(64))
+                    if operand == SHARED:
+                        value = builder.addrspacecast(value, value.type.pointee.as_pointer(3))
+                    value = builder.ptrtoint(builder.gep(value, [next(at)[1]]), addresses[operand][0])
                 registers_in.append(value)
             assembly = ir.InlineAsm(ir.FunctionType(register, registers), template, constraints, side_effect=side_effect)
             out = builder.call(assembly, registers_in)
@@ -88,7 +94,7 @@ def _intrinsic(template, result, operands, side_effect, simulate):
         return signature, codegen
 
     # Numba counts an intrinsic's positional parameters, so they are spelled out.
-    parameters = ", ".join(f"a{i}" for i in range(sum(1 + (o == POINTER) for o in operands)))
+    parameters = ", ".join(f"a{i}" for i in range(sum(1 + (o in addresses) for o in operands)))
     space = {"typing": typing}
     exec(f"def {simulate.__name__}({', '.join(filter(None, ('typingctx', parameters)))}):\n    return typing({parameters})", space)
     function = space[simulate.__name__]

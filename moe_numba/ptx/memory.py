@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from moe_numba.ptx.intrinsic import POINTER, instruction
-
-
-def _load_nc(count, dtype=np.uint32):
-    def load(pointer, index):
-        return pointer.load_vector(index, dtype, count)
-
-    return load
+from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
 
 def load_nc_u32x1(pointer, index):
@@ -68,18 +61,8 @@ def ld_shared_s32x4(array, index):
 
 
 st_shared_s32x4 = instruction(
-    "{ .reg .u64 a; cvta.to.shared.u64 a, $0; st.shared.v4.s32 [a], {$1, $2, $3, $4}; }",
-    "void",
-    POINTER,
-    "s32",
-    "s32",
-    "s32",
-    "s32",
-    simulate=st_shared_s32x4,
+    "st.shared.v4.s32 [$0], {$1, $2, $3, $4};", "void", SHARED, "s32", "s32", "s32", "s32", simulate=st_shared_s32x4
 )
 ld_shared_s32x4 = instruction(
-    "{ .reg .u64 a; cvta.to.shared.u64 a, $4; ld.shared.v4.s32 {$0, $1, $2, $3}, [a]; }",
-    "s32 x 4",
-    POINTER,
-    simulate=ld_shared_s32x4,
+    "ld.shared.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", SHARED, simulate=ld_shared_s32x4
 )
