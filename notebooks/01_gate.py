@@ -174,7 +174,7 @@ print("poison:        ", check(poisoned()))
 #   about 4.3 TB/s between its memory and its cores (measured with a copy).
 # - **Special functions.** A sigmoid needs one exponential and one reciprocal. A small unit, the **MUFU**, computes
 #   these: 16 results per clock on each multiprocessor.
-# - **Launch.** Even an empty kernel takes about 2 us in a CUDA graph.
+# - **Launch.** Even an empty kernel takes a microsecond or two in a CUDA graph.
 #
 # A CUDA graph is a list of launches that the GPU runs without asking Python again. We quote two times for every step.
 # **Kernel time** is taken inside a graph. **Call time** is what the Python call costs on the host. An H200 keeps up
@@ -192,7 +192,6 @@ def floors_us(tokens):
     return {
         "bytes": tokens * (EXPERTS * 4 + TOPK * 8) / BANDWIDTH * 1e6,
         "MUFU": tokens * EXPERTS * 2 / (16 * SMS * CLOCK) * 1e6,
-        "launch": 2.0,
     }
 
 
@@ -200,9 +199,24 @@ for tokens in (1, 1024, 16384, 65536):
     print(f"{tokens:6} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in floors_us(tokens).items()))
 FLOOR_US = max(floors_us(16384).values())
 
+
+def recorded(topic):
+    """A record from an H200, or None."""
+    try:
+        return records.read(topic)
+    except FileNotFoundError:
+        return None
+
+
+GATE = recorded("gate")  # what `python -m moe_numba bench gate` measured
+if GATE:
+    one, chained = (records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"] for d in (False, True))
+    print(f"an empty kernel: {one['median']:.2f} us; {chained['median']:.2f} us if it may start before the last one ends")
+
 # %% [markdown]
 # Up to some thousand tokens the launch is the limit. Beyond, it is the bytes. For 16384 tokens the floor is about 4
-# us.
+# us. (A kernel may start early if it asks for **programmatic dependent launch**: its blocks take their places while
+# the kernel before it ends, and it waits before it touches memory. The package's kernels do so.)
 #
 # There is a fourth limit that we shall meet again and again: **instructions**. A multiprocessor has 4 schedulers, and
 # each starts at most one instruction per clock for one warp. (A **warp** is 32 threads that run in step. A thread's
@@ -1509,12 +1523,13 @@ polished = few_tokens.make_kernel(EXPERTS, GROUPS, KEPT, TOPK)
 dealing = many_tokens.make_throughput_kernel(EXPERTS, GROUPS, KEPT, TOPK)
 
 
-def run_of_package(kernel, tokens_per_block, warps):
+def run_of_package(kernel, tokens_per_block, warps, most_blocks, **options):
     def run(x, outputs):
         tokens = x.shape[0]
-        grid = min(-(-tokens // tokens_per_block), SMS * 64 // warps)  # no more than can be resident
+        grid = min(-(-tokens // tokens_per_block), most_blocks)
         # after the outputs: tokens, elements from row to row, tokens to route, two scales
-        launch(kernel, grid, 32 * warps, x, bias, *outputs, tokens, np.int64(x.stride(0)), tokens, 1.0, 1.0)
+        numbers = tokens, np.int64(x.stride(0)), tokens, 1.0, 1.0
+        launch(kernel, grid, 32 * warps, x, bias, *outputs, *numbers, dependent=True, **options)
         return outputs
 
     return bound(run)
@@ -1522,7 +1537,7 @@ def run_of_package(kernel, tokens_per_block, warps):
 
 prediction = issue_us(320, 16384)
 print(f"prediction: {prediction:.1f} us; the floor is {FLOOR_US:.1f} us")
-run_polished = run_of_package(polished, few_tokens.WARPS, few_tokens.WARPS)
+run_polished = run_of_package(polished, few_tokens.WARPS, few_tokens.WARPS, SMS * 64 // few_tokens.WARPS)
 measure("polished", run_polished, prediction_us=round(prediction, 1))
 
 # %%
@@ -1547,7 +1562,9 @@ look_back("polished", "sorted lanes", prediction)  # LOOK BACK: needs H200 figur
 # %%
 prediction = issue_us(200, 16384)
 print(f"prediction: {prediction:.1f} us; the floor is {FLOOR_US:.1f} us")
-run_dealing = run_of_package(dealing, many_tokens.WARPS * many_tokens.TOKENS, many_tokens.WARPS)
+run_dealing = run_of_package(
+    dealing, many_tokens.WARPS * many_tokens.TOKENS, many_tokens.WARPS, 1 << 20, launch_bounds=many_tokens.LAUNCH_BOUNDS
+)
 measure("dealt again", run_dealing, prediction_us=round(prediction, 1))
 
 
@@ -1596,15 +1613,8 @@ ladder.save(["notebooks/01_gate.py#code", "moe_numba/gate", "moe_numba/ptx", "mo
 
 
 # %%
-def recorded(topic):
-    """A record from an H200, or None."""
-    try:
-        return records.read(topic)
-    except FileNotFoundError:
-        return None
 
 
-GATE = recorded("gate")
 CONFIG = {"num_experts": EXPERTS, "num_expert_group": GROUPS}
 
 
