@@ -179,8 +179,8 @@ class Launcher:
             state = self._prepare()
         buffer, _, pointers, config = state
         self._format.pack_into(buffer, 0, *values)
-        gx, gy, gz = (grid, 1, 1) if type(grid) is int else grid
-        bx, by, bz = (block, 1, 1) if type(block) is int else block
+        gx, gy, gz = (grid, 1, 1) if type(grid) is int else _three(grid)
+        bx, by, bz = (block, 1, 1) if type(block) is int else _three(block)
         if config is None:
             (error,) = self._driver.cuLaunchKernel(
                 self._function, gx, gy, gz, bx, by, bz, self._shared_bytes, stream, pointers, 0

@@ -1,6 +1,7 @@
 """Loads and stores wider than one element, and grid dependency control."""
 
 import numpy as np
+from numba import cuda
 
 from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
@@ -31,6 +32,14 @@ load_nc_u32x4 = instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", "u32 
 load_nc_u16 = instruction(
     "{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }", "u32", POINTER, simulate=load_nc_u16
 )
+
+
+def atom_add_s32(pointer, index, value):
+    """``atom.global.add.s32``: add to element ``index``, undivided; gives what was there before."""
+    return cuda.atomic.add(pointer, index, value)
+
+
+atom_add_s32 = instruction("atom.global.add.s32 $0, [$1], $2;", "s32", POINTER, "s32", simulate=atom_add_s32)
 
 
 def griddepcontrol_wait():

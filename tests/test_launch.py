@@ -1,0 +1,161 @@
+"""The one door: types from arguments, shapes of launches, refusals; on a GPU also attributes, streams and limits."""
+
+import numpy as np
+import pytest
+import torch
+from numba import cuda, int32
+
+from moe_numba import simulator
+from moe_numba.launch import UnsupportedDeviceError, as_tensor, give_back, launch, launcher, require
+from moe_numba.ptx.memory import atom_add_s32
+
+
+@cuda.jit
+def fill(out, value, scale, width):
+    x = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    y = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
+    if x < width:
+        out[y * width + x] = value * scale + y
+
+
+@pytest.mark.parametrize("grid, block", [((3, 2), (32, 4)), ((3, 8, 1), 32), ((3, 1), (32, 8, 1))])
+def test_shapes_of_grid_and_block(grid, block, device):
+    out = torch.full((8, 96), -1.0, device=device)
+    launch(fill, grid, block, out, 3, 0.5, 96)
+    assert torch.equal(out, (torch.arange(8.0, device=device) + 1.5)[:, None].expand(8, 96))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float64, torch.float32])
+def test_a_pointer_takes_the_tensors_type(dtype, device):
+    out = torch.zeros(4, dtype=dtype, device=device)
+    launch(fill, 1, 32, out, 7, 1.0, 4)
+    assert out.tolist() == [7] * 4
+
+
+def test_a_pointer_starts_where_the_tensor_does(device):
+    out = torch.zeros(8, device=device)
+    launch(fill, 1, 32, out[3:], 7, 1.0, 2)
+    assert out.tolist() == [0, 0, 0, 7, 7, 0, 0, 0]
+
+
+@cuda.jit
+def copy_bits(source, out):
+    out[cuda.threadIdx.x] = source[cuda.threadIdx.x]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_short_floats_arrive_as_their_bits(dtype, device):
+    source = torch.tensor([1.0, -2.0, 0.5, 0.0], device=device).to(dtype)
+    out = torch.zeros(4, dtype=torch.int32, device=device)
+    launch(copy_bits, 1, 4, source, out)
+    bits = source.view(torch.uint8 if source.element_size() == 1 else torch.int16)
+    assert out.tolist() == [b & 0xFFFF for b in bits.tolist()]
+
+
+@cuda.jit
+def big(out, number):
+    out[0] = number
+
+
+def test_numbers_keep_the_type_they_are_given(device):
+    out = torch.zeros(1, dtype=torch.int64, device=device)
+    launch(big, 1, 1, out, np.int64(1 << 40))
+    assert out.item() == 1 << 40
+    with pytest.raises(ValueError, match=r"the number 1099511627776 does not fit int32: pass numpy.int64"):
+        launch(big, 1, 1, out, 1 << 40)
+
+
+def test_arguments_that_no_kernel_takes_are_refused(device):
+    with pytest.raises(TypeError, match="a kernel takes tensors and numbers, not str"):
+        launch(big, 1, 1, torch.zeros(1, device=device), "x")
+    with pytest.raises(ValueError, match="launch of big: no argument is a tensor"):
+        launch(big, 1, 1, 3, 4)
+
+
+def test_a_launcher_is_made_once(device):
+    assert launcher(big, ("int64*", "int64"), 0) is launcher(big, ("int64*", "int64"), 0)
+    assert launcher(big, ("int64*", "int64"), 0) is not launcher(big, ("int32*", "int64"), 0)
+
+
+def test_the_wrong_device_is_refused():
+    wrong = torch.device("cuda" if simulator.ENABLED else "cpu")
+    with pytest.raises(ValueError, match="logits is on .* it must be on"):
+        require(wrong, (8, 0), "logits")
+
+
+def test_dlpack_both_ways():
+    array = np.arange(4.0)
+    tensor = as_tensor(array)
+    assert tensor.tolist() == [0, 1, 2, 3] and type(give_back(tensor, array)) is np.ndarray
+    assert as_tensor(tensor) is tensor and give_back(tensor, tensor) is tensor
+
+
+@cuda.jit
+def through_shared(out, count):
+    held = cuda.shared.array(0, int32)
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        held[i] = i
+    cuda.syncthreads()
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        out[i] = held[count - 1 - i]
+
+
+@pytest.mark.parametrize("count", [64, 25_000])
+def test_dynamic_shared_memory_beyond_48_kb(count, device):
+    out = torch.zeros(count, dtype=torch.int32, device=device)
+    launch(through_shared, 1, 32, out, count, shared_bytes=4 * count)
+    assert torch.equal(out.cpu(), torch.arange(count, dtype=torch.int32).flip(0))
+
+
+def test_a_grid_whose_blocks_meet(device):
+    """A cooperative launch: every block waits for all others."""
+    out = torch.zeros(64, dtype=torch.int32, device=device)
+    launch(meet, 64, 32, out, torch.zeros(1, dtype=torch.int32, device=device), cooperative=True)
+    assert (out == 64).all()
+
+
+@cuda.jit
+def meet(out, arrived):
+    if cuda.threadIdx.x == 0:
+        atom_add_s32(arrived, 0, 1)
+        while atom_add_s32(arrived, 0, 0) < cuda.gridDim.x:
+            cuda.nanosleep(100)
+        out[cuda.blockIdx.x] = atom_add_s32(arrived, 0, 0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_too_old_is_refused():
+    with pytest.raises(UnsupportedDeviceError, match=r"has compute capability .*; 99.0 or newer is needed"):
+        require(torch.device("cuda"), (99, 0), "logits")
+
+
+@pytest.mark.gpu
+def test_more_shared_memory_than_there_is_is_refused():
+    with pytest.raises(ValueError, match="shared_bytes is 1000000, more than this GPU gives a block"):
+        launch(through_shared, 1, 32, torch.zeros(4, dtype=torch.int32, device="cuda"), 4, shared_bytes=1_000_000)
+
+
+@pytest.mark.gpu
+def test_a_launch_that_fails_says_so():
+    with pytest.raises(RuntimeError, match="with grid 1 and block 2048 failed: CUDA_ERROR_INVALID_VALUE"):
+        launch(big, 1, 2048, torch.zeros(1, dtype=torch.int64, device="cuda"), np.int64(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [dict(cluster=2), dict(cluster=(2, 1, 1)), dict(dependent=True)])
+def test_launch_attributes(options):
+    out = torch.zeros(8, 96, device="cuda")
+    launch(fill, (4, 8), 32, out, 3, 0.5, 96, **options)
+    assert torch.equal(out, (torch.arange(8.0, device="cuda") + 1.5)[:, None].expand(8, 96))
+
+
+@pytest.mark.gpu
+def test_graphs_hold_launches_on_the_current_stream():
+    out = torch.zeros(8, 96, device="cuda")
+    launch(fill, (3, 8), 32, out, 3, 0.5, 96)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(fill, (3, 8), 32, out, 5, 0.5, 96)
+    out.zero_()
+    graph.replay()
+    assert out[0, 0].item() == 2.5
