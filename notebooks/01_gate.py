@@ -35,6 +35,7 @@ import difflib
 import inspect
 import math
 import time
+import warnings
 from functools import cache
 
 import numpy as np
@@ -43,7 +44,7 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, plots, records, rotating
+from moe_numba.bench import Ladder, kernel_time, plots, records, rotating
 from moe_numba.draw import gate as draw
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import mismatch
@@ -52,6 +53,7 @@ from moe_numba.ptx.arithmetic import float_as_int, int_as_float, uint_as_float
 from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
 
+warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some demonstrations use one block, on purpose
 EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3: 256 experts in 8 groups; 4 groups are kept; 8 experts chosen
 TOKENS = 16 if simulator.ENABLED else 16384
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
@@ -210,8 +212,9 @@ def recorded(topic):
 
 GATE = recorded("gate")  # what `python -m moe_numba bench gate` measured
 if GATE:
-    one, chained = (records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"] for d in (False, True))
-    print(f"an empty kernel: {one['median']:.2f} us; {chained['median']:.2f} us if it may start before the last one ends")
+    empty = [records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"] for d in (False, True)]
+    alone, chained = (stats["median"] for stats in empty)
+    print(f"an empty kernel: {alone:.2f} us; {chained:.2f} us if it may start before the last one ends")
 
 # %% [markdown]
 # Up to some thousand tokens the launch is the limit. Beyond, it is the bytes. For 16384 tokens the floor is about 4
@@ -347,19 +350,29 @@ def launches(call):
     from torch.profiler import ProfilerActivity, profile
 
     call()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         call()
         torch.cuda.synchronize()
     kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in e.name]
     return len(kernels)
 
 
-measure("torch eager", torch_eager, prediction_us=round(prediction), launches=launches(lambda: torch_eager(logits)))
+choice = logits.sigmoid() + bias
+searches = [lambda: choice.view(TOKENS, GROUPS, -1).topk(2, dim=-1), lambda: choice.topk(TOPK, dim=-1, sorted=False)]
+searches = [time and time.median for time in map(kernel_time, searches)]
+measure("torch eager", torch_eager, prediction_us=round(prediction), launches=launches(lambda: torch_eager(logits)),
+        searches_us=None if simulator.ENABLED else sum(searches))
 
 # %%
-look_back("torch eager", predicted=prediction)  # LOOK BACK: needs H200 figure
+look_back("torch eager", predicted=prediction)
 if row := row_of("torch eager"):
     print(f"A profile shows {row.get('launches')} kernels for one call.")
+    print(f"The two large topk alone take {row['searches_us']:.0f} us.")
+
+# %% [markdown]
+# **Look back.** The passes over memory were counted well. The two searches were not. `torch.topk` does not read a row
+# ten times: it finds the k-th best bit by bit and then sorts, for rows that are far too short for it. Counting bytes
+# tells little about a search.
 
 # %% [markdown]
 # This is what the article's figure "36 us -> 8 us" is about. In a profile of a whole DeepSeek-V3 layer, the gate
@@ -394,9 +407,13 @@ else:
             launches=launches(lambda: torch_compiled(logits)))
 
 # %%
-look_back("torch.compile", "torch eager", prediction)  # LOOK BACK: needs H200 figure
+look_back("torch.compile", "torch eager", prediction)
 if row := row_of("torch.compile"):
     print(f"The first call took {row['compile_s']:.1f} s. One call starts {row['launches']} kernels.")
+
+# %% [markdown]
+# **Look back.** The article is right: the searches stay what they were, each between kernels of its own. What is fused
+# is what was cheap. A better compiler does not help where the algorithm is the trouble.
 
 # %% [markdown]
 # ### Step 2: one thread for a token
@@ -484,7 +501,12 @@ def run_thread_a_token(x, outputs):
 measure("a thread for a token", bound(run_thread_a_token), prediction_us=66)
 
 # %%
-look_back("a thread for a token", "torch eager", 66)  # LOOK BACK: needs H200 figure
+look_back("a thread for a token", "torch eager", 66)
+
+# %% [markdown]
+# **Look back.** One kernel in place of seventeen is already faster, though this one does almost everything wrong. Its
+# lanes read 32 rows at once, 1 KB apart, so every load touches 32 different places. And 512 values a thread do not fit
+# in registers: each pick reads all of them again from local memory.
 
 # %% [markdown]
 # ### Step 3: the article's design, with run-time sizes
@@ -695,7 +717,11 @@ def run_dynamic(x, outputs, kernel=document_dynamic):
 measure("article, dynamic", bound(run_dynamic), prediction_us=round(2 * prediction))
 
 # %%
-look_back("article, dynamic", "a thread for a token", 2 * prediction)  # LOOK BACK: needs H200 figure
+look_back("article, dynamic", "a thread for a token", 2 * prediction)
+
+# %% [markdown]
+# **Look back.** The prediction counted instructions as if nothing ever waited. But the loops have no fixed length, so
+# nothing is unrolled, every value comes from local memory, and each comparison waits for the load before it.
 
 # %% [markdown]
 # ### Step 4: the same, static
@@ -774,7 +800,13 @@ prediction = issue_us(2000, 16384 / 4) * 2
 measure("article, static", run_arrays(document_static, 4), prediction_us=round(prediction))
 
 # %%
-look_back("article, static", "article, dynamic", prediction)  # LOOK BACK: needs H200 figure
+look_back("article, static", "article, dynamic", prediction)
+
+# %% [markdown]
+# **Look back.** Templates are worth far more than a third. With loops unrolled the compiler keeps many values in
+# registers between their uses and starts independent loads together. The count is still too small, for two reasons.
+# Comparing, choosing, minimum and maximum, and all integer work run on units that take a warp only every *second*
+# clock. And `math.exp` with an exact division is longer than it looks.
 
 # %% [markdown]
 # This is the article's kernel, in Python. One thing it could not win: `choice[expert % vpt]` still takes an index
@@ -852,7 +884,12 @@ prediction = 0.67 * (us("article, static") or 32)
 measure("in registers", run_arrays(in_registers, 4), prediction_us=round(prediction))
 
 # %%
-look_back("in registers", "article, static", prediction)  # LOOK BACK: needs H200 figure
+look_back("in registers", "article, static", prediction)
+
+# %% [markdown]
+# **Look back.** A loss. The arrays are gone from local memory, as planned. But that memory is cached, and a pick
+# touched it only a few times. In exchange every pick makes 32 comparisons more for each lane, on the slow half of the
+# units, and more registers for a thread mean fewer warps to hide behind. "No local memory" is a means and no end.
 
 # %% [markdown]
 # ### Step 6: pointers in place of arrays
@@ -947,10 +984,14 @@ measure("pointers", run_pointers(pointers, 4), prediction_us=round(prediction))
 resources("pointers", pointers)
 
 # %%
-look_back("pointers", "in registers", prediction)  # LOOK BACK: needs H200 figure
+look_back("pointers", "in registers", prediction)
 if us("pointers"):
     arrays_us, pointers_us = us("in registers", "call_us"), us("pointers", "call_us")
     print(f"Call time: {arrays_us:.0f} us with arrays, {pointers_us:.0f} us with pointers.")
+
+# %% [markdown]
+# **Look back.** As predicted: the GPU does not care, and Python does. A server that decodes a few tokens at a time
+# feels this step more than any other.
 
 # %% [markdown]
 # ### Step 7: wide loads
@@ -1040,7 +1081,11 @@ measure("wide loads", run_pointers(wide_loads, 4), prediction_us=round(predictio
 resources("wide loads", wide_loads)
 
 # %%
-look_back("wide loads", "pointers", prediction)  # LOOK BACK: needs H200 figure
+look_back("wide loads", "pointers", prediction)
+
+# %% [markdown]
+# **Look back.** The prediction was close. The loads were scattered over 32 rows, and now each brings four times as
+# much.
 
 # %% [markdown]
 # ### Step 8: a warp for a token
@@ -1149,7 +1194,13 @@ measure("a warp for a token", run_pointers(warp_a_token, 1), prediction_us=round
 resources("a warp for a token", warp_a_token)
 
 # %%
-look_back("a warp for a token", "wide loads", prediction)  # LOOK BACK: needs H200 figure
+look_back("a warp for a token", "wide loads", prediction)
+
+# %% [markdown]
+# **Look back.** By the count of instructions this step should have lost. It won, because the count was not the limit
+# before: a scheduler had eight warps at most, with 118 registers a thread, and mostly waited. Now it has four times the
+# warps at half the registers. The count is wrong in itself, too. A shuffle occupies a unit that the four schedulers
+# share, so that it costs each of them four clocks, and comparisons cost two.
 
 # %% [markdown]
 # From here on the layout stays, and each step takes instructions away.
@@ -1242,7 +1293,11 @@ measure("rank by counting", run_pointers(rank_groups, 1), prediction_us=round(pr
 resources("rank by counting", rank_groups)
 
 # %%
-look_back("rank by counting", "a warp for a token", prediction)  # LOOK BACK: needs H200 figure
+look_back("rank by counting", "a warp for a token", prediction)
+
+# %% [markdown]
+# **Look back.** Once a kernel is limited by its instructions, predictions come true: so much less work, so much less
+# time.
 
 # %% [markdown]
 # Look at `better_groups` once more. It shuffles first, for every lane, and uses the result afterwards. That order
@@ -1390,7 +1445,11 @@ measure("integer keys", run_pointers(integer_keys, 1), prediction_us=round(predi
 resources("integer keys", integer_keys)
 
 # %%
-look_back("integer keys", "rank by counting", prediction)  # LOOK BACK: needs H200 figure
+look_back("integer keys", "rank by counting", prediction)
+
+# %% [markdown]
+# **Look back.** Close, and a little less than hoped. A `redux` is one instruction but not one clock: like the special
+# functions it runs on a unit that takes eight clocks for a warp.
 
 # %% [markdown]
 # ### Step 11: sort once, then pop
@@ -1497,7 +1556,12 @@ measure("sorted lanes", run_pointers(sorted_lanes, 1), prediction_us=round(predi
 resources("sorted lanes", sorted_lanes)
 
 # %%
-look_back("sorted lanes", "integer keys", prediction)  # LOOK BACK: needs H200 figure
+look_back("sorted lanes", "integer keys", prediction)
+
+# %% [markdown]
+# **Look back.** We expected a small loss and got the largest gain so far. The search through eight keys was a chain of
+# eight steps, each of which waits for the one before. The network has nineteen, but only six levels: what stands in one
+# level does not wait. And the compiler turns a swap into two selections, fewer than we counted.
 
 # %% [markdown]
 # ### Step 12: the package's kernel for few tokens
@@ -1541,7 +1605,12 @@ run_polished = run_of_package(polished, few_tokens.WARPS, few_tokens.WARPS, SMS 
 measure("polished", run_polished, prediction_us=round(prediction, 1))
 
 # %%
-look_back("polished", "sorted lanes", prediction)  # LOOK BACK: needs H200 figure
+look_back("polished", "sorted lanes", prediction)
+
+# %% [markdown]
+# **Look back.** Twice the prediction, and now we know why: more than half of the instructions that are left compare,
+# choose or shift, and take two clocks each. Count those twice, and the measurement is explained almost to the end. The
+# kernel is limited by instructions; its memory traffic would allow half the time.
 
 # %% [markdown]
 # ### Step 13: the package's kernel for many tokens
@@ -1575,8 +1644,21 @@ def run_package(x, outputs):
 measure("final", bound(run_package), prediction_us=round(prediction, 1))
 
 # %%
-look_back("dealt again", "polished", prediction)  # LOOK BACK: needs H200 figure
+look_back("dealt again", "polished", prediction)
 look_back("final", "dealt again")  # the public function: the same kernel, and what checking the arguments costs
+
+# %% [markdown]
+# **Look back.** At this size the gain is small. There are only 4096 warps now, eight for each scheduler, and they run
+# through once: there is not enough to hide behind. The more tokens, the more the saved instructions count. Here are
+# both sizes, from the record of the whole comparison:
+
+# %%
+for dtype in ("float32", "bfloat16"):
+    for tokens in (16384, 65536):
+        row = GATE and records.find(GATE, step="final", dtype=dtype, size={"tokens": tokens}, config=OPTIONS)
+        if row:
+            took = row["kernel_us"]["median"]
+            print(f"{tokens} tokens, {dtype}: {took:.1f} us, {took / row['floor_us']:.1f} times the floor")
 
 # %% [markdown]
 # ### A check must be able to fail

@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, with none present: registers, spills, and the instructions it must contain."""
+"""Every kernel compiles for a Hopper GPU without one: registers, spills, and the instructions it must contain."""
 
 import json
 import os
@@ -76,7 +76,13 @@ ROUTERS = {
     "many": gate("make_throughput_kernel", 256, 8, 4, 8, bounds=(128, 6)),
     "many_bfloat16": gate("make_throughput_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
 }
-DYNAMIC = ["moe_numba.gate.kernel_dynamic", "make_dynamic_kernel", [], ["float32*", "float32*", *GATE, *["int32"] * 6], None]
+DYNAMIC = [
+    "moe_numba.gate.kernel_dynamic",
+    "make_dynamic_kernel",
+    [],
+    ["float32*", "float32*", *GATE, *["int32"] * 6],
+    None,
+]
 
 
 @pytest.fixture(scope="module")

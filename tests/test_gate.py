@@ -1,4 +1,4 @@
-"""The gate's public function against its reference, on a GPU or in the simulator; and the checker against wrong kernels."""
+"""The gate against its reference, on a GPU or in the simulator; and the checker against wrong kernels."""
 
 import inspect
 import itertools
@@ -24,7 +24,15 @@ SHAPES = [  # experts, groups, groups kept, top-k
     (256, 16, 8, 8),
     (128, 8, 4, 6),
 ]
-ODD_SHAPES = [(100, 5, 2, 7), (96, 48, 20, 8), (1024, 1, 1, 32), (896, 1, 1, 16), (7, 7, 3, 3), (1, 1, 1, 1), (60, 3, 1, 8)]
+ODD_SHAPES = [
+    (100, 5, 2, 7),
+    (96, 48, 20, 8),
+    (1024, 1, 1, 32),
+    (896, 1, 1, 16),
+    (7, 7, 3, 3),
+    (1, 1, 1, 1),
+    (60, 3, 1, 8),
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -93,7 +101,9 @@ def test_bias_of_any_type(dtype, bias_dtype, device):
 
 def test_softmax_and_sigmoid_differ(device):
     logits, bias = some(5, 64, device)
-    assert not torch.equal(biased_grouped_topk(logits, bias, 4)[0], biased_grouped_topk(logits, bias, 4, scoring="softmax")[0])
+    assert not torch.equal(
+        biased_grouped_topk(logits, bias, 4)[0], biased_grouped_topk(logits, bias, 4, scoring="softmax")[0]
+    )
 
 
 @pytest.mark.parametrize("kind", [int, torch.int32, torch.int64])
@@ -239,25 +249,57 @@ def test_peer_bug_duplicated_maximum(device, kernel_for):
 @pytest.mark.parametrize(
     "change, error, sentence",
     [
-        (dict(gating_output=torch.zeros(4)), ValueError, r"gating_output has shape \(4,\); it must be \[tokens, num_experts\]"),
-        (dict(gating_output=torch.zeros(4, 64).double()), TypeError, "gating_output is torch.float64; it must be float32"),
+        (
+            dict(gating_output=torch.zeros(4)),
+            ValueError,
+            r"gating_output has shape \(4,\); it must be \[tokens, num_experts\]",
+        ),
+        (
+            dict(gating_output=torch.zeros(4, 64).double()),
+            TypeError,
+            "gating_output is torch.float64; it must be float32",
+        ),
         (dict(gating_output=torch.zeros(4, 1025)), ValueError, "gating_output has 1025 experts; 1 to 1024 are allowed"),
         (dict(gating_output=torch.zeros(64, 4).T), ValueError, "gating_output has column stride 4; it must be 1"),
         (dict(correction_bias=torch.zeros(63)), ValueError, r"correction_bias has shape \(63,\); it must be \(64,\)"),
         (dict(correction_bias=torch.zeros(64).int()), TypeError, "correction_bias is torch.int32; it must be"),
-        (dict(correction_bias=torch.zeros(128)[::2]), ValueError, "correction_bias has stride 2; it must be contiguous"),
+        (
+            dict(correction_bias=torch.zeros(128)[::2]),
+            ValueError,
+            "correction_bias has stride 2; it must be contiguous",
+        ),
         (dict(topk=0), ValueError, "topk is 0; 1 to 32 are allowed"),
         (dict(topk=33), ValueError, "topk is 33; 1 to 32 are allowed"),
         (dict(topk=2.0), TypeError, "topk is 2.0; it must be an int"),
         (dict(num_expert_group=5), ValueError, "num_expert_group is 5; it must divide the 64 experts"),
-        (dict(num_expert_group=4, topk_group=5), ValueError, r"topk_group is 5; 1 to num_expert_group \(4\) are allowed"),
-        (dict(num_fused_shared_experts=4), ValueError, r"num_fused_shared_experts is 4; 0 to topk - 1 \(3\) are allowed"),
-        (dict(num_expert_group=32, topk_group=1), ValueError, "asks for 4 routed experts; the groups that are kept have 2"),
+        (
+            dict(num_expert_group=4, topk_group=5),
+            ValueError,
+            r"topk_group is 5; 1 to num_expert_group \(4\) are allowed",
+        ),
+        (
+            dict(num_fused_shared_experts=4),
+            ValueError,
+            r"num_fused_shared_experts is 4; 0 to topk - 1 \(3\) are allowed",
+        ),
+        (
+            dict(num_expert_group=32, topk_group=1),
+            ValueError,
+            "asks for 4 routed experts; the groups that are kept have 2",
+        ),
         (dict(scoring="relu"), ValueError, "scoring is 'relu'; it must be one of sigmoid, softmax, sqrtsoftplus"),
         (dict(routed_scaling_factor=0.0), ValueError, "routed_scaling_factor is 0.0; it must be finite and not zero"),
         (dict(num_token_non_padded=-1), ValueError, "num_token_non_padded is -1; it may not be negative"),
-        (dict(num_token_non_padded=torch.zeros(2)), TypeError, "num_token_non_padded must be an int, or a tensor of one"),
-        (dict(out=(torch.zeros(4, 3), torch.zeros(4, 4).int())), ValueError, "out's weights is .* it must be contiguous"),
+        (
+            dict(num_token_non_padded=torch.zeros(2)),
+            TypeError,
+            "num_token_non_padded must be an int, or a tensor of one",
+        ),
+        (
+            dict(out=(torch.zeros(4, 3), torch.zeros(4, 4).int())),
+            ValueError,
+            "out's weights is .* it must be contiguous",
+        ),
         (dict(out=(torch.zeros(4, 4), torch.zeros(4, 4).long())), ValueError, "out's ids is .* it must be contiguous"),
     ],
 )
@@ -322,20 +364,28 @@ def test_the_checker_rejects_spoiled_outputs(what, device):
 
 
 WRONG = {  # a module's source, what is changed in it, and what it does then
-    "the tie goes to the higher group": (kernel, "theirs == mine and rival < group", "theirs == mine and rival > group"),
+    "the tie goes to the higher group": (
+        kernel,
+        "theirs == mine and rival < group",
+        "theirs == mine and rival > group",
+    ),
     "one group too many is kept": (kernel, ">= topk_group:", "> topk_group:"),
     "an expert too high": (kernel, "holder * values + cuda.ffs(slots) - 1", "holder * values + cuda.ffs(slots)"),
     "the last column is not written": (kernel, "if lane < topk:", "if lane < topk - 1:"),
     "the bias is forgotten": (kernel, "row[j] + offset[j] if has_bias else row[j]", "row[j]"),
     "twins are taken for one": (kernel, "if twins != 0:", "if twins == 12345:"),
-    "no barrier before the dealing": (kernel_throughput, "                kept[warp, rank, cuda.popc(uint32(ballot & below_of_rank))] = group\n            cuda.syncwarp()", "                kept[warp, rank, cuda.popc(uint32(ballot & below_of_rank))] = group"),
+    "no barrier before the dealing": (
+        kernel_throughput,
+        "& below_of_rank))] = group\n            cuda.syncwarp()",
+        "& below_of_rank))] = group",
+    ),
     "the tie of groups goes wrong": (kernel_throughput, "mine - lower", "mine"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_the_checker_rejects_wrong_kernels(what, monkeypatch, device):
-    """Each changes one thing in the real kernel; some seed of the simulator's scheduler, or the first run, must show it."""
+    """Each changes one thing in the real kernel; the first run, or some seed of the simulator's, must show it."""
     module, right, wrong = WRONG[what]
     source = inspect.getsource(module)
     assert source.count(right) >= 1

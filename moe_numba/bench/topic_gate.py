@@ -10,7 +10,13 @@ from moe_numba.gate import reference
 from moe_numba.launch import launch
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 
-SOURCES = ["moe_numba/gate", "moe_numba/ptx", "moe_numba/launch.py", "moe_numba/bench/topic_gate.py", "moe_numba/bench/timing.py"]
+SOURCES = [
+    "moe_numba/gate",
+    "moe_numba/ptx",
+    "moe_numba/launch.py",
+    "moe_numba/bench/topic_gate.py",
+    "moe_numba/bench/timing.py",
+]
 
 DEEPSEEK_V3 = dict(num_experts=256, num_expert_group=8, topk_group=4, topk=8)
 OTHERS = [  # Kimi K2, and the shapes that the peers test
@@ -29,9 +35,11 @@ SPECIAL_OPERATIONS_A_CYCLE = 16  # of a multiprocessor
 
 def copy_bandwidth():
     """Bytes a second that a large copy reads and writes on this GPU: the memory's ceiling as it is."""
-    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    a = torch.rand(1 << 28, device="cuda")
     b = torch.empty_like(a)
-    return 2 * a.numel() / (kernel_times({"": lambda: b.copy_(a)}, launches=5, replays=20)[""].median * 1e-6)
+    # A kernel, since a plain copy inside a graph goes to the copy engine, which is slower.
+    us = kernel_times({"": lambda: torch.add(a, 1, out=b)}, launches=5, replays=20)[""].median
+    return 2 * a.numel() * a.element_size() / (us * 1e-6)
 
 
 def floor_us(tokens, config, dtype, bandwidth):
@@ -160,7 +168,9 @@ def figures(record):
         {**row, "step": row["step"].removeprefix("peer:")}
         for row in records.select(record, config=DEEPSEEK_V3, size={"tokens": 64}, dtype="float32")
     ]
-    made["call"] = plots.split_figure(rows, title="A call for 64 tokens: what the GPU and what Python take", caption=caption)
+    made["call"] = plots.split_figure(
+        rows, title="A call for 64 tokens: what the GPU and what Python take", caption=caption
+    )
     try:
         ladder = records.read("gate_ladder", records.folder(record["gpu"]))
     except FileNotFoundError:

@@ -22,7 +22,7 @@ LAUNCH_BOUNDS = 32 * WARPS, 6  # 80 registers: 24 warps a multiprocessor hide on
 
 
 def serves(num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts):
-    """Whether the shapes are this kernel's: full lanes, four lanes a group, and candidates that eight lanes share evenly."""
+    """Whether the shapes are this kernel's: full lanes, four a group, and candidates that eight lanes share evenly."""
     lanes, values = layout(num_experts, num_expert_group)
     group_size = num_experts // num_expert_group
     dealt = topk_group * group_size // LANES
@@ -123,7 +123,9 @@ def make_throughput_kernel(
                 for j in range(values):
                     key[j] = order_key(row[j] + offset[j] if has_bias else row[j])
                 for j in range(0, values, 4):
-                    st_shared_s32x4(keys, int32(mine_at + (t * token_pitch + j)), key[j], key[j + 1], key[j + 2], key[j + 3])
+                    st_shared_s32x4(
+                        keys, int32(mine_at + (t * token_pitch + j)), key[j], key[j + 1], key[j + 2], key[j + 3]
+                    )
                 best, second = max(key[0], key[1]), min(key[0], key[1])
                 for j in range(2, values, 2):
                     larger, smaller = max(key[j], key[j + 1]), min(key[j], key[j + 1])
@@ -138,7 +140,7 @@ def make_throughput_kernel(
                     my_best, my_second = best, second
             mine = group_worth(my_best, my_second)
 
-            # A rival beats this group with more, or with as much and a lower number: then its top bit that differs is 0.
+            # A rival wins with more, or with as much and a lower number: then of the bits that differ its top one is 0.
             beaten = int32(0)
             for i in range(1, num_expert_group):
                 theirs = cuda.shfl_xor_sync(FULL, mine, 4 * i)

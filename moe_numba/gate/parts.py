@@ -63,7 +63,7 @@ def sqrtsoftplus(x):
 
 @cache
 def make_scoring(scoring, values):
-    """``score_row(row)`` turns a lane's logits into scores in place and says what ``score_one`` needs to do it again."""
+    """``score_row(row)`` makes scores of a lane's logits, in place; what it gives, ``score_one`` needs to do so again."""
     if scoring == "softmax":
 
         @cuda.jit(device=True)
@@ -109,8 +109,8 @@ def make_scoring(scoring, values):
 def make_load(dtype, word_bytes, values):
     """How a lane reads its ``values`` neighbouring numbers, in loads of ``word_bytes``.
 
-    ``fetch(pointer, first, valid, raw)`` starts the loads of those that are ``valid``; ``unpack(raw, valid, row)`` makes
-    float32 of them, and -inf of the rest. They are two, so that a row can be on its way while another is worked on.
+    ``fetch(pointer, first, valid, raw)`` starts the loads of the ``valid`` ones; ``unpack(raw, valid, row)`` makes
+    float32 of them, and -inf of the rest. They are two, so that one row can be on its way while another is routed.
     ``load_one(pointer, index)`` reads one number.
 
     Returns

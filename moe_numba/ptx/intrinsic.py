@@ -83,7 +83,9 @@ def _intrinsic(template, result, operands, side_effect, simulate):
                         value = builder.addrspacecast(value, value.type.pointee.as_pointer(3))
                     value = builder.ptrtoint(builder.gep(value, [next(at)[1]]), addresses[operand][0])
                 registers_in.append(value)
-            assembly = ir.InlineAsm(ir.FunctionType(register, registers), template, constraints, side_effect=side_effect)
+            assembly = ir.InlineAsm(
+                ir.FunctionType(register, registers), template, constraints, side_effect=side_effect
+            )
             out = builder.call(assembly, registers_in)
             if not count:
                 return context.get_dummy_value()
@@ -96,7 +98,8 @@ def _intrinsic(template, result, operands, side_effect, simulate):
     # Numba counts an intrinsic's positional parameters, so they are spelled out.
     parameters = ", ".join(f"a{i}" for i in range(sum(1 + (o in addresses) for o in operands)))
     space = {"typing": typing}
-    exec(f"def {simulate.__name__}({', '.join(filter(None, ('typingctx', parameters)))}):\n    return typing({parameters})", space)
+    context_and_parameters = f"typingctx, {parameters}" if parameters else "typingctx"
+    exec(f"def {simulate.__name__}({context_and_parameters}):\n    return typing({parameters})", space)
     function = space[simulate.__name__]
     function.__doc__ = simulate.__doc__
     return intrinsic(function)

@@ -72,6 +72,4 @@ def ld_shared_s32x4(array, index):
 st_shared_s32x4 = instruction(
     "st.shared.v4.s32 [$0], {$1, $2, $3, $4};", "void", SHARED, "s32", "s32", "s32", "s32", simulate=st_shared_s32x4
 )
-ld_shared_s32x4 = instruction(
-    "ld.shared.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", SHARED, simulate=ld_shared_s32x4
-)
+ld_shared_s32x4 = instruction("ld.shared.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", SHARED, simulate=ld_shared_s32x4)

@@ -16,7 +16,5 @@ def lanemask_lt():
     return np.uint32((1 << simulator.thread().lane) - 1)
 
 
-redux_sync_max_s32 = instruction(
-    "redux.sync.max.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_max_s32
-)
+redux_sync_max_s32 = instruction("redux.sync.max.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_max_s32)
 lanemask_lt = instruction("mov.u32 $0, %lanemask_lt;", "u32", simulate=lanemask_lt, side_effect=False)
