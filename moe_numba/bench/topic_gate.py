@@ -157,10 +157,11 @@ def figures(record):
             for label, step in [("moe_numba", "final"), *((n.removeprefix("peer:"), n) for n in _peers(record))]
             + [("torch.compile", "torch.compile"), ("torch eager", "torch eager")]
         }
+        empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
         floor = records.series(record, value="floor_us", step="final", config=DEEPSEEK_V3, dtype=dtype)
         made[f"sweep-{dtype}"] = plots.sweep_figure(
             {label: points for label, points in series.items() if points},
-            floor=floor,
+            floor={tokens: max(us, empty) for tokens, us in floor.items()},
             title=f"DeepSeek-V3's gate, {dtype} logits: kernel time",
             caption=caption,
         )

@@ -63,7 +63,7 @@ def sqrtsoftplus(x):
 
 @cache
 def make_scoring(scoring, values):
-    """``score_row(row)`` makes scores of a lane's logits, in place; what it gives, ``score_one`` needs to do so again."""
+    """``score_row(row)`` makes scores of a lane's logits, in place; ``score_one`` needs what it gives."""
     if scoring == "softmax":
 
         @cuda.jit(device=True)
