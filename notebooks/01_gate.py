@@ -894,10 +894,10 @@ look_back("in registers", "article, static", prediction)
 # %% [markdown]
 # ### Step 6: pointers in place of arrays
 #
-# **Idea.** We take the last step back and go on from the static kernel. So far it took Numba arrays. Each is seven numbers or more: shape, strides, size, ... Python has
-# to look at every tensor and fill them in, for every call. A kernel that takes bare **pointers** needs one number for
-# each. `moe_numba.launch` compiles such a kernel once and then only packs a few numbers. The kernel now indexes by
-# hand: `logits[row * num_experts + expert]`.
+# **Idea.** We take the last step back and go on from the static kernel. So far it took Numba arrays. Each is seven
+# numbers or more: shape, strides, size, ... Python has to look at every tensor and fill them in, for every call. A
+# kernel that takes bare **pointers** needs one number for each. `moe_numba.launch` compiles such a kernel once and then
+# only packs a few numbers. The kernel now indexes by hand: `logits[row * num_experts + expert]`.
 #
 # **Prediction.** Kernel time stays. Call time falls from some 50 us or more to about 10 us.
 
