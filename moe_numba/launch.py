@@ -77,9 +77,8 @@ def give_back(tensor, like):
     return importlib.import_module(library).from_dlpack(tensor) if library in ("cupy", "numpy") else tensor
 
 
-def address(tensor):
-    """What stands for a device pointer to a tensor's first element: an integer, or in the simulator a checked view."""
-    return simulator.pointer(tensor) if simulator.ENABLED else tensor.data_ptr()
+# ``address(tensor)`` stands for a device pointer to its first element: an integer, or in the simulator a checked view.
+address = simulator.pointer if simulator.ENABLED else torch.Tensor.data_ptr
 
 
 @dataclass(frozen=True)

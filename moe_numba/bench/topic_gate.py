@@ -97,7 +97,7 @@ def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):
         steps["torch.compile"] = lambda x: compiled(x, bias, topk, **options)
     versions, notes = {}, {}
     for peer in peers:
-        if not peer.serves(**config):
+        if not peer.serves(dtype=dtype, **config):
             continue
         name = f"peer:{peer.NAME}"
         versions[name] = versions[f"{name}, out="] = peer.VERSION

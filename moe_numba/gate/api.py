@@ -184,7 +184,7 @@ class _Plan:
         return start, 32 * warps, warps * tokens_a_warp, most_blocks
 
     def start(self, x, bias, weights, ids, tokens, limit):
-        if not simulator.ENABLED and torch.cuda.current_device() != self.device:
+        if not simulator.ENABLED and torch._C._cuda_getDevice() != self.device:
             with torch.cuda.device(self.device):
                 return self.start(x, bias, weights, ids, tokens, limit)
         launch, block, tokens_a_block, most_blocks = self.many if tokens >= MANY_TOKENS else self.few
