@@ -160,19 +160,36 @@ awkward = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 20.0, -20.0, 100.0, -100.0
 
 @settings(max_examples=40, deadline=None)
 @given(
-    logits=arrays.arrays(np.float32, (3, 64), elements=awkward),
-    bias=arrays.arrays(np.float32, 64, elements=st.sampled_from([0.0, 1.0, -1.0, -np.inf, np.inf, np.nan])),
-    groups=st.sampled_from([(1, 1), (4, 2), (8, 3)]),
+    logits=arrays.arrays(np.float32, (3, 128), elements=awkward),
+    bias=arrays.arrays(np.float32, 128, elements=st.sampled_from([0.0, 1.0, -1.0, -np.inf, np.inf, np.nan])),
+    groups=st.sampled_from([(1, 1), (4, 2), (8, 4)]),
     scoring=st.sampled_from(reference.SCORINGS),
+    many=st.booleans(),
 )
-def test_ties_infinities_and_nan(logits, bias, groups, scoring):
+def test_ties_infinities_and_nan(logits, bias, groups, scoring, many):
     device = "cpu" if simulator.ENABLED else "cuda"
     logits, bias = torch.from_numpy(logits).to(device), torch.from_numpy(bias).to(device)
     options = dict(num_expert_group=groups[0], topk_group=groups[1], scoring=scoring)
-    weights, ids = route(logits, bias, 6, **options)
-    assert weights.isfinite().all() and ((ids >= 0) & (ids < 64)).all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "MANY_TOKENS", 1 if many else 1 << 31)
+        weights, ids = route(logits, bias, 6, **options)
+    assert weights.isfinite().all() and ((ids >= 0) & (ids < 128)).all()
     assert all(len(set(row)) == 6 for row in ids.tolist())
     assert mismatch(weights, ids, logits, bias, 6, **options) is None
+
+
+def test_nothing_but_nan_in_a_group(device, kernel_for):
+    """A NaN counts as -inf in what its group is worth, on every kernel and in the reference."""
+    logits, bias = some(4, 256, device)
+    logits[0, 1:32] = float("nan")  # one number is left in the first group,
+    logits[1, :32] = float("nan")  # none,
+    logits[2, :128] = float("nan")  # four groups have none, and four must be kept,
+    logits[3, :160] = float("nan")  # so one of these is kept
+    check(logits, bias, 8, num_expert_group=8, topk_group=4)
+
+
+def test_no_tokens_pass_the_check(device):
+    check(*some(0, 256, device), 8, num_expert_group=8, topk_group=4)
 
 
 @pytest.mark.parametrize("fill", [0.0, float("nan"), float("inf"), float("-inf")])
@@ -264,7 +281,7 @@ def test_peer_bug_duplicated_maximum(device, kernel_for):
         (dict(correction_bias=torch.zeros(63)), ValueError, r"correction_bias has shape \(63,\); it must be \(64,\)"),
         (dict(correction_bias=torch.zeros(64).int()), TypeError, "correction_bias is torch.int32; it must be"),
         (
-            dict(correction_bias=torch.zeros(128)[::2]),
+            dict(correction_bias=lambda device: torch.zeros(128, device=device)[::2]),
             ValueError,
             "correction_bias has stride 2; it must be contiguous",
         ),
@@ -310,6 +327,8 @@ def test_refusals(change, error, sentence, device):
     def there(value):
         if isinstance(value, tuple):
             return tuple(map(there, value))
+        if callable(value):
+            return value(device)
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
     with pytest.raises(error, match=sentence):
@@ -383,7 +402,10 @@ WRONG = {  # a module's source, what is changed in it, and what it does then
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+RACES = {"no barrier before the dealing"}  # a GPU's lanes mostly run in step and hide them
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what not in RACES])
 def test_the_checker_rejects_wrong_kernels(what, monkeypatch, device):
     """Each changes one thing in the real kernel; the first run, or some seed of the simulator's, must show it."""
     module, right, wrong = WRONG[what]

@@ -43,7 +43,10 @@ def key_as_float(key):
 @cuda.jit(device=True)
 def group_worth(best, second):
     """The key of a group's worth, the sum of its two best scores, given by their keys; a NaN counts as -inf."""
-    return order_key(max(key_as_float(best), -INFINITY) + max(key_as_float(second), -INFINITY))
+    # Not max(x, -inf): what it makes of a NaN is one thing on a GPU and another in Python.
+    best_value, second_value = key_as_float(best), key_as_float(second)
+    best_value = best_value if best_value == best_value else -INFINITY
+    return order_key(best_value + (second_value if second_value == second_value else -INFINITY))
 
 
 @cuda.jit(device=True)
@@ -53,7 +56,8 @@ def sigmoid(x):
 
 @cuda.jit(device=True)
 def sqrtsoftplus(x):
-    x = min(x, LARGEST)  # an infinite logit must not make an infinite weight
+    if x > LARGEST:  # an infinite logit must not make an infinite weight; a NaN stays one
+        x = LARGEST
     root = ex2_approx(float32(-0.5) * LOG2_E * abs(x))
     # Far below zero softplus(x) is exp(x) to the last bit, which is out of range long before its root is.
     if x < float32(-40):

@@ -30,7 +30,9 @@ def best_first(values):
 
 def best_two(choice, num_expert_group):
     """The two best scores of each group of experts: [tokens, groups, 2]. NaN counts as -inf."""
-    grouped = choice.nan_to_num(float("-inf"), float("inf"), float("-inf")).view(choice.shape[0], num_expert_group, -1)
+    tokens, num_experts = choice.shape
+    grouped = choice.nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    grouped = grouped.view(tokens, num_expert_group, num_experts // num_expert_group)
     return grouped.gather(-1, best_first(grouped)[..., :2])
 
 
