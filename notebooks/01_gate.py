@@ -46,6 +46,7 @@ from numba import cuda, float32, int32, uint32
 from moe_numba import simulator
 from moe_numba.bench import Ladder, kernel_time, plots, records, rotating
 from moe_numba.draw import gate as draw
+from moe_numba.gate.parts import sorting_network as batcher_network
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import mismatch
 from moe_numba.launch import compile_kernel, launch
@@ -1471,21 +1472,7 @@ look_back("integer keys", "rank by counting", prediction)
 
 
 # %%
-def batcher_network(n):
-    """The pairs that Batcher's odd-even merge sort compares, for n values."""
-    pairs, p = [], 1
-    while p < n:
-        k = p
-        while k >= 1:
-            for j in range(k % p, n - k, 2 * k):
-                for i in range(min(k, n - j - k)):
-                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
-                        pairs.append((i + j, i + j + k))
-            k //= 2
-        p *= 2
-    return tuple(pairs)
-
-
+print(inspect.getsource(batcher_network))
 first_lane = (logits[0].sigmoid() + bias)[:8].cpu()
 print(len(batcher_network(8)), "compare-and-swap steps for 8 values")
 draw.sorting_network([round(float(v), 2) for v in first_lane], batcher_network(8))
@@ -1505,7 +1492,7 @@ def make_sorted_lanes(num_experts, num_groups, kept, topk):
     held = num_experts // 32  # experts that a lane holds
     share = 32 // num_groups  # lanes that share a group
     load = make_load(held)
-    pairs = batcher_network(held)
+    pairs = tuple(batcher_network(held))
     steps = len(pairs)
 
     @cuda.jit

@@ -4,7 +4,16 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.gate.parts import EXCLUDED, FULL, group_worth, make_load, make_scoring, make_sort_descending, order_key
+from moe_numba.gate.parts import (
+    EXCLUDED,
+    FULL,
+    group_worth,
+    make_load,
+    make_scoring,
+    make_sort_descending,
+    make_tokens_to_route,
+    order_key,
+)
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import lanemask_lt, redux_sync_max_s32
@@ -51,6 +60,7 @@ def make_kernel(
     fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_word_bytes, values)
     score_row, score_one = make_scoring(scoring, values)
     sort_descending = make_sort_descending(values)
+    tokens_to_route = make_tokens_to_route(limit_on_device)
 
     @cuda.jit(device=True)
     def beaten_groups(top, lane, group, rank):
@@ -90,11 +100,7 @@ def make_kernel(
         key = cuda.local.array(values, int32)
         top = cuda.local.array(values, int32)
         griddepcontrol_wait()
-        routable = int32(num_tokens)
-        if limit_on_device:
-            routable = int32(min(num_tokens, limit[0]))
-        else:
-            routable = int32(min(num_tokens, limit))
+        routable = tokens_to_route(num_tokens, limit)
         if has_bias:
             fetch_bias(bias, int64(first), valid, raw_bias)
         if token < routable:

@@ -4,7 +4,16 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64
 
-from moe_numba.gate.parts import EXCLUDED, FULL, ITEM_BYTES, group_worth, make_load, make_scoring, order_key
+from moe_numba.gate.parts import (
+    EXCLUDED,
+    FULL,
+    ITEM_BYTES,
+    group_worth,
+    make_load,
+    make_scoring,
+    make_tokens_to_route,
+    order_key,
+)
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import redux_sync_max_s32
@@ -24,6 +33,7 @@ def make_dynamic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
     load_one = make_load(dtype, ITEM_BYTES[dtype], VALUES)[2]
     load_bias = make_load(bias_dtype or dtype, ITEM_BYTES[bias_dtype or dtype], VALUES)[2]
     score_row, score_one = make_scoring(scoring, VALUES)
+    tokens_to_route = make_tokens_to_route(limit_on_device)
 
     @cuda.jit
     def biased_grouped_topk_dynamic(
@@ -48,11 +58,7 @@ def make_dynamic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
         row = cuda.local.array(VALUES, float32)
         group_size = int32(num_experts // num_expert_group)
         griddepcontrol_wait()
-        routable = int32(num_tokens)
-        if limit_on_device:
-            routable = int32(min(num_tokens, limit[0]))
-        else:
-            routable = int32(min(num_tokens, limit))
+        routable = tokens_to_route(num_tokens, limit)
         token = int32(cuda.blockIdx.x)
 
         while token < routable:

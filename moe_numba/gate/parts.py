@@ -181,6 +181,24 @@ def make_load(dtype, word_bytes, values):
     return fetch, unpack, load_one, values // per_word
 
 
+@cache
+def make_tokens_to_route(limit_on_device):
+    """``tokens_to_route(num_tokens, limit)``: rows from it on are padding. The limit is a number or a pointer."""
+    if limit_on_device:
+
+        @cuda.jit(device=True)
+        def tokens_to_route(num_tokens, limit):
+            return int32(min(num_tokens, limit[0]))
+
+    else:
+
+        @cuda.jit(device=True)
+        def tokens_to_route(num_tokens, limit):
+            return int32(min(num_tokens, limit))
+
+    return tokens_to_route
+
+
 def sorting_network(n):
     """The compare-exchange pairs of Batcher's odd-even merge sort of n elements."""
     pairs, p = [], 1
