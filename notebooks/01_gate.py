@@ -177,7 +177,7 @@ print("poison:        ", check(poisoned()))
 #   about 4.3 TB/s between its memory and its cores (measured with a copy).
 # - **Special functions.** A sigmoid needs one exponential and one reciprocal. A small unit, the **MUFU**, computes
 #   these: 16 results per clock on each multiprocessor.
-# - **Launch.** Even an empty kernel takes a microsecond or two in a CUDA graph.
+# - **Launch.** Even a kernel that does nothing takes some time in a CUDA graph: the next cell prints it.
 #
 # A CUDA graph is a list of launches that the GPU runs without asking Python again. We quote two times for every step.
 # **Kernel time** is taken inside a graph. **Call time** is what the Python call costs on the host. An H200 keeps up
@@ -218,7 +218,7 @@ if GATE:
     print(f"an empty kernel: {alone:.2f} us; {chained:.2f} us if it may start before the last one ends")
 
 # %% [markdown]
-# Up to some thousand tokens the launch is the limit. Beyond, it is the bytes. For 16384 tokens the floor is about 4
+# Up to about a thousand tokens the launch is the limit. Beyond, it is the bytes. For 16384 tokens the floor is about 4
 # us. (A kernel may start early if it asks for **programmatic dependent launch**: its blocks take their places while
 # the kernel before it ends, and it waits before it touches memory. The package's kernels do so.)
 #
@@ -1088,8 +1088,9 @@ resources("wide loads", wide_loads)
 look_back("wide loads", "pointers", prediction)
 
 # %% [markdown]
-# **Look back.** Better than predicted. The loads were scattered over 32 rows, and each request now brings four times as
-# much. The memory units have a quarter of the requests to look after, and that counts more than the instructions saved.
+# **Look back.** A little better than predicted. The loads were scattered over 32 rows, and each request now brings four
+# times as much. The memory units have a quarter of the requests to look after, and that counts more than the
+# instructions saved.
 
 # %% [markdown]
 # ### Step 8: a warp for a token
@@ -1554,7 +1555,7 @@ resources("sorted lanes", sorted_lanes)
 look_back("sorted lanes", "integer keys", prediction)
 
 # %% [markdown]
-# **Look back.** We expected a small loss and got the largest gain so far. The search through eight keys was a chain of
+# **Look back.** We expected a small loss and got a clear gain. The search through eight keys was a chain of
 # eight steps, each of which waits for the one before. The network has nineteen, but only six levels: what stands in one
 # level does not wait. And the compiler turns a swap into two selections, fewer than we counted.
 
