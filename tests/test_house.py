@@ -165,3 +165,18 @@ def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):
     done = run_simulated("-m", "pytest", "-p", "no:cacheprovider", str(tmp_path), cwd=tmp_path)
     assert "1 passed, 2 deselected" in done.stdout, done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_the_readmes_code_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_readmes_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text() + (ROOT / "docs/index.md").read_text())
+    local = [link for link in links if "://" not in link]
+    assert local
+    for link in local:
+        assert (ROOT / link).exists() or (ROOT / "docs" / link).exists(), link
