@@ -8,11 +8,12 @@ what the rest of the package may use. It must be imported before `numba.cuda`: N
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, honoured where the first is not set
     MOE_NUMBA_SEED=7        the order in which simulated threads run (see `seed`)
 
-Arithmetic is NumPy's, which differs from compiled Numba in four ways; kernels that name their types do not notice:
+Arithmetic is NumPy's, which differs from compiled Numba in five ways; kernels that name their types do not notice:
 - A Python number takes on the type of the NumPy scalar beside it. Numba makes it int64 or float64.
 - Two int32 make an int32, which wraps around. Numba makes an int64.
 - `np.uint32(-1)` is an error. Compiled, it wraps around; so does `numba.uint32(-1)`, here too.
 - `a * b + c` is rounded twice. The compiler may fuse it, and round once.
+- `min` and `max` of a NaN and a number: a GPU gives the number, Python may give either. Compare with `x == x` instead.
 """
 
 import ctypes
