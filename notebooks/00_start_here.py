@@ -702,14 +702,14 @@ else:
 # The articles that the notebooks follow, in the order of the map:
 #
 # - the gate: a walk through SGLang's `moe_fused_gate` and its torch function `biased_grouped_topk`
-# - shared experts: 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, about [sglang
-#   #4918](https://github.com/sgl-project/sglang/pull/4918), after [vllm
-#   #15502](https://github.com/vllm-project/vllm/pull/15502)
+# - shared experts: 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, about [sglang PR
+#   4918](https://github.com/sgl-project/sglang/pull/4918), after [vllm PR
+#   15502](https://github.com/vllm-project/vllm/pull/15502)
 # - DeepEP: [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), by BoLi2001
 # - align: sgl-kernel MoE Align Block Size Kernel 优化过程解析
 # - grouped GEMM: CUTLASS CUTE 7 hpc-ops 之 group gemm & tma
 #
 # On CUDA in Python: the documentation of [Numba CUDA](https://nvidia.github.io/numba-cuda/). On the rules for threads,
 # barriers and shuffles: NVIDIA's *CUDA C++ Programming Guide* and *PTX ISA*. A check that let NaN pass, and so gave a
-# time to a broken kernel, was found in a well-known course: [SGEMM_CUDA
-# #20](https://github.com/siboehm/SGEMM_CUDA/pull/20).
+# time to a broken kernel, was found in a well-known course: [SGEMM_CUDA PR
+# 20](https://github.com/siboehm/SGEMM_CUDA/pull/20).

@@ -2034,9 +2034,9 @@ for name, (weights, ids) in outputs.items():
 #
 # ## 9. Sources
 #
-# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. Its kernel came with [sglang
-#   #4530](https://github.com/sgl-project/sglang/pull/4530) and was put to use with [sglang
-#   #5371](https://github.com/sgl-project/sglang/pull/5371). The torch function is in
+# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. Its kernel came with [sglang PR
+#   4530](https://github.com/sgl-project/sglang/pull/4530) and was put to use with [sglang PR
+#   5371](https://github.com/sgl-project/sglang/pull/5371). The torch function is in
 #   `python/sglang/srt/layers/moe/topk.py`, the kernel in `sgl-kernel/csrc/moe/moe_fused_gate.cu`.
 # - As the article says in its summary, the design goes back to TensorRT-LLM and FasterTransformer: a classic of fused
 #   kernels in inference frameworks, improved and passed on until it reached DeepSeek-V3.

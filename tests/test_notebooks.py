@@ -1,6 +1,7 @@
 """Every notebook runs, and every committed copy was executed on a GPU with the code that stands here."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def test_copy_is_as_new_as_its_code(path):
 @every_notebook
 def test_copy_is_fit_to_be_committed(path):
     assert notebooks.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
+
+
+@every_notebook
+def test_no_issue_number_becomes_a_heading(path):
+    """A line of prose that begins with "#4530" is a heading to Markdown."""
+    for cell in notebooks.read(path).cells:
+        if cell.cell_type == "markdown":
+            assert not re.search(r"^[>\s]*#+\d", cell.source, re.M), cell.source
 
 
 def test_no_copy_without_a_source():
