@@ -11,10 +11,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from moe_numba.bench import imports, notebooks
+from moe_numba.bench import copies, imports, notebooks
 
 ROOT = Path(__file__).parents[1]
-SOURCES = notebooks.find(ROOT)
+SOURCES = copies.find(ROOT)
 SIMULATOR_LIMIT_S = 60
 
 every_notebook = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
@@ -33,23 +33,23 @@ def test_runs_in_the_simulator(path):
 
 @every_notebook
 def test_copy_has_the_cells_of_its_source(path):
-    assert notebooks.pair_problems(path) == []
+    assert copies.pair_problems(path) == []
 
 
 @every_notebook
 def test_copy_is_as_new_as_its_code(path):
-    assert notebooks.stale_problems(path) == []
+    assert copies.stale_problems(path) == []
 
 
 @every_notebook
 def test_copy_is_fit_to_be_committed(path):
-    assert notebooks.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
+    assert copies.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
 
 
 @every_notebook
 def test_no_issue_number_becomes_a_heading(path):
     """A line of prose that begins with "#4530" is a heading to Markdown."""
-    for cell in notebooks.read(path).cells:
+    for cell in copies.read(path).cells:
         if cell.cell_type == "markdown":
             assert not re.search(r"^[>\s]*#+\d", cell.source, re.M), cell.source
 
@@ -106,16 +106,16 @@ def source(repository):
 @pytest.fixture
 def committed(source, repository, monkeypatch):
     """A good committed copy, made without running anything."""
-    notebook = notebooks.read(source)
-    for count, cell in enumerate(notebooks.code_cells(notebook), start=1):
+    notebook = copies.read(source)
+    for count, cell in enumerate(copies.code_cells(notebook), start=1):
         cell.execution_count = count
     monkeypatch.setattr(notebooks.records, "environment", lambda: dict(ABOUT))
-    notebooks.keep(notebook, source, repository)
+    copies.keep(notebook, source, repository)
     return source.with_suffix(".ipynb")
 
 
 def judged(path):
-    return notebooks.format_problems(nbformat.read(path, as_version=4))
+    return copies.format_problems(nbformat.read(path, as_version=4))
 
 
 def rewrite(path, change):
@@ -138,13 +138,13 @@ def test_execute_writes_pages_and_figures_and_says_where(repository):
     assert "data:image/png;base64" in page and "A small notebook" in page
     assert [path.name for path in (repository / "build" / "01_small_figures").iterdir()] == ["cell_02_0.png"]
     executed = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
-    assert "run in notebooks" in notebooks.code_cells(executed)[0].outputs[0].text  # without the machine's folders
+    assert "run in notebooks" in copies.code_cells(executed)[0].outputs[0].text  # without the machine's folders
     assert executed.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
 def test_execute_in_place_makes_a_copy_that_only_lacks_a_gpu(repository, source):
     assert command(repository, "execute", "--in-place").returncode == 0
-    assert notebooks.pair_problems(source) == [] == notebooks.stale_problems(source, repository)
+    assert copies.pair_problems(source) == [] == copies.stale_problems(source, repository)
     problems = judged(source.with_suffix(".ipynb"))
     simulated = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba.gpu == "simulator"
     assert [problem.split(":")[0] for problem in problems] == ["the metadata names no GPU"] * simulated
@@ -161,7 +161,7 @@ def test_a_failing_cell_is_shown_and_the_exit_status_is_1(repository, source):
 
 def test_a_dead_kernel_is_a_failure_too(source, repository):
     source.write_text("# %%\nimport os\n\nos._exit(3)\n")
-    with pytest.raises(notebooks.NotebookFailed, match="cell 1/1 'start' failed"):
+    with pytest.raises(copies.NotebookFailed, match="cell 1/1 'start' failed"):
         notebooks.execute(source, repository)
 
 
@@ -171,30 +171,30 @@ def test_no_notebook_of_that_name(repository):
 
 
 def test_a_good_copy_is_accepted(source, committed, repository):
-    assert notebooks.pair_problems(source) == []
-    assert notebooks.stale_problems(source, repository) == []
+    assert copies.pair_problems(source) == []
+    assert copies.stale_problems(source, repository) == []
     assert judged(committed) == []
 
 
 def test_a_missing_copy_is_found(source):
-    assert "has no executed copy" in notebooks.pair_problems(source)[0]
+    assert "has no executed copy" in copies.pair_problems(source)[0]
 
 
 def test_changed_code_is_found_and_says_how_to_refresh(source, committed, repository):
     source.write_text(NOTEBOOK.replace("1 + 1", "1 + 2"))
-    assert "code cells" in notebooks.pair_problems(source)[0]
-    problem = notebooks.stale_problems(source, repository)[0]
+    assert "code cells" in copies.pair_problems(source)[0]
+    problem = copies.stale_problems(source, repository)[0]
     assert "01_small.py#code has changed" in problem and "--in-place --only 01_small" in problem
-    with pytest.raises(notebooks.NotebookFailed, match="code cells have changed"):
-        notebooks.renew_prose(source)
+    with pytest.raises(copies.NotebookFailed, match="code cells have changed"):
+        copies.renew_prose(source)
 
 
 def test_changed_prose_is_found_and_renewed_without_a_gpu(source, committed, repository):
     source.write_text(NOTEBOOK.replace("a figure", "one figure"))
-    assert "older prose" in notebooks.pair_problems(source)[0]
-    assert notebooks.stale_problems(source, repository) == []
+    assert "older prose" in copies.pair_problems(source)[0]
+    assert copies.stale_problems(source, repository) == []
     assert command(repository, "prose").returncode == 0
-    assert notebooks.pair_problems(source) == [] == judged(committed)
+    assert copies.pair_problems(source) == [] == judged(committed)
 
 
 def test_a_changed_package_source_is_found(source, repository, monkeypatch):
@@ -203,17 +203,17 @@ def test_a_changed_package_source_is_found(source, repository, monkeypatch):
     kernel.write_text("THREADS = 32\n")
     source.write_text("# %%\nfrom moe_numba.kernel import THREADS\n")
     monkeypatch.setattr(notebooks.records, "environment", lambda: dict(ABOUT))
-    notebooks.keep(notebooks.read(source), source, repository)
-    assert notebooks.stale_problems(source, repository) == []
+    copies.keep(copies.read(source), source, repository)
+    assert copies.stale_problems(source, repository) == []
     kernel.write_text("THREADS = 64\n")
-    assert "moe_numba/kernel.py has changed" in notebooks.stale_problems(source, repository)[0]
+    assert "moe_numba/kernel.py has changed" in copies.stale_problems(source, repository)[0]
     kernel.unlink()
-    assert "moe_numba/kernel.py" in notebooks.stale_problems(source, repository)[0]
+    assert "moe_numba/kernel.py" in copies.stale_problems(source, repository)[0]
 
 
 def test_a_copy_that_names_no_code_is_found(source, committed, repository):
     rewrite(committed, lambda notebook: notebook.metadata.moe_numba.sources.clear())
-    assert "does not say which code" in notebooks.stale_problems(source, repository)[0]
+    assert "does not say which code" in copies.stale_problems(source, repository)[0]
 
 
 def stream(text):
@@ -221,11 +221,11 @@ def stream(text):
 
 
 def spoil_order(notebook):
-    notebooks.code_cells(notebook)[0].execution_count = 7
+    copies.code_cells(notebook)[0].execution_count = 7
 
 
 def spoil_count(notebook):
-    notebooks.code_cells(notebook)[2].execution_count = None
+    copies.code_cells(notebook)[2].execution_count = None
 
 
 def spoil_gpu(notebook):
@@ -237,20 +237,20 @@ def spoil_metadata(notebook):
 
 
 def spoil_times(notebook):
-    notebooks.code_cells(notebook)[0].metadata["execution"] = {"iopub.status.busy": "2026-01-01"}
+    copies.code_cells(notebook)[0].metadata["execution"] = {"iopub.status.busy": "2026-01-01"}
 
 
 def spoil_error(notebook):
-    notebooks.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="")]
+    copies.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="")]
 
 
 def spoil_path(notebook):
-    notebooks.code_cells(notebook)[1].outputs = [stream("loaded /home/someone/kernel.py\n")]
+    copies.code_cells(notebook)[1].outputs = [stream("loaded /home/someone/kernel.py\n")]
 
 
 def spoil_page(notebook):
     data = {"text/html": "<a href='/tmp/trace.json'>trace</a>"}
-    notebooks.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+    copies.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_copy_unfit_to_be_committed_is_found(committed, spoil, said):
 def test_a_web_address_or_a_picture_is_no_folder_of_a_machine(committed):
     def change(notebook):
         data = {"text/plain": "https://host.org/home/x and a/tmp", "image/png": "+/tmp/x"}
-        notebooks.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+        copies.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
 
     rewrite(committed, change)
     assert judged(committed) == []
