@@ -23,7 +23,15 @@ import sys
 
 # Where each public name is defined; loaded on first use, so that a process with a GPU pays nothing for them.
 _NAMES = {
-    "errors": ("SimulatorError", "Deadlock", "MissingLane", "DivergentBarrier", "OutOfBounds", "Misaligned"),
+    "errors": (
+        "SimulatorError",
+        "Deadlock",
+        "MissingLane",
+        "DivergentBarrier",
+        "ClusterError",
+        "OutOfBounds",
+        "Misaligned",
+    ),
     "engine": ("thread", "Grid"),
     "scheduler": ("seed", "trace", "World"),
     "kernel": ("run", "Kernel"),
@@ -31,7 +39,7 @@ _NAMES = {
     "memory": ("Pointer", "Array"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = (*_NAMES, "arithmetic", "atomic", "barrier", "cuda_module", "warp")
+_MODULES = (*_NAMES, "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "warp")
 __all__ = ["ENABLED", "REASON", *_HOME]
 
 

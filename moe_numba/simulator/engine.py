@@ -11,7 +11,15 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator import memory
-from moe_numba.simulator.errors import DivergentBarrier, MissingLane, SimulatorError, lanes_of, place, standing
+from moe_numba.simulator.errors import (
+    ClusterError,
+    DivergentBarrier,
+    MissingLane,
+    SimulatorError,
+    lanes_of,
+    place,
+    standing,
+)
 from moe_numba.simulator.scheduler import Event
 
 
@@ -138,6 +146,8 @@ class Thread(greenlet.greenlet):
             for meeting in scope.meetings.values():
                 if meeting.needs(self):
                     raise self._missed(meeting)
+        if warp.exited == warp.lanes:
+            self.block.cluster.come(warp)
 
     def _missed(self, meeting):
         waiting = standing(meeting.waiting, limit=2)
@@ -188,18 +198,66 @@ class Block:
         return f"block {tuple(self.index)}"
 
 
+class Cluster:
+    """Blocks that can reach one another's shared memory, in the order of their ranks, and the barrier they share.
+
+    The barrier counts whole warps, since its aligned instructions take all lanes of a warp at once. As the PTX ISA has
+    it, a warp that has exited is not waited for.
+    """
+
+    def __init__(self, blocks):
+        self.blocks, self.world = blocks, blocks[0].grid.world
+        for rank, block in enumerate(blocks):
+            block.cluster, block.rank = self, rank
+        self.phase, self.missing, self.waiting = 0, self._alive(), []
+        self.arrived = {}  # the phase in which a warp arrived for which it has not waited yet
+        self.met = set()  # the warps that have been through the barrier, and so know that all blocks have started
+
+    def _alive(self):
+        return {warp for block in self.blocks for warp in block.warps if warp.exited != warp.lanes}
+
+    def arrive(self, warp):
+        if warp in self.arrived:
+            raise ClusterError(f"{warp} arrives at the cluster barrier twice, without a wait between")
+        self.arrived[warp] = self.phase
+        self.come(warp)
+
+    def come(self, warp):
+        """Wait for this warp no longer, and end the phase if it was the last."""
+        self.missing.discard(warp)
+        if not self.missing:
+            self.phase, self.missing = self.phase + 1, self._alive()
+            waiting, self.waiting = self.waiting, []
+            self.world.wake(waiting)
+
+    def depart(self, warp):
+        """The phase whose end a warp must wait for."""
+        if warp not in self.arrived:
+            raise ClusterError(f"{warp} waits at the cluster barrier, at which it has not arrived")
+        return self.arrived.pop(warp)
+
+    def __str__(self):
+        alive = self._alive()
+        return f"barrier.cluster.wait ({len(alive - self.missing)} of {len(alive)} warps came)"
+
+
 class Grid:
     """One launch: a kernel, its arguments and all its blocks."""
 
     def __init__(self, world, kernel, grid_dim, block_dim, args, shared_bytes=0, cluster=None, cooperative=False):
         self.world, self.kernel, self.name = world, kernel, kernel.__name__
-        self.grid_dim, self.block_dim, self.cluster = Dim3(*grid_dim), Dim3(*block_dim), cluster
+        self.grid_dim, self.block_dim, self.cluster_dim = Dim3(*grid_dim), Dim3(*block_dim), Dim3(*cluster or (1, 1, 1))
         self.args, self.shared_bytes, self.cooperative = args, shared_bytes, cooperative
         self.block_size = self.block_dim.x * self.block_dim.y * self.block_dim.z
         self.size = self.block_size * self.grid_dim.x * self.grid_dim.y * self.grid_dim.z
         self.context, self.meetings, self.blocks = world.context, {}, []
         for z, y, x in np.ndindex(self.grid_dim.z, self.grid_dim.y, self.grid_dim.x):
             self.blocks.append(Block(self, (x, y, z)))
+        clusters = {}
+        for block in self.blocks:
+            index = tuple(i // n for i, n in zip(block.index, self.cluster_dim))
+            clusters.setdefault(index, []).append(block)
+        self.clusters = [Cluster(blocks) for blocks in clusters.values()]
 
     def progress(self):
         """Say that memory changed in a way for which some thread may be polling."""

@@ -23,6 +23,10 @@ class DivergentBarrier(SimulatorError):
     """The threads of a block do not all reach the same barrier."""
 
 
+class ClusterError(SimulatorError):
+    """A block's cluster is not in the state that an operation on it needs."""
+
+
 class OutOfBounds(SimulatorError, IndexError):
     """An index lies outside the memory that it indexes."""
 

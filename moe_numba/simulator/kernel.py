@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import types
 
 import greenlet
@@ -11,6 +12,8 @@ from moe_numba.simulator.arguments import argument
 from moe_numba.simulator.engine import Grid, Thread
 from moe_numba.simulator.errors import SimulatorError
 from moe_numba.simulator.scheduler import World
+
+_CLUSTER_BLOCKS = 8  # what every GPU with clusters takes; more must be asked for, which `launch` does not
 
 
 def _dim3(name, value, limits):
@@ -37,7 +40,9 @@ def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=Fal
     block = _dim3("the block", block, (1024, 1024, 64))
     if block[0] * block[1] * block[2] > 1024:
         raise ValueError(f"the block is {block}, but a block has at most 1024 threads")
-    cluster = _dim3("the cluster", cluster, (16, 16, 16)) if cluster is not None else None
+    cluster = _dim3("the cluster", cluster, (_CLUSTER_BLOCKS,) * 3) if cluster is not None else None
+    if cluster and math.prod(cluster) > _CLUSTER_BLOCKS:
+        raise ValueError(f"the cluster is {cluster}, but a cluster has at most {_CLUSTER_BLOCKS} blocks")
     if cluster and any(g % c for g, c in zip(grid, cluster)):
         raise ValueError(f"the grid is {grid}, which clusters of {cluster} blocks do not divide")
     function = getattr(kernel, "py_func", kernel)

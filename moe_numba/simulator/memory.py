@@ -55,9 +55,10 @@ def convert(value, dtype):
 def poison(shape, dtype, alignment=16):
     """An array of which no element looks like a result."""
     count = int(np.prod(shape, dtype=np.int64))
-    raw = np.empty(count * dtype.itemsize + alignment, np.uint8)
-    start = -raw.__array_interface__["data"][0] % alignment
-    raw = raw[start : start + count * dtype.itemsize]
+    room = np.empty(count * dtype.itemsize + alignment, np.uint8)
+    start = -room.__array_interface__["data"][0] % alignment
+    # Through a buffer, so that `reachable` takes the array, without what aligned it, for the whole of its memory.
+    raw = np.frombuffer(room[start : start + count * dtype.itemsize].data, np.uint8)
     if is_float(dtype) or dtype.kind == "c":
         raw.fill(0xFF)  # a NaN in every float format that has one
     else:
@@ -256,27 +257,42 @@ class Shared:
     """The shared memory of one block."""
 
     def __init__(self, dynamic_bytes):
-        self.arrays, self.dynamic_bytes, self._dynamic = {}, dynamic_bytes, None
-
-    @property
-    def dynamic(self):
-        if self._dynamic is None:
-            self._dynamic = poison(self.dynamic_bytes, np.dtype(np.uint8), _ALIGNMENT)
-        return self._dynamic
+        self.arrays, self.dynamic_bytes = {}, dynamic_bytes
 
     def array(self, shape, dtype, alignment, frame):
         """The array that the call in `frame` stands for, the same for all threads; shape 0 is dynamic shared memory."""
         if shape == 0 or shape == (0,):
             dtype = as_dtype(dtype)
             usable = self.dynamic_bytes // dtype.itemsize * dtype.itemsize
-            return Array(self.dynamic[:usable].view(dtype), "dynamic shared memory")
+            name = "dynamic shared memory"
+            whole = self._declared((None, 0, self.dynamic_bytes, np.uint8, None), name)
+            return Array(whole.array[:usable].view(dtype), name)
         # The instruction, not the line: one line may declare two. The shape too: closures share their code.
-        key = frame.f_code, frame.f_lasti, shape, dtype
+        key = frame.f_code, frame.f_lasti, shape, dtype, alignment
         array = self.arrays.get(key)
         if array is None:
             name = f"the shared array of {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            array = self.arrays[key] = Array(poison(shape, as_dtype(dtype), alignment or _ALIGNMENT), name)
+            array = self._declared(key, name)
         return array
+
+    def _declared(self, key, name):
+        _, _, shape, dtype, alignment = key
+        if key not in self.arrays:
+            self.arrays[key] = Array(poison(shape, as_dtype(dtype), alignment or _ALIGNMENT), name)
+        return self.arrays[key]
+
+    def twin(self, array, other):
+        """A pointer to where `array`, which lies in this memory, lies in `other`, the same kernel's in another block.
+
+        None if the array does not lie here. The other block need not have come to its declaration: on a GPU shared
+        memory is laid out before a kernel starts.
+        """
+        for key, mine in self.arrays.items():
+            offset = array.__array_interface__["data"][0] - mine.__array_interface__["data"][0]
+            if 0 <= offset < mine.array.nbytes:
+                theirs = other._declared(key, mine.name).array.reshape(-1).view(np.uint8)
+                return Pointer(theirs[offset:], mine.name).view(array.dtype)
+        return None
 
 
 def local(shape, dtype, alignment):

@@ -1,0 +1,99 @@
+"""Thread block clusters: their barrier, and the shared memory of the other blocks.
+
+A block may touch another's shared memory only while that block runs: after a cluster barrier, since it may not have
+started, and with a cluster barrier behind it, since it may exit.
+"""
+
+import numpy as np
+
+from moe_numba import simulator
+from moe_numba.ptx.intrinsic import SHARED, instruction
+
+
+def cluster_ctarank():
+    """``%cluster_ctarank``: this block's rank in its cluster, x first; 0 in a grid without clusters."""
+    return np.uint32(simulator.thread().block.rank)
+
+
+def cluster_nctarank():
+    """``%cluster_nctarank``: how many blocks the cluster has; 1 in a grid without clusters."""
+    return np.uint32(len(simulator.thread().block.cluster.blocks))
+
+
+cluster_ctarank = instruction("mov.u32 $0, %cluster_ctarank;", "u32", simulate=cluster_ctarank, side_effect=False)
+cluster_nctarank = instruction("mov.u32 $0, %cluster_nctarank;", "u32", simulate=cluster_nctarank, side_effect=False)
+
+
+def barrier_cluster_arrive():
+    """``barrier.cluster.arrive.release.aligned``: tell the cluster that this thread has come, and go on.
+
+    Whole warps only, and once for each wait. A warp that has exited is not waited for.
+    """
+    simulator.cluster.arrive()
+
+
+def barrier_cluster_wait():
+    """``barrier.cluster.wait.acquire.aligned``: wait until all threads of the cluster have arrived.
+
+    What they wrote before they arrived, to shared and to global memory, is visible after it.
+    """
+    simulator.cluster.wait()
+
+
+barrier_cluster_arrive = instruction("barrier.cluster.arrive.release.aligned;", "void", simulate=barrier_cluster_arrive)
+barrier_cluster_wait = instruction("barrier.cluster.wait.acquire.aligned;", "void", simulate=barrier_cluster_wait)
+
+
+def st_cluster_s32(array, index, rank, value):
+    """``st.shared::cluster.s32``: 4 bytes to element ``index`` of block ``rank``'s copy of a shared array."""
+    simulator.cluster.remote(array, rank).store_vector(index, (value,), np.int32)
+
+
+def ld_cluster_s32(array, index, rank):
+    """``ld.shared::cluster.s32``: 4 bytes from element ``index`` of block ``rank``'s copy of a shared array."""
+    return simulator.cluster.remote(array, rank).load_vector(index, np.int32, 1)[0]
+
+
+def st_cluster_s32x4(array, index, rank, a, b, c, d):
+    """``st.shared::cluster.v4.s32``: 16 bytes, 16-byte aligned, to element ``index`` of block ``rank``'s copy."""
+    simulator.cluster.remote(array, rank).store_vector(index, (a, b, c, d), np.int32)
+
+
+def ld_cluster_s32x4(array, index, rank):
+    """``ld.shared::cluster.v4.s32``: 16 bytes, 16-byte aligned, from element ``index`` of block ``rank``'s copy."""
+    return simulator.cluster.remote(array, rank).load_vector(index, np.int32, 4)
+
+
+st_cluster_s32 = instruction(
+    "{ .reg .u32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.s32 [a], $2; }",
+    "void",
+    SHARED,
+    "u32",
+    "s32",
+    simulate=st_cluster_s32,
+)
+ld_cluster_s32 = instruction(
+    "{ .reg .u32 a; mapa.shared::cluster.u32 a, $1, $2; ld.shared::cluster.s32 $0, [a]; }",
+    "s32",
+    SHARED,
+    "u32",
+    simulate=ld_cluster_s32,
+)
+st_cluster_s32x4 = instruction(
+    "{ .reg .u32 a; mapa.shared::cluster.u32 a, $0, $1; st.shared::cluster.v4.s32 [a], {$2, $3, $4, $5}; }",
+    "void",
+    SHARED,
+    "u32",
+    "s32",
+    "s32",
+    "s32",
+    "s32",
+    simulate=st_cluster_s32x4,
+)
+ld_cluster_s32x4 = instruction(
+    "{ .reg .u32 a; mapa.shared::cluster.u32 a, $4, $5; ld.shared::cluster.v4.s32 {$0, $1, $2, $3}, [a]; }",
+    "s32 x 4",
+    SHARED,
+    "u32",
+    simulate=ld_cluster_s32x4,
+)
