@@ -1,7 +1,8 @@
 """A GPU and the simulator agree: small kernels, one for each primitive, and what NumPy says that they compute.
 
-The tests run on whichever engine this process has; what passes on both machines is the same on both. Kernels take NumPy
-arrays and are launched as any Numba user would.
+The tests run on whichever engine this process has; what passes on both machines is the same on both. For Numba's own
+primitives kernels take NumPy arrays and are launched as any Numba user would; for ours in ``moe_numba.ptx`` they take
+pointers and are launched by ``moe_numba.launch``.
 """
 
 import math
@@ -9,13 +10,35 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
-from moe_numba import simulator  # noqa: F401  before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, uint32, uint64
+
+from moe_numba.launch import launch
+from moe_numba.ptx.cluster import (
+    barrier_cluster_arrive,
+    barrier_cluster_wait,
+    cluster_ctarank,
+    cluster_nctarank,
+    ld_cluster_s32,
+    ld_cluster_s32x4,
+    st_cluster_s32,
+    st_cluster_s32x4,
+)
+from moe_numba.ptx.memory import st_global_s32x4
+from moe_numba.ptx.scoped import (
+    atom_add_relaxed_gpu_s32,
+    ld_relaxed_gpu_s32,
+    ld_relaxed_gpu_u64x2,
+    st_relaxed_gpu_u64,
+)
+from moe_numba.ptx.warp import redux_sync_add_s32
 
 FULL = 0xFFFFFFFF
+PATIENCE = 1 << 20  # polls after which a kernel gives up, so that a GPU fails a test and does not hang
 LANES = np.arange(32)
 RNG = np.random.default_rng(0)
 WORDS = RNG.integers(0, 2**32, 32, dtype=np.uint32)
@@ -511,3 +534,123 @@ def test_a_scan_of_warps():
 
     x = RNG.integers(-1000, 1000, 256).astype(np.int32)
     assert (run(kernel, np.int32, x, threads=256) == x.cumsum()).all()
+
+
+# --- instructions that Numba has no name for ------------------------------------------------------------------------
+
+
+def runs(kernel, device, *args, threads=32, blocks=1, **options):
+    """Launch a kernel over pointers to copies of NumPy arrays, and over numbers; yield what became of the arrays.
+
+    In the simulator threads run in several orders, under every other seed with preemption; on a GPU in the GPU's own.
+    """
+    for seed in range(10 if simulator.ENABLED else 1):
+        tensors = [torch.from_numpy(a).clone().to(device) if isinstance(a, np.ndarray) else a for a in args]
+        with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
+            launch(kernel, blocks, threads, *tensors, **options)
+        yield [t.cpu().numpy() for t in tensors if isinstance(t, torch.Tensor)]
+
+
+def test_a_wide_store_writes_four_integers_and_leaves_the_next(device):
+    @cuda.jit
+    def kernel(out, x):
+        t = cuda.threadIdx.x
+        st_global_s32x4(out, 8 * t + 4, x[4 * t], x[4 * t + 1], x[4 * t + 2], x[4 * t + 3])
+
+    for out, _ in runs(kernel, device, np.full(64, -7, np.int32), INTS, threads=8):
+        assert (out.reshape(8, 2, 4)[:, 0] == -7).all()
+        assert (out.reshape(8, 2, 4)[:, 1] == INTS.reshape(8, 4)).all()
+
+
+def test_a_warp_adds_up(device):
+    @cuda.jit
+    def kernel(out, x):
+        lane = cuda.laneid
+        out[lane] = redux_sync_add_s32(FULL, x[lane])
+        if lane < 12:
+            out[lane + 32] = redux_sync_add_s32(0x00000FFF, x[lane])
+        else:
+            out[lane + 32] = redux_sync_add_s32(0xFFFFF000, x[lane])
+
+    lowest = np.full(32, -(2**31), np.int32)
+    for x in (INTS, INTS | lowest, -LANES.astype(np.int32), lowest, ~lowest):  # all but the third wrap around
+        parts = np.repeat([part.sum(dtype=np.int32) for part in (x, x[:12], x[12:])], [32, 12, 20])
+        for out, _ in runs(kernel, device, np.zeros(64, np.int32), x):
+            assert (out == parts).all()
+
+
+def test_blocks_hand_words_to_one_another(device):
+    """Both halves of a word change at once, whichever half its reader watches."""
+
+    @cuda.jit
+    def kernel(out, shared, words):
+        block, blocks, t = cuda.blockIdx.x, cuda.gridDim.x, cuda.threadIdx.x
+        if t == 0:
+            st_relaxed_gpu_u64(shared, 2 * block + 4, words[block])
+        if t < blocks:
+            watched = uint64(FULL) << uint64(t % 2 * 32)
+            low, high, polls = uint64(0), uint64(0), 0
+            while (low & watched == uint64(0) or high & watched == uint64(0)) and polls < PATIENCE:
+                low, high = ld_relaxed_gpu_u64x2(shared, t // 2 * 4 + 4)
+                polls += 1
+            out[2 * cuda.grid(1)] = low
+            out[2 * cuda.grid(1) + 1] = high
+
+    words = (WORDS[2:10].astype(np.uint64) << np.uint64(32)) | WORDS[10:18]
+    empty = np.zeros(8 * 32 * 2, np.uint64), np.zeros(4 + 2 * 8 + 4, np.int32)
+    for out, shared, _ in runs(kernel, device, *empty, words, blocks=8, cooperative=True):
+        assert (out.reshape(8, 32, 2)[:, :8] == words.reshape(4, 2).repeat(2, axis=0)).all()
+        assert (shared[4:-4].view(np.uint64) == words).all() and not shared[:4].any() and not shared[-4:].any()
+
+
+@pytest.mark.parametrize("step", [3, -5])
+def test_blocks_meet_at_a_counter(step, device):
+    @cuda.jit
+    def kernel(tickets, counts, step, end):
+        if cuda.threadIdx.x == 0:
+            tickets[cuda.blockIdx.x] = atom_add_relaxed_gpu_s32(counts, 1, step)
+            polls = 0
+            while ld_relaxed_gpu_s32(counts, 1) != end and polls < PATIENCE:
+                polls += 1
+            tickets[cuda.gridDim.x + cuda.blockIdx.x] = ld_relaxed_gpu_s32(counts, 1)
+
+    start = 2**31 - 10 if step > 0 else -(2**31) + 10
+    values = (start + step * np.arange(9)).astype(np.int32)  # wraps around
+    end = int(values[8])
+    before = np.zeros(16, np.int32), np.array([1, start, 2], np.int32)
+    for tickets, counts in runs(kernel, device, *before, step, end, blocks=8, cooperative=True):
+        assert sorted(tickets[:8]) == sorted(values[:8])
+        assert (tickets[8:] == end).all() and counts.tolist() == [1, end, 2]
+
+
+def test_blocks_of_a_cluster_reach_into_one_another(device):
+    @cuda.jit
+    def kernel(out, x):
+        one = cuda.shared.array(4, int32)
+        four = cuda.shared.array(8, int32)
+        block, t, rank, ranks = cuda.blockIdx.x, cuda.threadIdx.x, cluster_ctarank(), cluster_nctarank()
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+        if t == 0:
+            st_cluster_s32(one, 3, (rank + 1) % ranks, x[block])
+            st_cluster_s32x4(four, 4, (rank + 3) % ranks, x[block], x[block + 8], x[block + 16], x[block + 24])
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+        if t == 33:
+            out[12 * block], out[12 * block + 1] = rank, ranks
+            out[12 * block + 2], out[12 * block + 3] = one[3], four[6]
+            out[12 * block + 4] = ld_cluster_s32(one, 3, (rank + 2) % ranks)
+            a, b, c, d = ld_cluster_s32x4(four, 4, (rank + 2) % ranks)
+            out[12 * block + 5], out[12 * block + 6], out[12 * block + 7], out[12 * block + 8] = a, b, c, d
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+
+    rank = np.arange(8) % 4
+    first, mine = np.arange(8) - rank, INTS.reshape(4, 8)  # the cluster's first block, and what each block hands over
+
+    def of(shift):
+        return mine[:, first + (rank + shift) % 4]
+
+    right = [rank, rank * 0 + 4, of(-1)[0], of(1)[2], of(1)[0], *of(3)]
+    for out, _ in runs(kernel, device, np.zeros(96, np.int32), INTS, threads=64, blocks=8, cluster=4):
+        assert (out.reshape(8, 12)[:, :9] == np.array(right).T).all()

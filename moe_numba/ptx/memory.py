@@ -34,6 +34,16 @@ load_nc_u16 = instruction(
 )
 
 
+def st_global_s32x4(pointer, index, a, b, c, d):
+    """``st.global.v4.s32``: 16 bytes, 16-byte aligned, to element ``index``."""
+    pointer.store_vector(index, (a, b, c, d), np.int32)
+
+
+st_global_s32x4 = instruction(
+    "st.global.v4.s32 [$0], {$1, $2, $3, $4};", "void", POINTER, "s32", "s32", "s32", "s32", simulate=st_global_s32x4
+)
+
+
 def atom_add_s32(pointer, index, value):
     """``atom.global.add.s32``: add to element ``index``, undivided; gives what was there before."""
     return cuda.atomic.add(pointer, index, value)
