@@ -25,6 +25,7 @@ __all__ = [
     "Launcher",
     "UnsupportedDeviceError",
     "address",
+    "as_outputs",
     "as_tensor",
     "compile_kernel",
     "current_stream",
@@ -66,9 +67,26 @@ def require(device, capability, what):
         )
 
 
-def as_tensor(array):
-    """A torch tensor over the memory of anything that speaks DLPack, in order with the caller's stream."""
-    return array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)
+def as_tensor(array, name):
+    """A torch tensor over the memory of anything that speaks DLPack, in order with the caller's stream.
+
+    ``name`` is the argument's, for the error.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that speaks DLPack")
+    if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
+        raise ValueError(f"{name} has strides {array.strides}; none may be negative")
+    return torch.from_dlpack(array)
+
+
+def as_outputs(out, count):
+    """The tensors of an ``out`` argument, which must be so many."""
+    if not isinstance(out, (tuple, list)) or len(out) != count:
+        what = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"out is {what}; it must be a tuple of {count} tensors")
+    return [as_tensor(array, f"out[{i}]") for i, array in enumerate(out)]
 
 
 def give_back(tensor, like):

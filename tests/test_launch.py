@@ -85,9 +85,9 @@ def test_the_wrong_device_is_refused():
 
 def test_dlpack_both_ways():
     array = np.arange(4.0)
-    tensor = as_tensor(array)
+    tensor = as_tensor(array, "x")
     assert tensor.tolist() == [0, 1, 2, 3] and type(give_back(tensor, array)) is np.ndarray
-    assert as_tensor(tensor) is tensor and give_back(tensor, tensor) is tensor
+    assert as_tensor(tensor, "x") is tensor and give_back(tensor, tensor) is tensor
 
 
 @cuda.jit

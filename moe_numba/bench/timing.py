@@ -1,7 +1,7 @@
 """Two times for every kernel, in microseconds.
 
 **Kernel time** is what the GPU spends: many launches inside one CUDA graph, so that the host is out of the picture.
-It contains the gap between two graph nodes (about a microsecond), as it would in a serving stack's graph.
+It contains the gap between two graph nodes (about half a microsecond), as it would in a serving stack's graph.
 **Call time** is what the host spends in the Python call: what a user pays who calls the function eagerly.
 
 In the simulator there is no time to take: every function here runs its calls once and gives None.

@@ -1,20 +1,19 @@
 """What is measured of the gate: the package's kernel over tokens, types and models, beside torch and the peers."""
 
 import torch
-from numba import cuda
 
 from moe_numba import biased_grouped_topk
 from moe_numba.bench import plots, records
+from moe_numba.bench.baseline import copy_bandwidth, empty_kernel
 from moe_numba.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
-from moe_numba.launch import launch
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 
 SOURCES = [
     "moe_numba/gate",
     "moe_numba/ptx",
     "moe_numba/launch.py",
     "moe_numba/bench/topic_gate.py",
+    "moe_numba/bench/baseline.py",
     "moe_numba/bench/timing.py",
 ]
 
@@ -33,15 +32,6 @@ SIGMOID_SPECIAL_OPERATIONS = 2  # an exponential and a reciprocal
 SPECIAL_OPERATIONS_A_CYCLE = 16  # of a multiprocessor
 
 
-def copy_bandwidth():
-    """Bytes a second that a large copy reads and writes on this GPU: the memory's ceiling as it is."""
-    a = torch.rand(1 << 28, device="cuda")
-    b = torch.empty_like(a)
-    # A kernel, since a plain copy inside a graph goes to the copy engine, which is slower.
-    us = kernel_times({"": lambda: torch.add(a, 1, out=b)}, launches=5, replays=20)[""].median
-    return 2 * a.numel() * a.element_size() / (us * 1e-6)
-
-
 def floor_us(tokens, config, dtype, bandwidth):
     """The larger of two floors: each byte moved once, and each sigmoid's special operations at 1.98 GHz."""
     experts, topk = config["num_experts"], config["topk"]
@@ -54,7 +44,7 @@ def measure(peers, quick):
     """Rows for the record: every step's outputs are checked before it is timed."""
     bandwidth = copy_bandwidth()
     compiled = torch.compile(_eager, dynamic=False)
-    rows = _empty_kernel()
+    rows = empty_kernel()
     for config in [DEEPSEEK_V3, *OTHERS]:
         main = config is DEEPSEEK_V3
         for dtype in DTYPES:
@@ -63,20 +53,6 @@ def measure(peers, quick):
                 with_torch = main and not quick, main and not quick and dtype == "float32" and compiled
                 rows += _measure(config, dtype, tokens, peers, bandwidth, *with_torch)
     return rows
-
-
-@cuda.jit
-def _empty(x):
-    griddepcontrol_wait()
-    griddepcontrol_launch_dependents()
-
-
-def _empty_kernel():
-    """What a kernel that does nothing takes, one after the other and with programmatic dependent launch."""
-    x = torch.zeros(1, device="cuda")
-    calls = {False: lambda: launch(_empty, 1, 32, x), True: lambda: launch(_empty, 1, 32, x, dependent=True)}
-    kernel, call = kernel_times(calls), call_times(calls)
-    return [records.row("empty kernel", config={"dependent": d}, kernel=kernel[d], call=call[d]) for d in calls]
 
 
 def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):

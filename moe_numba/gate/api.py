@@ -1,11 +1,13 @@
 """The public function: check, allocate, launch."""
 
+from functools import cached_property
+
 import torch
 
 from moe_numba import simulator
 from moe_numba.gate import kernel, kernel_dynamic, kernel_throughput
 from moe_numba.gate.reference import SCORINGS
-from moe_numba.launch import address, as_tensor, current_stream, give_back, launcher, require
+from moe_numba.launch import address, as_outputs, as_tensor, current_stream, give_back, launcher, require
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMITS = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -73,25 +75,19 @@ def biased_grouped_topk(
     ValueError, TypeError
         Naming the argument, what it was and what is allowed.
     UnsupportedDeviceError
-        The GPU is older than compute capability 8.0.
+        The GPU is older than compute capability 9.0.
 
     Notes
     -----
     DeepSeek-V3's router, named after SGLang's ``biased_grouped_topk``. It runs on the caller's current stream and can
     be captured in a CUDA graph after one call has compiled it.
     """
-    x, bias = as_tensor(gating_output), correction_bias
-    if bias is not None and not isinstance(bias, torch.Tensor):
-        bias = as_tensor(bias)
-    device = x.device
-    limit = _check_limit(num_token_non_padded, device)
-    key = (
-        x.shape[1:],
-        x.stride(),
-        x.dtype,
-        device,
-        x.data_ptr() & 15,
-        bias is None or (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 15),
+    x = as_tensor(gating_output, "gating_output")
+    bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
+    limit = check_limit(num_token_non_padded, x.device)
+    plan = plan_for(
+        x,
+        bias,
         topk,
         renormalize,
         num_expert_group,
@@ -100,19 +96,16 @@ def biased_grouped_topk(
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
         scoring,
-        type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype,
+        num_token_non_padded,
     )
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _Plan(x, bias, *key[6:])
-    tokens = x.shape[0]
+    tokens, device = x.shape[0], x.device
     if out is None:
         weights = torch.empty((tokens, topk), dtype=torch.float32, device=device)
         ids = torch.empty((tokens, topk), dtype=torch.int32, device=device)
     else:
-        weights, ids = map(as_tensor, out)
-        _check_out("weights", weights, (tokens, topk), torch.float32, device)
-        _check_out("ids", ids, (tokens, topk), torch.int32, device)
+        weights, ids = as_outputs(out, 2)
+        check_out("weights", weights, (tokens, topk), torch.float32, device)
+        check_out("ids", ids, (tokens, topk), torch.int32, device)
     if tokens:
         plan.start(x, x if bias is None else bias, weights, ids, tokens, limit)
     if out is not None:
@@ -120,8 +113,32 @@ def biased_grouped_topk(
     return (weights, ids) if x is gating_output else (give_back(weights, gating_output), give_back(ids, gating_output))
 
 
+def plan_for(x, bias, *options):
+    """The plan for these tensors; ``options`` are :func:`biased_grouped_topk`'s from topk on, in this order:
+
+    topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor,
+    apply_routed_scaling_factor_on_output, scoring, num_token_non_padded.
+    """
+    topk, _, num_expert_group, topk_group, shared, *_, limit = options
+    _check_ints(topk, num_expert_group, topk_group, shared)  # now: 8.0 would find the plan for 8, and True that for 1
+    key = (
+        x.shape[1:],
+        x.stride(),
+        x.dtype,
+        x.device,
+        x.data_ptr() & 15,
+        bias is None or (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 15),
+        *options[:-1],
+        type(limit) is torch.Tensor and limit.dtype,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _Plan(x, bias, *key[6:])
+    return plan
+
+
 class _Plan:
-    """What a call needs that shapes, types and options decide: checked once, compiled once, kept."""
+    """What a call needs that shapes, types and options decide: checked once; a kernel is compiled when first needed."""
 
     def __init__(
         self,
@@ -146,40 +163,49 @@ class _Plan:
         self.row_stride, self.device = x.stride(0), x.device.index or 0
         output_scale = float(routed_scaling_factor) if apply_routed_scaling_factor_on_output else 1.0
         self.tail = (1.0 / routed_scaling_factor, output_scale)
-        signature = (
+        self.signature = (
             *(_pointer(dtype), _pointer(bias_dtype or dtype), "float32*", "int32*", "int32", "int64"),
             *(_LIMITS[limit_dtype] if limit_dtype else "int32", "float32", "float32"),
         )
+        self.shape = (num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts)
         lanes, values = kernel.layout(num_experts, num_expert_group)
-        shape = (num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts)
+        self.constants = None  # where a group has too few lanes, the dynamic kernel takes them as numbers
         if lanes:
             group_size = num_experts // num_expert_group
             words = _word_bytes(x, values, group_size), 4 if bias is None else _word_bytes(bias, values, group_size)
-            constants = (*shape, renormalize, scoring, dtype, bias_dtype, *words, bool(limit_dtype))
-            self.few = self._variant(kernel.make_kernel(*constants), signature, x.device, kernel.WARPS)
+            self.constants = (*self.shape, renormalize, scoring, dtype, bias_dtype, *words)
         else:
-            made = kernel_dynamic.make_dynamic_kernel(scoring, dtype, bias_dtype, bool(limit_dtype))
-            routed = topk - num_fused_shared_experts
-            self.tail += (num_experts, num_expert_group, topk_group, topk, routed, int(renormalize))
-            shared = kernel_dynamic.shared_bytes(num_experts, num_expert_group)
-            self.few = self._variant(made, (*signature, *("int32",) * 6), x.device, 1, shared_bytes=shared)
-        self.many = self.few
-        if lanes and kernel_throughput.serves(*shape):
-            self.many = self._variant(
-                kernel_throughput.make_throughput_kernel(*constants),
-                signature,
-                x.device,
-                kernel_throughput.WARPS,
-                tokens_a_warp=kernel_throughput.TOKENS,
-                launch_bounds=kernel_throughput.LAUNCH_BOUNDS,
-            )
+            self.tail += (*self.shape[:4], topk - num_fused_shared_experts, int(renormalize))
+        self.types = scoring, dtype, bias_dtype
+        self.limit_on_device = bool(limit_dtype)
 
-    def _variant(self, made, signature, device, warps, tokens_a_warp=1, **options):
+    @cached_property
+    def few(self):
+        if self.constants:
+            made = kernel.make_kernel(*self.constants, self.limit_on_device)
+            return self._variant(made, self.signature, kernel.WARPS)
+        made = kernel_dynamic.make_dynamic_kernel(*self.types, self.limit_on_device)
+        shared_bytes = kernel_dynamic.shared_bytes(*self.shape[:2])
+        return self._variant(made, (*self.signature, *("int32",) * 6), 1, shared_bytes=shared_bytes)
+
+    @cached_property
+    def many(self):
+        if not self.constants or not kernel_throughput.serves(*self.shape):
+            return self.few
+        return self._variant(
+            kernel_throughput.make_throughput_kernel(*self.constants, self.limit_on_device),
+            self.signature,
+            kernel_throughput.WARPS,
+            tokens_a_warp=kernel_throughput.TOKENS,
+            launch_bounds=kernel_throughput.LAUNCH_BOUNDS,
+        )
+
+    def _variant(self, made, signature, warps, tokens_a_warp=1, **options):
         """A kernel ready to start, and the shape of its launches."""
         start = launcher(made, signature, self.device, dependent=True, **options)
         most_blocks = _MOST_BLOCKS
         if tokens_a_warp == 1 and not simulator.ENABLED:
-            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
             most_blocks = multiprocessors * _WARPS_A_MULTIPROCESSOR // warps
         return start, 32 * warps, warps * tokens_a_warp, most_blocks
 
@@ -219,7 +245,7 @@ def _check_tensors(x, bias):
         raise ValueError(f"gating_output has shape {tuple(x.shape)}; it must be [tokens, num_experts]")
     if x.dtype not in _DTYPES:
         raise TypeError(f"gating_output is {x.dtype}; it must be float32, bfloat16 or float16")
-    require(x.device, (8, 0), "gating_output")
+    require(x.device, (9, 0), "gating_output")
     num_experts = x.shape[1]
     if not 1 <= num_experts <= _MOST_EXPERTS:
         raise ValueError(f"gating_output has {num_experts} experts; 1 to {_MOST_EXPERTS} are allowed")
@@ -240,15 +266,14 @@ def _check_tensors(x, bias):
     return num_experts
 
 
-def _check_options(num_experts, topk, num_expert_group, topk_group, shared, routed_scaling_factor, scoring):
-    for name, value in (
-        ("topk", topk),
-        ("num_expert_group", num_expert_group),
-        ("topk_group", topk_group),
-        ("num_fused_shared_experts", shared),
-    ):
-        if not isinstance(value, int):
+def _check_ints(*values):
+    names = ("topk", "num_expert_group", "topk_group", "num_fused_shared_experts")
+    for name, value in zip(names, values, strict=True):
+        if type(value) is not int:
             raise TypeError(f"{name} is {value!r}; it must be an int")
+
+
+def _check_options(num_experts, topk, num_expert_group, topk_group, shared, routed_scaling_factor, scoring):
     if not 1 <= topk <= _MOST_TOPK:
         raise ValueError(f"topk is {topk}; 1 to {_MOST_TOPK} are allowed")
     if not 1 <= num_expert_group <= num_experts or num_experts % num_expert_group:
@@ -266,7 +291,7 @@ def _check_options(num_experts, topk, num_expert_group, topk_group, shared, rout
         raise ValueError(f"routed_scaling_factor is {routed_scaling_factor}; it must be finite and not zero")
 
 
-def _check_limit(limit, device):
+def check_limit(limit, device):
     """What the kernel takes for num_token_non_padded: a number, or the address of one."""
     if limit is None:
         return _MOST_TOKENS
@@ -281,7 +306,7 @@ def _check_limit(limit, device):
     return address(limit)
 
 
-def _check_out(name, tensor, shape, dtype, device):
+def check_out(name, tensor, shape, dtype, device):
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "

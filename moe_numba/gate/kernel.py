@@ -28,24 +28,34 @@ def layout(num_experts, num_expert_group):
 
 
 @cache
-def make_kernel(
+def make_router(
     num_experts,
     num_expert_group,
     topk_group,
     topk,
-    num_fused_shared_experts=0,
-    renormalize=True,
-    scoring="sigmoid",
-    dtype="float32",
-    bias_dtype="float32",
-    word_bytes=16,
-    bias_word_bytes=16,
-    limit_on_device=False,
+    num_fused_shared_experts,
+    renormalize,
+    scoring,
+    dtype,
+    bias_dtype,
+    word_bytes,
+    bias_word_bytes,
 ):
-    """The kernel for constants that C++ would take as template arguments; here a closure holds them.
+    """The parts of a warp that routes a token; the constants are :func:`make_kernel`'s.
 
-    Lane ``l`` holds ``values`` neighbouring experts, ``lanes`` lanes a group. ``bias_dtype`` None means no bias;
-    ``word_bytes`` is the width of the loads, which the row's alignment decides.
+    Returns
+    -------
+    my_part : function
+        ``lane, group, rank, first, valid = my_part()``: the lane's group and rank in it, its first expert, how many.
+    fetch, unpack : functions
+        As :func:`moe_numba.gate.parts.make_load` gives them.
+    read_bias : function
+        ``read_bias(bias, first, valid, offset)``.
+    route : function
+        ``weight, expert = route(x, start, row, offset, lane, group, rank, valid, shared_scale, output_scale)``, for the
+        token whose logits start at ``start``: lane k gets the k-th choice. The warp must be whole.
+    values, raw_words : int
+        Length of ``row`` and ``offset``, and of what ``fetch`` fills.
     """
     routed = topk - num_fused_shared_experts
     group_size = num_experts // num_expert_group
@@ -60,7 +70,23 @@ def make_kernel(
     fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_word_bytes, values)
     score_row, score_one = make_scoring(scoring, values)
     sort_descending = make_sort_descending(values)
-    tokens_to_route = make_tokens_to_route(limit_on_device)
+
+    @cuda.jit(device=True)
+    def my_part():
+        lane = int32(cuda.threadIdx.x & 31)
+        group = int32(uint32(lane) // uint32(lanes))
+        rank = int32(uint32(lane) % uint32(lanes))
+        valid = int32(values)
+        if not exact:
+            valid = int32(min(values, group_size - rank * values)) if group < num_expert_group else int32(0)
+        return lane, group, rank, int32(group * group_size + rank * values), valid
+
+    @cuda.jit(device=True)
+    def read_bias(bias, first, valid, offset):
+        if has_bias:
+            raw = cuda.local.array(raw_bias_words, uint32)
+            fetch_bias(bias, int64(first), valid, raw)
+            unpack_bias(raw, valid, offset)
 
     @cuda.jit(device=True)
     def beaten_groups(top, lane, group, rank):
@@ -81,32 +107,119 @@ def make_kernel(
             beaten = int32(beaten + int32(cuda.popc(uint32(uint32(cuda.ballot_sync(FULL, beats)) & mates))))
         return beaten
 
+    @cuda.jit(device=True)
+    def route(x, start, row, offset, lane, group, rank, valid, shared_scale, output_scale):
+        below = lanemask_lt()
+        key = cuda.local.array(values, int32)
+        top = cuda.local.array(values, int32)
+        largest, inverse = score_row(row)
+        for j in range(values):
+            key[j] = order_key(row[j] + offset[j] if has_bias else row[j])
+            if not exact and j >= valid:
+                key[j] = EXCLUDED
+            top[j] = key[j]
+        sort_descending(top)
+        if num_expert_group > 1 and beaten_groups(top, lane, group, rank) >= topk_group:
+            top[0] = EXCLUDED
+
+        # Each pick: the best key of any lane, the lowest lane that has it, and that lane moves up its next key.
+        picked, holders = int32(0), uint32(0)
+        for k in range(routed):
+            best = redux_sync_max_s32(uint32(FULL), top[0])
+            holds = top[0] == best
+            ballot = uint32(cuda.ballot_sync(FULL, holds))
+            if lane == k:
+                picked, holders = best, ballot
+            wins = holds and uint32(ballot & below) == uint32(0)
+            for d in range(depth - 1):
+                top[d] = top[d + 1] if wins else top[d]
+            top[depth - 1] = EXCLUDED if wins else top[depth - 1]
+
+        # Lane k looks for the k-th pick among the keys of the lane that held it; twins are taken in their order.
+        holder = int32(cuda.ffs(holders) - 1)
+        slots = uint32(0)
+        for j in range(values):
+            theirs = cuda.shfl_sync(FULL, key[j], holder)
+            slots = uint32(slots | uint32(1 << j)) if theirs == picked else slots
+        previous_picked = cuda.shfl_up_sync(FULL, picked, 1)
+        previous_holder = cuda.shfl_up_sync(FULL, holder, 1)
+        twins = cuda.ballot_sync(FULL, picked == previous_picked and holder == previous_holder)
+        twins = uint32(uint32(twins) & routed_lanes)
+        if twins != 0:
+            k = lane
+            while k > 0 and (twins >> uint32(k)) & uint32(1):
+                slots = uint32(slots & uint32(slots - uint32(1)))
+                k -= 1
+        expert = int32(holder * values + cuda.ffs(slots) - 1)
+        if not exact:
+            expert = int32(holder // lanes * group_size + holder % lanes * values + cuda.ffs(slots) - 1)
+
+        weight = float32(0)
+        if lane < routed:
+            weight = score_one(load_one(x, start + expert), largest, inverse)
+            weight = weight if weight == weight else float32(0)
+        total = weight
+        for s in range(sum_steps):
+            total += cuda.shfl_xor_sync(FULL, total, 1 << s)
+        total = cuda.shfl_sync(FULL, total, 0)
+        if lane >= routed:
+            weight = total * shared_scale
+            expert = int32(num_experts + lane - routed)
+        if renormalize:
+            weight *= rcp_approx(total if total > float32(0) else float32(1))
+        return weight * output_scale, expert
+
+    return my_part, fetch, unpack, read_bias, route, values, raw_words
+
+
+@cache
+def make_kernel(
+    num_experts,
+    num_expert_group,
+    topk_group,
+    topk,
+    num_fused_shared_experts=0,
+    renormalize=True,
+    scoring="sigmoid",
+    dtype="float32",
+    bias_dtype="float32",
+    word_bytes=16,
+    bias_word_bytes=16,
+    limit_on_device=False,
+):
+    """The kernel for constants that C++ would take as template arguments; here a closure holds them.
+
+    Lane ``l`` holds ``values`` neighbouring experts, ``lanes`` lanes a group. ``bias_dtype`` None means no bias;
+    ``word_bytes`` is the width of the loads, which the row's alignment decides.
+    """
+    my_part, fetch, unpack, read_bias, route, values, raw_words = make_router(
+        num_experts,
+        num_expert_group,
+        topk_group,
+        topk,
+        num_fused_shared_experts,
+        renormalize,
+        scoring,
+        dtype,
+        bias_dtype,
+        word_bytes,
+        bias_word_bytes,
+    )
+    tokens_to_route = make_tokens_to_route(limit_on_device)
+
     @cuda.jit
     def biased_grouped_topk(x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale):
-        lane = int32(cuda.threadIdx.x & 31)
-        group = int32(uint32(lane) // uint32(lanes))
-        rank = int32(uint32(lane) % uint32(lanes))
-        first = int32(group * group_size + rank * values)
-        valid = int32(values)
-        if not exact:
-            valid = int32(min(values, group_size - rank * values)) if group < num_expert_group else int32(0)
-        below = lanemask_lt()
+        lane, group, rank, first, valid = my_part()
         token = int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
         stride = int32(cuda.gridDim.x * WARPS)
         offset = cuda.local.array(values, float32)
         raw = cuda.local.array(raw_words, uint32)
-        raw_bias = cuda.local.array(raw_bias_words, uint32)
         row = cuda.local.array(values, float32)
-        key = cuda.local.array(values, int32)
-        top = cuda.local.array(values, int32)
         griddepcontrol_wait()
         routable = tokens_to_route(num_tokens, limit)
-        if has_bias:
-            fetch_bias(bias, int64(first), valid, raw_bias)
         if token < routable:
             fetch(x, int64(token) * row_stride + first, valid, raw)
-        if has_bias:
-            unpack_bias(raw_bias, valid, offset)
+        read_bias(bias, first, valid, offset)
 
         while token < routable:
             cuda.syncwarp()  # the warp may have parted at the last store, and redux.sync wants it whole
@@ -114,64 +227,11 @@ def make_kernel(
             following = int32(token + stride)
             if following < routable:  # the next row is on its way while this one is routed
                 fetch(x, int64(following) * row_stride + first, valid, raw)
-
-            largest, inverse = score_row(row)
-            for j in range(values):
-                key[j] = order_key(row[j] + offset[j] if has_bias else row[j])
-                if not exact and j >= valid:
-                    key[j] = EXCLUDED
-                top[j] = key[j]
-            sort_descending(top)
-            if num_expert_group > 1 and beaten_groups(top, lane, group, rank) >= topk_group:
-                top[0] = EXCLUDED
-
-            # Each pick: the best key of any lane, the lowest lane that has it, and that lane moves up its next key.
-            picked, holders = int32(0), uint32(0)
-            for k in range(routed):
-                best = redux_sync_max_s32(uint32(FULL), top[0])
-                holds = top[0] == best
-                ballot = uint32(cuda.ballot_sync(FULL, holds))
-                if lane == k:
-                    picked, holders = best, ballot
-                wins = holds and uint32(ballot & below) == uint32(0)
-                for d in range(depth - 1):
-                    top[d] = top[d + 1] if wins else top[d]
-                top[depth - 1] = EXCLUDED if wins else top[depth - 1]
-
-            # Lane k looks for the k-th pick among the keys of the lane that held it; twins are taken in their order.
-            holder = int32(cuda.ffs(holders) - 1)
-            slots = uint32(0)
-            for j in range(values):
-                theirs = cuda.shfl_sync(FULL, key[j], holder)
-                slots = uint32(slots | uint32(1 << j)) if theirs == picked else slots
-            previous_picked = cuda.shfl_up_sync(FULL, picked, 1)
-            previous_holder = cuda.shfl_up_sync(FULL, holder, 1)
-            twins = cuda.ballot_sync(FULL, picked == previous_picked and holder == previous_holder)
-            twins = uint32(uint32(twins) & routed_lanes)
-            if twins != 0:
-                k = lane
-                while k > 0 and (twins >> uint32(k)) & uint32(1):
-                    slots = uint32(slots & uint32(slots - uint32(1)))
-                    k -= 1
-            expert = int32(holder * values + cuda.ffs(slots) - 1)
-            if not exact:
-                expert = int32(holder // lanes * group_size + holder % lanes * values + cuda.ffs(slots) - 1)
-
-            weight = float32(0)
-            if lane < routed:
-                weight = score_one(load_one(x, int64(token) * row_stride + expert), largest, inverse)
-                weight = weight if weight == weight else float32(0)
-            total = weight
-            for s in range(sum_steps):
-                total += cuda.shfl_xor_sync(FULL, total, 1 << s)
-            total = cuda.shfl_sync(FULL, total, 0)
-            if lane >= routed:
-                weight = total * shared_scale
-                expert = int32(num_experts + lane - routed)
-            if renormalize:
-                weight *= rcp_approx(total if total > float32(0) else float32(1))
+            weight, expert = route(
+                x, int64(token) * row_stride, row, offset, lane, group, rank, valid, shared_scale, output_scale
+            )
             if lane < topk:
-                weights[int64(token) * topk + lane] = weight * output_scale
+                weights[int64(token) * topk + lane] = weight
                 ids[int64(token) * topk + lane] = expert
             token = following
 

@@ -122,7 +122,6 @@ def make_throughput_kernel(
                     fetch(x, start + t * row_stride, int32(values), raw[t])
 
             # Groups: each lane's two best, then the group's; lane (group, rank) goes on with token `rank`.
-            mine = int32(0)
             for t in range(TOKENS):
                 unpack(raw[t], int32(values), row)
                 largest[t], inverse[t] = score_row(row)
