@@ -1,0 +1,565 @@
+"""The alignment against its reference, on a GPU or in the simulator; and the check against wrong kernels."""
+
+import importlib
+import inspect
+import itertools
+import random
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moe_numba
+from moe_numba import moe_align_block_size, simulator
+from moe_numba.align import api, reference
+from moe_numba.align.reference import mismatch, sizes
+
+POISON = -12345
+KERNELS = {"as it comes": (api.TINY_SLOTS, api.FEW_SLOTS), "few": (0, 1 << 31), "many": (0, 0)}
+MOST_FEW = 65535  # slots that the kernel for few is meant to be right for
+
+
+def poisoned(lengths, device, shift=0):
+    """Views into one poisoned buffer, each ``shift`` elements past a 16-byte boundary; and what lies around them."""
+    starts, end = [], 8
+    for length in lengths:
+        starts.append(-(-end // 4) * 4 + shift)
+        end = starts[-1] + length + 8
+    buffer = torch.full((end,), POISON, dtype=torch.int32, device=device)
+    edges = zip([0, *(s + n for s, n in zip(starts, lengths))], [*starts, end])
+    return tuple(buffer[s : s + n] for s, n in zip(starts, lengths)), [buffer[a:b] for a, b in edges]
+
+
+def align(
+    topk_ids, block_size, num_experts, expert_map=None, longer=0, shift=0, function=moe_align_block_size, **options
+):
+    """Call the public function on poisoned outputs, and see that what lies around them stays as it is."""
+    length, blocks = sizes(topk_ids.numel(), block_size, num_experts, **options)
+    out, around = poisoned((length + longer, blocks + longer, 1), topk_ids.device, shift)
+    function(topk_ids, block_size, num_experts, expert_map, out=out, **options)
+    assert (torch.cat(around) == POISON).all(), "something beside the outputs was written"
+    return out
+
+
+def check(topk_ids, block_size, num_experts, expert_map=None, longer=0, shift=0, **options):
+    out = align(topk_ids, block_size, num_experts, expert_map, longer, shift, **options)
+    wrong = mismatch(*out, topk_ids, block_size, num_experts, expert_map=expert_map, **options)
+    assert wrong is None, f"{tuple(topk_ids.shape)} ids, block {block_size}, {num_experts} experts, {options}: {wrong}"
+
+
+def some(tokens, topk, experts, device, dtype=torch.int32, invalid=0.0, seed=0):
+    """Random ids, a share of which is -1."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(experts, (tokens, topk), generator=rng)
+    return ids.masked_fill(torch.rand(ids.shape, generator=rng) < invalid, -1).to(device, dtype)
+
+
+def some_map(experts, device, seed=0):
+    """Every other expert, or so, is on this rank."""
+    here = torch.rand(experts, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return torch.where(here, here.cumsum(0) - 1, -1).to(device, torch.int32)
+
+
+def force(which, patch, where=api):
+    """Choose the kernel: those for few and for many slots are right for any number here."""
+    for name, value in zip(("TINY_SLOTS", "FEW_SLOTS"), KERNELS[which]):
+        patch.setattr(where, name, value)
+
+
+@pytest.fixture(params=["few", "many"])
+def kernel_for(request, monkeypatch):
+    force(request.param, monkeypatch)
+    return request.param
+
+
+# The reference, against lists, and by hand.
+
+# Twelve slots, five experts, blocks of four: one id is -1 and one too large, expert 2 needs two blocks, expert 3 none.
+IDS, BLOCK_SIZE, EXPERTS = [[2, 0], [2, 1], [0, 2], [2, 4], [-1, 1], [2, 9]], 4, 5
+SORTED = [8, 11, 12, 12, 1, 4, 12, 12, 3, 9, 12, 12, 0, 2, 5, 6, 10, 12, 12, 12, 7, 12, 12, 12]
+
+
+def lists(ids, block_size, num_experts, expert_map=None, ignore_invalid_experts=False):
+    """The same with lists and a dict: (sorted_token_ids, expert_ids), without the tails."""
+    runs = {}
+    for slot, expert in enumerate(ids):
+        bucket = expert if 0 <= expert < num_experts else -1
+        elsewhere = bucket == -1 or (expert_map is not None and expert_map[expert] == -1)
+        if not (ignore_invalid_experts and elsewhere):
+            runs.setdefault(bucket, []).append(slot)
+    sorted_ids, expert_ids = [], []
+    for bucket, run in sorted(runs.items()):
+        blocks = -(-len(run) // block_size)
+        sorted_ids += run + [len(ids)] * (blocks * block_size - len(run))
+        expert_ids += blocks * [bucket if bucket == -1 or expert_map is None else expert_map[bucket]]
+    return sorted_ids, expert_ids
+
+
+@st.composite
+def calls(draw):
+    """Ids, some of them invalid, and the other arguments."""
+    experts = draw(st.integers(1, 12))
+    wild = st.sampled_from([-1, -7, experts, experts + 5, 2**31 - 1, -(2**31)])
+    ids = draw(st.lists(st.one_of(st.integers(0, experts - 1), wild), max_size=60))
+    local = st.one_of(st.just(-1), st.integers(0, 20))
+    options = dict(
+        expert_map=draw(st.none() | st.lists(local, min_size=experts, max_size=experts)),
+        ignore_invalid_experts=draw(st.booleans()),
+    )
+    return ids, draw(st.integers(1, 9)), experts, options, draw(st.booleans())
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(calls())
+def test_the_reference_against_lists(call):
+    """That nothing is cut off also says that the bound on the sizes holds."""
+    ids, block_size, experts, options, pad = call
+    sorted_ids, expert_ids = lists(ids, block_size, experts, **options)
+    if options["expert_map"] is not None:
+        options["expert_map"] = torch.tensor(options["expert_map"], dtype=torch.int32)
+    out = reference.moe_align_block_size(torch.tensor(ids).int(), block_size, experts, pad_sorted_ids=pad, **options)
+    length, blocks = sizes(len(ids), block_size, experts, pad, options["ignore_invalid_experts"])
+    assert len(sorted_ids) <= length and len(expert_ids) <= blocks
+    assert out[0].tolist() == sorted_ids + [len(ids)] * (length - len(sorted_ids))
+    assert out[1].tolist() == expert_ids + [-1] * (blocks - len(expert_ids))
+    assert out[2].tolist() == [len(sorted_ids)] and {tensor.dtype for tensor in out} == {torch.int32}
+
+
+def test_the_reference_by_hand():
+    out = reference.moe_align_block_size(torch.tensor(IDS), BLOCK_SIZE, EXPERTS)
+    assert [tensor.tolist() for tensor in out] == [SORTED + [12] * 8, [-1, 0, 1, 2, 2, 4, -1, -1], [24]]
+    here = torch.tensor([-1, 0, 1, -1, 2])
+    options = dict(expert_map=here, ignore_invalid_experts=True, pad_sorted_ids=False)
+    out = reference.moe_align_block_size(torch.tensor(IDS), BLOCK_SIZE, EXPERTS, **options)
+    assert [tensor.tolist() for tensor in out] == [SORTED[8:] + [12] * 11, [0, 1, 1, 2, -1, -1, -1], [16]]
+
+
+def test_sizes():
+    assert sizes(8, 128, 256) == (8 * 128, 8)  # the document's own example, instead of 32520 elements
+    assert sizes(0, 16, 8) == (0, 0)
+    assert sizes(1000, 16, 8) == (1136, 71) and sizes(1000, 16, 8, pad_sorted_ids=False) == (1135, 71)
+    assert sizes(1000, 16, 8, ignore_invalid_experts=True) == (1120, 70)
+    for experts, block_size in itertools.product((1, 5, 64), (1, 4, 16)):  # there is a routing that needs it all
+        ids = torch.arange(-1, experts)
+        for few in (ids, ids[1:], ids[:1]):
+            out = reference.moe_align_block_size(few, block_size, experts)
+            assert len(out[0]) == int(out[2]) == len(few) * block_size and len(out[1]) == len(few)
+
+
+# The check must be able to fail.
+
+TAIL, ORDER = {"any_tail"}, {"any_order"}
+SPOILS = {  # which output, its new values by position, and what excuses them
+    "two slots of one expert swapped": (0, {12: 2, 13: 0}, ORDER),
+    "slots of two experts swapped": (0, {4: 3, 8: 1}, set()),
+    "a slot twice": (0, {13: 0}, set()),
+    "a slot missing": (0, {15: 12}, set()),
+    "a slot in the padding too": (0, {6: 1}, set()),
+    "padding before a slot": (0, {16: 12, 17: 10}, set()),
+    "padding too large": (0, {6: 13}, set()),
+    "an unwritten slot": (0, {12: POISON}, set()),
+    "a wrong expert": (1, {2: 2}, set()),
+    "an expert too high": (1, {0: 0, 1: 1, 2: 2, 3: 3, 4: 3, 5: 5}, set()),
+    "no expert": (1, {5: -1}, set()),
+    "an expert for invalid ids": (1, {0: 0}, set()),
+    "the total not padded": (2, {0: 12}, set()),
+    "a block more": (2, {0: 28}, set()),
+    "a block less": (2, {0: 20}, set()),
+    "a slot in the tail": (0, {24: 7}, TAIL),
+    "the tail unwritten": (0, {31: POISON}, TAIL),
+    "the tail beyond what is needed unwritten": (0, {34: POISON}, TAIL),
+    "an expert in the tail": (1, {6: 0}, TAIL),
+    "the tail of the experts unwritten": (1, {7: POISON}, TAIL),
+    "the experts' tail beyond what is needed unwritten": (1, {10: POISON}, TAIL),
+}
+
+
+@pytest.mark.parametrize("what", SPOILS)
+def test_the_check_rejects_spoiled_outputs(what, device):
+    which, values, excuses = SPOILS[what]
+    ids = torch.tensor(IDS, device=device)
+    out = align(ids, BLOCK_SIZE, EXPERTS, longer=3)
+    assert mismatch(*out, ids, BLOCK_SIZE, EXPERTS) is None
+    for position, value in values.items():
+        assert out[which][position] != value
+        out[which][position] = value
+    for leniency in (set(), ORDER, TAIL, ORDER | TAIL):
+        wrong = mismatch(*out, ids, BLOCK_SIZE, EXPERTS, **dict.fromkeys(leniency, True))
+        assert (wrong is None) == bool(excuses & leniency), f"{leniency}: {wrong}"
+
+
+def test_the_check_rejects_outputs_of_another_kind(device):
+    ids = torch.tensor(IDS, device=device)
+    out = align(ids, BLOCK_SIZE, EXPERTS)
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")
+    for i, change in itertools.product(range(3), (torch.Tensor.long, lambda t: t[:-1], lambda t: t[None])):
+        spoiled = [change(tensor) if i == j else tensor for j, tensor in enumerate(out)]
+        assert mismatch(*spoiled, ids, BLOCK_SIZE, EXPERTS).startswith(names[i])
+
+
+# Both kernels, small.
+
+BLOCKS, TOKENS, TOPKS, FEW_EXPERTS = (1, 3, 4, 16, 64, 128), (0, 1, 2, 7, 33), (1, 2, 8), (1, 2, 8, 64, 100, 257)
+DTYPES = (torch.int32, torch.int64)
+GRID = list(itertools.product(BLOCKS, TOKENS, TOPKS, FEW_EXPERTS, DTYPES, (True, False)))
+SAMPLE = random.Random(0).sample(GRID, 30)
+LARGE = [(16, 33, 8, 1025, torch.int32, True), (4, 7, 8, 8192, torch.int32, True)]
+EDGES = [(4, 20, 8, experts, torch.int32, True) for experts in (93, 94, 285, 286, 541, 542)]  # of the capacities
+
+
+@pytest.mark.parametrize("case", SAMPLE + LARGE + EDGES, ids=str)
+def test_shapes(case, device, kernel_for):
+    block_size, tokens, topk, experts, dtype, pad = case
+    check(some(tokens, topk, experts, device, dtype, invalid=0.1), block_size, experts, pad_sorted_ids=pad)
+
+
+def test_the_sample_has_every_size():
+    assert [set(column) for column in zip(*SAMPLE)] == [set(column) for column in zip(*GRID)]
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_skewed_routings(block_size, device, kernel_for):
+    for experts, ids in (
+        (64, torch.full((33, 8), 37)),  # all to one
+        (257, torch.arange(256, -1, -1)),  # one each
+        (100, torch.arange(90) % 2 * 99),  # the first and the last alone
+    ):
+        check(ids.int().to(device), block_size, experts)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_invalid_ids(dtype, ignore, device, kernel_for):
+    experts, wild = 12, [-1, 12, 17, -7, 2**31 - 1, -(2**31)]
+    if dtype == torch.int64:  # in 32 bits these would be experts 0, 3 and 11, and -1
+        wild += [2**40, 2**32 + 3, -(2**32) + 11, 2**32 - 1, 2**63 - 1, -(2**63)]
+    ids = some(40, 2, experts, device, dtype, seed=1)
+    ids.view(-1)[: 6 * len(wild) : 6] = torch.tensor(wild, device=device)
+    check(ids, 4, experts, ignore_invalid_experts=ignore)
+    check(torch.tensor(wild, dtype=dtype, device=device), 4, experts, ignore_invalid_experts=ignore)
+    for share in (0.3, 1.0):
+        check(some(33, 8, 100, device, dtype, share), 16, 100, ignore_invalid_experts=ignore)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("experts", [1, 8, 256])
+def test_expert_map(experts, ignore, device, kernel_for):
+    for here in (some_map(experts, device), some_map(experts, device).long(), some_map(experts, device).clamp(max=-1)):
+        check(some(9, 8, experts, device, invalid=0.1), 4, experts, expert_map=here, ignore_invalid_experts=ignore)
+
+
+def test_any_shape(device, kernel_for):
+    ids = some(12, 6, 10, device)
+    wide = some(12, 13, 10, device)
+    for shaped in (ids.view(-1), ids.view(3, 4, 6), ids[3, 2], ids.T, wide[:, ::2], ids[:, :1].expand(12, 4)):
+        check(shaped, 4, 10)
+
+
+@pytest.mark.parametrize("shift, longer", [(1, 0), (2, 5), (3, 1), (0, 3)])
+def test_outputs_anywhere_and_longer_than_needed(shift, longer, device, kernel_for):
+    """A view may start between two 16-byte boundaries; what it has too much is tail."""
+    for block_size, tokens in ((16, 7), (3, 7), (4, 0)):
+        ids = some(tokens, 8, 32, device, invalid=0.1)
+        check(ids, block_size, 32, longer=longer, shift=shift, ignore_invalid_experts=tokens == 7)
+        check(poisoned([ids.numel()], device, shift)[0][0].copy_(ids.view(-1)), block_size, 32, longer=longer)
+
+
+def test_outputs_that_it_makes_itself(device, kernel_for):
+    """Torch fills what is allocated with the largest number while it is told to be deterministic."""
+    for tokens, flag in itertools.product((0, 9), (False, True)):
+        ids, options = some(tokens, 8, 32, device, invalid=0.1), dict(pad_sorted_ids=flag, ignore_invalid_experts=flag)
+        torch.use_deterministic_algorithms(True)
+        try:
+            out = moe_align_block_size(ids, 16, 32, **options)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        right = reference.moe_align_block_size(ids, 16, 32, **options)
+        assert all(torch.equal(a, b) and a.device == ids.device for a, b in zip(out, right, strict=True))
+
+
+@pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0), (3, 0.02)])
+def test_any_order_of_the_threads(seed, preempt, device, kernel_for):
+    for tokens, experts in ((80, 100), (33, 64)):  # the first makes several blocks, each of several tiles
+        with simulator.seed(seed, preempt=preempt):
+            check(some(tokens, 8, experts, device, invalid=0.1, seed=seed), 4, experts)
+
+
+@pytest.mark.parametrize("slots", [1, 7, 8, 9, 31, 32, 33])
+def test_a_handful_of_slots(slots, device):
+    for experts, block_size, invalid in ((1, 3, 0.5), (5, 1, 0.2), (256, 16, 0.0), (300, 64, 0.2)):
+        ids, here = some(slots, 1, experts, device, invalid=invalid, seed=slots), some_map(experts, device)
+        check(ids, block_size, experts, longer=slots % 3)
+        check(ids, block_size, experts, expert_map=here, shift=slots % 4, ignore_invalid_experts=True)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(calls(), st.sampled_from(list(KERNELS)), st.integers(0, 3), st.integers(0, 4))
+def test_against_the_reference(call, which, shift, longer):
+    device = "cpu" if simulator.ENABLED else "cuda"
+    ids, block_size, experts, options, pad = call
+    if options["expert_map"] is not None:
+        options["expert_map"] = torch.tensor(options["expert_map"], dtype=torch.int32, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        force(which, patch)
+        ids = torch.tensor(ids, dtype=torch.int32, device=device)
+        check(ids, block_size, experts, longer=longer, shift=shift, pad_sorted_ids=pad, **options)
+
+
+def test_numpy_and_cupy_come_back_as_they_came(device):
+    ids = some(5, 8, 32, device)
+    library = np if simulator.ENABLED else pytest.importorskip("cupy")
+    out = moe_align_block_size(library.from_dlpack(ids), 16, 32)
+    assert {type(array) for array in out} == {library.ndarray}
+    assert mismatch(*map(torch.from_dlpack, out), ids, 16, 32) is None
+
+
+# Refusals: a sentence that names the argument, what it was and what is allowed.
+
+
+def elsewhere(*shape):
+    return lambda _: torch.zeros(shape, dtype=torch.int32, device="meta" if simulator.ENABLED else "cpu")
+
+
+def slots(count):
+    return lambda device: torch.zeros(1, dtype=torch.int32, device=device).expand(count)  # takes no memory
+
+
+@pytest.mark.parametrize(
+    "change, error, sentence",
+    [
+        (dict(topk_ids=lambda _: torch.zeros(4, 2)), TypeError, "topk_ids is torch.float32; it must be int32 or int64"),
+        (dict(topk_ids=elsewhere(4, 2)), ValueError, "topk_ids is on .* it must be on"),
+        (dict(topk_ids=slots(10_000_000)), ValueError, "10000000 slots.* at most"),  # more than the blocks can count
+        (dict(topk_ids=slots(1 << 31)), ValueError, "2147483648 slots.* at most"),  # more than an int32 can count
+        (dict(block_size=0), ValueError, "block_size is 0; 1 to"),
+        (dict(block_size=16.0), TypeError, "block_size is 16.0; it must be an int"),
+        (dict(block_size=1 << 28), ValueError, "block_size is 268435456"),
+        (dict(num_experts=0), ValueError, "num_experts is 0; 1 to 8192 are allowed"),
+        (dict(num_experts=8193), ValueError, "num_experts is 8193; 1 to 8192 are allowed"),
+        (dict(num_experts=8.0), TypeError, "num_experts is 8.0; it must be an int"),
+        (dict(expert_map=lambda device: some_map(7, device)), ValueError, r"expert_map .*\(7,\).* it must be"),
+        (dict(expert_map=lambda device: some_map(8, device)[None]), ValueError, r"expert_map .*\(1, 8\).* it must be"),
+        (dict(expert_map=lambda device: some_map(8, device).half()), TypeError, "expert_map is torch.float16; it must"),
+        (dict(expert_map=lambda device: some_map(16, device)[::2]), ValueError, "expert_map .* must be contiguous"),
+        (dict(expert_map=elsewhere(8)), ValueError, "expert_map is on .* it must be"),
+        (dict(out=(0, torch.Tensor.long)), ValueError, "out's sorted_token_ids is .* it must be"),
+        (dict(out=(0, lambda t: t[:-1])), ValueError, "out's sorted_token_ids is .* it must be"),
+        (dict(out=(1, lambda t: t[:-1])), ValueError, "out's expert_ids is .* it must be"),
+        (dict(out=(1, lambda t: t.repeat(2)[::2])), ValueError, "out's expert_ids is .* it must be"),
+        (dict(out=(2, lambda t: t.to("meta"))), ValueError, "out's num_tokens_post_pad is .* it must be"),
+        (dict(topk_ids=[[1, 2]]), TypeError, "topk_ids is list"),
+        (dict(topk_ids=np.zeros((4, 2), np.int32)[::-1]), ValueError, "topk_ids has strides"),
+        (dict(block_size=[16]), TypeError, "block_size is .* it must be an int"),
+        (dict(out=(2, lambda t: t[:0])), ValueError, "out's num_tokens_post_pad is .* it must be"),
+    ],
+)
+def test_refusals(change, error, sentence, device):
+    arguments = dict(topk_ids=torch.zeros(4, 2, device=device).int(), block_size=16, num_experts=8)
+    for here in (None, some_map(8, device)):  # what a right call leaves behind must not let a wrong one pass
+        moe_align_block_size(**arguments, expert_map=here)
+    arguments |= {name: value(device) if callable(value) else value for name, value in change.items()}
+    if "out" in change:
+        which, spoiled = arguments["out"]
+        out = poisoned((*sizes(8, 16, 8), 1), device)[0]
+        arguments["out"] = [spoiled(tensor) if i == which else tensor for i, tensor in enumerate(out)]
+    with pytest.raises(error, match=sentence):
+        moe_align_block_size(**arguments)
+
+
+# Wrong kernels: each changes one thing in the real source. RACES show in some order of the simulator's threads.
+
+WRONG = {  # the module, which kernel is run, and the change
+    "a slot counts itself": ("kernel", "few", "& lanemask_lt())", "& ~lanemask_lt())"),
+    "the last slot is not counted": ("kernel", "few", "threads + t) < numel:", "threads + t) < numel - 1:"),
+    "id E is taken for an expert": ("parts", "few", "expert < num_experts", "expert <= num_experts"),
+    "an expert too high": ("parts", "few", "int32(bucket) - int32(1)", "int32(bucket)"),
+    "the last padding is not written": ("parts", "few", "end * block_size)", "end * block_size - 1)"),
+    "the end of the tail is not written": ("parts", "few", "row < length:", "row < length - 1:"),
+    "the end of the experts is not written": ("parts", "many", "row < num_blocks:", "row < num_blocks - 1:"),
+    "a block writes too far": ("parts", "many", "row < num_blocks:", "row < num_blocks + 1:"),
+    "a block's own slots are taken for earlier ones": ("kernel_many", "many", "< block\n", "<= block\n"),
+    "slots in reverse": ("kernel_tiny", "as it comes", "equals & uint32(", "equals & ~uint32(2 * "),
+    "a warp's slots are in reverse": (
+        *("kernel_many", "many"),
+        "equals & lanemask_lt()",
+        "equals & (uint32(0xFFFFFFFE) << lane)",
+    ),
+}
+RACES = {
+    "no barrier after a slot's blocks": ("kernel_tiny", "as it comes", "cuda.syncthreads()\n        others", "others"),
+    "no barrier after the counting": ("kernel", "few", "cuda.syncthreads()\n        total_blocks", "total_blocks"),
+    "no barrier after the places": ("kernel", "few", "cuda.syncthreads()\n        if not starts", "if not starts"),
+    "no barrier after masks": ("kernel_many", "many", f"at, bit)\n{' ' * 28}cuda.syncwarp()", "at, bit)"),
+    "nobody waits for the other blocks": ("kernel_many", "many", "while old:", "for _ in range(1):"),
+}
+SHOWN = 80  # tokens, top-8: enough for both kernels to have several blocks
+
+
+def changed(module, right, wrong, monkeypatch):
+    """The room's modules, loaded anew with a change in one of them: the public function's."""
+    for name in ("parts", "workspace", "kernel_tiny", "kernel", "kernel_many", "api"):
+        real = importlib.import_module(f"moe_numba.align.{name}")
+        source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
+        if name == module:
+            assert right in source
+            source = source.replace(right, wrong)
+        monkeypatch.setitem(sys.modules, real.__name__, fresh)
+        monkeypatch.setattr(moe_numba.align, name, fresh)
+        exec(compile(source, f"<{name} of {wrong}>", "exec"), fresh.__dict__)
+    return fresh
+
+
+@pytest.mark.parametrize("what", WRONG | RACES if simulator.ENABLED else WRONG)
+def test_the_check_rejects_wrong_kernels(what, monkeypatch, device):
+    """The first run, or some order of the simulator's threads, must show it."""
+    module, which, right, wrong = (WRONG | RACES)[what]
+    wrong_api = changed(module, right, wrong, monkeypatch)
+    force(which, monkeypatch, wrong_api)
+    for seed in range(10):
+        ids = some(SHOWN, 8, 100, device, invalid=0.1, seed=seed)  # others each time: what is left over must not do
+        ids[SHOWN // 2] = 100  # out of range by one
+        ids = ids[:4] if module == "kernel_tiny" else ids
+        try:
+            with simulator.seed(seed):
+                out = align(ids, 16, 100, longer=99, function=wrong_api.moe_align_block_size)
+        except (simulator.SimulatorError, AssertionError):
+            return
+        if mismatch(*out, ids, 16, 100):
+            return
+    pytest.fail(f"the check let a kernel pass in which {what}")
+
+
+# On a GPU: large, and the things that a simulator has not.
+
+
+def exact(ids, block_size, experts, **options):
+    right = reference.moe_align_block_size(ids, block_size, experts, **options)
+    same = [torch.equal(a, b) for a, b in zip(align(ids, block_size, experts, **options), right, strict=True)]
+    assert all(same), f"{same}: {tuple(ids.shape)} ids, block {block_size}, {options}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", KERNELS)
+@pytest.mark.parametrize("experts", [8, 64, 128, 160, 256, 257, 260, 264, 1025, 2048, 4095])
+def test_the_peers_grid(experts, which, monkeypatch):
+    force(which, monkeypatch)
+    every_tokens, every_topk = [0, *(1 << i for i in range(13))], [1 << i for i in range(7)]
+    slots = {share: some(4096, 65, experts, "cuda", invalid=share, seed=experts).view(-1) for share in (0.0, 0.3, 1.0)}
+    for tokens, topk in itertools.product(every_tokens, every_topk):
+        if which == "few" and tokens * topk > MOST_FEW:
+            continue
+        ids, some_invalid, all_invalid = (s[topk : topk + tokens * topk].view(tokens, topk) for s in slots.values())
+        for block_size, pad in itertools.product((16, 32, 64, 128, 256), (True, False)):
+            exact(ids, block_size, experts, pad_sorted_ids=pad)
+        for invalid, ignore in itertools.product((some_invalid, all_invalid), (True, False)):
+            if topk in (1, 8, 64):
+                exact(invalid, 64, experts, ignore_invalid_experts=ignore)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2047, 8191, 65536, 100_003, 1_000_000])
+def test_many_tokens(tokens):
+    for experts, invalid, dtype in ((256, 0.0, torch.int32), (8, 0.3, torch.int64), (4095, 0.3, torch.int32)):
+        ids = some(tokens, 8, experts, "cuda", dtype, invalid)
+        for block_size, ignore in ((16, False), (128, True)):
+            exact(ids, block_size, experts, ignore_invalid_experts=ignore)
+    exact(torch.full_like(ids, 7), 128, 8)
+
+
+class Job:
+    """A call on a stream of its own, judged there, so that nobody waits for it.
+
+    The stream begins with a nap: what is started meanwhile then comes at once, beside the other jobs'.
+    """
+
+    def __init__(self, tokens, seed, priority=0):
+        self.stream, self.graph = torch.cuda.Stream(priority=priority), torch.cuda.CUDAGraph()
+        self.ids, self.wrong = torch.zeros(tokens, 8, dtype=torch.int32, device="cuda"), torch.zeros(1, device="cuda")
+        self.out = poisoned((*sizes(8 * tokens, 16, 256), 1), "cuda")[0]
+        self.change(seed)
+        self.call()
+        torch.cuda.synchronize()
+
+    def change(self, seed):
+        self.ids.copy_(some(len(self.ids), 8, 256, "cuda", invalid=0.1, seed=seed))
+        self.right = reference.moe_align_block_size(self.ids, 16, 256)
+
+    def call(self):
+        moe_align_block_size(self.ids, 16, 256, out=self.out)
+
+    def nap(self):
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(20_000_000)
+
+    def repeat(self, start):
+        with torch.cuda.stream(self.stream):
+            start()
+            for mine, right in zip(self.out, self.right):
+                self.wrong += (mine != right).sum()
+                mine.fill_(POISON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 512, 4096, 65536])
+def test_several_streams_at_once(tokens):
+    """Three of them, one ahead of the others, and a fourth with other work, which leaves few multiprocessors free."""
+    jobs = [Job(tokens, seed, priority) for seed, priority in enumerate((0, 0, -1))]
+    other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for round in range(100):
+        with torch.cuda.stream(other):
+            a @ a
+        for job in jobs:
+            if round % 25 == 0:
+                job.nap()
+            job.repeat(job.call)
+    torch.cuda.synchronize()
+    assert [int(job.wrong) for job in jobs] == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens, calls, stock", [(4, 1, 1), (512, 1, 1), (4096, 1, 1), (4096, 3, 1), (4096, 3, 0)])
+def test_graphs(tokens, calls, stock, monkeypatch):
+    """Two, captured one after the other, replayed at once on changed ids, with eager calls between them.
+
+    Also where no memory is kept ready for captures.
+    """
+    jobs, eager = [Job(tokens, seed) for seed in range(2)], Job(tokens, 2)
+    if not stock:
+        monkeypatch.setattr(sys.modules["moe_numba.align.workspace"], "_stock", {})
+    for job in jobs:
+        with torch.cuda.graph(job.graph):
+            for _ in range(calls):
+                job.call()
+    for seed in range(3, 9):
+        for job in (*jobs, eager):
+            job.change(seed)
+        torch.cuda.synchronize()
+        for job in (*jobs, eager):
+            job.nap()
+        for _ in range(20):
+            for job in jobs:
+                job.repeat(job.graph.replay)
+            eager.repeat(eager.call)
+        torch.cuda.synchronize()
+    assert [int(job.wrong) for job in (*jobs, eager)] == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_the_same_bits_every_run_beside_other_work(block_size):
+    other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for tokens in (1, 16, 64, 256, 1024, 2048, 4096, 16384, 65536):
+        ids = some(tokens, 8, 256, "cuda", invalid=0.1)
+        for _ in range(50):
+            with torch.cuda.stream(other):
+                a @ a
+            exact(ids, block_size, 256)
+
+
+def test_public_names():
+    assert moe_numba.moe_align_block_size is moe_align_block_size is api.moe_align_block_size
+    assert "topk_ids" in moe_align_block_size.__doc__
