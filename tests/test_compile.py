@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import json, sys, tempfile, subprocess, importlib
 from moe_numba.launch import compile_kernel
 for module, factory, constants, signature, launch_bounds in json.load(sys.stdin):
     make = getattr(importlib.import_module(module), factory)
+    constants = [tuple(c) if isinstance(c, list) else c for c in constants]
     bounds = tuple(launch_bounds) if launch_bounds else None
     compiled = compile_kernel(make(*constants), tuple(signature), launch_bounds=bounds)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -29,9 +31,11 @@ for module, factory, constants, signature, launch_bounds in json.load(sys.stdin)
 
 
 def _disassembler():
+    """nvdisasm: the wheel's, or the CUDA toolkit's."""
     import nvidia
 
-    return next(str(p) for folder in nvidia.__path__ for p in Path(folder).glob("*/bin/nvdisasm"))
+    wheels = (str(path) for folder in nvidia.__path__ for path in Path(folder).glob("*/bin/nvdisasm"))
+    return next(wheels, None) or shutil.which("nvdisasm")
 
 
 def compile_all(kernels):
@@ -85,9 +89,67 @@ DYNAMIC = [
 ]
 
 
+ALIGN = [*["int32*"] * 5, *["int32"] * 6]
+CONSTANTS = [256, 8, 4, 8, 0, True, "sigmoid", "float32", "float32", 16, 16]
+FUSED = ["float32*", "float32*", *GATE, *["int32*"] * 4, *["int32"] * 6]
+
+
+def fused(factory, *constants, bounds):
+    return ["moe_numba.gate_align", factory, [tuple(CONSTANTS), False, *constants, False, False], FUSED, bounds]
+
+
+ALIGNERS = {
+    "tiny": ["moe_numba.align.kernel_tiny", "make_tiny_kernel", [True, False, False], ALIGN, [1024, 1]],
+    "few": ["moe_numba.align.kernel", "make_few_kernel", [512, 8, 288, False, False], ALIGN, [512, 1]],
+    "few_8192": ["moe_numba.align.kernel", "make_few_kernel", [1024, 8, 8224, True, True], ALIGN, [1024, 1]],
+    "many_slots": [
+        *("moe_numba.align.kernel_many", "make_many_kernel", [512, 288, 8, False, False]),
+        *(["int32*", *ALIGN], [512, 1]),
+    ],
+    "many_slots_8192": [
+        *("moe_numba.align.kernel_many", "make_many_kernel", [512, 8224, 8, True, True]),
+        *(["int32*", *ALIGN], [512, 1]),
+    ],
+    "fused_tiny": fused("make_tiny_kernel", True, bounds=[1024, 1]),
+    "fused_cluster": fused("make_cluster_kernel", 288, bounds=[256, 1]),
+}
+
+
 @pytest.fixture(scope="module")
 def reports():
-    return dict(zip([*ROUTERS, "dynamic"], compile_all([*ROUTERS.values(), DYNAMIC]), strict=True))
+    every = {**ROUTERS, "dynamic": DYNAMIC, **ALIGNERS}
+    return dict(zip(every, compile_all(list(every.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", ["tiny", "few", "many_slots", "fused_tiny", "fused_cluster"])
+def test_alignment_stays_in_registers_and_in_its_kinds_of_memory(name, reports):
+    """Neither a stack, nor loads and stores that have to find out which memory they are for."""
+    report = reports[name]
+    assert report.spilled == report.stack == report.count("LDL") == report.count("STL") == report.count("LD") == 0
+    assert report.count("ST") == (8 if name == "fused_cluster" else 0)  # to eight blocks' shared memory
+    assert report.registers <= {"many_slots": 128}.get(name, 64)
+
+
+@pytest.mark.parametrize("name", ["few_8192", "many_slots_8192"])
+def test_alignment_compiles_for_most_experts(name, reports):
+    assert reports[name].spilled == 0
+
+
+@pytest.mark.parametrize("name, batch", [("few", 8), ("many_slots", 8), ("fused_cluster", 2)])
+def test_a_count_is_one_instruction_that_asks_for_no_answer(name, batch, reports):
+    assert reports[name].count("ATOMS.POPC.INC.32") == batch
+
+
+def test_counts_are_handed_over_without_fences(reports):
+    report = reports["many_slots"]
+    assert report.count("LDG.E.128.STRONG.GPU") >= 8 and report.count("STG.E.64.STRONG.GPU")
+    assert report.count("MEMBAR") == 0
+
+
+def test_a_cluster_meets_twice(reports):
+    report = reports["fused_cluster"]
+    assert report.count("UCGABAR_ARV") == report.count("UCGABAR_WAIT") == 2
+    assert report.count("REDUX.MAX.S32") == 8 and report.count("WARPSYNC.COLLECTIVE") == 0
 
 
 @pytest.mark.parametrize("name", ROUTERS)
