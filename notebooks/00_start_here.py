@@ -33,14 +33,15 @@
 # | chooses its experts | [01_gate](01_gate.ipynb) | `moe_fused_gate`, SGLang's kernel for DeepSeek-V3's gate |
 # | visits the shared experts too | to come | folding the shared experts into the others, in SGLang |
 # | travels to the GPU that has them | to come | DeepEP's `dispatch` and `combine` inside one machine |
-# | is put in line by expert | to come | `moe_align_block_size`, version by version, in SGLang |
+# | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
 # | goes through the experts | to come | the grouped matrix product (group GEMM) of hpc-ops, with TMA |
 #
-# From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. The next topics bring
-# prefix sums and atomics, the memory of other GPUs and ring buffers, tensor cores and asynchronous copies.
+# From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. From the alignment you
+# learn about prefix sums, atomics, races, and blocks that wait for each other. The next topics bring the memory of
+# other GPUs and ring buffers, tensor cores and asynchronous copies.
 #
-# So far the gate is there, and the others are to come. Read this notebook first. You should know Python and some
-# torch; you need to know nothing about GPUs.
+# So far the notebooks with a link are there, and the others are to come. Read this notebook first, then the others by
+# number. You should know Python and some torch; you need to know nothing about GPUs.
 #
 # A few words to begin with. A kernel is run by many **threads** at once. 32 threads form a **warp** and run in step;
 # a thread's place in its warp is its **lane**, 0 to 31. Up to 1024 threads form a **block**, whose threads can wait
@@ -683,7 +684,7 @@ else:
 
 # %% [markdown]
 # A test asks the same question about every record and every notebook. If code has changed and the figures have not,
-# the test fails. All figures and the table in the README are drawn from records, so anybody can draw them again
+# the test fails. All figures and the tables in the README are drawn from records, so anybody can draw them again
 # without a GPU: `python -m moe_numba plot gate`.
 #
 # ## 7. Exercises
