@@ -43,9 +43,10 @@ def environment():
         "gpu": (not simulator.ENABLED and _gpu()) or SIMULATOR,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
         "versions": versions(),
-        # A machine that holds a copy without its history is told the commit by GIT_COMMIT.
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
-        or os.environ.get("GIT_COMMIT", "unknown"),
+        # A machine that holds a copy of the files, with an older history or none, is told the commit by GIT_COMMIT.
+        "commit": os.environ.get("GIT_COMMIT")
+        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+        or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
