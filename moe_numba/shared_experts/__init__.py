@@ -1,0 +1,6 @@
+"""Folding shared experts into the routed ones, so that one grouped GEMM serves both."""
+
+from moe_numba.shared_experts.checkpoint import fuse_checkpoint
+from moe_numba.shared_experts.memory import memory_cost
+
+__all__ = ["fuse_checkpoint", "memory_cost"]
