@@ -114,10 +114,16 @@ ALIGNERS = {
     "fused_cluster": fused("make_cluster_kernel", 288, bounds=[256, 1]),
 }
 
+APPENDED = ["float32*", "int32*", "float32*", "int32*", *["int32"] * 5, "uint32", "uint32", "float32"]
+SHARED = {
+    f"shared_{policy}": ["moe_numba.shared_experts.kernel", "make_fuse_kernel", [policy], APPENDED, [128, 1]]
+    for policy in ("all", "round_robin", "random")
+}
+
 
 @pytest.fixture(scope="module")
 def reports():
-    every = {**ROUTERS, "dynamic": DYNAMIC, **ALIGNERS}
+    every = {**ROUTERS, "dynamic": DYNAMIC, **ALIGNERS, **SHARED}
     return dict(zip(every, compile_all(list(every.values())), strict=True))
 
 
@@ -192,6 +198,11 @@ def test_dependent_launch_is_in_every_kernel(reports):
 
 def test_the_dynamic_kernel_compiles(reports):
     assert reports["dynamic"].spilled == 0
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_appending_shared_experts_is_a_small_kernel(name, reports):
+    assert reports[name].spilled == 0 and reports[name].registers <= 32
 
 
 def test_a_kernel_that_spills_is_seen():

@@ -1,6 +1,7 @@
 """Folding shared experts into the routed ones, so that one grouped GEMM serves both."""
 
+from moe_numba.shared_experts.api import fuse_routing
 from moe_numba.shared_experts.checkpoint import fuse_checkpoint
 from moe_numba.shared_experts.memory import memory_cost
 
-__all__ = ["fuse_checkpoint", "memory_cost"]
+__all__ = ["fuse_checkpoint", "fuse_routing", "memory_cost"]
