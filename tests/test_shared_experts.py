@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_numba.shared_experts import fuse_checkpoint, memory_cost
+from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost
 
 EXPERTS, HIDDEN, WIDE = 4, 32, 16
 PROJECTIONS = {"gate_proj": (WIDE, HIDDEN), "up_proj": (WIDE, HIDDEN), "down_proj": (HIDDEN, WIDE)}
@@ -184,3 +184,45 @@ def test_replicas_on_a_rank():
 def test_wrong_costs(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         memory_cost(**wrong)
+
+
+FUSIONS = [("all", 1, 1), ("all", 2, 1), ("round_robin", 1, 3), ("random", 1, 2)]
+
+
+@pytest.mark.parametrize("policy, shared, replicas", FUSIONS)
+def test_the_logits_of_deepseek_v3_stay_the_same(policy, shared, replicas, tmp_path, device):
+    """Through transformers' own model: its checkpoint fused, its routing fused, its shared expert gone."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, vocab_size=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8)
+    moe = dict(n_routed_experts=8, n_shared_experts=shared, n_group=2, topk_group=1, num_experts_per_tok=2)
+    config = transformers.DeepseekV3Config(
+        **sizes, **heads, **moe, v_head_dim=8, qk_nope_head_dim=8, first_k_dense_replace=1, routed_scaling_factor=2.5
+    )
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    tokens = torch.arange(20).view(2, 10)
+    before = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    fused = dict(fuse_checkpoint(tmp_path, replicas, progress=False))
+
+    count = 8 + shared * replicas
+    for number, layer in enumerate(model.model.layers[1:], start=1):
+        names = [f"model.layers.{number}.mlp.experts.{expert}" for expert in range(count)]
+        gate_up = [torch.cat([fused[f"{n}.gate_proj.weight"], fused[f"{n}.up_proj.weight"]]) for n in names]
+        layer.mlp.experts.gate_up_proj = torch.nn.Parameter(torch.stack(gate_up))
+        layer.mlp.experts.down_proj = torch.nn.Parameter(torch.stack([fused[f"{n}.down_proj.weight"] for n in names]))
+        layer.mlp.experts.num_experts = count
+        layer.mlp.shared_experts = torch.nn.Module()
+        layer.mlp.shared_experts.forward = torch.zeros_like
+        layer.mlp.gate.register_forward_hook(
+            lambda module, args, routed: (routed[0], *append(*routed[1:], shared * replicas, policy, device))
+        )
+    assert not torch.allclose(before, before.roll(1, dims=1), rtol=1e-3)  # else anything would do
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
+
+
+def append(weights, ids, count, policy, device):
+    """This model's weights carry the scaling factor already, so the shared experts' weight is 1."""
+    weights, ids = fuse_routing(weights.detach().to(device), ids.int().to(device), 8, count, 1.0, policy)
+    return weights.cpu(), ids.long().cpu()
