@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_numba.gate.api import check_out
 from moe_numba.launch import address, as_outputs, as_tensor, current_stream, give_back, launcher, require
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, columns
@@ -73,13 +74,8 @@ def fuse_routing(
         results = [torch.empty((tokens, width), dtype=t.dtype, device=ids.device) for t in (weights, ids)]
     else:
         results = as_outputs(out, 2)
-        for name, given, like in zip(("weights", "ids"), results, (weights, ids), strict=True):
-            right = given.shape == (tokens, width) and given.dtype == like.dtype and given.device == ids.device
-            if not right or not given.is_contiguous():
-                raise ValueError(
-                    f"out's {name} is {given.dtype} {tuple(given.shape)} on {given.device}, strides {given.stride()}; "
-                    f"it must be contiguous {like.dtype} {(tokens, width)} on {ids.device}"
-                )
+        check_out("weights", results[0], (tokens, width), weights.dtype, ids.device)
+        check_out("ids", results[1], (tokens, width), ids.dtype, ids.device)
     if tokens:
         device = ids.device.index or 0
         with torch.cuda.device(device if ids.is_cuda else -1):

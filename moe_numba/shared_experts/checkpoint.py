@@ -62,10 +62,11 @@ def fuse_checkpoint(weights, num_replicas=1, *, num_experts=None, n_shared_exper
     ):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be an int of 1 or more")
-    total = None
-    if path is not None:
+    check, total = _Check(num_experts, n_shared_experts), None
+    if path is None:
+        weights = _checked(weights, check)
+    else:
         files = _files(path)
-        check = _Check(num_experts, n_shared_experts)
         for name, shape in _shapes(files):
             check.see(name, shape)
         check.end()
@@ -73,10 +74,17 @@ def fuse_checkpoint(weights, num_replicas=1, *, num_experts=None, n_shared_exper
     return _fuse(weights, num_replicas, num_experts, n_shared_experts, total, progress)
 
 
-def _fuse(weights, num_replicas, num_experts, n_shared_experts, total, progress):
-    check = _Check(num_experts, n_shared_experts)
-    for name, tensor in track(weights, "Shared experts become routed", total=total, disable=not progress):
+def _checked(weights, check):
+    """The same pairs, each checked before it is given on, and all of them at the end."""
+    for name, tensor in weights:
         check.see(name, tuple(tensor.shape))
+        yield name, tensor
+        del tensor
+    check.end()
+
+
+def _fuse(weights, num_replicas, num_experts, n_shared_experts, total, progress):
+    for name, tensor in track(weights, "Shared experts become routed", total=total, disable=not progress):
         found = _TENSOR.fullmatch(name)
         if not found or not found["shared"]:
             yield name, tensor
@@ -89,7 +97,6 @@ def _fuse(weights, num_replicas, num_experts, n_shared_experts, total, progress)
                 expert = num_experts + shared * num_replicas + replica
                 yield f"{found['layer']}.experts.{expert}.{found['suffix']}", part
         del tensor
-    check.end()
 
 
 def _axis(found):
