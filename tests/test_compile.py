@@ -182,7 +182,7 @@ def test_the_warp_is_known_to_be_whole(reports):
 
 def test_the_deal_goes_through_shared_memory_16_bytes_at_a_time(reports):
     for name in ("many", "many_bfloat16"):
-        assert reports[name].count("STS.128") >= 8 and reports[name].count("LDS.128") >= 8
+        assert reports[name].count("STS.128") == reports[name].count("LDS.128") == 16
 
 
 def test_special_operations_are_the_fast_ones(reports):
