@@ -1679,6 +1679,9 @@ draw.who_writes(random_ids(6, 4, 2).cpu(), block_size=4, num_experts=4, blocks=2
 draw.bitmask_rank([2, 0, 3, 2, 1, 2, 0, 2, 3, 1, 2, 0, 1, 2, 3, 0], expert=2)
 
 # %% [markdown]
+# (In the first picture a block has a single warp, so the experts' padding goes to the blocks by turns. Blocks have more
+# warps, and then the warps of all blocks take turns.)
+#
 # **Prediction.** For few tokens: one launch in place of two and three barriers, 1.5 us. For 4096 tokens each block
 # still goes through all slots, so counting takes as long as before, but the second launch is gone.
 
@@ -2135,7 +2138,8 @@ if not any("few_us" in row for row in LADDER):
 # The comparison with the kernels of other projects is measured by `python -m moe_numba bench align` and read here from
 # its record. `sglang-aot` is the kernel that the article's 0x5 became. `sglang-v2` is its successor, which also needs
 # one launch for few tokens and uses programmatic dependent launch. Since it is measured with that, ours is measured
-# with and without it ("no early start").
+# with and without it ("no early start"). The single points at 4096 tokens are the other projects' kernels when all
+# slots go to one expert.
 
 # %%
 if ALIGN:
