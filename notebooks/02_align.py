@@ -2095,7 +2095,9 @@ print("the first one, where any order will do:", check((*swaps_two(), "any order
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
+# All steps once more, measured by turns, so that a clock that drifts hits all of them alike. In the figure the bars are
+# for ids that spread over all experts; the lines marked "one expert" are for ids that all want the same one, and not to
+# be compared with them.
 
 # %%
 ladder.measure_all()
