@@ -5,9 +5,9 @@ The public names stand in the order in which a token meets them. Without a GPU t
 
 from moe_numba import simulator  # first: it decides, before Numba is imported, whether there is a GPU to compile for
 from moe_numba.align import moe_align_block_size
+from moe_numba.arguments import UnsupportedDeviceError
 from moe_numba.gate import biased_grouped_topk
 from moe_numba.gate_align import biased_grouped_topk_align
-from moe_numba.launch import UnsupportedDeviceError
 
 __all__ = [
     "UnsupportedDeviceError",

@@ -56,7 +56,7 @@ def _bench(options):
     import torch
 
     from . import bench, simulator
-    from .bench import records
+    from .bench import imports, records
 
     topic = _topic(options.topic)
     if simulator.ENABLED or not torch.cuda.is_available():
@@ -69,7 +69,7 @@ def _bench(options):
         raise UserError(error) from error
     rows = topic.measure(peers, options.quick)
     print_table(rows, options.topic)
-    print(f"written to {records.write(options.topic, rows, topic.SOURCES, results=options.out)}")
+    print(f"written to {records.write(options.topic, rows, imports.topic_sources(options.topic), results=options.out)}")
     return 0
 
 

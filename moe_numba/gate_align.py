@@ -14,11 +14,12 @@ from numba import cuda, float32, int32, int64, uint32
 from moe_numba import simulator
 from moe_numba.align import kernel as align_kernel
 from moe_numba.align import kernel_tiny, moe_align_block_size, parts
-from moe_numba.align.api import IDS, check_align, check_outputs, check_shared_memory, empty_outputs
+from moe_numba.align.api import IDS, check_align, check_outputs, check_shared_memory, empty_outputs, launch_arguments
+from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back
 from moe_numba.gate import kernel as gate_kernel
-from moe_numba.gate.api import check_limit, check_out, plan_for
+from moe_numba.gate.api import check_limit, plan_for
 from moe_numba.gate.parts import make_tokens_to_route
-from moe_numba.launch import address, as_outputs, as_tensor, current_stream, give_back, launcher
+from moe_numba.launch import address, current_stream, launcher
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 
@@ -32,9 +33,9 @@ _plans = {}
 
 @cache
 def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_experts, has_map):
-    """The kernel for one block of a warp a slot; ``gate_constants`` are :func:`moe_numba.gate.kernel.make_router`'s."""
-    topk = gate_constants[3]
-    my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(*gate_constants)
+    """The kernel for one block of a warp a slot; ``gate_constants`` is a :class:`moe_numba.gate.kernel.Constants`."""
+    topk = gate_constants.topk
+    my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(gate_constants)
     tokens_to_route = make_tokens_to_route(limit_on_device)
     align_tiny = kernel_tiny.make_align_tiny(ignore_invalid_experts, has_map)
     fill_all = kernel_tiny.make_fill_all(aligned)
@@ -79,10 +80,10 @@ def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_ex
 
 @cache
 def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invalid_experts, has_map):
-    """The kernel for clusters; ``gate_constants`` are :func:`moe_numba.gate.kernel.make_router`'s."""
-    topk, threads = gate_constants[3], 32 * WARPS
+    """The kernel for clusters; ``gate_constants`` is a :class:`moe_numba.gate.kernel.Constants`."""
+    topk, threads = gate_constants.topk, 32 * WARPS
     all_slots = MOST_TOKENS * topk
-    my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(*gate_constants)
+    my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(gate_constants)
     tokens_to_route = make_tokens_to_route(limit_on_device)
     carve = align_kernel.make_carve(capacity)
     clear = parts.make_clear(threads, capacity * (2 + align_kernel.words_for(capacity)))
@@ -165,13 +166,10 @@ class _Plan:
         return self._launcher(made, launch_bounds=32 * WARPS, shared_bytes=shared_bytes, cluster=CLUSTER)
 
     def start(self, x, bias, limit, expert_map, outputs):
-        if not simulator.ENABLED and torch._C._cuda_getDevice() != self.device:
-            with torch.cuda.device(self.device):
-                return self.start(x, bias, limit, expert_map, outputs)
-        weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad = outputs
+        weights, ids, *aligned = outputs
         numel = ids.numel()
         if numel <= kernel_tiny.MOST_SLOTS:
-            launch = self.tiny if sorted_token_ids.data_ptr() % 16 else self.tiny_aligned
+            launch = self.tiny if aligned[0].data_ptr() % 16 else self.tiny_aligned
             threads, blocks = 32 * numel, 1
         else:
             most = min(32 * align_kernel.words_for(self.capacity), 32 * WARPS)
@@ -189,16 +187,7 @@ class _Plan:
             self.gate_plan.row_stride,
             limit,
             *self.gate_plan.tail,
-            address(expert_map),
-            address(sorted_token_ids),
-            address(expert_ids),
-            address(num_tokens_post_pad),
-            numel,
-            self.num_experts,
-            self.block_size,
-            -(-numel // blocks),
-            sorted_token_ids.numel(),
-            expert_ids.numel(),
+            *launch_arguments(expert_map, aligned, numel, self.num_experts, self.block_size, -(-numel // blocks)),
         )
 
 

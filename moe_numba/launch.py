@@ -6,7 +6,6 @@ What leans on Numba's insides is in this file (and in ``ptx`` and ``simulator``)
 """
 
 import ctypes
-import importlib
 import re
 import struct
 import threading
@@ -23,16 +22,11 @@ from moe_numba import simulator
 __all__ = [
     "Compiled",
     "Launcher",
-    "UnsupportedDeviceError",
     "address",
-    "as_outputs",
-    "as_tensor",
     "compile_kernel",
     "current_stream",
-    "give_back",
     "launch",
     "launcher",
-    "require",
 ]
 
 # Torch's 16- and 8-bit floats reach a kernel as their bits: Numba's own types for them pull in C++ headers.
@@ -45,54 +39,6 @@ _POINTER_NAMES = {
 }
 _FORMATS = {"int32": "i4x", "uint32": "I4x", "int64": "q", "uint64": "Q", "float32": "f4x", "float64": "d"}
 _SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
-
-
-class UnsupportedDeviceError(RuntimeError):
-    """The GPU lacks what a kernel needs."""
-
-
-def require(device, capability, what):
-    """Refuse a device that kernels cannot run on: the CPU beside a GPU, a GPU beside the simulator, one too old."""
-    if simulator.ENABLED:
-        if device.type != "cpu":
-            raise ValueError(f"{what} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
-        return
-    if device.type != "cuda":
-        raise ValueError(f"{what} is on {device}; it must be on a CUDA GPU")
-    found = torch.cuda.get_device_capability(device)
-    if found < capability:
-        raise UnsupportedDeviceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "
-            f"{capability[0]}.{capability[1]} or newer is needed"
-        )
-
-
-def as_tensor(array, name):
-    """A torch tensor over the memory of anything that speaks DLPack, in order with the caller's stream.
-
-    ``name`` is the argument's, for the error.
-    """
-    if isinstance(array, torch.Tensor):
-        return array
-    if not hasattr(array, "__dlpack__"):
-        raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that speaks DLPack")
-    if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
-        raise ValueError(f"{name} has strides {array.strides}; none may be negative")
-    return torch.from_dlpack(array)
-
-
-def as_outputs(out, count):
-    """The tensors of an ``out`` argument, which must be so many."""
-    if not isinstance(out, (tuple, list)) or len(out) != count:
-        what = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise ValueError(f"out is {what}; it must be a tuple of {count} tensors")
-    return [as_tensor(array, f"out[{i}]") for i, array in enumerate(out)]
-
-
-def give_back(tensor, like):
-    """A result in the library that the caller's array came from: CuPy for CuPy, NumPy for NumPy, else torch."""
-    library = type(like).__module__.partition(".")[0]
-    return importlib.import_module(library).from_dlpack(tensor) if library in ("cupy", "numpy") else tensor
 
 
 # ``address(tensor)`` stands for a device pointer to its first element: an integer, or in the simulator a checked view.
@@ -172,6 +118,7 @@ class Launcher:
             if error:
                 raise ValueError(f"shared_bytes is {shared_bytes}, more than this GPU gives a block: {error.name}")
         self._function = driver.CUfunction(int(handle))
+        self._device = device
         self._shared_bytes = shared_bytes
         self._format = struct.Struct("=" + "".join("Q" if s[-1] == "*" else _FORMATS[s] for s in signature))
         self._attributes = _attributes(driver, cluster, cooperative, dependent)
@@ -193,6 +140,9 @@ class Launcher:
 
     def __call__(self, grid, block, stream, *values):
         """Start ``grid`` blocks of ``block`` threads (each an int or a tuple) on ``stream``, a raw stream handle."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(grid, block, stream, *values)
         try:
             state = self._thread.state
         except AttributeError:

@@ -86,6 +86,7 @@ from numba import cuda, float32
 
 from moe_numba import doctor, simulator
 from moe_numba.bench import Stats, call_time, kernel_time, kernel_times, plots, records, rotating
+from moe_numba.bench.imports import notebook_sources
 from moe_numba.bench.ladder import short
 from moe_numba.launch import address, current_stream, launch, launcher
 
@@ -306,15 +307,7 @@ for way in (by_numba, by_launch, by_launcher):
 ROWS = []  # what this notebook measures
 
 
-def recorded(topic):
-    """A record from an H200, or None."""
-    try:
-        return records.read(topic)
-    except FileNotFoundError:
-        return None
-
-
-RECORD, GATE = recorded("start_here"), recorded("gate")
+RECORD, GATE = records.recorded("start_here"), records.recorded("gate")
 
 
 def tell(name, kernel=None, call=None, **more):
@@ -662,9 +655,7 @@ for name, matrix in (("product, random", random), ("product, zeros", torch.zeros
 if SIMULATED:
     print("simulator: nothing was timed, so nothing is written")
 else:
-    SOURCES = ["notebooks/00_start_here.py#code", "moe_numba/gate", "moe_numba/ptx", "moe_numba/launch.py",
-               "moe_numba/bench/timing.py"]
-    path = records.write("start_here", ROWS, SOURCES)
+    path = records.write("start_here", ROWS, notebook_sources("notebooks/00_start_here.py"))
     print(f"{len(ROWS)} rows written to docs/results/{path.parent.name}/{path.name}")
 
 # %% [markdown]

@@ -31,7 +31,6 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
 # %%
-import difflib
 import inspect
 import math
 import time
@@ -45,7 +44,10 @@ from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
 from moe_numba.bench import Ladder, kernel_time, plots, records, rotating
+from moe_numba.bench.imports import notebook_sources
+from moe_numba.bench.reading import Count, diff
 from moe_numba.draw import gate as draw
+from moe_numba.gate.kernel import Constants
 from moe_numba.gate.parts import sorting_network as batcher_network
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import mismatch
@@ -203,15 +205,7 @@ for tokens in (1, 1024, 16384, 65536):
 FLOOR_US = max(floors_us(16384).values())
 
 
-def recorded(topic):
-    """A record from an H200, or None."""
-    try:
-        return records.read(topic)
-    except FileNotFoundError:
-        return None
-
-
-GATE = recorded("gate")  # what `python -m moe_numba bench gate` measured
+GATE = records.recorded("gate")  # what `python -m moe_numba bench gate` measured
 if GATE:
     empty = [records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"] for d in (False, True)]
     alone, chained = (stats["median"] for stats in empty)
@@ -250,6 +244,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, **OPTIONS, "topk": TOPK},
     size={"tokens": TOKENS},
 )
+us = ladder.us  # a step's median time, measured now or recorded
 
 
 def measure(name, run, **more):
@@ -264,44 +259,15 @@ def bound(run):
     return lambda x: run(x, outputs)
 
 
-def row_of(name):
-    """The step's row: measured just now, or recorded earlier on an H200, or None."""
-    rows = ladder.record["rows"] if simulator.ENABLED and ladder.record else ladder.rows
-    return next((row for row in rows if row["step"] == name and "kernel_us" in row), None)
-
-
-def us(name, what="kernel_us"):
-    """A step's median time, in microseconds, or None."""
-    row = row_of(name)
-    return row and row[what]["median"]
-
-
 def look_back(name, before=None, predicted=None):
     """Say in one sentence what the step gained, and how far off the prediction was."""
-    now, then = us(name), us(before) if before else None
-    if now is None:
-        return print(f"{name}: no figure is recorded yet")
-    text = f"{name}: {now:.1f} us, {now / FLOOR_US:.1f} times the floor"
-    if then:
-        same = 0.98 < then / now < 1.02
-        text += f"; as fast as '{before}'" if same else f"; {then / now:.2f} times the speed of '{before}'"
-    if predicted:
-        ratio = now / predicted
-        text += "; the prediction was good" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
-    print(text + ".")
+    ladder.look_back(name, before, predicted, FLOOR_US)
 
 
 def with_few(run, tokens=64):
     """The kernel time with few tokens, as a server decodes; None in the simulator."""
     stats = kernel_time(lambda: run(logits[:tokens]))
     return stats and stats.median
-
-
-def diff(old, new):
-    """Show the lines in which two kernels differ."""
-    sources = [inspect.getsource(inspect.unwrap(getattr(f, "py_func", f))).splitlines() for f in (old, new)]
-    changed = [line for line in difflib.unified_diff(*sources, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")]
-    print("\n".join(changed))
 
 
 # %% [markdown]
@@ -314,22 +280,6 @@ def diff(old, new):
 # each of the others starts at least one kernel.
 
 # %%
-from torch.utils._python_dispatch import TorchDispatchMode
-
-
-class Count(TorchDispatchMode):
-    """Collects the operations that compute something: views only look at the same memory in another way."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view and "_unsafe_view" not in str(function):
-            self.names.append(str(function).removeprefix("aten.").split(".")[0])
-        return function(*args, **(kwargs or {}))
-
-
 def torch_eager(x):
     return *biased_grouped_topk_impl(x, x, bias, TOPK, True, GROUPS, KEPT), "any order"
 
@@ -372,7 +322,7 @@ measure("torch eager", torch_eager, prediction_us=round(prediction), launches=la
 
 # %%
 look_back("torch eager", predicted=prediction)
-if row := row_of("torch eager"):
+if row := ladder.row("torch eager"):
     print(f"A profile shows {row.get('launches')} kernels for one call.")
     print(f"The two large topk alone take {row['searches_us']:.0f} us.")
 
@@ -415,7 +365,7 @@ else:
 
 # %%
 look_back("torch.compile", "torch eager", prediction)
-if row := row_of("torch.compile"):
+if row := ladder.row("torch.compile"):
     print(f"The first call took {row['compile_s']:.1f} s. One call starts {row['launches']} kernels.")
 
 # %% [markdown]
@@ -1201,7 +1151,7 @@ resources("a warp for a token", warp_a_token)
 
 # %%
 look_back("a warp for a token", "wide loads", prediction)
-rows = [row_of("wide loads"), row_of("a warp for a token")]
+rows = [ladder.row("wide loads"), ladder.row("a warp for a token")]
 if all(row and "few_us" in row for row in rows):
     print("With 64 tokens: {:.1f} us before, {:.1f} us now.".format(*(row["few_us"] for row in rows)))
 
@@ -1579,8 +1529,8 @@ look_back("sorted lanes", "integer keys", prediction)
 from moe_numba.gate import kernel as few_tokens
 from moe_numba.gate import kernel_throughput as many_tokens
 
-polished = few_tokens.make_kernel(EXPERTS, GROUPS, KEPT, TOPK)
-dealing = many_tokens.make_throughput_kernel(EXPERTS, GROUPS, KEPT, TOPK)
+polished = few_tokens.make_kernel(Constants(EXPERTS, GROUPS, KEPT, TOPK))
+dealing = many_tokens.make_throughput_kernel(Constants(EXPERTS, GROUPS, KEPT, TOPK))
 
 
 def run_of_package(kernel, tokens_per_block, warps, most_blocks, **options):
@@ -1688,20 +1638,18 @@ trial.step("forgets a token", forgets_the_last_token, expect_wrong=True)
 
 # %%
 ladder.measure_all()
-ladder.save(["notebooks/01_gate.py#code", "moe_numba/gate", "moe_numba/ptx", "moe_numba/launch.py"])
+ladder.save(notebook_sources("notebooks/01_gate.py"))
 
 
 # %%
-
-
 CONFIG = {"num_experts": EXPERTS, "num_expert_group": GROUPS}
 
 
 def peers_us(tokens=16384, dtype="float32"):
     """The kernel times of other projects' kernels, {name: us}, from the record of the whole comparison."""
     rows = records.select(GATE, size={"tokens": tokens}, dtype=dtype, config=CONFIG) if GATE else []
-    peers = [row for row in rows if row["step"].startswith("peer:") and not row["step"].endswith("out=")]
-    return {row["step"].removeprefix("peer:"): row["kernel_us"]["median"] for row in peers}
+    times = {row["step"]: row["kernel_us"]["median"] for row in rows}
+    return {name.removeprefix("peer:"): times[name] for name in records.peers(GATE) if name in times} if GATE else {}
 
 
 ladder.plot(floor_us=FLOOR_US, peers=peers_us())
@@ -1825,7 +1773,7 @@ for tokens in (64, 1024, 16384):
     claims.append((f"The article's kernel is 10 times as fast as torch.compile, {tokens} tokens",
                    compare_times(gate_us("aot", tokens), gate_us("torch.compile", tokens), 10,
                                  "kernel times in a CUDA graph")))
-eager, compiled_row = row_of("torch eager"), row_of("torch.compile")
+eager, compiled_row = ladder.row("torch eager"), ladder.row("torch.compile")
 if eager:
     text = f"confirmed: torch starts {eager['launches']} kernels; the fused gate is one"
 else:

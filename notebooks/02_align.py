@@ -43,7 +43,6 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 
 # %%
 import contextlib
-import difflib
 import importlib.util
 import inspect
 import json
@@ -62,6 +61,8 @@ from moe_numba import simulator
 from moe_numba.align.reference import mismatch, sizes
 from moe_numba.align.reference import moe_align_block_size as reference
 from moe_numba.bench import Ladder, kernel_time, kernel_times, plots, records
+from moe_numba.bench.imports import notebook_sources
+from moe_numba.bench.reading import Count, diff
 from moe_numba.draw import align as draw
 from moe_numba.launch import compile_kernel, launch
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
@@ -178,15 +179,8 @@ print("poison:       ", check(poisoned(IDS)))
 BANDWIDTH = 4.3e12  # bytes per second, measured on an H200
 
 
-def recorded(topic):
-    """A record from an H200, or None."""
-    try:
-        return records.read(topic)
-    except FileNotFoundError:
-        return None
-
-
-GATE, ALIGN = recorded("gate"), recorded("align")  # what `python -m moe_numba bench gate` and `bench align` measured
+# What `python -m moe_numba bench gate` and `bench align` measured
+GATE, ALIGN = records.recorded("gate"), records.recorded("align")
 EMPTY_US = {False: 0.5, True: 0.4}  # a kernel that does nothing: alone, and with programmatic dependent launch
 if GATE:
     EMPTY_US = {d: records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"]["median"]
@@ -303,6 +297,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": TOKENS},
 )
+us = ladder.us  # a step's median time, measured now or recorded
 OTHERS = {"few": FEW, "one": ONE, "skewed": SKEWED}
 SAYS = {"few": "64 tokens", "one": "1 token", "skewed": "4096 tokens to the same experts"}
 
@@ -336,19 +331,6 @@ def add_to_row(name, **times):
             row.update({key: round(value, 3) for key, value in times.items() if value is not None})
 
 
-def row_of(name):
-    """The step's row: measured just now, or recorded earlier on an H200, or None."""
-    rows = ladder.record["rows"] if simulator.ENABLED and ladder.record else ladder.rows
-    return next((row for row in rows if row["step"] == name and ("kernel_us" in row or "call_us" in row)), None)
-
-
-def us(name, what="kernel_us"):
-    """A step's median time, in microseconds, or None."""
-    row = row_of(name)
-    value = row and row.get(what)
-    return value["median"] if isinstance(value, dict) else value
-
-
 def guess(before, change, default):
     """The prediction: what the step before took, and what the idea changes."""
     return (us(before) or default) + change
@@ -356,28 +338,11 @@ def guess(before, change, default):
 
 def look_back(name, before=None, predicted=None):
     """Say what the step gained for each size, and how far off the prediction was."""
-    now, then = us(name), us(before) if before else None
-    if now is None:
-        return print(f"{name}: no figure is recorded yet")
-    text = f"{name}: {now:.1f} us"
-    if then:
-        same = 0.98 < then / now < 1.02
-        text += f", as fast as '{before}'" if same else f", {then / now:.2f} times the speed of '{before}'"
-    if predicted:
-        ratio = now / predicted
-        text += "; the prediction was good" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
-    print(text + ".")
+    ladder.look_back(name, before, predicted)
     for which, says in SAYS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
             print(f"    {says}: {now:.1f} us" + (f" (before: {then:.1f} us)" if then else ""))
-
-
-def diff(old, new):
-    """Show the lines in which two kernels differ."""
-    sources = [inspect.getsource(inspect.unwrap(getattr(f, "py_func", f))).splitlines() for f in (old, new)]
-    changed = [line for line in difflib.unified_diff(*sources, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")]
-    print("\n".join(changed))
 
 
 # %% [markdown]
@@ -391,22 +356,6 @@ def diff(old, new):
 # 64-bit keys is worth another ten.
 
 # %%
-from torch.utils._python_dispatch import TorchDispatchMode
-
-
-class Count(TorchDispatchMode):
-    """Collects the operations that compute something: views only look at the same memory in another way."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view and "_unsafe_view" not in str(function):
-            self.names.append(str(function).removeprefix("aten.").split(".")[0])
-        return function(*args, **(kwargs or {}))
-
-
 def torch_align(ids, outputs=None):
     flat, numel = ids.flatten().long(), ids.numel()
     length, num_blocks = sizes(numel, BLOCK, EXPERTS)
@@ -2095,14 +2044,11 @@ print("the first one, where any order will do:", check((*swaps_two(), "any order
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike. In the figure the bars are
-# for ids that spread over all experts; the lines marked "one expert" are for ids that all want the same one, and not to
-# be compared with them.
+# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
 
 # %%
 ladder.measure_all()
-ladder.save(["notebooks/02_align.py#code", "moe_numba/align", "moe_numba/gate", "moe_numba/gate_align.py",
-             "moe_numba/ptx", "moe_numba/launch.py"])
+ladder.save(notebook_sources("notebooks/02_align.py"))
 
 # %%
 CONFIG = {"num_experts": 256, "topk": 8, "block_size": 16}
@@ -2114,13 +2060,8 @@ def align_us(step, tokens):
     return row["kernel_us"]["median"] if row and "kernel_us" in row else None
 
 
-def peers():
-    """The other projects' steps in the record of the whole comparison."""
-    rows = records.select(ALIGN, config=CONFIG) if ALIGN else []
-    return sorted({row["step"] for row in rows if row["step"].startswith("peer:") and not row["step"].endswith("out=")})
-
-
-times = {name.removeprefix("peer:"): align_us(name, 4096) for name in peers()}
+PEERS = records.peers(ALIGN) if ALIGN else []
+times = {name.removeprefix("peer:"): align_us(name, 4096) for name in PEERS}
 ladder.plot(floor_us=FLOOR_US, peers={name: time for name, time in times.items() if time})
 
 # %% [markdown]
@@ -2140,14 +2081,13 @@ if not any("few_us" in row for row in LADDER):
 # The comparison with the kernels of other projects is measured by `python -m moe_numba bench align` and read here from
 # its record. `sglang-aot` is the kernel that the article's 0x5 became. `sglang-v2` is its successor, which also needs
 # one launch for few tokens and uses programmatic dependent launch. Since it is measured with that, ours is measured
-# with and without it ("no early start"). The single points at 4096 tokens are the other projects' kernels when all
-# slots go to one expert.
+# with and without it ("no early start").
 
 # %%
 if ALIGN:
     lines = {"moe_numba": records.series(ALIGN, step="final", config=CONFIG),
              "moe_numba, no early start": records.series(ALIGN, step="final, in order", config=CONFIG)}
-    for name in [*peers(), "torch"]:
+    for name in [*PEERS, "torch"]:
         lines[name.removeprefix("peer:")] = records.series(ALIGN, step=name, config=CONFIG)
     lines = {name: points for name, points in lines.items() if points}
     tokens = sorted({t for points in lines.values() for t in points})

@@ -16,10 +16,11 @@ GATE = ("float32*", "int32*", "int32", "int64", "int32", "float32", "float32")  
 # Run in a process of its own, since Numba has either its compiler or its simulator.
 COMPILE = """
 import json, sys, tempfile, subprocess, importlib
+from moe_numba.gate.kernel import Constants
 from moe_numba.launch import compile_kernel
 for module, factory, constants, signature, launch_bounds in json.load(sys.stdin):
     make = getattr(importlib.import_module(module), factory)
-    constants = [tuple(c) if isinstance(c, list) else c for c in constants]
+    constants = [Constants(*c) if isinstance(c, list) else c for c in constants]
     bounds = tuple(launch_bounds) if launch_bounds else None
     compiled = compile_kernel(make(*constants), tuple(signature), launch_bounds=bounds)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -67,7 +68,7 @@ def gate(factory, experts, groups, kept, topk, dtype="float32", word_bytes=16, b
     module = {"make_kernel": "kernel", "make_throughput_kernel": "kernel_throughput"}[factory]
     constants = [experts, groups, kept, topk, 0, True, "sigmoid", dtype, "float32", word_bytes, word_bytes]
     x = "float32*" if dtype == "float32" else "uint16*"
-    return [f"moe_numba.gate.{module}", factory, constants, [x, "float32*", *GATE], bounds]
+    return [f"moe_numba.gate.{module}", factory, [constants], [x, "float32*", *GATE], bounds]
 
 
 ROUTERS = {

@@ -6,7 +6,8 @@ import torch
 from numba import cuda, int32
 
 from moe_numba import simulator
-from moe_numba.launch import UnsupportedDeviceError, as_tensor, give_back, launch, launcher, require
+from moe_numba.arguments import UnsupportedDeviceError, as_tensor, give_back, require
+from moe_numba.launch import launch, launcher
 from moe_numba.ptx.memory import atom_add_s32
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from moe_numba import __main__ as cli
 from moe_numba import bench, simulator
-from moe_numba.bench import Stats, plots, records
+from moe_numba.bench import Stats, imports, plots, records
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
@@ -175,13 +175,13 @@ def test_folder(gpu, folder):
 def toy_topic(repository, monkeypatch):
     """A topic in a repository of its own, on a machine that seems to have a GPU."""
     module = types.SimpleNamespace(
-        SOURCES=["moe_numba/gate"],
         measure=lambda peers, quick: rows()[: 1 if quick else None]
         + [records.row(f"peer:{peer.NAME}", call=Stats(1, 1, 1)) for peer in peers],
         figures=lambda record: {"ladder": plots.ladder_figure(record["rows"], caption=plots.caption(record))},
         readme_table=lambda record: f"| {record['gpu']} |",
     )
     monkeypatch.setattr(bench, "topic", lambda name: module)
+    monkeypatch.setattr(imports, "topic_sources", lambda name: ["moe_numba/gate"])
     monkeypatch.setattr(records, "repository", lambda root=None: repository)
     monkeypatch.setattr(records, "environment", lambda: dict(ENVIRONMENT))
     monkeypatch.setattr(simulator, "ENABLED", False)

@@ -9,16 +9,8 @@ from moe_numba import simulator
 from moe_numba.align import kernel, kernel_many, kernel_tiny, parts
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
-from moe_numba.launch import (
-    UnsupportedDeviceError,
-    address,
-    as_outputs,
-    as_tensor,
-    current_stream,
-    give_back,
-    launcher,
-    require,
-)
+from moe_numba.arguments import UnsupportedDeviceError, as_outputs, as_tensor, give_back, require
+from moe_numba.launch import address, current_stream, launcher
 
 IDS = {torch.int32: "int32*", torch.int64: "int64*"}
 _MOST_EXPERTS, _MOST_ELEMENTS = 8192, 1 << 30
@@ -113,7 +105,7 @@ def moe_align_block_size(
         check_outputs(tensors, *shape, device)
     if not ids.is_contiguous():
         ids = ids.contiguous()
-    plan.start(ids, ids if local is None else local, *tensors)
+    plan.start(ids, ids if local is None else local, tensors)
     if out is not None:
         return out
     return tuple(tensors) if isinstance(topk_ids, torch.Tensor) else tuple(give_back(t, topk_ids) for t in tensors)
@@ -172,13 +164,10 @@ class _Plan:
             cooperative=True,
         )
 
-    def start(self, ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad):
-        if not simulator.ENABLED and torch._C._cuda_getDevice() != self.device:
-            with torch.cuda.device(self.device):
-                return self.start(ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad)
+    def start(self, ids, expert_map, outputs):
         numel, shared = ids.numel(), ()
         if numel <= min(TINY_SLOTS, FEW_SLOTS):
-            launch = self.tiny if sorted_token_ids.data_ptr() % 16 else self.tiny_aligned
+            launch = self.tiny if outputs[0].data_ptr() % 16 else self.tiny_aligned
             threads, blocks, chunk = 32 * max(numel, 1), 1, 0
         elif numel <= FEW_SLOTS and numel <= 2 * self.most_blocks * self.chunk:
             launch, threads, blocks = self.few(numel)
@@ -193,17 +182,7 @@ class _Plan:
             threads,
             current_stream(self.device),
             address(ids),
-            address(expert_map),
-            address(sorted_token_ids),
-            address(expert_ids),
-            address(num_tokens_post_pad),
-            *shared,
-            numel,
-            self.num_experts,
-            self.block_size,
-            chunk,
-            sorted_token_ids.numel(),
-            expert_ids.numel(),
+            *launch_arguments(expert_map, outputs, numel, self.num_experts, self.block_size, chunk, *shared),
         )
 
     def _share_out(self, numel, threads):
@@ -217,6 +196,13 @@ class _Plan:
             most = _COUNT_LIMIT // threads * threads * self.most_blocks
             raise ValueError(f"topk_ids has {numel} slots; at most {most} are allowed")
         return chunk, -(-numel // chunk)
+
+
+def launch_arguments(expert_map, outputs, numel, num_experts, block_size, chunk, *shared):
+    """What the kernels of this room take after the ids, in their order."""
+    length, num_blocks = outputs[0].numel(), outputs[1].numel()
+    pointers = address(expert_map), *map(address, outputs), *shared
+    return *pointers, numel, num_experts, block_size, chunk, length, num_blocks
 
 
 def _check_ints(block_size, num_experts):

@@ -5,7 +5,6 @@
 ``topic_<name>.py`` in this folder, with
 
 - ``measure(peers, quick) -> rows``, on a GPU (the rows come from ``records.row``),
-- ``SOURCES``, the files of the repository whose change makes the record stale,
 - ``figures(record) -> {name: Figure}`` and, for the README, ``readme_table(record) -> str``, both without a GPU.
 """
 

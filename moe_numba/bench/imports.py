@@ -29,6 +29,20 @@ def package_sources(code, root=None):
     return sorted(found)
 
 
+def notebook_sources(path, root=None):
+    """What a notebook's record is measured with: its code cells, and the package's files that these depend on."""
+    root = records.repository(root)
+    code = "\n".join(records.code_cells((root / path).read_text()))
+    return [f"{path}#code", *package_sources(code, root)]
+
+
+def topic_sources(name, root=None):
+    """What a topic's record is measured with: its module, and the package's files that this depends on."""
+    root = records.repository(root)
+    own = f"moe_numba/bench/topic_{name}.py"
+    return [own, "moe_numba/bench/baseline.py", *package_sources((root / own).read_text(), root)]
+
+
 def _files(module, root):
     """The file of one of moe_numba's modules, as a set of none or one."""
     path = module.replace(".", "/")

@@ -41,10 +41,7 @@ class Ladder:
         self.config, self.size, self.root = config or {}, size or {}, root
         self.rows, self._calls = [], {}
         self._environment = None
-        try:
-            self.record = records.read(topic, gpu, root)
-        except FileNotFoundError:
-            self.record = None
+        self.record = records.recorded(topic, gpu, root)
 
     def step(self, name, call, *, prediction_us=None, note=None, size=None, dtype="float32", lost=False, floor_us=None,
              config=None, timed=None, graph=True, expect_wrong=False, **more):
@@ -133,6 +130,32 @@ class Ladder:
                 print(self.line(row))
 
     final = measure_all
+
+    def row(self, name):
+        """A step's row: measured just now, or recorded earlier on a GPU, or None."""
+        rows = self.record["rows"] if simulator.ENABLED and self.record else self.rows
+        return next((row for row in rows if row["step"] == name and ("kernel_us" in row or "call_us" in row)), None)
+
+    def us(self, name, what="kernel_us"):
+        """A step's median time, in microseconds, or None; ``what`` names the field of its row."""
+        value = (self.row(name) or {}).get(what)
+        return value["median"] if isinstance(value, dict) else value
+
+    def look_back(self, name, before=None, predicted=None, floor_us=None):
+        """Say in one sentence what a step gained, and how far off the prediction (microseconds) was."""
+        now, then = self.us(name), self.us(before) if before else None
+        if now is None:
+            return print(f"{name}: no figure is recorded yet")
+        text = f"{name}: {now:.1f} us"
+        if floor_us:
+            text += f", {now / floor_us:.1f} times the floor"
+        if then:
+            same = 0.98 < then / now < 1.02
+            text += f"; as fast as '{before}'" if same else f"; {then / now:.2f} times the speed of '{before}'"
+        if predicted:
+            ratio = now / predicted
+            text += "; the prediction was good" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
+        print(text + ".")
 
     def save(self, sources, *, results=None):
         """Write the record, with the hashes of ``sources``; in the simulator say that nothing is written."""

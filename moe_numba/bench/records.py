@@ -91,6 +91,19 @@ def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, flo
     }
 
 
+def recorded(topic, gpu="h200", root=None):
+    """A record, or None where there is none: what a notebook shows beside its own figures."""
+    try:
+        return read(topic, gpu, root)
+    except FileNotFoundError:
+        return None
+
+
+def peers(record):
+    """The steps of other projects' kernels, without their variants ("peer:name, out=")."""
+    return sorted({row["step"] for row in record["rows"] if row["step"].startswith("peer:") and "," not in row["step"]})
+
+
 def select(record, **wanted):
     """The rows that have all of ``wanted``; of a dictionary (``size={"tokens": 64}``) every key given must agree."""
 

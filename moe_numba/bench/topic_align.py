@@ -9,17 +9,6 @@ from moe_numba.bench.baseline import copy_bandwidth, empty_kernel
 from moe_numba.bench.timing import call_times, kernel_times, rotating
 from moe_numba.launch import launcher
 
-SOURCES = [
-    "moe_numba/align",
-    "moe_numba/gate",
-    "moe_numba/gate_align.py",
-    "moe_numba/ptx",
-    "moe_numba/launch.py",
-    "moe_numba/bench/topic_align.py",
-    "moe_numba/bench/baseline.py",
-    "moe_numba/bench/timing.py",
-]
-
 DEEPSEEK_V3 = dict(num_experts=256, topk=8)
 BLOCK_SIZES = [16, 128]
 OTHERS = [  # Mixtral, Qwen3-MoE, Kimi K2, and more experts than most kernels take
@@ -177,8 +166,8 @@ def figures(record):
     empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
     for block_size in BLOCK_SIZES:
         config = {**DEEPSEEK_V3, "block_size": block_size}
-        steps = [("moe_numba", "final"), *((n.removeprefix("peer:"), n) for n in _peers(record)), ("torch", "torch")]
-        series = {label: records.series(record, step=step, config=config, dtype="int32") for label, step in steps}
+        steps = {"moe_numba": "final", **{n.removeprefix("peer:"): n for n in records.peers(record)}, "torch": "torch"}
+        series = {name: records.series(record, step=s, config=config, dtype="int32") for name, s in steps.items()}
         floor = records.series(record, value="floor_us", step="final", config=config, dtype="int32")
         made[f"sweep-block-{block_size}"] = plots.sweep_figure(
             {label: points for label, points in series.items() if points},
@@ -193,7 +182,7 @@ def figures(record):
     size = ladder["rows"][0]["size"]
     wanted = dict(size=size, dtype="int32", config={**DEEPSEEK_V3, "block_size": 16})
     lines = {"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)}
-    for name in _peers(record):
+    for name in records.peers(record):
         if row := records.find(record, step=name, **wanted):
             lines[name.removeprefix("peer:")] = row["kernel_us"]["median"]
     made["ladder"] = plots.ladder_figure(
@@ -206,13 +195,9 @@ def figures(record):
     return made
 
 
-def _peers(record):
-    return sorted({r["step"] for r in record["rows"] if r["step"].startswith("peer:") and "," not in r["step"]})
-
-
 def readme_table(record):
     """Kernel times, microseconds: this package, the peers, torch, and the floor."""
-    columns = ["final", *_peers(record), "torch"]
+    columns = ["final", *records.peers(record), "torch"]
     names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
     lines = [f"| tokens, block | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]
     for block_size in BLOCK_SIZES:

@@ -8,15 +8,6 @@ from moe_numba.bench.baseline import copy_bandwidth, empty_kernel
 from moe_numba.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
 
-SOURCES = [
-    "moe_numba/gate",
-    "moe_numba/ptx",
-    "moe_numba/launch.py",
-    "moe_numba/bench/topic_gate.py",
-    "moe_numba/bench/baseline.py",
-    "moe_numba/bench/timing.py",
-]
-
 DEEPSEEK_V3 = dict(num_experts=256, num_expert_group=8, topk_group=4, topk=8)
 OTHERS = [  # Kimi K2, and the shapes that the peers test
     dict(num_experts=384, num_expert_group=1, topk_group=1, topk=8),
@@ -130,7 +121,7 @@ def figures(record):
     for dtype in DTYPES:
         series = {
             label: records.series(record, step=step, config=DEEPSEEK_V3, dtype=dtype)
-            for label, step in [("moe_numba", "final"), *((n.removeprefix("peer:"), n) for n in _peers(record))]
+            for label, step in [("moe_numba", "final"), *((n.removeprefix("peer:"), n) for n in records.peers(record))]
             + [("torch.compile", "torch.compile"), ("torch eager", "torch eager")]
         }
         empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
@@ -154,7 +145,7 @@ def figures(record):
         return made
     lines = {"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)}
     wanted = dict(size={"tokens": 16384}, dtype="float32", config=DEEPSEEK_V3)
-    peers = {name: records.find(record, step=name, **wanted) for name in _peers(record)}
+    peers = {name: records.find(record, step=name, **wanted) for name in records.peers(record)}
     if times := {name: row["kernel_us"]["median"] for name, row in peers.items() if row}:
         best = min(times, key=times.get)
         lines[best.removeprefix("peer:")] = times[best]
@@ -167,13 +158,9 @@ def figures(record):
     return made
 
 
-def _peers(record):
-    return sorted({r["step"] for r in record["rows"] if r["step"].startswith("peer:") and "," not in r["step"]})
-
-
 def readme_table(record):
     """Kernel times, microseconds: this package, the peers, torch, and the floor."""
-    columns = ["final", *_peers(record), "torch.compile", "torch eager"]
+    columns = ["final", *records.peers(record), "torch.compile", "torch eager"]
     names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
     lines = [
         f"| tokens, logits | {' | '.join(names)} | speed of light |",

@@ -5,9 +5,10 @@ from functools import cached_property
 import torch
 
 from moe_numba import simulator
+from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
 from moe_numba.gate import kernel, kernel_dynamic, kernel_throughput
 from moe_numba.gate.reference import SCORINGS
-from moe_numba.launch import address, as_outputs, as_tensor, current_stream, give_back, launcher, require
+from moe_numba.launch import address, current_stream, launcher
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMITS = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -173,7 +174,7 @@ class _Plan:
         if lanes:
             group_size = num_experts // num_expert_group
             words = _word_bytes(x, values, group_size), 4 if bias is None else _word_bytes(bias, values, group_size)
-            self.constants = (*self.shape, renormalize, scoring, dtype, bias_dtype, *words)
+            self.constants = kernel.Constants(*self.shape, renormalize, scoring, dtype, bias_dtype, *words)
         else:
             self.tail += (*self.shape[:4], topk - num_fused_shared_experts, int(renormalize))
         self.types = scoring, dtype, bias_dtype
@@ -182,7 +183,7 @@ class _Plan:
     @cached_property
     def few(self):
         if self.constants:
-            made = kernel.make_kernel(*self.constants, self.limit_on_device)
+            made = kernel.make_kernel(self.constants, self.limit_on_device)
             return self._variant(made, self.signature, kernel.WARPS)
         made = kernel_dynamic.make_dynamic_kernel(*self.types, self.limit_on_device)
         shared_bytes = kernel_dynamic.shared_bytes(*self.shape[:2])
@@ -193,7 +194,7 @@ class _Plan:
         if not self.constants or not kernel_throughput.serves(*self.shape):
             return self.few
         return self._variant(
-            kernel_throughput.make_throughput_kernel(*self.constants, self.limit_on_device),
+            kernel_throughput.make_throughput_kernel(self.constants, self.limit_on_device),
             self.signature,
             kernel_throughput.WARPS,
             tokens_a_warp=kernel_throughput.TOKENS,
@@ -210,9 +211,6 @@ class _Plan:
         return start, 32 * warps, warps * tokens_a_warp, most_blocks
 
     def start(self, x, bias, weights, ids, tokens, limit):
-        if not simulator.ENABLED and torch._C._cuda_getDevice() != self.device:
-            with torch.cuda.device(self.device):
-                return self.start(x, bias, weights, ids, tokens, limit)
         launch, block, tokens_a_block, most_blocks = self.many if tokens >= MANY_TOKENS else self.few
         launch(
             min(-(-tokens // tokens_a_block), most_blocks),
@@ -304,11 +302,3 @@ def check_limit(limit, device):
     if limit.device != device:
         raise ValueError(f"num_token_non_padded is on {limit.device}; it must be where gating_output is, on {device}")
     return address(limit)
-
-
-def check_out(name, tensor, shape, dtype, device):
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-        raise ValueError(
-            f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-            f"it must be contiguous {dtype} {shape} on {device}"
-        )

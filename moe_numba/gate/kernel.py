@@ -1,6 +1,7 @@
 """The gate's kernel: one warp routes one token, in registers from the load to the store."""
 
 from functools import cache
+from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
@@ -21,6 +22,22 @@ from moe_numba.ptx.warp import lanemask_lt, redux_sync_max_s32
 WARPS = 4  # of a block, each with a token of its own
 
 
+class Constants(NamedTuple):
+    """What C++ would take as template arguments; here a kernel's closure holds it."""
+
+    num_experts: int
+    num_expert_group: int
+    topk_group: int
+    topk: int
+    num_fused_shared_experts: int = 0
+    renormalize: bool = True
+    scoring: str = "sigmoid"
+    dtype: str = "float32"
+    bias_dtype: str | None = "float32"  # None: no bias
+    word_bytes: int = 16  # width of the loads, which the row's alignment decides
+    bias_word_bytes: int = 16
+
+
 def layout(num_experts, num_expert_group):
     """Lanes that share a group, and experts that a lane holds; a lane holds neighbours, of one group."""
     lanes = 32 // (1 << (num_expert_group - 1).bit_length())
@@ -28,20 +45,8 @@ def layout(num_experts, num_expert_group):
 
 
 @cache
-def make_router(
-    num_experts,
-    num_expert_group,
-    topk_group,
-    topk,
-    num_fused_shared_experts,
-    renormalize,
-    scoring,
-    dtype,
-    bias_dtype,
-    word_bytes,
-    bias_word_bytes,
-):
-    """The parts of a warp that routes a token; the constants are :func:`make_kernel`'s.
+def make_router(constants):
+    """The parts of a warp that routes a token.
 
     Returns
     -------
@@ -57,6 +62,10 @@ def make_router(
     values, raw_words : int
         Length of ``row`` and ``offset``, and of what ``fetch`` fills.
     """
+    (
+        num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts,
+        renormalize, scoring, dtype, bias_dtype, word_bytes, bias_word_bytes,
+    ) = constants
     routed = topk - num_fused_shared_experts
     group_size = num_experts // num_expert_group
     lanes, values = layout(num_experts, num_expert_group)
@@ -173,38 +182,10 @@ def make_router(
 
 
 @cache
-def make_kernel(
-    num_experts,
-    num_expert_group,
-    topk_group,
-    topk,
-    num_fused_shared_experts=0,
-    renormalize=True,
-    scoring="sigmoid",
-    dtype="float32",
-    bias_dtype="float32",
-    word_bytes=16,
-    bias_word_bytes=16,
-    limit_on_device=False,
-):
-    """The kernel for constants that C++ would take as template arguments; here a closure holds them.
-
-    Lane ``l`` holds ``values`` neighbouring experts, ``lanes`` lanes a group. ``bias_dtype`` None means no bias;
-    ``word_bytes`` is the width of the loads, which the row's alignment decides.
-    """
-    my_part, fetch, unpack, read_bias, route, values, raw_words = make_router(
-        num_experts,
-        num_expert_group,
-        topk_group,
-        topk,
-        num_fused_shared_experts,
-        renormalize,
-        scoring,
-        dtype,
-        bias_dtype,
-        word_bytes,
-        bias_word_bytes,
-    )
+def make_kernel(constants, limit_on_device=False):
+    """The kernel for these constants; lane ``l`` holds ``values`` neighbouring experts, ``lanes`` lanes a group."""
+    topk = constants.topk
+    my_part, fetch, unpack, read_bias, route, values, raw_words = make_router(constants)
     tokens_to_route = make_tokens_to_route(limit_on_device)
 
     @cuda.jit

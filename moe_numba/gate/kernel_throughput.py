@@ -50,21 +50,12 @@ def serves(num_experts, num_expert_group, topk_group, topk, num_fused_shared_exp
 
 
 @cache
-def make_throughput_kernel(
-    num_experts,
-    num_expert_group,
-    topk_group,
-    topk,
-    num_fused_shared_experts=0,
-    renormalize=True,
-    scoring="sigmoid",
-    dtype="float32",
-    bias_dtype="float32",
-    word_bytes=16,
-    bias_word_bytes=16,
-    limit_on_device=False,
-):
-    """The kernel for constants; they are those of :func:`moe_numba.gate.kernel.make_kernel`."""
+def make_throughput_kernel(constants, limit_on_device=False):
+    """The kernel for these constants, a :class:`moe_numba.gate.kernel.Constants`."""
+    (
+        num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts,
+        renormalize, scoring, dtype, bias_dtype, word_bytes, bias_word_bytes,
+    ) = constants
     routed = topk - num_fused_shared_experts
     group_size = num_experts // num_expert_group
     lanes, values = layout(num_experts, num_expert_group)

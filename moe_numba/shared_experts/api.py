@@ -2,8 +2,8 @@
 
 import torch
 
-from moe_numba.gate.api import check_out
-from moe_numba.launch import address, as_outputs, as_tensor, current_stream, give_back, launcher, require
+from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
+from moe_numba.launch import address, current_stream, launcher
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, columns
 
@@ -78,23 +78,22 @@ def fuse_routing(
         check_out("ids", results[1], (tokens, width), ids.dtype, ids.device)
     if tokens:
         device = ids.device.index or 0
-        with torch.cuda.device(device if ids.is_cuda else -1):
-            launcher(make_fuse_kernel(policy), _SIGNATURE, device, dependent=True)(
-                -(-tokens * width // _THREADS),
-                _THREADS,
-                current_stream(device),
-                address(weights),
-                address(ids),
-                *map(address, results),
-                tokens * width,
-                topk,
-                width,
-                num_experts,
-                num_fused_shared_experts,
-                seed & 0xFFFFFFFF,
-                seed >> 32 & 0xFFFFFFFF,
-                1.0 / routed_scaling_factor,
-            )
+        launcher(make_fuse_kernel(policy), _SIGNATURE, device, dependent=True)(
+            -(-tokens * width // _THREADS),
+            _THREADS,
+            current_stream(device),
+            address(weights),
+            address(ids),
+            *map(address, results),
+            tokens * width,
+            topk,
+            width,
+            num_experts,
+            num_fused_shared_experts,
+            seed & 0xFFFFFFFF,
+            seed >> 32 & 0xFFFFFFFF,
+            1.0 / routed_scaling_factor,
+        )
     if out is not None:
         return out
     return tuple(results) if isinstance(topk_ids, torch.Tensor) else tuple(give_back(t, topk_ids) for t in results)

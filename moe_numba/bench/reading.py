@@ -1,0 +1,26 @@
+"""What a reader asks of code: in which lines two kernels differ, and which operations torch carries out."""
+
+import difflib
+import inspect
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def diff(old, new):
+    """Print the lines in which two functions or kernels differ."""
+    sources = [inspect.getsource(inspect.unwrap(getattr(f, "py_func", f))).splitlines() for f in (old, new)]
+    changed = [line for line in difflib.unified_diff(*sources, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")]
+    print("\n".join(changed))
+
+
+class Count(TorchDispatchMode):
+    """Collects the operations that compute something (``names``): a view only looks at the same memory anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "_unsafe_view" not in str(function):
+            self.names.append(str(function).removeprefix("aten.").split(".")[0])
+        return function(*args, **(kwargs or {}))
