@@ -71,7 +71,7 @@ def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routi
     }
     if main:
         in_order = _InOrder(inputs[0], block_size, experts, None, False)
-        steps["final, in order"] = lambda ids: in_order.start(ids, ids, *out) or out
+        steps["final, in order"] = lambda ids: in_order.start(ids, ids, out) or out
         steps["torch"] = lambda ids: torch_align(ids, block_size, experts)
     versions, loose = {}, {"torch"}
     for peer in peers:
