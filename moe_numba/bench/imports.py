@@ -7,8 +7,9 @@ import moe_numba
 
 from . import records
 
-# How a notebook is simulated or drawn does not change what it measured; how the times are taken does.
+# How a notebook is simulated or drawn does not change what it measured; what is timed, and how, does.
 LEFT_OUT, TIMING = ("moe_numba/simulator", "moe_numba/bench", "moe_numba/draw"), "moe_numba.bench.timing"
+MEASURED = ("moe_numba/bench/torch_layer.py", "moe_numba/bench/baseline.py")
 
 
 def package_sources(code, root=None):
@@ -21,7 +22,7 @@ def package_sources(code, root=None):
     found, todo = _files(TIMING, root), list(_imports(code, "", root))
     while todo:
         for file in _files(todo.pop(), root):
-            if file not in found and not file.startswith(LEFT_OUT):
+            if file not in found and (file in MEASURED or not file.startswith(LEFT_OUT)):
                 found.add(file)
                 module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 package = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
@@ -40,7 +41,7 @@ def topic_sources(name, root=None):
     """What a topic's record is measured with: its module, and the package's files that this depends on."""
     root = records.repository(root)
     own = f"moe_numba/bench/topic_{name}.py"
-    return [own, "moe_numba/bench/baseline.py", *package_sources((root / own).read_text(), root)]
+    return [own, *package_sources((root / own).read_text(), root)]
 
 
 def _files(module, root):

@@ -1,0 +1,272 @@
+"""The layer on torch's grouped GEMMs: before and after are the same, a wrong one is refused, and the topic's rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_numba.bench import Stats, records, torch_layer
+from moe_numba.bench import topic_shared_experts as topic
+from moe_numba.bench.torch_layer import FP8, SMALL, Layer, mismatch, quantise, tile_rows, torch_grouped
+from moe_numba.shared_experts import fuse_routing, reference
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, FP8]
+FUSIONS = [  # distinct shared experts, replicas of each, policy
+    (1, 1, "all"), (2, 1, "all"), (1, 1, "random"), (1, 2, "round_robin"), (1, 8, "round_robin"), (1, 8, "random"),
+]  # fmt: skip
+# Large enough for torch's kernels to have several tiles and empty experts.
+LARGE = torch_layer.Shape(64, 6, 512, 256, 8, 4)
+
+
+def append(layer, x, policy="all", scale=None, exact=False):
+    """A routing with the columns of all the layer's shared experts, by the kernel or in float64."""
+    weights, ids = layer.route(x)
+    arguments = layer.shape.num_experts, layer.count - layer.shape.num_experts
+    scale = scale or layer.shape.routed_scaling_factor
+    if exact:
+        return reference.fuse_routing(weights.double(), ids, *arguments, scale, policy)
+    return fuse_routing(weights, ids, *arguments, scale, policy)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5, 16.0])
+@pytest.mark.parametrize("shared, replicas, policy", FUSIONS)
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_before_and_after_agree_to_float64s_rounding(tokens, shared, replicas, policy, scale, device):
+    shape = replace(SMALL, n_shared_experts=shared, routed_scaling_factor=scale)
+    layer = Layer(shape, torch.float64, device, replicas)
+    x = layer.tokens(tokens)
+    before, after = layer.separate(x), layer.fused(x, *append(layer, x, policy, exact=True))
+    assert before.shape == after.shape == x.shape
+    assert mismatch(before, layer.right(x), torch.float64) is None
+    assert mismatch(after, before, torch.float64) is None
+
+
+def test_a_model_without_shared_experts(device):
+    layer = Layer(replace(SMALL, n_shared_experts=0), torch.float64, device)
+    x = layer.tokens(5)
+    assert mismatch(layer.separate(x), layer.fused(x, *layer.route(x)), torch.float64) is None
+
+
+def test_a_float32_weight_costs_eight_digits(device):
+    layer = Layer(SMALL, torch.float64, device)
+    x = layer.tokens(9)
+    after = layer.fused(x, *append(layer, x))
+    assert mismatch(after, layer.separate(x), torch.float64) is not None
+    assert mismatch(after, layer.separate(x), torch.float32) is None
+
+
+def check_types(shape, dtype, device, tokens):
+    layer = Layer(shape, dtype, device, replicas=8)
+    x = layer.tokens(tokens)
+    right = layer.right(x)
+    assert mismatch(layer.separate(x), right, dtype) is None
+    assert mismatch(layer.fused(x, *layer.route(x, 1), count=shape.num_experts + 1), right, dtype) is None
+    for policy in ("round_robin", "random"):
+        routing = append(layer, x, policy)
+        out = layer.fused(x, *routing)
+        assert mismatch(out, right, dtype) is None
+        assert torch.equal(out, layer.fused(x, *routing)), "the same bits in every run"
+    for wrong in (append(layer, x, "all"), append(layer, x, "random", scale=1.0)):
+        assert "is off by" in mismatch(layer.fused(x, *wrong), right, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_types_stay_in_their_bounds(dtype, device):
+    check_types(SMALL, dtype, device, 9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 64, 700])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_types_stay_in_their_bounds_on_a_gpu(dtype, tokens):
+    check_types(LARGE, dtype, "cuda", tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("tokens", [1, 64, 2000])
+def test_a_graph_can_hold_the_layer(dtype, tokens):
+    layer = Layer(LARGE, dtype, replicas=8)
+    x = layer.tokens(tokens)
+    for forward in (layer.separate, lambda x: layer.fused(x, *append(layer, x, "random"))):
+        eager, graph = forward(x), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = forward(x)
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, eager)
+
+
+def spoil_division(layer, x):
+    return layer.fused(x, *append(layer, x, "random", scale=1.0))
+
+
+def spoil_replicas(layer, x):
+    return layer.fused(x, *append(layer, x, "all"))
+
+
+def spoil_one_token(layer, x):
+    weights, ids = append(layer, x, "random")
+    weights[4, -1] = 0
+    return layer.fused(x, weights, ids)
+
+
+def spoil_two_replicas_for_one_token(layer, x):
+    weights, ids = append(layer, x, "random")
+    weights[4, -1] *= 2
+    return layer.fused(x, weights, ids)
+
+
+def spoil_nan(layer, x):
+    out = layer.separate(x)
+    out[3, 5] = float("nan")
+    return out
+
+
+def spoil_element(layer, x):
+    out = layer.separate(x)
+    out[3, 5] += 3
+    return out
+
+
+def spoil_shape(layer, x):
+    return layer.separate(x)[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, FP8], ids=str)
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (spoil_division, "token"),
+        (spoil_replicas, "token"),
+        (spoil_one_token, "token 4 is off"),
+        (spoil_two_replicas_for_one_token, "token 4 is off"),
+        (spoil_nan, "1 elements are no finite numbers"),
+        (spoil_element, "is off by"),
+        (spoil_shape, r"the shape is"),
+    ],
+)
+def test_a_wrong_layer_is_refused(spoil, said, dtype, device):
+    layer = Layer(SMALL, dtype, device, replicas=8)
+    x = layer.tokens(9)
+    assert said in mismatch(spoil(layer, x), layer.right(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_products_with_empty_groups(dtype, device):
+    layer = Layer(SMALL, dtype, device)
+    ends = torch.tensor([0, 3, 3, 3, 7] + [7] * 12, dtype=torch.int32, device=device)
+    x = layer.tokens(7)
+    out = torch_grouped(*layer.prepared(x), layer.gate_up, ends)
+    for expert, rows in ((1, slice(0, 3)), (4, slice(3, 7))):
+        right = x[rows].double() @ layer.gate_up.exact(expert).T
+        assert mismatch(out[rows], right, dtype) is None
+    assert torch_grouped(*layer.prepared(x[:0]), layer.gate_up, ends * 0).shape == (0, 32)
+
+
+def test_another_grouped_product_takes_its_place(device):
+    seen = []
+
+    def grouped(rows, scales, matrices, ends):
+        seen.append((len(rows), len(matrices.values), ends.tolist()[-1]))
+        return torch_grouped(rows, scales, matrices, ends)
+
+    layer = Layer(SMALL, torch.float32, device, replicas=2, grouped=grouped)
+    x = layer.tokens(3)
+    layer.fused(x, *layer.route(x, 1), count=17)
+    assert seen == [(15, 17, 15)] * 2
+
+
+def test_quantised_rows_fill_the_range():
+    x = torch.randn(5, 64)
+    x[3] = 0
+    values, scale = quantise(x)
+    assert values.dtype == FP8 and scale.shape == (5,)
+    assert values.float().abs().amax(1).tolist() == [448, 448, 448, 0, 448]
+    torch.testing.assert_close(values.float() * scale[:, None], x, rtol=2**-4, atol=float(scale.max()) / 512)
+
+
+def test_replicas_and_clones_are_equal_but_lie_apart(device):
+    for dtype in (torch.bfloat16, FP8):
+        layer = Layer(replace(SMALL, n_shared_experts=2), dtype, device, replicas=3)
+        exact = [layer.down.exact(expert) for expert in range(16, 22)]
+        assert all(torch.equal(exact[0], other) for other in exact[1:3])
+        assert all(torch.equal(exact[3], other) for other in exact[4:]) and not torch.equal(exact[0], exact[3])
+        other, x = layer.clone(), layer.tokens(4)
+        assert torch.equal(other.separate(x), layer.separate(x))
+        assert other.gate_up.values.data_ptr() != layer.gate_up.values.data_ptr()
+
+
+def test_bytes_operations_and_tiles():
+    layer = Layer(SMALL, torch.bfloat16, "cpu")
+    assert SMALL.expert_weights == 3 * 32 * 16
+    assert layer.bytes(tokens=2, experts=5) == 5 * 3 * 32 * 16 * 2 + 2 * 2 * 32 * 2
+    assert layer.flops(slots=7) == 7 * 2 * 3 * 32 * 16
+    assert layer.touched(torch.tensor([[1, 2], [2, 5]])) == 3
+    assert [tile_rows(4096 * k, e, 512, 7168, FP8) for k, e in ((8, 256), (9, 257))] == [64, 128]
+    assert tile_rows(10**6, 256, 128, 7168, FP8) == 64
+    assert [tile_rows(4096 * 9, 33, 4096, 7168, dtype) for dtype in (torch.bfloat16, FP8)] == [128, 256]
+
+
+@pytest.mark.parametrize("policy", reference.POLICIES)
+def test_the_torch_way_to_append(policy):
+    weights, ids = torch.rand(50, 4), torch.rand(50, 16).argsort(dim=1)[:, :4].int()
+    given = topic.torch_append(weights, ids, 16, 3, 2.5, policy)
+    right = reference.fuse_routing(weights, ids, 16, 3, 2.5, policy)
+    assert [t.dtype for t in given] == [torch.float32, torch.int32] and torch.equal(given[0], right[0])
+    if policy == "random":
+        assert set(given[1][:, 4].tolist()) == {16, 17, 18}
+    else:
+        assert torch.equal(given[1], right[1])
+
+
+# The topic, with a clock that stands still
+
+
+@pytest.fixture
+def small(monkeypatch, device):
+    """The topic with small layers, few tokens, and times that are made up; each step runs once."""
+    times = iter(range(10, 10**6))
+
+    def timed(named, **_):
+        for calls in named.values():
+            (calls if callable(calls) else calls[0])()
+        return {name: Stats(t, t - 1.0, t + 1.0) for name, t in zip(named, times, strict=False)}
+
+    empty = records.row("empty kernel", config={"dependent": True}, kernel=Stats(0.4, 0.3, 0.5))
+    for name, value in {
+        "MODELS": {"tp8": SMALL, "ep8": replace(SMALL, num_expert_group=1, topk_group=1)},
+        "ROUTING": dict(num_experts=16, topk=4),
+        "GATE": dict(num_experts=16, topk=4, num_expert_group=4, topk_group=2, routed_scaling_factor=2.5),
+        "LAYER_TOKENS": {"tp8": [1, 4], "ep8": [4]}, "CALL_TOKENS": 4, "ROUTING_TOKENS": [1, 4], "GATE_TOKENS": [1, 4],
+        "FEW_TOKENS": [4], "DEVICE": device, "kernel_times": timed, "call_times": timed,
+        "copy_bandwidth": lambda: 4e12, "product_rate": lambda dtype: 1e15, "empty_kernel": lambda: [empty],
+    }.items():
+        monkeypatch.setattr(topic, name, value)
+    monkeypatch.setattr(torch_layer, "launches", lambda call: 26)
+
+
+def test_the_topics_rows_figures_and_table(small):
+    about = dict(driver="1", versions={}, commit="1234567", date="2026-01-01T00:00:00Z", sources={"a": "b"})
+    record = {"topic": "shared_experts", "gpu": "NVIDIA Toy", **about, "rows": topic.measure([], False)}
+    assert records.invalid(record) == []
+    assert len(records.select(record, step="layer: separate")) == 2 * (2 + 1)
+    for row in record["rows"]:
+        if row["step"].startswith(("layer", "GEMMs")):
+            assert row["bytes"] > 0 and row["flops"] > 0 and row["floor_us"] > 0 and row["tile_rows"] == 64
+    rows = [records.find(record, step=f"layer: {n}", size={"tokens": 4}, dtype="bfloat16") for n in topic.VARIANTS]
+    assert rows[0]["flops"] == rows[1]["flops"] == rows[2]["flops"]
+    assert rows[0]["bytes"] == rows[1]["bytes"] < rows[2]["bytes"] or rows[2]["experts"] == rows[1]["experts"]
+    assert all("call_us" in row and row["launches"] == 26 for row in rows)
+    assert records.find(record, step="final", size={"tokens": 4})["call_us"]
+    figures = topic.figures(record)
+    assert {"routing", "gate", "layer-tp8-bfloat16", "gemms-tp8-float8_e4m3fn", "layer-ep8-bfloat16"} <= set(figures)
+    table = topic.readme_table(record)
+    assert table.count("\n| ") == 4 and "26 before and 26 after in bfloat16" in table and "NVIDIA Toy" in table
+    assert topic.layer_times(record, "tp8", "bfloat16").keys() == {1, 4}
+
+
+def test_a_wrong_variant_is_not_timed(small, monkeypatch, device):
+    monkeypatch.setattr(topic, "_replicated", lambda layer, x, replicas: fuse_routing(*layer.route(x), 16, 8, 1.0))
+    with pytest.raises(AssertionError, match=r"8 replicas, tp8, 4 tokens: token \d is off"):
+        topic._measure_layer("tp8", [Layer(SMALL, torch.bfloat16, device, 8)], 4, 1e12, 1e15, gemms=False)
