@@ -26,7 +26,7 @@ class Ladder:
     title : str
         Of the figure.
     reference_name : str
-        The step that the others are compared with as "x torch".
+        The step that the others are compared with; by its first word, as "x torch".
     config, size : dict
         Recorded with every step that gives none of its own.
     gpu : str
@@ -105,7 +105,8 @@ class Ladder:
         """One measured step: its times, what they gain, what was predicted. Ratios compare kernel times."""
         times = {key[:-3]: short(row[key]["median"]) + " us" if key in row else "-" for key in ("kernel_us", "call_us")}
         parts = [f"{row['step']:<24}" + "   ".join(f"{time:>8} {name}" for name, time in times.items())]
-        compared = {"previous": previous(self.rows, row), "torch": find_step(self.rows, self.reference_name)}
+        reference = find_step(self.rows, self.reference_name)
+        compared = {"previous": previous(self.rows, row), self.reference_name.split()[0]: reference}
         for label, other in compared.items():
             if ratio := gain(other, row):
                 parts.append(f"x{ratio} {label}")

@@ -98,7 +98,7 @@ def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch ea
         _columns(axes, rows, {
             "µs": lambda row: _us(row.get("kernel_us")),
             "× previous": lambda row: gain(previous(rows, row), row),
-            "× torch": lambda row: gain(torch_row, row),
+            f"× {reference.split()[0]}": lambda row: gain(torch_row, row),
         })
         levels = _vertical_lines(figure, axes, lines)
         _finish(figure, axes, title, caption, rows=len(rows), levels=levels)
