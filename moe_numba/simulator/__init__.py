@@ -8,6 +8,9 @@ what the rest of the package may use. It must be imported before `numba.cuda`: N
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, honoured where the first is not set
     MOE_NUMBA_SEED=7        the order in which simulated threads run (see `seed`)
 
+Copies and matrix instructions of Hopper GPUs go on by themselves, and are done when the seed will have it; what they
+read and write is watched meanwhile (see `watch`).
+
 Arithmetic is NumPy's, which differs from compiled Numba in five ways; kernels that name their types do not notice:
 - A Python number takes on the type of the NumPy scalar beside it. Numba makes it int64 or float64.
 - Two int32 make an int32, which wraps around. Numba makes an int64.
@@ -29,6 +32,9 @@ _NAMES = {
         "MissingLane",
         "DivergentBarrier",
         "ClusterError",
+        "BarrierMisuse",
+        "AsyncRace",
+        "MissingFence",
         "OutOfBounds",
         "Misaligned",
     ),
@@ -39,7 +45,10 @@ _NAMES = {
     "memory": ("Pointer", "Array"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = (*_NAMES, "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "warp")
+_MODULES = (
+    *(*_NAMES, "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "warp"),
+    *("async_copy", "floats", "fragments", "matrix", "mbarrier", "tensor_map", "watch", "wgmma"),
+)
 __all__ = ["ENABLED", "REASON", *_HOME]
 
 
@@ -83,7 +92,8 @@ def __getattr__(name):
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

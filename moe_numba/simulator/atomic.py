@@ -13,8 +13,8 @@ from moe_numba.simulator.errors import OutOfBounds
 
 def update(target, index, change):
     """Replace `target[index]` by `change(old)`, converted as C converts it, and return the old value."""
-    if memory.preempting:
-        memory.pause()
+    if memory.attentive:
+        memory.before(target, index, writes=True)
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))):
         raise OutOfBounds(f"{memory.who()}index {index} is outside {target}")

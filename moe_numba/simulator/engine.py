@@ -10,7 +10,6 @@ from typing import NamedTuple
 import greenlet
 import numpy as np
 
-from moe_numba.simulator import memory
 from moe_numba.simulator.errors import (
     ClusterError,
     DivergentBarrier,
@@ -18,9 +17,12 @@ from moe_numba.simulator.errors import (
     SimulatorError,
     lanes_of,
     place,
+    ranges,
     standing,
 )
+from moe_numba.simulator.reach import asynchronous
 from moe_numba.simulator.scheduler import Event
+from moe_numba.simulator.shared import Layout, Shared
 
 
 class Dim3(NamedTuple):
@@ -61,13 +63,14 @@ class Thread(greenlet.greenlet):
     """One CUDA thread."""
 
     __slots__ = ("grid", "block", "threadIdx", "thread_id", "warp", "lane", "waits", "result")
+    __slots__ += ("unfenced", "new_barriers", "bulk")  # what it wrote, what it made and what it started: see `watch`
 
     def __init__(self, block, thread_id):
         self.grid, self.block, self.thread_id = block.grid, block, thread_id
         size = block.grid.block_dim
         self.threadIdx = Dim3(thread_id % size.x, thread_id // size.x % size.y, thread_id // (size.x * size.y))
         self.warp, self.lane = divmod(thread_id, 32)
-        self.waits = self.result = None
+        self.waits = self.result = self.unfenced = self.new_barriers = self.bulk = None
         self.gr_context = block.grid.context
 
     def run(self):
@@ -140,17 +143,21 @@ class Thread(greenlet.greenlet):
     def _exit(self):
         warp = self.block.warps[self.warp]
         warp.exited |= 1 << self.lane
+        warp.group.exited += 1
         self.block.exited += 1
         self.grid.progress()
-        for scope in (warp, self.block, self.grid):
+        for scope in (warp, warp.group, self.block, self.grid):
             for meeting in scope.meetings.values():
-                if meeting.needs(self):
+                if meeting.needs(self) and self not in meeting.values:
                     raise self._missed(meeting)
         if warp.exited == warp.lanes:
             self.block.cluster.come(warp)
+        if self.block.exited == self.block.size:
+            self.block.shared.close()
 
     def _missed(self, meeting):
-        waiting = standing(meeting.waiting, limit=2)
+        came = f"  warps {ranges({t.warp for t in meeting.values})} came and went on"
+        waiting = standing(meeting.waiting, limit=2) or came
         if meeting.members is None:
             return DivergentBarrier(f"{self} has exited, while others wait for it at {meeting.what}:\n{waiting}")
         exited = lanes_of(meeting.scope.exited & meeting.members)
@@ -163,12 +170,23 @@ class Thread(greenlet.greenlet):
         return f"{self.block} warp {self.warp} lane {self.lane}"
 
 
+class WarpGroup:
+    """Four warps, from a multiple of four on, that multiply matrices together; the last of a block may be short."""
+
+    def __init__(self, block, index):
+        self.block, self.index, self.meetings, self.exited = block, index, {}, 0
+        self.size = min(128, block.size - 128 * index)
+
+    def __str__(self):
+        return f"{self.block} warps {4 * self.index}-{4 * self.index + 3}"
+
+
 class Warp:
     """Up to 32 threads, which the scheduler runs together: each step runs every lane that can run, in random order."""
 
     def __init__(self, block, index):
-        self.block, self.index, self.threads = block, index, []
-        self.meetings, self.exited, self.lanes = {}, 0, 0
+        self.block, self.index, self.group, self.threads = block, index, block.groups[index // 4], []
+        self.meetings, self.exited, self.lanes, self.wgmma = {}, 0, 0, None
         self.ready, self.queued, self.priority = [], False, block.grid.world.rng.random()
 
     def step(self, rng):
@@ -187,7 +205,8 @@ class Block:
     def __init__(self, grid, index):
         self.grid, self.index, self.size = grid, Dim3(*index), grid.block_size
         self.meetings, self.exited = {}, 0
-        self.shared = memory.Shared(grid.shared_bytes)
+        self.shared = Shared(self, grid.layout)
+        self.groups = [WarpGroup(self, g) for g in range((self.size + 127) // 128)]
         self.warps = [Warp(self, w) for w in range((self.size + 31) // 32)]
         for i in range(self.size):
             t = Thread(self, i)
@@ -247,7 +266,8 @@ class Grid:
     def __init__(self, world, kernel, grid_dim, block_dim, args, shared_bytes=0, cluster=None, cooperative=False):
         self.world, self.kernel, self.name = world, kernel, kernel.__name__
         self.grid_dim, self.block_dim, self.cluster_dim = Dim3(*grid_dim), Dim3(*block_dim), Dim3(*cluster or (1, 1, 1))
-        self.args, self.shared_bytes, self.cooperative = args, shared_bytes, cooperative
+        self.args, self.cooperative = args, cooperative
+        self.layout, self.asynchronous = Layout(shared_bytes), asynchronous(kernel)
         self.block_size = self.block_dim.x * self.block_dim.y * self.block_dim.z
         self.size = self.block_size * self.grid_dim.x * self.grid_dim.y * self.grid_dim.z
         self.context, self.meetings, self.blocks = world.context, {}, []

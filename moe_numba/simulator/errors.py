@@ -27,6 +27,18 @@ class ClusterError(SimulatorError):
     """A block's cluster is not in the state that an operation on it needs."""
 
 
+class BarrierMisuse(SimulatorError):
+    """An mbarrier is used before it is one, gets an arrival too many, or other bytes than it was told to expect."""
+
+
+class AsyncRace(SimulatorError):
+    """Memory, or an accumulator, is touched while a copy or a wgmma that was started has yet to be done with it."""
+
+
+class MissingFence(SimulatorError):
+    """What was written one way is read another way, with no fence between the two."""
+
+
 class OutOfBounds(SimulatorError, IndexError):
     """An index lies outside the memory that it indexes."""
 

@@ -5,24 +5,25 @@ memory starts as poison (NaN, or an odd pattern), so that a value read before it
 """
 
 import importlib
-import os
 
 import greenlet
 import numpy as np
 
 from moe_numba.simulator.errors import Misaligned, OutOfBounds
 
-preempting = 0  # how many worlds that preempt at memory accesses are running
+attentive = 0  # how many worlds are running that preempt at memory accesses, or watch who touches shared memory
 
-_ALIGNMENT = 1024  # of shared memory, in bytes: what the widest swizzle of a TMA tile asks for
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
 
-def pause():
-    """Hand over to another thread, perhaps: two accesses of one thread are not one."""
+def before(target, index, writes, nbytes=None):
+    """What comes before an access: another thread perhaps, for two accesses of one thread are not one; and checks."""
     t = greenlet.getcurrent()
-    if (grid := getattr(t, "grid", None)) and grid.world.rng.random() < grid.world.preempt:
-        t.pause()
+    if grid := getattr(t, "grid", None):
+        if grid.world.preempt and grid.world.rng.random() < grid.world.preempt:
+            t.pause()
+        if target.room is not None and target.room.watch is not None:
+            target.room.watch.touch(t, target, index, writes, nbytes)
 
 
 def who():
@@ -52,13 +53,13 @@ def convert(value, dtype):
     return np.asarray(value).astype(dtype)[()]
 
 
-def poison(shape, dtype, alignment=16):
-    """An array of which no element looks like a result."""
+def poison(shape, dtype, alignment=16, past=0):
+    """An array of which no element looks like a result; its address is `past` bytes past a multiple of `alignment`."""
     count = int(np.prod(shape, dtype=np.int64))
-    room = np.empty(count * dtype.itemsize + alignment, np.uint8)
-    start = -room.__array_interface__["data"][0] % alignment
+    whole = np.empty(count * dtype.itemsize + alignment, np.uint8)
+    start = (past - whole.__array_interface__["data"][0]) % alignment
     # Through a buffer, so that `reachable` takes the array, without what aligned it, for the whole of its memory.
-    raw = np.frombuffer(room[start : start + count * dtype.itemsize].data, np.uint8)
+    raw = np.frombuffer(whole[start : start + count * dtype.itemsize].data, np.uint8)
     if is_float(dtype) or dtype.kind == "c":
         raw.fill(0xFF)  # a NaN in every float format that has one
     else:
@@ -69,22 +70,27 @@ def poison(shape, dtype, alignment=16):
 class Pointer:
     """A checked flat view of the memory that a device pointer can reach: what C calls `T *`."""
 
-    __slots__ = ("array", "size", "name", "_bytes", "_address")
+    __slots__ = ("array", "size", "name", "room", "_bytes", "_address")
 
-    def __init__(self, array, name=""):
-        self.array, self.size, self.name = array, len(array), name
+    def __init__(self, array, name="", room=None):
+        self.array, self.size, self.name, self.room = (
+            array,
+            len(array),
+            name,
+            room,
+        )  # its room in shared memory, or None
         self._bytes = self._address = None
 
     def __getitem__(self, i):
-        if preempting:
-            pause()
+        if attentive:
+            before(self, i, writes=False)
         if 0 <= i < self.size:
             return self.array[i]
         raise self._out_of_bounds(i)
 
     def __setitem__(self, i, value):
-        if preempting:
-            pause()
+        if attentive:
+            before(self, i, writes=True)
         if not 0 <= i < self.size:
             raise self._out_of_bounds(i)
         try:
@@ -117,7 +123,7 @@ class Pointer:
         """The pointer `n` elements further on."""
         if not 0 <= n <= self.size:
             raise self._out_of_bounds(n)
-        return Pointer(self.array[n:], f"{self.name} + {n}")
+        return Pointer(self.array[n:], f"{self.name} + {n}", self.room)
 
     __add__ = __radd__ = offset
 
@@ -127,22 +133,22 @@ class Pointer:
         if self.address % dtype.itemsize:
             raise Misaligned(f"{who()}{self} starts at byte {self.address:#x}, which is not aligned for {dtype}")
         usable = self.array.nbytes // dtype.itemsize * dtype.itemsize
-        return Pointer(self.bytes[:usable].view(dtype), self.name)
+        return Pointer(self.bytes[:usable].view(dtype), self.name, self.room)
 
     def load_vector(self, index, dtype, count):
         """Load `count` elements of `dtype`, as one access, from element `index` of this pointer."""
-        if preempting:
-            pause()
         if type(dtype) is not np.dtype:
             dtype = as_dtype(dtype)
+        if attentive:
+            before(self, index, False, dtype.itemsize * count)
         return tuple(self._vector(index, dtype.itemsize * count).view(dtype))
 
     def store_vector(self, index, values, dtype=None):
         """Store values, as one access, to element `index` of this pointer; they are of `dtype`, or of their own."""
-        if preempting:
-            pause()
         dtype = as_dtype(dtype or values[0].dtype)
         values = np.array([convert(v, dtype) for v in values], dtype)
+        if attentive:
+            before(self, index, True, values.nbytes)
         self._vector(index, values.nbytes)[:] = values.view(np.uint8)
 
     def _vector(self, index, nbytes):
@@ -166,17 +172,27 @@ class Pointer:
         return f"Pointer({self})"
 
 
+class _Nowhere:
+    """Stands for memory where there is none to look after, in `before`."""
+
+    room = None
+
+
+NOWHERE = _Nowhere()
+
+
 class Array:
     """A checked n-dimensional array: what Numba's arrays are in a kernel. Negative indices are errors."""
 
-    __slots__ = ("array", "name")
+    __slots__ = ("array", "name", "room", "_address")
 
-    def __init__(self, array, name=""):
-        self.array, self.name = array, name
+    def __init__(self, array, name="", room=None):
+        self.array, self.name, self.room = array, name, room
+        self._address = None
 
     def __getitem__(self, i):
-        if preempting:
-            pause()
+        if attentive:
+            before(self, i, writes=False)
         if type(i) is int:
             if i < 0:
                 raise self._out_of_bounds(i)
@@ -186,11 +202,11 @@ class Array:
             value = self.array[i]
         except IndexError as error:
             raise self._out_of_bounds(i) from error
-        return Array(value, self.name) if isinstance(value, np.ndarray) else value
+        return Array(value, self.name, self.room) if isinstance(value, np.ndarray) else value
 
     def __setitem__(self, i, value):
-        if preempting:
-            pause()
+        if attentive:
+            before(self, i, writes=True)
         if type(i) is int:
             if i < 0:
                 raise self._out_of_bounds(i)
@@ -211,15 +227,25 @@ class Array:
     def _out_of_bounds(self, index):
         return OutOfBounds(f"{who()}index {index} is outside {self}")
 
+    @property
+    def address(self):
+        """The address of the first element, in bytes."""
+        if self._address is None:
+            self._address = self.array.__array_interface__["data"][0]
+        return self._address
+
     def pointer(self):
         """The same memory as a flat pointer."""
-        return Pointer(reachable(self.array), self.name)
+        return Pointer(reachable(self.array), self.name, self.room)
 
     def __getattr__(self, name):
         value = getattr(self.array, name)
         if callable(value):
-            return lambda *args, **kwargs: _wrap(value(*args, **kwargs), self.name)
-        return _wrap(value, self.name)
+            return lambda *args, **kwargs: self._wrap(value(*args, **kwargs))
+        return self._wrap(value)
+
+    def _wrap(self, value):
+        return Array(value, self.name, self.room) if isinstance(value, np.ndarray) else value
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.array, dtype)
@@ -228,17 +254,13 @@ class Array:
         return len(self.array)
 
     def __iter__(self):
-        return (_wrap(item, self.name) for item in self.array)
+        return (self._wrap(item) for item in self.array)
 
     def __str__(self):
         return f"{self.name or 'an array'} ({' x '.join(map(str, self.array.shape))} x {self.array.dtype})"
 
     def __repr__(self):
         return f"Array({self})"
-
-
-def _wrap(value, name):
-    return Array(value, name) if isinstance(value, np.ndarray) else value
 
 
 def reachable(array):
@@ -251,48 +273,6 @@ def reachable(array):
     end = np.lib.array_utils.byte_bounds(whole)[1]
     size = (end - array.__array_interface__["data"][0]) // array.itemsize
     return np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))
-
-
-class Shared:
-    """The shared memory of one block."""
-
-    def __init__(self, dynamic_bytes):
-        self.arrays, self.dynamic_bytes = {}, dynamic_bytes
-
-    def array(self, shape, dtype, alignment, frame):
-        """The array that the call in `frame` stands for, the same for all threads; shape 0 is dynamic shared memory."""
-        if shape == 0 or shape == (0,):
-            dtype = as_dtype(dtype)
-            usable = self.dynamic_bytes // dtype.itemsize * dtype.itemsize
-            name = "dynamic shared memory"
-            whole = self._declared((None, 0, self.dynamic_bytes, np.uint8, None), name)
-            return Array(whole.array[:usable].view(dtype), name)
-        # The instruction, not the line: one line may declare two. The shape too: closures share their code.
-        key = frame.f_code, frame.f_lasti, shape, dtype, alignment
-        array = self.arrays.get(key)
-        if array is None:
-            name = f"the shared array of {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            array = self._declared(key, name)
-        return array
-
-    def _declared(self, key, name):
-        _, _, shape, dtype, alignment = key
-        if key not in self.arrays:
-            self.arrays[key] = Array(poison(shape, as_dtype(dtype), alignment or _ALIGNMENT), name)
-        return self.arrays[key]
-
-    def twin(self, array, other):
-        """A pointer to where `array`, which lies in this memory, lies in `other`, the same kernel's in another block.
-
-        None if the array does not lie here. The other block need not have come to its declaration: on a GPU shared
-        memory is laid out before a kernel starts.
-        """
-        for key, mine in self.arrays.items():
-            offset = array.__array_interface__["data"][0] - mine.__array_interface__["data"][0]
-            if 0 <= offset < mine.array.nbytes:
-                theirs = other._declared(key, mine.name).array.reshape(-1).view(np.uint8)
-                return Pointer(theirs[offset:], mine.name).view(array.dtype)
-        return None
 
 
 def local(shape, dtype, alignment):

@@ -68,18 +68,32 @@ class World:
         self.grids, self.queue, self.spinners = [], [], []
         self.steps = self.tickets = self.progress = 0
         self.footprints = None
+        self.acquired = {}  # the tensor maps that threads have acquired: (thread, address) -> publication
+        self.leaders = {}  # mask -> the lane that elect.sync names
+        self.attentive = 0  # how often this world is counted in `memory.attentive`
         # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
         self.context = contextvars.copy_context()
         self.context.run(np.seterr, all="ignore")
 
+    def attend(self):
+        """From now on, accesses to memory are looked at before they happen."""
+        self.attentive += 1
+        memory.attentive += 1
+
     def add(self, grid):
         self.grids.append(grid)
+        if grid.asynchronous or self.preempt:
+            self.attend()
         self.wake(grid.threads())
 
     def schedule(self, unit):
         """Put a warp, or anything else with `priority`, `queued` and `step`, among those that may run next."""
         self.tickets += 1
         heapq.heappush(self.queue, (unit.priority, self.tickets, unit))
+
+    def some_time(self):
+        """A priority for what goes on by itself: done before all else, when all else has come to a halt, or between."""
+        return self.rng.choice((-1.0, 2.0, 2.0, self.rng.random()))
 
     def wake(self, threads):
         for t in threads:
@@ -92,7 +106,6 @@ class World:
 
     def run(self):
         """Run until every thread has ended; whatever happens, leave no thread behind."""
-        memory.preempting += self.preempt > 0
         seen = idle = 0
         try:
             while self.queue or self.spinners:
@@ -112,7 +125,7 @@ class World:
             if any(not t.dead for t in self._threads()):
                 raise Deadlock(self._report("no thread can run"))
         finally:
-            memory.preempting -= self.preempt > 0
+            memory.attentive -= self.attentive
             for t in self._threads():
                 if not t.dead:
                     t.throw()

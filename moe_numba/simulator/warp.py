@@ -147,3 +147,16 @@ def activemask():
     t = thread()
     warp = t.block.warps[t.warp]
     return warp.lanes & ~warp.exited
+
+
+def elect(mask):
+    """Whether this lane is the one that acts for all in `mask`: any of them, but always the same one."""
+    leaders = thread().grid.world.leaders
+    mask = int(mask) & FULL
+
+    def finish(lanes):
+        if mask not in leaders or leaders[mask] not in lanes:
+            leaders[mask] = thread().grid.world.rng.choice(sorted(lanes))
+        return {lane: lane == leaders[mask] for lane in lanes}
+
+    return collective("elect.sync", mask, None, finish)

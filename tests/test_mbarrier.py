@@ -1,0 +1,579 @@
+"""What careless kernels are told about mbarriers, bulk copies and named barriers; a GPU would hang, or be wrong."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from numba import cuda, float32, uint32, uint64
+
+from moe_numba.launch import launch
+from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group_read
+from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
+from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_arrive_cluster,
+    mbarrier_arrive_expect_tx,
+    mbarrier_expect_tx,
+    mbarrier_init,
+    mbarrier_inval,
+    mbarrier_try_wait_parity,
+    mbarrier_wait_parity,
+)
+from moe_numba.ptx.warpgroup import bar_arrive, bar_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
+
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
+
+HERE = "test_mbarrier.py"
+
+
+def outcomes(kernel, *, blocks=1, threads=64, seeds=8, **options):
+    """What each seed makes of a kernel that gets 256 floats to write and 256 to read: what it wrote, or the error."""
+    for seed in range(seeds):
+        out, x = torch.full((256,), -1.0), torch.arange(256.0)
+        try:
+            with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
+                launch(kernel, blocks, threads, out, x, **options)
+            yield out
+        except simulator.SimulatorError as error:
+            yield error
+
+
+def refused(error, kernel, *patterns, every=True, **options):
+    """Under every seed (or under some, and never with a wrong result) a kernel is refused in these words."""
+    found = list(outcomes(kernel, **options))
+    errors = [e for e in found if isinstance(e, Exception)]
+    assert errors and (len(errors) == len(found) or not every), found
+    for e in errors:
+        assert type(e) is error, e
+        for pattern in patterns:
+            assert any(p in str(e) for p in pattern.split("|")), f"{pattern!r} is not in: {e}"
+    return [f for f in found if not isinstance(f, Exception)]
+
+
+def line(kernel, offset):
+    """A line of a kernel, counted from its decorator, as errors name it."""
+    return f"{kernel.py_func.__name__}, {HERE}:{kernel.py_func.__code__.co_firstlineno + offset}"
+
+
+@cuda.jit(device=True)
+def make_barriers(barriers, count):
+    if cuda.threadIdx.x == 0:
+        for i in range(len(barriers)):
+            mbarrier_init(barriers, i, count)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+
+
+# --- barriers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_barrier_must_be_made_before_it_is_used():
+    @cuda.jit
+    def never(out, x):
+        barriers = cuda.shared.array(2, uint64)
+        mbarrier_arrive(barriers, 1)
+
+    @cuda.jit
+    def unfenced(out, x):
+        barriers = cuda.shared.array(2, uint64)
+        if cuda.threadIdx.x == 0:
+            mbarrier_init(barriers, 1, 64)
+        cuda.syncthreads()
+        mbarrier_arrive(barriers, 1)
+
+    @cuda.jit
+    def unsynchronised(out, x):
+        barriers = cuda.shared.array(2, uint64)
+        if cuda.threadIdx.x == 0:
+            mbarrier_init(barriers, 1, 64)
+            fence_mbarrier_init()
+        mbarrier_arrive(barriers, 1)
+        out[cuda.threadIdx.x] = -1
+
+    refused(
+        simulator.BarrierMisuse, never, "bytes 8 to 15 of the shared array", line(never, 3), "nobody has made there"
+    )
+    refused(simulator.BarrierMisuse, unfenced, "mbarrier 1 of", line(unfenced, 6), "has not called fence_mbarrier_init")
+    for out in refused(simulator.BarrierMisuse, unsynchronised, "nobody has made", every=False, seeds=20):
+        assert (out == -1).all()
+
+
+def test_a_barrier_is_made_once_and_is_opaque():
+    @cuda.jit
+    def twice(out, x):
+        barriers = cuda.shared.array(2, uint64)
+        mbarrier_init(barriers, 0, 1)
+
+    @cuda.jit
+    def overwritten(out, x):
+        barriers = cuda.shared.array(2, uint64)
+        make_barriers(barriers, 1)
+        barriers[1] = uint64(0)
+
+    @cuda.jit
+    def inspected(out, x):
+        barriers = cuda.shared.array(2, uint64)
+        make_barriers(barriers, 1)
+        out[0] = float32(barriers[0])
+
+    @cuda.jit
+    def for_nobody(out, x):
+        mbarrier_init(cuda.shared.array(2, uint64), 0, 0)
+
+    @cuda.jit
+    def ended_too_early(out, x):
+        barriers = cuda.shared.array(1, uint64)
+        buffer = cuda.shared.array(64, float32, 128)
+        if cuda.threadIdx.x == 0:
+            mbarrier_init(barriers, 0, 1)
+            fence_mbarrier_init()
+            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+            mbarrier_inval(barriers, 0)
+
+    refused(simulator.BarrierMisuse, twice, "calls mbarrier_init", line(twice, 3), "which block (0, 0, 0) warp")
+    refused(simulator.AsyncRace, overwritten, "writes index 1 of the shared array", "mbarrier 1 of", "lies, which")
+    refused(simulator.AsyncRace, inspected, "reads index 0 of the shared array", line(inspected, 4), "mbarrier_inval")
+    refused(simulator.BarrierMisuse, for_nobody, "takes 0 arrivals")
+    refused(simulator.BarrierMisuse, ended_too_early, "ends mbarrier 0", "waits for 1 of 1 arrivals")
+
+
+def test_a_missing_arrival_is_a_deadlock_that_names_the_barrier():
+    @cuda.jit
+    def waits(out, x):
+        barriers = cuda.shared.array(3, uint64)
+        make_barriers(barriers, 64)
+        if cuda.threadIdx.x != 37:
+            mbarrier_arrive(barriers, 2)
+        mbarrier_wait_parity(barriers, 2, 0)
+
+    @cuda.jit
+    def polls(out, x):
+        barriers = cuda.shared.array(3, uint64)
+        make_barriers(barriers, 65)
+        mbarrier_arrive(barriers, 2)
+        while mbarrier_try_wait_parity(barriers, 2, 0) == uint32(0):
+            pass
+
+    words = "mbarrier.try_wait for parity 0 of mbarrier 2 of the shared array of test_mbarrier.py:"
+    state = "its phase 0 (parity 0) waits for 1 of 6"  # of 64 or 65
+    refused(simulator.Deadlock, waits, words, state, "block (0, 0, 0) warp 1 lanes 0-31", line(waits, 6))
+    refused(simulator.Deadlock, polls, words, state, line(polls, 5), seeds=2)
+
+
+def test_one_arrival_too_many():
+    @cuda.jit
+    def kernel(out, x):
+        barriers = cuda.shared.array(1, uint64)
+        make_barriers(barriers, 2)
+        if cuda.threadIdx.x == 0:
+            mbarrier_arrive_expect_tx(barriers, 0, 16)
+        cuda.syncthreads()
+        if 1 <= cuda.threadIdx.x <= 2:
+            mbarrier_arrive(barriers, 0)
+
+    refused(simulator.BarrierMisuse, kernel, "mbarrier 0 of", "all 2 arrivals of its phase 0 have come")
+
+
+def test_parity_is_0_or_1():
+    @cuda.jit
+    def kernel(out, x):
+        barriers = cuda.shared.array(1, uint64)
+        make_barriers(barriers, 64)
+        mbarrier_wait_parity(barriers, 0, 2)
+
+    refused(simulator.BarrierMisuse, kernel, "asks mbarrier 0 of", "for parity 2, which is neither 0 nor 1")
+
+
+def test_who_falls_two_phases_behind_waits_for_ever():
+    @cuda.jit
+    def kernel(out, x):
+        barriers = cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            mbarrier_arrive(barriers, 0)
+            mbarrier_arrive(barriers, 0)
+        cuda.syncthreads()
+        mbarrier_wait_parity(barriers, 0, 0)  # phases 0 and 1 are over: the phase of parity 0 that goes on is phase 2
+
+    refused(simulator.Deadlock, kernel, "for parity 0 of", "its phase 2 (parity 0) waits for 1 of 1 arrivals")
+
+
+# --- bulk copies into shared memory ---------------------------------------------------------------------------------
+
+
+def make_ring(stages=2, turns=6, expected=64, flip=1, wait_full=1, wait_empty=1, release_early=0):
+    """A ring of stages of 16 floats, one warp that fills it and one that empties it, and ways to get it wrong."""
+
+    @cuda.jit
+    def kernel(out, x):
+        buffer = cuda.shared.array(stages * 16, float32, 128)
+        full, empty = cuda.shared.array(stages, uint64), cuda.shared.array(stages, uint64)
+        make_barriers(full, 1)
+        make_barriers(empty, 32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            for turn in range(turns):
+                if wait_empty:
+                    mbarrier_wait_parity(empty, turn % stages, 1 ^ (turn // stages & 1))
+                bulk_load(buffer, turn % stages * 16, x, turn * 16, 64, full, turn % stages)
+                mbarrier_arrive_expect_tx(full, turn % stages, expected)
+        elif t >= 32:
+            for turn in range(turns):
+                if wait_full:
+                    mbarrier_wait_parity(full, turn % stages, flip & (turn // stages & 1))
+                if release_early:
+                    mbarrier_arrive(empty, turn % stages)
+                    cuda.syncwarp()
+                if t < 48:
+                    out[turn * 16 + t - 32] = buffer[turn % stages * 16 + t - 32]
+                if not release_early:
+                    mbarrier_arrive(empty, turn % stages)
+
+    return kernel
+
+
+def test_a_ring_that_is_right():
+    for out in outcomes(make_ring(), seeds=16):
+        assert torch.equal(out[:96], torch.arange(96.0)) and (out[96:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "mistake, kinds",
+    [
+        (dict(wait_full=0), ("AsyncRace", "Deadlock")),
+        (dict(wait_empty=0), ("AsyncRace", "BarrierMisuse")),
+        (dict(release_early=1), ("AsyncRace",)),
+        (dict(flip=0), ("AsyncRace", "Deadlock")),
+        (dict(expected=48), ("BarrierMisuse",)),
+        (dict(expected=80), ("Deadlock",)),
+    ],
+    ids=str,
+)
+def test_a_ring_that_is_wrong(mistake, kinds):
+    """Under some seeds at least an error says so."""
+    found = [o for o in outcomes(make_ring(**mistake), seeds=24) if isinstance(o, Exception)]
+    assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
+    if "expected" in mistake:
+        assert len(found) == 24
+
+
+def test_a_tile_read_before_its_barrier_names_the_copy():
+    error = next(e for e in outcomes(make_ring(wait_full=0), seeds=24) if isinstance(e, simulator.AsyncRace))
+    for words in (
+        "block (0, 0, 0) warp 1 lane ",
+        "reads index ",
+        "of the shared array of test_mbarrier.py:",
+        "at kernel, test_mbarrier.py:",
+        "cp.async.bulk to shared memory, which block (0, 0, 0) warp 0 lane 0 started at kernel, test_mbarrier.py:",
+        "may be under way: wait for its mbarrier first",
+    ):
+        assert words in str(error)
+
+
+def test_bytes_that_do_not_add_up():
+    refused(
+        simulator.BarrierMisuse, make_ring(expected=48), "bytes more have landed than|its 64 bytes were not expected"
+    )
+    refused(
+        simulator.Deadlock,
+        make_ring(expected=80),
+        "mbarrier.try_wait for parity 0 of mbarrier 0 of",
+        "its phase 0 (parity 0) waits for 0 of 1 arrivals and 16 bytes",
+    )
+
+
+def test_a_phase_that_ends_before_its_copies_have_landed():
+    @cuda.jit
+    def kernel(out, x):
+        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+            bulk_load(buffer, 16, x, 0, 64, barriers, 0)
+            mbarrier_arrive_expect_tx(barriers, 0, 64)
+        mbarrier_wait_parity(barriers, 0, 0)
+
+    words = "phase 0 of mbarrier 0 of|64 bytes more have landed"
+    refused(simulator.BarrierMisuse, kernel, words, "were not expected|was told to expect")
+
+
+def test_a_block_does_not_end_before_its_loads():
+    @cuda.jit
+    def kernel(out, x):
+        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            mbarrier_arrive_expect_tx(barriers, 0, 64)
+            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+
+    refused(simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", "may be under way", every=False, seeds=20)
+
+
+def test_copies_do_not_write_where_others_do():
+    @cuda.jit
+    def two_loads(out, x):
+        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            mbarrier_expect_tx(barriers, 0, 128)
+            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+            bulk_load(buffer, 12, x, 0, 64, barriers, 0)
+
+    @cuda.jit
+    def over_a_store(out, x):
+        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            buffer[5] = float32(1)
+            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+
+    @cuda.jit
+    def under_a_store(out, x):
+        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+            buffer[5] = float32(1)
+
+    refused(simulator.AsyncRace, two_loads, line(two_loads, 7), "writes bytes 48 and on of", "may be under way")
+    refused(simulator.MissingFence, over_a_store, "writes byte 20 of", "has not called fence_proxy_async_shared since")
+    refused(simulator.AsyncRace, under_a_store, "writes index 5 of", "which block (0, 0, 0) warp 0 lane 0 started")
+
+
+@pytest.mark.parametrize(
+    "error, words, copy",
+    [
+        ("Misaligned", "a multiple of 16 bytes, not 24", lambda b, x, m: bulk_load(b, 0, x, 0, 24, m, 0)),
+        ("Misaligned", "index 2 of the shared array", lambda b, x, m: bulk_load(b, 2, x, 0, 32, m, 0)),
+        ("Misaligned", "index 3 of x (256 x float32) is not", lambda b, x, m: bulk_load(b, 0, x, 3, 32, m, 0)),
+        ("OutOfBounds", "64 bytes at index 56 of the shared", lambda b, x, m: bulk_load(b, 56, x, 0, 64, m, 0)),
+        ("OutOfBounds", "64 bytes at index 252 of x", lambda b, x, m: bulk_load(b, 0, x, 252, 64, m, 0)),
+        ("OutOfBounds", "8 bytes at index 1 of", lambda b, x, m: bulk_load(b, 0, x, 0, 64, m, 1)),
+        (
+            "SimulatorError",
+            "shared memory, which x (256 x float32) is",
+            lambda b, x, m: bulk_load(x, 0, x, 0, 64, m, 0),
+        ),
+        ("BarrierMisuse", "as an mbarrier, which nobody", lambda b, x, m: bulk_load(b, 0, x, 0, 64, b, 32)),
+        ("BarrierMisuse", "not between 0 and 1048575", lambda b, x, m: mbarrier_expect_tx(m, 0, 1 << 20)),
+    ],
+)
+def test_a_wrong_operand_is_refused(error, words, copy):
+    @cuda.jit
+    def kernel(out, x):
+        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            copy(buffer, x, barriers)
+
+    refused(getattr(simulator, error), kernel, words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
+
+
+def test_copies_need_memory_that_was_aligned_for_them():
+    @cuda.jit
+    def kernel(out, x):
+        buffer, barriers = cuda.shared.array(64, float32), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+
+    refused(simulator.Misaligned, kernel, "is aligned to 4: ask for it with cuda.shared.array(..., 16)", seeds=2)
+
+
+# --- bulk copies out of shared memory -------------------------------------------------------------------------------
+
+wait_read = make_bulk_wait_group_read(0)
+
+
+def make_store(fence=1, meet=1, wait=1, commit=1, fence_all=1):
+    """All threads fill a buffer, one copies it out, and all fill it again."""
+
+    @cuda.jit
+    def kernel(out, x):
+        buffer = cuda.shared.array(64, float32, 128)
+        t = cuda.threadIdx.x
+        for turn in range(2):
+            buffer[t] = x[turn * 64 + t]
+            if fence and (fence_all or t == 0):
+                fence_proxy_async_shared()
+            if meet:
+                cuda.syncthreads()
+            if t == 0:
+                bulk_store(out, turn * 64, buffer, 0, 256)
+                if commit:
+                    bulk_commit_group()
+                if wait:
+                    wait_read()
+            cuda.syncthreads()
+        if t == 0:
+            wait_read()
+
+    return kernel
+
+
+def test_a_store_that_is_right():
+    for out in outcomes(make_store()):
+        assert torch.equal(out[:128], torch.arange(128.0)) and (out[128:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "mistake, kinds, words",
+    [
+        (dict(fence=0), ("MissingFence",), "has not called fence_proxy_async_shared since"),
+        (dict(fence_all=0), ("MissingFence",), "reads byte 4 of the shared array"),
+        (dict(wait=0), ("AsyncRace",), "wait for its group with make_bulk_wait_group_read"),
+        (dict(commit=0), ("AsyncRace",), "wait for its group with make_bulk_wait_group_read"),
+        (dict(meet=0), ("AsyncRace", "MissingFence"), "cp.async.bulk to global memory"),
+    ],
+    ids=str,
+)
+def test_a_store_that_is_wrong(mistake, kinds, words):
+    found = [o for o in outcomes(make_store(**mistake), seeds=24) if isinstance(o, Exception)]
+    assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
+    assert all(words in str(e) for e in found)
+    if "fence" in mistake:
+        assert len(found) == 24
+
+
+def test_a_store_reads_its_source_when_it_will():
+    """With neither a wait nor an overwritten source, only the end of the block comes too early."""
+
+    @cuda.jit
+    def kernel(out, x):
+        buffer = cuda.shared.array(64, float32, 128)
+        t = cuda.threadIdx.x
+        buffer[t] = x[t]
+        fence_proxy_async_shared()
+        cuda.syncthreads()
+        if t == 0:
+            bulk_store(out, 0, buffer, 0, 256)
+            bulk_commit_group()
+
+    for out in refused(simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", every=False, seeds=20):
+        assert torch.equal(out[:64], torch.arange(64.0))
+
+
+# --- the cluster's other blocks -------------------------------------------------------------------------------------
+
+
+def test_another_blocks_barrier_takes_a_cluster_barrier():
+    @cuda.jit
+    def kernel(out, x):
+        barriers = cuda.shared.array(1, uint64)
+        make_barriers(barriers, 64)
+        mbarrier_arrive_cluster(barriers, 0, 1 - cluster_ctarank())
+        mbarrier_wait_parity(barriers, 0, 0)
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+
+    refused(simulator.ClusterError, kernel, "may not have started", blocks=2, cluster=2)
+
+
+def test_another_blocks_barrier_is_another_one():
+    @cuda.jit
+    def kernel(out, x):
+        barriers = cuda.shared.array(1, uint64)
+        make_barriers(barriers, 64)
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+        if cluster_ctarank() == 1:
+            mbarrier_arrive_cluster(barriers, 0, 0)
+        mbarrier_wait_parity(barriers, 0, 0)
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+
+    words = "mbarrier 0 of the shared array of test_mbarrier.py:"
+    refused(
+        simulator.Deadlock,
+        kernel,
+        words,
+        "in block (1, 0, 0): its phase 0 (parity 0) waits for 64",
+        blocks=2,
+        cluster=2,
+    )
+
+
+# --- barriers of some warps -----------------------------------------------------------------------------------------
+
+
+def test_named_barriers_are_refused_with_a_reason():
+    @cuda.jit
+    def odd(out, x):
+        bar_sync(1, 48)
+
+    @cuda.jit
+    def reserved(out, x):
+        bar_sync(0, 64)
+
+    @cuda.jit
+    def beyond(out, x):
+        bar_sync(1, 128)
+
+    @cuda.jit
+    def differ(out, x):
+        bar_sync(3, 64 if cuda.threadIdx.x < 32 else 96)
+
+    @cuda.jit
+    def a_warp_stays_away(out, x):
+        if cuda.threadIdx.x < 32:
+            bar_sync(3, 64)
+
+    @cuda.jit
+    def a_warp_waits_elsewhere(out, x):
+        if cuda.threadIdx.x < 64:
+            bar_sync(3 + cuda.threadIdx.x // 32, 64)
+        else:
+            bar_arrive(5, 64)
+
+    refused(simulator.SimulatorError, odd, "a multiple of 32 threads", "not 48", seeds=2)
+    refused(simulator.SimulatorError, reserved, "a barrier from 1 to 15, not 0", seeds=2)
+    refused(simulator.SimulatorError, beyond, "not 128", seeds=2)
+    refused(simulator.DivergentBarrier, differ, "for 96 threads|for 64 threads", "barrier 3", threads=96)
+    refused(simulator.DivergentBarrier, a_warp_stays_away, "barrier 3", "exited")
+    refused(simulator.Deadlock, a_warp_waits_elsewhere, "barrier 3 (32 of 64", "barrier 4 (32 of 64", threads=96)
+
+
+@pytest.mark.parametrize("registers", [0, 20, 100, 264])
+def test_setmaxnreg_takes_multiples_of_eight(registers):
+    for make in (make_setmaxnreg_dec, make_setmaxnreg_inc):
+        with pytest.raises(ValueError, match=f"a multiple of 8 from 24 to 256, not {registers}"):
+            make(registers)
+
+
+def test_setmaxnreg_takes_whole_warpgroups():
+    dec, inc = make_setmaxnreg_dec(24), make_setmaxnreg_inc(240)
+
+    @cuda.jit
+    def three_of_four(out, x):
+        if cuda.threadIdx.x < 96:
+            inc()
+
+    @cuda.jit
+    def short(out, x):
+        dec()
+
+    words = (
+        "exited, while others wait for it at setmaxnreg.inc 240|comes to setmaxnreg.inc 240",
+        "warps |threads of its",
+    )
+    refused(simulator.DivergentBarrier, three_of_four, *words, threads=128)
+    refused(simulator.SimulatorError, short, "takes four warps", threads=96)
+
+
+# --- what a picture needs -------------------------------------------------------------------------------------------
+
+
+def test_copies_and_barriers_are_in_the_trace():
+    with simulator.trace() as events:
+        list(outcomes(make_ring(), seeds=1))
+    copies = [e.details["event"] for e in events if e.what == "async copy"]
+    assert copies.count("starts") == copies.count("lands") == 6
+    waits = [e for e in events if e.what == "mbarrier.wait"]
+    assert len(waits) == 6 + 6 * 32 and {e.details["parity"] for e in waits} == {0, 1}
+    assert len([e for e in events if e.what == "mbarrier.arrive"]) == 6 + 6 * 32
+    assert np.all(np.diff([e.step for e in events]) >= 0)

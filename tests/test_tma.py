@@ -1,0 +1,416 @@
+"""Tensor maps and TMA: what the host refuses to describe, and what careless kernels are told."""
+
+import math
+
+import pytest
+import torch
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from numba import cuda, float32, uint8, uint32, uint64
+
+from moe_numba.launch import launch
+from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
+from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
+from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.matrix import ldmatrix_x4, stmatrix_x4
+from moe_numba.ptx.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait_parity,
+)
+from moe_numba.ptx.tensormap import (
+    fence_proxy_tensormap_acquire_gpu,
+    make_tensormap_replace_global_dim,
+    make_tensormap_replace_global_stride,
+    tensormap_cp_fenceproxy,
+    tensormap_replace_global_address,
+)
+from moe_numba.ptx.tma import tma_load_2d, tma_load_2d_multicast, tma_load_3d, tma_store_2d
+from moe_numba.tensor_map import tensor_map
+
+simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
+
+
+# --- what the host describes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32])
+def test_a_map_is_128_bytes_beside_its_tensor(dtype, device):
+    x = torch.zeros(4, 32, 64, dtype=torch.uint8, device=device).view(dtype)
+    for tensor, box in (x, (1, 8, 16)), (x[1], (8, 16)), (x[0, 0], (16,)), (x[:, None, :, None], (1, 1, 8, 1, 16)):
+        found = tensor_map(tensor, box)
+        assert found.shape == (128,) and found.dtype == torch.uint8 and found.device == x.device
+        assert found.data_ptr() % 128 == 0
+
+
+def test_a_dimension_of_one_may_have_any_stride(device):
+    x = torch.zeros(64, dtype=torch.uint8, device=device)
+    tensor_map(x.as_strided((1, 1, 64), (3, 5, 1)), (1, 1, 64), swizzle=64)
+
+
+@pytest.mark.parametrize(
+    "error, words, call",
+    [
+        (TypeError, "tensor is list", lambda x: tensor_map([1], (1,))),
+        (ValueError, "tensor is torch.int64", lambda x: tensor_map(x.view(torch.int64), (1, 2))),
+        (ValueError, "tensor has 6 dimensions", lambda x: tensor_map(x.view(1, 1, 1, 1, 32, 256), (1,) * 6)),
+        (ValueError, r"tensor has shape \(0, 256\)", lambda x: tensor_map(x[:0], (1, 16))),
+        (ValueError, "which is not aligned to 16 bytes", lambda x: tensor_map(x[:, 8:], (1, 16))),
+        (ValueError, r"strides \(1, 256\); its last dimension must be", lambda x: tensor_map(x.T, (16, 1))),
+        (
+            ValueError,
+            "that of dimension 0 is 24 bytes, but must be a multiple of 16",
+            lambda x: tensor_map(x.view(-1)[:240].view(10, 24), (1, 16)),
+        ),
+        (ValueError, "that of dimension 0 is 0 bytes", lambda x: tensor_map(x[:1].expand(4, -1), (1, 16))),
+        (ValueError, "swizzle is 16; it must be 0, 32, 64 or 128", lambda x: tensor_map(x, (1, 16), swizzle=16)),
+        (ValueError, r"box is \(1,\); it must have 2 extents", lambda x: tensor_map(x, (1,))),
+        (
+            ValueError,
+            r"box is \(257, 16\); it must have 2 extents, each from 1 to 256",
+            lambda x: tensor_map(x, (257, 16)),
+        ),
+        (ValueError, r"box is \(0, 16\)", lambda x: tensor_map(x, (0, 16))),
+        (ValueError, r"its rows have 24 bytes; they must be a multiple of 16", lambda x: tensor_map(x, (1, 24))),
+        (ValueError, r"rows have 256 bytes; with swizzle 128", lambda x: tensor_map(x, (1, 256), swizzle=128)),
+        (ValueError, r"rows have 64 bytes; with swizzle 128", lambda x: tensor_map(x, (1, 64), swizzle=128)),
+    ],
+)
+def test_what_tma_cannot_do_is_refused(error, words, call, device):
+    with pytest.raises(error, match=words):
+        call(torch.zeros(32, 256, dtype=torch.uint8, device=device))
+
+
+# --- what careless kernels are told ---------------------------------------------------------------------------------
+
+
+def outcomes(kernel, *arguments, threads=64, blocks=1, seeds=8, **options):
+    """What each seed makes of a kernel that gets `arguments()`: those, or the error."""
+    for seed in range(seeds):
+        given = arguments[0]()
+        try:
+            with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
+                launch(kernel, blocks, threads, *given, **options)
+            yield given
+        except simulator.SimulatorError as error:
+            yield error
+
+
+def refused(error, kernel, arguments, *patterns, **options):
+    """Under every seed a kernel is refused in these words."""
+    for found in outcomes(kernel, arguments, **options):
+        assert type(found) is error, found
+        for pattern in patterns:
+            assert any(p in str(found) for p in pattern.split("|")), f"{pattern!r} is not in: {found}"
+
+
+def plain():
+    """A map of 32 rows of 128 bytes, box (8, 128), and its tensor."""
+    x = torch.arange(32 * 128).to(torch.uint8).view(32, 128)
+    return [tensor_map(x, (8, 128), swizzle=128), x]
+
+
+@cuda.jit(device=True)
+def make_barrier(barrier, size):
+    if cuda.threadIdx.x == 0:
+        mbarrier_init(barrier, 0, 1)
+        fence_mbarrier_init()
+        mbarrier_arrive_expect_tx(barrier, 0, size)
+
+
+def make_load(load, alignment=1024):
+    @cuda.jit
+    def kernel(map, x):
+        smem, barrier = cuda.shared.array(2048, uint8, alignment), cuda.shared.array(1, uint64)
+        make_barrier(barrier, 1024)
+        if cuda.threadIdx.x == 0:
+            load(smem, map, barrier)
+        cuda.syncthreads()
+        mbarrier_wait_parity(barrier, 0, 0)
+
+    return kernel
+
+
+@simulated
+@pytest.mark.parametrize(
+    "error, words, alignment, load",
+    [
+        (
+            "Misaligned",
+            "aligned to 128 bytes, but index 64",
+            1024,
+            lambda s, m, b: tma_load_2d(s, 64, m, 0, 0, 0, b, 0),
+        ),
+        ("Misaligned", "array(..., 128)", 16, lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 0, b, 0)),
+        ("Misaligned", "array(..., 1024)", 128, lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 0, b, 0)),
+        ("OutOfBounds", "1024 bytes at index 1152", 1024, lambda s, m, b: tma_load_2d(s, 1152, m, 0, 0, 0, b, 0)),
+        ("SimulatorError", "of 3 dimensions, not 2", 1024, lambda s, m, b: tma_load_3d(s, 0, m, 0, 0, 0, 0, b, 0)),
+        ("OutOfBounds", "a tensor map at index 384", 1024, lambda s, m, b: tma_load_2d(s, 0, m, 384, 0, 0, b, 0)),
+        ("Misaligned", "aligned to 64 bytes", 1024, lambda s, m, b: tma_load_2d(s, 0, m, 16, 0, 0, b, 0)),
+        ("SimulatorError", "holds no tensor map", 1024, lambda s, m, b: tma_load_2d(s, 0, m, 64, 0, 0, b, 0)),
+        ("OutOfBounds", "mask 0x3", 1024, lambda s, m, b: tma_load_2d_multicast(s, 0, m, 0, 0, 0, b, 0, 3)),
+        ("BarrierMisuse", "as an mbarrier", 1024, lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 0, s, 1024)),
+    ],
+)
+def test_a_wrong_operand_is_refused(error, words, alignment, load):
+    def arguments():
+        map, x = plain()
+        room = torch.zeros(256 + 128, dtype=torch.uint8)
+        room = room[-room.data_ptr() % 128 :][:256]
+        room[:128] = map
+        return [room, x]
+
+    refused(getattr(simulator, error), make_load(load, alignment), arguments, words, "block (0, 0, 0)", seeds=2)
+
+
+@simulated
+def test_a_tile_read_before_its_barrier_is_refused():
+    @cuda.jit
+    def kernel(map, x):
+        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
+        make_barrier(barrier, 1024)
+        if cuda.threadIdx.x == 0:
+            tma_load_2d(smem, 0, map, 0, 0, 0, barrier, 0)
+            x[0] = smem[300]
+
+    words = (
+        "reads index 300 of the shared array of test_tma.py:",
+        "cp.async.bulk.tensor.2d to shared memory, which block",
+    )
+    refused(simulator.AsyncRace, kernel, plain, *words)
+
+
+@simulated
+def test_matrices_read_before_their_barrier_are_refused():
+    @cuda.jit
+    def kernel(map, x):
+        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
+        make_barrier(barrier, 1024)
+        if cuda.threadIdx.x == 0:
+            tma_load_2d(smem, 0, map, 0, 0, 0, barrier, 0)
+        cuda.syncthreads()
+        a, _, _, _ = ldmatrix_x4(smem, cuda.laneid * 16)
+        cuda.syncthreads()
+        mbarrier_wait_parity(barrier, 0, 0)
+        x[cuda.threadIdx.x] = a
+
+    errors = [e for e in outcomes(kernel, plain, seeds=20) if isinstance(e, Exception)]
+    assert errors and all(type(e) is simulator.AsyncRace and "wait for its mbarrier" in str(e) for e in errors)
+
+
+def make_store(fence=True, wait=True, meet=True):
+    wait_read = make_bulk_wait_group_read(0)
+
+    @cuda.jit
+    def kernel(map, x):
+        smem, t = cuda.shared.array(1024, uint8, 1024), cuda.threadIdx.x
+        for turn in range(2):
+            stmatrix_x4(smem, t % 64 * 16, uint32(turn), uint32(turn), uint32(turn), uint32(turn))
+            if fence:
+                fence_proxy_async_shared()
+            if meet:
+                cuda.syncthreads()
+            if t == 0:
+                tma_store_2d(map, 0, 0, 8 * turn, smem, 0)
+                bulk_commit_group()
+                if wait:
+                    wait_read()
+            cuda.syncthreads()
+        if t == 0:
+            wait_read()
+
+    return kernel
+
+
+@simulated
+def test_a_store_needs_fence_barrier_and_wait():
+    for _, x in outcomes(make_store(), plain):
+        assert (x[:16].view(torch.int32).view(2, 8, 32) == torch.arange(2)[:, None, None]).all()
+    refused(
+        simulator.MissingFence, make_store(fence=False), plain, "tensor.2d to global memory", "fence_proxy_async_shared"
+    )
+    for mistake in (dict(wait=False), dict(meet=False)):
+        errors = [e for e in outcomes(make_store(**mistake), plain, seeds=24) if isinstance(e, Exception)]
+        assert len(errors) > 4 and {type(e) for e in errors} <= {simulator.AsyncRace, simulator.MissingFence}
+
+
+@simulated
+def test_a_multicast_takes_a_cluster_barrier():
+    @cuda.jit
+    def kernel(map, x):
+        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
+        make_barrier(barrier, 1024)
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0 and cuda.blockIdx.x == 0:
+            tma_load_2d_multicast(smem, 0, map, 0, 0, 0, barrier, 0, 3)
+        mbarrier_wait_parity(barrier, 0, 0)
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+
+    refused(simulator.ClusterError, kernel, plain, "may not have started", blocks=2, cluster=2)
+
+
+@simulated
+def test_a_map_leads_only_to_tensors_that_exist():
+    kernel = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 0, b, 0))
+
+    def gone():
+        map = tensor_map(torch.zeros(32, 128, dtype=torch.uint8), (8, 128), swizzle=128)
+        return [map, torch.zeros(1)]
+
+    def too_large():
+        x = torch.zeros(32, 128, dtype=torch.uint8)
+        simulator.tensor_map.register(x)
+        described = simulator.tensor_map.TensorMap(x.data_ptr(), 1, [128, 320], [128], [128, 8], 128)
+        map = tensor_map(x, (8, 128))
+        map[:] = torch.frombuffer(bytearray(described.pack()), dtype=torch.uint8)
+        return [map, x]
+
+    refused(simulator.SimulatorError, kernel, gone, "where no tensor is that a map was made from", seeds=2)
+    far = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 32, b, 0))
+    refused(simulator.OutOfBounds, far, too_large, "leads 1024 bytes past the end", seeds=2)
+
+
+# --- maps made on the device ----------------------------------------------------------------------------------------
+
+
+def make_maker(act, acquire=True, other_acquires=False, lanes_differ=False, address=0):
+    """A kernel that makes a map, publishes it and loads by it."""
+
+    @cuda.jit
+    def kernel(made, map, x, out):
+        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
+        copy, t = cuda.shared.array(32, uint32, 128), cuda.threadIdx.x
+        make_barrier(barrier, 1024)
+        if t < 32:
+            copy[t] = map[t]
+            cuda.syncwarp()
+            if t == 0:
+                tensormap_replace_global_address(copy, 0, x, address)
+                act(copy)
+            cuda.syncwarp()
+            tensormap_cp_fenceproxy(made, 32 * (t % 2 if lanes_differ else 1), copy, 0)
+        cuda.syncthreads()
+        if t == (1 if other_acquires else 0) and acquire:
+            fence_proxy_tensormap_acquire_gpu(made, 32)
+        cuda.syncthreads()
+        if t == 0:
+            tma_load_2d(smem, 0, made, 32, 0, 0, barrier, 0)
+        mbarrier_wait_parity(barrier, 0, 0)
+        out[t] = smem[t]
+
+    return kernel
+
+
+def to_make():
+    map, x = plain()
+    made = torch.zeros(96, dtype=torch.int32)
+    made = made[-made.data_ptr() % 128 // 4 :][:64]
+    return [made, map.view(torch.int32), x, torch.zeros(64, dtype=torch.uint8)]
+
+
+def nothing(copy):
+    pass
+
+
+@simulated
+def test_a_map_made_on_the_device_must_be_acquired_by_who_uses_it():
+    for *_, x, out in outcomes(make_maker(nothing, address=128 * 3), to_make):
+        assert torch.equal(out, x[3, :64])
+    words = "block (0, 0, 0) warp 0 lane 0 uses the tensor map at index 32 of made", "fence_proxy_tensormap_acquire_gpu"
+    refused(simulator.MissingFence, make_maker(nothing, acquire=False), to_make, *words)
+    refused(simulator.MissingFence, make_maker(nothing, other_acquires=True), to_make, *words)
+
+
+@simulated
+def test_a_map_that_an_earlier_launch_made_must_be_acquired_too():
+    @cuda.jit
+    def uses(made, map, x, out):
+        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
+        make_barrier(barrier, 1024)
+        if cuda.threadIdx.x == 0:
+            tma_load_2d(smem, 0, made, 32, 0, 0, barrier, 0)
+
+    arguments = to_make()
+    launch(make_maker(nothing), 1, 64, *arguments)
+    refused(simulator.MissingFence, uses, lambda: arguments, "which was changed on the device", seeds=2)
+
+
+width, height, third = (make_tensormap_replace_global_dim(i) for i in range(3))
+pitch, second_pitch = make_tensormap_replace_global_stride(0), make_tensormap_replace_global_stride(1)
+
+
+@simulated
+@pytest.mark.parametrize(
+    "error, words, act",
+    [
+        ("SimulatorError", "makes dimension 1 0; it must be 1 to 2^32", lambda c: height(c, 0, 0)),
+        ("SimulatorError", "no dims[2] in a tensor of 2 dimensions", lambda c: third(c, 0, 5)),
+        ("SimulatorError", "no strides[1] in a tensor of 2 dimensions", lambda c: second_pitch(c, 0, 64)),
+        ("Misaligned", "sets strides to 0x88, which is no multiple of 16", lambda c: pitch(c, 0, 0x88)),
+        ("OutOfBounds", "128 bytes at index 4 of the shared array", lambda c: width(c, 4, 5)),
+        ("OutOfBounds", "past the end of the memory", lambda c: pitch(c, 0, 4096)),
+    ],
+)
+def test_a_wrong_replacement_is_refused(error, words, act):
+    refused(getattr(simulator, error), make_maker(act), to_make, words, seeds=2)
+
+
+@simulated
+def test_a_replaced_address_must_be_that_of_a_tensor():
+    @cuda.jit
+    def kernel(made, map, x, out):
+        copy, t = cuda.shared.array(32, uint32, 128), cuda.threadIdx.x
+        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
+        make_barrier(barrier, 1024)
+        copy[t % 32] = map[t % 32]
+        cuda.syncthreads()
+        if t == 0:
+            tensormap_replace_global_address(copy, 0, out, 0)
+        cuda.syncthreads()
+        if t < 32:
+            tensormap_cp_fenceproxy(made, 32, copy, 0)
+            fence_proxy_tensormap_acquire_gpu(made, 32)
+            if t == 0:
+                tma_load_2d(smem, 0, made, 32, 0, 0, barrier, 0)
+
+    refused(simulator.SimulatorError, kernel, to_make, "where no tensor is that a map was made from", seeds=2)
+
+
+@simulated
+def test_a_warp_publishes_one_map():
+    refused(simulator.SimulatorError, make_maker(nothing, lanes_differ=True), to_make, "publish different tensor maps")
+
+
+@simulated
+def test_shared_memory_has_an_end():
+    @cuda.jit
+    def kernel(map, x):
+        x[0] = cuda.shared.array(0, uint8, 1024)[0]
+        x[1] = cuda.shared.array(1024, uint8)[0]
+
+    for size, found in (226 * 1024 + 1, 227 * 1024 + 1), (227 * 1024 + 1, 227 * 1024 + 1):
+        words = f"shared memory has {found} bytes; 232448 is the most"
+        refused(simulator.SimulatorError, kernel, plain, words, seeds=1, shared_bytes=size)
+    assert len(list(outcomes(kernel, plain, seeds=1, shared_bytes=226 * 1024))[0]) == 2
+
+
+@simulated
+def test_what_was_not_foreseen_is_watched_from_its_first_copy_on():
+    """A function that the simulator does not find beforehand, because it hides in a list."""
+    hidden = [tma_load_2d, mbarrier_init, fence_mbarrier_init]
+
+    @cuda.jit
+    def kernel(map, x):
+        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
+        if cuda.threadIdx.x == 0:
+            hidden[1](barrier, 0, 1)
+            hidden[2]()
+            hidden[0](smem, 0, map, 0, 0, 0, barrier, 0)
+            x[0] = float32(smem[300])
+
+    refused(simulator.AsyncRace, kernel, plain, "reads index 300 of the shared array")
+    assert math.isfinite(simulator.memory.attentive) and simulator.memory.attentive == 0

@@ -1,0 +1,378 @@
+"""What careless kernels are told about wgmma, whose mistakes on a GPU are numbers that are wrong now and then."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from numba import cuda, int32, uint8, uint64
+
+from moe_numba.launch import launch
+from moe_numba.ptx.accumulators import make_fma
+from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait_parity,
+)
+from moe_numba.ptx.tma import tma_load_2d
+from moe_numba.ptx.wgmma import (
+    make_wgmma,
+    make_wgmma_tile,
+    make_wgmma_wait,
+    make_wgmma_wait_group,
+    wgmma_commit_group,
+    wgmma_descriptor,
+    wgmma_descriptor_64b,
+    wgmma_fence,
+)
+from moe_numba.tensor_map import tensor_map
+
+simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
+
+N = 16
+A_BYTES, B_BYTES = 64 * 128, N * 128
+tile, tile_on = make_wgmma_tile(N, "e4m3"), make_wgmma_tile(N, "e4m3", accumulate=True)
+wgmma, wait, wait_1, wait_group = (
+    make_wgmma(N, "e4m3"),
+    make_wgmma_wait(N, 0),
+    make_wgmma_wait(N, 1),
+    make_wgmma_wait_group(0),
+)
+fma = make_fma(N)
+ZEROS = (np.float32(0),) * (N // 2)
+
+
+@pytest.mark.parametrize("n, dtype", [(12, "e4m3"), (0, "bf16"), (264, "e4m3"), (64, "e5m2")])
+def test_there_is_no_such_instruction(n, dtype):
+    for make in (make_wgmma, make_wgmma_tile):
+        with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
+            make(n, dtype)
+
+
+def arguments():
+    a, b = torch.ones(64, 128).to(torch.float8_e4m3fn), torch.ones(N, 128).to(torch.float8_e4m3fn)
+    maps = tensor_map(a, (64, 128), swizzle=128), tensor_map(b, (N, 128), swizzle=128)
+    return [torch.full((256,), -1.0), *maps, a, b]
+
+
+def outcomes(kernel, *, threads=128, seeds=6):
+    """What each seed makes of a kernel: what it wrote, or the error."""
+    for seed in range(seeds):
+        out, map_a, map_b, *alive = arguments()
+        try:
+            with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
+                launch(kernel, 1, threads, out, map_a, map_b)
+            yield out
+        except simulator.SimulatorError as error:
+            yield error
+        del alive
+
+
+def refused(error, kernel, *patterns, some=False, **options):
+    """Under every seed (or only under some) a kernel is refused in these words."""
+    found = list(outcomes(kernel, **options))
+    errors = [e for e in found if isinstance(e, Exception)]
+    assert errors if some else len(errors) == len(found), found
+    for e in errors:
+        assert type(e) is error, e
+        for pattern in patterns:
+            assert any(p in str(e) for p in pattern.split("|")), f"{pattern!r} is not in: {e}"
+
+
+@cuda.jit(device=True)
+def load(smem, barriers, map_a, map_b):
+    """The tiles A and B, one behind the other."""
+    if cuda.threadIdx.x == 0:
+        mbarrier_init(barriers, 0, 1)
+        mbarrier_init(barriers, 1, 4)
+        fence_mbarrier_init()
+        mbarrier_arrive_expect_tx(barriers, 0, A_BYTES + B_BYTES)
+        tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, 0)
+        tma_load_2d(smem, A_BYTES, map_b, 0, 0, 0, barriers, 0)
+    cuda.syncthreads()
+
+
+def make_kernel(body, wait_for_tiles=True):
+    """A kernel whose tiles have been loaded when `body(smem, barriers, a, b, out, map_a)` comes."""
+
+    @cuda.jit
+    def kernel(out, map_a, map_b):
+        smem, barriers = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024), cuda.shared.array(2, uint64)
+        load(smem, barriers, map_a, map_b)
+        if wait_for_tiles:
+            mbarrier_wait_parity(barriers, 0, 0)
+        body(smem, barriers, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES), out, map_a)
+        cuda.syncthreads()
+
+    return kernel
+
+
+@simulated
+def test_one_that_is_right():
+    def body(smem, barriers, a, b, out, map_a):
+        total = fma(ZEROS, wait(tile(a, b)), np.float32(0.5))
+        total = wait(tile_on(total, a, b))
+        out[cuda.threadIdx.x] = total[3]
+
+    for out in outcomes(make_kernel(body)):
+        assert (out[:128] == 64 + 128).all()
+    with simulator.trace() as events:
+        list(outcomes(make_kernel(body), seeds=1))
+    found = [e.details["event"] for e in events if e.what == "wgmma"]
+    assert found == ["starts", "is done"] * 2
+
+
+@simulated
+def test_groups_end_in_their_order():
+    def body(smem, barriers, a, b, out, map_a):
+        first, second = tile(a, b), tile(a, b)
+        first = wait_1(first)
+        out[cuda.threadIdx.x] = first[0]
+        second = wait(second)
+        out[128 + cuda.threadIdx.x] = second[0]
+
+    def too_early(smem, barriers, a, b, out, map_a):
+        tile(a, b)
+        second = wait_1(tile(a, b))
+        out[0] = second[0]
+
+    for out in outcomes(make_kernel(body)):
+        assert (out == 128).all()
+    refused(
+        simulator.AsyncRace,
+        make_kernel(too_early),
+        "reads accumulators at too_early, test_wgmma.py:",
+        "make_wgmma_wait",
+    )
+
+
+@simulated
+def test_pending_accumulators_are_not_read():
+    def no_wait(smem, barriers, a, b, out, map_a):
+        acc = tile(a, b)
+        out[0] = acc[0]
+
+    def in_arithmetic(smem, barriers, a, b, out, map_a):
+        fma(ZEROS, tile(a, b), np.float32(1))
+
+    def around_the_wait(smem, barriers, a, b, out, map_a):
+        acc = tile(a, b)
+        wait_group()
+        out[0] = acc[0]
+
+    def no_commit(smem, barriers, a, b, out, map_a):
+        wgmma_fence()
+        acc = wait(wgmma(ZEROS, a, b, int32(0)))
+        out[0] = acc[0]
+
+    for body in (no_wait, in_arithmetic, around_the_wait, no_commit):
+        words = f"reads accumulators at {body.__name__}, test_wgmma.py:", "wgmma m64n16 e4m3"
+        refused(simulator.AsyncRace, make_kernel(body), *words, "block (0, 0, 0) warp ")
+    refused(simulator.AsyncRace, make_kernel(no_commit), "which was not committed to a group")
+
+
+@simulated
+def test_results_that_nobody_waits_for():
+    def body(smem, barriers, a, b, out, map_a):
+        tile(a, b)
+
+    refused(simulator.AsyncRace, make_kernel(body), "ends, but has not waited for wgmma m64n16 e4m3, which it")
+
+
+@simulated
+def test_tiles_are_not_multiplied_before_they_have_landed():
+    def body(smem, barriers, a, b, out, map_a):
+        wait(tile(a, b))
+        mbarrier_wait_parity(barriers, 0, 0)
+
+    kernel = make_kernel(body, wait_for_tiles=False)
+    words = (
+        "starts wgmma m64n16 e4m3 at body, test_wgmma.py:",
+        "tensor.2d to shared memory, which",
+        "its mbarrier first",
+    )
+    refused(simulator.AsyncRace, kernel, *words, some=True, seeds=16)
+
+
+@simulated
+def test_tiles_are_not_overwritten_while_they_are_multiplied():
+    def by_a_thread(smem, barriers, a, b, out, map_a):
+        acc = tile(a, b)
+        smem[77] = 0
+        wait(acc)
+
+    def by_a_copy(smem, barriers, a, b, out, map_a):
+        acc = tile(a, b)
+        if cuda.threadIdx.x == 0:
+            tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, 0)
+        wait(acc)
+
+    words = "writes index 77 of", "wgmma m64n16 e4m3, which block (0, 0, 0) warp 0 lane 0 and its warpgroup started at"
+    refused(simulator.AsyncRace, make_kernel(by_a_thread), *words)
+    errors = [str(e) for e in outcomes(make_kernel(by_a_copy), seeds=20)]
+    words = "starts cp.async.bulk.tensor.2d to shared memory at by_a_copy", "make_wgmma_wait"
+    assert sum(all(word in error for word in words) for error in errors) >= 10
+
+
+@simulated
+def test_a_stage_is_not_released_before_its_wgmma_is_done():
+    """The producer waits for the stage; the consumers give it free too early, or in time."""
+
+    def make(early):
+        @cuda.jit
+        def kernel(out, map_a, map_b):
+            smem, barriers = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024), cuda.shared.array(2, uint64)
+            load(smem, barriers, map_a, map_b)
+            if cuda.threadIdx.x < 128:
+                for turn in range(4):
+                    mbarrier_wait_parity(barriers, 0, turn & 1)
+                    acc = tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES))
+                    if early and cuda.laneid == 0:
+                        mbarrier_arrive(barriers, 1)
+                    acc = wait(acc)
+                    if not early and cuda.laneid == 0:
+                        mbarrier_arrive(barriers, 1)
+                    out[cuda.threadIdx.x] = acc[0]
+            elif cuda.threadIdx.x == 128:
+                for turn in range(3):
+                    mbarrier_wait_parity(barriers, 1, turn & 1)
+                    mbarrier_arrive_expect_tx(barriers, 0, A_BYTES + B_BYTES)
+                    tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, 0)
+                    tma_load_2d(smem, A_BYTES, map_b, 0, 0, 0, barriers, 0)
+
+        return kernel
+
+    for out in outcomes(make(False), threads=160, seeds=10):
+        assert (out[:128] == 128).all()
+    errors = [e for e in outcomes(make(True), threads=160, seeds=24) if isinstance(e, Exception)]
+    assert len(errors) >= 6
+    assert all(type(e) is simulator.AsyncRace and "wgmma m64n16 e4m3, which" in str(e) for e in errors)
+
+
+@simulated
+def test_what_threads_wrote_needs_a_fence_before_it_is_multiplied():
+    def make(fence):
+        @cuda.jit
+        def kernel(out, map_a, map_b):
+            smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024)
+            for i in range(cuda.threadIdx.x, A_BYTES + B_BYTES, 128):
+                smem[i] = 0x38  # 1 in e4m3
+            if fence:
+                fence_proxy_async_shared()
+            cuda.syncthreads()
+            acc = wait(tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES)))
+            out[cuda.threadIdx.x] = acc[0]
+
+        return kernel
+
+    for out in outcomes(make(True), seeds=2):
+        assert (out[:128] == 128).all()
+    refused(simulator.MissingFence, make(False), "starts wgmma m64n16 e4m3", "fence_proxy_async_shared", seeds=2)
+
+
+@simulated
+def test_registers_need_a_fence_before_they_are_accumulated_on():
+    def no_fence(smem, barriers, a, b, out, map_a):
+        acc = wgmma(ZEROS, a, b, int32(1))
+        wgmma_commit_group()
+        wait(acc)
+
+    def touched_since(smem, barriers, a, b, out, map_a):
+        wgmma_fence()
+        acc = wgmma(ZEROS, a, b, int32(1))
+        wgmma_commit_group()
+        total = fma(ZEROS, wait(acc), np.float32(1))
+        acc = wgmma(total, a, b, int32(1))
+        wgmma_commit_group()
+        wait(acc)
+
+    def untouched_since(smem, barriers, a, b, out, map_a):
+        wgmma_fence()
+        acc = wgmma(ZEROS, a, b, int32(0))
+        acc = wgmma(acc, a + uint64(2), b + uint64(2), int32(1))
+        wgmma_commit_group()
+        acc = wgmma(wait(acc), a + uint64(4), b + uint64(4), int32(1))
+        wgmma_commit_group()
+        out[cuda.threadIdx.x] = wait(acc)[1]
+
+    for body in (no_fence, touched_since):
+        refused(simulator.MissingFence, make_kernel(body), f"at {body.__name__}, test_wgmma.py:", "wgmma_fence")
+    for out in outcomes(make_kernel(untouched_since)):
+        assert (out[:128] == 96).all()
+
+
+@simulated
+def test_all_four_warps_must_come():
+    def three_come(smem, barriers, a, b, out, map_a):
+        if cuda.threadIdx.x < 96:
+            wait(tile(a, b))
+
+    def one_waits_elsewhere(smem, barriers, a, b, out, map_a):
+        if cuda.threadIdx.x >= 96:
+            mbarrier_wait_parity(barriers, 1, 0)
+        else:
+            wait(tile(a, b))
+
+    @cuda.jit
+    def one_has_gone(out, map_a, map_b):
+        smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024)
+        if cuda.threadIdx.x < 96:
+            wait(tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES)))
+
+    words = "block (0, 0, 0) warp 3 lanes 0-31: ", "wgmma m64n16 e4m3 (96 of 128 came)"
+    refused(simulator.Deadlock, make_kernel(three_come), *words, "syncthreads")
+    refused(
+        simulator.Deadlock, make_kernel(one_waits_elsewhere), *words, "mbarrier.try_wait for parity 0 of mbarrier 1"
+    )
+    refused(simulator.DivergentBarrier, one_has_gone, "warp ", "wgmma m64n16 e4m3", "exited")
+    refused(simulator.SimulatorError, make_kernel(three_come), "wgmma m64n16 e4m3 takes four warps", threads=96)
+
+
+def on_two_lines(a, b):
+    if cuda.threadIdx.x < 64:
+        tile(a, b)
+    else:
+        tile(a, b)
+
+
+@simulated
+@pytest.mark.parametrize(
+    "error, words, body",
+    [
+        (
+            "SimulatorError",
+            "bring different descriptors",
+            lambda s, m, a, b, out, map: wait(tile(a, b + uint64(512 * (cuda.threadIdx.x // 64)))),
+        ),
+        ("DivergentBarrier", "at different lines", lambda s, m, a, b, out, map: on_two_lines(a, b)),
+        ("SimulatorError", "takes bytes 32 to 160 of rows of 128", lambda s, m, a, b, out, map: tile(a + uint64(2), b)),
+        ("Misaligned", "a multiple of 1024 bytes", lambda s, m, a, b, out, map: tile(a, b + uint64(8))),
+        ("OutOfBounds", "bytes past the end of the shared", lambda s, m, a, b, out, map: tile(b + uint64(64), b)),
+        ("OutOfBounds", "where there is no array", lambda s, m, a, b, out, map: tile(a, b + uint64(8192))),
+        ("SimulatorError", "without a swizzle", lambda s, m, a, b, out, map: tile(a & uint64(0xFFFFFFFF), b)),
+        ("Misaligned", "aligned to 16 bytes", lambda s, m, a, b, out, map: wgmma_descriptor(s, 8)),
+        (
+            "Misaligned",
+            "it must be at a multiple of 512 bytes",
+            lambda s, m, a, b, out, map: make_wgmma_tile(N, "e4m3", 2)(wgmma_descriptor_64b(s, 64), b),
+        ),
+        ("SimulatorError", "takes 8 accumulators, not 4", lambda s, m, a, b, out, map: tile_on(ZEROS[:4], a, b)),
+    ],
+)
+def test_wrong_operands_are_refused(error, words, body):
+    refused(getattr(simulator, error), make_kernel(body), words, "block (0, 0, 0) warp ", seeds=2)
+
+
+@simulated
+def test_tiles_need_memory_that_was_aligned_for_them():
+    @cuda.jit
+    def kernel(out, map_a, map_b):
+        smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 128)
+        tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES))
+
+    refused(simulator.Misaligned, kernel, "which is aligned to 128", "a multiple of 1024 bytes", seeds=2)
