@@ -31,14 +31,14 @@
 # | a token ... | notebook | the article is about |
 # |---|---|---|
 # | chooses its experts | [01_gate](01_gate.ipynb) | `moe_fused_gate`, SGLang's kernel for DeepSeek-V3's gate |
-# | visits the shared experts too | [03_shared_experts](03_shared_experts.ipynb) | folding the shared experts into the others, in SGLang |
+# | visits shared experts too | [03_shared_experts](03_shared_experts.ipynb) | folding them into the others, in SGLang |
 # | travels to the GPU that has them | to come | DeepEP's `dispatch` and `combine` inside one machine |
 # | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
 # | goes through the experts | to come | the grouped matrix product (group GEMM) of hpc-ops, with TMA |
 #
 # From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. From the alignment you
-# learn about prefix sums, atomics, races, and blocks that wait for each other. From the shared experts you learn what a
-# change to a whole layer is worth, and how to find out. The next topics bring the memory of other GPUs and ring buffers,
+# learn about prefix sums, atomics, races, and blocks that wait for each other. From the shared experts you learn how to
+# find out what a change to a whole layer is worth. The next topics bring the memory of other GPUs and ring buffers,
 # tensor cores and asynchronous copies.
 #
 # So far the notebooks with a link are there, and the others are to come. Read this notebook first, then the others by

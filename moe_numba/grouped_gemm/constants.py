@@ -1,0 +1,91 @@
+"""What a kernel of this room is compiled for, and where its shared memory lies."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from moe_numba.grouped_gemm.schedule import TILE_ROWS
+
+LINE = 128  # bytes of k in a stage: a row of the swizzle, and 4 steps of a multiplication
+WARPS = 12  # two groups of four that multiply, and four that load
+MULTIPLIERS = 8
+STAGING = 1024  # bytes of a multiplying warp, through which its results become rows
+
+
+class Constants(NamedTuple):
+    """Compile-time constants."""
+
+    dtype: str = "e4m3"  # of x and weight; or "bf16"
+    scaling: str = "tensor"  # "tensor": a factor a group; "block": 1 x 128 of x, 128 x 128 of weight; "none"
+    tokens: int = 128  # most of a part
+    parts: int = 1  # of a tile
+    sizes: tuple = (128,)  # of multiplications, in tokens, descending; a part takes the smallest that holds it
+    stages: int = 5
+    rows: str = "lengths"  # where a group's tokens are: "lengths" and starts, "offsets" (ends), or "masked"
+    groups: int = 512  # most
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shared memory, all of it dynamic, from an address that is a multiple of 1024 on.
+
+    Nothing is static beside it: the linker does not promise a dynamic array's alignment behind static ones.
+    """
+
+    constants: Constants
+
+    @property
+    def part_bytes(self):
+        return self.constants.tokens * LINE
+
+    @property
+    def x_at(self):
+        """Of a stage: the tile of weights comes first."""
+        return TILE_ROWS * LINE
+
+    @cached_property
+    def factor_pitch(self):
+        """Floats from a quarter of a part's factors to the next: 4 more than it has, to fall on other banks."""
+        return -(-self.constants.tokens // 16) * 4 + 4
+
+    @cached_property
+    def stage_bytes(self):
+        """A stage's tiles: what TMA brings."""
+        return self.x_at + self.constants.parts * self.part_bytes
+
+    @cached_property
+    def staging_at(self):
+        return self.constants.stages * self.stage_bytes
+
+    @cached_property
+    def factors_at(self):
+        """In floats; a stage has ``parts`` times 4 quarters."""
+        return (self.staging_at + MULTIPLIERS * STAGING) // 4
+
+    @cached_property
+    def stage_factors(self):
+        return 4 * self.factor_pitch * self.constants.parts if self.constants.scaling == "block" else 0
+
+    @cached_property
+    def full_at(self):
+        """In barriers, of 8 bytes: a stage's data are there."""
+        return -(-(self.factors_at + self.constants.stages * self.stage_factors) // 2)
+
+    @cached_property
+    def empty_at(self):
+        """In barriers: a stage may be filled."""
+        return self.full_at + self.constants.stages
+
+    @cached_property
+    def sums_at(self):
+        """In integers: each warp's part of the scan."""
+        return 2 * (self.empty_at + self.constants.stages)
+
+    @cached_property
+    def tiles_at(self):
+        """In integers: the first tile of each group, and behind the last how many there are."""
+        return self.sums_at + WARPS
+
+    @cached_property
+    def bytes(self):
+        return 4 * (self.tiles_at + self.constants.groups + 1)

@@ -1,0 +1,136 @@
+"""A kernel compiled as a whole program, with an entry in C++: for kernels that take tensor maps.
+
+A tensor map must reach a kernel by value, as a ``__grid_constant__``, which Numba cannot say. So the entry is C++, made
+here, and calls the Numba function; both are linked while they are still intermediate code (LTO), and the call is gone.
+It is also the way to ``setmaxnreg``: from PTX the linker makes relocatable code, in which it ignores that instruction.
+"""
+
+import ctypes
+import re
+import struct
+import threading
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+from numba import cuda, types
+
+from moe_numba import simulator
+from moe_numba.launch import _FORMATS as FORMATS
+from moe_numba.launch import Compiled, Launcher, launcher
+from moe_numba.launch import _attributes as attributes
+
+MAP = "tensormap"  # in a signature: 128 bytes by value; the function gets a pointer to bytes
+_C = {"int32": "int", "uint32": "unsigned", "int64": "long long", "uint64": "unsigned long long", "float32": "float"}
+
+
+def entry_source(signature, threads):
+    """The entry's C++, for ``body``, the function that does the work."""
+    inside = ["const void*" if s == MAP or s[-1] == "*" else _C[s] for s in signature]
+    outside = ["const __grid_constant__ Map" if s == MAP else t for s, t in zip(signature, inside, strict=True)]
+    parameters = ", ".join(f"{t} a{i}" for i, t in enumerate(outside))
+    values = ", ".join(f"&a{i}" if s == MAP else f"a{i}" for i, s in enumerate(signature))
+    return (
+        "struct alignas(64) Map { char bytes[128]; };\n"
+        f'extern "C" __device__ void body({", ".join(inside)});\n'
+        f'extern "C" __global__ void __launch_bounds__({threads}, 1) entry({parameters}) {{ body({values}); }}\n'
+    )
+
+
+def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
+    """Compile a ``@cuda.jit`` function; no GPU is needed.
+
+    Parameters
+    ----------
+    kernel : Numba dispatcher
+    signature : tuple of str
+        As for :func:`moe_numba.launch.compile_kernel`, or ``"tensormap"``.
+    threads : int
+        Of a block, at most.
+    arch : tuple
+        Compute capability, with the suffix ``"a"`` for Hopper's own instructions.
+
+    Returns
+    -------
+    code, log
+        An ``ObjectCode`` whose kernel is called "entry", and what ptxas said.
+    """
+    from cuda.core import Linker, LinkerOptions, ObjectCode, Program, ProgramOptions
+    from numba.cuda import dispatcher
+
+    name = "sm_" + "".join(map(str, arch))
+    plain = ["uint8*" if s == MAP else s for s in signature]
+    arguments = [types.CPointer(getattr(types, s[:-1])) if s[-1] == "*" else getattr(types, s) for s in plain]
+    # Numba asks the current device what to compile device functions for, even where a target was named.
+    asked, dispatcher.get_current_device = (
+        dispatcher.get_current_device,
+        lambda: SimpleNamespace(compute_capability=arch),
+    )
+    try:
+        codes, _ = cuda.compile_all(
+            kernel.py_func,
+            types.void(*arguments),
+            device=True,
+            abi="c",
+            abi_info={"abi_name": "body"},
+            cc=arch,
+            output="ltoir",
+        )
+    finally:
+        dispatcher.get_current_device = asked
+    options = ProgramOptions(arch=name, link_time_optimization=True)
+    entry = Program(entry_source(signature, threads), "c++", options).compile("ltoir")
+    options = LinkerOptions(arch=name, link_time_optimization=True, ptxas_options=["-v"])
+    linker = Linker(*(ObjectCode.from_ltoir(c) for c in (entry.code, *codes)), options=options)
+    code = linker.link("cubin")
+    return code, re.sub("\0", "", linker.get_info_log())
+
+
+class ProgramLauncher(Launcher):
+    """A program made ready for one device: calling it starts it; a tensor map's value is its 128 bytes.
+
+    Make it with :func:`program`, which keeps the ones it made.
+    """
+
+    def __init__(self, kernel, signature, device, *, threads, shared_bytes, cluster, dependent):
+        from cuda.bindings import driver
+
+        code, log = compile_program(kernel, signature, threads, arch=(*torch.cuda.get_device_capability(device), "a"))
+        self.compiled = Compiled(None, code, "entry", log)
+        self._kernel = code.get_kernel("entry")  # keeps the code loaded
+        handle = driver.CUkernel(int(self._kernel.handle))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, handle, driver.CUdevice(device))
+        if error:
+            raise ValueError(f"shared_bytes is {shared_bytes}, more than this GPU gives a block: {error.name}")
+        self._function = driver.CUfunction(int(handle))
+        self._device, self._shared_bytes, self._driver = device, shared_bytes, driver
+        pieces = ["128s" if s == MAP else "Q" if s[-1] == "*" else FORMATS[s] for s in signature]
+        self._format = struct.Struct("=" + "".join(pieces))
+        sizes = [struct.calcsize("=" + piece) for piece in pieces]
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._attributes = attributes(driver, cluster, False, dependent)
+        self._thread = threading.local()
+
+    def _prepare(self):
+        buffer = ctypes.create_string_buffer(self._format.size)
+        start = ctypes.addressof(buffer)
+        pointers = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
+        config = None
+        if self._attributes:
+            config = self._driver.CUlaunchConfig()
+            config.attrs, config.numAttrs = self._attributes, len(self._attributes)
+            config.sharedMemBytes = self._shared_bytes
+        self._thread.state = state = buffer, pointers, ctypes.addressof(pointers), config
+        return state
+
+
+@cache
+def program(kernel, signature, device, *, threads, shared_bytes=0, cluster=None, dependent=False):
+    """Make a program ready to be started again and again, and keep it; see :func:`moe_numba.launch.launcher`."""
+    if simulator.ENABLED:
+        plain = tuple("uint8*" if s == MAP else s for s in signature)
+        return launcher(kernel, plain, device, shared_bytes=shared_bytes, cluster=cluster)
+    return ProgramLauncher(
+        kernel, signature, device, threads=threads, shared_bytes=shared_bytes, cluster=cluster, dependent=dependent
+    )

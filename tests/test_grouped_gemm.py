@@ -1,0 +1,261 @@
+"""The grouped GEMM: its arithmetic of tiles, its checker, and its kernel on small tiles, also wrong ones."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from moe_numba.grouped_gemm import kernel, reference, tile
+from moe_numba.grouped_gemm.constants import Constants, Layout
+from moe_numba.grouped_gemm.reference import FP8, mismatch
+from moe_numba.grouped_gemm.schedule import host
+from moe_numba.launch import launch
+from moe_numba.tensor_map import tensor_map
+
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the kernel's launch on a GPU is not wired up yet")
+
+# Which tile comes next
+
+
+@given(
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=20).filter(any),
+    most=st.sampled_from([8, 16, 144, 256]),
+    parts=st.integers(1, 2),
+    across=st.integers(1, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_tiles_cover_each_row_once(lengths, most, parts, across):
+    """Each (row, tile of weights) lies in one tile, no tile is empty, none is larger than allowed."""
+    counts = [int(host.tiles_of(n, most * parts)) * across for n in lengths]
+    first = [sum(counts[:g]) for g in range(len(lengths))]
+    seen = set()
+    for number in range(sum(counts)):
+        g = int(host.group_of(first, 0, len(lengths), number))
+        assert first[g] <= number < first[g] + counts[g]
+        tiles = counts[g] // across
+        part = int(host.part_of(lengths[g], tiles, parts))
+        assert part % 8 == 0 and 0 < part <= most
+        n = int(host.divide(number - first[g], tiles))
+        begin = (number - first[g] - n * tiles) * part * parts
+        rows = range(begin, min(begin + part * parts, lengths[g]))
+        cells = {(g, row, n) for row in rows}
+        assert cells and not cells & seen and n < across
+        seen |= cells
+    assert len(seen) == sum(lengths) * across
+
+
+@pytest.mark.parametrize("scaling, groups, parts", [("tensor", 512, 1), ("block", 64, 2)])
+def test_shared_memory_is_laid_out_without_overlap(scaling, groups, parts):
+    constants = Constants(scaling=scaling, groups=groups, parts=parts, stages=3)
+    layout = Layout(constants)
+    ends = [
+        (0, layout.staging_at),
+        (layout.staging_at, layout.factors_at * 4),
+        (layout.factors_at * 4, layout.full_at * 8),
+        (layout.full_at * 8, layout.empty_at * 8),
+        (layout.empty_at * 8, layout.sums_at * 4),
+        (layout.sums_at * 4, layout.tiles_at * 4),
+        (layout.tiles_at * 4, layout.bytes),
+    ]
+    assert all(start <= end for start, end in ends) and all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert layout.stage_bytes % 1024 == 0 and layout.factor_pitch % 4 == 0
+    assert layout.full_at * 2 >= layout.factors_at + 3 * layout.stage_factors
+    assert layout.bytes >= 4 * (layout.tiles_at + groups + 1)
+
+
+# The kernel
+
+
+def case(constants, lengths, n, k, seed=0):
+    """Random inputs of a problem, and what must come out; rows beyond the groups' are there to be left alone."""
+    torch.manual_seed(seed)
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    capacity = 0
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    if constants.rows == "masked":
+        capacity = int(lengths.max()) + 3
+        starts = torch.arange(len(lengths), dtype=torch.int32) * capacity
+    total = capacity * len(lengths) if capacity else int(lengths.sum())
+    dtype = FP8 if constants.dtype == "e4m3" else torch.bfloat16
+    x, weight = (torch.randn(total, k) * 0.5).to(dtype), (torch.randn(len(lengths), n, k) * 0.5).to(dtype)
+    x_scale = torch.rand(total, -(-k // 128)) + 0.5
+    weight_scale = torch.rand(len(lengths), -(-n // 128), -(-k // 128)) + 0.5
+    if constants.scaling == "block":
+        right = reference.group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale)
+    else:
+        weight_scale = torch.rand(len(lengths)) + 0.5
+        factors = weight_scale if constants.scaling == "tensor" else None
+        right = reference.group_gemm(x, weight, lengths, starts, factors)
+    return SimpleNamespace(
+        x=x, weight=weight, lengths=lengths, starts=starts, x_scale=x_scale, weight_scale=weight_scale, right=right,
+        capacity=capacity,
+    )
+
+
+def run(constants, given, blocks=2, seed=0):
+    """The kernel's output, poisoned before, with 4 rows behind it that nobody may touch."""
+    made, shared_bytes = kernel.make_kernel(constants)
+    total, k = given.x.shape
+    n, line = given.weight.shape[1], 128 // given.x.element_size()
+    y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16)
+    maps = (
+        tensor_map(given.x, (constants.tokens, line), swizzle=128),
+        tensor_map(given.weight, (1, 128, line), swizzle=128),
+    )
+    lengths = given.lengths if constants.rows != "offsets" else (given.starts[:-1] + given.lengths)
+    with simulator.seed(seed):
+        launch(
+            made, blocks, kernel.THREADS, *maps, y.view(torch.int32), lengths, given.starts, given.x_scale,
+            given.weight_scale, len(given.lengths), total, given.capacity, n, k, shared_bytes=shared_bytes,
+        )
+    assert bool(y[total:].isnan().all()), "rows behind the output were written"
+    return y[:total]
+
+
+PATTERNS = {
+    "empty groups": [0, 3, 0, 0, 9, 0],
+    "one row": [1],
+    "an exact tile, and one row more": [16, 17],
+    "all in one group": [0, 70, 0],
+    "no row at all": [0, 0],
+}
+FORMS = {
+    "tensor": Constants(tokens=16, sizes=(16, 8), stages=3, groups=8),
+    "tensor, two parts": Constants(tokens=16, parts=2, sizes=(16, 8), stages=2, groups=8),
+    "block": Constants(scaling="block", tokens=16, sizes=(16,), stages=3, groups=8),
+    "block, two parts": Constants(scaling="block", tokens=24, parts=2, sizes=(24, 8), stages=2, groups=8),
+    "bf16": Constants(dtype="bf16", scaling="none", tokens=16, sizes=(16,), stages=3, groups=8),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_groups_of_all_sizes(form, pattern):
+    given = case(FORMS[form], PATTERNS[pattern], 128, 256 if form != "bf16" else 128)
+    if len(given.x) == 0:
+        pytest.skip("TMA has no map of an empty tensor: the public function answers without a launch")
+    assert mismatch(run(FORMS[form], given), given.right) is None
+
+
+@pytest.mark.parametrize("form", ["tensor", "block", "bf16"])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (256, 128)])
+def test_sizes_that_are_no_multiples_of_a_tile(form, n, k):
+    given = case(FORMS[form], [5, 0, 12], n, k)
+    assert mismatch(run(FORMS[form], given, blocks=3), given.right) is None
+
+
+@pytest.mark.parametrize("rows", ["offsets", "masked"])
+def test_rows_given_otherwise(rows):
+    constants = FORMS["tensor"]._replace(rows=rows)
+    given = case(constants, [3, 0, 20], 128, 128)
+    assert mismatch(run(constants, given), given.right) is None
+
+
+def test_more_groups_than_threads_of_a_scan():
+    constants = FORMS["tensor"]._replace(groups=400)
+    given = case(constants, [1 if g in (0, 399) else 0 for g in range(400)], 64, 64)
+    assert mismatch(run(constants, given, blocks=1), given.right) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_things_does_not_matter(seed):
+    given = case(FORMS["block, two parts"], [30, 50], 128, 256)
+    first = run(FORMS["block, two parts"], given, seed=0)
+    assert mismatch(first, given.right) is None
+    assert torch.equal(run(FORMS["block, two parts"], given, seed=seed), first)
+
+
+@pytest.mark.parametrize("lengths, starts", [([-5, 3], [0, 0]), ([3, 1 << 30], [0, 3]), ([4, 4], [-7, 1 << 30])])
+def test_nonsense_in_device_memory_stays_in_bounds(lengths, starts):
+    given = case(FORMS["tensor"], [4, 4], 64, 64)
+    given.lengths, given.starts = (torch.tensor(v, dtype=torch.int32) for v in (lengths, starts))
+    run(FORMS["tensor"], given)  # asserts that the rows behind the output are as they were
+
+
+# The checks must be able to fail
+
+RELEASE = "            if release:\n                mbarrier_arrive(bars, empty_at + stage)\n"
+WRONG = {
+    "a stage is read before it is full": (
+        tile, "            mbarrier_wait_parity(bars, full_at + stage, parity)\n", "",
+    ),
+    "a stage is filled while it is read": (
+        kernel,
+        "                mbarrier_wait_parity(bars, empty_at + stage, parity)\n                mbarrier_arrive_expect",
+        "                mbarrier_arrive_expect",
+    ),
+    "too few bytes are expected": (kernel, "full_at + stage, stage_bytes)", "full_at + stage, stage_bytes - 16)"),
+    "a stage is given back before it was multiplied": (
+        tile,
+        f"product = wait(tile(a, b))\n{RELEASE}",
+        f"product = tile(a, b)\n{RELEASE}            product = wait(product)\n",
+    ),
+    "a group's rows run on into the next": (tile, "int32(min(rows, part)), at, pitch)", "part, at, pitch)"),
+    "the wrong group's weights": (kernel, "int32(n * TILE_ROWS), g, bars", "int32(n * TILE_ROWS), int32(0), bars"),
+    "the product of the last stage is left out": (tile, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
+    "the chunks of the staging are not put back": (tile, "((chunk ^ ((token >> 2) & 1)) << 4)", "(chunk << 4)"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_kernels_are_rejected(what, monkeypatch):
+    module, right, wrong = WRONG[what]
+    source = inspect.getsource(module)
+    assert source.count(right) >= 1
+    changed = {"__name__": module.__name__ + "_wrong"}
+    exec(compile(source.replace(right, wrong), f"<{what}>", "exec"), changed)
+    make = changed.get("make_kernel")
+    if make is None:
+        monkeypatch.setattr(kernel, "make_compute", changed["make_compute"])
+        make = kernel.make_kernel.__wrapped__
+    monkeypatch.setattr(kernel, "make_kernel", make)
+    given = case(FORMS["tensor"], [11, 5], 128, 768)
+    for seed in range(8):
+        try:
+            out = run(FORMS["tensor"], given, blocks=1, seed=seed)
+        except (simulator.SimulatorError, AssertionError):
+            return
+        if mismatch(out, given.right):
+            return
+    pytest.fail(f"the check let a kernel pass in which {what}")
+
+
+def test_the_checker_sees_what_is_wrong():
+    right = torch.randn(6, 512, dtype=torch.float64)
+    right[4:] = float("nan")
+    good = right.bfloat16()
+    assert mismatch(good, right) is None
+    for change, says in [
+        (lambda y: y[5].fill_(0), "row 5 is of no group"),
+        (lambda y: y[2, 3:4].fill_(float("nan")), "row 2 is not written"),
+        (lambda y: y[1].mul_(1.02), "row 1 is off by"),
+        (lambda y: y.copy_((right * 1.002).bfloat16()), "all is off by"),
+    ]:
+        out = good.clone()
+        change(out)
+        assert says in mismatch(out, right)
+    assert "shape" in mismatch(good[:3], right)
+
+
+# Scalings
+
+
+@pytest.mark.parametrize("k", [128, 320])
+def test_quantised_inputs_stand_for_the_numbers(k):
+    x, weight = torch.randn(5, k), torch.randn(2, 192, k)
+    for values, scale, whole in [
+        (*reference.quantise_rows(x), x),
+        (*reference.quantise_blocks(weight), weight),
+    ]:
+        wide = scale.repeat_interleave(128, -1)[..., :k]
+        if whole is weight:
+            wide = wide.repeat_interleave(128, 1)[:, :192]
+        assert values.dtype == FP8 and float(values.float().abs().max()) == 448
+        # Half a step is a 16th of a number, or of the smallest normal one, 2^-6.
+        assert bool(((values.float() * wide - whole).abs() <= wide * torch.clamp(whole.abs() / wide, 2**-6) / 16).all())
