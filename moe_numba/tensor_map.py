@@ -7,8 +7,9 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.arguments import require
+from moe_numba.launch import address
 
-__all__ = ["tensor_map"]
+__all__ = ["tensor_map", "tensor_map_value"]
 
 _TYPES = {
     torch.uint8: "UINT8",
@@ -19,6 +20,8 @@ _TYPES = {
     torch.float32: "FLOAT32",
     torch.int32: "INT32",
 }
+_MOST_VALUES = 4096
+_values = {}
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
@@ -48,19 +51,34 @@ def tensor_map(tensor, box, *, swizzle=0):
     ValueError
         If TMA cannot do it; says which argument, what it was and what is allowed.
     """
-    extents, strides, box = _checked(tensor, box, swizzle)
-    require(tensor.device, (9, 0), "tensor")
-    if simulator.ENABLED:
-        simulator.tensor_map.register(tensor)
-        described = simulator.tensor_map.TensorMap(
-            tensor.data_ptr(), tensor.element_size(), extents, strides, box, swizzle
-        )
-        data = torch.frombuffer(bytearray(described.pack()), dtype=torch.uint8)
-    else:
-        data = _encoded(tensor, extents, strides, box, swizzle)
+    data = torch.frombuffer(bytearray(_bytes(tensor, box, swizzle)), dtype=torch.uint8)
     room = torch.empty(256, dtype=torch.uint8, device=tensor.device)
     aligned = room[-room.data_ptr() % 128 :][:128]  # a GPU's allocator does that anyway, the CPU's does not
     return aligned.copy_(data)
+
+
+def tensor_map_value(tensor, box, *, swizzle=0):
+    """The same map as a value: what a program (:func:`moe_numba.program.program`) takes for a "tensormap"."""
+    if simulator.ENABLED:
+        return address(tensor_map(tensor, box, swizzle=swizzle))
+    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tuple(box), swizzle
+    value = _values.get(key)
+    if value is None:
+        if len(_values) >= _MOST_VALUES:
+            _values.clear()
+        value = _values[key] = _bytes(tensor, box, swizzle)  # it depends on nothing but the key
+    return value
+
+
+def _bytes(tensor, box, swizzle):
+    extents, strides, box = _checked(tensor, box, swizzle)
+    require(tensor.device, (9, 0), "tensor")
+    if not simulator.ENABLED:
+        return _encoded(tensor, extents, strides, box, swizzle)
+    simulator.tensor_map.register(tensor)
+    return simulator.tensor_map.TensorMap(
+        tensor.data_ptr(), tensor.element_size(), extents, strides, box, swizzle
+    ).pack()
 
 
 def _checked(tensor, box, swizzle):
@@ -126,4 +144,4 @@ def _encoded(tensor, extents, strides, box, swizzle):
         )
     if error:
         raise ValueError(f"the driver makes no tensor map of {tuple(tensor.shape)} with box {box[::-1]}: {error.name}")
-    return torch.from_numpy(np.array([int(word) for word in described.opaque], np.uint64).view(np.uint8))
+    return np.array([int(word) for word in described.opaque], np.uint64).tobytes()

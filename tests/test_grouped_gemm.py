@@ -1,6 +1,7 @@
 """The grouped GEMM: its arithmetic of tiles, its checker, and its kernel on small tiles, also wrong ones."""
 
 import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import kernel, reference, tile
+from moe_numba.grouped_gemm import (
+    group_gemm_bf16,
+    group_gemm_blockwise_fp8,
+    group_gemm_pertensor_fp8,
+    kernel,
+    reference,
+    tile,
+)
 from moe_numba.grouped_gemm.constants import Constants, Layout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.schedule import host
@@ -241,6 +249,92 @@ def test_the_checker_sees_what_is_wrong():
         change(out)
         assert says in mismatch(out, right)
     assert "shape" in mismatch(good[:3], right)
+
+
+# The public functions
+
+
+def inputs(lengths=(5, 0, 15), n=128, k=192):
+    """A small problem as a user has it: the arguments of the three functions, and what each must give."""
+    torch.manual_seed(1)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), seqlens.cumsum(0).int()])
+    x, weight = torch.randn(int(seqlens.sum()), k), torch.randn(len(lengths), n, k)
+    (xq, xs), (wq, ws) = reference.quantise_rows(x), reference.quantise_blocks(weight)
+    scale = torch.rand(len(lengths)) + 1
+    return {
+        "pertensor": (xq, wq, seqlens, cu_seqlens, scale),
+        "blockwise": (xq, wq, seqlens, cu_seqlens, xs, ws),
+        "bf16": (x.bfloat16(), weight.bfloat16(), seqlens, cu_seqlens),
+    }
+
+
+FUNCTIONS = {
+    "pertensor": (group_gemm_pertensor_fp8, reference.group_gemm),
+    "blockwise": (group_gemm_blockwise_fp8, reference.group_gemm_blockwise),
+    "bf16": (group_gemm_bf16, reference.group_gemm),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("average", [None, 1, 16, 40, 64, 100, 300])
+def test_every_form_gives_the_same(name, average):
+    """The average number of rows chooses tiles, and changes nothing else."""
+    function, right = FUNCTIONS[name]
+    arguments = inputs()[name]
+    assert mismatch(function(*arguments, num_seq_per_group_avg=average), right(*arguments)) is None
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_by_ends_and_masked(name):
+    function, right = FUNCTIONS[name]
+    x, weight, seqlens, cu_seqlens, *scales = inputs()[name]
+    expected = right(x, weight, seqlens, cu_seqlens, *scales)
+    assert mismatch(function(x, weight, None, None, *scales, offs=cu_seqlens[1:].clone()), expected) is None
+    wide = lambda rows: torch.stack([torch.nn.functional.pad(rows[a : a + n].float(), (0, 0, 0, 16 - n)) for a, n in
+                                     zip(cu_seqlens.tolist(), seqlens.tolist(), strict=False)]).to(rows.dtype)
+    if name == "blockwise":
+        scales = [wide(scales[0]), scales[1]]
+    out = torch.full((3, 16, 128), float("nan"), dtype=torch.bfloat16)
+    assert function(wide(x), weight, seqlens, None, *scales, out=out) is out
+    got = torch.cat([out[g, :n] for g, n in enumerate(seqlens.tolist())])
+    assert mismatch(got, expected) is None
+    assert all(bool(out[g, n:].isnan().all()) for g, n in enumerate(seqlens.tolist()))
+
+
+def test_no_rows():
+    x, weight, seqlens, cu_seqlens, scale = inputs((0, 0))["pertensor"]
+    assert group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, scale).shape == (0, 128)
+
+
+X, WEIGHT, SEQLENS, CU_SEQLENS, SCALE = inputs()["pertensor"]
+BAD = {
+    "x is torch.float32": dict(x=X.float()),
+    "weight is torch.float32": dict(weight=WEIGHT.float()),
+    "x has shape (192,)": dict(x=X[0]),
+    "x has 128 columns": dict(x=X[:, :128]),
+    "weight's n is 96": dict(weight=WEIGHT[:, :96]),
+    "weight's k is 32": dict(x=X[:, :32], weight=WEIGHT[:, :, :32]),
+    "weight has 0 groups": dict(weight=WEIGHT[:0], y_scale=SCALE[:0]),
+    "seqlens is torch.int64": dict(seqlens=SEQLENS.long()),
+    "seqlens has shape (2,)": dict(seqlens=SEQLENS[:2]),
+    "cu_seqlens has shape (3,)": dict(cu_seqlens=CU_SEQLENS[:3]),
+    "y_scale is torch.float64": dict(y_scale=SCALE.double()),
+    "y_scale has shape (1,)": dict(y_scale=SCALE[:1]),
+    "num_seq_per_group_avg is -1": dict(num_seq_per_group_avg=-1),
+    "offs is given": dict(offs=CU_SEQLENS[1:].clone()),
+    "x is masked": dict(x=X[:18].view(3, 6, 192)),
+    "seqlens is NoneType": dict(seqlens=None),
+    "out's y is torch.float32": dict(out=torch.zeros(20, 128)),
+    "out starts at address": dict(out=torch.zeros(20 * 128 + 1, dtype=torch.bfloat16)[1:].view(20, 128)),
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_what_is_refused_and_how(says):
+    arguments = dict(x=X, weight=WEIGHT, seqlens=SEQLENS, cu_seqlens=CU_SEQLENS, y_scale=SCALE) | BAD[says]
+    with pytest.raises((ValueError, TypeError), match=re.escape(says)):
+        group_gemm_pertensor_fp8(**arguments)
 
 
 # Scalings

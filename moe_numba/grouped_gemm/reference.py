@@ -31,9 +31,9 @@ def group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale):
 def quantise_rows(x):
     """[rows, k] -> e4m3 and float32 scales [rows, k / 128], rounded up: the largest of each 128 becomes 448."""
     rows, k = x.shape
-    blocks = torch.nn.functional.pad(x.float(), (0, -k % BLOCK)).view(rows, -1, BLOCK)
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % BLOCK)).view(rows, -(-k // BLOCK), BLOCK)
     scale = blocks.abs().amax(2).clamp(min=1e-10) / FP8_MOST
-    return (blocks / scale[:, :, None]).to(FP8).view(rows, -1)[:, :k].contiguous(), scale
+    return (blocks / scale[:, :, None]).to(FP8).flatten(1)[:, :k].contiguous(), scale
 
 
 def quantise_blocks(weight):

@@ -1,0 +1,234 @@
+"""The public functions: check, choose tiles, allocate, launch."""
+
+from functools import cache
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.arguments import as_tensor, check_out, give_back, require
+from moe_numba.grouped_gemm.constants import Constants
+from moe_numba.grouped_gemm.kernel import THREADS, make_kernel
+from moe_numba.launch import address, current_stream
+from moe_numba.program import MAP, program
+from moe_numba.tensor_map import tensor_map_value
+
+FP8 = torch.float8_e4m3fn
+_MOST_GROUPS, _MOST_TILES = 512, (1 << 31) - 1
+_SIGNATURE = (MAP, MAP, "int32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
+
+# Average rows of a group up to which a form is taken: tokens of a part, parts of a tile, multiplications, stages.
+_FORMS = (
+    (10, dict(tokens=16, sizes=(16,), stages=11)),
+    (22, dict(tokens=32, sizes=(32, 16), stages=10)),
+    (44, dict(tokens=64, sizes=(64, 32), stages=8)),
+    (80, dict(tokens=96, sizes=(96, 64), stages=7)),
+    (120, dict(tokens=144, sizes=(144, 128, 96), stages=5)),
+    (None, dict(tokens=144, parts=2, sizes=(144, 128), stages=4)),
+)
+_LARGEST_BY_BLOCK = dict(tokens=128, parts=2, sizes=(128,), stages=4)  # the factors need registers
+
+
+def group_gemm_pertensor_fp8(
+    x, weight, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg=None, offs=None, out=None
+):
+    """Multiply each group's rows with the group's weight, in FP8: ``y = x weight^T * y_scale``, in one launch.
+
+    Products are added up in float32: the tensor cores' sums of 128 products each. Every result is bit-identical from
+    run to run.
+
+    Parameters
+    ----------
+    x : tensor [total, k], float8_e4m3fn
+        Rows, group after group. Or [groups, capacity, k], "masked": a group's rows are the first of its ``capacity``.
+    weight : tensor [groups, n, k], float8_e4m3fn
+        1 to 512 groups; n and k multiples of 64.
+    seqlens : tensor [groups], int32
+        Rows of each group; it may have none. Read on the GPU: the host does not wait.
+    cu_seqlens : tensor [groups + 1], int32, or None
+        Where each group's rows begin. None if ``x`` is masked.
+    y_scale : tensor [groups], float32
+        What a group's results are multiplied with: the scale of x times that of the weight.
+    num_seq_per_group_avg : int, optional
+        How many rows a group has on average, which decides the tiles and nothing else. Rows by groups if not given.
+    offs : tensor [groups], int32, optional
+        The end of each group's rows, as ``torch._scaled_grouped_mm`` has it, in place of seqlens and cu_seqlens.
+    out : tensor, optional
+        Contiguous, bfloat16, to write into; the call then neither allocates nor synchronises.
+
+    Returns
+    -------
+    tensor [total, n] or [groups, capacity, n], bfloat16
+        In ``x``'s library. Rows that belong to no group are not written.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what it was and what is allowed.
+    UnsupportedDeviceError
+        The GPU is not of compute capability 9.0.
+
+    Notes
+    -----
+    After hpc-ops' function of this name. Lengths that point outside of x are cut, so nothing is read or written out of
+    bounds. It runs on the caller's current stream, and can be captured in a CUDA graph after one call has compiled it.
+    """
+    return _group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, num_seq_per_group_avg, offs, out)
+
+
+def group_gemm_blockwise_fp8(
+    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None
+):
+    """The same for inputs that are scaled block by block, as DeepSeek-V3's are.
+
+    Parameters
+    ----------
+    x, weight, seqlens, cu_seqlens, num_seq_per_group_avg, offs, out
+        As for :func:`group_gemm_pertensor_fp8`.
+    x_scale : tensor [total, k / 128] or [groups, capacity, k / 128], float32
+        A scale for each 128 elements of a row; contiguous, as a cast gives it. k / 128 is rounded up.
+    w_scale : tensor [groups, n / 128, k / 128], float32
+        A scale for each 128 by 128 of a weight; contiguous. Both are rounded up.
+    """
+    return _group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs, out)
+
+
+def group_gemm_bf16(x, weight, seqlens, cu_seqlens, num_seq_per_group_avg=None, offs=None, out=None):
+    """The same in bfloat16, without scales: ``torch._grouped_mm``'s case.
+
+    Parameters
+    ----------
+    x, weight : tensor, bfloat16
+    seqlens, cu_seqlens, num_seq_per_group_avg, offs, out
+        As for :func:`group_gemm_pertensor_fp8`.
+    """
+    return _group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, num_seq_per_group_avg, offs, out)
+
+
+def _group_gemm(scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out):
+    given, x, weight = x, as_tensor(x, "x"), as_tensor(weight, "weight")
+    dtype = torch.bfloat16 if scaling == "none" else FP8
+    rows, lengths, starts = _check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype)
+    groups, n, k = weight.shape
+    if scaling == "tensor":
+        weight_scale = _scale("y_scale", weight_scale, (groups,), x.device)
+    elif scaling == "block":
+        blocks = -(-k // 128)
+        x_scale = _scale("x_scale", x_scale, (*x.shape[:-1], blocks), x.device)
+        weight_scale = _scale("w_scale", weight_scale, (groups, -(-n // 128), blocks), x.device)
+    total = x.numel() // k
+    if out is None:
+        y = torch.empty((*x.shape[:-1], n), dtype=torch.bfloat16, device=x.device)
+    else:
+        y = as_tensor(out, "out")
+        check_out("y", y, (*x.shape[:-1], n), torch.bfloat16, x.device)
+        if y.data_ptr() % 16:
+            raise ValueError(f"out starts at address {y.data_ptr():#x}; it must be a multiple of 16")
+    if total:
+        constants = _constants(scaling, rows, _average(average, total, groups))
+        most = constants.tokens * constants.parts
+        if groups * -(-total // most) * -(-n // 128) > _MOST_TILES:
+            raise ValueError(f"x has {total} rows, too many for {groups} groups of {n} columns")
+        start, line = _launcher(constants, x.device.index or 0), 128 // x.element_size()
+        flat = x.view(total, k) if x.dim() == 3 else x
+        start(
+            _blocks(x.device),
+            THREADS,
+            current_stream(x.device.index or 0),
+            tensor_map_value(flat, (constants.tokens, line), swizzle=128),
+            tensor_map_value(weight, (1, 128, line), swizzle=128),
+            address(y),
+            address(lengths),
+            address(lengths if starts is None else starts),
+            address(lengths if x_scale is None else x_scale),
+            address(lengths if weight_scale is None else weight_scale),
+            groups,
+            total,
+            x.shape[1] if rows == "masked" else 0,
+            n,
+            k,
+        )
+    return out if out is not None else give_back(y, given)
+
+
+@cache
+def _launcher(constants, device):
+    kernel, shared_bytes = make_kernel(constants)
+    return program(kernel, _SIGNATURE, device, threads=THREADS, shared_bytes=shared_bytes, dependent=True)
+
+
+@cache
+def _blocks(device):
+    return 2 if simulator.ENABLED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _constants(scaling, rows, average):
+    """The form for groups of so many rows."""
+    most, form = next((most, form) for most, form in _FORMS if most is None or average <= most)
+    if most is None and scaling == "block":
+        form = _LARGEST_BY_BLOCK
+    return Constants(dtype="bf16" if scaling == "none" else "e4m3", scaling=scaling, rows=rows, **form)
+
+
+def _average(average, total, groups):
+    if average is None:
+        return -(-total // groups)
+    if type(average) is not int or average < 0:
+        raise ValueError(f"num_seq_per_group_avg is {average!r}; it must be an int, 0 or more")
+    return min(average, 1 << 20)
+
+
+def _scale(name, array, shape, device):
+    tensor = as_tensor(array, name)
+    _check(name, tensor, shape, torch.float32, device)
+    return tensor
+
+
+def _check(name, tensor, shape, dtype, device):
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}")
+    if tuple(tensor.shape) != tuple(shape) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            f"it must be contiguous and {tuple(shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be where x is, on {device}")
+
+
+def _check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
+    """How rows are given, and the tensors that tell."""
+    for name, tensor, dims in (("x", x, "2 or 3"), ("weight", weight, "3")):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}")
+        if str(tensor.dim()) not in dims:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")
+    require(x.device, (9, 0), "x")
+    groups, n, k = weight.shape
+    if not 1 <= groups <= _MOST_GROUPS:
+        raise ValueError(f"weight has {groups} groups; 1 to {_MOST_GROUPS} are allowed")
+    if x.shape[-1] != k:
+        raise ValueError(f"x has {x.shape[-1]} columns; it must have weight's k, {k}")
+    for name, size in (("n", n), ("k", k)):
+        if size % 64 or not size:
+            raise ValueError(f"weight's {name} is {size}; it must be a multiple of 64")
+    if x.dim() == 3 and (len(x) != groups or not x.is_contiguous()):
+        raise ValueError(f"x is {tuple(x.shape)}, strides {x.stride()}; masked, it must be [{groups}, ...], contiguous")
+    if offs is not None:
+        if seqlens is not None or cu_seqlens is not None or x.dim() == 3:
+            raise ValueError("offs is given: seqlens and cu_seqlens must be None, and x not masked")
+        rows, wanted = "offsets", {"offs": (offs, groups)}
+    elif x.dim() == 3:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens is given; x is masked, so it must be None")
+        rows, wanted = "masked", {"seqlens": (seqlens, groups)}
+    else:
+        rows, wanted = "lengths", {"seqlens": (seqlens, groups), "cu_seqlens": (cu_seqlens, groups + 1)}
+    tensors = []
+    for name, (array, size) in wanted.items():
+        tensor = as_tensor(array, name)
+        _check(name, tensor, (size,), torch.int32, x.device)
+        tensors.append(tensor)
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device}; it must be where x is, on {x.device}")
+    return rows, tensors[0], tensors[1] if len(tensors) > 1 else None
