@@ -106,14 +106,14 @@ def case(constants, lengths, n, k, seed=0):
     )
 
 
-def run(constants, given, blocks=2, seed=0):
+def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.cluster
     """The kernel's output, poisoned before, with 4 rows behind it that nobody may touch."""
     made, shared_bytes = kernel.make_kernel(constants)
     total, k = given.x.shape
     n, line = given.weight.shape[1], 128 // given.x.element_size()
     y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16)
     maps = (
-        tensor_map(given.x, (constants.tokens, line), swizzle=128),
+        tensor_map(given.x, (Layout(constants).box_tokens, line), swizzle=128),
         tensor_map(given.weight, (1, 128, line), swizzle=128),
     )
     lengths = given.lengths if constants.rows != "offsets" else (given.starts[:-1] + given.lengths)
@@ -121,6 +121,7 @@ def run(constants, given, blocks=2, seed=0):
         launch(
             made, blocks, kernel.THREADS, *maps, y.view(torch.int32), lengths, given.starts, given.x_scale,
             given.weight_scale, len(given.lengths), total, given.capacity, n, k, shared_bytes=shared_bytes,
+            cluster=constants.cluster if constants.cluster > 1 else None,
         )
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
     return y[:total]
@@ -137,8 +138,12 @@ FORMS = {
     "tensor": Constants(tokens=16, sizes=(16, 8), stages=3, groups=8),
     "tensor, two parts": Constants(tokens=16, parts=2, sizes=(16, 8), stages=2, groups=8),
     "block": Constants(scaling="block", tokens=16, sizes=(16,), stages=3, groups=8),
-    "block, two parts": Constants(scaling="block", tokens=24, parts=2, sizes=(24, 8), stages=2, groups=8),
+    "block, two parts": Constants(scaling="block", tokens=24, parts=2, sizes=(24, 8), stages=3, groups=8),
     "bf16": Constants(dtype="bf16", scaling="none", tokens=16, sizes=(16,), stages=3, groups=8),
+    "tensor, two blocks": Constants(tokens=16, sizes=(16,), stages=3, groups=8, cluster=2),
+    "block, two parts, two blocks": Constants(
+        scaling="block", tokens=16, parts=2, sizes=(16,), stages=3, groups=8, cluster=2
+    ),
 }
 
 
@@ -151,11 +156,11 @@ def test_groups_of_all_sizes(form, pattern):
     assert mismatch(run(FORMS[form], given), given.right) is None
 
 
-@pytest.mark.parametrize("form", ["tensor", "block", "bf16"])
-@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (256, 128)])
+@pytest.mark.parametrize("form", ["tensor", "block", "bf16", "block, two parts, two blocks"])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (256, 128), (384, 64)])
 def test_sizes_that_are_no_multiples_of_a_tile(form, n, k):
     given = case(FORMS[form], [5, 0, 12], n, k)
-    assert mismatch(run(FORMS[form], given, blocks=3), given.right) is None
+    assert mismatch(run(FORMS[form], given, blocks=4), given.right) is None
 
 
 @pytest.mark.parametrize("rows", ["offsets", "masked"])
@@ -188,14 +193,14 @@ def test_nonsense_in_device_memory_stays_in_bounds(lengths, starts):
 
 # The checks must be able to fail
 
-RELEASE = "            if release:\n                mbarrier_arrive(bars, empty_at + stage)\n"
+RELEASE = "            if release:\n                give_back(bars, empty_at + stage)\n"
 WRONG = {
     "a stage is read before it is full": (
         tile, "            mbarrier_wait_parity(bars, full_at + stage, parity)\n", "",
     ),
     "a stage is filled while it is read": (
         kernel,
-        "                mbarrier_wait_parity(bars, empty_at + stage, parity)\n                mbarrier_arrive_expect",
+        "                wait(bars, empty_at + stage, parity)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
     "too few bytes are expected": (kernel, "full_at + stage, stage_bytes)", "full_at + stage, stage_bytes - 16)"),

@@ -23,6 +23,7 @@ class Constants(NamedTuple):
     stages: int = 5
     rows: str = "lengths"  # where a group's tokens are: "lengths" and starts, "offsets" (ends), or "masked"
     groups: int = 512  # most
+    cluster: int = 1  # blocks that take neighbouring tiles of weights, and load their tokens together
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Layout:
     @property
     def part_bytes(self):
         return self.constants.tokens * LINE
+
+    @property
+    def box_tokens(self):
+        """Tokens of one load: a part, or where two blocks share one part, a half of it."""
+        return self.constants.tokens // (self.constants.cluster if self.constants.parts == 1 else 1)
 
     @property
     def x_at(self):

@@ -12,20 +12,28 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba.grouped_gemm.constants import LINE, MULTIPLIERS, WARPS, Layout
 from moe_numba.grouped_gemm.schedule import TILE_ROWS, device
 from moe_numba.grouped_gemm.tile import make_compute
+from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait_parity,
+    mbarrier_wait_parity_cluster,
 )
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.tma import createpolicy_evict_first, createpolicy_evict_last, tma_load_2d_hint, tma_load_3d_hint
+from moe_numba.ptx.tma import (
+    createpolicy_evict_first,
+    createpolicy_evict_last,
+    tma_load_2d_hint,
+    tma_load_2d_multicast_hint,
+    tma_load_3d_hint,
+)
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 
 THREADS = 32 * WARPS
 SCALERS = 3  # warps that bring the factors of "block" scaling, in turn
-FULL = 0xFFFFFFFF
+FULL, BOTH = 0xFFFFFFFF, 0b11  # lanes of a warp; blocks of a cluster
 
 divide, tiles_of, part_of, group_of = device.divide, device.tiles_of, device.part_of, device.group_of
 
@@ -94,6 +102,7 @@ def make_scan(constants, layout):
 def make_place(constants, layout):
     """``g, row, rows, part, n = place(...)``: a tile's group, tokens, tokens of a part, and tile of weights."""
     tiles_at, parts, most = layout.tiles_at, constants.parts, constants.tokens * constants.parts
+    cluster = constants.cluster
     group = make_group(constants.rows)
 
     @cuda.jit(device=True)
@@ -105,38 +114,67 @@ def make_place(constants, layout):
         inside = int32(tile - words[uint32(tiles_at + g)])
         n = divide(inside, tiles)
         begin = int32(int32(inside - n * tiles) * int32(part * parts))
+        if cluster == 2:
+            n = int32(2 * n + int32(cluster_ctarank()))
         return g, int32(first + begin), int32(min(part * parts, int32(count - begin))), part, n
 
     return place
+
+@cache
+def make_walk(cluster):
+    """``first_tile()`` of a block, and ``tile_step()`` to its next; the blocks of a cluster walk together."""
+    shift = cluster - 1
+
+    @cuda.jit(device=True)
+    def first_tile():
+        return int32(cuda.blockIdx.x >> shift)
+
+    @cuda.jit(device=True)
+    def tile_step():
+        return int32(cuda.gridDim.x >> shift)
+
+    return first_tile, tile_step
+
 
 @cache
 def make_load(constants, layout):
     """``load(...)``: the one thread that fills the ring, tile after tile."""
     stages, stage_bytes, x_at, part_bytes = constants.stages, layout.stage_bytes, layout.x_at, layout.part_bytes
     full_at, empty_at, two = layout.full_at, layout.empty_at, constants.parts == 2
+    shared, box_tokens, step = constants.cluster == 2, layout.box_tokens, constants.cluster
+    wait = mbarrier_wait_parity_cluster if shared else mbarrier_wait_parity
     line = LINE // 2 if constants.dtype == "bf16" else LINE  # elements of k
     place = make_place(constants, layout)
+    first_tile, tile_step = make_walk(constants.cluster)
 
     @cuda.jit(device=True)
     def load(smem, words, bars, map_x, map_weight, lengths, starts, groups, total, capacity, tiles, k_blocks):
         stage, parity = int32(0), uint32(1)
         once, often = createpolicy_evict_first(), createpolicy_evict_last()
-        tile = int32(cuda.blockIdx.x)
+        tile = first_tile()
         while tile < tiles:
             g, row, _, part, n = place(words, lengths, starts, groups, total, capacity, tile)
+            if shared:  # this block's share of the tokens, which reaches both
+                mine = int32(cluster_ctarank())
+                row = int32(row + mine * (part if two else box_tokens))
+                place_of_mine = int32(x_at + mine * (box_tokens * LINE))
             for block in range(k_blocks):
                 k, at = int32(block * line), int32(stage * stage_bytes)
-                mbarrier_wait_parity(bars, empty_at + stage, parity)
+                wait(bars, empty_at + stage, parity)
                 mbarrier_arrive_expect_tx(bars, full_at + stage, stage_bytes)
                 tma_load_3d_hint(smem, at, map_weight, 0, k, int32(n * TILE_ROWS), g, bars, full_at + stage, once)
-                tma_load_2d_hint(smem, at + x_at, map_x, 0, k, row, bars, full_at + stage, often)
-                if two:
-                    to = int32(at + x_at + part_bytes)
-                    tma_load_2d_hint(smem, to, map_x, 0, k, int32(row + part), bars, full_at + stage, often)
+                if shared:
+                    to = int32(at + place_of_mine)
+                    tma_load_2d_multicast_hint(smem, to, map_x, 0, k, row, bars, full_at + stage, BOTH, often)
+                else:
+                    tma_load_2d_hint(smem, at + x_at, map_x, 0, k, row, bars, full_at + stage, often)
+                    if two:
+                        to = int32(at + x_at + part_bytes)
+                        tma_load_2d_hint(smem, to, map_x, 0, k, int32(row + part), bars, full_at + stage, often)
                 stage = int32(stage + 1)
                 if stage == stages:
                     stage, parity = int32(0), uint32(parity ^ uint32(1))
-            tile = int32(tile + cuda.gridDim.x)
+            tile = int32(tile + tile_step())
 
     return load
 
@@ -152,6 +190,7 @@ def make_scale(constants, layout):
     factors_at, stage_factors, pitch = layout.factors_at, layout.stage_factors, layout.factor_pitch
     tokens, parts = constants.tokens, constants.parts
     place = make_place(constants, layout)
+    first_tile, tile_step = make_walk(constants.cluster)
 
     @cuda.jit(device=True)
     def scale(
@@ -159,10 +198,10 @@ def make_scale(constants, layout):
         k_blocks, across,
     ):
         stage, parity, mine = int32(0), uint32(1), int32(turn)
-        tile = int32(cuda.blockIdx.x)
+        tile = first_tile()
         while tile < tiles:
             g, row, rows, part, n = place(words, lengths, starts, groups, total, capacity, tile)
-            weights = (int64(g) * across + n) * k_blocks
+            weights = (int64(g) * across + min(n, across - 1)) * k_blocks  # a cluster's last block may have no tile
             for block in range(k_blocks):
                 if mine == 0:
                     mbarrier_wait_parity(bars, empty_at + stage, parity)
@@ -183,7 +222,7 @@ def make_scale(constants, layout):
                 stage = int32(stage + 1)
                 if stage == stages:
                     stage, parity = int32(0), uint32(parity ^ uint32(1))
-            tile = int32(tile + cuda.gridDim.x)
+            tile = int32(tile + tile_step())
 
     return scale
 
@@ -191,13 +230,17 @@ def make_scale(constants, layout):
 @cache
 def make_kernel(constants):
     """The kernel, for a grid of any number of blocks of 384 threads, and its dynamic shared memory in bytes."""
+    if constants.scaling == "block" and constants.stages < SCALERS:
+        # A warp that looks at every third stage would not tell a barrier's phase from the one two further on.
+        raise ValueError(f"stages is {constants.stages}; with block scaling it must be {SCALERS} or more")
     layout = Layout(constants)
     stages, full_at, empty_at = constants.stages, layout.full_at, layout.empty_at
     by_tensor, by_block = constants.scaling == "tensor", constants.scaling == "block"
-    arrivals = 2 if by_block else 1
+    arrivals, cluster = 2 if by_block else 1, constants.cluster
+    first_tile, tile_step = make_walk(cluster)
     line_shift = 6 if constants.dtype == "bf16" else 7
-    release_registers = make_setmaxnreg_dec(40 if by_block else 24)  # 4 and 8 warps share what 12 had
-    request_registers = make_setmaxnreg_inc(232 if by_block else 240)
+    loaders, multipliers = (40, 232) if by_block or cluster == 2 else (24, 240)  # together what 12 warps had: 168 each
+    release_registers, request_registers = make_setmaxnreg_dec(loaders), make_setmaxnreg_inc(multipliers)
     scan, place, load = make_scan(constants, layout), make_place(constants, layout), make_load(constants, layout)
     compute, scale = make_compute(constants, layout), make_scale(constants, layout)
 
@@ -214,12 +257,16 @@ def make_kernel(constants):
         if thread == 0:
             for stage in range(stages):
                 mbarrier_init(bars, full_at + stage, arrivals)
-                mbarrier_init(bars, empty_at + stage, MULTIPLIERS)
+                mbarrier_init(bars, empty_at + stage, MULTIPLIERS * cluster)
             fence_mbarrier_init()
+        if cluster == 2:
+            cuda.syncwarp()
+            barrier_cluster_arrive()
+            barrier_cluster_wait()
         griddepcontrol_wait()
         across = int32((n_out + TILE_ROWS - 1) >> 7)
         k_blocks = int32((k + (1 << line_shift) - 1) >> line_shift)
-        tiles = scan(words, lengths, starts, groups, total, capacity, across)
+        tiles = scan(words, lengths, starts, groups, total, capacity, int32((across + cluster - 1) // cluster))
         if warp >= MULTIPLIERS:
             release_registers()
             if warp == MULTIPLIERS and elect_sync(FULL):  # of an elected lane the compiler knows that it is alone
@@ -233,7 +280,7 @@ def make_kernel(constants):
         else:
             request_registers()
             stage, parity = int32(0), uint32(0)
-            tile = int32(cuda.blockIdx.x)
+            tile = first_tile()
             while tile < tiles:
                 g, row, rows, part, n = place(words, lengths, starts, groups, total, capacity, tile)
                 factor = weight_scale[g] if by_tensor else float32(1)
@@ -241,6 +288,10 @@ def make_kernel(constants):
                     smem, words, floats, bars, y, warp, lane, stage, parity, k_blocks, row, rows, part,
                     int32(n * TILE_ROWS), int32(n_out >> 1), factor,
                 )
-                tile = int32(tile + cuda.gridDim.x)
+                tile = int32(tile + tile_step())
+        if cluster == 2:  # the other block may still write into this one's memory
+            cuda.syncwarp()
+            barrier_cluster_arrive()
+            barrier_cluster_wait()
 
     return grouped_gemm, layout.bytes

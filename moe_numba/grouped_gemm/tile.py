@@ -12,11 +12,25 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from moe_numba.grouped_gemm.constants import LINE
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.fragment import make_fma_shared, make_stmatrix_fragment
-from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
+from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_wait_parity
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
 CHUNK = 32  # tokens that go through a warp's staging at once, 32 bytes of each
+
+
+@cache
+def make_give_back(cluster):
+    """``give_back(bars, i)``: a stage may be filled again, as far as this warp goes; it may be filled by either block."""
+    if cluster == 1:
+        return mbarrier_arrive
+
+    @cuda.jit(device=True)
+    def give_back(bars, i):
+        mbarrier_arrive_cluster(bars, i, uint32(0))
+        mbarrier_arrive_cluster(bars, i, uint32(1))
+
+    return give_back
 
 
 @cache
@@ -26,7 +40,7 @@ def make_step(n, constants, layout):
     ``release`` tells that the stage is not needed any more when the multiplication is done.
     """
     empty_at, scaling = layout.empty_at, constants.scaling
-    wait = make_wgmma_wait(n, 0)
+    wait, give_back = make_wgmma_wait(n, 0), make_give_back(constants.cluster)
 
     if constants.dtype == "bf16":  # float32 sums: nothing to be promoted
         tile = make_wgmma_tile(n, "bf16", accumulate=True)
@@ -35,7 +49,7 @@ def make_step(n, constants, layout):
         def step(smem, floats, bars, a, b, total, quarter, stage, release):
             total = wait(tile(total, a, b))
             if release:
-                mbarrier_arrive(bars, empty_at + stage)
+                give_back(bars, empty_at + stage)
             return total
 
         return step
@@ -50,7 +64,7 @@ def make_step(n, constants, layout):
             total = fma(total, product, floats, quarter)
             cuda.syncwarp()
             if release:  # the factors are part of the stage
-                mbarrier_arrive(bars, empty_at + stage)
+                give_back(bars, empty_at + stage)
             return total
 
     else:
@@ -60,7 +74,7 @@ def make_step(n, constants, layout):
         def step(smem, floats, bars, a, b, total, quarter, stage, release):
             product = wait(tile(a, b))
             if release:
-                mbarrier_arrive(bars, empty_at + stage)
+                give_back(bars, empty_at + stage)
             return fma(total, product, float32(1))
 
     return step
