@@ -1,5 +1,17 @@
 """The experts' matrix products: one launch for all groups of rows, FP8 or bf16, on Hopper's tensor cores."""
 
-from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
+from moe_numba.grouped_gemm.api import (
+    group_gemm_bf16,
+    group_gemm_blockwise_fp8,
+    group_gemm_pertensor_fp8,
+    group_gemm_silu_and_mul_blockwise_fp8,
+    group_gemm_silu_and_mul_pertensor_fp8,
+)
 
-__all__ = ["group_gemm_bf16", "group_gemm_blockwise_fp8", "group_gemm_pertensor_fp8"]
+__all__ = [
+    "group_gemm_bf16",
+    "group_gemm_blockwise_fp8",
+    "group_gemm_pertensor_fp8",
+    "group_gemm_silu_and_mul_blockwise_fp8",
+    "group_gemm_silu_and_mul_pertensor_fp8",
+]

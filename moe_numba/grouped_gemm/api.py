@@ -5,16 +5,16 @@ from functools import cache
 import torch
 
 from moe_numba import simulator
-from moe_numba.arguments import as_tensor, check_out, give_back, require
-from moe_numba.grouped_gemm.constants import Constants
-from moe_numba.grouped_gemm.kernel import THREADS, make_kernel
+from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
+from moe_numba.grouped_gemm.constants import THREADS, Constants
+from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.launch import address, current_stream
 from moe_numba.program import MAP, program
 from moe_numba.tensor_map import tensor_map_value
 
 FP8 = torch.float8_e4m3fn
 _MOST_GROUPS, _MOST_TILES = 512, (1 << 31) - 1
-_SIGNATURE = (MAP, MAP, "int32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
+_SIGNATURE = (MAP, MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
 
 # Average rows of a group up to which a form is taken: tokens of a part, parts of a tile, multiplications, stages.
 _FORMS = (
@@ -24,6 +24,13 @@ _FORMS = (
     (80, dict(tokens=96, sizes=(96, 64), stages=7)),
     (120, dict(tokens=144, sizes=(144, 128, 96), stages=5)),
     (None, dict(tokens=144, parts=2, sizes=(144, 128), stages=4)),
+)
+# With activation a stage has two tiles of weights.
+_ACTIVATED_FORMS = (
+    (10, dict(tokens=16, sizes=(16,), stages=5)),
+    (22, dict(tokens=32, sizes=(32, 16), stages=5)),
+    (44, dict(tokens=64, sizes=(64, 32), stages=5)),
+    (None, dict(tokens=128, sizes=(128, 96, 64), stages=4)),
 )
 _LARGEST_BY_BLOCK = dict(tokens=128, parts=2, sizes=(128,), stages=4)  # the factors need registers
 
@@ -104,7 +111,42 @@ def group_gemm_bf16(x, weight, seqlens, cu_seqlens, num_seq_per_group_avg=None, 
     return _group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, num_seq_per_group_avg, offs, out)
 
 
-def _group_gemm(scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out):
+def group_gemm_silu_and_mul_pertensor_fp8(
+    x, weight, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg=None, offs=None, out=None
+):
+    """An expert's first product and its activation in one launch: ``silu(gate) * up`` in FP8, ready for the second.
+
+    Parameters
+    ----------
+    weight : tensor [groups, n, k], float8_e4m3fn
+        The upper half of the n rows makes gate, the lower half up; n is a multiple of 256.
+    x, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
+        As for :func:`group_gemm_pertensor_fp8`.
+    out : (tensor, tensor), optional
+        Contiguous tensors to write into.
+
+    Returns
+    -------
+    y : tensor [total, n / 2], float8_e4m3fn
+        silu(gate) * up, where gate and up are rounded to bfloat16 as if another kernel had read them. Masked if x is.
+    scale : tensor [total, n / 256], float32
+        Of each 128 elements of a row: their largest by 448.
+    """
+    rest = num_seq_per_group_avg, offs, out, True
+    return _group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, *rest)
+
+
+def group_gemm_silu_and_mul_blockwise_fp8(
+    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None
+):
+    """The same for inputs scaled block by block; x_scale and w_scale are :func:`group_gemm_blockwise_fp8`'s."""
+    rest = num_seq_per_group_avg, offs, out, True
+    return _group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, *rest)
+
+
+def _group_gemm(
+    scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out, activated=False
+):
     given, x, weight = x, as_tensor(x, "x"), as_tensor(weight, "weight")
     dtype = torch.bfloat16 if scaling == "none" else FP8
     rows, lengths, starts = _check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype)
@@ -116,15 +158,15 @@ def _group_gemm(scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, 
         x_scale = _scale("x_scale", x_scale, (*x.shape[:-1], blocks), x.device)
         weight_scale = _scale("w_scale", weight_scale, (groups, -(-n // 128), blocks), x.device)
     total = x.numel() // k
-    if out is None:
-        y = torch.empty((*x.shape[:-1], n), dtype=torch.bfloat16, device=x.device)
-    else:
-        y = as_tensor(out, "out")
-        check_out("y", y, (*x.shape[:-1], n), torch.bfloat16, x.device)
-        if y.data_ptr() % 16:
-            raise ValueError(f"out starts at address {y.data_ptr():#x}; it must be a multiple of 16")
+    if activated:
+        if n % 256:
+            raise ValueError(f"weight's n is {n}; of gate and up it must be a multiple of 256")
+        n //= 2
+    wanted = [("y", (*x.shape[:-1], n), FP8 if activated else torch.bfloat16)]
+    wanted += [("scale", (*x.shape[:-1], n // 128), torch.float32)] * activated
+    outputs = _outputs(out, wanted, x.device)
     if total:
-        constants = _constants(scaling, rows, _average(average, total, groups))
+        constants = _constants(scaling, rows, _average(average, total, groups), activated)
         most = constants.tokens * constants.parts
         if groups * -(-total // most) * -(-n // 128) > _MOST_TILES:
             raise ValueError(f"x has {total} rows, too many for {groups} groups of {n} columns")
@@ -136,7 +178,8 @@ def _group_gemm(scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, 
             current_stream(x.device.index or 0),
             tensor_map_value(flat, (constants.tokens, line), swizzle=128),
             tensor_map_value(weight, (1, 128, line), swizzle=128),
-            address(y),
+            address(outputs[0]),
+            address(outputs[-1]),
             address(lengths),
             address(lengths if starts is None else starts),
             address(lengths if x_scale is None else x_scale),
@@ -147,7 +190,22 @@ def _group_gemm(scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, 
             n,
             k,
         )
-    return out if out is not None else give_back(y, given)
+    if out is not None:
+        return out
+    results = tuple(give_back(tensor, given) for tensor in outputs)
+    return results if activated else results[0]
+
+
+def _outputs(out, wanted, device):
+    """New tensors, or the caller's, checked."""
+    if out is None:
+        return [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
+    outputs = [as_tensor(out, "out")] if len(wanted) == 1 else as_outputs(out, len(wanted))
+    for tensor, (name, shape, dtype) in zip(outputs, wanted, strict=True):
+        check_out(name, tensor, shape, dtype, device)
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"out's {name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")
+    return outputs
 
 
 @cache
@@ -162,12 +220,14 @@ def _blocks(device):
 
 
 @cache
-def _constants(scaling, rows, average):
+def _constants(scaling, rows, average, activated=False):
     """The form for groups of so many rows."""
-    most, form = next((most, form) for most, form in _FORMS if most is None or average <= most)
+    forms = _ACTIVATED_FORMS if activated else _FORMS
+    most, form = next((most, form) for most, form in forms if most is None or average <= most)
     if most is None and scaling == "block":
-        form = _LARGEST_BY_BLOCK
-    return Constants(dtype="bf16" if scaling == "none" else "e4m3", scaling=scaling, rows=rows, **form)
+        form = _LARGEST_BY_BLOCK if not activated else form
+    dtype = "bf16" if scaling == "none" else "e4m3"
+    return Constants(dtype=dtype, scaling=scaling, rows=rows, activated=activated, **form)
 
 
 def _average(average, total, groups):

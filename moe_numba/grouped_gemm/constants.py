@@ -8,8 +8,11 @@ from moe_numba.grouped_gemm.schedule import TILE_ROWS
 
 LINE = 128  # bytes of k in a stage: a row of the swizzle, and 4 steps of a multiplication
 WARPS = 12  # two groups of four that multiply, and four that load
+THREADS = 32 * WARPS
 MULTIPLIERS = 8
 STAGING = 1024  # bytes of a multiplying warp, through which its results become rows
+CHUNK = 32  # tokens that go through the staging at once
+ROW = 2 * 2 * TILE_ROWS + 16  # bytes of a token's gate and up in the staging; 16 more, to fall on other banks
 
 
 class Constants(NamedTuple):
@@ -23,6 +26,7 @@ class Constants(NamedTuple):
     stages: int = 5
     rows: str = "lengths"  # where a group's tokens are: "lengths" and starts, "offsets" (ends), or "masked"
     groups: int = 512  # most
+    activated: bool = False  # weights are gate and up, one above the other; what is written is silu(gate) * up, in FP8
     cluster: int = 1  # blocks that take neighbouring tiles of weights, and load their tokens together
 
 
@@ -45,9 +49,14 @@ class Layout:
         return self.constants.tokens // (self.constants.cluster if self.constants.parts == 1 else 1)
 
     @property
+    def products(self):
+        """That a warpgroup adds up: of two parts, or of gate and up."""
+        return 2 if self.constants.activated else self.constants.parts
+
+    @property
     def x_at(self):
-        """Of a stage: the tile of weights comes first."""
-        return TILE_ROWS * LINE
+        """Of a stage: the tiles of weights come first."""
+        return (2 if self.constants.activated else 1) * TILE_ROWS * LINE
 
     @cached_property
     def factor_pitch(self):
@@ -65,12 +74,12 @@ class Layout:
 
     @cached_property
     def factors_at(self):
-        """In floats; a stage has ``parts`` times 4 quarters."""
-        return (self.staging_at + MULTIPLIERS * STAGING) // 4
+        """In floats; a stage has 4 quarters for each product."""
+        return (self.staging_at + (CHUNK * ROW if self.constants.activated else MULTIPLIERS * STAGING)) // 4
 
     @cached_property
     def stage_factors(self):
-        return 4 * self.factor_pitch * self.constants.parts if self.constants.scaling == "block" else 0
+        return 4 * self.factor_pitch * self.products if self.constants.scaling == "block" else 0
 
     @cached_property
     def full_at(self):

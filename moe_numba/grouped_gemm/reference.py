@@ -28,6 +28,12 @@ def group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale):
     return group_gemm(x, weight, lengths, starts)
 
 
+def silu_and_mul(gate_up):
+    """silu(gate) * up in float32 of rows that hold both side by side; they are rounded to bfloat16 first."""
+    gate, up = gate_up.bfloat16().float().chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
 def quantise_rows(x):
     """[rows, k] -> e4m3 and float32 scales [rows, k / 128], rounded up: the largest of each 128 becomes 448."""
     rows, k = x.shape

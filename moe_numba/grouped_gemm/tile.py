@@ -1,4 +1,4 @@
-"""What a multiplying warpgroup does for one tile: the main loop over k, and the results' way to global memory.
+"""What a multiplying warpgroup does for one tile: the main loop over k.
 
 The product is computed transposed, weights by tokens: a warpgroup has 64 rows of the weights, and the tokens are the
 multiplication's other side, whose length may be any multiple of 8.
@@ -7,21 +7,20 @@ multiplication's other side, whose length may be any multiple of 8.
 from functools import cache
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32, uint64
+from numba import cuda, float32, int32, uint32, uint64
 
 from moe_numba.grouped_gemm.constants import LINE
+from moe_numba.grouped_gemm.epilogue import make_write
+from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.ptx.accumulators import make_fma
-from moe_numba.ptx.fragment import make_fma_shared, make_stmatrix_fragment
+from moe_numba.ptx.fragment import make_fma_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_wait_parity
-from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
-
-CHUNK = 32  # tokens that go through a warp's staging at once, 32 bytes of each
 
 
 @cache
 def make_give_back(cluster):
-    """``give_back(bars, i)``: a stage may be filled again, as far as this warp goes; it may be filled by either block."""
+    """``give_back(bars, i)``: as far as this warp goes a stage may be filled again, by whichever block fills it."""
     if cluster == 1:
         return mbarrier_arrive
 
@@ -81,36 +80,6 @@ def make_step(n, constants, layout):
 
 
 @cache
-def make_store(n, first=0):
-    """``store(...)``: columns ``first`` and on of a fragment become rows in global memory, as bf16.
-
-    A warp has 16 neighbours of each token's row, 32 bytes. They go through its staging so that a lane stores 16 bytes.
-    """
-    count = min(CHUNK, n - first)
-    put_fragment = make_stmatrix_fragment(n, first, count, 32)
-    both, more = count > CHUNK // 2, first + CHUNK < n
-    following = make_store(n, first + CHUNK) if more else None
-    second = first + CHUNK // 2
-
-    @cuda.jit(device=True)
-    def store(smem, words, y, put, take, total, factor, token, rows, at, pitch):
-        put_fragment(smem, put, total, factor)
-        cuda.syncwarp()
-        if token + first < rows:
-            a, b, c, d = ld_shared_s32x4(words, take)
-            st_global_s32x4(y, at + int64(first) * pitch, a, b, c, d)
-        if both:
-            if token + second < rows:
-                a, b, c, d = ld_shared_s32x4(words, int32(take + 128))
-                st_global_s32x4(y, at + int64(second) * pitch, a, b, c, d)
-        cuda.syncwarp()
-        if more:
-            following(smem, words, y, put, take, total, factor, token, rows, at, pitch)
-
-    return store
-
-
-@cache
 def make_compute(constants, layout):
     """``stage, parity = compute(...)``: one tile, with the smallest multiplication that holds a part's tokens."""
     mine = _make_compute(constants.sizes[0], constants, layout)
@@ -121,17 +90,18 @@ def make_compute(constants, layout):
 
     @cuda.jit(device=True)
     def compute(
-        smem, words, floats, bars, y, warp, lane, stage, parity, k_blocks, row, rows, part, column, pitch, factor,
+        smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column, n_out,
+        factor,
     ):
         if part > next_size:
             stage, parity = mine(
-                smem, words, floats, bars, y, warp, lane, stage, parity, k_blocks, row, rows, part, column, pitch,
-                factor,
+                smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column,
+                n_out, factor,
             )
         else:
             stage, parity = smaller(
-                smem, words, floats, bars, y, warp, lane, stage, parity, k_blocks, row, rows, part, column, pitch,
-                factor,
+                smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column,
+                n_out, factor,
             )
         return stage, parity
 
@@ -139,16 +109,16 @@ def make_compute(constants, layout):
 
 
 def _make_compute(n, constants, layout):
-    step, store = make_step(n, constants, layout), make_store(n)
+    step, write = make_step(n, constants, layout), make_write(n, constants, layout)
     stages, stage_bytes, x_at, part_bytes = constants.stages, layout.stage_bytes, layout.x_at, layout.part_bytes
     full_at, factors_at, stage_factors = layout.full_at, layout.factors_at, layout.stage_factors
-    quarter_pitch, staging_at = layout.factor_pitch, layout.staging_at
-    two = constants.parts == 2
+    quarter_pitch, two, activated = layout.factor_pitch, layout.products == 2, constants.activated
     zeros = (np.float32(0),) * (n // 2)
 
     @cuda.jit(device=True)
     def compute(
-        smem, words, floats, bars, y, warp, lane, stage, parity, k_blocks, row, rows, part, column, pitch, factor,
+        smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column, n_out,
+        factor,
     ):
         half = int32((warp >> 2) * (64 * LINE))
         total, other = zeros, zeros
@@ -160,26 +130,16 @@ def _make_compute(n, constants, layout):
             quarter = int32(factors_at + stage * stage_factors + (lane & 3) * quarter_pitch)
             total = step(smem, floats, bars, a, b, total, quarter, stage, lane == 0 and not two)
             if two:
-                b = uint64(b + uint64(part_bytes >> 4))
+                if activated:
+                    a = uint64(a + uint64(TILE_ROWS * LINE >> 4))
+                else:
+                    b = uint64(b + uint64(part_bytes >> 4))
                 quarter = int32(quarter + 4 * quarter_pitch)
                 other = step(smem, floats, bars, a, b, other, quarter, stage, lane == 0)
             stage = int32(stage + 1)
             if stage == stages:
                 stage, parity = int32(0), uint32(parity ^ uint32(1))
-
-        # A row of the staging is a token's 32 bytes. Its two chunks change places in every second group of four rows,
-        # so that eight rows, written chunk by chunk, fall on all banks.
-        staging = int32(staging_at + warp * 1024)
-        put = int32(staging + (lane & 7) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4))
-        token, chunk = int32(lane >> 1), int32(lane & 1)
-        take = int32(staging + token * 32 + ((chunk ^ ((token >> 2) & 1)) << 4)) >> 2
-        column = int32(column + warp * 16)
-        if column < pitch * 2:
-            at = (int64(row) + token) * pitch + ((column >> 1) + chunk * 4)
-            store(smem, words, y, put, take, total, factor, token, int32(min(rows, part)), at, pitch)
-            if two:
-                at += int64(part) * pitch
-                store(smem, words, y, put, take, other, factor, token, int32(rows - part), at, pitch)
+        write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor)
         return stage, parity
 
     return compute

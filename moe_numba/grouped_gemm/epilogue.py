@@ -1,0 +1,129 @@
+"""The way of a tile's results to global memory: fragments become rows, rounded to bf16, or activated and in FP8."""
+
+from functools import cache
+
+from numba import cuda, float32, int32, int64, uint32
+
+from moe_numba.grouped_gemm.constants import CHUNK, MULTIPLIERS, ROW, STAGING
+from moe_numba.grouped_gemm.schedule import TILE_ROWS
+from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
+from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.fragment import make_stmatrix_fragment
+from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
+from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.ptx.warpgroup import bar_sync
+
+FULL = 0xFFFFFFFF
+LOG2_E = 1.4426950408889634
+FP8_MOST = 448.0  # the largest number of e4m3
+
+
+@cache
+def make_store(n, first=0):
+    """``store(...)``: columns ``first`` and on of a fragment become rows in global memory, as bf16.
+
+    A warp has 16 neighbours of each token's row, 32 bytes. They go through its staging so that a lane stores 16 bytes.
+    """
+    count = min(CHUNK, n - first)
+    put_fragment = make_stmatrix_fragment(n, first, count, 32)
+    both, more = count > CHUNK // 2, first + CHUNK < n
+    following = make_store(n, first + CHUNK) if more else None
+    second = first + CHUNK // 2
+
+    @cuda.jit(device=True)
+    def store(smem, words, y, put, take, total, factor, token, rows, at, pitch):
+        put_fragment(smem, put, total, factor)
+        cuda.syncwarp()
+        if token + first < rows:
+            a, b, c, d = ld_shared_s32x4(words, take)
+            st_global_s32x4(y, at + int64(first) * pitch, a, b, c, d)
+        if both:
+            if token + second < rows:
+                a, b, c, d = ld_shared_s32x4(words, int32(take + 128))
+                st_global_s32x4(y, at + int64(second) * pitch, a, b, c, d)
+        cuda.syncwarp()
+        if more:
+            following(smem, words, y, put, take, total, factor, token, rows, at, pitch)
+
+    return store
+
+
+@cache
+def make_activate(n, layout, first=0):
+    """``activate(...)``: silu(gate) * up of the tokens from ``first`` on, as FP8 with a scale for each token.
+
+    All eight warps put 32 tokens' gate and up, rounded to bf16, into the staging as rows; then a warp takes a token, 4
+    of its 128 columns a lane, so that the largest is found by one reduction.
+    """
+    count, staging_at = min(CHUNK, n - first), layout.staging_at
+    put_fragment = make_stmatrix_fragment(n, first, count, ROW)
+    more = first + CHUNK < n
+    following = make_activate(n, layout, first + CHUNK) if more else None
+
+    @cuda.jit(device=True)
+    def activate(smem, words, y, y_scale, warp, lane, gate, up, factor, row, rows, column, n_out):
+        bar_sync(1, 32 * MULTIPLIERS)  # what lay there has been read
+        at = int32(staging_at + (lane & 7) * ROW + (lane >> 3 & 1) * 16 + warp * 32)
+        put_fragment(smem, at, gate, factor)
+        put_fragment(smem, int32(at + 2 * TILE_ROWS), up, factor)
+        bar_sync(1, 32 * MULTIPLIERS)
+        for token in range(warp, count, MULTIPLIERS):
+            if first + token < rows:
+                here = int32((staging_at + token * ROW) // 4 + 2 * lane)
+                largest = float32(0)
+                values = cuda.local.array(4, float32)
+                for i in range(2):
+                    gates, ups = uint32(words[here + i]), uint32(words[here + 64 + i])
+                    for h in range(2):
+                        g = uint_as_float(uint32(gates & uint32(0xFFFF0000)) if h else uint32(gates << uint32(16)))
+                        u = uint_as_float(uint32(ups & uint32(0xFFFF0000)) if h else uint32(ups << uint32(16)))
+                        value = g * rcp_approx(float32(1) + ex2_approx(g * float32(-LOG2_E))) * u
+                        values[2 * i + h] = value
+                        largest = max(largest, abs(value))
+                largest = int_as_float(redux_sync_max_s32(uint32(FULL), float_as_int(largest)))
+                scale = max(largest, float32(1e-10)) * float32(1 / FP8_MOST)
+                inverse = rcp_approx(scale)  # a division would be a call, and the multiplications would wait for it
+                low = cvt_rn_satfinite_e4m3x2_f32(values[1] * inverse, values[0] * inverse)
+                high = cvt_rn_satfinite_e4m3x2_f32(values[3] * inverse, values[2] * inverse)
+                place = int64(row + first + token)
+                y[(place * n_out + column) // 4 + lane] = int32(uint32(low | uint32(high << uint32(16))))
+                if lane == 0:
+                    y_scale[place * (n_out >> 7) + (column >> 7)] = scale
+        if more:
+            following(smem, words, y, y_scale, warp, lane, gate, up, factor, row, rows, column, n_out)
+
+    return activate
+
+
+@cache
+def make_write(n, constants, layout):
+    """``write(...)``: a tile's results, of one or two products."""
+    if constants.activated:
+        activate = make_activate(n, layout)
+
+        @cuda.jit(device=True)
+        def write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor):
+            if column < n_out:
+                activate(smem, words, y, y_scale, warp, lane, total, other, factor, row, rows, column, n_out)
+
+        return write
+
+    store, staging_at, two = make_store(n), layout.staging_at, constants.parts == 2
+
+    @cuda.jit(device=True)
+    def write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor):
+        # A row of the staging is a token's 32 bytes. Its two chunks change places in every second group of four rows,
+        # so that eight rows, written chunk by chunk, fall on all banks.
+        staging = int32(staging_at + warp * STAGING)
+        put = int32(staging + (lane & 7) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4))
+        token, chunk = int32(lane >> 1), int32(lane & 1)
+        take = int32(staging + token * 32 + ((chunk ^ ((token >> 2) & 1)) << 4)) >> 2
+        column, pitch = int32(column + warp * 16), int32(n_out >> 1)
+        if column < n_out:
+            at = (int64(row) + token) * pitch + ((column >> 1) + chunk * 4)
+            store(smem, words, y, put, take, total, factor, token, int32(min(rows, part)), at, pitch)
+            if two:
+                at += int64(part) * pitch
+                store(smem, words, y, put, take, other, factor, token, int32(rows - part), at, pitch)
+
+    return write

@@ -1,0 +1,122 @@
+"""What the loading warps do: one thread fills the ring of stages by TMA, three warps bring the factors of a scaling."""
+
+from functools import cache
+
+from numba import cuda, float32, int32, int64, uint32
+
+from moe_numba.grouped_gemm.constants import LINE
+from moe_numba.grouped_gemm.schedule import TILE_ROWS
+from moe_numba.grouped_gemm.walk import make_place, make_walk
+from moe_numba.ptx.cluster import cluster_ctarank
+from moe_numba.ptx.mbarrier import (
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_wait_parity,
+    mbarrier_wait_parity_cluster,
+)
+from moe_numba.ptx.tma import (
+    createpolicy_evict_first,
+    createpolicy_evict_last,
+    tma_load_2d_hint,
+    tma_load_2d_multicast_hint,
+    tma_load_3d_hint,
+)
+
+SCALERS = 3  # warps that bring factors, in turn
+BOTH = 0b11  # blocks of a cluster
+
+
+@cache
+def make_load(constants, layout):
+    """``load(...)``: the one thread that fills the ring, tile after tile."""
+    stages, stage_bytes, x_at, part_bytes = constants.stages, layout.stage_bytes, layout.x_at, layout.part_bytes
+    full_at, empty_at, two = layout.full_at, layout.empty_at, constants.parts == 2
+    shared, box_tokens, activated = constants.cluster == 2, layout.box_tokens, constants.activated
+    wait = mbarrier_wait_parity_cluster if shared else mbarrier_wait_parity
+    line = LINE // 2 if constants.dtype == "bf16" else LINE  # elements of k
+    place = make_place(constants, layout)
+    first_tile, tile_step = make_walk(constants.cluster)
+
+    @cuda.jit(device=True)
+    def load(smem, words, bars, map_x, map_weight, lengths, starts, groups, total, capacity, tiles, k_blocks, n_out):
+        stage, parity = int32(0), uint32(1)
+        once, often = createpolicy_evict_first(), createpolicy_evict_last()
+        tile = first_tile()
+        while tile < tiles:
+            g, row, _, part, n = place(words, lengths, starts, groups, total, capacity, tile)
+            if shared:  # this block's share of the tokens, which reaches both
+                mine = int32(cluster_ctarank())
+                row = int32(row + mine * (part if two else box_tokens))
+                place_of_mine = int32(x_at + mine * (box_tokens * LINE))
+            for block in range(k_blocks):
+                k, at = int32(block * line), int32(stage * stage_bytes)
+                wait(bars, empty_at + stage, parity)
+                mbarrier_arrive_expect_tx(bars, full_at + stage, stage_bytes)
+                tma_load_3d_hint(smem, at, map_weight, 0, k, int32(n * TILE_ROWS), g, bars, full_at + stage, once)
+                if activated:
+                    up, to = int32(n_out + n * TILE_ROWS), int32(at + TILE_ROWS * LINE)
+                    tma_load_3d_hint(smem, to, map_weight, 0, k, up, g, bars, full_at + stage, once)
+                if shared:
+                    to = int32(at + place_of_mine)
+                    tma_load_2d_multicast_hint(smem, to, map_x, 0, k, row, bars, full_at + stage, BOTH, often)
+                else:
+                    tma_load_2d_hint(smem, at + x_at, map_x, 0, k, row, bars, full_at + stage, often)
+                    if two:
+                        to = int32(at + x_at + part_bytes)
+                        tma_load_2d_hint(smem, to, map_x, 0, k, int32(row + part), bars, full_at + stage, often)
+                stage = int32(stage + 1)
+                if stage == stages:
+                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+            tile = int32(tile + tile_step())
+
+    return load
+
+
+@cache
+def make_scale(constants, layout):
+    """``scale(...)``: what each token's product of a stage is to be multiplied with; a warp has every third stage.
+
+    A token's factor is its own scale times the weights'. A thread of the multiplication has columns 8 j + 2 q + i, with
+    q its place among four: so the factors lie in quarters, each in the order of j and i.
+    """
+    stages, full_at, empty_at = constants.stages, layout.full_at, layout.empty_at
+    factors_at, stage_factors, pitch = layout.factors_at, layout.stage_factors, layout.factor_pitch
+    tokens, products = constants.tokens, layout.products
+    parts, tiles_of_weights = constants.parts, 2 if constants.activated else 1
+    place = make_place(constants, layout)
+    first_tile, tile_step = make_walk(constants.cluster)
+
+    @cuda.jit(device=True)
+    def scale(
+        words, floats, bars, turn, lane, x_scale, weight_scale, lengths, starts, groups, total, capacity, tiles,
+        k_blocks, across,
+    ):
+        stage, parity, mine = int32(0), uint32(1), int32(turn)
+        tile = first_tile()
+        while tile < tiles:
+            g, row, rows, part, n = place(words, lengths, starts, groups, total, capacity, tile)
+            weights = int64(g) * tiles_of_weights * across + min(n, across - 1)  # a cluster's last block may have none
+            for block in range(k_blocks):
+                if mine == 0:
+                    mbarrier_wait_parity(bars, empty_at + stage, parity)
+                    for p in range(products):
+                        beyond = p * across if parts == 1 else 0  # up lies so many tiles behind gate
+                        of_weights = weight_scale[(weights + beyond) * k_blocks + block]
+                        for t in range(lane, tokens, 32):
+                            token = int32(p * part + t) if parts == 2 else int32(t)
+                            factor = float32(0)
+                            if t < part and token < rows:
+                                factor = x_scale[int64(row + token) * k_blocks + block] * of_weights
+                            quarter = int32(4 * p + ((t >> 1) & 3))
+                            at = int32(factors_at + stage * stage_factors + quarter * pitch)
+                            floats[uint32(at + (t >> 3) * 2 + (t & 1))] = factor
+                    cuda.syncwarp()
+                    if lane == 0:
+                        mbarrier_arrive(bars, full_at + stage)
+                mine = int32(mine + SCALERS - 1) if mine == 0 else int32(mine - 1)
+                stage = int32(stage + 1)
+                if stage == stages:
+                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+            tile = int32(tile + tile_step())
+
+    return scale
