@@ -16,6 +16,7 @@ import torch
 from numba import cuda, types
 
 from moe_numba import simulator
+from moe_numba.disk_cache import load_or_make
 from moe_numba.launch import _FORMATS as FORMATS
 from moe_numba.launch import Compiled, Launcher, launcher
 from moe_numba.launch import _attributes as attributes
@@ -86,17 +87,28 @@ def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
     return code, re.sub("\0", "", linker.get_info_log())
 
 
+def compile_once(kernel, signature, threads, *, arch=(9, 0, "a"), key=None):
+    """The machine code of :func:`compile_program`, from disk if it was kept there under this ``key``."""
+
+    def make():
+        return compile_program(kernel, signature, threads, arch=arch)[0].code
+
+    return load_or_make(key and (key, signature, threads, arch), make)
+
+
 class ProgramLauncher(Launcher):
     """A program made ready for one device: calling it starts it; a tensor map's value is its 128 bytes.
 
     Make it with :func:`program`, which keeps the ones it made.
     """
 
-    def __init__(self, kernel, signature, device, *, threads, shared_bytes, cluster, dependent):
+    def __init__(self, kernel, signature, device, *, threads, shared_bytes, cluster, dependent, key):
         from cuda.bindings import driver
+        from cuda.core import ObjectCode
 
-        code, log = compile_program(kernel, signature, threads, arch=(*torch.cuda.get_device_capability(device), "a"))
-        self.compiled = Compiled(None, code, "entry", log)
+        arch = (*torch.cuda.get_device_capability(device), "a")
+        code = ObjectCode.from_cubin(compile_once(kernel, signature, threads, arch=arch, key=key))
+        self.compiled = Compiled(None, code, "entry", None)
         self._kernel = code.get_kernel("entry")  # keeps the code loaded
         handle = driver.CUkernel(int(self._kernel.handle))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -126,11 +138,21 @@ class ProgramLauncher(Launcher):
 
 
 @cache
-def program(kernel, signature, device, *, threads, shared_bytes=0, cluster=None, dependent=False):
-    """Make a program ready to be started again and again, and keep it; see :func:`moe_numba.launch.launcher`."""
+def program(kernel, signature, device, *, threads, shared_bytes=0, cluster=None, dependent=False, key=None):
+    """Make a program ready to be started again and again, and keep it; see :func:`moe_numba.launch.launcher`.
+
+    ``key`` tells the kernel from all others that the package makes; with one its machine code is kept on disk.
+    """
     if simulator.ENABLED:
         plain = tuple("uint8*" if s == MAP else s for s in signature)
         return launcher(kernel, plain, device, shared_bytes=shared_bytes, cluster=cluster)
     return ProgramLauncher(
-        kernel, signature, device, threads=threads, shared_bytes=shared_bytes, cluster=cluster, dependent=dependent
+        kernel,
+        signature,
+        device,
+        threads=threads,
+        shared_bytes=shared_bytes,
+        cluster=cluster,
+        dependent=dependent,
+        key=key,
     )

@@ -86,12 +86,3 @@ def test_the_multiplying_warps_do_not_spill(form, reports):
     found = opcodes(reports[form])
     places = [i for i, o in enumerate(found) if o.split(".")[0] in ("QGMMA", "HGMMA")]
     assert not {"LDL", "STL"} & {o.split(".")[0] for o in found[places[0] : places[-1]]}
-
-
-def test_a_maps_bytes_reach_the_kernel_by_value(reports):
-    """Its parameters are two maps, aligned to 64 bytes, and so much more: 2 x 128 + 5 pointers + 5 numbers."""
-    from moe_numba.program import entry_source
-
-    source = entry_source(("tensormap", "uint8*", "int32"), 384)
-    assert "entry(const __grid_constant__ Map a0, const void* a1, int a2) { body(&a0, a1, a2); }" in source
-    assert "void body(const void*, const void*, int);" in source and "__launch_bounds__(384, 1)" in source

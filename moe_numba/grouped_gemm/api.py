@@ -211,7 +211,16 @@ def _outputs(out, wanted, device):
 @cache
 def _launcher(constants, device):
     kernel, shared_bytes = make_kernel(constants)
-    return program(kernel, _SIGNATURE, device, threads=THREADS, shared_bytes=shared_bytes, dependent=True)
+    return program(
+        kernel,
+        _SIGNATURE,
+        device,
+        threads=THREADS,
+        shared_bytes=shared_bytes,
+        cluster=constants.cluster if constants.cluster > 1 else None,
+        dependent=True,
+        key=("grouped_gemm", *constants),
+    )
 
 
 @cache

@@ -1,0 +1,83 @@
+"""Programs: their entry, what the compiler makes of them, and that they are compiled once; no GPU is needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_numba import disk_cache
+from moe_numba.program import entry_source
+
+ROOT = Path(__file__).parents[1]
+
+# Run in a process of its own, since Numba has either its compiler or its simulator.
+TWICE = """
+import json, time
+from moe_numba import program
+from moe_numba.grouped_gemm.constants import THREADS, Constants
+from moe_numba.grouped_gemm.kernel import make_kernel
+SIGNATURE = ("tensormap", "tensormap", "int32*", "float32*", *("int32*",) * 2, *("float32*",) * 2, *("int32",) * 5)
+compiled, compile_program = [], program.compile_program
+program.compile_program = lambda *a, **k: compiled.append(1) or compile_program(*a, **k)
+for tokens in (8, 16):
+    constants = Constants(tokens=tokens, sizes=(tokens,), stages=3)
+    started = time.perf_counter()
+    code = program.compile_once(make_kernel(constants)[0], SIGNATURE, THREADS, key=("test", *constants))
+    print(json.dumps([len(compiled), time.perf_counter() - started, code.hex()]))
+"""
+
+
+def process(cache):
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", disk_cache.FOLDER: str(cache)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    first, second = process(tmp_path), process(tmp_path)
+    assert [row[0] for row in first] == [1, 2] and [row[0] for row in second] == [0, 0]
+    assert [row[2] for row in first] == [row[2] for row in second] and first[0][2] != first[1][2]
+    assert max(row[1] for row in first) < 10 and sum(row[1] for row in second) < 1
+    assert len(list(tmp_path.glob("*.cubin"))) == len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_entry_takes_maps_by_value():
+    source = entry_source(("tensormap", "uint8*", "int32"), 384)
+    assert "entry(const __grid_constant__ Map a0, const void* a1, int a2) { body(&a0, a1, a2); }" in source
+    assert "void body(const void*, const void*, int);" in source and "__launch_bounds__(384, 1)" in source
+
+
+@pytest.fixture
+def origin(monkeypatch):
+    monkeypatch.setattr(disk_cache, "_origin", lambda: "these sources")
+
+
+def test_what_is_kept_and_when(tmp_path, monkeypatch, origin):
+    monkeypatch.setenv(disk_cache.FOLDER, str(tmp_path / "new"))
+    assert disk_cache.load_or_make(("a", 1), lambda: b"one") == b"one"
+    assert disk_cache.load_or_make(("a", 1), lambda: b"other") == b"one"
+    assert disk_cache.load_or_make(("a", 2), lambda: b"two") == b"two"
+    assert disk_cache.load_or_make(None, lambda: b"not kept") == b"not kept"
+    monkeypatch.setattr(disk_cache, "_origin", lambda: "other sources")
+    assert disk_cache.load_or_make(("a", 1), lambda: b"made anew") == b"made anew"
+    monkeypatch.setenv(disk_cache.FOLDER, "0")
+    assert disk_cache.load_or_make(("a", 1), lambda: b"no folder") == b"no folder"
+    assert len(list((tmp_path / "new").iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_used_costs_nothing_but_time(tmp_path, monkeypatch, origin):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(disk_cache.FOLDER, str(tmp_path / "file"))
+    assert disk_cache.load_or_make(("a", 1), lambda: b"made") == b"made"
+    monkeypatch.delenv(disk_cache.FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert disk_cache.folder() == tmp_path / "moe_numba"
