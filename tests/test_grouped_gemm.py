@@ -28,10 +28,9 @@ from moe_numba.grouped_gemm import (
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.schedule import host
-from moe_numba.launch import launch
-from moe_numba.tensor_map import tensor_map
-
-pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the kernel's launch on a GPU is not wired up yet")
+from moe_numba.launch import address, current_stream
+from moe_numba.program import program
+from moe_numba.tensor_map import tensor_map_value
 
 # Which tile comes next
 
@@ -94,7 +93,7 @@ def test_every_form_fits_a_blocks_shared_memory(scaling, activated):
 # The kernel
 
 
-def case(constants, lengths, n, k, seed=0):
+def case(constants, lengths, n, k, device="cpu", seed=0):
     """Random inputs of a problem, and what must come out; rows beyond the groups' are there to be left alone."""
     torch.manual_seed(seed)
     lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -105,18 +104,19 @@ def case(constants, lengths, n, k, seed=0):
         starts = torch.arange(len(lengths), dtype=torch.int32) * capacity
     total = capacity * len(lengths) if capacity else int(lengths.sum())
     dtype = FP8 if constants.dtype == "e4m3" else torch.bfloat16
-    x, weight = (torch.randn(total, k) * 0.5).to(dtype), (torch.randn(len(lengths), n, k) * 0.5).to(dtype)
-    x_scale = torch.rand(total, -(-k // 128)) + 0.5
-    weight_scale = torch.rand(len(lengths), -(-n // 128), -(-k // 128)) + 0.5
+    x = (torch.randn(total, k, device=device) * 0.5).to(dtype)
+    weight = (torch.randn(len(lengths), n, k, device=device) * 0.5).to(dtype)
+    x_scale = torch.rand(total, -(-k // 128), device=device) + 0.5
+    weight_scale = torch.rand(len(lengths), -(-n // 128), -(-k // 128), device=device) + 0.5
     if constants.scaling == "block":
         right = reference.group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale)
     else:
-        weight_scale = torch.rand(len(lengths)) + 0.5
+        weight_scale = torch.rand(len(lengths), device=device) + 0.5
         factors = weight_scale if constants.scaling == "tensor" else None
         right = reference.group_gemm(x, weight, lengths, starts, factors)
     return SimpleNamespace(
-        x=x, weight=weight, lengths=lengths, starts=starts, x_scale=x_scale, weight_scale=weight_scale, right=right,
-        capacity=capacity,
+        x=x, weight=weight, lengths=lengths.to(device), starts=starts.to(device), x_scale=x_scale,
+        weight_scale=weight_scale, right=right, capacity=capacity,
     )
 
 
@@ -124,18 +124,20 @@ def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.
     """The kernel's output, poisoned before, with 4 rows behind it that nobody may touch."""
     made, shared_bytes = kernel.make_kernel(constants)
     total, k = given.x.shape
-    n, line = given.weight.shape[1], 128 // given.x.element_size()
-    y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16)
-    maps = (
-        tensor_map(given.x, (Layout(constants).box_tokens, line), swizzle=128),
-        tensor_map(given.weight, (1, 128, line), swizzle=128),
+    n, line, device = given.weight.shape[1], 128 // given.x.element_size(), given.x.device
+    y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=device)
+    start = program(
+        made, api._SIGNATURE, device.index or 0, threads=THREADS, shared_bytes=shared_bytes,
+        cluster=constants.cluster if constants.cluster > 1 else None,
     )
     lengths = given.lengths if constants.rows != "offsets" else (given.starts[:-1] + given.lengths)
+    tensors = y, y, lengths, given.starts, given.x_scale, given.weight_scale
     with simulator.seed(seed):
-        launch(
-            made, blocks, THREADS, *maps, y.view(torch.int32), torch.zeros(1), lengths, given.starts, given.x_scale,
-            given.weight_scale, len(given.lengths), total, given.capacity, n, k, shared_bytes=shared_bytes,
-            cluster=constants.cluster if constants.cluster > 1 else None,
+        start(
+            blocks, THREADS, current_stream(device.index or 0),
+            tensor_map_value(given.x, (Layout(constants).box_tokens, line), swizzle=128),
+            tensor_map_value(given.weight, (1, 128, line), swizzle=128),
+            *map(address, tensors), len(given.lengths), total, given.capacity, n, k,
         )
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
     return y[:total]
@@ -163,8 +165,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_groups_of_all_sizes(form, pattern):
-    given = case(FORMS[form], PATTERNS[pattern], 128, 256 if form != "bf16" else 128)
+def test_groups_of_all_sizes(form, pattern, device):
+    given = case(FORMS[form], PATTERNS[pattern], 128, 256 if form != "bf16" else 128, device)
     if len(given.x) == 0:
         pytest.skip("TMA has no map of an empty tensor: the public function answers without a launch")
     assert mismatch(run(FORMS[form], given), given.right) is None
@@ -172,36 +174,36 @@ def test_groups_of_all_sizes(form, pattern):
 
 @pytest.mark.parametrize("form", ["tensor", "block", "bf16", "block, two parts, two blocks"])
 @pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (256, 128), (384, 64)])
-def test_sizes_that_are_no_multiples_of_a_tile(form, n, k):
-    given = case(FORMS[form], [5, 0, 12], n, k)
+def test_sizes_that_are_no_multiples_of_a_tile(form, n, k, device):
+    given = case(FORMS[form], [5, 0, 12], n, k, device)
     assert mismatch(run(FORMS[form], given, blocks=4), given.right) is None
 
 
 @pytest.mark.parametrize("rows", ["offsets", "masked"])
-def test_rows_given_otherwise(rows):
+def test_rows_given_otherwise(rows, device):
     constants = FORMS["tensor"]._replace(rows=rows)
-    given = case(constants, [3, 0, 20], 128, 128)
+    given = case(constants, [3, 0, 20], 128, 128, device)
     assert mismatch(run(constants, given), given.right) is None
 
 
-def test_more_groups_than_threads_of_a_scan():
+def test_more_groups_than_threads_of_a_scan(device):
     constants = FORMS["tensor"]._replace(groups=400)
-    given = case(constants, [1 if g in (0, 399) else 0 for g in range(400)], 64, 64)
+    given = case(constants, [1 if g in (0, 399) else 0 for g in range(400)], 64, 64, device)
     assert mismatch(run(constants, given, blocks=1), given.right) is None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_order_of_things_does_not_matter(seed):
-    given = case(FORMS["block, two parts"], [30, 50], 128, 256)
+def test_the_order_of_things_does_not_matter(seed, device):
+    given = case(FORMS["block, two parts"], [30, 50], 128, 256, device)
     first = run(FORMS["block, two parts"], given, seed=0)
     assert mismatch(first, given.right) is None
     assert torch.equal(run(FORMS["block, two parts"], given, seed=seed), first)
 
 
 @pytest.mark.parametrize("lengths, starts", [([-5, 3], [0, 0]), ([3, 1 << 30], [0, 3]), ([4, 4], [-7, 1 << 30])])
-def test_nonsense_in_device_memory_stays_in_bounds(lengths, starts):
-    given = case(FORMS["tensor"], [4, 4], 64, 64)
-    given.lengths, given.starts = (torch.tensor(v, dtype=torch.int32) for v in (lengths, starts))
+def test_nonsense_in_device_memory_stays_in_bounds(lengths, starts, device):
+    given = case(FORMS["tensor"], [4, 4], 64, 64, device)
+    given.lengths, given.starts = (torch.tensor(v, dtype=torch.int32, device=device) for v in (lengths, starts))
     run(FORMS["tensor"], given)  # asserts that the rows behind the output are as they were
 
 
@@ -230,8 +232,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_kernels_are_rejected(what, monkeypatch):
+ON_A_GPU = {  # the others would hang it, or come out right by luck
+    "a group's rows run on into the next",
+    "the wrong group's weights",
+    "the product of the last stage is left out",
+    "the chunks of the staging are not put back",
+}
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
+def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     module, right, wrong = WRONG[what]
     source = inspect.getsource(module)
     assert source.count(right) >= 1
@@ -243,7 +253,7 @@ def test_wrong_kernels_are_rejected(what, monkeypatch):
     if module is epilogue:
         monkeypatch.setattr(kernel, "make_compute", tile.make_compute.__wrapped__)
     monkeypatch.setattr(kernel, "make_kernel", kernel.make_kernel.__wrapped__)
-    given = case(FORMS["tensor"], [5, 11], 128, 768)
+    given = case(FORMS["tensor"], [5, 11], 128, 768, device)
     for seed in range(8):
         try:
             out = run(FORMS["tensor"], given, blocks=1, seed=seed)
@@ -274,7 +284,7 @@ def test_the_checker_sees_what_is_wrong():
 # The public functions
 
 
-def inputs(lengths=(5, 0, 15), n=128, k=192):
+def inputs(lengths=(5, 0, 15), n=128, k=192, device="cpu"):
     """A small problem as a user has it: the arguments of the three functions, and what each must give."""
     torch.manual_seed(1)
     seqlens = torch.tensor(lengths, dtype=torch.int32)
@@ -282,11 +292,12 @@ def inputs(lengths=(5, 0, 15), n=128, k=192):
     x, weight = torch.randn(int(seqlens.sum()), k), torch.randn(len(lengths), n, k)
     (xq, xs), (wq, ws) = reference.quantise_rows(x), reference.quantise_blocks(weight)
     scale = torch.rand(len(lengths)) + 1
-    return {
+    every = {
         "pertensor": (xq, wq, seqlens, cu_seqlens, scale),
         "blockwise": (xq, wq, seqlens, cu_seqlens, xs, ws),
         "bf16": (x.bfloat16(), weight.bfloat16(), seqlens, cu_seqlens),
     }
+    return {name: tuple(tensor.to(device) for tensor in arguments) for name, arguments in every.items()}
 
 
 FUNCTIONS = {
@@ -298,24 +309,24 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("average", [None, 1, 16, 40, 64, 100, 300])
-def test_every_form_gives_the_same(name, average):
+def test_every_form_gives_the_same(name, average, device):
     """The average number of rows chooses tiles, and changes nothing else."""
     function, right = FUNCTIONS[name]
-    arguments = inputs()[name]
+    arguments = inputs(device=device)[name]
     assert mismatch(function(*arguments, num_seq_per_group_avg=average), right(*arguments)) is None
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_rows_by_ends_and_masked(name):
+def test_rows_by_ends_and_masked(name, device):
     function, right = FUNCTIONS[name]
-    x, weight, seqlens, cu_seqlens, *scales = inputs()[name]
+    x, weight, seqlens, cu_seqlens, *scales = inputs(device=device)[name]
     expected = right(x, weight, seqlens, cu_seqlens, *scales)
     assert mismatch(function(x, weight, None, None, *scales, offs=cu_seqlens[1:].clone()), expected) is None
     wide = lambda rows: torch.stack([torch.nn.functional.pad(rows[a : a + n].float(), (0, 0, 0, 16 - n)) for a, n in
                                      zip(cu_seqlens.tolist(), seqlens.tolist(), strict=False)]).to(rows.dtype)
     if name == "blockwise":
         scales = [wide(scales[0]), scales[1]]
-    out = torch.full((3, 16, 128), float("nan"), dtype=torch.bfloat16)
+    out = torch.full((3, 16, 128), float("nan"), dtype=torch.bfloat16, device=device)
     assert function(wide(x), weight, seqlens, None, *scales, out=out) is out
     got = torch.cat([out[g, :n] for g, n in enumerate(seqlens.tolist())])
     assert mismatch(got, expected) is None
@@ -344,9 +355,9 @@ def activated_mismatch(y, scale, right):
 
 @pytest.mark.parametrize("name", ACTIVATED)
 @pytest.mark.parametrize("average", [1, 16, 40, 100])
-def test_activation_behind_the_product(name, average):
+def test_activation_behind_the_product(name, average, device):
     function, product = ACTIVATED[name]
-    arguments = inputs((5, 0, 35), n=512)[name]
+    arguments = inputs((5, 0, 35), n=512, device=device)[name]
     right = reference.silu_and_mul(product(*arguments))
     y, scale = function(*arguments, num_seq_per_group_avg=average)
     assert y.dtype == FP8 and scale.shape == (40, 2)
@@ -355,19 +366,19 @@ def test_activation_behind_the_product(name, average):
         assert activated_mismatch(y, scale, wrong)  # of another row, of another column, of other signs
 
 
-def test_activation_wants_whole_blocks_and_its_outputs():
-    arguments = inputs(n=128)["pertensor"]
+def test_activation_wants_whole_blocks_and_its_outputs(device):
+    arguments = inputs(n=128, device=device)["pertensor"]
     with pytest.raises(ValueError, match="weight's n is 128; of gate and up it must be a multiple of 256"):
         group_gemm_silu_and_mul_pertensor_fp8(*arguments)
-    arguments = inputs(n=256)["pertensor"]
-    out = torch.zeros(20, 128, dtype=FP8), torch.zeros(20, 1)
+    arguments = inputs(n=256, device=device)["pertensor"]
+    out = torch.zeros(20, 128, device=device).to(FP8), torch.zeros(20, 1, device=device)
     assert group_gemm_silu_and_mul_pertensor_fp8(*arguments, out=out) is out and bool(out[1].all())
     with pytest.raises(ValueError, match="out's scale"):
-        group_gemm_silu_and_mul_pertensor_fp8(*arguments, out=(out[0], torch.zeros(20, 2)))
+        group_gemm_silu_and_mul_pertensor_fp8(*arguments, out=(out[0], torch.zeros(20, 2, device=device)))
 
 
-def test_no_rows():
-    x, weight, seqlens, cu_seqlens, scale = inputs((0, 0))["pertensor"]
+def test_no_rows(device):
+    x, weight, seqlens, cu_seqlens, scale = inputs((0, 0), device=device)["pertensor"]
     assert group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, scale).shape == (0, 128)
 
 
@@ -395,10 +406,109 @@ BAD = {
 
 
 @pytest.mark.parametrize("says", BAD)
-def test_what_is_refused_and_how(says):
+def test_what_is_refused_and_how(says, device):
     arguments = dict(x=X, weight=WEIGHT, seqlens=SEQLENS, cu_seqlens=CU_SEQLENS, y_scale=SCALE) | BAD[says]
+    arguments = {n: v.to(device) if isinstance(v, torch.Tensor) and n != "out" else v for n, v in arguments.items()}
+    if says.startswith("out's y starts"):  # .to() would align it
+        arguments["out"] = torch.zeros(20 * 128 + 1, dtype=torch.bfloat16, device=device)[1:].view(20, 128)
     with pytest.raises((ValueError, TypeError), match=re.escape(says)):
         group_gemm_pertensor_fp8(**arguments)
+
+
+# On a GPU: large
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "lengths, n, k",
+    [  # hpc-ops' own cases, and DeepSeek-V3's two products with uneven groups
+        ([8, 16, 32, 64, 128, 256, 384, 512], 4096, 7168),
+        ([30] * 128, 1024, 4096),
+        ([30] * 256, 4096, 4096),
+        ([0, 1, 300, 257, 7, 0, 64, 144, 145, 288, 289, 16], 4096, 7168),
+        ([700, 0, 33, 255, 256, 1], 7168, 2048),
+        ([1] * 512, 512, 512),
+    ],
+)
+def test_large_sizes(name, lengths, n, k):
+    """Checked for some of the groups, and as a whole for what is written."""
+    if name == "bf16" and len(lengths) > 200:
+        pytest.skip("too much memory for the reference")
+    function, right = FUNCTIONS[name]
+    torch.manual_seed(2)
+    groups, device = len(lengths), "cuda"
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32, device=device), seqlens.cumsum(0).int()])
+    dtype = torch.bfloat16 if name == "bf16" else FP8
+    x = (torch.randn(sum(lengths), k, device=device) * 0.5).to(dtype)
+    weight = torch.empty(groups, n, k, dtype=dtype, device=device)
+    for g in range(groups):
+        weight[g] = (torch.randn(n, k, device=device) * 0.5).to(dtype)
+    scales = {
+        "bf16": (),
+        "pertensor": (torch.rand(groups, device=device) + 0.5,),
+        "blockwise": (
+            torch.rand(len(x), k // 128, device=device) + 0.5,
+            torch.rand(groups, n // 128, k // 128, device=device) + 0.5,
+        ),
+    }[name]
+    whole = torch.full((len(x) + 64, n), float("nan"), dtype=torch.bfloat16, device=device)
+    out = whole[: len(x)]
+    for average in (None, 300):
+        out.fill_(float("nan"))
+        function(x, weight, seqlens, cu_seqlens, *scales, num_seq_per_group_avg=average, out=out)
+        first = out.clone()
+        assert not bool(out.isnan().any()) and bool(whole[len(x) :].isnan().all())
+        for g in sorted({0, groups // 2, groups - 1, lengths.index(max(lengths))}):
+            one, rows = slice(g, g + 1), slice(int(cu_seqlens[g]), int(cu_seqlens[g + 1]))
+            here = {
+                "bf16": (),
+                "pertensor": [s[one] for s in scales],
+                "blockwise": [scales[0][rows], scales[1][one]] if len(scales) > 1 else [],
+            }[name]
+            expected = right(x[rows], weight[one], seqlens[one], torch.zeros(2, dtype=torch.int32), *here)
+            assert mismatch(out[rows], expected) is None, (g, average)
+        for _ in range(20):
+            function(x, weight, seqlens, cu_seqlens, *scales, num_seq_per_group_avg=average, out=out)
+            assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_the_lengths():
+    """The lengths are read on the GPU: one captured call serves whatever they are when it is replayed."""
+    x, weight, seqlens, cu_seqlens, scale = inputs((5, 0, 15), 256, 512, "cuda")["pertensor"]
+    out = torch.empty(20, 256, dtype=torch.bfloat16, device="cuda")
+    call = lambda: group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, scale, out=out)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for lengths in ((20, 0, 0), (0, 1, 2), (7, 7, 6)):
+        seqlens.copy_(torch.tensor(lengths))
+        cu_seqlens[1:].copy_(torch.tensor(lengths).cumsum(0))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert mismatch(out, reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)) is None
+
+
+# Tuning
+
+
+@pytest.mark.parametrize("scaling, activated", [("tensor", False), ("block", False), ("tensor", True)])
+def test_the_tuner_tries_forms_that_fit(scaling, activated, monkeypatch, capsys):
+    from moe_numba.bench import tune_grouped_gemm as tuner
+
+    every = tuner.candidates(scaling, activated)
+    assert len(every) >= 12 and all(Layout(c).bytes <= tuner.SHARED_BYTES for c in every.values())
+    monkeypatch.setattr(tuner, "TILES", [(16, 1, (16,)), (8, 2, (8,))])
+    shapes = {"small": dict(n=256, k=128)}
+    assert tuner.tune(scaling, activated, [9], shapes, groups=2, device="cpu") == {("small", 9): {}}
+    assert capsys.readouterr().out.count("\n") == 1  # no form was found wrong
+    if not activated:
+        monkeypatch.setattr(tuner.reference, "mismatch", lambda out, right: "it is wrong")
+        tuner.tune(scaling, activated, [9], shapes, groups=2, device="cpu")
+        assert "16: it is wrong" in capsys.readouterr().out
 
 
 # Scalings

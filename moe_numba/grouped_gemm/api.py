@@ -6,7 +6,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
-from moe_numba.grouped_gemm.constants import THREADS, Constants
+from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.launch import address, current_stream
 from moe_numba.program import MAP, program
@@ -145,8 +145,9 @@ def group_gemm_silu_and_mul_blockwise_fp8(
 
 
 def _group_gemm(
-    scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out, activated=False
+    scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out, activated=False, constants=None
 ):
+    """All of them; ``constants`` takes the place of the form that the average number of rows asks for."""
     given, x, weight = x, as_tensor(x, "x"), as_tensor(weight, "weight")
     dtype = torch.bfloat16 if scaling == "none" else FP8
     rows, lengths, starts = _check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype)
@@ -166,7 +167,7 @@ def _group_gemm(
     wanted += [("scale", (*x.shape[:-1], n // 128), torch.float32)] * activated
     outputs = _outputs(out, wanted, x.device)
     if total:
-        constants = _constants(scaling, rows, _average(average, total, groups), activated)
+        constants = constants or _constants(scaling, rows, _average(average, total, groups), activated)
         most = constants.tokens * constants.parts
         if groups * -(-total // most) * -(-n // 128) > _MOST_TILES:
             raise ValueError(f"x has {total} rows, too many for {groups} groups of {n} columns")
@@ -176,7 +177,7 @@ def _group_gemm(
             _blocks(x.device),
             THREADS,
             current_stream(x.device.index or 0),
-            tensor_map_value(flat, (constants.tokens, line), swizzle=128),
+            tensor_map_value(flat, (Layout(constants).box_tokens, line), swizzle=128),
             tensor_map_value(weight, (1, 128, line), swizzle=128),
             address(outputs[0]),
             address(outputs[-1]),
@@ -225,7 +226,8 @@ def _launcher(constants, device):
 
 @cache
 def _blocks(device):
-    return 2 if simulator.ENABLED else torch.cuda.get_device_properties(device).multi_processor_count
+    """One for each multiprocessor; an even number, for clusters of two."""
+    return 2 if simulator.ENABLED else torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2
 
 
 @cache
