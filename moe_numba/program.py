@@ -69,7 +69,7 @@ def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
     )
     try:
         codes, _ = cuda.compile_all(
-            kernel.py_func,
+            _body(kernel, len(signature)),
             types.void(*arguments),
             device=True,
             abi="c",
@@ -82,9 +82,18 @@ def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
     options = ProgramOptions(arch=name, link_time_optimization=True)
     entry = Program(entry_source(signature, threads), "c++", options).compile("ltoir")
     options = LinkerOptions(arch=name, link_time_optimization=True, ptxas_options=["-v"])
-    linker = Linker(*(ObjectCode.from_ltoir(c) for c in (entry.code, *codes)), options=options)
+    objects = (c if isinstance(c, ObjectCode) else ObjectCode.from_ltoir(c) for c in (entry.code, *codes))
+    linker = Linker(*objects, options=options)  # what a kernel's device functions were declared to link is an object
     code = linker.link("cubin")
     return code, re.sub("\0", "", linker.get_info_log())
+
+
+def _body(kernel, count):
+    """A function that only calls the kernel's: one with Python's errors in it (a tuple's index) has no C interface."""
+    names = ", ".join(f"a{i}" for i in range(count))
+    space = {"kernel": cuda.jit(device=True)(kernel.py_func)}
+    exec(f"def body({names}):\n    kernel({names})", space)
+    return space["body"]
 
 
 def compile_once(kernel, signature, threads, *, arch=(9, 0, "a"), key=None):

@@ -1,0 +1,317 @@
+"""The two doors to PTX: what is linked means what the intrinsic of that name means; the compiler says what it costs."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from hopper_runs import E4M3, RNG, hopper, small_integers
+from numba import cuda, float32, int32, uint8, uint64
+
+from moe_numba.bench.machine_code import compile_apart, disassembler
+from moe_numba.ptx import modules
+from moe_numba.ptx import tensormap as intrinsics
+from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group
+from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.modules import ffi
+from moe_numba.ptx.modules import tensormap as linked
+from moe_numba.ptx.modules.wgmma import wgmma_step_m64n64k128_e4m3
+from moe_numba.ptx.tma import tma_store_2d
+from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.tensor_map import tensor_map
+
+TILE = 64 * 128
+ZEROS = (np.float32(0),) * 32
+add_tile, wait = make_wgmma_tile(64, "e4m3", accumulate=True), make_wgmma_wait(64, 0)
+wait_stores = make_bulk_wait_group(0)
+
+
+@cuda.jit(device=True)
+def fill(smem, data, tiles, fence):
+    """Rows of 128 bytes into shared memory, swizzled as TMA would."""
+    for i in range(cuda.threadIdx.x, tiles * TILE, 128):
+        smem[i ^ ((i >> 7 & 7) << 4)] = data[i]
+    if fence:
+        fence_proxy_async_shared()
+    cuda.syncthreads()
+
+
+@cuda.jit(launch_bounds=(128, 1))
+def step_by_intrinsics(out, data, steps, fence):
+    smem = cuda.shared.array(0, uint8, 1024)
+    fill(smem, data, 2 * steps, fence)
+    acc = ZEROS
+    for i in range(steps):
+        at = int32(i * 2 * TILE)
+        acc = wait(add_tile(acc, wgmma_descriptor(smem, at), wgmma_descriptor(smem, at + TILE)))
+    first = cuda.threadIdx.x * 32
+    for j in range(8):
+        out[first + 4 * j], out[first + 4 * j + 1] = acc[4 * j], acc[4 * j + 1]
+        out[first + 4 * j + 2], out[first + 4 * j + 3] = acc[4 * j + 2], acc[4 * j + 3]
+
+
+@cuda.jit(launch_bounds=(128, 1))
+def step_by_module(out, data, steps, fence):
+    smem = cuda.shared.array(0, uint8, 1024)
+    fill(smem, data, 2 * steps, fence)
+    acc = cuda.local.array(32, float32)
+    for i in range(steps):
+        at = int32(i * 2 * TILE)
+        wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), at, at + TILE, int32(i > 0))
+    first = cuda.threadIdx.x * 32
+    for j in range(32):
+        out[first + j] = acc[j]
+
+
+def make_map_kernel(door):
+    """A block writes 16 rows of 128 bytes to where its group lies, by a map that it makes through one of the doors."""
+    by = {"intrinsics": intrinsics, "linked": linked}[door]
+    set_address, publish = by.tensormap_replace_global_address, by.tensormap_cp_fenceproxy
+    set_width, set_height = by.make_tensormap_replace_global_dim(0), by.make_tensormap_replace_global_dim(1)
+    set_pitch = by.make_tensormap_replace_global_stride(0)
+    acquire = by.fence_proxy_tensormap_acquire_gpu
+
+    @cuda.jit(launch_bounds=(32, 1))
+    def by_intrinsics(maps, template, out, starts, pitches, widths, heights):
+        smem = cuda.shared.array(2048, uint8, 1024)
+        copy = cuda.shared.array(128, uint8, 128)
+        t, g = cuda.threadIdx.x, cuda.blockIdx.x
+        for i in range(t, 2048, 32):
+            smem[i] = 16 * g + (i >> 7)
+        for i in range(t, 128, 32):
+            copy[i] = template[i]
+        cuda.syncwarp()
+        if t == 0:
+            set_address(copy, 0, ffi.from_buffer(out), starts[g])
+            set_width(copy, 0, widths[g])
+            set_height(copy, 0, heights[g])
+            set_pitch(copy, 0, uint64(pitches[g]))
+        cuda.syncwarp()
+        publish(ffi.from_buffer(maps), 128 * g, copy, 0)
+        fence_proxy_async_shared()
+        cuda.syncwarp()
+        if t == 0:
+            acquire(ffi.from_buffer(maps), 128 * g)
+            tma_store_2d(ffi.from_buffer(maps), 128 * g, 0, 0, smem, 0)
+            bulk_commit_group()
+            wait_stores()
+
+    @cuda.jit(launch_bounds=(32, 1))
+    def by_linked(maps, template, out, starts, pitches, widths, heights):
+        smem = cuda.shared.array(2048, uint8, 1024)
+        copy = cuda.shared.array(128, uint8, 128)
+        t, g = cuda.threadIdx.x, cuda.blockIdx.x
+        for i in range(t, 2048, 32):
+            smem[i] = 16 * g + (i >> 7)
+        for i in range(t, 128, 32):
+            copy[i] = template[i]
+        cuda.syncwarp()
+        if t == 0:
+            set_address(ffi.from_buffer(copy), 0, ffi.from_buffer(out), starts[g])
+            set_width(ffi.from_buffer(copy), 0, widths[g])
+            set_height(ffi.from_buffer(copy), 0, heights[g])
+            set_pitch(ffi.from_buffer(copy), 0, uint64(pitches[g]))
+        cuda.syncwarp()
+        publish(ffi.from_buffer(maps), 128 * g, ffi.from_buffer(copy), 0)
+        fence_proxy_async_shared()
+        cuda.syncwarp()
+        if t == 0:
+            acquire(ffi.from_buffer(maps), 128 * g)
+            tma_store_2d(ffi.from_buffer(maps), 128 * g, 0, 0, smem, 0)
+            bulk_commit_group()
+            wait_stores()
+
+    return by_linked if door == "linked" else by_intrinsics
+
+
+def orders(count=6):
+    """Several orders of threads and copies in the simulator; once on a GPU."""
+    for seed in range(count if simulator.ENABLED else 1):
+        with simulator.seed(seed, preempt=0.05 if seed % 2 else 0.0):
+            yield seed
+
+
+@hopper
+@pytest.mark.parametrize("kernel", [step_by_intrinsics, step_by_module])
+def test_a_step_is_right_through_either_door(kernel, device):
+    a, b = (small_integers((2, 64, 128), E4M3, "cpu") for _ in range(2))
+    right = sum(x.double() @ y.double().T for x, y in zip(a, b))
+    data = torch.stack([a.view(torch.uint8), b.view(torch.uint8)], 1).reshape(-1).contiguous().to(device)
+    for _ in orders(3):
+        out = torch.full((128 * 32,), float("nan"), device=device)
+        kernel[1, 128, 0, 4 * TILE](out, data, 2, 1)
+        d = out.cpu().view(4, 8, 4, 8, 2, 2)  # warp, lane // 4, lane % 4, j, h, i
+        found = d.permute(0, 4, 1, 3, 2, 5).reshape(64, 64)
+        assert torch.equal(found.double(), right)
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU would not say so")
+@pytest.mark.parametrize("kernel", [step_by_intrinsics, step_by_module])
+def test_both_doors_refuse_what_threads_wrote_without_a_fence(kernel):
+    data = torch.zeros(2 * TILE, dtype=torch.uint8)
+    with pytest.raises(simulator.MissingFence, match="fence_proxy_async_shared"):
+        kernel[1, 128, 0, 2 * TILE](torch.zeros(128 * 32), data, 1, 0)
+
+
+@hopper
+@pytest.mark.parametrize("door", ["intrinsics", "linked"])
+def test_maps_are_made_through_either_door(door, device):
+    heights, pitches, widths = [3, 16, 1, 9], [128, 256, 144, 160], [128, 100, 16, 33]
+    starts = np.concatenate([[0], np.cumsum(np.array(heights) * pitches)])
+    right = np.full(starts[-1], 7, np.uint8)
+    for g in range(4):
+        rows = right[starts[g] : starts[g + 1]].reshape(heights[g], pitches[g])
+        rows[:, : widths[g]] = 16 * g + np.arange(heights[g])[:, None]
+    kernel = make_map_kernel(door)
+    for _ in orders():
+        out = torch.full((int(starts[-1]),), 7, dtype=torch.uint8, device=device)
+        template = tensor_map(out[: int(starts[-1]) // 128 * 128].view(-1, 128), (16, 128))
+        maps = torch.zeros(5 * 128, dtype=torch.uint8, device=device)
+        maps = maps[-maps.data_ptr() % 128 :][: 4 * 128]
+        numbers = [torch.tensor(n, dtype=torch.int32).to(device) for n in (starts, pitches, widths, heights)]
+        kernel[4, 32](maps, template, out, *numbers)
+        assert (out.cpu().numpy() == right).all()
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU would not say so")
+def test_a_linked_map_must_be_acquired_too(monkeypatch):
+    monkeypatch.setattr(linked, "fence_proxy_tensormap_acquire_gpu", lambda pointer, index: None)
+    out = torch.zeros(2048, dtype=torch.uint8)
+    template = tensor_map(out.view(-1, 128), (16, 128))
+    maps, one = template.clone(), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(simulator.MissingFence, match="acquire"):
+        make_map_kernel("linked")[1, 32](maps, template, out, 0 * one, 128 * one, 128 * one, 16 * one)
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="only there it is ours")
+def test_from_buffer_takes_arrays_only():
+    @cuda.jit
+    def twice(out):
+        pointer = ffi.from_buffer(out)
+        ffi.from_buffer(pointer)
+
+    with pytest.raises(TypeError, match="takes an array, but got Pointer"):
+        twice[1, 1](torch.zeros(4))
+
+
+def test_every_declared_function_is_in_its_file():
+    folder = Path(modules.__file__).parent
+    for name in ("tensormap", "wgmma"):
+        assert modules.source(name) == str(folder / f"{name}.cu")
+        text = (folder / f"{name}.cu").read_text()
+        for function in re.findall(r'"(cu_\w+)"', (folder / f"{name}.py").read_text()):
+            assert re.search(rf"\b{function}\(", text), function
+    text = (folder / "tensormap.cu").read_text()
+    assert "DIM(0) DIM(1) DIM(2) DIM(3) DIM(4)" in text and "STRIDE(0) STRIDE(1) STRIDE(2) STRIDE(3)" in text
+
+
+STEP, MAPS = ["float32*", "uint8*", "int32", "int32"], ["uint8[]", "uint8[]", "uint8[]", *["int32[]"] * 4]
+
+
+@pytest.fixture(scope="module")
+def codes():
+    source = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import moe_numba
+from numba import cuda, float32, int32
+from test_ptx_modules import *
+
+@cuda.jit
+def intrinsics(out, data, steps, fence):
+    smem = cuda.shared.array(0, uint8, 1024)
+    acc = wait(add_tile(ZEROS, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE)))
+    first = cuda.threadIdx.x * 32
+    for j in range(8):
+        out[first + 4 * j], out[first + 4 * j + 1] = acc[4 * j], acc[4 * j + 1]
+        out[first + 4 * j + 2], out[first + 4 * j + 3] = acc[4 * j + 2], acc[4 * j + 3]
+
+@cuda.jit
+def module(out, data, steps, fence):
+    smem = cuda.shared.array(0, uint8, 1024)
+    acc = cuda.local.array(32, float32)
+    for j in range(32):
+        acc[j] = float32(0)
+    wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), int32(0), int32(TILE), int32(1))
+    first = cuda.threadIdx.x * 32
+    for j in range(32):
+        out[first + j] = acc[j]
+
+dims = [linked.make_tensormap_replace_global_dim(i) for i in range(5)]
+strides = [linked.make_tensormap_replace_global_stride(i) for i in range(4)]
+d0, d1, d2, d3, d4 = dims
+s0, s1, s2, s3 = strides
+
+@cuda.jit
+def every_function(out, map, tensor, n):
+    copy = cuda.shared.array(128, uint8, 128)
+    p = ffi.from_buffer(copy)
+    linked.tensormap_replace_global_address(p, 0, tensor, n)
+    d0(p, 0, n), d1(p, 0, n), d2(p, 0, n), d3(p, 0, n), d4(p, 0, n)
+    s0(p, 0, n), s1(p, 0, n), s2(p, 0, n), s3(p, 0, n)
+    linked.tensormap_cp_fenceproxy(out, n, p, 0)
+    linked.fence_proxy_tensormap_acquire_gpu(out, n)
+"""
+    requests = {}
+    for lto in (True, False):
+        how = "lto" if lto else "ptx"
+        for name in ("intrinsics", "module"):
+            requests[f"{name} {how}"] = name, STEP, 128, lto
+        requests[f"every {how}"] = "every_function", ["uint8*"] * 3 + ["int32"], 32, lto
+    requests |= {
+        f"{door} maps": (f"__import__('test_ptx_modules').make_map_kernel({door!r})", MAPS, 32, True)
+        for door in ("intrinsics", "linked")
+    }
+    return compile_apart(source, {name: list(request) for name, request in requests.items()})
+
+
+def test_there_is_a_disassembler():
+    assert disassembler(), "pip install nvidia-cuda-nvdisasm, or the extra test"
+
+
+def test_with_lto_the_doors_are_one(codes):
+    """The call is gone, the accumulators are registers, and the instructions are the same."""
+    one, other = codes["intrinsics lto"], codes["module lto"]
+    for code in (one, other):
+        assert code.count("QGMMA") == 4 and code.count("CALL") == 0
+        assert code.stack_bytes == code.spilled_bytes == 0 and code.complaints == []
+        assert code.count("LDL", "STL", "LD", "ST") == 0
+    assert abs(one.registers - other.registers) <= 8
+
+
+def test_without_lto_the_call_stays_and_the_accumulators_go_through_memory(codes):
+    one, other = codes["intrinsics ptx"], codes["module ptx"]
+    assert one.count("CALL") == 0 and one.stack_bytes == one.spilled_bytes == 0
+    assert other.count("CALL") > 0 and other.stack_bytes >= 128
+    assert other.count("LD") == other.count("ST") == 32  # the function does not know which memory its pointer is into
+    assert one.count("QGMMA") == other.count("QGMMA") == 4
+
+
+@pytest.mark.parametrize("how, calls", [("lto", 0), ("ptx", 12)])
+def test_every_tensor_map_function_links(how, calls, codes):
+    code = codes[f"every {how}"]
+    assert code.count("UTMACCTL") == 1 and code.spilled_bytes == 0
+    assert (code.count("CALL") == 0) == (calls == 0) and code.count("CALL") >= calls
+
+
+def test_tensor_maps_are_made_by_the_same_instructions_through_either_door(codes):
+    one, other = codes["intrinsics maps"], codes["linked maps"]
+    assert one.count("CALL") == other.count("CALL") == 0
+    for name in ("UTMACCTL", "UTMASTG", "ATOMS", "MEMBAR"):
+        assert one.count(name) == other.count(name), name
+
+
+def test_random_bytes_reach_the_swizzle():
+    """What ``fill`` does by threads is what a copy engine does: the simulator's own swizzle says so."""
+    from moe_numba.simulator.tensor_map import swizzled
+
+    at = np.arange(TILE)
+    chunks = swizzled(0, TILE, 128)
+    data = RNG.integers(0, 256, TILE, dtype=np.uint8)
+    by_threads = np.empty_like(data)
+    by_threads[at ^ ((at >> 7 & 7) << 4)] = data
+    assert (by_threads == data.reshape(-1, 16)[chunks].reshape(-1)).all()
