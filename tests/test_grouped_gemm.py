@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
+from moe_numba.arguments import UnsupportedDeviceError
 from moe_numba.grouped_gemm import (
     api,
     epilogue,
@@ -490,6 +491,17 @@ def test_a_graph_follows_the_lengths():
         out.fill_(float("nan"))
         graph.replay()
         assert mismatch(out, reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)) is None
+
+
+@pytest.mark.parametrize("capability, allowed", [((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_only_hopper_has_these_instructions(capability, allowed, monkeypatch):
+    monkeypatch.setattr(api, "simulator", SimpleNamespace(ENABLED=False))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    if allowed:
+        return api._require_hopper("cuda")
+    with pytest.raises(UnsupportedDeviceError, match=rf"some GPU has compute capability {capability[0]}.0; 9.0 is"):
+        api._require_hopper("cuda")
 
 
 # Tuning

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from moe_numba import simulator
-from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
+from moe_numba.arguments import UnsupportedDeviceError, as_outputs, as_tensor, check_out, give_back, require
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.launch import address, current_stream
@@ -241,6 +241,15 @@ def _constants(scaling, rows, average, activated=False):
     return Constants(dtype=dtype, scaling=scaling, rows=rows, activated=activated, **form)
 
 
+def _require_hopper(device):
+    """These tensor core instructions came with compute capability 9.0, and went with it."""
+    if not simulator.ENABLED and torch.cuda.get_device_capability(device) != (9, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise UnsupportedDeviceError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; 9.0 is needed, Hopper's"
+        )
+
+
 def _average(average, total, groups):
     if average is None:
         return -(-total // groups)
@@ -275,6 +284,7 @@ def _check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
         if str(tensor.dim()) not in dims:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")
     require(x.device, (9, 0), "x")
+    _require_hopper(x.device)
     groups, n, k = weight.shape
     if not 1 <= groups <= _MOST_GROUPS:
         raise ValueError(f"weight has {groups} groups; 1 to {_MOST_GROUPS} are allowed")
