@@ -103,7 +103,7 @@ def case(constants, lengths, n, k, device="cpu", seed=0):
     if constants.rows == "masked":
         capacity = int(lengths.max()) + 3
         starts = torch.arange(len(lengths), dtype=torch.int32) * capacity
-    total = capacity * len(lengths) if capacity else int(lengths.sum())
+    total = capacity * len(lengths) if capacity else int(lengths.sum()) or 4  # of an empty tensor TMA has no map
     dtype = FP8 if constants.dtype == "e4m3" else torch.bfloat16
     x = (torch.randn(total, k, device=device) * 0.5).to(dtype)
     weight = (torch.randn(len(lengths), n, k, device=device) * 0.5).to(dtype)
@@ -149,7 +149,7 @@ PATTERNS = {
     "one row": [1],
     "an exact tile, and one row more": [16, 17],
     "all in one group": [0, 70, 0],
-    "no row at all": [0, 0],
+    "no row is of a group": [0, 0],
 }
 FORMS = {
     "tensor": Constants(tokens=16, sizes=(16, 8), stages=3, groups=8),
@@ -168,8 +168,6 @@ FORMS = {
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_groups_of_all_sizes(form, pattern, device):
     given = case(FORMS[form], PATTERNS[pattern], 128, 256 if form != "bf16" else 128, device)
-    if len(given.x) == 0:
-        pytest.skip("TMA has no map of an empty tensor: the public function answers without a launch")
     assert mismatch(run(FORMS[form], given), given.right) is None
 
 
