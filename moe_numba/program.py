@@ -5,6 +5,7 @@ here, and calls the Numba function; both are linked while they are still interme
 It is also the way to ``setmaxnreg``: from PTX the linker makes relocatable code, in which it ignores that instruction.
 """
 
+import contextlib
 import ctypes
 import re
 import struct
@@ -57,17 +58,11 @@ def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
         An ``ObjectCode`` whose kernel is called "entry", and what ptxas said.
     """
     from cuda.core import Linker, LinkerOptions, ObjectCode, Program, ProgramOptions
-    from numba.cuda import dispatcher
 
     name = "sm_" + "".join(map(str, arch))
     plain = ["uint8*" if s == MAP else s for s in signature]
     arguments = [types.CPointer(getattr(types, s[:-1])) if s[-1] == "*" else getattr(types, s) for s in plain]
-    # Numba asks the current device what to compile device functions for, even where a target was named.
-    asked, dispatcher.get_current_device = (
-        dispatcher.get_current_device,
-        lambda: SimpleNamespace(compute_capability=arch),
-    )
-    try:
+    with compiling_for(arch):
         codes, _ = cuda.compile_all(
             _body(kernel, len(signature)),
             types.void(*arguments),
@@ -77,8 +72,6 @@ def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
             cc=arch,
             output="ltoir",
         )
-    finally:
-        dispatcher.get_current_device = asked
     options = ProgramOptions(arch=name, link_time_optimization=True)
     entry = Program(entry_source(signature, threads), "c++", options).compile("ltoir")
     options = LinkerOptions(arch=name, link_time_optimization=True, ptxas_options=["-v"])
@@ -86,6 +79,21 @@ def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
     linker = Linker(*objects, options=options)  # what a kernel's device functions were declared to link is an object
     code = linker.link("cubin")
     return code, re.sub("\0", "", linker.get_info_log())
+
+
+@contextlib.contextmanager
+def compiling_for(arch):
+    """Numba asks the current device what to compile device functions for, even where a target was named."""
+    from numba.cuda import dispatcher
+
+    asked, dispatcher.get_current_device = (
+        dispatcher.get_current_device,
+        lambda: SimpleNamespace(compute_capability=arch),
+    )
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = asked
 
 
 def _body(kernel, count):

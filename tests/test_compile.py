@@ -3,12 +3,13 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from moe_numba.bench.machine_code import disassembler
 
 ROOT = Path(__file__).parents[1]
 GATE = ("float32*", "int32*", "int32", "int64", "int32", "float32", "float32")  # after the logits and the bias
@@ -31,18 +32,10 @@ for module, factory, constants, signature, launch_bounds in json.load(sys.stdin)
 """
 
 
-def _disassembler():
-    """nvdisasm: the wheel's, or the CUDA toolkit's."""
-    import nvidia
-
-    wheels = (str(path) for folder in nvidia.__path__ for path in Path(folder).glob("*/bin/nvdisasm"))
-    return next(wheels, None) or shutil.which("nvdisasm")
-
-
 def compile_all(kernels):
     """What ptxas said of each kernel, and its machine code."""
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, _disassembler()],
+        [sys.executable, "-c", COMPILE, disassembler()],
         input=json.dumps(kernels),
         capture_output=True,
         text=True,

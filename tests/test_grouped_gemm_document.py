@@ -1,11 +1,6 @@
 """The document's grouped GEMM: its schedulers, the maps that it makes on the device, its kernel, and wrong ones."""
 
 import inspect
-import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +13,8 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from test_compile import _disassembler
 
+from moe_numba.bench.machine_code import compile_apart
 from moe_numba.by_value import start
 from moe_numba.grouped_gemm import document, document_run, document_update, reference
 from moe_numba.grouped_gemm.document import Constants, Layout
@@ -250,26 +245,10 @@ def test_a_scheduler_that_skips_a_tile_is_rejected():
 
 # What the compiler makes of it; no GPU is needed
 
-COMPILE = """
-import json, subprocess, sys, tempfile
-from moe_numba.grouped_gemm import document, document_update
-from moe_numba.program import compile_program
+SOURCE = "from moe_numba.grouped_gemm import document, document_update"
 MAIN = ("tensormap", "tensormap", "uint8*", "int32*", "int32*", "int32*", "float32*", "int32", "int32", "int32")
 UPDATE = ("tensormap",) * 2 + ("uint8*", "uint8*", "uint16*", *("int32*",) * 4, *("int32",) * 3)
-for given in json.load(sys.stdin):
-    kernel, signature, threads = document_update.make_update_grouped_tma(64), UPDATE, document_update.THREADS
-    if given:
-        kernel, _ = document.make_kernel(document.Constants(**given))
-        signature, threads = MAIN, document.THREADS
-    code, log = compile_program(kernel, signature, threads)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.code)
-        file.flush()
-        sass = subprocess.run([sys.argv[1], "-c", file.name], capture_output=True, text=True, check=True).stdout
-    print(json.dumps({"log": log, "sass": sass}))
-"""
 FORMS = {
-    "update_grouped_tma": {},
     "8": dict(tokens=8),
     "16": dict(tokens=16, schedule="horizontal"),
     "48": dict(tokens=48),
@@ -282,24 +261,19 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def reports():
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, _disassembler()],
-        input=json.dumps(list(FORMS.values())),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(FORMS, map(json.loads, done.stdout.splitlines()), strict=True))
+    requests = {
+        form: (f"document.make_kernel(document.Constants(**{constants}))[0]", MAIN, document.THREADS, True)
+        for form, constants in FORMS.items()
+    }
+    update = "document_update.make_update_grouped_tma(64)", UPDATE, document_update.THREADS, True
+    return compile_apart(SOURCE, {"update_grouped_tma": update, **requests})
 
 
 def opcodes(report):
-    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", report["sass"])
-    return {opcode.split(".")[0] for opcode in found}
+    return {opcode.split(".")[0] for opcode in report.opcodes}
 
 
-@pytest.mark.parametrize("form", list(FORMS)[1:])
+@pytest.mark.parametrize("form", FORMS)
 def test_the_main_kernel_has_hoppers_instructions(form, reports):
     assert {"QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "STSM", "UTMACCTL"} <= opcodes(reports[form])
 
@@ -311,11 +285,10 @@ def test_a_map_is_changed_by_plain_stores(reports):
     assert not any(opcode.startswith(("UTMA", "UBLKCP", "DEPBAR")) for opcode in found)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["update_grouped_tma", *FORMS])
 def test_the_compiler_gave_nothing_up(form, reports):
-    assert "Potential Performance Loss" not in reports[form]["log"]
+    assert reports[form].complaints == [] and reports[form].spilled_bytes == 0
     assert "CALL" not in opcodes(reports[form])
-    assert sum(map(int, re.findall(r"(\d+) bytes spill", reports[form]["log"]))) == 0
 
 
 @simulated

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hopper_gemm import SIGNATURE
-from test_compile import Report, _disassembler
+from test_compile import Report
 
 from moe_numba import simulator  # noqa: F401  before numba: it chooses the engine
 
 # isort: split
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
+from moe_numba.bench.machine_code import disassembler
 from moe_numba.ptx.accumulators import make_fma, make_fma_columns, make_load_columns, make_scale
 from moe_numba.ptx.mbarrier import (
     mbarrier_arrive,
@@ -79,7 +80,7 @@ def compile_whole(kernels):
     """What ptxas said of each kernel, and its machine code; (module, name, arguments or None, signature, bounds)."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, _disassembler()],
+        [sys.executable, "-c", COMPILE, disassembler()],
         input=json.dumps(kernels),
         capture_output=True,
         text=True,

@@ -12,12 +12,15 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+
+from moe_numba.program import MAP, compile_program, compiling_for
 
 __all__ = ["MachineCode", "compile_apart", "disassembler"]
 
 ARCH = (9, 0, "a")
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
+# Of wgmmas that must wait for one another, of a setmaxnreg that is ignored, of anything that costs time.
+_COMPLAINT = re.compile(r"\((C\d+)\) Potential Performance Loss|\((C75\d\d)\)|(Potential Performance Loss)")
 _MAIN = "from moe_numba.bench import machine_code; machine_code._serve()"
 
 
@@ -59,7 +62,8 @@ def compile_apart(source, requests):
     requests : dict
         Name -> (expression, signature, threads, lto). The expression gives the kernel, such as ``"make_kernel(4)"``;
         the signature is that of :func:`moe_numba.launch.compile_kernel`, with ``"uint8[]"`` for an array; with ``lto``
-        the kernel and what is linked with it become machine code as one, else each for itself.
+        the kernel and what is linked with it become machine code as one, else each for itself. A kernel with a
+        ``"tensormap"`` is compiled as a program, as one in any case.
 
     Returns
     -------
@@ -86,7 +90,11 @@ def _serve():
     given, space = json.load(sys.stdin), {"__name__": "kernels"}
     exec(compile(given["source"], "kernels", "exec"), space)
     for name, (expression, signature, threads, lto) in given["requests"].items():
-        code, log = compile_linked(eval(expression, space), signature, threads, lto=lto)
+        kernel = eval(expression, space)
+        if MAP in signature:
+            code, log = compile_program(kernel, tuple(signature), threads)
+        else:
+            code, log = compile_linked(kernel, signature, threads, lto=lto)
         print(json.dumps({"name": name, **_report(code, log)}))
 
 
@@ -97,7 +105,6 @@ def compile_linked(kernel, signature, threads, *, lto, arch=ARCH):
     """
     from cuda.core import Linker, LinkerOptions, ObjectCode
     from numba import cuda, types
-    from numba.cuda import dispatcher
     from numba.cuda.cudadrv import nvrtc
 
     forms = {"*": types.CPointer, "[": lambda element: types.Array(element, 1, "C")}
@@ -105,18 +112,18 @@ def compile_linked(kernel, signature, threads, *, lto, arch=ARCH):
         forms[s[-1]](getattr(types, s[:-1])) if s[-1] in forms else getattr(types, s)
         for s in (name.removesuffix("]") for name in signature)
     ]
-    kept = dispatcher.get_current_device, nvrtc.compile
-    # Numba asks the current device what to compile device functions for, even where a target was named. And its way
-    # to compile C++ asks the driver what PTX it takes.
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=arch)
-    nvrtc.compile = lambda text, name, cc, ltoir=False, **_: (_compile_cpp(text, name, cc, ltoir), "")
+    # Numba's own way to compile C++ asks the driver what PTX it takes.
+    asked, nvrtc.compile = nvrtc.compile, lambda text, name, cc, ltoir=False, **_: (
+        _compile_cpp(text, name, cc, ltoir), ""
+    )
     try:
-        codes, _ = cuda.compile_all(
-            kernel.py_func, types.void(*arguments), device=False, abi="numba", cc=arch,
-            output="ltoir" if lto else "ptx", launch_bounds=(threads, 1),
-        )
+        with compiling_for(arch):
+            codes, _ = cuda.compile_all(
+                kernel.py_func, types.void(*arguments), device=False, abi="numba", cc=arch,
+                output="ltoir" if lto else "ptx", launch_bounds=(threads, 1),
+            )
     finally:
-        dispatcher.get_current_device, nvrtc.compile = kept
+        nvrtc.compile = asked
     make = ObjectCode.from_ltoir if lto else ObjectCode.from_ptx
     objects = [make(c.encode() if isinstance(c, str) else c) for c in codes]
     options = LinkerOptions(
@@ -165,6 +172,6 @@ def _report(code, log):
         "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),
         "stack_bytes": max(map(int, re.findall(r"(\d+) bytes stack frame", log))),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
-        "complaints": re.findall(r"\((C75\d\d)\)", log),
+        "complaints": ["".join(found) for found in _COMPLAINT.findall(log)],
         "opcodes": opcodes,
     }
