@@ -6,6 +6,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.by_value import start
+from moe_numba.launch import launch
 
 RNG = np.random.default_rng(0)
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -25,6 +26,30 @@ def runs(kernel, make, *, blocks=1, threads=32, count=6, **options):
         with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
             start(kernel, blocks, threads, *arguments, **options)
         yield arguments
+
+
+def outcomes(kernel, make, *, takes=None, blocks=1, threads=64, seeds=8, **options):
+    """What each seed makes of a kernel: what `make` made for it (it takes the first `takes`), or the error."""
+    for seed in range(seeds):
+        arguments = make()
+        try:
+            with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
+                launch(kernel, blocks, threads, *arguments[:takes], **options)
+            yield arguments
+        except simulator.SimulatorError as error:
+            yield error
+
+
+def refused(error, found, *patterns, every=True):
+    """Of a kernel's outcomes all (or some) are this error, in these words; gives the others."""
+    found = list(found)
+    errors = [e for e in found if isinstance(e, Exception)]
+    assert errors and (len(errors) == len(found) or not every), found
+    for e in errors:
+        assert type(e) is error, e
+        for pattern in patterns:
+            assert any(p in str(e) for p in pattern.split("|")), f"{pattern!r} is not in: {e}"
+    return [f for f in found if not isinstance(f, Exception)]
 
 
 def random_bytes(*shape):

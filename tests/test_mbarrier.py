@@ -1,5 +1,6 @@
 """What careless kernels are told about mbarriers, bulk copies and named barriers; a GPU would hang, or be wrong."""
 
+import hopper_runs
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,6 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, float32, uint32, uint64
 
-from moe_numba.launch import launch
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group_read
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
 from moe_numba.ptx.fence import fence_proxy_async_shared
@@ -31,28 +31,16 @@ pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this
 HERE = "test_mbarrier.py"
 
 
-def outcomes(kernel, *, blocks=1, threads=64, seeds=8, **options):
+def outcomes(kernel, **options):
     """What each seed makes of a kernel that gets 256 floats to write and 256 to read: what it wrote, or the error."""
-    for seed in range(seeds):
-        out, x = torch.full((256,), -1.0), torch.arange(256.0)
-        try:
-            with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
-                launch(kernel, blocks, threads, out, x, **options)
-            yield out
-        except simulator.SimulatorError as error:
-            yield error
+    make = lambda: [torch.full((256,), -1.0), torch.arange(256.0)]
+    for found in hopper_runs.outcomes(kernel, make, **options):
+        yield found if isinstance(found, Exception) else found[0]
 
 
 def refused(error, kernel, *patterns, every=True, **options):
-    """Under every seed (or under some, and never with a wrong result) a kernel is refused in these words."""
-    found = list(outcomes(kernel, **options))
-    errors = [e for e in found if isinstance(e, Exception)]
-    assert errors and (len(errors) == len(found) or not every), found
-    for e in errors:
-        assert type(e) is error, e
-        for pattern in patterns:
-            assert any(p in str(e) for p in pattern.split("|")), f"{pattern!r} is not in: {e}"
-    return [f for f in found if not isinstance(f, Exception)]
+    """Under every seed (or under some) a kernel is refused in these words; gives what the others wrote."""
+    return hopper_runs.refused(error, outcomes(kernel, **options), *patterns, every=every)
 
 
 def line(kernel, offset):

@@ -2,8 +2,10 @@
 
 import math
 
+import hopper_runs
 import pytest
 import torch
+from hopper_runs import outcomes
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -87,24 +89,9 @@ def test_what_tma_cannot_do_is_refused(error, words, call, device):
 # --- what careless kernels are told ---------------------------------------------------------------------------------
 
 
-def outcomes(kernel, *arguments, threads=64, blocks=1, seeds=8, **options):
-    """What each seed makes of a kernel that gets `arguments()`: those, or the error."""
-    for seed in range(seeds):
-        given = arguments[0]()
-        try:
-            with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
-                launch(kernel, blocks, threads, *given, **options)
-            yield given
-        except simulator.SimulatorError as error:
-            yield error
-
-
 def refused(error, kernel, arguments, *patterns, **options):
     """Under every seed a kernel is refused in these words."""
-    for found in outcomes(kernel, arguments, **options):
-        assert type(found) is error, found
-        for pattern in patterns:
-            assert any(p in str(found) for p in pattern.split("|")), f"{pattern!r} is not in: {found}"
+    hopper_runs.refused(error, outcomes(kernel, arguments, **options), *patterns)
 
 
 def plain():

@@ -1,5 +1,6 @@
 """What careless kernels are told about wgmma, whose mistakes on a GPU are numbers that are wrong now and then."""
 
+import hopper_runs
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,6 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, int32, uint8, uint64
 
-from moe_numba.launch import launch
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import (
@@ -62,26 +62,13 @@ def arguments():
 
 def outcomes(kernel, *, threads=128, seeds=6):
     """What each seed makes of a kernel: what it wrote, or the error."""
-    for seed in range(seeds):
-        out, map_a, map_b, *alive = arguments()
-        try:
-            with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
-                launch(kernel, 1, threads, out, map_a, map_b)
-            yield out
-        except simulator.SimulatorError as error:
-            yield error
-        del alive
+    for found in hopper_runs.outcomes(kernel, arguments, takes=3, threads=threads, seeds=seeds):
+        yield found if isinstance(found, Exception) else found[0]
 
 
 def refused(error, kernel, *patterns, some=False, **options):
     """Under every seed (or only under some) a kernel is refused in these words."""
-    found = list(outcomes(kernel, **options))
-    errors = [e for e in found if isinstance(e, Exception)]
-    assert errors if some else len(errors) == len(found), found
-    for e in errors:
-        assert type(e) is error, e
-        for pattern in patterns:
-            assert any(p in str(e) for p in pattern.split("|")), f"{pattern!r} is not in: {e}"
+    hopper_runs.refused(error, outcomes(kernel, **options), *patterns, every=not some)
 
 
 @cuda.jit(device=True)
