@@ -215,7 +215,7 @@ WRONG = {
     ),
     "a stage is filled while it is read": (
         loaders,
-        "                wait(bars, empty_at + stage, parity)\n                mbarrier_arrive_expect",
+        "                mbarrier_wait_parity(bars, empty_at + stage, parity)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
     "too few bytes are expected": (loaders, "full_at + stage, stage_bytes)", "full_at + stage, stage_bytes - 16)"),
@@ -227,7 +227,10 @@ WRONG = {
     "a group's rows run on into the next": (epilogue, "int32(min(rows, part)), at, pitch)", "part, at, pitch)"),
     "the wrong group's weights": (loaders, "int32(n * TILE_ROWS), g, bars", "int32(n * TILE_ROWS), int32(0), bars"),
     "the product of the last stage is left out": (tile, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
-    "the chunks of the staging are not put back": (epilogue, "((chunk ^ ((token >> 2) & 1)) << 4)", "(chunk << 4)"),
+    "the chunks of the staging are not put back": (epilogue, "((chunk ^ (token & 7)) << 4)", "(chunk << 4)"),
+    "a chunk is read before all four warps wrote it": (
+        epilogue, "        bar_sync(int32(2 + group), 128)\n        if token", "        if token",
+    ),
 }
 
 
@@ -339,14 +342,17 @@ ACTIVATED = {
 
 
 def activated_mismatch(y, scale, right):
-    """What is wrong with activated results: FP8 has 3 bits behind the first, so half a step is a 16th of a number."""
+    """What is wrong with activated results: FP8 has 3 bits behind the first, so half a step is a 16th of a number.
+
+    Where gate or up is the small sum of large products, it is as wrong as those: of a block's largest 0.2 %.
+    """
     wanted, its_scale = reference.quantise_rows(right)
     if not torch.allclose(scale, its_scale, rtol=0.01, atol=1e-9):
         return "a scale is wrong"
     wide = scale.repeat_interleave(128, 1)
     got = y.float() * wide
     step = wide * torch.clamp(right.abs() / wide, 2**-6) / 16
-    if bool(((got - right).abs() > 1.2 * step + 0.01 * right.abs()).any()):
+    if bool(((got - right).abs() > 1.2 * step + 0.01 * right.abs() + 2e-3 * 448 * wide).any()):
         return "an element is off by more than half a step"
     same = float((y.view(torch.uint8) == wanted.view(torch.uint8)).float().mean())
     return None if same > 0.95 else f"only {100 * same:.0f} % of the elements are the same"

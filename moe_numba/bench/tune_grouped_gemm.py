@@ -7,6 +7,7 @@ does not give the reference's result has no time.
 """
 
 import argparse
+import multiprocessing
 
 import torch
 
@@ -30,6 +31,7 @@ TILES = [  # tokens of a part, parts, multiplications
     (128, 2, (128, 96)),
     (136, 2, (136, 128)),
     (144, 2, (144, 128)),
+    (144, 2, (144, 136, 128, 120)),
 ]
 
 
@@ -46,7 +48,7 @@ def candidates(scaling, activated=False):
             )
             fitting = [s for s in range(3, STAGES + 1) if Layout(constants._replace(stages=s)).bytes <= SHARED_BYTES]
             if fitting:
-                name = f"{tokens}" + f" x {parts}" * (parts > 1) + ", cluster" * (cluster > 1)
+                name = f"{'/'.join(map(str, sizes))}" + f" x {parts}" * (parts > 1) + ", cluster" * (cluster > 1)
                 found[name] = constants._replace(stages=fitting[-1])
     return found
 
@@ -73,9 +75,17 @@ def wrong(scaling, arguments, out, lengths, groups=4):
     return reference.mismatch(out[:rows], right)
 
 
+def compile_all(every):
+    """Every form's machine code to the disk cache, by as many processes as there are cores."""
+    if not simulator.ENABLED:
+        with multiprocessing.get_context("spawn").Pool() as pool:
+            pool.map(api.compile_for, every, chunksize=1)
+
+
 def tune(scaling, activated, rows_wanted, shapes=None, groups=GROUPS, device="cuda"):
     """``{(shape, rows): {form: microseconds}}``; prints as it goes."""
     dtype, found = torch.bfloat16 if scaling == "none" else reference.FP8, {}
+    compile_all(candidates(scaling, activated).values())
     for name, shape in (shapes or SHAPES).items():
         weights = [random_weight(groups, shape["n"], shape["k"], dtype, device) for _ in range(2)]
         for rows in rows_wanted:

@@ -9,7 +9,7 @@ from moe_numba.arguments import UnsupportedDeviceError, as_outputs, as_tensor, c
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.launch import address, current_stream
-from moe_numba.program import MAP, program
+from moe_numba.program import MAP, compile_once, program
 from moe_numba.tensor_map import tensor_map_value
 
 FP8 = torch.float8_e4m3fn
@@ -220,8 +220,17 @@ def _launcher(constants, device):
         shared_bytes=shared_bytes,
         cluster=constants.cluster if constants.cluster > 1 else None,
         dependent=True,
-        key=("grouped_gemm", *constants),
+        key=_key(constants),
     )
+
+
+def _key(constants):
+    return ("grouped_gemm", *constants)
+
+
+def compile_for(constants):
+    """Compile a form, unless its machine code is on disk; no GPU is needed, and it then lies there."""
+    compile_once(make_kernel(constants)[0], _SIGNATURE, THREADS, key=_key(constants))
 
 
 @cache

@@ -10,8 +10,9 @@ LINE = 128  # bytes of k in a stage: a row of the swizzle, and 4 steps of a mult
 WARPS = 12  # two groups of four that multiply, and four that load
 THREADS = 32 * WARPS
 MULTIPLIERS = 8
-STAGING = 1024  # bytes of a multiplying warp, through which its results become rows
-CHUNK = 32  # tokens that go through the staging at once
+CHUNK = 16  # tokens that go through the staging at once
+STAGING = 2 * CHUNK * LINE  # bytes of a multiplying warpgroup, through which its results become rows: two buffers
+ACTIVATED = 32  # tokens that go through it at once to be activated
 ROW = 2 * 2 * TILE_ROWS + 16  # bytes of a token's gate and up in the staging; 16 more, to fall on other banks
 
 
@@ -75,7 +76,7 @@ class Layout:
     @cached_property
     def factors_at(self):
         """In floats; a stage has 4 quarters for each product."""
-        return (self.staging_at + (CHUNK * ROW if self.constants.activated else MULTIPLIERS * STAGING)) // 4
+        return (self.staging_at + (ACTIVATED * ROW if self.constants.activated else 2 * STAGING)) // 4
 
     @cached_property
     def stage_factors(self):

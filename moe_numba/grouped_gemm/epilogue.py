@@ -4,7 +4,7 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.constants import CHUNK, MULTIPLIERS, ROW, STAGING
+from moe_numba.grouped_gemm.constants import ACTIVATED, CHUNK, LINE, MULTIPLIERS, ROW, STAGING
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
@@ -19,31 +19,25 @@ FP8_MOST = 448.0  # the largest number of e4m3
 
 
 @cache
-def make_store(n, first=0):
+def make_store(n, first=0, turn=0):
     """``store(...)``: columns ``first`` and on of a fragment become rows in global memory, as bf16.
 
-    A warp has 16 neighbours of each token's row, 32 bytes. They go through its staging so that a lane stores 16 bytes.
+    A warpgroup has 64 neighbours of each token's row, 128 bytes. They go through its staging, 16 tokens at a time and
+    from two buffers by turns, so that eight lanes store a whole line; the first chunk takes buffer ``turn``.
     """
-    count = min(CHUNK, n - first)
-    put_fragment = make_stmatrix_fragment(n, first, count, 32)
-    both, more = count > CHUNK // 2, first + CHUNK < n
-    following = make_store(n, first + CHUNK) if more else None
-    second = first + CHUNK // 2
+    put_fragment = make_stmatrix_fragment(n, first, min(CHUNK, n - first), LINE)
+    more, buffer = first + CHUNK < n, (first // CHUNK + turn) % 2 * CHUNK * LINE
+    following = make_store(n, first + CHUNK, turn) if more else None
 
     @cuda.jit(device=True)
-    def store(smem, words, y, put, take, total, factor, token, rows, at, pitch):
-        put_fragment(smem, put, total, factor)
-        cuda.syncwarp()
+    def store(smem, words, y, group, put, take, total, factor, token, rows, at, pitch):
+        put_fragment(smem, int32(put + buffer), total, factor)
+        bar_sync(int32(2 + group), 128)
         if token + first < rows:
-            a, b, c, d = ld_shared_s32x4(words, take)
+            a, b, c, d = ld_shared_s32x4(words, int32(take + buffer // 4))
             st_global_s32x4(y, at + int64(first) * pitch, a, b, c, d)
-        if both:
-            if token + second < rows:
-                a, b, c, d = ld_shared_s32x4(words, int32(take + 128))
-                st_global_s32x4(y, at + int64(second) * pitch, a, b, c, d)
-        cuda.syncwarp()
         if more:
-            following(smem, words, y, put, take, total, factor, token, rows, at, pitch)
+            following(smem, words, y, group, put, take, total, factor, token, rows, at, pitch)
 
     return store
 
@@ -55,10 +49,10 @@ def make_activate(n, layout, first=0):
     All eight warps put 32 tokens' gate and up, rounded to bf16, into the staging as rows; then a warp takes a token, 4
     of its 128 columns a lane, so that the largest is found by one reduction.
     """
-    count, staging_at = min(CHUNK, n - first), layout.staging_at
+    count, staging_at = min(ACTIVATED, n - first), layout.staging_at
     put_fragment = make_stmatrix_fragment(n, first, count, ROW)
-    more = first + CHUNK < n
-    following = make_activate(n, layout, first + CHUNK) if more else None
+    more = first + ACTIVATED < n
+    following = make_activate(n, layout, first + ACTIVATED) if more else None
 
     @cuda.jit(device=True)
     def activate(smem, words, y, y_scale, warp, lane, gate, up, factor, row, rows, column, n_out):
@@ -109,21 +103,27 @@ def make_write(n, constants, layout):
         return write
 
     store, staging_at, two = make_store(n), layout.staging_at, constants.parts == 2
+    odd = -(-n // CHUNK) % 2
+    store_other = make_store(n, turn=odd)
 
     @cuda.jit(device=True)
     def write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor):
-        # A row of the staging is a token's 32 bytes. Its two chunks change places in every second group of four rows,
-        # so that eight rows, written chunk by chunk, fall on all banks.
-        staging = int32(staging_at + warp * STAGING)
-        put = int32(staging + (lane & 7) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4))
-        token, chunk = int32(lane >> 1), int32(lane & 1)
-        take = int32(staging + token * 32 + ((chunk ^ ((token >> 2) & 1)) << 4)) >> 2
-        column, pitch = int32(column + warp * 16), int32(n_out >> 1)
+        # A row of the staging is a token's 128 bytes. Its chunks of 16 change places by the number of the row, so that
+        # a column of them, which a warp writes, falls on all banks.
+        group = int32(warp >> 2)
+        staging = int32(staging_at + group * STAGING)
+        chunk = int32(2 * (warp & 3) + (lane >> 3 & 1))
+        put = int32(staging + (lane & 7) * LINE + ((chunk ^ (lane & 7)) << 4))
+        token, chunk = int32(4 * (warp & 3) + (lane >> 3)), int32(lane & 7)
+        take = int32(staging + token * LINE + ((chunk ^ (token & 7)) << 4)) >> 2
+        column, pitch = int32(column + group * 64), int32(n_out >> 1)
         if column < n_out:
             at = (int64(row) + token) * pitch + ((column >> 1) + chunk * 4)
-            store(smem, words, y, put, take, total, factor, token, int32(min(rows, part)), at, pitch)
+            store(smem, words, y, group, put, take, total, factor, token, int32(min(rows, part)), at, pitch)
             if two:
                 at += int64(part) * pitch
-                store(smem, words, y, put, take, other, factor, token, int32(rows - part), at, pitch)
+                store_other(smem, words, y, group, put, take, other, factor, token, int32(rows - part), at, pitch)
+            elif odd:  # the next tile begins with the buffer that is being read
+                bar_sync(int32(2 + group), 128)
 
     return write

@@ -17,6 +17,7 @@ from moe_numba.grouped_gemm.walk import FULL, make_place, make_scan, make_walk
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_init
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.ptx.uniform import uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 
 
@@ -76,9 +77,13 @@ def make_kernel(constants):
         else:
             request_registers()
             stage, parity = int32(0), uint32(0)
+            smem, bars, floats = uniform_array(smem), uniform_array(bars), uniform_array(floats)
+            warp = uniform(warp)
             tile = first_tile()
             while tile < tiles:
                 g, row, rows, part, n = place(words, lengths, starts, groups, total, capacity, tile)
+                part, rows = uniform(part), uniform(rows)
+                stage, parity = uniform(stage), uint32(uniform(int32(parity)))
                 factor = weight_scale[g] if by_tensor else float32(1)
                 stage, parity = compute(
                     smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part,

@@ -12,7 +12,6 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_wait_parity,
-    mbarrier_wait_parity_cluster,
 )
 from moe_numba.ptx.tma import (
     createpolicy_evict_first,
@@ -32,7 +31,6 @@ def make_load(constants, layout):
     stages, stage_bytes, x_at, part_bytes = constants.stages, layout.stage_bytes, layout.x_at, layout.part_bytes
     full_at, empty_at, two = layout.full_at, layout.empty_at, constants.parts == 2
     shared, box_tokens, activated = constants.cluster == 2, layout.box_tokens, constants.activated
-    wait = mbarrier_wait_parity_cluster if shared else mbarrier_wait_parity
     line = LINE // 2 if constants.dtype == "bf16" else LINE  # elements of k
     place = make_place(constants, layout)
     first_tile, tile_step = make_walk(constants.cluster)
@@ -50,7 +48,7 @@ def make_load(constants, layout):
                 place_of_mine = int32(x_at + mine * (box_tokens * LINE))
             for block in range(k_blocks):
                 k, at = int32(block * line), int32(stage * stage_bytes)
-                wait(bars, empty_at + stage, parity)
+                mbarrier_wait_parity(bars, empty_at + stage, parity)
                 mbarrier_arrive_expect_tx(bars, full_at + stage, stage_bytes)
                 tma_load_3d_hint(smem, at, map_weight, 0, k, int32(n * TILE_ROWS), g, bars, full_at + stage, once)
                 if activated:

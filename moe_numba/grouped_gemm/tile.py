@@ -13,10 +13,10 @@ from moe_numba.grouped_gemm.constants import LINE
 from moe_numba.grouped_gemm.epilogue import make_write
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.ptx.accumulators import make_fma
+from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.fragment import make_fma_shared
-from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_wait_parity
+from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_relaxed_cluster, mbarrier_wait_parity
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
-
 
 @cache
 def make_give_back(cluster):
@@ -26,8 +26,8 @@ def make_give_back(cluster):
 
     @cuda.jit(device=True)
     def give_back(bars, i):
-        mbarrier_arrive_cluster(bars, i, uint32(0))
-        mbarrier_arrive_cluster(bars, i, uint32(1))
+        mbarrier_arrive(bars, i)
+        mbarrier_arrive_relaxed_cluster(bars, i, uint32(cluster_ctarank() ^ uint32(1)))  # it only read
 
     return give_back
 

@@ -51,7 +51,19 @@ def mbarrier_expect_tx(barriers, index, tx_bytes):
 
 
 def mbarrier_arrive_cluster(barriers, index, rank):
-    """``mbarrier.arrive.release.cluster.shared::cluster.b64``: one arrival at the barrier of block ``rank``."""
+    """``mbarrier.arrive.release.cluster.shared::cluster.b64``: one arrival at the barrier of block ``rank``.
+
+    What this thread wrote before it, to global memory too, is visible to those who wait: for that the thread stands
+    still for about a microsecond.
+    """
+    simulator.mbarrier.find(barriers, index, rank).arrive()
+
+
+def mbarrier_arrive_relaxed_cluster(barriers, index, rank):
+    """``mbarrier.arrive.relaxed.cluster.shared::cluster.b64``: the same at once, from who wrote nothing for others.
+
+    It says that reads are over, such as those of a multiplication that was waited for.
+    """
     simulator.mbarrier.find(barriers, index, rank).arrive()
 
 
@@ -66,12 +78,12 @@ mbarrier_arrive_expect_tx = instruction(
 mbarrier_expect_tx = instruction(
     "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], $1;", "void", SHARED, "u32", simulate=mbarrier_expect_tx
 )
+_ARRIVE = "{ .reg .u32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.%s.cluster.shared::cluster.b64 _, [a]; }"
 mbarrier_arrive_cluster = instruction(
-    "{ .reg .u32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }",
-    "void",
-    SHARED,
-    "u32",
-    simulate=mbarrier_arrive_cluster,
+    _ARRIVE % "release", "void", SHARED, "u32", simulate=mbarrier_arrive_cluster
+)
+mbarrier_arrive_relaxed_cluster = instruction(
+    _ARRIVE % "relaxed", "void", SHARED, "u32", simulate=mbarrier_arrive_relaxed_cluster
 )
 
 
