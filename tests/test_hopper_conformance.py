@@ -212,11 +212,12 @@ def matrix(dtype, rows, row_bytes, device):
 
 @pytest.mark.parametrize("dtype, swizzle, box", BOXES)
 def test_a_load_brings_a_box_and_zeros_from_outside(dtype, swizzle, box, device):
-    x = matrix(dtype, 30, 160, device)
-    size = x.element_size()
+    """Rows end within a chunk of 16 bytes, and what lies behind them is not zero."""
+    size = dtype.itemsize
+    x = matrix(dtype, 30, 160, device)[:, : 148 // size]
     whole, row = as_bytes(x), box[1] * size
-    for start in [(0, 0), (3, 1), (26, 160 // size - 3), (-2, -1), (0, -500), (100, 0)]:
-        right = cut(whole, (start[0], start[1] * size), (box[0], row))
+    for y, at in [(0, 0), (3, 16), (26, 144), (-2, -16), (5, 64), (0, -512), (0, 160), (100, 0)]:
+        start, right = (y, at // size), cut(whole, (y, at), (box[0], row))
         make = lambda start=start: [
             torch.full((box[0] * row,), 7, dtype=torch.uint8).to(device),
             tensor_map(x, box, swizzle=swizzle),
@@ -253,8 +254,8 @@ def dumps_3d(out, map, x, y, z, size, hinted):
 def test_a_load_of_three_dimensions(swizzle, box, device):
     """The map is the second of two, and the tensor a part of a larger one."""
     whole = random_bytes(4, 10, 256).to(device)
-    x = whole[:, 1:9, 16:240]
-    for start in [(0, 0, 0), (1, 2, 32), (3, 6, 200), (-1, -2, -16)]:
+    x = whole[:, 1:9, 16:237]
+    for start in [(0, 0, 0), (1, 2, 32), (3, 6, 208), (-1, -2, -16)]:
         right = cut(as_bytes(x), start, box).reshape(-1, box[2])
         make = lambda start=start: [
             torch.full((math.prod(box),), 7, dtype=torch.uint8).to(device),
@@ -295,30 +296,46 @@ def stores_3d(data, map, x, y, z, size):
         wait_group_read_0()
 
 
+def clipped(width):
+    """How many bytes of a row a store may write: its last chunk of 16 goes whole, even where the tensor ends in it."""
+    return -(-width // 16) * 16
+
+
 @pytest.mark.parametrize(
-    "box, swizzle, start",
+    "dtype, width, box, swizzle, start",  # width, box and start in bytes
     [
-        ((8, 48), 0, (3, 5)),
-        ((8, 128), 128, (26, 60)),
-        ((16, 64), 64, (-3, -7)),
-        ((8, 32), 32, (0, 159)),
-        ((2, 3, 48), 0, (1, 2, 3)),
-        ((2, 8, 128), 128, (3, -3, 90)),
-        ((1, 8, 64), 64, (0, 0, -8)),
+        (torch.uint8, 160, (8, 48), 0, (3, 16)),
+        (torch.uint8, 100, (8, 48), 0, (3, 80)),
+        (torch.uint8, 100, (8, 128), 128, (26, 32)),
+        (torch.uint8, 160, (16, 64), 64, (-3, -16)),
+        (torch.uint8, 33, (16, 64), 64, (-3, 0)),
+        (torch.uint8, 145, (8, 32), 32, (0, 144)),
+        (torch.uint8, 33, (8, 32), 32, (0, 48)),
+        (torch.float32, 84, (8, 128), 128, (23, -16)),
+        (BF16, 90, (8, 64), 64, (5, 48)),
+        (torch.uint8, 160, (2, 3, 48), 0, (1, 2, 16)),
+        (torch.uint8, 33, (2, 3, 48), 0, (-1, 5, 16)),
+        (torch.uint8, 100, (2, 8, 128), 128, (3, -3, 80)),
+        (torch.uint8, 145, (1, 8, 64), 64, (0, 0, -16)),
     ],
 )
-def test_a_store_writes_the_part_of_a_box_that_lies_inside(box, swizzle, start, device):
+def test_a_store_writes_the_part_of_a_box_that_lies_inside(dtype, width, box, swizzle, start, device):
     shape = (30, 160) if len(box) == 2 else (4, 7, 160)
     size, data = math.prod(box), random_bytes(*box)
     right = np.full([n + 2 * 256 for n in shape], 7, np.uint8)  # with a margin, for what is to be clipped
     right[tuple(slice(256 + s, 256 + s + b) for s, b in zip(start, box))] = data
     right = right[(slice(256, -256),) * len(box)]
+    right[..., clipped(width) :] = 7
+    *outer, row = box
+    *above, at = start
     laid_out = torch.from_numpy(swizzled(data.numpy().reshape(-1, box[-1]), swizzle)).reshape(-1).to(device)
 
     def make():
         kept.append(torch.full((math.prod(shape) + 256,), 7, dtype=torch.uint8, device=device))
         x = kept[-1][128:-128].view(shape)  # what lies before and after it must stay as it is
-        return [laid_out, tensor_map(x, box, swizzle=swizzle), *start[::-1], size]
+        x = x.view(dtype)[..., : width // dtype.itemsize]
+        map = tensor_map(x, (*outer, row // dtype.itemsize), swizzle=swizzle)
+        return [laid_out, map, at // dtype.itemsize, *above[::-1], size]
 
     kept = []
     kernel = stores_2d if len(box) == 2 else stores_3d
@@ -413,7 +430,8 @@ def test_maps_made_on_the_device(device):
     data = random_bytes(4, 16, 128)
     right = np.full(starts[-1], 7, np.uint8)
     for g in range(4):
-        right[starts[g] : starts[g + 1]].reshape(rows[g], pitches[g])[:, : widths[g]] = data[g, : rows[g], : widths[g]]
+        width = clipped(widths[g])
+        right[starts[g] : starts[g + 1]].reshape(rows[g], pitches[g])[:, :width] = data[g, : rows[g], :width]
 
     def make():
         out = torch.full((int(starts[-1]),), 7, dtype=torch.uint8, device=device)

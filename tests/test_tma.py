@@ -5,7 +5,7 @@ import math
 import hopper_runs
 import pytest
 import torch
-from hopper_runs import outcomes
+from hopper_runs import BF16, outcomes
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -30,7 +30,7 @@ from moe_numba.ptx.tensormap import (
     tensormap_cp_fenceproxy,
     tensormap_replace_global_address,
 )
-from moe_numba.ptx.tma import tma_load_2d, tma_load_2d_multicast, tma_load_3d, tma_store_2d
+from moe_numba.ptx.tma import tma_load_2d, tma_load_2d_multicast, tma_load_3d, tma_store_2d, tma_store_3d
 from moe_numba.tensor_map import tensor_map
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
@@ -151,6 +151,83 @@ def test_a_wrong_operand_is_refused(error, words, alignment, load):
         return [room, x]
 
     refused(getattr(simulator, error), make_load(load, alignment), arguments, words, "block (0, 0, 0)", seeds=2)
+
+
+def make_put(store):
+    """Shared memory full of nines, and one thread that stores from it."""
+    wait_read = make_bulk_wait_group_read(0)
+
+    @cuda.jit
+    def kernel(map, x):
+        smem, t = cuda.shared.array(1024, uint8, 1024), cuda.threadIdx.x
+        for i in range(t, 1024, 64):
+            smem[i] = 9
+        fence_proxy_async_shared()
+        cuda.syncthreads()
+        if t == 0:
+            store(smem, map)
+            bulk_commit_group()
+            wait_read()
+
+    return kernel
+
+
+@simulated
+@pytest.mark.parametrize(
+    "dtype, x", [*((torch.uint8, x) for x in (1, 8, 200, -8, -500)), (torch.float32, 1), (BF16, 4)]
+)
+def test_a_box_starts_at_a_multiple_of_16_bytes_of_a_row(dtype, x):
+    def arguments():
+        tensor = torch.zeros(1, 8, 256, dtype=torch.uint8).view(dtype)
+        box = 128 // dtype.itemsize
+        flat, deep = tensor_map(tensor[0], (8, box)), tensor_map(tensor, (1, 8, box))
+        room = torch.zeros(256 + 128, dtype=torch.uint8)
+        room = room[-room.data_ptr() % 128 :][:256]
+        room[:128], room[128:] = flat, deep
+        return [room, tensor]
+
+    kernels = [
+        make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, x, 3, b, 0)),
+        make_load(lambda s, m, b: tma_load_2d_multicast(s, 0, m, 0, x, 3, b, 0, 1)),
+        make_load(lambda s, m, b: tma_load_3d(s, 0, m, 128, x, 3, 0, b, 0)),
+        make_put(lambda s, m: tma_store_2d(m, 0, x, 3, s, 0)),
+        make_put(lambda s, m: tma_store_3d(m, 128, x, 3, 0, s, 0)),
+    ]
+    words = "block (0, 0, 0) warp 0 lane 0: cp.async.bulk.tensor", "a multiple of 16 bytes of a row", "test_tma.py:"
+    for kernel in kernels:
+        at = f"innermost coordinate is {x}, which is byte {x * dtype.itemsize}"
+        refused(simulator.Misaligned, kernel, arguments, *words, at, seeds=1)
+
+
+@simulated
+@pytest.mark.parametrize(
+    "dtype, width, written",
+    [(torch.uint8, 100, 112), (torch.uint8, 33, 48), (torch.float32, 84, 96), (torch.uint8, 96, 96)],
+)
+def test_a_store_clips_rows_to_whole_chunks_of_16_bytes(dtype, width, written):
+    """And so writes over columns behind the tensor, which is a part of a wider one; but over no rows below it."""
+
+    def arguments():
+        whole = torch.zeros(7, 160, dtype=torch.uint8)
+        part = whole[1:6, 16 : 16 + width].view(dtype)
+        return [tensor_map(part, (8, 128 // dtype.itemsize)), whole]
+
+    right = torch.zeros(7, 160, dtype=torch.uint8)
+    right[1:6, 16 : 16 + written] = 9
+    for _, whole in outcomes(make_put(lambda s, m: tma_store_2d(m, 0, 0, 0, s, 0)), arguments):
+        assert torch.equal(whole, right)
+
+
+@simulated
+def test_the_last_chunk_of_a_row_must_lie_in_memory_where_it_is_stored():
+    def arguments():
+        x = torch.zeros(1, 33, dtype=torch.uint8)
+        return [tensor_map(x, (8, 128)), x]
+
+    words = "15 bytes past the end", "a store writes whole chunks of 16 bytes"
+    refused(simulator.OutOfBounds, make_put(lambda s, m: tma_store_2d(m, 0, 0, 0, s, 0)), arguments, *words, seeds=2)
+    load = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 0, b, 0))
+    assert not any(isinstance(found, Exception) for found in outcomes(load, arguments, seeds=2))
 
 
 @simulated

@@ -165,7 +165,7 @@ def store(pointer, index, array, at, size):
     Store(what, lambda data: to.__setitem__(slice(None), data), region(array, at, size, 16, what))
 
 
-def _box(tensor, coordinates, array, at, what):
+def _box(tensor, coordinates, array, at, what, stores=False):
     """The box's coordinates as integers, and its region of shared memory."""
     if len(coordinates) != tensor.rank:
         raise SimulatorError(
@@ -178,7 +178,13 @@ def _box(tensor, coordinates, array, at, what):
             f"{here.room.alignment}, not to {8 * tensor.swizzle}: ask for it with cuda.shared.array(..., 1024)"
         )
     coordinates = [int(c) for c in coordinates]
-    tensor.check(coordinates)
+    first = coordinates[0] * tensor.itemsize
+    if first % 16:  # an illegal instruction on a GPU
+        raise Misaligned(
+            f"{thread()}: {what} takes a box that starts at a multiple of 16 bytes of a row, but at "
+            f"{place(sys._getframe())} its innermost coordinate is {coordinates[0]}, which is byte {first}"
+        )
+    tensor.check(coordinates, stores)
     return coordinates, here
 
 
@@ -206,6 +212,6 @@ def store_box(map_pointer, map_index, coordinates, array, at):
     """A box of shared memory into a tensor."""
     what = f"cp.async.bulk.tensor.{len(coordinates)}d to global memory"
     tensor = tensor_map.used(map_pointer, map_index)
-    coordinates, here = _box(tensor, coordinates, array, at, what)
+    coordinates, here = _box(tensor, coordinates, array, at, what, stores=True)
     swizzle = tensor_map.swizzled(here.start % 1024, tensor.box_bytes, tensor.swizzle)
     Store(what, lambda data: tensor.write(coordinates, data), here, swizzle)

@@ -44,7 +44,7 @@ class OutOfBounds(SimulatorError, IndexError):
 
 
 class Misaligned(SimulatorError):
-    """A vector access is not aligned to its own size."""
+    """A vector access, or what a copy takes, is not aligned as it must be."""
 
 
 def ranges(numbers):

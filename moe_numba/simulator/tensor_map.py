@@ -51,10 +51,16 @@ class TensorMap:
         dims, strides, box = numbers[:rank], numbers[5 : 4 + rank], numbers[9 : 9 + rank]
         return cls(address, itemsize, dims, strides, box, swizzle, publication)
 
-    def _views(self, coordinates):
-        """Which part of the box lies in the tensor, and that part of the tensor, as bytes; slices outermost first."""
+    def _views(self, coordinates, stores=False):
+        """Which part of the box lies in the tensor, and that part of the tensor, as bytes; slices outermost first.
+
+        A store clips rows only to whole chunks of 16 bytes, as a GPU does, and so may write past their ends.
+        """
+        dims = list(self.dims)
+        if stores:
+            dims[0] = -(-dims[0] * self.itemsize // 16) * 16 // self.itemsize
         low = [max(0, -c) for c in coordinates]
-        high = [min(b, d - c) for b, d, c in zip(self.box, self.dims, coordinates)]
+        high = [min(b, d - c) for b, d, c in zip(self.box, dims, coordinates)]
         if any(l >= h for l, h in zip(low, high)):
             return None, None
         steps = [self.itemsize, *self.strides]
@@ -62,9 +68,10 @@ class TensorMap:
         last = sum((c + h - 1) * s for c, h, s in zip(coordinates, high, steps)) + self.itemsize
         memory, at = _storage(self.address)
         if at + last > memory.size:
+            why = " (a store writes whole chunks of 16 bytes)" if dims != self.dims else ""
             raise OutOfBounds(
                 f"{who()}a tensor map of extents {self.dims[::-1]} and strides {self.strides[::-1]} leads "
-                f"{at + last - memory.size} bytes past the end of the memory that its tensor is a part of"
+                f"{at + last - memory.size} bytes past the end of the memory that its tensor is a part of{why}"
             )
         shape = [h - l for l, h in zip(low, high)]
         inside = tuple(slice(l, h) for l, h in zip(low[:0:-1], high[:0:-1]))
@@ -76,9 +83,9 @@ class TensorMap:
     def _shape(self):
         return [*self.box[:0:-1], self.box[0] * self.itemsize]
 
-    def check(self, coordinates):
+    def check(self, coordinates, stores):
         """See, before a copy starts, that the box lies in memory that there is."""
-        self._views(coordinates)
+        self._views(coordinates, stores)
 
     def read(self, coordinates):
         """The bytes of the box, zeros where it lies outside the tensor."""
@@ -89,8 +96,8 @@ class TensorMap:
         return out.reshape(-1)
 
     def write(self, coordinates, data):
-        """Write the bytes of the box, but for those outside the tensor."""
-        inside, view = self._views(coordinates)
+        """Write the bytes of the box that lie in the tensor, or in its rows' last chunks of 16 bytes."""
+        inside, view = self._views(coordinates, stores=True)
         if inside is not None:
             view[...] = data.reshape(self._shape())[inside]
 
