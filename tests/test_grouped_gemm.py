@@ -224,12 +224,13 @@ WRONG = {
         f"product = wait(tile(a, b))\n{RELEASE}",
         f"product = tile(a, b)\n{RELEASE}            product = wait(product)\n",
     ),
-    "a group's rows run on into the next": (epilogue, "int32(min(rows, part)), at, pitch)", "part, at, pitch)"),
+    "a group's rows run on into the next": (epilogue, "int32(min(rows, part)), int32(rows", "part, int32(rows"),
     "the wrong group's weights": (loaders, "int32(n * TILE_ROWS), g, bars", "int32(n * TILE_ROWS), int32(0), bars"),
     "the product of the last stage is left out": (tile, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
     "the chunks of the staging are not put back": (epilogue, "((chunk ^ (token & 7)) << 4)", "(chunk << 4)"),
     "a chunk is read before all four warps wrote it": (
-        epilogue, "        bar_sync(int32(2 + group), 128)\n        if token", "        if token",
+        epilogue, "            put_first(smem, put, total, factor)\n            bar_sync(int32(2 + group), 128)\n",
+        "            put_first(smem, put, total, factor)\n",
     ),
 }
 

@@ -61,8 +61,9 @@ class Layout:
 
     @cached_property
     def factor_pitch(self):
-        """Floats from a quarter of a part's factors to the next: 4 more than it has, to fall on other banks."""
-        return -(-self.constants.tokens // 16) * 4 + 4
+        """Floats from a quarter of a part's factors to the next, so that four quarters fall on different banks."""
+        has = -(-self.constants.tokens // 16) * 4
+        return has + 4 * (has % 16 == 0)
 
     @cached_property
     def stage_bytes(self):
@@ -93,9 +94,14 @@ class Layout:
         return self.full_at + self.constants.stages
 
     @cached_property
+    def orders_at(self):
+        """In integers, 4 for each stage: the tile whose first stage it is, as the loading thread tells the others."""
+        return -(-2 * (self.empty_at + self.constants.stages) // 4) * 4
+
+    @cached_property
     def sums_at(self):
         """In integers: each warp's part of the scan."""
-        return 2 * (self.empty_at + self.constants.stages)
+        return self.orders_at + 4 * self.constants.stages
 
     @cached_property
     def tiles_at(self):

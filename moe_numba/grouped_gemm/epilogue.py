@@ -19,25 +19,34 @@ FP8_MOST = 448.0  # the largest number of e4m3
 
 
 @cache
-def make_store(n, first=0, turn=0):
-    """``store(...)``: columns ``first`` and on of a fragment become rows in global memory, as bf16.
+def make_store(n, parts, i=0):
+    """``store(...)``: the chunks of a tile's fragments from the i-th on become rows in global memory, as bf16.
 
     A warpgroup has 64 neighbours of each token's row, 128 bytes. They go through its staging, 16 tokens at a time and
-    from two buffers by turns, so that eight lanes store a whole line; the first chunk takes buffer ``turn``.
+    from two buffers by turns, so that eight lanes store a whole line. The next chunk is put there before this one is
+    taken: nothing waits for its own words.
     """
-    put_fragment = make_stmatrix_fragment(n, first, min(CHUNK, n - first), LINE)
-    more, buffer = first + CHUNK < n, (first // CHUNK + turn) % 2 * CHUNK * LINE
-    following = make_store(n, first + CHUNK, turn) if more else None
+    chunks = [(part, first) for part in range(parts) for first in range(0, n, CHUNK)]
+    (part, first), buffer, more = chunks[i], i % 2 * CHUNK * LINE, i + 1 < len(chunks)
+    if more:
+        next_part, next_first = chunks[i + 1]
+        put_next = make_stmatrix_fragment(n, next_first, min(CHUNK, n - next_first), LINE)
+        following, other_buffer = make_store(n, parts, i + 1), CHUNK * LINE - buffer
 
     @cuda.jit(device=True)
-    def store(smem, words, y, group, put, take, total, factor, token, rows, at, pitch):
-        put_fragment(smem, int32(put + buffer), total, factor)
-        bar_sync(int32(2 + group), 128)
-        if token + first < rows:
-            a, b, c, d = ld_shared_s32x4(words, int32(take + buffer // 4))
-            st_global_s32x4(y, at + int64(first) * pitch, a, b, c, d)
+    def store(smem, words, y, group, put, take, total, other, factor, token, here, beyond, at, pitch, part_pitch):
         if more:
-            following(smem, words, y, group, put, take, total, factor, token, rows, at, pitch)
+            put_next(smem, int32(put + other_buffer), other if next_part else total, factor)
+        a, b, c, d = ld_shared_s32x4(words, int32(take + buffer // 4))
+        if more or buffer == 0:  # the next tile begins with buffer 0, which may still be read
+            bar_sync(int32(2 + group), 128)
+        if token + first < (beyond if part else here):
+            place = at + int64(first) * pitch + (part_pitch if part else int64(0))
+            st_global_s32x4(y, place, a, b, c, d)
+        if more:
+            following(
+                smem, words, y, group, put, take, total, other, factor, token, here, beyond, at, pitch, part_pitch
+            )
 
     return store
 
@@ -102,9 +111,8 @@ def make_write(n, constants, layout):
 
         return write
 
-    store, staging_at, two = make_store(n), layout.staging_at, constants.parts == 2
-    odd = -(-n // CHUNK) % 2
-    store_other = make_store(n, turn=odd)
+    store, staging_at = make_store(n, constants.parts), layout.staging_at
+    put_first = make_stmatrix_fragment(n, 0, min(CHUNK, n), LINE)
 
     @cuda.jit(device=True)
     def write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor):
@@ -118,12 +126,10 @@ def make_write(n, constants, layout):
         take = int32(staging + token * LINE + ((chunk ^ (token & 7)) << 4)) >> 2
         column, pitch = int32(column + group * 64), int32(n_out >> 1)
         if column < n_out:
-            at = (int64(row) + token) * pitch + ((column >> 1) + chunk * 4)
-            store(smem, words, y, group, put, take, total, factor, token, int32(min(rows, part)), at, pitch)
-            if two:
-                at += int64(part) * pitch
-                store_other(smem, words, y, group, put, take, other, factor, token, int32(rows - part), at, pitch)
-            elif odd:  # the next tile begins with the buffer that is being read
-                bar_sync(int32(2 + group), 128)
+            put_first(smem, put, total, factor)
+            bar_sync(int32(2 + group), 128)
+            at, part_pitch = (int64(row) + token) * pitch + ((column >> 1) + chunk * 4), int64(part) * pitch
+            here, beyond = int32(min(rows, part)), int32(rows - part)
+            store(smem, words, y, group, put, take, total, other, factor, token, here, beyond, at, pitch, part_pitch)
 
     return write

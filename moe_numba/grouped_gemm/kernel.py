@@ -13,10 +13,11 @@ from moe_numba.grouped_gemm.constants import MULTIPLIERS, Layout
 from moe_numba.grouped_gemm.loaders import SCALERS, make_load, make_scale
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.grouped_gemm.tile import make_compute
-from moe_numba.grouped_gemm.walk import FULL, make_place, make_scan, make_walk
+from moe_numba.grouped_gemm.walk import FULL, make_scan, make_walk
+from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
-from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_init
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4
 from moe_numba.ptx.uniform import uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 
@@ -28,14 +29,15 @@ def make_kernel(constants):
         # A warp that looks at every third stage would not tell a barrier's phase from the one two further on.
         raise ValueError(f"stages is {constants.stages}; with block scaling it must be {SCALERS} or more")
     layout = Layout(constants)
-    stages, full_at, empty_at = constants.stages, layout.full_at, layout.empty_at
+    stages, full_at, empty_at, orders_at = constants.stages, layout.full_at, layout.empty_at, layout.orders_at
     by_tensor, by_block = constants.scaling == "tensor", constants.scaling == "block"
     arrivals, cluster = 2 if by_block else 1, constants.cluster
     first_tile, tile_step = make_walk(cluster)
     line_shift = 6 if constants.dtype == "bf16" else 7
-    loaders, multipliers = (40, 232) if by_block or cluster == 2 else (24, 240)  # together 12 times 168, as before
+    # Together 12 times 168, as before.
+    loaders, multipliers = (56, 224) if by_block else (40, 232) if cluster == 2 else (24, 240)
     release_registers, request_registers = make_setmaxnreg_dec(loaders), make_setmaxnreg_inc(multipliers)
-    scan, place, load = make_scan(constants, layout), make_place(constants, layout), make_load(constants, layout)
+    scan, load = make_scan(constants, layout), make_load(constants, layout)
     compute, scale = make_compute(constants, layout), make_scale(constants, layout)
 
     @cuda.jit
@@ -65,8 +67,8 @@ def make_kernel(constants):
             release_registers()
             if warp == MULTIPLIERS and elect_sync(FULL):  # of an elected lane the compiler knows that it is alone
                 load(
-                    smem, words, bars, map_x, map_weight, lengths, starts, groups, total, capacity, tiles, k_blocks,
-                    n_out,
+                    smem, words, bars, map_x, map_weight, weight_scale, lengths, starts, groups, total, capacity, tiles,
+                    k_blocks, n_out,
                 )
                 griddepcontrol_launch_dependents()
             if by_block and warp > MULTIPLIERS:
@@ -81,13 +83,13 @@ def make_kernel(constants):
             warp = uniform(warp)
             tile = first_tile()
             while tile < tiles:
-                g, row, rows, part, n = place(words, lengths, starts, groups, total, capacity, tile)
-                part, rows = uniform(part), uniform(rows)
                 stage, parity = uniform(stage), uint32(uniform(int32(parity)))
-                factor = weight_scale[g] if by_tensor else float32(1)
+                mbarrier_wait_parity(bars, full_at + stage, parity)
+                row, lengths_of, column, factor = ld_shared_s32x4(words, int32(orders_at + 4 * stage))
                 stage, parity = compute(
-                    smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part,
-                    int32(n * TILE_ROWS), n_out, factor,
+                    smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, uniform(row),
+                    uniform(int32(lengths_of & 0xFFFF)), uniform(int32(lengths_of >> 16)), column, n_out,
+                    int_as_float(factor) if by_tensor else float32(1),
                 )
                 tile = int32(tile + tile_step())
         if cluster == 2:  # the other block may still write into this one's memory

@@ -7,6 +7,7 @@ from numba import cuda, float32, int32, int64, uint32
 from moe_numba.grouped_gemm.constants import LINE
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.grouped_gemm.walk import make_place, make_walk
+from moe_numba.ptx.arithmetic import float_as_int
 from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.mbarrier import (
     mbarrier_arrive,
@@ -27,21 +28,35 @@ BOTH = 0b11  # blocks of a cluster
 
 @cache
 def make_load(constants, layout):
-    """``load(...)``: the one thread that fills the ring, tile after tile."""
+    """``load(...)``: the one thread that fills the ring, tile after tile.
+
+    With a tile's first stage it tells the multiplying warps which tile it is: they would wait long for the memory that
+    says so, and this thread is ahead of them.
+    """
     stages, stage_bytes, x_at, part_bytes = constants.stages, layout.stage_bytes, layout.x_at, layout.part_bytes
     full_at, empty_at, two = layout.full_at, layout.empty_at, constants.parts == 2
     shared, box_tokens, activated = constants.cluster == 2, layout.box_tokens, constants.activated
+    orders_at, by_tensor = layout.orders_at, constants.scaling == "tensor"
     line = LINE // 2 if constants.dtype == "bf16" else LINE  # elements of k
     place = make_place(constants, layout)
     first_tile, tile_step = make_walk(constants.cluster)
 
     @cuda.jit(device=True)
-    def load(smem, words, bars, map_x, map_weight, lengths, starts, groups, total, capacity, tiles, k_blocks, n_out):
+    def load(
+        smem, words, bars, map_x, map_weight, weight_scale, lengths, starts, groups, total, capacity, tiles, k_blocks,
+        n_out,
+    ):
         stage, parity = int32(0), uint32(1)
         once, often = createpolicy_evict_first(), createpolicy_evict_last()
         tile = first_tile()
         while tile < tiles:
-            g, row, _, part, n = place(words, lengths, starts, groups, total, capacity, tile)
+            g, row, rows, part, n = place(words, lengths, starts, groups, total, capacity, tile)
+            mbarrier_wait_parity(bars, empty_at + stage, parity)
+            order = uint32(orders_at + 4 * stage)
+            words[order] = row
+            words[order + uint32(1)] = int32(rows | (part << 16))
+            words[order + uint32(2)] = int32(n * TILE_ROWS)
+            words[order + uint32(3)] = float_as_int(weight_scale[g]) if by_tensor else int32(0)
             if shared:  # this block's share of the tokens, which reaches both
                 mine = int32(cluster_ctarank())
                 row = int32(row + mine * (part if two else box_tokens))
@@ -81,6 +96,8 @@ def make_scale(constants, layout):
     factors_at, stage_factors, pitch = layout.factors_at, layout.stage_factors, layout.factor_pitch
     tokens, products = constants.tokens, layout.products
     parts, tiles_of_weights = constants.parts, 2 if constants.activated else 1
+    each = -(-tokens // 32)  # tokens of a part for each lane
+    of_a_lane = each * parts
     place = make_place(constants, layout)
     first_tile, tile_step = make_walk(constants.cluster)
 
@@ -90,24 +107,35 @@ def make_scale(constants, layout):
         k_blocks, across,
     ):
         stage, parity, mine = int32(0), uint32(1), int32(turn)
+        scales = cuda.local.array(of_a_lane, float32)
+        of_weights = cuda.local.array(tiles_of_weights, float32)
         tile = first_tile()
         while tile < tiles:
             g, row, rows, part, n = place(words, lengths, starts, groups, total, capacity, tile)
             weights = int64(g) * tiles_of_weights * across + min(n, across - 1)  # a cluster's last block may have none
+            weights *= k_blocks
+            own = int64(row + lane) * k_blocks
             for block in range(k_blocks):
                 if mine == 0:
+                    # All loads, one after the other, before the stage is waited for: their way is long.
+                    for p in range(tiles_of_weights):  # up lies so many tiles behind gate
+                        of_weights[p] = weight_scale[weights + p * across * k_blocks + block]
+                    for p in range(parts):
+                        for i in range(each):
+                            inside = int32(lane + 32 * i)
+                            token = int32(p * part + inside)
+                            there = inside < part and token < rows
+                            at = own + int32((p * part + 32 * i) * k_blocks) + block
+                            scales[each * p + i] = x_scale[at] if there else float32(0)
                     mbarrier_wait_parity(bars, empty_at + stage, parity)
                     for p in range(products):
-                        beyond = p * across if parts == 1 else 0  # up lies so many tiles behind gate
-                        of_weights = weight_scale[(weights + beyond) * k_blocks + block]
-                        for t in range(lane, tokens, 32):
-                            token = int32(p * part + t) if parts == 2 else int32(t)
-                            factor = float32(0)
-                            if t < part and token < rows:
-                                factor = x_scale[int64(row + token) * k_blocks + block] * of_weights
+                        for i in range(each):
+                            t = int32(lane + 32 * i)
                             quarter = int32(4 * p + ((t >> 1) & 3))
                             at = int32(factors_at + stage * stage_factors + quarter * pitch)
-                            floats[uint32(at + (t >> 3) * 2 + (t & 1))] = factor
+                            if t < tokens:
+                                factor = scales[each * (p % parts) + i] * of_weights[p % tiles_of_weights]
+                                floats[uint32(at + (t >> 3) * 2 + (t & 1))] = factor
                     cuda.syncwarp()
                     if lane == 0:
                         mbarrier_arrive(bars, full_at + stage)

@@ -18,6 +18,7 @@ from moe_numba.ptx.fragment import make_fma_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_relaxed_cluster, mbarrier_wait_parity
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
+
 @cache
 def make_give_back(cluster):
     """``give_back(bars, i)``: as far as this warp goes a stage may be filled again, by whichever block fills it."""
