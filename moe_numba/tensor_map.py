@@ -28,7 +28,8 @@ _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 def tensor_map(tensor, box, *, swizzle=0):
     """Describe a tensor, and the box of it that one copy takes, to TMA.
 
-    A copy names the box's first element by coordinates, the innermost first, which in bytes must be a multiple of 16.
+    A copy names the box's first element by coordinates, the innermost first, which in bytes must be a multiple of 16;
+    for a store none may be negative.
     What lies outside the tensor is loaded as zeros and not stored, but a store writes the last 16 bytes of a row whole,
     even where the tensor has fewer of them. The map holds the tensor's address and does not keep it alive.
 

@@ -219,6 +219,19 @@ def test_a_store_clips_rows_to_whole_chunks_of_16_bytes(dtype, width, written):
 
 
 @simulated
+@pytest.mark.parametrize("x, y", [(-16, 0), (0, -1), (-128, -8)])
+def test_a_store_does_not_begin_before_the_tensor(x, y):
+    def arguments():
+        tensor = torch.zeros(8, 256, dtype=torch.uint8)
+        return [tensor_map(tensor, (8, 128)), tensor]
+
+    words = "does not start before the tensor", "test_tma.py:", f"coordinates are [{x}, {y}]"
+    refused(simulator.OutOfBounds, make_put(lambda s, m: tma_store_2d(m, 0, x, y, s, 0)), arguments, *words, seeds=1)
+    load = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, x, y, b, 0))
+    assert not any(isinstance(found, Exception) for found in outcomes(load, arguments, seeds=1))
+
+
+@simulated
 def test_the_last_chunk_of_a_row_must_lie_in_memory_where_it_is_stored():
     def arguments():
         x = torch.zeros(1, 33, dtype=torch.uint8)

@@ -39,8 +39,11 @@ def measure(peers, quick):
 # Problems
 
 
-def lengths_of(groups, rows, skewed=False, seed=0):
-    """How many rows each group gets: routed evenly at random, or half of all to an eighth of the groups."""
+def lengths_of(groups, rows, skewed=False, seed=71):
+    """How many rows each group gets: routed evenly at random, or half of all to an eighth of the groups.
+
+    With this seed 23 of 32 groups have rows where there are 32, and 31 where there are 128, which is what to expect.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = torch.ones(groups)
     if skewed:

@@ -16,24 +16,24 @@ FP8 = torch.float8_e4m3fn
 _MOST_GROUPS, _MOST_TILES = 512, (1 << 31) - 1
 _SIGNATURE = (MAP, MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
 
-# Average rows of a group up to which a form is taken: tokens of a part, parts of a tile, multiplications, stages.
+# Average rows of a group up to which a form is taken; see bench/tune_grouped_gemm. A form is the tokens of a part, the
+# parts of a tile, the multiplications, the stages, and how many blocks share their tokens.
 _FORMS = (
-    (10, dict(tokens=16, sizes=(16,), stages=11)),
-    (22, dict(tokens=32, sizes=(32, 16), stages=10)),
-    (44, dict(tokens=64, sizes=(64, 32), stages=8)),
-    (80, dict(tokens=96, sizes=(96, 64), stages=7)),
-    (120, dict(tokens=144, sizes=(144, 128, 96), stages=5)),
-    (None, dict(tokens=144, parts=2, sizes=(144, 128), stages=4)),
+    (10, dict(tokens=32, sizes=(32, 16), stages=10, cluster=2)),
+    (40, dict(tokens=64, sizes=(64, 32), stages=8, cluster=2)),
+    (120, dict(tokens=128, sizes=(128, 96, 64), stages=6, cluster=2)),
+    (None, dict(tokens=144, parts=2, sizes=(144, 136, 128, 120), stages=4)),
 )
 # With activation a stage has two tiles of weights.
 _ACTIVATED_FORMS = (
-    (10, dict(tokens=16, sizes=(16,), stages=5)),
-    (22, dict(tokens=32, sizes=(32, 16), stages=5)),
-    (44, dict(tokens=64, sizes=(64, 32), stages=5)),
-    (None, dict(tokens=128, sizes=(128, 96, 64), stages=4)),
+    (10, dict(tokens=32, sizes=(32, 16), stages=5, cluster=2)),
+    (40, dict(tokens=64, sizes=(64, 32), stages=5)),
+    (120, dict(tokens=96, sizes=(96, 64), stages=4)),
+    (None, dict(tokens=144, sizes=(144, 128, 96), stages=4)),
 )
-_LARGEST_BY_BLOCK = dict(tokens=128, parts=2, sizes=(128,), stages=4)  # the factors need registers
-
+# A factor for each token takes registers, and the way to them shared memory's time: no second part, and none of 144.
+_LARGEST_BY_BLOCK = dict(tokens=128, sizes=(128, 96, 64), stages=6)
+_LARGEST_ACTIVATED_BY_BLOCK = dict(tokens=96, sizes=(96, 64), stages=4)
 
 def group_gemm_pertensor_fp8(
     x, weight, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg=None, offs=None, out=None
@@ -245,7 +245,7 @@ def _constants(scaling, rows, average, activated=False):
     forms = _ACTIVATED_FORMS if activated else _FORMS
     most, form = next((most, form) for most, form in forms if most is None or average <= most)
     if most is None and scaling == "block":
-        form = _LARGEST_BY_BLOCK if not activated else form
+        form = _LARGEST_ACTIVATED_BY_BLOCK if activated else _LARGEST_BY_BLOCK
     dtype = "bf16" if scaling == "none" else "e4m3"
     return Constants(dtype=dtype, scaling=scaling, rows=rows, activated=activated, **form)
 

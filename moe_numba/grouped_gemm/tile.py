@@ -12,11 +12,13 @@ from numba import cuda, float32, int32, uint32, uint64
 from moe_numba.grouped_gemm.constants import LINE
 from moe_numba.grouped_gemm.epilogue import make_write
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
-from moe_numba.ptx.accumulators import make_fma
+from moe_numba.ptx.accumulators import make_fma, make_fma_columns
 from moe_numba.ptx.cluster import cluster_ctarank
-from moe_numba.ptx.fragment import make_fma_shared
+from moe_numba.ptx.fragment import make_fma_shared, make_load_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_relaxed_cluster, mbarrier_wait_parity
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+
+REGISTERS = 190  # of a thread, that totals, a product and factors may take
 
 
 @cache
@@ -55,7 +57,20 @@ def make_step(n, constants, layout):
         return step
 
     tile = make_wgmma_tile(n, "e4m3")
-    if scaling == "block":
+    if scaling == "block" and n // 2 * (layout.products + 1) + n // 4 <= REGISTERS:
+        load, fma = make_load_shared(n), make_fma_columns(n)
+
+        @cuda.jit(device=True)
+        def step(smem, floats, bars, a, b, total, quarter, stage, release):
+            product = tile(a, b)
+            factors = load(floats, quarter)
+            product = wait(product)
+            cuda.syncwarp()
+            if release:  # the factors are part of the stage, and have been read
+                give_back(bars, empty_at + stage)
+            return fma(total, product, factors)
+
+    elif scaling == "block":
         fma = make_fma_shared(n)
 
         @cuda.jit(device=True)
@@ -63,7 +78,7 @@ def make_step(n, constants, layout):
             product = wait(tile(a, b))
             total = fma(total, product, floats, quarter)
             cuda.syncwarp()
-            if release:  # the factors are part of the stage
+            if release:
                 give_back(bars, empty_at + stage)
             return total
 

@@ -10,24 +10,73 @@ from moe_numba.ptx.matrix import stmatrix_x2_trans
 
 
 @cache
-def make_fma_shared(n):
-    """``fma(total, product, array, index)``: ``total + product * factor``, with factors from shared memory.
+def make_load_shared(n):
+    """``load(array, index)``: factors of the n / 4 columns that a thread's results lie in, from shared memory.
 
-    A thread's results lie in n / 4 columns; their factors are so many neighbours, from element ``index`` of a float32
-    array on, a multiple of 16 bytes. They are loaded four at a time (``ld.shared.v4.f32``), just before their use.
+    They are neighbours, from element ``index`` of a float32 array on, a multiple of 16 bytes (``ld.shared.v4.f32``).
     """
 
-    def fma_shared(total, product, array, index):
+    def load_shared(array, index):
         factors = []
         for i in range(0, n // 4, 4):
             factors += array.pointer().load_vector(index + i, np.float32, min(4, n // 4 - i))
-        return simulator.fragments.fma_columns(total, product, factors)
+        return tuple(factors)
+
+    return load_shared if simulator.ENABLED else _load_shared(n)
+
+
+def _load_shared(n):
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    floats = types.UniTuple(types.float32, n // 4)
+
+    @intrinsic
+    def load_shared(typingctx, array, index):
+        def codegen(context, builder, sig, arguments):
+            data, factors = _shared_floats(context, builder, sig.args[0], *arguments), []
+            for i in range(0, n // 4, 4):
+                factors += _four(builder, data, i, n)
+            return context.make_tuple(builder, sig.return_type, factors)
+
+        return floats(array, types.int32), codegen
+
+    return load_shared
+
+
+def _shared_floats(context, builder, array_type, array, index):
+    """A pointer to an element of a shared array."""
+    from llvmlite import ir
+
+    data = context.make_array(array_type)(context, builder, value=array).data
+    return builder.gep(builder.addrspacecast(data, ir.FloatType().as_pointer(3)), [index])
+
+
+def _four(builder, data, i, n):
+    """The factors from the i-th on, four or what there is."""
+    from llvmlite import ir
+
+    width = min(4, n // 4 - i)
+    vector = ir.VectorType(ir.FloatType(), width).as_pointer(3)
+    here = builder.bitcast(builder.gep(data, [ir.Constant(ir.IntType(32), i)]), vector)
+    four = builder.load(here, align=4 * width)
+    return [builder.extract_element(four, ir.Constant(ir.IntType(32), k)) for k in range(width)]
+
+
+@cache
+def make_fma_shared(n):
+    """``fma(total, product, array, index)``: ``total + product * factor``, each factor loaded just before its use.
+
+    As :func:`make_load_shared` and then ``make_fma_columns``, where there are no registers for all of the factors.
+    """
+
+    def fma_shared(total, product, array, index):
+        return simulator.fragments.fma_columns(total, product, make_load_shared(n)(array, index))
 
     return fma_shared if simulator.ENABLED else _fma_shared(n)
 
 
 def _fma_shared(n):
-    from llvmlite import ir
     from numba import types
     from numba.cuda.extending import intrinsic
 
@@ -36,16 +85,10 @@ def _fma_shared(n):
     @intrinsic
     def fma_shared(typingctx, total, product, array, index):
         def codegen(context, builder, sig, arguments):
-            data = context.make_array(sig.args[2])(context, builder, value=arguments[2]).data
-            data = builder.gep(builder.addrspacecast(data, ir.FloatType().as_pointer(3)), [arguments[3]])
-            results = []
+            data, results = _shared_floats(context, builder, sig.args[2], *arguments[2:]), []
             for i in range(0, n // 4, 4):
-                width = min(4, n // 4 - i)
-                vector = ir.VectorType(ir.FloatType(), width).as_pointer(3)
-                here = builder.bitcast(builder.gep(data, [ir.Constant(ir.IntType(32), i)]), vector)
-                four = builder.load(here, align=4 * width)
-                factors = [builder.extract_element(four, ir.Constant(ir.IntType(32), k)) for k in range(width)]
-                for r in range(2 * i, 2 * (i + width)):  # d[4 j + 2 h + i] is in column 2 j + i
+                factors = _four(builder, data, i, n)
+                for r in range(2 * i, 2 * (i + len(factors))):  # d[4 j + 2 h + i] is in column 2 j + i
                     factor = factors[2 * (r // 4) + r % 2 - i]
                     at = builder.extract_value(arguments[1], r), factor, builder.extract_value(arguments[0], r)
                     results.append(builder.fma(*at))

@@ -1,11 +1,12 @@
 """TMA: one thread copies a box of a tensor between global and shared memory, as a tensor map describes it.
 
 Coordinates count elements of the tensor, innermost first, and name the first element of the box. The innermost one, in
-bytes, must be a multiple of 16, below zero too (anything else is an illegal instruction); the others are free. Elements
-outside the tensor are loaded as zeros and are not stored, but a store ends rows only at a multiple of 16 bytes: up to
-there it writes the box's bytes behind a row's last element, over padding or a neighbour. A box in shared memory starts
-at a multiple of 128 bytes, and of 1024 with a 128-byte swizzle (``cuda.shared.array(..., 1024)``). Its bytes, those of
-zeros too, count towards the phase of the barrier. Stores belong to bulk groups: see ``moe_numba.ptx.bulk``.
+bytes, must be a multiple of 16; a load may begin before the tensor, a store may not (anything else is an illegal
+instruction). Elements outside the tensor are loaded as zeros and are not stored, but a store ends rows only at a
+multiple of 16 bytes: up to there it writes the box's bytes behind a row's last element, over padding or a neighbour. A
+box in shared memory starts at a multiple of 128 bytes, and of 1024 with a 128-byte swizzle
+(``cuda.shared.array(..., 1024)``). Its bytes, those of zeros too, count towards the phase of the barrier. Stores belong
+to bulk groups: see ``moe_numba.ptx.bulk``.
 """
 
 from moe_numba import simulator

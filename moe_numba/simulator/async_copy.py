@@ -184,6 +184,11 @@ def _box(tensor, coordinates, array, at, what, stores=False):
             f"{thread()}: {what} takes a box that starts at a multiple of 16 bytes of a row, but at "
             f"{place(sys._getframe())} its innermost coordinate is {coordinates[0]}, which is byte {first}"
         )
+    if stores and min(coordinates) < 0:  # as well
+        raise OutOfBounds(
+            f"{thread()}: {what} takes a box that does not start before the tensor, but at "
+            f"{place(sys._getframe())} its coordinates are {coordinates}"
+        )
     tensor.check(coordinates, stores)
     return coordinates, here
 
