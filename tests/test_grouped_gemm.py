@@ -513,18 +513,19 @@ def test_only_hopper_has_these_instructions(capability, allowed, monkeypatch):
 
 
 @pytest.mark.parametrize("scaling, activated", [("tensor", False), ("block", False), ("tensor", True)])
-def test_the_tuner_tries_forms_that_fit(scaling, activated, monkeypatch, capsys):
+def test_the_tuner_tries_forms_that_fit(scaling, activated, monkeypatch, capsys, device):
     from moe_numba.bench import tune_grouped_gemm as tuner
 
     every = tuner.candidates(scaling, activated)
     assert len(every) >= 12 and all(Layout(c).bytes <= tuner.SHARED_BYTES for c in every.values())
     monkeypatch.setattr(tuner, "TILES", [(16, 1, (16,)), (8, 2, (8,))])
     shapes = {"small": dict(n=256, k=128)}
-    assert tuner.tune(scaling, activated, [9], shapes, groups=2, device="cpu") == {("small", 9): {}}
+    found = tuner.tune(scaling, activated, [9], shapes, groups=2, device=device)
+    assert list(found) == [("small", 9)] and (simulator.ENABLED or len(found["small", 9]) >= 2)
     assert capsys.readouterr().out.count("\n") == 1  # no form was found wrong
     if not activated:
         monkeypatch.setattr(tuner.reference, "mismatch", lambda out, right: "it is wrong")
-        tuner.tune(scaling, activated, [9], shapes, groups=2, device="cpu")
+        tuner.tune(scaling, activated, [9], shapes, groups=2, device=device)
         assert "16: it is wrong" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ from moe_numba.tensor_map import tensor_map_value
 
 FP8 = torch.float8_e4m3fn
 _MOST_GROUPS, _MOST_TILES = 512, (1 << 31) - 1
-_SIGNATURE = (MAP, MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
+SIGNATURE = (MAP, MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
 
 # Average rows of a group up to which a form is taken; see bench/tune_grouped_gemm. A form is the tokens of a part, the
 # parts of a tile, the multiplications, the stages, and how many blocks share their tokens.
@@ -214,7 +214,7 @@ def _launcher(constants, device):
     kernel, shared_bytes = make_kernel(constants)
     return program(
         kernel,
-        _SIGNATURE,
+        SIGNATURE,
         device,
         threads=THREADS,
         shared_bytes=shared_bytes,
@@ -230,7 +230,7 @@ def _key(constants):
 
 def compile_for(constants):
     """Compile a form, unless its machine code is on disk; no GPU is needed, and it then lies there."""
-    compile_once(make_kernel(constants)[0], _SIGNATURE, THREADS, key=_key(constants))
+    compile_once(make_kernel(constants)[0], SIGNATURE, THREADS, key=_key(constants))
 
 
 @cache
