@@ -3,6 +3,7 @@
 import numpy as np
 from numba import cuda
 
+from moe_numba import simulator
 from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
 
@@ -50,6 +51,32 @@ def atom_add_s32(pointer, index, value):
 
 
 atom_add_s32 = instruction("atom.global.add.s32 $0, [$1], $2;", "s32", POINTER, "s32", simulate=atom_add_s32)
+
+
+def advance(pointer, count):
+    """The pointer ``count`` elements further on, which the compiler then has in a register, not as a sum."""
+    return pointer.offset(int(count))
+
+
+def _advance():
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def advance(typingctx, pointer, count):
+        def codegen(context, builder, sig, values):
+            moved, word = builder.gep(values[0], values[1:]), ir.IntType(64)
+            same = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b64 $0, $1;", "=l,l")
+            return builder.inttoptr(builder.call(same, [builder.ptrtoint(moved, word)]), moved.type)
+
+        return pointer(pointer, types.int64), codegen
+
+    return advance
+
+
+if not simulator.ENABLED:
+    advance = _advance()
 
 
 def griddepcontrol_wait():
