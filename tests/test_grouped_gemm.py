@@ -16,6 +16,7 @@ from moe_numba.arguments import UnsupportedDeviceError
 from moe_numba.grouped_gemm import (
     api,
     epilogue,
+    gather,
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
     group_gemm_pertensor_fp8,
@@ -87,6 +88,7 @@ def test_shared_memory_is_laid_out_without_overlap(scaling, groups, parts):
 def test_every_form_fits_a_blocks_shared_memory(scaling, activated):
     for average in (1, 16, 40, 64, 100, 300):
         constants = api._constants(scaling, "lengths", average, activated)
+        assert Layout(constants._replace(gather=True)).bytes <= 227 * 1024, constants
         assert Layout(constants).bytes <= 227 * 1024, constants
         assert constants.sizes[0] == constants.tokens and list(constants.sizes) == sorted(constants.sizes, reverse=True)
 
@@ -117,18 +119,19 @@ def case(constants, lengths, n, k, device="cpu", seed=0):
         right = reference.group_gemm(x, weight, lengths, starts, factors)
     return SimpleNamespace(
         x=x, weight=weight, lengths=lengths.to(device), starts=starts.to(device), x_scale=x_scale,
-        weight_scale=weight_scale, right=right, capacity=capacity,
+        weight_scale=weight_scale, right=right, capacity=capacity, indices=None,
     )
 
 
 def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.cluster
     """The kernel's output, poisoned before, with 4 rows behind it that nobody may touch."""
     made, shared_bytes = kernel.make_kernel(constants)
-    total, k = given.x.shape
+    indices, k = given.lengths if given.indices is None else given.indices, given.x.shape[1]
+    total = len(given.x if given.indices is None else given.indices)
     n, line, device = given.weight.shape[1], 128 // given.x.element_size(), given.x.device
     y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=device)
     start = program(
-        made, api._SIGNATURE, device.index or 0, threads=THREADS, shared_bytes=shared_bytes,
+        made, api.SIGNATURE, device.index or 0, threads=THREADS, shared_bytes=shared_bytes,
         cluster=constants.cluster if constants.cluster > 1 else None,
     )
     lengths = given.lengths if constants.rows != "offsets" else (given.starts[:-1] + given.lengths)
@@ -139,6 +142,7 @@ def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.
             tensor_map_value(given.x, (Layout(constants).box_tokens, line), swizzle=128),
             tensor_map_value(given.weight, (1, 128, line), swizzle=128),
             *map(address, tensors), len(given.lengths), total, given.capacity, n, k,
+            address(given.x), address(indices), len(given.x), k * given.x.element_size(),
         )
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
     return y[:total]
@@ -206,6 +210,55 @@ def test_nonsense_in_device_memory_stays_in_bounds(lengths, starts, device):
     run(FORMS["tensor"], given)  # asserts that the rows behind the output are as they were
 
 
+# Rows chosen by an index
+
+
+def scattered(given):
+    """The same problem, but x and its scales lie in another order, among rows that nobody wants."""
+    count, rows = len(given.x), torch.randperm(len(given.x) + 5)[: len(given.x)].to(given.x.device)
+    for name in ("x", "x_scale"):
+        wide = torch.full((count + 5, getattr(given, name).shape[1]), float("nan"), device=rows.device)
+        wide = wide.to(getattr(given, name).dtype)
+        wide[rows] = getattr(given, name)
+        setattr(given, name, wide)
+    given.indices = rows.int()
+    return given
+
+
+GATHERED = {
+    name: form._replace(gather=True, stages=3) for name, form in FORMS.items() if form.cluster == 1
+}
+
+
+@pytest.mark.parametrize("form", GATHERED)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_rows_are_found_by_their_index(form, pattern, device):
+    given = scattered(case(GATHERED[form], PATTERNS[pattern], 128, 256 if form != "bf16" else 128, device))
+    assert mismatch(run(GATHERED[form], given), given.right) is None
+
+
+@pytest.mark.parametrize("form", ["tensor", "block, two parts", "bf16"])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320)])
+def test_rows_are_found_whatever_the_sizes(form, n, k, device):
+    given = scattered(case(GATHERED[form], [5, 0, 12, 40], n, k, device))
+    assert mismatch(run(GATHERED[form], given, blocks=3), given.right) is None
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_the_order_in_which_rows_arrive_does_not_matter(seed, device):
+    given = scattered(case(GATHERED["block, two parts"], [30, 50], 128, 640, device))
+    first = run(GATHERED["block, two parts"], given)
+    assert mismatch(first, given.right) is None
+    assert torch.equal(run(GATHERED["block, two parts"], given, seed=seed), first)
+
+
+def test_what_cannot_gather():
+    with pytest.raises(ValueError, match="cluster is 2; with gather it must be 1"):
+        kernel.make_kernel(GATHERED["tensor"]._replace(cluster=2))
+    with pytest.raises(ValueError, match="stages is 2; with block scaling or gather it must be 3 or more"):
+        kernel.make_kernel(GATHERED["tensor"]._replace(stages=2))
+
+
 # The checks must be able to fail
 
 RELEASE = "            if release:\n                give_back(bars, empty_at + stage)\n"
@@ -218,7 +271,7 @@ WRONG = {
         "                mbarrier_wait_parity(bars, empty_at + stage, parity)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
-    "too few bytes are expected": (loaders, "full_at + stage, stage_bytes)", "full_at + stage, stage_bytes - 16)"),
+    "too few bytes are expected": (loaders, "full_at + stage, tma_bytes)", "full_at + stage, tma_bytes - 16)"),
     "a stage is given back before it was multiplied": (
         tile,
         f"product = wait(tile(a, b))\n{RELEASE}",
@@ -232,6 +285,16 @@ WRONG = {
         epilogue, "            put_first(smem, put, total, factor)\n            bar_sync(int32(2 + group), 128)\n",
         "            put_first(smem, put, total, factor)\n",
     ),
+    "chosen rows are said to be there before they are": (gather, "    wait_for_all()\n", ""),
+    "chosen rows are not fenced": (gather, "    fence_proxy_async_shared()\n", ""),
+    "chosen rows are fenced before they are there": (
+        gather,
+        "    wait_for_all()\n    fence_proxy_async_shared()\n",
+        "    fence_proxy_async_shared()\n    wait_for_all()\n",
+    ),
+    "a chosen row's chunks are not swizzled": (gather, "((chunk ^ t) << 4)", "(chunk << 4)"),
+    "a row is that of another's index": (gather, "x, b, least", "x, a, least"),
+    "an index beyond x is read": (gather, "index if index < height else int32(-1)", "index"),
 }
 
 
@@ -240,6 +303,8 @@ ON_A_GPU = {  # the others would hang it, or come out right by luck
     "the wrong group's weights",
     "the product of the last stage is left out",
     "the chunks of the staging are not put back",
+    "a chosen row's chunks are not swizzled",
+    "a row is that of another's index",
 }
 
 
@@ -250,16 +315,23 @@ def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     assert source.count(right) >= 1
     changed = {"__name__": module.__name__ + "_wrong"}
     exec(compile(source.replace(right, wrong), f"<{what}>", "exec"), changed)
-    user = tile if module is epilogue else kernel
-    name = {tile: "make_compute", loaders: "make_load", epilogue: "make_write"}[module]
-    monkeypatch.setattr(user, name, changed[name])
+    user = {epilogue: tile, gather: loaders}.get(module, kernel)
+    names = {tile: ["make_compute"], loaders: ["make_load"], epilogue: ["make_write"]}
+    for name in names.get(module, ["make_choose", "make_fetch", "land"]):
+        monkeypatch.setattr(user, name, changed[name])
+    if module is gather:
+        monkeypatch.setattr(kernel, "make_scale", loaders.make_scale.__wrapped__)
     if module is epilogue:
         monkeypatch.setattr(kernel, "make_compute", tile.make_compute.__wrapped__)
     monkeypatch.setattr(kernel, "make_kernel", kernel.make_kernel.__wrapped__)
-    given = case(FORMS["tensor"], [5, 11], 128, 768, device)
+    given, form = case(FORMS["tensor"], [5, 11], 128, 768, device), FORMS["tensor"]
+    if module is gather:
+        given, form = scattered(given), GATHERED["tensor"]
+        if "beyond x" in what:
+            given.indices[3], given.right[3] = len(given.x), 0
     for seed in range(8):
         try:
-            out = run(FORMS["tensor"], given, blocks=1, seed=seed)
+            out = run(form, given, blocks=1, seed=seed)
         except (simulator.SimulatorError, AssertionError):
             return
         if mismatch(out, given.right):
@@ -342,6 +414,49 @@ ACTIVATED = {
 }
 
 
+INDICES = {  # 20 rows of the 20 that x has
+    "each twice": [i // 2 for i in range(20)],
+    "in another order": [7 * i % 20 for i in range(20)],
+    "all the same": [13] * 20,
+    "some that x has not": [-1, 5, 20, 3, 19, 1 << 30, -(1 << 31), *range(13)],
+}
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *(f"{name}, activated" for name in ACTIVATED)])
+@pytest.mark.parametrize("indices", INDICES)
+@pytest.mark.parametrize("average", [1, 64, 300])
+def test_an_index_spares_the_copy(name, indices, average, device):
+    """Bit by bit what the function gives for rows that were put in order before."""
+    name, _, activated = name.partition(", ")
+    function = (ACTIVATED if activated else FUNCTIONS)[name][0]
+    x, weight, seqlens, cu_seqlens, *scales = inputs(n=256, device=device)[name]
+    indices, ordered = torch.tensor(INDICES[indices], dtype=torch.int32, device=device), list(scales)
+    if name == "blockwise":
+        ordered[0] = reference.gather(scales[0], indices)
+    right = function(reference.gather(x, indices), weight, seqlens, cu_seqlens, *ordered, average)
+    rows = dict(seqlens=None, cu_seqlens=None, offs=cu_seqlens[1:].clone()) if average == 64 else dict(
+        seqlens=seqlens, cu_seqlens=cu_seqlens
+    )
+    scales = dict(zip(("x_scale", "w_scale") if len(scales) == 2 else ("y_scale",), scales, strict=False))
+    out = function(x, weight, **rows, **scales, num_seq_per_group_avg=average, gather_indices=indices)
+    for got, wanted in zip(out, right, strict=True) if activated else [(out, right)]:
+        assert torch.equal(got.float(), wanted.float())
+
+
+def test_fewer_rows_more_rows_and_rows_of_nothing(device):
+    """As many rows come out as there are indices, however many rows x has, and wherever they lie."""
+    x, weight, seqlens, cu_seqlens, scale = inputs(device=device)["pertensor"]
+    arguments = weight, seqlens, cu_seqlens, scale
+    indices = torch.arange(20, dtype=torch.int32, device=device) % 3
+    wide = torch.cat([x, x], 1)[:3, : x.shape[1]]  # rows that lie further apart
+    assert torch.equal(
+        group_gemm_pertensor_fp8(wide, *arguments, gather_indices=indices),
+        group_gemm_pertensor_fp8(x[indices.long()], *arguments),
+    )
+    assert not group_gemm_pertensor_fp8(x[:0], *arguments, gather_indices=indices).any()
+    assert group_gemm_pertensor_fp8(x, *arguments, gather_indices=indices[:0]).shape == (0, 128)
+
+
 def activated_mismatch(y, scale, right):
     """What is wrong with activated results: FP8 has 3 bits behind the first, so half a step is a 16th of a number.
 
@@ -406,6 +521,12 @@ BAD = {
     "offs is given": dict(offs=CU_SEQLENS[1:].clone()),
     "x is masked": dict(x=X[:18].view(3, 6, 192)),
     "seqlens is NoneType": dict(seqlens=None),
+    "gather_indices is torch.int64": dict(gather_indices=torch.arange(20)),
+    "gather_indices has shape (4, 5)": dict(gather_indices=torch.zeros(4, 5, dtype=torch.int32)),
+    "gather_indices is given": dict(x=X[:18].view(3, 6, 192), cu_seqlens=None, gather_indices=SEQLENS),
+    "out's y is torch.bfloat16 (20, 128)": dict(
+        gather_indices=SEQLENS, out=torch.zeros(20, 128, dtype=torch.bfloat16)
+    ),
     "out's y is torch.float32": dict(out=torch.zeros(20, 128)),
     "out's y starts at address": dict(out=torch.zeros(20 * 128 + 1, dtype=torch.bfloat16)[1:].view(20, 128)),
 }

@@ -19,22 +19,28 @@ FORMS = {
     "activated": dict(activated=True, tokens=128, sizes=(128,), stages=4),
     "activated, blocks": dict(activated=True, scaling="block", tokens=64, sizes=(64,), stages=5),
     "bf16": dict(dtype="bf16", scaling="none", tokens=256, sizes=(256,), stages=4),
+    "decode, gather": dict(gather=True, tokens=16, sizes=(16,), stages=11),
+    "prefill, gather": dict(gather=True, tokens=144, parts=2, sizes=(144, 128), stages=4),
+    "prefill, blocks, gather": dict(gather=True, scaling="block", tokens=128, sizes=(128,), stages=6),
+    "activated, gather": dict(gather=True, activated=True, tokens=128, sizes=(128,), stages=4),
+    "bf16, gather": dict(gather=True, dtype="bf16", scaling="none", tokens=144, sizes=(144,), stages=5),
 }
 SHARED_BYTES = 227 * 1024  # that a block of a Hopper GPU may have
 
 
 @pytest.fixture(scope="module")
 def reports():
-    requests = {form: (f"make_kernel(Constants(**{c}))[0]", api._SIGNATURE, THREADS, True) for form, c in FORMS.items()}
+    requests = {form: (f"make_kernel(Constants(**{c}))[0]", api.SIGNATURE, THREADS, True) for form, c in FORMS.items()}
     return compile_apart(SOURCE, requests)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_hoppers_instructions_are_used(form, reports):
-    multiplication = "HGMMA" if form == "bf16" else "QGMMA"
+    multiplication = "HGMMA" if "bf16" in form else "QGMMA"
     for wanted in (multiplication, "UTMALDG", "SYNCS", "USETMAXREG", "STSM"):  # and no call, which would stop them all
         assert reports[form].count(wanted), wanted
     assert not reports[form].count("CALL")
+    assert bool(reports[form].count("LDGSTS")) == ("gather" in form)  # a copy that a thread starts by itself
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -15,6 +15,7 @@ from moe_numba.tensor_map import tensor_map_value
 FP8 = torch.float8_e4m3fn
 _MOST_GROUPS, _MOST_TILES = 512, (1 << 31) - 1
 SIGNATURE = (MAP, MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
+SIGNATURE += ("uint8*", "int32*", "int32", "int32")  # x's own rows, for who gathers
 
 # Average rows of a group up to which a form is taken; see bench/tune_grouped_gemm. A form is the tokens of a part, the
 # parts of a tile, the multiplications, the stages, and how many blocks share their tokens.
@@ -36,7 +37,7 @@ _LARGEST_BY_BLOCK = dict(tokens=128, sizes=(128, 96, 64), stages=6)
 _LARGEST_ACTIVATED_BY_BLOCK = dict(tokens=96, sizes=(96, 64), stages=4)
 
 def group_gemm_pertensor_fp8(
-    x, weight, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg=None, offs=None, out=None
+    x, weight, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg=None, offs=None, out=None, gather_indices=None
 ):
     """Multiply each group's rows with the group's weight, in FP8: ``y = x weight^T * y_scale``, in one launch.
 
@@ -61,6 +62,9 @@ def group_gemm_pertensor_fp8(
         The end of each group's rows, as ``torch._scaled_grouped_mm`` has it, in place of seqlens and cu_seqlens.
     out : tensor, optional
         Contiguous, bfloat16, to write into; the call then neither allocates nor synchronises.
+    gather_indices : tensor [total], int32, optional
+        Contiguous. The row of x that each of ``total`` rows is: x, and its scales, are then [tokens, ...], in any
+        order, and no copy in the order of groups is made. Rows are zeros where an index is not one of x's.
 
     Returns
     -------
@@ -79,40 +83,46 @@ def group_gemm_pertensor_fp8(
     After hpc-ops' function of this name. Lengths that point outside of x are cut, so nothing is read or written out of
     bounds. It runs on the caller's current stream, and can be captured in a CUDA graph after one call has compiled it.
     """
-    return _group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, num_seq_per_group_avg, offs, out)
+    rest = num_seq_per_group_avg, offs, out, False, None, gather_indices
+    return _group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, *rest)
 
 
 def group_gemm_blockwise_fp8(
-    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None
+    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None,
+    gather_indices=None,
 ):
     """The same for inputs that are scaled block by block, as DeepSeek-V3's are.
 
     Parameters
     ----------
-    x, weight, seqlens, cu_seqlens, num_seq_per_group_avg, offs, out
+    x, weight, seqlens, cu_seqlens, num_seq_per_group_avg, offs, out, gather_indices
         As for :func:`group_gemm_pertensor_fp8`.
     x_scale : tensor [total, k / 128] or [groups, capacity, k / 128], float32
         A scale for each 128 elements of a row; contiguous, as a cast gives it. k / 128 is rounded up.
     w_scale : tensor [groups, n / 128, k / 128], float32
         A scale for each 128 by 128 of a weight; contiguous. Both are rounded up.
     """
-    return _group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs, out)
+    rest = num_seq_per_group_avg, offs, out, False, None, gather_indices
+    return _group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, *rest)
 
 
-def group_gemm_bf16(x, weight, seqlens, cu_seqlens, num_seq_per_group_avg=None, offs=None, out=None):
+def group_gemm_bf16(
+    x, weight, seqlens, cu_seqlens, num_seq_per_group_avg=None, offs=None, out=None, gather_indices=None
+):
     """The same in bfloat16, without scales: ``torch._grouped_mm``'s case.
 
     Parameters
     ----------
     x, weight : tensor, bfloat16
-    seqlens, cu_seqlens, num_seq_per_group_avg, offs, out
+    seqlens, cu_seqlens, num_seq_per_group_avg, offs, out, gather_indices
         As for :func:`group_gemm_pertensor_fp8`.
     """
-    return _group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, num_seq_per_group_avg, offs, out)
+    rest = num_seq_per_group_avg, offs, out, False, None, gather_indices
+    return _group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, *rest)
 
 
 def group_gemm_silu_and_mul_pertensor_fp8(
-    x, weight, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg=None, offs=None, out=None
+    x, weight, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg=None, offs=None, out=None, gather_indices=None
 ):
     """An expert's first product and its activation in one launch: ``silu(gate) * up`` in FP8, ready for the second.
 
@@ -120,7 +130,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     ----------
     weight : tensor [groups, n, k], float8_e4m3fn
         The upper half of the n rows makes gate, the lower half up; n is a multiple of 256.
-    x, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
+    x, seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs, gather_indices
         As for :func:`group_gemm_pertensor_fp8`.
     out : (tensor, tensor), optional
         Contiguous tensors to write into.
@@ -132,47 +142,54 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     scale : tensor [total, n / 256], float32
         Of each 128 elements of a row: their largest by 448.
     """
-    rest = num_seq_per_group_avg, offs, out, True
+    rest = num_seq_per_group_avg, offs, out, True, None, gather_indices
     return _group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, *rest)
 
 
 def group_gemm_silu_and_mul_blockwise_fp8(
-    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None
+    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None,
+    gather_indices=None,
 ):
     """The same for inputs scaled block by block; x_scale and w_scale are :func:`group_gemm_blockwise_fp8`'s."""
-    rest = num_seq_per_group_avg, offs, out, True
+    rest = num_seq_per_group_avg, offs, out, True, None, gather_indices
     return _group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, *rest)
 
 
 def _group_gemm(
-    scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out, activated=False, constants=None
+    scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out, activated=False,
+    constants=None, gather_indices=None,
 ):
     """All of them; ``constants`` takes the place of the form that the average number of rows asks for."""
     given, x, weight = x, as_tensor(x, "x"), as_tensor(weight, "weight")
     dtype = torch.bfloat16 if scaling == "none" else FP8
     rows, lengths, starts = _check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype)
     groups, n, k = weight.shape
+    indices = None if gather_indices is None else _indices(gather_indices, x)
     if scaling == "tensor":
         weight_scale = _scale("y_scale", weight_scale, (groups,), x.device)
     elif scaling == "block":
         blocks = -(-k // 128)
         x_scale = _scale("x_scale", x_scale, (*x.shape[:-1], blocks), x.device)
         weight_scale = _scale("w_scale", weight_scale, (groups, -(-n // 128), blocks), x.device)
-    total = x.numel() // k
+    shape = x.shape[:-1] if indices is None else indices.shape
+    total = shape.numel()
     if activated:
         if n % 256:
             raise ValueError(f"weight's n is {n}; of gate and up it must be a multiple of 256")
         n //= 2
-    wanted = [("y", (*x.shape[:-1], n), FP8 if activated else torch.bfloat16)]
-    wanted += [("scale", (*x.shape[:-1], n // 128), torch.float32)] * activated
+    wanted = [("y", (*shape, n), FP8 if activated else torch.bfloat16)]
+    wanted += [("scale", (*shape, n // 128), torch.float32)] * activated
     outputs = _outputs(out, wanted, x.device)
     if total:
         constants = constants or _constants(scaling, rows, _average(average, total, groups), activated)
+        if indices is not None:
+            constants = constants._replace(gather=True, cluster=1)
         most = constants.tokens * constants.parts
         if groups * -(-total // most) * -(-n // 128) > _MOST_TILES:
             raise ValueError(f"x has {total} rows, too many for {groups} groups of {n} columns")
         start, line = _launcher(constants, x.device.index or 0), 128 // x.element_size()
         flat = x.view(total, k) if x.dim() == 3 else x
+        flat = flat if len(flat) else weight[0]  # of an empty tensor there is no map, and who gathers needs none
         start(
             _blocks(x.device),
             THREADS,
@@ -190,11 +207,24 @@ def _group_gemm(
             x.shape[1] if rows == "masked" else 0,
             n,
             k,
+            address(x),
+            address(lengths if indices is None else indices),
+            len(x),
+            0 if indices is None else x.stride(0) * x.element_size(),
         )
     if out is not None:
         return out
     results = tuple(give_back(tensor, given) for tensor in outputs)
     return results if activated else results[0]
+
+
+def _indices(array, x):
+    """The rows of x that the product's rows are."""
+    tensor = as_tensor(array, "gather_indices")
+    _check("gather_indices", tensor, (tensor.numel(),), torch.int32, x.device)
+    if x.dim() == 3:
+        raise ValueError("gather_indices is given: x must be [tokens, k], not masked")
+    return tensor
 
 
 def _outputs(out, wanted, device):

@@ -10,6 +10,7 @@ LINE = 128  # bytes of k in a stage: a row of the swizzle, and 4 steps of a mult
 WARPS = 12  # two groups of four that multiply, and four that load
 THREADS = 32 * WARPS
 MULTIPLIERS = 8
+SCALERS = 3  # warps that bring factors, or rows chosen by an index, in turn
 CHUNK = 16  # tokens that go through the staging at once
 STAGING = 2 * CHUNK * LINE  # bytes of a multiplying warpgroup, through which its results become rows: two buffers
 ACTIVATED = 32  # tokens that go through it at once to be activated
@@ -29,6 +30,7 @@ class Constants(NamedTuple):
     groups: int = 512  # most
     activated: bool = False  # weights are gate and up, one above the other; what is written is silu(gate) * up, in FP8
     cluster: int = 1  # blocks that take neighbouring tiles of weights, and load their tokens together
+    gather: bool = False  # a row of the product has its tokens from the row of x that an index names
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,13 @@ class Layout:
 
     @cached_property
     def stage_bytes(self):
-        """A stage's tiles: what TMA brings."""
+        """A stage's tiles."""
         return self.x_at + self.constants.parts * self.part_bytes
+
+    @property
+    def tma_bytes(self):
+        """What TMA brings of a stage."""
+        return self.x_at if self.constants.gather else self.stage_bytes
 
     @cached_property
     def staging_at(self):
@@ -108,6 +115,21 @@ class Layout:
         """In integers: the first tile of each group, and behind the last how many there are."""
         return self.sums_at + WARPS
 
+    @property
+    def chosen_pitch(self):
+        """Integers from a part's indices of rows to the other's: as many as lanes have, in whole rounds."""
+        return -(-self.constants.tokens // 32) * 32
+
+    @property
+    def chosen(self):
+        """Integers that a warp has for a tile's indices of rows."""
+        return self.constants.parts * self.chosen_pitch if self.constants.gather else 0
+
+    @cached_property
+    def chosen_at(self):
+        """In integers: what the warps have of them, which they read four at a time."""
+        return -(-(self.tiles_at + self.constants.groups + 1) // 4) * 4
+
     @cached_property
     def bytes(self):
-        return 4 * (self.tiles_at + self.constants.groups + 1)
+        return 4 * (self.chosen_at + SCALERS * self.chosen)

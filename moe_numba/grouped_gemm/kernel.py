@@ -25,17 +25,19 @@ from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmax
 @cache
 def make_kernel(constants):
     """The kernel, for a grid of any number of blocks of 384 threads, and its dynamic shared memory in bytes."""
-    if constants.scaling == "block" and constants.stages < SCALERS:
+    by_turns = constants.scaling == "block" or constants.gather
+    if by_turns and constants.stages < SCALERS:
         # A warp that looks at every third stage would not tell a barrier's phase from the one two further on.
-        raise ValueError(f"stages is {constants.stages}; with block scaling it must be {SCALERS} or more")
+        raise ValueError(f"stages is {constants.stages}; with block scaling or gather it must be {SCALERS} or more")
+    if constants.gather and constants.cluster == 2:
+        raise ValueError("cluster is 2; with gather it must be 1, for each block copies its own rows")
     layout = Layout(constants)
     stages, full_at, empty_at, orders_at = constants.stages, layout.full_at, layout.empty_at, layout.orders_at
-    by_tensor, by_block = constants.scaling == "tensor", constants.scaling == "block"
-    arrivals, cluster = 2 if by_block else 1, constants.cluster
+    by_tensor, arrivals, cluster = constants.scaling == "tensor", 2 if by_turns else 1, constants.cluster
     first_tile, tile_step = make_walk(cluster)
     line_shift = 6 if constants.dtype == "bf16" else 7
     # Together 12 times 168, as before.
-    loaders, multipliers = (56, 224) if by_block else (40, 232) if cluster == 2 else (24, 240)
+    loaders, multipliers = (56, 224) if by_turns else (40, 232) if cluster == 2 else (24, 240)
     release_registers, request_registers = make_setmaxnreg_dec(loaders), make_setmaxnreg_inc(multipliers)
     scan, load = make_scan(constants, layout), make_load(constants, layout)
     compute, scale = make_compute(constants, layout), make_scale(constants, layout)
@@ -43,6 +45,7 @@ def make_kernel(constants):
     @cuda.jit
     def grouped_gemm(
         map_x, map_weight, y, y_scale, lengths, starts, x_scale, weight_scale, groups, total, capacity, n_out, k,
+        x, indices, height, row_bytes,
     ):
         smem = cuda.shared.array(0, uint8, 1024)
         words = cuda.shared.array(0, int32, 1024)
@@ -71,10 +74,11 @@ def make_kernel(constants):
                     k_blocks, n_out,
                 )
                 griddepcontrol_launch_dependents()
-            if by_block and warp > MULTIPLIERS:
+            if by_turns and warp > MULTIPLIERS:
                 scale(
                     words, floats, bars, warp - MULTIPLIERS - 1, lane, x_scale, weight_scale, lengths, starts, groups,
-                    total, capacity, tiles, k_blocks, across,
+                    total, capacity, tiles, k_blocks, across, smem, x, indices, height, row_bytes,
+                    int32(k << (7 - line_shift)),
                 )
         else:
             request_registers()

@@ -9,6 +9,14 @@ FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 BLOCK = 128  # elements of k, and rows of a weight, that share a scale
 
 
+def gather(x, indices):
+    """The rows of x, or of its scales, that indices name; zeros where they name none."""
+    known = (indices >= 0) & (indices < len(x))
+    rows = x.new_zeros(len(indices), x.shape[1])
+    rows[known] = x[indices[known].long()]
+    return rows
+
+
 def group_gemm(x, weight, lengths, starts, factors=None):
     """The products in float64, NaN in rows of no group; ``factors`` has one number for each group."""
     out = torch.full((len(x), weight.shape[1]), float("nan"), dtype=torch.float64, device=x.device)

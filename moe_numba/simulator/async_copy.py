@@ -2,7 +2,8 @@
 
 A load claims its destination until some thread has waited for its barrier, a store its source until the thread that
 started it has waited for its group: before, nobody can know that they are done, even where they are. A store writes to
-global memory some time after it has read its source.
+global memory some time after it has read its source. A load that is no bulk copy belongs to a group as stores do, and
+writes as its thread's own stores do.
 """
 
 import itertools
@@ -32,6 +33,10 @@ class _Copy:
     def start(self):
         self.priority = self.world.some_time()
         self.world.schedule(self)
+
+    def settle(self):
+        """It was waited for."""
+        self.claim.release()
 
     def note(self, event):
         details = {"copy": self.number, "what": self.what, "bytes": self.size, "event": event}
@@ -76,8 +81,8 @@ class Store(_Copy):
         self.claim = source.room.watched().claim(source.start, source.end, False, self)
         self.has_read = self.has_written = False
         self._data = None
-        self.thread.bulk = self.thread.bulk or Groups(self.thread)
-        self.thread.bulk.open.append(self)
+        self.groups = _groups("cp.async.bulk")
+        self.groups.open.append(self)
         self.note("starts")
         self.start()
 
@@ -91,14 +96,41 @@ class Store(_Copy):
             self._data, self.has_written = None, True
             self.thread.grid.progress()
             self.note("has written")
-        self.thread.bulk.look()
+        self.groups.look()
+
+
+class Load16(_Copy):
+    """A thread's own 16 bytes from global to shared memory, the last of them zeros perhaps, as part of a group."""
+
+    remedy = "wait for its group with make_cp_async_wait_group first"
+    generic = True
+
+    def __init__(self, what, source, to):
+        super().__init__(what, 16)
+        self._source, self._to, self.has_written = source, to, False
+        self.claim = to.room.watched().claim(to.start, to.end, True, self)
+        self.groups = _groups("cp.async")
+        self.groups.open.append(self)
+        self.note("starts")
+        self.start()
+
+    def step(self, rng):
+        self._to.bytes[: len(self._source)] = self._source
+        self._to.bytes[len(self._source) :] = 0
+        self.has_written = True
+        self.note("lands")
+        self.groups.look()
+
+    def settle(self):
+        super().settle()
+        self._to.room.watch.soil(self.thread, self._to.start, self._to.end)  # a fence that came earlier was too early
 
 
 class Groups:
-    """The groups of stores that one thread committed, oldest first, and those that are in none yet."""
+    """The groups of copies of one kind that one thread committed, oldest first, and those that are in none yet."""
 
-    def __init__(self, thread):
-        self.thread, self.open, self.committed, self.waits = thread, [], [], False
+    def __init__(self, thread, kind):
+        self.thread, self.kind, self.open, self.committed, self.waits = thread, kind, [], [], False
 
     def wait(self, pending, read_only):
         """Wait for all groups but the `pending` newest, which then are done with their sources."""
@@ -107,7 +139,7 @@ class Groups:
             self.waits = True
             self.thread.park(self)
         for copy in older:
-            copy.claim.release()
+            copy.settle()
         if not read_only:
             self.committed = self.committed[max(0, len(self.committed) - pending) :]
 
@@ -117,21 +149,26 @@ class Groups:
             self.thread.grid.world.wake((self.thread,))
 
     def __str__(self):
-        return f"cp.async.bulk.wait_group ({sum(map(len, self.committed))} stores in {len(self.committed)} groups)"
+        return f"{self.kind}.wait_group ({sum(map(len, self.committed))} copies in {len(self.committed)} groups)"
 
 
-def commit():
-    """What this thread stored since the last group is a group."""
+def _groups(kind):
+    """This thread's groups of copies, "cp.async" or "cp.async.bulk"."""
     t = thread()
-    t.bulk = t.bulk or Groups(t)
-    t.bulk.committed.append(t.bulk.open)
-    t.bulk.open = []
+    t.groups = t.groups or {}
+    return t.groups.setdefault(kind, Groups(t, kind))
 
 
-def wait(pending, read_only):
+def commit(kind="cp.async.bulk"):
+    """What this thread started since the last group is a group."""
+    groups = _groups(kind)
+    groups.committed.append(groups.open)
+    groups.open = []
+
+
+def wait(pending, read_only, kind="cp.async.bulk"):
     """Wait until all but the `pending` newest groups of this thread have been written, or only read."""
-    if thread().bulk is not None:
-        thread().bulk.wait(pending, read_only)
+    _groups(kind).wait(pending, read_only)
 
 
 def _check_size(what, size):
@@ -140,7 +177,7 @@ def _check_size(what, size):
 
 
 def _global_bytes(pointer, index, size, what):
-    """A view of global memory, for a bulk copy."""
+    """A view of global memory, for a copy."""
     start = int(index) * pointer.array.itemsize
     if start < 0 or start + size > pointer.bytes.size:
         raise OutOfBounds(f"{thread()}: {what} takes {size} bytes at index {index} of {pointer}, which are outside it")
@@ -155,6 +192,15 @@ def load(array, at, pointer, index, size, barriers, barrier):
     _check_size(what, size)
     source, to = _global_bytes(pointer, index, size, what), region(array, at, size, 16, what)
     Load(what, source.copy, to, mbarrier.find(barriers, barrier, for_copy=True))
+
+
+def load_16(array, at, pointer, index, valid):
+    """A thread's own copy of 16 bytes into shared memory, of which `valid` are read and the others are zeros."""
+    what = "cp.async of 16 bytes"
+    if not 0 <= valid <= 16:
+        raise SimulatorError(f"{thread()}: {what} has {valid} valid bytes; it must be 0 to 16")
+    source = _global_bytes(pointer, index, valid, what) if valid else pointer.bytes[:0]
+    Load16(what, source, region(array, at, 16, 16, what))
 
 
 def store(pointer, index, array, at, size):

@@ -63,14 +63,14 @@ class Thread(greenlet.greenlet):
     """One CUDA thread."""
 
     __slots__ = ("grid", "block", "threadIdx", "thread_id", "warp", "lane", "waits", "result")
-    __slots__ += ("unfenced", "new_barriers", "bulk")  # what it wrote, what it made and what it started: see `watch`
+    __slots__ += ("unfenced", "new_barriers", "groups")  # what it wrote, what it made and what it started: see `watch`
 
     def __init__(self, block, thread_id):
         self.grid, self.block, self.thread_id = block.grid, block, thread_id
         size = block.grid.block_dim
         self.threadIdx = Dim3(thread_id % size.x, thread_id // size.x % size.y, thread_id // (size.x * size.y))
         self.warp, self.lane = divmod(thread_id, 32)
-        self.waits = self.result = self.unfenced = self.new_barriers = self.bulk = None
+        self.waits = self.result = self.unfenced = self.new_barriers = self.groups = None
         self.gr_context = block.grid.context
 
     def run(self):

@@ -7,7 +7,7 @@ import types
 import weakref
 
 _PTX = "moe_numba.ptx."
-_ASYNCHRONOUS = {_PTX + name for name in ("mbarrier", "bulk", "tma", "wgmma")}
+_ASYNCHRONOUS = {_PTX + name for name in ("mbarrier", "bulk", "cp_async", "tma", "wgmma")}
 _known = weakref.WeakKeyDictionary()
 
 

@@ -1,0 +1,136 @@
+"""Copies of 16 bytes that threads start by themselves: what they bring, and what careless kernels are told."""
+
+import hopper_runs
+import pytest
+import torch
+from hopper_runs import outcomes, runs
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from numba import cuda, float32, uint8
+
+from moe_numba.ptx.cp_async import cp_async_16, cp_async_commit_group, make_cp_async_wait_group
+from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+
+simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
+wait_for_older, wait_for_all = make_cp_async_wait_group(1), make_cp_async_wait_group(0)
+
+
+@cuda.jit
+def copies(out, x, valid):
+    """Two groups of a copy a thread: each thread has chunk t of the first half, and of the second."""
+    smem, t = cuda.shared.array(1024, uint8, 16), cuda.threadIdx.x
+    for half in range(2):
+        far = -1 << 40 if valid[t] == 0 else 16 * t  # of no valid bytes nothing is read
+        cp_async_16(smem, 512 * half + 16 * t, x, far + 512 * half, valid[t])
+        cp_async_commit_group()
+    wait_for_older()
+    for i in range(16):
+        out[16 * t + i] = smem[16 * t + i]
+    wait_for_all()
+    for i in range(512 + 16 * t, 528 + 16 * t):
+        out[i] = smem[i]
+
+
+def test_copies_bring_bytes_and_zeros(device):
+    x = torch.arange(1024).to(torch.uint8)
+    valid = torch.tensor([16, 0, 8, 4] * 8, dtype=torch.int32)
+    right = torch.where(torch.arange(16) < valid[:, None], x.view(2, 32, 16), 0).view(-1)
+    make = lambda: [torch.full((1024,), 7, dtype=torch.uint8).to(device), x.to(device), valid.to(device)]
+    for out, *_ in runs(copies, make):
+        assert torch.equal(out.cpu(), right)
+
+
+def refused(error, kernel, *patterns, **options):
+    make = lambda: [torch.zeros(4096), torch.arange(4096).to(torch.uint8)]
+    return hopper_runs.refused(error, outcomes(kernel, make, threads=128, **options), *patterns)
+
+
+def make_reader(commit=True, wait=True):
+    @cuda.jit
+    def kernel(out, x):
+        smem, t = cuda.shared.array(2048, uint8, 16), cuda.threadIdx.x
+        cp_async_16(smem, 16 * t, x, 16 * t, 16)
+        if commit:
+            cp_async_commit_group()
+        if wait:
+            wait_for_all()
+        out[t] = float32(smem[16 * t])
+        wait_for_all()
+
+    return kernel
+
+
+@simulated
+@pytest.mark.parametrize("mistake", [dict(commit=False), dict(wait=False)], ids=str)
+def test_what_is_read_before_the_wait_is_refused(mistake):
+    refused(simulator.AsyncRace, make_reader(**mistake), "reads index", "wait for its group with make_cp_async_wait")
+
+
+@simulated
+def test_a_block_does_not_end_before_its_copies():
+    @cuda.jit
+    def kernel(out, x):
+        cp_async_16(cuda.shared.array(2048, uint8, 16), 16 * cuda.threadIdx.x, x, 0, 16)
+        cp_async_commit_group()
+
+    refused(simulator.AsyncRace, kernel, "ends, while in", "cp.async of 16 bytes, which block (0, 0, 0) warp")
+
+
+@simulated
+@pytest.mark.parametrize(
+    "error, words, copy",
+    [
+        ("OutOfBounds", "16 bytes at index 4096 of x", lambda s, x: cp_async_16(s, 0, x, 4096, 16)),
+        ("OutOfBounds", "4 bytes at index -16 of x", lambda s, x: cp_async_16(s, 0, x, -16, 4)),
+        ("OutOfBounds", "16 bytes at index 2048 of the shared", lambda s, x: cp_async_16(s, 2048, x, 0, 0)),
+        ("Misaligned", "index 8 of x (4096 x uint8) is not", lambda s, x: cp_async_16(s, 0, x, 8, 16)),
+        ("Misaligned", "index 8 of the shared", lambda s, x: cp_async_16(s, 8, x, 0, 16)),
+        ("SimulatorError", "17 valid bytes; it must be 0 to 16", lambda s, x: cp_async_16(s, 0, x, 0, 17)),
+    ],
+)
+def test_a_wrong_operand_is_refused(error, words, copy):
+    @cuda.jit
+    def kernel(out, x):
+        smem = cuda.shared.array(2048, uint8, 16)
+        if cuda.threadIdx.x == 0:
+            copy(smem, x)
+
+    refused(getattr(simulator, error), kernel, words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
+
+
+def make_multiplier(wait=True, fence="after"):
+    """A warpgroup copies two tiles and multiplies them."""
+    multiply, wait_for_product = make_wgmma_tile(8, "e4m3"), make_wgmma_wait(8, 0)
+
+    @cuda.jit
+    def kernel(out, x):
+        smem, t = cuda.shared.array(0, uint8, 1024), cuda.threadIdx.x
+        for i in range(t, 72 * 8, 128):
+            cp_async_16(smem, (i ^ (i >> 3 & 7)) * 16, x, 0, 0)
+        cp_async_commit_group()
+        if fence == "before":
+            fence_proxy_async_shared()
+        if wait:
+            wait_for_all()
+        if fence == "after":
+            fence_proxy_async_shared()
+        cuda.syncthreads()
+        product = wait_for_product(multiply(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, 8192)))
+        out[t] = product[0]
+        wait_for_all()
+
+    return kernel
+
+
+@simulated
+def test_a_wgmma_reads_what_was_waited_for_and_then_fenced():
+    make = lambda: [torch.ones(128), torch.zeros(16, dtype=torch.uint8)]
+    for out, _ in outcomes(make_multiplier(), make, threads=128, shared_bytes=9216):
+        assert not out.any()
+    words = "starts wgmma m64n8 e4m3", "has not called fence_proxy_async_shared since"
+    for fence in ("before", "never"):
+        refused(simulator.MissingFence, make_multiplier(fence=fence), *words, shared_bytes=9216)
+    refused(simulator.AsyncRace, make_multiplier(wait=False), "make_cp_async_wait_group", shared_bytes=9216)
