@@ -86,13 +86,15 @@ def floor(lengths, n, k, dtype="e4m3"):
 
 def loop_of_scaled_mm(p, bounds):
     """The document's loop, for lengths that the host knows, so that a CUDA graph can hold it."""
+    if not hasattr(p, "scales"):
+        p.scales = [scale.clone() for scale in p.y_scale]  # cuBLAS wants each at a multiple of 16 bytes
     one = torch.ones((), device=p.x.device)
     for g, (start, end) in enumerate(bounds):
-        given = dict(scale_a=p.y_scale[g], scale_b=one, out_dtype=BF16, use_fast_accum=True)
-        if end == start + 1:  # cuBLAS takes no single row
-            p.out[start:end] = torch._scaled_mm(p.x[start:end].repeat(2, 1), p.weight[g].t(), **given)[:1]
-        elif end > start:
-            torch._scaled_mm(p.x[start:end], p.weight[g].t(), **given, out=p.out[start:end])
+        if end > start:
+            torch._scaled_mm(
+                p.x[start:end], p.weight[g].t(), p.scales[g], one, out_dtype=BF16, use_fast_accum=True,
+                out=p.out[start:end],
+            )
     return p.out
 
 
