@@ -453,7 +453,12 @@ def test_fewer_rows_more_rows_and_rows_of_nothing(device):
         group_gemm_pertensor_fp8(wide, *arguments, gather_indices=indices),
         group_gemm_pertensor_fp8(x[indices.long()], *arguments),
     )
-    assert not group_gemm_pertensor_fp8(x[:0], *arguments, gather_indices=indices).any()
+    assert not group_gemm_pertensor_fp8(x[:0].clone(), *arguments, gather_indices=indices).any()
+    one, first = x[:1, :64].clone(), weight[..., :64].contiguous()
+    assert torch.equal(
+        group_gemm_pertensor_fp8(one, first, *arguments[1:], gather_indices=indices // 3),
+        group_gemm_pertensor_fp8(one.expand(20, -1).contiguous(), first, *arguments[1:]),
+    )
     assert group_gemm_pertensor_fp8(x, *arguments, gather_indices=indices[:0]).shape == (0, 128)
 
 

@@ -207,7 +207,7 @@ def _group_gemm(
             x.shape[1] if rows == "masked" else 0,
             n,
             k,
-            address(x),
+            address(flat),
             address(lengths if indices is None else indices),
             len(x),
             0 if indices is None else x.stride(0) * x.element_size(),

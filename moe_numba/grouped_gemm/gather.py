@@ -61,8 +61,9 @@ def make_fetch(constants, layout):
     def fetch(smem, words, chosen, lane, stage, block, x, row_bytes, valid_bytes, rows, part):
         chunk, t = int32(lane & 7), int32(lane >> 3)
         begin = int32(block * LINE + 16 * chunk)
-        x = advance(x, begin)
-        least = int32(0 if begin < valid_bytes else 0x7FFFFFFF)  # beyond the end of k no index is good enough
+        inside = begin < valid_bytes
+        x = advance(x, begin if inside else int32(0))
+        least = int32(0 if inside else 0x7FFFFFFF)  # beyond the end of k no index is good enough
         for p in range(parts):
             even = int32(stage * stage_bytes + x_at + p * part_bytes + t * LINE + ((chunk ^ t) << 4))
             odd = int32(even ^ 4 << 4)  # of row t + 4: the swizzle is the row's number within eight
