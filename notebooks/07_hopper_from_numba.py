@@ -1165,9 +1165,9 @@ measure("128 x 256", partial(run_gemm, 256, 4, HERE.sms), prediction)
 look_back("128 x 256", "persistent", prediction)
 
 # %% [markdown]
-# **Look back.** The prediction was good, and the step loses all the same: the L2 cache was no longer what held step 6
-# up. Our explanation, which we did not measure: a tile's end. A block has four tiles now, not eight, and behind its last
-# one nothing hides 64 KB of stores, four bytes each.
+# **Look back.** The prediction was good, and the step loses all the same: the L2 cache no longer held step 6 up. Our
+# explanation, which we did not measure, is a tile's end. A block has four tiles now, not eight, and behind its last one
+# nothing hides 64 KB of stores, four bytes each.
 #
 # What cuBLAS has beyond this: two blocks of a cluster share the tiles that they load, so the L2 cache gives half the
 # bytes again (exercise 5); its results go out by TMA (exercise 4); and it walks over the tiles in an order in which
