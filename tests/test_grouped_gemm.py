@@ -607,6 +607,24 @@ def test_large_sizes(name, lengths, n, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "groups, rows, n, k, repeats", [(1, 8192, 8192, 8192, 200), (32, 2048, 4096, 7168, 1000), (32, 8192, 7168, 2048, 500)]
+)
+def test_every_call_gives_the_same_bits(groups, rows, n, k, repeats):
+    from moe_numba.bench import topic_grouped_gemm as topic
+
+    p = topic.problem(topic.random_weight(groups, n, k), topic.lengths_of(groups, rows))
+    arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale
+    right = reference.group_gemm(*arguments)
+    first = group_gemm_pertensor_fp8(*arguments)
+    assert mismatch(first, right) is None
+    for i in range(repeats):
+        p.out.fill_(float("nan"))
+        group_gemm_pertensor_fp8(*arguments, out=p.out)
+        assert torch.equal(p.out, first), f"call {i}: {int((p.out != first).sum())} elements differ"
+
+
+@pytest.mark.gpu
 def test_a_graph_follows_the_lengths():
     """The lengths are read on the GPU: one captured call serves whatever they are when it is replayed."""
     x, weight, seqlens, cu_seqlens, scale = inputs((5, 0, 15), 256, 512, "cuda")["pertensor"]

@@ -27,28 +27,29 @@ BF16 = torch.bfloat16
 
 def measure(peers, quick):
     """Rows for the record: every step's outputs are checked before it is timed."""
-    rows = []
+    rows = _measure_dense()
     for shape in list(SHAPES)[: 1 if quick else None]:
         rows += _measure_shape(shape, GROUPS, [128, 2048] if quick else ROWS, peers)
         if not quick:
-            rows += _measure_shape(shape, GROUPS, [2048], peers, skewed=True)
+            for routing in ("zipf", "one"):
+                rows += _measure_shape(shape, GROUPS, [2048], peers, routing)
             rows += _measure_shape(shape, MANY_GROUPS, MANY_ROWS[shape], peers)
-    return rows + _measure_dense()
+    return rows
 
 
 # Problems
 
 
-def lengths_of(groups, rows, skewed=False, seed=71):
-    """How many rows each group gets: routed evenly at random, or half of all to an eighth of the groups.
+def lengths_of(groups, rows, routing="uniform", seed=71):
+    """How many rows each group gets, drawn at random: evenly, by Zipf's law (the second gets half of the first), or one
+    group gets all.
 
     With this seed 23 of 32 groups have rows where there are 32, and 31 where there are 128, which is what to expect.
     """
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.ones(groups)
-    if skewed:
-        few = max(1, groups // 8)
-        weights[:few] = (groups - few) / few
+    first = torch.zeros(groups)
+    first[0] = 1
+    weights = {"uniform": torch.ones(groups), "zipf": 1 / torch.arange(1, groups + 1), "one": first}[routing]
     return torch.bincount(torch.multinomial(weights, rows, True, generator=generator), minlength=groups).int()
 
 
@@ -145,7 +146,7 @@ def _bf16_steps(problems):
     return {"final": final, "torch": lambda p: torch._grouped_mm(p.x, p.weight.transpose(1, 2), offs=offs)}
 
 
-def _measure_shape(shape, groups, rows, peers, skewed=False):
+def _measure_shape(shape, groups, rows, peers, routing="uniform"):
     """One product for several numbers of rows; its weights take turns, made once."""
     n, k = SHAPES[shape]["n"], SHAPES[shape]["k"]
     found = []
@@ -154,7 +155,7 @@ def _measure_shape(shape, groups, rows, peers, skewed=False):
             continue
         weights = [random_weight(groups, n, k, kind) for _ in range(SETS)]
         for count in rows:
-            lengths = lengths_of(groups, count, skewed)
+            lengths = lengths_of(groups, count, routing)
             problems = [problem(weight, lengths) for weight in weights]
             ends = lengths.cumsum(0).tolist()
             bounds = list(zip([0, *ends], ends, strict=False))
@@ -164,7 +165,6 @@ def _measure_shape(shape, groups, rows, peers, skewed=False):
                 _add_block_scales(problems)
                 cases = {"tensor": _steps(problems, bounds, peers), "block": _block_steps(peers)}
             for scaling, steps in cases.items():
-                routing = "skewed" if skewed else "uniform"
                 config = {"num_groups": groups, "n": n, "k": k, "scaling": scaling, "routing": routing}
                 found += _measure_steps(steps, problems, config, lengths, dtype, peers)
         del weights, problems
