@@ -608,7 +608,8 @@ def test_large_sizes(name, lengths, n, k):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "groups, rows, n, k, repeats", [(1, 8192, 8192, 8192, 200), (32, 2048, 4096, 7168, 1000), (32, 8192, 7168, 2048, 500)]
+    "groups, rows, n, k, repeats",
+    [(1, 8192, 8192, 8192, 200), (32, 2048, 4096, 7168, 1000), (32, 8192, 7168, 2048, 500)],
 )
 def test_every_call_gives_the_same_bits(groups, rows, n, k, repeats):
     from moe_numba.bench import topic_grouped_gemm as topic
