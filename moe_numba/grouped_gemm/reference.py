@@ -17,12 +17,23 @@ def gather(x, indices):
     return rows
 
 
+def product(x, weight):
+    """x weight^T in float64, as float32 products of 128 columns each: of FP8 numbers such a sum is all but exact.
+
+    So what is true does not hang on how a library multiplies large matrices of float64.
+    """
+    out = torch.zeros(len(x), len(weight), dtype=torch.float64, device=x.device)
+    for k in range(0, x.shape[1], BLOCK):
+        out += x[:, k : k + BLOCK].float() @ weight[:, k : k + BLOCK].float().T
+    return out
+
+
 def group_gemm(x, weight, lengths, starts, factors=None):
     """The products in float64, NaN in rows of no group; ``factors`` has one number for each group."""
     out = torch.full((len(x), weight.shape[1]), float("nan"), dtype=torch.float64, device=x.device)
     for g, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=False)):
         rows = slice(start, start + length)
-        out[rows] = x[rows].double() @ weight[g].double().T
+        out[rows] = product(x[rows], weight[g])
         if factors is not None:
             out[rows] *= factors[g].double()
     return out
