@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 TWICE = """
 import json, time
 from moe_numba import program
+from moe_numba.grouped_gemm.api import SIGNATURE
 from moe_numba.grouped_gemm.constants import THREADS, Constants
 from moe_numba.grouped_gemm.kernel import make_kernel
-SIGNATURE = ("tensormap", "tensormap", "int32*", "float32*", *("int32*",) * 2, *("float32*",) * 2, *("int32",) * 5)
 compiled, compile_program = [], program.compile_program
 program.compile_program = lambda *a, **k: compiled.append(1) or compile_program(*a, **k)
 for tokens in (8, 16):
