@@ -1,0 +1,289 @@
+"""The dispatch layout: which rank each token goes to, and how many go to each rank and each expert."""
+
+import inspect
+
+import pytest
+import torch
+
+from moe_numba import simulator
+from moe_numba.expert_parallel import api, document_layout, get_dispatch_layout, layout, reference
+
+KERNELS = {"package": get_dispatch_layout, "document": document_layout.get_dispatch_layout}
+NAMES = ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank")
+TOKENS = (0, 1, 31, 33, 300)
+BAD_IDS = (-1, -2, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40, -(1 << 32), -(1 << 63), (1 << 63) - 1)
+
+
+def some(tokens, topk, experts, device, invalid=0.2, seed=0):
+    """Different experts for each token where there are enough, and -1 here and there."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, max(experts, topk), generator=random).argsort(dim=1)[:, :topk] % experts
+    ids[torch.rand(tokens, topk, generator=random) < invalid] = -1
+    return ids.contiguous().to(device)
+
+
+def poisoned(tokens, experts, ranks, device):
+    """Outputs in the middle of larger buffers, and the buffers' bytes; all poison."""
+    shapes = ((ranks,), torch.int32), ((experts,), torch.int32), ((tokens, ranks), torch.bool)
+    out, buffers = [], []
+    for shape, dtype in shapes:
+        size = torch.Size(shape).numel()
+        whole = torch.full(((size + 10) * dtype.itemsize,), 0xCD, dtype=torch.uint8, device=device)
+        out.append(whole.view(dtype)[5:-5].view(shape))
+        buffers.append((whole[: 5 * dtype.itemsize], whole[-5 * dtype.itemsize :]))
+    return out, buffers
+
+
+def mismatch(given, ids, experts, ranks):
+    """Say what is wrong with a layout, or None if nothing is. Flags are compared as bytes: one is 0 or 1."""
+    for name, mine, right in zip(NAMES, given, reference.dispatch_layout(ids, ranks, experts), strict=True):
+        if mine.shape != right.shape or mine.dtype != right.dtype:
+            return f"{name} is {mine.dtype} {tuple(mine.shape)}, not {right.dtype} {tuple(right.shape)}"
+        if not torch.equal(mine.view(torch.uint8), right.view(torch.uint8)):
+            return f"{name} is wrong at {(mine != right).nonzero()[:4].tolist()}"
+    return None
+
+
+def check(ids, experts, ranks, function=get_dispatch_layout):
+    out, buffers = poisoned(len(ids), experts, ranks, ids.device)
+    assert function(ids, experts, ranks, out=out) is out
+    assert (wrong := mismatch(out, ids, experts, ranks)) is None, wrong
+    assert all((edge == 0xCD).all() for edges in buffers for edge in edges), "written outside of the outputs"
+
+
+def test_the_reference_on_a_routing_worked_out_by_hand():
+    ids = torch.tensor([[0, 1, 5], [2, -1, 2], [-1, -1, -1], [7, 4, 3]])
+    per_rank, per_expert, is_in = reference.dispatch_layout(ids, 4, 8)
+    assert per_rank.tolist() == [1, 2, 2, 1]
+    assert per_expert.tolist() == [1, 1, 2, 1, 1, 1, 0, 1]
+    assert is_in.int().tolist() == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]]
+    assert (per_rank.dtype, per_expert.dtype, is_in.dtype) == (torch.int32, torch.int32, torch.bool)
+
+
+@pytest.mark.parametrize("which", KERNELS)
+@pytest.mark.parametrize("topk", [1, 2, 8])
+@pytest.mark.parametrize("experts, ranks", [(e, r) for e in (8, 24, 256) for r in (1, 2, 3, 4, 8) if e % r == 0])
+def test_the_reference_bit_for_bit(experts, ranks, topk, which, device):
+    for tokens in TOKENS if topk == 8 else TOKENS[:-1]:
+        check(some(tokens, topk, experts, device, seed=tokens), experts, ranks, KERNELS[which])
+
+
+@pytest.mark.parametrize("which", KERNELS)
+@pytest.mark.parametrize(
+    "experts, ranks, topk", [(5, 5, 3), (7, 7, 32), (12, 6, 5), (1024, 8, 32), (1, 1, 1), (33, 1, 17)]
+)
+def test_odd_sizes_and_the_largest(experts, ranks, topk, which, device):
+    for tokens in (1, 70):
+        check(some(tokens, topk, experts, device), experts, ranks, KERNELS[which])
+
+
+@pytest.mark.parametrize("which", KERNELS)
+def test_skewed_routings(which, device):
+    shape = (70, 8)
+    for ids in (
+        torch.full(shape, -1),
+        torch.full(shape, 255),  # one expert, eight times a token
+        torch.arange(8).expand(shape),  # eight experts of one rank
+        torch.arange(0, 256, 32).expand(shape),  # an expert of each rank
+        torch.arange(70)[:, None].expand(shape),
+    ):
+        check(ids.contiguous().to(device), 256, 8, KERNELS[which])
+
+
+@pytest.mark.parametrize("which", KERNELS)
+def test_ids_that_are_no_experts_count_nowhere(which, device):
+    ids = some(40, 8, 24, "cpu")
+    ids.view(-1)[:: 320 // len(BAD_IDS)][: len(BAD_IDS)] = torch.tensor(BAD_IDS)
+    ids[-1, -1], ids[-2] = 24, 24
+    check(ids.to(device), 24, 8, KERNELS[which])
+
+
+@pytest.mark.parametrize("which", KERNELS)
+@pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0), (3, 0.02)])
+def test_any_order_of_the_threads(seed, preempt, which, device):
+    with simulator.seed(seed, preempt=preempt):
+        check(some(70, 8, 24, device, seed=seed), 24, 8, KERNELS[which])
+
+
+def test_outputs_are_allocated_or_used_again(device):
+    out = None
+    for seed, tokens in enumerate((40, 40, 40)):
+        ids = some(tokens, 8, 256, device, seed=seed)
+        fresh = get_dispatch_layout(ids, 256, 8)
+        assert isinstance(fresh, tuple) and mismatch(fresh, ids, 256, 8) is None
+        out = out or fresh
+        assert get_dispatch_layout(ids, 256, 8, out=out) is out and mismatch(out, ids, 256, 8) is None
+
+
+def test_numpy_comes_back_as_it_came():
+    if not simulator.ENABLED:
+        pytest.skip("NumPy's arrays are not on a GPU")
+    ids = some(9, 2, 8, "cpu")
+    given = get_dispatch_layout(ids.numpy(), 8, 2)
+    assert all(type(array).__module__ == "numpy" for array in given)
+    assert mismatch([torch.from_numpy(array) for array in given], ids, 8, 2) is None
+
+
+OUTPUTS = [torch.zeros(2).int(), torch.zeros(8).int(), torch.zeros(3, 2).bool()]
+
+
+@pytest.mark.parametrize(
+    "change, error, sentence",
+    [
+        (dict(topk_idx=[1]), TypeError, "topk_idx is list"),
+        (dict(topk_idx=torch.zeros(3, 4).int()), TypeError, "topk_idx is torch.int32; it must be torch.int64"),
+        (dict(topk_idx=torch.zeros(12).long()), ValueError, "topk_idx has shape"),
+        (dict(topk_idx=torch.zeros(4, 3).long().T), ValueError, "strides"),
+        (dict(topk_idx=torch.zeros(3, 0).long()), ValueError, "topk_idx has 0 columns; 1 to 32 are allowed"),
+        (dict(topk_idx=torch.zeros(3, 33).long()), ValueError, "topk_idx has 33 columns"),
+        (dict(topk_idx=torch.zeros(3, 4, dtype=torch.int64, device="meta")), ValueError, "topk_idx is on meta"),
+        (dict(num_experts=0), ValueError, "num_experts is 0; 1 to 1024 are allowed"),
+        (dict(num_experts=1032), ValueError, "num_experts is 1032"),
+        (dict(num_experts=8.0), TypeError, "num_experts is 8.0; it must be an int"),
+        (dict(num_experts=True), TypeError, "num_experts is True"),
+        (dict(num_experts=9), ValueError, "num_experts is 9; it must be a multiple of num_ranks, 2"),
+        (dict(num_ranks=0), ValueError, "num_ranks is 0; 1 to 8 are allowed"),
+        (dict(num_ranks=16), ValueError, "num_ranks is 16"),
+        (dict(num_ranks=None), TypeError, "num_ranks is None"),
+        (dict(out=OUTPUTS[:2]), ValueError, "out is 2 of them; it must be a tuple of 3"),
+        (dict(out=[OUTPUTS[1], *OUTPUTS[1:]]), ValueError, "out's num_tokens_per_rank"),
+        (dict(out=[OUTPUTS[0], OUTPUTS[1].long(), OUTPUTS[2]]), ValueError, "out's num_tokens_per_expert"),
+        (dict(out=[*OUTPUTS[:2], torch.zeros(2, 3).bool().T]), ValueError, "out's is_token_in_rank"),
+    ],
+)
+def test_refusals(change, error, sentence, device):
+    def here(value):
+        return value.to(device) if isinstance(value, torch.Tensor) and value.device.type != "meta" else value
+
+    arguments = dict(topk_idx=torch.zeros(3, 4).long(), num_experts=8, num_ranks=2) | change
+    arguments = {k: [here(v) for v in value] if k == "out" else here(value) for k, value in arguments.items()}
+    with pytest.raises(error, match=sentence):
+        get_dispatch_layout(**arguments)
+
+
+def test_too_many_tokens_are_refused(device, monkeypatch):
+    monkeypatch.setattr(api, "_MOST_ELEMENTS", 11)
+    with pytest.raises(ValueError, match="topk_idx has 3 tokens; at most 2 are allowed"):
+        get_dispatch_layout(torch.zeros(3, 4).long().to(device), 8, 2)
+
+
+# A kernel with one of these changes must be found out.
+WRONG = {
+    "what is no expert is counted": (layout, "chosen[k] < uint32(num_experts)", "chosen[k] <= uint32(num_experts)"),
+    "negative ids are let in": (layout, "if expert >= 0 and", "if"),
+    "ids are cut to 32 bits": (
+        layout,
+        "if expert >= 0",
+        "expert = int64(int32(expert))\n                    if expert >= 0",
+    ),
+    "the last rank is forgotten": (layout, "member < uint32(num_ranks):", "member < uint32(num_ranks - 1):"),
+    "a token counts for a rank as often as it has experts there": (
+        layout,
+        "ranks = uint32(ranks | (",
+        "cuda.atomic.add(counts, uint32(num_experts + rank), 1)\n                    ranks = uint32(ranks | (",
+    ),
+    "the last token is forgotten": (layout, "if token < num_tokens and m", "if token + 1 < num_tokens and m"),
+    "lanes do not tell each other enough": (layout, "in range(team_bits):", "in range(team_bits - 1):"),
+    "warps do not add up their tokens": (layout, "in range(team_bits, 5):", "in range(team_bits, 4):"),
+    "counts do not start at zero": (layout, "counts[i] = int32(0)", "pass"),
+    "a block's counts are left out": (layout, "for other in range(CLUSTER)", "for other in range(CLUSTER - 1)"),
+    "the end of the counts is left out": (layout, "share = -(-numbers // CLUSTER)", "share = numbers // CLUSTER"),
+    "counts are sent before they are complete": (
+        layout,
+        "launch_dependents()\n        cuda.syncthreads()\n",
+        "launch_dependents()\n        cuda.syncwarp()\n",
+    ),
+    "a thread counts before another has cleared": (
+        layout,
+        "        cuda.syncthreads()\n        griddepcontrol_wait()",
+        "        griddepcontrol_wait()",
+    ),
+    "shares are added up before they are there": (
+        layout,
+        "        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
+        "        cuda.syncthreads()\n",
+    ),
+    "columns are added up before they are complete": (document_layout, "        cuda.syncthreads()\n", ""),
+    "a flag is a count": (document_layout, "int32(1) if is_in_rank[j] > 0 else int32(0)", "is_in_rank[j]"),
+    "all threads share a row": (document_layout, "rows[t, int32", "rows[0, int32"),
+}
+ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start at", "the end of", "share a row"))]
+# The others would come out right by luck, or end the process.
+
+
+@pytest.mark.parametrize("what", WRONG if simulator.ENABLED else ON_A_GPU)
+def test_wrong_kernels_are_rejected(what, monkeypatch, device):
+    """The first run, or some order of the simulator's threads, must show it."""
+    module, right, wrong = WRONG[what]
+    source = inspect.getsource(module)
+    assert right in source
+    changed = {"__name__": module.__name__ + "_wrong"}
+    exec(compile(source.replace(right, wrong), f"<{what}>", "exec"), changed)
+    monkeypatch.setattr(api, "make_layout_kernel", changed.get("make_layout_kernel"))
+    function = changed["get_dispatch_layout"] if module is document_layout else get_dispatch_layout
+    for seed in range(10):
+        ids = some(70, 8, 100, "cpu", seed=seed)
+        ids[5, 2], ids[6, 3], ids[7, 4], ids[69, 0], ids[68, :2] = 100, (1 << 32) + 1, -1 << 32, 99, torch.arange(2)
+        out, buffers = poisoned(70, 100, 5, device)
+        try:
+            with simulator.seed(seed, preempt=0.02 if what == "all threads share a row" else 0):
+                function(ids.to(device), 100, 5, out=out)
+        except simulator.SimulatorError:
+            return
+        if mismatch(out, ids.to(device), 100, 5) or any((e != 0xCD).any() for edges in buffers for e in edges):
+            return
+    pytest.fail(f"the check let a kernel pass in which {what}")
+
+
+# On a GPU: large, and the things that a simulator has not.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", KERNELS)
+@pytest.mark.parametrize("tokens", [4095, 4096, 65536, 100_003])
+def test_many_tokens(tokens, which):
+    for experts, ranks, topk in ((256, 8, 8), (64, 4, 6), (1024, 8, 32), (7, 7, 1)):
+        for invalid in (0.0, 0.3, 1.0):
+            check(some(tokens, topk, experts, "cuda", invalid), experts, ranks, KERNELS[which])
+    check(torch.full((tokens, 8), 255, device="cuda"), 256, 8, KERNELS[which])
+
+
+@pytest.mark.gpu
+def test_flags_beyond_two_gigabytes():
+    """The index of a flag needs more than 32 bits."""
+    ids = (torch.arange(300_000_000, device="cuda") % 24)[:, None]
+    per_rank, per_expert, is_in = get_dispatch_layout(ids, 24, 8)
+    assert (per_expert == 12_500_000).all() and (per_rank == 37_500_000).all()
+    assert (is_in.sum(dim=1, dtype=torch.int32) == 1).all()
+    assert is_in.view(torch.uint8).gather(1, ids // 3).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_graph_replays_on_changed_inputs(tokens):
+    ids = some(tokens, 8, 256, "cuda")
+    out = get_dispatch_layout(ids, 256, 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        get_dispatch_layout(ids, 256, 8, out=out)
+    for seed in range(1, 4):
+        ids.copy_(some(tokens, 8, 256, "cuda", seed=seed))
+        for tensor in out:
+            tensor.view(torch.uint8).fill_(0xCD)
+        graph.replay()
+        assert (wrong := mismatch(out, ids, 256, 8)) is None, wrong
+
+
+@pytest.mark.gpu
+def test_it_runs_on_the_callers_stream_and_does_not_wait():
+    ids = some(4096, 8, 256, "cuda")
+    out = get_dispatch_layout(ids, 256, 8)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        ids.copy_(255 - ids)
+        get_dispatch_layout(ids, 256, 8, out=out)
+        assert not stream.query()
+    stream.synchronize()
+    assert (wrong := mismatch(out, ids, 256, 8)) is None, wrong
