@@ -8,11 +8,23 @@ from moe_numba.align import moe_align_block_size
 from moe_numba.arguments import UnsupportedDeviceError
 from moe_numba.gate import biased_grouped_topk
 from moe_numba.gate_align import biased_grouped_topk_align
+from moe_numba.grouped_gemm import (
+    group_gemm_bf16,
+    group_gemm_blockwise_fp8,
+    group_gemm_pertensor_fp8,
+    group_gemm_silu_and_mul_blockwise_fp8,
+    group_gemm_silu_and_mul_pertensor_fp8,
+)
 
 __all__ = [
     "UnsupportedDeviceError",
     "biased_grouped_topk",
     "moe_align_block_size",
     "biased_grouped_topk_align",
+    "group_gemm_pertensor_fp8",
+    "group_gemm_blockwise_fp8",
+    "group_gemm_bf16",
+    "group_gemm_silu_and_mul_pertensor_fp8",
+    "group_gemm_silu_and_mul_blockwise_fp8",
     "simulator",
 ]
