@@ -12,7 +12,6 @@ from numba import cuda
 from moe_numba.launch import launch
 from moe_numba.ptx.system import (
     atom_add_relaxed_sys_s32,
-    atom_add_release_sys_s32,
     fence_acq_rel_sys,
     ld_acquire_sys_s32,
     ld_global_s32x4,
@@ -20,6 +19,8 @@ from moe_numba.ptx.system import (
     ld_relaxed_sys_s32,
     ld_volatile_s32,
     pointer_from_address,
+    red_add_relaxed_sys_s32,
+    red_add_release_sys_s32,
     st_na_s32x4,
     st_relaxed_sys_s32,
     st_release_sys_s32,
@@ -88,7 +89,7 @@ def make_sender(fault=""):
             elif fault == "relaxed atomic":
                 atom_add_relaxed_sys_s32(theirs, 0, 1)
             elif fault == "atomic":
-                atom_add_release_sys_s32(theirs, 0, 1)
+                red_add_release_sys_s32(theirs, 0, 1)
             else:
                 st_release_sys_s32(theirs, 0, 1)
 
@@ -289,8 +290,8 @@ def make_barrier(ranks):
         fence_acq_rel_sys()
         cuda.syncthreads()
         if t < ranks:
-            atom_add_relaxed_sys_s32(mine, t, TAG)
-            atom_add_relaxed_sys_s32(pointer_from_address(peers[t], mine), me, -TAG)
+            red_add_relaxed_sys_s32(mine, t, TAG)
+            red_add_relaxed_sys_s32(pointer_from_address(peers[t], mine), me, -TAG)
             while ld_volatile_s32(mine, t) > 0:
                 pass
             fence_acq_rel_sys()

@@ -37,16 +37,18 @@ def st_relaxed_sys_s32(pointer, index, value):
 
 
 def atom_add_relaxed_sys_s32(pointer, index, value):
-    """``atom.relaxed.sys.global.add.s32``: add to element ``index``; gives what was there before.
-
-    Where nobody takes the result the assembler makes it a ``red``.
-    """
+    """``atom.relaxed.sys.global.add.s32``: add to element ``index``; gives what was there before."""
     return simulator.scoped.add(pointer, index, value)
 
 
-def atom_add_release_sys_s32(pointer, index, value):
-    """``atom.release.sys.global.add.s32``: the same, after all that this thread has stored or seen."""
-    return simulator.scoped.add(pointer, index, value, release=True)
+def red_add_relaxed_sys_s32(pointer, index, value):
+    """``red.relaxed.sys.global.add.s32``: the same where no result is needed, so that nobody waits for its way back."""
+    simulator.scoped.add(pointer, index, value)
+
+
+def red_add_release_sys_s32(pointer, index, value):
+    """``red.release.sys.global.add.s32``: the same, after all that this thread has stored or seen."""
+    simulator.scoped.add(pointer, index, value, release=True)
 
 
 def fence_acq_rel_gpu():
@@ -71,8 +73,11 @@ st_relaxed_sys_s32 = instruction(
 atom_add_relaxed_sys_s32 = instruction(
     "atom.relaxed.sys.global.add.s32 $0, [$1], $2;", "s32", POINTER, "s32", simulate=atom_add_relaxed_sys_s32
 )
-atom_add_release_sys_s32 = instruction(
-    "atom.release.sys.global.add.s32 $0, [$1], $2;", "s32", POINTER, "s32", simulate=atom_add_release_sys_s32
+red_add_relaxed_sys_s32 = instruction(
+    "red.relaxed.sys.global.add.s32 [$0], $1;", "void", POINTER, "s32", simulate=red_add_relaxed_sys_s32
+)
+red_add_release_sys_s32 = instruction(
+    "red.release.sys.global.add.s32 [$0], $1;", "void", POINTER, "s32", simulate=red_add_release_sys_s32
 )
 fence_acq_rel_gpu = instruction("fence.acq_rel.gpu;", "void", simulate=fence_acq_rel_gpu)
 fence_acq_rel_sys = instruction("fence.acq_rel.sys;", "void", simulate=fence_acq_rel_sys)
@@ -128,7 +133,9 @@ def _pointer_from_address():
             return None
 
         def codegen(context, builder, signature, values):
-            return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+            generic = context.get_value_type(signature.return_type)
+            # By way of global memory, so that what the kernel reads and writes through it are global accesses.
+            return builder.addrspacecast(builder.inttoptr(values[0], generic.pointee.as_pointer(1)), generic)
 
         return like(types.uint64, like), codegen
 
