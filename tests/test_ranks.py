@@ -7,9 +7,17 @@ import torch
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from numba import cuda
+from numba import cuda, int32, uint32, uint64
 
 from moe_numba.launch import launch
+from moe_numba.ptx.bulk import bulk_load
+from moe_numba.ptx.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait_parity,
+)
 from moe_numba.ptx.system import (
     atom_add_relaxed_sys_s32,
     fence_acq_rel_sys,
@@ -186,6 +194,86 @@ def test_blocks_of_one_grid_are_weak_too_and_a_block_reads_its_own_stores():
     assert set(results(False)) == {0, 7}
 
 
+def test_it_is_open_whose_store_is_the_last():
+    @cuda.jit
+    def kernel(x):
+        x[0] = cuda.blockIdx.x
+
+    def last(seed):
+        x = np.zeros(1, np.int32)
+        with simulator.seed(seed), simulator.weak_memory():
+            kernel[2, 1](x)
+        return x[0]
+
+    assert {last(seed) for seed in SEEDS} == {0, 1}
+
+
+@pytest.mark.parametrize("with_barrier", [True, False])
+def test_the_sync_of_a_grid_publishes_what_came_before(with_barrier):
+    @cuda.jit
+    def kernel(x, out):
+        i = cuda.grid(1)
+        x[i] = i + 1
+        if with_barrier:
+            cuda.cg.this_grid().sync()
+        else:
+            cuda.syncthreads()
+        out[i] = x[(i + 4) % 8]
+
+    def is_right(seed):
+        x, out = np.zeros(8, np.int32), np.zeros(8, np.int32)
+        with simulator.seed(seed), simulator.weak_memory():
+            kernel[2, 4](x, out)
+        return out.tolist() == [5, 6, 7, 8, 1, 2, 3, 4]
+
+    assert all(is_right(seed) for seed in SEEDS) == with_barrier
+
+
+@pytest.mark.parametrize("with_wait", [True, False])
+def test_what_is_handed_on_through_an_mbarrier_is_released_too(share, with_wait):
+    @cuda.jit
+    def sender(peers, mine):
+        barriers = cuda.shared.array(1, uint64)
+        theirs = pointer_from_address(peers[1], mine)
+        t = cuda.threadIdx.x
+        if t == 0:
+            mbarrier_init(barriers, 0, 64)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        theirs[16 + t] = t + 1
+        mbarrier_arrive(barriers, 0)
+        if t == 0:
+            if with_wait:
+                mbarrier_wait_parity(barriers, 0, uint32(0))
+            st_release_sys_s32(theirs, 0, 1)
+
+    receiver = make_receiver()
+    assert all(is_right(share, sender, receiver, seed) for seed in SEEDS) == with_wait
+
+
+@pytest.mark.parametrize("with_fence", [True, False])
+def test_a_copy_reads_what_its_block_has_acquired(share, with_fence):
+    @cuda.jit
+    def receiver(mine, out):
+        barriers, buffer = cuda.shared.array(1, uint64), cuda.shared.array(64, int32, 128)
+        t = cuda.threadIdx.x
+        if t == 0:
+            mbarrier_init(barriers, 0, 1)
+            fence_mbarrier_init()
+            while ld_relaxed_sys_s32(mine, 0) == 0:
+                pass
+            if with_fence:
+                fence_acq_rel_sys()
+            mbarrier_arrive_expect_tx(barriers, 0, 256)
+            bulk_load(buffer, 0, mine, 16, 256, barriers, 0)
+        cuda.syncthreads()
+        mbarrier_wait_parity(barriers, 0, uint32(0))
+        out[t] = buffer[t]
+
+    sender = make_sender()
+    assert all(is_right(share, sender, receiver, seed) for seed in SEEDS) == with_fence
+
+
 # --- rings ----------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +429,17 @@ def test_a_rank_that_does_not_come_to_the_barrier_leaves_the_others_waiting(shar
     for rank in (0, 2):
         assert f"rank {rank} block (0, 0, 0) warp 0 lanes 1: ld.volatile, at barrier" in str(error.value)
     assert "rank 1" not in str(error.value)
+
+
+def test_a_rank_that_is_never_launched_leaves_the_others_waiting(share):
+    kernel = make_rounds(3, 1)
+    buffers, addresses = share(3, 32)
+    with pytest.raises(simulator.Deadlock) as error, simulator.together():
+        for rank in (0, 2):
+            with simulator.on_rank(rank):
+                launch(kernel, 1, 32, addresses, buffers[rank], torch.zeros(3, dtype=torch.int32), rank)
+    for rank in (0, 2):
+        assert f"rank {rank} block (0, 0, 0) warp 0 lanes 1: ld.volatile, at barrier" in str(error.value)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------

@@ -80,8 +80,10 @@ class Weak:
 
     def end(self, *grids):
         """All that a kernel stored is there for those who wait for its end, on its stream or on the host."""
-        for view in [self.views.pop(block) for grid in grids for block in grid.blocks if block in self.views]:
-            self.publish(p for p in list(view.patches) if p.own)
+        blocks = [block for grid in grids for block in grid.blocks if block in self.views]
+        self._publish_all(blocks)
+        for block in blocks:
+            del self.views[block]
 
     def read(self, block, cell, start):
         """The bytes that lie at address `start`, a view of which is `cell`, as a block sees them."""
@@ -153,10 +155,15 @@ class Weak:
                 self.own.pop(t, None)
 
     def _meet_all(self, grid):
-        for block in grid.blocks:
-            self.publish(p for p in list(self.views[block].patches) if p.own)
+        self._publish_all(grid.blocks)
         for block in grid.blocks:
             self.acquire(block)
+
+    def _publish_all(self, blocks):
+        """In any order: where two blocks stored to one place, it is open whose store is the last."""
+        patches = [p for block in blocks for p in self.views[block].patches if p.own]
+        self.world.rng.shuffle(patches)
+        self.publish(patches)
 
     def _known(self, threads):
         """The stores that these threads know of and that are yet to be published, as one dict for all, in order."""
