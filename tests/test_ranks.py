@@ -22,7 +22,6 @@ from moe_numba.ptx.system import (
     atom_add_relaxed_sys_s32,
     fence_acq_rel_sys,
     ld_acquire_sys_s32,
-    ld_global_s32x4,
     ld_nc_na_s32x4,
     ld_relaxed_sys_s32,
     ld_volatile_s32,
@@ -556,12 +555,14 @@ def test_an_address_that_is_wrong_is_refused(share):
     refused(simulator.Misaligned, address + 2, f"address {address + 2:#x} in the buffer of rank 0 is not aligned")
 
 
-def test_vectors_are_loaded_and_stored():
-    @cuda.jit
-    def kernel(x, out):
-        a, b, c, d = ld_global_s32x4(x, 4)
-        st_na_s32x4(out, 0, d, c, b, a)
-
-    x, out = torch.arange(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    launch(kernel, 1, 1, x, out)
-    assert out.tolist() == [7, 6, 5, 4]
+def test_a_buffer_is_registered_once_and_forgotten():
+    x = torch.zeros(8, dtype=torch.int32)
+    address = simulator.register(x, "x")
+    assert address == x.data_ptr()
+    with pytest.raises(ValueError, match="y is registered already, as x"):
+        simulator.register(x, "y")
+    simulator.forget(address)
+    with pytest.raises(simulator.OutOfBounds, match=f"address {address:#x}"):
+        launch(store_at, 1, 1, torch.tensor([address], dtype=torch.uint64), x, 0, 1)
+    with pytest.raises(ValueError, match="y is empty"):
+        simulator.register(torch.zeros(0), "y")

@@ -73,6 +73,8 @@ def register(buffer, name):
     if not known.size:
         raise ValueError(f"{name} is empty: no address lies in it")
     known = known.view("uint8")
+    if known.address in _buffers:
+        raise ValueError(f"{name} is registered already, as {_buffers[known.address].name}")
     _buffers[known.address] = known
     return known.address
 
