@@ -8,6 +8,9 @@ what the rest of the package may use. It must be imported before `numba.cuda`: N
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, honoured where the first is not set
     MOE_NUMBA_SEED=7        the order in which simulated threads run (see `seed`)
 
+Kernels of several GPUs run at once within `together` (see `ranks`), and hand data over as weakly as GPUs do within
+`weak_memory` (see `weak`).
+
 Copies and matrix instructions of Hopper GPUs go on by themselves, and are done when the seed will have it; what they
 read and write is watched meanwhile (see `watch`).
 
@@ -41,12 +44,14 @@ _NAMES = {
     "engine": ("thread", "Grid"),
     "scheduler": ("seed", "trace", "World"),
     "kernel": ("run", "Kernel"),
+    "ranks": ("together", "on_rank", "register", "forget"),
+    "weak": ("weak_memory",),
     "arguments": ("pointer",),
     "memory": ("Pointer", "Array"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
-    *(*_NAMES, "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "warp"),
+    *(*_NAMES, "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "scoped", "warp"),
     *("async_copy", "floats", "fragments", "matrix", "mbarrier", "tensor_map", "watch", "wgmma"),
 )
 __all__ = ["ENABLED", "REASON", *_HOME]

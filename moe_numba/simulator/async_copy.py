@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from moe_numba.simulator import cluster, mbarrier, tensor_map
+from moe_numba.simulator import cluster, mbarrier, tensor_map, weak
 from moe_numba.simulator.engine import thread
 from moe_numba.simulator.errors import Misaligned, OutOfBounds, SimulatorError, place
 from moe_numba.simulator.shared import region
@@ -29,6 +29,7 @@ class _Copy:
         self.thread, self.what, self.size, self.site = thread(), what, size, place(sys._getframe())
         self.world, self.queued = self.thread.grid.world, True
         self.number = next(_serial)
+        self.thread.grid.going += 1
 
     def start(self):
         self.priority = self.world.some_time()
@@ -68,6 +69,7 @@ class Load(_Copy):
         self._to.bytes[:] = _swizzle(self._read(), self._swizzle)
         self.note("lands")
         self._barrier.complete(self, self.size)
+        self.world.leave(self.thread.grid)
 
 
 class Store(_Copy):
@@ -96,6 +98,7 @@ class Store(_Copy):
             self._data, self.has_written = None, True
             self.thread.grid.progress()
             self.note("has written")
+            self.world.leave(self.thread.grid)
         self.groups.look()
 
 
@@ -105,9 +108,9 @@ class Load16(_Copy):
     remedy = "wait for its group with make_cp_async_wait_group first"
     generic = True
 
-    def __init__(self, what, source, to):
+    def __init__(self, what, read, to):
         super().__init__(what, 16)
-        self._source, self._to, self.has_written = source, to, False
+        self._read, self._to, self.has_written = read, to, False
         self.claim = to.room.watched().claim(to.start, to.end, True, self)
         self.groups = _groups("cp.async")
         self.groups.open.append(self)
@@ -115,10 +118,11 @@ class Load16(_Copy):
         self.start()
 
     def step(self, rng):
-        self._to.bytes[: len(self._source)] = self._source
-        self._to.bytes[len(self._source) :] = 0
+        data = self._read()
+        self._to.bytes[: len(data)], self._to.bytes[len(data) :] = data, 0
         self.has_written = True
         self.note("lands")
+        self.world.leave(self.thread.grid)
         self.groups.look()
 
     def settle(self):
@@ -186,12 +190,28 @@ def _global_bytes(pointer, index, size, what):
     return pointer.bytes[start : start + size]
 
 
+def _reader(source, pointer, index):
+    """What reads these bytes, some time, as the thread's block sees them then."""
+    t = thread()
+    if (views := weak.of(t)) is None:
+        return source.copy
+    return lambda: views.read(t.block, source, pointer.address + int(index) * pointer.array.itemsize)
+
+
+def _writer(to, pointer, index):
+    """What writes these bytes, some time."""
+    t = thread()
+    if (views := weak.of(t)) is None:
+        return lambda data: to.__setitem__(slice(None), data)
+    return lambda data: views.copy(t.block, to, pointer.address + int(index) * pointer.array.itemsize, data)
+
+
 def load(array, at, pointer, index, size, barriers, barrier):
     """A bulk copy into shared memory."""
     what = "cp.async.bulk to shared memory"
     _check_size(what, size)
     source, to = _global_bytes(pointer, index, size, what), region(array, at, size, 16, what)
-    Load(what, source.copy, to, mbarrier.find(barriers, barrier, for_copy=True))
+    Load(what, _reader(source, pointer, index), to, mbarrier.find(barriers, barrier, for_copy=True))
 
 
 def load_16(array, at, pointer, index, valid):
@@ -200,7 +220,7 @@ def load_16(array, at, pointer, index, valid):
     if not 0 <= valid <= 16:
         raise SimulatorError(f"{thread()}: {what} has {valid} valid bytes; it must be 0 to 16")
     source = _global_bytes(pointer, index, valid, what) if valid else pointer.bytes[:0]
-    Load16(what, source, region(array, at, 16, 16, what))
+    Load16(what, _reader(source, pointer, index), region(array, at, 16, 16, what))
 
 
 def store(pointer, index, array, at, size):
@@ -208,7 +228,7 @@ def store(pointer, index, array, at, size):
     what = "cp.async.bulk to global memory"
     _check_size(what, size)
     to = _global_bytes(pointer, index, size, what)
-    Store(what, lambda data: to.__setitem__(slice(None), data), region(array, at, size, 16, what))
+    Store(what, _writer(to, pointer, index), region(array, at, size, 16, what))
 
 
 def _box(tensor, coordinates, array, at, what, stores=False):

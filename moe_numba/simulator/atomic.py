@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_numba.simulator import memory
 from moe_numba.simulator.errors import OutOfBounds
+from moe_numba.simulator.weak_cells import WeakCells
 
 
 def update(target, index, change):
@@ -18,12 +19,18 @@ def update(target, index, change):
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))):
         raise OutOfBounds(f"{memory.who()}index {index} is outside {target}")
+    weak = isinstance(target, WeakCells)
+    if weak:
+        target.settle(index)
     try:
         old = array[index]
     except IndexError as error:
         raise OutOfBounds(f"{memory.who()}index {index} is outside {target}") from error
     new = memory.convert(change(old), array.dtype)
-    array[index] = new
+    if weak:
+        target.replace(index, new)
+    else:
+        array[index] = new
     t = greenlet.getcurrent()
     if hasattr(t, "grid"):
         if new == old:

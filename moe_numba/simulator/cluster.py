@@ -6,6 +6,7 @@ block that may not have started yet, or that has exited.
 
 import sys
 
+from moe_numba.simulator import weak
 from moe_numba.simulator.engine import thread
 from moe_numba.simulator.errors import ClusterError, DivergentBarrier, OutOfBounds, SimulatorError, kernel_frame, place
 from moe_numba.simulator.warp import FULL, collective
@@ -28,6 +29,7 @@ def _together(what, act):
 
 def arrive():
     """Tell the cluster that this warp has come, and go on."""
+    weak.release(thread())
     _together("barrier.cluster.arrive", thread().block.cluster.arrive)
 
 
@@ -40,6 +42,7 @@ def wait():
         cluster.waiting.append(t)
         t.park(cluster)
     cluster.met.add(t.block.warps[t.warp])
+    weak.acquire(t)
 
 
 def remote(array, rank):

@@ -7,7 +7,7 @@ greenlet, so that device functions and closures are plain Python calls, and the 
 import sys
 import types
 
-from moe_numba.simulator import arithmetic, barrier, memory, warp
+from moe_numba.simulator import arithmetic, barrier, memory, scoped, warp
 from moe_numba.simulator.atomic import Atomic
 from moe_numba.simulator.engine import thread
 from moe_numba.simulator.kernel import jit
@@ -153,7 +153,8 @@ def nanosleep(_):
 
 
 def threadfence():
-    """Nothing: simulated threads see memory in one order."""
+    """Nothing where threads see memory in one order: it matters under weak memory."""
+    scoped.fence()
 
 
 def _load(array, i):

@@ -111,6 +111,8 @@ class Thread(greenlet.greenlet):
         results = finish(meeting.values) if finish else None
         for t in meeting.waiting:
             t.result = results[t] if results else None
+        if self.grid.world.weak is not None:
+            self.grid.world.weak.meet(meeting)
         self.grid.world.wake(meeting.waiting)
         if self.grid.world.events is not None:
             for t, value in meeting.values.items():
@@ -138,7 +140,8 @@ class Thread(greenlet.greenlet):
         """Add an event to the trace, if one is recorded."""
         world = self.grid.world
         if world.events is not None:
-            world.events.append(Event(world.steps, self.block.index, self.warp, self.lane, what, details))
+            where = self.block.index, self.warp, self.lane
+            world.events.append(Event(world.steps, *where, what, details, self.grid.rank))
 
     def _exit(self):
         warp = self.block.warps[self.warp]
@@ -154,6 +157,7 @@ class Thread(greenlet.greenlet):
             self.block.cluster.come(warp)
         if self.block.exited == self.block.size:
             self.block.shared.close()
+            self.grid.world.leave(self.grid)
 
     def _missed(self, meeting):
         came = f"  warps {ranges({t.warp for t in meeting.values})} came and went on"
@@ -214,7 +218,7 @@ class Block:
             self.warps[t.warp].lanes |= 1 << t.lane
 
     def __str__(self):
-        return f"block {tuple(self.index)}"
+        return f"{self.grid.label}block {tuple(self.index)}"
 
 
 class Cluster:
@@ -278,6 +282,8 @@ class Grid:
             index = tuple(i // n for i, n in zip(block.index, self.cluster_dim))
             clusters.setdefault(index, []).append(block)
         self.clusters = [Cluster(blocks) for blocks in clusters.values()]
+        self.rank, self.label = None, ""  # where several run together, and how the rank is named then
+        self.going = len(self.blocks)  # its blocks that have not ended, and its copies that are under way
 
     def progress(self):
         """Say that memory changed in a way for which some thread may be polling."""
@@ -287,4 +293,4 @@ class Grid:
         return [t for block in self.blocks for warp in block.warps for t in warp.threads]
 
     def __str__(self):
-        return f"grid of kernel {self.name}"
+        return f"{self.label}grid of kernel {self.name}"

@@ -11,7 +11,7 @@ from moe_numba.simulator import memory
 from moe_numba.simulator.arguments import argument
 from moe_numba.simulator.engine import Grid, Thread
 from moe_numba.simulator.errors import SimulatorError
-from moe_numba.simulator.scheduler import World
+from moe_numba.simulator.scheduler import World, _settings
 
 _CLUSTER_BLOCKS = 8  # what every GPU with clusters takes; more must be asked for, which `launch` does not
 
@@ -27,8 +27,8 @@ def _dim3(name, value, limits):
     return dims
 
 
-def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=False, seed=None):
-    """Run a kernel to its end.
+def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=False, seed=None, done=()):
+    """Run a kernel to its end, and call what is in `done`; or leave that to the `together` that this is called in.
 
     `grid` and `block` are integers or tuples; `args` are scalars, arrays, tensors or Pointers; `seed` replaces the one
     in force.
@@ -54,9 +54,18 @@ def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=Fal
         )
     names += ("",) * (len(args) - len(names))
     args = [argument(value, name) for value, name in zip(args, names)]
-    world = World(seed)
-    world.add(Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative))
+    ranks = _settings["ranks"]
+    if ranks is not None and seed is not None:
+        raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks have one: simulator.seed")
+    world = World(seed) if ranks is None else ranks.world
+    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative)
+    if ranks is not None:
+        ranks.add(launched, done)
+        return
+    world.add(launched)
     world.run()
+    for step in done:
+        step()
 
 
 class Kernel:
@@ -85,9 +94,8 @@ class Kernel:
         write_back = []
         for extension in self.extensions:
             args = [extension.prepare_args(None, arg, stream=0, retr=write_back)[1] for arg in args]
-        run(self, grid, block, [_transferred(arg, write_back) for arg in args], shared_bytes)
-        for write in write_back:
-            write()
+        args = [_transferred(arg, write_back) for arg in args]
+        run(self, grid, block, args, shared_bytes, done=write_back)
 
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0):
         threads = tpb or 128

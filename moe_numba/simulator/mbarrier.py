@@ -5,7 +5,7 @@ A barrier is opaque: where one lies, nobody else may read or write.
 
 import sys
 
-from moe_numba.simulator import cluster, memory
+from moe_numba.simulator import cluster, memory, weak
 from moe_numba.simulator.engine import thread
 from moe_numba.simulator.errors import BarrierMisuse, place
 from moe_numba.simulator.shared import region
@@ -49,6 +49,8 @@ class Barrier:
                 f"{thread()} arrives at {self.name}, at {place(sys._getframe())}, but all {self.count} arrivals of its "
                 f"phase {self.phase} have come; it waits for {self.tx_bytes} bytes"
             )
+        if (views := weak.of(thread())) is not None:
+            views.arrive(self, thread())
         self.pending -= 1
         self._note("mbarrier.arrive", bytes=expected)
         self._end_if_complete()
@@ -103,6 +105,8 @@ class Barrier:
                 if phase < self.phase:
                     copy.claim.release()
             self.landed = [(phase, copy) for phase, copy in self.landed if phase >= self.phase]
+        if (views := weak.of(thread())) is not None:
+            views.learn(self, thread())
         return True
 
     def poll(self, parity):

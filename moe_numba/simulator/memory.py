@@ -123,7 +123,7 @@ class Pointer:
         """The pointer `n` elements further on."""
         if not 0 <= n <= self.size:
             raise self._out_of_bounds(n)
-        return Pointer(self.array[n:], f"{self.name} + {n}", self.room)
+        return type(self)(self.array[n:], f"{self.name} + {n}", self.room)
 
     __add__ = __radd__ = offset
 
@@ -133,7 +133,7 @@ class Pointer:
         if self.address % dtype.itemsize:
             raise Misaligned(f"{who()}{self} starts at byte {self.address:#x}, which is not aligned for {dtype}")
         usable = self.array.nbytes // dtype.itemsize * dtype.itemsize
-        return Pointer(self.bytes[:usable].view(dtype), self.name, self.room)
+        return type(self)(self.bytes[:usable].view(dtype), self.name, self.room)
 
     def load_vector(self, index, dtype, count):
         """Load `count` elements of `dtype`, as one access, from element `index` of this pointer."""
@@ -141,7 +141,7 @@ class Pointer:
             dtype = as_dtype(dtype)
         if attentive:
             before(self, index, False, dtype.itemsize * count)
-        return tuple(self._vector(index, dtype.itemsize * count).view(dtype))
+        return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
     def store_vector(self, index, values, dtype=None):
         """Store values, as one access, to element `index` of this pointer; they are of `dtype`, or of their own."""
@@ -149,7 +149,10 @@ class Pointer:
         values = np.array([convert(v, dtype) for v in values], dtype)
         if attentive:
             before(self, index, True, values.nbytes)
-        self._vector(index, values.nbytes)[:] = values.view(np.uint8)
+        self._store_bytes(index, values.view(np.uint8))
+
+    def _store_bytes(self, index, data):
+        self._vector(index, len(data))[:] = data
 
     def _vector(self, index, nbytes):
         start = int(index) * self.array.itemsize
@@ -161,6 +164,8 @@ class Pointer:
                 f"is not aligned to {nbytes} bytes, but lies {(self.address + start) % nbytes} past them"
             )
         return self.bytes[start : start + nbytes]
+
+    _load_bytes = _vector
 
     def _out_of_bounds(self, index, more=""):
         return OutOfBounds(f"{who()}index {index}{more} is outside {self}")
@@ -202,7 +207,7 @@ class Array:
             value = self.array[i]
         except IndexError as error:
             raise self._out_of_bounds(i) from error
-        return Array(value, self.name, self.room) if isinstance(value, np.ndarray) else value
+        return type(self)(value, self.name, self.room) if isinstance(value, np.ndarray) else value
 
     def __setitem__(self, i, value):
         if attentive:
@@ -245,7 +250,7 @@ class Array:
         return self._wrap(value)
 
     def _wrap(self, value):
-        return Array(value, self.name, self.room) if isinstance(value, np.ndarray) else value
+        return type(self)(value, self.name, self.room) if isinstance(value, np.ndarray) else value
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.array, dtype)

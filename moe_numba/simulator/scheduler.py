@@ -23,6 +23,7 @@ _LONGEST_CYCLE = 8  # rounds after which a polling loop is expected to be back w
 _REDRAW = 0.125  # the chance that a warp's priority is drawn anew after a step
 
 _settings = {"seed": int(os.environ.get("MOE_NUMBA_SEED", "0")), "preempt": 0.0, "events": None}
+_settings |= {"weak": None, "ranks": None, "rank": None}  # see `weak` and `ranks`
 
 
 class Event(NamedTuple):
@@ -34,6 +35,7 @@ class Event(NamedTuple):
     lane: int
     what: str
     details: object
+    rank: object = None  # where there are several
 
 
 @contextlib.contextmanager
@@ -68,6 +70,8 @@ class World:
         self.grids, self.queue, self.spinners = [], [], []
         self.steps = self.tickets = self.progress = 0
         self.footprints = None
+        self.later = {}  # rank -> the grids that start when the one that runs there has ended
+        self.weak = _settings["weak"](self) if _settings["weak"] else None
         self.acquired = {}  # the tensor maps that threads have acquired: (thread, address) -> publication
         self.leaders = {}  # mask -> the lane that elect.sync names
         self.attentive = 0  # how often this world is counted in `memory.attentive`
@@ -84,7 +88,17 @@ class World:
         self.grids.append(grid)
         if grid.asynchronous or self.preempt:
             self.attend()
+        if self.weak is not None:
+            self.weak.start(grid)
         self.wake(grid.threads())
+
+    def leave(self, grid):
+        """A block of a grid has ended, or a copy; after the last of them the next grid of its rank starts."""
+        grid.going -= 1
+        if not grid.going and self.later.get(grid.rank):
+            if self.weak is not None:
+                self.weak.end(grid)
+            self.add(self.later[grid.rank].pop(0))
 
     def schedule(self, unit):
         """Put a warp, or anything else with `priority`, `queued` and `step`, among those that may run next."""
@@ -110,6 +124,8 @@ class World:
         try:
             while self.queue or self.spinners:
                 if self.spinners and (self.progress != seen or not self.queue):
+                    if self.weak is not None and self.progress == seen:
+                        self.weak.reveal()
                     idle = idle + 1 if self.progress == seen else 0
                     seen = self.progress
                     if self._stuck(idle):
@@ -122,8 +138,12 @@ class World:
                 if self.rng.random() < _REDRAW:
                     unit.priority = self.rng.random()
                 unit.step(self.rng)
+                if self.weak is not None:
+                    self.weak.leak()
             if any(not t.dead for t in self._threads()):
                 raise Deadlock(self._report("no thread can run"))
+            if self.weak is not None:
+                self.weak.end(*self.grids)
         finally:
             memory.attentive -= self.attentive
             for t in self._threads():
@@ -134,7 +154,11 @@ class World:
         return [t for grid in self.grids for t in grid.threads()]
 
     def _report(self, what):
-        return f"deadlock: {what}\n" + standing([t for t in self._threads() if not t.dead])
+        lines = [standing([t for t in grid.threads() if not t.dead]) for grid in self.grids]
+        for grid in self.grids:
+            if grid.going and self.later.get(grid.rank):
+                lines += [f"  {later} waits for the end of kernel {grid.name}" for later in self.later[grid.rank]]
+        return f"deadlock: {what}\n" + "\n".join(filter(None, lines))
 
     def _stuck(self, idle):
         """Whether pollers are back where they were, in a world where nothing has changed: they will be for ever.

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 
+from moe_numba.simulator import weak
 from moe_numba.simulator.errors import AsyncRace, MissingFence, place
 
 _GRAIN = 16  # bytes for each of the flags that say whether it is worth while to look closer
@@ -124,6 +125,7 @@ def fence(thread):
     for barrier in thread.new_barriers or ():
         barrier.fenced = True
     thread.new_barriers = None
+    weak.release(thread)
 
 
 def _span(target, index, writes, size):

@@ -1,0 +1,103 @@
+"""The accesses at system scope mean the same on a GPU and in the simulator; the peers here are blocks of one grid."""
+
+import contextlib
+
+import pytest
+import torch
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from numba import cuda
+
+from moe_numba.launch import launch
+from moe_numba.ptx import system
+
+PATIENCE = 1 << 20  # polls after which a kernel gives up, so that a GPU fails a test and does not hang
+ROUNDS = 8
+
+
+@contextlib.contextmanager
+def addresses_of(*buffers):
+    """The buffers' addresses, as a kernel takes them."""
+    addresses = [b.data_ptr() for b in buffers]
+    if simulator.ENABLED:
+        for i, buffer in enumerate(buffers):
+            simulator.register(buffer, f"buffer {i}")
+    try:
+        yield torch.tensor(addresses, dtype=torch.uint64).to(buffers[0].device)
+    finally:
+        if simulator.ENABLED:
+            for address in addresses:
+                simulator.forget(address)
+
+
+def weak(seed):
+    """In the simulator, an order of the threads, and stores that come late."""
+    stack = contextlib.ExitStack()
+    if simulator.ENABLED:
+        stack.enter_context(simulator.seed(seed))
+        stack.enter_context(simulator.weak_memory())
+    return stack
+
+
+@cuda.jit
+def accesses(peers, mine, out):
+    theirs = system.pointer_from_address(peers[1], mine)
+    system.st_relaxed_sys_s32(theirs, 0, 1)
+    out[0] = system.ld_relaxed_sys_s32(theirs, 0)
+    system.st_release_sys_s32(theirs, 0, 2)
+    out[1] = system.ld_acquire_sys_s32(theirs, 0)
+    out[2] = system.atom_add_relaxed_sys_s32(theirs, 0, 40)
+    out[3] = system.ld_volatile_s32(theirs, 0)
+    system.red_add_relaxed_sys_s32(theirs, 0, -100)
+    system.red_add_release_sys_s32(theirs, 0, 1)
+    out[4] = system.ld_volatile_s32(theirs, 0)
+    a, b, c, d = system.ld_global_s32x4(mine, 4)
+    system.st_na_s32x4(theirs, 4, d, c, b, a)
+    a, b, c, d = system.ld_nc_na_s32x4(mine, 8)
+    system.st_na_s32x4(out, 8, a, b, c, d)
+    theirs[1] = mine[11]
+
+
+def test_each_access(device):
+    mine, theirs = torch.arange(12, dtype=torch.int32, device=device), torch.zeros(12, dtype=torch.int32, device=device)
+    out = torch.zeros(12, dtype=torch.int32, device=device)
+    with addresses_of(mine, theirs) as peers, weak(0):
+        launch(accesses, 1, 1, peers, mine, out)
+    assert out.tolist() == [1, 2, 2, 42, -57, 0, 0, 0, 8, 9, 10, 11]
+    assert theirs.tolist() == [-57, 11, 0, 0, 7, 6, 5, 4, 0, 0, 0, 0]
+
+
+@cuda.jit
+def ping_pong(peers, mine, out):
+    """Two blocks send each other, in turns, 64 words and then a flag; each adds 1 to what it got."""
+    me = cuda.blockIdx.x
+    own = system.pointer_from_address(peers[me], mine)
+    theirs = system.pointer_from_address(peers[1 - me], mine)
+    t = cuda.threadIdx.x
+    value = t
+    for i in range(ROUNDS):
+        if i % 2 == me:
+            theirs[16 + t] = value + 1
+            cuda.syncthreads()
+            if t == 0:
+                system.st_release_sys_s32(theirs, 0, i + 1)
+        else:
+            if t == 0:
+                polls = 0
+                while system.ld_acquire_sys_s32(own, 0) != i + 1 and polls < PATIENCE:
+                    polls += 1
+            cuda.syncthreads()
+            value = own[16 + t] + 1
+    out[64 * me + t] = value
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_hand_over_by_release_and_acquire(seed, device):
+    buffers = [torch.zeros(80, dtype=torch.int32, device=device) for _ in range(2)]
+    out = torch.zeros(128, dtype=torch.int32, device=device)
+    with addresses_of(*buffers) as peers, weak(seed):
+        launch(ping_pong, 2, 64, peers, buffers[0], out)
+    got = out.view(2, 64) - torch.arange(64, device=device)
+    assert (got[0] == 2 * (ROUNDS - 1) + 2).all() and (got[1] == 2 * ROUNDS - 2).all(), got
