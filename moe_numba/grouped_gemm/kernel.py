@@ -89,10 +89,10 @@ def make_kernel(constants):
             while tile < tiles:
                 stage, parity = uniform(stage), uint32(uniform(int32(parity)))
                 mbarrier_wait_parity(bars, full_at + stage, parity)
-                row, lengths_of, column, factor = ld_shared_s32x4(words, int32(orders_at + 4 * stage))
+                row, counts, column, factor = ld_shared_s32x4(words, int32(orders_at + 4 * stage))
                 stage, parity = compute(
                     smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, uniform(row),
-                    uniform(int32(lengths_of & 0xFFFF)), uniform(int32(lengths_of >> 16)), column, n_out,
+                    uniform(int32(counts & 0xFFFF)), uniform(int32(counts >> 16)), column, n_out,
                     int_as_float(factor) if by_tensor else float32(1),
                 )
                 tile = int32(tile + tile_step())
