@@ -14,8 +14,8 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from moe_numba.arguments import UnsupportedDeviceError
 from moe_numba.grouped_gemm import (
-    api,
     epilogue,
+    forms,
     gather,
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
@@ -27,6 +27,7 @@ from moe_numba.grouped_gemm import (
     reference,
     tile,
 )
+from moe_numba.grouped_gemm import inputs as checks
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.schedule import host
@@ -87,7 +88,7 @@ def test_shared_memory_is_laid_out_without_overlap(scaling, groups, parts):
 @pytest.mark.parametrize("scaling", ["tensor", "block", "none"])
 def test_every_form_fits_a_blocks_shared_memory(scaling, activated):
     for average in (1, 16, 40, 64, 100, 300):
-        constants = api._constants(scaling, "lengths", average, activated)
+        constants = forms.form_for(scaling, "lengths", average, activated)
         assert Layout(constants._replace(gather=True)).bytes <= 227 * 1024, constants
         assert Layout(constants).bytes <= 227 * 1024, constants
         assert constants.sizes[0] == constants.tokens and list(constants.sizes) == sorted(constants.sizes, reverse=True)
@@ -131,7 +132,7 @@ def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.
     n, line, device = given.weight.shape[1], 128 // given.x.element_size(), given.x.device
     y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=device)
     start = program(
-        made, api.SIGNATURE, device.index or 0, threads=THREADS, shared_bytes=shared_bytes,
+        made, forms.SIGNATURE, device.index or 0, threads=THREADS, shared_bytes=shared_bytes,
         cluster=constants.cluster if constants.cluster > 1 else None,
     )
     lengths = given.lengths if constants.rows != "offsets" else (given.starts[:-1] + given.lengths)
@@ -645,13 +646,13 @@ def test_a_graph_follows_the_lengths():
 
 @pytest.mark.parametrize("capability, allowed", [((9, 0), True), ((10, 0), False), ((12, 0), False)])
 def test_only_hopper_has_these_instructions(capability, allowed, monkeypatch):
-    monkeypatch.setattr(api, "simulator", SimpleNamespace(ENABLED=False))
+    monkeypatch.setattr(checks, "simulator", SimpleNamespace(ENABLED=False))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     if allowed:
-        return api._require_hopper("cuda")
+        return checks.require_hopper("cuda")
     with pytest.raises(UnsupportedDeviceError, match=rf"some GPU has compute capability {capability[0]}.0; 9.0 is"):
-        api._require_hopper("cuda")
+        checks.require_hopper("cuda")
 
 
 # Tuning

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_numba.bench.machine_code import compile_apart
-from moe_numba.grouped_gemm import api
+from moe_numba.grouped_gemm import forms
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 
 SOURCE = """
@@ -30,7 +30,9 @@ SHARED_BYTES = 227 * 1024  # that a block of a Hopper GPU may have
 
 @pytest.fixture(scope="module")
 def reports():
-    requests = {form: (f"make_kernel(Constants(**{c}))[0]", api.SIGNATURE, THREADS, True) for form, c in FORMS.items()}
+    requests = {
+        form: (f"make_kernel(Constants(**{c}))[0]", forms.SIGNATURE, THREADS, True) for form, c in FORMS.items()
+    }
     return compile_apart(SOURCE, requests)
 
 

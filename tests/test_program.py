@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 TWICE = """
 import json, time
 from moe_numba import program
-from moe_numba.grouped_gemm.api import SIGNATURE
+from moe_numba.grouped_gemm.forms import SIGNATURE
 from moe_numba.grouped_gemm.constants import THREADS, Constants
 from moe_numba.grouped_gemm.kernel import make_kernel
 compiled, compile_program = [], program.compile_program

@@ -14,7 +14,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.bench.timing import kernel_times
 from moe_numba.bench.topic_grouped_gemm import GROUPS, SHAPES, floor, lengths_of, problem, random_weight
-from moe_numba.grouped_gemm import api, reference
+from moe_numba.grouped_gemm import api, forms, reference
 from moe_numba.grouped_gemm.constants import Constants, Layout
 
 SHARED_BYTES = 227 * 1024  # that a block may have
@@ -79,7 +79,7 @@ def compile_all(every):
     """Every form's machine code to the disk cache, by as many processes as there are cores."""
     if not simulator.ENABLED:
         with multiprocessing.get_context("spawn").Pool() as pool:
-            pool.map(api.compile_for, every, chunksize=1)
+            pool.map(forms.compile_for, every, chunksize=1)
 
 
 def tune(scaling, activated, rows_wanted, shapes=None, groups=GROUPS, device="cuda"):

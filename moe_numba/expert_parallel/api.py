@@ -3,9 +3,10 @@
 import torch
 
 from moe_numba import simulator
-from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
+from moe_numba.arguments import as_tensor, give_back, require
 from moe_numba.expert_parallel.layout import CLUSTER, make_layout_kernel
 from moe_numba.launch import address, current_stream, launcher
+from moe_numba.outputs import outputs_for
 
 _THREADS = 64 if simulator.ENABLED else 1024  # of a block; simulated threads take their turns
 _SIGNATURE = ("int64*", "int32*", "int32*", "uint8*", "uint32")
@@ -52,17 +53,12 @@ def get_dispatch_layout(topk_idx, num_experts, num_ranks, out=None):
     ids = as_tensor(topk_idx, "topk_idx")
     _check(ids, num_experts, num_ranks)
     (tokens, topk), device = ids.shape, ids.device
-    outputs = {
-        "num_tokens_per_rank": ((num_ranks,), torch.int32),
-        "num_tokens_per_expert": ((num_experts,), torch.int32),
-        "is_token_in_rank": ((tokens, num_ranks), torch.bool),
-    }
-    if out is None:
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs.values()]
-    else:
-        results = as_outputs(out, 3)
-        for (name, (shape, dtype)), tensor in zip(outputs.items(), results, strict=True):
-            check_out(name, tensor, shape, dtype, device)
+    wanted = (
+        ("num_tokens_per_rank", (num_ranks,), torch.int32),
+        ("num_tokens_per_expert", (num_experts,), torch.int32),
+        ("is_token_in_rank", (tokens, num_ranks), torch.bool),
+    )
+    results = outputs_for(out, wanted, device)
     index = device.index or 0
     kernel = make_layout_kernel(num_experts, num_ranks, topk, _THREADS)
     launcher(kernel, _SIGNATURE, index, launch_bounds=_THREADS, cluster=CLUSTER, dependent=True)(

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
+from moe_numba.arguments import as_tensor, check_out, give_back, require
 from moe_numba.expert_parallel.casts_kernel import (
     BACK_GROUPS,
     GROUP,
@@ -12,6 +12,7 @@ from moe_numba.expert_parallel.casts_kernel import (
     to_fp8_groups,
 )
 from moe_numba.launch import address, current_stream, launcher
+from moe_numba.outputs import outputs_for, require_aligned
 
 FP8 = torch.float8_e4m3fn
 _MOST_TOKENS, _MOST_HIDDEN = 1 << 31, 1 << 20
@@ -64,13 +65,7 @@ def per_token_cast_to_fp8(x, out=None):
     tokens, hidden = _check_rows("x", x)
     per_row = -(-hidden // GROUP)
     wanted = (("values", (tokens, hidden), FP8), ("scales", (tokens, per_row), torch.float32))
-    if out is None:
-        results = [torch.empty(shape, dtype=dtype, device=x.device) for _, shape, dtype in wanted]
-    else:
-        results = as_outputs(out, 2)
-        for tensor, (name, shape, dtype) in zip(results, wanted, strict=True):
-            check_out(name, tensor, shape, dtype, x.device)
-        _check_address("out's values", results[0])
+    results = outputs_for(out, wanted, x.device, aligned=("values",))
     if tokens:
         device, (dtype, signature) = x.device.index or 0, _TO_FP8[x.dtype]
         launcher(make_cast_to_fp8(dtype, hidden), signature, device, dependent=True)(
@@ -131,7 +126,7 @@ def per_token_cast_back(x_fp8, x_scales, out=None):
     else:
         result = as_tensor(out, "out")
         check_out("tensor", result, (tokens, hidden), torch.bfloat16, x.device)
-        _check_address("out", result)
+        require_aligned("out", result)
     if tokens:
         device = x.device.index or 0
         launcher(make_cast_back(hidden, packed), _BACK, device, dependent=True)(
@@ -158,10 +153,5 @@ def _check_rows(name, x):
         raise ValueError(f"{name}'s hidden is {hidden}; multiples of 8 from 8 to {_MOST_HIDDEN} are allowed")
     if tokens > _MOST_TOKENS:
         raise ValueError(f"{name} has {tokens} tokens; at most {_MOST_TOKENS} are allowed")
-    _check_address(name, x)
+    require_aligned(name, x)
     return tokens, hidden
-
-
-def _check_address(name, tensor):
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")
