@@ -92,6 +92,6 @@ def mismatch(out, right, bound=2e-3):
         return f"all is off by {float(error.norm() / length.norm()):.1e} of its length; {bound:.1e} is allowed"
     usual = (length / right.shape[1] ** 0.5)[:, None]
     most = float((error.abs() / usual).max()) if error.numel() else 0.0
-    if most > 0.05:
+    if most > 25 * bound:
         return f"an element is off by {most:.2g} of the usual size"
     return None
