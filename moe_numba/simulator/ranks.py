@@ -11,6 +11,8 @@ those of different ranks at once. One seed says how all their warps take turns.
 
 import contextlib
 
+import greenlet
+
 from moe_numba.simulator.arguments import pointer
 from moe_numba.simulator.errors import Misaligned, OutOfBounds, SimulatorError
 from moe_numba.simulator.memory import as_dtype, who
@@ -51,6 +53,8 @@ class Ranks:
         free = (rank for rank in range(len(taken) + len(self.launches)) if rank not in taken)
         streams = {}
         for rank, grid in self.launches:
+            for t in grid.threads():
+                t.parent = greenlet.getcurrent()  # a rank's host may be a greenlet of its own
             grid.rank = next(free) if rank is None else rank
             streams.setdefault(grid.rank, []).append(grid)
         for rank, stream in streams.items():

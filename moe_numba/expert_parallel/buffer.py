@@ -1,0 +1,442 @@
+"""``Buffer``: expert parallelism inside a host, with DeepEP's names, arguments and returns."""
+
+import contextlib
+import threading
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.arguments import require
+from moe_numba.expert_parallel import checks, combine, dispatch, exchange, transport
+from moe_numba.expert_parallel.api import get_dispatch_layout
+from moe_numba.expert_parallel.config import Config, most_warps, rings_for
+from moe_numba.expert_parallel.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_EXPERTS, MOST_RANKS, STATE_WORDS, Record, regions
+from moe_numba.expert_parallel.waiting import SENTENCES, STATUS_WORDS
+from moe_numba.launch import address, current_stream, launcher
+
+_THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
+_NO_LIMIT = (1 << 31) - 1
+_compiling = threading.Lock()  # ranks that are threads need each kernel once
+
+
+class Buffer:
+    """Memory that the ranks of a group share, and the exchanges of tokens through it.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, or a transport
+        The ranks, 1 to 8, with a GPU each, all reachable by loads and stores (NVLink or PCIe in one host). For a
+        process group torch's symmetric memory carries the buffer; ``expert_parallel.transport`` has others.
+    num_nvl_bytes : int
+        Memory for rows on their way, on each rank; see ``Config.get_nvl_buffer_size_hint``. All ranks give the same.
+    num_rdma_bytes : int
+        0: there is no path between hosts.
+    explicitly_destroy : bool
+        Keep the memory until `destroy` is called.
+    timeout : float
+        Seconds after which a wait for another rank ends in an error, on the GPU and on the host.
+
+    Notes
+    -----
+    All ranks must make the same calls in the same order. A buffer whose ranks have lost one another (a timeout) raises
+    at every further call.
+
+    After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
+    """
+
+    num_sms = 20
+
+    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, *, explicitly_destroy=False, timeout=100.0):
+        if num_rdma_bytes:
+            raise ValueError(f"num_rdma_bytes is {num_rdma_bytes}; it must be 0: all ranks are in one host")
+        self.transport = group if hasattr(group, "allocate") else transport.SymmetricMemory(group)
+        self.group, self.rank, self.group_size = group, self.transport.rank, self.transport.num_ranks
+        if not 1 <= self.group_size <= MOST_RANKS:
+            raise ValueError(f"the group has {self.group_size} ranks; 1 to {MOST_RANKS} are allowed")
+        if type(num_nvl_bytes) is not int or num_nvl_bytes <= 0 or num_nvl_bytes % 256:
+            raise ValueError(f"num_nvl_bytes is {num_nvl_bytes!r}; it must be a positive multiple of 256")
+        device = self.transport.device
+        require(device, (9, 0), "group's device")
+        self.explicitly_destroy, self._timeout = explicitly_destroy, timeout
+        self._regions = regions(self.group_size)
+        self._half = num_nvl_bytes // 8  # words for the rings of dispatch, and for those of combine
+        self._shared = self.transport.allocate(4 * self._regions.rings + num_nvl_bytes)
+        self._mine = self._shared.local.view(torch.int32)
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        # The host reads these while kernels run.
+        pinned = {} if simulator.ENABLED else {"pin_memory": True}
+        self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, **pinned)
+        self._counters = torch.zeros(1 + MOST_EXPERTS, dtype=torch.int32, **pinned)
+        self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
+        self._nothing = torch.zeros(4, dtype=torch.int32, device=device)
+        self._comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
+        self._last_stream, self._kernels, self._geometry, self._captured = None, {}, {}, False
+        if not simulator.ENABLED:
+            torch.cuda.synchronize(device)
+        self.transport.gather(None)
+
+    # What DeepEP's class has as well
+
+    @staticmethod
+    def set_num_sms(num_sms):
+        """Multiprocessors of configurations that are not given; even."""
+        Buffer.num_sms = Config(num_sms).num_sms
+
+    @staticmethod
+    def capture():
+        """An event at this point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks):
+        """A good configuration of dispatch for so many ranks."""
+        checks.number("num_ranks", num_ranks, 1, MOST_RANKS)
+        return Config(Buffer.num_sms, 4, 256)
+
+    @staticmethod
+    def get_combine_config(num_ranks):
+        """A good configuration of combine for so many ranks."""
+        checks.number("num_ranks", num_ranks, 1, MOST_RANKS)
+        return Config(Buffer.num_sms, 4, 256)
+
+    def get_comm_stream(self):
+        """The stream on which calls with ``async_finish`` run."""
+        return self._comm_stream
+
+    def get_local_buffer_tensor(self, dtype, size=None, offset=0):
+        """This rank's memory for rows on their way, as a tensor; ``offset`` counts bytes."""
+        rows = self._shared.local[4 * self._regions.rings + offset :].view(dtype)
+        return rows if size is None else rows[: torch.Size(size).numel()].view(size)
+
+    def destroy(self):
+        """Give the memory back; all ranks must call it, after their last call."""
+        if self._shared is None:
+            return
+        if not simulator.ENABLED:
+            torch.cuda.synchronize(self.transport.device)
+        self.transport.gather(None)
+        shared, self._shared, self._mine = self._shared, None, None
+        shared.close()
+
+    def get_dispatch_layout(
+        self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
+    ):
+        """Count what goes where.
+
+        Parameters
+        ----------
+        topk_idx : tensor [tokens, topk], int64
+            The experts of each token; -1 is no expert.
+        num_experts : int
+            Of all ranks.
+
+        Returns
+        -------
+        num_tokens_per_rank : tensor [num_ranks], int32
+        num_tokens_per_rdma_rank : None
+        num_tokens_per_expert : tensor [num_experts], int32
+        is_token_in_rank : tensor [tokens, num_ranks], bool
+        event : EventOverlap
+        """
+        with self._on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+            per_rank, per_expert, is_in_rank = get_dispatch_layout(topk_idx, num_experts, self.group_size)
+            event = finish(topk_idx, per_rank, per_expert, is_in_rank)
+        return per_rank, None, per_expert, is_in_rank, event
+
+    def dispatch(
+        self,
+        x,
+        handle=None,
+        num_tokens_per_rank=None,
+        num_tokens_per_rdma_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        topk_idx=None,
+        topk_weights=None,
+        expert_alignment=1,
+        num_worst_tokens=0,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        """Send each token to the ranks that hold its experts, once to each.
+
+        Parameters
+        ----------
+        x : tensor [tokens, hidden], bfloat16; or (values [tokens, hidden] float8_e4m3fn, scales [tokens, n])
+            Rows are contiguous and a multiple of 16 bytes. Scales are float32 or int32, in any strides.
+        handle : tuple, optional
+            What an earlier dispatch of as many tokens gave back: the same layout again. Then nothing is counted, and
+            neither ``topk_idx`` nor what follows from it may be given.
+        num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+            As from `get_dispatch_layout`; needed without a handle.
+        topk_idx, topk_weights : tensors [tokens, topk], int64 and float32, optional
+            What is to travel with the tokens.
+        expert_alignment : int
+            The counts of the list are rounded up to a multiple of this.
+        num_worst_tokens : int
+            Make outputs of so many rows, whatever comes, and let nothing wait on the host: then the call can be
+            captured in a CUDA graph. An error, when more tokens come.
+        config : Config, optional
+        previous_event : EventOverlap, optional
+            What the call waits for; the current stream, if not given.
+        async_finish : bool
+            Let the current stream go on; the event tells when the call is done.
+        allocate_on_comm_stream : bool
+            The outputs belong to the communication stream.
+
+        Returns
+        -------
+        recv_x : as ``x``, [received, hidden]
+            By source rank, and in it by token.
+        recv_topk_idx : tensor [received, topk], int64, or None
+            Numbers of this rank's experts, from 0; -1 where the expert is elsewhere, and in rows beyond what came.
+        recv_topk_weights : tensor [received, topk], float32, or None
+            0 where the expert is elsewhere.
+        num_recv_tokens_per_expert_list : list of int
+            Empty with a handle or ``num_worst_tokens``.
+        handle : tuple
+            rank_prefix_matrix [num_ranks, num_ranks] int32 (rows that ranks 0 to s send to rank r, at [s, r]),
+            channel_prefix_matrix [num_ranks, channels], recv_channel_prefix_matrix [num_ranks, channels],
+            recv_src_idx [received], is_token_in_rank [tokens, num_ranks], send_head [tokens, num_ranks].
+        event : EventOverlap
+        """
+        x, scales = x if isinstance(x, tuple) else (x, None)
+        config = config or self.get_dispatch_config(self.group_size)
+        self._check_alive()
+        checks.rows(x, scales, self.transport.device)
+        checks.travellers(topk_idx, topk_weights, x)
+        checks.number("num_worst_tokens", num_worst_tokens, 0, _NO_LIMIT)
+        checks.number("expert_alignment", expert_alignment, 1, 1 << 20)
+        tokens, hidden = x.shape
+        topk = 0 if topk_idx is None else topk_idx.shape[1]
+        warps = self._warps(hidden * 2)
+        channels = config.num_sms // 2 * warps
+        record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
+        shape = rings_for(config, self.group_size, warps, channels, record, self._regions.rings, self._half)
+        if handle is None:
+            checks.layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device)
+            experts = len(num_tokens_per_expert) // self.group_size
+        else:
+            if topk_idx is not None or num_worst_tokens:
+                raise ValueError("with a handle, topk_idx, topk_weights and num_worst_tokens must not be given")
+            checks.handle(handle, tokens, self.group_size, x.device)
+            if handle[1].shape[1] != channels:
+                raise ValueError(
+                    f"handle has {handle[1].shape[1]} channels, the configuration {channels}: num_sms and hidden must "
+                    f"be those of the dispatch that gave it"
+                )
+            experts = 1
+        with self._on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+            new = lambda *size, dtype=torch.int32: torch.empty(size, dtype=dtype, device=x.device)
+            if handle is None:
+                rank_prefix = new(self.group_size, self.group_size)
+                channel_prefix, recv_channel_prefix = new(self.group_size, channels), new(self.group_size, channels)
+                send_head = new(tokens, self.group_size)
+                received, counts = self._notify(
+                    num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, experts, channels,
+                    expert_alignment, num_worst_tokens, rank_prefix, channel_prefix, recv_channel_prefix,
+                )  # fmt: skip
+                recv_source = new(received)
+                self._geometry[False] = shape.slots, shape.record.stride
+            else:
+                rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
+                received, counts = len(recv_source), []
+                self._synchronise(False, shape)
+            recv_x = new(received, hidden, dtype=x.dtype)
+            recv_scales = None if scales is None else new(received, record.scales, dtype=scales.dtype)
+            recv_experts = None if not topk else new(received, topk, dtype=torch.int64)
+            recv_weights = None if not topk else new(received, topk, dtype=torch.float32)
+            strides = (0, 0) if scales is None else scales.stride()
+            self._launch(
+                "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, 32 * warps,
+                shape.shared_bytes, *self._common(), self._at(x), self._at(scales), *strides, self._at(topk_idx),
+                self._at(topk_weights), self._at(is_token_in_rank), tokens, experts, self._at(rank_prefix),
+                self._at(channel_prefix), self._at(recv_channel_prefix), self._at(recv_x), self._at(recv_scales),
+                self._at(recv_experts), self._at(recv_weights), self._at(recv_source), self._at(send_head), received,
+            )  # fmt: skip
+            handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
+            event = finish(x, scales, topk_idx, topk_weights, recv_x, recv_scales, recv_experts, recv_weights, *handle)
+        recv_x = recv_x if scales is None else (recv_x, recv_scales)
+        return recv_x, recv_experts, recv_weights, counts, handle, event
+
+    def combine(
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        bias=None,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        """Send rows back to the ranks that their tokens came from, and add up each token's.
+
+        Parameters
+        ----------
+        x : tensor [received, hidden], bfloat16
+            A row for each that the dispatch gave; weights are to be multiplied in already.
+        handle : tuple
+            The dispatch's.
+        topk_weights : tensor [received, topk], float32, optional
+            Added up as well.
+        bias : tensor [tokens, hidden] bfloat16, or up to two of them, optional
+            Added to the sum.
+        config, previous_event, async_finish, allocate_on_comm_stream
+            As for `dispatch`.
+
+        Returns
+        -------
+        combined_x : tensor [tokens, hidden], bfloat16
+            Added up in float32, the biases first, then the ranks in their order, and rounded once.
+        combined_topk_weights : tensor [tokens, topk], float32, or None
+        event : EventOverlap
+        """
+        config = config or self.get_combine_config(self.group_size)
+        self._check_alive()
+        biases = checks.biases(bias)
+        tokens = len(handle[5])
+        checks.handle(handle, tokens, self.group_size, self.transport.device)
+        rank_prefix, channel_prefix, recv_channel_prefix, recv_source, _, send_head = handle
+        checks.returning(x, topk_weights, biases, len(recv_source), tokens, self.transport.device)
+        hidden, topk = x.shape[1], 0 if topk_weights is None else topk_weights.shape[1]
+        channels, blocks = channel_prefix.shape[1], config.num_sms // 2
+        warps = -(-channels // blocks)
+        if warps > most_warps(2 * hidden):
+            least = 2 * -(-channels // most_warps(2 * hidden))
+            raise ValueError(
+                f"num_sms is {config.num_sms}; for the {channels} channels of this handle it must be {least} or more"
+            )
+        record = Record(hidden // 2, topk, 0, source=False)
+        shape = rings_for(
+            config, self.group_size, warps, channels, record, self._regions.rings + self._half, self._half
+        )
+        with self._on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+            out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
+            out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
+            self._synchronise(True, shape)
+            self._launch(
+                "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms, 32 * warps,
+                shape.shared_bytes, *self._common(), self._at(x), self._at(topk_weights), channels,
+                self._at(rank_prefix), self._at(channel_prefix), self._at(recv_channel_prefix), self._at(send_head),
+                tokens, *(self._at(biases[i] if i < len(biases) else None) for i in range(2)), self._at(out),
+                self._at(out_weights),
+            )  # fmt: skip
+            event = finish(x, topk_weights, *biases, out, out_weights, *handle)
+        return out, out_weights, event
+
+    # What the calls have in common
+
+    def _warps(self, hidden_bytes):
+        warps = most_warps(hidden_bytes)
+        if warps < 1:
+            raise ValueError(f"x has rows of {hidden_bytes // 2} elements; a row in bfloat16 must fit shared memory")
+        return warps
+
+    def _common(self):
+        patience = int(self._timeout * 1e9)
+        return (
+            address(self._mine), address(self._shared.addresses), address(self._state), address(self._status), patience,
+            self.rank,
+        )  # fmt: skip
+
+    def _at(self, tensor):
+        return address(self._nothing if tensor is None or not tensor.numel() else tensor)
+
+    def _launch(self, name, make, constants, signature, grid, block, shared_bytes, *arguments):
+        device = self.transport.device.index or 0
+        key = name, constants, block
+        if key not in self._kernels:
+            with _compiling:
+                self._kernels[key] = launcher(
+                    make(*constants), signature, device, launch_bounds=block, shared_bytes=shared_bytes
+                )
+            # Where ranks share a process, loading a kernel could wait for another's that waits for this rank.
+            self.transport.kernel_is_ready()
+        self._kernels[key](grid, block, current_stream(device), *arguments)
+
+    def _notify(
+        self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, rank_prefix,
+        channel_prefix, recv_channel_prefix,
+    ):  # fmt: skip
+        """Tell the others what comes, and learn what comes here: the number of rows, and for each expert."""
+        if channels > MOST_CHANNELS or experts > MOST_EXPERTS:
+            raise ValueError(f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
+                             f"{MOST_CHANNELS} are allowed")  # fmt: skip
+        waits = not worst
+        self._counters_view[:] = -1
+        self._launch(
+            "notify", exchange.make_notify_dispatch, (self.group_size, _THREADS), exchange.NOTIFY_SIGNATURE,
+            self.group_size + 1, _THREADS, 0, *self._common(), self._at(per_rank), self._at(per_expert),
+            self._at(is_in_rank), tokens, experts, channels, alignment, worst or _NO_LIMIT, self._at(rank_prefix),
+            self._at(channel_prefix), self._at(recv_channel_prefix), address(self._counters), int(waits),
+        )  # fmt: skip
+        if not waits:
+            return worst, []
+        come = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
+        if not self.transport.wait(come, self._timeout + 5):
+            raise TimeoutError(f"rank {self.rank}: the notify kernel did not start, or did not end, in time")
+        self._check_alive()
+        return int(self._counters_view[0]), self._counters_view[1 : 1 + experts].tolist()
+
+    def _synchronise(self, is_combine, shape):
+        """Let all ranks meet, if rows lie otherwise than in the last call: nobody may still look for the old ones."""
+        geometry = shape.slots, shape.record.stride
+        if not simulator.ENABLED and torch.cuda.is_current_stream_capturing():
+            self._captured = True  # what lies there when the graph runs, nobody knows now; nor afterwards
+        if self._captured or self._geometry.get(is_combine) != geometry:
+            self._launch(
+                "barrier", exchange.make_barrier, (self.group_size,), exchange.BARRIER_SIGNATURE, 1, 32, 0,
+                *self._common(),
+            )  # fmt: skip
+        self._geometry[is_combine] = geometry
+
+    def _check_alive(self):
+        if self._shared is None:
+            raise RuntimeError("this buffer was destroyed")
+        what, rank, channel, peer, head, tail = self._status_view[:6].tolist()
+        if what:
+            sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
+            raise TimeoutError(f"{sentence}; after {self._timeout:g} s rank {rank} gave up. The buffer is of no more use")
+
+    @contextlib.contextmanager
+    def _on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
+        """Run a call on its stream, after all it must wait for; gives what makes the call's event."""
+        if allocate_on_comm_stream and not (async_finish and previous_event is not None):
+            raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
+        if simulator.ENABLED:
+            # Kernels run when their ranks wait: for the event, or here.
+            event = EventHandle(lambda: self.transport.wait(lambda: True, 0))
+            yield lambda *tensors: EventOverlap(event) if async_finish else event.current_stream_wait() or EventOverlap()
+            return
+        with torch.cuda.device(self.transport.device):
+            current = torch.cuda.current_stream()
+            stream = self._comm_stream if async_finish or previous_event is not None else current
+            if not torch.cuda.is_current_stream_capturing():
+                if self._last_stream is not None and self._last_stream != stream:
+                    stream.wait_stream(self._last_stream)
+                self._last_stream = stream
+            if stream == current:
+                yield lambda *tensors: EventOverlap()
+                return
+            if previous_event is not None and previous_event.event is not None:
+                with torch.cuda.stream(stream):
+                    previous_event.current_stream_wait()
+            else:
+                stream.wait_stream(current)
+
+            def finish(*tensors):
+                event = EventHandle()
+                for tensor in tensors:
+                    if tensor is not None:
+                        tensor.record_stream(stream)
+                        tensor.record_stream(current)
+                if not async_finish:
+                    current.wait_event(event._event)
+                return EventOverlap(event if async_finish else None)
+
+            with torch.cuda.stream(stream):
+                yield finish

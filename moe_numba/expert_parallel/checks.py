@@ -1,0 +1,121 @@
+"""What ``Buffer`` refuses, each with a sentence that names the argument, what it was and what is allowed."""
+
+import torch
+
+_SCALE_TYPES = (torch.float32, torch.int32)
+
+
+def number(name, value, least, most):
+    """Refuse what is no integer in a range."""
+    if type(value) is not int:
+        raise TypeError(f"{name} is {value!r}; it must be an int")
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}; {least} to {most} are allowed")
+
+
+def tensor(name, given, shape, dtype, device):
+    """Refuse what is not a contiguous tensor of this shape, type and device."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} is {type(given).__name__}; it must be a tensor {shape} of {dtype}")
+    if given.dtype != dtype:
+        raise TypeError(f"{name} is {given.dtype}; it must be {dtype}")
+    if tuple(given.shape) != shape or not given.is_contiguous() or given.device != device:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}, strides {given.stride()}, on {given.device}; it must be "
+            f"{shape}, contiguous, on {device}"
+        )
+
+
+def matrix(name, given, dtypes, device):
+    """Refuse what is not a matrix of rows that bulk copies can take."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} is {type(given).__name__}; it must be a tensor")
+    if given.dtype not in dtypes:
+        raise TypeError(f"{name} is {given.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if given.dim() != 2 or not given.is_contiguous() or given.device != device:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}, strides {given.stride()}, on {given.device}; it must be "
+            f"[tokens, hidden], contiguous, on {device}"
+        )
+    if given.shape[1] == 0 or given.shape[1] * given.element_size() % 16:
+        raise ValueError(f"{name} has rows of {given.shape[1] * given.element_size()} bytes; a multiple of 16 is needed")
+    if given.data_ptr() % 16:
+        raise ValueError(f"{name} starts at address {given.data_ptr():#x}; it must be a multiple of 16")
+
+
+def rows(x, scales, device):
+    """The rows of a dispatch, and their scales."""
+    if scales is None:
+        matrix("x", x, (torch.bfloat16,), device)
+        return
+    matrix("x", x, (torch.float8_e4m3fn,), device)
+    if not isinstance(scales, torch.Tensor):
+        raise TypeError(f"x's scales are {type(scales).__name__}; they must be a tensor")
+    if scales.dtype not in _SCALE_TYPES:
+        raise TypeError(f"x's scales are {scales.dtype}; they must be torch.float32 or torch.int32")
+    if scales.dim() != 2 or len(scales) != len(x) or scales.device != device or scales.shape[1] > x.shape[1]:
+        raise ValueError(
+            f"x's scales have shape {tuple(scales.shape)} on {scales.device}; they must be [{len(x)}, n], n at most "
+            f"{x.shape[1]}, on {device}"
+        )
+
+
+def travellers(topk_idx, topk_weights, x):
+    """What travels with the rows."""
+    if (topk_idx is None) != (topk_weights is None):
+        raise ValueError("topk_idx and topk_weights must be given together, or neither")
+    if topk_idx is None:
+        return
+    shape = (len(x), topk_idx.shape[-1] if isinstance(topk_idx, torch.Tensor) else 0)
+    tensor("topk_idx", topk_idx, shape, torch.int64, x.device)
+    number("topk_idx' number of columns", shape[1], 1, 32)
+    tensor("topk_weights", topk_weights, shape, torch.float32, x.device)
+
+
+def layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
+    """What `get_dispatch_layout` gave."""
+    tensor("num_tokens_per_rank", per_rank, (ranks,), torch.int32, device)
+    tensor("is_token_in_rank", is_in_rank, (tokens, ranks), torch.bool, device)
+    experts = len(per_expert) if isinstance(per_expert, torch.Tensor) and per_expert.dim() == 1 else 0
+    tensor("num_tokens_per_expert", per_expert, (experts,), torch.int32, device)
+    if experts == 0 or experts % ranks:
+        raise ValueError(f"num_tokens_per_expert has {experts} entries; it must have a multiple of {ranks}")
+
+
+def handle(given, tokens, ranks, device):
+    """What a dispatch gave."""
+    if not isinstance(given, tuple) or len(given) != 6:
+        raise TypeError("handle must be the tuple of 6 tensors that dispatch gave")
+    rank_prefix, channel_prefix, recv_channel_prefix, source, is_in_rank, send_head = given
+    channels = channel_prefix.shape[-1]
+    tensor("handle's rank_prefix_matrix", rank_prefix, (ranks, ranks), torch.int32, device)
+    tensor("handle's channel_prefix_matrix", channel_prefix, (ranks, channels), torch.int32, device)
+    tensor("handle's recv_channel_prefix_matrix", recv_channel_prefix, (ranks, channels), torch.int32, device)
+    tensor("handle's recv_src_idx", source, (len(source),), torch.int32, device)
+    tensor("handle's is_token_in_rank", is_in_rank, (tokens, ranks), torch.bool, device)
+    tensor("handle's send_head", send_head, (tokens, ranks), torch.int32, device)
+
+
+def biases(given):
+    """The biases of a combine, as a tuple."""
+    if given is None:
+        return ()
+    given = given if isinstance(given, tuple) else (given,)
+    if len(given) > 2:
+        raise ValueError(f"bias has {len(given)} tensors; at most 2 are allowed")
+    return tuple(b for b in given if b is not None)
+
+
+def returning(x, topk_weights, biases, received, tokens, device):
+    """The rows of a combine, and what comes with them."""
+    matrix("x", x, (torch.bfloat16,), device)
+    if len(x) != received:
+        raise ValueError(f"x has {len(x)} rows; the handle is for {received}")
+    if topk_weights is not None:
+        topk = topk_weights.shape[-1] if isinstance(topk_weights, torch.Tensor) else 0
+        tensor("topk_weights", topk_weights, (received, topk), torch.float32, device)
+        number("topk_weights' number of columns", topk, 1, 32)
+    for i, bias in enumerate(biases):
+        matrix(f"bias {i}", bias, (torch.bfloat16,), device)
+        if bias.shape != (tokens, x.shape[1]):
+            raise ValueError(f"bias {i} has shape {tuple(bias.shape)}; it must be {(tokens, x.shape[1])}")

@@ -1,0 +1,269 @@
+"""The combine kernel: rows travel back through rings, and a token's rows are added up on the token's own rank.
+
+As in dispatch a warp is a channel, and even blocks send. A sending warp serves its channel's rings by turns, and passes
+over one that is full: if it waited there, ranks could wait for one another in a circle. A receiving warp takes its
+tokens in order, waits until a token's rows are there from all ranks that got it, and adds them up in the order of the
+ranks, in float32, rounded once: the same bits at every call. A rank's own rows are read where they lie.
+"""
+
+from functools import cache
+
+from numba import cuda, float32, int32, int64, uint32, uint64
+
+from moe_numba.expert_parallel.dispatch import FULL, copied, first_token, read
+from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
+from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, give_up, out_of_patience
+from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store
+from moe_numba.ptx.clock import globaltimer
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.memory import st_global_s32x4
+from moe_numba.ptx.system import (
+    ld_acquire_sys_s32,
+    ld_global_s32x4,
+    ld_volatile_s32,
+    pointer_from_address,
+    st_release_sys_s32,
+)
+
+
+@cache
+def make_send(shape):
+    """``send``: what a warp of an even block does."""
+    ranks, slots, record, bar, rings_at = shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings
+    tail_at, head_at, sent_at = regions(ranks).tail(True), regions(ranks).head(True), sent(True)
+    row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
+    row_bytes, record_bytes, weights_at = 4 * record.row, 4 * record.words, record.row
+
+    @cuda.jit(device=True)
+    def send(
+        smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, weights, rank_prefix,
+        recv_channel_prefix,
+    ):
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        to = lane if lane < ranks else int32(0)
+        theirs = pointer_from_address(peers[to], mine)
+        stage, parity = int32(warp * stage_words), uint32(0)
+        mark = sent_at + channel * ranks + to
+        put, here = uint32(state[mark]), lane < ranks and lane != rank
+        head = uint32(put - uint32(slots))  # how much has been taken out is asked for before the first row
+        before = rank_prefix[int32((to - 1) * ranks + rank)] if to > 0 else int32(0)
+        row = recv_channel_prefix[int32(to * channels + channel)]
+        last = int32(rank_prefix[int32(to * ranks + rank)] - before)
+        if channel + 1 < channels:
+            last = recv_channel_prefix[int32(to * channels + channel + 1)]
+        left = int32(last - row) if here else int32(0)
+        row = int32(row + before)
+        start = globaltimer()
+        while cuda.any_sync(FULL, left > 0):
+            if left > 0 and uint32(put - head) >= uint32(slots):
+                head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
+            goes = left > 0 and uint32(put - head) < uint32(slots)
+            mask = uint32(cuda.ballot_sync(FULL, goes))
+            if mask == uint32(0):
+                tired = out_of_patience(start, patience, state)
+                if tired and left > 0:
+                    give_up(state, status, COMBINE_SPACE, rank, channel, lane, head, put)
+                if cuda.any_sync(FULL, tired):
+                    break
+                continue
+            fence_proxy_async()
+            for d in range(ranks):  # a row for each rank that has space
+                if mask >> uint32(d) & uint32(1):
+                    from_row = int64(cuda.shfl_sync(FULL, row, d))
+                    read()
+                    cuda.syncwarp()
+                    if lane == 0:
+                        mbarrier_arrive_expect_tx(bars, bar + warp, row_bytes)
+                        bulk_load(smem, stage, x, from_row * row_words, row_bytes, bars, bar + warp)
+                    for i in range(lane, topk, 32):
+                        smem[int32(stage + weights_at + i)] = weights[from_row * topk + i]
+                    fence_proxy_async_shared()
+                    mbarrier_wait_parity(bars, bar + warp, parity)
+                    parity = uint32(parity ^ uint32(1))
+                    cuda.syncwarp()
+                    if lane == d:
+                        slot = int64((channel * ranks + rank) * slots) + int64(put & uint32(slots - 1))
+                        bulk_store(theirs, rings_at + slot * stride, smem, stage, record_bytes)
+                        bulk_commit_group()
+            if goes:
+                copied()
+                put, left, row = uint32(put + uint32(1)), int32(left - 1), int32(row + 1)
+                st_release_sys_s32(theirs, tail_at + channel * ranks + rank, int32(put))
+            cuda.syncwarp()
+            start = globaltimer()
+        if here:
+            state[mark] = int32(put)
+
+    return send
+
+
+@cache
+def make_add_up(shape, biases):
+    """``add_up``: the sum of a token's rows, in the order of the ranks."""
+    ranks, slots, rings_at = shape.num_ranks, shape.slots, shape.rings
+    row_words, stride = shape.record.row, shape.record.stride
+    pieces, held = row_words // 4, 4 * ranks  # of 16 bytes
+
+    @cuda.jit(device=True)
+    def add_pair(low, high, word):
+        return low + uint_as_float(uint32(word) << uint32(16)), high + uint_as_float(uint32(word) & uint32(0xFFFF0000))
+
+    @cuda.jit(device=True)
+    def add_up(mine, x, own_row, bias_0, bias_1, out, token, lane, rank, channel, places, mask):
+        """``places``: of lane r, the slot in rank r's ring."""
+        slots_of = cuda.local.array(ranks, int64)
+        words = cuda.local.array(held, int32)
+        sums = cuda.local.array(8, float32)
+        for r in range(ranks):
+            place = cuda.shfl_sync(FULL, places, r)
+            slots_of[r] = rings_at + (int64((channel * ranks + r) * slots) + place) * stride
+        for i in range(lane, pieces, 32):
+            for r in range(ranks):
+                if mask >> uint32(r) & uint32(1):
+                    if r == rank:
+                        a, b, c, d = ld_global_s32x4(x, own_row * row_words + 4 * i)
+                    else:
+                        a, b, c, d = ld_global_s32x4(mine, slots_of[r] + 4 * i)
+                    words[4 * r], words[4 * r + 1], words[4 * r + 2], words[4 * r + 3] = a, b, c, d
+            for j in range(8):
+                sums[j] = float32(0)
+            at = int64(token) * row_words + 4 * i
+            if biases > 0:
+                a, b, c, d = ld_global_s32x4(bias_0, at)
+                sums[0], sums[1] = add_pair(sums[0], sums[1], a)
+                sums[2], sums[3] = add_pair(sums[2], sums[3], b)
+                sums[4], sums[5] = add_pair(sums[4], sums[5], c)
+                sums[6], sums[7] = add_pair(sums[6], sums[7], d)
+            if biases > 1:
+                a, b, c, d = ld_global_s32x4(bias_1, at)
+                sums[0], sums[1] = add_pair(sums[0], sums[1], a)
+                sums[2], sums[3] = add_pair(sums[2], sums[3], b)
+                sums[4], sums[5] = add_pair(sums[4], sums[5], c)
+                sums[6], sums[7] = add_pair(sums[6], sums[7], d)
+            for r in range(ranks):
+                if mask >> uint32(r) & uint32(1):
+                    for j in range(4):
+                        sums[2 * j], sums[2 * j + 1] = add_pair(sums[2 * j], sums[2 * j + 1], words[4 * r + j])
+            st_global_s32x4(
+                out, at,
+                int32(cvt_rn_bf16x2_f32(sums[1], sums[0])), int32(cvt_rn_bf16x2_f32(sums[3], sums[2])),
+                int32(cvt_rn_bf16x2_f32(sums[5], sums[4])), int32(cvt_rn_bf16x2_f32(sums[7], sums[6])),
+            )
+
+    return add_up
+
+
+@cache
+def make_receive(shape, biases):
+    """``receive``: what a warp of an odd block does."""
+    ranks, slots, rings_at = shape.num_ranks, shape.slots, shape.rings
+    tail_at, head_at, taken_at = regions(ranks).tail(True), regions(ranks).head(True), taken(True)
+    weights_at, topk, stride = shape.record.row, shape.record.scales, shape.record.stride
+    add_up = make_add_up(shape, biases)
+
+    @cuda.jit(device=True)
+    def receive(
+        channel, channels, rank, mine, peers, state, status, patience, x, weights, tokens, before, send_head, bias_0,
+        bias_1, out, out_weights,
+    ):
+        lane = int32(cuda.threadIdx.x & 31)
+        source = lane if lane < ranks else int32(0)
+        theirs = pointer_from_address(peers[source], mine)
+        mark = taken_at + channel * ranks + source
+        first, tail, here = uint32(state[mark]), uint32(state[mark]), lane < ranks and lane != rank
+        got = first
+        t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
+        ready = int32(1)
+        while t < end:
+            nth = send_head[int64(t) * ranks + source] if lane < ranks else int32(-1)
+            wanted = uint32(first + uint32(nth))
+            start = globaltimer()
+            waits = int32(1)
+            while waits != 0:
+                missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
+                if missing:
+                    tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
+                    missing = int32(uint32(tail - wanted)) <= 0
+                waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
+                if waits != 0:
+                    tired = out_of_patience(start, patience, state)
+                    if tired and missing:
+                        give_up(state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail)
+                    if cuda.any_sync(FULL, tired):
+                        ready = waits = int32(0)
+            if ready == 0:
+                break
+            mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
+            own_row = int64(before) + cuda.shfl_sync(FULL, nth, rank)
+            place = int32(wanted & uint32(slots - 1))
+            add_up(mine, x, own_row, bias_0, bias_1, out, t, lane, rank, channel, place, mask)
+            if topk > 0:
+                for i in range(topk):  # lane r has rank r's weight
+                    bits = int32(0)
+                    if nth >= 0 and lane == rank:
+                        bits = weights[own_row * topk + i]
+                    elif nth >= 0:
+                        slot = int64((channel * ranks + source) * slots) + place
+                        bits = mine[rings_at + slot * stride + weights_at + i]
+                    total = float32(0)
+                    for r in range(ranks):
+                        total += uint_as_float(uint32(cuda.shfl_sync(FULL, bits, r)))
+                    if lane == 0:
+                        out_weights[int64(t) * topk + i] = total
+            cuda.syncwarp()  # all have read
+            if here and nth >= 0:
+                got = uint32(wanted + uint32(1))
+                st_release_sys_s32(theirs, head_at + channel * ranks + rank, int32(got))
+            t = int32(t + 1)
+        if here:
+            state[mark] = int32(got)
+
+    return receive
+
+
+@cache
+def make_combine(shape, biases):
+    """The kernel, for an even number of blocks of ``32 * shape.warps`` threads; with so many biases, 0 to 2."""
+    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
+    send, receive = make_send(shape), make_receive(shape, biases)
+
+    @cuda.jit
+    def combine(
+        mine, peers, state, status, patience, rank, x, weights, channels, rank_prefix, channel_prefix,
+        recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
+    ):
+        smem = cuda.shared.array(0, int32, 128)
+        bars = cuda.shared.array(0, uint64, 128)
+        thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
+        warp = int32(thread >> 5)
+        channel = int32((block >> 1) * warps + warp)
+        if thread == 0:
+            for w in range(warps):
+                mbarrier_init(bars, bar + w, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if channel < channels and ld_volatile_s32(state, LOST) == 0:
+            if block & 1:
+                before = rank_prefix[int32((rank - 1) * ranks + rank)] if rank > 0 else int32(0)
+                if channel > 0:
+                    before = int32(before + channel_prefix[int32(rank * channels + channel - 1)])
+                receive(
+                    channel, channels, rank, mine, peers, state, status, patience, x, weights, tokens, before,
+                    send_head, bias_0, bias_1, out, out_weights,
+                )
+            else:
+                send(
+                    smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, weights,
+                    rank_prefix, recv_channel_prefix,
+                )
+
+    return combine
+
+
+SIGNATURE = (
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32*", "int32*", "int32", "int32*"),
+    *("int32*", "int32*", "int32*", "int32", "int32*", "int32*", "int32*", "float32*"),
+)

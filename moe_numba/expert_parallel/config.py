@@ -1,0 +1,75 @@
+"""How much of the GPU dispatch and combine may use, and what follows from it for the kernels."""
+
+from dataclasses import dataclass
+
+from moe_numba import simulator
+from moe_numba.expert_parallel.dispatch import Rings
+from moe_numba.expert_parallel.regions import Record, lines
+
+_SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
+_MOST_WARPS = 2 if simulator.ENABLED else 16
+_MOST_TOPK = 32
+_REDUCERS = 23  # warps of the document's combine that add up at the same time
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one call may use; DeepEP's names.
+
+    Parameters
+    ----------
+    num_sms : int
+        Multiprocessors: an even number, 2 to 132. One half sends, the other receives.
+    num_max_nvl_chunked_send_tokens : int
+        Rows that a sender may put into a ring before it says so; 1 or more.
+    num_max_nvl_chunked_recv_tokens : int
+        Rows that the rings from one rank to one multiprocessor hold together; at least 22 more than the chunk: with
+        fewer DeepEP's combine hangs, since its 23 adding warps may hold on to as many rows.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+
+    def __post_init__(self):
+        for name, value in self.__dict__.items():
+            if type(value) is not int:
+                raise TypeError(f"{name} is {value!r}; it must be an int")
+        if not 2 <= self.num_sms <= 132 or self.num_sms % 2:
+            raise ValueError(f"num_sms is {self.num_sms}; it must be even, 2 to 132")
+        chunk, ring = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
+        if chunk < 1:
+            raise ValueError(f"num_max_nvl_chunked_send_tokens is {chunk}; it must be 1 or more")
+        if ring < chunk + _REDUCERS - 1:
+            raise ValueError(
+                f"num_max_nvl_chunked_recv_tokens is {ring}; with chunks of {chunk} it must be "
+                f"{chunk + _REDUCERS - 1} or more"
+            )
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
+        """Bytes of a buffer that is large enough for rows of so many bytes, dispatched and combined."""
+        record = Record(-(-hidden_bytes // 4), -(-hidden_bytes // 128), _MOST_TOPK)
+        warps = most_warps(hidden_bytes)
+        slots = 1 << (max(1, self.num_max_nvl_chunked_recv_tokens // warps).bit_length() - 1)
+        return 2 * 4 * self.num_sms // 2 * warps * num_ranks * slots * record.stride
+
+
+def most_warps(hidden_bytes):
+    """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it."""
+    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8
+    return min(_MOST_WARPS, _SHARED_BYTES // room)
+
+
+def rings_for(config, num_ranks, warps, channels, record, begin, words):
+    """The rings of an operation, as large as the configuration says and as the memory for them allows."""
+    slots = max(1, config.num_max_nvl_chunked_recv_tokens // warps)
+    slots = min(slots, words // (channels * num_ranks * record.stride))
+    if slots < 1:
+        least = 2 * 4 * channels * num_ranks * record.stride
+        raise ValueError(
+            f"num_nvl_bytes is too small: {channels} channels of {num_ranks} ranks with rows of {4 * record.row} bytes "
+            f"need {least} or more; Config.get_nvl_buffer_size_hint says how much is good"
+        )
+    slots = 1 << (slots.bit_length() - 1)
+    chunk = max(1, min(config.num_max_nvl_chunked_send_tokens, slots // 2))
+    return Rings(num_ranks, warps, slots, chunk, begin, record)
