@@ -251,7 +251,7 @@ class Buffer:
             recv_weights = None if not topk else new(received, topk, dtype=torch.float32)
             strides = (0, 0) if scales is None else scales.stride()
             self._launch(
-                "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, 32 * warps,
+                "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, shape.threads,
                 shape.shared_bytes, *self._common(), self._at(x), self._at(scales), *strides, self._at(topk_idx),
                 self._at(topk_weights), self._at(is_token_in_rank), tokens, experts, self._at(rank_prefix),
                 self._at(channel_prefix), self._at(recv_channel_prefix), self._at(recv_x), self._at(recv_scales),
@@ -319,7 +319,7 @@ class Buffer:
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
             self._synchronise(True, shape)
             self._launch(
-                "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms, 32 * warps,
+                "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms, shape.threads,
                 shape.shared_bytes, *self._common(), self._at(x), self._at(topk_weights), channels,
                 self._at(rank_prefix), self._at(channel_prefix), self._at(recv_channel_prefix), self._at(send_head),
                 tokens, *(self._at(biases[i] if i < len(biases) else None) for i in range(2)), self._at(out),

@@ -10,30 +10,33 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.dispatch import FULL, copied, first_token, read
+from moe_numba.expert_parallel.dispatch import copied, copied_but_last, first_token, prepare, read, rows_of_channel
+from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, give_up, out_of_patience
 from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.block import st_release_cta_shared_s32
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
-from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.mbarrier import mbarrier_arrive_expect_tx, mbarrier_wait_parity
 from moe_numba.ptx.memory import st_global_s32x4
 from moe_numba.ptx.system import (
     ld_acquire_sys_s32,
     ld_global_s32x4,
     ld_volatile_s32,
     pointer_from_address,
-    st_release_sys_s32,
 )
 
 
 @cache
 def make_send(shape):
     """``send``: what a warp of an even block does."""
-    ranks, slots, record, bar, rings_at = shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings
-    tail_at, head_at, sent_at = regions(ranks).tail(True), regions(ranks).head(True), sent(True)
+    ranks, slots, record, bar, rings_at, progress_at = (
+        shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings, shape.progress
+    )  # fmt: skip
+    head_at, sent_at = regions(ranks).head(True), sent(True)
     row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
     row_bytes, record_bytes, weights_at = 4 * record.row, 4 * record.words, record.row
 
@@ -46,30 +49,16 @@ def make_send(shape):
         to = lane if lane < ranks else int32(0)
         theirs = pointer_from_address(peers[to], mine)
         stage, parity = int32(warp * stage_words), uint32(0)
-        mark = sent_at + channel * ranks + to
-        put, here = uint32(state[mark]), lane < ranks and lane != rank
+        put, here = uint32(state[sent_at + channel * ranks + to]), lane < ranks and lane != rank
         head = uint32(put - uint32(slots))  # how much has been taken out is asked for before the first row
-        before = rank_prefix[int32((to - 1) * ranks + rank)] if to > 0 else int32(0)
-        row = recv_channel_prefix[int32(to * channels + channel)]
-        last = int32(rank_prefix[int32(to * ranks + rank)] - before)
-        if channel + 1 < channels:
-            last = recv_channel_prefix[int32(to * channels + channel + 1)]
-        left = int32(last - row) if here else int32(0)
-        row = int32(row + before)
-        start = globaltimer()
+        left, row = rows_of_channel(rank_prefix, recv_channel_prefix, to, rank, ranks, channel, channels)
+        left = left if here else int32(0)
+        start = uint64(0)
         while cuda.any_sync(FULL, left > 0):
             if left > 0 and uint32(put - head) >= uint32(slots):
                 head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
             goes = left > 0 and uint32(put - head) < uint32(slots)
             mask = uint32(cuda.ballot_sync(FULL, goes))
-            if mask == uint32(0):
-                tired = out_of_patience(start, patience, state)
-                if tired and left > 0:
-                    give_up(state, status, COMBINE_SPACE, rank, channel, lane, head, put)
-                if cuda.any_sync(FULL, tired):
-                    break
-                continue
-            fence_proxy_async()
             for d in range(ranks):  # a row for each rank that has space
                 if mask >> uint32(d) & uint32(1):
                     from_row = int64(cuda.shfl_sync(FULL, row, d))
@@ -86,16 +75,32 @@ def make_send(shape):
                     cuda.syncwarp()
                     if lane == d:
                         slot = int64((channel * ranks + rank) * slots) + int64(put & uint32(slots - 1))
+                        fence_proxy_async()
                         bulk_store(theirs, rings_at + slot * stride, smem, stage, record_bytes)
                         bulk_commit_group()
+            # What was sent before has arrived, but perhaps not the last row.
             if goes:
-                copied()
+                copied_but_last()
+                st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(put))
                 put, left, row = uint32(put + uint32(1)), int32(left - 1), int32(row + 1)
-                st_release_sys_s32(theirs, tail_at + channel * ranks + rank, int32(put))
+            elif here:
+                copied()
+                st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(put))
             cuda.syncwarp()
-            start = globaltimer()
+            if mask != uint32(0):
+                start = uint64(0)
+            else:
+                if start == uint64(0):
+                    start = globaltimer()
+                tired = out_of_patience(start, patience, state)
+                if tired and left > 0:
+                    give_up(state, status, COMBINE_SPACE, rank, channel, lane, head, put)
+                if cuda.any_sync(FULL, tired):
+                    break
+        copied()
         if here:
-            state[mark] = int32(put)
+            st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(put))
+            state[sent_at + channel * ranks + to] = int32(put)
 
     return send
 
@@ -159,29 +164,27 @@ def make_add_up(shape, biases):
 @cache
 def make_receive(shape, biases):
     """``receive``: what a warp of an odd block does."""
-    ranks, slots, rings_at = shape.num_ranks, shape.slots, shape.rings
-    tail_at, head_at, taken_at = regions(ranks).tail(True), regions(ranks).head(True), taken(True)
+    ranks, slots, rings_at, progress_at = shape.num_ranks, shape.slots, shape.rings, shape.progress
+    tail_at, taken_at = regions(ranks).tail(True), taken(True)
     weights_at, topk, stride = shape.record.row, shape.record.scales, shape.record.stride
     add_up = make_add_up(shape, biases)
 
     @cuda.jit(device=True)
     def receive(
-        channel, channels, rank, mine, peers, state, status, patience, x, weights, tokens, before, send_head, bias_0,
+        smem, channel, channels, rank, mine, state, status, patience, x, weights, tokens, before, send_head, bias_0,
         bias_1, out, out_weights,
     ):
-        lane = int32(cuda.threadIdx.x & 31)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source = lane if lane < ranks else int32(0)
-        theirs = pointer_from_address(peers[source], mine)
-        mark = taken_at + channel * ranks + source
-        first, tail, here = uint32(state[mark]), uint32(state[mark]), lane < ranks and lane != rank
-        got = first
+        first, here = uint32(state[taken_at + channel * ranks + source]), lane < ranks and lane != rank
+        got, tail = first, first
         t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
+        follows = send_head[int64(t) * ranks + source] if lane < ranks and t < end else int32(-1)
         ready = int32(1)
         while t < end:
-            nth = send_head[int64(t) * ranks + source] if lane < ranks else int32(-1)
+            nth = follows
             wanted = uint32(first + uint32(nth))
-            start = globaltimer()
-            waits = int32(1)
+            start, waits = uint64(0), int32(1)
             while waits != 0:
                 missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
                 if missing:
@@ -189,6 +192,8 @@ def make_receive(shape, biases):
                     missing = int32(uint32(tail - wanted)) <= 0
                 waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
                 if waits != 0:
+                    if start == uint64(0):
+                        start = globaltimer()
                     tired = out_of_patience(start, patience, state)
                     if tired and missing:
                         give_up(state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail)
@@ -199,36 +204,38 @@ def make_receive(shape, biases):
             mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
             own_row = int64(before) + cuda.shfl_sync(FULL, nth, rank)
             place = int32(wanted & uint32(slots - 1))
+            follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
             add_up(mine, x, own_row, bias_0, bias_1, out, t, lane, rank, channel, place, mask)
-            if topk > 0:
-                for i in range(topk):  # lane r has rank r's weight
-                    bits = int32(0)
-                    if nth >= 0 and lane == rank:
-                        bits = weights[own_row * topk + i]
-                    elif nth >= 0:
-                        slot = int64((channel * ranks + source) * slots) + place
-                        bits = mine[rings_at + slot * stride + weights_at + i]
-                    total = float32(0)
-                    for r in range(ranks):
-                        total += uint_as_float(uint32(cuda.shfl_sync(FULL, bits, r)))
-                    if lane == 0:
-                        out_weights[int64(t) * topk + i] = total
+            for i in range(topk):  # lane r has rank r's weight
+                bits = int32(0)
+                if nth >= 0 and lane == rank:
+                    bits = weights[own_row * topk + i]
+                elif nth >= 0:
+                    slot = int64((channel * ranks + source) * slots) + place
+                    bits = mine[rings_at + slot * stride + weights_at + i]
+                total = float32(0)
+                for r in range(ranks):
+                    total += uint_as_float(uint32(cuda.shfl_sync(FULL, bits, r)))
+                if lane == 0:
+                    out_weights[int64(t) * topk + i] = total
             cuda.syncwarp()  # all have read
             if here and nth >= 0:
                 got = uint32(wanted + uint32(1))
-                st_release_sys_s32(theirs, head_at + channel * ranks + rank, int32(got))
+                st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(got))
             t = int32(t + 1)
         if here:
-            state[mark] = int32(got)
+            state[taken_at + channel * ranks + source] = int32(got)
 
     return receive
 
 
 @cache
 def make_combine(shape, biases):
-    """The kernel, for an even number of blocks of ``32 * shape.warps`` threads; with so many biases, 0 to 2."""
-    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
-    send, receive = make_send(shape), make_receive(shape, biases)
+    """The kernel, for an even number of blocks of ``shape.threads`` threads; with so many biases, 0 to 2."""
+    ranks, warps, bar, progress_at, done_at = shape.num_ranks, shape.warps, shape.bar, shape.progress, shape.done
+    tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
+    sent_at, taken_at = sent(True), taken(True)
+    send, receive, publish = make_send(shape), make_receive(shape, biases), make_publish(shape)
 
     @cuda.jit
     def combine(
@@ -238,27 +245,35 @@ def make_combine(shape, biases):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
         thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        warp = int32(thread >> 5)
-        channel = int32((block >> 1) * warps + warp)
-        if thread == 0:
-            for w in range(warps):
-                mbarrier_init(bars, bar + w, 1)
-            fence_mbarrier_init()
-        cuda.syncthreads()
-        if channel < channels and ld_volatile_s32(state, LOST) == 0:
-            if block & 1:
-                before = rank_prefix[int32((rank - 1) * ranks + rank)] if rank > 0 else int32(0)
-                if channel > 0:
-                    before = int32(before + channel_prefix[int32(rank * channels + channel - 1)])
-                receive(
-                    channel, channels, rank, mine, peers, state, status, patience, x, weights, tokens, before,
-                    send_head, bias_0, bias_1, out, out_weights,
-                )
-            else:
-                send(
-                    smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, weights,
-                    rank_prefix, recv_channel_prefix,
-                )
+        lane, warp, receives = int32(thread & 31), int32(thread >> 5), int32(block & 1)
+        first_channel = int32((block >> 1) * warps)
+        channel = int32(first_channel + warp)
+        prepare(
+            smem, bars, bar, progress_at, done_at, warps, ranks, state,
+            int32((taken_at if receives else sent_at) + first_channel * ranks),
+        )
+        if ld_volatile_s32(state, LOST) != 0:
+            pass  # something went wrong before
+        elif warp == warps:
+            publish(smem, lane, rank, first_channel, head_at if receives else tail_at, mine, peers)
+        else:
+            if channel < channels:
+                if receives:
+                    before = rank_prefix[int32((rank - 1) * ranks + rank)] if rank > 0 else int32(0)
+                    if channel > 0:
+                        before = int32(before + channel_prefix[int32(rank * channels + channel - 1)])
+                    receive(
+                        smem, channel, channels, rank, mine, state, status, patience, x, weights, tokens, before,
+                        send_head, bias_0, bias_1, out, out_weights,
+                    )
+                else:
+                    send(
+                        smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, weights,
+                        rank_prefix, recv_channel_prefix,
+                    )
+            cuda.syncwarp()
+            if lane == 0:
+                st_release_cta_shared_s32(smem, done_at + warp, 1)
 
     return combine
 

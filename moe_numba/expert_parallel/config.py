@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moe_numba import simulator
 from moe_numba.expert_parallel.dispatch import Rings
-from moe_numba.expert_parallel.regions import Record, lines
+from moe_numba.expert_parallel.regions import MOST_RANKS, Record, lines
 
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
 _MOST_WARPS = 2 if simulator.ENABLED else 16
@@ -21,7 +21,7 @@ class Config:
     num_sms : int
         Multiprocessors: an even number, 2 to 132. One half sends, the other receives.
     num_max_nvl_chunked_send_tokens : int
-        Rows that a sender may put into a ring before it says so; 1 or more.
+        Rows that a sender may put into a ring before it says so; 1 or more. These kernels say so as soon as they can.
     num_max_nvl_chunked_recv_tokens : int
         Rows that the rings from one rank to one multiprocessor hold together; at least 22 more than the chunk: with
         fewer DeepEP's combine hangs, since its 23 adding warps may hold on to as many rows.
@@ -56,7 +56,7 @@ class Config:
 
 def most_warps(hidden_bytes):
     """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it."""
-    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8
+    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 4 * (MOST_RANKS + 1)
     return min(_MOST_WARPS, _SHARED_BYTES // room)
 
 
@@ -70,6 +70,4 @@ def rings_for(config, num_ranks, warps, channels, record, begin, words):
             f"num_nvl_bytes is too small: {channels} channels of {num_ranks} ranks with rows of {4 * record.row} bytes "
             f"need {least} or more; Config.get_nvl_buffer_size_hint says how much is good"
         )
-    slots = 1 << (slots.bit_length() - 1)
-    chunk = max(1, min(config.num_max_nvl_chunked_send_tokens, slots // 2))
-    return Rings(num_ranks, warps, slots, chunk, begin, record)
+    return Rings(num_ranks, warps, 1 << (slots.bit_length() - 1), begin, record)
