@@ -57,6 +57,7 @@ def make_send(shape):
         while cuda.any_sync(FULL, left > 0):
             if left > 0 and uint32(put - head) >= uint32(slots):
                 head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
+                fence_proxy_async()  # this lane's copies come after what it has just seen
             goes = left > 0 and uint32(put - head) < uint32(slots)
             mask = uint32(cuda.ballot_sync(FULL, goes))
             for d in range(ranks):  # a row for each rank that has space
@@ -75,7 +76,6 @@ def make_send(shape):
                     cuda.syncwarp()
                     if lane == d:
                         slot = int64((channel * ranks + rank) * slots) + int64(put & uint32(slots - 1))
-                        fence_proxy_async()
                         bulk_store(theirs, rings_at + slot * stride, smem, stage, record_bytes)
                         bulk_commit_group()
             # What was sent before has arrived, but perhaps not the last row.
@@ -107,56 +107,73 @@ def make_send(shape):
 
 @cache
 def make_add_up(shape, biases):
-    """``add_up``: the sum of a token's rows, in the order of the ranks."""
+    """``add_up``: the sum of a token's rows, in the order of the ranks, and of their weights."""
     ranks, slots, rings_at = shape.num_ranks, shape.slots, shape.rings
-    row_words, stride = shape.record.row, shape.record.stride
-    pieces, held = row_words // 4, 4 * ranks  # of 16 bytes
+    row_words, topk, stride, weights_at = shape.record.row, shape.record.scales, shape.record.stride, shape.record.row
+    pieces = row_words // 4  # of 16 bytes
+    at_once = max(1, 16 // ranks)  # pieces of each row that a lane has on their way, 64 registers
+    held = 4 * ranks * at_once
 
     @cuda.jit(device=True)
-    def add_pair(low, high, word):
-        return low + uint_as_float(uint32(word) << uint32(16)), high + uint_as_float(uint32(word) & uint32(0xFFFF0000))
+    def add_piece(sums, a, b, c, d):
+        """To 8 sums, the 8 elements of a piece."""
+        sums[0] += uint_as_float(uint32(a) << uint32(16))
+        sums[1] += uint_as_float(uint32(a) & uint32(0xFFFF0000))
+        sums[2] += uint_as_float(uint32(b) << uint32(16))
+        sums[3] += uint_as_float(uint32(b) & uint32(0xFFFF0000))
+        sums[4] += uint_as_float(uint32(c) << uint32(16))
+        sums[5] += uint_as_float(uint32(c) & uint32(0xFFFF0000))
+        sums[6] += uint_as_float(uint32(d) << uint32(16))
+        sums[7] += uint_as_float(uint32(d) & uint32(0xFFFF0000))
 
     @cuda.jit(device=True)
-    def add_up(mine, x, own_row, bias_0, bias_1, out, token, lane, rank, channel, places, mask):
+    def add_up(
+        mine, x, weights, own_row, bias_0, bias_1, out, out_weights, token, lane, rank, channel, places, mask
+    ):
         """``places``: of lane r, the slot in rank r's ring."""
-        slots_of = cuda.local.array(ranks, int64)
+        begins = cuda.local.array(ranks, int64)
         words = cuda.local.array(held, int32)
         sums = cuda.local.array(8, float32)
         for r in range(ranks):
             place = cuda.shfl_sync(FULL, places, r)
-            slots_of[r] = rings_at + (int64((channel * ranks + r) * slots) + place) * stride
-        for i in range(lane, pieces, 32):
+            begins[r] = rings_at + (int64((channel * ranks + r) * slots) + place) * stride
+        for first in range(lane, pieces, 32 * at_once):
+            for u in range(at_once):
+                i = first + 32 * u
+                for r in range(ranks):
+                    if i < pieces and mask >> uint32(r) & uint32(1):
+                        if r == rank:
+                            a, b, c, d = ld_global_s32x4(x, own_row * row_words + 4 * i)
+                        else:
+                            a, b, c, d = ld_global_s32x4(mine, begins[r] + 4 * i)
+                        j = 4 * (ranks * u + r)
+                        words[j], words[j + 1], words[j + 2], words[j + 3] = a, b, c, d
+            for u in range(at_once):
+                i = first + 32 * u
+                if i < pieces:
+                    at = int64(token) * row_words + 4 * i
+                    for j in range(8):
+                        sums[j] = float32(0)
+                    if biases > 0:
+                        a, b, c, d = ld_global_s32x4(bias_0, at)
+                        add_piece(sums, a, b, c, d)
+                    if biases > 1:
+                        a, b, c, d = ld_global_s32x4(bias_1, at)
+                        add_piece(sums, a, b, c, d)
+                    for r in range(ranks):
+                        if mask >> uint32(r) & uint32(1):
+                            j = 4 * (ranks * u + r)
+                            add_piece(sums, words[j], words[j + 1], words[j + 2], words[j + 3])
+                    a, b = cvt_rn_bf16x2_f32(sums[1], sums[0]), cvt_rn_bf16x2_f32(sums[3], sums[2])
+                    c, d = cvt_rn_bf16x2_f32(sums[5], sums[4]), cvt_rn_bf16x2_f32(sums[7], sums[6])
+                    st_global_s32x4(out, at, int32(a), int32(b), int32(c), int32(d))
+        if lane < topk:
+            total = float32(0)
             for r in range(ranks):
                 if mask >> uint32(r) & uint32(1):
-                    if r == rank:
-                        a, b, c, d = ld_global_s32x4(x, own_row * row_words + 4 * i)
-                    else:
-                        a, b, c, d = ld_global_s32x4(mine, slots_of[r] + 4 * i)
-                    words[4 * r], words[4 * r + 1], words[4 * r + 2], words[4 * r + 3] = a, b, c, d
-            for j in range(8):
-                sums[j] = float32(0)
-            at = int64(token) * row_words + 4 * i
-            if biases > 0:
-                a, b, c, d = ld_global_s32x4(bias_0, at)
-                sums[0], sums[1] = add_pair(sums[0], sums[1], a)
-                sums[2], sums[3] = add_pair(sums[2], sums[3], b)
-                sums[4], sums[5] = add_pair(sums[4], sums[5], c)
-                sums[6], sums[7] = add_pair(sums[6], sums[7], d)
-            if biases > 1:
-                a, b, c, d = ld_global_s32x4(bias_1, at)
-                sums[0], sums[1] = add_pair(sums[0], sums[1], a)
-                sums[2], sums[3] = add_pair(sums[2], sums[3], b)
-                sums[4], sums[5] = add_pair(sums[4], sums[5], c)
-                sums[6], sums[7] = add_pair(sums[6], sums[7], d)
-            for r in range(ranks):
-                if mask >> uint32(r) & uint32(1):
-                    for j in range(4):
-                        sums[2 * j], sums[2 * j + 1] = add_pair(sums[2 * j], sums[2 * j + 1], words[4 * r + j])
-            st_global_s32x4(
-                out, at,
-                int32(cvt_rn_bf16x2_f32(sums[1], sums[0])), int32(cvt_rn_bf16x2_f32(sums[3], sums[2])),
-                int32(cvt_rn_bf16x2_f32(sums[5], sums[4])), int32(cvt_rn_bf16x2_f32(sums[7], sums[6])),
-            )
+                    bits = weights[own_row * topk + lane] if r == rank else mine[begins[r] + weights_at + lane]
+                    total += uint_as_float(uint32(bits))
+            out_weights[int64(token) * topk + lane] = total
 
     return add_up
 
@@ -164,9 +181,8 @@ def make_add_up(shape, biases):
 @cache
 def make_receive(shape, biases):
     """``receive``: what a warp of an odd block does."""
-    ranks, slots, rings_at, progress_at = shape.num_ranks, shape.slots, shape.rings, shape.progress
+    ranks, slots, progress_at = shape.num_ranks, shape.slots, shape.progress
     tail_at, taken_at = regions(ranks).tail(True), taken(True)
-    weights_at, topk, stride = shape.record.row, shape.record.scales, shape.record.stride
     add_up = make_add_up(shape, biases)
 
     @cuda.jit(device=True)
@@ -205,19 +221,9 @@ def make_receive(shape, biases):
             own_row = int64(before) + cuda.shfl_sync(FULL, nth, rank)
             place = int32(wanted & uint32(slots - 1))
             follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
-            add_up(mine, x, own_row, bias_0, bias_1, out, t, lane, rank, channel, place, mask)
-            for i in range(topk):  # lane r has rank r's weight
-                bits = int32(0)
-                if nth >= 0 and lane == rank:
-                    bits = weights[own_row * topk + i]
-                elif nth >= 0:
-                    slot = int64((channel * ranks + source) * slots) + place
-                    bits = mine[rings_at + slot * stride + weights_at + i]
-                total = float32(0)
-                for r in range(ranks):
-                    total += uint_as_float(uint32(cuda.shfl_sync(FULL, bits, r)))
-                if lane == 0:
-                    out_weights[int64(t) * topk + i] = total
+            add_up(
+                mine, x, weights, own_row, bias_0, bias_1, out, out_weights, t, lane, rank, channel, place, mask
+            )
             cuda.syncwarp()  # all have read
             if here and nth >= 0:
                 got = uint32(wanted + uint32(1))

@@ -102,19 +102,31 @@ def make_fill(shape):
     record, bar = shape.record, shape.bar
     row_words, scale_words, topk, row_bytes = record.row, record.scales, record.topk, 4 * record.row
     experts_at, weights_at, source_at = record.experts, record.weights, record.source_index
+    rounds = -(-scale_words // 32)
+    held = max(1, rounds)
 
     @cuda.jit(device=True)
     def fill(smem, bars, warp, lane, stage, t, x, scales, token_stride, scale_stride, experts, weights):
+        # What is small is asked for first, so that it comes while the last row goes.
+        some = cuda.local.array(held, int32)
+        expert = weight = int32(0)
+        for j in range(rounds):
+            if lane + 32 * j < scale_words:
+                some[j] = scales[t * token_stride + (lane + 32 * j) * scale_stride]
+        if lane < topk:
+            expert = int32(experts[int64(t) * topk + lane])
+            weight = weights[int64(t) * topk + lane]
         read()  # who sent the last row has read it
         cuda.syncwarp()
         if lane == 0:
             mbarrier_arrive_expect_tx(bars, bar + warp, row_bytes)
             bulk_load(smem, stage, x, int64(t) * row_words, row_bytes, bars, bar + warp)
-        for i in range(lane, scale_words, 32):
-            smem[int32(stage + row_words + i)] = scales[t * token_stride + i * scale_stride]
-        for i in range(lane, topk, 32):
-            smem[int32(stage + experts_at + i)] = int32(experts[int64(t) * topk + i])
-            smem[int32(stage + weights_at + i)] = weights[int64(t) * topk + i]
+        for j in range(rounds):
+            if lane + 32 * j < scale_words:
+                smem[int32(stage + row_words + lane + 32 * j)] = some[j]
+        if lane < topk:
+            smem[int32(stage + experts_at + lane)] = expert
+            smem[int32(stage + weights_at + lane)] = weight
         if lane == 0:
             smem[int32(stage + source_at)] = t
         fence_proxy_async_shared()
@@ -189,6 +201,7 @@ def make_send(shape):
                 full = here and goes and uint32(put - head) >= uint32(slots)
                 if full:
                     head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
+                    fence_proxy_async()  # this lane's copies come after what it has just seen
                     full = uint32(put - head) >= uint32(slots)
                 waits = int32(1 if cuda.any_sync(FULL, full) else 0)
                 if waits != 0:
@@ -220,7 +233,6 @@ def make_send(shape):
             went = here and goes
             if went:
                 slot = int64((channel * ranks + rank) * slots) + int64(put & uint32(slots - 1))
-                fence_proxy_async()
                 bulk_store(theirs, rings_at + slot * stride, smem, stage, record_bytes)
                 bulk_commit_group()
             if cuda.shfl_sync(FULL, int32(1 if goes else 0), rank) != 0:
