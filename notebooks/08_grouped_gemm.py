@@ -1470,9 +1470,9 @@ if us("maps for groups, horizontal", "update_us"):
     print(f"    update_grouped_tma alone: {us('maps for groups, horizontal', 'update_us'):.2f} us")
 
 # %% [markdown]
-# **Look back.** No copies, no padding, and no block that ends: this is the first kernel that beats the loop, with few
-# tokens by far. With 8192 tokens it does not. A group of 256 tokens is four tiles of 64 here, each of which reads the
-# same weights again. Step 13 looks at that.
+# **Look back.** No copies, no padding, and no block that ends: with 2048 tokens this beats the loop, and with 32 by
+# far. With 8192 tokens it does not. A group of 256 tokens is four tiles of 64 here, each of which reads the same
+# weights again. Step 13 looks at that.
 #
 # ### Step 11: the vertical scheduler
 #
