@@ -34,7 +34,7 @@
 # | visits shared experts too | [03_shared_experts](03_shared_experts.ipynb) | folding them into the others, in SGLang |
 # | travels to the GPU that has them | to come | DeepEP's `dispatch` and `combine` inside one machine |
 # | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
-# | goes through the experts | [08_grouped_gemm](08_grouped_gemm.ipynb) | group GEMM, a grouped matrix product, in hpc-ops |
+# | goes through the experts | [08_grouped_gemm](08_grouped_gemm.ipynb) | the grouped product (group GEMM) of hpc-ops |
 #
 # Before the last one, [07_hopper_from_numba](07_hopper_from_numba.ipynb) shows the instructions that it is made of. It
 # follows no article.
