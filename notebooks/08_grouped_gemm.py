@@ -91,10 +91,10 @@ from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, m
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
-GROUPS, N, K = (4, 128, 256) if simulator.ENABLED else (32, 4096, 7168)  # DeepSeek-V3's gate_up on one of 8 GPUs
-ROWS = 24 if simulator.ENABLED else 2048  # tokens in all groups together
+GROUPS, N, K = (3, 128, 256) if simulator.ENABLED else (32, 4096, 7168)  # DeepSeek-V3's gate_up on one of 8 GPUs
+ROWS = 14 if simulator.ENABLED else 2048  # tokens in all groups together
 DENSE_ROWS = 8 if simulator.ENABLED else 512  # in one group
-FEW_ROWS, MANY_ROWS = (5, 40) if simulator.ENABLED else (32, 8192)
+FEW_ROWS, MANY_ROWS = (3, 36) if simulator.ENABLED else (32, 8192)
 STAGES = 2 if simulator.ENABLED else 4
 FP8, BF16, FULL = torch.float8_e4m3fn, torch.bfloat16, 0xFFFFFFFF
 GEMM = records.recorded("grouped_gemm")  # what `python -m moe_numba bench grouped_gemm` measured
@@ -1539,7 +1539,7 @@ look_back_at_groups("PDL", "vertical", prediction)
 # 32 tiles in place of 48, and 300 us.
 
 # %%
-TOKENS = (8, 16) if simulator.ENABLED else (8, 16, 32, 48, 64, 96, 128)
+TOKENS = (8,) if simulator.ENABLED else (8, 16, 32, 48, 64, 96, 128)
 BY_TILE = {}
 for tokens in TOKENS:
     run = document_step(f"tokens {tokens}", tokens=tokens)
