@@ -34,15 +34,18 @@
 # | visits shared experts too | [03_shared_experts](03_shared_experts.ipynb) | folding them into the others, in SGLang |
 # | travels to the GPU that has them | to come | DeepEP's `dispatch` and `combine` inside one machine |
 # | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
-# | goes through the experts | to come | the grouped matrix product (group GEMM) of hpc-ops, with TMA |
+# | goes through the experts | [08_grouped_gemm](08_grouped_gemm.ipynb) | the grouped product (group GEMM) of hpc-ops |
+#
+# Before the last one, [07_hopper_from_numba](07_hopper_from_numba.ipynb) shows the instructions that it is made of. It
+# follows no article.
 #
 # From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. From the alignment you
 # learn about prefix sums, atomics, races, and blocks that wait for each other. From the shared experts you learn how to
-# find out what a change to a whole layer is worth. The next topics bring the memory of other GPUs and ring buffers,
-# tensor cores and asynchronous copies.
+# find out what a change to a whole layer is worth. From the grouped product you learn about tensor cores, asynchronous
+# copies, and rings of buffers. The topic that is to come brings the memory of other GPUs.
 #
-# So far the notebooks with a link are there, and the others are to come. Read this notebook first, then the others by
-# number. You should know Python and some torch; you need to know nothing about GPUs.
+# The notebooks with a link are there. Read this notebook first, then the others by number. You should know Python and
+# some torch; you need to know nothing about GPUs.
 #
 # A few words to begin with. A kernel is run by many **threads** at once. 32 threads form a **warp** and run in step;
 # a thread's place in its warp is its **lane**, 0 to 31. Up to 1024 threads form a **block**, whose threads can wait

@@ -59,7 +59,7 @@ from moe_numba.align.reference import mismatch as align_mismatch
 from moe_numba.bench import Ladder, call_times, kernel_times, plots, records, torch_layer
 from moe_numba.bench.imports import notebook_sources
 from moe_numba.bench.topic_shared_experts import GATES, layer_times
-from moe_numba.bench.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch
+from moe_numba.bench.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, own_grouped
 from moe_numba.draw import shared_experts as draw
 from moe_numba.gate.reference import biased_grouped_topk as reference_gate
 from moe_numba.launch import launch
@@ -275,7 +275,8 @@ FLOOR_US = floor_us(DECODE)
 # The steps are whole layers: router, gate, alignment, two grouped products, and the weighted sum, for DeepSeek-V3's
 # shapes on one of 8 GPUs. The gate and the alignment are this package's ([01](01_gate.ipynb), [02](02_align.ipynb)).
 # The products are torch's, `torch._grouped_mm` in bfloat16 and `torch._scaled_grouped_mm` in FP8. Between them stand
-# torch operations. Another grouped product can be put in their place: `Layer(..., grouped=...)`. This is the layer:
+# torch operations. Another grouped product can be put in their place, `Layer(..., grouped=...)`, and in the end we put
+# our own there. This is the layer:
 
 # %%
 Markdown("```python\n" + inspect.getsource(Layer.experts) + "```")
@@ -323,9 +324,9 @@ ladder = Ladder(
 us = ladder.us  # a step's median time, measured now or recorded
 
 
-def measure(name, forward, predicted, **more):
+def measure(name, forward, predicted, others=OTHERS, **more):
     """Check and time ``forward(layer, x)`` in all settings."""
-    for which, (layers, x, right) in OTHERS.items():
+    for which, (layers, x, right) in others.items():
         wrong = mismatch(forward(layers[0], x), right, layers[0].dtype)
         assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
         calls = [partial(forward, layer, x) for layer in layers]
@@ -631,6 +632,73 @@ if not KNOWN_ROUTES:
     print("no figure is recorded yet")
 
 # %% [markdown]
+# ### One more step: our own grouped product
+#
+# **Idea.** Torch's two grouped products have stayed the same up to here, and they are most of the time. The package has
+# a grouped product too, the subject of [notebook 08](08_grouped_gemm.ipynb), and `group_gemm_bf16` takes what torch's
+# takes: rows in order, and where each expert's end (`offs`). So it goes in their place, and nothing else changes.
+#
+# Only in bfloat16. This layer's FP8 matrices have a scale for each row, as torch's product wants them. The package's
+# takes one scale for an expert, or one for each 128 x 128 numbers as DeepSeek publishes them. The two layers would not
+# compute the same.
+
+# %%
+Markdown("```python\n" + inspect.getsource(own_grouped) + "```")
+
+# %% [markdown]
+# **Prediction.** For step 0 we guessed that torch's product reads weights at 70 % of the bandwidth. In notebook 08 ours
+# was above 90 % with few tokens. And it has no kernel before it, so two of 2 us go. (The second product is a hard case,
+# however. K is only 256 here, so a tile is finished after four turns.)
+
+# %%
+READS = weights_us(experts_chosen(DECODE) + 1)
+prediction = (us("final") or prediction) - READS / EFFICIENCY + READS / 0.9 - 2 * START_US
+
+
+def folded_on_own(layer, x):
+    return folded_by_gate(layer.on(own_grouped), x)
+
+
+IN_BFLOAT16 = {which: OTHERS[which] for which in ("one", "batch", "prefill")}
+measure("own grouped GEMM", folded_on_own, prediction, {} if simulator.ENABLED else IN_BFLOAT16)
+
+# %%
+look_back("own grouped GEMM", "final", prediction)
+
+# %% [markdown]
+# Does the folding still pay with it? That is in the record of `python -m moe_numba bench shared_experts`: the layer
+# before and after, on either product, and the products alone.
+
+# %%
+def recorded_us(variant, tokens, dtype="float8_e4m3fn", what="layer", model="tp8", key="kernel_us"):
+    """A recorded median in microseconds, or None."""
+    wanted = dict(step=f"{what}: {variant}", size={"tokens": tokens}, dtype=dtype, config={"model": model})
+    row = SHARED and records.find(SHARED, **wanted)
+    return row[key]["median"] if row and key in row else None
+
+
+def percent(new, old):
+    return 100 * (new / old - 1)
+
+
+def own_beside_torchs():
+    """Lines of the recorded layers in bfloat16, on torch's product and on ours."""
+    for what in ("layer", "GEMMs"):
+        for tokens in (1, 8, 64, 256, 1024, 4096):
+            found = [recorded_us(name, tokens, "bfloat16", what) for name in (
+                "separate", "1 shared", "separate, own GEMM", "1 shared, own GEMM")]
+            if all(found):
+                torchs, ours = (f"{old:7.1f} -> {new:7.1f} us ({percent(new, old):+5.1f} %)"
+                                for old, new in (found[:2], found[2:]))
+                yield f"{what:<6} {tokens:5} tokens, apart -> folded in: on torch's {torchs}; on ours {ours}"
+
+
+print("\n".join(own_beside_torchs()) or "no figure is recorded yet")
+
+# %% [markdown]
+# **Look back.** What a layer gains by another product is what the product gains; the rest stays. With the products
+# faster, the rest is a larger part of the time, and so is what the folding saves of it.
+#
 # ### A check must be able to fail
 #
 # Three wrong layers, all of which must be refused: the article's ninth weight without the division; eight replicas that
@@ -754,13 +822,6 @@ bars("GEMMs", "float8_e4m3fn")
 
 
 # %%
-def recorded_us(variant, tokens, dtype="float8_e4m3fn", what="layer", model="tp8", key="kernel_us"):
-    """A recorded median in microseconds, or None."""
-    wanted = dict(step=f"{what}: {variant}", size={"tokens": tokens}, dtype=dtype, config={"model": model})
-    row = SHARED and records.find(SHARED, **wanted)
-    return row[key]["median"] if row and key in row else None
-
-
 def compare_replicas(dtype, what):
     """{tokens: how much longer one shared expert takes than eight replicas, in per cent}; empty if not recorded."""
     times = layer_times(SHARED, "tp8", dtype, what) if SHARED else {}
@@ -1128,10 +1189,6 @@ SIZES = (1, 8, 64, 256, 1024, 2048, 4096, 8192)
 
 def verdict(holds, figure):
     return f"{'confirmed' if holds else 'refuted'}: {figure}"
-
-
-def percent(new, old):
-    return 100 * (new / old - 1)
 
 
 def worse_for(dtype, what):

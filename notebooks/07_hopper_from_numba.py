@@ -115,8 +115,8 @@ draw.problem()
 # ## 2. The reference
 #
 # The product is `D = A Bᵀ`. A has `m` rows and B has `n` rows, of `k` numbers each, in **FP8** (`e4m3`: a sign, 4 bits
-# of exponent, 3 of fraction, so one byte each). D is `bfloat16`. The truth is added up in float64, from float32 products
-# of 128 columns: of FP8 numbers such a product is all but exact, whatever the library does inside.
+# of exponent, 3 of fraction, so one byte each). D is `bfloat16`. The truth is added up in float64, from float32
+# products of 128 columns: of FP8 numbers such a product is all but exact, whatever the library does inside.
 
 # %%
 def reference(a, b):

@@ -44,7 +44,7 @@ class Ladder:
         self.record = records.recorded(topic, gpu, root)
 
     def step(self, name, call, *, prediction_us=None, note=None, size=None, dtype="float32", lost=False, floor_us=None,
-             config=None, timed=None, graph=True, expect_wrong=False, **more):
+             config=None, timed=None, graph=True, slow=False, expect_wrong=False, **more):
         """Run one step, check it, time it (on a GPU) and print one line.
 
         Parameters
@@ -61,6 +61,8 @@ class Ladder:
             What kernel time is taken of, in place of ``call``: one for each of ``rotating``'s sets of inputs.
         graph : bool
             False for a step that a CUDA graph cannot hold, because it waits for the GPU: it has only a call time.
+        slow : bool
+            A step of many milliseconds: kernel time is taken of five launches, once and for all.
         expect_wrong : bool
             The step is there to be refused. It prints why instead of raising; a check that lets it pass raises.
         **more
@@ -92,12 +94,13 @@ class Ladder:
             return
         if expect_wrong:
             raise WrongResult(f"{name} was expected to be wrong, and the check let it pass: the check is too weak")
-        self._calls[name] = (timed or call if graph else None, call)
+        self._calls[name] = (timed or call if graph and not slow else None, call)
         if simulator.ENABLED:
             self.rows.append(records.row(name, **fields))
             print(f"{name:<24} right; simulator: ran, not timed   {self._recorded(name, dtype)}")
             return
-        kernel = kernel_time(timed or call) if graph else None
+        often = {"launches": 1, "replays": 5} if slow else {}
+        kernel = kernel_time(timed or call, **often) if graph else None
         self.rows.append(records.row(name, kernel=kernel, call=call_time(call), **fields))
         print(self.line(self.rows[-1]))
 
@@ -125,6 +128,8 @@ class Ladder:
             if (name := row["step"]) in calls:
                 rest = {key: value for key, value in row.items() if key not in ("step", "kernel_us", "call_us")}
                 self.rows[i] = records.row(name, kernel=kernels.get(name), call=calls[name], **rest)
+                if "kernel_us" in row and name not in kernels:
+                    self.rows[i]["kernel_us"] = row["kernel_us"]  # a slow step's
         self._environment = records.environment()
         for row in self.rows:
             if "refused" not in row:
@@ -152,7 +157,7 @@ class Ladder:
             text += f", {now / floor_us:.1f} times the floor"
         if then:
             same = 0.98 < then / now < 1.02
-            text += f"; as fast as '{before}'" if same else f"; {then / now:.2f} times the speed of '{before}'"
+            text += f"; as fast as '{before}'" if same else f"; {_times(then / now)} times the speed of '{before}'"
         if predicted:
             ratio = now / predicted
             text += "; the prediction was good" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
@@ -215,9 +220,13 @@ def previous(rows, row):
     return next((r for r in reversed(before) if "kernel_us" in r and not r.get("lost")), None)
 
 
+def _times(ratio):
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
+
+
 def gain(other, row):
     """How many times faster ``row``'s kernel is than ``other``'s, as text; None for itself or where a time lacks."""
     if other is None or other is row or "kernel_us" not in other or "kernel_us" not in row:
         return None
     ratio = other["kernel_us"]["median"] / row["kernel_us"]["median"]
-    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else _times(ratio)

@@ -160,7 +160,8 @@ def sweep_figure(series, *, xlabel="tokens", ylabel="us", floor=None, title="", 
         axes.set_yscale("log")
         _plain_numbers(axes.yaxis)
         axes.set_ylabel(_unit(ylabel))
-        axes.grid(axis="y")
+        low, high = axes.get_ylim()
+        axes.grid(axis="y", which="major" if high > 20 * low else "both")  # a short axis has few decades, or none
         _headings(figure, title, caption)
         _name_ends(figure, axes, ends)
     return figure

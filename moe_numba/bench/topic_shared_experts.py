@@ -21,6 +21,7 @@ MODELS = {"tp8": torch_layer.TP8, "ep8": torch_layer.EP8}
 LAYER_TOKENS = {"tp8": [1, 8, 64, 256, 1024, 2048, 4096, 8192], "ep8": [1, 64, 256, 1024, 4096]}
 DTYPES = [torch.bfloat16, torch_layer.FP8]
 VARIANTS = {"separate": 0, "1 shared": 1, "8 replicas": 8}
+OWN = {"separate, own GEMM": 0, "1 shared, own GEMM": 1}  # with this package's grouped GEMM, in bfloat16
 GATES = ["gate alone", "gate, column inside", "gate, then fuse_routing", "gate, then torch"]
 DEVICE = "cuda"
 TITLES = {"layer": "The layer", "GEMMs": "The layer's matrix products alone"}
@@ -162,13 +163,16 @@ def _measure_layer(model, layers, tokens, bandwidth, rate, gemms):
         return layer.fused(x, *routing, shape.num_experts + replicas)
 
     calls, alone, facts = {}, {}, {}
-    for name, replicas in VARIANTS.items():
-        if wrong := torch_layer.mismatch(forward(first, replicas), right, first.dtype):
+    for name, replicas in (VARIANTS | (OWN if first.dtype == torch.bfloat16 else {})).items():
+        made = [layer.on(torch_layer.own_grouped) for layer in layers] if name in OWN else layers
+        if wrong := torch_layer.mismatch(forward(made[0], replicas), right, first.dtype):
             raise AssertionError(f"{name}, {model}, {tokens} tokens: {wrong}")
-        calls[f"layer: {name}"] = [lambda layer=layer, r=replicas: forward(layer, r) for layer in layers]
+        calls[f"layer: {name}"] = [lambda layer=layer, r=replicas: forward(layer, r) for layer in made]
         if gemms:
-            alone[f"GEMMs: {name}"] = [_products(layer, x, replicas) for layer in layers]
+            alone[f"GEMMs: {name}"] = [_products(layer, x, replicas) for layer in made]
         facts[name] = _facts(first, x, replicas, bandwidth, rate)
+        if name in OWN:  # the tiles are torch's
+            del facts[name]["tile_rows"], facts[name]["longest_column"]
     del right
     # A large layer fills the graph by itself; the default would repeat it twenty times.
     often = dict(launches=len(layers), replays=12) if tokens >= 1024 else {}
@@ -285,10 +289,8 @@ def figures(record):
 
 def readme_table(record):
     """The layer before and after, microseconds and kernels, and what appending the column costs."""
-    lines = [
-        "| tokens, weights | shared expert apart | folded in | folded in, 8 replicas | saved | speed of light |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["shared expert apart", "folded in", "folded in, 8 replicas", "saved", "folded in, own products"]
+    lines = [f"| tokens, weights | {' | '.join(heads)} | speed of light |", "|---|" + "---:|" * (len(heads) + 1)]
     starts = {}
     for dtype in map(torch_layer.NAMES.get, DTYPES):
         for tokens, us in layer_times(record, "tp8", dtype).items():
@@ -296,6 +298,8 @@ def readme_table(record):
             rows = {name: records.find(record, step=f"layer: {name}", **wanted) for name in VARIANTS}
             saved = 100 * (1 - us["1 shared"] / us["separate"])
             cells = [f"{us['separate']:.1f}", f"**{us['1 shared']:.1f}**", f"{us['8 replicas']:.1f}", f"{saved:.1f} %"]
+            own = records.find(record, step="layer: 1 shared, own GEMM", **wanted)
+            cells.append(f"{own['kernel_us']['median']:.1f}" if own else "")
             lines.append(f"| {tokens}, {dtype} | {' | '.join(cells)} | {rows['1 shared']['floor_us']:.1f} |")
             if "launches" in rows["separate"]:
                 starts[dtype] = rows["separate"]["launches"], rows["1 shared"]["launches"]

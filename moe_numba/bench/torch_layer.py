@@ -2,7 +2,7 @@
 
 The gate, the alignment and the routing are this package's kernels; between them and the GEMMs stand torch operations,
 the same ones on both sides of a comparison. On a GPU nothing waits for it, so a CUDA graph can hold a whole layer.
-Another grouped GEMM takes the place of torch's as ``Layer(..., grouped=...)``.
+Another grouped GEMM takes the place of torch's as ``Layer(..., grouped=...)``; this package's is ``own_grouped``.
 """
 
 import copy
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from moe_numba import biased_grouped_topk, moe_align_block_size, simulator
+from moe_numba import biased_grouped_topk, group_gemm_bf16, moe_align_block_size, simulator
 from moe_numba.shared_experts import reference
 
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0  # the largest number of this type
@@ -42,7 +42,7 @@ class Shape:
 
 TP8 = Shape(256, 8, 7168, 256, 8, 4)  # DeepSeek-V3 cut into eight parts: each rank has an eighth of every expert
 EP8 = Shape(32, 8, 7168, 2048)  # DeepSeek-V3 dealt to eight ranks: each has 32 whole experts, and 8 slots for a token
-SMALL = Shape(16, 4, 32, 16, 4, 2)  # for the simulator
+SMALL = Shape(16, 4, 64, 64, 4, 2)  # for the simulator; this package's grouped GEMM wants multiples of 64
 
 
 def sizes():
@@ -91,6 +91,13 @@ def torch_grouped(rows, scales, matrices, ends):
         out[part] = _product(rows[part], None if scales is None else scales[part], matrices, expert)
         start = end
     return out
+
+
+def own_grouped(rows, scales, matrices, ends):
+    """The same by this package, in bfloat16: of FP8 it takes other scales than one for each row of a matrix."""
+    if rows.dtype != torch.bfloat16:
+        raise TypeError(f"rows are {rows.dtype}; own_grouped takes torch.bfloat16")
+    return group_gemm_bf16(rows, matrices.values, None, None, offs=ends)
 
 
 def torch_dense(rows, scales, matrices, expert):
@@ -173,6 +180,12 @@ class Layer:
             own = getattr(self, name)
             scales = None if own.scales is None else own.scales.clone()
             setattr(other, name, Matrices(own.values.clone(), scales))
+        return other
+
+    def on(self, grouped):
+        """The same layer, weights and all, with another grouped GEMM."""
+        other = copy.copy(self)
+        other.grouped = grouped
         return other
 
     def tokens(self, count):
