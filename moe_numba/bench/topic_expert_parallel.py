@@ -25,8 +25,11 @@ STEPS = {"moe_numba": "final", "the document's kernel": "document", "torch": "to
 def sizes():
     """What a notebook runs here: DeepSeek-V3's routing on a GPU, a small one with few tokens in the simulator."""
     if simulator.ENABLED:
-        return SimpleNamespace(device="cpu", num_experts=64, topk=4, ranks=4, tokens=96, few=8, many=128, threads=64)
-    return SimpleNamespace(device="cuda", **DEEPSEEK_V3, tokens=4096, few=64, many=65536, threads=256)
+        small = dict(num_experts=64, topk=4, ranks=4)
+        return SimpleNamespace(device="cpu", **small, tokens=96, few=8, many=128, threads=64, sweep=(1, 33))
+    return SimpleNamespace(
+        device="cuda", **DEEPSEEK_V3, tokens=4096, few=64, many=65536, threads=256, sweep=TOKENS
+    )
 
 
 def uniform_routing(tokens, num_experts, topk, device=DEVICE):
