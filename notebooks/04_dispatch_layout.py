@@ -87,6 +87,8 @@ DEVICE, EXPERTS, TOPK, RANKS, THREADS = HERE.device, HERE.num_experts, HERE.topk
 #   even if two of its experts are there. That saves bytes on the links.
 # - `num_tokens_per_rank`: how many tokens go to each rank. The sum of a column of the table before.
 # - `num_tokens_per_expert`: how many of its tokens each expert gets. Here two experts of one rank count twice.
+#
+# (Between hosts there is a fourth, the tokens for each host, `num_tokens_per_rdma_rank`. Inside one it is `None`.)
 
 # %%
 torch.manual_seed(0)
@@ -100,8 +102,8 @@ draw.problem(SMALL, num_experts=4)
 # there to fill a batch) counts nowhere.
 
 # %%
-Markdown("```python\n" + inspect.getsource(dispatch_layout).partition('"""')[0]
-         + inspect.getsource(dispatch_layout).rpartition('"""')[2].lstrip("\n") + "```")
+head, _, rest = inspect.getsource(dispatch_layout).partition('    """')
+Markdown("```python\n" + head + rest.partition('"""\n')[2] + "```")
 
 # %%
 NAMES = "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
@@ -340,10 +342,11 @@ measure("global atomics", run_global_atomics, prediction)
 look_back("global atomics", "torch", prediction)
 if us("global atomics"):
     slower = us("global atomics", "skewed_us") / us("global atomics")
-    print(f"when all tokens want the same experts it takes {slower:.2f} times as long: the queues are longer")
+    print(f"when all tokens want the same experts it takes {slower:.2f} times as long")
 
 # %% [markdown]
-# **Look back.** The last line shows the weak point. How long this kernel takes depends on what the tokens want.
+# **Look back.** The last line asks whether the time depends on what the tokens want. When all want the same, 8 experts'
+# counters have a queue each of all tokens, and the other counters have none.
 #
 # ### Step 2: shared atomics
 #
@@ -408,9 +411,12 @@ measure("shared atomics", run_shared_atomics, prediction)
 
 # %%
 look_back("shared atomics", "global atomics", prediction)
+if us("shared atomics"):
+    print(f"two launches that write zeros: {200 * EMPTY_US[False] / us('shared atomics'):.0f} % of the time, or more")
 
 # %% [markdown]
-# **Look back.** Two launches that only write zeros are a large part of what is left. Keep them in mind.
+# **Look back.** Two of the three launches only write zeros, and the last line says what share of the time that is at
+# the least. Keep them in mind.
 #
 # ### Step 3: private counters, as in the document
 #
@@ -455,9 +461,10 @@ Markdown("```python\n" + inspect.getsource(document_layout.make_document_kernel)
 draw.banks(8, (8, 9))
 
 # %% [markdown]
-# Who goes down a column? Not the counting: there each thread is at its own token's expert. But the **clearing**: all
-# threads of a warp clear column 0, then column 1, and so on. Let us count the turns that the banks of one block need,
-# for our ids, with rows of 32 words and of 33. The adding up at the end goes along a row: neighbours, different banks.
+# Who goes down a column? Not the counting: there each thread is at its own token's expert. (Two threads at the same
+# expert do meet in its bank.) But the **clearing** does: all threads of a warp clear column 0, then column 1, and so
+# on. Let us count the turns that the banks of one block need, for our ids, with rows of 32 words and of 33. The adding
+# up at the end goes along a row: neighbours, different banks.
 
 
 # %%
@@ -482,11 +489,10 @@ def turns_of_block(ids, width, columns=32, threads=256):
     return {"clearing": clearing, "counting": turns_of_counting(ids, width, columns, threads), "adding up": adding}
 
 
-for which, ids in {"4096 tokens": IDS, "the same experts for all": OTHERS["skewed"]}.items():
+for which, ids in {"": IDS, ", the same experts for all": OTHERS["skewed"]}.items():
     for width in (32, 33):
-        found = turns_of_block(ids, width)
-        print(f"{which if not simulator.ENABLED else which + ' (few, here)':<40} rows of {width}: "
-              + ", ".join(f"{what} {turns}" for what, turns in found.items()))
+        found = ", ".join(f"{what} {turns}" for what, turns in turns_of_block(ids, width).items())
+        print(f"{len(ids)} tokens{which}, rows of {width}: {found}")
 CLEARING_TURNS = {width: turns_of_block(IDS, width)["clearing"] for width in (32, 33)}
 CLEARING_US = {width: turns / CLOCK_MHZ for width, turns in CLEARING_TURNS.items()}
 print(f"the clearing alone: {CLEARING_US[32]:.1f} us with rows of 32, {CLEARING_US[33]:.2f} us with rows of 33")
@@ -551,10 +557,8 @@ def show(*changes):
 
 
 WIDER = (
-    ("rows = cuda.shared.array((threads, EXPERTS_OF_BLOCK), int32)",
-     "rows = cuda.shared.array((threads, EXPERTS_OF_BLOCK + 1), int32)"),
-    ("rows = cuda.shared.array((threads, RANKS_OF_BLOCK), int32)",
-     "rows = cuda.shared.array((threads, RANKS_OF_BLOCK + 1), int32)"),
+    ("rows = cuda.shared.array((threads, EXPERTS_OF_BLOCK), int32)", "rows = cuda.shared.array((threads, 33), int32)"),
+    ("rows = cuda.shared.array((threads, RANKS_OF_BLOCK), int32)", "rows = cuda.shared.array((threads, 9), int32)"),
 )
 show(*WIDER)
 
@@ -567,8 +571,8 @@ lost_unless_faster("rows of 33 words", "private counters")
 look_back("rows of 33 words", "private counters", prediction)
 
 # %% [markdown]
-# **Look back.** The difference is the same for one token and for many, because the clearing does not depend on the
-# tokens. If it is less than predicted, other things went on beside the clearing.
+# **Look back.** Compare the differences: the clearing does not depend on the tokens, so they should be alike for one
+# token and for many. Where a difference is less than predicted, other work went on beside the clearing.
 #
 # ### Step 5: the same with atomics
 #
@@ -768,9 +772,9 @@ look_back("final", "teams of lanes", prediction)
 # %% [markdown]
 # ### A check must be able to fail
 #
-# Three kernels that are wrong on purpose. The first writes a count where a flag belongs: a token with two experts on a
-# rank gets a 2, which is as true as a 1 to most readers, but not to one that adds up. The second counts a token for a
-# rank once for each expert. The third forgets the last token.
+# Three results that are wrong on purpose. The first comes from a kernel that writes a count where a flag belongs: a
+# token with two experts on a rank gets a 2, which is as true as a 1 to most readers, but not to one that adds up. The
+# second counts a token for a rank once for each expert. The third forgets the last token.
 
 # %%
 def counts_experts_for_ranks(ids, outputs):
@@ -990,8 +994,9 @@ assert SHARED is None or SHARED["words"] == list(range(100, 108))
 #
 # **Counters on the host.** After the layout the ranks will tell each other how many tokens to expect, and the *host*
 # must know the sum, to allocate the output. So the last thing that the constructor makes are counters (计数器) in
-# **pinned** host memory (memory that the operating system does not move), mapped so that a GPU can store into it. They
-# begin at -1, and the host looks again and again (it **polls**) until the number is there. No copy is called for.
+# **pinned** host memory (memory that the operating system does not move), mapped so that a GPU can store into it: one
+# for all tokens that will come, and one for each of the rank's experts. They begin at -1, and the host looks again and
+# again (it **polls**) until the number is there. No copy is called for.
 
 # %%
 @cuda.jit
@@ -1081,8 +1086,8 @@ claims.append(("(not in the article) the banks cost it time", verdict(
     new < 0.98 * old, f"{old:.1f} -> {new:.1f} us with rows of 33 words") if old and new else NOT_RECORDED))
 stack = CODE["private"]["stack bytes"]
 claims.append(("is_in_rank, 8 numbers, is kept in registers (寄存器)", verdict(
-    stack == 0, f"compiled from Numba the kernel has a stack of {stack} bytes: an index that is known only when "
-    "the kernel runs cannot name a register")))
+    stack == 0, f"as Numba compiles it, the kernel has a stack of {stack} bytes for it; an index that is known only "
+    "when the kernel runs names no register")))
 experts_on_a_rank = int(per_expert.sum())
 claims.append(("A token counts once for a rank, and once for each of its experts", verdict(
     VISITED < TOPK and experts_on_a_rank == HERE.tokens * TOPK,
