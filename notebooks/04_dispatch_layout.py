@@ -49,6 +49,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import warnings
 from functools import cache
 from math import comb
@@ -554,8 +555,8 @@ def changed(*changes):
 
 def show(*changes):
     for old, new in changes:
-        print(*(f"- {line.strip()}" for line in old.splitlines()), sep="\n")
-        print(*(f"+ {line.strip()}" for line in new.splitlines()), sep="\n")
+        for sign, text in (("-", old), ("+", new)):
+            print(*(f"{sign} {line}" for line in textwrap.dedent(text).splitlines()), sep="\n")
 
 
 WIDER = (
@@ -984,9 +985,13 @@ elif cupy is None:
     SHARED = None
     print("CuPy, which knows the calls for handles, is not installed; here this is left out.")
 else:
-    SHARED = across_processes(cupy)
-    print(f"a handle of {SHARED['handle_bytes']} bytes;", SHARED["own_process"])
-    print("a second process stored into this one's buffer:", SHARED["words"])
+    try:
+        SHARED = across_processes(cupy)
+        print(f"a handle of {SHARED['handle_bytes']} bytes;", SHARED["own_process"])
+        print("a second process stored into this one's buffer:", SHARED["words"])
+    except RuntimeError as error:  # CUDA's own error is one too
+        SHARED = None
+        print("This system does not share memory between processes:", str(error).strip().splitlines()[-1])
 assert SHARED is None or SHARED["words"] == list(range(100, 108))
 
 # %% [markdown]
