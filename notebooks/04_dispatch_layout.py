@@ -994,6 +994,12 @@ else:
         print("This system does not share memory between processes:", str(error).strip().splitlines()[-1])
 assert SHARED is None or SHARED["words"] == list(range(100, 108))
 
+# %%
+# The record of the ladder gets this too.
+if not simulator.ENABLED and SHARED:
+    next(row for row in ladder.rows if row["step"] == "final")["ipc"] = {"handle_bytes": SHARED["handle_bytes"]}
+ladder.save(notebook_sources("notebooks/04_dispatch_layout.py"))
+
 # %% [markdown]
 # Both processes used the same GPU here. With two GPUs nothing changes but the way that the stores take. Two things to
 # know: a handle is for a whole `cudaMalloc`, not for a piece of some pool, so torch's usual memory cannot be shared
@@ -1217,11 +1223,6 @@ for name, said in in_simulator(faults, FAULTS, check, changed).items():
 # ## The final kernel
 #
 # This is what `moe_numba.expert_parallel.get_dispatch_layout` runs.
-
-# %%
-if not simulator.ENABLED and SHARED:
-    next(row for row in ladder.rows if row["step"] == "final")["ipc"] = {"handle_bytes": SHARED["handle_bytes"]}
-ladder.save(notebook_sources("notebooks/04_dispatch_layout.py"))
 
 # %%
 from moe_numba.expert_parallel import layout as final_kernel
