@@ -1,0 +1,77 @@
+"""What is measured of expert parallelism: rows, figures and the table, with a clock that stands still."""
+
+import pytest
+import torch
+
+from moe_numba.bench import Stats, records, topics
+from moe_numba.bench import topic_expert_parallel as topic
+from moe_numba.expert_parallel import document_layout, reference
+
+ABOUT = dict(driver="1", versions={}, commit="1234567", date="2026-01-01T00:00:00Z", sources={"a": "b"})
+
+
+@pytest.fixture
+def small(monkeypatch, device):
+    """The topic with few tokens and experts, and times that are made up; each step runs once."""
+    times = iter(range(10, 10**6))
+
+    def timed(named, **_):
+        for calls in named.values():
+            (calls if callable(calls) else calls[0])()
+        return {name: Stats(t, t - 1.0, t + 1.0) for name, t in zip(named, times, strict=False)}
+
+    empty = records.row("empty kernel", config={"dependent": True}, kernel=Stats(0.4, 0.3, 0.5))
+    for name, value in {
+        "DEEPSEEK_V3": dict(num_experts=64, topk=4, ranks=4), "OTHERS": [dict(num_experts=6, topk=2, ranks=3)],
+        "TOKENS": [1, 30], "OTHER_TOKENS": [5], "CALL_TOKENS": 30, "DEVICE": device, "kernel_times": timed,
+        "call_times": timed, "copy_bandwidth": lambda: 4e12, "empty_kernel": lambda: [empty],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(topic, name, value)
+
+
+def test_the_command_line_knows_the_topic():
+    assert "expert_parallel" in topics()
+
+
+def test_the_topics_rows_figures_and_table(small):
+    record = {"topic": "expert_parallel", "gpu": "NVIDIA Toy", **ABOUT, "rows": topic.measure([], False)}
+    assert records.invalid(record) == []
+    rows = records.select(record, operation="layout")
+    assert len(rows) == len(record["rows"]) - 1 == 3 * 3 + 1
+    for row in rows:
+        assert set(row["config"]) == {"num_experts", "topk", "ranks"} and set(row["size"]) == {"tokens"}
+        assert row["step"] in ("final", "final, out=", "document", "torch") and row["dtype"] == "int64"
+        assert row["bytes"] > 0 and row["floor_us"] >= 0
+    final = records.find(record, step="final", size={"tokens": 30})
+    assert final["call_us"] and final["bytes"] == 8 * 30 * 4 + 30 * 4 + 4 * (64 + 4)
+    assert "call_us" not in records.find(record, step="final", size={"tokens": 1})
+    assert "layout" in topic.figures(record)
+    table = topic.readme_table(record)
+    assert table.count("\n| ") == 2 and "NVIDIA Toy" in table and "the document's kernel" in table
+
+
+def test_quick_is_less(small, monkeypatch):
+    monkeypatch.setattr(topic, "measure_layout", lambda config, tokens, bandwidth: [tokens])
+    assert topic.measure([], True)[1:] == [64, 4096]
+
+
+@pytest.mark.parametrize("experts, ranks, topk", [(64, 4, 4), (6, 3, 6), (8, 1, 2)])
+def test_the_torch_way_to_count(experts, ranks, topk, device):
+    for tokens in (0, 1, 70):
+        ids = topic.uniform_routing(tokens, experts, topk, device)
+        assert ids.shape == (tokens, topk) and ids.dtype == torch.int64 and ids.is_contiguous()
+        assert all(len(set(row)) == topk for row in ids.tolist())
+        right = reference.dispatch_layout(ids, ranks, experts)
+        for given, wanted in zip(topic.torch_layout(ids, experts, ranks), right, strict=True):
+            assert given.dtype == wanted.dtype and torch.equal(given, wanted)
+
+
+def test_a_wrong_step_is_not_timed(small, monkeypatch):
+    monkeypatch.setattr(document_layout, "get_dispatch_layout", lambda ids, experts, ranks, out: out)  # writes nothing
+    with pytest.raises(AssertionError, match="document, .*5 tokens: the layout is wrong"):
+        topic.measure_layout(topic.DEEPSEEK_V3, 5, 1e12)
+
+
+def test_sizes_fit_the_kernels():
+    here = topic.sizes()
+    assert here.num_experts % here.ranks == 0 and here.topk <= here.num_experts and here.few < here.tokens <= here.many
