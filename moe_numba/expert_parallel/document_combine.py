@@ -127,7 +127,7 @@ def make_add_up(constants):
     """``add_up(...)``: a warp adds up a token's rows. ``slot`` is, in lane r, where that of rank r lies, or -1."""
     ranks, topk, row_words, biases = constants.ranks, constants.topk, constants.row_bytes // 4, constants.biases
     at = combine_regions(constants)
-    x_at, weights_at = at.x // 4, at.topk_weights // 4  # in elements
+    x_at, weights_at, words_at_once = at.x // 4, at.topk_weights // 4, 4 * ranks
 
     @cuda.jit(device=True)
     def add(sums, a, b, c, d):
@@ -138,14 +138,14 @@ def make_add_up(constants):
 
     @cuda.jit(device=True)
     def add_up(words, floats, slot, first_bias, second_bias, out, out_weights, token, lane):
-        slots, rows = cuda.local.array(ranks, int64), cuda.local.array(4 * ranks, int32)
+        slots, rows = cuda.local.array(ranks, int32), cuda.local.array(words_at_once, int32)
         sums = cuda.local.array(8, float32)
         for r in range(ranks):
             slots[r] = cuda.shfl_sync(FULL, slot, r)
         for i in range(4 * lane, row_words, 128):
             for r in range(ranks):  # all on their way at once
                 if slots[r] >= 0:
-                    a, b, c, d = ld_global_s32x4(words, x_at + slots[r] * row_words + i)
+                    a, b, c, d = ld_global_s32x4(words, x_at + int64(slots[r]) * row_words + i)
                     rows[4 * r], rows[4 * r + 1], rows[4 * r + 2], rows[4 * r + 3] = a, b, c, d
             for k in range(8):
                 sums[k] = float32(0)
@@ -170,7 +170,7 @@ def make_add_up(constants):
             total = float32(0)
             for r in range(ranks):
                 if slots[r] >= 0:
-                    total += floats[weights_at + slots[r] * topk + lane]
+                    total += floats[weights_at + int64(slots[r]) * topk + lane]
             out_weights[token * topk + lane] = total
 
     return add_up
@@ -191,16 +191,17 @@ def make_reduce(constants):
     ):
         first, last = channel_range(num_tokens, channel)
         for token in range(first + warp - 1, last, warps - 1):
-            place, there, slot = int32(-1), True, int64(-1)
+            place, there, slot = int32(-1), True, int32(-1)
             if lane < ranks:
                 place = send_head[token * ranks + lane]
                 if place >= 0:
-                    slot = int64(channel * ranks + lane) * ring + int64(uint32(place) % uint32(ring))
+                    slot = int32((channel * ranks + lane) * ring + int32(uint32(place) % uint32(ring)))
                     there, _ = wait_token(tails, lane, place, place, rank, channel, lane, patience, status)
             no_more = int32(place + 1 if place >= 0 else -place - 1)  # need of what lies before it
             if fault == "early head" and lane < ranks:
                 st_release_cta_shared_s32(heads, warp * ranks + lane, no_more)
             if cuda.all_sync(FULL, there):
+                cuda.syncwarp()  # what a lane has acquired, all lanes read
                 add_up(words, floats, slot, first_bias, second_bias, out, out_weights, token, lane)
                 cuda.syncwarp()
                 if lane < ranks:
@@ -221,7 +222,7 @@ def make_combine(constants):
     """
     ranks, warps = constants.ranks, constants.warps * constants.ranks
     send_back, update_heads = make_send_back(constants), make_update_heads(constants)
-    reduce = make_reduce(constants)
+    reduce, all_heads = make_reduce(constants), ranks * warps
 
     @cuda.jit
     def combine(
@@ -229,14 +230,15 @@ def make_combine(constants):
         second_bias, num_tokens, peers, rank, patience, status,
     ):
         given_up, tails = cuda.shared.array(ranks, int32), cuda.shared.array(ranks, int32)
-        heads, retired = cuda.shared.array(ranks * warps, int32), cuda.shared.array(warps, int32)
+        heads, retired = cuda.shared.array(all_heads, int32), cuda.shared.array(warps, int32)
         thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
         lane, warp, channel = thread % 32, thread // 32, block // 2
         if thread < ranks:
-            given_up[thread] = tails[thread] = int32(0)
+            given_up[thread] = int32(0)
+            tails[thread] = int32(0)
         if thread < warps:
             retired[thread] = int32(0)
-        for i in range(thread, ranks * warps, 32 * warps):
+        for i in range(thread, all_heads, 32 * warps):
             heads[i] = int32(0)
         cuda.syncthreads()
         if block % 2 == 0:

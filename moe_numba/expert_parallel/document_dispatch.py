@@ -1,8 +1,8 @@
 """The document's dispatch: rows travel through rings in the receivers' buffers, and from there to their places.
 
-Blocks come in pairs, a pair for a channel: the even one sends the channel's tokens, the odd one receives. A few warps of
-a block serve one rank. The sender asks for room for a chunk, fills the slots that follow its **tail**, and publishes the
-tail; the receiver copies what lies between its **head** and the tail to its end, and publishes the head.
+Blocks come in pairs, a pair for a channel: the even one sends the channel's tokens, the odd one receives. A few warps
+of a block serve one rank. The sender asks for room for a chunk, fills the slots that follow its **tail**, and publishes
+the tail; the receiver copies what lies between its **head** and the tail to where it belongs, and publishes the head.
 
 Where this differs from DeepEP, it mends: flags are released and acquired where DeepEP polls by ``volatile``; rings are
 read by ordinary loads, not by those for memory that nobody writes; the warps of a rank meet once after they have read
@@ -51,7 +51,8 @@ def make_send_row(constants):
 
     @cuda.jit(device=True)
     def send_row(
-        words, indices, floats, slot, x, x_scales, token_stride, column_stride, topk_idx, topk_weights, token, peer, lane
+        words, indices, floats, slot, x, x_scales, token_stride, column_stride, topk_idx, topk_weights, token, peer,
+        lane,
     ):
         copy_row(words, x_at + slot * row_words, x, token * row_words, lane)
         if lane == 0:
@@ -70,7 +71,7 @@ def make_send_row(constants):
 
 @cache
 def make_send(constants):
-    """``send(...)``: the even block of a channel. A warp in turn takes a token; all of a rank's walk past all tokens."""
+    """``send(...)``: the even block of a channel. A rank's warps take tokens in turn, and all walk past all of them."""
     ranks, ring, chunk, warps = constants.ranks, constants.ring, constants.chunk, constants.warps
     channels, fault = constants.channels, constants.fault
     at = dispatch_regions(constants)
@@ -103,14 +104,14 @@ def make_send(constants):
             has_room, sent = given_up[peer] == 0, int32(0)
             while sent < chunk and token < last:
                 chosen = is_token_in_rank[token * ranks + peer] != 0
-                if token % warps == warp and lane == 0:
+                if int32(uint32(token) % uint32(warps)) == warp and lane == 0:
                     send_head[token * ranks + peer] = tail if chosen else int32(-1)
                 if chosen:
                     slot = queue * ring + int64(uint32(tail) % uint32(ring))
                     tail = int32(tail + 1)
                     if fault == "tail first" and leads:
                         st_release_sys_s32(words, tail_at + queue, tail)
-                    if uint32(tail) % uint32(warps) == warp and has_room:
+                    if int32(uint32(tail) % uint32(warps)) == warp and has_room:
                         send_row(
                             words, indices, floats, slot, x, x_scales, token_stride, column_stride,
                             topk_idx, topk_weights, token, peer, lane,

@@ -1,12 +1,12 @@
 """The document's kernels that go before the transfers: all ranks meet, exchange their counts, and clear the queues.
 
-Where they differ from DeepEP's, they mend: additions to signals release and polls acquire, where DeepEP fences and polls
-by ``volatile``; and who waits too long for another rank says so and ends.
+Where they differ from DeepEP's, they mend: additions to signals release and polls acquire, where DeepEP fences and
+polls by ``volatile``; and who waits too long for another rank says so and ends.
 """
 
 from functools import cache
 
-from numba import cuda, int32, int64
+from numba import cuda, int32
 
 from moe_numba import simulator
 from moe_numba.expert_parallel.document_regions import combine_regions, dispatch_regions
@@ -44,7 +44,7 @@ def make_barrier(ranks):
             red_add_relaxed_sys_s32(mine, thread, TAG)
             red_add_release_sys_s32(pointer_from_address(signals[thread], like), rank, -TAG)
             came, _ = wait(mine, thread, 0, 0, rank, -1, thread, patience, status)
-        return cuda.syncthreads_and(came) != 0
+        return cuda.syncthreads_and(int32(came)) != 0
 
     return barrier_block
 
@@ -55,7 +55,7 @@ def make_notify_dispatch(constants):
 
     Block 0 exchanges the counts with the other ranks; block 1 + r counts which channel sends how much to rank r.
     ``channel_prefix`` [ranks, channels] and ``rank_prefix`` [ranks, ranks] are the handle's matrices; ``counter`` and
-    ``expert_counter`` may lie in the host's memory, and be -1 beforehand, so that the host can tell when they are there.
+    ``expert_counter`` may lie in the host's memory, and be -1 beforehand, so that the host sees when they come.
     """
     ranks, channels = constants.ranks, constants.channels
     experts = constants.experts // ranks  # of a rank
@@ -92,7 +92,7 @@ def make_notify_dispatch(constants):
                 total = int32(0)
                 for source in range(ranks):
                     total = int32(total + mine[counts + source * experts + i])
-                aligned = (total + expert_alignment - 1) // expert_alignment * expert_alignment
+                aligned = int32(int32(total + expert_alignment - 1) // expert_alignment) * expert_alignment
                 st_relaxed_sys_s32(expert_counter, i, int32(aligned))
             cuda.syncthreads()  # the counts lie where the queues begin
             for i in range(counts + thread, queues_end, THREADS):

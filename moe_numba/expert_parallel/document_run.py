@@ -71,6 +71,9 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
     values, scales = x if isinstance(x, tuple) else (x, None)
     if values.shape[1] * values.element_size() != c.row_bytes:
         raise ValueError(f"a row of x has {values.shape[1] * values.element_size()} bytes, not {c.row_bytes}")
+    given = (scales.shape[1] if scales is not None else 0), (topk_idx.shape[1] if topk_idx is not None else 0)
+    if given != (c.scales, c.topk):
+        raise ValueError(f"constants have {c.scales} scales and topk {c.topk}, but {given} were given")
 
     def made(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -85,7 +88,7 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
     if topk_idx is None:
         topk_idx, topk_weights = made(1, dtype=torch.int64), made(1, dtype=torch.float32)
     launch(
-        make_dispatch(c), 2 * c.channels, c.threads, _words(values), scales, *scales.stride(), topk_idx, topk_weights,
+        make_dispatch(c), 2 * c.channels, c.threads, _words(values), scales, *map(np.int64, scales.stride()), topk_idx, topk_weights,
         is_token_in_rank, channel_prefix, _words(recv_values), recv_scales, recv_topk_idx, recv_topk_weights, src_idx,
         recv_channel_prefix, send_head, len(values), r.buffers, *_others(r)[2:],
         cooperative=True, launch_bounds=c.threads,

@@ -117,11 +117,11 @@ def make_copy_row(row_bytes, load, at_once=4):
 
     A lane has ``at_once`` vectors of 16 bytes on their way at a time.
     """
-    vectors = row_bytes // 16
+    vectors, size = row_bytes // 16, 4 * at_once
 
     @cuda.jit(device=True)
     def copy_row(to, to_at, source, source_at, lane):
-        words = cuda.local.array(4 * at_once, int32)
+        words = cuda.local.array(size, int32)
         for first in range(lane, vectors, 32 * at_once):
             for k in range(at_once):
                 if first + 32 * k < vectors:

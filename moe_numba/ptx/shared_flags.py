@@ -20,8 +20,9 @@ def poll_acquire_cta_shared_s32(array, index):
 
 def st_release_cta_shared_s32(array, index, value):
     """``st.release.cta.shared.s32``: to element ``index``, after all that this thread has stored or seen."""
-    array[index] = value
-    simulator.thread().grid.progress()
+    if array[index] != value:  # else nobody waits for it
+        array[index] = value
+        simulator.thread().grid.progress()
 
 
 _LOAD, _STORE = "ld.acquire.cta.shared.s32 $0, [$1];", "st.release.cta.shared.s32 [$0], $1;"
