@@ -88,9 +88,9 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
     if topk_idx is None:
         topk_idx, topk_weights = made(1, dtype=torch.int64), made(1, dtype=torch.float32)
     launch(
-        make_dispatch(c), 2 * c.channels, c.threads, _words(values), scales, *map(np.int64, scales.stride()), topk_idx, topk_weights,
-        is_token_in_rank, channel_prefix, _words(recv_values), recv_scales, recv_topk_idx, recv_topk_weights, src_idx,
-        recv_channel_prefix, send_head, len(values), r.buffers, *_others(r)[2:],
+        make_dispatch(c), 2 * c.channels, c.threads, _words(values), scales, *map(np.int64, scales.stride()),
+        topk_idx, topk_weights, is_token_in_rank, channel_prefix, _words(recv_values), recv_scales, recv_topk_idx,
+        recv_topk_weights, src_idx, recv_channel_prefix, send_head, len(values), r.buffers, *_others(r)[2:],
         cooperative=True, launch_bounds=c.threads,
     )
     handle = Handle(rank_prefix, channel_prefix, recv_channel_prefix, src_idx, is_token_in_rank, send_head)
