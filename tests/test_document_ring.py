@@ -348,6 +348,8 @@ def test_rings_that_may_lock_up_are_refused():
             dispatch_all(ranks, c._replace(ring=1), inputs.x, inputs.is_token_in_rank)
         with pytest.raises(ValueError, match="the ring has 3 rows; it must have 4"):
             combine_all(ranks, c._replace(ring=3), inputs.x, [None, None])
+        with pytest.raises(ValueError, match="fault is 'plain head'"):
+            dispatch_all(ranks, c._replace(fault="plain head"), inputs.x, inputs.is_token_in_rank)
 
 
 @pytest.mark.parametrize("part", ["x", "order", "src_idx", "topk_idx", "topk_weights", "nan"])

@@ -98,10 +98,10 @@ def least_bytes(dispatch=None, combine=None):
 
 
 def least_ring(combine):
-    """The fewest rows of a combine's queue that cannot lock up: of a ring, more than chunk.
+    """The fewest rows of a combine's ring with which it cannot lock up.
 
-    ``reducers`` warps of a block take a token each. They may hold back as many rows less one, which the queue's head
-    has to wait for, while the sender waits for room for a whole chunk. DeepEP asks for chunk + 1, and may hang.
+    Each of a block's ``reducers`` has a token. The head may be as many rows less one behind what they have read, while
+    the sender waits for room for a whole chunk. DeepEP asks for chunk + 1 rows, and may hang.
     """
     reducers = combine.warps * combine.ranks - 1
     return combine.chunk + reducers - 1

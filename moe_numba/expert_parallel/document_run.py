@@ -5,7 +5,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from moe_numba.expert_parallel.document_combine import FAULTS as COMBINE_FAULTS
 from moe_numba.expert_parallel.document_combine import make_combine
+from moe_numba.expert_parallel.document_dispatch import FAULTS as DISPATCH_FAULTS
 from moe_numba.expert_parallel.document_dispatch import make_dispatch
 from moe_numba.expert_parallel.document_notify import (
     THREADS,
@@ -136,6 +138,9 @@ def _words(tensor):
 def _check(c, combine=False):
     if not 1 <= c.ranks <= 8 or c.row_bytes % 16 or c.topk > 32 or c.experts % c.ranks or not 64 <= c.threads <= 1024:
         raise ValueError(f"these constants cannot be: {c}")
+    faults = COMBINE_FAULTS if combine else DISPATCH_FAULTS
+    if c.fault not in ("", *faults):
+        raise ValueError(f"fault is {c.fault!r}; {faults} are known")
     least = least_ring(c) if combine else c.chunk
     if c.ring < least and c.fault != "short ring":
         raise ValueError(f"the ring has {c.ring} rows; it must have {least}, or it may lock up")
