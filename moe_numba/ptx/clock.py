@@ -1,4 +1,4 @@
-"""The GPU's clocks, for who waits and means to give up some time."""
+"""The clock of the GPU, for those who will not wait for ever."""
 
 import numpy as np
 
@@ -7,11 +7,12 @@ from moe_numba.ptx.intrinsic import instruction
 
 
 def globaltimer():
-    """``mov.u64 %globaltimer``: nanoseconds of a clock that all the GPU's threads share; it ticks about once in 32.
+    """``%globaltimer``: nanoseconds since some time in the past, on a clock that all of a GPU's threads share.
 
-    In the simulator it counts the steps of the scheduler.
+    It goes forward by steps, of up to a microsecond on some GPUs. In the simulator each of the scheduler's steps takes
+    a microsecond, and who waits for longer than some thousand of them in vain is taken for deadlocked.
     """
-    return np.uint64(simulator.thread().grid.world.steps)
+    return np.uint64(1000 * simulator.thread().grid.world.steps)
 
 
 globaltimer = instruction("mov.u64 $0, %globaltimer;", "u64", simulate=globaltimer)

@@ -1,0 +1,31 @@
+"""Flags in shared memory, by which a block's warps hand things over without a barrier.
+
+Who *acquires* a flag sees what came before the store that *released* it, what that thread had itself acquired included.
+"""
+
+from moe_numba import simulator
+from moe_numba.ptx.intrinsic import SHARED, instruction
+
+
+def ld_acquire_cta_shared_s32(array, index):
+    """``ld.acquire.cta.shared.s32``: element ``index``; what came before the store that released it is visible now."""
+    return array[index]
+
+
+def poll_acquire_cta_shared_s32(array, index):
+    """``ld.acquire.cta.shared.s32`` for loops that wait: in the simulator, others run before it looks."""
+    simulator.thread().spin("ld.acquire.cta.shared")
+    return array[index]
+
+
+def st_release_cta_shared_s32(array, index, value):
+    """``st.release.cta.shared.s32``: to element ``index``, after all that this thread has stored or seen."""
+    if array[index] != value:  # else nobody waits for it
+        array[index] = value
+        simulator.thread().grid.progress()
+
+
+_LOAD, _STORE = "ld.acquire.cta.shared.s32 $0, [$1];", "st.release.cta.shared.s32 [$0], $1;"
+ld_acquire_cta_shared_s32 = instruction(_LOAD, "s32", SHARED, simulate=ld_acquire_cta_shared_s32)
+poll_acquire_cta_shared_s32 = instruction(_LOAD, "s32", SHARED, simulate=poll_acquire_cta_shared_s32)
+st_release_cta_shared_s32 = instruction(_STORE, "void", SHARED, "s32", simulate=st_release_cta_shared_s32)
