@@ -217,7 +217,9 @@ class Buffer:
         record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
         shape = rings_for(config, self.group_size, warps, channels, record, self._regions.rings, self._half)
         if handle is None:
-            checks.layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device)
+            checks.layout(
+                num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device
+            )
             experts = len(num_tokens_per_expert) // self.group_size
         else:
             if topk_idx is not None or num_worst_tokens:
@@ -400,7 +402,7 @@ class Buffer:
         what, rank, channel, peer, head, tail = self._status_view[:6].tolist()
         if what:
             sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
-            raise TimeoutError(f"{sentence}; after {self._timeout:g} s rank {rank} gave up. The buffer is of no more use")
+            raise TimeoutError(f"{sentence}. Rank {rank} gave up ({self._timeout:g} s); this buffer is of no more use")
 
     @contextlib.contextmanager
     def _on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
@@ -410,7 +412,7 @@ class Buffer:
         if simulator.ENABLED:
             # Kernels run when their ranks wait: for the event, or here.
             event = EventHandle(lambda: self.transport.wait(lambda: True, 0))
-            yield lambda *tensors: EventOverlap(event) if async_finish else event.current_stream_wait() or EventOverlap()
+            yield lambda *_: EventOverlap(event) if async_finish else EventOverlap(event.current_stream_wait())
             return
         with torch.cuda.device(self.transport.device):
             current = torch.cuda.current_stream()

@@ -37,8 +37,9 @@ def matrix(name, given, dtypes, device):
             f"{name} has shape {tuple(given.shape)}, strides {given.stride()}, on {given.device}; it must be "
             f"[tokens, hidden], contiguous, on {device}"
         )
-    if given.shape[1] == 0 or given.shape[1] * given.element_size() % 16:
-        raise ValueError(f"{name} has rows of {given.shape[1] * given.element_size()} bytes; a multiple of 16 is needed")
+    row_bytes = given.shape[1] * given.element_size()
+    if row_bytes == 0 or row_bytes % 16:
+        raise ValueError(f"{name} has rows of {row_bytes} bytes; it must be a multiple of 16, and not 0")
     if given.data_ptr() % 16:
         raise ValueError(f"{name} starts at address {given.data_ptr():#x}; it must be a multiple of 16")
 

@@ -15,7 +15,7 @@ from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, give_up, out_of_patience
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.block import st_release_cta_shared_s32
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32

@@ -6,8 +6,9 @@ and each group reads the token anew, in words. Here one thread asks for the whol
 memory), what belongs to the row is put behind it, and then a lane for each rank sends the **record** on its way in one
 piece. Many warps wait at the same time, so that neither a round trip nor a fence is seen.
 
-What stays on its rank takes no ring: it goes from shared memory to where it belongs. A multiprocessor writes some 50 GB/s
-and no more, whether to its own memory or to another GPU's. So receivers carry half of these rows, when nothing has come.
+What stays on its rank takes no ring: it goes from shared memory to where it belongs. A multiprocessor writes some
+50 GB/s and no more, whether to its own memory or to another GPU's. So receivers carry half of these rows, when nothing
+has come.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from numba import cuda, int32, int64, uint32, uint64
 from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, Record, lines, regions, sent, taken
 from moe_numba.expert_parallel.waiting import ROWS, SPACE, give_up, out_of_patience
-from moe_numba.ptx.block import st_release_cta_shared_s32
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group, make_bulk_wait_group_read
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared

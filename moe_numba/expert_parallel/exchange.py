@@ -1,14 +1,14 @@
 """What ranks tell one another before rows travel: how many come (`notify_dispatch`), or only "I am here" (`barrier`).
 
-Block d counts what goes to rank d, sends the counts there, and raises a flag. The last block waits for the flags of all
-ranks and adds up what came. Counts lie in one of two places, by turns, and flags are running numbers: who is at exchange
-n + 1 has seen the flags of all for exchange n, so nobody reads any more what exchange n - 1 left. Nothing is cleared, and
-no barrier is needed before or after, where the document has three.
+Block d counts what goes to rank d, sends the counts there, and raises a flag. The last block waits for the flags of
+all ranks and adds up what came. Counts lie in one of two places, by turns, and flags are running numbers: who is at
+exchange n + 1 has seen the flags of all for exchange n, so nobody reads any more what exchange n - 1 left. Nothing is
+cleared, and no barrier is needed before or after, where the document has three.
 """
 
 from functools import cache
 
-from numba import cuda, int32, int64, uint64
+from numba import cuda, int32, int64
 
 from moe_numba.expert_parallel.regions import BARRIERS, EXCHANGES, MOST_CHANNELS, MOST_EXPERTS, regions
 from moe_numba.expert_parallel.waiting import BARRIER, COUNTS, MISCOUNT, TOO_MANY, give_up, out_of_patience

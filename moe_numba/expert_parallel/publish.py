@@ -9,7 +9,7 @@ from functools import cache
 
 from numba import cuda, int32
 
-from moe_numba.ptx.block import ld_acquire_cta_shared_s32
+from moe_numba.ptx.shared_flags import ld_acquire_cta_shared_s32, poll_acquire_cta_shared_s32
 from moe_numba.ptx.system import fence_acq_rel_sys, pointer_from_address, st_relaxed_sys_s32
 
 FULL = 0xFFFFFFFF
@@ -29,7 +29,7 @@ def make_publish(shape):
             said[j] = smem[int32(progress_at + item)] if item < warps * ranks else int32(0)
         going = int32(1)
         while going != 0:
-            done = lane >= warps or ld_acquire_cta_shared_s32(smem, done_at + lane) != 0
+            done = lane >= warps or poll_acquire_cta_shared_s32(smem, done_at + lane) != 0
             going = int32(0 if cuda.all_sync(FULL, done) else 1)
             news = False
             for j in range(rounds):

@@ -22,7 +22,7 @@ _ACTIVATED_FORMS = (
     (10, dict(tokens=32, sizes=(32, 16), stages=5, cluster=2)),
     (40, dict(tokens=64, sizes=(64, 32), stages=5)),
     (120, dict(tokens=96, sizes=(96, 64), stages=4)),
-    (None, dict(tokens=144, sizes=(144, 128, 96), stages=4)),
+    (None, dict(tokens=144, sizes=(144, 136, 128, 120), stages=4)),
 )
 # A factor for each token takes registers, and the way to them shared memory's time: no second part, and none of 144.
 _LARGEST_BY_BLOCK = dict(tokens=128, sizes=(128, 96, 64), stages=6)

@@ -9,22 +9,34 @@ from moe_numba.ptx.intrinsic import SHARED, instruction
 
 def ld_acquire_cta_shared_s32(array, index):
     """``ld.acquire.cta.shared.s32``: element ``index``; what came before the store that released it is visible now."""
-    return array[index]
+    value, t = array[index], simulator.thread()
+    if (weak := simulator.weak.of(t)) is not None:
+        weak.learn(_flag(t, index), t)
+    return value
 
 
 def poll_acquire_cta_shared_s32(array, index):
     """``ld.acquire.cta.shared.s32`` for loops that wait: in the simulator, others run before it looks."""
     simulator.thread().spin("ld.acquire.cta.shared")
-    return array[index]
+    return simulated_load(array, index)
 
 
 def st_release_cta_shared_s32(array, index, value):
     """``st.release.cta.shared.s32``: to element ``index``, after all that this thread has stored or seen."""
+    t = simulator.thread()
+    if (weak := simulator.weak.of(t)) is not None:
+        weak.arrive(_flag(t, index), t)
     if array[index] != value:  # else nobody waits for it
         array[index] = value
-        simulator.thread().grid.progress()
+        t.grid.progress()
 
 
+def _flag(thread, index):
+    """What the simulator hands knowledge over by."""
+    return thread.block, "shared flag", int(index)
+
+
+simulated_load = ld_acquire_cta_shared_s32
 _LOAD, _STORE = "ld.acquire.cta.shared.s32 $0, [$1];", "st.release.cta.shared.s32 [$0], $1;"
 ld_acquire_cta_shared_s32 = instruction(_LOAD, "s32", SHARED, simulate=ld_acquire_cta_shared_s32)
 poll_acquire_cta_shared_s32 = instruction(_LOAD, "s32", SHARED, simulate=poll_acquire_cta_shared_s32)
