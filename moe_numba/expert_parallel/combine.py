@@ -15,13 +15,13 @@ from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, give_up, out_of_patience
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive_expect_tx, mbarrier_wait_parity
 from moe_numba.ptx.memory import st_global_s32x4
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import (
     ld_acquire_sys_s32,
     ld_global_s32x4,

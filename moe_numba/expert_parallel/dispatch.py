@@ -19,11 +19,11 @@ from numba import cuda, int32, int64, uint32, uint64
 from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, Record, lines, regions, sent, taken
 from moe_numba.expert_parallel.waiting import ROWS, SPACE, give_up, out_of_patience
-from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group, make_bulk_wait_group_read
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
 
 copied, copied_but_last, read = make_bulk_wait_group(0), make_bulk_wait_group(1), make_bulk_wait_group_read(0)
