@@ -238,7 +238,8 @@ def make_receive(shape, biases):
 @cache
 def make_combine(shape, biases):
     """The kernel, for an even number of blocks of ``shape.threads`` threads; with so many biases, 0 to 2."""
-    ranks, warps, bar, progress_at, done_at = shape.num_ranks, shape.warps, shape.bar, shape.progress, shape.done
+    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
+    progress_at, said_at, done_at = shape.progress, shape.said, shape.done
     tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
     sent_at, taken_at = sent(True), taken(True)
     send, receive, publish = make_send(shape), make_receive(shape, biases), make_publish(shape)
@@ -255,7 +256,7 @@ def make_combine(shape, biases):
         first_channel = int32((block >> 1) * warps)
         channel = int32(first_channel + warp)
         prepare(
-            smem, bars, bar, progress_at, done_at, warps, ranks, state,
+            smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state,
             int32((taken_at if receives else sent_at) + first_channel * ranks),
         )
         if ld_volatile_s32(state, LOST) != 0:

@@ -56,7 +56,7 @@ class Config:
 
 def most_warps(hidden_bytes):
     """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it."""
-    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 4 * (MOST_RANKS + 1)
+    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 4 * (2 * MOST_RANKS + 1)
     return min(_MOST_WARPS, _SHARED_BYTES // room)
 
 

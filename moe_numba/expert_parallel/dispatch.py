@@ -50,9 +50,14 @@ class Rings:
         return 2 * (self.bar + self.warps)
 
     @property
+    def said(self):
+        """Where the last warp keeps what of it the other ranks know, in words."""
+        return self.progress + self.warps * self.num_ranks
+
+    @property
     def done(self):
         """Where warps say that they are done, in words."""
-        return self.progress + self.warps * self.num_ranks
+        return self.said + self.warps * self.num_ranks
 
     @property
     def shared_bytes(self):
@@ -83,7 +88,7 @@ def rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, chann
 
 
 @cuda.jit(device=True)
-def prepare(smem, bars, bar, progress_at, done_at, warps, ranks, state, ends):
+def prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends):
     """Make a block's barriers, and set down how far its rings were at the end of the last launch."""
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
@@ -91,7 +96,7 @@ def prepare(smem, bars, bar, progress_at, done_at, warps, ranks, state, ends):
             mbarrier_init(bars, bar + w, 1)
         fence_mbarrier_init()
     if thread < warps * ranks:
-        smem[int32(progress_at + thread)] = state[int32(ends + thread)]
+        smem[int32(progress_at + thread)] = smem[int32(said_at + thread)] = state[int32(ends + thread)]
     if thread < warps:
         smem[int32(done_at + thread)] = int32(0)
     cuda.syncthreads()
@@ -339,9 +344,8 @@ def make_receive(shape):
 @cache
 def make_dispatch(shape):
     """The kernel, for an even number of blocks of ``shape.threads`` threads."""
-    ranks, warps, bar, topk, progress_at, done_at = (
-        shape.num_ranks, shape.warps, shape.bar, shape.record.topk, shape.progress, shape.done
-    )  # fmt: skip
+    ranks, warps, bar, topk = shape.num_ranks, shape.warps, shape.bar, shape.record.topk
+    progress_at, said_at, done_at = shape.progress, shape.said, shape.done
     tail_at, head_at = regions(ranks).tail(False), regions(ranks).head(False)
     sent_at, taken_at = sent(False), taken(False)
     send, receive, publish = make_send(shape), make_receive(shape), make_publish(shape)
@@ -359,7 +363,7 @@ def make_dispatch(shape):
         channels, first_channel = int32((cuda.gridDim.x >> 1) * warps), int32((block >> 1) * warps)
         channel = int32(first_channel + warp)
         prepare(
-            smem, bars, bar, progress_at, done_at, warps, ranks, state,
+            smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state,
             int32((taken_at if receives else sent_at) + first_channel * ranks),
         )
         if ld_volatile_s32(state, LOST) != 0:

@@ -17,16 +17,17 @@ FULL = 0xFFFFFFFF
 
 @cache
 def make_publish(shape):
-    """``publish``, until all warps are done: what each wrote at ``progress`` goes to a flag of the rank concerned."""
-    ranks, warps, progress_at, done_at = shape.num_ranks, shape.warps, shape.progress, shape.done
-    rounds = -(-warps * ranks // 32)
+    """``publish``, until all warps are done: what each wrote at ``progress`` goes to a flag of the rank concerned.
+
+    What was told last lies at ``said``. It was set down before any warp began: to look at it only now would be late.
+    """
+    ranks, items, warps = shape.num_ranks, shape.warps * shape.num_ranks, shape.warps
+    progress_at, said_at, done_at = shape.progress, shape.said, shape.done
+    rounds = -(-items // 32)
 
     @cuda.jit(device=True)
     def publish(smem, lane, rank, first_channel, flags_at, mine, peers):
-        said, now = cuda.local.array(rounds, int32), cuda.local.array(rounds, int32)
-        for j in range(rounds):
-            item = int32(32 * j + lane)
-            said[j] = smem[int32(progress_at + item)] if item < warps * ranks else int32(0)
+        now = cuda.local.array(rounds, int32)
         going = int32(1)
         while going != 0:
             done = lane >= warps or poll_acquire_cta_shared_s32(smem, done_at + lane) != 0
@@ -34,18 +35,17 @@ def make_publish(shape):
             news = False
             for j in range(rounds):
                 item = int32(32 * j + lane)
-                now[j] = said[j]
-                if item < warps * ranks:
+                if item < items:
                     now[j] = ld_acquire_cta_shared_s32(smem, progress_at + item)
-                news = news or now[j] != said[j]
+                    news = news or now[j] != smem[int32(said_at + item)]
             if cuda.any_sync(FULL, news):
                 fence_acq_rel_sys()
                 for j in range(rounds):
                     item = int32(32 * j + lane)
-                    if now[j] != said[j]:
+                    if item < items and now[j] != smem[int32(said_at + item)]:
                         channel, to = int32(first_channel + item // ranks), int32(item % ranks)
                         theirs = pointer_from_address(peers[to], mine)
                         st_relaxed_sys_s32(theirs, flags_at + channel * ranks + rank, now[j])
-                        said[j] = now[j]
+                        smem[int32(said_at + item)] = now[j]
 
     return publish
