@@ -1,23 +1,13 @@
 """``Buffer``: expert parallelism inside a host, with DeepEP's names, arguments and returns."""
 
-import contextlib
-import threading
-
 import torch
 
-from moe_numba import simulator
-from moe_numba.arguments import require
-from moe_numba.expert_parallel import checks, combine, dispatch, exchange, transport
+from moe_numba.expert_parallel import checks, combine, dispatch, transport
 from moe_numba.expert_parallel.api import get_dispatch_layout
 from moe_numba.expert_parallel.config import Config, most_warps, rings_for
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_EXPERTS, MOST_RANKS, STATE_WORDS, Record, regions
-from moe_numba.expert_parallel.waiting import SENTENCES, STATUS_WORDS
-from moe_numba.launch import address, current_stream, launcher
-
-_THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
-_NO_LIMIT = (1 << 31) - 1
-_compiling = threading.Lock()  # ranks that are threads need each kernel once
+from moe_numba.expert_parallel.link import NO_LIMIT, Link
+from moe_numba.expert_parallel.regions import MOST_RANKS, Record
 
 
 class Buffer:
@@ -56,25 +46,8 @@ class Buffer:
             raise ValueError(f"the group has {self.group_size} ranks; 1 to {MOST_RANKS} are allowed")
         if type(num_nvl_bytes) is not int or num_nvl_bytes <= 0 or num_nvl_bytes % 256:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes!r}; it must be a positive multiple of 256")
-        device = self.transport.device
-        require(device, (9, 0), "group's device")
-        self.explicitly_destroy, self._timeout = explicitly_destroy, timeout
-        self._regions = regions(self.group_size)
-        self._half = num_nvl_bytes // 8  # words for the rings of dispatch, and for those of combine
-        self._shared = self.transport.allocate(4 * self._regions.rings + num_nvl_bytes)
-        self._mine = self._shared.local.view(torch.int32)
-        self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
-        # The host reads these while kernels run.
-        pinned = {} if simulator.ENABLED else {"pin_memory": True}
-        self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, **pinned)
-        self._counters = torch.zeros(1 + MOST_EXPERTS, dtype=torch.int32, **pinned)
-        self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
-        self._nothing = torch.zeros(4, dtype=torch.int32, device=device)
-        self._comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
-        self._last_stream, self._kernels, self._geometry, self._captured = None, {}, {}, False
-        if not simulator.ENABLED:
-            torch.cuda.synchronize(device)
-        self.transport.gather(None)
+        self.explicitly_destroy = explicitly_destroy
+        self._link = Link(self.transport, num_nvl_bytes, timeout)
 
     # What DeepEP's class has as well
 
@@ -102,22 +75,16 @@ class Buffer:
 
     def get_comm_stream(self):
         """The stream on which calls with ``async_finish`` run."""
-        return self._comm_stream
+        return self._link.comm_stream
 
     def get_local_buffer_tensor(self, dtype, size=None, offset=0):
         """This rank's memory for rows on their way, as a tensor; ``offset`` counts bytes."""
-        rows = self._shared.local[4 * self._regions.rings + offset :].view(dtype)
+        rows = self._link.shared.local[4 * self._link.rings + offset :].view(dtype)
         return rows if size is None else rows[: torch.Size(size).numel()].view(size)
 
     def destroy(self):
         """Give the memory back; all ranks must call it, after their last call."""
-        if self._shared is None:
-            return
-        if not simulator.ENABLED:
-            torch.cuda.synchronize(self.transport.device)
-        self.transport.gather(None)
-        shared, self._shared, self._mine = self._shared, None, None
-        shared.close()
+        self._link.close()
 
     def get_dispatch_layout(
         self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
@@ -139,7 +106,7 @@ class Buffer:
         is_token_in_rank : tensor [tokens, num_ranks], bool
         event : EventOverlap
         """
-        with self._on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+        with self._link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             per_rank, per_expert, is_in_rank = get_dispatch_layout(topk_idx, num_experts, self.group_size)
             event = finish(topk_idx, per_rank, per_expert, is_in_rank)
         return per_rank, None, per_expert, is_in_rank, event
@@ -203,19 +170,20 @@ class Buffer:
             recv_src_idx [received], is_token_in_rank [tokens, num_ranks], send_head [tokens, num_ranks].
         event : EventOverlap
         """
+        link, at = self._link, self._link.at
+        link.check_alive()
         x, scales = x if isinstance(x, tuple) else (x, None)
         config = config or self.get_dispatch_config(self.group_size)
-        self._check_alive()
         checks.rows(x, scales, self.transport.device)
         checks.travellers(topk_idx, topk_weights, x)
-        checks.number("num_worst_tokens", num_worst_tokens, 0, _NO_LIMIT)
+        checks.number("num_worst_tokens", num_worst_tokens, 0, NO_LIMIT)
         checks.number("expert_alignment", expert_alignment, 1, 1 << 20)
         tokens, hidden = x.shape
         topk = 0 if topk_idx is None else topk_idx.shape[1]
-        warps = self._warps(hidden * 2)
+        warps = most_warps(2 * hidden)
         channels = config.num_sms // 2 * warps
         record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
-        shape = rings_for(config, self.group_size, warps, channels, record, self._regions.rings, self._half)
+        shape = rings_for(config, self.group_size, warps, channels, record, link.rings, link.half)
         if handle is None:
             checks.layout(
                 num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device
@@ -224,40 +192,39 @@ class Buffer:
         else:
             if topk_idx is not None or num_worst_tokens:
                 raise ValueError("with a handle, topk_idx, topk_weights and num_worst_tokens must not be given")
-            checks.handle(handle, tokens, self.group_size, x.device)
+            checks.handle(handle, self.group_size, x.device, tokens)
             if handle[1].shape[1] != channels:
                 raise ValueError(
                     f"handle has {handle[1].shape[1]} channels, the configuration {channels}: num_sms and hidden must "
                     f"be those of the dispatch that gave it"
                 )
             experts = 1
-        with self._on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+        with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             new = lambda *size, dtype=torch.int32: torch.empty(size, dtype=dtype, device=x.device)
             if handle is None:
                 rank_prefix = new(self.group_size, self.group_size)
                 channel_prefix, recv_channel_prefix = new(self.group_size, channels), new(self.group_size, channels)
                 send_head = new(tokens, self.group_size)
-                received, counts = self._notify(
+                received, counts = link.notify(
                     num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, experts, channels,
                     expert_alignment, num_worst_tokens, rank_prefix, channel_prefix, recv_channel_prefix,
                 )  # fmt: skip
                 recv_source = new(received)
-                self._geometry[False] = shape.slots, shape.record.stride
+                link.arranged(False, shape)
             else:
                 rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
                 received, counts = len(recv_source), []
-                self._synchronise(False, shape)
+                link.synchronise(False, shape)
             recv_x = new(received, hidden, dtype=x.dtype)
             recv_scales = None if scales is None else new(received, record.scales, dtype=scales.dtype)
             recv_experts = None if not topk else new(received, topk, dtype=torch.int64)
             recv_weights = None if not topk else new(received, topk, dtype=torch.float32)
             strides = (0, 0) if scales is None else scales.stride()
-            self._launch(
+            link.launch(
                 "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, shape.threads,
-                shape.shared_bytes, *self._common(), self._at(x), self._at(scales), *strides, self._at(topk_idx),
-                self._at(topk_weights), self._at(is_token_in_rank), tokens, experts, self._at(rank_prefix),
-                self._at(channel_prefix), self._at(recv_channel_prefix), self._at(recv_x), self._at(recv_scales),
-                self._at(recv_experts), self._at(recv_weights), self._at(recv_source), self._at(send_head), received,
+                shape.shared_bytes, at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank),
+                tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix), at(recv_x),
+                at(recv_scales), at(recv_experts), at(recv_weights), at(recv_source), at(send_head), received,
             )  # fmt: skip
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
             event = finish(x, scales, topk_idx, topk_weights, recv_x, recv_scales, recv_experts, recv_weights, *handle)
@@ -297,12 +264,13 @@ class Buffer:
         combined_topk_weights : tensor [tokens, topk], float32, or None
         event : EventOverlap
         """
+        link, at = self._link, self._link.at
+        link.check_alive()
         config = config or self.get_combine_config(self.group_size)
-        self._check_alive()
         biases = checks.biases(bias)
-        tokens = len(handle[5])
-        checks.handle(handle, tokens, self.group_size, self.transport.device)
+        checks.handle(handle, self.group_size, self.transport.device)
         rank_prefix, channel_prefix, recv_channel_prefix, recv_source, _, send_head = handle
+        tokens = len(send_head)
         checks.returning(x, topk_weights, biases, len(recv_source), tokens, self.transport.device)
         hidden, topk = x.shape[1], 0 if topk_weights is None else topk_weights.shape[1]
         channels, blocks = channel_prefix.shape[1], config.num_sms // 2
@@ -313,132 +281,16 @@ class Buffer:
                 f"num_sms is {config.num_sms}; for the {channels} channels of this handle it must be {least} or more"
             )
         record = Record(hidden // 2, topk, 0, source=False)
-        shape = rings_for(
-            config, self.group_size, warps, channels, record, self._regions.rings + self._half, self._half
-        )
-        with self._on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+        shape = rings_for(config, self.group_size, warps, channels, record, link.rings + link.half, link.half)
+        with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
-            self._synchronise(True, shape)
-            self._launch(
+            link.synchronise(True, shape)
+            link.launch(
                 "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms, shape.threads,
-                shape.shared_bytes, *self._common(), self._at(x), self._at(topk_weights), channels,
-                self._at(rank_prefix), self._at(channel_prefix), self._at(recv_channel_prefix), self._at(send_head),
-                tokens, *(self._at(biases[i] if i < len(biases) else None) for i in range(2)), self._at(out),
-                self._at(out_weights),
+                shape.shared_bytes, at(x), at(topk_weights), channels, at(rank_prefix), at(channel_prefix),
+                at(recv_channel_prefix), at(send_head), tokens, at(biases[0] if biases else None),
+                at(biases[1] if len(biases) > 1 else None), at(out), at(out_weights),
             )  # fmt: skip
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event
-
-    # What the calls have in common
-
-    def _warps(self, hidden_bytes):
-        warps = most_warps(hidden_bytes)
-        if warps < 1:
-            raise ValueError(f"x has rows of {hidden_bytes // 2} elements; a row in bfloat16 must fit shared memory")
-        return warps
-
-    def _common(self):
-        patience = int(self._timeout * 1e9)
-        return (
-            address(self._mine), address(self._shared.addresses), address(self._state), address(self._status), patience,
-            self.rank,
-        )  # fmt: skip
-
-    def _at(self, tensor):
-        return address(self._nothing if tensor is None or not tensor.numel() else tensor)
-
-    def _launch(self, name, make, constants, signature, grid, block, shared_bytes, *arguments):
-        device = self.transport.device.index or 0
-        key = name, constants, block
-        if key not in self._kernels:
-            with _compiling:
-                self._kernels[key] = launcher(
-                    make(*constants), signature, device, launch_bounds=block, shared_bytes=shared_bytes
-                )
-            # Where ranks share a process, loading a kernel could wait for another's that waits for this rank.
-            self.transport.kernel_is_ready()
-        self._kernels[key](grid, block, current_stream(device), *arguments)
-
-    def _notify(
-        self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, rank_prefix,
-        channel_prefix, recv_channel_prefix,
-    ):  # fmt: skip
-        """Tell the others what comes, and learn what comes here: the number of rows, and for each expert."""
-        if channels > MOST_CHANNELS or experts > MOST_EXPERTS:
-            raise ValueError(f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
-                             f"{MOST_CHANNELS} are allowed")  # fmt: skip
-        waits = not worst
-        self._counters_view[:] = -1
-        self._launch(
-            "notify", exchange.make_notify_dispatch, (self.group_size, _THREADS), exchange.NOTIFY_SIGNATURE,
-            self.group_size + 1, _THREADS, 0, *self._common(), self._at(per_rank), self._at(per_expert),
-            self._at(is_in_rank), tokens, experts, channels, alignment, worst or _NO_LIMIT, self._at(rank_prefix),
-            self._at(channel_prefix), self._at(recv_channel_prefix), address(self._counters), int(waits),
-        )  # fmt: skip
-        if not waits:
-            return worst, []
-        come = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
-        if not self.transport.wait(come, self._timeout + 5):
-            raise TimeoutError(f"rank {self.rank}: the notify kernel did not start, or did not end, in time")
-        self._check_alive()
-        return int(self._counters_view[0]), self._counters_view[1 : 1 + experts].tolist()
-
-    def _synchronise(self, is_combine, shape):
-        """Let all ranks meet, if rows lie otherwise than in the last call: nobody may still look for the old ones."""
-        geometry = shape.slots, shape.record.stride
-        if not simulator.ENABLED and torch.cuda.is_current_stream_capturing():
-            self._captured = True  # what lies there when the graph runs, nobody knows now; nor afterwards
-        if self._captured or self._geometry.get(is_combine) != geometry:
-            self._launch(
-                "barrier", exchange.make_barrier, (self.group_size,), exchange.BARRIER_SIGNATURE, 1, 32, 0,
-                *self._common(),
-            )  # fmt: skip
-        self._geometry[is_combine] = geometry
-
-    def _check_alive(self):
-        if self._shared is None:
-            raise RuntimeError("this buffer was destroyed")
-        what, rank, channel, peer, head, tail = self._status_view[:6].tolist()
-        if what:
-            sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
-            raise TimeoutError(f"{sentence}. Rank {rank} gave up ({self._timeout:g} s); this buffer is of no more use")
-
-    @contextlib.contextmanager
-    def _on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
-        """Run a call on its stream, after all it must wait for; gives what makes the call's event."""
-        if allocate_on_comm_stream and not (async_finish and previous_event is not None):
-            raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
-        if simulator.ENABLED:
-            # Kernels run when their ranks wait: for the event, or here.
-            event = EventHandle(lambda: self.transport.wait(lambda: True, 0))
-            yield lambda *_: EventOverlap(event) if async_finish else EventOverlap(event.current_stream_wait())
-            return
-        with torch.cuda.device(self.transport.device):
-            current = torch.cuda.current_stream()
-            stream = self._comm_stream if async_finish or previous_event is not None else current
-            if not torch.cuda.is_current_stream_capturing():
-                if self._last_stream is not None and self._last_stream != stream:
-                    stream.wait_stream(self._last_stream)
-                self._last_stream = stream
-            if stream == current:
-                yield lambda *tensors: EventOverlap()
-                return
-            if previous_event is not None and previous_event.event is not None:
-                with torch.cuda.stream(stream):
-                    previous_event.current_stream_wait()
-            else:
-                stream.wait_stream(current)
-
-            def finish(*tensors):
-                event = EventHandle()
-                for tensor in tensors:
-                    if tensor is not None:
-                        tensor.record_stream(stream)
-                        tensor.record_stream(current)
-                if not async_finish:
-                    current.wait_event(event._event)
-                return EventOverlap(event if async_finish else None)
-
-            with torch.cuda.stream(stream):
-                yield finish

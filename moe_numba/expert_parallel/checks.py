@@ -83,12 +83,12 @@ def layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
         raise ValueError(f"num_tokens_per_expert has {experts} entries; it must have a multiple of {ranks}")
 
 
-def handle(given, tokens, ranks, device):
-    """What a dispatch gave."""
-    if not isinstance(given, tuple) or len(given) != 6:
+def handle(given, ranks, device, tokens=None):
+    """What a dispatch gave, of so many tokens if that is known."""
+    if not isinstance(given, tuple) or len(given) != 6 or not all(isinstance(part, torch.Tensor) for part in given):
         raise TypeError("handle must be the tuple of 6 tensors that dispatch gave")
     rank_prefix, channel_prefix, recv_channel_prefix, source, is_in_rank, send_head = given
-    channels = channel_prefix.shape[-1]
+    tokens, channels = len(send_head) if tokens is None else tokens, channel_prefix.shape[-1]
     tensor("handle's rank_prefix_matrix", rank_prefix, (ranks, ranks), torch.int32, device)
     tensor("handle's channel_prefix_matrix", channel_prefix, (ranks, channels), torch.int32, device)
     tensor("handle's recv_channel_prefix_matrix", recv_channel_prefix, (ranks, channels), torch.int32, device)

@@ -55,9 +55,12 @@ class Config:
 
 
 def most_warps(hidden_bytes):
-    """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it."""
+    """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it; 1 to 16."""
     room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 4 * (2 * MOST_RANKS + 1)
-    return min(_MOST_WARPS, _SHARED_BYTES // room)
+    warps = min(_MOST_WARPS, _SHARED_BYTES // room)
+    if warps < 1:
+        raise ValueError(f"x has rows of {hidden_bytes // 2} elements; in bfloat16 one must fit {_SHARED_BYTES} bytes")
+    return warps
 
 
 def rings_for(config, num_ranks, warps, channels, record, begin, words):

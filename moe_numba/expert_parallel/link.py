@@ -1,0 +1,169 @@
+"""What all calls of a ``Buffer`` have in common: shared memory, the rank's state, kernels, streams, and giving up."""
+
+import contextlib
+import threading
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.arguments import require
+from moe_numba.expert_parallel import exchange
+from moe_numba.expert_parallel.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_EXPERTS, STATE_WORDS, regions
+from moe_numba.expert_parallel.waiting import SENTENCES, STATUS_WORDS
+from moe_numba.launch import address, current_stream, launcher
+
+_THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
+NO_LIMIT = (1 << 31) - 1
+_compiling = threading.Lock()  # ranks that are threads need each kernel once
+
+
+class Link:
+    """A rank's end of the connection to all others.
+
+    Parameters
+    ----------
+    transport : see ``expert_parallel.transport``
+    num_bytes : int
+        Shared memory for rows on their way.
+    timeout : float
+        Seconds that a wait for another rank may take.
+    """
+
+    def __init__(self, transport, num_bytes, timeout):
+        device = transport.device
+        require(device, (9, 0), "group's device")
+        self.transport, self.timeout = transport, timeout
+        self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        self.rings = regions(self.num_ranks).rings  # where rows are on their way, in words
+        self.half = num_bytes // 8  # words for the rings of dispatch, and for those of combine
+        self.shared = transport.allocate(4 * self.rings + num_bytes)
+        self._mine = self.shared.local.view(torch.int32)
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        # The host reads these while kernels run.
+        pinned = {} if simulator.ENABLED else {"pin_memory": True}
+        self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, **pinned)
+        self._counters = torch.zeros(1 + MOST_EXPERTS, dtype=torch.int32, **pinned)
+        self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
+        self._nothing = torch.zeros(4, dtype=torch.int32, device=device)
+        self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
+        self._last_stream, self._kernels, self._geometry, self._captured = None, {}, {}, False
+        if not simulator.ENABLED:
+            torch.cuda.synchronize(device)
+        transport.gather(None)
+
+    def close(self):
+        """Give the memory back; all ranks must call it."""
+        if self.shared is None:
+            return
+        if not simulator.ENABLED:
+            torch.cuda.synchronize(self.transport.device)
+        self.transport.gather(None)
+        shared, self.shared, self._mine = self.shared, None, None
+        shared.close()
+
+    def at(self, tensor):
+        """What a kernel takes for a tensor, which may be None, or empty."""
+        return address(self._nothing if tensor is None or not tensor.numel() else tensor)
+
+    def check_alive(self):
+        """Raise what this rank has given up for, if it has."""
+        if self.shared is None:
+            raise RuntimeError("this buffer was destroyed")
+        what, rank, channel, peer, head, tail = self._status_view[:6].tolist()
+        if what:
+            sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
+            raise TimeoutError(f"{sentence}. Rank {rank} gave up ({self.timeout:g} s); this buffer is of no more use")
+
+    def launch(self, name, make, constants, signature, grid, block, shared_bytes, *arguments):
+        """Start the kernel ``make(*constants)``; what all of these kernels take stands before its own arguments."""
+        device = self.transport.device.index or 0
+        key = name, constants, block
+        if key not in self._kernels:
+            with _compiling:
+                self._kernels[key] = launcher(
+                    make(*constants), signature, device, launch_bounds=block, shared_bytes=shared_bytes
+                )
+            # Where ranks share a process, loading a kernel could wait for another's that waits for this rank.
+            self.transport.kernel_is_ready()
+        common = map(address, (self._mine, self.shared.addresses, self._state, self._status))
+        patience = int(self.timeout * 1e9)
+        self._kernels[key](grid, block, current_stream(device), *common, patience, self.rank, *arguments)
+
+    def notify(
+        self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, rank_prefix,
+        channel_prefix, recv_channel_prefix,
+    ):  # fmt: skip
+        """Tell the others what comes, and learn what comes here: the number of rows, and for each expert."""
+        if channels > MOST_CHANNELS or experts > MOST_EXPERTS:
+            raise ValueError(f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
+                             f"{MOST_CHANNELS} are allowed")  # fmt: skip
+        waits = not worst
+        self._counters_view[:] = -1
+        self.launch(
+            "notify", exchange.make_notify_dispatch, (self.num_ranks, _THREADS), exchange.NOTIFY_SIGNATURE,
+            self.num_ranks + 1, _THREADS, 0, self.at(per_rank), self.at(per_expert),
+            self.at(is_in_rank), tokens, experts, channels, alignment, worst or NO_LIMIT, self.at(rank_prefix),
+            self.at(channel_prefix), self.at(recv_channel_prefix), address(self._counters), int(waits),
+        )  # fmt: skip
+        if not waits:
+            return worst, []
+        come = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
+        if not self.transport.wait(come, self.timeout + 5):
+            raise TimeoutError(f"rank {self.rank}: the notify kernel did not start, or did not end, in time")
+        self.check_alive()
+        return int(self._counters_view[0]), self._counters_view[1 : 1 + experts].tolist()
+
+    def synchronise(self, is_combine, shape):
+        """Let all ranks meet, if rows lie otherwise than in the last call: nobody may still look for the old ones."""
+        if not simulator.ENABLED and torch.cuda.is_current_stream_capturing():
+            self._captured = True  # what lies there when the graph runs, nobody knows now; nor afterwards
+        if self._captured or self._geometry.get(is_combine) != (shape.slots, shape.record.stride):
+            self.launch("barrier", exchange.make_barrier, (self.num_ranks,), exchange.BARRIER_SIGNATURE, 1, 32, 0)
+        self.arranged(is_combine, shape)
+
+    def arranged(self, is_combine, shape):
+        """All ranks have met, and from now on rows of this operation lie like this."""
+        self._geometry[is_combine] = shape.slots, shape.record.stride
+
+    @contextlib.contextmanager
+    def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
+        """Run a call on its stream, after all it must wait for; gives what makes the call's event.
+
+        That is a function of all tensors that the call touches, so that they live as long as it needs them.
+        """
+        if allocate_on_comm_stream and not (async_finish and previous_event is not None):
+            raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
+        if simulator.ENABLED:
+            # Kernels run when their ranks wait: for the event, or here.
+            event = EventHandle(lambda: self.transport.wait(lambda: True, 0))
+            yield lambda *_: EventOverlap(event) if async_finish else EventOverlap(event.current_stream_wait())
+            return
+        with torch.cuda.device(self.transport.device):
+            current = torch.cuda.current_stream()
+            stream = self.comm_stream if async_finish or previous_event is not None else current
+            if not torch.cuda.is_current_stream_capturing():
+                if self._last_stream is not None and self._last_stream != stream:
+                    stream.wait_stream(self._last_stream)
+                self._last_stream = stream
+            if stream == current:
+                yield lambda *tensors: EventOverlap()
+                return
+            if previous_event is not None and previous_event.event is not None:
+                with torch.cuda.stream(stream):
+                    previous_event.current_stream_wait()
+            else:
+                stream.wait_stream(current)
+
+            def finish(*tensors):
+                event = EventHandle()
+                for tensor in tensors:
+                    if tensor is not None:
+                        tensor.record_stream(stream)
+                        tensor.record_stream(current)
+                if not async_finish:
+                    current.wait_event(event._event)
+                return EventOverlap(event if async_finish else None)
+
+            with torch.cuda.stream(stream):
+                yield finish

@@ -1,0 +1,57 @@
+"""What the compiler makes of dispatch, combine and what goes before them, at DeepSeek-V3's sizes; no GPU is needed."""
+
+import pytest
+
+from moe_numba.bench.machine_code import compile_apart
+
+SOURCE = """
+from moe_numba.expert_parallel.combine import SIGNATURE as COMBINE, make_combine
+from moe_numba.expert_parallel.dispatch import SIGNATURE as DISPATCH, Rings, make_dispatch
+from moe_numba.expert_parallel.exchange import make_barrier, make_notify_dispatch
+from moe_numba.expert_parallel.regions import Record, regions
+"""
+WARPS, THREADS = 15, 512
+ROWS = {"bf16": "3584, 0, 8", "fp8": "1792, 56, 8", "plain": "3584", "wide topk": "3584, 0, 32"}
+
+
+def rings(ranks, record):
+    return f"Rings({ranks}, {WARPS}, 16, regions({ranks}).rings, Record({record}))"
+
+
+@pytest.fixture(scope="module")
+def reports():
+    from moe_numba.expert_parallel import combine, dispatch, exchange
+
+    requests = {
+        f"dispatch {name} {ranks}": (f"make_dispatch({rings(ranks, row)})", dispatch.SIGNATURE, THREADS, False)
+        for name, row in ROWS.items()
+        for ranks in ((2, 8) if name == "bf16" else (8,))
+    }
+    requests |= {
+        f"combine {ranks} {biases}": (
+            f"make_combine({rings(ranks, '3584, 8, source=False')}, {biases})", combine.SIGNATURE, THREADS, False,
+        )  # fmt: skip
+        for ranks, biases in ((8, 0), (8, 2), (2, 0), (5, 1))
+    }
+    requests["notify"] = ("make_notify_dispatch(8, 512)", exchange.NOTIFY_SIGNATURE, 512, False)
+    requests["barrier"] = ("make_barrier(8)", exchange.BARRIER_SIGNATURE, 32, False)
+    return compile_apart(SOURCE, requests)
+
+
+def test_everything_stays_in_registers(reports):
+    for name, report in reports.items():
+        assert report.spilled_bytes == report.stack_bytes == 0, name
+        assert report.registers <= 128 and not report.complaints, name
+
+
+def test_they_are_made_of_the_instructions_they_should_be(reports):
+    """Rows go by bulk copies, and only the warp that carries nothing fences for the whole system."""
+    report = reports["dispatch bf16 8"]
+    if report.opcodes is None:
+        pytest.skip("there is no nvdisasm")
+    assert report.count("UBLKCP") >= 5 and report.count("SYNCS.PHASECHK") >= 3
+    assert reports["combine 8 0"].count("LDG.E.128") >= 16, "many pieces of many rows are on their way at once"
+    for name in ("dispatch bf16 8", "combine 8 0"):
+        # One for the warp that tells the others, and two for a thread that gives up.
+        assert reports[name].count("MEMBAR.ALL.SYS") == 3, name
+        assert reports[name].count("LDL") == reports[name].count("STL") == 0, name
