@@ -184,7 +184,7 @@ def test_there_and_back(name, seed):
 
 
 def test_every_token_comes_back_as_often_as_it_went():
-    """Calls one after the other on one buffer, with other sizes, types and configurations; and twice the same combine."""
+    """Calls one after the other on one buffer, of other sizes, types and configurations; and each combine twice."""
     worlds = [
         make_world([6 * SCALE, 8 * SCALE], 0),
         make_world([3 * SCALE, 1], 1, fp8=True),

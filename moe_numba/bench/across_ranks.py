@@ -1,0 +1,255 @@
+"""Dispatch and combine between GPUs, a process for each: the package, NCCL, and a plain push as the ceiling, timed.
+
+Every sample is that of the slowest rank. *Kernel time* is that of many calls one after the other, with the host ahead
+of the GPU; *call time* is between CUDA events around one call, after all ranks have met.
+"""
+
+import os
+import socket
+
+import torch
+
+from moe_numba.bench import records
+from moe_numba.bench.timing import Stats
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 4096, 7168, 256, 8
+SMS = (4, 8, 12, 16, 20, 24, 32, 48)
+MAIN_SMS, RING = 24, 256
+DECODE_TOKENS = (1, 8, 32, 128)
+BUFFER_BYTES = 1 << 30
+BLOCKS_OF_PUSH = (8, 16, 32, 132)
+
+
+def measure(numbers_of_ranks, quick=False):
+    """Rows for the record, for as many GPUs as there are."""
+    rows = []
+    for ranks in numbers_of_ranks:
+        if ranks <= torch.cuda.device_count():
+            rows += _measure_ranks(ranks, quick)
+    return rows
+
+
+def _measure_ranks(ranks, quick):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    torch.multiprocessing.spawn(_work, (ranks, port, quick, queue), nprocs=ranks)
+    return queue.get()
+
+
+def _work(rank, ranks, port, quick, queue):
+    import torch.distributed as dist
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    rows = _Bench(rank, ranks, quick).rows()
+    if rank == 0:
+        queue.put(rows)
+    dist.destroy_process_group()
+
+
+class _Bench:
+    """What one rank does."""
+
+    def __init__(self, rank, ranks, quick):
+        import torch.distributed as dist
+
+        from moe_numba.expert_parallel import Buffer, per_token_cast_to_fp8
+
+        self.rank, self.ranks, self.quick, self.device = rank, ranks, quick, torch.device("cuda", rank)
+        self.buffer = Buffer(dist.group.WORLD, BUFFER_BYTES * max(1, ranks // 4), timeout=20)
+        torch.manual_seed(rank)
+        self.x = torch.randn(TOKENS, HIDDEN, device=self.device).bfloat16()
+        self.x8 = per_token_cast_to_fp8(self.x)
+        self.topk_idx = torch.rand(TOKENS, EXPERTS, device=self.device).topk(TOPK, dim=1).indices
+        self.topk_weights = torch.rand(TOKENS, TOPK, device=self.device)
+        self.config = dict(ranks=ranks, num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN)
+
+    def rows(self):
+        """All rows of this number of ranks, the same on every rank."""
+        found = self._push()
+        for sms in (MAIN_SMS,) if self.quick else SMS:
+            found += self._large(sms)
+        found += self._nccl()
+        for tokens in (1, 128) if self.quick else DECODE_TOKENS:
+            found += self._decode(tokens)
+        self.buffer.destroy()
+        return found
+
+    # How a step is timed
+
+    def _meet(self):
+        import torch.distributed as dist
+
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+    def _slowest(self, samples):
+        """The statistics of samples, each the longest of all ranks."""
+        import torch.distributed as dist
+
+        samples = torch.tensor(samples, device=self.device)
+        dist.all_reduce(samples, dist.ReduceOp.MAX)
+        return Stats.of(samples.cpu().numpy())
+
+    def _time(self, call, repeats, batch):
+        for _ in range(3):
+            call()
+        samples = []
+        for _ in range(repeats):
+            self._meet()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(batch):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e3 / batch)
+        return self._slowest(samples)
+
+    def kernel(self, call):
+        """Many calls one after the other."""
+        return self._time(call, 9, 20)
+
+    def call(self, call):
+        """One call, after all ranks have met."""
+        return self._time(call, 20, 1)
+
+    def _largest(self, number):
+        """The largest of all ranks' numbers."""
+        return int(self._slowest([float(number)]).median)
+
+    # What is timed
+
+    def _config(self, sms):
+        from moe_numba.expert_parallel import Config
+
+        return Config(sms, 6, RING)
+
+    def _layout(self, topk_idx):
+        per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, EXPERTS)
+        return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+
+    def _large(self, sms):
+        """Dispatch in both types and combine, with so many multiprocessors."""
+        config, layout = self._config(sms), self._layout(self.topk_idx)
+        own = int(layout["is_token_in_rank"][:, self.rank].sum())
+        found, main = [], sms == MAIN_SMS
+        for dtype, x in (("bf16", self.x), ("e4m3", self.x8)):
+            given = self.buffer.dispatch(x, **layout, config=config)
+            self._check(x, given, config, layout)
+            row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * self.x8[1].shape[1]
+            wire = self._largest((len(given[4][3]) - own) * row_bytes)
+            cached = lambda x=x, handle=given[4]: self.buffer.dispatch(x, handle, config=config)
+            whole = lambda x=x: self.buffer.dispatch(
+                x, **layout, topk_idx=self.topk_idx, topk_weights=self.topk_weights, config=config
+            )
+            found.append(self._row("final", "dispatch", sms, dtype, cached, wire, main))
+            if main:
+                found.append(self._row("final, with notify", "dispatch", sms, dtype, whole, wire, main))
+            if dtype == "bf16":
+                back = lambda y=given[0], handle=given[4]: self.buffer.combine(y, handle, config=config)
+                found.append(self._row("final", "combine", sms, dtype, back, wire, main))
+        return found
+
+    def _check(self, x, given, config, layout):
+        """The own rows bit for bit; of all rows that their sums come back right, which are exact in both types."""
+        ours, prefix = given[4][3], given[4][0][:, self.rank].tolist()
+        rows = slice(prefix[self.rank - 1] if self.rank else 0, prefix[self.rank])
+        pairs = list(zip(x, given[0], strict=True)) if isinstance(x, tuple) else [(x, given[0])]
+        for mine, theirs in pairs:
+            if not torch.equal(theirs[rows].view(torch.uint8), mine[ours[rows].long()].view(torch.uint8)):
+                raise AssertionError("a rank's own rows are not what was sent")
+        self._check_back(self.buffer.combine(pairs[0][1].bfloat16(), given[4], config=config)[0], layout, pairs[0][0])
+
+    def _check_back(self, out, layout, x):
+        """What comes back is the token, as often as it went."""
+        times = layout["is_token_in_rank"].sum(1, keepdim=True)
+        if not torch.equal(out, (x.float() * times).bfloat16()):
+            raise AssertionError("what came back is not the sum of what was sent")
+
+    def _row(self, step, operation, sms, dtype, call, wire, with_call=False, **more):
+        kernel = self.kernel(call)
+        more |= {"wire_gbps": round(wire / kernel.median / 1e3, 1), "bytes": wire, "operation": operation}
+        config = self.config | ({"num_sms": sms} if sms else {})
+        return records.row(
+            step, config=config, size={"tokens": TOKENS}, dtype=dtype, kernel=kernel,
+            call=self.call(call) if with_call else None, **more,
+        )  # fmt: skip
+
+    def _push(self):
+        """The ceiling: 16-byte stores into the next rank's buffer."""
+        from moe_numba.bench.push import push
+
+        size, found = self.x.numel() * 2, []
+        shared = self.buffer.transport.allocate(size)
+        for blocks in BLOCKS_OF_PUSH:
+            call = lambda blocks=blocks: push(shared.addresses, (self.rank + 1) % self.ranks, self.x, blocks)
+            found.append(self._row("plain push", "push", blocks, "bf16", call, size))
+        self._meet()
+        sums = self.buffer.transport.gather(int(self.x.view(torch.int16).sum(dtype=torch.int64)))
+        if int(shared.local.view(torch.int16).sum(dtype=torch.int64)) != sums[self.rank - 1]:
+            raise AssertionError("the push did not arrive")
+        shared.close()
+        return found
+
+    def _nccl(self):
+        """Torch's all_to_all_single of what dispatch sends, for counts that the host knows."""
+        import torch.distributed as dist
+
+        is_in_rank = self._layout(self.topk_idx)["is_token_in_rank"]
+        sends = is_in_rank.sum(0).tolist()
+        every = [None] * self.ranks
+        dist.all_gather_object(every, sends)
+        receives = [counts[self.rank] for counts in every]
+        order = torch.cat([is_in_rank[:, r].nonzero().flatten() for r in range(self.ranks)])
+        out = torch.empty(sum(receives), HIDDEN, dtype=torch.bfloat16, device=self.device)
+        rows = self.x[order]
+        wire = self._largest((sum(sends) - sends[self.rank]) * 2 * HIDDEN)
+        only = lambda: dist.all_to_all_single(out, rows, receives, sends)
+        both = lambda: dist.all_to_all_single(out, self.x[order], receives, sends)
+        return [
+            self._row("NCCL all_to_all_single", "dispatch", None, "bf16", only, wire, True),
+            self._row("index_select and NCCL", "dispatch", None, "bf16", both, wire, True),
+        ]
+
+    def _decode(self, tokens):
+        """There and back with few tokens: as a user calls it, without waiting on the host, and in a graph; and NCCL."""
+        import torch.distributed as dist
+
+        idx, weights, x = (t[:tokens].contiguous() for t in (self.topk_idx, self.topk_weights, self.x))
+        config, layout, worst = self._config(MAIN_SMS), self._layout(idx), self.ranks * tokens
+
+        def there_and_back(**options):
+            given = self.buffer.dispatch(
+                x, **layout, topk_idx=idx, topk_weights=weights, config=config, **options
+            )
+            return self.buffer.combine(given[0], given[4], given[2], config=config)[0]
+
+        eager = lambda: there_and_back()
+        without_host = lambda: there_and_back(num_worst_tokens=worst)
+        for call in (eager, without_host):
+            self._check_back(call(), layout, x)
+        self._meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            without_host()
+        send = x.repeat(self.ranks, 1)
+        got, back = torch.empty_like(send), torch.empty_like(send)
+
+        def nccl():
+            dist.all_to_all_single(got, send)
+            dist.all_to_all_single(back, got)
+
+        steps = {"final": eager, "final, worst": without_host, "final, graph": graph.replay, "NCCL, every token": nccl}
+        return [
+            records.row(
+                name, config=self.config | {"num_sms": MAIN_SMS}, size={"tokens": tokens}, dtype="bf16",
+                operation="there and back", kernel=self.kernel(call), call=self.call(call),
+            )  # fmt: skip
+            for name, call in steps.items()
+        ]
