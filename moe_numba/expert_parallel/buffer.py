@@ -200,6 +200,7 @@ class Buffer:
                 )
             experts = 1
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+            has_met = True  # counting, ranks meet
             new = lambda *size, dtype=torch.int32: torch.empty(size, dtype=dtype, device=x.device)
             if handle is None:
                 rank_prefix = new(self.group_size, self.group_size)
@@ -210,22 +211,21 @@ class Buffer:
                     expert_alignment, num_worst_tokens, rank_prefix, channel_prefix, recv_channel_prefix,
                 )  # fmt: skip
                 recv_source = new(received)
-                link.arranged(False, shape)
             else:
                 rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
-                received, counts = len(recv_source), []
-                link.synchronise(False, shape)
+                received, counts, has_met = len(recv_source), [], False
             recv_x = new(received, hidden, dtype=x.dtype)
             recv_scales = None if scales is None else new(received, record.scales, dtype=scales.dtype)
             recv_experts = None if not topk else new(received, topk, dtype=torch.int64)
             recv_weights = None if not topk else new(received, topk, dtype=torch.float32)
             strides = (0, 0) if scales is None else scales.stride()
-            link.launch(
-                "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, shape.threads,
-                shape.shared_bytes, at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank),
-                tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix), at(recv_x),
-                at(recv_scales), at(recv_experts), at(recv_weights), at(recv_source), at(send_head), received,
-            )  # fmt: skip
+            with link.guarded(False, channels, has_met):
+                link.launch(
+                    "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, shape.threads,
+                    shape.shared_bytes, at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank),
+                    tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix), at(recv_x),
+                    at(recv_scales), at(recv_experts), at(recv_weights), at(recv_source), at(send_head), received,
+                )  # fmt: skip
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
             event = finish(x, scales, topk_idx, topk_weights, recv_x, recv_scales, recv_experts, recv_weights, *handle)
         recv_x = recv_x if scales is None else (recv_x, recv_scales)
@@ -285,12 +285,12 @@ class Buffer:
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
-            link.synchronise(True, shape)
-            link.launch(
-                "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms, shape.threads,
-                shape.shared_bytes, at(x), at(topk_weights), channels, at(rank_prefix), at(channel_prefix),
-                at(recv_channel_prefix), at(send_head), tokens, at(biases[0] if biases else None),
-                at(biases[1] if len(biases) > 1 else None), at(out), at(out_weights),
-            )  # fmt: skip
+            with link.guarded(True, channels):
+                link.launch(
+                    "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms,
+                    shape.threads, shape.shared_bytes, at(x), at(topk_weights), channels, at(rank_prefix), at(channel_prefix),
+                    at(recv_channel_prefix), at(send_head), tokens, at(biases[0] if biases else None),
+                    at(biases[1] if len(biases) > 1 else None), at(out), at(out_weights),
+                )  # fmt: skip
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event

@@ -33,8 +33,8 @@ from moe_numba.ptx.system import (
 @cache
 def make_send(shape):
     """``send``: what a warp of an even block does."""
-    ranks, slots, record, bar, rings_at, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings, shape.progress
+    ranks, slots, record, bar, rings_at, ring_words, progress_at = (
+        shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings, shape.ring_words, shape.progress
     )  # fmt: skip
     head_at, sent_at = regions(ranks).head(True), sent(True)
     row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
@@ -49,16 +49,18 @@ def make_send(shape):
         to = lane if lane < ranks else int32(0)
         theirs = pointer_from_address(peers[to], mine)
         stage, parity = int32(warp * stage_words), uint32(0)
-        put, here = uint32(state[sent_at + channel * ranks + to]), lane < ranks and lane != rank
-        head = uint32(put - uint32(slots))  # how much has been taken out is asked for before the first row
+        first, here = uint32(state[sent_at + channel * ranks + to]), lane < ranks and lane != rank
+        put = first
+        head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
+        room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
         left, row = rows_of_channel(rank_prefix, recv_channel_prefix, to, rank, ranks, channel, channels)
         left = left if here else int32(0)
         start = uint64(0)
         while cuda.any_sync(FULL, left > 0):
-            if left > 0 and uint32(put - head) >= uint32(slots):
+            if left > 0 and uint32(put - head) >= room:
                 head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
                 fence_proxy_async()  # this lane's copies come after what it has just seen
-            goes = left > 0 and uint32(put - head) < uint32(slots)
+            goes = left > 0 and uint32(put - head) < room
             mask = uint32(cuda.ballot_sync(FULL, goes))
             for d in range(ranks):  # a row for each rank that has space
                 if mask >> uint32(d) & uint32(1):
@@ -75,9 +77,11 @@ def make_send(shape):
                     parity = uint32(parity ^ uint32(1))
                     cuda.syncwarp()
                     if lane == d:
-                        slot = int64((channel * ranks + rank) * slots) + int64(put & uint32(slots - 1))
-                        bulk_store(theirs, rings_at + slot * stride, smem, stage, record_bytes)
+                        slot = int64(uint32(put - first) % uint32(slots)) * stride
+                        ring = rings_at + int64(channel * ranks + rank) * ring_words
+                        bulk_store(theirs, ring + slot, smem, stage, record_bytes)
                         bulk_commit_group()
+                        room = uint32(slots)
             # What was sent before has arrived, but perhaps not the last row.
             if goes:
                 copied_but_last()
@@ -108,7 +112,7 @@ def make_send(shape):
 @cache
 def make_add_up(shape, biases):
     """``add_up``: the sum of a token's rows, in the order of the ranks, and of their weights."""
-    ranks, slots, rings_at = shape.num_ranks, shape.slots, shape.rings
+    ranks, rings_at, ring_words = shape.num_ranks, shape.rings, shape.ring_words
     row_words, topk, stride, weights_at = shape.record.row, shape.record.scales, shape.record.stride, shape.record.row
     pieces = row_words // 4  # of 16 bytes
     at_once = max(1, 16 // ranks)  # pieces of each row that a lane has on their way, 64 registers
@@ -136,7 +140,7 @@ def make_add_up(shape, biases):
         sums = cuda.local.array(8, float32)
         for r in range(ranks):
             place = cuda.shfl_sync(FULL, places, r)
-            begins[r] = rings_at + (int64((channel * ranks + r) * slots) + place) * stride
+            begins[r] = rings_at + int64(channel * ranks + r) * ring_words + int64(place) * stride
         for first in range(lane, pieces, 32 * at_once):
             for u in range(at_once):
                 i = first + 32 * u
@@ -219,7 +223,7 @@ def make_receive(shape, biases):
                 break
             mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
             own_row = int64(before) + cuda.shfl_sync(FULL, nth, rank)
-            place = int32(wanted & uint32(slots - 1))
+            place = int32(uint32(nth) % uint32(slots))
             follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
             add_up(
                 mine, x, weights, own_row, bias_0, bias_1, out, out_weights, t, lane, rank, channel, place, mask

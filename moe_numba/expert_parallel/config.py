@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moe_numba import simulator
 from moe_numba.expert_parallel.dispatch import Rings
-from moe_numba.expert_parallel.regions import MOST_RANKS, Record, lines
+from moe_numba.expert_parallel.regions import LINE, MOST_RANKS, Record, lines
 
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
 _MOST_WARPS = 2 if simulator.ENABLED else 16
@@ -50,7 +50,7 @@ class Config:
         """Bytes of a buffer that is large enough for rows of so many bytes, dispatched and combined."""
         record = Record(-(-hidden_bytes // 4), -(-hidden_bytes // 128), _MOST_TOPK)
         warps = most_warps(hidden_bytes)
-        slots = 1 << (max(1, self.num_max_nvl_chunked_recv_tokens // warps).bit_length() - 1)
+        slots = max(1, self.num_max_nvl_chunked_recv_tokens // warps)
         return 2 * 4 * self.num_sms // 2 * warps * num_ranks * slots * record.stride
 
 
@@ -65,12 +65,12 @@ def most_warps(hidden_bytes):
 
 def rings_for(config, num_ranks, warps, channels, record, begin, words):
     """The rings of an operation, as large as the configuration says and as the memory for them allows."""
-    slots = max(1, config.num_max_nvl_chunked_recv_tokens // warps)
-    slots = min(slots, words // (channels * num_ranks * record.stride))
+    ring_words = words // (channels * num_ranks) // LINE * LINE
+    slots = min(max(1, config.num_max_nvl_chunked_recv_tokens // warps), ring_words // record.stride)
     if slots < 1:
         least = 2 * 4 * channels * num_ranks * record.stride
         raise ValueError(
             f"num_nvl_bytes is too small: {channels} channels of {num_ranks} ranks with rows of {4 * record.row} bytes "
             f"need {least} or more; Config.get_nvl_buffer_size_hint says how much is good"
         )
-    return Rings(num_ranks, warps, 1 << (slots.bit_length() - 1), begin, record)
+    return Rings(num_ranks, warps, slots, begin, ring_words, record)

@@ -35,8 +35,9 @@ class Rings:
 
     num_ranks: int
     warps: int  # of a block
-    slots: int  # of a ring; a power of two, so that running numbers may wrap around
+    slots: int  # of a ring
     rings: int  # where they begin in the shared buffer, in words
+    ring_words: int  # from ring to ring: the same for rows of all kinds, so that no two rings ever share memory
     record: Record
 
     @property
@@ -177,8 +178,8 @@ def make_keep(record):
 @cache
 def make_send(shape):
     """``send``: what a warp of an even block does."""
-    ranks, slots, record, rings_at, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.rings, shape.progress
+    ranks, slots, record, rings_at, ring_words, progress_at = (
+        shape.num_ranks, shape.slots, shape.record, shape.rings, shape.ring_words, shape.progress
     )  # fmt: skip
     head_at, sent_at = regions(ranks).head(False), sent(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
@@ -197,6 +198,7 @@ def make_send(shape):
         first = uint32(state[sent_at + channel * ranks + to])
         put, kept, here = first, int32(0), lane < ranks and lane != rank
         head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
+        room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
         t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
         goes = lane < ranks and t < end and is_token_in_rank[int64(t) * ranks + to] != 0
         went, ready = False, int32(1)
@@ -204,11 +206,11 @@ def make_send(shape):
             # Space in all the rings that this row goes to.
             start, waits = uint64(0), int32(1)
             while waits != 0:
-                full = here and goes and uint32(put - head) >= uint32(slots)
+                full = here and goes and uint32(put - head) >= room
                 if full:
                     head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
                     fence_proxy_async()  # this lane's copies come after what it has just seen
-                    full = uint32(put - head) >= uint32(slots)
+                    full = uint32(put - head) >= room
                 waits = int32(1 if cuda.any_sync(FULL, full) else 0)
                 if waits != 0:
                     if here and went:
@@ -238,9 +240,11 @@ def make_send(shape):
             parity = land(bars, warp, parity)
             went = here and goes
             if went:
-                slot = int64((channel * ranks + rank) * slots) + int64(put & uint32(slots - 1))
-                bulk_store(theirs, rings_at + slot * stride, smem, stage, record_bytes)
+                slot = int64(uint32(put - first) % uint32(slots)) * stride
+                ring = rings_at + int64(channel * ranks + rank) * ring_words
+                bulk_store(theirs, ring + slot, smem, stage, record_bytes)
                 bulk_commit_group()
+                room = uint32(slots)
             if cuda.shfl_sync(FULL, int32(1 if goes else 0), rank) != 0:
                 if kept & 1 == 0:
                     keep(
@@ -263,8 +267,8 @@ def make_send(shape):
 @cache
 def make_receive(shape):
     """``receive``: what a warp of an odd block does."""
-    ranks, slots, record, bar, rings_at, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings, shape.progress
+    ranks, slots, record, bar, rings_at, ring_words, progress_at = (
+        shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings, shape.ring_words, shape.progress
     )  # fmt: skip
     tail_at, taken_at = regions(ranks).tail(False), taken(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
@@ -279,7 +283,8 @@ def make_receive(shape):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source = lane if lane < ranks else int32(0)
         stage, parity = int32(warp * stage_words), uint32(0)
-        got, here = uint32(state[taken_at + channel * ranks + source]), lane < ranks and lane != rank
+        first, here = uint32(state[taken_at + channel * ranks + source]), lane < ranks and lane != rank
+        got = first
         left, row = rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, channel, channels)
         left = left if here else int32(0)
         t, end, kept = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens), int32(0)
@@ -294,16 +299,14 @@ def make_receive(shape):
                 for s in range(ranks):
                     if mask >> uint32(s) & uint32(1):
                         count, to_row = cuda.shfl_sync(FULL, come, s), cuda.shfl_sync(FULL, row, s)
-                        base = uint32(cuda.shfl_sync(FULL, int32(got), s))
+                        base = uint32(cuda.shfl_sync(FULL, int32(uint32(got - first)), s))
                         for i in range(count):
-                            place = int64(uint32(base + uint32(i)) & uint32(slots - 1))
-                            slot = int64((channel * ranks + s) * slots) + place
+                            slot = int64(uint32(base + uint32(i)) % uint32(slots)) * stride
+                            ring = rings_at + int64(channel * ranks + s) * ring_words
                             if lane == 0:
                                 read()
                                 mbarrier_arrive_expect_tx(bars, bar + warp, record_bytes)
-                                bulk_load(
-                                    smem, stage, mine, rings_at + slot * stride, record_bytes, bars, bar + warp
-                                )
+                                bulk_load(smem, stage, mine, ring + slot, record_bytes, bars, bar + warp)
                             parity = land(bars, warp, parity)
                             keep(
                                 smem, stage, lane, 0, int64(to_row + i), rank, experts_per_rank, recv_x, recv_scales,

@@ -47,7 +47,7 @@ class Link:
         self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
         self._nothing = torch.zeros(4, dtype=torch.int32, device=device)
         self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
-        self._last_stream, self._kernels, self._geometry, self._captured = None, {}, {}, False
+        self._last_stream, self._kernels, self._usual = None, {}, {}
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
         transport.gather(None)
@@ -114,17 +114,24 @@ class Link:
         self.check_alive()
         return int(self._counters_view[0]), self._counters_view[1 : 1 + experts].tolist()
 
-    def synchronise(self, is_combine, shape):
-        """Let all ranks meet, if rows lie otherwise than in the last call: nobody may still look for the old ones."""
-        if not simulator.ENABLED and torch.cuda.is_current_stream_capturing():
-            self._captured = True  # what lies there when the graph runs, nobody knows now; nor afterwards
-        if self._captured or self._geometry.get(is_combine) != (shape.slots, shape.record.stride):
-            self.launch("barrier", exchange.make_barrier, (self.num_ranks,), exchange.BARRIER_SIGNATURE, 1, 32, 0)
-        self.arranged(is_combine, shape)
+    @contextlib.contextmanager
+    def guarded(self, is_combine, channels, has_met=False):
+        """Around an operation: where its rings lie otherwise than usual, all ranks meet before and after it.
 
-    def arranged(self, is_combine, shape):
-        """All ranks have met, and from now on rows of this operation lie like this."""
-        self._geometry[is_combine] = shape.slots, shape.record.stride
+        Where the rings of an operation lie follows from the number of channels. As long as it stays that of the first
+        call, a ring's two ends settle between them when it is empty. A meeting afterwards, too, lets captured graphs,
+        of which the host does not know when they run, take the usual case for granted. With ``has_met`` all ranks have
+        just met.
+        """
+        unusual = self._usual.setdefault(is_combine, channels) != channels
+        if unusual and not has_met:
+            self._barrier()
+        yield
+        if unusual:
+            self._barrier()
+
+    def _barrier(self):
+        self.launch("barrier", exchange.make_barrier, (self.num_ranks,), exchange.BARRIER_SIGNATURE, 1, 32, 0)
 
     @contextlib.contextmanager
     def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
