@@ -898,10 +898,11 @@ bars("layer", "bfloat16")
 bars("layer", "float8_e4m3fn")
 
 # %% [markdown]
-# In bfloat16 the trick pays for few tokens, and from 1024 tokens on there is nothing in it, or less than nothing. In
-# FP8 it pays everywhere. How much of that is torch's chain of operations for quantising, which goes with the shared
-# expert's own products? Compare with the products alone in section 5. Between 64 and 2048 tokens they gain 1 to 3 %,
-# and the layer 7 to 10. The larger part is the quantising, and a server with one kernel for it would gain less.
+# In bfloat16 the trick pays for few tokens. From 1024 on there is nothing in it, or less than nothing; only the change
+# of tiles at 4096 helps. In FP8 it pays everywhere. How much of that is torch's chain of operations for quantising,
+# which goes with the shared expert's own products? Compare with the products alone in section 5. Between 64 and 2048
+# tokens they gain 1 to 3 %, and the layer 7 to 10. The larger part is the quantising, and a server with one kernel for
+# it would gain less.
 #
 # The other way to share experts among 8 GPUs is **expert parallelism**: each has 32 whole experts. Now an expert is
 # eight times as large, a token's share of them is what the other GPUs send here, and the shared expert has four times
@@ -916,8 +917,8 @@ bars("layer", "float8_e4m3fn", "ep8")
 # %% [markdown]
 # In bfloat16 it loses at every size. We suppose this is why: a whole expert's product has tiles enough for all
 # multiprocessors, so nothing was idle that the fusion could fill, and torch's plain product reads faster than its
-# grouped one. Copies cost most here, for each is a whole expert more to read, up to a fifth of the time. In FP8 the
-# quantising that goes is worth more than that.
+# grouped one. Copies cost most here, for each is a whole expert more to read, up to a fifth of the time. In FP8, with
+# one shared expert, the quantising that goes is worth more than that.
 #
 # And the routing over tokens, also from the record. (Torch's way is shorter here than in step 1: one shared expert
 # needs no random number, and the weights come divided already.)
