@@ -395,9 +395,9 @@ if row := ladder.row("separate"):
 # **Look back.** By our count most of this time is one thing: reading the weights of the chosen experts. The ratio to
 # the floor says how far torch's layer is from that. One guess was too good: the record of section 5 has the products
 # alone, and torch's grouped product reads weights at little more than half of the bandwidth here, not at 70 %. That is
-# a good part of what the prediction missed. These products are not our subject yet; what the fusion can win is in the rest. In
-# FP8 the layer starts more kernels than in bfloat16, since each quantisation is four or five torch operations. A server
-# has one kernel for them. Keep this in mind when FP8 looks better below than it would be in a server.
+# a good part of what the prediction missed. These products are not our subject yet; what the fusion can win is in the
+# rest. In FP8 the layer starts more kernels than in bfloat16, since each quantisation is four or five torch operations.
+# A server has one kernel for them. Keep this in mind when FP8 looks better below than it would be in a server.
 #
 # ### Step 1: the ninth column, by torch
 #
@@ -677,8 +677,8 @@ measure("own grouped GEMM", folded_on_own, prediction, {} if simulator.ENABLED e
 look_back("own grouped GEMM", "final", prediction)
 
 # %% [markdown]
-# It wins more than predicted in all three sizes that bfloat16 has here. Ours reads as fast as we said. But torch's product
-# was never as good as 70 % (step 0), so there was more to win. Look at the call time too: it is longer than
+# It wins more than predicted in all three sizes that bfloat16 has here. Ours reads as fast as we said. But torch's
+# product was never as good as 70 % (step 0), so there was more to win. Look at the call time too: it is longer than
 # before. Starting our product from Python costs the host more than starting torch's. Without a CUDA graph that eats up
 # the gain.
 #
