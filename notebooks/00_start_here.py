@@ -32,7 +32,8 @@
 # |---|---|---|
 # | chooses its experts | [01_gate](01_gate.ipynb) | `moe_fused_gate`, SGLang's kernel for DeepSeek-V3's gate |
 # | visits shared experts too | [03_shared_experts](03_shared_experts.ipynb) | folding them into the others, in SGLang |
-# | travels to the GPU that has them | to come | DeepEP's `dispatch` and `combine` inside one machine |
+# | is told where to go | [04_dispatch_layout](04_dispatch_layout.ipynb) | DeepEP's dispatch layout, and its buffer |
+# | travels to the GPUs that have them | to come | DeepEP's `dispatch` and `combine` inside one machine |
 # | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
 # | goes through the experts | [08_grouped_gemm](08_grouped_gemm.ipynb) | the grouped product (group GEMM) of hpc-ops |
 #
@@ -41,8 +42,9 @@
 #
 # From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. From the alignment you
 # learn about prefix sums, atomics, races, and blocks that wait for each other. From the shared experts you learn how to
-# find out what a change to a whole layer is worth. From the grouped product you learn about tensor cores, asynchronous
-# copies, and rings of buffers. The topic that is to come brings the memory of other GPUs.
+# find out what a change to a whole layer is worth. From the dispatch layout you learn about the banks of shared memory
+# and clusters of blocks, and how a process reaches another GPU's memory. From the grouped product you learn about
+# tensor cores, asynchronous copies, and rings of buffers. What is to come uses the memory of other GPUs.
 #
 # The notebooks with a link are there. Read this notebook first, then the others by number. You should know Python and
 # some torch; you need to know nothing about GPUs.

@@ -393,10 +393,11 @@ if row := ladder.row("separate"):
 
 # %% [markdown]
 # **Look back.** By our count most of this time is one thing: reading the weights of the chosen experts. The ratio to
-# the floor says how far torch's layer is from that, and its products are not our subject here. What the fusion can win
-# is in the rest. In FP8 the layer starts more kernels than in bfloat16, since each quantisation is four or five torch
-# operations. A server has one kernel for them. Keep this in mind when FP8 looks better below than it would be in a
-# server.
+# the floor says how far torch's layer is from that. One guess was too good: the record of section 5 has the products
+# alone, and torch's grouped product reads weights at little more than half of the bandwidth here, not at 70 %. That is
+# a good part of what the prediction missed. These products are not our subject yet; what the fusion can win is in the
+# rest. In FP8 the layer starts more kernels than in bfloat16, since each quantisation is four or five torch operations.
+# A server has one kernel for them. Keep this in mind when FP8 looks better below than it would be in a server.
 #
 # ### Step 1: the ninth column, by torch
 #
@@ -455,8 +456,11 @@ look_back("ninth column by torch", "separate", prediction)
 
 # %% [markdown]
 # **Look back.** The kernels before and after tell the trick's weak point: what the shared expert's kernels gave back,
-# the operations on a little table of 8 x 9 numbers take again in part. In SGLang this code ran inside
-# `torch.compile`, which makes fewer kernels of it. We shall need none.
+# the operations on a little table of 8 x 9 numbers take again. In bfloat16 the layer gains with 8 tokens, as predicted,
+# and loses with 1, 64 and 1024. With 1024 tokens something else grows too: the ninth slot's rows are gathered, put back
+# and summed like those of the other eight, and torch reads and writes them each time. In FP8 it gains most. The shared
+# expert's products had rows of their own to quantise, and these operations are gone. In SGLang this code ran inside
+# `torch.compile`, which makes fewer kernels of the little ones. We shall need none.
 #
 # ### Step 2: replicas
 #
@@ -483,9 +487,9 @@ if not simulator.ENABLED:
 look_back("8 replicas", "ninth column by torch", prediction)
 
 # %% [markdown]
-# **Look back.** Compare all the lines. With few tokens replicas are bytes. If they pay anywhere, it is for many
-# tokens, where the shared expert's column of tiles is long. Section 5 looks at that. We go on from step 1, with one
-# shared expert.
+# **Look back.** A loss, as predicted, but for one token: that takes one copy and reads no more than before. If replicas
+# pay anywhere, it is for many tokens, where the shared expert's column of tiles is long. Section 5 looks at that. We go
+# on from step 1, with one shared expert.
 #
 # ### Step 3: the ninth column in one kernel
 #
@@ -568,6 +572,10 @@ measure("fuse_routing", folded_by_fuse_routing, prediction)
 look_back("fuse_routing", "ninth column, one kernel", prediction)
 
 # %% [markdown]
+# **Look back.** About as predicted. In a layer of hundreds of microseconds one would not believe such a difference; but
+# it has the same sign in all five settings. The call takes longer than our own kernel's, because the function also
+# checks what it is given.
+#
 # ### Step 5: the ninth column in the gate's own launch
 #
 # **Idea.** The article ends with an outlook: together with a fused gate the trick would be worth more
@@ -632,6 +640,9 @@ if not KNOWN_ROUTES:
     print("no figure is recorded yet")
 
 # %% [markdown]
+# Here it is plain: with the column inside, the gate takes as long as without. The column is free. Torch's operations
+# take several times as long as the gate itself, and more so for the host.
+#
 # ### One more step: our own grouped product
 #
 # **Idea.** Torch's two grouped products have stayed the same up to here, and they are most of the time. The package has
@@ -646,9 +657,9 @@ if not KNOWN_ROUTES:
 Markdown("```python\n" + inspect.getsource(own_grouped) + "```")
 
 # %% [markdown]
-# **Prediction.** For step 0 we guessed that torch's product reads weights at 70 % of the bandwidth. In notebook 08 ours
-# was above 90 % with few tokens. And it has no kernel before it, so two of 2 us go. (The second product is a hard case,
-# however. K is only 256 here, so a tile is finished after four turns.)
+# **Prediction.** For step 0 we guessed that torch's product reads weights at 70 % of the bandwidth, and we keep to that
+# guess. In notebook 08 ours was above 90 % with few tokens. And it has no kernel before it, so two of 2 us go. (The
+# second product is a hard case, however. K is only 256 here, so a tile is finished after four turns.)
 
 # %%
 READS = weights_us(experts_chosen(DECODE) + 1)
@@ -666,6 +677,11 @@ measure("own grouped GEMM", folded_on_own, prediction, {} if simulator.ENABLED e
 look_back("own grouped GEMM", "final", prediction)
 
 # %% [markdown]
+# **Look back.** It wins more than predicted, and with 1, 64 and 1024 tokens it wins too. Ours reads as fast as we said
+# (see the products alone, below). But torch's product was never as good as 70 % (step 0), so there was more to win.
+# Look at the call time too: it is longer than before. Starting our product from Python costs the host more than
+# starting torch's. Without a CUDA graph that eats up the gain.
+#
 # Does the folding still pay with it? That is in the record of `python -m moe_numba bench shared_experts`: the layer
 # before and after, on either product, and the products alone.
 
@@ -696,8 +712,11 @@ def own_beside_torchs():
 print("\n".join(own_beside_torchs()) or "no figure is recorded yet")
 
 # %% [markdown]
-# **Look back.** What a layer gains by another product is what the product gains; the rest stays. With the products
-# faster, the rest is a larger part of the time, and so is what the folding saves of it.
+# **Look back.** What a layer gains by another product is what the product gains; the rest stays. With up to 64 tokens
+# the folding saves about as many microseconds as on torch's product, and so a larger part of a shorter time. From 256
+# tokens on it is about even on torch's, and costs 1 to 3 % on ours. By then, we suppose, the shared expert's own
+# products fill the GPU by themselves: a grouped product does them no better, and the ninth slot's rows cost what they
+# cost in step 1.
 #
 # ### A check must be able to fail
 #
@@ -737,6 +756,9 @@ ladder.save(notebook_sources("notebooks/03_shared_experts.py"))
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
+# The last steps before our own product differ by less than the layer's time varies: in this figure 'final' even seems
+# slower than 'fuse_routing'. The routing alone, above, has decided that.
+#
 # Kernel time is what a server pays that runs its layers in a CUDA graph, as SGLang does when it decodes. Prefill mostly
 # runs without a graph. There the host must start every kernel, and call time counts:
 
@@ -837,6 +859,10 @@ if not SHARED:
     print("no figure is recorded yet")
 
 # %% [markdown]
+# **Look back.** For few tokens it is as predicted: the copies cost what their bytes cost. (One token takes one copy, so
+# there the two are alike.) For many tokens one shared expert is not slower either. It is even a little faster in every
+# row, which the count of rounds does not explain, and with 8192 tokens in bfloat16 by much. Why, we have not found out.
+#
 # One thing to know when reading such figures. Torch chooses its tile by the *average* number of rows: 64 rows up to an
 # average of 128, beyond that 128 rows. A ninth column raises the average. At 4096 tokens the layer before is just on
 # one side of the border and the layer after on the other:
@@ -851,10 +877,11 @@ for tokens in (1024, 2048, 4096, 8192):
     print(f"{tokens} tokens: " + "; ".join(rules))
 
 # %% [markdown]
-# So at 4096 tokens one compares two kernels, and not only two loads. This is the small print behind the article's
-# remark that the fused kernel must be **tuned** anew, since the number of experts has changed. SGLang's Triton kernel
-# takes its tile sizes from a file for each number of experts. A run with 257 experts and no file for it uses default
-# sizes, and a comparison with a tuned 264 then says little about replicas. (The author writes that both were tuned.)
+# So at 4096 tokens before and after are two kernels, and not only two loads; most of what the products gain there comes
+# from it. This is the small print behind the article's remark that the fused kernel must be **tuned** anew, since the
+# number of experts has changed. SGLang's Triton kernel takes its tile sizes from a file for each number of experts. A
+# run with 257 experts and no file for it uses default sizes, and a comparison with a tuned 264 then says little about
+# replicas. (The author writes that both were tuned.)
 #
 # What became of the replicas? In SGLang the number of fused shared experts was later set to the number of shared
 # experts that the model has ([PR 6736](https://github.com/sgl-project/sglang/pull/6736)): one for DeepSeek-V3, no
@@ -871,6 +898,12 @@ bars("layer", "bfloat16")
 bars("layer", "float8_e4m3fn")
 
 # %% [markdown]
+# In bfloat16 the trick pays for few tokens. From 1024 on there is nothing in it, or less than nothing; only the change
+# of tiles at 4096 helps. In FP8 it pays everywhere. How much of that is torch's chain of operations for quantising,
+# which goes with the shared expert's own products? Compare with the products alone in section 5. Between 64 and 2048
+# tokens they gain 1 to 3 %, and the layer 7 to 10. The larger part is the quantising, and a server with one kernel for
+# it would gain less.
+#
 # The other way to share experts among 8 GPUs is **expert parallelism**: each has 32 whole experts. Now an expert is
 # eight times as large, a token's share of them is what the other GPUs send here, and the shared expert has four times
 # the rows of a routed one, not 32 times.
@@ -882,7 +915,13 @@ bars("layer", "bfloat16", "ep8")
 bars("layer", "float8_e4m3fn", "ep8")
 
 # %% [markdown]
-# And the routing over tokens, also from the record:
+# In bfloat16 it loses at every size. We suppose this is why: a whole expert's product has tiles enough for all
+# multiprocessors, so nothing was idle that the fusion could fill, and torch's plain product reads faster than its
+# grouped one. Copies cost most here, for each is a whole expert more to read, up to a fifth of the time. In FP8, with
+# one shared expert, the quantising that goes is worth more than that.
+#
+# And the routing over tokens, also from the record. (Torch's way is shorter here than in step 1: one shared expert
+# needs no random number, and the weights come divided already.)
 
 # %%
 GATE_CONFIG = {"num_experts": 256, "num_expert_group": 8}
@@ -1172,11 +1211,16 @@ if not SHARED:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# A mean TTFT of a second at one query per second is long for such prompts. (In a run of the same benchmark, published
-# with [PR 5125](https://github.com/sgl-project/sglang/pull/5125), 300 prompts had 95293 tokens.) It suggests that a
-# first token waits for other things than its own layers: for other prompts, or for a kernel to be compiled. When a
-# queue is long, a little less work shortens it by much, so an end-to-end gain can exceed what the layers save. But then
-# it is a statement about that queue.
+# For ITL the layers can explain most of the difference at one query per second, and a smaller part at four and eight.
+# Even that is generous. The number of tokens is the one that explains most, and our FP8 layer saves quantising that a
+# server does not have (section 6). So where the table below says "confirmed", read: at one query per second, and at
+# most.
+#
+# TTFT is another matter. A mean of a second at one query per second is long for such prompts. (In a run of the same
+# benchmark, published with [PR 5125](https://github.com/sgl-project/sglang/pull/5125), 300 prompts had 95293 tokens.)
+# It suggests that a first token waits for other things than its own layers: for other prompts, or for a kernel to be
+# compiled. When a queue is long, a little less work shortens it by much, so an end-to-end gain can exceed what the
+# layers save. But then it is a statement about that queue.
 #
 # ## 10. The article's claims
 #
@@ -1331,6 +1375,9 @@ for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5))
     print(f"{says}: {different} different result{'s' * (different > 1)}")
 
 # %% [markdown]
+# One result means that all five runs have the same bits. So torch's product gave a row the same bits, whatever stood
+# beside it. It does not promise that, and another size may take another kernel.
+#
 # ## 12. Exercises
 #
 # Each can be done in the simulator. `mismatch` tells whether a layer is right; a GPU tells whether it is fast.

@@ -238,8 +238,8 @@ spread = topic.lengths_of(32, 32)
 print(f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.floor(spread, 4096, 7168)[0]:.1f} us")
 
 # %% [markdown]
-# (With 32 rows, spread at random, a third of the groups have none, and their matrices need not be read. The code below
-# counts the groups that have tokens.)
+# (With 32 rows, spread at random, more than a quarter of the groups have none, and their matrices need not be read. The
+# code below counts the groups that have tokens.)
 #
 # So up to 200 tokens a group the kernel only has to **stream the matrices**. 940 MB must come out of memory, and the
 # tensor cores can idle most of the time. A server that decodes has 1 to 64 tokens a group. That is why a small kTileM
@@ -740,9 +740,11 @@ measure_dense("warp specialization", run_specialised, 31)
 look_back("warp specialization", "a ring of stages", 31)
 
 # %% [markdown]
-# **Look back.** Who arrives at `writable`? The article has one thread of each warpgroup arrive, so that the barrier
-# counts to 2. Then the other three warps may still be reading when the stage is given away. Each waits for its own
-# multiplications, not for its neighbours'. Here each warp says for itself that it is done, and the barrier counts to 8.
+# **Look back.** It gains twice what we predicted: the barrier of all threads had cost more than its bookkeeping.
+#
+# Who arrives at `writable`? The article has one thread of each warpgroup arrive, so that the barrier counts to 2. Then
+# the other three warps may still be reading when the stage is given away. Each waits for its own multiplications, not
+# for its neighbours'. Here each warp says for itself that it is done, and the barrier counts to 8.
 #
 # ### Step 6: the transposed MMA
 #
@@ -1024,7 +1026,8 @@ for wrong_step in (short_k, forgets_a_row):
     trial.step(wrong_step.__name__, lambda run=wrong_step: run(poisoned(DENSE[0])), expect_wrong=True)
 
 # %% [markdown]
-# All steps once more, by turns, and the figure. The two slowest keep the kernel times that they have.
+# All steps once more, by turns, and the figure. The two slowest keep the kernel times that they have. (By turns all are
+# slower than alone, some by a tenth, probably because the GPU is warm by now. What counts is how the steps compare.)
 
 # %%
 dense.measure_all()
@@ -1250,14 +1253,16 @@ if us("padding, one map", "product_us"):
     print(f"    the product alone: {us('padding, one map', 'product_us'):.0f} us")
 
 # %% [markdown]
-# **Look back.** The prediction was far too low. The last line says what the product takes without any copy, and that
-# alone is more than we thought of it. A multiprocessor has room for one such block. When the block ends, the next one
-# begins with new barriers and empty stages, and until its first data come nobody multiplies. With 8192 tokens there are
-# thousands of blocks, and the copies have four times the bytes: the loop is faster than this.
+# **Look back.** The prediction was far too low, and with 2048 tokens even the loop is faster than this. The last line
+# says what the product takes without any copy, and that alone is more than we thought of it. A multiprocessor has room
+# for one such block. When the block ends, the next one begins with new barriers and empty stages, and until its first
+# data come nobody multiplies. The copies and the small kernels around them take more than twice the predicted time as
+# well. With 8192 tokens there are thousands of blocks, and the copies have four times the bytes: it takes twice as long
+# as the loop.
 #
-# With 32 tokens nearly all rows are padding: one row or two in a tile of 64. The tensor cores do not mind, since the
-# time goes into the weights. The buffers do: the host has to allocate `tokens / 64 + 32` tiles, the worst case. Users
-# of kernels that pad to 128 rows ask again and again to be rid of it.
+# With 32 tokens it beats the loop, although nearly all rows are padding: one row or two in a tile of 64. The tensor
+# cores do not mind, since the time goes into the weights. The buffers do: the host has to allocate `tokens / 64 + 32`
+# tiles, the worst case. Users of kernels that pad to 128 rows ask again and again to be rid of it.
 #
 # ### Step 10: `update_grouped_tma`, a map for each group
 #
@@ -1440,7 +1445,7 @@ for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (204
 # %% [markdown]
 # **Prediction.** `update_grouped_tma` takes 3 us. The main kernel with the horizontal scheduler: groups with more than
 # 64 tokens have two tiles of tokens, which read the same weights 32 blocks apart, so from the L2. hpc-ops itself was
-# measured at 319 us here, and we have the same algorithm: 320 us.
+# measured once at 319 us on an H200 (not in this run), and we have the same algorithm: 320 us.
 
 
 # %%
@@ -1473,9 +1478,9 @@ if us("maps for groups, horizontal", "update_us"):
     print(f"    update_grouped_tma alone: {us('maps for groups, horizontal', 'update_us'):.2f} us")
 
 # %% [markdown]
-# **Look back.** No copies, no padding, and no block that ends: with 2048 tokens this beats the loop, and with 32 by
-# far. With 8192 tokens it does not. A group of 256 tokens is four tiles of 64 here, each of which reads the same
-# weights again. Step 13 looks at that.
+# **Look back.** No copies, no padding, and no block that ends: with 32 tokens this beats the loop by far. With 2048
+# tokens it takes a tenth longer than predicted, and is about as fast as the loop. With 8192 it is much slower. A group
+# of 256 tokens is four tiles of 64 here, each of which reads the same weights again. Step 13 looks at that.
 #
 # ### Step 11: the vertical scheduler
 #
@@ -1493,8 +1498,10 @@ print("hpc-ops takes", {True: "horizontal", False: "vertical"}[use_horizontal(40
 look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 
 # %% [markdown]
-# **Look back.** As predicted: what differs is hardly more than one measurement differs from the next. The order of
-# tiles will matter, but another order (step 15).
+# **Look back.** With 32 tokens the order does not matter: a group has one tile of tokens or none. With 2048 and 8192 it
+# is 7 or 8 % faster, which we had not predicted, and nearly what hpc-ops took. Probably more weights are found
+# in the L2 when the tiles that share them start side by side, and not 32 blocks apart. We have not counted that. Step
+# 15 takes an order that goes further.
 #
 # ### Step 12: programmatic dependent launch
 #
@@ -1511,10 +1518,10 @@ measure("PDL", document_step("dependent", dependent=True), prediction, lost=True
 look_back_at_groups("PDL", "vertical", prediction)
 
 # %% [markdown]
-# **Look back.** With 32 tokens it gains about what we predicted. With more it loses, and more than the little kernel
-# takes in all, so the start itself cannot be the reason. We have not found it. We suppose it is the blocks' places:
-# those that come early take the multiprocessors that the little kernel has left free, and blocks that share tokens or
-# weights lie in another way on the chip. We go on without it.
+# **Look back.** Nothing of the 3 us is there, not even with 32 tokens. With more it loses here, and more than the
+# little kernel takes in all (the last line of step 10), so the start itself cannot be the reason. Measured by turns
+# with all others (below) it takes as long as without. So a good part of the loss is how much one measurement differs
+# from the next. Why nothing is gained we have not found out. We go on without it.
 #
 # ### Step 13: kTileM by the average
 #
@@ -1729,8 +1736,10 @@ measure("agreed", package_step(ONE_PART), prediction)
 look_back_at_groups("agreed", "no maps for groups", prediction)
 
 # %% [markdown]
-# **Look back.** With 8192 tokens it gains something, but not a tenth. While one warpgroup computes its descriptors, the
-# other one may multiply, so many of these instructions had cost nothing.
+# **Look back.** The instructions are gone, and the tenth is not there. With 8192 tokens the step is even some per cent
+# slower here, no more than one measurement differs from the next. While one warpgroup computes its descriptors, the
+# other one may multiply. So these instructions had cost little, we think. The package keeps the change: it costs
+# nothing either.
 #
 # ### Step 17: tiles of two parts
 #
@@ -1749,7 +1758,7 @@ measure("two parts", package_step(form(144, (144, 136, 128, 120), 4, parts=2)), 
 look_back_at_groups("two parts", "agreed", 400)
 
 # %% [markdown]
-# **Look back.** Both predictions hold: grey for 2048 tokens, and the fastest so far for 8192. There a weight comes
+# **Look back.** Both predictions hold: grey for 2048 tokens, and by far the fastest for 8192. There a weight comes
 # through the L2 once for a whole group, and a turn's fixed costs (barriers, waiting, descriptors) are shared by up to
 # 288 tokens.
 #
@@ -1776,10 +1785,10 @@ if took := us("two blocks share tokens", "many_us"):
     print(f"    8192 tokens: {took / turns:.2f} us a turn; multiplying takes {128**3 / 4096 / 1755:.2f} us at most")
 
 # %% [markdown]
-# **Look back.** With 8192 tokens nothing of the predicted quarter is there. So the L2 was not the limit any more. A
-# turn takes much longer than its multiplications; what is left is the way of a warpgroup through it: wait, multiply,
-# promote. Two parts make that way cheaper, a cluster does not. (With 32 tokens the tile is too large: 128 in place of
-# 96.)
+# **Look back.** With 8192 tokens next to nothing of the predicted quarter is there. So the L2 was not the limit any
+# more. A turn takes much longer than its multiplications; what is left is the way of a warpgroup through it: wait,
+# multiply, promote. Two parts make that way cheaper, a cluster does not. (With 32 tokens the tile is too large: 128 in
+# place of 96.)
 #
 # Why does the package share tokens all the same? The tuning program of the next step found it a little faster, for
 # groups of up to 120 tokens.
@@ -1804,9 +1813,9 @@ measure("final", run_package, 245)
 look_back_at_groups("final", "two blocks share tokens", 245)
 
 # %% [markdown]
-# **Look back.** For 2048 tokens the choice *is* step 18's kernel, to the bit. If the two lines differ, you see how much
-# one measurement can be off on a warm chip. The gains are at the two ends: small tiles for 32 tokens, two parts for
-# 8192.
+# **Look back.** For 2048 tokens the choice *is* step 18's kernel, to the bit. So what the two lines differ by is how
+# much one measurement can be off on a warm chip; by turns, in the figure below, they are equal. The gains are at the
+# two ends: small tiles for 32 tokens, two parts for 8192.
 #
 # ### The whole ladder
 #
@@ -2032,10 +2041,12 @@ if not TWO_OR_ONE:
 # %% [markdown]
 # **Look back.** It pays in the middle. The separate kernel goes, and the product writes a quarter of the bytes: there
 # the one kernel can be even faster than the product by itself. With 32 tokens there is next to nothing to save. With
-# 8192 tokens there is more to save than predicted, but the product gets slower by as much, and nothing is gained. In
-# the plain kernel a warpgroup stores while the other one still multiplies. The activation needs the largest of 128
-# columns, and each warpgroup has 64 of them. So the two must meet, several times for each tile, and nobody multiplies
-# meanwhile.
+# 8192 tokens there is more to save than predicted, but the product gets slower by as much, and nothing is gained. (Its
+# tiles are those that the tuning program found fastest, in steps of 8 tokens from 120 to 144.) We think it is the
+# tiles' ends. In the plain kernel a warpgroup stores while the other one still multiplies. The activation needs the
+# largest of 128 columns, and each warpgroup has 64 of them. So the two must meet, several times for each tile, and
+# nobody multiplies meanwhile. And here two totals are two tiles of weights, not two parts of tokens: a group of 256
+# tokens is two tiles, and its weights come through the L2 twice.
 #
 # ### Rows gathered while they are loaded
 #
@@ -2089,10 +2100,10 @@ if not GATHERED:
 
 # %% [markdown]
 # **Look back.** It loses, and the more tokens there are, the more. With 32 tokens it is even. The copy that it spares
-# is a few microseconds with 2048 tokens. What it costs: two blocks cannot share tokens any more, since each copies its
-# own; and a stage of 288 tokens is 2304 pieces of 16 bytes, 72 for each lane of the one warp that brings it, with an
-# address and a test for each. The warps take turns, so each has three turns of time; but with 8192 tokens that is 3 us
-# for 72 pieces and their way from the L2. The copying warps set the pace then.
+# is a few microseconds with 2048 tokens, and some 20 with 8192. What it costs: two blocks cannot share tokens any more,
+# since each copies its own; and a stage of 288 tokens is 2304 pieces of 16 bytes, 72 for each lane of the one warp that
+# brings it, with an address and a test for each. The warps take turns, so each has three turns of time; but with 8192
+# tokens that is 3 us for 72 pieces and their way from the L2. So the copying warps seem to set the pace then.
 #
 # So it is for those who would have to copy rows for nothing else, with few tokens: it spares a launch and a buffer. For
 # a large prefill the copy is better. A kernel that gathers faster is a thing to try (exercise 7).
@@ -2161,8 +2172,8 @@ sweep("gate_up", GEMM and topic.lines(GEMM, "gate_up"), "one scale a group")
 sweep("down", GEMM and topic.lines(GEMM, "down"), "one scale a group")
 
 # %% [markdown]
-# Torch's jump at 8192 tokens is not of the size of the problem: its own loop is faster there. And with scales by
-# blocks:
+# Torch's jump at 8192 tokens is not of the size of the problem: its own loop is faster there. (hpc-ops and DeepGEMM
+# were not there to be measured in this run.) And with scales by blocks:
 
 # %%
 BLOCKWISE = {}
@@ -2189,6 +2200,8 @@ for shape in topic.SHAPES if GEMM else ():
 # %% [markdown]
 # Up to 512 tokens the kernel moves its bytes nearly as fast as a plain copy does, and little is left to gain. At 2048 a
 # tile's work begins to show. At 8192 the kernel is bound by its turns, at some 60 % of what the tensor cores could do.
+# With scales by blocks it is slower there than torch's loop, which has one scale a matrix: that is where most is left
+# to gain.
 #
 # ## 11. The article's claims
 #
