@@ -63,7 +63,7 @@ def versions():
 
 
 def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, floor_us=None, **more):
-    """One row of a record.
+    """One row of a record; numbers are kept to six digits.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, flo
         "kernel_us": _times(kernel), "call_us": _times(call), "floor_us": floor_us, **more,
     }
     return {
-        name: round(value, 3) if isinstance(value, float) else value
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in fields.items()
         if value is not None
     }

@@ -222,8 +222,9 @@ class Buffer:
             with link.guarded(False, channels, has_met):
                 link.launch(
                     "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, shape.threads,
-                    shape.shared_bytes, at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank),
-                    tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix), at(recv_x),
+                    shape.shared_bytes, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
+                    at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix),
+                    at(recv_channel_prefix), at(recv_x),
                     at(recv_scales), at(recv_experts), at(recv_weights), at(recv_source), at(send_head), received,
                 )  # fmt: skip
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
@@ -288,9 +289,10 @@ class Buffer:
             with link.guarded(True, channels):
                 link.launch(
                     "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms,
-                    shape.threads, shape.shared_bytes, at(x), at(topk_weights), channels, at(rank_prefix), at(channel_prefix),
-                    at(recv_channel_prefix), at(send_head), tokens, at(biases[0] if biases else None),
-                    at(biases[1] if len(biases) > 1 else None), at(out), at(out_weights),
+                    shape.threads, shape.shared_bytes, at(x), at(topk_weights), channels, at(rank_prefix),
+                    at(channel_prefix), at(recv_channel_prefix), at(send_head), tokens,
+                    at(biases[0] if biases else None), at(biases[1] if len(biases) > 1 else None), at(out),
+                    at(out_weights),
                 )  # fmt: skip
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event
