@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba import simulator
-from moe_numba.bench import across_ranks, plots, records
+from moe_numba.bench import plots, records
 from moe_numba.bench.baseline import copy_bandwidth, empty_kernel
 from moe_numba.bench.timing import call_times, kernel_times, rotating
 from moe_numba.expert_parallel import document_layout, get_dispatch_layout, reference
@@ -51,7 +51,7 @@ def measure(peers, quick):
     for config in [] if quick else OTHERS:
         for tokens in OTHER_TOKENS:
             rows += measure_layout(config, tokens, bandwidth)
-    return rows + across_ranks.measure((2, 4, 8), quick)
+    return rows
 
 
 def measure_layout(config, tokens, bandwidth):
