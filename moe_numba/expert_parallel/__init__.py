@@ -5,12 +5,16 @@ from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.casts import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.transport import CudaIpc, LocalGroup, SymmetricMemory
 
 __all__ = [
     "Buffer",
     "Config",
+    "CudaIpc",
     "EventHandle",
     "EventOverlap",
+    "LocalGroup",
+    "SymmetricMemory",
     "get_dispatch_layout",
     "per_token_cast_back",
     "per_token_cast_to_fp8",
