@@ -1,0 +1,176 @@
+"""Ranks that are processes, a GPU each: random worlds, graphs, a rank that is late and one that dies."""
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+from test_buffer import NUM_BYTES, SMALL, WIDE, check_combined, check_received, make_world, right_of, send, to
+
+from moe_numba.expert_parallel import Buffer, CudaIpc, SymmetricMemory
+
+pytestmark = pytest.mark.multigpu
+HIDDEN = 1024
+
+
+def run(work, *arguments, survivors_only=False):
+    """``work(rank, ranks, *arguments)`` in a process for each GPU; gives the exit codes."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = min(8, torch.cuda.device_count())
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_start, args=(work, rank, ranks, port, arguments), daemon=True) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        assert process.exitcode is not None, "a rank hangs"
+    codes = [process.exitcode for process in processes]
+    assert survivors_only or codes == [0] * ranks
+    return codes
+
+
+def _start(work, rank, ranks, port, arguments):
+    import torch.distributed as dist
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    work(rank, ranks, *arguments)
+    dist.destroy_process_group()
+
+
+def random_worlds(rank, ranks, kind, rounds):
+    """Every process knows what all ranks bring, and checks what it gets; two buffers take turns."""
+    import torch.distributed as dist
+
+    group = {"symmetric": lambda: dist.group.WORLD, "ipc": lambda: CudaIpc(dist.group.WORLD)}[kind]()
+    buffers = [Buffer(group, NUM_BYTES, timeout=20) for _ in range(2)]
+    assert isinstance(buffers[0].transport, SymmetricMemory if kind == "symmetric" else CudaIpc)
+    generator = torch.Generator().manual_seed(5)
+    for i in range(rounds):
+        most = int(torch.randint(1, 300, (), generator=generator))
+        world = make_world(torch.randint(0, most + 1, (ranks,), generator=generator).tolist(), i, fp8=i % 3 == 0)
+        right, config, buffer = right_of(world), (SMALL, WIDE)[i % 2], buffers[i // 2 % 2]
+        given = send(buffer, rank, world, config)
+        check_received(given, right[rank], rank, world.experts // ranks)
+        y = [torch.randn(len(r.src_idx), 64, generator=generator).bfloat16() for r in right]
+        back = buffer.combine(to(buffer.transport.device, y[rank]), given[4], given[2], config=config)[:2]
+        if i % 10 == 0:
+            everybodys = [None] * ranks
+            dist.all_gather_object(everybodys, tuple(part.cpu() for part in back))
+            check_combined(everybodys, world, right, y, [r.topk_weights for r in right])
+    for buffer in buffers:
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("kind, rounds", [("symmetric", 1000), ("ipc", 50)])
+def test_random_worlds(kind, rounds):
+    run(random_worlds, kind, rounds)
+
+
+def in_graphs(rank, ranks):
+    """A captured dispatch and combine, replayed with new tokens, and eager calls of other shapes in between."""
+    import torch.distributed as dist
+
+    buffer, tokens = Buffer(dist.group.WORLD, NUM_BYTES, timeout=20), 64
+    device = buffer.transport.device
+    x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+    idx = torch.zeros(tokens, 4, dtype=torch.int64, device=device)
+    weights = torch.zeros(tokens, 4, device=device)
+
+    def there_and_back():
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, 8 * ranks)
+        given = buffer.dispatch(
+            x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank, topk_idx=idx,
+            topk_weights=weights, config=WIDE, num_worst_tokens=ranks * tokens,
+        )  # fmt: skip
+        out = buffer.combine(given[0], given[4], given[2], config=WIDE)
+        return out[0], out[1], is_in_rank
+
+    def new_tokens(i):
+        torch.manual_seed(100 * i + rank)
+        x.copy_(torch.randn(tokens, HIDDEN, device=device))
+        idx.copy_(torch.randint(-1, 8 * ranks, (tokens, 4), device=device))
+        weights.copy_(torch.rand(tokens, 4, device=device))
+
+    def check(out, out_weights, is_in_rank):
+        assert torch.equal(out, (x.float() * is_in_rank.sum(1, keepdim=True)).bfloat16())
+        torch.testing.assert_close(out_weights, weights.where(idx >= 0, 0))
+
+    new_tokens(0)
+    check(*there_and_back())
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = there_and_back()
+    for i in range(1, 30):
+        new_tokens(i)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(*results)
+        if i % 5 == 0:
+            world = make_world([37 * i % 50 + r for r in range(ranks)], i, fp8=i % 2 == 0)
+            for config in (WIDE, SMALL):
+                given = send(buffer, rank, world, config)
+                check_received(given, right_of(world)[rank], rank, world.experts // ranks)
+    buffer.destroy()
+
+
+def test_graphs():
+    run(in_graphs)
+
+
+def late(rank, ranks):
+    """The others wait, on the GPU and on the host."""
+    import torch.distributed as dist
+
+    buffer = Buffer(dist.group.WORLD, NUM_BYTES, timeout=20)
+    world = make_world([50] * ranks)
+    for i in range(2 * ranks):
+        if i % ranks == rank:
+            time.sleep(0.3)
+        given = send(buffer, rank, world)
+        check_received(given, right_of(world)[rank], rank, world.experts // ranks)
+        if (i + 1) % ranks == rank:
+            time.sleep(0.3)
+        buffer.combine(given[0], given[4], config=SMALL)
+    buffer.destroy()
+
+
+def test_a_rank_that_is_late():
+    run(late)
+
+
+def one_dies(rank, ranks, when):
+    """Rank 1 ends without a word; the others raise in time, and can end."""
+    import torch.distributed as dist
+
+    buffer = Buffer(dist.group.WORLD, NUM_BYTES, timeout=2)
+    world = make_world([50] * ranks)
+    given = send(buffer, rank, world)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
+    begin = time.monotonic()
+    try:
+        if when == "combine":
+            buffer.combine(given[0], given[4], config=SMALL)
+            torch.cuda.synchronize()
+        send(buffer, rank, world)
+    except TimeoutError as error:
+        assert "rank 1" in str(error) and time.monotonic() - begin < 10
+        os._exit(7)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("when", ["notify", "combine"])
+def test_a_rank_that_dies(when):
+    codes = run(one_dies, when, survivors_only=True)
+    assert codes == [3 if rank == 1 else 7 for rank in range(len(codes))]
