@@ -247,6 +247,19 @@ def test_counts_are_rounded_up():
     assert given == [[-(-int((r.topk_idx == e).sum()) // 8) * 8 for e in range(2)] for r in right]
 
 
+def test_numbers_that_name_no_expert():
+    """They are as -1, however large they are."""
+    world = make_world([6, 5])
+    none = torch.tensor([-7, 4, 1 << 31, (1 << 32) + 1, -(1 << 33)])
+    strange = world._replace(topk_idx=[idx.where(idx >= 0, none[i]) for i, idx in enumerate(world.topk_idx)])
+    right = right_of(world)
+
+    def work(buffer, rank):
+        check_received(send(buffer, rank, strange), right[rank], rank, world.experts // 2)
+
+    run(2, work)
+
+
 def test_events():
     """A call that is not waited for gives an event; so does the stream itself."""
     world = make_world([5 * SCALE, 6 * SCALE])
@@ -353,6 +366,7 @@ def test_what_is_refused():
         refused(ValueError, "rows of 6 bytes", buffer.dispatch, x[:, :3].contiguous(), **layout)
         refused(ValueError, "x has shape", buffer.dispatch, x[:, ::2], **layout)
         refused(TypeError, "x's scales are", buffer.dispatch, (x.to(FP8), x), **layout)
+        refused(ValueError, "x's scales have shape", buffer.dispatch, (x.to(FP8), x.float()), **layout)
         refused(TypeError, "num_tokens_per_rank is NoneType", buffer.dispatch, x)
         refused(ValueError, "given together", buffer.dispatch, x, **layout, topk_idx=idx)
         refused(TypeError, "topk_idx is torch.int32", buffer.dispatch, x, **layout, topk_idx=idx.int(),

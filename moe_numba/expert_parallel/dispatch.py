@@ -26,6 +26,7 @@ from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_t
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
 
+MOST_NUMBER = (1 << 31) - 1
 copied, copied_but_last, read = make_bulk_wait_group(0), make_bulk_wait_group(1), make_bulk_wait_group_read(0)
 
 
@@ -116,12 +117,13 @@ def make_fill(shape):
     def fill(smem, bars, warp, lane, stage, t, x, scales, token_stride, scale_stride, experts, weights):
         # What is small is asked for first, so that it comes while the last row goes.
         some = cuda.local.array(held, int32)
-        expert = weight = int32(0)
+        expert, weight = int32(-1), int32(0)
         for j in range(rounds):
             if lane + 32 * j < scale_words:
                 some[j] = scales[t * token_stride + (lane + 32 * j) * scale_stride]
         if lane < topk:
-            expert = int32(experts[int64(t) * topk + lane])
+            number = experts[int64(t) * topk + lane]
+            expert = int32(number) if 0 <= number and number <= MOST_NUMBER else int32(-1)
             weight = weights[int64(t) * topk + lane]
         read()  # who sent the last row has read it
         cuda.syncwarp()
