@@ -20,7 +20,7 @@ from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive_expect_tx, mbarrier_wait_parity
-from moe_numba.ptx.memory import st_global_s32x4
+from moe_numba.ptx.memory import griddepcontrol_wait, st_global_s32x4
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import (
     ld_acquire_sys_s32,
@@ -259,6 +259,7 @@ def make_combine(shape, biases):
         lane, warp, receives = int32(thread & 31), int32(thread >> 5), int32(block & 1)
         first_channel = int32((block >> 1) * warps)
         channel = int32(first_channel + warp)
+        griddepcontrol_wait()
         prepare(
             smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state,
             int32((taken_at if receives else sent_at) + first_channel * ranks),

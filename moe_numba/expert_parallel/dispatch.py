@@ -23,6 +23,7 @@ from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bu
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
 
@@ -367,6 +368,7 @@ def make_dispatch(shape):
         lane, warp, receives = int32(thread & 31), int32(thread >> 5), int32(block & 1)
         channels, first_channel = int32((cuda.gridDim.x >> 1) * warps), int32((block >> 1) * warps)
         channel = int32(first_channel + warp)
+        griddepcontrol_wait()
         prepare(
             smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state,
             int32((taken_at if receives else sent_at) + first_channel * ranks),

@@ -13,6 +13,7 @@ from numba import cuda, int32, int64
 from moe_numba.expert_parallel.regions import BARRIERS, EXCHANGES, MOST_CHANNELS, MOST_EXPERTS, regions
 from moe_numba.expert_parallel.waiting import BARRIER, COUNTS, MISCOUNT, TOO_MANY, give_up, out_of_patience
 from moe_numba.ptx.clock import globaltimer
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.system import (
     fence_acq_rel_sys,
     ld_acquire_sys_s32,
@@ -134,6 +135,8 @@ def make_notify_dispatch(num_ranks, threads):
         experts, channels, alignment, capacity, rank_prefix, channel_prefix, recv_channel_prefix, counters,
         has_counters,
     ):
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()  # the dispatch may take its place meanwhile; it waits for our end
         block = int32(cuda.blockIdx.x)
         exchange = int32(state[int32(EXCHANGES + block)] + 1)
         cuda.syncthreads()
@@ -166,6 +169,8 @@ def make_barrier(num_ranks):
 
     @cuda.jit
     def barrier(mine, peers, state, status, patience, rank):
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
         lane = int32(cuda.threadIdx.x)
         number = int32(state[BARRIERS] + 1)
         cuda.syncwarp()

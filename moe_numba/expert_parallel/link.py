@@ -82,7 +82,7 @@ class Link:
         if key not in self._kernels:
             with _compiling:
                 self._kernels[key] = launcher(
-                    make(*constants), signature, device, launch_bounds=block, shared_bytes=shared_bytes
+                    make(*constants), signature, device, launch_bounds=block, shared_bytes=shared_bytes, dependent=True
                 )
             # Where ranks share a process, loading a kernel could wait for another's that waits for this rank.
             self.transport.kernel_is_ready()
