@@ -105,7 +105,9 @@ def rank_times(group, named, *, launches=10, samples=20):
         return dict.fromkeys(named)
     gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     with _no_gc():
-        return slowest(group.run(lambda t: _work(t, named, lambda s: measure(t, s, launches, samples, _Clock(t, gate)))))
+        return slowest(group.run(lambda transport: _work(
+            transport, named, lambda steps: measure(transport, steps, launches, samples, _Clock(transport, gate))
+        )))  # fmt: skip
 
 
 def host_times(group, named, *, repeats=30):
@@ -125,7 +127,9 @@ def host_times(group, named, *, repeats=30):
         return times
 
     with _no_gc():
-        return slowest(group.run(lambda transport: _work(transport, named, lambda s: measure_host(transport, s))))
+        return slowest(
+            group.run(lambda transport: _work(transport, named, lambda steps: measure_host(transport, steps)))
+        )
 
 
 def measure(transport, steps, launches, samples, clock):
