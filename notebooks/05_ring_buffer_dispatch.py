@@ -260,15 +260,6 @@ def make_push_bulk(row_words, warps, with_loads):
 # time, and the slowest rank's counts.
 
 # %%
-FACTS = {}  # what is measured beside the ladder; it goes into the record of the last step
-
-
-def fact(name, measured):
-    """Keep what was measured, or take what was recorded."""
-    FACTS[name] = measured if TIMED else ((ladder.row("final") or {}).get(name) or {})
-    return FACTS[name]
-
-
 ladder = Ladder(
     "ring_buffer_dispatch_ladder",
     check,
@@ -279,6 +270,20 @@ ladder = Ladder(
     untimed=None if TIMED else "virtual ranks",
 )
 us = ladder.us  # a step's median time, measured now or recorded
+RECORDED = {} if TIMED else ladder.row("final") or {}
+if RECORDED:
+    size = RECORDED["size"]
+    ladder.title = (f"Dispatch, step by step: {size['tokens']} tokens a rank, {RECORDED['config']['ranks']} ranks, "
+                    f"rows of {2 * size['hidden']} bytes")
+FACTS = {}  # what is measured beside the ladder; it goes into the record of the last step
+
+
+def fact(name, measured):
+    """Keep what was measured, or take what was recorded."""
+    FACTS[name] = measured if TIMED else RECORDED.get(name) or {}
+    return FACTS[name]
+
+
 WAYS = ("stores", "bulk copies", "bulk copies after bulk loads")
 
 
@@ -297,7 +302,8 @@ def push(way, blocks):
 
         def step():
             if way == WAYS[0]:
-                start(kernel, blocks, HERE.threads, shared.addresses, mine, to, len(mine) // 4)
+                start(kernel, blocks, HERE.threads, shared.addresses, mine, to, len(mine) // 4,
+                      launch_bounds=HERE.threads)
             else:
                 start(kernel, blocks, 32 * warps, shared.addresses, mine, x, to, HERE.push_rows,
                       shared_bytes=warps * (ROW_BYTES + 8), launch_bounds=32 * warps)
@@ -322,7 +328,7 @@ for way in WAYS:
     print(f"{way}:", ", ".join(f"{rate:.0f} GB/s with {blocks} blocks" for blocks, rate in line.items())
           or "checked; no figure is recorded yet")
 PEAK = max(PUSH.values(), default=0) * 1e9 or None  # bytes per second
-FLOOR_US = PEAK and WIRE_BYTES / PEAK * 1e6
+FLOOR_US = WIRE_BYTES / PEAK * 1e6 if TIMED else RECORDED.get("floor_us")
 if TIMED:
     print(f"the floor for {WIRE_BYTES / 1e6:.1f} MB: {FLOOR_US:.0f} us")
 
@@ -469,28 +475,30 @@ def in_simulator(main, *arguments, functions=()):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def try_message(store, load, seeds):
-    """In how many runs, of so many seeds, what rank 1 read was not what rank 0 had sent."""
-    torn, kernel = 0, make_message(globals()[store], globals()[load])
-    for number in range(seeds):
-        buffers = [torch.zeros(256, dtype=torch.int32) for _ in range(2)]
-        named = [simulator.register(b, f"the buffer of rank {r}") for r, b in enumerate(buffers)]
-        peers, out = torch.tensor(named, dtype=torch.uint64), torch.zeros(64, dtype=torch.int32)
-        with simulator.seed(number), simulator.weak_memory(), simulator.together():
-            for rank in (0, 1):
-                with simulator.on_rank(rank):
-                    launch(kernel, 1, 64, peers, buffers[rank], out, rank, 100)
-        torn += out.tolist() != list(range(100, 164))
-        for address in named:
-            simulator.forget(address)
-    return torn
+def try_messages(pairs, seeds):
+    """For each pair of a store and a load: in how many runs rank 1 read something else than rank 0 had sent."""
+    return [sum(is_torn(make_message(globals()[store], globals()[load]), n) for n in range(seeds))
+            for store, load in pairs]
+
+
+def is_torn(kernel, number):
+    buffers = [torch.zeros(256, dtype=torch.int32) for _ in range(2)]
+    named = [simulator.register(buffer, f"the buffer of rank {r}") for r, buffer in enumerate(buffers)]
+    peers, out = torch.tensor(named, dtype=torch.uint64), torch.zeros(64, dtype=torch.int32)
+    with simulator.seed(number), simulator.weak_memory(), simulator.together():
+        for rank in (0, 1):
+            with simulator.on_rank(rank):
+                launch(kernel, 1, 64, peers, buffers[rank], out, rank, 100)
+    for address in named:
+        simulator.forget(address)
+    return out.tolist() != list(range(100, 164))
 
 
 SEEDS = 12
-for store, load in (("st_release_sys_s32", "ld_acquire_sys_s32"), ("st_relaxed_sys_s32", "ld_acquire_sys_s32"),
-                    ("st_release_sys_s32", "ld_relaxed_sys_s32")):
-    torn = in_simulator(try_message, store, load, SEEDS, functions=[make_message])
-    print(f"{store}, {load}: the message was torn under {torn} of {SEEDS} seeds")
+PAIRS = [["st_release_sys_s32", "ld_acquire_sys_s32"], ["st_relaxed_sys_s32", "ld_acquire_sys_s32"],
+         ["st_release_sys_s32", "ld_relaxed_sys_s32"]]
+for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, functions=[make_message, is_torn])):
+    print(f"{', '.join(pair)}: the message was torn under {torn} of {SEEDS} seeds")
 
 # %% [markdown]
 # ## 4. The ladder: torch, and the naive way
@@ -693,7 +701,8 @@ def naive_dispatch(blocks, with_counts=False):
             if with_counts:
                 counts = transport.gather(LAYOUTS[rank][2].sum(dim=0).tolist())  # tolist waits for the GPU
                 place = places(rank, torch.tensor(counts).cumsum(dim=0).tolist())
-            start(kernel, blocks, HERE.threads, x.view(torch.int32), place, shared.addresses, mine, TOKENS)
+            start(kernel, blocks, HERE.threads, x.view(torch.int32), place, shared.addresses, mine, TOKENS,
+                  launch_bounds=HERE.threads)
             come()
             rows = mine[: ROWS[rank] * ROW_BYTES // 4].view(torch.bfloat16).view(ROWS[rank], HIDDEN)
             return rows, mine[src_idx_at : src_idx_at + ROWS[rank]]
@@ -708,7 +717,7 @@ def naive_dispatch(blocks, with_counts=False):
 
 ALL_SMS = 2 if simulator.ENABLED else torch.cuda.get_device_properties(HOME).multi_processor_count
 prediction = WIRE_BYTES / rate_of(WAYS[0], 48) * 1e6 if not simulator.ENABLED else None
-measure("naive, all SMs", naive_dispatch(ALL_SMS), prediction)
+measure("naive, all SMs", naive_dispatch(ALL_SMS), prediction, num_sms=ALL_SMS)
 
 # %%
 look_back("naive, all SMs", "torch", prediction)
@@ -724,9 +733,9 @@ look_back("naive, all SMs", "torch", prediction)
 # **Prediction.** The plain push with that many blocks.
 
 # %%
-FEW = f"naive, {SMS} SMs"
+FEW = "naive, few SMs"
 prediction = WIRE_BYTES / rate_of(WAYS[0], SMS) * 1e6 if not simulator.ENABLED else None
-measure(FEW, naive_dispatch(SMS), prediction)
+measure(FEW, naive_dispatch(SMS), prediction, num_sms=SMS)
 
 # %%
 look_back(FEW, "naive, all SMs", prediction)
@@ -956,8 +965,8 @@ def document_step(sms, chunk=None, with_counts=False):
 
 
 prediction = WIRE_BYTES / rate_of(WAYS[0], SMS // 2) * 1e6 + 20 if not simulator.ENABLED else None
-DOCUMENT = f"the ring, {SMS} SMs"
-measure(DOCUMENT, document_step(SMS), prediction)
+DOCUMENT = "the ring"
+measure(DOCUMENT, document_step(SMS), prediction, num_sms=SMS)
 
 # %%
 look_back(DOCUMENT, FEW, prediction)
@@ -974,12 +983,12 @@ look_back(DOCUMENT, FEW, prediction)
 # **Prediction.** With half the blocks, half the rate, until the link is full.
 
 # %%
-for sms in HERE.document_sweep:
-    if sms != SMS:
-        wide = f"the ring, {sms} SMs"
-        prediction = us(DOCUMENT) and max(us(DOCUMENT) * SMS / sms, FLOOR_US or 0)
-        measure(wide, document_step(sms), prediction, lost=True)
-        look_back(wide, DOCUMENT, prediction)
+RINGS = dict(zip(("the ring, fewer SMs", DOCUMENT, "the ring, more SMs"), HERE.document_sweep))
+for name, sms in RINGS.items():
+    if name != DOCUMENT:
+        prediction = us(DOCUMENT) and max(us(DOCUMENT) * RINGS[DOCUMENT] / sms, FLOOR_US or 0)
+        measure(name, document_step(sms), prediction, lost=True, num_sms=sms)
+        look_back(name, DOCUMENT, prediction)
 
 # %% [markdown]
 # **Look back.** Compare the rates with section 2: how much of a multiprocessor's own limit does the ring's sender use?
@@ -1026,7 +1035,7 @@ def told(what, busy):
 
         def step():
             start(cost, 1, HERE.threads, shared.addresses, mine, (transport.rank + 1) % 2, vectors, HERE.rounds,
-                  TOLD.index(what), out)
+                  TOLD.index(what), out, launch_bounds=HERE.threads)
             return out
 
         yield step
@@ -1130,7 +1139,7 @@ def package_step(sms, with_counts=False):
 carried = WIRE_BYTES + (ALL_BYTES - WIRE_BYTES) / 2
 prediction = max(carried / rate_of(WAYS[2], SMS // 2), WIRE_BYTES / (PEAK or 1e30)) * 1e6 + 10
 prediction = None if simulator.ENABLED else prediction
-measure("final", package_step(SMS), prediction)
+measure("final", package_step(SMS), prediction, num_sms=SMS)
 
 # %%
 look_back("final", DOCUMENT, prediction)
@@ -1147,15 +1156,14 @@ sweep = {f"{sms}": package_step(sms) for sms in HERE.sweep}
 times = rank_times(GROUP, sweep, launches=HERE.launches, samples=HERE.samples)
 SWEEP = fact("sms_us", {name: round(stats.median, 2) for name, stats in times.items() if stats})
 LINES = {"moe_numba": {int(sms): t for sms, t in SWEEP.items()},
-         "the article's ring": {sms: us(f"the ring, {sms} SMs") for sms in (8, 24, 48) if us(f"the ring, {sms} SMs")}}
+         "the article's ring": {ladder.row(name)["num_sms"]: us(name) for name in RINGS if us(name)}}
 LINES = {name: line for name, line in LINES.items() if line}
 for name, line in LINES.items():
     print(f"{name}:", ", ".join(f"{t:.0f} us with {sms} SMs" for sms, t in sorted(line.items())))
 figure = None
 if LINES:
-    floors = ladder.row("final").get("floor_us")
     figure = plots.sweep_figure(
-        LINES, xlabel="SMs", floor=floors and {sms: floors for line in LINES.values() for sms in line},
+        LINES, xlabel="SMs", floor=FLOOR_US and {sms: FLOOR_US for line in LINES.values() for sms in line},
         title="Dispatch over the number of multiprocessors",
         caption="measured now" if TIMED else plots.caption(ladder.record, "not measured here: recorded on"),
     )
@@ -1201,7 +1209,7 @@ if TIMED:
 
 # %%
 ladder.save(notebook_sources("notebooks/05_ring_buffer_dispatch.py"))
-ladder.plot(floor_us=FLOOR_US or (ladder.row("final") or {}).get("floor_us"))
+ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
 # ## 8. Faults to know
@@ -1218,6 +1226,10 @@ WHAT = {
     "relaxed poll": "the receiver polls the tail by a relaxed load",
     "early head": "the head is published before the rows are copied",
 }
+
+
+def try_faults(faults, seeds):
+    return {fault: try_fault(fault, seeds) for fault in faults}
 
 
 def try_fault(fault, seeds):
@@ -1239,7 +1251,7 @@ def try_fault(fault, seeds):
 
 
 SEEDS_OF_FAULTS = 8
-FOUND = {fault: in_simulator(try_fault, fault, SEEDS_OF_FAULTS) for fault in WHAT}
+FOUND = in_simulator(try_faults, list(WHAT), SEEDS_OF_FAULTS, functions=[try_fault])
 lines = []
 for fault, found in FOUND.items():
     seeds = [str(i) for i, said in enumerate(found) if said]
@@ -1360,8 +1372,9 @@ claims.append(("Head may be stored relaxed and polled volatile (the code of the 
                "more subtle: nothing in the memory model then keeps the receiver's loads before the head; ours "
                f"releases and acquires. An early head shows under {shows('early head')} of {SEEDS_OF_FAULTS} seeds"))
 one, rate = PUSH.get(f"{WAYS[0]}: 1"), us(DOCUMENT, "wire_gbps")
+senders = (us(DOCUMENT, "num_sms") or SMS) // 2
 claims.append(("(not in the article) its senders do not reach what their multiprocessors could", verdict(
-    rate < 0.9 * min(one * SMS / 2, max(PUSH.values())), f"{rate:.0f} GB/s with {SMS // 2} sending blocks; one block "
+    rate < 0.9 * min(one * senders, max(PUSH.values())), f"{rate:.0f} GB/s with {senders} sending blocks; one block "
     f"alone pushes {one:.0f}, all at most {max(PUSH.values()):.0f}") if one and rate else NOT_RECORDED))
 naive_us, ring_us, own_us = us(FEW), us(DOCUMENT), us("final")
 claims.append(("(not in the article) rows written once, to their places, beat its ring on as many SMs", verdict(

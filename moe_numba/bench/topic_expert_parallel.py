@@ -40,8 +40,8 @@ def dispatch_sizes():
     if simulator.ENABLED:
         return SimpleNamespace(
             device="cpu", devices=None, ranks=2, num_experts=8, topk=2, tokens=12, hidden=16, sms=4, sweep=(2, 4),
-            document_sweep=(2, 4), ring=4, chunk=2, warps=1, push_rows=8, push_blocks=(1, 2), push_warps=2, threads=64,
-            rounds=4, launches=1, samples=1,
+            document_sweep=(2, 4, 6), ring=4, chunk=2, warps=1, push_rows=8, push_blocks=(1, 2), push_warps=2,
+            threads=64, rounds=4, launches=1, samples=1,
         )  # fmt: skip
     gpus = torch.cuda.device_count()
     reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)

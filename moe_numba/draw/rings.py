@@ -29,7 +29,9 @@ def order(is_token_in_rank, channels):
     tall, group = 0.42, 1.35
     height = ranks * group + 1.0
     figure, axes = canvas(WIDTH, height, f"{ranks} ranks, {count(channels, 'channel')}: which rows lie where in recv_x")
-    left, right, wide, narrow = 0.9, 4.75, 0.32, 0.27
+    left, right, wide = 0.9, 4.75, 0.32
+    most_rows = max(sum(chosen[r] for rows in is_token_in_rank for chosen in rows) for r in range(ranks))
+    narrow = min(0.27, (WIDTH - 0.3 - right - 0.1 * channels) / max(most_rows, 1))
     shares = [-(-len(rows) // channels) for rows in is_token_in_rank]
     middles = {}
     for rank, rows in enumerate(is_token_in_rank):
