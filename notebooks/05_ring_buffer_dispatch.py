@@ -65,6 +65,7 @@ from moe_numba.expert_parallel import (
     reference,
 )
 from moe_numba.expert_parallel.buffer import Buffer
+from moe_numba.expert_parallel.casts import per_token_cast_to_fp8
 from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.document_play import GaveUp, dispatch_all, virtual_ranks
 from moe_numba.expert_parallel.document_regions import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
@@ -630,8 +631,7 @@ look_back("torch", predicted=prediction)
 
 # %% [markdown]
 # **Look back.** The copies between GPUs are done by copy engines, not by multiprocessors. That is their charm, and
-# their price: each copy must be set up by itself, and one waits for the other. What is slow here is what stands around
-# the wire.
+# their price: each copy must be set up by itself, and one waits for the other. The wire is idle while rows are picked.
 #
 # ### Step 1: a naive dispatch
 #
@@ -741,8 +741,8 @@ measure(FEW, naive_dispatch(SMS), prediction, num_sms=SMS)
 look_back(FEW, "naive, all SMs", prediction)
 
 # %% [markdown]
-# **Look back.** A multiprocessor also carries the rows that stay on their own rank, and with it shares its limit from
-# section 2. Half of two ranks' rows stay.
+# **Look back.** A multiprocessor also carries the rows that stay on their own rank, and its limit from section 2 holds
+# for all that it writes.
 #
 # ## 5. The article's way: `notify_dispatch`
 #
@@ -763,6 +763,12 @@ show(document_notify.make_notify_dispatch, "def count_channels", "@cuda.jit")
 
 # %%
 show(document_waits.make_channel_range, "def channel_range", "return channel_range")
+
+# %%
+many, sms, warps = 10000, 100, 128 // 32  # the article's example
+share = -(-many // (sms // 2))
+print(f"{many} tokens, {sms} SMs: {sms // 2} channels of {share} tokens. The {warps} warps of a worker take "
+      f"{-(-(sms // 2) // warps)} channels each at most, and a lane {-(-share // 32)} tokens of a channel.")
 
 # %% [markdown]
 # **The coordinator** meets the other ranks three times. The first time: nobody uses the buffer any more. Then thread
@@ -811,6 +817,30 @@ tables.append("`rank_prefix_matrix`, the same on both:\n\n| | rank 0 gets | rank
 Markdown("\n\n".join(tables))
 
 # %% [markdown]
+# The exchange of the experts' counts, as in the article's picture: two ranks, two experts each. Every rank gets the
+# counts for *its* experts from both, and the host sees the sums; here rounded up to multiples of 4.
+
+
+# %%
+def try_notify(ids, alignment):
+    """What each rank counted, and what each rank's host sees after notify_dispatch."""
+    ids = [torch.tensor(rows) for rows in ids]
+    layouts = [reference.dispatch_layout(rows, 2, 4) for rows in ids]
+    c = Constants(2, 2, 2, 2, 32, 2, 0, 4, 1)
+    with virtual_ranks(2, least_bytes(c)) as ranks, simulator.seed(0), simulator.weak_memory():
+        found = document_play.notify_all(ranks, c, [layout[2] for layout in layouts], ids, alignment)
+    counted = [[layout[0].tolist(), layout[1].tolist()] for layout in layouts]
+    return counted, [[int(counter), per_expert.tolist()] for _, _, counter, per_expert in found]
+
+
+FEW_IDS = [uniform_routing(5, 4, 2, "cpu").tolist() for _ in range(2)]
+COUNTED, HOST_SEES = in_simulator(try_notify, FEW_IDS, 4)
+for rank in range(2):
+    print(f"rank {rank} counted: num_tokens_per_rank {COUNTED[rank][0]}, num_tokens_per_expert {COUNTED[rank][1]}")
+for rank in range(2):
+    print(f"rank {rank}'s host sees {HOST_SEES[rank][0]} rows, and for its experts {HOST_SEES[rank][1]}")
+
+# %% [markdown]
 # And what the buffer holds afterwards. The sections in front are a number for each **queue**: for each channel and each
 # source rank one, as in the article's pictures for two ranks and four channels.
 
@@ -821,7 +851,9 @@ rings.queues(Constants(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
 # ## 6. The article's way: `dispatch`
 #
 # **Who does what.** The kernel has two blocks for each channel: the even one sends, the odd one receives. A block has
-# 768 threads, 24 warps. Each rank of the group gets an equal share of them: 3 warps with 8 ranks.
+# 768 threads, 24 warps. Each rank of the group gets an equal share of them: 3 warps with 8 ranks. Such a group of warps
+# (warp group) serves one rank: in a sending block the one that rows go to, in a receiving block the one that they come
+# from. A sender works in *that* rank's buffer, a receiver in its own rank's: both find the same ring there.
 
 # %%
 show(document_dispatch.make_dispatch, "def dispatch(", "return dispatch")
@@ -871,7 +903,8 @@ show(document_waits.make_copy_row, "def copy_row", "return copy_row")
 
 # %% [markdown]
 # **The receiver** waits for `start` and `end`, and computes where its rows go: `to` begins at the rows of the ranks
-# before (`rank_prefix_matrix`) plus those of the channels before (`start`). Then, until no row is left: *one* thread
+# before (`rank_prefix_matrix`) plus those of the channels before (`start`). It keeps `start` in the handle, as
+# `recv_channel_prefix_matrix`, for combine. Then, until no row is left: *one* thread
 # polls the tail, and tells the others through shared memory, for all must work on the same rows. (The sender's warps
 # may each have seen another head; that does no harm.) They copy, meet, and the last warp publishes the head.
 
@@ -888,16 +921,16 @@ show(document_dispatch.make_receive_rows, "def receive_rows", "return receive_ro
 #
 # ### In slow motion
 #
-# The simulator records every store to a flag, and every row that is written. Here is the example once more, with two
-# channels and rings of two rows, so that they go round. In each line a ring: the red tail runs ahead, the black head
+# The simulator records every store to a flag, and every row that is written. Here is the example once more, with one
+# channel and rings of two rows, so that they go round. In each line a ring: the red tail runs ahead, the black head
 # follows, and between the two are the rows in the ring.
 
 # %%
-SLOW = in_simulator(play, EXAMPLE, 2, 1, 2, 1, 3)
+SLOW = in_simulator(play, EXAMPLE, 2, 1, 1, 1, 3)
 rings.timeline(SLOW)
 
 # %% [markdown]
-# The same as a film. Look for a sender that has filled its ring, and must wait for the head.
+# As a film, with two channels and fewer tokens. Look for a ring that is full: its sender must wait for the head.
 
 # %%
 SHORT = in_simulator(play, [rows[:6] for rows in EXAMPLE], 2, 1, 2, 1, 3)
@@ -1080,8 +1113,7 @@ show(publish.make_publish, "def publish", "return publish")
 # not even look.
 #
 # **The head is on the sender's side.** The receiver writes it into the sender's memory, so the sender polls its own
-# memory, and the receiver polls its own tail. Nobody polls across the link. A poll at home takes a fraction of what the
-# ping-pong of section 3 took.
+# memory, and the receiver polls its own tail. Nobody polls across the link, as in the ping-pong of section 3.
 
 # %%
 show(final_kernel.make_send, "# Space in all the rings", "if ready == 0")
@@ -1110,7 +1142,8 @@ show(exchange.make_notify_dispatch, "def notify_dispatch(", "return notify_dispa
 # section 2 says. A sender's own rows are a part of what it carries.
 
 # %%
-def package_step(sms, with_counts=False):
+def package_step(sms, with_counts=False, x=X):
+    given = x
     config = Config(sms, HERE.chunk, 64 if simulator.ENABLED else 256)
     size = config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS)
     size = 1 << 18 if simulator.ENABLED else -(-size // 256) * 256
@@ -1121,9 +1154,9 @@ def package_step(sms, with_counts=False):
         buffer = Buffer(transport, size, timeout=10.0)
         per_rank, per_expert, chosen = LAYOUTS[rank]
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=chosen)
-        handle = None if with_counts else buffer.dispatch(X[rank], **layout, config=config)[4]
+        handle = None if with_counts else buffer.dispatch(given[rank], **layout, config=config)[4]
 
-        def step(x=X[rank]):
+        def step(x=given[rank]):
             if with_counts:
                 got = buffer.dispatch(x, **layout, config=config)
             else:
@@ -1168,6 +1201,58 @@ if LINES:
         caption="measured now" if TIMED else plots.caption(ladder.record, "not measured here: recorded on"),
     )
 figure
+
+# %% [markdown]
+# ### Rows in eight bits
+#
+# The article's `x` may be a pair: values in FP8 (`e4m3`), and a scale for each 128 neighbours of a token. The scale is
+# the largest size of the 128 divided by 448, the largest number that e4m3 has; so the largest value becomes 448. This is
+# called symmetric quantisation (对称量化). Below is the article's function; the package's is one kernel.
+
+
+# %%
+def article_cast(x):
+    assert x.dim() == 2 and x.size(1) % 128 == 0
+    m, n = x.shape
+    x_view = x.view(m, -1, 128)
+    x_amax = x_view.abs().float().amax(dim=2).view(m, -1).clamp(1e-4)
+    return (x_view * (448.0 / x_amax.unsqueeze(2))).to(torch.float8_e4m3fn).view(m, n), (x_amax / 448.0).view(m, -1)
+
+
+some = torch.randn(8, 256, device=HOME)
+(values, scales), (own_values, own_scales) = article_cast(some), per_token_cast_to_fp8(some)
+SAME_CAST = float((values.view(torch.uint8) == own_values.view(torch.uint8)).float().mean())
+print(f"{100 * SAME_CAST:.1f} % of the values have the same bits; "
+      f"scales differ by {float((own_scales / scales - 1).abs().max()):.1g} at most")
+FP8 = [per_token_cast_to_fp8(x) for x in X]
+FP8_ROW = HIDDEN + 4 * FP8[0][1].shape[1]
+print(f"a row has {FP8_ROW} bytes, {100 * FP8_ROW / ROW_BYTES:.0f} % of {ROW_BYTES}")
+
+
+# %% [markdown]
+# **Prediction.** The time of the step before, times that share.
+
+# %%
+def fp8_step(sms):
+    @contextmanager
+    def make(transport):
+        with package_step(sms, x=FP8)(transport) as step:
+            yield lambda: (lambda got: (*got[0], got[1]))(step(FP8[transport.rank]))
+
+    return make
+
+
+fp8_want = reference.dispatch([tuple(part.to(HOME) for part in pair) for pair in FP8],
+                              [layout[2].to(HOME) for layout in LAYOUTS])
+for (*given, src_idx), want in zip(outputs_of(GROUP, fp8_step(SMS)), fp8_want, strict=True):
+    for a, b in zip((*given, src_idx), (*want.x, want.src_idx), strict=True):
+        assert torch.equal(a.to(HOME).contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), "FP8 is wrong"
+stats = rank_times(GROUP, {"FP8": fp8_step(SMS)}, launches=HERE.launches, samples=HERE.samples)["FP8"]
+IN_FP8 = fact("fp8", stats and {
+    "us": round(stats.median, 1), "gbps": round(WIRE_ROWS * FP8_ROW / stats.median / 1e3, 1),
+    "share": round(FP8_ROW / ROW_BYTES, 3)})
+print(f"FP8: {IN_FP8['us']:.0f} us, predicted {us('final') * IN_FP8['share']:.0f}; {IN_FP8['gbps']:.0f} GB/s over each "
+      "rank's link" if IN_FP8 else "FP8: right; no figure is recorded yet")
 
 # %% [markdown]
 # ### With the counts: what the host pays
@@ -1354,9 +1439,20 @@ claims.append(("num_memset_int = channels * ranks * 4 clears start, end, head an
 claims.append(("A ring for each channel and rank; the buffer has channels * ranks * ring * hidden for them", verdict(
     at8.src_idx - at8.x == queues8 * 256 * 14336,
     f"{(at8.src_idx - at8.x) / 1e6:.0f} MB for 8 ranks, 12 channels, 256 rows of 14336 bytes")))
+slots = (at8.size - at8.src_idx) / (at8.src_idx - at8.x)
+claims.append(("For simplicity each slot has room for all top-k experts and weights", verdict(
+    at8.topk_weights - at8.topk_idx == 8 * 8 * queues8 * 256,
+    f"with src_idx it is {100 * slots:.1f} % of the rings' bytes: simplicity costs little")))
+share = f"{100 * IN_FP8['share']:.0f} % of the bytes; " if IN_FP8 else ""
+claims.append(("FP8 rows carry hidden / 128 scales", verdict(
+    FP8[0][1].shape == (TOKENS, -(-HIDDEN // 128)), f"{share}{100 * SAME_CAST:.0f} % of the values of the article's "
+    "cast have the bits of the package's")))
+claims.append(("num_recv_tokens_per_expert_list: each local expert's tokens from all ranks, rounded up", verdict(
+    all(HOST_SEES[r][1] == [-(-sum(COUNTED[s][1][2 * r + e] for s in ranks) // 4) * 4 for e in ranks] for r in ranks),
+    f"{HOST_SEES[0][1]} and {HOST_SEES[1][1]} in the example")))
 claims.append(("notify's matrix of expert counts shares its place with the flags, and is cleared for them", verdict(
-    inspect.getsource(document_notify.make_notify_dispatch).count("counts = at.start // 4") == 0
-    or at8.start < at8.x, f"both begin at byte {at8.start}")))
+    "counts, queues_end = at.start // 4" in inspect.getsource(document_notify.make_notify_dispatch),
+    f"both begin at byte {at8.start}")))
 claims.append(("With a handle, notify only copies rank_prefix_matrix",
                "more subtle: it also clears the flags, and all ranks meet twice"))
 claims.append(("Each token's src_idx is what combine reduces by",
