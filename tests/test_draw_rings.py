@@ -75,6 +75,11 @@ def test_what_is_played_is_a_dispatch(played):
         assert tail == head == counts[-1] and (-start - 1, -end - 1) == (sum(counts[:-1]), sum(counts))
 
 
+def test_a_seed_plays_the_same_again():
+    first, again, other = (play(EXAMPLE, ring=2, chunk=1, channels=1, seed=seed)["moments"] for seed in (3, 3, 4))
+    assert first == again != other
+
+
 def test_a_trace_of_something_else_says_nothing():
     with simulator.trace() as events:
         pass

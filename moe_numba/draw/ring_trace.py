@@ -58,11 +58,15 @@ def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault="
     caches = document_dispatch.make_send, document_dispatch.make_dispatch
     for cache in caches:  # what was made before says nothing about its rows
         cache.cache_clear()
+    # What lies in torch.empty, and so what is news to whom, would change a seed's course. Now it is filled.
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
     try:
         with document_play.virtual_ranks(ranks, least_bytes(constants)) as everybody:
             with simulator.seed(seed), simulator.weak_memory(), simulator.trace() as events:
                 got = document_play.dispatch_all(everybody, constants, x, chosen)
     finally:
+        torch.use_deterministic_algorithms(before)
         document_dispatch.make_send_row = original
         for cache in caches:
             cache.cache_clear()
