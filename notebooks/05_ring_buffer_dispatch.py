@@ -1343,7 +1343,7 @@ def try_fault(fault, seeds):
     return found
 
 
-SEEDS_OF_FAULTS = 8
+SEEDS_OF_FAULTS = 6
 FOUND = in_simulator(try_faults, list(WHAT), SEEDS_OF_FAULTS, functions=[try_fault])
 lines = []
 for fault, found in FOUND.items():
