@@ -211,7 +211,7 @@ print(f"{TOKENS} tokens of {ROW_BYTES} bytes: {ALL_BYTES / 1e6:.4g} MB leave a r
 # much a multiprocessor can put on its way, and a handful of blocks should fill the link.
 
 # %%
-MINE, FLAGS, ROOM = 0, 32, 64  # places in words, for the small kernels: data of 32 words, then flags
+FLAGS, ROOM = 32, 64  # where, in words, the small kernels have their flags, and data
 copied, sent_on = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
 
 
@@ -904,9 +904,9 @@ show(document_waits.make_copy_row, "def copy_row", "return copy_row")
 # %% [markdown]
 # **The receiver** waits for `start` and `end`, and computes where its rows go: `to` begins at the rows of the ranks
 # before (`rank_prefix_matrix`) plus those of the channels before (`start`). It keeps `start` in the handle, as
-# `recv_channel_prefix_matrix`, for combine. Then, until no row is left: *one* thread
-# polls the tail, and tells the others through shared memory, for all must work on the same rows. (The sender's warps
-# may each have seen another head; that does no harm.) They copy, meet, and the last warp publishes the head.
+# `recv_channel_prefix_matrix`, for combine. Then, until no row is left: *one* thread polls the tail, and tells the
+# others through shared memory, for all must work on the same rows. (The sender's warps may each have seen another head;
+# that does no harm.) They copy, meet, and the last warp publishes the head.
 
 # %%
 show(document_dispatch.make_receive, "start = end = int32(0)", "return receive")

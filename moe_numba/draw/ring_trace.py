@@ -11,7 +11,7 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import document_dispatch, document_play
 from moe_numba.expert_parallel.document_regions import Constants, dispatch_regions, least_bytes
 
-_NAMES = {"start": "start", "end": "end", "head": "head", "tail": "tail"}
+_FLAGS = "start", "end", "head", "tail"
 
 
 class Moment(NamedTuple):
@@ -34,7 +34,7 @@ def decode(events, constants):
         if event.what == "row":
             found.append(Moment("row", *(details[name] for name in ("rank", "source", "channel", "slot", "token"))))
         elif event.what == "store" and details["buffer"].startswith("the buffer of rank "):
-            for name in _NAMES:
+            for name in _FLAGS:
                 queue = details["index"] - getattr(at, name) // 4
                 if 0 <= queue < queues:
                     rank, (channel, source) = int(details["buffer"].split()[-1]), divmod(queue, constants.ranks)
