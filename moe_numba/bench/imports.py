@@ -9,7 +9,7 @@ from . import records
 
 # How a notebook is simulated or drawn does not change what it measured; what is timed, and how, does.
 LEFT_OUT, TIMING = ("moe_numba/simulator", "moe_numba/bench", "moe_numba/draw"), "moe_numba.bench.timing"
-MEASURED = ("moe_numba/bench/torch_layer.py", "moe_numba/bench/baseline.py")
+MEASURED = tuple(f"moe_numba/bench/{name}.py" for name in ("torch_layer", "baseline", "ranks_timing"))
 
 
 def package_sources(code, root=None):

@@ -33,18 +33,21 @@ class Ladder:
         Whose record the simulator shows: a folder of ``docs/results``.
     root : path, optional
         The repository, when it is not the one this package lies in.
+    untimed : str, optional
+        Why nothing is timed here, though there is a GPU: "one GPU". Figures are then shown as in the simulator.
     """
 
     def __init__(self, topic, check, title=None, reference_name="torch eager", *,
-                 config=None, size=None, gpu="h200", root=None):
+                 config=None, size=None, gpu="h200", root=None, untimed=None):
         self.topic, self.check, self.title, self.reference_name = topic, check, title or topic, reference_name
         self.config, self.size, self.root = config or {}, size or {}, root
+        self.untimed = "simulator" if simulator.ENABLED else untimed
         self.rows, self._calls = [], {}
         self._environment = None
         self.record = records.recorded(topic, gpu, root)
 
     def step(self, name, call, *, prediction_us=None, note=None, size=None, dtype="float32", lost=False, floor_us=None,
-             config=None, timed=None, graph=True, slow=False, expect_wrong=False, **more):
+             config=None, timed=None, graph=True, slow=False, expect_wrong=False, kernel=None, **more):
         """Run one step, check it, time it (on a GPU) and print one line.
 
         Parameters
@@ -65,6 +68,8 @@ class Ladder:
             A step of many milliseconds: kernel time is taken of five launches, once and for all.
         expect_wrong : bool
             The step is there to be refused. It prints why instead of raising; a check that lets it pass raises.
+        kernel : callable, optional
+            Gives the kernel time itself, as ``Stats``: of several GPUs, say. The step then has no call time.
         **more
             Further fields of the row: ``bytes``, ``flops``, ...
 
@@ -94,10 +99,15 @@ class Ladder:
             return
         if expect_wrong:
             raise WrongResult(f"{name} was expected to be wrong, and the check let it pass: the check is too weak")
-        self._calls[name] = (timed or call if graph and not slow else None, call)
-        if simulator.ENABLED:
+        if kernel is None:
+            self._calls[name] = (timed or call if graph and not slow else None, call)
+        if self.untimed:
             self.rows.append(records.row(name, **fields))
-            print(f"{name:<24} right; simulator: ran, not timed   {self._recorded(name, dtype)}")
+            print(f"{name:<24} right; {self.untimed}: ran, not timed   {self._recorded(name, dtype)}")
+            return
+        if kernel is not None:
+            self.rows.append(records.row(name, kernel=kernel(), **fields))
+            print(self.line(self.rows[-1]))
             return
         often = {"launches": 1, "replays": 5} if slow else {}
         kernel = kernel_time(timed or call, **often) if graph else None
@@ -117,17 +127,21 @@ class Ladder:
             parts.append(f"(predicted {row['prediction_us']:g} us)")
         return "   ".join(parts)
 
-    def measure_all(self):
-        """Time all right steps again, by turns, so that they share the clock's drift; print every line anew."""
-        if simulator.ENABLED:
-            print("simulator: ran, not timed")
+    def measure_all(self, given=None):
+        """Time all right steps again, by turns, so that they share the clock's drift; print every line anew.
+
+        ``given``, ``{step: Stats}``, are kernel times of steps that give their own, taken by turns as well.
+        """
+        if self.untimed:
+            print(f"{self.untimed}: ran, not timed")
             return
         kernels = kernel_times({name: timed for name, (timed, _) in self._calls.items() if timed is not None})
         calls = call_times({name: call for name, (_, call) in self._calls.items()})
+        kernels |= given or {}
         for i, row in enumerate(self.rows):
-            if (name := row["step"]) in calls:
+            if (name := row["step"]) in calls or name in (given or {}):
                 rest = {key: value for key, value in row.items() if key not in ("step", "kernel_us", "call_us")}
-                self.rows[i] = records.row(name, kernel=kernels.get(name), call=calls[name], **rest)
+                self.rows[i] = records.row(name, kernel=kernels.get(name), call=calls.get(name), **rest)
                 if "kernel_us" in row and name not in kernels:
                     self.rows[i]["kernel_us"] = row["kernel_us"]  # a slow step's
         self._environment = records.environment()
@@ -139,7 +153,7 @@ class Ladder:
 
     def row(self, name):
         """A step's row: measured just now, or recorded earlier on a GPU, or None."""
-        rows = self.record["rows"] if simulator.ENABLED and self.record else self.rows
+        rows = self.record["rows"] if self.untimed and self.record else self.rows
         return next((row for row in rows if row["step"] == name and ("kernel_us" in row or "call_us" in row)), None)
 
     def us(self, name, what="kernel_us"):
@@ -165,8 +179,8 @@ class Ladder:
 
     def save(self, sources, *, results=None):
         """Write the record, with the hashes of ``sources``; in the simulator say that nothing is written."""
-        if simulator.ENABLED:
-            print("simulator: nothing was timed, so nothing is written")
+        if self.untimed:
+            print(f"{self.untimed}: nothing was timed, so nothing is written")
             return
         path = records.write(self.topic, self.rows, sources, self.root, results=results, env=self._environment)
         print(f"{len(self.rows)} rows written to {path}")
@@ -178,7 +192,7 @@ class Ladder:
         """
         from . import plots
 
-        if not simulator.ENABLED:
+        if not self.untimed:
             caption = plots.caption(self._environment or records.environment(), "measured now on")
             rows = self.rows
         elif self.record:
@@ -187,7 +201,7 @@ class Ladder:
                 caption += "; the code has changed since"
             rows = self.record["rows"]
         else:
-            print(f"simulator: nothing was timed, and {self.topic} has no record to draw from")
+            print(f"{self.untimed}: nothing was timed, and {self.topic} has no record to draw from")
             return None
         lines = dict(peers or {})
         if floor_us is not None:

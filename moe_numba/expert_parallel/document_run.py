@@ -28,6 +28,7 @@ class Rank(NamedTuple):
     signals: torch.Tensor  # [ranks], uint64: and of its signals, int32 [ranks], zero beforehand
     status: torch.Tensor  # [STATUS], int32, zero beforehand: see `document_waits`
     patience: int = 10_000_000_000  # nanoseconds until a thread gives up; 0: never
+    start: object = launch  # ranks of one process must not wait in a kernel while another still loads its own
 
 
 class Handle(NamedTuple):
@@ -50,7 +51,7 @@ def notify_dispatch(r, constants, layout, counter, expert_counter, expert_alignm
     device, n = r.buffers.device, constants.ranks
     channel_prefix = torch.empty(n, constants.channels, dtype=torch.int32, device=device)
     rank_prefix = torch.empty(n, n, dtype=torch.int32, device=device)
-    launch(
+    r.start(
         make_notify_dispatch(constants), 1 + n, THREADS, *layout, len(layout[2]), channel_prefix, rank_prefix,
         counter, expert_counter, expert_alignment, *_others(r), cooperative=True,
     )
@@ -60,7 +61,7 @@ def notify_dispatch(r, constants, layout, counter, expert_counter, expert_alignm
 def cached_notify_dispatch(r, constants, rank_prefix):
     """The same for counts that are known."""
     _check(constants)
-    launch(make_cached_notify_dispatch(constants), 1, THREADS, rank_prefix, *_others(r))
+    r.start(make_cached_notify_dispatch(constants), 1, THREADS, rank_prefix, *_others(r))
 
 
 def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, rows, topk_idx=None, topk_weights=None):
@@ -89,7 +90,7 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
         scales = made(1, 1, dtype=torch.float32)
     if topk_idx is None:
         topk_idx, topk_weights = made(1, dtype=torch.int64), made(1, dtype=torch.float32)
-    launch(
+    r.start(
         make_dispatch(c), 2 * c.channels, c.threads, _words(values), scales, *map(np.int64, scales.stride()),
         topk_idx, topk_weights, is_token_in_rank, channel_prefix, _words(recv_values), recv_scales, recv_topk_idx,
         recv_topk_weights, src_idx, recv_channel_prefix, send_head, len(values), r.buffers, *_others(r)[2:],
@@ -102,7 +103,7 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
 def cached_notify_combine(r, constants, handle):
     """Clear the queues for a combine, and fill the gaps in ``handle.send_head``."""
     _check(constants, combine=True)
-    launch(
+    r.start(
         make_cached_notify_combine(constants), 1 + constants.channels, notify_combine_threads(constants.ranks),
         handle.send_head, len(handle.send_head), *_others(r), cooperative=True,
     )
@@ -118,7 +119,7 @@ def combine(r, constants, y, handle, topk_weights=None, biases=()):
     out_weights = torch.empty(tokens, c.topk, dtype=torch.float32, device=device)
     nothing = torch.empty(8, dtype=torch.bfloat16, device=device)
     first, second = (*biases, nothing, nothing)[:2]
-    launch(
+    r.start(
         make_combine(c), 2 * c.channels, c.threads, _words(y), out_weights if topk_weights is None else topk_weights,
         handle.recv_src_idx, handle.rank_prefix_matrix, handle.recv_channel_prefix_matrix, handle.send_head,
         _words(out), out_weights, _words(first), _words(second), tokens, r.buffers, *_others(r)[2:],

@@ -31,6 +31,8 @@ def store(pointer, index, value, release=False):
     pointer.store_vector(index, (value,), np.int32)
     if release:
         weak.release(t)
+    if t.grid.world.events is not None:
+        t.note("store", {"buffer": pointer.name, "index": int(index), "value": int(value), "release": release})
     t.grid.progress()
 
 

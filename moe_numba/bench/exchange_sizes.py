@@ -1,0 +1,29 @@
+"""What the notebooks on dispatch and combine run here: large on GPUs, a few short rows in the simulator."""
+
+from types import SimpleNamespace
+
+import torch
+
+from moe_numba import simulator
+
+
+def dispatch_sizes():
+    """What the notebook on dispatch runs here: DeepSeek-V3's rows on all GPUs, a few short ones in the simulator.
+
+    ``devices`` has a GPU for each rank; ranks that share one are virtual, and nothing is timed then.
+    """
+    if simulator.ENABLED:
+        return SimpleNamespace(
+            device="cpu", devices=None, ranks=2, num_experts=8, topk=2, tokens=12, hidden=16, sms=4, sweep=(2, 4),
+            document_sweep=(2, 4, 6), ring=4, chunk=2, warps=1, push_rows=8, push_blocks=(1, 2), push_warps=2,
+            threads=64, rounds=4, launches=1, samples=1,
+        )  # fmt: skip
+    gpus = torch.cuda.device_count()
+    reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
+    ranks = min(8, gpus) if gpus > 1 and reachable else 2
+    return SimpleNamespace(
+        device="cuda", devices=list(range(ranks)) if gpus > 1 and reachable else [0] * ranks, ranks=ranks,
+        num_experts=256 // ranks * ranks, topk=8, tokens=4096, hidden=7168, sms=24, sweep=(4, 8, 12, 16, 24, 32, 48),
+        document_sweep=(8, 24, 48), ring=256, chunk=24 if ranks == 2 else 6, warps=24 // ranks, push_rows=4096,
+        push_blocks=(1, 2, 4, 8, 12, 24, 48), push_warps=8, threads=1024, rounds=200, launches=10, samples=20,
+    )  # fmt: skip
