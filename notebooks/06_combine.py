@@ -132,7 +132,7 @@ for channel, tokens in enumerate(inputs.document_ranges(4, CHANNELS)):
 
 # %% [markdown]
 # `send_head` counts anew in each channel: each has queues of its own. With this the way back needs less than the way
-# there. Rows carry no index. No counts are exchanged, and the host waits for nothing.
+# there. Rows need no index. No counts are exchanged, and the host waits for nothing.
 #
 # ## 2. The reference
 #
@@ -320,10 +320,10 @@ filled = fill_gaps(column, tell=True)
 draw.gaps(column, filled, NO_HEAD)
 
 # %% [markdown]
-# If it is done twice nothing changes, since what is negative is made anew. So a handle can be combined twice. In the
-# kernel a warp walks backwards too, 32 tokens at a time. A ballot says which lanes have a place. Each lane looks for
-# the nearest one among the lanes before it, which have the *later* tokens (`clz` counts the leading zeros of a number,
-# and so finds the highest bit):
+# (A gap before place 0 stays -1.) If it is done twice nothing changes, since what is negative is made anew. So a handle
+# can be combined twice. In the kernel a warp walks backwards too, 32 tokens at a time. A ballot says which lanes have a
+# place. Each lane looks for the nearest one among the lanes before it, which have the *later* tokens (`clz` counts the
+# leading zeros of a number, and so finds the highest bit):
 
 # %%
 def piece(function, begin, end):
@@ -347,12 +347,12 @@ piece(document_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n 
 
 
 # %%
-SLEEP_CYCLES, CALLS = 10_000_000, 8
+SLEEP_CYCLES, CALLS = 8_000_000 * RANKS, 8  # some milliseconds; the ranks' hosts share one interpreter
 
 
 def times_on(transport, calls):
     """Microseconds of each call on this rank, ``{name: [one for each round]}``."""
-    found = {name: [] for name in calls}
+    found, late = {name: [] for name in calls}, 0
     for turn in range(HERE.repeats):
         for name in random.Random(turn).sample(list(calls), len(calls)):  # the same order on all ranks
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -363,8 +363,11 @@ def times_on(transport, calls):
             for _ in range(CALLS):
                 calls[name]()
             end.record()
+            late += start.query()  # the GPU was there before the host had queued all
             end.synchronize()
             found[name].append(start.elapsed_time(end) * 1000 / CALLS)
+    if late:
+        print(f"rank {transport.rank}: the host was late {late} times; these times are partly the host's")
     return found
 
 
@@ -388,6 +391,8 @@ def on_all_ranks(makes, timed=True, group=GROUP):
             close()
         return outputs, times
 
+    for device in set() if simulator.ENABLED else set(DEVICES):
+        torch.cuda.synchronize(device)  # what the ranks are given is there
     with inputs.kernels_load_first():
         results = group.run(work)
     outputs = {name: [result[0][name] for result in results] for name in makes}
@@ -710,8 +715,7 @@ def sum_times():
         calls[f"{blocks}, {at_once}"] = lambda blocks=blocks, at_once=at_once: launch(
             make_sum_kernel(RANKS, ROW_BYTES // 4, at_once), blocks, HERE.threads, mine, is_in, TOKENS,
             out.view(torch.int32))
-    with torch.device(device):
-        times = kernel_times(calls, replays=10)
+    times = kernel_times(calls, replays=10)
     return None if simulator.ENABLED else {name: round(moved / stats.median / 1000) for name, stats in times.items()}
 
 
@@ -747,8 +751,10 @@ look_back("more loads at once", "push, then add up", prediction)
 # So rows are added up while others come, and 24 multiprocessors must do.
 
 # %%
-Markdown("```python\n" + inspect.getsource(document_combine.make_update_heads) + "\n\n"
-         + inspect.getsource(document_combine.make_reduce) + "```")
+Markdown("```python\n" + inspect.getsource(document_combine.make_update_heads) + "```")
+
+# %%
+Markdown("```python\n" + inspect.getsource(document_combine.make_reduce) + "```")
 
 # %% [markdown]
 # `no_more` is where the gaps of section 4 are needed: after a token that did not go to rank `r`, `-place - 1` is the
@@ -815,7 +821,10 @@ look_back("the document's rings", "more loads at once", prediction)
 piece(final_kernel.make_send, "        while cuda.any_sync(FULL, left > 0):", "            # What was sent before has")
 
 # %%
-piece(final_kernel.make_receive, "        while t < end:", "        if here:\n            state")
+piece(final_kernel.make_receive, "        while t < end:", "            mask = uint32(cuda.ballot_sync")
+
+# %%
+piece(final_kernel.make_receive, "            mask = uint32(cuda.ballot_sync", "        if here:\n            state")
 
 # %% [markdown]
 # In this step, with one change: one piece of each row on its way, where the package has several. The change is made in
@@ -887,7 +896,7 @@ look_back("a warp is a channel", "the document's rings", prediction)
 # eight pieces of each row, with eight ranks two.
 
 # %%
-Markdown("```python\n" + inspect.getsource(final_kernel.make_add_up) + "```")
+piece(final_kernel.make_add_up, "        for first in range(lane, pieces", "        if lane < topk:")
 
 # %% [markdown]
 # **Prediction.** The slower of the two again, with the other number from above.
@@ -1030,7 +1039,7 @@ else:
 # %% [markdown]
 # ## 6. Deadlock
 #
-# A **deadlock** (死锁): some wait for each other in a circle, for ever. Rings invite it. DeepEP had some.
+# A **deadlock** (死锁): some wait for each other in a circle, for ever. Rings invite it.
 #
 # All of this is played in the simulator, which knows when nobody can go on. Where a GPU runs this notebook, the
 # simulator runs in a process of its own.
