@@ -118,7 +118,7 @@ draw.problem(SMALL, home=0)
 #   Rows come back in the same order. **So this is also the place in the queue from `r` where its result will come.**
 # - `is_token_in_rank` and `channel_prefix_matrix`, from the layout.
 #
-# For the small example, with two channels:
+# For the small example, with two channels (computed in torch here; a test compares it with what dispatch gives):
 
 # %%
 CHANNELS = 2
@@ -443,10 +443,11 @@ assert GAPS_RIGHT
 
 # %%
 CONFIG = {"num_experts": EXPERTS, "topk": TOPK, "ranks": RANKS, "num_sms": HERE.num_sms}
-ladder = Ladder("combine_ladder", check, title=f"Combine, step by step: 4096 tokens a rank of 7168, {RANKS} ranks",
-                reference_name="torch", config=CONFIG, size={"tokens": TOKENS, "hidden": HIDDEN})
+ladder = Ladder("combine_ladder", check, reference_name="torch", config=CONFIG,
+                size={"tokens": TOKENS, "hidden": HIDDEN})
 us = ladder.us  # a step's median time, measured now or recorded
 SHOWN_RANKS = ladder.record["rows"][0]["config"]["ranks"] if simulator.ENABLED and ladder.record else RANKS
+ladder.title = f"Combine, step by step: 4096 tokens a rank of 7168, {SHOWN_RANKS} ranks"
 WIRE_BYTES, MEMORY_BYTES, FLOOR_US, MEMORY_US = floor_of(SHOWN_RANKS)  # of the size that has times
 MAKES = {}  # the steps by name
 print(f"{SHOWN_RANKS} ranks: {WIRE_BYTES / 1e6:.1f} MB leave each rank, which takes {FLOOR_US:.0f} us or more")
@@ -526,7 +527,7 @@ look_back("torch", predicted=prediction)
 
 # %% [markdown]
 # **Look back.** Nothing overlaps: while a section travels nothing is added up, and the other way around. And each pass
-# goes through memory. What a kernel can do in one pass, torch does in four.
+# goes through memory. What a kernel can do in one pass, torch does in several.
 #
 # ### Step 1: push, then add up
 #
@@ -737,7 +738,7 @@ if not simulator.ENABLED:
 look_back("more loads at once", "push, then add up", prediction)
 
 # %% [markdown]
-# **Look back.** This is fast, and it has three faults. It takes the whole GPU, and a server wants to compute meanwhile.
+# **Look back.** Whatever its time, it has three faults. It takes the whole GPU, and a server wants to compute meanwhile.
 # Its buffer has room for the worst case. And the link is idle while sums are made.
 #
 # ### Step 3: the document's rings
@@ -761,8 +762,8 @@ Markdown("```python\n" + inspect.getsource(document_combine.make_reduce) + "```"
 # place of the next row that will come from there. The sending half, and the adding up, are in
 # `moe_numba/expert_parallel/document_combine.py`.
 #
-# **Prediction.** DeepEP's own, in CUDA C++, was measured at 284 GB/s on the wire, on eight H200s. Two small kernels
-# clear the rings and make two barriers first: 10 us.
+# **Prediction.** DeepEP's own, in CUDA C++, was measured at 284 GB/s on the wire, on eight H200s. One small kernel
+# goes before it, which clears heads and tails between two barriers: 10 us.
 
 # %%
 @cache
@@ -796,9 +797,10 @@ measure("the document's rings", make_document(), prediction)
 look_back("the document's rings", "more loads at once", prediction)
 
 # %% [markdown]
-# **Look back.** In what is this kernel slowed down? Its sending warps wait at a barrier for each chunk, its release
-# holds up a warp that carries rows, and each row makes a detour through registers. Notebook 05 has taken all of that
-# apart for dispatch. What is new here is the receiving half: 23 warps must agree on each head.
+# **Look back.** Compare it with the push, which has five times as many multiprocessors. Where it loses time, look at
+# who waits: the sending warps meet at a barrier for each chunk, the release holds up a warp that carries rows, and each
+# row makes a detour through registers. Notebook 05 takes that apart for dispatch. New here is the receiving half: 23
+# warps must agree on each head.
 #
 # ### Step 4: a warp is a channel
 #
@@ -813,7 +815,8 @@ look_back("the document's rings", "more loads at once", prediction)
 # - Rows travel as **bulk copies**: one thread asks, and the row goes to shared memory, and from there to the other GPU.
 # - One warp of each block carries nothing. It tells the other ranks how far all others are (notebook 05).
 # - A rank's own rows take no ring. They are read where they lie.
-# - Heads and tails count on from launch to launch. Nothing is cleared, and no barrier is needed.
+# - Heads and tails count on from launch to launch. Nothing is cleared. There is a barrier only when rows come to lie
+#   elsewhere than in the call before (another `Config`, or rows of another length).
 #
 # The sender's turns, and the receiver:
 
