@@ -20,7 +20,7 @@ def combine_sizes():
     if simulator.ENABLED:
         return SimpleNamespace(
             ranks=2, gpus=0, tokens=11, hidden=64, topk=3, experts=12, num_sms=2, ring=32, chunk=2, warps=2,
-            sweep=(2,), document_sweep=(), loads=(1, 2), blocks=2, threads=64, sum_blocks=(2,), repeats=0,
+            sweep=(2,), document_sweep=(), loads=(2,), blocks=2, threads=64, sum_blocks=(2,), repeats=0,
         )  # fmt: skip
     gpus = torch.cuda.device_count()
     ranks = max(n for n in (2, 4, 8) if n <= max(gpus, 2))
