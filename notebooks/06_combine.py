@@ -1380,8 +1380,8 @@ for name, wrong in FAULTS.items():
     print(f"{name or 'as it is'}: {says}")
 
 # %% [markdown]
-# The first two lose much. The third is the worst to find: only a fast sender and a slow adding warp show it, and then a
-# token or two are wrong. On a GPU it may work for months.
+# The first two lose much. The third is the worst to find: only a fast sender and a slow adding warp show it, and then
+# few tokens are wrong. On a GPU it may work for months.
 #
 # **A rank that does not come.** A wait has an end here. Rank 1 does not call combine. Rank 0 waits for rows, gives up,
 # and its next call says why. (DeepEP waits 100 seconds, then traps, and the GPU's context is lost. The package's limit
