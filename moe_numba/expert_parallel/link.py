@@ -15,7 +15,7 @@ from moe_numba.launch import address, current_stream, launcher
 
 _THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
 NO_LIMIT = (1 << 31) - 1
-_compiling = threading.Lock()  # ranks that are threads need each kernel once
+COMPILING = threading.Lock()  # ranks that are threads need each kernel once, and Numba one thread
 
 
 class Link:
@@ -80,7 +80,7 @@ class Link:
         device = self.transport.device.index or 0
         key = name, constants, block
         if key not in self._kernels:
-            with _compiling:
+            with COMPILING:
                 self._kernels[key] = launcher(
                     make(*constants), signature, device, launch_bounds=block, shared_bytes=shared_bytes, dependent=True
                 )

@@ -1,0 +1,72 @@
+"""What notebook 06 is built on: handles made in torch, sums to the last bit."""
+
+import pytest
+import torch
+
+from moe_numba import simulator
+from moe_numba.bench import combine_inputs as inputs
+from moe_numba.expert_parallel import reference
+from moe_numba.expert_parallel.document_play import dispatch_all, virtual_ranks
+from moe_numba.expert_parallel.document_regions import Constants, least_bytes
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated: set MOE_NUMBA_SIMULATE=1")
+@pytest.mark.parametrize("num_tokens, channels", [([9, 5], 2), ([4, 0, 7], 3), ([6], 1)])
+def test_handles_are_those_of_the_document(num_tokens, channels):
+    ranks = len(num_tokens)
+    topk_idx = inputs.random_routing(num_tokens, 4 * ranks, 2, seed=1, holes=0.2)
+    chosen = [layout[2] for layout in inputs.layouts_of(topk_idx, 4 * ranks)]
+    c = Constants(ranks, channels, 4, 2, 32, 0, 0, 4 * ranks, 2)
+    with virtual_ranks(ranks, least_bytes(c)) as all_ranks:
+        x = [torch.randn(tokens, 16).bfloat16() for tokens in num_tokens]
+        got = [result[3] for result in dispatch_all(all_ranks, c, x, chosen)]
+    for theirs, mine in zip(got, inputs.handles_of(chosen, channels), strict=True):
+        for name, right, given in zip(theirs._fields, theirs, mine, strict=True):
+            assert given.dtype == right.dtype and torch.equal(given, right), name
+
+
+def test_sums_are_the_references_rounded_once():
+    topk_idx = inputs.random_routing([7, 5], 8, 2, holes=0.3)
+    received = inputs.received_by([layout[2] for layout in inputs.layouts_of(topk_idx, 8)])
+    y = [torch.randn(len(there.src_idx), 16).bfloat16() for there in received]
+    biases = [(torch.randn(tokens, 16).bfloat16(),) for tokens in (7, 5)]
+    for given in (None, biases):
+        for sums, (total, _) in zip(inputs.sums_of(y, received, [7, 5], given),
+                                    reference.combine(y, received, [7, 5], None, given), strict=True):  # fmt: skip
+            assert torch.allclose(sums.double(), total, rtol=2**-8, atol=1e-5)
+
+
+def test_routing_has_holes():
+    whole, holed = (inputs.random_routing([50], 16, 4, holes=part)[0] for part in (0, 0.5))
+    assert not (whole < 0).any() and (holed < 0).any()
+    assert all(len(set(row)) == 4 for row in whole.tolist())
+
+
+def test_ranges_cover_all_tokens():
+    for tokens in (0, 1, 7, 12):
+        assert [t for part in inputs.document_ranges(tokens, 5) for t in part] == list(range(tokens))
+
+
+def test_threads_wait_for_one_another_before_a_kernel_starts(monkeypatch):
+    """What happens on a GPU, with nothing to launch: each new kernel is loaded, then all ranks meet, then it starts."""
+    done = []
+    monkeypatch.setattr(inputs, "simulator", type("", (), {"ENABLED": False}))
+    monkeypatch.setattr(inputs, "launcher", lambda kernel, signature, *_, **options: done.append((kernel, signature)))
+    monkeypatch.setattr(inputs, "launch", lambda kernel, *_, **options: done.append(f"start {kernel}"))
+    transport = type("", (), {"device": torch.device("cuda", 1), "kernel_is_ready": lambda self: done.append("meet")})
+    inputs.this_thread_is(transport())
+    flags = torch.zeros(4, dtype=torch.int32)
+    for kernel in ("a", "a", "b"):
+        inputs.launch_on_all(kernel, 1, 32, flags, 3, cooperative=True)
+    signature = ("int32*", "int32")
+    assert done == [("a", signature), "meet", "start a", "start a", ("b", signature), "meet", "start b"]
+    monkeypatch.setattr(inputs, "_here", type("", (), {})())  # a thread that is no rank
+    inputs.launch_on_all("c", 1, 32, flags)
+    assert done[-2:] == ["start b", "start c"]
+
+
+def test_the_documents_launches_are_patched_for_a_while():
+    before = inputs.document_run.launch
+    with inputs.kernels_load_first():
+        assert inputs.document_run.launch is inputs.launch_on_all
+    assert inputs.document_run.launch is before
