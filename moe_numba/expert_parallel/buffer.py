@@ -201,32 +201,38 @@ class Buffer:
                 )
             experts = 1
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
-            has_met = True  # counting, ranks meet
+            # All that needs no count comes first: the rest is what a user waits for.
+            start = link.kernel(
+                "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, shape.threads, shape.shared_bytes
+            )
             new = lambda *size, dtype=torch.int32: torch.empty(size, dtype=dtype, device=x.device)
+            strides = (0, 0) if scales is None else scales.stride()
             if handle is None:
                 rank_prefix = new(self.group_size, self.group_size)
                 channel_prefix, recv_channel_prefix = new(self.group_size, channels), new(self.group_size, channels)
                 send_head = new(tokens, self.group_size)
+            else:
+                rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
+            given = (
+                at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank), tokens, experts,
+                at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
+            )  # fmt: skip
+            if handle is None:
                 received, counts = link.notify(
                     num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, experts, channels,
                     expert_alignment, num_worst_tokens, rank_prefix, channel_prefix, recv_channel_prefix,
                 )  # fmt: skip
                 recv_source = new(received)
             else:
-                rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
-                received, counts, has_met = len(recv_source), [], False
+                received, counts = len(recv_source), []
             recv_x = new(received, hidden, dtype=x.dtype)
             recv_scales = None if scales is None else new(received, record.scales, dtype=scales.dtype)
             recv_experts = None if not topk else new(received, topk, dtype=torch.int64)
             recv_weights = None if not topk else new(received, topk, dtype=torch.float32)
-            strides = (0, 0) if scales is None else scales.stride()
-            with link.guarded(False, channels, has_met):
-                link.launch(
-                    "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, config.num_sms, shape.threads,
-                    shape.shared_bytes, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
-                    at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix),
-                    at(recv_channel_prefix), at(recv_x),
-                    at(recv_scales), at(recv_experts), at(recv_weights), at(recv_source), at(send_head), received,
+            with link.guarded(False, channels, has_met=handle is None):  # counting, ranks have met
+                start(
+                    config.num_sms, *given, at(recv_x), at(recv_scales), at(recv_experts), at(recv_weights),
+                    at(recv_source), at(send_head), received,
                 )  # fmt: skip
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
             event = finish(x, scales, topk_idx, topk_weights, recv_x, recv_scales, recv_experts, recv_weights, *handle)
@@ -287,12 +293,14 @@ class Buffer:
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
+            start = link.kernel(
+                "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, shape.threads,
+                shape.shared_bytes,
+            )  # fmt: skip
             with link.guarded(True, channels):
-                link.launch(
-                    "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, config.num_sms,
-                    shape.threads, shape.shared_bytes, at(x), at(topk_weights), channels, at(rank_prefix),
-                    at(channel_prefix), at(recv_channel_prefix), at(send_head), tokens,
-                    at(biases[0] if biases else None), at(biases[1] if len(biases) > 1 else None), at(out),
+                start(
+                    config.num_sms, at(x), at(topk_weights), channels, at(rank_prefix), at(channel_prefix),
+                    at(recv_channel_prefix), at(send_head), tokens, *map(at, (*biases, None, None)[:2]), at(out),
                     at(out_weights),
                 )  # fmt: skip
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)

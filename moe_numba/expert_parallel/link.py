@@ -75,8 +75,8 @@ class Link:
             sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
             raise TimeoutError(f"{sentence}. Rank {rank} gave up ({self.timeout:g} s); this buffer is of no more use")
 
-    def launch(self, name, make, constants, signature, grid, block, shared_bytes, *arguments):
-        """Start the kernel ``make(*constants)``; what all of these kernels take stands before its own arguments."""
+    def kernel(self, name, make, constants, signature, block, shared_bytes=0):
+        """What starts ``make(*constants)``: ``start(grid, *arguments)``; all of these kernels take the same first."""
         device = self.transport.device.index or 0
         key = name, constants, block
         if key not in self._kernels:
@@ -86,9 +86,10 @@ class Link:
                 )
             # Where ranks share a process, loading a kernel could wait for another's that waits for this rank.
             self.transport.kernel_is_ready()
-        common = map(address, (self._mine, self.shared.addresses, self._state, self._status))
-        patience = int(self.timeout * 1e9)
-        self._kernels[key](grid, block, current_stream(device), *common, patience, self.rank, *arguments)
+        ready = self._kernels[key]
+        common = [address(t) for t in (self._mine, self.shared.addresses, self._state, self._status)]
+        common += [int(self.timeout * 1e9), self.rank]
+        return lambda grid, *arguments: ready(grid, block, current_stream(device), *common, *arguments)
 
     def notify(
         self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, rank_prefix,
@@ -100,11 +101,13 @@ class Link:
                              f"{MOST_CHANNELS} are allowed")  # fmt: skip
         waits = not worst
         self._counters_view[:] = -1
-        self.launch(
-            "notify", exchange.make_notify_dispatch, (self.num_ranks, _THREADS), exchange.NOTIFY_SIGNATURE,
-            self.num_ranks + 1, _THREADS, 0, self.at(per_rank), self.at(per_expert),
-            self.at(is_in_rank), tokens, experts, channels, alignment, worst or NO_LIMIT, self.at(rank_prefix),
-            self.at(channel_prefix), self.at(recv_channel_prefix), address(self._counters), int(waits),
+        start = self.kernel(
+            "notify", exchange.make_notify_dispatch, (self.num_ranks, _THREADS), exchange.NOTIFY_SIGNATURE, _THREADS
+        )
+        start(
+            self.num_ranks + 1, self.at(per_rank), self.at(per_expert), self.at(is_in_rank), tokens, experts, channels,
+            alignment, worst or NO_LIMIT, self.at(rank_prefix), self.at(channel_prefix), self.at(recv_channel_prefix),
+            address(self._counters), int(waits),
         )  # fmt: skip
         if not waits:
             return worst, []
@@ -131,7 +134,7 @@ class Link:
             self._barrier()
 
     def _barrier(self):
-        self.launch("barrier", exchange.make_barrier, (self.num_ranks,), exchange.BARRIER_SIGNATURE, 1, 32, 0)
+        self.kernel("barrier", exchange.make_barrier, (self.num_ranks,), exchange.BARRIER_SIGNATURE, 32)(1)
 
     @contextlib.contextmanager
     def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
