@@ -40,6 +40,25 @@ def test_the_error_of_a_rank_is_raised():
         LocalGroup(3).run(work)
 
 
+def test_the_others_may_clean_up():
+    """What they do in the end, and even that they wait for one another there, hides no error."""
+    ended = []
+
+    def work(transport):
+        try:
+            transport.gather(None)
+            if transport.rank == 1:
+                raise KeyError("rank 1's own")
+            transport.gather(None)
+        finally:
+            ended.append(transport.rank)
+            transport.gather(None)
+
+    with pytest.raises(KeyError):
+        LocalGroup(3).run(work)
+    assert sorted(ended) == [0, 1, 2]
+
+
 @pytest.mark.skipif(not simulator.ENABLED, reason="threads wait longer")
 def test_who_waits_for_nobody_is_told_so():
     with pytest.raises(TimeoutError, match="rank 0 waits for the others"):

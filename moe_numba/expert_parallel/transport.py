@@ -8,6 +8,7 @@ rank's GPU, and the addresses at which a kernel of this rank finds all of them.
 - ``LocalGroup``: ranks that are threads of one process, on several GPUs, on one, or in the simulator.
 """
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -177,18 +178,24 @@ class LocalGroup:
         results = [None] * self.num_ranks
         self.ranks = [_SimulatedRank(self, rank, greenlet.getcurrent()) for rank in range(self.num_ranks)]
         going = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
-        while going:
-            able = [r for r in going if r.ready is None or r.ready()]
-            if not able:
-                able = list(going)
-                for r in able:
-                    r.in_vain = True
-            with simulator.together():  # what they launch runs when each of them waits, or is done
-                for r in able:
-                    with simulator.on_rank(r.rank):
-                        going[r].switch()
-                    if going[r].dead:
-                        del going[r]
+        try:
+            while going:
+                able = [r for r in going if r.ready is None or r.ready()]
+                if not able:
+                    able = list(going)
+                    for r in able:
+                        r.in_vain = True
+                with simulator.together():  # what they launch runs when each of them waits, or is done
+                    for r in able:
+                        with simulator.on_rank(r.rank):
+                            going[r].switch()
+                        if going[r].dead:
+                            del going[r]
+        finally:
+            for r, strand in going.items():  # a rank has failed: no other may go on to wait for it
+                r.abandoned = True
+                with contextlib.suppress(Exception):
+                    strand.throw()
         return results
 
 
@@ -250,6 +257,7 @@ class _ThreadRank(_LocalRank):
 class _SimulatedRank(_LocalRank):
     kernel_is_ready = _Processes.kernel_is_ready
     ready, in_vain, meetings = None, False, 0  # what it waits for; that all do; how often it came to meet the others
+    abandoned = False
 
     def __init__(self, group, rank, host):
         super().__init__(group, rank)
@@ -262,6 +270,8 @@ class _SimulatedRank(_LocalRank):
 
     def wait(self, ready, seconds):
         """Let the other ranks go on, and the kernels run, until ``ready()``; False where all ranks wait in vain."""
+        if self.abandoned:
+            raise RuntimeError(f"rank {self.rank} cannot go on: another rank has failed")
         self.ready = ready
         self._host.switch()
         in_vain, self.ready, self.in_vain = self.in_vain, None, False
