@@ -6,9 +6,10 @@ from moe_numba.bench.machine_code import compile_apart
 
 SOURCE = """
 from moe_numba.expert_parallel.combine import SIGNATURE as COMBINE, make_combine
-from moe_numba.expert_parallel.dispatch import SIGNATURE as DISPATCH, Rings, make_dispatch
+from moe_numba.expert_parallel.dispatch import SIGNATURE as DISPATCH, make_dispatch
 from moe_numba.expert_parallel.exchange import make_barrier, make_notify_dispatch
 from moe_numba.expert_parallel.regions import Record, regions
+from moe_numba.expert_parallel.rings import Rings
 """
 WARPS, THREADS = 15, 512
 ROWS = {"bf16": "3584, 0, 8", "fp8": "1792, 56, 8", "plain": "3584", "wide topk": "3584, 0, 32"}

@@ -10,32 +10,35 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.dispatch import copied, copied_but_last, first_token, prepare, read, rows_of_channel
 from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
+from moe_numba.expert_parallel.rings import (
+    copied,
+    copied_but_last,
+    first_token,
+    make_fetch,
+    own_rows_before,
+    prepare,
+    rows_of_channel,
+)
 from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, give_up, out_of_patience
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store
+from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
-from moe_numba.ptx.mbarrier import mbarrier_arrive_expect_tx, mbarrier_wait_parity
 from moe_numba.ptx.memory import griddepcontrol_wait, st_global_s32x4
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
-from moe_numba.ptx.system import (
-    ld_acquire_sys_s32,
-    ld_global_s32x4,
-    ld_volatile_s32,
-    pointer_from_address,
-)
+from moe_numba.ptx.system import ld_acquire_sys_s32, ld_global_s32x4, ld_volatile_s32, pointer_from_address
 
 
 @cache
 def make_send(shape):
     """``send``: what a warp of an even block does."""
-    ranks, slots, record, bar, rings_at, ring_words, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings, shape.ring_words, shape.progress
+    ranks, slots, record, rings_at, ring_words, progress_at = (
+        shape.num_ranks, shape.slots, shape.record, shape.rings, shape.ring_words, shape.progress
     )  # fmt: skip
+    fetch, land = make_fetch(shape.bar)
     head_at, sent_at = regions(ranks).head(True), sent(True)
     row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
     row_bytes, record_bytes, weights_at = 4 * record.row, 4 * record.words, record.row
@@ -65,17 +68,11 @@ def make_send(shape):
             for d in range(ranks):  # a row for each rank that has space
                 if mask >> uint32(d) & uint32(1):
                     from_row = int64(cuda.shfl_sync(FULL, row, d))
-                    read()
-                    cuda.syncwarp()
-                    if lane == 0:
-                        mbarrier_arrive_expect_tx(bars, bar + warp, row_bytes)
-                        bulk_load(smem, stage, x, from_row * row_words, row_bytes, bars, bar + warp)
+                    fetch(smem, bars, warp, lane, stage, x, from_row * row_words, row_bytes)
                     for i in range(lane, topk, 32):
                         smem[int32(stage + weights_at + i)] = weights[from_row * topk + i]
                     fence_proxy_async_shared()
-                    mbarrier_wait_parity(bars, bar + warp, parity)
-                    parity = uint32(parity ^ uint32(1))
-                    cuda.syncwarp()
+                    parity = land(bars, warp, parity)
                     if lane == d:
                         slot = int64(uint32(put - first) % uint32(slots)) * stride
                         ring = rings_at + int64(channel * ranks + rank) * ring_words
@@ -271,9 +268,7 @@ def make_combine(shape, biases):
         else:
             if channel < channels:
                 if receives:
-                    before = rank_prefix[int32((rank - 1) * ranks + rank)] if rank > 0 else int32(0)
-                    if channel > 0:
-                        before = int32(before + channel_prefix[int32(rank * channels + channel - 1)])
+                    before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
                     receive(
                         smem, channel, channels, rank, mine, state, status, patience, x, weights, tokens, before,
                         send_head, bias_0, bias_1, out, out_weights,

@@ -11,171 +11,29 @@ What stays on its rank takes no ring: it goes from shared memory to where it bel
 has come.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.expert_parallel.publish import FULL, make_publish
-from moe_numba.expert_parallel.regions import LOST, Record, lines, regions, sent, taken
+from moe_numba.expert_parallel.records import make_fill, make_keep
+from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
+from moe_numba.expert_parallel.rings import (
+    copied,
+    copied_but_last,
+    first_token,
+    make_fetch,
+    own_rows_before,
+    prepare,
+    rows_of_channel,
+)
 from moe_numba.expert_parallel.waiting import ROWS, SPACE, give_up, out_of_patience
-from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group, make_bulk_wait_group_read
+from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
 from moe_numba.ptx.clock import globaltimer
-from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
-from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.fence import fence_proxy_async
 from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
-
-MOST_NUMBER = (1 << 31) - 1
-copied, copied_but_last, read = make_bulk_wait_group(0), make_bulk_wait_group(1), make_bulk_wait_group_read(0)
-
-
-@dataclass(frozen=True)
-class Rings:
-    """What a kernel of dispatch or combine is made for."""
-
-    num_ranks: int
-    warps: int  # of a block
-    slots: int  # of a ring
-    rings: int  # where they begin in the shared buffer, in words
-    ring_words: int  # from ring to ring: the same for rows of all kinds, so that no two rings ever share memory
-    record: Record
-
-    @property
-    def bar(self):
-        """Where the barriers begin in shared memory, in 8 bytes, behind the warps' stages."""
-        return self.warps * lines(self.record.words) // 2
-
-    @property
-    def progress(self):
-        """Where warps say how far each of their rings is, in words, behind the barriers."""
-        return 2 * (self.bar + self.warps)
-
-    @property
-    def said(self):
-        """Where the last warp keeps what of it the other ranks know, in words."""
-        return self.progress + self.warps * self.num_ranks
-
-    @property
-    def done(self):
-        """Where warps say that they are done, in words."""
-        return self.said + self.warps * self.num_ranks
-
-    @property
-    def shared_bytes(self):
-        """Of a block."""
-        return 4 * (self.done + self.warps)
-
-    @property
-    def threads(self):
-        """Of a block: one more warp, which tells the other ranks how far these are."""
-        return 32 * (self.warps + 1)
-
-
-@cuda.jit(device=True)
-def first_token(channel, channels, tokens):
-    """The first token of a channel; of the channel after the last, the number of tokens."""
-    return int32(int64(channel) * tokens // channels)
-
-
-@cuda.jit(device=True)
-def rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, channel, channels):
-    """How many rows a rank gets of another's channel, and which of its rows is the first."""
-    before = rank_prefix[int32((source - 1) * ranks + rank)] if source > 0 else int32(0)
-    begin = recv_channel_prefix[int32(source * channels + channel)]
-    end = int32(rank_prefix[int32(source * ranks + rank)] - before)
-    if channel + 1 < channels:
-        end = recv_channel_prefix[int32(source * channels + channel + 1)]
-    return int32(end - begin), int32(before + begin)
-
-
-@cuda.jit(device=True)
-def prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends):
-    """Make a block's barriers, and set down how far its rings were at the end of the last launch."""
-    thread = int32(cuda.threadIdx.x)
-    if thread == 0:
-        for w in range(warps):
-            mbarrier_init(bars, bar + w, 1)
-        fence_mbarrier_init()
-    if thread < warps * ranks:
-        smem[int32(progress_at + thread)] = smem[int32(said_at + thread)] = state[int32(ends + thread)]
-    if thread < warps:
-        smem[int32(done_at + thread)] = int32(0)
-    cuda.syncthreads()
-
-
-@cache
-def make_fill(shape):
-    """``fill`` and ``land``: a token's row, and behind it what belongs to it, come to a warp's stage."""
-    record, bar = shape.record, shape.bar
-    row_words, scale_words, topk, row_bytes = record.row, record.scales, record.topk, 4 * record.row
-    experts_at, weights_at, source_at = record.experts, record.weights, record.source_index
-    rounds = -(-scale_words // 32)
-    held = max(1, rounds)
-
-    @cuda.jit(device=True)
-    def fill(smem, bars, warp, lane, stage, t, x, scales, token_stride, scale_stride, experts, weights):
-        # What is small is asked for first, so that it comes while the last row goes.
-        some = cuda.local.array(held, int32)
-        expert, weight = int32(-1), int32(0)
-        for j in range(rounds):
-            if lane + 32 * j < scale_words:
-                some[j] = scales[t * token_stride + (lane + 32 * j) * scale_stride]
-        if lane < topk:
-            number = experts[int64(t) * topk + lane]
-            expert = int32(number) if 0 <= number and number <= MOST_NUMBER else int32(-1)
-            weight = weights[int64(t) * topk + lane]
-        read()  # who sent the last row has read it
-        cuda.syncwarp()
-        if lane == 0:
-            mbarrier_arrive_expect_tx(bars, bar + warp, row_bytes)
-            bulk_load(smem, stage, x, int64(t) * row_words, row_bytes, bars, bar + warp)
-        for j in range(rounds):
-            if lane + 32 * j < scale_words:
-                smem[int32(stage + row_words + lane + 32 * j)] = some[j]
-        if lane < topk:
-            smem[int32(stage + experts_at + lane)] = expert
-            smem[int32(stage + weights_at + lane)] = weight
-        if lane == 0:
-            smem[int32(stage + source_at)] = t
-        fence_proxy_async_shared()
-
-    @cuda.jit(device=True)
-    def land(bars, warp, parity):
-        mbarrier_wait_parity(bars, bar + warp, parity)
-        cuda.syncwarp()
-        return uint32(parity ^ uint32(1))
-
-    return fill, land
-
-
-@cache
-def make_keep(record):
-    """``keep``: from shared memory to where a row belongs, with what came with it."""
-    row_words, scale_words, topk, row_bytes = record.row, record.scales, record.topk, 4 * record.row
-    experts_at, weights_at, source_at = record.experts, record.weights, record.source_index
-
-    @cuda.jit(device=True)
-    def keep(
-        smem, stage, lane, carrier, row, rank, experts_per_rank, recv_x, recv_scales, recv_experts, recv_weights,
-        recv_source,
-    ):
-        if lane == carrier:
-            bulk_store(recv_x, row * row_words, smem, stage, row_bytes)
-            bulk_commit_group()
-        for i in range(lane, scale_words, 32):
-            recv_scales[row * scale_words + i] = smem[int32(stage + row_words + i)]
-        for i in range(lane, topk, 32):
-            expert = int32(smem[int32(stage + experts_at + i)] - rank * experts_per_rank)
-            is_here = 0 <= expert and expert < experts_per_rank
-            recv_experts[row * topk + i] = int64(expert) if is_here else int64(-1)
-            weight = smem[int32(stage + weights_at + i)]
-            recv_weights[row * topk + i] = weight if is_here else int32(0)
-        if lane == 0:
-            recv_source[row] = smem[int32(stage + source_at)]
-
-    return keep
 
 
 @cache
@@ -186,7 +44,7 @@ def make_send(shape):
     )  # fmt: skip
     head_at, sent_at = regions(ranks).head(False), sent(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
-    (fill, land), keep = make_fill(shape), make_keep(record)
+    fill, keep, (_, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
 
     @cuda.jit(device=True)
     def send(
@@ -270,12 +128,12 @@ def make_send(shape):
 @cache
 def make_receive(shape):
     """``receive``: what a warp of an odd block does."""
-    ranks, slots, record, bar, rings_at, ring_words, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.bar, shape.rings, shape.ring_words, shape.progress
+    ranks, slots, record, rings_at, ring_words, progress_at = (
+        shape.num_ranks, shape.slots, shape.record, shape.rings, shape.ring_words, shape.progress
     )  # fmt: skip
     tail_at, taken_at = regions(ranks).tail(False), taken(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
-    (fill, land), keep = make_fill(shape), make_keep(record)
+    fill, keep, (fetch, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
 
     @cuda.jit(device=True)
     def receive(
@@ -306,10 +164,7 @@ def make_receive(shape):
                         for i in range(count):
                             slot = int64(uint32(base + uint32(i)) % uint32(slots)) * stride
                             ring = rings_at + int64(channel * ranks + s) * ring_words
-                            if lane == 0:
-                                read()
-                                mbarrier_arrive_expect_tx(bars, bar + warp, record_bytes)
-                                bulk_load(smem, stage, mine, ring + slot, record_bytes, bars, bar + warp)
+                            fetch(smem, bars, warp, lane, stage, mine, ring + slot, record_bytes)
                             parity = land(bars, warp, parity)
                             keep(
                                 smem, stage, lane, 0, int64(to_row + i), rank, experts_per_rank, recv_x, recv_scales,
@@ -378,9 +233,7 @@ def make_dispatch(shape):
         elif warp == warps:
             publish(smem, lane, rank, first_channel, head_at if receives else tail_at, mine, peers)
         else:
-            before = rank_prefix[int32((rank - 1) * ranks + rank)] if rank > 0 else int32(0)
-            if channel > 0:
-                before = int32(before + channel_prefix[int32(rank * channels + channel - 1)])
+            before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             if receives:
                 receive(
                     smem, bars, channel, channels, rank, mine, state, status, patience, x, scales, token_stride,
