@@ -1213,8 +1213,7 @@ if not SHARED:
 # %% [markdown]
 # For ITL the layers can explain most of the difference at one query per second, and a smaller part at four and eight.
 # Even that is generous. The number of tokens is the one that explains most, and our FP8 layer saves quantising that a
-# server does not have (section 6). So where the table below says "confirmed", read: at one query per second, and at
-# most.
+# server does not have (section 6). So the table below calls it "more subtle".
 #
 # TTFT is another matter. A mean of a second at one query per second is long for such prompts. (In a run of the same
 # benchmark, published with [PR 5125](https://github.com/sgl-project/sglang/pull/5125), 300 prompts had 95293 tokens.)
