@@ -45,28 +45,3 @@ def test_routing_has_holes():
 def test_ranges_cover_all_tokens():
     for tokens in (0, 1, 7, 12):
         assert [t for part in inputs.document_ranges(tokens, 5) for t in part] == list(range(tokens))
-
-
-def test_threads_wait_for_one_another_before_a_kernel_starts(monkeypatch):
-    """What happens on a GPU, with nothing to launch: each new kernel is loaded, then all ranks meet, then it starts."""
-    done = []
-    monkeypatch.setattr(inputs, "simulator", type("", (), {"ENABLED": False}))
-    monkeypatch.setattr(inputs, "launcher", lambda kernel, signature, *_, **options: done.append((kernel, signature)))
-    monkeypatch.setattr(inputs, "launch", lambda kernel, *_, **options: done.append(f"start {kernel}"))
-    transport = type("", (), {"device": torch.device("cuda", 1), "kernel_is_ready": lambda self: done.append("meet")})
-    inputs.this_thread_is(transport())
-    flags = torch.zeros(4, dtype=torch.int32)
-    for kernel in ("a", "a", "b"):
-        inputs.launch_on_all(kernel, 1, 32, flags, 3, cooperative=True)
-    signature = ("int32*", "int32")
-    assert done == [("a", signature), "meet", "start a", "start a", ("b", signature), "meet", "start b"]
-    monkeypatch.setattr(inputs, "_here", type("", (), {})())  # a thread that is no rank
-    inputs.launch_on_all("c", 1, 32, flags)
-    assert done[-2:] == ["start b", "start c"]
-
-
-def test_the_documents_launches_are_patched_for_a_while():
-    before = inputs.document_run.launch
-    with inputs.kernels_load_first():
-        assert inputs.document_run.launch is inputs.launch_on_all
-    assert inputs.document_run.launch is before

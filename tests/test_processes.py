@@ -1,5 +1,6 @@
 """Ranks that are processes, a GPU each: random worlds, graphs, a rank that is late and one that dies."""
 
+import faulthandler
 import os
 import socket
 import time
@@ -27,7 +28,7 @@ def run(work, *arguments, survivors_only=False):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(240)
+        process.join(220)
         assert process.exitcode is not None, "a rank hangs"
     codes = [process.exitcode for process in processes]
     assert survivors_only or codes == [0] * ranks
@@ -37,6 +38,7 @@ def run(work, *arguments, survivors_only=False):
 def _start(work, rank, ranks, port, arguments):
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
@@ -151,8 +153,11 @@ def one_dies(rank, ranks, when):
     """Rank 1 ends without a word; the others raise in time, and can end."""
     import torch.distributed as dist
 
-    buffer = Buffer(dist.group.WORLD, NUM_BYTES, timeout=2)
     world = make_world([50] * ranks)
+    patient = Buffer(dist.group.WORLD, NUM_BYTES, timeout=60)  # while kernels are compiled
+    patient.combine((given := send(patient, rank, world))[0], given[4], config=SMALL)
+    patient.destroy()
+    buffer = Buffer(dist.group.WORLD, NUM_BYTES, timeout=2)
     given = send(buffer, rank, world)
     torch.cuda.synchronize()
     dist.barrier()

@@ -1,10 +1,13 @@
 """Ranks of one process: what they have of one another."""
 
+import threading
+import time
+
 import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import LocalGroup
+from moe_numba.expert_parallel import LocalGroup, transport
 
 
 def test_gather_gives_everybodys_value_in_order():
@@ -70,3 +73,57 @@ def test_who_waits_for_nobody_is_told_so():
 def test_as_many_devices_as_ranks():
     with pytest.raises(ValueError, match="devices has 1 entries"):
         LocalGroup(2, devices=[0])
+
+
+@pytest.fixture
+def lined_up(monkeypatch):
+    """``lined_up(works, is_shared)``: each rank's ``work(rank, launch)``, where a launch is an entry of the log."""
+
+    def run(works, is_shared):
+        log, group = [], LocalGroup(len(works))
+        group.is_shared, group.starts, group.starting = is_shared, [0] * len(works), threading.Condition()
+        note = lambda kernel, *_, **options: lambda *_: log.append((kernel, options))
+        monkeypatch.setattr(transport, "launcher", note)
+
+        def on_rank(rank):
+            end, flags = transport._ThreadRank(group, rank), torch.zeros(1)
+            works[rank](log, lambda kernel, **options: end.launch(kernel, 1, 32, flags, **options))
+
+        threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(works))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return log
+
+    return run
+
+
+def three_times(rank):
+    def work(log, launch):
+        for i in range(3):
+            time.sleep(0.01 * ((rank + i) % 3))
+            log.append("before")
+            launch("kernel", cooperative=True)
+            log.append("after")
+
+    return work
+
+
+def test_ranks_that_share_a_gpu_start_together(lined_up):
+    """Each kernel when all are about to start it; and nobody does anything else before all have."""
+    log = lined_up([three_times(rank) for rank in range(3)], True)
+    assert log == 3 * [*3 * ["before"], *3 * [("kernel", {})], *3 * ["after"]], "and not as a cooperative launch"
+
+
+def test_ranks_with_gpus_of_their_own_wait_for_the_first_start_alone(lined_up):
+    log = lined_up([three_times(rank) for rank in range(3)], False)
+    start = ("kernel", {"cooperative": True})
+    assert log[:3] == 3 * ["before"] and start not in log[:3]
+    assert log.count(start) == 9 and log != 3 * [*3 * ["before"], *3 * [start], *3 * ["after"]]
+
+
+def test_who_does_not_come_is_waited_for_with_patience(lined_up):
+    begin = time.monotonic()
+    log = lined_up([lambda log, launch: launch("kernel", patience=0.05), lambda log, launch: None], True)
+    assert log == [("kernel", {})] and 0.1 <= time.monotonic() - begin < 5

@@ -1,7 +1,5 @@
-"""What notebook 06 combines: sizes, what all ranks bring, what must come out, and the ranks of a LocalGroup."""
+"""What notebook 06 combines: sizes, what all ranks bring, what must come out, and the document's ranks."""
 
-import contextlib
-import threading
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +8,6 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import document_run, reference
 from moe_numba.expert_parallel.document_regions import SIGNALS_BYTES
 from moe_numba.expert_parallel.document_waits import STATUS
-from moe_numba.launch import _argument, launch, launcher
 
 CHUNKS = {1: 10, 2: 10, 3: 9, 4: 9, 5: 4, 6: 4, 7: 4, 8: 4}  # DeepEP's for combine, by the number of ranks
 
@@ -93,41 +90,6 @@ def sums_of(y, received, num_tokens, biases=None):
         yield total.bfloat16()
 
 
-# Kernels on the ranks of a LocalGroup. Its ranks are threads on a GPU: all must have loaded a kernel before any of them
-# starts it, since loading one could wait for another's that already runs, and waits for this rank.
-
-_here, _compiling = threading.local(), threading.Lock()
-
-
-def launch_on_all(kernel, grid, block, *args, **options):
-    """``launch``, in which ranks that are threads wait until all of them have loaded the kernel."""
-    transport = getattr(_here, "transport", None)
-    if not simulator.ENABLED and transport is not None:
-        signature = tuple(_argument(value)[0] for value in args)
-        key = kernel, signature, tuple(sorted(options.items()))
-        if key not in _here.loaded:
-            with _compiling:
-                launcher(kernel, signature, transport.device.index, **options)
-            _here.loaded.add(key)
-            transport.kernel_is_ready()
-    launch(kernel, grid, block, *args, **options)
-
-
-@contextlib.contextmanager
-def kernels_load_first():
-    """Within this context the document's kernels are launched by ``launch_on_all``, too."""
-    before, document_run.launch = document_run.launch, launch_on_all
-    try:
-        yield
-    finally:
-        document_run.launch = before
-
-
-def this_thread_is(transport):
-    """Whose launches ``launch_on_all`` starts from now on in this thread."""
-    _here.transport, _here.loaded = transport, set()
-
-
 def document_rank(transport, size_bytes, patience_s=10):
     """A ``document_run.Rank`` with a new buffer of so many bytes, and what gives the buffer back."""
     shared = transport.allocate(size_bytes + SIGNALS_BYTES)
@@ -135,4 +97,5 @@ def document_rank(transport, size_bytes, patience_s=10):
     status = torch.zeros(STATUS, dtype=torch.int32, device=transport.device)
     # The simulator finds out by itself that a wait is in vain.
     patience = 0 if simulator.ENABLED else int(patience_s * 1e9)
-    return document_run.Rank(transport.rank, shared.addresses, signals, status, patience), shared.close
+    rank = document_run.Rank(transport.rank, shared.addresses, signals, status, patience, transport.launch)
+    return rank, shared.close

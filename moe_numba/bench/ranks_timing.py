@@ -12,7 +12,6 @@ what it gets is ``step()``, which launches on the rank's current stream and give
 In the simulator, and where ranks share a GPU, nothing is timed.
 """
 
-import threading
 import time
 from contextlib import ExitStack
 
@@ -25,17 +24,16 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from numba import cuda, uint64
 
 from moe_numba.bench.timing import Stats, _no_gc, _rounds
-from moe_numba.launch import _argument, address, current_stream, launch, launcher
+from moe_numba.launch import address
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.system import ld_acquire_sys_s32
 
 _PATIENCE_NS = 5_000_000_000
-_compiling = threading.Lock()
 
 
 def can_time(group):
     """Whether each rank has a GPU of its own."""
-    return not simulator.ENABLED and len(set(group.devices)) == group.num_ranks
+    return not simulator.ENABLED and not group.is_shared
 
 
 def settle(transport):
@@ -43,29 +41,6 @@ def settle(transport):
     if not simulator.ENABLED:
         torch.cuda.current_stream().synchronize()
     transport.gather(None)
-
-
-def starter(transport):
-    """``launch`` for ranks that share a process: a rank that waits in a kernel must not hold up one that loads its own.
-
-    So at a kernel's first start each rank compiles and loads it, and then waits until all have.
-    """
-    known, alone = set(), len(set(transport.group.devices)) == transport.num_ranks
-
-    def start(kernel, grid, block, *args, **options):
-        if not alone:
-            options.pop("cooperative", None)  # ranks on one GPU would wait for one another's grids
-        signature = tuple(_argument(value)[0] for value in args)
-        key = kernel, signature, tuple(options.items())
-        if key not in known:
-            if not simulator.ENABLED:
-                with _compiling:
-                    launcher(kernel, signature, transport.device.index, **options)
-            transport.kernel_is_ready()
-            known.add(key)
-        launch(kernel, grid, block, *args, **options)
-
-    return start
 
 
 def outputs_of(group, make):
@@ -177,12 +152,11 @@ class _Clock:
     """Events on a rank's stream, and the gate in the host's memory before which all streams wait."""
 
     def __init__(self, transport, gate):
-        self.rank, self.device, self.gate = transport.rank, transport.device.index, gate
-        with _compiling:
-            self.wait = launcher(_wait_at_gate, ("int32*", "int32", "uint64"), self.device)
+        self.gate = gate
+        self.wait = transport.ready(_wait_at_gate, ("int32*", "int32", "uint64"))
 
     def hold(self, number):
-        self.wait(1, 1, current_stream(self.device), address(self.gate), number, _PATIENCE_NS)
+        self.wait(1, 1, address(self.gate), number, _PATIENCE_NS)
 
     def mark(self):
         event = torch.cuda.Event(enable_timing=True)

@@ -6,7 +6,7 @@ from moe_numba.expert_parallel import checks, combine, dispatch, transport
 from moe_numba.expert_parallel.api import get_dispatch_layout
 from moe_numba.expert_parallel.config import Config, most_warps, rings_for
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.link import COMPILING, NO_LIMIT, Link
+from moe_numba.expert_parallel.link import NO_LIMIT, Link
 from moe_numba.expert_parallel.regions import MOST_RANKS, Record
 
 
@@ -107,7 +107,7 @@ class Buffer:
         event : EventOverlap
         """
         with self._link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
-            with COMPILING:
+            with transport.COMPILING:
                 per_rank, per_expert, is_in_rank = get_dispatch_layout(topk_idx, num_experts, self.group_size)
             event = finish(topk_idx, per_rank, per_expert, is_in_rank)
         return per_rank, None, per_expert, is_in_rank, event

@@ -114,6 +114,7 @@ def make_add_up(shape, biases):
     pieces = row_words // 4  # of 16 bytes
     at_once = max(1, 16 // ranks)  # pieces of each row that a lane has on their way, 64 registers
     held = 4 * ranks * at_once
+    places_held = max(2, ranks)  # NVVM 13.0 does not come to an end over an array of one element
 
     @cuda.jit(device=True)
     def add_piece(sums, a, b, c, d):
@@ -132,7 +133,7 @@ def make_add_up(shape, biases):
         mine, x, weights, own_row, bias_0, bias_1, out, out_weights, token, lane, rank, channel, places, mask
     ):
         """``places``: of lane r, the slot in rank r's ring."""
-        begins = cuda.local.array(ranks, int64)
+        begins = cuda.local.array(places_held, int64)
         words = cuda.local.array(held, int32)
         sums = cuda.local.array(8, float32)
         for r in range(ranks):

@@ -1,7 +1,6 @@
 """What all calls of a ``Buffer`` have in common: shared memory, the rank's state, kernels, streams, and giving up."""
 
 import contextlib
-import threading
 
 import torch
 
@@ -11,11 +10,10 @@ from moe_numba.expert_parallel import exchange
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_EXPERTS, STATE_WORDS, regions
 from moe_numba.expert_parallel.waiting import SENTENCES, STATUS_WORDS
-from moe_numba.launch import address, current_stream, launcher
+from moe_numba.launch import address
 
 _THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
 NO_LIMIT = (1 << 31) - 1
-COMPILING = threading.Lock()  # ranks that are threads need each kernel once, and Numba one thread
 
 
 class Link:
@@ -77,19 +75,16 @@ class Link:
 
     def kernel(self, name, make, constants, signature, block, shared_bytes=0):
         """What starts ``make(*constants)``: ``start(grid, *arguments)``; all of these kernels take the same first."""
-        device = self.transport.device.index or 0
         key = name, constants, block
         if key not in self._kernels:
-            with COMPILING:
-                self._kernels[key] = launcher(
-                    make(*constants), signature, device, launch_bounds=block, shared_bytes=shared_bytes, dependent=True
-                )
-            # Where ranks share a process, loading a kernel could wait for another's that waits for this rank.
-            self.transport.kernel_is_ready()
+            self._kernels[key] = self.transport.ready(
+                make(*constants), signature, self.timeout, launch_bounds=block, shared_bytes=shared_bytes,
+                dependent=True,
+            )  # fmt: skip
         ready = self._kernels[key]
         common = [address(t) for t in (self._mine, self.shared.addresses, self._state, self._status)]
         common += [int(self.timeout * 1e9), self.rank]
-        return lambda grid, *arguments: ready(grid, block, current_stream(device), *common, *arguments)
+        return lambda grid, *arguments: ready(grid, block, *common, *arguments)
 
     def notify(
         self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, rank_prefix,

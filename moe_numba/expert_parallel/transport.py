@@ -1,7 +1,8 @@
 """How ranks reach one another's memory: one interface, three backends.
 
-A **transport** knows its rank, gathers small values from all ranks, and allocates **shared** memory: a buffer on each
-rank's GPU, and the addresses at which a kernel of this rank finds all of them.
+A **transport** knows its rank, gathers small values from all ranks, allocates **shared** memory (a buffer on each
+rank's GPU, and the addresses at which a kernel of this rank finds all of them), and starts kernels that wait for those
+of other ranks.
 
 - ``SymmetricMemory``: torch's, for a ``torch.distributed`` group of processes. The default.
 - ``CudaIpc``: CUDA's handles through CuPy, for the same groups: the document's way.
@@ -16,8 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_numba import simulator
+from moe_numba.launch import _argument, current_stream, launcher
 
 _PATIENCE = 100.0  # seconds
+COMPILING = threading.Lock()  # ranks that are threads need each kernel once, and Numba one thread
 
 
 @dataclass
@@ -34,12 +37,47 @@ class Shared:
         close()
 
 
-class _Processes:
+class _Transport:
+    """What all backends have in common."""
+
+    def __init__(self):
+        self._started = {}
+
+    def ready(self, kernel, signature, patience=_PATIENCE, **options):
+        """Make a kernel ready that waits for those of other ranks; all ranks must do so, and start it, in one order.
+
+        Parameters
+        ----------
+        kernel, signature, **options : as for ``moe_numba.launch.launcher``
+        patience : float
+            Seconds to wait for ranks that do not come to the same start. Then this one starts nevertheless: how long
+            its kernel waits for them is its own affair.
+
+        Returns
+        -------
+        ``start(grid, block, *arguments)``, on the current stream.
+        """
+        device = self.device.index or 0
+        with COMPILING:
+            start = launcher(kernel, signature, device, **options)
+        return lambda grid, block, *arguments: start(grid, block, current_stream(device), *arguments)
+
+    def launch(self, kernel, grid, block, *args, **options):
+        """``moe_numba.launch.launch`` for a kernel that waits for those of other ranks."""
+        signature, values = zip(*map(_argument, args), strict=True)
+        key = kernel, signature, tuple(options.items())
+        if key not in self._started:
+            self._started[key] = self.ready(kernel, signature, **options)
+        self._started[key](grid, block, *values)
+
+
+class _Processes(_Transport):
     """What the backends for a group of processes have in common."""
 
     def __init__(self, group, device=None):
         import torch.distributed as dist
 
+        super().__init__()
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
 
@@ -54,9 +92,6 @@ class _Processes:
     def wait(self, ready, seconds):
         """Wait until ``ready()`` is true, without holding the GIL; gives False after so many seconds."""
         return _poll(ready, seconds)
-
-    def kernel_is_ready(self):
-        """A kernel has been loaded; other ranks need not know."""
 
     def _addresses(self, values):
         return torch.tensor(values, dtype=torch.uint64).to(self.device)
@@ -130,6 +165,13 @@ class LocalGroup:
         The GPU of each rank; as many GPUs as there are, by turns, if not given. Ranks that share a GPU run on streams
         of their own. So all their blocks must fit at once. In the simulator ranks take turns on the host, and their
         kernels run together when all of them wait.
+
+    Notes
+    -----
+    What the host asks of a GPU (memory, a kernel's code) may have to wait until all that runs there is done. If that
+    waits for a kernel which a rank on the same GPU has not started yet, it never is. So such ranks start their kernels
+    together: each when all are about to, and none does anything else before all have. Those with GPUs of their own
+    need this only for the first start.
     """
 
     def __init__(self, num_ranks, devices=None):
@@ -143,6 +185,7 @@ class LocalGroup:
                 raise ValueError(f"devices has {len(indices)} entries; it must have one for each of {num_ranks} ranks")
             self.devices = [torch.device("cuda", i) for i in indices]
         self.values = [None] * num_ranks
+        self.is_shared = len(set(self.devices)) < num_ranks  # a GPU has several ranks
 
     def run(self, work):
         """``work(transport)`` of every rank, at the same time; gives what they return. The first error is raised."""
@@ -150,6 +193,7 @@ class LocalGroup:
 
     def _run_threads(self, work):
         self._meeting = threading.Barrier(self.num_ranks)
+        self.starts, self.starting = [0] * self.num_ranks, threading.Condition()
         _enable_peer_access({device.index for device in self.devices})
         results, errors = [None] * self.num_ranks, []
 
@@ -159,9 +203,13 @@ class LocalGroup:
                 with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
                     results[rank] = work(_ThreadRank(self, rank))
                     torch.cuda.current_stream().synchronize()
-            except Exception as error:
+            except BaseException as error:  # whatever it is, nobody else sees it
                 errors.append(error)
                 self._meeting.abort()  # who waits for this rank goes on, with an error of its own
+            finally:
+                with self.starting:
+                    self.starts[rank] = float("inf")
+                    self.starting.notify_all()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
         for thread in threads:
@@ -180,7 +228,7 @@ class LocalGroup:
         going = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
         try:
             while going:
-                able = [r for r in going if r.ready is None or r.ready()]
+                able = [r for r in going if r.awaited is None or r.awaited()]
                 if not able:
                     able = list(going)
                     for r in able:
@@ -214,10 +262,11 @@ def _enable_peer_access(indices):
                     raise RuntimeError(f"GPU {own} cannot reach the memory of GPU {other}: {error.name}")
 
 
-class _LocalRank:
+class _LocalRank(_Transport):
     """The transport of one rank of a `LocalGroup`."""
 
     def __init__(self, group, rank):
+        super().__init__()
         self.group, self.rank, self.num_ranks, self.device = group, rank, group.num_ranks, group.devices[rank]
 
     def gather(self, value):
@@ -227,6 +276,11 @@ class _LocalRank:
         values = list(self.group.values)
         self._meet()  # all have read them
         return values
+
+    def ready(self, kernel, signature, patience=_PATIENCE, **options):  # noqa: D102
+        if self.group.is_shared:
+            options.pop("cooperative", None)  # it would keep the grids of other ranks away
+        return super().ready(kernel, signature, patience, **options)
 
     def allocate(self, num_bytes):
         """Zeroed memory of so many bytes on each rank; all ranks must ask for the same."""
@@ -242,9 +296,26 @@ class _LocalRank:
 
 
 class _ThreadRank(_LocalRank):
-    def kernel_is_ready(self):
-        """A kernel has been loaded: wait until all ranks are so far, before any of them starts it."""
-        self._meet()
+    def ready(self, kernel, signature, patience=_PATIENCE, **options):  # noqa: D102
+        start = super().ready(kernel, signature, patience, **options)
+        if not self.group.is_shared:
+            self._line_up(patience)
+            return start
+
+        def start_together(grid, block, *arguments):
+            self._line_up(patience)
+            start(grid, block, *arguments)
+            self._line_up(patience)
+
+        return start_together
+
+    def _line_up(self, seconds):
+        """Wait until all ranks have come as often as this one, or have ended; for so many seconds at most."""
+        group = self.group
+        with group.starting:
+            group.starts[self.rank] += 1
+            group.starting.notify_all()
+            group.starting.wait_for(lambda: min(group.starts) >= group.starts[self.rank], seconds)
 
     def _meet(self):
         self.group._meeting.wait(_PATIENCE)
@@ -255,8 +326,7 @@ class _ThreadRank(_LocalRank):
 
 
 class _SimulatedRank(_LocalRank):
-    kernel_is_ready = _Processes.kernel_is_ready
-    ready, in_vain, meetings = None, False, 0  # what it waits for; that all do; how often it came to meet the others
+    awaited, in_vain, meetings = None, False, 0  # what it waits for; that all do; how often it came to meet the others
     abandoned = False
 
     def __init__(self, group, rank, host):
@@ -272,7 +342,7 @@ class _SimulatedRank(_LocalRank):
         """Let the other ranks go on, and the kernels run, until ``ready()``; False where all ranks wait in vain."""
         if self.abandoned:
             raise RuntimeError(f"rank {self.rank} cannot go on: another rank has failed")
-        self.ready = ready
+        self.awaited = ready
         self._host.switch()
-        in_vain, self.ready, self.in_vain = self.in_vain, None, False
+        in_vain, self.awaited, self.in_vain = self.in_vain, None, False
         return not in_vain
