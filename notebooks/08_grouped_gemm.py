@@ -1243,7 +1243,7 @@ def run_padded(p):
 diff(make_epilogue, make_padded)
 
 # %%
-measure("padding, one map", run_padded, 313, lost=True)
+measure("padding, one map", run_padded, 313)
 
 # %%
 look_back_at_groups("padding, one map", "torch", 313)

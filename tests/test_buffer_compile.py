@@ -8,7 +8,7 @@ SOURCE = """
 from moe_numba.expert_parallel.combine import SIGNATURE as COMBINE, make_combine
 from moe_numba.expert_parallel.dispatch import SIGNATURE as DISPATCH, make_dispatch
 from moe_numba.expert_parallel.exchange import make_barrier, make_notify_dispatch
-from moe_numba.expert_parallel.regions import Record, regions
+from moe_numba.expert_parallel.regions import Record
 from moe_numba.expert_parallel.rings import Rings
 """
 WARPS, THREADS = 15, 512
@@ -16,7 +16,7 @@ ROWS = {"bf16": "3584, 0, 8", "fp8": "1792, 56, 8", "plain": "3584", "wide topk"
 
 
 def rings(ranks, record):
-    return f"Rings({ranks}, {WARPS}, 17, regions({ranks}).rings, 65536, Record({record}))"
+    return f"Rings({ranks}, {WARPS}, 17, Record({record}))"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def reports():
         f"combine {ranks} {biases}": (
             f"make_combine({rings(ranks, '3584, 8, source=False')}, {biases})", combine.SIGNATURE, THREADS, False,
         )  # fmt: skip
-        for ranks, biases in ((8, 0), (8, 2), (2, 0), (5, 1))
+        for ranks, biases in ((8, 0), (8, 2), (2, 0), (5, 1), (1, 0))
     }
     requests["notify"] = ("make_notify_dispatch(8, 512)", exchange.NOTIFY_SIGNATURE, 512, False)
     requests["barrier"] = ("make_barrier(8)", exchange.BARRIER_SIGNATURE, 32, False)

@@ -39,6 +39,7 @@ def _start(work, rank, ranks, port, arguments):
     import torch.distributed as dist
 
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
+    torch.set_num_threads(2)  # small tensors, many processes
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))

@@ -4,8 +4,11 @@ Every sample is that of the slowest rank. *Kernel time* is that of many calls on
 of the GPU; *call time* is between CUDA events around one call, after all ranks have met.
 """
 
+import json
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -33,13 +36,13 @@ def _measure_ranks(ranks, quick):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    torch.multiprocessing.spawn(_work, (ranks, port, quick, queue), nprocs=ranks)
-    return queue.get()
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "rows.json"
+        torch.multiprocessing.spawn(_work, (ranks, port, quick, found), nprocs=ranks)
+        return json.loads(found.read_text())
 
 
-def _work(rank, ranks, port, quick, queue):
+def _work(rank, ranks, port, quick, found):
     import torch.distributed as dist
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -47,7 +50,7 @@ def _work(rank, ranks, port, quick, queue):
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
     rows = _Bench(rank, ranks, quick).rows()
     if rank == 0:
-        queue.put(rows)
+        found.write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
@@ -55,12 +58,9 @@ class _Bench:
     """What one rank does."""
 
     def __init__(self, rank, ranks, quick):
-        import torch.distributed as dist
-
-        from moe_numba.expert_parallel import Buffer, per_token_cast_to_fp8
+        from moe_numba.expert_parallel import per_token_cast_to_fp8
 
         self.rank, self.ranks, self.quick, self.device = rank, ranks, quick, torch.device("cuda", rank)
-        self.buffer = Buffer(dist.group.WORLD, BUFFER_BYTES * max(1, ranks // 4), timeout=20)
         torch.manual_seed(rank)
         self.x = torch.randn(TOKENS, HIDDEN, device=self.device).bfloat16()
         self.x8 = per_token_cast_to_fp8(self.x)
@@ -70,12 +70,22 @@ class _Bench:
 
     def rows(self):
         """All rows of this number of ranks, the same on every rank."""
-        found = self._push()
+        found = self._with_buffer(self._push)
         for sms in (MAIN_SMS,) if self.quick else SMS:
-            found += self._large(sms)
-        found += self._nccl()
+            found += self._with_buffer(self._large, sms)
+        found += self._with_buffer(self._nccl)
         for tokens in (1, 128) if self.quick else DECODE_TOKENS:
-            found += self._decode(tokens)
+            found += self._with_buffer(self._decode, tokens)
+        return found
+
+    def _with_buffer(self, measure, *arguments):
+        """With a new one each time: one that has seen other configurations needs barriers."""
+        import torch.distributed as dist
+
+        from moe_numba.expert_parallel import Buffer
+
+        self.buffer = Buffer(dist.group.WORLD, BUFFER_BYTES * max(1, self.ranks // 4), timeout=20)
+        found = measure(*arguments)
         self.buffer.destroy()
         return found
 

@@ -184,7 +184,7 @@ class Buffer:
         warps = most_warps(2 * hidden)
         channels = config.num_sms // 2 * warps
         record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
-        shape = rings_for(config, self.group_size, warps, channels, record, link.rings, link.half)
+        shape, ring_words = rings_for(config, self.group_size, warps, channels, record, link.half)
         if handle is None:
             checks.layout(
                 num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device
@@ -214,8 +214,8 @@ class Buffer:
             else:
                 rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
             given = (
-                at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank), tokens, experts,
-                at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
+                link.rings, ring_words, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
+                at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
             )  # fmt: skip
             if handle is None:
                 received, counts = link.notify(
@@ -289,7 +289,7 @@ class Buffer:
                 f"num_sms is {config.num_sms}; for the {channels} channels of this handle it must be {least} or more"
             )
         record = Record(hidden // 2, topk, 0, source=False)
-        shape = rings_for(config, self.group_size, warps, channels, record, link.rings + link.half, link.half)
+        shape, ring_words = rings_for(config, self.group_size, warps, channels, record, link.half)
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
@@ -299,9 +299,9 @@ class Buffer:
             )  # fmt: skip
             with link.guarded(True, channels):
                 start(
-                    config.num_sms, at(x), at(topk_weights), channels, at(rank_prefix), at(channel_prefix),
-                    at(recv_channel_prefix), at(send_head), tokens, *map(at, (*biases, None, None)[:2]), at(out),
-                    at(out_weights),
+                    config.num_sms, link.rings + link.half, ring_words, at(x), at(topk_weights), channels,
+                    at(rank_prefix), at(channel_prefix), at(recv_channel_prefix), at(send_head), tokens,
+                    *map(at, (*biases, None, None)[:2]), at(out), at(out_weights),
                 )  # fmt: skip
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event

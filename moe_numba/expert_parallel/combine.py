@@ -35,9 +35,7 @@ from moe_numba.ptx.system import ld_acquire_sys_s32, ld_global_s32x4, ld_volatil
 @cache
 def make_send(shape):
     """``send``: what a warp of an even block does."""
-    ranks, slots, record, rings_at, ring_words, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.rings, shape.ring_words, shape.progress
-    )  # fmt: skip
+    ranks, slots, record, progress_at = shape.num_ranks, shape.slots, shape.record, shape.progress
     fetch, land = make_fetch(shape.bar)
     head_at, sent_at = regions(ranks).head(True), sent(True)
     row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
@@ -45,8 +43,8 @@ def make_send(shape):
 
     @cuda.jit(device=True)
     def send(
-        smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, weights, rank_prefix,
-        recv_channel_prefix,
+        smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience, x, weights,
+        rank_prefix, recv_channel_prefix,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         to = lane if lane < ranks else int32(0)
@@ -109,7 +107,7 @@ def make_send(shape):
 @cache
 def make_add_up(shape, biases):
     """``add_up``: the sum of a token's rows, in the order of the ranks, and of their weights."""
-    ranks, rings_at, ring_words = shape.num_ranks, shape.rings, shape.ring_words
+    ranks = shape.num_ranks
     row_words, topk, stride, weights_at = shape.record.row, shape.record.scales, shape.record.stride, shape.record.row
     pieces = row_words // 4  # of 16 bytes
     at_once = max(1, 16 // ranks)  # pieces of each row that a lane has on their way, 64 registers
@@ -130,7 +128,8 @@ def make_add_up(shape, biases):
 
     @cuda.jit(device=True)
     def add_up(
-        mine, x, weights, own_row, bias_0, bias_1, out, out_weights, token, lane, rank, channel, places, mask
+        rings_at, ring_words, mine, x, weights, own_row, bias_0, bias_1, out, out_weights, token, lane, rank, channel,
+        places, mask,
     ):
         """``places``: of lane r, the slot in rank r's ring."""
         begins = cuda.local.array(places_held, int64)
@@ -189,8 +188,8 @@ def make_receive(shape, biases):
 
     @cuda.jit(device=True)
     def receive(
-        smem, channel, channels, rank, mine, state, status, patience, x, weights, tokens, before, send_head, bias_0,
-        bias_1, out, out_weights,
+        smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, weights, tokens, before,
+        send_head, bias_0, bias_1, out, out_weights,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source = lane if lane < ranks else int32(0)
@@ -224,7 +223,8 @@ def make_receive(shape, biases):
             place = int32(uint32(nth) % uint32(slots))
             follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
             add_up(
-                mine, x, weights, own_row, bias_0, bias_1, out, out_weights, t, lane, rank, channel, place, mask
+                rings_at, ring_words, mine, x, weights, own_row, bias_0, bias_1, out, out_weights, t, lane, rank,
+                channel, place, mask,
             )
             cuda.syncwarp()  # all have read
             if here and nth >= 0:
@@ -248,8 +248,8 @@ def make_combine(shape, biases):
 
     @cuda.jit
     def combine(
-        mine, peers, state, status, patience, rank, x, weights, channels, rank_prefix, channel_prefix,
-        recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
+        mine, peers, state, status, patience, rank, rings_at, ring_words, x, weights, channels, rank_prefix,
+        channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
     ):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
@@ -271,13 +271,13 @@ def make_combine(shape, biases):
                 if receives:
                     before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
                     receive(
-                        smem, channel, channels, rank, mine, state, status, patience, x, weights, tokens, before,
-                        send_head, bias_0, bias_1, out, out_weights,
+                        smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, weights,
+                        tokens, before, send_head, bias_0, bias_1, out, out_weights,
                     )
                 else:
                     send(
-                        smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, weights,
-                        rank_prefix, recv_channel_prefix,
+                        smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience,
+                        x, weights, rank_prefix, recv_channel_prefix,
                     )
             cuda.syncwarp()
             if lane == 0:
@@ -287,6 +287,7 @@ def make_combine(shape, biases):
 
 
 SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32*", "int32*", "int32", "int32*"),
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int64", "int32"),
+    *("int32*", "int32*", "int32", "int32*"),
     *("int32*", "int32*", "int32*", "int32", "int32*", "int32*", "int32*", "float32*"),
 )

@@ -63,8 +63,11 @@ def most_warps(hidden_bytes):
     return warps
 
 
-def rings_for(config, num_ranks, warps, channels, record, begin, words):
-    """The rings of an operation, as large as the configuration says and as the memory for them allows."""
+def rings_for(config, num_ranks, warps, channels, record, words):
+    """The rings of an operation, as large as the configuration and so many words of memory allow.
+
+    Also the words from ring to ring: the same for rows of all kinds, so that no two rings ever share memory.
+    """
     ring_words = words // (channels * num_ranks) // LINE * LINE
     slots = min(max(1, config.num_max_nvl_chunked_recv_tokens // warps), ring_words // record.stride)
     if slots < 1:
@@ -73,4 +76,4 @@ def rings_for(config, num_ranks, warps, channels, record, begin, words):
             f"num_nvl_bytes is too small: {channels} channels of {num_ranks} ranks with rows of {4 * record.row} bytes "
             f"need {least} or more; Config.get_nvl_buffer_size_hint says how much is good"
         )
-    return Rings(num_ranks, warps, slots, begin, ring_words, record)
+    return Rings(num_ranks, warps, slots, record), ring_words

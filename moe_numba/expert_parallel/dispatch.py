@@ -39,18 +39,16 @@ from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_fr
 @cache
 def make_send(shape):
     """``send``: what a warp of an even block does."""
-    ranks, slots, record, rings_at, ring_words, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.rings, shape.ring_words, shape.progress
-    )  # fmt: skip
+    ranks, slots, record, progress_at = shape.num_ranks, shape.slots, shape.record, shape.progress
     head_at, sent_at = regions(ranks).head(False), sent(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
     fill, keep, (_, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
 
     @cuda.jit(device=True)
     def send(
-        smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, scales, token_stride,
-        scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, before, recv_x, recv_scales,
-        recv_experts, recv_weights, recv_source, send_head,
+        smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience, x, scales,
+        token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, before, recv_x,
+        recv_scales, recv_experts, recv_weights, recv_source, send_head,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         to = lane if lane < ranks else int32(0)
@@ -128,18 +126,16 @@ def make_send(shape):
 @cache
 def make_receive(shape):
     """``receive``: what a warp of an odd block does."""
-    ranks, slots, record, rings_at, ring_words, progress_at = (
-        shape.num_ranks, shape.slots, shape.record, shape.rings, shape.ring_words, shape.progress
-    )  # fmt: skip
+    ranks, slots, record, progress_at = shape.num_ranks, shape.slots, shape.record, shape.progress
     tail_at, taken_at = regions(ranks).tail(False), taken(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
     fill, keep, (fetch, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
 
     @cuda.jit(device=True)
     def receive(
-        smem, bars, channel, channels, rank, mine, state, status, patience, x, scales, token_stride, scale_stride,
-        experts, weights, is_token_in_rank, tokens, experts_per_rank, before, rank_prefix, recv_channel_prefix, recv_x,
-        recv_scales, recv_experts, recv_weights, recv_source,
+        smem, bars, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, scales,
+        token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, before, rank_prefix,
+        recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source = lane if lane < ranks else int32(0)
@@ -213,9 +209,9 @@ def make_dispatch(shape):
 
     @cuda.jit
     def dispatch(
-        mine, peers, state, status, patience, rank, x, scales, token_stride, scale_stride, experts, weights,
-        is_token_in_rank, tokens, experts_per_rank, rank_prefix, channel_prefix, recv_channel_prefix, recv_x,
-        recv_scales, recv_experts, recv_weights, recv_source, send_head, worst,
+        mine, peers, state, status, patience, rank, rings_at, ring_words, x, scales, token_stride, scale_stride,
+        experts, weights, is_token_in_rank, tokens, experts_per_rank, rank_prefix, channel_prefix, recv_channel_prefix,
+        recv_x, recv_scales, recv_experts, recv_weights, recv_source, send_head, worst,
     ):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
@@ -236,15 +232,15 @@ def make_dispatch(shape):
             before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             if receives:
                 receive(
-                    smem, bars, channel, channels, rank, mine, state, status, patience, x, scales, token_stride,
-                    scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, before, rank_prefix,
-                    recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source,
+                    smem, bars, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, scales,
+                    token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, before,
+                    rank_prefix, recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source,
                 )
             else:
                 send(
-                    smem, bars, channel, channels, rank, mine, peers, state, status, patience, x, scales, token_stride,
-                    scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, before, recv_x,
-                    recv_scales, recv_experts, recv_weights, recv_source, send_head,
+                    smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience, x,
+                    scales, token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank,
+                    before, recv_x, recv_scales, recv_experts, recv_weights, recv_source, send_head,
                 )
             cuda.syncwarp()
             if lane == 0:
@@ -260,7 +256,8 @@ def make_dispatch(shape):
 
 
 SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32*", "int32*", "int64", "int64", "int64*"),
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int64", "int32"),
+    *("int32*", "int32*", "int64", "int64", "int64*"),
     *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", "int64*", "int32*"),
     *("int32*", "int32*", "int64"),
 )

@@ -19,8 +19,6 @@ class Rings:
     num_ranks: int
     warps: int  # of a block
     slots: int  # of a ring
-    rings: int  # where they begin in the shared buffer, in words
-    ring_words: int  # from ring to ring: the same for rows of all kinds, so that no two rings ever share memory
     record: Record
 
     @property

@@ -1,0 +1,85 @@
+"""What is measured of exchanges between GPUs: dispatch and combine over multiprocessors, beside NCCL and a plain push.
+
+Each row says its ``operation``. ``across_ranks`` measures them, for groups of as many GPUs as there are.
+"""
+
+from moe_numba.bench import across_ranks, plots, records
+
+NUMBERS_OF_RANKS = (2, 4, 8)
+
+EXCHANGES = {
+    "dispatch, bfloat16": dict(operation="dispatch", dtype="bf16"),
+    "dispatch, FP8": dict(operation="dispatch", dtype="e4m3"),
+    "combine, bfloat16": dict(operation="combine", dtype="bf16"),
+}
+OTHER_WAYS = ("NCCL all_to_all_single", "index_select and NCCL")
+FEW = {
+    "as called": "final",
+    "without waiting for counts": "final, worst",
+    "in a CUDA graph": "final, graph",
+    "NCCL, every token to all": "NCCL, every token",
+}
+
+
+def measure(peers, quick):
+    """Rows for the record: what arrives is checked before it is timed."""
+    return across_ranks.measure(NUMBERS_OF_RANKS, quick)
+
+
+def numbers_of_ranks(record):
+    """Of how many GPUs the record knows exchanges, ascending."""
+    return sorted({row["config"]["ranks"] for row in records.select(record, operation="dispatch")})
+
+
+def figures(record):
+    """Of the largest group: wire bandwidth over multiprocessors, and the time there and back of few tokens."""
+    ranks, caption = numbers_of_ranks(record)[-1], plots.caption(record)
+
+    def rates(**wanted):
+        rows = records.select(record, config={"ranks": ranks}, **wanted)
+        found = {row["config"]["num_sms"]: row["wire_gbps"] for row in rows if "num_sms" in row["config"]}
+        return {sms: rate for sms, rate in found.items() if sms <= max(across_ranks.SMS)}
+
+    lines = {name: rates(step="final", **wanted) for name, wanted in EXCHANGES.items()}
+    lines["plain push"] = rates(operation="push")
+    there = {
+        name: records.series(record, step=step, operation="there and back", config={"ranks": ranks})
+        for name, step in FEW.items()
+    }
+    return {
+        "bandwidth": plots.sweep_figure(
+            lines, xlabel="multiprocessors", ylabel="GB/s on the wire", caption=caption,
+            title=f"{ranks} GPUs, {across_ranks.TOKENS} tokens each: wire bandwidth",
+        ),
+        "few": plots.sweep_figure(
+            there, caption=caption, title=f"{ranks} GPUs, few tokens each: dispatch and combine together",
+        ),
+    }  # fmt: skip
+
+
+def readme_table(record):
+    """Kernel time and wire bandwidth by the number of GPUs; then few tokens, there and back."""
+    numbers, few = numbers_of_ranks(record), across_ranks.MAIN_SMS
+    rows = {f"{name}, {few} multiprocessors": (dict(wanted, step="final"), few) for name, wanted in EXCHANGES.items()}
+    rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
+    rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in OTHER_WAYS}
+    rows["plain push, 132 multiprocessors"] = dict(operation="push"), 132
+    lines = [f"| {across_ranks.TOKENS} tokens each | {' | '.join(f'{n} GPUs' for n in numbers)} |"]
+    lines.append("|---|" + "---:|" * len(numbers))
+    for name, (wanted, sms) in rows.items():
+        cells = []
+        for ranks in numbers:
+            row = records.find(record, **wanted, config={"ranks": ranks} | ({"num_sms": sms} if sms else {}))
+            cells.append(f"{row['kernel_us']['median']:.0f} us, {row['wire_gbps']:.0f} GB/s" if row else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"| few tokens, {numbers[-1]} GPUs | {' | '.join(FEW)} |", "|---|" + "---:|" * len(FEW)]
+    for tokens in across_ranks.DECODE_TOKENS:
+        wanted = dict(operation="there and back", config={"ranks": numbers[-1]}, size={"tokens": tokens})
+        found = [records.find(record, step=step, **wanted) for step in FEW.values()]
+        if all(found):
+            times = (f"{row['kernel_us']['median']:.0f}" for row in found)
+            lines.append(f"| {tokens} | {' | '.join(times)} |")
+    lines.append("")
+    caption = plots.caption(record)
+    lines.append(f"Kernel time of the slowest rank, median; of few tokens there and back, microseconds; {caption}.")
+    return "\n".join(lines)
