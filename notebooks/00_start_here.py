@@ -33,21 +33,23 @@
 # | chooses its experts | [01_gate](01_gate.ipynb) | `moe_fused_gate`, SGLang's kernel for DeepSeek-V3's gate |
 # | visits shared experts too | [03_shared_experts](03_shared_experts.ipynb) | folding them into the others, in SGLang |
 # | is told where to go | [04_dispatch_layout](04_dispatch_layout.ipynb) | DeepEP's dispatch layout, and its buffer |
-# | travels to the GPUs that have them | to come | DeepEP's `dispatch` and `combine` inside one machine |
+# | travels there | [05_ring_buffer_dispatch](05_ring_buffer_dispatch.ipynb) | DeepEP's `dispatch` in one machine |
 # | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
 # | goes through the experts | [08_grouped_gemm](08_grouped_gemm.ipynb) | the grouped product (group GEMM) of hpc-ops |
+# | comes home, and is added up | [06_combine](06_combine.ipynb) | DeepEP's `combine`, which the article leaves out |
 #
-# Before the last one, [07_hopper_from_numba](07_hopper_from_numba.ipynb) shows the instructions that it is made of. It
-# follows no article.
+# Before the grouped product, [07_hopper_from_numba](07_hopper_from_numba.ipynb) shows the instructions that it is made
+# of. It follows no article.
 #
 # From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. From the alignment you
 # learn about prefix sums, atomics, races, and blocks that wait for each other. From the shared experts you learn how to
 # find out what a change to a whole layer is worth. From the dispatch layout you learn about the banks of shared memory
-# and clusters of blocks, and how a process reaches another GPU's memory. From the grouped product you learn about
-# tensor cores, asynchronous copies, and rings of buffers. What is to come uses the memory of other GPUs.
+# and clusters of blocks, and how a process reaches another GPU's memory. From dispatch and combine you learn about
+# memory that several GPUs share: rings in it, who sees what when, and how long to wait for another GPU. From the
+# grouped product you learn about tensor cores and asynchronous copies.
 #
-# The notebooks with a link are there. Read this notebook first, then the others by number. You should know Python and
-# some torch; you need to know nothing about GPUs.
+# Read this notebook first, then the others by number. You should know Python and some torch; you need to know nothing
+# about GPUs.
 #
 # A few words to begin with. A kernel is run by many **threads** at once. 32 threads form a **warp** and run in step;
 # a thread's place in its warp is its **lane**, 0 to 31. Up to 1024 threads form a **block**, whose threads can wait

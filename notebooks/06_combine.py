@@ -1,0 +1,1475 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Combine: the results come home
+#
+# Notebook 05 sent tokens to the **ranks** (GPUs) that hold their experts. There each row went through its experts, and
+# something came of it. Now the way back: a token that visited three ranks has three result rows, one on each. They must
+# travel to the rank where the token lives, and be added up there. This is **combine**.
+#
+# The article that notebooks 04 and 05 follow,
+# [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), ends with the heading
+# "combine" and the words "to be continued" (待续). So here we follow the code itself, DeepEP's first version, and call
+# its kernel, brought to Numba, the **document's** all the same.
+#
+# You should know from notebook 05: a **ring** is a buffer of some rows on the receiver's GPU, used again and again. Its
+# **tail** says how many rows have been put in, its **head** how many have been taken out. A **channel** is a share of a
+# rank's tokens that has rings of its own. Data is written first, then the tail is stored with **release**; who reads
+# the tail with **acquire** sees the data.
+#
+# As in the other notebooks, all runs on GPUs, and small in a simulator on any computer. Times that you see without a
+# GPU are recorded ones and say so.
+
+# %%
+import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
+
+print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
+
+# %%
+import inspect
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import warnings
+from contextlib import contextmanager
+from functools import cache
+from math import comb
+
+import numpy as np
+import torch
+from IPython.display import Markdown
+from numba import cuda, float32, int32, int64, uint32
+
+from moe_numba import simulator
+from moe_numba.bench import Ladder, WrongResult, kernel_times, plots, records
+from moe_numba.bench import combine_inputs as inputs
+from moe_numba.bench.imports import notebook_sources
+from moe_numba.bench.ladder import short
+from moe_numba.bench.ranks_timing import can_time, outputs_of, rank_times
+from moe_numba.draw import combine as draw
+from moe_numba.expert_parallel import combine as final_kernel
+from moe_numba.expert_parallel import document_combine, document_notify, document_play, document_run, reference
+from moe_numba.expert_parallel.buffer import Buffer
+from moe_numba.expert_parallel.config import Config, most_warps
+from moe_numba.expert_parallel.document_notify import NO_HEAD
+from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes, least_ring
+from moe_numba.expert_parallel.document_waits import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
+from moe_numba.expert_parallel.regions import regions
+from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.launch import launch
+from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.system import (
+    ld_acquire_sys_s32,
+    ld_global_s32x4,
+    ld_nc_na_s32x4,
+    pointer_from_address,
+    st_na_s32x4,
+    st_release_sys_s32,
+)
+
+warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few blocks, on purpose
+HERE = inputs.combine_sizes()  # DeepSeek-V3's on the GPUs there are, small ones in the simulator
+RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = HERE.ranks, HERE.tokens, HERE.hidden, HERE.topk, HERE.experts
+ROW_BYTES = 2 * HIDDEN  # bfloat16
+GROUP = LocalGroup(RANKS)  # ranks that are threads of this process
+DEVICES = GROUP.devices
+if simulator.ENABLED:
+    print(f"{RANKS} simulated ranks")
+elif HERE.gpus < RANKS:
+    print(f"{RANKS} ranks share {HERE.gpus} GPU. All runs, but no row travels between GPUs: the times mean nothing.")
+else:
+    print(f"{RANKS} ranks, each with a GPU of its own")
+
+# %% [markdown]
+# ## 1. The problem in one picture
+#
+# Three ranks with four tokens each, and six experts, two on each rank. Each rank has received rows, as notebook 05 left
+# them: by source rank, and the rows of one rank in the order of its tokens. Say that each row has been through its
+# experts, and is to go home. The picture shows the rows that belong to rank 0:
+
+# %%
+SMALL_IDX = inputs.random_routing([4, 4, 4], num_experts=6, topk=2, seed=5)
+SMALL = [layout[2] for layout in inputs.layouts_of(SMALL_IDX, 6)]  # is_token_in_rank of each rank
+draw.problem(SMALL, home=0)
+
+# %% [markdown]
+# How does a rank know where its rows are to go, and how does the home rank know how many rows a token will get, and
+# from where? Nobody sends that again. The dispatch has left it all in its **handle** (句柄), six tensors:
+#
+# - `rank_prefix_matrix[s, r]`: how many rows rank `r` has of ranks 0 to `s`. So rank `r` knows which of its rows go
+#   back to `s`: a section without holes.
+# - `recv_channel_prefix_matrix[s, c]`: where in that section the rows of channel `c` begin.
+# - `recv_src_idx`: for each row, which of its rank's tokens it is.
+# - `send_head[t, r]`: the place that token `t` had in its channel's queue to rank `r`, or -1 if it was not sent there.
+#   Rows come back in the same order. **So this is also the place in the queue from `r` where its result will come.**
+# - `is_token_in_rank` and `channel_prefix_matrix`, from the layout.
+#
+# For the small example, with two channels (computed in torch here; a test compares it with what dispatch gives):
+
+# %%
+CHANNELS = 2
+handle = inputs.handles_of(SMALL, CHANNELS)[0]
+print("rank_prefix_matrix, the same on all ranks:", handle.rank_prefix_matrix.tolist())
+print("recv_channel_prefix_matrix of rank 0:     ", handle.recv_channel_prefix_matrix.tolist())
+print("recv_src_idx of rank 0:                   ", handle.recv_src_idx.tolist())
+for channel, tokens in enumerate(inputs.document_ranges(4, CHANNELS)):
+    for token in tokens:
+        print(f"rank 0, channel {channel}, token {token}: send_head {handle.send_head[token].tolist()}")
+
+# %% [markdown]
+# `send_head` counts anew in each channel: each has queues of its own. With this the way back needs less than the way
+# there. Rows need no index. No counts are exchanged, and the host waits for nothing.
+#
+# ## 2. The reference
+#
+# The package's reference adds up in `float64`:
+
+# %%
+head, _, rest = inspect.getsource(reference.combine).partition('    """')
+Markdown("```python\n" + head + rest.partition('"""\n')[2] + "```")
+
+# %% [markdown]
+# But a kernel gives `bfloat16`, and it should give the *same* bits at every call: whoever looks for a bug, or trains
+# twice, wants that. Sums of floating-point numbers depend on the order. So two things are fixed:
+#
+# - **The order of the ranks.** Rank 0's row first, then rank 1's, whichever came first.
+# - **One rounding.** `bfloat16` has 8 bits of precision. The sum is kept in `float32`, with 24, and rounded at the end.
+#
+# What if it were rounded after each row? One element of eight rows:
+
+# %%
+torch.manual_seed(3)
+draw.sum_in_steps((torch.randn(8) * 3).tolist())
+
+# %% [markdown]
+# And many elements, in many orders of the eight ranks:
+
+# %%
+def spread(dtype, rows, orders):
+    """Add up rows in several orders, rounded to ``dtype`` at each step: mean and worst error, what part differs."""
+    exact, results = rows.double().sum(dim=0), []
+    for order in orders:
+        total = rows[order[0]].to(dtype)
+        for rank in order[1:]:
+            total = (total.float() + rows[rank].float()).to(dtype)
+        results.append(total.bfloat16())
+    results = torch.stack(results)
+    errors = (results.double() - exact).abs()
+    differ = (results != results[0]).any(dim=0).float().mean().item()
+    return errors[0].mean().item(), errors.max().item(), differ
+
+
+alike = torch.randn(8, 20_000)
+large = torch.randn(3, 20_000) * 2**14
+KINDS = {"of like size": alike.bfloat16(), "that cancel": torch.cat([large, alike[:2], -large]).bfloat16()}
+draw_order = random.Random(0)
+orders = [list(range(8)), *(draw_order.sample(range(8), 8) for _ in range(30))]
+ERRORS = {(kind, dtype): spread(dtype, rows, orders) for kind, rows in KINDS.items()
+          for dtype in (torch.bfloat16, torch.float32)}
+for (kind, dtype), (mean, worst, differ) in ERRORS.items():
+    print(f"rows {kind}, rounded to {str(dtype).removeprefix('torch.'):8} at each step: mean error {mean:.3g}, worst "
+          f"{worst:.3g}; {100 * differ:.3f} % of the elements depend on the order")
+
+# %% [markdown]
+# With one rounding the mean error is as small as a `bfloat16` result allows. And the order? `bfloat16` numbers have few
+# bits, so `float32` holds the sum of eight of like size *exactly*, in whatever order. Where large ones cancel, and
+# small ones remain, it does not. Then the order shows, unless it is fixed.
+#
+# Now what all ranks bring: the routing of their tokens, and `Y`, for each row that a rank received a row that goes
+# back. `check` asks for more than a small error. It wants the very bits of "ranks in their order, in `float32`, rounded
+# once".
+
+
+# %%
+def random_rows(count, device, seed):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(count, HIDDEN, generator=generator, device=device).bfloat16()
+
+
+TOPK_IDX = inputs.random_routing([TOKENS] * RANKS, EXPERTS, TOPK)
+LAYOUTS = inputs.layouts_of(TOPK_IDX, EXPERTS)
+IS_IN = [layout[2] for layout in LAYOUTS]
+RECEIVED = inputs.received_by(IS_IN)
+X = [random_rows(TOKENS, device, rank) for rank, device in enumerate(DEVICES)]
+Y = [random_rows(len(there.src_idx), DEVICES[rank], 100 + rank) for rank, there in enumerate(RECEIVED)]
+WANTED = [sums.to(DEVICES[rank]) for rank, sums in enumerate(inputs.sums_of(Y, RECEIVED, [TOKENS] * RANKS))]
+
+
+def bits(tensor):
+    return tensor.view(torch.int16)
+
+
+def check(outputs, wanted=None):
+    """None, or a sentence that says what is wrong with the ranks' outputs."""
+    for rank, (given, right) in enumerate(zip(outputs, WANTED if wanted is None else wanted, strict=True)):
+        if given.shape != right.shape or given.dtype != right.dtype:
+            return f"rank {rank} has {given.dtype} {tuple(given.shape)}, not {right.dtype} {tuple(right.shape)}"
+        if len(wrong := (bits(given) != bits(right)).any(dim=1).nonzero()):
+            return f"rank {rank}: {len(wrong)} of {len(right)} tokens are wrong; the first is token {int(wrong[0])}"
+    return None
+
+
+def reference_error():
+    """The largest error of WANTED, in units of what one rounding to bfloat16 may do; computed for a few columns."""
+    part = [rows[:, :64].cpu() for rows in Y]
+    totals = reference.combine(part, RECEIVED, [TOKENS] * RANKS)
+    sizes = reference.combine([rows.abs() for rows in part], RECEIVED, [TOKENS] * RANKS)
+    allowed = [total.abs() * 2**-8 + size * 2**-22 + 1e-30 for (total, _), (size, _) in zip(totals, sizes)]
+    return max(((mine[:, :64].cpu().double() - total).abs() / most).max().item()
+               for mine, (total, _), most in zip(WANTED, totals, allowed))
+
+
+ONE_ROUNDING = reference_error()
+print(f"against float64: at most {ONE_ROUNDING:.3f} of what one rounding may do (half of the last place is 0.5 to 1)")
+poison = [torch.full_like(rows, float("nan")) for rows in WANTED]
+print("poison:", check(poison))
+print("nothing wrong:", check([rows.clone() for rows in WANTED]))
+
+# %% [markdown]
+# ## 3. The floor
+#
+# Rows that stay on their rank use no link. The others leave once, and arrive once. A GPU's NVLink has 18 links of 25
+# GB/s each way. At the home rank each row that came is written into memory (by the link), read again to be added up,
+# and the sums are written. **Published figures often count a rank's own rows too**, as if they had travelled. We count
+# what is on the wire.
+
+# %%
+LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
+MEMORY = 4.3e12  # bytes per second, measured on an H200
+PUSH = 0.8 * LINK  # what we expect of plain stores: measured below
+
+
+def ranks_of_a_token(num_experts, topk, ranks):
+    """How many ranks a token visits on average, if all experts are equally likely."""
+    others = num_experts - num_experts // ranks
+    return ranks * (1 - comb(others, topk) / comb(num_experts, topk))
+
+
+def floor_of(ranks, tokens=4096, hidden=7168, topk=8, num_experts=256):
+    """Bytes of a rank on the wire, bytes of its memory, and the least time of either, in microseconds."""
+    rows = tokens * ranks_of_a_token(num_experts, topk, ranks)
+    wire = rows * (ranks - 1) / ranks * 2 * hidden
+    memory = wire + rows * 2 * hidden + tokens * 2 * hidden
+    return wire, memory, wire / LINK * 1e6, memory / MEMORY * 1e6
+
+
+for ranks in (2, 4, 8):
+    wire, memory, wire_us, memory_us = floor_of(ranks)
+    print(f"{ranks} ranks, 4096 tokens of 7168: {wire / 1e6:5.1f} MB on the wire, {wire_us:3.0f} us; memory "
+          f"{memory / 1e6:5.1f} MB, {memory_us:3.0f} us; counted with its own rows it is "
+          f"{wire * ranks / (ranks - 1) / 1e6:.1f} MB")
+
+# %% [markdown]
+# So the link is the limit, and the adding up can hide behind it, if it goes on *while* rows come.
+#
+# ## 4. Gaps: what a warp does not need any more
+#
+# One kernel of the document goes before its combine, `cached_notify_combine`. It clears heads and tails, between two
+# barriers of all ranks. And it does something to `send_head` that looks odd at first.
+#
+# In the document's combine many warps of a block add up, and each takes a token. A queue's head may move on only when
+# *nobody* needs the rows before it. So each warp says, for each rank, how far it has no more need of that queue. After
+# a token that was sent there that is easy: its place, plus 1. But what does a warp say whose token was *not* sent to
+# that rank, when `send_head` is -1? It has no need of anything before the *next* row that will come. If it said
+# nothing, all would wait for it.
+#
+# So each -1 becomes `-n - 1`, where `n` is the place of the next token that was sent there. It stays negative, and
+# means "not sent", but it says how far the queue is. Whoever wants to find the next one walks from the last token to
+# the first:
+
+
+# %%
+def fill_gaps(column, tell=False):
+    """The gaps of one channel's column of send_head, filled in from the last token to the first."""
+    following, filled = NO_HEAD, list(column)
+    for token in reversed(range(len(column))):
+        if column[token] < 0:
+            filled[token] = -following - 1
+            if tell:
+                says = "nothing follows" if following == NO_HEAD else f"place {following} follows: {filled[token]}"
+                print(f"    token {token}: {column[token]}, {says}")
+        else:
+            following = column[token]
+            if tell:
+                print(f"    token {token}: place {following}")
+    return filled
+
+
+generator = torch.Generator().manual_seed(4)
+GAPPED = [torch.rand(22, RANKS, generator=generator) < 0.45 for _ in range(RANKS)]
+GAPPED_HANDLES = inputs.handles_of(GAPPED, 2)
+column = GAPPED_HANDLES[0].send_head[:11, RANKS - 1].tolist()  # channel 0's tokens
+print("send_head:", column)
+filled = fill_gaps(column, tell=True)
+
+# %%
+draw.gaps(column, filled, NO_HEAD)
+
+# %% [markdown]
+# (A gap before place 0 stays -1.) If it is done twice nothing changes, since what is negative is made anew. So a handle
+# can be combined twice. In the kernel a warp walks backwards too, 32 tokens at a time. A ballot says which lanes have a
+# place. Each lane looks for the nearest one among the lanes before it, which have the *later* tokens (`clz` counts the
+# leading zeros of a number, and so finds the highest bit):
+
+# %%
+def piece(function, begin, end):
+    """A part of a function's source, from some words up to others."""
+    source = inspect.getsource(function)
+    return Markdown("```python\n" + textwrap.dedent(source[source.index(begin) : source.index(end)]) + "```")
+
+
+piece(document_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
+
+# %% [markdown]
+# To run it on all ranks, we need what all further steps need too. `LocalGroup(n).run(work)` calls `work(transport)` for
+# each rank, in a thread of its own; the **transport** knows its rank, allocates memory that all ranks reach, and starts
+# kernels that wait for those of other ranks. A step is a function `make(transport)`, a context manager: it prepares all
+# it needs, yields the function that does the step, and gives the memory back.
+#
+# Times are **CUDA events** (marks in a GPU's stream of work, with a clock) around some calls in a row. A gate, a small
+# kernel on each GPU, opens when all ranks have queued theirs: so the host is not measured. **The slowest rank counts**,
+# in each round, and of the rounds the median.
+
+
+# %%
+def on_all_ranks(makes, timed=True):
+    """Run each step on all ranks; ``{name: [outputs of each rank]}``, and of the slowest rank ``{name: Stats}``."""
+    for device in set() if simulator.ENABLED else set(DEVICES):
+        torch.cuda.synchronize(device)  # what the ranks are given is there
+    outputs = {name: outputs_of(GROUP, make) for name, make in makes.items()}
+    timed = timed and can_time(GROUP)
+    return outputs, rank_times(GROUP, makes, launches=8, samples=HERE.repeats) if timed else {}
+
+
+@contextmanager
+def made_by_document(transport, constants, handles, call):
+    """``call(rank, handle)`` on a rank with a buffer of its own."""
+    rank, give_back = inputs.document_rank(transport, least_bytes(combine=constants))
+    handle = document_run.Handle(*(tensor.to(transport.device, copy=True) for tensor in handles[transport.rank]))
+
+    yield lambda: call(rank, handle)
+    if said := explain(rank.status.cpu()):
+        raise RuntimeError(said)
+    give_back()
+
+
+def make_gaps(transport):
+    constants = Constants(RANKS, 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
+
+    def call(rank, handle):
+        document_run.cached_notify_combine(rank, constants, handle)
+        document_run.cached_notify_combine(rank, constants, handle)  # the second time changes nothing
+        return handle.send_head
+
+    return made_by_document(transport, constants, GAPPED_HANDLES, call)
+
+
+found = on_all_ranks({"gaps": make_gaps}, timed=False)[0]["gaps"]
+GAPS_RIGHT = True
+for rank in range(RANKS):
+    for channel, peer in itertools.product(range(2), range(RANKS)):
+        tokens = slice(11 * channel, 11 * (channel + 1))
+        right = fill_gaps(GAPPED_HANDLES[rank].send_head[tokens, peer].tolist())
+        GAPS_RIGHT &= found[rank][tokens, peer].tolist() == right
+print("the kernel, run twice, fills the gaps as the walk does:", GAPS_RIGHT)
+assert GAPS_RIGHT
+
+# %% [markdown]
+# ## 5. The ladder
+#
+# Each step brings all rows home and adds them up, on all ranks. On a GPU: 4096 tokens a rank of 7168 elements, top-8 of
+# 256 experts. Steps with rings may use 24 multiprocessors; the others use the whole GPU, which nothing else then can.
+# A step has one time, that of the GPU; the line says "-" for the call.
+
+# %%
+CONFIG = {"num_experts": EXPERTS, "topk": TOPK, "ranks": RANKS, "num_sms": HERE.num_sms}
+ladder = Ladder("combine_ladder", check, reference_name="torch", config=CONFIG,
+                size={"tokens": TOKENS, "hidden": HIDDEN})
+us = ladder.us  # a step's median time, measured now or recorded
+SHOWN_RANKS = ladder.record["rows"][0]["config"]["ranks"] if simulator.ENABLED and ladder.record else RANKS
+ladder.title = f"Combine, step by step: 4096 tokens a rank of 7168, {SHOWN_RANKS} ranks"
+WIRE_BYTES, MEMORY_BYTES, FLOOR_US, MEMORY_US = floor_of(SHOWN_RANKS)  # of the size that has times
+MAKES = {}  # the steps by name
+print(f"{SHOWN_RANKS} ranks: {WIRE_BYTES / 1e6:.1f} MB leave each rank, which takes {FLOOR_US:.0f} us or more")
+
+
+def put_row(name, stats, more):
+    """A step's row, with what it means for the wire."""
+    gbps = round(WIRE_BYTES / stats.median / 1000, 1)
+    ladder.rows = [row for row in ladder.rows if row["step"] != name]
+    ladder.rows.append(records.row(name, kernel=stats, config=CONFIG, size=ladder.size, dtype="bfloat16",
+                                   floor_us=FLOOR_US, bytes=int(WIRE_BYTES), wire_gbps=gbps, operation="combine",
+                                   **more))
+    print(ladder.line(ladder.rows[-1]) + f"   {gbps:.0f} GB/s on the wire")
+
+
+def measure(name, make, predicted=None, lost=None):
+    """Check a step on all ranks, time it, and print one line."""
+    MAKES[name] = make
+    outputs, times = on_all_ranks({name: make})
+    more = {"prediction_us": predicted and round(predicted), "lost": lost}
+    if simulator.ENABLED:
+        ladder.step(name, lambda: outputs[name], dtype="bfloat16", **more)
+        return
+    if wrong := check(outputs[name]):
+        raise WrongResult(f"{name}: {wrong}")
+    put_row(name, times[name], more)
+
+
+def look_back(name, before=None, predicted=None):
+    ladder.look_back(name, before, predicted, FLOOR_US)
+    if us(name):
+        print(f"    {WIRE_BYTES / us(name) / 1000:.0f} GB/s on the wire, of {LINK / 1e9:.0f}")
+
+
+# %% [markdown]
+# ### Step 0: torch
+#
+# **Idea.** Each rank *pulls*. For each other rank it copies the section that is its own (a copy from GPU to GPU), makes
+# `float32` of it, and adds each row to its token's sum with `index_add_`. A token has at most one row in a section, so
+# no two rows meet, and the order is that of the ranks.
+#
+# A real program needs a barrier before it, so that no rank pulls rows that are not computed yet. Here `Y` is there.
+#
+# **Prediction.** The copies take the link; then memory is read and written again and again. For an element of a row:
+# written once (2 bytes), read and written to make `float32` (6), read, added to and written by `index_add_` (12). For
+# an element of a sum: cleared (4), rounded (6).
+
+# %%
+def section(rank, peer):
+    """Which rows of a peer belong to a rank, and to which of its tokens."""
+    there = RECEIVED[peer]
+    first = int(there.rank_prefix_matrix[rank - 1, peer]) if rank else 0
+    rows = slice(first, int(there.rank_prefix_matrix[rank, peer]))
+    return rows, there.src_idx[rows].long()
+
+
+@contextmanager
+def make_torch(transport):
+    device = transport.device
+    parts = [(peer, rows, tokens.to(device)) for peer in range(RANKS)
+             for rows, tokens in [section(transport.rank, peer)]]
+
+    def call():
+        total = torch.zeros(TOKENS, HIDDEN, device=device)
+        for peer, rows, tokens in parts:
+            total.index_add_(0, tokens, Y[peer][rows].to(device, non_blocking=True).float())
+        return total.bfloat16()
+
+    yield call
+
+
+elements = WIRE_BYTES * SHOWN_RANKS / (SHOWN_RANKS - 1) / 2
+prediction = WIRE_BYTES / PUSH * 1e6 + (elements * 20 + 4096 * 7168 * 10) / MEMORY * 1e6
+measure("torch", make_torch, prediction)
+
+# %%
+look_back("torch", predicted=prediction)
+
+# %% [markdown]
+# **Look back.** Nothing overlaps: while a section travels nothing is added up, and the other way around. And each pass
+# goes through memory. What a kernel can do in one pass, torch does in several.
+#
+# ### Step 1: push, then add up
+#
+# **Idea.** The rank that has a row *pushes* it: a store needs no answer, a load does. Each rank has a buffer with room
+# for the worst case, a row of each rank for each token. So a row's place follows from its token and its source, and
+# nothing needs to be counted. A kernel pushes all rows, a warp a row. All ranks meet. Then a kernel adds up, a warp a
+# token. There is one more meeting before the push: nobody may overwrite what a slower rank still adds up.
+#
+# The meeting is a kernel of one warp. Lane `p` stores a running number into rank `p`'s memory, with release, and waits
+# until the same number has come from there.
+#
+# **Prediction.** The push at the speed of plain stores; then memory is read and the sums written; four launches and two
+# meetings, at 5 us each.
+
+# %%
+FIRST = 32  # words before the rows: the flags of the meetings
+
+
+@cache
+def make_push_kernel(ranks, row_bytes):
+    copy_row, row_words = make_copy_row(row_bytes, ld_nc_na_s32x4), row_bytes // 4
+
+    @cuda.jit
+    def push(y, src_idx, rank_prefix, rows, peers, rank):
+        thread = int64(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+        warps = cuda.gridDim.x * cuda.blockDim.x // 32
+        row, lane = thread // 32, int32(cuda.threadIdx.x % 32)
+        while row < rows:
+            home = int32(0)
+            while row >= rank_prefix[home * ranks + rank]:
+                home = int32(home + 1)
+            theirs = pointer_from_address(peers[home], y)
+            place = int64(src_idx[row]) * ranks + rank
+            copy_row(theirs, FIRST + place * row_words, y, row * row_words, lane)
+            row += warps
+
+    return push
+
+
+@cache
+def make_meeting(ranks):
+    wait = make_wait(ld_acquire_sys_s32, at_least, BARRIER)
+
+    @cuda.jit
+    def meeting(mine, peers, rank, number, patience, status):
+        lane = int32(cuda.threadIdx.x)
+        if lane < ranks:
+            st_release_sys_s32(pointer_from_address(peers[lane], mine), rank, number)
+            wait(mine, lane, number, number, rank, -1, lane, patience, status)
+
+    return meeting
+
+
+# %%
+@cache
+def make_sum_kernel(ranks, row_words, at_once):
+    held = 4 * ranks * at_once
+
+    @cuda.jit
+    def add_rows(mine, is_token_in_rank, tokens, out):
+        words, sums = cuda.local.array(held, int32), cuda.local.array(8, float32)
+        thread = int64(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+        warps = cuda.gridDim.x * cuda.blockDim.x // 32
+        token, lane = thread // 32, int32(cuda.threadIdx.x % 32)
+        while token < tokens:
+            mask = int32(0)
+            for r in range(ranks):
+                if is_token_in_rank[token * ranks + r] != 0:
+                    mask = int32(mask | (1 << r))
+            for first in range(4 * lane, row_words, 128 * at_once):
+                for u in range(at_once):  # all these loads are on their way at once
+                    for r in range(ranks):
+                        if first + 128 * u < row_words and mask >> r & 1:
+                            at, j = FIRST + (token * ranks + r) * row_words + first + 128 * u, 4 * (ranks * u + r)
+                            words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(mine, at)
+                for u in range(at_once):
+                    if first + 128 * u < row_words:
+                        for k in range(8):
+                            sums[k] = float32(0)
+                        for r in range(ranks):
+                            if mask >> r & 1:
+                                for k in range(4):  # a bfloat16 is the upper half of a float32
+                                    word = uint32(words[4 * (ranks * u + r) + k])
+                                    sums[2 * k] += uint_as_float(uint32(word << uint32(16)))
+                                    sums[2 * k + 1] += uint_as_float(uint32(word & uint32(0xFFFF0000)))
+                        a, b = cvt_rn_bf16x2_f32(sums[1], sums[0]), cvt_rn_bf16x2_f32(sums[3], sums[2])
+                        c, d = cvt_rn_bf16x2_f32(sums[5], sums[4]), cvt_rn_bf16x2_f32(sums[7], sums[6])
+                        at = token * row_words + first + 128 * u
+                        st_na_s32x4(out, at, int32(a), int32(b), int32(c), int32(d))
+            token += warps
+
+    return add_rows
+
+
+# %%
+def make_push_and_sum(at_once, only_push=False):
+    @contextmanager
+    def make(transport):
+        r, device, numbers = transport.rank, transport.device, itertools.count(1)
+        shared = transport.allocate(4 * FIRST + TOKENS * RANKS * ROW_BYTES)
+        mine, status = shared.local.view(torch.int32), torch.zeros(STATUS, dtype=torch.int32, device=device)
+        patience = np.int64(0 if simulator.ENABLED else 10**10)
+        src_idx, prefix = RECEIVED[r].src_idx.to(device), RECEIVED[r].rank_prefix_matrix.to(device)
+        is_in, words = IS_IN[r].to(device), Y[r].view(torch.int32)
+        start = transport.launch
+
+        def meet():
+            start(make_meeting(RANKS), 1, 32, mine, shared.addresses, r, next(numbers), patience, status)
+
+        def call():
+            out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+            meet()
+            start(make_push_kernel(RANKS, ROW_BYTES), HERE.blocks, HERE.threads, words, src_idx, prefix, len(Y[r]),
+                  shared.addresses, r)
+            if not only_push:
+                meet()
+                start(make_sum_kernel(RANKS, ROW_BYTES // 4, at_once), HERE.blocks, HERE.threads, mine, is_in, TOKENS,
+                      out.view(torch.int32))
+            return out
+
+        yield call
+        if said := explain(status.cpu()):
+            raise RuntimeError(said)
+        shared.close()
+
+    return make
+
+
+MEETINGS_US = 4 * 1 + 2 * 5
+prediction = WIRE_BYTES / PUSH * 1e6 + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + MEETINGS_US
+measure("push, then add up", make_push_and_sum(1), prediction)
+
+# %%
+look_back("push, then add up", "torch", prediction)
+
+# %% [markdown]
+# **Look back.** How much of it is the push? Here it is alone, with its meeting. It uses all multiprocessors and nothing
+# waits for it, so it is what we call a **plain push**: the speed that a ring can be measured against. (A rank's own
+# rows are copied too, within its memory. That goes on beside the wire.)
+
+# %%
+def plain_push():
+    """Microseconds of the push alone: measured now, or recorded."""
+    if simulator.ENABLED:
+        return (ladder.row("push, then add up") or {}).get("push_us")
+    stats = on_all_ranks({"push": make_push_and_sum(1, only_push=True)})[1]["push"]
+    next(row for row in ladder.rows if row["step"] == "push, then add up")["push_us"] = round(stats.median, 2)
+    return stats.median
+
+
+PUSH_US = plain_push()
+if PUSH_US:
+    print(f"the push alone: {PUSH_US:.0f} us, {WIRE_BYTES / PUSH_US / 1000:.0f} GB/s on the wire; the adding up and "
+          f"the second meeting: {us('push, then add up') - PUSH_US:.0f} us")
+else:
+    print("the push alone: no figure is recorded yet")
+
+# %% [markdown]
+# ### Step 2: more loads on their way
+#
+# **Idea.** A load from memory takes some 600 ns. A lane that loads 16 bytes of each row, adds, stores, and only then
+# loads the next ones, waits for most of its time. Let it ask for several pieces of each row before it adds the first:
+# `at_once` in the kernel above. It costs registers, 4 for each piece of 16 bytes.
+#
+# How much must be on its way? Bandwidth times latency (Little's law):
+
+# %%
+LATENCY_NS = 600
+needed = MEMORY * LATENCY_NS * 1e-9
+print(f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS} ns = {needed / 1e6:.2f} MB on their way in the whole GPU, "
+      f"{needed / 132 / 1024:.0f} KB in each of 132 multiprocessors")
+for at_once in (1, 2, 4, 8):
+    print(f"{at_once} at once, 2 rows, 512 threads: {at_once * 2 * 16 * 512 / 1024:.0f} KB in a multiprocessor")
+MOST = max(n for n in HERE.loads if n * RANKS <= 16)
+
+
+def sum_times():
+    """The adding kernel alone, on one GPU: {"blocks, at once": GB/s}; None in the simulator."""
+    device = DEVICES[0]
+    mine = torch.randn(4 * FIRST + TOKENS * RANKS * HIDDEN, device=device).bfloat16().view(torch.int32)
+    is_in, out = IS_IN[0].to(device), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+    moved = (int(IS_IN[0].sum()) + TOKENS) * ROW_BYTES
+    calls = {}
+    for blocks, at_once in itertools.product(HERE.sum_blocks, [n for n in HERE.loads if n <= MOST]):
+        calls[f"{blocks}, {at_once}"] = lambda blocks=blocks, at_once=at_once: launch(
+            make_sum_kernel(RANKS, ROW_BYTES // 4, at_once), blocks, HERE.threads, mine, is_in, TOKENS,
+            out.view(torch.int32))
+    times = kernel_times(calls, replays=10)
+    return None if simulator.ENABLED else {name: round(moved / stats.median / 1000) for name, stats in times.items()}
+
+
+SUM_GBPS = sum_times() or (ladder.row("more loads at once") or {}).get("sum_gbps") or {}
+for name, gbps in SUM_GBPS.items():
+    blocks, at_once = name.split(", ")
+    print(f"{blocks:>3} blocks of 512 threads, {at_once} at once: {gbps} GB/s")
+
+# %% [markdown]
+# **Prediction.** The push stays. The adding up comes as close to the memory's bandwidth as the figures above say.
+
+# %%
+prediction = (PUSH_US or WIRE_BYTES / PUSH * 1e6) + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + 5
+measure("more loads at once", make_push_and_sum(MOST), prediction)
+if not simulator.ENABLED:
+    ladder.rows[-1]["sum_gbps"] = SUM_GBPS
+
+# %%
+look_back("more loads at once", "push, then add up", prediction)
+
+# %% [markdown]
+# **Look back.** Whatever its time, it has three faults. It takes the whole GPU, and a server wants to compute
+# meanwhile. Its buffer has room for the worst case. And the link is idle while sums are made.
+#
+# ### Step 3: the document's rings
+#
+# **Idea.** Blocks in pairs, a pair for a channel. The even one sends: its warps are dealt out over the ranks, and the
+# warps of a rank put chunks of rows into that rank's ring, as in dispatch. Each channel begins with another rank, so
+# that not all send to the same one. In the odd block warp 0 adds nothing: a lane for each rank reads the tails, and
+# moves the heads on. Each other warp takes every so manieth token, waits until its row has come from each rank that got
+# it, and adds up. Then it says how far it has no more need of each queue; the least of all is the head.
+#
+# So rows are added up while others come, and 24 multiprocessors must do.
+
+# %%
+Markdown("```python\n" + inspect.getsource(document_combine.make_update_heads) + "```")
+
+# %%
+Markdown("```python\n" + inspect.getsource(document_combine.make_reduce) + "```")
+
+# %% [markdown]
+# `no_more` is where the gaps of section 4 are needed: after a token that did not go to rank `r`, `-place - 1` is the
+# place of the next row that will come from there. The sending half, and the adding up, are in
+# `moe_numba/expert_parallel/document_combine.py`.
+#
+# **Prediction.** DeepEP's own, in CUDA C++, was measured at 284 GB/s on the wire, on eight H200s. One small kernel
+# goes before it, which clears heads and tails between two barriers: 10 us.
+
+# %%
+@cache
+def document_constants(num_sms):
+    return Constants(RANKS, num_sms // 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
+
+
+@cache
+def document_handles(channels):
+    return inputs.handles_of(IS_IN, channels)
+
+
+def make_document(num_sms=HERE.num_sms):
+    constants = document_constants(num_sms)
+
+    def make(transport):
+        def call(rank, handle):
+            document_run.cached_notify_combine(rank, constants, handle)
+            return document_run.combine(rank, constants, Y[transport.rank], handle)[0]
+
+        return made_by_document(transport, constants, document_handles(constants.channels), call)
+
+    return make
+
+
+DEEPEP_WIRE = 284e9
+prediction = WIRE_BYTES / DEEPEP_WIRE * 1e6 + 10
+measure("the document's rings", make_document(), prediction)
+
+# %%
+look_back("the document's rings", "more loads at once", prediction)
+
+# %% [markdown]
+# **Look back.** Compare it with the push, which has five times as many multiprocessors. Where it loses time, look at
+# who waits: the sending warps meet at a barrier for each chunk, the release holds up a warp that carries rows, and each
+# row makes a detour through registers. Notebook 05 takes that apart for dispatch. New here is the receiving half: 23
+# warps must agree on each head.
+#
+# ### Step 4: a warp is a channel
+#
+# **Idea.** The package's kernel, as in dispatch: a *warp* is a channel, so there are many more channels, and each is
+# simple.
+#
+# - **The receiving warp takes its tokens in order**, alone. So it takes rows out of each ring in order as well, and the
+#   head is just its own count. No warps to agree with, nothing that a head must wait for, and **no gaps to fill**: a
+#   token that was not sent to a rank leaves that ring's head where it is.
+# - **The sending warp serves its rings by turns.** In each turn a row goes to each rank whose ring has space. It passes
+#   over one that is full, and comes back later. It never *waits* for one ring. Section 6 shows why that matters.
+# - Rows travel as **bulk copies**: one thread asks, and the row goes to shared memory, and from there to the other GPU.
+# - One warp of each block carries nothing. It tells the other ranks how far all others are (notebook 05).
+# - A rank's own rows take no ring. They are read where they lie.
+# - Heads and tails count on from launch to launch. Nothing is cleared. There is a barrier only when rows come to lie
+#   elsewhere than in the call before (another `Config`, or rows of another length).
+#
+# The sender's turns, and the receiver:
+
+# %%
+piece(final_kernel.make_send, "        while cuda.any_sync(FULL, left > 0):", "            # What was sent before has")
+
+# %%
+piece(final_kernel.make_receive, "        while t < end:", "            mask = uint32(cuda.ballot_sync")
+
+# %%
+piece(final_kernel.make_receive, "            mask = uint32(cuda.ballot_sync", "        if here:\n            state")
+
+# %% [markdown]
+# In this step, with one change: one piece of each row on its way, where the package has several. The change is made in
+# the package's source:
+
+
+# %%
+def changed_buffer(*changes):
+    """What makes a ``Buffer`` with some lines of its combine kernel changed."""
+    source, made = inspect.getsource(final_kernel), {"__name__": "changed"}
+    for old, new in changes:
+        assert old in source, old
+        source = source.replace(old, new)
+    exec(compile(source, "<changed>", "exec"), made)
+
+    def changed(*arguments, **options):
+        buffer = Buffer(*arguments, **options)
+        kernel = buffer._link.kernel
+        buffer._link.kernel = lambda name, make, *rest: kernel(
+            name, made["make_combine"] if name == "combine" else make, *rest)
+        return buffer
+
+    return changed
+
+
+def make_package(num_sms=HERE.num_sms, kind=Buffer):
+    config = Config(num_sms, HERE.chunk, HERE.ring)
+
+    @contextmanager
+    def make(transport):
+        r, device = transport.rank, transport.device
+        buffer = kind(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
+        per_rank, per_expert, is_in = (tensor.to(device) for tensor in LAYOUTS[r])
+        handle = buffer.dispatch(X[r], num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
+                                 is_token_in_rank=is_in, config=config)[4]
+        yield lambda: buffer.combine(Y[r], handle, config=config)[0]
+        buffer.destroy()
+
+    return make
+
+
+AT_ONCE = "at_once = max(1, 16 // ranks)"
+channels = HERE.num_sms // 2 * most_warps(ROW_BYTES)
+print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms // 2} in the document")
+ONE_AT_ONCE = changed_buffer((AT_ONCE, "at_once = 1"))
+
+# %% [markdown]
+# **Prediction.** The wire at the speed of a plain push, and 10 us until the last row is added up. Or is reading the
+# slower part? Half of 24 multiprocessors must read all rows, where 132 did before. What a multiprocessor reads is what
+# it has on its way, divided by the latency.
+
+# %%
+def reading_us(at_once, readers=12, warps=15):
+    """The time in which the receiving multiprocessors read all rows."""
+    on_the_way = at_once * SHOWN_RANKS * 16 * 32 * warps  # bytes in a multiprocessor
+    rows = MEMORY_BYTES - WIRE_BYTES - 4096 * 2 * 7168  # what comes, and a rank's own
+    return rows / readers / on_the_way * LATENCY_NS / 1000
+
+
+sending_us = (PUSH_US or WIRE_BYTES / PUSH * 1e6) + 10
+SEVERAL = max(1, 16 // SHOWN_RANKS)  # what the package has
+for at_once in sorted({1, SEVERAL}):
+    print(f"{at_once} at once: reading takes {reading_us(at_once):.0f} us, sending {sending_us:.0f} us")
+prediction = max(sending_us, reading_us(1))
+measure("a warp is a channel", make_package(kind=ONE_AT_ONCE), prediction)
+
+# %%
+look_back("a warp is a channel", "the document's rings", prediction)
+
+# %% [markdown]
+# ### Step 5: the package
+#
+# **Idea.** More loads on their way, as in step 2: 64 registers of each lane are for them. With two ranks these are
+# eight pieces of each row, with eight ranks two.
+
+# %%
+piece(final_kernel.make_add_up, "        for first in range(lane, pieces", "        if lane < topk:")
+
+# %% [markdown]
+# **Prediction.** The slower of the two again, with the other number from above.
+
+# %%
+prediction = max(sending_us, reading_us(SEVERAL))
+measure("final", make_package(), prediction)
+
+# %%
+look_back("final", "a warp is a channel", prediction)
+
+# %% [markdown]
+# **How many loads on their way?** The same kernel with other numbers, and the size of the effect:
+
+
+# %%
+def loads_sweep():
+    """Microseconds of the package's combine by pieces on their way; None in the simulator, where it only runs."""
+    wanted = [n for n in HERE.loads if n * RANKS <= 16]
+    kinds = {1: ONE_AT_ONCE, max(1, 16 // RANKS): Buffer}
+    makes = {n: make_package(kind=kinds.get(n) or changed_buffer((AT_ONCE, f"at_once = {n}"))) for n in wanted}
+    outputs, times = on_all_ranks(makes)
+    assert not any(check(outputs[n]) for n in wanted)
+    return {str(n): round(stats.median, 2) for n, stats in times.items()} or None
+
+
+LOADS = loads_sweep()
+if LOADS:
+    ladder.rows[-1]["loads_us"] = LOADS
+LOADS = LOADS or (ladder.row("final") or {}).get("loads_us") or {}
+for n, time in LOADS.items():
+    print(f"{n} at once: {time:.1f} us, {WIRE_BYTES / time / 1000:.0f} GB/s on the wire")
+
+# %% [markdown]
+# ### How many multiprocessors?
+#
+# A server computes while tokens travel. So the fewer multiprocessors combine needs, the better. Half of them send.
+
+
+# %%
+def sm_sweep():
+    """{line: {num_sms: statistics}}; None in the simulator."""
+    makes = {("moe_numba", n): make_package(n) for n in HERE.sweep}
+    makes |= {("the document's rings", n): make_document(n) for n in HERE.document_sweep}
+    outputs, times = on_all_ranks(makes)
+    assert not any(check(found) for found in outputs.values())
+    lines = {}
+    for (line, n), stats in times.items():
+        lines.setdefault(line, {})[n] = {key: round(getattr(stats, key), 3) for key in ("median", "p10", "p90")}
+    return lines or None
+
+
+SWEEP = sm_sweep()
+if SWEEP:
+    ladder.rows[-1]["sweep"] = SWEEP
+    CAPTION = plots.caption(records.environment(), "measured now on")
+else:
+    SWEEP = (ladder.row("final") or {}).get("sweep")
+    CAPTION = plots.caption(ladder.record) if SWEEP else ""
+LINES = {line: {int(n): stats for n, stats in points.items()} for line, points in (SWEEP or {}).items()}
+if LINES:
+    picture = plots.sweep_figure(LINES, xlabel="multiprocessors", floor={n: FLOOR_US for n in LINES["moe_numba"]},
+                                 title="Combine over multiprocessors", caption=CAPTION)
+else:
+    picture = print("The sweep over multiprocessors has not been recorded yet.")
+picture
+
+# %%
+for n, stats in LINES["moe_numba"].items() if LINES else ():
+    gbps = WIRE_BYTES / stats["median"] / 1000
+    print(f"{n:3} multiprocessors: {stats['median']:6.1f} us, {gbps:3.0f} GB/s on the wire")
+
+# %% [markdown]
+# ### A check must be able to fail
+#
+# Three results that are wrong on purpose: ranks in descending order, a sum that is rounded after each row, and one
+# token less. With two ranks the first two are *right*, and the check must say so: a sum of two is the same in both
+# orders, and it is rounded once anyway. So here there are four ranks, on the host.
+
+
+# %%
+def sums_in(order, narrow=False):
+    """Rank 0's sums of the trial, in an order of the ranks; ``narrow``: rounded after each row."""
+    total = torch.zeros(40, 8)
+    for peer in order:
+        first, last = 0, int(TRIAL[peer].rank_prefix_matrix[0, peer])
+        tokens = TRIAL[peer].src_idx[first:last].long()
+        total[tokens] += TRIAL_Y[peer][first:last].float()
+        total = total.bfloat16().float() if narrow else total
+    return total.bfloat16()
+
+
+TRIAL = inputs.received_by([torch.ones(40, 4, dtype=torch.bool)] * 4)
+generator = torch.Generator().manual_seed(0)
+TRIAL_Y = [torch.randn(160, 8, generator=generator).bfloat16() for _ in range(4)]
+TRIAL_Y[0][:40] *= 2**14  # large, and taken away again by the last rank
+TRIAL_Y[3][:40] = -TRIAL_Y[0][:40]
+TRIAL_WANTED = [list(inputs.sums_of(TRIAL_Y, TRIAL, [40] * 4))[0]]
+short_by_one = TRIAL_WANTED[0].clone()
+short_by_one[-1] = float("nan")
+trial = Ladder("combine_trial", lambda outputs: check(outputs, TRIAL_WANTED))
+assert check([sums_in(range(4))], TRIAL_WANTED) is None
+WRONG = {"descending order": sums_in(range(3, -1, -1)), "rounded at each row": sums_in(range(4), True),
+         "a token less": short_by_one}
+for name, wrong in WRONG.items():
+    if simulator.ENABLED:
+        trial.step(name, lambda wrong=wrong: [wrong], expect_wrong=True)
+    else:
+        print(f"{name:<24} REFUSED: {trial.check([wrong])}")
+        assert trial.check([wrong])
+
+# %% [markdown]
+# ### The whole ladder
+#
+# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
+
+# %%
+def measure_all():
+    if simulator.ENABLED:
+        return print("simulator: ran, not timed")
+    outputs, times = on_all_ranks(MAKES)
+    assert not any(check(found) for found in outputs.values())
+    for name, stats in times.items():
+        old = next(row for row in ladder.rows if row["step"] == name)
+        kept = ("prediction_us", "lost", "push_us", "sum_gbps", "loads_us", "sweep")
+        put_row(name, stats, {key: old[key] for key in kept if key in old})
+
+
+measure_all()
+
+# %%
+ladder.plot(floor_us=FLOOR_US, peers={"plain push": PUSH_US} if PUSH_US else None)
+
+# %%
+if simulator.ENABLED or HERE.gpus == RANKS:
+    ladder.save(notebook_sources("notebooks/06_combine.py"))
+else:
+    print("The ranks share a GPU: nothing is recorded.")
+
+# %% [markdown]
+# ## 6. Deadlock
+#
+# A **deadlock** (死锁): some wait for each other in a circle, for ever. Rings invite it.
+#
+# All of this is played in the simulator, which knows when nobody can go on. Where a GPU runs this notebook, the
+# simulator runs in a process of its own.
+
+
+# %%
+PRELUDE = """
+import inspect, itertools, json
+import moe_numba, torch
+from moe_numba import simulator
+from moe_numba.bench import combine_inputs as inputs
+from moe_numba.expert_parallel import combine as final_kernel
+from moe_numba.expert_parallel import document_play
+from moe_numba.expert_parallel.buffer import Buffer
+from moe_numba.expert_parallel.config import Config
+from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes
+from moe_numba.expert_parallel.regions import regions
+from moe_numba.expert_parallel.transport import LocalGroup
+KEPT = []  # buffers whose ranks have lost one another
+"""
+
+
+def in_simulator(main, argument, *functions):
+    """What main(argument) gives, run in the simulator with the functions it uses: here, or in a process of its own."""
+    if simulator.ENABLED:
+        return json.loads(json.dumps(main(argument)))
+    program = [PRELUDE, *map(inspect.getsource, (*functions, main))]
+    program.append(f"print(json.dumps({main.__name__}({argument!r})))")
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
+    environment.pop("NUMBA_ENABLE_CUDASIM", None)
+    done = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# %% [markdown]
+# ### A ring that is too short
+#
+# DeepEP asks for rings that are longer than a chunk. How short may the document's combine have them? Two ranks, each
+# token goes to both, one channel. We try some numbers of adding warps (`R`), chunks, and rings, under one or two seeds
+# (orders of the threads), and the least that DeepEP itself would have, with its 23 adding warps.
+
+
+# %%
+def lock_up(cases):
+    """For each (warps of a rank, chunk, ring, seed): whether it hung, and rank 0's head and tail of rank 1's queue."""
+    found = []
+    for warps, chunk, ring, seed in cases:
+        reducers = 2 * warps - 1
+        chosen = [torch.ones(3 * reducers, 2, dtype=torch.bool)] * 2
+        handles = inputs.handles_of(chosen, 1)
+        c = Constants(2, 1, ring, chunk, 16, 0, 0, 2, warps, fault="short ring")
+        y = [torch.ones(len(h.recv_src_idx), 8).bfloat16() for h in handles]
+        with document_play.virtual_ranks(2, least_bytes(combine=c)) as ranks, simulator.seed(seed):
+            try:
+                document_play.combine_all(ranks, c, y, handles)
+                hung = False
+            except simulator.Deadlock:
+                hung = True
+            buffer = int(ranks[0].buffers[0])
+            like = simulator.pointer(torch.zeros(1, dtype=torch.int32))
+            flags = [simulator.ranks.at(buffer + offset, like)[1] for offset in combine_regions(c)[:2]]
+        found.append({"hung": hung, "head": int(flags[0]), "tail": int(flags[1])})
+    return found
+
+
+CASES = [(warps, chunk, ring, seed) for warps, chunk in ((2, 2), (2, 3), (3, 2))
+         for ring in range(chunk + 1, chunk + 2 * warps) for seed in range(2 if warps == 2 else 1)]
+CASES += [(12, 4, 25, 0), (12, 4, 26, 0)]
+LOCKED = dict(zip(CASES, in_simulator(lock_up, CASES)))
+for (warps, chunk), cases in itertools.groupby(CASES, key=lambda case: case[:2]):
+    rings = {}
+    for case in cases:
+        rings.setdefault(case[2], []).append(LOCKED[case]["hung"])
+    says = ", ".join(f"ring {ring} {'hangs' if all(hung) else 'hangs at times' if any(hung) else 'is right'}"
+                     for ring, hung in rings.items())
+    reducers = 2 * warps - 1
+    print(f"R = {reducers:2}, chunk {chunk}: {says}; chunk + R - 1 = {chunk + reducers - 1}")
+
+# %% [markdown]
+# The bound is sharp: `chunk + R - 1` rows do, one row less hangs. Why? Here is a run that hung, from the head and the
+# tail that were left in memory. (What each adding warp has read follows from the tail.)
+
+
+# %%
+def stuck_picture(case):
+    warps, chunk, ring, _ = case
+    head, tail, reducers = LOCKED[case]["head"], LOCKED[case]["tail"], 2 * warps - 1
+    tokens, states = 3 * reducers, []
+    for warp in range(reducers):
+        own = range(warp, tokens, reducers)  # each token goes everywhere: its number is its place
+        later = [place for place in own if place >= tail]
+        states.append(([place for place in own if place < tail], later[0] if later else None))
+    assert head == min(read[-1] + 1 if read else 0 for read, _ in states), "the head is not the least"
+    return draw.stuck(ring, chunk, head, tail, states, tokens)
+
+
+stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] == case[1] + 2 * case[0] - 3))
+
+# %% [markdown]
+# Every row that has come has been read, and still the head does not move on. The last warp waits for a row that has not
+# been sent. Until then, all that it can say is "after my last token", and the head is the least of what all say. In the
+# worst case that is `R - 1` rows behind. The sender wants room for a whole chunk before it sends anything. So it needs
+# `R - 1 + chunk` rows. DeepEP's own check asks for `chunk + 1`. The document's kernels here refuse less than the bound:
+
+# %%
+c = Constants(8)
+print(f"DeepEP's combine on 8 ranks: {c.warps * c.ranks - 1} adding warps; the ring must have chunk + "
+      f"{least_ring(c) - c.chunk} rows")
+for ring in (25, 26):
+    try:
+        print(f"Config with chunks of 4 and rings of {ring} rows: accepted, {Config(24, 4, ring)}")
+    except ValueError as error:
+        print("refused:", error)
+
+# %% [markdown]
+# The package's kernel cannot lock up this way: a receiving warp takes rows out in order, and a row that it has read is
+# free at once. A ring of one row would do.
+#
+# ### A sender that waits
+#
+# The package's sender passes over a full ring. What if it *waited* for space, as the sender of dispatch does? There it
+# is harmless, for a receiver of dispatch always takes what is there. A receiver of combine does not: it waits for *all*
+# rows of its next token, and meanwhile takes nothing out of the other rings.
+#
+# Three ranks. The first tokens of rank `r` go to rank `r + 1` only, the later ones everywhere. And one line of the
+# package's kernel is changed: if *any* ring that still has rows to go is full, the sender sends nothing.
+
+
+# %%
+WAITING = ("            goes = left > 0 and uint32(put - head) < room\n",
+           "            full = cuda.any_sync(FULL, left > 0 and uint32(put - head) >= room)\n"
+           "            goes = left > 0 and not full\n")  # fmt: skip
+KEPT = []  # buffers whose ranks have lost one another
+
+
+def three_ranks(changes):
+    """What three ranks give, or how they end; and heads, tails and places."""
+    early = torch.zeros(3, 3, 3, dtype=torch.bool)
+    for rank in range(3):
+        early[rank, :, (rank + 1) % 3] = True
+    chosen = [torch.cat([early[rank], torch.ones(3, 3, dtype=torch.bool)]).repeat(2, 1) for rank in range(3)]
+    kind, slots, heads = changed_buffer(*changes), 2, [None] * 3
+    config, buffers = Config(2, 1, 23), [None] * 3
+
+    def work(transport):
+        r = transport.rank
+        # As much memory as makes rings of two rows: 2 halves of 2 channels, 3 ranks, 32 words.
+        buffers[r] = buffer = kind(transport, 2 * 2 * 3 * 32 * 4 * slots, timeout=0.005)
+        counts = chosen[r].sum(dim=0, dtype=torch.int32)
+        x = torch.ones(len(chosen[r]), 16).bfloat16()
+        y, _, _, _, handle, _ = buffer.dispatch(x, num_tokens_per_rank=counts, num_tokens_per_expert=counts.clone(),
+                                                is_token_in_rank=chosen[r], config=config)
+        heads[r] = handle[5]
+        out = buffer.combine(y, handle, config=config)[0]
+        return bool((out[:, 0] == chosen[r].sum(dim=1)).all())
+
+    right, flags, said = LocalGroup(3).run(work), regions(3), []
+    for buffer in buffers:
+        try:
+            buffer._link.check_alive()
+        except TimeoutError as error:
+            said.append(str(error))
+    words = [buffer._link._mine for buffer in buffers]
+    KEPT.extend(buffers)
+    return {"right": right, "said": said, "slots": slots, "heads": [h.tolist() for h in heads],
+            "tail": [w[flags.tail(True) :][:3].tolist() for w in words],  # [at rank][from], channel 0
+            "head": [w[flags.head(True) :][:3].tolist() for w in words]}  # [at rank][to]
+
+
+def three_ranks_of(senders):
+    return {name: three_ranks(changes) for name, changes in senders.items()}
+
+
+SENDERS = {"as it is": (), "a sender that waits": (WAITING,)}
+THREE = in_simulator(three_ranks_of, SENDERS, changed_buffer, three_ranks)
+for name, found in THREE.items():
+    print(f"{name}: {'all sums are right' if all(found['right']) and not found['said'] else 'the ranks gave up'}")
+    for sentence in found["said"]:
+        print("   ", sentence)
+
+# %% [markdown]
+# Each sentence says what the first warp that lost its patience had waited for. Who waited for whom, all in all, stands
+# in the heads and tails that were left in memory. We begin with rank 0's sender, and go on from each to the one that it
+# waits for:
+
+
+# %%
+def waits_in_a_circle(found, rank=0):
+    """Follow the waits of channel 0 from rank's sender on; [(who, why)], which closes, or None."""
+    tail, head, places, chain, sends = found["tail"], found["head"], found["heads"], [], True
+    while not chain or (rank, sends) != chain[0][0]:
+        if sends:  # a ring that leads away is full
+            full = [to for to in range(3) if to != rank and tail[to][rank] - head[rank][to] == found["slots"]]
+            if not full:
+                return None
+            chain.append(((rank, True), f"no space in the ring to rank {full[0]}"))
+            rank = full[0]
+        else:  # the next token lacks a row
+            taken = [head[source][rank] for source in range(3)]
+            others = [source for source in range(3) if source != rank]
+            token = next(row for row in places[rank][:6] if any(row[s] >= taken[s] for s in others))
+            missing = [s for s in others if token[s] >= tail[rank][s]]
+            if not missing:
+                return None
+            chain.append(((rank, False), f"no row from rank {missing[0]}"))
+            rank = missing[0]
+        sends = not sends
+        if len(chain) > 8:
+            return None
+    return [(f"rank {who} {'sends' if does else 'receives'}", why) for (who, does), why in chain]
+
+
+CIRCLE = waits_in_a_circle(THREE["a sender that waits"]) if THREE["a sender that waits"]["said"] else None
+draw.circle(CIRCLE) if CIRCLE else print("no circle was found")
+
+# %% [markdown]
+# So a sender of combine must not wait for one ring while another has space. Longer rings only need longer runs of
+# tokens to lock up. With two ranks this circle cannot close: a receiver then waits for rows of one other rank only, and
+# these come in order. And the document? It has warps of their own for each rank, so a full ring holds up nobody else.
+#
+# ## 7. Weights and biases
+#
+# An expert layer's output is a *weighted* sum of its experts' results. Where do the weights come in? Not in combine:
+# **it only adds**. Each rank has its experts' weights for each row (dispatch brought them), and multiplies before the
+# rows go back. Combine can bring the weights back too, as training wants them: their sums. Each weight was on one rank
+# only, and 0 on the others. So what comes back must be what was sent, to the last bit.
+#
+# Up to two **biases**, rows that a rank has for its own tokens, are added to the sum first: a shared expert's result,
+# for example. One launch less, and no rounding in between.
+
+
+# %%
+@contextmanager
+def make_with_all(transport):
+    r, device, config = transport.rank, transport.device, Config(HERE.num_sms, HERE.chunk, HERE.ring)
+    buffer = Buffer(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
+    per_rank, per_expert, is_in = (tensor.to(device) for tensor in LAYOUTS[r])
+    _, _, weights, _, handle, _ = buffer.dispatch(
+        X[r], num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in,
+        topk_idx=TOPK_IDX[r].to(device), topk_weights=WEIGHTS[r].to(device), config=config)
+    yield lambda: buffer.combine(Y[r], handle, weights, BIASES[r], config)[:2]
+    buffer.destroy()
+
+
+WEIGHTS = [torch.rand(TOKENS, TOPK, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
+BIASES = [tuple(random_rows(TOKENS, device, 10 * rank + i) for i in (50, 51)) for rank, device in enumerate(DEVICES)]
+outputs, times = on_all_ranks({"with all": make_with_all})
+wanted = [sums.to(DEVICES[rank]) for rank, sums in enumerate(inputs.sums_of(Y, RECEIVED, [TOKENS] * RANKS, BIASES))]
+WITH_ALL = check([out for out, _ in outputs["with all"]], wanted)
+WEIGHTS_BACK = all(torch.equal(given.cpu(), sent) for (_, given), sent in zip(outputs["with all"], WEIGHTS))
+print("two biases:", WITH_ALL or "right, to the last bit")
+print("weights come back as they were sent:", WEIGHTS_BACK)
+if times:
+    print(f"with weights and two biases: {times['with all'].median:.1f} us; without: {us('final'):.1f} us")
+assert not WITH_ALL and WEIGHTS_BACK
+
+# %% [markdown]
+# **A property test.** There and back again: if each rank sends back what it got, a token comes home as often as it had
+# ranks. `combine(dispatch(x))` is `x` times the number of its ranks, exactly: a small whole multiple fits `float32`,
+# and is rounded once. This needs no reference, so it can be tried on any shape: unequal numbers of tokens, none at all,
+# -1 among the experts, all tokens to one rank. One buffer serves all, and each handle is used twice.
+
+
+# %%
+def shapes():
+    """Tokens of each rank, and where they go."""
+    few, some, many = max(1, TOKENS // 10), max(2, TOKENS // 3), TOKENS // (2 if simulator.ENABLED else 1)
+    first, skewed = [many, *[few] * (RANKS - 1)], [some] * RANKS
+    yield "unequal", inputs.random_routing(first, EXPERTS, TOPK, seed=1)
+    yield "many -1", inputs.random_routing(first[::-1], EXPERTS, TOPK, seed=2, holes=0.8)
+    yield "a rank without tokens", inputs.random_routing([0, *[some] * (RANKS - 1)], EXPERTS, TOPK, seed=3)
+    yield "all to the last rank", [torch.full((n, 1), EXPERTS - 1) for n in skewed]
+
+
+@contextmanager
+def there_and_back(transport):
+    r, device, config = transport.rank, transport.device, Config(HERE.num_sms, HERE.chunk, HERE.ring)
+    buffer = Buffer(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
+    cases = [(name, *(tensor.to(device) for tensor in inputs.layouts_of(routing, EXPERTS)[r]))
+             for name, routing in shapes()]
+
+    def call():
+        found = []
+        for name, per_rank, per_expert, is_in in cases:
+            x = random_rows(len(is_in), device, 7)
+            y, _, _, _, handle, _ = buffer.dispatch(x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
+                                                    is_token_in_rank=is_in, config=config)
+            first, again = (buffer.combine(y, handle, config=config)[0] for _ in range(2))
+            right = (x.float() * is_in.sum(dim=1, keepdim=True) + 0.0).bfloat16()  # of nothing the sum is 0, not -0
+            found.append((name, *(bool(torch.equal(bits(first), bits(other))) for other in (right, again))))
+        return found
+
+    yield call
+    buffer.destroy()
+
+
+found = on_all_ranks({"there and back": there_and_back}, timed=False)[0]["there and back"]
+PROPERTY = {name: [all(rank[i][k] for rank in found) for k in (1, 2)] for i, (name, *_) in enumerate(found[0])}
+for name, (right, same) in PROPERTY.items():
+    print(f"{name}: {'right' if right else 'WRONG'}; the second combine gives {'the same' if same else 'OTHER'} bits")
+assert all(all(said) for said in PROPERTY.values())
+
+# %% [markdown]
+# ## 8. Faults to know
+#
+# Three faults in the document's kernel, each played under six seeds, in the simulator, with weak memory: a store
+# may be seen by others late, and in any order, until a release says that it must be.
+#
+# - **plain tail**: the tail is stored without release.
+# - **no barrier**: the warps of a chunk do not meet before one of them publishes the tail.
+# - **early head**: an adding warp says "no more need" before it has read its rows.
+
+
+# %%
+def faults(names):
+    """{fault: for each of six seeds, how many of 15 tokens were wrong}."""
+    chosen, found = [torch.ones(tokens, 2, dtype=torch.bool) for tokens in (8, 7)], {}
+    handles, generator = inputs.handles_of(chosen, 1), torch.Generator().manual_seed(0)
+    y = [torch.randn(len(h.recv_src_idx), 16, generator=generator).bfloat16() for h in handles]
+    wanted = list(inputs.sums_of(y, inputs.received_by(chosen), [8, 7]))
+    for name in names:
+        c, wrong = Constants(2, 1, 4, 2, 32, 0, 0, 2, 2, fault=name), []
+        for seed in range(6):
+            with document_play.virtual_ranks(2, least_bytes(combine=c)) as ranks:
+                with simulator.seed(seed), simulator.weak_memory():
+                    got = document_play.combine_all(ranks, c, y, handles)
+            pairs = zip(got, wanted, strict=True)
+            wrong.append(sum(int((a[0].view(torch.int16) != b.view(torch.int16)).any(1).sum()) for a, b in pairs))
+        found[name] = wrong
+    return found
+
+
+FAULTS = in_simulator(faults, ["", *(name for name in document_combine.FAULTS if name != "short ring")])
+for name, wrong in FAULTS.items():
+    seeds = [seed for seed, tokens in enumerate(wrong) if tokens]
+    says = f"wrong under seeds {seeds}; at most {max(wrong)} of 15 tokens" if seeds else "right under all six seeds"
+    print(f"{name or 'as it is'}: {says}")
+
+# %% [markdown]
+# The first two lose much. The third is the worst to find: only a fast sender and a slow adding warp show it, and then
+# few tokens are wrong. On a GPU it may work for months.
+#
+# **A rank that does not come.** A wait has an end here. Rank 1 does not call combine. Rank 0 waits for rows, gives up,
+# and its next call says why. (DeepEP waits 100 seconds, then traps, and the GPU's context is lost. The package's limit
+# is an argument of `Buffer`.)
+
+
+# %%
+def left_alone(timeout):
+    """The sentence of a rank that waits in vain."""
+    chosen, said = [torch.ones(4, 2, dtype=torch.bool)] * 2, []
+
+    def work(transport):
+        buffer, config = Buffer(transport, 1 << 16), Config(2, 1, 23)
+        KEPT.append(buffer)
+        counts = torch.full((2,), 4, dtype=torch.int32)
+        y, _, _, _, handle, _ = buffer.dispatch(
+            torch.ones(4, 16).bfloat16(), num_tokens_per_rank=counts, num_tokens_per_expert=counts.clone(),
+            is_token_in_rank=chosen[transport.rank], config=config)
+        buffer.combine(y, handle, config=config)
+        if transport.rank == 0:
+            buffer._link.timeout = timeout
+            buffer.combine(y, handle, config=config)  # alone
+            try:
+                buffer.combine(y, handle, config=config)
+            except TimeoutError as error:
+                said.append(str(error))
+
+    LocalGroup(2).run(work)
+    return said
+
+
+SENTENCE = in_simulator(left_alone, 1e-4)
+print(*SENTENCE)
+assert SENTENCE
+
+# %% [markdown]
+# ## 9. What is said, and what we found
+#
+# A verdict is computed, never typed. Where it needs a figure that is not recorded, it says so.
+
+# %%
+NOT_RECORDED = "open: not recorded yet"
+
+
+def verdict(holds, figure):
+    return f"{'confirmed' if holds else 'refuted'}: {figure}"
+
+
+claims = []
+hung = [case for case in CASES if LOCKED[case]["hung"]]
+bound = lambda case: case[1] + 2 * case[0] - 2  # chunk + R - 1
+claims.append(("A ring of chunk + R - 2 rows hangs the document's combine, one of chunk + R - 1 does not (R adding "
+               "warps)", verdict(all(LOCKED[case]["hung"] == (case[2] < bound(case)) for case in CASES),
+                                 f"{len(hung)} of {len(CASES)} runs hung, all of them below the bound")))
+claims.append(("DeepEP's own check, ring > chunk, lets rings through that hang", verdict(
+    any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs hung")))
+claims.append(("A sender of combine that waits for a full ring can lock up three ranks", verdict(
+    bool(CIRCLE) and all(THREE["as it is"]["right"]) and not THREE["as it is"]["said"],
+    f"a circle of {len(CIRCLE or ())} waits; as it is, the same tokens come home")))
+claims.append(("Sums do not depend on the order in which rows come", verdict(
+    not any(FAULTS[""]), f"{len(FAULTS[''])} seeds of the simulator, the same bits")))
+step_by_step, once = (ERRORS["of like size", dtype][0] for dtype in (torch.bfloat16, torch.float32))
+claims.append(("They are rounded once", verdict(
+    ONE_ROUNDING <= 1, f"the error is at most {ONE_ROUNDING:.3f} of one rounding; rounded at each of eight rows, the "
+    f"mean error is {step_by_step / once:.1f} times as large")))
+alike, differing = (100 * ERRORS[kind, torch.float32][2] for kind in KINDS)
+claims.append(("The order of the ranks matters even with one rounding", (
+    "more subtle" if alike == 0 < differing else "confirmed" if differing else "refuted")
+    + f": {alike:.3f} % of the elements depend on it where rows are of like size, {differing:.3f} % where large ones "
+    "cancel"))
+claims.append(("A handle can be combined again and again", verdict(
+    GAPS_RIGHT and all(same for _, same in PROPERTY.values()), "filling the gaps twice changes nothing; "
+    f"{len(PROPERTY)} handles were used twice, with the same bits")))
+claims.append(("combine(dispatch(x)) is x times the number of ranks", verdict(
+    all(right for right, _ in PROPERTY.values()), f"to the last bit, for {len(PROPERTY)} shapes")))
+claims.append(("Each of the three faults shows in the simulator", verdict(
+    all(any(wrong) for name, wrong in FAULTS.items() if name), ", ".join(
+        f"{name} under {sum(map(bool, wrong))} of {len(wrong)} seeds" for name, wrong in FAULTS.items() if name))))
+old, new = us("the document's rings"), us("final")
+claims.append(("The package's combine is faster than the document's", verdict(
+    new < old, f"{short(new)} us, {WIRE_BYTES / new / 1000:.0f} GB/s on the wire; the document's {short(old)} us, "
+    f"{WIRE_BYTES / old / 1000:.0f}") if old and new else NOT_RECORDED))
+claims.append(("With 24 multiprocessors it is nearly as fast as a plain push with all of them", verdict(
+    new < 1.1 * PUSH_US, f"{short(new)} us; the push alone, with nothing added up, {short(PUSH_US)} us")
+    if new and PUSH_US else NOT_RECORDED))
+few = max(LOADS, key=LOADS.get) if LOADS else None
+claims.append(("The adding loop needs several loads on their way", verdict(
+    few == min(LOADS, key=int), "; ".join(f"{n}: {time:.0f} us" for n, time in LOADS.items()))
+    if len(LOADS) > 1 else NOT_RECORDED))
+
+Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
+
+# %% [markdown]
+# ## 10. Exercises
+#
+# Each can be done in the simulator. `check` and the property test tell whether a kernel is right.
+#
+# 1. **Without gaps filled.** Leave `send_head` as dispatch made it, and let `no_more` be 0 for a token that was not
+#    sent to a rank. What happens, and with which tokens?  *Hint: the least of all.*
+# 2. **Chunks that may be smaller.** Change the document's sender so that it sends what fits, where a whole chunk does
+#    not. How short may rings be then?  *Hint: it must never wait when a slot is free.*
+# 3. **A circle of four.** Find tokens for four ranks with which the waiting sender locks up, though no token goes to
+#    one rank only.  *Hint: who is needed late must be needed early elsewhere.*
+# 4. **Pull.** Let the home rank's kernel load the rows from the other ranks, with no ring at all. What must be known
+#    before it starts, and how many bytes must be on their way?  *Hint: Little's law, with the latency of the link.*
+# 5. **Sum, then round, then sum.** Two experts of a token on one rank give two results, which are added up before they
+#    go home. Is that still one rounding?  *Hint: in which type does the row travel?*
+# 6. **A ring of one row.** Make the package's rings that short. Is all still right? What does it cost?
+#    *Hint: `num_nvl_bytes`.*
+#
+# ## 11. Sources
+#
+# - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu`, functions
+#   `cached_notify_combine` and `combine` of its first version, and `tests/test_intranode.py`, whose property test this
+#   is.
+# - The article that ends before combine: BoLi2001,
+#   [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
+# - On memory orders: NVIDIA, *PTX ISA*, "Memory Consistency Model".
+# - John D. C. Little, "A Proof for the Queuing Formula: L = λW", *Operations Research* 9 (3), 1961.
+#
+# ## The final kernel
+#
+# This is what `moe_numba.expert_parallel`'s `Buffer.combine` runs.
+
+# %%
+Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
