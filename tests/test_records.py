@@ -264,6 +264,9 @@ def test_record_of_the_repository(path):
     assert records.invalid(record) == []
     assert record["topic"] == path.stem and records.folder(record["gpu"]) == path.parent.name
     assert records.stale(record) == []
+    notebook = next((name.removesuffix("#code") for name in record["sources"] if name.endswith("#code")), None)
+    needed = imports.notebook_sources(notebook) if notebook else imports.topic_sources(path.stem)
+    assert set(needed) <= set(record["sources"]), "a change of any of them must make the record old"
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDS if path.stem in bench.topics()], ids=name)

@@ -7,9 +7,16 @@ import moe_numba
 
 from . import records
 
-# How a notebook is simulated or drawn does not change what it measured; what is timed, and how, does.
-LEFT_OUT, TIMING = ("moe_numba/simulator", "moe_numba/bench", "moe_numba/draw"), "moe_numba.bench.timing"
-MEASURED = tuple(f"moe_numba/bench/{name}.py" for name in ("torch_layer", "baseline", "ranks_timing"))
+# How a notebook is simulated or drawn, and a record written, does not change what was measured; all else does.
+TIMING = "moe_numba.bench.timing"
+_WRITING = ("__init__", "copies", "imports", "ladder", "machine_code", "notebooks", "plots", "reading", "records")
+LEFT_OUT = (
+    "moe_numba/simulator",
+    "moe_numba/draw",
+    "moe_numba/bench/topic_",  # only a topic's own record depends on it: see topic_sources
+    *(f"moe_numba/bench/{name}.py" for name in _WRITING),
+)
+
 
 
 def package_sources(code, root=None):
@@ -22,7 +29,7 @@ def package_sources(code, root=None):
     found, todo = _files(TIMING, root), list(_imports(code, "", root))
     while todo:
         for file in _files(todo.pop(), root):
-            if file not in found and (file in MEASURED or not file.startswith(LEFT_OUT)):
+            if file not in found and not file.startswith(LEFT_OUT):
                 found.add(file)
                 module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 package = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
