@@ -18,8 +18,8 @@
 # GPUs each has 32 of the 256. This is **expert parallelism** (EP). Each GPU, called a **rank**, has tokens of its own
 # too. A token must travel to the ranks that have its experts (**dispatch**), and the results must travel back
 # (**combine**). Before anything can travel, each rank must count: how many of my tokens go where? That is the
-# **dispatch layout**, and the subject of this notebook. Notebooks that send the tokens and bring them back are to come;
-# the package does both already (`moe_numba.expert_parallel.Buffer`, used as DeepEP's).
+# **dispatch layout**, and the subject of this notebook. Notebook 05 sends the tokens, and notebook 06 brings them back.
+# The package does both with `moe_numba.expert_parallel.Buffer`, used as DeepEP's.
 #
 # The notebook follows the first part of a Chinese article,
 # [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), which walks through

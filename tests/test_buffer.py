@@ -16,6 +16,7 @@ SCALE = 1 if simulator.ENABLED else 60  # times as many tokens
 SMALL = Config(2, 1, 23) if simulator.ENABLED else Config(4, 1, 32)  # rings that tokens go round many times
 WIDE = Config(4, 6, 64) if simulator.ENABLED else Config(12, 6, 256)
 NUM_BYTES = 1 << 16 if simulator.ENABLED else 1 << 26
+IMPATIENT = 2e-3 if simulator.ENABLED else 0.5  # seconds, where a rank waits in vain
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +170,7 @@ def test_there_and_back(name, seed):
     """All that dispatch gives, again with its handle, and what combine makes of it, with weights and biases."""
     num_tokens, options = WORLDS[name]
     world = make_world([SCALE * n for n in num_tokens], seed, **options)
-    ranks, hidden = len(num_tokens), HIDDEN if "hidden" not in options else options["hidden"]
+    ranks, hidden = len(num_tokens), options.get("hidden", HIDDEN)
     right, generator = right_of(world), torch.Generator().manual_seed(seed)
     y = [torch.randn(len(r.src_idx), hidden, generator=generator).bfloat16() for r in right]
     biases = [
@@ -302,7 +303,7 @@ def test_a_rank_that_does_not_come():
         with pytest.raises(TimeoutError, match="of no more use"):
             send(buffer, rank, world)
 
-    run(3, work, timeout=2e-3 if simulator.ENABLED else 0.5)
+    run(3, work, timeout=IMPATIENT)
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
@@ -321,7 +322,7 @@ def test_a_rank_that_stops_in_between(operation):
             with pytest.raises(TimeoutError, match=r"(dispatch|combine|barrier): rank 0.* rank 1"):
                 send(buffer, rank, world)
 
-    run(2, work, timeout=2e-3 if simulator.ENABLED else 0.5)
+    run(2, work, timeout=IMPATIENT)
 
 
 def test_counts_that_contradict_each_other():
@@ -340,7 +341,7 @@ def test_counts_that_contradict_each_other():
                 config=SMALL,
             )
 
-    run(2, work, timeout=2e-3 if simulator.ENABLED else 0.5)
+    run(2, work, timeout=IMPATIENT)
 
 
 def test_more_tokens_than_the_worst_case():
@@ -353,7 +354,7 @@ def test_more_tokens_than_the_worst_case():
         with pytest.raises(TimeoutError, match="num_worst_tokens is 2" if rank == 0 else "rank 0"):
             send(buffer, rank, world)
 
-    run(2, work, timeout=2e-3 if simulator.ENABLED else 0.5)
+    run(2, work, timeout=IMPATIENT)
 
 
 def test_what_is_refused():

@@ -51,17 +51,13 @@ def test_the_problem_names_the_rows_of_each_token(ranks, home, seed):
     received = reference.dispatch([t[:, :1] for t in tokens], tokens)
     wanted = []
     for token in range(4):
-        for there in received:
-            first = int(there.rank_prefix_matrix[home - 1, there_rank(received, there)]) if home else 0
-            rows = there.src_idx.tolist()[first : int(there.rank_prefix_matrix[home, there_rank(received, there)])]
+        for rank, there in enumerate(received):
+            first = int(there.rank_prefix_matrix[home - 1, rank]) if home else 0
+            rows = there.src_idx.tolist()[first : int(there.rank_prefix_matrix[home, rank])]
             wanted.append(str(first + rows.index(token)) if token in rows else "-")
     assert values_of(figure, "place") == wanted
     assert len(values_of(figure, "own row")) == int(tokens[home].sum())
     assert len(labelled(figure, "home")) == int((tokens[home].sum(dim=0) > 0).sum())
-
-
-def there_rank(received, there):
-    return next(rank for rank, other in enumerate(received) if other is there)
 
 
 def test_a_sum_shows_both_ways():

@@ -164,10 +164,9 @@ def circle(waits):
         box(axes, x - wide / 2, y - tall / 2, wide, tall, who, fill=tint(ORANGE if "sends" in who else SKY),
             label="who", size=9)
         length = math.hypot(to_x - x, to_y - y)
-        cut = [min(0.5 * wide * length / max(abs(to_x - x), 1e-9), 0.5 * tall * length / max(abs(to_y - y), 1e-9))
-               + 0.06] * 2  # fmt: skip
-        start = x + (to_x - x) * cut[0] / length, y + (to_y - y) * cut[0] / length
-        end = to_x - (to_x - x) * cut[1] / length, to_y - (to_y - y) * cut[1] / length
+        cut = 0.06 + min(0.5 * wide * length / max(abs(to_x - x), 1e-9), 0.5 * tall * length / max(abs(to_y - y), 1e-9))
+        start = x + (to_x - x) * cut / length, y + (to_y - y) * cut / length
+        end = to_x - (to_x - x) * cut / length, to_y - (to_y - y) * cut / length
         arrow(axes, start, end, colour=RED if "space" in why else GREY, label="waits")
         inside = 0.36
         at = (x + to_x) / 2, (y + to_y) / 2

@@ -12,13 +12,13 @@ from matplotlib.animation import FuncAnimation, PillowWriter
 
 from moe_numba.bench.plots import STYLE
 from moe_numba.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, note, text
+from moe_numba.draw.expert_parallel import RANK_COLOURS
 from moe_numba.draw.ring_trace import replay
 from moe_numba.draw.scans import WHITE, WIDTH, cell, check, count, tint
 from moe_numba.expert_parallel.document_regions import dispatch_regions
 
 __all__ = ["animation", "order", "queues", "say", "timeline"]
 
-RANK_COLOURS = (BLUE, ORANGE, GREEN)
 STATES = {"free": WHITE, "written": tint(RED, 0.35), "full": tint(SKY, 0.7)}
 
 
@@ -121,33 +121,23 @@ def timeline(played):
     title = f"A dispatch in time: rings of {count(played['ring'], 'row')}, chunks of {played['chunk']}"
     figure, axes = canvas(WIDTH, height, title)
     scale = (WIDTH - left - 0.3) / len(moments)
-    lines = {key: {"tail": [(0, 0)], "head": [(0, 0)], "row": []} for key in keys}
-    written = dict.fromkeys(keys, 0)
-    for i, (what, rank, source, channel, value, _) in enumerate(moments):
-        line = lines[rank, source, channel]
-        if what in ("tail", "head"):
-            line[what].append((i, value))
-        elif what == "row":
-            written[rank, source, channel] += 1
-            line["row"].append((i, written[rank, source, channel]))
+    lines = {key: {"tail": [], "head": [], "row": []} for key in keys}
+    for i, (moment, shown) in enumerate(replay(played)):
+        for key, line in lines.items():
+            line["tail"].append(shown[key].tail), line["head"].append(shown[key].head)
+        if moment.what == "row":
+            rows = lines[moment[1:4]]["row"]
+            rows.append((i, len(rows) + 1))
     for place, (rank, source, channel) in enumerate(keys):
         line, y = lines[rank, source, channel], height - 0.62 - (place + 1) * tall
-        most = max([value for _, value in line["tail"]] + [1])
+        most = max(*line["tail"], 1)
         up = (tall - 0.16) / most
         text(axes, 0.15, y + 0.32, f"rank {source} to {rank}", ha="left", size=8.5, weight="bold",
              colour=RANK_COLOURS[source])
         text(axes, 0.15, y + 0.14, f"channel {channel}, {count(most, 'row')}", ha="left", size=8, colour=GREY)
         axes.plot([left, WIDTH - 0.3], [y, y], color=PALE, linewidth=0.8)
-        steps = {}
-        for name in ("tail", "head"):
-            values, at = [], 0
-            known = dict(line[name])
-            for i in range(len(moments)):
-                at = known.get(i, at)
-                values.append(at)
-            steps[name] = values
         xs = [left + i * scale for i in range(len(moments))]
-        tail, head = ([y + v * up for v in steps[name]] for name in ("tail", "head"))
+        tail, head = ([y + value * up for value in line[name]] for name in ("tail", "head"))
         axes.fill_between(xs, head, tail, step="post", color=STATES["full"], linewidth=0)
         for values, name, colour in ((tail, "tail", RED), (head, "head", INK)):
             axes.plot(xs, values, drawstyle="steps-post", color=colour, linewidth=1.4, label=name)
