@@ -8,7 +8,7 @@ ranks, in float32, rounded once: the same bits at every call. A rank's own rows 
 
 from functools import cache
 
-from numba import cuda, float32, int32, int64, uint32, uint64
+from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
@@ -19,17 +19,16 @@ from moe_numba.expert_parallel.rings import (
     make_fetch,
     own_rows_before,
     prepare,
+    read,
     rows_of_channel,
 )
-from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, give_up, out_of_patience
-from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.expert_parallel.sums import make_add_up, make_add_weights
+from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, since, warp_gives_up
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
-from moe_numba.ptx.clock import globaltimer
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
-from moe_numba.ptx.memory import griddepcontrol_wait, st_global_s32x4
+from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
-from moe_numba.ptx.system import ld_acquire_sys_s32, ld_global_s32x4, ld_volatile_s32, pointer_from_address
+from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
 
 
 @cache
@@ -89,12 +88,8 @@ def make_send(shape):
             if mask != uint32(0):
                 start = uint64(0)
             else:
-                if start == uint64(0):
-                    start = globaltimer()
-                tired = out_of_patience(start, patience, state)
-                if tired and left > 0:
-                    give_up(state, status, COMBINE_SPACE, rank, channel, lane, head, put)
-                if cuda.any_sync(FULL, tired):
+                start, full = since(start), left > 0
+                if warp_gives_up(start, patience, full, state, status, COMBINE_SPACE, rank, channel, lane, head, put):
                     break
         copied()
         if here:
@@ -105,94 +100,22 @@ def make_send(shape):
 
 
 @cache
-def make_add_up(shape, biases):
-    """``add_up``: the sum of a token's rows, in the order of the ranks, and of their weights."""
-    ranks = shape.num_ranks
-    row_words, topk, stride, weights_at = shape.record.row, shape.record.scales, shape.record.stride, shape.record.row
-    pieces = row_words // 4  # of 16 bytes
-    at_once = max(1, 16 // ranks)  # pieces of each row that a lane has on their way, 64 registers
-    held = 4 * ranks * at_once
-    places_held = max(2, ranks)  # NVVM 13.0 does not come to an end over an array of one element
-
-    @cuda.jit(device=True)
-    def add_piece(sums, a, b, c, d):
-        """To 8 sums, the 8 elements of a piece."""
-        sums[0] += uint_as_float(uint32(a) << uint32(16))
-        sums[1] += uint_as_float(uint32(a) & uint32(0xFFFF0000))
-        sums[2] += uint_as_float(uint32(b) << uint32(16))
-        sums[3] += uint_as_float(uint32(b) & uint32(0xFFFF0000))
-        sums[4] += uint_as_float(uint32(c) << uint32(16))
-        sums[5] += uint_as_float(uint32(c) & uint32(0xFFFF0000))
-        sums[6] += uint_as_float(uint32(d) << uint32(16))
-        sums[7] += uint_as_float(uint32(d) & uint32(0xFFFF0000))
-
-    @cuda.jit(device=True)
-    def add_up(
-        rings_at, ring_words, mine, x, weights, own_row, bias_0, bias_1, out, out_weights, token, lane, rank, channel,
-        places, mask,
-    ):
-        """``places``: of lane r, the slot in rank r's ring."""
-        begins = cuda.local.array(places_held, int64)
-        words = cuda.local.array(held, int32)
-        sums = cuda.local.array(8, float32)
-        for r in range(ranks):
-            place = cuda.shfl_sync(FULL, places, r)
-            begins[r] = rings_at + int64(channel * ranks + r) * ring_words + int64(place) * stride
-        for first in range(lane, pieces, 32 * at_once):
-            for u in range(at_once):
-                i = first + 32 * u
-                for r in range(ranks):
-                    if i < pieces and mask >> uint32(r) & uint32(1):
-                        if r == rank:
-                            a, b, c, d = ld_global_s32x4(x, own_row * row_words + 4 * i)
-                        else:
-                            a, b, c, d = ld_global_s32x4(mine, begins[r] + 4 * i)
-                        j = 4 * (ranks * u + r)
-                        words[j], words[j + 1], words[j + 2], words[j + 3] = a, b, c, d
-            for u in range(at_once):
-                i = first + 32 * u
-                if i < pieces:
-                    at = int64(token) * row_words + 4 * i
-                    for j in range(8):
-                        sums[j] = float32(0)
-                    if biases > 0:
-                        a, b, c, d = ld_global_s32x4(bias_0, at)
-                        add_piece(sums, a, b, c, d)
-                    if biases > 1:
-                        a, b, c, d = ld_global_s32x4(bias_1, at)
-                        add_piece(sums, a, b, c, d)
-                    for r in range(ranks):
-                        if mask >> uint32(r) & uint32(1):
-                            j = 4 * (ranks * u + r)
-                            add_piece(sums, words[j], words[j + 1], words[j + 2], words[j + 3])
-                    a, b = cvt_rn_bf16x2_f32(sums[1], sums[0]), cvt_rn_bf16x2_f32(sums[3], sums[2])
-                    c, d = cvt_rn_bf16x2_f32(sums[5], sums[4]), cvt_rn_bf16x2_f32(sums[7], sums[6])
-                    st_global_s32x4(out, at, int32(a), int32(b), int32(c), int32(d))
-        if lane < topk:
-            total = float32(0)
-            for r in range(ranks):
-                if mask >> uint32(r) & uint32(1):
-                    bits = weights[own_row * topk + lane] if r == rank else mine[begins[r] + weights_at + lane]
-                    total += uint_as_float(uint32(bits))
-            out_weights[int64(token) * topk + lane] = total
-
-    return add_up
-
-
-@cache
 def make_receive(shape, biases):
     """``receive``: what a warp of an odd block does."""
     ranks, slots, progress_at = shape.num_ranks, shape.slots, shape.progress
     tail_at, taken_at = regions(ranks).tail(True), taken(True)
-    add_up = make_add_up(shape, biases)
+    row_words, row_bytes, stride = shape.record.row, 4 * shape.record.row, shape.record.stride
+    stage_words, (fetch, land) = lines(shape.record.words), make_fetch(shape.bar)
+    add_up, add_weights = make_add_up(shape, biases), make_add_weights(shape)
 
     @cuda.jit(device=True)
     def receive(
-        smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, weights, tokens, before,
-        send_head, bias_0, bias_1, out, out_weights,
+        smem, bars, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, weights, tokens,
+        before, send_head, bias_0, bias_1, out, out_weights,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        source = lane if lane < ranks else int32(0)
+        source, ring = lane if lane < ranks else int32(0), rings_at + int64(channel * ranks + lane) * ring_words
+        stage, parity = int32(warp * stage_words), uint32(0)
         first, here = uint32(state[taken_at + channel * ranks + source]), lane < ranks and lane != rank
         got, tail = first, first
         t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
@@ -200,6 +123,12 @@ def make_receive(shape, biases):
         ready = int32(1)
         while t < end:
             nth = follows
+            own = cuda.shfl_sync(FULL, nth, rank)
+            own_row = int64(before + own)
+            if own >= 0:
+                fetch(smem, bars, warp, lane, stage, x, own_row * row_words, row_bytes)
+            else:
+                read()  # the last sum is on its way
             wanted = uint32(first + uint32(nth))
             start, waits = uint64(0), int32(1)
             while waits != 0:
@@ -209,28 +138,31 @@ def make_receive(shape, biases):
                     missing = int32(uint32(tail - wanted)) <= 0
                 waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
                 if waits != 0:
-                    if start == uint64(0):
-                        start = globaltimer()
-                    tired = out_of_patience(start, patience, state)
-                    if tired and missing:
-                        give_up(state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail)
-                    if cuda.any_sync(FULL, tired):
+                    start = since(start)
+                    if warp_gives_up(
+                        start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail
+                    ):
                         ready = waits = int32(0)
+            follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
+            if own >= 0:
+                parity = land(bars, warp, parity)
             if ready == 0:
                 break
-            mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
-            own_row = int64(before) + cuda.shfl_sync(FULL, nth, rank)
-            place = int32(uint32(nth) % uint32(slots))
-            follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
-            add_up(
-                rings_at, ring_words, mine, x, weights, own_row, bias_0, bias_1, out, out_weights, t, lane, rank,
-                channel, place, mask,
-            )
-            cuda.syncwarp()  # all have read
+            cuda.syncwarp()  # what one lane has acquired all may read
+            mask, to = uint32(cuda.ballot_sync(FULL, nth >= 0)), int64(t) * row_words
+            begins = ring + int64(uint32(nth) % uint32(slots)) * stride
+            add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, to)
+            add_weights(mine, begins, mask, rank, lane, weights, own_row, out_weights, t)
+            fence_proxy_async_shared()
+            cuda.syncwarp()  # all have read the rows, and the sum is whole
+            if lane == 0:
+                bulk_store(out, to, smem, stage, row_bytes)
+                bulk_commit_group()
             if here and nth >= 0:
                 got = uint32(wanted + uint32(1))
                 st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(got))
             t = int32(t + 1)
+        copied()
         if here:
             state[taken_at + channel * ranks + source] = int32(got)
 
@@ -271,8 +203,8 @@ def make_combine(shape, biases):
                 if receives:
                     before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
                     receive(
-                        smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, weights,
-                        tokens, before, send_head, bias_0, bias_1, out, out_weights,
+                        smem, bars, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x,
+                        weights, tokens, before, send_head, bias_0, bias_1, out, out_weights,
                     )
                 else:
                     send(

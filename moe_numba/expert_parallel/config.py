@@ -1,6 +1,7 @@
 """How much of the GPU dispatch and combine may use, and what follows from it for the kernels."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from moe_numba import simulator
 from moe_numba.expert_parallel.regions import LINE, MOST_RANKS, Record, lines
@@ -54,6 +55,7 @@ class Config:
         return 2 * 4 * self.num_sms // 2 * warps * num_ranks * slots * record.stride
 
 
+@cache
 def most_warps(hidden_bytes):
     """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it; 1 to 16."""
     room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 4 * (2 * MOST_RANKS + 1)
@@ -63,6 +65,7 @@ def most_warps(hidden_bytes):
     return warps
 
 
+@cache
 def rings_for(config, num_ranks, warps, channels, record, words):
     """The rings of an operation, as large as the configuration and so many words of memory allow.
 

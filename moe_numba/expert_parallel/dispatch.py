@@ -27,9 +27,8 @@ from moe_numba.expert_parallel.rings import (
     prepare,
     rows_of_channel,
 )
-from moe_numba.expert_parallel.waiting import ROWS, SPACE, give_up, out_of_patience
+from moe_numba.expert_parallel.waiting import ROWS, SPACE, since, warp_gives_up
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
-from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.fence import fence_proxy_async
 from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
@@ -76,12 +75,8 @@ def make_send(shape):
                         copied()
                         st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(put))
                     went = False
-                    if start == uint64(0):
-                        start = globaltimer()
-                    tired = out_of_patience(start, patience, state)
-                    if tired and full:
-                        give_up(state, status, SPACE, rank, channel, lane, head, put)
-                    if cuda.any_sync(FULL, tired):
+                    start = since(start)
+                    if warp_gives_up(start, patience, full, state, status, SPACE, rank, channel, lane, head, put):
                         ready = waits = int32(0)
             if ready == 0:
                 break
@@ -184,12 +179,8 @@ def make_receive(shape):
                     kept = int32(kept + 1)
                 t = int32(t + 1)
             else:
-                if start == uint64(0):
-                    start = globaltimer()
-                tired = out_of_patience(start, patience, state)
-                if tired and left > 0:
-                    give_up(state, status, ROWS, rank, channel, lane, got, uint32(got + uint32(come)))
-                if cuda.any_sync(FULL, tired):
+                start, tail = since(start), uint32(got + uint32(come))
+                if warp_gives_up(start, patience, left > 0, state, status, ROWS, rank, channel, lane, got, tail):
                     break
         copied()
         if here:

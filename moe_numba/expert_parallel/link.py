@@ -44,6 +44,8 @@ class Link:
         self._counters = torch.zeros(1 + MOST_EXPERTS, dtype=torch.int32, **pinned)
         self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
         self._nothing = torch.zeros(4, dtype=torch.int32, device=device)
+        kept = self._mine, self.shared.addresses, self._state, self._status, self._nothing
+        *self._common, self._at_nothing = map(address, kept)  # what every kernel takes first
         self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
         self._last_stream, self._kernels, self._usual = None, {}, {}
         if not simulator.ENABLED:
@@ -62,7 +64,7 @@ class Link:
 
     def at(self, tensor):
         """What a kernel takes for a tensor, which may be None, or empty."""
-        return address(self._nothing if tensor is None or not tensor.numel() else tensor)
+        return self._at_nothing if tensor is None or not tensor.numel() else address(tensor)
 
     def check_alive(self):
         """Raise what this rank has given up for, if it has."""
@@ -81,10 +83,8 @@ class Link:
                 make(*constants), signature, self.timeout, launch_bounds=block, shared_bytes=shared_bytes,
                 dependent=True,
             )  # fmt: skip
-        ready = self._kernels[key]
-        common = [address(t) for t in (self._mine, self.shared.addresses, self._state, self._status)]
-        common += [int(self.timeout * 1e9), self.rank]
-        return lambda grid, *arguments: ready(grid, block, *common, *arguments)
+        ready, patience = self._kernels[key], int(self.timeout * 1e9)
+        return lambda grid, *arguments: ready(grid, block, *self._common, patience, self.rank, *arguments)
 
     def notify(
         self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, rank_prefix,
@@ -95,7 +95,8 @@ class Link:
             raise ValueError(f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
                              f"{MOST_CHANNELS} are allowed")  # fmt: skip
         waits = not worst
-        self._counters_view[:] = -1
+        if waits:
+            self._counters_view[0] = -1  # the kernel writes it last
         start = self.kernel(
             "notify", exchange.make_notify_dispatch, (self.num_ranks, _THREADS), exchange.NOTIFY_SIGNATURE, _THREADS
         )
@@ -144,9 +145,13 @@ class Link:
             event = EventHandle(lambda: self.transport.wait(lambda: True, 0))
             yield lambda *_: EventOverlap(event) if async_finish else EventOverlap(event.current_stream_wait())
             return
-        with torch.cuda.device(self.transport.device):
-            current = torch.cuda.current_stream()
-            stream = self.comm_stream if async_finish or previous_event is not None else current
+        device = self.transport.device
+        current = torch.cuda.current_stream(device)
+        stream = self.comm_stream if async_finish or previous_event is not None else current
+        if stream == current == self._last_stream:  # nothing to wait for: the usual case, and a fast one
+            yield lambda *tensors: EventOverlap()
+            return
+        with torch.cuda.device(device):
             if not torch.cuda.is_current_stream_capturing():
                 if self._last_stream is not None and self._last_stream != stream:
                     stream.wait_stream(self._last_stream)

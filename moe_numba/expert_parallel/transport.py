@@ -10,6 +10,7 @@ of other ranks.
 """
 
 import contextlib
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ def _poll(ready, seconds):
     while not ready():
         if time.monotonic() > end:
             return False
-        time.sleep(0)  # other threads may run
+        os.sched_yield()  # other threads may run; time.sleep(0) lasts 50 microseconds on Linux
     return True
 
 

@@ -11,6 +11,7 @@ from moe_numba.expert_parallel.regions import LOST
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.system import atom_add_relaxed_sys_s32, ld_volatile_s32, st_release_sys_s32
 
+FULL = 0xFFFFFFFF
 STATUS_WORDS = 8
 # What was waited for: a code in the status, and the sentence of the error, which takes the status' numbers.
 SPACE, ROWS, COMBINE_SPACE, COMBINE_ROWS, COUNTS, BARRIER, MISCOUNT, TOO_MANY = range(1, 9)
@@ -44,3 +45,18 @@ def give_up(state, status, what, rank, channel, peer, head, tail):
         status[4] = int32(head)
         status[5] = int32(tail)
         st_release_sys_s32(status, 0, what)
+
+
+@cuda.jit(device=True)
+def since(start):
+    """When a wait began: now, if ``start`` is 0."""
+    return globaltimer() if start == uint64(0) else start
+
+
+@cuda.jit(device=True)
+def warp_gives_up(start, patience, waits, state, status, what, rank, channel, peer, head, tail):
+    """Whether a warp is to wait no longer; of the lanes that ``waits`` is true for, the first one tells why."""
+    tired = out_of_patience(start, patience, state)
+    if tired and waits:
+        give_up(state, status, what, rank, channel, peer, head, tail)
+    return cuda.any_sync(FULL, tired)

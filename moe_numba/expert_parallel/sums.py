@@ -1,0 +1,174 @@
+"""How combine adds up a token's rows: in the order of the ranks, in float32, rounded once.
+
+A warp adds up a token. The rank's own row lies in the warp's stage when it begins, and the sum takes its place there:
+both travel by bulk copies, since a multiprocessor's warps can neither load nor store as fast. Other ranks' rows are
+loaded from their rings.
+"""
+
+from functools import cache
+
+from numba import cuda, float32, int32, int64, uint32
+
+from moe_numba.expert_parallel.publish import FULL
+from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.memory import ld_shared_s32x4, st_shared_s32x4
+from moe_numba.ptx.packed import add_rn_bf16x2
+from moe_numba.ptx.system import ld_global_s32x4
+
+
+def make_add_up(shape, biases):
+    """``add_up``: the sum of a token's rows, with so many biases; ``begins`` is of lane r where rank r's row begins."""
+    return _make_add_pair(shape) if shape.num_ranks <= 2 and not biases else _make_add_many(shape, biases)
+
+
+def _pieces(row_words, most):
+    """A row's pieces of 16 bytes, and how many a lane takes at once: if it can be, so many that all lanes have some."""
+    pieces = row_words // 4
+    fitting = [n for n in range(-(-most // 2), most + 1) if pieces % (32 * n) == 0]
+    return pieces, max(fitting, default=most)
+
+
+@cache
+def _make_ask(row_words, most):
+    """``ask``: some pieces of a row, from ``first`` on, a lane's 32 apart; with ``every``, all lanes have all."""
+    pieces, at_once = _pieces(row_words, most)
+    every = pieces % (32 * at_once) == 0
+
+    @cuda.jit(device=True)
+    def ask(words, source, begin, first):
+        at = begin + 4 * int64(first)
+        for u in range(at_once):
+            if every or first + 32 * u < pieces:
+                a, b, c, d = ld_global_s32x4(source, at + 128 * u)
+                words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+
+    return ask, pieces, at_once, every
+
+
+@cache
+def _make_add_pair(shape):
+    """Two rows at most: added as they are, two elements at a time, for that rounds once as well."""
+    ask, pieces, at_once, every = _make_ask(shape.record.row, 14)
+    held, has_ring = 4 * at_once, shape.num_ranks == 2
+
+    @cuda.jit(device=True)
+    def add(word, ring_word):
+        """A sum is 0, not -0, even of -0 alone."""
+        return int32(add_rn_bf16x2(add_rn_bf16x2(uint32(word), uint32(0)), uint32(ring_word)))
+
+    @cuda.jit(device=True)
+    def add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, bias_at):
+        words = cuda.local.array(held, int32)
+        for w in range(held):
+            words[w] = int32(0)
+        peer = int32(1 - rank) if has_ring else int32(0)
+        from_ring = has_ring and mask >> uint32(peer) & uint32(1) != uint32(0)
+        from_here = mask >> uint32(rank) & uint32(1) != uint32(0)
+        begin = cuda.shfl_sync(FULL, begins, peer)
+        for base in range(0, pieces, 32 * at_once):
+            first = int32(base + lane)
+            if from_ring:
+                ask(words, mine, begin, first)
+            for u in range(at_once):
+                if every or first + 32 * u < pieces:
+                    at = int32(stage + 4 * (first + 32 * u))
+                    a, b, c, d = ld_shared_s32x4(smem, at) if from_here else (int32(0), int32(0), int32(0), int32(0))
+                    st_shared_s32x4(
+                        smem, at, add(a, words[4 * u]), add(b, words[4 * u + 1]), add(c, words[4 * u + 2]),
+                        add(d, words[4 * u + 3]),
+                    )
+
+    return add_up
+
+
+@cache
+def _make_add_many(shape, biases):
+    """A float32 sum for each element: biases first, then two rows at a time are on their way."""
+    ask, pieces, at_once, every = _make_ask(shape.record.row, 4)
+    held, summed = 4 * at_once, 8 * at_once
+
+    @cuda.jit(device=True)
+    def lowest(mask):
+        return int32(cuda.ffs(mask) - 1)
+
+    @cuda.jit(device=True)
+    def without_lowest(mask):
+        return uint32(mask & (mask - uint32(1)))
+
+    @cuda.jit(device=True)
+    def take(words, smem, stage, mine, begins, r, rank, first):
+        begin = cuda.shfl_sync(FULL, begins, r)
+        if r != rank:
+            ask(words, mine, begin, first)
+        else:
+            for u in range(at_once):
+                if every or first + 32 * u < pieces:
+                    a, b, c, d = ld_shared_s32x4(smem, int32(stage + 4 * (first + 32 * u)))
+                    words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+
+    @cuda.jit(device=True)
+    def add(sums, words):
+        for w in range(held):
+            sums[2 * w] += uint_as_float(uint32(words[w]) << uint32(16))
+            sums[2 * w + 1] += uint_as_float(uint32(words[w]) & uint32(0xFFFF0000))
+
+    @cuda.jit(device=True)
+    def rounded(sums, i):
+        return int32(cvt_rn_bf16x2_f32(sums[i + 1], sums[i]))
+
+    @cuda.jit(device=True)
+    def add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, bias_at):
+        some = cuda.local.array(held, int32)
+        other = cuda.local.array(held, int32)
+        sums = cuda.local.array(summed, float32)
+        for base in range(0, pieces, 32 * at_once):
+            first = int32(base + lane)
+            for j in range(summed):
+                sums[j] = float32(0)
+            if biases > 0:
+                ask(some, bias_0, bias_at, first)
+                if biases > 1:
+                    ask(other, bias_1, bias_at, first)
+                add(sums, some)
+                if biases > 1:
+                    add(sums, other)
+            rest = mask
+            while rest != uint32(0):
+                take(some, smem, stage, mine, begins, lowest(rest), rank, first)
+                rest = without_lowest(rest)
+                two = rest != uint32(0)
+                if two:
+                    take(other, smem, stage, mine, begins, lowest(rest), rank, first)
+                    rest = without_lowest(rest)
+                add(sums, some)
+                if two:
+                    add(sums, other)
+            for u in range(at_once):
+                if every or first + 32 * u < pieces:
+                    st_shared_s32x4(
+                        smem, int32(stage + 4 * (first + 32 * u)), rounded(sums, 8 * u), rounded(sums, 8 * u + 2),
+                        rounded(sums, 8 * u + 4), rounded(sums, 8 * u + 6),
+                    )
+
+    return add_up
+
+
+@cache
+def make_add_weights(shape):
+    """``add_weights``: the sum of what came with a token's rows."""
+    ranks, topk, weights_at = shape.num_ranks, shape.record.scales, shape.record.row
+
+    @cuda.jit(device=True)
+    def add_weights(mine, begins, mask, rank, lane, weights, own_row, out_weights, token):
+        if topk > 0:
+            total = float32(0)
+            for r in range(ranks):
+                begin = cuda.shfl_sync(FULL, begins, r)
+                if lane < topk and mask >> uint32(r) & uint32(1):
+                    bits = weights[own_row * topk + lane] if r == rank else mine[begin + weights_at + lane]
+                    total += uint_as_float(uint32(bits))
+            if lane < topk:
+                out_weights[int64(token) * topk + lane] = total
+
+    return add_weights
