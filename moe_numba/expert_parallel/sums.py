@@ -73,7 +73,9 @@ def _make_add_pair(shape):
             for u in range(at_once):
                 if every or first + 32 * u < pieces:
                     at = int32(stage + 4 * (first + 32 * u))
-                    a, b, c, d = ld_shared_s32x4(smem, at) if from_here else (int32(0), int32(0), int32(0), int32(0))
+                    a = b = c = d = int32(0)
+                    if from_here:
+                        a, b, c, d = ld_shared_s32x4(smem, at)
                     st_shared_s32x4(
                         smem, at, add(a, words[4 * u]), add(b, words[4 * u + 1]), add(c, words[4 * u + 2]),
                         add(d, words[4 * u + 3]),
