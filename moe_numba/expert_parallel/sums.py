@@ -30,56 +30,73 @@ def _pieces(row_words, most):
 
 
 @cache
-def _make_ask(row_words, most):
-    """``ask``: some pieces of a row, from ``first`` on, a lane's 32 apart; with ``every``, all lanes have all."""
+def _make_parts(row_words, most):
+    """``ask``, ``own`` and ``keep``: some pieces of a row from a ring; from the stage; and to it.
+
+    A lane takes every 32nd piece from ``first`` on. Also how many pieces a row has, and a lane takes at once.
+    """
     pieces, at_once = _pieces(row_words, most)
-    every = pieces % (32 * at_once) == 0
+    all_have_all = pieces % (32 * at_once) == 0
 
     @cuda.jit(device=True)
     def ask(words, source, begin, first):
         at = begin + 4 * int64(first)
         for u in range(at_once):
-            if every or first + 32 * u < pieces:
+            if all_have_all or first + 32 * u < pieces:
                 a, b, c, d = ld_global_s32x4(source, at + 128 * u)
                 words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
 
-    return ask, pieces, at_once, every
+    @cuda.jit(device=True)
+    def own(words, smem, stage, first):
+        at = int32(stage + 4 * first)
+        for u in range(at_once):
+            if all_have_all or first + 32 * u < pieces:
+                a, b, c, d = ld_shared_s32x4(smem, at + 128 * u)
+                words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+
+    @cuda.jit(device=True)
+    def keep(smem, stage, first, words):
+        at = int32(stage + 4 * first)
+        for u in range(at_once):
+            if all_have_all or first + 32 * u < pieces:
+                st_shared_s32x4(
+                    smem, at + 128 * u, words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3]
+                )
+
+    return ask, own, keep, pieces, at_once
 
 
 @cache
 def _make_add_pair(shape):
     """Two rows at most: added as they are, two elements at a time, for that rounds once as well."""
-    ask, pieces, at_once, every = _make_ask(shape.record.row, 14)
-    held, has_ring = 4 * at_once, shape.num_ranks == 2
-
-    @cuda.jit(device=True)
-    def add(word, ring_word):
-        """A sum is 0, not -0, even of -0 alone."""
-        return int32(add_rn_bf16x2(add_rn_bf16x2(uint32(word), uint32(0)), uint32(ring_word)))
+    ask, own, keep, pieces, at_once = _make_parts(shape.record.row, 8)
+    held, has_peer = 4 * at_once, shape.num_ranks == 2
 
     @cuda.jit(device=True)
     def add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, bias_at):
-        words = cuda.local.array(held, int32)
-        for w in range(held):
-            words[w] = int32(0)
-        peer = int32(1 - rank) if has_ring else int32(0)
-        from_ring = has_ring and mask >> uint32(peer) & uint32(1) != uint32(0)
-        from_here = mask >> uint32(rank) & uint32(1) != uint32(0)
+        some = cuda.local.array(held, int32)
+        other = cuda.local.array(held, int32)
+        peer = int32(1 - rank) if has_peer else int32(0)
+        is_here = mask >> uint32(rank) & uint32(1) != uint32(0)
+        is_there = has_peer and mask >> uint32(peer) & uint32(1) != uint32(0)
         begin = cuda.shfl_sync(FULL, begins, peer)
+        for w in range(held):
+            some[w] = other[w] = int32(0)
         for base in range(0, pieces, 32 * at_once):
             first = int32(base + lane)
-            if from_ring:
-                ask(words, mine, begin, first)
-            for u in range(at_once):
-                if every or first + 32 * u < pieces:
-                    at = int32(stage + 4 * (first + 32 * u))
-                    a = b = c = d = int32(0)
-                    if from_here:
-                        a, b, c, d = ld_shared_s32x4(smem, at)
-                    st_shared_s32x4(
-                        smem, at, add(a, words[4 * u]), add(b, words[4 * u + 1]), add(c, words[4 * u + 2]),
-                        add(d, words[4 * u + 3]),
-                    )
+            if is_there:
+                ask(other, mine, begin, first)
+            if is_here:
+                own(some, smem, stage, first)
+            for w in range(held):
+                total = add_rn_bf16x2(uint32(some[w]), uint32(0))  # a sum is 0, not -0, even of -0 alone
+                if is_there:
+                    total = add_rn_bf16x2(total, uint32(other[w]))
+                some[w] = int32(total)
+            keep(smem, stage, first, some)
+            if not is_here:
+                for w in range(held):
+                    some[w] = int32(0)
 
     return add_up
 
@@ -87,7 +104,7 @@ def _make_add_pair(shape):
 @cache
 def _make_add_many(shape, biases):
     """A float32 sum for each element: biases first, then two rows at a time are on their way."""
-    ask, pieces, at_once, every = _make_ask(shape.record.row, 4)
+    ask, own, keep, pieces, at_once = _make_parts(shape.record.row, 4)
     held, summed = 4 * at_once, 8 * at_once
 
     @cuda.jit(device=True)
@@ -104,20 +121,13 @@ def _make_add_many(shape, biases):
         if r != rank:
             ask(words, mine, begin, first)
         else:
-            for u in range(at_once):
-                if every or first + 32 * u < pieces:
-                    a, b, c, d = ld_shared_s32x4(smem, int32(stage + 4 * (first + 32 * u)))
-                    words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+            own(words, smem, stage, first)
 
     @cuda.jit(device=True)
     def add(sums, words):
         for w in range(held):
             sums[2 * w] += uint_as_float(uint32(words[w]) << uint32(16))
             sums[2 * w + 1] += uint_as_float(uint32(words[w]) & uint32(0xFFFF0000))
-
-    @cuda.jit(device=True)
-    def rounded(sums, i):
-        return int32(cvt_rn_bf16x2_f32(sums[i + 1], sums[i]))
 
     @cuda.jit(device=True)
     def add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, bias_at):
@@ -146,12 +156,9 @@ def _make_add_many(shape, biases):
                 add(sums, some)
                 if two:
                     add(sums, other)
-            for u in range(at_once):
-                if every or first + 32 * u < pieces:
-                    st_shared_s32x4(
-                        smem, int32(stage + 4 * (first + 32 * u)), rounded(sums, 8 * u), rounded(sums, 8 * u + 2),
-                        rounded(sums, 8 * u + 4), rounded(sums, 8 * u + 6),
-                    )
+            for w in range(held):
+                some[w] = int32(cvt_rn_bf16x2_f32(sums[2 * w + 1], sums[2 * w]))
+            keep(smem, stage, first, some)
 
     return add_up
 
