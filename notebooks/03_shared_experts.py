@@ -389,7 +389,8 @@ measure("separate", separate, prediction)
 # %%
 look_back("separate", predicted=prediction)
 if row := ladder.row("separate"):
-    print(f"{row['launches']} kernels were started, {sum(COUNT)} were counted")
+    print(f"{row['launches']} kernels were started, {sum(COUNT)} were counted; "
+          f"measured / predicted is {us('separate') / prediction:.2f}")
 
 # %% [markdown]
 # **Look back.** By our count most of this time is one thing: reading the weights of the chosen experts. The ratio to
@@ -457,10 +458,10 @@ look_back("ninth column by torch", "separate", prediction)
 # %% [markdown]
 # **Look back.** The kernels before and after tell the trick's weak point: what the shared expert's kernels gave back,
 # the operations on a little table of 8 x 9 numbers take again. In bfloat16 the layer gains with 8 tokens, as predicted,
-# and loses with 1, 64 and 1024. With 1024 tokens something else grows too: the ninth slot's rows are gathered, put back
-# and summed like those of the other eight, and torch reads and writes them each time. In FP8 it gains most. The shared
-# expert's products had rows of their own to quantise, and these operations are gone. In SGLang this code ran inside
-# `torch.compile`, which makes fewer kernels of the little ones. We shall need none.
+# loses with 1 and 1024, and is even with 64. With 1024 tokens something else grows too: the ninth slot's rows are
+# gathered, put back and summed like those of the other eight, and torch reads and writes them each time. In FP8 it
+# gains most. The shared expert's products had rows of their own to quantise, and these operations are gone. In SGLang
+# this code ran inside `torch.compile`, which makes fewer kernels of the little ones. We shall need none.
 #
 # ### Step 2: replicas
 #
@@ -756,8 +757,8 @@ ladder.save(notebook_sources("notebooks/03_shared_experts.py"))
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
-# The last steps before our own product differ by less than the layer's time varies: in this figure 'final' even seems
-# slower than 'fuse_routing'. The routing alone, above, has decided that.
+# The last steps before our own product differ by less than the layer's time varies: in this figure a step may even
+# seem slower than the one before it. The routing alone, above, has decided that.
 #
 # Kernel time is what a server pays that runs its layers in a CUDA graph, as SGLang does when it decodes. Prefill mostly
 # runs without a graph. There the host must start every kernel, and call time counts:
@@ -1213,8 +1214,7 @@ if not SHARED:
 # %% [markdown]
 # For ITL the layers can explain most of the difference at one query per second, and a smaller part at four and eight.
 # Even that is generous. The number of tokens is the one that explains most, and our FP8 layer saves quantising that a
-# server does not have (section 6). So where the table below says "confirmed", read: at one query per second, and at
-# most.
+# server does not have (section 6). So the shares in the table below are the most that the layers can explain.
 #
 # TTFT is another matter. A mean of a second at one query per second is long for such prompts. (In a run of the same
 # benchmark, published with [PR 5125](https://github.com/sgl-project/sglang/pull/5125), 300 prompts had 95293 tokens.)
@@ -1265,14 +1265,18 @@ wrong = [(qps, name) for qps, own in THEIRS.items() for name, (before, after, sa
 claims.append(("The percentages of its table", verdict(
     not wrong, f"not at {wrong}" if wrong else "they follow from its figures; not measured again here")))
 falls = {qps: [-percent(*own[name][1::-1]) for name in ("TTFT", "ITL")] for qps, own in THEIRS.items()}
-claims.append(("With QPS up to 4, TTFT and ITL fall by 15 to 20 %", "more subtle: " + "; ".join(
+inside = [14.5 < fall < 20.5 for qps in (1, 4) for fall in falls[qps]]
+claims.append(("With QPS up to 4, TTFT and ITL fall by 15 to 20 %", ("confirmed: " if all(inside) else "more subtle: "
+               if any(inside) else "refuted: ") + "; ".join(
     f"QPS {qps}: {ttft:.1f} and {itl:.1f} %" for qps, (ttft, itl) in falls.items())))
 for metric, sizes in (("ITL", DECODE_SIZES), ("TTFT", PREFILL_SIZES)):
     parts = [explained(metric, qps, sizes, "8 replicas") for qps in THEIRS]
     if all(parts):
-        most = max(parts)[0]
-        text = "confirmed" if most > 0.5 else "refuted" if most < 0.05 else "more subtle"
-        text += f": 58 layers explain at most {100 * most:.1f} % of the difference, at the best QPS"
+        shares = {qps: share for qps, (share, _) in zip(THEIRS, parts)}
+        least, most = min(shares.values()), max(shares.values())
+        text = "confirmed" if least > 0.5 else "refuted" if most < 0.05 else "more subtle"
+        text += f": of the difference {MOE_LAYERS} layers explain at most " + ", ".join(
+            f"{100 * share:.1f} % at QPS {qps}" for qps, share in shares.items())
     else:
         text = NOT_RECORDED
     claims.append((f"The fusion makes the gain in {metric} (with its 8 replicas)", text))
