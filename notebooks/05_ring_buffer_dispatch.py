@@ -815,8 +815,8 @@ look_back(FEW, "naive, all SMs", prediction)
 
 # %% [markdown]
 # **Look back.** A multiprocessor also carries the rows that stay on their own rank: the last figure above counts both
-# kinds. Compare it with what one block pushed in section 2. A push makes up what it stores; here a row must be loaded
-# first.
+# kinds. Compare it with what one block pushed by stores in section 2. That block made up what it stored; here a row
+# must be loaded first.
 #
 # ## 5. The article's way: `notify_dispatch`
 #
