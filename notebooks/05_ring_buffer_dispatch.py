@@ -19,8 +19,8 @@
 #
 # The notebook follows the article's next two parts, `notify_dispatch` and `dispatch`
 # ([一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824)). The way there: a first store
-# into another GPU's memory; torch; a naive dispatch; the article's **ring buffers** (环形缓冲区), taken apart and
-# played in slow motion; and the package's kernel, which is built otherwise.
+# into another GPU's memory; torch; NCCL, which everyone has; a naive dispatch; the article's **ring buffers**
+# (环形缓冲区), taken apart and played in slow motion; and the package's kernel, which is built otherwise.
 #
 # A reader with several GPUs sees them talk. With one GPU, or none, the ranks are **virtual**: they share the GPU, or
 # the simulator runs all of them. Then everything runs and is checked, but times would mean nothing, for there is no
@@ -47,7 +47,8 @@ from IPython.display import HTML, Markdown
 from numba import cuda, int32, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, plots
+from moe_numba.bench import Ladder, Stats, across_ranks, plots
+from moe_numba.bench.all_to_all import all_to_all_counts, all_to_all_rows, played
 from moe_numba.bench.exchange_sizes import dispatch_sizes
 from moe_numba.bench.imports import notebook_sources
 from moe_numba.bench.ranks_timing import can_time, host_times, outputs_of, rank_times, settle
@@ -208,6 +209,8 @@ print(f"{TOKENS} tokens of {ROW_BYTES} bytes: {ALL_BYTES / 1e6:.4g} MB leave a r
 # - **bulk copies** (TMA, notebook 07): a thread hands over a whole row in shared memory, and goes on. Once from shared
 #   memory alone; once with a bulk load of the row from the rank's own memory before, as a dispatch needs it.
 #
+# (The "plain push" in the README is another kernel: it loads what it stores, and needs more blocks for the same rate.)
+#
 # **Prediction.** A thread's store is done when it has left; nobody waits for it. So a block should be limited by how
 # much a multiprocessor can put on its way, and a handful of blocks should fill the link.
 
@@ -281,8 +284,10 @@ FACTS = {}  # what is measured beside the ladder; it goes into the record of the
 
 
 def fact(name, measured):
-    """Keep what was measured, or take what was recorded."""
+    """Keep what was measured, or take what was recorded, and say so."""
     FACTS[name] = measured if TIMED else RECORDED.get(name) or {}
+    if FACTS[name] and not TIMED:
+        print("not measured here; recorded are:")
     return FACTS[name]
 
 
@@ -330,6 +335,9 @@ for way in WAYS:
     print(f"{way}:", ", ".join(f"{rate:.0f} GB/s with {blocks} blocks" for blocks, rate in line.items())
           or "checked; no figure is recorded yet")
 PEAK = max(PUSH.values(), default=0) * 1e9 or None  # bytes per second
+DATA_SHEET = 450  # GB/s each way, of an H200's NVLink
+if PEAK:
+    print(f"the fastest: {PEAK / 1e9:.0f} GB/s, {100 * PEAK / 1e9 / DATA_SHEET:.0f} % of the data sheet's {DATA_SHEET}")
 FLOOR_US = WIRE_BYTES / PEAK * 1e6 if TIMED else RECORDED.get("floor_us")
 if TIMED:
     print(f"the floor for {WIRE_BYTES / 1e6:.1f} MB: {FLOOR_US:.0f} us")
@@ -503,7 +511,7 @@ for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, functions=
     print(f"{', '.join(pair)}: the message was torn under {torn} of {SEEDS} seeds")
 
 # %% [markdown]
-# ## 4. The ladder: torch, and the naive way
+# ## 4. The ladder: torch, NCCL, and the naive way
 #
 # Each step is checked before it is timed: it runs twice, with other rows first, so that what an earlier call left in
 # some buffer cannot pass for a result. What is timed is a call with the counts known, as with a handle.
@@ -548,10 +556,17 @@ def measure(name, make, predicted=None, **more):
         row["wire_gbps"] = round(WIRE_BYTES / us(name) / 1e3, 1)
 
 
+FACTS["wire_share"] = round(WIRE_BYTES / ALL_BYTES, 4)
+WIRE_SHARE = FACTS["wire_share"] if TIMED else RECORDED.get("wire_share")
+
+
 def look_back(name, before=None, predicted=None):
     ladder.look_back(name, before, predicted, FLOOR_US)
     if rate := us(name, "wire_gbps"):
-        print(f"    {rate:.0f} GB/s over each rank's link")
+        sms = us(name, "num_sms")
+        print(f"    {rate:.0f} GB/s over each rank's link" + (
+            f"; {rate / WIRE_SHARE / sms:.0f} GB/s by each of {sms} multiprocessors, own rows included"
+            if WIRE_SHARE and sms else ""))
 
 
 def rate_of(way, blocks):
@@ -634,7 +649,64 @@ look_back("torch", predicted=prediction)
 # **Look back.** The copies between GPUs are done by copy engines, not by multiprocessors. That is their charm, and
 # their price: each copy must be set up by itself, and one waits for the other. The wire is idle while rows are picked.
 #
-# ### Step 1: a naive dispatch
+# ### Step 1: NCCL, what everyone has
+#
+# **Idea.** NCCL is NVIDIA's library for groups of GPUs; torch comes with it. A rank counts, tells the others, waits
+# until its host knows what will come, picks its rows, and calls `torch.distributed.all_to_all_single`. The counts are
+# known here, as in all steps. NCCL wants a process for each rank, and ours are threads of one. So the call is an
+# argument, `all_to_all`. Here it is *played*: each rank takes its slices of everybody's rows. That is checked. Where
+# each rank has a GPU of its own, processes of their own run the same functions with NCCL, on tokens drawn in the same
+# way. They too are timed only after each rank has found the very rows that were sent to it.
+#
+# **Prediction.** As for torch: the wire time, plus the picking.
+
+# %%
+show(all_to_all_counts)
+
+# %%
+show(all_to_all_rows)
+
+# %%
+BY_NCCL = "index_select and NCCL"
+
+
+@contextmanager
+def by_all_to_all(transport):
+    exchange = played(transport)
+    receives, sends, order = known = all_to_all_counts(LAYOUTS[transport.rank][2], exchange)
+    src_idx = torch.full((sum(receives),), -7, dtype=torch.int32, device=transport.device)
+    exchange(src_idx, order.int(), receives, sends)  # once, as the counts
+    yield lambda x=X[transport.rank]: (all_to_all_rows(x, *known, exchange), src_idx)
+
+
+def nccl_time():
+    """In processes of their own; the rows of all three ways are kept."""
+    assert (across_ranks.TOKENS, across_ranks.HIDDEN, across_ranks.TOPK) == (TOKENS, HIDDEN, TOPK), "other sizes"
+    NCCL_ROWS.update({row["step"]: row for row in across_ranks.measure([RANKS], parts=["nccl"])})
+    return Stats(**NCCL_ROWS[BY_NCCL]["kernel_us"])
+
+
+NCCL_ROWS = {}
+ladder.step(
+    BY_NCCL, lambda: outputs_of(GROUP, poisoned(by_all_to_all)), dtype="bfloat16", operation="dispatch",
+    prediction_us=prediction and round(prediction), floor_us=FLOOR_US, kernel=nccl_time,
+)  # fmt: skip
+if TIMED:
+    ladder.row(BY_NCCL).update({key: NCCL_ROWS[BY_NCCL][key] for key in ("bytes", "wire_gbps")})
+NCCL = fact("nccl", {name: {"us": row["kernel_us"]["median"], "gbps": row["wire_gbps"]}
+                     for name, row in NCCL_ROWS.items()})
+for name, known in NCCL.items():
+    print(f"{name}: {known['us']:.0f} us, {known['gbps']:.0f} GB/s over each rank's link")
+
+# %%
+look_back(BY_NCCL, "torch", prediction)
+
+# %% [markdown]
+# **Look back.** Compare the lines: the exchange of rows that lie in order, the same with the picking before it, and all
+# that a first dispatch needs. There the host waits twice in each call: for the length of `order`, and for the counts.
+# And only rows have come: `src_idx`, experts and weights take further exchanges.
+#
+# ### Step 2: a naive dispatch
 #
 # **Idea.** If each rank knows where each of its rows belongs in each peer's `recv_x`, one kernel can do all of it: a
 # warp for each token loads the row once, and stores it to all its destinations. No second copy, no ring. That needs the
@@ -742,8 +814,9 @@ measure(FEW, naive_dispatch(SMS), prediction, num_sms=SMS)
 look_back(FEW, "naive, all SMs", prediction)
 
 # %% [markdown]
-# **Look back.** A multiprocessor also carries the rows that stay on their own rank, and its limit from section 2 holds
-# for all that it writes.
+# **Look back.** A multiprocessor also carries the rows that stay on their own rank: the last figure above counts both
+# kinds. Compare it with what one block pushed by stores in section 2. That block made up what it stored; here a row
+# must be loaded first.
 #
 # ## 5. The article's way: `notify_dispatch`
 #
@@ -938,7 +1011,7 @@ SHORT = in_simulator(play, [rows[:6] for rows in EXAMPLE], 2, 1, 2, 1, 3)
 HTML(rings.animation(SHORT))
 
 # %% [markdown]
-# ### Step 2: the article's ring, on GPUs
+# ### Step 3: the article's ring, on GPUs
 #
 # **Idea.** As above: the counts are known, so it is `cached_notify_dispatch` and `dispatch`.
 #
@@ -1010,7 +1083,7 @@ look_back(DOCUMENT, FEW, prediction)
 # multiprocessors do it. What does the ring give for that? Nobody knew a peer's counts before the first row left, the
 # buffer is small, and the outputs are ordinary tensors.
 #
-# ### Step 3: wider and narrower
+# ### Step 4: wider and narrower
 #
 # **Idea.** More channels: more blocks send. Fewer: more are left for others.
 #
@@ -1025,9 +1098,9 @@ for name, sms in RINGS.items():
         look_back(name, DOCUMENT, prediction)
 
 # %% [markdown]
-# **Look back.** Compare the rates with section 2: how much of a multiprocessor's own limit does the ring's sender use?
-# What is missing was spent waiting: for the head, for the other warps at the barrier, for the release. While a warp
-# waits, it sends nothing.
+# **Look back.** One half of the blocks sends, so a sender carries twice the figure given for each multiprocessor.
+# Compare that with what one block pushed in section 2. A sender has more to do than to store: it loads, and it waits
+# for the head, for the other warps at the barrier, for the release. While a warp waits, it sends nothing.
 #
 # ## 7. What the package does otherwise
 #
@@ -1121,7 +1194,7 @@ show(final_kernel.make_send, "# Space in all the rings", "if ready == 0")
 
 # %% [markdown]
 # **Own rows are shared.** Rows that stay on their rank take no ring. But somebody has to carry them, and section 2 said
-# what a multiprocessor can carry, wherever it writes to. Were the senders to carry all of them, they would be the
+# how much a multiprocessor can put on its way. Were the senders to carry all of them, they would be the
 # bottleneck while receivers had time. So a sender carries every second one, and the receivers the others, when nothing
 # has come.
 
@@ -1137,7 +1210,7 @@ show(final_kernel.make_receive, "elif t < end", "else:")
 show(exchange.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatch")
 
 # %% [markdown]
-# ### Step 4: the package's dispatch
+# ### Step 5: the package's dispatch
 #
 # **Prediction.** The senders' blocks are half of all. Each of them reached, with bulk loads before the copies, what
 # section 2 says. A sender's own rows are a part of what it carries.
@@ -1284,16 +1357,20 @@ for name in calls:
 # allocates the outputs only when the sum is known, while the GPU idles. `num_worst_tokens` avoids the wait: outputs
 # large enough for the worst case, and nothing for the host to know.
 #
+# All ranks here share one Python, which runs one thread at a time; NCCL's ranks of step 1 were processes. So its times
+# do not belong in this list. The README's table has both, the package's dispatch with counts and NCCL's, of processes.
+#
 # ### The whole ladder
 #
-# All steps once more, by turns.
+# All steps once more, by turns; but for NCCL, whose processes are gone.
 
 # %%
 again = rank_times(GROUP, STEPS, launches=HERE.launches, samples=HERE.samples) if TIMED else None
 ladder.measure_all(again)
 if TIMED:
     for row in ladder.rows:
-        row["wire_gbps"] = round(WIRE_BYTES / row["kernel_us"]["median"] / 1e3, 1)
+        if row["step"] in STEPS:
+            row["wire_gbps"] = round(WIRE_BYTES / row["kernel_us"]["median"] / 1e3, 1)
         if row["step"] == "final":
             row |= FACTS
 
@@ -1478,10 +1555,14 @@ claims.append(("Head may be stored relaxed and polled volatile (the code of the 
                f"releases and acquires. An early head shows under {shows('early head')} of {SEEDS_OF_FAULTS} seeds"))
 one, rate = PUSH.get(f"{WAYS[0]}: 1"), us(DOCUMENT, "wire_gbps")
 senders = (us(DOCUMENT, "num_sms") or SMS) // 2
-claims.append(("(not in the article) its senders do not reach what their multiprocessors could", verdict(
-    rate < 0.9 * min(one * senders, max(PUSH.values())), f"{rate:.0f} GB/s with {senders} sending blocks; one block "
-    f"alone pushes {one:.0f}, all at most {max(PUSH.values()):.0f}") if one and rate else NOT_RECORDED))
-naive_us, ring_us, own_us = us(FEW), us(DOCUMENT), us("final")
+carried = rate and WIRE_SHARE and rate / WIRE_SHARE / senders
+claims.append(("(not in the article) a sender of its ring carries less than a block that only pushes", verdict(
+    carried < 0.9 * one, f"{carried:.0f} GB/s by each of {senders} senders, own rows included; one block pushes "
+    f"{one:.0f}") if one and carried else NOT_RECORDED))
+nccl_us, naive_us, ring_us, own_us = us(BY_NCCL), us(FEW), us(DOCUMENT), us("final")
+claims.append(("(not in the article) where counts are known, its ring beats index_select and NCCL", verdict(
+    ring_us < nccl_us, f"{ring_us:.0f} us, NCCL {nccl_us:.0f}; the package's rings {own_us:.0f}")
+    if nccl_us and ring_us and own_us else NOT_RECORDED))
 claims.append(("(not in the article) rows written once, to their places, beat its ring on as many SMs", verdict(
     naive_us < ring_us, f"{naive_us:.0f} us naive, {ring_us:.0f} through the ring; the package's rings {own_us:.0f}")
     if naive_us and ring_us and own_us else NOT_RECORDED))
@@ -1511,7 +1592,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #    *Hint: `regions.py` of the package says where they lie there.*
 # 5. **No meeting.** `cached_notify_dispatch` meets twice. Let heads and tails run on, and leave both meetings out. What
 #    else in the buffer must then not be overwritten?  *Hint: start and end.*
-# 6. **The naive kernel with bulk copies.** Replace the loads and stores of step 1 by those of `make_push_bulk`. How
+# 6. **The naive kernel with bulk copies.** Replace the loads and stores of step 2 by those of `make_push_bulk`. How
 #    many blocks does it need to fill the link?
 # 7. **Without the host.** Let the naive kernel compute `place` on the GPU, from the prefix matrix and a scan over
 #    `is_token_in_rank`.  *Hint: notebook 02 has the scan; the ranks must exchange counts first, as `exchange.py` does.*

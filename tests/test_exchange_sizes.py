@@ -1,6 +1,25 @@
 """The sizes that the notebooks on dispatch and combine run are ones that their kernels take."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_numba import simulator
 from moe_numba.bench.exchange_sizes import dispatch_sizes
+
+
+@pytest.mark.parametrize(
+    "gpus, multiprocessors, devices, most", [(1, 132, [0, 0], 48), (1, 78, [0, 0], 32), (3, 78, [0, 1, 2], 48)]
+)
+def test_blocks_of_ranks_that_share_a_gpu_fit_at_once(monkeypatch, gpus, multiprocessors, devices, most):
+    known = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(simulator, "ENABLED", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    here = dispatch_sizes()
+    assert here.devices == devices and here.sweep[-1] == most
 
 
 def test_the_sizes_of_the_notebook_on_dispatch_fit_the_kernels():

@@ -2,13 +2,13 @@
 
 import faulthandler
 import os
-import socket
 import time
 
 import pytest
 import torch
 from test_buffer import NUM_BYTES, SMALL, WIDE, check_combined, check_received, make_world, right_of, send, to
 
+from moe_numba.bench.processes import free_port, process_group
 from moe_numba.expert_parallel import Buffer, CudaIpc, SymmetricMemory
 
 pytestmark = pytest.mark.multigpu
@@ -17,10 +17,7 @@ HIDDEN = 1024
 
 def run(work, *arguments, survivors_only=False):
     """``work(rank, ranks, *arguments)`` in a process for each GPU; gives the exit codes."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks = min(8, torch.cuda.device_count())
+    port, ranks = free_port(), min(8, torch.cuda.device_count())
     context = torch.multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=_start, args=(work, rank, ranks, port, arguments), daemon=True) for rank in range(ranks)
@@ -36,15 +33,10 @@ def run(work, *arguments, survivors_only=False):
 
 
 def _start(work, rank, ranks, port, arguments):
-    import torch.distributed as dist
-
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
     torch.set_num_threads(2)  # small tensors, many processes
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    work(rank, ranks, *arguments)
-    dist.destroy_process_group()
+    with process_group(rank, ranks, port):
+        work(rank, ranks, *arguments)
 
 
 def random_worlds(rank, ranks, kind, rounds):

@@ -1,8 +1,12 @@
 """The topic of exchanges: what its figures and tables make of rows; the rows themselves come from several GPUs."""
 
 import pytest
+import torch
 
 from moe_numba.bench import Stats, across_ranks, records, topic
+from moe_numba.bench.all_to_all import all_to_all_counts, all_to_all_rows, played, poisoned, wrong_rows
+from moe_numba.expert_parallel import reference
+from moe_numba.expert_parallel.transport import LocalGroup
 
 exchange = topic("exchange")
 
@@ -40,8 +44,15 @@ def test_the_table_has_a_column_for_each_number_of_gpus(record):
     assert lines[4] == "| combine, bfloat16, 24 multiprocessors | 226 us, 226 GB/s | 426 us, 276 GB/s |"
     assert lines[5].endswith("| 299 us, 200 GB/s | 499 us, 250 GB/s |"), "with counts"
     assert lines[6] == "| NCCL all_to_all_single, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
-    assert lines[8] == "| plain push, 132 multiprocessors | 50 us, 332 GB/s | 50 us, 382 GB/s |"
+    assert lines[8] == "| counts, index_select and NCCL, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
+    assert lines[9] == "| plain push, 132 multiprocessors | 50 us, 332 GB/s | 50 us, 382 GB/s |"
     assert lines[-3] == "| 128 | 1280 | 1281 | 1282 | 1283 |"
+
+
+def test_the_table_leaves_out_what_a_record_lacks(record):
+    record["rows"] = [row for row in record["rows"] if row["step"] != exchange.OTHER_WAYS[-1]]
+    table = exchange.readme_table(record)
+    assert exchange.OTHER_WAYS[-1] not in table and exchange.OTHER_WAYS[-2] in table
 
 
 def test_figures_show_the_largest_group(record):
@@ -53,7 +64,82 @@ def test_figures_show_the_largest_group(record):
 
 
 def test_no_gpu_no_rows(monkeypatch):
-    monkeypatch.setattr(across_ranks, "_measure_ranks", lambda ranks, quick: [ranks])
+    monkeypatch.setattr(across_ranks, "_measure_ranks", lambda ranks, quick, parts: [(ranks, parts)])
     for gpus, measured in ((1, []), (2, [2]), (8, [2, 4, 8])):
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-        assert exchange.measure([], True) == measured
+        assert exchange.measure([], True) == [(ranks, across_ranks.PARTS) for ranks in measured]
+    assert across_ranks.measure([2], parts=["nccl"]) == [(2, ["nccl"])]
+
+
+@pytest.mark.parametrize("parts", ["nccl", ["nccl", "ncll"]])
+def test_unknown_parts_are_refused(parts):
+    with pytest.raises(ValueError, match="parts is .*; it must be .* names out of push, large, nccl, decode"):
+        across_ranks.measure([2], parts=parts)
+
+
+# Dispatch as everyone can write it
+
+
+@pytest.fixture
+def world():
+    """Tokens of three ranks, and who gets them; rank 1 has none, and nobody sends to rank 2 but rank 2."""
+    torch.manual_seed(0)
+    x = [torch.randn(tokens, 8).bfloat16() for tokens in (7, 0, 5)]
+    chosen = [torch.rand(len(rows), 3) < 0.5 for rows in x]
+    chosen[0][:, 2], chosen[2][:, 2] = False, True
+    return x, chosen
+
+
+def exchanged(x, chosen, change=lambda output: None):
+    """What each rank gets; ``change`` spoils what an exchange of rows has brought."""
+
+    def work(transport):
+        def exchange(output, *rest):
+            play(output, *rest)
+            if output.dim() == 2:
+                change(output)
+
+        play, rank = played(transport), transport.rank
+        own, is_in_rank = x[rank].to(transport.device), chosen[rank].to(transport.device)
+        known = all_to_all_counts(is_in_rank, poisoned(exchange))
+        return all_to_all_rows(own, *known, poisoned(exchange)).cpu()
+
+    return LocalGroup(3).run(work)
+
+
+def sent_to(rank, x, chosen):
+    return [rows[who[:, rank]] for rows, who in zip(x, chosen, strict=True)]
+
+
+def test_an_all_to_all_brings_what_dispatch_brings(world):
+    for rank, (given, want) in enumerate(zip(exchanged(*world), reference.dispatch(*world), strict=True)):
+        assert torch.equal(given, want.x)
+        assert wrong_rows(given, sent_to(rank, *world)) is None
+
+
+def swap(output):
+    output[[0, -1]] = output[[-1, 0]].clone()
+
+
+def not_written(output):
+    output[-1] = float("nan")
+
+
+def one_bit(output):
+    output.view(torch.int16)[0, 3] ^= 1
+
+
+@pytest.mark.parametrize("change", [swap, not_written, one_bit])
+def test_rows_that_are_not_what_was_sent_are_found(world, change):
+    said = [wrong_rows(given, sent_to(rank, *world)) for rank, given in enumerate(exchanged(*world, change))]
+    assert all(said) and "are not those that it sent" in said[0], said
+
+
+def test_rows_that_are_missing_are_found(world):
+    assert "rows came, not" in wrong_rows(exchanged(*world)[0][1:], sent_to(0, *world))
+
+
+def test_an_exchange_that_does_nothing_leaves_no_rows():
+    output = torch.ones(4, 2).bfloat16()
+    poisoned(lambda output, given: None)(output, output.clone())
+    assert output.isnan().all()

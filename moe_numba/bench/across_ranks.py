@@ -5,14 +5,14 @@ of the GPU; *call time* is between CUDA events around one call, after all ranks 
 """
 
 import json
-import os
-import socket
 import tempfile
 from pathlib import Path
 
 import torch
 
 from moe_numba.bench import records
+from moe_numba.bench.all_to_all import all_to_all_counts, all_to_all_rows, poisoned, wrong_rows
+from moe_numba.bench.processes import free_port, process_group
 from moe_numba.bench.timing import Stats
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 4096, 7168, 256, 8
@@ -21,61 +21,74 @@ MAIN_SMS, RING = 24, 256
 DECODE_TOKENS = (1, 8, 32, 128)
 BUFFER_BYTES = 1 << 30
 BLOCKS_OF_PUSH = (8, 16, 32, 132)
+PARTS = ("push", "large", "nccl", "decode")
 
 
-def measure(numbers_of_ranks, quick=False):
-    """Rows for the record, for as many GPUs as there are."""
+def measure(numbers_of_ranks, quick=False, parts=PARTS):
+    """Rows for the record, for as many GPUs as there are.
+
+    Parameters
+    ----------
+    numbers_of_ranks : sequence of int
+        Those for which there are not enough GPUs are left out.
+    quick : bool
+        A few configurations only.
+    parts : sequence of str
+        What is measured: "push", a plain push; "large", many tokens; "nccl", NCCL; "decode", few tokens.
+    """
+    if isinstance(parts, str) or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts is {parts!r}; it must be a sequence of names out of {', '.join(PARTS)}")
     rows = []
     for ranks in numbers_of_ranks:
         if ranks <= torch.cuda.device_count():
-            rows += _measure_ranks(ranks, quick)
+            rows += _measure_ranks(ranks, quick, parts)
     return rows
 
 
-def _measure_ranks(ranks, quick):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def _measure_ranks(ranks, quick, parts):
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "rows.json"
-        torch.multiprocessing.spawn(_work, (ranks, port, quick, found), nprocs=ranks)
+        torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, parts, found), nprocs=ranks)
         return json.loads(found.read_text())
 
 
-def _work(rank, ranks, port, quick, found):
-    import torch.distributed as dist
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    rows = _Bench(rank, ranks, quick).rows()
-    if rank == 0:
-        found.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+def _work(rank, ranks, port, quick, parts, found):
+    with process_group(rank, ranks, port):
+        rows = _Bench(rank, ranks, quick).rows(parts)
+        if rank == 0:
+            found.write_text(json.dumps(rows))
 
 
 class _Bench:
     """What one rank does."""
 
     def __init__(self, rank, ranks, quick):
-        from moe_numba.expert_parallel import per_token_cast_to_fp8
-
         self.rank, self.ranks, self.quick, self.device = rank, ranks, quick, torch.device("cuda", rank)
+        self.experts = EXPERTS // ranks * ranks
+        self.x = self._tokens_of(rank)
         torch.manual_seed(rank)
-        self.x = torch.randn(TOKENS, HIDDEN, device=self.device).bfloat16()
-        self.x8 = per_token_cast_to_fp8(self.x)
-        self.topk_idx = torch.rand(TOKENS, EXPERTS, device=self.device).topk(TOPK, dim=1).indices
+        self.topk_idx = torch.rand(TOKENS, self.experts, device=self.device).topk(TOPK, dim=1).indices
         self.topk_weights = torch.rand(TOKENS, TOPK, device=self.device)
-        self.config = dict(ranks=ranks, num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN)
+        self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
 
-    def rows(self):
-        """All rows of this number of ranks, the same on every rank."""
-        found = self._with_buffer(self._push)
-        for sms in (MAIN_SMS,) if self.quick else SMS:
-            found += self._with_buffer(self._large, sms)
-        found += self._with_buffer(self._nccl)
-        for tokens in (1, 128) if self.quick else DECODE_TOKENS:
-            found += self._with_buffer(self._decode, tokens)
+    def _tokens_of(self, rank):
+        """What a rank sends; every rank knows it, to check what it gets."""
+        generator = torch.Generator(self.device).manual_seed(rank)
+        return torch.randn(TOKENS, HIDDEN, device=self.device, generator=generator).bfloat16()
+
+    def rows(self, parts):
+        """The rows of this number of ranks, the same on every rank."""
+        found = []
+        if "push" in parts:
+            found += self._with_buffer(self._push)
+        if "large" in parts:
+            for sms in (MAIN_SMS,) if self.quick else SMS:
+                found += self._with_buffer(self._large, sms)
+        if "nccl" in parts:
+            found += self._nccl()
+        if "decode" in parts:
+            for tokens in (1, 128) if self.quick else DECODE_TOKENS:
+                found += self._with_buffer(self._decode, tokens)
         return found
 
     def _with_buffer(self, measure, *arguments):
@@ -141,18 +154,21 @@ class _Bench:
         return Config(sms, 6, RING)
 
     def _layout(self, topk_idx):
-        per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, EXPERTS)
+        per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.experts)
         return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
 
     def _large(self, sms):
         """Dispatch in both types and combine, with so many multiprocessors."""
+        from moe_numba.expert_parallel import per_token_cast_to_fp8
+
+        x8 = per_token_cast_to_fp8(self.x)
         config, layout = self._config(sms), self._layout(self.topk_idx)
         own = int(layout["is_token_in_rank"][:, self.rank].sum())
         found, main = [], sms == MAIN_SMS
-        for dtype, x in (("bf16", self.x), ("e4m3", self.x8)):
+        for dtype, x in (("bf16", self.x), ("e4m3", x8)):
             given = self.buffer.dispatch(x, **layout, config=config)
             self._check(x, given, config, layout)
-            row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * self.x8[1].shape[1]
+            row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * x8[1].shape[1]
             wire = self._largest((len(given[4][3]) - own) * row_bytes)
             cached = lambda x=x, handle=given[4]: self.buffer.dispatch(x, handle, config=config)
             whole = lambda x=x: self.buffer.dispatch(
@@ -208,23 +224,42 @@ class _Bench:
         return found
 
     def _nccl(self):
-        """Torch's all_to_all_single of what dispatch sends, for counts that the host knows."""
+        """What dispatch sends, by torch's all_to_all_single: the rows alone, without what goes with them."""
         import torch.distributed as dist
 
-        is_in_rank = self._layout(self.topk_idx)["is_token_in_rank"]
-        sends = is_in_rank.sum(0).tolist()
-        every = [None] * self.ranks
-        dist.all_gather_object(every, sends)
-        receives = [counts[self.rank] for counts in every]
-        order = torch.cat([is_in_rank[:, r].nonzero().flatten() for r in range(self.ranks)])
-        out = torch.empty(sum(receives), HIDDEN, dtype=torch.bfloat16, device=self.device)
-        rows = self.x[order]
+        from moe_numba.expert_parallel.reference import dispatch_layout
+
+        exchange = dist.all_to_all_single
+        is_in_rank = dispatch_layout(self.topk_idx, self.ranks, self.experts)[2]
+        everybodys = [None] * self.ranks
+        dist.all_gather_object(everybodys, [chosen.nonzero().flatten().tolist() for chosen in is_in_rank.T])
+        wanted = [
+            self._tokens_of(source)[torch.tensor(sent[self.rank], dtype=torch.int64, device=self.device)]
+            for source, sent in enumerate(everybodys)
+        ]
+        receives, sends, order = known = all_to_all_counts(is_in_rank, poisoned(exchange))
+        picked, out = self.x[order], torch.empty(sum(receives), HIDDEN, dtype=torch.bfloat16, device=self.device)
         wire = self._largest((sum(sends) - sends[self.rank]) * 2 * HIDDEN)
-        only = lambda: dist.all_to_all_single(out, rows, receives, sends)
-        both = lambda: dist.all_to_all_single(out, self.x[order], receives, sends)
+
+        def only(exchange):
+            exchange(out, picked, receives, sends)
+            return out
+
+        # The last one waits for the host in each call. Its kernel time is that of calls one after the other, as all
+        # here, and has these waits in it; the package's dispatch with notify waits for its counts in the same way.
+        ways = {
+            "NCCL all_to_all_single": only,
+            "index_select and NCCL": lambda exchange: all_to_all_rows(self.x, *known, exchange),
+            "counts, index_select and NCCL": lambda exchange: all_to_all_rows(
+                self.x, *all_to_all_counts(is_in_rank, exchange), exchange
+            ),
+        }
+        for step, way in ways.items():
+            if wrong := wrong_rows(way(poisoned(exchange)), wanted):
+                raise AssertionError(f"{step}, rank {self.rank}: {wrong}")
         return [
-            self._row("NCCL all_to_all_single", "dispatch", None, "bf16", only, wire, True),
-            self._row("index_select and NCCL", "dispatch", None, "bf16", both, wire, True),
+            self._row(step, "dispatch", None, "bf16", lambda way=way: way(exchange), wire, True)
+            for step, way in ways.items()
         ]
 
     def _decode(self, tokens):
@@ -251,10 +286,14 @@ class _Bench:
         send = x.repeat(self.ranks, 1)
         got, back = torch.empty_like(send), torch.empty_like(send)
 
-        def nccl():
-            dist.all_to_all_single(got, send)
-            dist.all_to_all_single(back, got)
+        def nccl(exchange=dist.all_to_all_single):
+            exchange(got, send)
+            exchange(back, got)
 
+        nccl(poisoned(dist.all_to_all_single))
+        sent = [self._tokens_of(source)[:tokens] for source in range(self.ranks)]
+        if wrong := wrong_rows(got, sent) or wrong_rows(back, [x] * self.ranks):
+            raise AssertionError(f"NCCL, rank {self.rank}, {tokens} tokens: {wrong}")
         steps = {"final": eager, "final, worst": without_host, "final, graph": graph.replay, "NCCL, every token": nccl}
         return [
             records.row(

@@ -20,10 +20,14 @@ def dispatch_sizes():
         )  # fmt: skip
     gpus = torch.cuda.device_count()
     reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
-    ranks = min(8, gpus) if gpus > 1 and reachable else 2
+    shared = gpus < 2 or not reachable
+    ranks = 2 if shared else min(8, gpus)
+    # Ranks wait for one another's blocks, of which a multiprocessor holds one: those of all must fit at once.
+    room = torch.cuda.get_device_properties(0).multi_processor_count // (ranks if shared else 1)
     return SimpleNamespace(
-        device="cuda", devices=list(range(ranks)) if gpus > 1 and reachable else [0] * ranks, ranks=ranks,
-        num_experts=256 // ranks * ranks, topk=8, tokens=4096, hidden=7168, sms=24, sweep=(4, 8, 12, 16, 24, 32, 48),
-        document_sweep=(8, 24, 48), ring=256, chunk=24 if ranks == 2 else 6, warps=24 // ranks, push_rows=4096,
+        device="cuda", devices=[0] * ranks if shared else list(range(ranks)), ranks=ranks,
+        num_experts=256 // ranks * ranks, topk=8, tokens=4096, hidden=7168, sms=24,
+        sweep=tuple(sms for sms in (4, 8, 12, 16, 24, 32, 48) if sms <= room), document_sweep=(8, 24, 48), ring=256,
+        chunk=24 if ranks == 2 else 6, warps=24 // ranks, push_rows=4096,
         push_blocks=(1, 2, 4, 8, 12, 24, 48), push_warps=8, threads=1024, rounds=200, launches=10, samples=20,
     )  # fmt: skip

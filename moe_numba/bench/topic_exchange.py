@@ -12,7 +12,7 @@ EXCHANGES = {
     "dispatch, FP8": dict(operation="dispatch", dtype="e4m3"),
     "combine, bfloat16": dict(operation="combine", dtype="bf16"),
 }
-OTHER_WAYS = ("NCCL all_to_all_single", "index_select and NCCL")
+OTHER_WAYS = ("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
 FEW = {
     "as called": "final",
     "without waiting for counts": "final, worst",
@@ -71,7 +71,8 @@ def readme_table(record):
         for ranks in numbers:
             row = records.find(record, **wanted, config={"ranks": ranks} | ({"num_sms": sms} if sms else {}))
             cells.append(f"{row['kernel_us']['median']:.0f} us, {row['wire_gbps']:.0f} GB/s" if row else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        if any(cells):  # an older record lacks what was not yet measured
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", f"| few tokens, {numbers[-1]} GPUs | {' | '.join(FEW)} |", "|---|" + "---:|" * len(FEW)]
     for tokens in across_ranks.DECODE_TOKENS:
         wanted = dict(operation="there and back", config={"ranks": numbers[-1]}, size={"tokens": tokens})
