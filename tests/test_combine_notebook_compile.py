@@ -1,5 +1,6 @@
 """What the compiler makes of notebook 06's own kernels, and of those it changes; no GPU is needed."""
 
+import ast
 import inspect
 import json
 import os
@@ -31,13 +32,28 @@ from moe_numba.launch import compile_kernel
 for expression, signature in {own!r}.items():
     print(json.dumps([expression, compile_kernel(eval(expression), signature).log]))
 """
-AT_ONCE = "at_once = max(1, 16 // ranks)"
 SHAPE = """
 from moe_numba.expert_parallel.config import Config, rings_for
 from moe_numba.expert_parallel.regions import Record
 
-SHAPE = rings_for(Config(24, 10, 256), 2, 15, 180, Record(3584, 0, 0, source=False), 1 << 26)[0]
+SHAPE = rings_for(Config(24, 10, 256), {ranks}, 15, 180, Record(3584, 0, 0, source=False), 1 << 28)[0]
 """
+
+
+def constant(name):
+    """A constant of the notebook, as it stands there."""
+    found = re.search(rf"^{name} = (.*?)(?=\n\S|\n\n)", "\n".join(records.code_cells(TEXT)) + "\n\n", re.M | re.S)
+    return ast.literal_eval(found[1])
+
+
+def with_pieces(n):
+    return (*constant("SENT_TO_ITSELF"), (constant("AT_ONCE"), f"at_once = {n}"))
+
+
+CHANGED = {  # (ranks, what is changed)
+    **{f"{n} pieces, {ranks} ranks": (ranks, with_pieces(n)) for ranks, n in ((2, 1), (2, 8), (8, 2))},
+    "nothing added": (2, (constant("NOTHING_ADDED"),)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +72,26 @@ def test_the_notebooks_kernels_fit_512_threads(expression, logs):
     assert registers * 512 <= 65536 and spilled == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_the_changed_kernel_stays_in_registers(at_once):
+@pytest.mark.parametrize("ranks, changes", CHANGED.values(), ids=CHANGED)
+def test_the_changed_kernels_stay_in_registers(ranks, changes):
     source = inspect.getsource(combine)
-    assert AT_ONCE in source
-    changed = source.replace(AT_ONCE, f"at_once = {at_once}") + SHAPE
-    report = compile_apart(changed, {"": ("make_combine(SHAPE, 0)", combine.SIGNATURE, 512, False)})[""]
+    for old, new in changes:
+        assert old in source, f"notebook 06 changes {old!r}, which is not in combine.py any more"
+        source = source.replace(old, new)
+    source += SHAPE.format(ranks=ranks)
+    report = compile_apart(source, {"": ("make_combine(SHAPE, 0)", combine.SIGNATURE, 512, False)})[""]
     assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
+
+
+def test_own_rows_are_sent_and_received():
+    """What makes a rank send its rows to itself must do so at both ends."""
+    (both, _), (reads, _) = constant("SENT_TO_ITSELF")
+    assert both in inspect.getsource(combine.make_send) and both in inspect.getsource(combine.make_receive)
+    assert inspect.getsource(combine).count(reads) == 1
+
+
+def test_the_sender_that_waits_is_made_of_the_packages():
+    assert constant("WAITING")[0] in inspect.getsource(combine.make_send)
 
 
 def test_all_of_the_notebooks_kernels_are_compiled():
