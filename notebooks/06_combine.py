@@ -1498,9 +1498,9 @@ push_us = final.get("push_us")
 def faster(claim, new, old):
     """A claim that one step is faster than another, by 2 % or more."""
     now, then = step_us[new], step_us[old]
-    claims.append((claim, verdict(now < 0.98 * then, f"{short(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; "
-                   f"'{old}' has {short(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}") if now and then
-                   else NOT_RECORDED))
+    said = now and then and (f"{short(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
+                             f"{short(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}")
+    claims.append((claim, verdict(now < 0.98 * then, said) if said else NOT_RECORDED))
 
 
 faster("The package's combine is faster than the document's", "final", "the document's rings")
