@@ -54,7 +54,7 @@ from math import comb
 import numpy as np
 import torch
 from IPython.display import Markdown
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.bench import Ladder, kernel_times, plots, records
@@ -70,15 +70,22 @@ from moe_numba.expert_parallel.config import Config, most_warps
 from moe_numba.expert_parallel.document_notify import NO_HEAD
 from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes, least_ring
 from moe_numba.expert_parallel.document_waits import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
-from moe_numba.expert_parallel.regions import regions
+from moe_numba.expert_parallel.publish import FULL, make_publish
+from moe_numba.expert_parallel.regions import LOST, regions, sent, taken
+from moe_numba.expert_parallel.rings import first_token, prepare
 from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.expert_parallel.waiting import COMBINE_ROWS, give_up, out_of_patience
 from moe_numba.launch import launch
 from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import (
     ld_acquire_sys_s32,
     ld_global_s32x4,
     ld_nc_na_s32x4,
+    ld_volatile_s32,
     pointer_from_address,
     st_na_s32x4,
     st_release_sys_s32,
@@ -791,52 +798,185 @@ look_back("the document's rings", "more loads at once", prediction)
 # - Heads and tails count on from launch to launch. Nothing is cleared. There is a barrier only when rows come to lie
 #   elsewhere than in the call before (another `Config`, or rows of another length).
 #
-# The sender's turns, and the receiver:
+# The sender is the package's. These are its turns:
 
 # %%
 piece(final_kernel.make_send, "        while cuda.any_sync(FULL, left > 0):", "            # What was sent before has")
 
-# %%
-piece(final_kernel.make_receive, "        while t < end:", "            mask = uint32(cuda.ballot_sync")
-
-# %%
-piece(final_kernel.make_receive, "            mask = uint32(cuda.ballot_sync", "        if here:\n            state")
-
 # %% [markdown]
-# This is the package's kernel, but for two things, which are the ideas of the next two steps. Here a lane has *one
-# piece* of each row on its way, 16 bytes. And a rank sends its *own rows* to itself, through rings as well. Both are
-# changes in the package's source:
+# With one change, here and in step 5: a rank sends its *own rows* to itself, through rings as well. The change is made
+# in the package's source.
 
 
 # %%
-def changed_buffer(*changes):
-    """What makes a ``Buffer`` with some lines of its combine kernel changed."""
+def changed(*changes):
+    """What the combine kernel's module defines, with some lines changed."""
     source, made = inspect.getsource(final_kernel), {"__name__": "changed"}
     for old, new in changes:
         assert old in source, old
         source = source.replace(old, new)
     exec(compile(source, "<changed>", "exec"), made)
+    return made
 
-    def changed(*arguments, **options):
+
+def buffer_with(make_combine):
+    """What makes a ``Buffer`` with another combine kernel."""
+
+    def make(*arguments, **options):
         buffer = Buffer(*arguments, **options)
         kernel = buffer._link.kernel
-        buffer._link.kernel = lambda name, make, *rest: kernel(
-            name, made["make_combine"] if name == "combine" else make, *rest)
+        buffer._link.kernel = lambda name, make, *rest: kernel(name, make_combine if name == "combine" else make, *rest)
         return buffer
 
-    return changed
+    return make
 
 
-AT_ONCE = "at_once = max(1, 16 // ranks)"
-SENT_TO_ITSELF = (("lane < ranks and lane != rank", "lane < ranks"), ("if r == rank:", "if False:"))
+SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
+
+# %% [markdown]
+# The adding up, and the receiver. A lane loads `at_once` pieces of each row, of 16 bytes, before it adds the first one.
+# In this step it is one piece.
 
 
+# %%
 @cache
+def make_add_up(shape, at_once):
+    ranks, row_words, stride = shape.num_ranks, shape.record.row, shape.record.stride
+    pieces, held, places_held = row_words // 4, 4 * ranks * at_once, max(2, ranks)
+
+    @cuda.jit(device=True)
+    def add_up(mine, first_ring, ring_words, places, mask, out, token, lane):
+        """``places``: of lane r, the slot in rank r's ring."""
+        begins, words = cuda.local.array(places_held, int64), cuda.local.array(held, int32)
+        sums = cuda.local.array(8, float32)
+        for r in range(ranks):
+            place = cuda.shfl_sync(FULL, places, r)
+            begins[r] = first_ring + int64(r) * ring_words + int64(place) * stride
+        for first in range(lane, pieces, 32 * at_once):
+            for u in range(at_once):  # all these loads are on their way at once
+                i = first + 32 * u
+                for r in range(ranks):
+                    if i < pieces and mask >> uint32(r) & uint32(1):
+                        j = 4 * (ranks * u + r)
+                        words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(mine, begins[r] + 4 * i)
+            for u in range(at_once):
+                i = first + 32 * u
+                if i < pieces:
+                    for k in range(8):
+                        sums[k] = float32(0)
+                    for r in range(ranks):
+                        if mask >> uint32(r) & uint32(1):
+                            for k in range(4):
+                                word = uint32(words[4 * (ranks * u + r) + k])
+                                sums[2 * k] += uint_as_float(uint32(word << uint32(16)))
+                                sums[2 * k + 1] += uint_as_float(uint32(word & uint32(0xFFFF0000)))
+                    a, b = cvt_rn_bf16x2_f32(sums[1], sums[0]), cvt_rn_bf16x2_f32(sums[3], sums[2])
+                    c, d = cvt_rn_bf16x2_f32(sums[5], sums[4]), cvt_rn_bf16x2_f32(sums[7], sums[6])
+                    st_na_s32x4(out, int64(token) * row_words + 4 * i, int32(a), int32(b), int32(c), int32(d))
+
+    return add_up
+
+
+# %%
+@cache
+def make_receive(shape, at_once):
+    ranks, slots, progress_at = shape.num_ranks, shape.slots, shape.progress
+    tail_at, taken_at, add_up = regions(ranks).tail(True), taken(True), make_add_up(shape, at_once)
+
+    @cuda.jit(device=True)
+    def receive(smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, tokens, send_head,
+                out):  # fmt: skip
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        source, here = lane if lane < ranks else int32(0), lane < ranks
+        first_ring = rings_at + int64(channel * ranks) * ring_words
+        first = uint32(state[taken_at + channel * ranks + source])
+        got, tail, ready = first, first, int32(1)
+        t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
+        follows = send_head[int64(t) * ranks + source] if here and t < end else int32(-1)
+        while t < end:
+            nth = follows
+            wanted, start, waits = uint32(first + uint32(nth)), uint64(0), int32(1)
+            while waits != 0:
+                missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
+                if missing:
+                    tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
+                    missing = int32(uint32(tail - wanted)) <= 0
+                waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
+                if waits != 0:
+                    start = globaltimer() if start == uint64(0) else start
+                    tired = out_of_patience(start, patience, state)
+                    if tired and missing:
+                        give_up(state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail)
+                    if cuda.any_sync(FULL, tired):
+                        ready = waits = int32(0)
+            if ready == 0:
+                break
+            cuda.syncwarp()  # what a lane has acquired, all lanes read
+            mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
+            follows = send_head[int64(t + 1) * ranks + source] if here and t + 1 < end else int32(-1)
+            add_up(mine, first_ring, ring_words, int32(uint32(nth) % uint32(slots)), mask, out, t, lane)
+            cuda.syncwarp()  # all have read
+            if here and nth >= 0:
+                got = uint32(wanted + uint32(1))
+                st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(got))
+            t = int32(t + 1)
+        if here:
+            state[taken_at + channel * ranks + source] = int32(got)
+
+    return receive
+
+
+# %% [markdown]
+# And the kernel, which lets a warp send, receive or publish. (It takes all that the package's takes; weights and biases
+# are not used.)
+
+
+# %%
+@cache
+def make_channels_kernel(shape, at_once):
+    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
+    progress_at, said_at, done_at = shape.progress, shape.said, shape.done
+    tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
+    sent_at, taken_at = sent(True), taken(True)
+    send, receive = changed(SENT_TO_ITSELF)["make_send"](shape), make_receive(shape, at_once)
+    publish = make_publish(shape)
+
+    @cuda.jit
+    def combine(
+        mine, peers, state, status, patience, rank, rings_at, ring_words, x, weights, channels, rank_prefix,
+        channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
+    ):  # fmt: skip
+        smem, bars = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        receives, first_channel = int32(cuda.blockIdx.x & 1), int32((cuda.blockIdx.x >> 1) * warps)
+        channel = int32(first_channel + warp)
+        griddepcontrol_wait()
+        ends = int32((taken_at if receives else sent_at) + first_channel * ranks)
+        prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends)
+        if ld_volatile_s32(state, LOST) != 0:
+            pass  # something went wrong before
+        elif warp == warps:
+            publish(smem, lane, rank, first_channel, head_at if receives else tail_at, mine, peers)
+        else:
+            if channel < channels and receives:
+                receive(smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, tokens,
+                        send_head, out)
+            elif channel < channels:
+                send(smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience,
+                     x, weights, rank_prefix, recv_channel_prefix)
+            cuda.syncwarp()
+            if lane == 0:
+                st_release_cta_shared_s32(smem, done_at + warp, 1)
+
+    return combine
+
+
 def with_pieces(n):
-    """What makes a ``Buffer`` whose lanes have n pieces of each row on their way, and own rows go through rings."""
-    return changed_buffer(*SENT_TO_ITSELF, (AT_ONCE, f"at_once = {n}"))
+    """What makes a ``Buffer`` with this kernel, and n pieces of each row on their way."""
+    return buffer_with(lambda shape, biases: make_channels_kernel(shape, n))
 
 
+# %%
 def make_package(num_sms=HERE.num_sms, kind=Buffer):
     config = Config(num_sms, HERE.chunk, HERE.ring)
 
@@ -881,13 +1021,8 @@ look_back("a warp is a channel", "the document's rings", prediction)
 # ### Step 5: several pieces
 #
 # **Idea.** More loads on their way, as in step 2, but now in few multiprocessors, where it matters more. A lane loads
-# several pieces of each row before it adds the first one: `at_once` below. As many as 64 of its registers hold: with
-# two ranks these are eight pieces of each row, with eight ranks two.
-
-# %%
-piece(final_kernel.make_add_up, "        for first in range(lane, pieces", "        if lane < topk:")
-
-# %% [markdown]
+# several pieces of each row before it adds the first one: `at_once` in `make_add_up` above. We take as many as 64
+# registers hold: with two ranks these are eight pieces of each row, with eight ranks two.
 # **Prediction.** Two measurements tell a third. Say that a part of the time is waiting for loads, that this part is
 # divided by the number of pieces, and that the rest stays. Then what the *second* piece gains is half of the waiting.
 # All numbers of pieces are measured in the next cell, by turns, but we look at one and two only. (Where these are all
@@ -910,7 +1045,7 @@ def with_more(one, two, n):
     return one - waiting + waiting / n
 
 
-SEVERAL = max(1, 16 // SHOWN_RANKS)  # what the package has
+SEVERAL = max(1, 16 // SHOWN_RANKS)  # 4 registers each
 LOADS = fact("loads_us", loads_sweep()) or {}
 if SEVERAL > 2 and {"1", "2"} <= LOADS.keys():
     print(f"1 at once: {LOADS['1']:.0f} us, 2 at once: {LOADS['2']:.0f} us, {WHEN}")
@@ -940,9 +1075,10 @@ for few, many, gain in GAINS:
 # **Idea.** A rank's own rows need no ring: they lie in its own memory already. The sender leaves them out, and the
 # receiver reads them where they lie.
 #
-# This is the package's kernel, `Buffer.combine`, with nothing changed. What it has beyond the document's: a warp is a
-# channel; bulk copies carry the rows; one warp of a block publishes heads and tails for all others; several pieces of a
-# row are on their way; own rows are read in place. And a sender passes over a full ring, which section 6 shows.
+# This is the package's kernel, `Buffer.combine`, as it is; its source stands at the end. What it has beyond the
+# document's: a warp is a channel; senders use bulk copies; one warp of a block publishes heads and tails for all
+# others; several pieces of a row are on their way; own rows are read in place. And a sender passes over a full ring,
+# which section 6 shows.
 #
 # **Prediction.** The senders have less to do. But the wire has as many rows to carry as before, and the receivers have
 # as many to load and to add. So if the senders were not what all wait for, nothing is gained: the time of step 5.
@@ -959,8 +1095,9 @@ look_back("final", "several pieces", prediction)
 # zeros. (The result is wrong, so this is no step.)
 
 # %%
-NOTHING_ADDED = ("mask = uint32(cuda.ballot_sync(FULL, nth >= 0))", "mask = uint32(0)")
-NOT_ADDED_US = fact("not_added_us", median_of(make_package(kind=changed_buffer(NOTHING_ADDED))))
+NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL, nth >= 0))", "uint32(0)")
+NOT_ADDED_US = fact("not_added_us", median_of(
+    make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"]))))
 if NOT_ADDED_US:
     print(f"nothing added, {WHEN}: {NOT_ADDED_US:.0f} us, {NOT_ADDED_US / PUSH_US:.2f} times as long as a plain push "
           f"by the whole GPU; with the adding it is {us('final') - NOT_ADDED_US:.0f} us more")
@@ -1201,7 +1338,7 @@ def three_ranks(changes):
     for rank in range(3):
         early[rank, :, (rank + 1) % 3] = True
     chosen = [torch.cat([early[rank], torch.ones(3, 3, dtype=torch.bool)]).repeat(2, 1) for rank in range(3)]
-    kind, slots, heads = changed_buffer(*changes), 2, [None] * 3
+    kind, slots, heads = buffer_with(changed(*changes)["make_combine"]), 2, [None] * 3
     config, buffers = Config(2, 1, 23), [None] * 3
 
     def work(transport):
@@ -1234,7 +1371,7 @@ def three_ranks_of(senders):
 
 
 SENDERS = {"as it is": (), "a sender that waits": (WAITING,)}
-THREE = in_simulator(three_ranks_of, SENDERS, changed_buffer, three_ranks)
+THREE = in_simulator(three_ranks_of, SENDERS, changed, buffer_with, three_ranks)
 for name, found in THREE.items():
     print(f"{name}: {'all sums are right' if all(found['right']) and not found['said'] else 'the ranks gave up'}")
     for sentence in found["said"]:

@@ -17,7 +17,7 @@ from moe_numba.expert_parallel import combine
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "notebooks" / "06_combine.py").read_text()
-CELLS = [cell for cell in records.code_cells(TEXT) if "\n    @cuda.jit\n" in cell]
+CELLS = [cell for cell in records.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
 IMPORTS = re.search(r"^from contextlib.*?^\)$", TEXT, re.M | re.S)[0]  # up to the last of the kernels' own
 SUM = ("int32*", "uint8*", "int32", "int32*")
 OWN = {
@@ -25,6 +25,12 @@ OWN = {
     "make_meeting(2)": ("int32*", "uint64*", "int32", "int32", "int64", "int32*"),
     **{f"make_sum_kernel({ranks}, 3584, {n})": SUM for ranks, n in ((2, 1), (2, 2), (2, 4), (2, 8), (8, 1), (8, 2))},
 }
+SHAPE = """
+from moe_numba.expert_parallel.config import Config, rings_for
+from moe_numba.expert_parallel.regions import Record
+
+SHAPE = rings_for(Config(24, 10, 256), {ranks}, 15, 180, Record(3584, 0, 0, source=False), 1 << 28)[0]
+"""
 # As the notebook launches them: without launch bounds.
 COMPILE = """
 import json
@@ -32,28 +38,13 @@ from moe_numba.launch import compile_kernel
 for expression, signature in {own!r}.items():
     print(json.dumps([expression, compile_kernel(eval(expression), signature).log]))
 """
-SHAPE = """
-from moe_numba.expert_parallel.config import Config, rings_for
-from moe_numba.expert_parallel.regions import Record
-
-SHAPE = rings_for(Config(24, 10, 256), {ranks}, 15, 180, Record(3584, 0, 0, source=False), 1 << 28)[0]
-"""
-
-
 def constant(name):
     """A constant of the notebook, as it stands there."""
     found = re.search(rf"^{name} = (.*?)(?=\n\S|\n\n)", "\n".join(records.code_cells(TEXT)) + "\n\n", re.M | re.S)
     return ast.literal_eval(found[1])
 
 
-def with_pieces(n):
-    return (*constant("SENT_TO_ITSELF"), (constant("AT_ONCE"), f"at_once = {n}"))
-
-
-CHANGED = {  # (ranks, what is changed)
-    **{f"{n} pieces, {ranks} ranks": (ranks, with_pieces(n)) for ranks, n in ((2, 1), (2, 8), (8, 2))},
-    "nothing added": (2, (constant("NOTHING_ADDED"),)),
-}
+OF_THE_PACKAGE = {"nothing added": constant("NOTHING_ADDED"), "a sender that waits": constant("WAITING")}
 
 
 @pytest.fixture(scope="module")
@@ -72,28 +63,28 @@ def test_the_notebooks_kernels_fit_512_threads(expression, logs):
     assert registers * 512 <= 65536 and spilled == 0
 
 
-@pytest.mark.parametrize("ranks, changes", CHANGED.values(), ids=CHANGED)
-def test_the_changed_kernels_stay_in_registers(ranks, changes):
+@pytest.mark.parametrize("ranks, at_once", [(2, 1), (2, 8), (8, 2)])
+def test_the_kernel_whose_channels_are_warps_stays_in_registers(ranks, at_once):
+    source = "\n".join(["import inspect", "import moe_numba", IMPORTS, *CELLS, SHAPE.format(ranks=ranks)])
+    expression = f"make_channels_kernel(SHAPE, {at_once})"
+    report = compile_apart(source, {"": (expression, combine.SIGNATURE, 512, False)})[""]
+    assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
+
+
+@pytest.mark.parametrize("change", OF_THE_PACKAGE.values(), ids=OF_THE_PACKAGE)
+def test_the_packages_kernel_can_be_changed(change):
+    old, new = change
     source = inspect.getsource(combine)
-    for old, new in changes:
-        assert old in source, f"notebook 06 changes {old!r}, which is not in combine.py any more"
-        source = source.replace(old, new)
-    source += SHAPE.format(ranks=ranks)
+    assert source.count(old) == 1, f"notebook 06 changes {old!r}, which combine.py must have once"
+    source = source.replace(old, new) + SHAPE.format(ranks=2)
     report = compile_apart(source, {"": ("make_combine(SHAPE, 0)", combine.SIGNATURE, 512, False)})[""]
     assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
 
 
-def test_own_rows_are_sent_and_received():
-    """What makes a rank send its rows to itself must do so at both ends."""
-    (both, _), (reads, _) = constant("SENT_TO_ITSELF")
-    assert both in inspect.getsource(combine.make_send) and both in inspect.getsource(combine.make_receive)
-    assert inspect.getsource(combine).count(reads) == 1
-
-
-def test_the_sender_that_waits_is_made_of_the_packages():
-    assert constant("WAITING")[0] in inspect.getsource(combine.make_send)
+def test_the_packages_sender_can_send_to_itself():
+    assert inspect.getsource(combine.make_send).count(constant("SENT_TO_ITSELF")[0]) == 1
 
 
 def test_all_of_the_notebooks_kernels_are_compiled():
     made = set(re.findall(r"^def (make_\w+_kernel|make_meeting)\(", "\n".join(CELLS), re.M))
-    assert made == {expression.partition("(")[0] for expression in OWN}
+    assert made == {expression.partition("(")[0] for expression in OWN} | {"make_channels_kernel"}
