@@ -20,7 +20,7 @@ def combine_sizes():
     if simulator.ENABLED:
         return SimpleNamespace(
             ranks=2, devices=None, tokens=11, hidden=64, topk=3, experts=12, num_sms=2, ring=32, chunk=2, warps=2,
-            sweep=(2,), document_sweep=(), loads=(2,), blocks=2, threads=64, sum_blocks=(2,), launches=1, samples=1,
+            sweep=(), document_sweep=(), loads=(2,), blocks=2, threads=64, sum_blocks=(2,), launches=1, samples=1,
         )  # fmt: skip
     gpus = torch.cuda.device_count()
     reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
