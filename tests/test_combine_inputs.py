@@ -1,4 +1,6 @@
-"""What notebook 06 is built on: handles made in torch, sums to the last bit."""
+"""What notebook 06 is built on: handles made in torch, sums to the last bit, sizes for the GPUs there are."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,3 +47,15 @@ def test_routing_has_holes():
 def test_ranges_cover_all_tokens():
     for tokens in (0, 1, 7, 12):
         assert [t for part in inputs.document_ranges(tokens, 5) for t in part] == list(range(tokens))
+
+
+@pytest.mark.parametrize(
+    "gpus, reach, ranks, devices",
+    [(1, True, 2, [0, 0]), (2, True, 2, [0, 1]), (2, False, 2, [0, 0]), (3, True, 2, [0, 1]), (5, True, 4, range(4))],
+)
+def test_a_rank_has_a_gpu_of_its_own_where_that_can_be(gpus, reach, ranks, devices, monkeypatch):
+    monkeypatch.setattr(inputs, "simulator", SimpleNamespace(ENABLED=False))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reach)
+    sizes = inputs.combine_sizes()
+    assert (sizes.ranks, sizes.devices, sizes.warps * ranks) == (ranks, list(devices), 24)

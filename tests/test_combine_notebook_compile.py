@@ -1,5 +1,6 @@
 """What the compiler makes of notebook 06's own kernels, and of those it changes; no GPU is needed."""
 
+import ast
 import inspect
 import json
 import os
@@ -16,7 +17,7 @@ from moe_numba.expert_parallel import combine
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "notebooks" / "06_combine.py").read_text()
-CELLS = [cell for cell in records.code_cells(TEXT) if "\n    @cuda.jit\n" in cell]
+CELLS = [cell for cell in records.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
 IMPORTS = re.search(r"^from contextlib.*?^\)$", TEXT, re.M | re.S)[0]  # up to the last of the kernels' own
 SUM = ("int32*", "uint8*", "int32", "int32*")
 OWN = {
@@ -24,6 +25,12 @@ OWN = {
     "make_meeting(2)": ("int32*", "uint64*", "int32", "int32", "int64", "int32*"),
     **{f"make_sum_kernel({ranks}, 3584, {n})": SUM for ranks, n in ((2, 1), (2, 2), (2, 4), (2, 8), (8, 1), (8, 2))},
 }
+SHAPE = """
+from moe_numba.expert_parallel.config import Config, rings_for
+from moe_numba.expert_parallel.regions import Record
+
+SHAPE = rings_for(Config(24, 10, 256), {ranks}, 15, 180, Record(3584, 0, 0, source=False), 1 << 28)[0]
+"""
 # As the notebook launches them: without launch bounds.
 COMPILE = """
 import json
@@ -31,13 +38,13 @@ from moe_numba.launch import compile_kernel
 for expression, signature in {own!r}.items():
     print(json.dumps([expression, compile_kernel(eval(expression), signature).log]))
 """
-AT_ONCE = "at_once = max(1, 16 // ranks)"
-SHAPE = """
-from moe_numba.expert_parallel.config import Config, rings_for
-from moe_numba.expert_parallel.regions import Record
+def constant(name):
+    """A constant of the notebook, as it stands there."""
+    found = re.search(rf"^{name} = (.*?)(?=\n\S|\n\n)", "\n".join(records.code_cells(TEXT)) + "\n\n", re.M | re.S)
+    return ast.literal_eval(found[1])
 
-SHAPE = rings_for(Config(24, 10, 256), 2, 15, 180, Record(3584, 0, 0, source=False), 1 << 26)[0]
-"""
+
+OF_THE_PACKAGE = {"nothing added": constant("NOTHING_ADDED"), "a sender that waits": constant("WAITING")}
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +63,28 @@ def test_the_notebooks_kernels_fit_512_threads(expression, logs):
     assert registers * 512 <= 65536 and spilled == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_the_changed_kernel_stays_in_registers(at_once):
-    source = inspect.getsource(combine)
-    assert AT_ONCE in source
-    changed = source.replace(AT_ONCE, f"at_once = {at_once}") + SHAPE
-    report = compile_apart(changed, {"": ("make_combine(SHAPE, 0)", combine.SIGNATURE, 512, False)})[""]
+@pytest.mark.parametrize("ranks, at_once", [(2, 1), (2, 8), (8, 2)])
+def test_the_kernel_whose_channels_are_warps_stays_in_registers(ranks, at_once):
+    source = "\n".join(["import inspect", "import moe_numba", IMPORTS, *CELLS, SHAPE.format(ranks=ranks)])
+    expression = f"make_channels_kernel(SHAPE, {at_once})"
+    report = compile_apart(source, {"": (expression, combine.SIGNATURE, 512, False)})[""]
     assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
+
+
+@pytest.mark.parametrize("change", OF_THE_PACKAGE.values(), ids=OF_THE_PACKAGE)
+def test_the_packages_kernel_can_be_changed(change):
+    old, new = change
+    source = inspect.getsource(combine)
+    assert source.count(old) == 1, f"notebook 06 changes {old!r}, which combine.py must have once"
+    source = source.replace(old, new) + SHAPE.format(ranks=2)
+    report = compile_apart(source, {"": ("make_combine(SHAPE, 0)", combine.SIGNATURE, 512, False)})[""]
+    assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
+
+
+def test_the_packages_sender_can_send_to_itself():
+    assert inspect.getsource(combine.make_send).count(constant("SENT_TO_ITSELF")[0]) == 1
 
 
 def test_all_of_the_notebooks_kernels_are_compiled():
     made = set(re.findall(r"^def (make_\w+_kernel|make_meeting)\(", "\n".join(CELLS), re.M))
-    assert made == {expression.partition("(")[0] for expression in OWN}
+    assert made == {expression.partition("(")[0] for expression in OWN} | {"make_channels_kernel"}

@@ -13,18 +13,23 @@ CHUNKS = {1: 10, 2: 10, 3: 9, 4: 9, 5: 4, 6: 4, 7: 4, 8: 4}  # DeepEP's for comb
 
 
 def combine_sizes():
-    """DeepSeek-V3's on as many GPUs as there are (or two ranks on the only one); small ones in the simulator."""
+    """DeepSeek-V3's on as many GPUs as reach one another (or two ranks on one); small ones in the simulator.
+
+    ``devices`` has a GPU for each rank; ranks that share one are virtual, and nothing is timed between them.
+    """
     if simulator.ENABLED:
         return SimpleNamespace(
-            ranks=2, gpus=0, tokens=11, hidden=64, topk=3, experts=12, num_sms=2, ring=32, chunk=2, warps=2,
-            sweep=(2,), document_sweep=(), loads=(2,), blocks=2, threads=64, sum_blocks=(2,), repeats=0,
+            ranks=2, devices=None, tokens=11, hidden=64, topk=3, experts=12, num_sms=2, ring=32, chunk=2, warps=2,
+            sweep=(), document_sweep=(), loads=(2,), blocks=2, threads=64, sum_blocks=(2,), launches=1, samples=1,
         )  # fmt: skip
     gpus = torch.cuda.device_count()
-    ranks = max(n for n in (2, 4, 8) if n <= max(gpus, 2))
+    reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
+    ranks = max(n for n in (2, 4, 8) if n <= max(gpus if reachable else 1, 2))
     return SimpleNamespace(
-        ranks=ranks, gpus=min(gpus, ranks), tokens=4096, hidden=7168, topk=8, experts=256, num_sms=24, ring=256,
-        chunk=CHUNKS[ranks], warps=24 // ranks, sweep=(4, 8, 12, 16, 20, 24, 32, 48), document_sweep=(8, 24, 48),
-        loads=(1, 2, 4, 8), blocks=132, threads=512, sum_blocks=(12, 132), repeats=12,
+        ranks=ranks, devices=list(range(ranks)) if gpus > 1 and reachable else [0] * ranks, tokens=4096, hidden=7168,
+        topk=8, experts=256, num_sms=24, ring=256, chunk=CHUNKS[ranks], warps=24 // ranks,
+        sweep=(4, 8, 12, 16, 20, 24, 32, 48), document_sweep=(8, 24, 48), loads=(1, 2, 4, 8), blocks=132, threads=512,
+        sum_blocks=(12, 132), launches=8, samples=12,
     )  # fmt: skip
 
 
