@@ -64,7 +64,7 @@ from moe_numba.bench.ladder import short
 from moe_numba.bench.ranks_timing import can_time, outputs_of, rank_times, settle
 from moe_numba.draw import combine as draw
 from moe_numba.expert_parallel import combine as final_kernel
-from moe_numba.expert_parallel import document_combine, document_notify, document_play, document_run, reference
+from moe_numba.expert_parallel import document_combine, document_notify, document_play, document_run, reference, sums
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.config import Config, most_warps
 from moe_numba.expert_parallel.document_notify import NO_HEAD
@@ -1070,29 +1070,77 @@ for few, many, gain in GAINS:
 # **Look back.** Waiting can only be divided until the loads are not what is waited for. Then the rest shows: each
 # element must still be unpacked, added and packed again, and rows must come at all.
 #
-# ### Step 6: own rows stay where they are
+# ### Step 6: bulk copies, here too
 #
-# **Idea.** A rank's own rows need no ring: they lie in its own memory already. The sender leaves them out, and the
-# receiver reads them where they lie.
+# **Idea.** More loads at once did not make the receivers fast enough. So look at what their warps move. With two ranks
+# two rows of a token come in, one from each ring, and a sum goes out. But a rank's *own rows need no ring*: they lie in
+# its memory already, and the sender can leave them out. And loads and stores are not the only way. Notebook 05 found
+# that a multiprocessor writes more by bulk copies than by its warps' stores. Receiving warps have room for a row in
+# shared memory, as senders do. So:
 #
-# This is the package's kernel, `Buffer.combine`, as it is; its source stands at the end. What it has beyond the
-# document's: a warp is a channel; senders use bulk copies; one warp of a block publishes heads and tails for all
-# others; several pieces of a row are on their way; own rows are read in place. And a sender passes over a full ring,
-# which section 6 shows.
+# - A bulk copy fetches the own row there, while the warp still waits for the rows of others.
+# - The sum takes its place, and another bulk copy carries it out, while the warp turns to the next token.
 #
-# **Prediction.** The senders have less to do. But the wire has as many rows to carry as before, and the receivers have
-# as many to load and to add. So if the senders were not what all wait for, nothing is gained: the time of step 5.
+# What the warp itself loads are the rows from other ranks.
 
 # %%
-prediction = us("several pieces") or max(sending_us, reading_us(SEVERAL))
+piece(final_kernel.make_receive, "            own = cuda.shfl_sync", "            wanted = ")
+
+# %%
+piece(final_kernel.make_receive, "            add_up(smem", "            t = int32(t + 1)")
+
+# %% [markdown]
+# This is the package's kernel but for one thing, the way it adds up, which is the next step. Here it is as before, in
+# `float32`. Two rows at a time are on their way:
+
+# %%
+piece(sums.make_add_many, "            rest = mask", "            for w in range(held):")
+
+# %% [markdown]
+# **Prediction.** The receivers' warps have a third of the loads and stores that they had with two ranks. If those were
+# the limit, it is gone, and the wire is the limit: the time of a plain push, and 10 us.
+
+# %%
+IN_FLOAT32 = ("import make_add_up, make_add_weights", "import make_add_many as make_add_up, make_add_weights")
+
+prediction = sending_us
+measure("bulk copies", make_package(kind=buffer_with(changed(IN_FLOAT32)["make_combine"])), prediction)
+
+# %%
+look_back("bulk copies", "several pieces", prediction)
+
+# %% [markdown]
+# ### Step 7: two rows as pairs
+#
+# **Idea.** A sum of *two* rows needs no `float32`. A Hopper GPU adds two pairs of `bfloat16` in one instruction
+# (`add.rn.bf16x2`), and rounds each sum once. Are these the same bits? Rounding to 24 bits and then to 8 could differ
+# from rounding to 8 at once. But for a sum of two numbers of 8 bits it never does, for 24 is at least 2 x 8 + 2
+# (Figueroa 1995, section 11). So with two ranks and no bias a word takes 2 instructions (the other one adds 0, because
+# a sum is 0, not -0), where it took 9: unpack, add, pack again.
+
+# %%
+piece(sums.make_add_pair, "            for w in range(held):\n                total", "            keep(")
+
+# %% [markdown]
+# With more ranks most tokens have more than two rows. Then this is the kernel of step 6, unchanged.
+#
+# This is `Buffer.combine`; its source stands at the end.
+#
+# **Prediction.** Instructions that nobody waits for cost nothing. If the wire is the limit now, nothing is gained: the
+# time of step 6.
+
+# %%
+prediction = us("bulk copies") or sending_us
 measure("final", make_package(), prediction)
 
 # %%
-look_back("final", "several pieces", prediction)
+look_back("final", "bulk copies", prediction)
+if SHOWN_RANKS > 2:
+    print(f"    with {SHOWN_RANKS} ranks these two are the same kernel")
 
 # %% [markdown]
-# **What is left?** Leave the adding out. If no row is loaded, the receivers only see that rows have come, and store
-# zeros. (The result is wrong, so this is no step.)
+# **What is left?** Leave the adding out. If no row is loaded from a ring, the receivers only see that rows have come,
+# and carry out zeros. (The result is wrong, so this is no step.)
 
 # %%
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL, nth >= 0))", "uint32(0)")
@@ -1641,7 +1689,9 @@ def faster(claim, new, old):
 
 
 faster("The package's combine is faster than the document's", "final", "the document's rings")
-faster("It gains by leaving a rank's own rows where they are", "final", "several pieces")
+faster("It gains by bulk copies at the receivers", "bulk copies", "several pieces")
+if SHOWN_RANKS == 2:
+    faster("Adding two rows as pairs gains more", "final", "bulk copies")
 claims.append(("With 24 multiprocessors it is nearly as fast as a plain push with all of them", verdict(
     step_us["final"] < 1.1 * push_us, f"{short(step_us['final'])} us; the push alone, with nothing added up, "
     f"{short(push_us)} us; {WHEN}") if push_us else NOT_RECORDED))
@@ -1681,11 +1731,15 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # - The article that ends before combine: BoLi2001,
 #   [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
 # - On memory orders: NVIDIA, *PTX ISA*, "Memory Consistency Model".
+# - Samuel A. Figueroa, "When is Double Rounding Innocuous?", *ACM SIGNUM Newsletter* 30 (3), 1995.
 # - John D. C. Little, "A Proof for the Queuing Formula: L = λW", *Operations Research* 9 (3), 1961.
 #
 # ## The final kernel
 #
-# This is what `moe_numba.expert_parallel`'s `Buffer.combine` runs.
+# This is what `moe_numba.expert_parallel`'s `Buffer.combine` runs: the kernel, and how it adds up.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
+
+# %%
+Markdown("```python\n" + inspect.getsource(sums) + "\n```")

@@ -38,13 +38,15 @@ from moe_numba.launch import compile_kernel
 for expression, signature in {own!r}.items():
     print(json.dumps([expression, compile_kernel(eval(expression), signature).log]))
 """
+
+
 def constant(name):
     """A constant of the notebook, as it stands there."""
     found = re.search(rf"^{name} = (.*?)(?=\n\S|\n\n)", "\n".join(records.code_cells(TEXT)) + "\n\n", re.M | re.S)
     return ast.literal_eval(found[1])
 
 
-OF_THE_PACKAGE = {"nothing added": constant("NOTHING_ADDED"), "a sender that waits": constant("WAITING")}
+OF_THE_PACKAGE = {name: constant(name) for name in ("NOTHING_ADDED", "IN_FLOAT32", "WAITING")}
 
 
 @pytest.fixture(scope="module")

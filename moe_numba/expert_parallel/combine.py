@@ -3,7 +3,7 @@
 As in dispatch a warp is a channel, and even blocks send. A sending warp serves its channel's rings by turns, and passes
 over one that is full: if it waited there, ranks could wait for one another in a circle. A receiving warp takes its
 tokens in order, waits until a token's rows are there from all ranks that got it, and adds them up in the order of the
-ranks, in float32, rounded once: the same bits at every call. A rank's own rows are read where they lie.
+ranks, in float32, rounded once: the same bits at every call. A rank's own rows take no ring.
 """
 
 from functools import cache

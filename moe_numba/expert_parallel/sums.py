@@ -19,7 +19,7 @@ from moe_numba.ptx.system import ld_global_s32x4
 
 def make_add_up(shape, biases):
     """``add_up``: the sum of a token's rows, with so many biases; ``begins`` is of lane r where rank r's row begins."""
-    return _make_add_pair(shape) if shape.num_ranks <= 2 and not biases else _make_add_many(shape, biases)
+    return make_add_pair(shape) if shape.num_ranks <= 2 and not biases else make_add_many(shape, biases)
 
 
 def _pieces(row_words, most):
@@ -67,7 +67,7 @@ def _make_parts(row_words, most):
 
 
 @cache
-def _make_add_pair(shape):
+def make_add_pair(shape):
     """Two rows at most: added as they are, two elements at a time, for that rounds once as well."""
     ask, own, keep, pieces, at_once = _make_parts(shape.record.row, 8)
     held, has_peer = 4 * at_once, shape.num_ranks == 2
@@ -102,7 +102,7 @@ def _make_add_pair(shape):
 
 
 @cache
-def _make_add_many(shape, biases):
+def make_add_many(shape, biases):
     """A float32 sum for each element: biases first, then two rows at a time are on their way."""
     ask, own, keep, pieces, at_once = _make_parts(shape.record.row, 4)
     held, summed = 4 * at_once, 8 * at_once
