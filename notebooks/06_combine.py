@@ -1068,7 +1068,8 @@ for few, many, gain in GAINS:
 
 # %% [markdown]
 # **Look back.** Waiting can only be divided until the loads are not what is waited for. Then the rest shows: each
-# element must still be unpacked, added and packed again, and rows must come at all.
+# element must still be unpacked, added and packed again, and rows must come at all. With two ranks four pieces are
+# better than the eight that we took: registers that hold pieces cost something, too.
 #
 # ### Step 6: bulk copies, here too
 #
@@ -1126,8 +1127,9 @@ piece(sums.make_add_pair, "            for w in range(held):\n                to
 #
 # This is `Buffer.combine`; its source stands at the end.
 #
-# **Prediction.** Instructions that nobody waits for cost nothing. If the wire is the limit now, nothing is gained: the
-# time of step 6.
+# **Prediction.** Against eight pieces at once, bulk copies have gained, but against four they have not (step 5): loads
+# and stores alone cannot be what the receivers wait for. If it is the wire, nothing is gained now: the time of step 6.
+# If it is the adding, this step will show it.
 
 # %%
 prediction = us("bulk copies") or sending_us
@@ -1139,6 +1141,9 @@ if SHOWN_RANKS > 2:
     print(f"    with {SHOWN_RANKS} ranks these two are the same kernel")
 
 # %% [markdown]
+# **Look back.** It was the adding: with two ranks the time falls by a seventh, though the line above calls its
+# prediction good. Would it have fallen without step 6, too? Exercise 7 finds out.
+#
 # **What is left?** Leave the adding out. If no row is loaded from a ring, the receivers only see that rows have come,
 # and carry out zeros. (The result is wrong, so this is no step.)
 
@@ -1722,6 +1727,8 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #    go home. Is that still one rounding?  *Hint: in which type does the row travel?*
 # 6. **A ring of one row.** Make the package's rings that short. Is all still right? What does it cost?
 #    *Hint: `num_nvl_bytes`.*
+# 7. **Pairs without bulk copies.** Add two rows as pairs in the kernel of step 5. Is step 6 needed?
+#    *Hint: `add_rn_bf16x2`, where `mask` is 3.*
 #
 # ## 11. Sources
 #
