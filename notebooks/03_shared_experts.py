@@ -457,11 +457,12 @@ look_back("ninth column by torch", "separate", prediction)
 
 # %% [markdown]
 # **Look back.** The kernels before and after tell the trick's weak point: what the shared expert's kernels gave back,
-# the operations on a little table of 8 x 9 numbers take again. In bfloat16 the layer gains with 8 tokens, as predicted,
-# loses with 1 and 1024, and is even with 64. With 1024 tokens something else grows too: the ninth slot's rows are
-# gathered, put back and summed like those of the other eight, and torch reads and writes them each time. In FP8 it
-# gains most. The shared expert's products had rows of their own to quantise, and these operations are gone. In SGLang
-# this code ran inside `torch.compile`, which makes fewer kernels of the little ones. We shall need none.
+# the operations on a little table of 8 x 9 numbers take again. In bfloat16 the layer is about even with 8 and with 64
+# tokens, where we had hoped for a little, and loses with 1 and 1024. With 1024 tokens something else grows too: the
+# ninth slot's rows are gathered, put back and summed like those of the other eight, and torch reads and writes them
+# each time. In FP8 it gains most. The shared expert's products had rows of their own to quantise, and these operations
+# are gone. In SGLang this code ran inside `torch.compile`, which makes fewer kernels of the little ones. We shall need
+# none.
 #
 # ### Step 2: replicas
 #
