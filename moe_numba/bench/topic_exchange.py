@@ -41,7 +41,9 @@ def figures(record):
         return {sms: rate for sms, rate in found.items() if sms <= max(across_ranks.SMS)}
 
     lines = {name: rates(step="final", **wanted) for name, wanted in EXCHANGES.items()}
-    lines["plain push"] = rates(operation="push")
+    lines["plain push"] = rates(step="plain push")
+    if ranks > 2:
+        lines["push to all others"] = rates(step="push to all")
     there = {
         name: records.series(record, step=step, operation="there and back", config={"ranks": ranks})
         for name, step in FEW.items()
@@ -63,7 +65,8 @@ def readme_table(record):
     rows = {f"{name}, {few} multiprocessors": (dict(wanted, step="final"), few) for name, wanted in EXCHANGES.items()}
     rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
     rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in OTHER_WAYS}
-    rows["plain push, 132 multiprocessors"] = dict(operation="push"), 132
+    rows["plain push, 132 multiprocessors"] = dict(step="plain push"), 132
+    rows["push to all others, 132 multiprocessors"] = dict(step="push to all"), 132
     lines = [f"| {across_ranks.TOKENS} tokens each | {' | '.join(f'{n} GPUs' for n in numbers)} |"]
     lines.append("|---|" + "---:|" * len(numbers))
     for name, (wanted, sms) in rows.items():
