@@ -1104,9 +1104,8 @@ look_back("two rows as pairs", "several pieces", prediction)
 # ### Step 7: own rows stay, and bulk copies carry
 #
 # **Idea.** A rank's *own rows need no ring*: they lie in its memory already. The senders can leave them out, which is
-# half of their work with two ranks. And loads and stores are not the only way to move them. Notebook 05 found that a
-# multiprocessor writes more by bulk copies than by its warps' stores. Receiving warps have room for a row in shared
-# memory, as senders do. So:
+# half of their work with two ranks. And loads and stores are not the only way to move them: a bulk copy takes one
+# thread, and no warp waits for it. Receiving warps have room for a row in shared memory, as senders do. So:
 #
 # - A bulk copy fetches the own row there, while the warp still waits for the rows of others.
 # - The sum takes its place, and another bulk copy carries it out, while the warp turns to the next token.
