@@ -1075,9 +1075,9 @@ for few, many, gain in GAINS:
 #
 # **Idea.** More loads at once did not make the receivers fast enough. So look at what their warps move. With two ranks
 # two rows of a token come in, one from each ring, and a sum goes out. But a rank's *own rows need no ring*: they lie in
-# its memory already, and the sender can leave them out. And loads and stores are not the only way. Notebook 05 found
-# that a multiprocessor writes more by bulk copies than by its warps' stores. Receiving warps have room for a row in
-# shared memory, as senders do. So:
+# its memory already, and the sender can leave them out. And loads and stores are not the only way to move them: a bulk
+# copy takes one thread, and no warp waits for it. Receiving warps have room for a row in shared memory, as senders do.
+# So:
 #
 # - A bulk copy fetches the own row there, while the warp still waits for the rows of others.
 # - The sum takes its place, and another bulk copy carries it out, while the warp turns to the next token.
