@@ -33,7 +33,7 @@ def numbers_of_ranks(record):
 
 
 def figures(record):
-    """Of the largest group the bandwidth over multiprocessors, and few tokens there and back; the notebooks' ladders."""
+    """Of the largest group the bandwidth over multiprocessors, and few tokens there and back; notebooks' ladders."""
     ranks, caption = numbers_of_ranks(record)[-1], plots.caption(record)
 
     def rates(**wanted):
