@@ -18,7 +18,6 @@ LEFT_OUT = (
 )
 
 
-
 def package_sources(code, root=None):
     """The package's files that this code's results depend on, found by following imports from file to file.
 
