@@ -66,13 +66,13 @@ from moe_numba.draw import combine as draw
 from moe_numba.expert_parallel import combine as final_kernel
 from moe_numba.expert_parallel import document_combine, document_notify, document_play, document_run, reference, sums
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config, most_warps
+from moe_numba.expert_parallel.config import Config, most_warps, senders_of
 from moe_numba.expert_parallel.document_notify import NO_HEAD
 from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes, least_ring
 from moe_numba.expert_parallel.document_waits import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
 from moe_numba.expert_parallel.publish import FULL, make_publish
 from moe_numba.expert_parallel.regions import LOST, regions, sent, taken
-from moe_numba.expert_parallel.rings import first_token, prepare
+from moe_numba.expert_parallel.rings import first_token, part_of_block, prepare
 from moe_numba.expert_parallel.transport import LocalGroup
 from moe_numba.expert_parallel.waiting import COMBINE_ROWS, give_up, out_of_patience
 from moe_numba.launch import launch
@@ -80,6 +80,7 @@ from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.packed import add_rn_bf16x2
 from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import (
     ld_acquire_sys_s32,
@@ -835,12 +836,12 @@ SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 
 # %% [markdown]
 # The adding up, and the receiver. A lane loads `at_once` pieces of each row, of 16 bytes, before it adds the first one.
-# In this step it is one piece.
+# In this step it is one piece. (`as_pairs` is for step 6.)
 
 
 # %%
 @cache
-def make_add_up(shape, at_once):
+def make_add_up(shape, at_once, as_pairs):
     ranks, row_words, stride = shape.num_ranks, shape.record.row, shape.record.stride
     pieces, held, places_held = row_words // 4, 4 * ranks * at_once, max(2, ranks)
 
@@ -861,7 +862,13 @@ def make_add_up(shape, at_once):
                         words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(mine, begins[r] + 4 * i)
             for u in range(at_once):
                 i = first + 32 * u
-                if i < pieces:
+                if i < pieces and as_pairs and mask == uint32(3):
+                    for k in range(8 * u, 8 * u + 4):
+                        total = add_rn_bf16x2(uint32(words[k]), uint32(0))  # a sum is 0, not -0, even of -0 and -0
+                        words[k] = int32(add_rn_bf16x2(total, uint32(words[k + 4])))
+                    st_na_s32x4(out, int64(token) * row_words + 4 * i, words[8 * u], words[8 * u + 1], words[8 * u + 2],
+                                words[8 * u + 3])
+                elif i < pieces:
                     for k in range(8):
                         sums[k] = float32(0)
                     for r in range(ranks):
@@ -879,9 +886,9 @@ def make_add_up(shape, at_once):
 
 # %%
 @cache
-def make_receive(shape, at_once):
+def make_receive(shape, at_once, as_pairs):
     ranks, slots, progress_at = shape.num_ranks, shape.slots, shape.progress
-    tail_at, taken_at, add_up = regions(ranks).tail(True), taken(True), make_add_up(shape, at_once)
+    tail_at, taken_at, add_up = regions(ranks).tail(True), taken(True), make_add_up(shape, at_once, as_pairs)
 
     @cuda.jit(device=True)
     def receive(smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, tokens, send_head,
@@ -933,35 +940,35 @@ def make_receive(shape, at_once):
 
 # %%
 @cache
-def make_channels_kernel(shape, at_once):
+def make_channels_kernel(shape, at_once, as_pairs=False):
     ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
     progress_at, said_at, done_at = shape.progress, shape.said, shape.done
     tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
     sent_at, taken_at = sent(True), taken(True)
-    send, receive = changed(SENT_TO_ITSELF)["make_send"](shape), make_receive(shape, at_once)
+    send, receive = changed(SENT_TO_ITSELF)["make_send"](shape), make_receive(shape, at_once, as_pairs)
     publish = make_publish(shape)
 
     @cuda.jit
     def combine(
-        mine, peers, state, status, patience, rank, rings_at, ring_words, x, weights, channels, rank_prefix,
+        mine, peers, state, status, patience, rank, senders, rings_at, ring_words, x, weights, channels, rank_prefix,
         channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
     ):  # fmt: skip
         smem, bars = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        receives, first_channel = int32(cuda.blockIdx.x & 1), int32((cuda.blockIdx.x >> 1) * warps)
+        receives, first_channel, count = part_of_block(senders, channels, warps)
         channel = int32(first_channel + warp)
         griddepcontrol_wait()
         ends = int32((taken_at if receives else sent_at) + first_channel * ranks)
-        prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends)
+        prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends, count)
         if ld_volatile_s32(state, LOST) != 0:
             pass  # something went wrong before
         elif warp == warps:
             publish(smem, lane, rank, first_channel, head_at if receives else tail_at, mine, peers)
         else:
-            if channel < channels and receives:
+            if warp < count and receives:
                 receive(smem, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, tokens,
                         send_head, out)
-            elif channel < channels:
+            elif warp < count:
                 send(smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience,
                      x, weights, rank_prefix, recv_channel_prefix)
             cuda.syncwarp()
@@ -971,9 +978,9 @@ def make_channels_kernel(shape, at_once):
     return combine
 
 
-def with_pieces(n):
+def with_pieces(n, as_pairs=False):
     """What makes a ``Buffer`` with this kernel, and n pieces of each row on their way."""
-    return buffer_with(lambda shape, biases: make_channels_kernel(shape, n))
+    return buffer_with(lambda shape, biases: make_channels_kernel(shape, n, as_pairs))
 
 
 # %%
@@ -993,7 +1000,7 @@ def make_package(num_sms=HERE.num_sms, kind=Buffer):
     return make
 
 
-channels = HERE.num_sms // 2 * most_warps(ROW_BYTES)
+channels = senders_of(HERE.num_sms, RANKS) * most_warps(ROW_BYTES)
 print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms // 2} in the document")
 
 # %% [markdown]
@@ -1021,8 +1028,9 @@ look_back("a warp is a channel", "the document's rings", prediction)
 # ### Step 5: several pieces
 #
 # **Idea.** More loads on their way, as in step 2, but now in few multiprocessors, where it matters more. A lane loads
-# several pieces of each row before it adds the first one: `at_once` in `make_add_up` above. We take as many as 64
-# registers hold: with two ranks these are eight pieces of each row, with eight ranks two.
+# several pieces of each row before it adds the first one: `at_once` in `make_add_up` above. We take as many as 32
+# registers hold: with two ranks these are four pieces of each row, with four ranks two.
+#
 # **Prediction.** Two measurements tell a third. Say that a part of the time is waiting for loads, that this part is
 # divided by the number of pieces, and that the rest stays. Then what the *second* piece gains is half of the waiting.
 # All numbers of pieces are measured in the next cell, by turns, but we look at one and two only. (Where these are all
@@ -1045,7 +1053,7 @@ def with_more(one, two, n):
     return one - waiting + waiting / n
 
 
-SEVERAL = max(1, 16 // SHOWN_RANKS)  # 4 registers each
+SEVERAL = max(1, 8 // SHOWN_RANKS)  # 4 registers each
 LOADS = fact("loads_us", loads_sweep()) or {}
 if SEVERAL > 2 and {"1", "2"} <= LOADS.keys():
     print(f"1 at once: {LOADS['1']:.0f} us, 2 at once: {LOADS['2']:.0f} us, {WHEN}")
@@ -1053,7 +1061,7 @@ if SEVERAL > 2 and {"1", "2"} <= LOADS.keys():
 else:
     prediction = max(sending_us, reading_us(SEVERAL))
 print(f"predicted with {SEVERAL} at once: {prediction:.0f} us")
-measure("several pieces", make_package(kind=with_pieces(max(1, 16 // RANKS))), prediction)
+measure("several pieces", make_package(kind=with_pieces(max(1, 8 // RANKS))), prediction)
 
 # %%
 look_back("several pieces", "a warp is a channel", prediction)
@@ -1068,16 +1076,36 @@ for few, many, gain in GAINS:
 
 # %% [markdown]
 # **Look back.** Waiting can only be divided until the loads are not what is waited for. Then the rest shows: each
-# element must still be unpacked, added and packed again, and rows must come at all. With two ranks four pieces are
-# better than the eight that we took: registers that hold pieces cost something, too.
+# element must still be unpacked, added and packed again, and rows must come at all.
 #
-# ### Step 6: bulk copies, here too
+# ### Step 6: two rows as pairs
 #
-# **Idea.** More loads at once did not make the receivers fast enough. So look at what their warps move. With two ranks
-# two rows of a token come in, one from each ring, and a sum goes out. But a rank's *own rows need no ring*: they lie in
-# its memory already, and the sender can leave them out. And loads and stores are not the only way to move them: a bulk
-# copy takes one thread, and no warp waits for it. Receiving warps have room for a row in shared memory, as senders do.
-# So:
+# **Idea.** More loads at once do not make the receivers fast enough. What else keeps them busy? A word with two
+# elements of two rows takes 9 instructions: unpack, add in `float32`, pack again. But a sum of *two* rows needs no
+# `float32`. A Hopper GPU adds two pairs of `bfloat16` in one instruction (`add.rn.bf16x2`), and rounds each sum once.
+# Are these the same bits? Rounding to 24 bits and then to 8 could differ from rounding to 8 at once. But for a sum of
+# two numbers of 8 bits it never does, for 24 is at least 2 x 8 + 2 (Figueroa 1995, section 11). So a word takes 2
+# instructions: one adds 0, since a sum is 0, not -0; the other one adds the second row. (`as_pairs` in `make_add_up`
+# above.)
+#
+# With more than two ranks most tokens have more than two rows, and are added up as before.
+#
+# **Prediction.** If the receivers were limited by instructions, the wire is the limit now: the time of a plain push,
+# and 10 us. (With more than two ranks, the time of step 5.)
+
+# %%
+prediction = sending_us if SHOWN_RANKS == 2 else us("several pieces") or sending_us
+measure("two rows as pairs", make_package(kind=with_pieces(max(1, 8 // RANKS), RANKS == 2)), prediction)
+
+# %%
+look_back("two rows as pairs", "several pieces", prediction)
+
+# %% [markdown]
+# ### Step 7: own rows stay, and bulk copies carry
+#
+# **Idea.** A rank's *own rows need no ring*: they lie in its memory already. The senders can leave them out, which is
+# half of their work with two ranks. And loads and stores are not the only way to move them: a bulk copy takes one
+# thread, and no warp waits for it. Receiving warps have room for a row in shared memory, as senders do. So:
 #
 # - A bulk copy fetches the own row there, while the warp still waits for the rows of others.
 # - The sum takes its place, and another bulk copy carries it out, while the warp turns to the next token.
@@ -1091,59 +1119,30 @@ piece(final_kernel.make_receive, "            own = cuda.shfl_sync", "          
 piece(final_kernel.make_receive, "            add_up(smem", "            t = int32(t + 1)")
 
 # %% [markdown]
-# This is the package's kernel but for one thing, the way it adds up, which is the next step. Here it is as before, in
-# `float32`. Two rows at a time are on their way:
+# Where a token may have more than two rows, or biases are added, `add_up` has a `float32` sum for each element, and two
+# rows at a time are on their way:
 
 # %%
 piece(sums.make_add_many, "            rest = mask", "            for w in range(held):")
 
 # %% [markdown]
-# **Prediction.** The receivers' warps have a third of the loads and stores that they had with two ranks. If those were
-# the limit, it is gone, and the wire is the limit: the time of a plain push, and 10 us.
-
-# %%
-IN_FLOAT32 = ("import make_add_up, make_add_weights", "import make_add_many as make_add_up, make_add_weights")
-
-prediction = sending_us
-measure("bulk copies", make_package(kind=buffer_with(changed(IN_FLOAT32)["make_combine"])), prediction)
-
-# %%
-look_back("bulk copies", "several pieces", prediction)
-
-# %% [markdown]
-# ### Step 7: two rows as pairs
-#
-# **Idea.** A sum of *two* rows needs no `float32`. A Hopper GPU adds two pairs of `bfloat16` in one instruction
-# (`add.rn.bf16x2`), and rounds each sum once. Are these the same bits? Rounding to 24 bits and then to 8 could differ
-# from rounding to 8 at once. But for a sum of two numbers of 8 bits it never does, for 24 is at least 2 x 8 + 2
-# (Figueroa 1995, section 11). So with two ranks and no bias a word takes 2 instructions (the other one adds 0, because
-# a sum is 0, not -0), where it took 9: unpack, add, pack again.
-
-# %%
-piece(sums.make_add_pair, "            for w in range(held):\n                total", "            keep(")
-
-# %% [markdown]
-# With more ranks most tokens have more than two rows. Then this is the kernel of step 6, unchanged.
-#
 # This is `Buffer.combine`; its source stands at the end.
 #
-# **Prediction.** Against eight pieces at once, bulk copies have gained, but against four they have not (step 5): loads
-# and stores alone cannot be what the receivers wait for. If it is the wire, nothing is gained now: the time of step 6.
-# If it is the adding, this step will show it.
+# **Prediction.** What the wire has to carry is the same, so where the wire is the limit nothing is gained: the time of
+# step 6. With fewer multiprocessors it should gain. (With more than two ranks fewer rows are a rank's own.)
 
 # %%
-prediction = us("bulk copies") or sending_us
+prediction = us("two rows as pairs") or sending_us
 measure("final", make_package(), prediction)
 
 # %%
-look_back("final", "bulk copies", prediction)
-if SHOWN_RANKS > 2:
-    print(f"    with {SHOWN_RANKS} ranks these two are the same kernel")
+look_back("final", "two rows as pairs", prediction)
+KINDS_OF_BUFFER = {"two rows as pairs": with_pieces(max(1, 8 // RANKS), RANKS == 2), "final": Buffer}
+FEWER = fact("twelve_us", TIMED and {name: median_of(make_package(12, kind)) for name, kind in KINDS_OF_BUFFER.items()})
+if FEWER:
+    print(f"    with 12 multiprocessors, {WHEN}: {FEWER['two rows as pairs']:.0f} -> {FEWER['final']:.0f} us")
 
 # %% [markdown]
-# **Look back.** It was the adding: with two ranks the time falls by a seventh, though the line above calls its
-# prediction good. Would it have fallen without step 6, too? Exercise 7 finds out.
-#
 # **What is left?** Leave the adding out. If no row is loaded from a ring, the receivers only see that rows have come,
 # and carry out zeros. (The result is wrong, so this is no step.)
 
@@ -1694,9 +1693,9 @@ def faster(claim, new, old):
 
 
 faster("The package's combine is faster than the document's", "final", "the document's rings")
-faster("It gains by bulk copies at the receivers", "bulk copies", "several pieces")
 if SHOWN_RANKS == 2:
-    faster("Adding two rows as pairs gains more", "final", "bulk copies")
+    faster("Two rows are added faster as pairs", "two rows as pairs", "several pieces")
+faster("Bulk copies, and own rows that stay, gain with 24 multiprocessors", "final", "two rows as pairs")
 claims.append(("With 24 multiprocessors it is nearly as fast as a plain push with all of them", verdict(
     step_us["final"] < 1.1 * push_us, f"{short(step_us['final'])} us; the push alone, with nothing added up, "
     f"{short(push_us)} us; {WHEN}") if push_us else NOT_RECORDED))
@@ -1727,8 +1726,6 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #    go home. Is that still one rounding?  *Hint: in which type does the row travel?*
 # 6. **A ring of one row.** Make the package's rings that short. Is all still right? What does it cost?
 #    *Hint: `num_nvl_bytes`.*
-# 7. **Pairs without bulk copies.** Add two rows as pairs in the kernel of step 5. Is step 6 needed?
-#    *Hint: `add_rn_bf16x2`, where `mask` is 3.*
 #
 # ## 11. Sources
 #

@@ -387,7 +387,7 @@ def test_what_is_refused():
         refused(TypeError, "tuple of 6", buffer.dispatch, x, handle[:5])
         refused(ValueError, "allocate_on_comm_stream needs", buffer.dispatch, x, **layout, allocate_on_comm_stream=True)
         refused(ValueError, "expert_alignment is 0", buffer.dispatch, x, **layout, expert_alignment=0)
-        small = Buffer(buffer.transport, 1 << 16)
+        small = Buffer(buffer.transport, 1 << 12)
         refused(ValueError, "num_nvl_bytes is too small", small.dispatch, x, **layout, config=Config(132, 6, 4096))
         small.destroy()
         refused(ValueError, "x has .* rows; the handle", buffer.combine, given[0][:-1], handle)

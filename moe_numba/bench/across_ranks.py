@@ -6,6 +6,7 @@ of the GPU; *call time* is between CUDA events around one call, after all ranks 
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ SMS = (4, 8, 12, 16, 20, 24, 32, 48)
 MAIN_SMS, RING = 24, 256
 DECODE_TOKENS = (1, 8, 32, 128)
 BUFFER_BYTES = 1 << 30
-BLOCKS_OF_PUSH = (8, 16, 32, 132)
+BLOCKS_OF_PUSH = (8, 12, 16, 24, 32, 132)
 PARTS = ("push", "large", "nccl", "decode")
 
 
@@ -208,18 +209,22 @@ class _Bench:
         )  # fmt: skip
 
     def _push(self):
-        """The ceiling: 16-byte stores into the next rank's buffer."""
+        """The ceiling: 16-byte stores into the next rank's buffer, and into all others'."""
         from moe_numba.bench.push import push
 
         size, found = self.x.numel() * 2, []
-        shared = self.buffer.transport.allocate(size)
-        for blocks in BLOCKS_OF_PUSH:
-            call = lambda blocks=blocks: push(shared.addresses, (self.rank + 1) % self.ranks, self.x, blocks)
-            found.append(self._row("plain push", "push", blocks, "bf16", call, size))
-        self._meet()
-        came = shared.local.view(torch.bfloat16).view_as(self.x)
-        if not torch.equal(came, self._tokens_of((self.rank - 1) % self.ranks)):
-            raise AssertionError("the push did not arrive")
+        shared = self.buffer.transport.allocate(size * max(1, self.ranks - 1))
+        steps = {self.ranks - 1: "push to all"} | {1: "plain push"}  # with two ranks the same
+        for others, step in steps.items():
+            for blocks in BLOCKS_OF_PUSH:
+                call = partial(push, shared.addresses, self.rank, others, self.x, blocks)
+                found.append(self._row(step, "push", blocks, "bf16", call, others * size))
+            self._meet()
+            for nth, came in enumerate(shared.local.view(torch.bfloat16).split(self.x.numel())[:others]):
+                if not torch.equal(came.view_as(self.x), self._tokens_of((self.rank - 1 - nth) % self.ranks)):
+                    raise AssertionError(f"{step}: what rank {(self.rank - 1 - nth) % self.ranks} sent did not arrive")
+            shared.local.zero_()
+            self._meet()
         shared.close()
         return found
 

@@ -13,6 +13,7 @@ EXCHANGES = {
     "combine, bfloat16": dict(operation="combine", dtype="bf16"),
 }
 OTHER_WAYS = ("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
+LADDERS = {"dispatch": "ring_buffer_dispatch_ladder", "combine": "combine_ladder"}
 FEW = {
     "as called": "final",
     "without waiting for counts": "final, worst",
@@ -32,7 +33,7 @@ def numbers_of_ranks(record):
 
 
 def figures(record):
-    """Of the largest group: wire bandwidth over multiprocessors, and the time there and back of few tokens."""
+    """Of the largest group the bandwidth over multiprocessors, and few tokens there and back; notebooks' ladders."""
     ranks, caption = numbers_of_ranks(record)[-1], plots.caption(record)
 
     def rates(**wanted):
@@ -41,12 +42,14 @@ def figures(record):
         return {sms: rate for sms, rate in found.items() if sms <= max(across_ranks.SMS)}
 
     lines = {name: rates(step="final", **wanted) for name, wanted in EXCHANGES.items()}
-    lines["plain push"] = rates(operation="push")
+    lines["plain push"] = rates(step="plain push")
+    if to_all := rates(step="push to all"):  # with two ranks it is the same
+        lines["push to all others"] = to_all
     there = {
         name: records.series(record, step=step, operation="there and back", config={"ranks": ranks})
         for name, step in FEW.items()
     }
-    return {
+    made = {
         "bandwidth": plots.sweep_figure(
             lines, xlabel="multiprocessors", ylabel="GB/s on the wire", caption=caption,
             title=f"{ranks} GPUs, {across_ranks.TOKENS} tokens each: wire bandwidth",
@@ -55,6 +58,15 @@ def figures(record):
             there, caption=caption, title=f"{ranks} GPUs, few tokens each: dispatch and combine together",
         ),
     }  # fmt: skip
+    for name, topic in LADDERS.items():
+        if ladder := records.recorded(topic, records.folder(record["gpu"])):
+            size, ranks = ladder["rows"][0]["size"], ladder["rows"][0]["config"]["ranks"]
+            made[f"{name}-ladder"] = plots.ladder_figure(
+                ladder["rows"], caption=plots.caption(ladder), reference="torch",
+                lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
+                title=f"{name.capitalize()}, step by step: {size['tokens']} tokens on each of {ranks} GPUs",
+            )  # fmt: skip
+    return made
 
 
 def readme_table(record):
@@ -63,7 +75,8 @@ def readme_table(record):
     rows = {f"{name}, {few} multiprocessors": (dict(wanted, step="final"), few) for name, wanted in EXCHANGES.items()}
     rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
     rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in OTHER_WAYS}
-    rows["plain push, 132 multiprocessors"] = dict(operation="push"), 132
+    rows["plain push, 132 multiprocessors"] = dict(step="plain push"), 132
+    rows["push to all others, 132 multiprocessors"] = dict(step="push to all"), 132
     lines = [f"| {across_ranks.TOKENS} tokens each | {' | '.join(f'{n} GPUs' for n in numbers)} |"]
     lines.append("|---|" + "---:|" * len(numbers))
     for name, (wanted, sms) in rows.items():

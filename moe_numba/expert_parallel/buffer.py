@@ -4,7 +4,7 @@ import torch
 
 from moe_numba.expert_parallel import checks, combine, dispatch, transport
 from moe_numba.expert_parallel.api import get_dispatch_layout
-from moe_numba.expert_parallel.config import Config, most_warps, rings_for
+from moe_numba.expert_parallel.config import Config, most_warps, rings_for, senders_of
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.link import NO_LIMIT, Link
 from moe_numba.expert_parallel.regions import MOST_RANKS, Record
@@ -182,7 +182,8 @@ class Buffer:
         tokens, hidden = x.shape
         topk = 0 if topk_idx is None else topk_idx.shape[1]
         warps = most_warps(2 * hidden)
-        channels = config.num_sms // 2 * warps
+        senders = senders_of(config.num_sms, self.group_size)
+        channels = senders * warps
         record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
         shape, ring_words = rings_for(config, self.group_size, warps, channels, record, link.half)
         if handle is None:
@@ -214,7 +215,7 @@ class Buffer:
             else:
                 rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
             given = (
-                link.rings, ring_words, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
+                senders, link.rings, ring_words, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
                 at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
             )  # fmt: skip
             if handle is None:
@@ -281,10 +282,10 @@ class Buffer:
         tokens = len(send_head)
         checks.returning(x, topk_weights, biases, len(recv_source), tokens, self.transport.device)
         hidden, topk = x.shape[1], 0 if topk_weights is None else topk_weights.shape[1]
-        channels, blocks = channel_prefix.shape[1], config.num_sms // 2
-        warps = -(-channels // blocks)
+        channels, senders = channel_prefix.shape[1], senders_of(config.num_sms, self.group_size)
+        warps = -(-channels // senders)
         if warps > most_warps(2 * hidden):
-            least = 2 * -(-channels // most_warps(2 * hidden))
+            least = 2 * -(-channels // most_warps(2 * hidden))  # with half of them sending
             raise ValueError(
                 f"num_sms is {config.num_sms}; for the {channels} channels of this handle it must be {least} or more"
             )
@@ -299,7 +300,7 @@ class Buffer:
             )  # fmt: skip
             with link.guarded(True, channels):
                 start(
-                    config.num_sms, link.rings + link.half, ring_words, at(x), at(topk_weights), channels,
+                    config.num_sms, senders, link.rings + link.half, ring_words, at(x), at(topk_weights), channels,
                     at(rank_prefix), at(channel_prefix), at(recv_channel_prefix), at(send_head), tokens,
                     *map(at, (*biases, None, None)[:2]), at(out), at(out_weights),
                 )  # fmt: skip

@@ -1,9 +1,9 @@
 """The combine kernel: rows travel back through rings, and a token's rows are added up on the token's own rank.
 
-As in dispatch a warp is a channel, and even blocks send. A sending warp serves its channel's rings by turns, and passes
-over one that is full: if it waited there, ranks could wait for one another in a circle. A receiving warp takes its
-tokens in order, waits until a token's rows are there from all ranks that got it, and adds them up in the order of the
-ranks, in float32, rounded once: the same bits at every call. A rank's own rows take no ring.
+As in dispatch a warp is a channel, and the first blocks send. A sending warp serves its channel's rings by turns, and
+passes over one that is full: if it waited there, ranks could wait for one another in a circle. A receiving warp takes
+its tokens in order, waits until a token's rows are there from all ranks that got it, and adds them up in the order of
+the ranks, in float32, rounded once: the same bits at every call. A rank's own rows take no ring.
 """
 
 from functools import cache
@@ -18,6 +18,7 @@ from moe_numba.expert_parallel.rings import (
     first_token,
     make_fetch,
     own_rows_before,
+    part_of_block,
     prepare,
     read,
     rows_of_channel,
@@ -33,7 +34,7 @@ from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_fr
 
 @cache
 def make_send(shape):
-    """``send``: what a warp of an even block does."""
+    """``send``: what a warp of the first blocks does."""
     ranks, slots, record, progress_at = shape.num_ranks, shape.slots, shape.record, shape.progress
     fetch, land = make_fetch(shape.bar)
     head_at, sent_at = regions(ranks).head(True), sent(True)
@@ -101,7 +102,7 @@ def make_send(shape):
 
 @cache
 def make_receive(shape, biases):
-    """``receive``: what a warp of an odd block does."""
+    """``receive``: what a warp of the other blocks does."""
     ranks, slots, progress_at = shape.num_ranks, shape.slots, shape.progress
     tail_at, taken_at = regions(ranks).tail(True), taken(True)
     row_words, row_bytes, stride = shape.record.row, 4 * shape.record.row, shape.record.stride
@@ -171,7 +172,10 @@ def make_receive(shape, biases):
 
 @cache
 def make_combine(shape, biases):
-    """The kernel, for an even number of blocks of ``shape.threads`` threads; with so many biases, 0 to 2."""
+    """The kernel, for blocks of ``shape.threads`` threads; with so many biases, 0 to 2.
+
+    The first ``senders`` blocks send, half at most.
+    """
     ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
     progress_at, said_at, done_at = shape.progress, shape.said, shape.done
     tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
@@ -180,26 +184,25 @@ def make_combine(shape, biases):
 
     @cuda.jit
     def combine(
-        mine, peers, state, status, patience, rank, rings_at, ring_words, x, weights, channels, rank_prefix,
+        mine, peers, state, status, patience, rank, senders, rings_at, ring_words, x, weights, channels, rank_prefix,
         channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
     ):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
-        thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        lane, warp, receives = int32(thread & 31), int32(thread >> 5), int32(block & 1)
-        first_channel = int32((block >> 1) * warps)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        receives, first_channel, count = part_of_block(senders, channels, warps)
         channel = int32(first_channel + warp)
         griddepcontrol_wait()
         prepare(
             smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state,
-            int32((taken_at if receives else sent_at) + first_channel * ranks),
+            int32((taken_at if receives else sent_at) + first_channel * ranks), count,
         )
         if ld_volatile_s32(state, LOST) != 0:
             pass  # something went wrong before
         elif warp == warps:
             publish(smem, lane, rank, first_channel, head_at if receives else tail_at, mine, peers)
         else:
-            if channel < channels:
+            if warp < count:
                 if receives:
                     before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
                     receive(
@@ -219,7 +222,7 @@ def make_combine(shape, biases):
 
 
 SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int64", "int32"),
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int64", "int32"),
     *("int32*", "int32*", "int32", "int32*"),
     *("int32*", "int32*", "int32*", "int32", "int32*", "int32*", "int32*", "float32*"),
 )

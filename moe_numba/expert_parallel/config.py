@@ -10,6 +10,7 @@ from moe_numba.expert_parallel.rings import Rings
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
 _MOST_WARPS = 2 if simulator.ENABLED else 16
 _MOST_TOPK = 32
+_FILL_THE_LINK = 8  # multiprocessors, by bulk copies: notebook 05
 _REDUCERS = 23  # warps of the document's combine that add up at the same time
 
 
@@ -20,7 +21,7 @@ class Config:
     Parameters
     ----------
     num_sms : int
-        Multiprocessors: an even number, 2 to 132. One half sends, the other receives.
+        Multiprocessors: an even number, 2 to 132. At most one half sends, see `senders_of`; the others receive.
     num_max_nvl_chunked_send_tokens : int
         Rows that a sender may put into a ring before it says so; 1 or more. These kernels say so as soon as they can.
     num_max_nvl_chunked_recv_tokens : int
@@ -52,7 +53,18 @@ class Config:
         record = Record(-(-hidden_bytes // 4), -(-hidden_bytes // 128), _MOST_TOPK)
         warps = most_warps(hidden_bytes)
         slots = max(1, self.num_max_nvl_chunked_recv_tokens // warps)
-        return 2 * 4 * self.num_sms // 2 * warps * num_ranks * slots * record.stride
+        return 2 * 4 * senders_of(self.num_sms, num_ranks) * warps * num_ranks * slots * record.stride
+
+
+@cache
+def senders_of(num_sms, num_ranks):
+    """How many of the multiprocessors send: as many as fill the link, half at most.
+
+    Eight fill it, if all that they carry leaves. With more of them rows only wait for one another. Senders of dispatch
+    also carry half of a rank's own rows, one for every ``num_ranks - 1`` that leave.
+    """
+    others = max(1, num_ranks - 1)
+    return min(num_sms // 2, -(-_FILL_THE_LINK * (2 * others + 1) // (2 * others)))
 
 
 @cache

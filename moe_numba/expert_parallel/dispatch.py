@@ -1,10 +1,10 @@
 """The dispatch kernel: rows travel through rings to the ranks that hold their experts.
 
-A warp is a channel. Even blocks send, odd ones receive; a sending warp's tokens are neighbours, and their rows arrive
-in a warp of the same number on each rank. The document has a block for a channel, a group of warps for each rank in it,
-and each group reads the token anew, in words. Here one thread asks for the whole row once (a bulk copy, to shared
-memory), what belongs to the row is put behind it, and then a lane for each rank sends the **record** on its way in one
-piece. Many warps wait at the same time, so that neither a round trip nor a fence is seen.
+A warp is a channel. The first blocks send, the others receive; a sending warp's tokens are neighbours, and their rows
+arrive in a warp of the same channel on each rank. The document has a block for a channel, a group of warps for each
+rank in it, and each group reads the token anew, in words. Here one thread asks for the whole row once (a bulk copy, to
+shared memory), what belongs to the row is put behind it, and then a lane for each rank sends the **record** on its way
+in one piece. Many warps wait at the same time, so that neither a round trip nor a fence is seen.
 
 What stays on its rank takes no ring: it goes from shared memory to where it belongs. A multiprocessor writes some
 50 GB/s and no more, whether to its own memory or to another GPU's. So receivers carry half of these rows, when nothing
@@ -24,6 +24,7 @@ from moe_numba.expert_parallel.rings import (
     first_token,
     make_fetch,
     own_rows_before,
+    part_of_block,
     prepare,
     rows_of_channel,
 )
@@ -37,7 +38,7 @@ from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_fr
 
 @cache
 def make_send(shape):
-    """``send``: what a warp of an even block does."""
+    """``send``: what a warp of the first blocks does."""
     ranks, slots, record, progress_at = shape.num_ranks, shape.slots, shape.record, shape.progress
     head_at, sent_at = regions(ranks).head(False), sent(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
@@ -120,7 +121,7 @@ def make_send(shape):
 
 @cache
 def make_receive(shape):
-    """``receive``: what a warp of an odd block does."""
+    """``receive``: what a warp of the other blocks does."""
     ranks, slots, record, progress_at = shape.num_ranks, shape.slots, shape.record, shape.progress
     tail_at, taken_at = regions(ranks).tail(False), taken(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
@@ -191,7 +192,7 @@ def make_receive(shape):
 
 @cache
 def make_dispatch(shape):
-    """The kernel, for an even number of blocks of ``shape.threads`` threads."""
+    """The kernel, for blocks of ``shape.threads`` threads, of which the first ``senders`` send, half at most."""
     ranks, warps, bar, topk = shape.num_ranks, shape.warps, shape.bar, shape.record.topk
     progress_at, said_at, done_at = shape.progress, shape.said, shape.done
     tail_at, head_at = regions(ranks).tail(False), regions(ranks).head(False)
@@ -200,28 +201,32 @@ def make_dispatch(shape):
 
     @cuda.jit
     def dispatch(
-        mine, peers, state, status, patience, rank, rings_at, ring_words, x, scales, token_stride, scale_stride,
-        experts, weights, is_token_in_rank, tokens, experts_per_rank, rank_prefix, channel_prefix, recv_channel_prefix,
-        recv_x, recv_scales, recv_experts, recv_weights, recv_source, send_head, worst,
+        mine, peers, state, status, patience, rank, senders, rings_at, ring_words, x, scales, token_stride,
+        scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, rank_prefix, channel_prefix,
+        recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source, send_head, worst,
     ):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
-        thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        lane, warp, receives = int32(thread & 31), int32(thread >> 5), int32(block & 1)
-        channels, first_channel = int32((cuda.gridDim.x >> 1) * warps), int32((block >> 1) * warps)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        channels = int32(senders * warps)
+        receives, first_channel, count = part_of_block(senders, channels, warps)
         channel = int32(first_channel + warp)
         griddepcontrol_wait()
         prepare(
             smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state,
-            int32((taken_at if receives else sent_at) + first_channel * ranks),
+            int32((taken_at if receives else sent_at) + first_channel * ranks), count,
         )
         if ld_volatile_s32(state, LOST) != 0:
             pass  # the counts are not to be trusted
         elif warp == warps:
             publish(smem, lane, rank, first_channel, head_at if receives else tail_at, mine, peers)
         else:
-            before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
-            if receives:
+            before = int32(0)
+            if warp < count:
+                before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
+            if warp >= count:
+                pass  # receivers have fewer channels each
+            elif receives:
                 receive(
                     smem, bars, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, scales,
                     token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, before,
@@ -236,7 +241,7 @@ def make_dispatch(shape):
             cuda.syncwarp()
             if lane == 0:
                 st_release_cta_shared_s32(smem, done_at + warp, 1)
-            if receives and topk > 0:  # of rows beyond what came, no expert is here
+            if receives and warp < count and topk > 0:  # of rows beyond what came, no expert is here
                 came = int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk
                 at = int64(came + channel * 32 + lane)
                 while at < int64(worst) * topk:
@@ -247,7 +252,7 @@ def make_dispatch(shape):
 
 
 SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int64", "int32"),
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int64", "int32"),
     *("int32*", "int32*", "int64", "int64", "int64*"),
     *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", "int64*", "int32*"),
     *("int32*", "int32*", "int64"),

@@ -79,15 +79,27 @@ def own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
 
 
 @cuda.jit(device=True)
-def prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends):
-    """Make a block's barriers, and set down how far its rings were at the end of the last launch."""
+def part_of_block(senders, channels, warps):
+    """Whether a block receives, its first channel, and how many it has: a warp for each. The first blocks send."""
+    block = int32(cuda.blockIdx.x)
+    receives = block >= senders
+    receivers = int32(int32(cuda.gridDim.x) - senders)
+    most = int32((channels + receivers - 1) // receivers) if receives else warps
+    first = int32((block - senders if receives else block) * most)
+    return receives, first, max(int32(0), min(most, int32(channels - first)))
+
+
+@cuda.jit(device=True)
+def prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends, channels):
+    """Make a block's barriers, and set down how far the rings of its channels were at the end of the last launch."""
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
         for w in range(warps):
             mbarrier_init(bars, bar + w, 1)
         fence_mbarrier_init()
     if thread < warps * ranks:
-        smem[int32(progress_at + thread)] = smem[int32(said_at + thread)] = state[int32(ends + thread)]
+        far = state[int32(ends + thread)] if thread < channels * ranks else int32(0)
+        smem[int32(progress_at + thread)] = smem[int32(said_at + thread)] = far
     if thread < warps:
         smem[int32(done_at + thread)] = int32(0)
     cuda.syncthreads()

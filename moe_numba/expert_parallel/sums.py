@@ -38,21 +38,16 @@ def _make_parts(row_words, most):
     pieces, at_once = _pieces(row_words, most)
     all_have_all = pieces % (32 * at_once) == 0
 
-    @cuda.jit(device=True)
-    def ask(words, source, begin, first):
-        at = begin + 4 * int64(first)
-        for u in range(at_once):
-            if all_have_all or first + 32 * u < pieces:
-                a, b, c, d = ld_global_s32x4(source, at + 128 * u)
-                words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+    def reader(load):
+        @cuda.jit(device=True)
+        def read_pieces(words, source, begin, first):
+            at = begin + 4 * first
+            for u in range(at_once):
+                if all_have_all or first + 32 * u < pieces:
+                    a, b, c, d = load(source, at + 128 * u)
+                    words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
 
-    @cuda.jit(device=True)
-    def own(words, smem, stage, first):
-        at = int32(stage + 4 * first)
-        for u in range(at_once):
-            if all_have_all or first + 32 * u < pieces:
-                a, b, c, d = ld_shared_s32x4(smem, at + 128 * u)
-                words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+        return read_pieces
 
     @cuda.jit(device=True)
     def keep(smem, stage, first, words):
@@ -63,7 +58,7 @@ def _make_parts(row_words, most):
                     smem, at + 128 * u, words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3]
                 )
 
-    return ask, own, keep, pieces, at_once
+    return reader(ld_global_s32x4), reader(ld_shared_s32x4), keep, pieces, at_once
 
 
 @cache
