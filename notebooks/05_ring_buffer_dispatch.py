@@ -47,7 +47,7 @@ from IPython.display import HTML, Markdown
 from numba import cuda, int32, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, Stats, across_ranks, plots
+from moe_numba.bench import Ladder, Stats, across_ranks, plots, records
 from moe_numba.bench.all_to_all import all_to_all_counts, all_to_all_rows, played
 from moe_numba.bench.exchange_sizes import dispatch_sizes
 from moe_numba.bench.imports import notebook_sources
@@ -71,6 +71,7 @@ from moe_numba.expert_parallel.casts import per_token_cast_to_fp8
 from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.document_play import GaveUp, dispatch_all, virtual_ranks
 from moe_numba.expert_parallel.document_regions import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
+from moe_numba.expert_parallel.rings import next_channel
 from moe_numba.expert_parallel.transport import LocalGroup
 from moe_numba.launch import launch
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group, make_bulk_wait_group_read
@@ -1162,14 +1163,26 @@ for what in TOLD:
           if COST else f"{what}: ran; no figure is recorded yet")
 
 # %% [markdown]
-# **A channel is a warp.** In the article's kernel a token that goes to three ranks is read by three groups of warps. In
-# the package's, one warp has the token. One thread asks for the row once (a bulk load into shared memory). Then a lane
-# for each rank sends it on its way, as a bulk copy, together with all that belongs to the row: one **record**, one
-# copy. No warp waits for another one: `bar_sync` is gone. A block has as many channels as rows fit into its shared
-# memory, and they wait for different things at the same time.
+# **A warp has a channel.** In the article's kernel a token that goes to three ranks is read by three groups of warps.
+# In the package's, one warp has the token. One thread asks for the row once (a bulk load into shared memory). Then a
+# lane for each rank sends it on its way, as a bulk copy, together with all that belongs to the row: one **record**, one
+# copy. No warp waits for another one: `bar_sync` is gone. A block has as many warps as rows fit into its shared memory,
+# and they wait for different things at the same time.
 
 # %%
 show(final_kernel.make_fill, "def fill(", "@cuda.jit")
+
+# %% [markdown]
+# **Who is faster takes more.** Where the link is full, multiprocessors do not all get the same part of it. With equal
+# shares the last warp ended long after the mean one (notebook 06 measures it). So there are four times as many channels
+# as warps that send. A warp begins with one, and then takes the next that nobody has begun with:
+
+# %%
+show(next_channel, "asked = ")
+
+# %% [markdown]
+# Warps take channels in ascending order, those that send and those that receive. So on each rank some warp has the
+# lowest channel that is not done, and that one can always go on: ranks cannot lock up.
 
 # %% [markdown]
 # **A publisher warp.** The figures above say what a release at system scope costs: it holds a thread until all that its
@@ -1190,7 +1203,7 @@ show(publish.make_publish, "def publish", "return publish")
 # memory, and the receiver polls its own tail. Nobody polls across the link, as in the ping-pong of section 3.
 
 # %%
-show(final_kernel.make_send, "# Space in all the rings", "if ready == 0")
+show(final_kernel.make_send, "# Space in all the rings", "if t == end")
 
 # %% [markdown]
 # **Own rows are shared.** Rows that stay on their rank take no ring. But somebody has to carry them, and section 2 said
@@ -1275,7 +1288,8 @@ if LINES:
     figure = plots.sweep_figure(
         LINES, xlabel="SMs", floor=FLOOR_US and {sms: FLOOR_US for line in LINES.values() for sms in line},
         title="Dispatch over the number of multiprocessors",
-        caption="measured now" if TIMED else plots.caption(ladder.record, "not measured here: recorded on"),
+        caption=plots.caption(records.environment(), "measured now on") if TIMED else
+        plots.caption(ladder.record, "not measured here: recorded on"),
     )
 figure
 

@@ -8,6 +8,8 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, combine, dispatch, exchange, reference, rings
+from moe_numba.expert_parallel.config import channels_of
+from moe_numba.expert_parallel.regions import MOST_CHANNELS, Record
 from moe_numba.expert_parallel.transport import LocalGroup
 
 FP8 = torch.float8_e4m3fn
@@ -382,9 +384,10 @@ def test_what_is_refused():
         refused(TypeError, "topk_idx is torch.int32", buffer.dispatch, x, **layout, topk_idx=idx.int(),
                 topk_weights=weights)  # fmt: skip
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, topk_idx=idx, topk_weights=weights)
-        refused(ValueError, "handle has", buffer.dispatch, x, handle, config=WIDE)
         refused(ValueError, "is_token_in_rank has shape", buffer.dispatch, x[:2], handle)
         refused(TypeError, "tuple of 6", buffer.dispatch, x, handle[:5])
+        wide = torch.zeros(2, MOST_CHANNELS + 1, dtype=torch.int32, device=device)
+        refused(ValueError, "has 1057 channels; 1 to 1056", buffer.dispatch, x, (handle[0], wide, wide, *handle[3:]))
         refused(ValueError, "allocate_on_comm_stream needs", buffer.dispatch, x, **layout, allocate_on_comm_stream=True)
         refused(ValueError, "expert_alignment is 0", buffer.dispatch, x, **layout, expert_alignment=0)
         small = Buffer(buffer.transport, 1 << 12)
@@ -423,13 +426,51 @@ def test_buffers_that_are_refused():
     LocalGroup(1).run(work)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rings_of_one_row(seed):
+    """A row that its sender has not announced yet must not be what it waits for."""
+    ranks, tokens = (2, [9, 14]) if simulator.ENABLED else (4, [900, 1400, 1, 640])
+    config = SMALL if simulator.ENABLED else Config(24, 6, 28)
+    world = make_world(tokens, seed)
+    right, channels = right_of(world), channels_of(config.num_sms, ranks, 2 * HIDDEN)
+    stride = max(Record(HIDDEN // 2, 0, 2).stride, Record(HIDDEN // 2, 2, source=False).stride)
+    least = 2 * 4 * channels * ranks * stride
+
+    def work(transport):
+        buffer, rank = Buffer(transport, least), transport.rank
+        given = send(buffer, rank, world, config)
+        check_received(given, right[rank], rank, world.experts // ranks)
+        out = buffer.combine(given[0], given[4], given[2], config=config)[:2]
+        buffer.destroy()
+        return out
+
+    with engine(seed):
+        given = LocalGroup(ranks).run(work)
+    check_combined(given, world, right, [r.x for r in right], [r.topk_weights for r in right])
+
+
+def test_a_handle_is_good_for_any_configuration():
+    """Of its channels each is taken by some warp, however many there are."""
+    world = make_world([13 * SCALE, 8 * SCALE])
+    right = right_of(world)
+
+    def work(buffer, rank):
+        given = send(buffer, rank, world, WIDE)
+        x = to(buffer.transport.device, world.x[rank])
+        for config in (SMALL, WIDE):
+            assert same(buffer.dispatch(x, given[4], config=config)[0], right[rank].x)
+        return buffer.combine(given[0], given[4], given[2], config=SMALL)[:2]
+
+    check_combined(run(2, work), world, right, [r.x for r in right], [r.topk_weights for r in right])
+
+
 # Kernels that are wrong must be found out
 
 
-def fails_under_some_seed(monkeypatch, module, name, fault):
+def fails_under_some_seed(monkeypatch, module, name, fault, tokens=(7, 9), topk=2):
     """With one function of a kernel replaced, some seed gives a wrong result or none."""
     monkeypatch.setattr(module, name, fault)
-    world = make_world([7, 9])
+    world = make_world(tokens, topk=topk)
     right = right_of(world)
 
     def work(buffer, rank):
@@ -449,7 +490,8 @@ def fails_under_some_seed(monkeypatch, module, name, fault):
 
 
 FAULTS = {
-    "rows are announced before they are there": (dispatch, "copied_but_last", lambda: None),
+    "the last rows are announced before they are there": (dispatch, "copied", lambda: None),
+    "the rows before are announced before they are there": (dispatch, "copied_but_last", lambda: None, (30, 30), 4),
     "a row is overwritten before it is sent": (rings, "read", lambda: None),
     "the receiver does not acquire": (dispatch, "ld_acquire_sys_s32", "relaxed"),
     "combine announces rows before they are there": (combine, "copied_but_last", lambda: None),
@@ -464,6 +506,6 @@ FAULTS = {
 def test_a_wrong_kernel_is_found_out(monkeypatch, name):
     from moe_numba.ptx import system
 
-    module, function, fault = FAULTS[name]
+    module, function, fault, *size = FAULTS[name]
     known = {"relaxed": system.ld_relaxed_sys_s32, "relaxed store": system.st_relaxed_sys_s32}
-    assert fails_under_some_seed(monkeypatch, module, function, known.get(fault, fault))
+    assert fails_under_some_seed(monkeypatch, module, function, known.get(fault, fault), *size)

@@ -16,7 +16,7 @@ ROWS = {"bf16": "3584, 0, 8", "fp8": "1792, 56, 8", "plain": "3584", "wide topk"
 
 
 def rings(ranks, record):
-    return f"Rings({ranks}, {WARPS}, 17, Record({record}))"
+    return f"Rings({ranks}, {WARPS}, 4, Record({record}))"
 
 
 @pytest.fixture(scope="module")

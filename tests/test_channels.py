@@ -1,4 +1,4 @@
-"""How channels are dealt out: to few blocks that send and more that receive, each to one warp."""
+"""How tokens are dealt out to channels, and channels to the warps of few blocks that send and more that receive."""
 
 import pytest
 import torch
@@ -9,29 +9,26 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import Config
 from moe_numba.expert_parallel import config as configurations
 from moe_numba.expert_parallel.config import senders_of
-from moe_numba.expert_parallel.rings import part_of_block
+from moe_numba.expert_parallel.rings import first_token
 from moe_numba.launch import launch
 
 
 @cuda.jit
-def parts(out, senders, channels, warps):
-    receives, first, count = part_of_block(senders, channels, warps)
-    block = int32(cuda.blockIdx.x)
-    out[3 * block], out[3 * block + 1], out[3 * block + 2] = int32(1 if receives else 0), first, count
+def deal(first, channels, tokens):
+    for c in range(channels + 1):
+        first[c] = first_token(int32(c), channels, tokens)
 
 
-@pytest.mark.parametrize("blocks, senders, channels, warps", [
-    (2, 1, 15, 15), (4, 2, 30, 15), (24, 12, 180, 15), (24, 10, 150, 15), (24, 9, 133, 15), (132, 12, 180, 15),
-    (7, 2, 3, 2),
-])  # fmt: skip
-def test_every_channel_has_one_sender_and_one_receiver(blocks, senders, channels, warps, device):
-    out = torch.full((3 * blocks,), -1, dtype=torch.int32, device=device)
-    launch(parts, blocks, 1, out, senders, channels, warps)
-    found = {0: [], 1: []}
-    for receives, first, count in out.view(-1, 3).tolist():
-        assert 0 <= count <= warps
-        found[receives] += range(first, first + count)
-    assert found[0] == found[1] == list(range(channels))
+@pytest.mark.parametrize("channels", [1, 2, 3, 5, 8, 30, 720])
+def test_every_token_has_a_channel(channels, device):
+    for tokens in (0, 1, 2, 7, 8, 9, 128, 721, 4096):
+        first = torch.full((channels + 1,), -1, dtype=torch.int32, device=device)
+        launch(deal, 1, 1, first, channels, tokens)
+        lengths = first.diff()
+        assert first[0] == 0 and first[-1] == tokens and (lengths >= 0).all()
+        assert lengths.max() <= max(4, -(-tokens // channels))
+        assert tokens > channels // 4 or lengths.max() <= 1, "few tokens have a channel each"
+        assert tokens > channels or (lengths[-(-channels // 4) :] == 0).all(), "warps begin with those of few tokens"
 
 
 def test_as_many_send_as_fill_the_link():
@@ -42,9 +39,12 @@ def test_as_many_send_as_fill_the_link():
 @pytest.fixture
 def two_senders(monkeypatch):
     monkeypatch.setattr(configurations, "_FILL_THE_LINK", 1)
-    senders_of.cache_clear()
+    caches = senders_of, configurations.channels_of, configurations.slots_of
+    for cached in caches:
+        cached.cache_clear()
     yield
-    senders_of.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba import simulator
+from moe_numba.bench.exchange_sizes import reachable_gpus
 from moe_numba.expert_parallel import document_run, reference
 from moe_numba.expert_parallel.document_regions import SIGNALS_BYTES
 from moe_numba.expert_parallel.document_waits import STATUS
@@ -22,11 +23,9 @@ def combine_sizes():
             ranks=2, devices=None, tokens=11, hidden=64, topk=3, experts=12, num_sms=2, ring=32, chunk=2, warps=2,
             sweep=(), document_sweep=(), loads=(2,), blocks=2, threads=64, sum_blocks=(2,), launches=1, samples=1,
         )  # fmt: skip
-    gpus = torch.cuda.device_count()
-    reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
-    ranks = max(n for n in (2, 4, 8) if n <= max(gpus if reachable else 1, 2))
+    ranks = max(n for n in (2, 4, 8) if n <= max(2, reachable_gpus()))
     return SimpleNamespace(
-        ranks=ranks, devices=list(range(ranks)) if gpus > 1 and reachable else [0] * ranks, tokens=4096, hidden=7168,
+        ranks=ranks, devices=list(range(ranks)) if ranks <= reachable_gpus() else [0] * ranks, tokens=4096, hidden=7168,
         topk=8, experts=256, num_sms=24, ring=256, chunk=CHUNKS[ranks], warps=24 // ranks,
         sweep=(4, 8, 12, 16, 20, 24, 32, 48), document_sweep=(8, 24, 48), loads=(1, 2, 4, 8), blocks=132, threads=512,
         sum_blocks=(12, 132), launches=8, samples=12,

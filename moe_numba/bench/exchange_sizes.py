@@ -7,6 +7,13 @@ import torch
 from moe_numba import simulator
 
 
+def reachable_gpus():
+    """How many GPUs there are, if all of them reach one another's memory; else 1."""
+    gpus = torch.cuda.device_count()
+    reach = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
+    return gpus if reach else 1
+
+
 def dispatch_sizes():
     """What the notebook on dispatch runs here: DeepSeek-V3's rows on all GPUs, a few short ones in the simulator.
 
@@ -18,10 +25,7 @@ def dispatch_sizes():
             document_sweep=(2, 4, 6), ring=4, chunk=2, warps=1, push_rows=8, push_blocks=(1, 2), push_warps=2,
             threads=64, rounds=4, launches=1, samples=1,
         )  # fmt: skip
-    gpus = torch.cuda.device_count()
-    reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
-    shared = gpus < 2 or not reachable
-    ranks = 2 if shared else min(8, gpus)
+    shared, ranks = reachable_gpus() < 2, min(8, max(2, reachable_gpus()))
     # Ranks wait for one another's blocks, of which a multiprocessor holds one: those of all must fit at once.
     room = torch.cuda.get_device_properties(0).multi_processor_count // (ranks if shared else 1)
     return SimpleNamespace(

@@ -4,7 +4,7 @@ import torch
 
 from moe_numba.expert_parallel import checks, combine, dispatch, transport
 from moe_numba.expert_parallel.api import get_dispatch_layout
-from moe_numba.expert_parallel.config import Config, most_warps, rings_for, senders_of
+from moe_numba.expert_parallel.config import CHANNELS_OF_A_WARP, Config, channels_of, most_warps, rings_for, senders_of
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.link import NO_LIMIT, Link
 from moe_numba.expert_parallel.regions import MOST_RANKS, Record
@@ -48,6 +48,7 @@ class Buffer:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes!r}; it must be a positive multiple of 256")
         self.explicitly_destroy = explicitly_destroy
         self._link = Link(self.transport, num_nvl_bytes, timeout)
+        self._channels_of_a_warp = CHANNELS_OF_A_WARP  # notebook 06 shows what another number does
 
     # What DeepEP's class has as well
 
@@ -181,11 +182,7 @@ class Buffer:
         checks.number("expert_alignment", expert_alignment, 1, 1 << 20)
         tokens, hidden = x.shape
         topk = 0 if topk_idx is None else topk_idx.shape[1]
-        warps = most_warps(2 * hidden)
-        senders = senders_of(config.num_sms, self.group_size)
-        channels = senders * warps
-        record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
-        shape, ring_words = rings_for(config, self.group_size, warps, channels, record, link.half)
+        warps, senders = most_warps(2 * hidden), senders_of(config.num_sms, self.group_size)
         if handle is None:
             checks.layout(
                 num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device
@@ -195,12 +192,15 @@ class Buffer:
             if topk_idx is not None or num_worst_tokens:
                 raise ValueError("with a handle, topk_idx, topk_weights and num_worst_tokens must not be given")
             checks.handle(handle, self.group_size, x.device, tokens)
-            if handle[1].shape[1] != channels:
-                raise ValueError(
-                    f"handle has {handle[1].shape[1]} channels, the configuration {channels}: num_sms and hidden must "
-                    f"be those of the dispatch that gave it"
-                )
             experts = 1
+        if handle is None:
+            channels = channels_of(config.num_sms, self.group_size, 2 * hidden, self._channels_of_a_warp)
+        else:
+            channels = handle[1].shape[1]
+        record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
+        shape, ring_words = rings_for(
+            config, self.group_size, warps, channels, record, link.half, x.element_size()
+        )
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             # All that needs no count comes first: the rest is what a user waits for.
             start = link.kernel(
@@ -215,7 +215,7 @@ class Buffer:
             else:
                 rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
             given = (
-                senders, link.rings, ring_words, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
+                senders, channels, link.rings, ring_words, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
                 at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
             )  # fmt: skip
             if handle is None:
@@ -283,14 +283,8 @@ class Buffer:
         checks.returning(x, topk_weights, biases, len(recv_source), tokens, self.transport.device)
         hidden, topk = x.shape[1], 0 if topk_weights is None else topk_weights.shape[1]
         channels, senders = channel_prefix.shape[1], senders_of(config.num_sms, self.group_size)
-        warps = -(-channels // senders)
-        if warps > most_warps(2 * hidden):
-            least = 2 * -(-channels // most_warps(2 * hidden))  # with half of them sending
-            raise ValueError(
-                f"num_sms is {config.num_sms}; for the {channels} channels of this handle it must be {least} or more"
-            )
         record = Record(hidden // 2, topk, 0, source=False)
-        shape, ring_words = rings_for(config, self.group_size, warps, channels, record, link.half)
+        shape, ring_words = rings_for(config, self.group_size, most_warps(2 * hidden), channels, record, link.half)
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)

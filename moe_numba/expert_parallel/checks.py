@@ -2,6 +2,8 @@
 
 import torch
 
+from moe_numba.expert_parallel.regions import MOST_CHANNELS
+
 _SCALE_TYPES = (torch.float32, torch.int32)
 
 
@@ -90,6 +92,8 @@ def handle(given, ranks, device, tokens=None):
         raise TypeError("handle must be the tuple of 6 tensors that dispatch gave")
     rank_prefix, channel_prefix, recv_channel_prefix, source, is_in_rank, send_head = given
     tokens, channels = len(send_head) if tokens is None else tokens, channel_prefix.shape[-1]
+    if not 1 <= channels <= MOST_CHANNELS:
+        raise ValueError(f"handle's channel_prefix_matrix has {channels} channels; 1 to {MOST_CHANNELS} are allowed")
     tensor("handle's rank_prefix_matrix", rank_prefix, (ranks, ranks), torch.int32, device)
     tensor("handle's channel_prefix_matrix", channel_prefix, (ranks, channels), torch.int32, device)
     tensor("handle's recv_channel_prefix_matrix", recv_channel_prefix, (ranks, channels), torch.int32, device)

@@ -1,24 +1,26 @@
 """The combine kernel: rows travel back through rings, and a token's rows are added up on the token's own rank.
 
-As in dispatch a warp is a channel, and the first blocks send. A sending warp serves its channel's rings by turns, and
-passes over one that is full: if it waited there, ranks could wait for one another in a circle. A receiving warp takes
-its tokens in order, waits until a token's rows are there from all ranks that got it, and adds them up in the order of
-the ranks, in float32, rounded once: the same bits at every call. A rank's own rows take no ring.
+As in dispatch warps have channels, one after the other, and the first blocks send. A sending warp serves its channel's
+rings by turns, and passes over one that is full: if it waited there, ranks could wait for one another in a circle. A
+receiving warp takes its tokens in order, waits until a token's rows are there from all ranks that got it, and adds them
+up in the order of the ranks, in float32, rounded once: the same bits at every call. A rank's own rows take no ring.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.publish import FULL, make_publish
+from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish, wait_until_told
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.rings import (
     copied,
     copied_but_last,
+    first_channel,
     first_token,
+    leave,
     make_fetch,
+    next_channel,
     own_rows_before,
-    part_of_block,
     prepare,
     read,
     rows_of_channel,
@@ -28,74 +30,92 @@ from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, since
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.memory import griddepcontrol_wait
-from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
 
 
 @cache
 def make_send(shape):
     """``send``: what a warp of the first blocks does."""
-    ranks, slots, record, progress_at = shape.num_ranks, shape.slots, shape.record, shape.progress
-    fetch, land = make_fetch(shape.bar)
+    ranks, warps, slots, record = shape.num_ranks, shape.warps, shape.slots, shape.record
+    progress_at, told_at, (fetch, land) = shape.progress, shape.told, make_fetch(shape.bar)
     head_at, sent_at = regions(ranks).head(True), sent(True)
     row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
     row_bytes, record_bytes, weights_at = 4 * record.row, 4 * record.words, record.row
 
     @cuda.jit(device=True)
     def send(
-        smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience, x, weights,
-        rank_prefix, recv_channel_prefix,
+        smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status, patience, x,
+        weights, rank_prefix, recv_channel_prefix,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        to = lane if lane < ranks else int32(0)
+        to, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
         theirs = pointer_from_address(peers[to], mine)
-        stage, parity = int32(warp * stage_words), uint32(0)
-        first, here = uint32(state[sent_at + channel * ranks + to]), lane < ranks and lane != rank
-        put = first
-        head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
-        room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
-        left, row = rows_of_channel(rank_prefix, recv_channel_prefix, to, rank, ranks, channel, channels)
-        left = left if here else int32(0)
-        start = uint64(0)
-        while cuda.any_sync(FULL, left > 0):
-            if left > 0 and uint32(put - head) >= room:
-                head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
-                fence_proxy_async()  # this lane's copies come after what it has just seen
-            goes = left > 0 and uint32(put - head) < room
-            mask = uint32(cuda.ballot_sync(FULL, goes))
-            for d in range(ranks):  # a row for each rank that has space
-                if mask >> uint32(d) & uint32(1):
-                    from_row = int64(cuda.shfl_sync(FULL, row, d))
-                    fetch(smem, bars, warp, lane, stage, x, from_row * row_words, row_bytes)
-                    for i in range(lane, topk, 32):
-                        smem[int32(stage + weights_at + i)] = weights[from_row * topk + i]
-                    fence_proxy_async_shared()
-                    parity = land(bars, warp, parity)
-                    if lane == d:
-                        slot = int64(uint32(put - first) % uint32(slots)) * stride
-                        ring = rings_at + int64(channel * ranks + rank) * ring_words
-                        bulk_store(theirs, ring + slot, smem, stage, record_bytes)
-                        bulk_commit_group()
-                        room = uint32(slots)
-            # What was sent before has arrived, but perhaps not the last row.
-            if goes:
-                copied_but_last()
-                st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(put))
-                put, left, row = uint32(put + uint32(1)), int32(left - 1), int32(row + 1)
-            elif here:
-                copied()
-                st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(put))
+        stage, parity, turn, follows = int32(warp * stage_words), uint32(0), int32(0), True
+        # The last channel's last rows are on their way when the next channel begins: their word is left later.
+        owes, last_word, last_channel, last_put = False, int32(0), int32(0), uint32(0)
+        while follows and channel < channels:
+            left, row, after = rows_of_channel(rank_prefix, recv_channel_prefix, to, rank, ranks, channel, channels)
+            follows = cuda.any_sync(FULL, here and after > 0) != 0
+            first = uint32(state[sent_at + channel * ranks + to])
+            put, word = first, int32((turn * warps + warp) * ranks + lane)
+            head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
+            room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
+            left, start = left if here else int32(0), uint64(0)
+            if here:
+                wait_until_told(bars, progress_at + word, told_at + word)
             cuda.syncwarp()
-            if mask != uint32(0):
-                start = uint64(0)
-            else:
-                start, full = since(start), left > 0
-                if warp_gives_up(start, patience, full, state, status, COMBINE_SPACE, rank, channel, lane, head, put):
-                    break
+            while cuda.any_sync(FULL, left > 0):
+                if left > 0 and uint32(put - head) >= room:
+                    head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
+                    fence_proxy_async()  # this lane's copies come after what it has just seen
+                goes = left > 0 and uint32(put - head) < room
+                mask = uint32(cuda.ballot_sync(FULL, goes))
+                for d in range(ranks):  # a row for each rank that has space
+                    if mask >> uint32(d) & uint32(1):
+                        from_row = int64(cuda.shfl_sync(FULL, row, d))
+                        fetch(smem, bars, warp, lane, stage, x, from_row * row_words, row_bytes)
+                        for i in range(lane, topk, 32):
+                            smem[int32(stage + weights_at + i)] = weights[from_row * topk + i]
+                        fence_proxy_async_shared()
+                        parity = land(bars, warp, parity)
+                        if lane == d:
+                            slot = int64(uint32(put - first) % uint32(slots)) * stride
+                            ring = rings_at + int64(channel * ranks + rank) * ring_words
+                            bulk_store(theirs, ring + slot, smem, stage, record_bytes)
+                            bulk_commit_group()
+                            room = uint32(slots)
+                # What was sent before has arrived, but perhaps not the last row.
+                if goes:
+                    copied_but_last()
+                elif here:
+                    copied()
+                if owes:
+                    leave_word(bars, last_word, last_channel, last_put)
+                    owes = False
+                if here:
+                    leave_word(bars, progress_at + word, channel, put)
+                if goes:
+                    put, left, row = uint32(put + uint32(1)), int32(left - 1), int32(row + 1)
+                cuda.syncwarp()
+                if mask != uint32(0):
+                    start = uint64(0)
+                else:
+                    start, full = since(start), left > 0
+                    if warp_gives_up(
+                        start, patience, full, state, status, COMBINE_SPACE, rank, channel, lane, head, put
+                    ):
+                        follows = False
+                        break
+            if here:
+                state[sent_at + channel * ranks + to] = int32(put)
+                if put != first:
+                    owes, last_word, last_channel, last_put = True, progress_at + word, channel, put
+                    turn = int32(turn ^ 1)
+            if follows:
+                channel = next_channel(state, False, blocks, warps, lane)
         copied()
-        if here:
-            st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(put))
-            state[sent_at + channel * ranks + to] = int32(put)
+        if owes:
+            leave_word(bars, last_word, last_channel, last_put)
 
     return send
 
@@ -103,69 +123,78 @@ def make_send(shape):
 @cache
 def make_receive(shape, biases):
     """``receive``: what a warp of the other blocks does."""
-    ranks, slots, progress_at = shape.num_ranks, shape.slots, shape.progress
+    ranks, warps, slots, row_words = shape.num_ranks, shape.warps, shape.slots, shape.record.row
+    progress_at, told_at, (fetch, land) = shape.progress, shape.told, make_fetch(shape.bar)
     tail_at, taken_at = regions(ranks).tail(True), taken(True)
-    row_words, row_bytes, stride = shape.record.row, 4 * shape.record.row, shape.record.stride
-    stage_words, (fetch, land) = lines(shape.record.words), make_fetch(shape.bar)
+    row_bytes, stride, stage_words = 4 * row_words, shape.record.stride, lines(shape.record.words)
     add_up, add_weights = make_add_up(shape, biases), make_add_weights(shape)
 
     @cuda.jit(device=True)
     def receive(
-        smem, bars, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x, weights, tokens,
-        before, send_head, bias_0, bias_1, out, out_weights,
+        smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience, x, weights,
+        tokens, rank_prefix, channel_prefix, send_head, bias_0, bias_1, out, out_weights,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        source, ring = lane if lane < ranks else int32(0), rings_at + int64(channel * ranks + lane) * ring_words
-        stage, parity = int32(warp * stage_words), uint32(0)
-        first, here = uint32(state[taken_at + channel * ranks + source]), lane < ranks and lane != rank
-        got, tail = first, first
-        t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-        follows = send_head[int64(t) * ranks + source] if lane < ranks and t < end else int32(-1)
-        ready = int32(1)
-        while t < end:
-            nth = follows
-            own = cuda.shfl_sync(FULL, nth, rank)
-            own_row = int64(before + own)
-            if own >= 0:
-                fetch(smem, bars, warp, lane, stage, x, own_row * row_words, row_bytes)
-            else:
-                read()  # the last sum is on its way
-            wanted = uint32(first + uint32(nth))
-            start, waits = uint64(0), int32(1)
-            while waits != 0:
-                missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
-                if missing:
-                    tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
-                    missing = int32(uint32(tail - wanted)) <= 0
-                waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
-                if waits != 0:
-                    start = since(start)
-                    if warp_gives_up(
-                        start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail
-                    ):
-                        ready = waits = int32(0)
-            follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
-            if own >= 0:
-                parity = land(bars, warp, parity)
-            if ready == 0:
-                break
-            cuda.syncwarp()  # what one lane has acquired all may read
-            mask, to = uint32(cuda.ballot_sync(FULL, nth >= 0)), int64(t) * row_words
-            begins = ring + int64(uint32(nth) % uint32(slots)) * stride
-            add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, to)
-            add_weights(mine, begins, mask, rank, lane, weights, own_row, out_weights, t)
-            fence_proxy_async_shared()
-            cuda.syncwarp()  # all have read the rows, and the sum is whole
-            if lane == 0:
-                bulk_store(out, to, smem, stage, row_bytes)
-                bulk_commit_group()
-            if here and nth >= 0:
-                got = uint32(wanted + uint32(1))
-                st_release_cta_shared_s32(smem, progress_at + warp * ranks + lane, int32(got))
-            t = int32(t + 1)
+        source, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
+        stage, parity, turn, goes_on = int32(warp * stage_words), uint32(0), int32(0), True
+        while goes_on and channel < channels:
+            t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
+            goes_on = end < tokens
+            before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
+            first = uint32(state[taken_at + channel * ranks + source])
+            got, tail, ring = first, first, rings_at + int64(channel * ranks + lane) * ring_words
+            word = int32((turn * warps + warp) * ranks + lane)
+            follows = send_head[int64(t) * ranks + source] if lane < ranks and t < end else int32(-1)
+            if here:
+                wait_until_told(bars, progress_at + word, told_at + word)
+            cuda.syncwarp()
+            while t < end:
+                nth = follows
+                own = cuda.shfl_sync(FULL, nth, rank)
+                own_row = int64(before + own)
+                if own >= 0:
+                    fetch(smem, bars, warp, lane, stage, x, own_row * row_words, row_bytes)
+                else:
+                    read()  # the last sum is on its way
+                wanted = uint32(first + uint32(nth))
+                start, waits, ready = uint64(0), int32(1), int32(1)
+                while waits != 0:
+                    missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
+                    if missing:
+                        tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
+                        missing = int32(uint32(tail - wanted)) <= 0
+                    waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
+                    if waits != 0:
+                        start = since(start)
+                        if warp_gives_up(
+                            start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail
+                        ):
+                            waits = ready = int32(0)
+                follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
+                if own >= 0:
+                    parity = land(bars, warp, parity)
+                if ready == 0:
+                    goes_on = False
+                    break
+                cuda.syncwarp()  # what one lane has acquired all may read
+                mask, to = uint32(cuda.ballot_sync(FULL, nth >= 0)), int64(t) * row_words
+                begins = ring + int64(uint32(nth) % uint32(slots)) * stride
+                add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, to)
+                add_weights(mine, begins, mask, rank, lane, weights, own_row, out_weights, t)
+                fence_proxy_async_shared()
+                cuda.syncwarp()  # all have read the rows, and the sum is whole
+                if lane == 0:
+                    bulk_store(out, to, smem, stage, row_bytes)
+                    bulk_commit_group()
+                if here and nth >= 0:
+                    got = uint32(wanted + uint32(1))
+                    leave_word(bars, progress_at + word, channel, got)
+                t = int32(t + 1)
+            if here:
+                state[taken_at + channel * ranks + source] = int32(got)
+            if goes_on:
+                channel, turn = next_channel(state, True, blocks, warps, lane), int32(turn ^ 1)
         copied()
-        if here:
-            state[taken_at + channel * ranks + source] = int32(got)
 
     return receive
 
@@ -177,9 +206,8 @@ def make_combine(shape, biases):
     The first ``senders`` blocks send, half at most.
     """
     ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
-    progress_at, said_at, done_at = shape.progress, shape.said, shape.done
+    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
-    sent_at, taken_at = sent(True), taken(True)
     send, receive, publish = make_send(shape), make_receive(shape, biases), make_publish(shape)
 
     @cuda.jit
@@ -190,33 +218,27 @@ def make_combine(shape, biases):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        receives, first_channel, count = part_of_block(senders, channels, warps)
-        channel = int32(first_channel + warp)
+        receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        prepare(
-            smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state,
-            int32((taken_at if receives else sent_at) + first_channel * ranks), count,
-        )
+        prepare(smem, bars, bar, progress_at, told_at, done_at, warps, ranks)
         if ld_volatile_s32(state, LOST) != 0:
             pass  # something went wrong before
         elif warp == warps:
-            publish(smem, lane, rank, first_channel, head_at if receives else tail_at, mine, peers)
+            publish(smem, bars, lane, rank, head_at if receives else tail_at, mine, peers)
         else:
-            if warp < count:
-                if receives:
-                    before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
-                    receive(
-                        smem, bars, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, x,
-                        weights, tokens, before, send_head, bias_0, bias_1, out, out_weights,
-                    )
-                else:
-                    send(
-                        smem, bars, channel, channels, rank, rings_at, ring_words, mine, peers, state, status, patience,
-                        x, weights, rank_prefix, recv_channel_prefix,
-                    )
+            if receives:
+                receive(
+                    smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience, x,
+                    weights, tokens, rank_prefix, channel_prefix, send_head, bias_0, bias_1, out, out_weights,
+                )
+            else:
+                send(
+                    smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status,
+                    patience, x, weights, rank_prefix, recv_channel_prefix,
+                )
             cuda.syncwarp()
             if lane == 0:
-                st_release_cta_shared_s32(smem, done_at + warp, 1)
+                leave(smem, state, done_at, warp, warps)
 
     return combine
 

@@ -9,6 +9,7 @@ from moe_numba.expert_parallel.rings import Rings
 
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
 _MOST_WARPS = 2 if simulator.ENABLED else 16
+CHANNELS_OF_A_WARP = 4
 _MOST_TOPK = 32
 _FILL_THE_LINK = 8  # multiprocessors, by bulk copies: notebook 05
 _REDUCERS = 23  # warps of the document's combine that add up at the same time
@@ -25,8 +26,9 @@ class Config:
     num_max_nvl_chunked_send_tokens : int
         Rows that a sender may put into a ring before it says so; 1 or more. These kernels say so as soon as they can.
     num_max_nvl_chunked_recv_tokens : int
-        Rows that the rings from one rank to one multiprocessor hold together; at least 22 more than the chunk: with
-        fewer DeepEP's combine hangs, since its 23 adding warps may hold on to as many rows.
+        Rows of bfloat16 that the rings from one rank to one multiprocessor hold together, of FP8 twice as many; at
+        least 22 more than the chunk: with fewer DeepEP's combine hangs, since its 23 adding warps may hold on to as
+        many rows.
     """
 
     num_sms: int = 20
@@ -51,26 +53,40 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
         """Bytes of a buffer that is large enough for rows of so many bytes, dispatched and combined."""
         record = Record(-(-hidden_bytes // 4), -(-hidden_bytes // 128), _MOST_TOPK)
-        warps = most_warps(hidden_bytes)
-        slots = max(1, self.num_max_nvl_chunked_recv_tokens // warps)
-        return 2 * 4 * senders_of(self.num_sms, num_ranks) * warps * num_ranks * slots * record.stride
+        channels = channels_of(self.num_sms, num_ranks, hidden_bytes)
+        return 2 * 4 * channels * num_ranks * slots_of(self, num_ranks, channels) * record.stride
 
 
 @cache
 def senders_of(num_sms, num_ranks):
     """How many of the multiprocessors send: as many as fill the link, half at most.
 
-    Eight fill it, if all that they carry leaves. With more of them rows only wait for one another. Senders of dispatch
-    also carry half of a rank's own rows, one for every ``num_ranks - 1`` that leave.
+    Eight fill it, if all that they carry leaves. Senders of dispatch also carry half of a rank's own rows, one for
+    every ``num_ranks - 1`` that leave. More of them need more rings, and gain nothing: who does not send can receive.
     """
     others = max(1, num_ranks - 1)
     return min(num_sms // 2, -(-_FILL_THE_LINK * (2 * others + 1) // (2 * others)))
 
 
 @cache
+def channels_of(num_sms, num_ranks, hidden_bytes, of_a_warp=CHANNELS_OF_A_WARP):
+    """Into how many channels a rank's tokens are dealt out: some for each sending warp.
+
+    A warp takes one, and then the next that nobody has begun with, for not all multiprocessors send at the same rate.
+    """
+    return of_a_warp * senders_of(num_sms, num_ranks) * most_warps(hidden_bytes)
+
+
+@cache
+def slots_of(config, num_ranks, channels):
+    """Rows that one ring holds, of all that lead from a rank to a multiprocessor."""
+    return max(1, config.num_max_nvl_chunked_recv_tokens * senders_of(config.num_sms, num_ranks) // channels)
+
+
+@cache
 def most_warps(hidden_bytes):
     """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it; 1 to 16."""
-    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 4 * (2 * MOST_RANKS + 1)
+    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 32 * MOST_RANKS + 8
     warps = min(_MOST_WARPS, _SHARED_BYTES // room)
     if warps < 1:
         raise ValueError(f"x has rows of {hidden_bytes // 2} elements; in bfloat16 one must fit {_SHARED_BYTES} bytes")
@@ -78,13 +94,13 @@ def most_warps(hidden_bytes):
 
 
 @cache
-def rings_for(config, num_ranks, warps, channels, record, words):
+def rings_for(config, num_ranks, warps, channels, record, words, element_bytes=2):
     """The rings of an operation, as large as the configuration and so many words of memory allow.
 
     Also the words from ring to ring: the same for rows of all kinds, so that no two rings ever share memory.
     """
     ring_words = words // (channels * num_ranks) // LINE * LINE
-    slots = min(max(1, config.num_max_nvl_chunked_recv_tokens // warps), ring_words // record.stride)
+    slots = min(slots_of(config, num_ranks, channels) * 2 // element_bytes, ring_words // record.stride)
     if slots < 1:
         least = 2 * 4 * channels * num_ranks * record.stride
         raise ValueError(

@@ -10,7 +10,9 @@ from functools import cache
 
 from numba import cuda, int32, int64
 
+from moe_numba.expert_parallel.publish import FULL
 from moe_numba.expert_parallel.regions import BARRIERS, EXCHANGES, MOST_CHANNELS, MOST_EXPERTS, regions
+from moe_numba.expert_parallel.rings import tokens_of_channels
 from moe_numba.expert_parallel.waiting import BARRIER, COUNTS, MISCOUNT, TOO_MANY, give_up, out_of_patience
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
@@ -22,7 +24,7 @@ from moe_numba.ptx.system import (
     st_release_sys_s32,
 )
 
-FULL = 0xFFFFFFFF
+_AT_ONCE = 4  # loads on their way
 
 
 @cuda.jit(device=True)
@@ -59,23 +61,26 @@ def make_notify_dispatch(num_ranks, threads):
         for c in range(t, channels, threads):
             counts[c] = int32(0)
         cuda.syncthreads()
+        each = int32(tokens_of_channels(channels, tokens))
         for token in range(t, tokens, threads):
             if is_token_in_rank[int64(token) * num_ranks + to] != 0:
-                channel = int32((int64(token + 1) * channels - 1) // tokens)
-                cuda.atomic.add(counts, channel, int32(1))
+                cuda.atomic.add(counts, int32(token // each), int32(1))
         cuda.syncthreads()
-        if t < 32:  # one warp adds up
-            before = int32(0)
-            for c in range(t, channels + t, 32):  # the same number of rounds for all lanes
-                mine_or_none = counts[c] if c < channels else int32(0)
-                total = mine_or_none
-                for s in range(5):
-                    lower = cuda.shfl_up_sync(FULL, total, 1 << s)
-                    if t >= 1 << s:
-                        total = int32(total + lower)
-                if c < channels:
-                    counts[c] = int32(before + total)
-                before = int32(before + cuda.shfl_sync(FULL, total, 31))
+        if t < 32:  # one warp adds up, a lane some neighbours
+            part = int32((channels + 31) // 32 | 1)  # odd: no two lanes of a bank
+            first, last = min(channels, int32(t * part)), min(channels, int32((t + 1) * part))
+            own = int32(0)
+            for c in range(first, last):
+                own = int32(own + counts[c])
+            total = own
+            for s in range(5):
+                lower = cuda.shfl_up_sync(FULL, total, 1 << s)
+                if t >= 1 << s:
+                    total = int32(total + lower)
+            total = int32(total - own)
+            for c in range(first, last):
+                total = int32(total + counts[c])
+                counts[c] = total
         cuda.syncthreads()
         theirs = pointer_from_address(peers[to], mine)
         at = counts_at + int32((exchange & 1) * num_ranks + rank) * counts_stride
@@ -111,9 +116,17 @@ def make_notify_dispatch(num_ranks, threads):
             for s in range(num_ranks):
                 total = int32(total + mine[at + s * counts_stride + r])
                 rank_prefix[int32(s * num_ranks + r)] = total
-        for i in range(t, num_ranks * channels, threads):
-            s = int32(i // channels)
-            recv_channel_prefix[i] = mine[at + s * counts_stride + num_ranks + MOST_EXPERTS + (i - s * channels)]
+        some = cuda.local.array(_AT_ONCE, int32)
+        for first in range(t, num_ranks * channels, _AT_ONCE * threads):
+            for u in range(_AT_ONCE):
+                i = int32(first + u * threads)
+                if i < num_ranks * channels:
+                    s = int32(i // channels)
+                    some[u] = mine[at + s * counts_stride + num_ranks + MOST_EXPERTS + (i - s * channels)]
+            for u in range(_AT_ONCE):
+                i = int32(first + u * threads)
+                if i < num_ranks * channels:
+                    recv_channel_prefix[i] = some[u]
         if has_counters != 0:
             for e in range(t, experts, threads):
                 total = int32(0)

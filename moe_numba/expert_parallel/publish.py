@@ -3,31 +3,49 @@
 A release at system scope holds a thread up for more than a microsecond, for it waits until everything that its whole
 multiprocessor has written is known everywhere. A warp that carries rows would lose more by that than by carrying them.
 So they only leave word in shared memory, and one warp, which carries nothing, fences once for all of them.
+
+A word has 8 bytes: a channel, and how far one of its rings is. They are stored as one, so that a channel is never taken
+for another. A warp has two for each rank, for its channels by turns: so it can go on while the last one is told.
 """
 
 from functools import cache
 
-from numba import cuda, int32
+from numba import cuda, int32, uint32, uint64
 
-from moe_numba.ptx.shared_flags import ld_acquire_cta_shared_s32, poll_acquire_cta_shared_s32
+from moe_numba.ptx.shared_flags import (
+    ld_acquire_cta_shared_u64,
+    poll_acquire_cta_shared_s32,
+    poll_acquire_cta_shared_u64,
+    st_release_cta_shared_u64,
+)
 from moe_numba.ptx.system import fence_acq_rel_sys, pointer_from_address, st_relaxed_sys_s32
 
 FULL = 0xFFFFFFFF
 
 
+@cuda.jit(device=True)
+def leave_word(words, at, channel, count):
+    """Leave word how far a ring of a channel is."""
+    st_release_cta_shared_u64(words, at, uint64(uint64(channel + 1) << uint64(32) | uint64(uint32(count))))
+
+
+@cuda.jit(device=True)
+def wait_until_told(words, at, told):
+    """Before word of another channel is left: what was left of the last but one must be known."""
+    while poll_acquire_cta_shared_u64(words, told) != words[at]:
+        pass
+
+
 @cache
 def make_publish(shape):
-    """``publish``, until all warps are done: what each wrote at ``progress`` goes to a flag of the rank concerned.
-
-    What was told last lies at ``said``. It was set down before any warp began: to look at it only now would be late.
-    """
-    ranks, items, warps = shape.num_ranks, shape.warps * shape.num_ranks, shape.warps
-    progress_at, said_at, done_at = shape.progress, shape.said, shape.done
+    """``publish``, until all warps are done: word that each left goes to a flag of the rank concerned."""
+    ranks, items, warps = shape.num_ranks, 2 * shape.warps * shape.num_ranks, shape.warps
+    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     rounds = -(-items // 32)
 
     @cuda.jit(device=True)
-    def publish(smem, lane, rank, first_channel, flags_at, mine, peers):
-        now = cuda.local.array(rounds, int32)
+    def publish(smem, words, lane, rank, flags_at, mine, peers):
+        now = cuda.local.array(rounds, uint64)
         going = int32(1)
         while going != 0:
             done = lane >= warps or poll_acquire_cta_shared_s32(smem, done_at + lane) != 0
@@ -36,16 +54,16 @@ def make_publish(shape):
             for j in range(rounds):
                 item = int32(32 * j + lane)
                 if item < items:
-                    now[j] = ld_acquire_cta_shared_s32(smem, progress_at + item)
-                    news = news or now[j] != smem[int32(said_at + item)]
+                    now[j] = ld_acquire_cta_shared_u64(words, progress_at + item)
+                    news = news or now[j] != words[int32(told_at + item)]
             if cuda.any_sync(FULL, news):
                 fence_acq_rel_sys()
                 for j in range(rounds):
                     item = int32(32 * j + lane)
-                    if item < items and now[j] != smem[int32(said_at + item)]:
-                        channel, to = int32(first_channel + item // ranks), int32(item % ranks)
+                    if item < items and now[j] != words[int32(told_at + item)]:
+                        channel, to = int32(int32(now[j] >> uint64(32)) - 1), int32(item % ranks)
                         theirs = pointer_from_address(peers[to], mine)
-                        st_relaxed_sys_s32(theirs, flags_at + channel * ranks + rank, now[j])
-                        smem[int32(said_at + item)] = now[j]
+                        st_relaxed_sys_s32(theirs, flags_at + channel * ranks + rank, int32(uint32(now[j])))
+                        st_release_cta_shared_u64(words, told_at + item, now[j])
 
     return publish

@@ -58,9 +58,11 @@ def regions(num_ranks):
     return Regions(num_ranks, ready, arrived, counts, counts_stride, flags, flags_stride, flags + 4 * flags_stride)
 
 
-# The state, in words: whether this rank has given up, its barriers, and the exchanges of each block of the notify.
+# The state, in words: whether this rank has given up, its barriers, and the exchanges of each block of the notify. Then
+# how many channels senders and receivers have asked for in this launch, and how many blocks ask for no more.
 LOST, BARRIERS, EXCHANGES = 0, 1, 2
-_ENDS = LINE
+ASKED, AT_END = LINE, LINE + 2
+_ENDS = 2 * LINE
 
 
 def sent(combine):

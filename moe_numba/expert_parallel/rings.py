@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from functools import cache
 
-from numba import cuda, int32, int64, uint32
+from numba import cuda, int32, uint32, uint64
 
-from moe_numba.expert_parallel.regions import Record, lines
+from moe_numba.expert_parallel.publish import FULL
+from moe_numba.expert_parallel.regions import ASKED, AT_END, Record, lines
 from moe_numba.ptx.bulk import bulk_load, make_bulk_wait_group, make_bulk_wait_group_read
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
+from moe_numba.ptx.system import fence_acq_rel_gpu
 
 copied, copied_but_last, read = make_bulk_wait_group(0), make_bulk_wait_group(1), make_bulk_wait_group_read(0)
 
@@ -28,23 +32,23 @@ class Rings:
 
     @property
     def progress(self):
-        """Where warps say how far each of their rings is, in words, behind the barriers."""
-        return 2 * (self.bar + self.warps)
+        """Where warps leave word how far each ring of their channels is, in 8 bytes, behind the barriers."""
+        return self.bar + self.warps
 
     @property
-    def said(self):
-        """Where the last warp keeps what of it the other ranks know, in words."""
-        return self.progress + self.warps * self.num_ranks
+    def told(self):
+        """Where the last warp keeps what of it the other ranks know, in 8 bytes."""
+        return self.progress + 2 * self.warps * self.num_ranks
 
     @property
     def done(self):
-        """Where warps say that they are done, in words."""
-        return self.said + self.warps * self.num_ranks
+        """Where warps say that they are done, in words; behind it how many are."""
+        return 2 * (self.told + 2 * self.warps * self.num_ranks)
 
     @property
     def shared_bytes(self):
         """Of a block."""
-        return 4 * (self.done + self.warps)
+        return 4 * (self.done + self.warps + 1)
 
     @property
     def threads(self):
@@ -53,20 +57,30 @@ class Rings:
 
 
 @cuda.jit(device=True)
+def tokens_of_channels(channels, tokens):
+    """How many tokens a channel has, but for the last ones, which may have fewer or none.
+
+    Of few tokens the first quarter of the channels, with which warps begin, gets up to four each before others get any.
+    """
+    tokens, channels = uint32(tokens), uint32(channels)
+    first_quarter = (uint32(4) * tokens + channels - uint32(1)) // channels if tokens <= channels else uint32(4)
+    return max(min(uint32(4), first_quarter), (tokens + channels - uint32(1)) // channels)
+
+
+@cuda.jit(device=True)
 def first_token(channel, channels, tokens):
     """The first token of a channel; of the channel after the last, the number of tokens."""
-    return int32(int64(channel) * tokens // channels)
+    return int32(min(uint32(tokens), uint32(channel) * tokens_of_channels(channels, tokens)))
 
 
 @cuda.jit(device=True)
 def rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, channel, channels):
-    """How many rows a rank gets of another's channel, and which of its rows is the first."""
+    """How many rows a rank gets of another's channel, which of its rows is the first, and how many come after them."""
     before = rank_prefix[int32((source - 1) * ranks + rank)] if source > 0 else int32(0)
     begin = recv_channel_prefix[int32(source * channels + channel)]
-    end = int32(rank_prefix[int32(source * ranks + rank)] - before)
-    if channel + 1 < channels:
-        end = recv_channel_prefix[int32(source * channels + channel + 1)]
-    return int32(end - begin), int32(before + begin)
+    all_of_it = int32(rank_prefix[int32(source * ranks + rank)] - before)
+    end = recv_channel_prefix[int32(source * channels + channel + 1)] if channel + 1 < channels else all_of_it
+    return int32(end - begin), int32(before + begin), int32(all_of_it - end)
 
 
 @cuda.jit(device=True)
@@ -79,28 +93,46 @@ def own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
 
 
 @cuda.jit(device=True)
-def part_of_block(senders, channels, warps):
-    """Whether a block receives, its first channel, and how many it has: a warp for each. The first blocks send."""
+def first_channel(senders, warp):
+    """Whether a block receives, how many blocks do as it does, and the channel that a warp begins with.
+
+    The first blocks send. To begin with, each block has channels of its own; of few channels each gets some.
+    """
     block = int32(cuda.blockIdx.x)
     receives = block >= senders
-    receivers = int32(int32(cuda.gridDim.x) - senders)
-    most = int32((channels + receivers - 1) // receivers) if receives else warps
-    first = int32((block - senders if receives else block) * most)
-    return receives, first, max(int32(0), min(most, int32(channels - first)))
+    blocks = int32(int32(cuda.gridDim.x) - senders) if receives else senders
+    return receives, blocks, int32(warp * blocks + (block - senders if receives else block))
 
 
 @cuda.jit(device=True)
-def prepare(smem, bars, bar, progress_at, said_at, done_at, warps, ranks, state, ends, channels):
-    """Make a block's barriers, and set down how far the rings of its channels were at the end of the last launch."""
+def next_channel(state, receives, blocks, warps, lane):
+    """The first channel that nobody has asked for, after those with which warps begin."""
+    asked = atom_add_relaxed_gpu_s32(state, ASKED + (1 if receives else 0), 1) if lane == 0 else int32(0)
+    return int32(blocks * warps + cuda.shfl_sync(FULL, asked, 0))
+
+
+@cuda.jit(device=True)
+def leave(smem, state, done_at, warp, warps):
+    """What a warp does at its end: the last of a block, and of all blocks, prepares the next launch."""
+    st_release_cta_shared_s32(smem, done_at + warp, 1)
+    if cuda.atomic.add(smem, int32(done_at + warps), int32(1)) == warps - 1:
+        fence_acq_rel_gpu()
+        if atom_add_relaxed_gpu_s32(state, AT_END, 1) == int32(cuda.gridDim.x) - 1:
+            fence_acq_rel_gpu()
+            state[ASKED] = state[int32(ASKED + 1)] = state[AT_END] = int32(0)
+
+
+@cuda.jit(device=True)
+def prepare(smem, bars, bar, progress_at, told_at, done_at, warps, ranks):
+    """Make a block's barriers; nothing has been told, and nobody is done."""
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
         for w in range(warps):
             mbarrier_init(bars, bar + w, 1)
         fence_mbarrier_init()
-    if thread < warps * ranks:
-        far = state[int32(ends + thread)] if thread < channels * ranks else int32(0)
-        smem[int32(progress_at + thread)] = smem[int32(said_at + thread)] = far
-    if thread < warps:
+    for i in range(thread, 2 * warps * ranks, int32(cuda.blockDim.x)):
+        bars[int32(progress_at + i)] = bars[int32(told_at + i)] = uint64(0)
+    if thread <= warps:
         smem[int32(done_at + thread)] = int32(0)
     cuda.syncthreads()
 

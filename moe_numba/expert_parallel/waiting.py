@@ -7,11 +7,11 @@ ranks, who now wait for this one, give up in their turn.
 
 from numba import cuda, int32, uint64
 
+from moe_numba.expert_parallel.publish import FULL
 from moe_numba.expert_parallel.regions import LOST
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.system import atom_add_relaxed_sys_s32, ld_volatile_s32, st_release_sys_s32
 
-FULL = 0xFFFFFFFF
 STATUS_WORDS = 8
 # What was waited for: a code in the status, and the sentence of the error, which takes the status' numbers.
 SPACE, ROWS, COMBINE_SPACE, COMBINE_ROWS, COUNTS, BARRIER, MISCOUNT, TOO_MANY = range(1, 9)
