@@ -75,10 +75,10 @@ def make_add_pair(shape):
         is_here = mask >> uint32(rank) & uint32(1) != uint32(0)
         is_there = has_peer and mask >> uint32(peer) & uint32(1) != uint32(0)
         begin = cuda.shfl_sync(FULL, begins, peer)
-        for w in range(held):
-            some[w] = other[w] = int32(0)
         for base in range(0, pieces, 32 * at_once):
             first = int32(base + lane)
+            for w in range(held):
+                some[w] = other[w] = int32(0)
             if is_there:
                 ask(other, mine, begin, first)
             if is_here:
@@ -89,9 +89,6 @@ def make_add_pair(shape):
                     total = add_rn_bf16x2(total, uint32(other[w]))
                 some[w] = int32(total)
             keep(smem, stage, first, some)
-            if not is_here:
-                for w in range(held):
-                    some[w] = int32(0)
 
     return add_up
 
