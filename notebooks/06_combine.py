@@ -1153,7 +1153,8 @@ if FEWER:
 # ### Step 8: who is faster takes more
 #
 # **Idea.** Until now all sending warps have had equal shares. Do they take equally long? Let each warp write down when
-# it is done. (The memory of a bias is borrowed for it.)
+# it is done. (The memory of a bias is borrowed for it.) Times count from the beginning of the rank's own kernel, which
+# may have to wait until other ranks' kernels begin. So look how far apart they are.
 
 
 # %%
@@ -1195,9 +1196,10 @@ EQUAL_SHARES = fact("equal_shares_us", ends_of(1))
 print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no figure is recorded yet")
 
 # %% [markdown]
-# They do not. Where a link is full, not all multiprocessors get the same part of it; and a warp that had to wait
-# for one ring has nobody to help it. So a rank's tokens are dealt out to more channels than there are warps, four for
-# each. A warp that has done one takes the next that nobody has begun with. An atomic counter says which:
+# They do not. (The very first may have had no tokens: the last share can be empty.) Where a link is full, not all
+# multiprocessors get the same part of it; and a warp that had to wait for one ring has nobody to help it. So a rank's
+# tokens are dealt out to more channels than there are warps, four for each. A warp that has done one takes the next
+# that nobody has begun with. An atomic counter says which:
 
 # %%
 piece(next_channel, "    asked = ", None)
