@@ -19,16 +19,31 @@ def _unsigned(value):
 
 
 def wrap_integer_casts():
-    """Let `int32(x)` and its kin keep the low bits, as a cast in a kernel does; in Python, Numba's refuse overflow."""
+    """Let `int32(x)` and its kin keep the low bits, as a cast in a kernel does; in Python, Numba's refuse overflow.
+
+    Kernels call them more often than anything else, so they are made to be fast.
+    """
+    from numba.core.types.abstract import Type
     from numba.core.types.scalars import Integer
 
-    def cast(self, value):
-        bits = int(value) & ((1 << self.bitwidth) - 1)
-        if self.signed and bits >> (self.bitwidth - 1):
-            bits -= 1 << self.bitwidth
-        return getattr(np, self.name)(bits)
+    known, signature, numbers = {}, Integer.__call__, {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
 
-    Integer.cast_python_value = cast
+    def cast(self, value):
+        if self.name not in known:
+            mask = (1 << self.bitwidth) - 1
+            known[self.name] = getattr(np, self.name), mask, mask >> 1 if self.signed else mask
+        kind, mask, largest = known[self.name]
+        if type(value) is kind:
+            return value
+        bits = int(value) & mask
+        return kind(bits if bits <= largest else bits - mask - 1)
+
+    def call(self, *args):
+        if len(args) == 1 and (type(args[0]) in numbers or not isinstance(args[0], Type)):
+            return cast(self, args[0])
+        return signature(self, *args)
+
+    Integer.cast_python_value, Integer.__call__ = cast, call
 
 
 def popc(value):
