@@ -1225,13 +1225,15 @@ show(exchange.make_notify_dispatch, "def notify_dispatch(", "return notify_dispa
 # %% [markdown]
 # ### Step 5: the package's dispatch
 #
-# **Prediction.** The senders' blocks are half of all. Each of them reached, with bulk loads before the copies, what
-# section 2 says. A sender's own rows are a part of what it carries.
+# **Prediction.** Half of the blocks send. Either they are the limit: section 2 says what one block carries, with bulk
+# loads before its copies, and half of the own rows are among what it has to carry. Or the link is: section 2 says what
+# so many blocks push over it together. And 10 us until the last row is where it belongs.
 
 # %%
 def package_step(sms, with_counts=False, x=X):
     given = x
-    config = Config(sms, HERE.chunk, 64 if simulator.ENABLED else 256)
+    ring = Buffer.get_dispatch_config(RANKS).num_max_nvl_chunked_recv_tokens
+    config = Config(sms, HERE.chunk, 64 if simulator.ENABLED else ring)
     size = config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS)
     size = 1 << 18 if simulator.ENABLED else -(-size // 256) * 256
 
@@ -1257,7 +1259,7 @@ def package_step(sms, with_counts=False, x=X):
 
 
 carried = WIRE_BYTES + (ALL_BYTES - WIRE_BYTES) / 2
-prediction = max(carried / rate_of(WAYS[2], SMS // 2), WIRE_BYTES / (PEAK or 1e30)) * 1e6 + 10
+prediction = max(carried / (SMS // 2 * rate_of(WAYS[2], 1)), WIRE_BYTES / rate_of(WAYS[2], SMS // 2)) * 1e6 + 10
 prediction = None if simulator.ENABLED else prediction
 measure("final", package_step(SMS), prediction, num_sms=SMS)
 

@@ -66,13 +66,13 @@ from moe_numba.draw import combine as draw
 from moe_numba.expert_parallel import combine as final_kernel
 from moe_numba.expert_parallel import document_combine, document_notify, document_play, document_run, reference, sums
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import CHANNELS_OF_A_WARP, Config, channels_of
+from moe_numba.expert_parallel.config import Config, channels_of
 from moe_numba.expert_parallel.document_notify import NO_HEAD
 from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes, least_ring
 from moe_numba.expert_parallel.document_waits import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
 from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish, wait_until_told
 from moe_numba.expert_parallel.regions import LOST, regions, taken
-from moe_numba.expert_parallel.rings import first_channel, first_token, leave, next_channel, prepare
+from moe_numba.expert_parallel.rings import ask_no_more, first_channel, first_token, next_channel, prepare
 from moe_numba.expert_parallel.transport import LocalGroup
 from moe_numba.expert_parallel.waiting import COMBINE_ROWS, since, warp_gives_up
 from moe_numba.launch import launch
@@ -80,6 +80,7 @@ from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.packed import add_rn_bf16x2
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import (
     ld_acquire_sys_s32,
     ld_global_s32x4,
@@ -820,7 +821,7 @@ def changed(*changes):
 
 
 def buffer_with(make_combine=final_kernel.make_combine, channels_of_a_warp=1):
-    """What makes a ``Buffer`` with another combine kernel, and other channels."""
+    """What makes a ``Buffer`` with another combine kernel, and so many channels (None: as many as it takes itself)."""
 
     def make(*arguments, **options):
         buffer = Buffer(*arguments, **options)
@@ -887,17 +888,20 @@ def make_add_up(shape, at_once, as_pairs):
 # %%
 @cache
 def make_receive(shape, at_once, as_pairs):
-    ranks, warps, slots, progress_at, told_at = shape.num_ranks, shape.warps, shape.slots, shape.progress, shape.told
+    ranks, warps, slots = shape.num_ranks, shape.warps, shape.slots
+    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     tail_at, taken_at, add_up = regions(ranks).tail(True), taken(True), make_add_up(shape, at_once, as_pairs)
 
     @cuda.jit(device=True)
-    def receive(words, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience, tokens,
-                send_head, out):  # fmt: skip
+    def receive(smem, words, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience,
+                tokens, send_head, out):  # fmt: skip
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source, here, turn, goes_on = lane if lane < ranks else int32(0), lane < ranks, int32(0), True
         while goes_on and channel < channels:
             t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
             first_ring, goes_on = rings_at + int64(channel * ranks) * ring_words, end < tokens
+            if not goes_on:
+                ask_no_more(smem, state, done_at, warps, lane)
             first = uint32(state[taken_at + channel * ranks + source])
             got, tail, ready = first, first, int32(1)
             word = int32((turn * warps + warp) * ranks + lane)
@@ -935,6 +939,8 @@ def make_receive(shape, at_once, as_pairs):
                 state[taken_at + channel * ranks + source] = int32(got)
             if goes_on:
                 channel, turn = next_channel(state, True, blocks, warps, lane), int32(turn ^ 1)
+        if goes_on:
+            ask_no_more(smem, state, done_at, warps, lane)
 
     return receive
 
@@ -969,14 +975,14 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
             publish(smem, words, lane, rank, head_at if receives else tail_at, mine, peers)
         else:
             if receives:
-                receive(words, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience,
-                        tokens, send_head, out)
+                receive(smem, words, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status,
+                        patience, tokens, send_head, out)
             else:
                 send(smem, words, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status,
                      patience, x, weights, rank_prefix, recv_channel_prefix)
             cuda.syncwarp()
             if lane == 0:
-                leave(smem, state, done_at, warp, warps)
+                st_release_cta_shared_s32(smem, done_at + warp, 1)
 
     return combine
 
@@ -1153,39 +1159,34 @@ if FEWER:
 # ### Step 8: who is faster takes more
 #
 # **Idea.** Until now all sending warps have had equal shares. Do they take equally long? Let each warp write down when
-# it is done. (The memory of a bias is borrowed for it.) Times count from the beginning of the rank's own kernel, which
-# may have to wait until other ranks' kernels begin. So look how far apart they are.
+# it is done. (The memory of a bias is borrowed for it.)
 
 
 # %%
 WRITTEN_DOWN = (
     ("from moe_numba.ptx.bulk", "from moe_numba.ptx.clock import globaltimer\nfrom moe_numba.ptx.bulk"),
     ("        griddepcontrol_wait()\n", "        griddepcontrol_wait()\n        begun = globaltimer()\n"),
-    ("                leave(",
+    ("                st_release",
      "                bias_0[int32(cuda.blockIdx.x * warps + warp)] = int32(globaltimer() - begun)\n"
-     "                leave("))
+     "                st_release"))
 
 
 def ends_of(channels_of_a_warp):
     """When rank 0's sending warps are done: the first, the mean, and the last, in microseconds."""
     config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN)["make_combine"]
-    kind = buffer_with(lambda shape, biases: kernel(shape, 0), channels_of_a_warp)
+    kind, ends = buffer_with(lambda shape, biases: kernel(shape, 0), channels_of_a_warp), [None] * RANKS
 
     @contextmanager
     def make(transport):
-        r, ends = transport.rank, torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device=transport.device)
+        r = transport.rank
+        ends[r] = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device=transport.device)
         with dispatched(transport, kind, config) as (buffer, handle):
+            yield lambda: buffer.combine(Y[r], handle, bias=ends[r], config=config)[0]
 
-            def call():
-                for _ in range(3):  # when the first one begins, ranks have not met
-                    buffer.combine(Y[r], handle, bias=ends, config=config)
-                return ends
-
-            yield call
-
-    ends = outputs_of(GROUP, make)[0].view(torch.int32).flatten()
-    warps = ends[: channels_of(HERE.num_sms, RANKS, ROW_BYTES, of_a_warp=1)].double() / 1000
-    return TIMED and [round(float(t), 1) for t in (warps.min(), warps.mean(), warps.max())]
+    rank_times(GROUP, {"": make}, launches=3, samples=1)  # of the last launch: the first one waits for the other ranks
+    sending = channels_of(HERE.num_sms, RANKS, ROW_BYTES, of_a_warp=1)
+    us = ends[0].view(torch.int32).flatten()[:sending].double() / 1000
+    return TIMED and [round(float(t), 1) for t in (us.min(), us.mean(), us.max())]
 
 
 def says_when(ends):
@@ -1219,7 +1220,7 @@ measure("final", make_package(), prediction or sending_us)
 
 # %%
 look_back("final", "bulk copies", prediction or sending_us)
-DEALT_OUT = fact("dealt_out_us", ends_of(CHANNELS_OF_A_WARP))
+DEALT_OUT = fact("dealt_out_us", ends_of(None))
 if DEALT_OUT:
     print(f"    {says_when(DEALT_OUT)}; {WHEN}")
 
@@ -1230,7 +1231,7 @@ if DEALT_OUT:
 # %%
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL, nth >= 0))", "uint32(0)")
 NOT_ADDED_US = fact("not_added_us", median_of(
-    make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], CHANNELS_OF_A_WARP))))
+    make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], None))))
 if NOT_ADDED_US:
     print(f"nothing added, {WHEN}: {NOT_ADDED_US:.0f} us, {NOT_ADDED_US / PUSH_US:.2f} times as long as a plain push "
           f"by the whole GPU; with the adding it is {us('final') - NOT_ADDED_US:.0f} us more")

@@ -8,7 +8,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, combine, dispatch, exchange, reference, rings
-from moe_numba.expert_parallel.config import CHANNELS_OF_A_WARP, channels_of
+from moe_numba.expert_parallel.config import channels_of
 from moe_numba.expert_parallel.regions import MOST_CHANNELS, Record
 from moe_numba.expert_parallel.transport import LocalGroup
 
@@ -467,10 +467,9 @@ def test_a_handle_is_good_for_any_configuration():
 # Kernels that are wrong must be found out
 
 
-def fails_under_some_seed(monkeypatch, module, name, fault, channels_of_a_warp=CHANNELS_OF_A_WARP):
+def fails_under_some_seed(monkeypatch, module, name, fault):
     """With one function of a kernel replaced, some seed gives a wrong result or none."""
     monkeypatch.setattr(module, name, fault)
-    monkeypatch.setattr("moe_numba.expert_parallel.buffer.CHANNELS_OF_A_WARP", channels_of_a_warp)
     world = make_world([7, 9])
     right = right_of(world)
 
@@ -492,7 +491,7 @@ def fails_under_some_seed(monkeypatch, module, name, fault, channels_of_a_warp=C
 
 FAULTS = {
     "the last rows are announced before they are there": (dispatch, "copied", lambda: None),
-    "the rows before are announced before they are there": (dispatch, "copied_but_last", lambda: None, 1),
+    "the rows before are announced before they are there": (dispatch, "copied_but_last", lambda: None),
     "a row is overwritten before it is sent": (rings, "read", lambda: None),
     "the receiver does not acquire": (dispatch, "ld_acquire_sys_s32", "relaxed"),
     "combine announces rows before they are there": (combine, "copied_but_last", lambda: None),
@@ -507,6 +506,6 @@ FAULTS = {
 def test_a_wrong_kernel_is_found_out(monkeypatch, name):
     from moe_numba.ptx import system
 
-    module, function, fault, *channels = FAULTS[name]
+    module, function, fault = FAULTS[name]
     known = {"relaxed": system.ld_relaxed_sys_s32, "relaxed store": system.st_relaxed_sys_s32}
-    assert fails_under_some_seed(monkeypatch, module, function, known.get(fault, fault), *channels)
+    assert fails_under_some_seed(monkeypatch, module, function, known.get(fault, fault))

@@ -3,12 +3,25 @@
 import pytest
 import torch
 from numba import cuda, int32
-from test_buffer import HIDDEN, SCALE, check_combined, check_received, make_world, right_of, run, same, send
+from test_buffer import (
+    HIDDEN,
+    SCALE,
+    SMALL,
+    check_combined,
+    check_received,
+    fails_under_some_seed,
+    make_world,
+    right_of,
+    run,
+    same,
+    send,
+    to,
+)
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import Config
+from moe_numba.expert_parallel import Buffer, Config, dispatch
 from moe_numba.expert_parallel import config as configurations
-from moe_numba.expert_parallel.config import senders_of
+from moe_numba.expert_parallel.config import channels_of, most_warps, senders_of
 from moe_numba.expert_parallel.rings import first_token
 from moe_numba.launch import launch
 
@@ -29,6 +42,39 @@ def test_every_token_has_a_channel(channels, device):
         assert lengths.max() <= max(4, -(-tokens // channels))
         assert tokens > channels // 4 or lengths.max() <= 1, "few tokens have a channel each"
         assert tokens > channels or (lengths[-(-channels // 4) :] == 0).all(), "warps begin with those of few tokens"
+
+
+@pytest.fixture
+def four_for_each(monkeypatch):
+    monkeypatch.setattr(Buffer, "_channels_of_a_warp", 4)
+
+
+@pytest.mark.parametrize("ranks, seed", [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
+def test_warps_take_channel_after_channel(ranks, seed, four_for_each):
+    """Dispatch, again with its handle, and combine twice: what warps ask for begins anew in each launch."""
+    world = make_world([(17, 4, 9, 0)[r] * SCALE for r in range(ranks)], seed)
+    right = right_of(world)
+
+    def work(buffer, rank):
+        given = send(buffer, rank, world)
+        assert given[4][1].shape[1] == 4 * senders_of(SMALL.num_sms, ranks) * most_warps(2 * HIDDEN)
+        check_received(given, right[rank], rank, world.experts // ranks)
+        again = buffer.dispatch(to(buffer.transport.device, world.x[rank]), given[4], config=SMALL)
+        assert same(again[0], right[rank].x)
+        backs = [buffer.combine(again[0], given[4], given[2], config=SMALL)[:2] for _ in range(2)]
+        assert same(backs[0], backs[1])
+        return backs[0]
+
+    check_combined(run(ranks, work, seed), world, right, [r.x for r in right], [r.topk_weights for r in right])
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="only the simulator ends what hangs at once")
+def test_channels_that_are_still_taken_are_found_out(four_for_each, monkeypatch):
+    assert fails_under_some_seed(monkeypatch, dispatch, "ask_no_more", lambda *_: None)
+
+
+def test_few_senders_have_a_channel_for_each_warp():
+    assert [channels_of(sms, 4, 14336) for sms in (16, 20, 24)] == [8 * 15, 4 * 10 * 15, 4 * 10 * 15]
 
 
 def test_as_many_send_as_fill_the_link():

@@ -18,7 +18,7 @@ from moe_numba.bench.timing import Stats
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 4096, 7168, 256, 8
 SMS = (4, 8, 12, 16, 20, 24, 32, 48)
-MAIN_SMS, RING = 24, 256
+MAIN_SMS = 24
 DECODE_TOKENS = (1, 8, 32, 128)
 BUFFER_BYTES = 1 << 30
 BLOCKS_OF_PUSH = (8, 12, 16, 24, 32, 132)
@@ -156,9 +156,9 @@ class _Bench:
     # What is timed
 
     def _config(self, sms):
-        from moe_numba.expert_parallel import Config
+        from moe_numba.expert_parallel import Buffer, Config
 
-        return Config(sms, 6, RING)
+        return Config(sms, 6, Buffer.get_dispatch_config(self.ranks).num_max_nvl_chunked_recv_tokens)
 
     def _layout(self, topk_idx):
         per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.experts)

@@ -4,7 +4,7 @@ import torch
 
 from moe_numba.expert_parallel import checks, combine, dispatch, transport
 from moe_numba.expert_parallel.api import get_dispatch_layout
-from moe_numba.expert_parallel.config import CHANNELS_OF_A_WARP, Config, channels_of, most_warps, rings_for, senders_of
+from moe_numba.expert_parallel.config import Config, channels_of, most_warps, rings_for, senders_of
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.link import NO_LIMIT, Link
 from moe_numba.expert_parallel.regions import MOST_RANKS, Record
@@ -48,7 +48,8 @@ class Buffer:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes!r}; it must be a positive multiple of 256")
         self.explicitly_destroy = explicitly_destroy
         self._link = Link(self.transport, num_nvl_bytes, timeout)
-        self._channels_of_a_warp = CHANNELS_OF_A_WARP  # notebook 06 shows what another number does
+
+    _channels_of_a_warp = None  # the best number; notebook 06 shows what others do
 
     # What DeepEP's class has as well
 
@@ -66,13 +67,12 @@ class Buffer:
     def get_dispatch_config(num_ranks):
         """A good configuration of dispatch for so many ranks."""
         checks.number("num_ranks", num_ranks, 1, MOST_RANKS)
-        return Config(Buffer.num_sms, 4, 256)
+        return Config(Buffer.num_sms, 4, 512 if num_ranks == 2 else 256)  # more only keep ranks from going in step
 
     @staticmethod
     def get_combine_config(num_ranks):
         """A good configuration of combine for so many ranks."""
-        checks.number("num_ranks", num_ranks, 1, MOST_RANKS)
-        return Config(Buffer.num_sms, 4, 256)
+        return Buffer.get_dispatch_config(num_ranks)
 
     def get_comm_stream(self):
         """The stream on which calls with ``async_finish`` run."""

@@ -13,11 +13,11 @@ from numba import cuda, int32, int64, uint32, uint64
 from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish, wait_until_told
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.rings import (
+    ask_no_more,
     copied,
     copied_but_last,
     first_channel,
     first_token,
-    leave,
     make_fetch,
     next_channel,
     own_rows_before,
@@ -30,6 +30,7 @@ from moe_numba.expert_parallel.waiting import COMBINE_ROWS, COMBINE_SPACE, since
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
 
 
@@ -37,7 +38,7 @@ from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_fr
 def make_send(shape):
     """``send``: what a warp of the first blocks does."""
     ranks, warps, slots, record = shape.num_ranks, shape.warps, shape.slots, shape.record
-    progress_at, told_at, (fetch, land) = shape.progress, shape.told, make_fetch(shape.bar)
+    progress_at, told_at, done_at, (fetch, land) = shape.progress, shape.told, shape.done, make_fetch(shape.bar)
     head_at, sent_at = regions(ranks).head(True), sent(True)
     row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
     row_bytes, record_bytes, weights_at = 4 * record.row, 4 * record.words, record.row
@@ -56,6 +57,8 @@ def make_send(shape):
         while follows and channel < channels:
             left, row, after = rows_of_channel(rank_prefix, recv_channel_prefix, to, rank, ranks, channel, channels)
             follows = cuda.any_sync(FULL, here and after > 0) != 0
+            if not follows:
+                ask_no_more(smem, state, done_at, warps, lane)
             first = uint32(state[sent_at + channel * ranks + to])
             put, word = first, int32((turn * warps + warp) * ranks + lane)
             head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
@@ -113,6 +116,8 @@ def make_send(shape):
                     turn = int32(turn ^ 1)
             if follows:
                 channel = next_channel(state, False, blocks, warps, lane)
+        if follows:
+            ask_no_more(smem, state, done_at, warps, lane)
         copied()
         if owes:
             leave_word(bars, last_word, last_channel, last_put)
@@ -124,7 +129,7 @@ def make_send(shape):
 def make_receive(shape, biases):
     """``receive``: what a warp of the other blocks does."""
     ranks, warps, slots, row_words = shape.num_ranks, shape.warps, shape.slots, shape.record.row
-    progress_at, told_at, (fetch, land) = shape.progress, shape.told, make_fetch(shape.bar)
+    progress_at, told_at, done_at, (fetch, land) = shape.progress, shape.told, shape.done, make_fetch(shape.bar)
     tail_at, taken_at = regions(ranks).tail(True), taken(True)
     row_bytes, stride, stage_words = 4 * row_words, shape.record.stride, lines(shape.record.words)
     add_up, add_weights = make_add_up(shape, biases), make_add_weights(shape)
@@ -140,6 +145,8 @@ def make_receive(shape, biases):
         while goes_on and channel < channels:
             t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
             goes_on = end < tokens
+            if not goes_on:
+                ask_no_more(smem, state, done_at, warps, lane)
             before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             first = uint32(state[taken_at + channel * ranks + source])
             got, tail, ring = first, first, rings_at + int64(channel * ranks + lane) * ring_words
@@ -194,6 +201,8 @@ def make_receive(shape, biases):
                 state[taken_at + channel * ranks + source] = int32(got)
             if goes_on:
                 channel, turn = next_channel(state, True, blocks, warps, lane), int32(turn ^ 1)
+        if goes_on:
+            ask_no_more(smem, state, done_at, warps, lane)
         copied()
 
     return receive
@@ -238,7 +247,7 @@ def make_combine(shape, biases):
                 )
             cuda.syncwarp()
             if lane == 0:
-                leave(smem, state, done_at, warp, warps)
+                st_release_cta_shared_s32(smem, done_at + warp, 1)
 
     return combine
 

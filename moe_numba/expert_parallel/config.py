@@ -9,7 +9,6 @@ from moe_numba.expert_parallel.rings import Rings
 
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
 _MOST_WARPS = 2 if simulator.ENABLED else 16
-CHANNELS_OF_A_WARP = 4
 _MOST_TOPK = 32
 _FILL_THE_LINK = 8  # multiprocessors, by bulk copies: notebook 05
 _REDUCERS = 23  # warps of the document's combine that add up at the same time
@@ -69,12 +68,15 @@ def senders_of(num_sms, num_ranks):
 
 
 @cache
-def channels_of(num_sms, num_ranks, hidden_bytes, of_a_warp=CHANNELS_OF_A_WARP):
-    """Into how many channels a rank's tokens are dealt out: some for each sending warp.
+def channels_of(num_sms, num_ranks, hidden_bytes, of_a_warp=None):
+    """Into how many channels a rank's tokens are dealt out: one for each sending warp, or four.
 
-    A warp takes one, and then the next that nobody has begun with, for not all multiprocessors send at the same rate.
+    Multiprocessors that do not fill the link send at the same rate, and a channel for each warp is best. More of them
+    do not: then a warp takes one of four channels, and then the next that nobody has begun with.
     """
-    return of_a_warp * senders_of(num_sms, num_ranks) * most_warps(hidden_bytes)
+    senders = senders_of(num_sms, num_ranks)
+    of_a_warp = of_a_warp or (1 if senders <= _FILL_THE_LINK else 4)
+    return of_a_warp * senders * most_warps(hidden_bytes)
 
 
 @cache

@@ -23,11 +23,11 @@ from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish, wa
 from moe_numba.expert_parallel.records import make_fill, make_keep
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.rings import (
+    ask_no_more,
     copied,
     copied_but_last,
     first_channel,
     first_token,
-    leave,
     make_fetch,
     next_channel,
     own_rows_before,
@@ -38,6 +38,7 @@ from moe_numba.expert_parallel.waiting import ROWS, SPACE, since, warp_gives_up
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async
 from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
 
 
@@ -45,7 +46,7 @@ from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_fr
 def make_send(shape):
     """``send``: what a warp of the first blocks does."""
     ranks, warps, slots, record = shape.num_ranks, shape.warps, shape.slots, shape.record
-    progress_at, told_at = shape.progress, shape.told
+    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     head_at, sent_at = regions(ranks).head(False), sent(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
     fill, keep, (_, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
@@ -64,7 +65,9 @@ def make_send(shape):
         owes, last_word, last_channel, last_put = False, int32(0), int32(0), uint32(0)
         while follows and channel < channels:
             t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            follows = end < tokens
+            follows, upcoming = end < tokens, channel
+            if not follows:
+                ask_no_more(smem, state, done_at, warps, lane)
             before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             first = uint32(state[sent_at + channel * ranks + to])
             put, kept, word = first, int32(0), int32((turn * warps + warp) * ranks + lane)
@@ -102,6 +105,8 @@ def make_send(shape):
                 if lane < ranks:
                     send_head[int64(t) * ranks + to] = int32(uint32(put - first)) if goes else int32(-1)
                 next_goes = lane < ranks and t + 1 < end and is_token_in_rank[int64(t + 1) * ranks + to] != 0
+                if follows and t + 1 == end:
+                    upcoming = next_channel(state, False, blocks, warps, lane)
                 # Meanwhile what was sent before has arrived, but perhaps not the last row.
                 if here and went:
                     copied_but_last()
@@ -137,7 +142,9 @@ def make_send(shape):
                     owes, last_word, last_channel, last_put = True, progress_at + word, channel, put
                     turn = int32(turn ^ 1)
             if follows:
-                channel = next_channel(state, False, blocks, warps, lane)
+                channel = upcoming
+        if follows:
+            ask_no_more(smem, state, done_at, warps, lane)
         copied()
         if owes:
             leave_word(bars, last_word, last_channel, last_put)
@@ -149,7 +156,7 @@ def make_send(shape):
 def make_receive(shape):
     """``receive``: what a warp of the other blocks does."""
     ranks, warps, slots, record = shape.num_ranks, shape.warps, shape.slots, shape.record
-    progress_at, told_at = shape.progress, shape.told
+    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     tail_at, taken_at = regions(ranks).tail(False), taken(False)
     stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
     fill, keep, (fetch, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
@@ -167,6 +174,8 @@ def make_receive(shape):
             t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
             left, row, after = rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, channel, channels)
             follows = end < tokens or cuda.any_sync(FULL, here and after > 0) != 0
+            if not follows:
+                ask_no_more(smem, state, done_at, warps, lane)
             before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             first = uint32(state[taken_at + channel * ranks + source])
             got, left, kept = first, left if here else int32(0), int32(0)
@@ -221,6 +230,8 @@ def make_receive(shape):
                 state[taken_at + channel * ranks + source] = int32(got)
             if follows:
                 channel, turn = next_channel(state, True, blocks, warps, lane), int32(turn ^ 1)
+        if follows:
+            ask_no_more(smem, state, done_at, warps, lane)
         copied()
 
     return receive
@@ -267,7 +278,7 @@ def make_dispatch(shape):
                 )
             cuda.syncwarp()
             if lane == 0:
-                leave(smem, state, done_at, warp, warps)
+                st_release_cta_shared_s32(smem, done_at + warp, 1)
             if receives and topk > 0:  # of rows beyond what came, no expert is here
                 came = int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk
                 at = int64(came + (warp * blocks + cuda.blockIdx.x - senders) * 32 + lane)

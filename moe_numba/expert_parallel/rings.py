@@ -10,7 +10,6 @@ from moe_numba.expert_parallel.regions import ASKED, AT_END, Record, lines
 from moe_numba.ptx.bulk import bulk_load, make_bulk_wait_group, make_bulk_wait_group_read
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32
-from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
 from moe_numba.ptx.system import fence_acq_rel_gpu
 
 copied, copied_but_last, read = make_bulk_wait_group(0), make_bulk_wait_group(1), make_bulk_wait_group_read(0)
@@ -42,7 +41,7 @@ class Rings:
 
     @property
     def done(self):
-        """Where warps say that they are done, in words; behind it how many are."""
+        """Where warps say that they are done, in words; behind it how many ask for no more channels."""
         return 2 * (self.told + 2 * self.warps * self.num_ranks)
 
     @property
@@ -112,10 +111,9 @@ def next_channel(state, receives, blocks, warps, lane):
 
 
 @cuda.jit(device=True)
-def leave(smem, state, done_at, warp, warps):
-    """What a warp does at its end: the last of a block, and of all blocks, prepares the next launch."""
-    st_release_cta_shared_s32(smem, done_at + warp, 1)
-    if cuda.atomic.add(smem, int32(done_at + warps), int32(1)) == warps - 1:
+def ask_no_more(smem, state, done_at, warps, lane):
+    """What a warp does as soon as it will ask for no more channels: the last of all prepares the next launch."""
+    if lane == 0 and cuda.atomic.add(smem, int32(done_at + warps), int32(1)) == warps - 1:
         fence_acq_rel_gpu()
         if atom_add_relaxed_gpu_s32(state, AT_END, 1) == int32(cuda.gridDim.x) - 1:
             fence_acq_rel_gpu()
