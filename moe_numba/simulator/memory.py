@@ -4,6 +4,7 @@ What a GPU would silently do wrong is an error here: an index outside the memory
 memory starts as poison (NaN, or an odd pattern), so that a value read before it was written cannot look right.
 """
 
+import functools
 import importlib
 
 import greenlet
@@ -31,6 +32,7 @@ def who():
     return f"{t}: " if hasattr(t, "grid") else ""
 
 
+@functools.cache
 def as_dtype(dtype):
     """The NumPy dtype of a NumPy, ml_dtypes or Numba type."""
     if hasattr(dtype, "cast_python_value") or type(dtype).__module__.startswith("numba"):

@@ -182,11 +182,17 @@ def _footprint(frame):
         steps.append(
             (
                 frame.f_lasti,
-                [
-                    repr(v) if isinstance(v, (int, float, str, tuple, np.generic)) else id(v)
-                    for v in frame.f_locals.values()
-                ],
+                [_content(v) for v in frame.f_locals.values()],
             )
         )
         frame = frame.f_back
     return steps
+
+
+def _content(value):
+    """What a variable holds, in a form that equals only itself: a NaN too."""
+    if isinstance(value, (int, str)):
+        return value
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    return repr(value) if isinstance(value, (float, tuple)) else id(value)
