@@ -1175,7 +1175,8 @@ show(final_kernel.make_fill, "def fill(", "@cuda.jit")
 # %% [markdown]
 # **Who is faster takes more.** Where the link is full, multiprocessors do not all get the same part of it. With equal
 # shares the last warp ended long after the mean one (notebook 06 measures it). So there are four times as many channels
-# as warps that send. A warp begins with one, and then takes the next that nobody has begun with:
+# as warps that send. A warp begins with one, and then takes the next that nobody has begun with. (It also waits until
+# what it said of its last channel has been passed on. By whom? See below.)
 
 # %%
 show(next_channel, "asked = ")

@@ -70,7 +70,7 @@ from moe_numba.expert_parallel.config import Config, channels_of
 from moe_numba.expert_parallel.document_notify import NO_HEAD
 from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes, least_ring
 from moe_numba.expert_parallel.document_waits import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
-from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish, wait_until_told
+from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish
 from moe_numba.expert_parallel.regions import LOST, regions, taken
 from moe_numba.expert_parallel.rings import ask_no_more, first_channel, first_token, next_channel, prepare
 from moe_numba.expert_parallel.transport import LocalGroup
@@ -889,58 +889,49 @@ def make_add_up(shape, at_once, as_pairs):
 @cache
 def make_receive(shape, at_once, as_pairs):
     ranks, warps, slots = shape.num_ranks, shape.warps, shape.slots
-    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
+    progress_at, done_at = shape.progress, shape.done
     tail_at, taken_at, add_up = regions(ranks).tail(True), taken(True), make_add_up(shape, at_once, as_pairs)
 
     @cuda.jit(device=True)
-    def receive(smem, words, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience,
-                tokens, send_head, out):  # fmt: skip
+    def receive(smem, words, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, tokens,
+                send_head, out):  # fmt: skip
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        source, here, turn, goes_on = lane if lane < ranks else int32(0), lane < ranks, int32(0), True
-        while goes_on and channel < channels:
-            t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            first_ring, goes_on = rings_at + int64(channel * ranks) * ring_words, end < tokens
-            if not goes_on:
-                ask_no_more(smem, state, done_at, warps, lane)
-            first = uint32(state[taken_at + channel * ranks + source])
-            got, tail, ready = first, first, int32(1)
-            word = int32((turn * warps + warp) * ranks + lane)
-            follows = send_head[int64(t) * ranks + source] if here and t < end else int32(-1)
-            if here:
-                wait_until_told(words, progress_at + word, told_at + word)
-            cuda.syncwarp()
-            while t < end:
-                nth = follows
-                wanted, start, waits = uint32(first + uint32(nth)), uint64(0), int32(1)
-                while waits != 0:
-                    missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
-                    if missing:
-                        tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
-                        missing = int32(uint32(tail - wanted)) <= 0
-                    waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
-                    if waits != 0:
-                        start = since(start)
-                        if warp_gives_up(start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane,
-                                         wanted, tail):  # fmt: skip
-                            waits = ready = int32(0)
-                if ready == 0:
-                    goes_on = False
-                    break
-                cuda.syncwarp()  # what a lane has acquired, all lanes read
-                mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
-                follows = send_head[int64(t + 1) * ranks + source] if here and t + 1 < end else int32(-1)
-                add_up(mine, first_ring, ring_words, int32(uint32(nth) % uint32(slots)), mask, out, t, lane)
-                cuda.syncwarp()  # all have read
-                if here and nth >= 0:
-                    got = uint32(wanted + uint32(1))
-                    leave_word(words, progress_at + word, channel, got)
-                t = int32(t + 1)
-            if here:
-                state[taken_at + channel * ranks + source] = int32(got)
-            if goes_on:
-                channel, turn = next_channel(state, True, blocks, warps, lane), int32(turn ^ 1)
-        if goes_on:
-            ask_no_more(smem, state, done_at, warps, lane)
+        source, here = lane if lane < ranks else int32(0), lane < ranks
+        ask_no_more(smem, state, done_at, warps, lane)  # for other channels: that is step 8
+        if channel >= channels:
+            return
+        t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
+        first_ring, word = rings_at + int64(channel * ranks) * ring_words, int32(progress_at + warp * ranks + lane)
+        first = uint32(state[taken_at + channel * ranks + source])
+        got, tail, ready = first, first, int32(1)
+        follows = send_head[int64(t) * ranks + source] if here and t < end else int32(-1)
+        while t < end:
+            nth = follows
+            wanted, start, waits = uint32(first + uint32(nth)), uint64(0), int32(1)
+            while waits != 0:
+                missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
+                if missing:
+                    tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
+                    missing = int32(uint32(tail - wanted)) <= 0
+                waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
+                if waits != 0:
+                    start = since(start)
+                    if warp_gives_up(start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted,
+                                     tail):  # fmt: skip
+                        waits = ready = int32(0)
+            if ready == 0:
+                break
+            cuda.syncwarp()  # what a lane has acquired, all lanes read
+            mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
+            follows = send_head[int64(t + 1) * ranks + source] if here and t + 1 < end else int32(-1)
+            add_up(mine, first_ring, ring_words, int32(uint32(nth) % uint32(slots)), mask, out, t, lane)
+            cuda.syncwarp()  # all have read
+            if here and nth >= 0:
+                got = uint32(wanted + uint32(1))
+                leave_word(words, word, channel, got)
+            t = int32(t + 1)
+        if here:
+            state[taken_at + channel * ranks + source] = int32(got)
 
     return receive
 
@@ -975,8 +966,8 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
             publish(smem, words, lane, rank, head_at if receives else tail_at, mine, peers)
         else:
             if receives:
-                receive(smem, words, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status,
-                        patience, tokens, send_head, out)
+                receive(smem, words, channel, channels, rank, rings_at, ring_words, mine, state, status, patience,
+                        tokens, send_head, out)
             else:
                 send(smem, words, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status,
                      patience, x, weights, rank_prefix, recv_channel_prefix)
@@ -1197,10 +1188,10 @@ EQUAL_SHARES = fact("equal_shares_us", ends_of(1))
 print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no figure is recorded yet")
 
 # %% [markdown]
-# They do not. (The very first may have had no tokens: the last share can be empty.) Where a link is full, not all
-# multiprocessors get the same part of it; and a warp that had to wait for one ring has nobody to help it. So a rank's
-# tokens are dealt out to more channels than there are warps, four for each. A warp that has done one takes the next
-# that nobody has begun with. An atomic counter says which:
+# They do not. Where a link is full, not all multiprocessors get the same part of it; and a warp that had to wait for
+# one ring has nobody to help it. So a rank's tokens are dealt out to more channels than there are warps, four for each.
+# A warp that has done one takes the next that nobody has begun with. An atomic counter says which. And the warp waits
+# until the publisher has told what it left of its last channel, before it leaves word of another one:
 
 # %%
 piece(next_channel, "    asked = ", None)
@@ -1478,12 +1469,12 @@ def three_ranks(changes):
     def work(transport):
         r = transport.rank
         # As much memory as makes rings of two rows: 2 halves of 2 channels, 3 ranks, 32 words.
-        buffers[r] = buffer = kind(transport, 2 * 2 * 3 * 32 * 4 * slots, timeout=0.005)
+        buffers[r] = buffer = kind(transport, 2 * 2 * 3 * 32 * 4 * slots)
         counts = chosen[r].sum(dim=0, dtype=torch.int32)
         x = torch.ones(len(chosen[r]), 16).bfloat16()
         y, _, _, _, handle, _ = buffer.dispatch(x, num_tokens_per_rank=counts, num_tokens_per_expert=counts.clone(),
                                                 is_token_in_rank=chosen[r], config=config)
-        heads[r] = handle[5]
+        heads[r], buffer._link.timeout = handle[5], 0.004
         out = buffer.combine(y, handle, config=config)[0]
         return bool((out[:, 0] == chosen[r].sum(dim=1)).all())
 

@@ -494,6 +494,7 @@ FAULTS = {
     "the rows before are announced before they are there": (dispatch, "copied_but_last", lambda: None),
     "a row is overwritten before it is sent": (rings, "read", lambda: None),
     "the receiver does not acquire": (dispatch, "ld_acquire_sys_s32", "relaxed"),
+    "combine announces the last rows before they are there": (combine, "copied", lambda: None),
     "combine announces rows before they are there": (combine, "copied_but_last", lambda: None),
     "combine does not acquire": (combine, "ld_acquire_sys_s32", "relaxed"),
     "the exchange does not acquire": (exchange, "ld_acquire_sys_s32", "relaxed"),

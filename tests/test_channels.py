@@ -19,27 +19,33 @@ from test_buffer import (
 )
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import Buffer, Config, dispatch
+from moe_numba.expert_parallel import Buffer, Config, dispatch, rings
 from moe_numba.expert_parallel import config as configurations
 from moe_numba.expert_parallel.config import channels_of, most_warps, senders_of
-from moe_numba.expert_parallel.rings import first_token
+from moe_numba.expert_parallel.rings import channel_of, first_token, shares
 from moe_numba.launch import launch
 
 
 @cuda.jit
-def deal(first, channels, tokens):
+def deal(first, channel, channels, tokens):
     for c in range(channels + 1):
         first[c] = first_token(int32(c), channels, tokens)
+    each, longer = shares(channels, tokens)
+    for t in range(tokens):
+        channel[t] = channel_of(int32(t), each, longer)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 5, 8, 30, 720])
 def test_every_token_has_a_channel(channels, device):
     for tokens in (0, 1, 2, 7, 8, 9, 128, 721, 4096):
         first = torch.full((channels + 1,), -1, dtype=torch.int32, device=device)
-        launch(deal, 1, 1, first, channels, tokens)
+        channel = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+        launch(deal, 1, 1, first, channel, channels, tokens)
         lengths = first.diff()
         assert first[0] == 0 and first[-1] == tokens and (lengths >= 0).all()
-        assert lengths.max() <= max(4, -(-tokens // channels))
+        assert channel.tolist() == torch.arange(channels, device=device).repeat_interleave(lengths).tolist()
+        used = lengths[lengths > 0]
+        assert not tokens or used.max() <= max(4, -(-tokens // channels)) and used.max() - used.min() <= 1
         assert tokens > channels // 4 or lengths.max() <= 1, "few tokens have a channel each"
         assert tokens > channels or (lengths[-(-channels // 4) :] == 0).all(), "warps begin with those of few tokens"
 
@@ -68,13 +74,21 @@ def test_warps_take_channel_after_channel(ranks, seed, four_for_each):
     check_combined(run(ranks, work, seed), world, right, [r.x for r in right], [r.topk_weights for r in right])
 
 
+FAULTS = {
+    "the next launch's channels are taken already": (dispatch, "ask_no_more"),
+    "a channel's last word is lost": (rings, "wait_until_told"),
+}
+
+
 @pytest.mark.skipif(not simulator.ENABLED, reason="only the simulator ends what hangs at once")
-def test_channels_that_are_still_taken_are_found_out(four_for_each, monkeypatch):
-    assert fails_under_some_seed(monkeypatch, dispatch, "ask_no_more", lambda *_: None)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_kernel_is_found_out(name, four_for_each, monkeypatch):
+    assert fails_under_some_seed(monkeypatch, *FAULTS[name], lambda *_: None)
 
 
 def test_few_senders_have_a_channel_for_each_warp():
-    assert [channels_of(sms, 4, 14336) for sms in (16, 20, 24)] == [8 * 15, 4 * 10 * 15, 4 * 10 * 15]
+    of_a_warp = [channels_of(sms, 4, 14336) // most_warps(14336) for sms in (16, 20, 24)]
+    assert of_a_warp == [8, 4 * 10, 4 * 10]
 
 
 def test_as_many_send_as_fill_the_link():

@@ -10,7 +10,7 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish, wait_until_told
+from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.rings import (
     ask_no_more,
@@ -51,22 +51,17 @@ def make_send(shape):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         to, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
         theirs = pointer_from_address(peers[to], mine)
-        stage, parity, turn, follows = int32(warp * stage_words), uint32(0), int32(0), True
-        # The last channel's last rows are on their way when the next channel begins: their word is left later.
-        owes, last_word, last_channel, last_put = False, int32(0), int32(0), uint32(0)
+        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
+        stage, parity, follows = int32(warp * stage_words), uint32(0), True
         while follows and channel < channels:
             left, row, after = rows_of_channel(rank_prefix, recv_channel_prefix, to, rank, ranks, channel, channels)
             follows = cuda.any_sync(FULL, here and after > 0) != 0
             if not follows:
                 ask_no_more(smem, state, done_at, warps, lane)
             first = uint32(state[sent_at + channel * ranks + to])
-            put, word = first, int32((turn * warps + warp) * ranks + lane)
-            head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
+            put, head = first, uint32(first - uint32(slots))  # how much was taken out is asked for before the first row
             room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
             left, start = left if here else int32(0), uint64(0)
-            if here:
-                wait_until_told(bars, progress_at + word, told_at + word)
-            cuda.syncwarp()
             while cuda.any_sync(FULL, left > 0):
                 if left > 0 and uint32(put - head) >= room:
                     head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
@@ -92,11 +87,8 @@ def make_send(shape):
                     copied_but_last()
                 elif here:
                     copied()
-                if owes:
-                    leave_word(bars, last_word, last_channel, last_put)
-                    owes = False
                 if here:
-                    leave_word(bars, progress_at + word, channel, put)
+                    leave_word(bars, word, channel, put)
                 if goes:
                     put, left, row = uint32(put + uint32(1)), int32(left - 1), int32(row + 1)
                 cuda.syncwarp()
@@ -110,17 +102,13 @@ def make_send(shape):
                         follows = False
                         break
             if here:
+                copied()
+                leave_word(bars, word, channel, put)
                 state[sent_at + channel * ranks + to] = int32(put)
-                if put != first:
-                    owes, last_word, last_channel, last_put = True, progress_at + word, channel, put
-                    turn = int32(turn ^ 1)
             if follows:
-                channel = next_channel(state, False, blocks, warps, lane)
+                channel = next_channel(state, False, blocks, warps, bars, word, told, here, lane)
         if follows:
             ask_no_more(smem, state, done_at, warps, lane)
-        copied()
-        if owes:
-            leave_word(bars, last_word, last_channel, last_put)
 
     return send
 
@@ -141,22 +129,19 @@ def make_receive(shape, biases):
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        stage, parity, turn, goes_on = int32(warp * stage_words), uint32(0), int32(0), True
-        while goes_on and channel < channels:
+        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
+        stage, parity, follows = int32(warp * stage_words), uint32(0), True
+        while follows and channel < channels:
             t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            goes_on = end < tokens
-            if not goes_on:
+            follows = end < tokens
+            if not follows:
                 ask_no_more(smem, state, done_at, warps, lane)
             before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             first = uint32(state[taken_at + channel * ranks + source])
             got, tail, ring = first, first, rings_at + int64(channel * ranks + lane) * ring_words
-            word = int32((turn * warps + warp) * ranks + lane)
-            follows = send_head[int64(t) * ranks + source] if lane < ranks and t < end else int32(-1)
-            if here:
-                wait_until_told(bars, progress_at + word, told_at + word)
-            cuda.syncwarp()
+            upcoming = send_head[int64(t) * ranks + source] if lane < ranks and t < end else int32(-1)
             while t < end:
-                nth = follows
+                nth = upcoming
                 own = cuda.shfl_sync(FULL, nth, rank)
                 own_row = int64(before + own)
                 if own >= 0:
@@ -177,11 +162,11 @@ def make_receive(shape, biases):
                             start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail
                         ):
                             waits = ready = int32(0)
-                follows = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
+                upcoming = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
                 if own >= 0:
                     parity = land(bars, warp, parity)
                 if ready == 0:
-                    goes_on = False
+                    follows = False
                     break
                 cuda.syncwarp()  # what one lane has acquired all may read
                 mask, to = uint32(cuda.ballot_sync(FULL, nth >= 0)), int64(t) * row_words
@@ -195,13 +180,13 @@ def make_receive(shape, biases):
                     bulk_commit_group()
                 if here and nth >= 0:
                     got = uint32(wanted + uint32(1))
-                    leave_word(bars, progress_at + word, channel, got)
+                    leave_word(bars, word, channel, got)
                 t = int32(t + 1)
             if here:
                 state[taken_at + channel * ranks + source] = int32(got)
-            if goes_on:
-                channel, turn = next_channel(state, True, blocks, warps, lane), int32(turn ^ 1)
-        if goes_on:
+            if follows:
+                channel = next_channel(state, True, blocks, warps, bars, word, told, here, lane)
+        if follows:
             ask_no_more(smem, state, done_at, warps, lane)
         copied()
 

@@ -71,8 +71,8 @@ def senders_of(num_sms, num_ranks):
 def channels_of(num_sms, num_ranks, hidden_bytes, of_a_warp=None):
     """Into how many channels a rank's tokens are dealt out: one for each sending warp, or four.
 
-    Multiprocessors that do not fill the link send at the same rate, and a channel for each warp is best. More of them
-    do not: then a warp takes one of four channels, and then the next that nobody has begun with.
+    Multiprocessors that do not fill the link all send at the same rate: equal shares are best. More of them do not:
+    then a warp that is done with a channel takes the next that nobody has begun with.
     """
     senders = senders_of(num_sms, num_ranks)
     of_a_warp = of_a_warp or (1 if senders <= _FILL_THE_LINK else 4)
@@ -88,7 +88,7 @@ def slots_of(config, num_ranks, channels):
 @cache
 def most_warps(hidden_bytes):
     """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it; 1 to 16."""
-    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 32 * MOST_RANKS + 8
+    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 16 * MOST_RANKS + 8
     warps = min(_MOST_WARPS, _SHARED_BYTES // room)
     if warps < 1:
         raise ValueError(f"x has rows of {hidden_bytes // 2} elements; in bfloat16 one must fit {_SHARED_BYTES} bytes")

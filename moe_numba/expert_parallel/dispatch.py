@@ -6,9 +6,10 @@ each rank in it, and each group reads the token anew, in words. Here one thread 
 copy, to shared memory), what belongs to the row is put behind it, and then a lane for each rank sends the **record** on
 its way in one piece. Many warps wait at the same time, so that neither a round trip nor a fence is seen.
 
-There are more channels than warps: multiprocessors do not all get the same part of a full link, so who is done takes
-the next channel that nobody has begun with. Warps take them in ascending order. So the lowest channel that is not done
-is with a warp on every rank, which waits for no other one: ranks cannot wait for one another in a circle.
+Where the link is full, multiprocessors do not all get the same part of it. So there are more channels than warps then,
+and who is done takes the next channel that nobody has begun with. Warps take them in ascending order. So the lowest
+channel that is not done is with a warp on every rank, which waits for no other one: ranks cannot wait for one another
+in a circle.
 
 What stays on its rank takes no ring: it goes from shared memory to where it belongs. A multiprocessor writes some
 50 GB/s and no more, whether to its own memory or to another GPU's. So receivers carry half of these rows, when nothing
@@ -19,7 +20,7 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish, wait_until_told
+from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish
 from moe_numba.expert_parallel.records import make_fill, make_keep
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.rings import (
@@ -60,24 +61,20 @@ def make_send(shape):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         to, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
         theirs = pointer_from_address(peers[to], mine)
-        stage, parity, turn, follows = int32(warp * stage_words), uint32(0), int32(0), True
-        # The last channel's last row is on its way when the next channel begins: its word is left later.
-        owes, last_word, last_channel, last_put = False, int32(0), int32(0), uint32(0)
+        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
+        stage, parity, follows = int32(warp * stage_words), uint32(0), True
         while follows and channel < channels:
             t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            follows, upcoming = end < tokens, channel
+            follows = end < tokens
             if not follows:
                 ask_no_more(smem, state, done_at, warps, lane)
             before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             first = uint32(state[sent_at + channel * ranks + to])
-            put, kept, word = first, int32(0), int32((turn * warps + warp) * ranks + lane)
+            put, kept = first, int32(0)
             head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
             room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
             goes = lane < ranks and t < end and is_token_in_rank[int64(t) * ranks + to] != 0
             went = False
-            if here:
-                wait_until_told(bars, progress_at + word, told_at + word)
-            cuda.syncwarp()
             while t < end:
                 # Space in all the rings that this row goes to.
                 start, waits = uint64(0), int32(1)
@@ -91,10 +88,8 @@ def make_send(shape):
                     if waits != 0:
                         if here and start == uint64(0):  # who waits has told all
                             copied()
-                            if owes:
-                                leave_word(bars, last_word, last_channel, last_put)
-                            leave_word(bars, progress_at + word, channel, put)
-                            owes = went = False
+                            leave_word(bars, word, channel, put)
+                            went = False
                         start = since(start)
                         if warp_gives_up(start, patience, full, state, status, SPACE, rank, channel, lane, head, put):
                             waits, follows = int32(0), False
@@ -105,18 +100,13 @@ def make_send(shape):
                 if lane < ranks:
                     send_head[int64(t) * ranks + to] = int32(uint32(put - first)) if goes else int32(-1)
                 next_goes = lane < ranks and t + 1 < end and is_token_in_rank[int64(t + 1) * ranks + to] != 0
-                if follows and t + 1 == end:
-                    upcoming = next_channel(state, False, blocks, warps, lane)
                 # Meanwhile what was sent before has arrived, but perhaps not the last row.
                 if here and went:
                     copied_but_last()
-                    leave_word(bars, progress_at + word, channel, put - uint32(1))
+                    leave_word(bars, word, channel, put - uint32(1))
                 elif here:
                     copied()
-                    if owes:
-                        leave_word(bars, last_word, last_channel, last_put)
-                    leave_word(bars, progress_at + word, channel, put)
-                    owes = False
+                    leave_word(bars, word, channel, put)
                 parity = land(bars, warp, parity)
                 went = here and goes
                 if went:
@@ -137,17 +127,14 @@ def make_send(shape):
                 goes = next_goes
                 t = int32(t + 1)
             if here:
+                copied()
+                leave_word(bars, word, channel, put)
                 state[sent_at + channel * ranks + to] = int32(put)
-                if put != first:
-                    owes, last_word, last_channel, last_put = True, progress_at + word, channel, put
-                    turn = int32(turn ^ 1)
             if follows:
-                channel = upcoming
+                channel = next_channel(state, False, blocks, warps, bars, word, told, here, lane)
         if follows:
             ask_no_more(smem, state, done_at, warps, lane)
-        copied()
-        if owes:
-            leave_word(bars, last_word, last_channel, last_put)
+        copied()  # what stayed here
 
     return send
 
@@ -169,7 +156,8 @@ def make_receive(shape):
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        stage, parity, turn, follows = int32(warp * stage_words), uint32(0), int32(0), True
+        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
+        stage, parity, follows = int32(warp * stage_words), uint32(0), True
         while follows and channel < channels:
             t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
             left, row, after = rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, channel, channels)
@@ -179,10 +167,7 @@ def make_receive(shape):
             before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
             first = uint32(state[taken_at + channel * ranks + source])
             got, left, kept = first, left if here else int32(0), int32(0)
-            word, start = int32((turn * warps + warp) * ranks + lane), uint64(0)
-            if here:
-                wait_until_told(bars, progress_at + word, told_at + word)
-            cuda.syncwarp()
+            start = uint64(0)
             while cuda.any_sync(FULL, left > 0) or t < end:
                 come = int32(0)
                 if left > 0:
@@ -206,7 +191,7 @@ def make_receive(shape):
                                 cuda.syncwarp()  # all have read what the next row will overwrite
                     if come > 0:
                         got, left, row = uint32(got + uint32(come)), int32(left - come), int32(row + come)
-                        leave_word(bars, progress_at + word, channel, got)
+                        leave_word(bars, word, channel, got)
                     start = uint64(0)
                 elif t < end:  # nothing has come: every second of the rows that stay here
                     if is_token_in_rank[int64(t) * ranks + rank] != 0:
@@ -229,7 +214,7 @@ def make_receive(shape):
             if here:
                 state[taken_at + channel * ranks + source] = int32(got)
             if follows:
-                channel, turn = next_channel(state, True, blocks, warps, lane), int32(turn ^ 1)
+                channel = next_channel(state, True, blocks, warps, bars, word, told, here, lane)
         if follows:
             ask_no_more(smem, state, done_at, warps, lane)
         copied()

@@ -12,7 +12,7 @@ from numba import cuda, int32, int64
 
 from moe_numba.expert_parallel.publish import FULL
 from moe_numba.expert_parallel.regions import BARRIERS, EXCHANGES, MOST_CHANNELS, MOST_EXPERTS, regions
-from moe_numba.expert_parallel.rings import tokens_of_channels
+from moe_numba.expert_parallel.rings import channel_of, shares
 from moe_numba.expert_parallel.waiting import BARRIER, COUNTS, MISCOUNT, TOO_MANY, give_up, out_of_patience
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
@@ -61,10 +61,10 @@ def make_notify_dispatch(num_ranks, threads):
         for c in range(t, channels, threads):
             counts[c] = int32(0)
         cuda.syncthreads()
-        each = int32(tokens_of_channels(channels, tokens))
+        each, longer = shares(channels, tokens)
         for token in range(t, tokens, threads):
             if is_token_in_rank[int64(token) * num_ranks + to] != 0:
-                cuda.atomic.add(counts, int32(token // each), int32(1))
+                cuda.atomic.add(counts, channel_of(token, each, longer), int32(1))
         cuda.syncthreads()
         if t < 32:  # one warp adds up, a lane some neighbours
             part = int32((channels + 31) // 32 | 1)  # odd: no two lanes of a bank

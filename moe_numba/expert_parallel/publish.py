@@ -5,7 +5,7 @@ multiprocessor has written is known everywhere. A warp that carries rows would l
 So they only leave word in shared memory, and one warp, which carries nothing, fences once for all of them.
 
 A word has 8 bytes: a channel, and how far one of its rings is. They are stored as one, so that a channel is never taken
-for another. A warp has two for each rank, for its channels by turns: so it can go on while the last one is told.
+for another. Before a warp goes on to another channel it waits until the last one's word is told.
 """
 
 from functools import cache
@@ -31,7 +31,7 @@ def leave_word(words, at, channel, count):
 
 @cuda.jit(device=True)
 def wait_until_told(words, at, told):
-    """Before word of another channel is left: what was left of the last but one must be known."""
+    """Before word of another channel is left: what was left of the last one must be known."""
     while poll_acquire_cta_shared_u64(words, told) != words[at]:
         pass
 
@@ -39,7 +39,7 @@ def wait_until_told(words, at, told):
 @cache
 def make_publish(shape):
     """``publish``, until all warps are done: word that each left goes to a flag of the rank concerned."""
-    ranks, items, warps = shape.num_ranks, 2 * shape.warps * shape.num_ranks, shape.warps
+    ranks, items, warps = shape.num_ranks, shape.warps * shape.num_ranks, shape.warps
     progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     rounds = -(-items // 32)
 

@@ -5,7 +5,7 @@ from functools import cache
 
 from numba import cuda, int32, uint32, uint64
 
-from moe_numba.expert_parallel.publish import FULL
+from moe_numba.expert_parallel.publish import FULL, wait_until_told
 from moe_numba.expert_parallel.regions import ASKED, AT_END, Record, lines
 from moe_numba.ptx.bulk import bulk_load, make_bulk_wait_group, make_bulk_wait_group_read
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
@@ -37,12 +37,12 @@ class Rings:
     @property
     def told(self):
         """Where the last warp keeps what of it the other ranks know, in 8 bytes."""
-        return self.progress + 2 * self.warps * self.num_ranks
+        return self.progress + self.warps * self.num_ranks
 
     @property
     def done(self):
         """Where warps say that they are done, in words; behind it how many ask for no more channels."""
-        return 2 * (self.told + 2 * self.warps * self.num_ranks)
+        return 2 * (self.told + self.warps * self.num_ranks)
 
     @property
     def shared_bytes(self):
@@ -56,20 +56,32 @@ class Rings:
 
 
 @cuda.jit(device=True)
-def tokens_of_channels(channels, tokens):
-    """How many tokens a channel has, but for the last ones, which may have fewer or none.
+def shares(channels, tokens):
+    """How many tokens a channel has at least, and how many of the first channels have one more.
 
-    Of few tokens the first quarter of the channels, with which warps begin, gets up to four each before others get any.
+    All shares are as good as equal. But few tokens go to the first channels only: to a quarter of them, with which
+    warps begin, until these have four each.
     """
     tokens, channels = uint32(tokens), uint32(channels)
-    first_quarter = (uint32(4) * tokens + channels - uint32(1)) // channels if tokens <= channels else uint32(4)
-    return max(min(uint32(4), first_quarter), (tokens + channels - uint32(1)) // channels)
+    used = max(min(tokens, channels // uint32(4)), (tokens + uint32(3)) // uint32(4), uint32(1))
+    used = min(used, channels)
+    each = uint32(tokens // used)
+    return each, uint32(tokens - each * used)
 
 
 @cuda.jit(device=True)
 def first_token(channel, channels, tokens):
-    """The first token of a channel; of the channel after the last, the number of tokens."""
-    return int32(min(uint32(tokens), uint32(channel) * tokens_of_channels(channels, tokens)))
+    """The first token of a channel; of those that have none, the number of tokens."""
+    each, longer = shares(channels, tokens)
+    return int32(min(uint32(tokens), uint32(channel) * each + min(uint32(channel), longer)))
+
+
+@cuda.jit(device=True)
+def channel_of(token, each, longer):
+    """The channel of a token; ``each`` and ``longer`` are the `shares`."""
+    token, long = uint32(token), uint32(each + uint32(1))
+    in_longer = uint32(longer * long)
+    return int32(token // long if token < in_longer else longer + uint32(token - in_longer) // each)
 
 
 @cuda.jit(device=True)
@@ -104,9 +116,14 @@ def first_channel(senders, warp):
 
 
 @cuda.jit(device=True)
-def next_channel(state, receives, blocks, warps, lane):
-    """The first channel that nobody has asked for, after those with which warps begin."""
+def next_channel(state, receives, blocks, warps, bars, word, told, here, lane):
+    """The first channel that nobody has asked for, after those with which warps begin.
+
+    The warp leaves no word of it before what it left of its last channel is told.
+    """
     asked = atom_add_relaxed_gpu_s32(state, ASKED + (1 if receives else 0), 1) if lane == 0 else int32(0)
+    if here:
+        wait_until_told(bars, word, told)
     return int32(blocks * warps + cuda.shfl_sync(FULL, asked, 0))
 
 
@@ -128,7 +145,7 @@ def prepare(smem, bars, bar, progress_at, told_at, done_at, warps, ranks):
         for w in range(warps):
             mbarrier_init(bars, bar + w, 1)
         fence_mbarrier_init()
-    for i in range(thread, 2 * warps * ranks, int32(cuda.blockDim.x)):
+    for i in range(thread, warps * ranks, int32(cuda.blockDim.x)):
         bars[int32(progress_at + i)] = bars[int32(told_at + i)] = uint64(0)
     if thread <= warps:
         smem[int32(done_at + thread)] = int32(0)

@@ -25,6 +25,7 @@ def make_add_up(shape, biases):
 def _pieces(row_words, most):
     """A row's pieces of 16 bytes, and how many a lane takes at once: if it can be, so many that all lanes have some."""
     pieces = row_words // 4
+    most = min(most, -(-pieces // 32))
     fitting = [n for n in range(-(-most // 2), most + 1) if pieces % (32 * n) == 0]
     return pieces, max(fitting, default=most)
 
