@@ -36,6 +36,7 @@ class Buffer:
     """
 
     num_sms = 20
+    _channels_of_a_warp = None  # the best number; notebook 06 shows what others do
 
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, *, explicitly_destroy=False, timeout=100.0):
         if num_rdma_bytes:
@@ -48,8 +49,6 @@ class Buffer:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes!r}; it must be a positive multiple of 256")
         self.explicitly_destroy = explicitly_destroy
         self._link = Link(self.transport, num_nvl_bytes, timeout)
-
-    _channels_of_a_warp = None  # the best number; notebook 06 shows what others do
 
     # What DeepEP's class has as well
 
@@ -67,7 +66,7 @@ class Buffer:
     def get_dispatch_config(num_ranks):
         """A good configuration of dispatch for so many ranks."""
         checks.number("num_ranks", num_ranks, 1, MOST_RANKS)
-        return Config(Buffer.num_sms, 4, 512 if num_ranks == 2 else 256)  # more only keep ranks from going in step
+        return Config(Buffer.num_sms, 4, 512 if num_ranks == 2 else 256)  # of more ranks longer rings gain nothing
 
     @staticmethod
     def get_combine_config(num_ranks):
@@ -188,15 +187,12 @@ class Buffer:
                 num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device
             )
             experts = len(num_tokens_per_expert) // self.group_size
+            channels = channels_of(config.num_sms, self.group_size, 2 * hidden, self._channels_of_a_warp)
         else:
             if topk_idx is not None or num_worst_tokens:
                 raise ValueError("with a handle, topk_idx, topk_weights and num_worst_tokens must not be given")
             checks.handle(handle, self.group_size, x.device, tokens)
-            experts = 1
-        if handle is None:
-            channels = channels_of(config.num_sms, self.group_size, 2 * hidden, self._channels_of_a_warp)
-        else:
-            channels = handle[1].shape[1]
+            experts, channels = 1, handle[1].shape[1]
         record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
         shape, ring_words = rings_for(
             config, self.group_size, warps, channels, record, link.half, x.element_size()

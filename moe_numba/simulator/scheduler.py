@@ -179,12 +179,7 @@ def _footprint(frame):
     """Where a waiting thread stands, in all its frames, and what its local variables hold."""
     steps = []
     while frame is not None:
-        steps.append(
-            (
-                frame.f_lasti,
-                [_content(v) for v in frame.f_locals.values()],
-            )
-        )
+        steps.append((frame.f_lasti, [_content(v) for v in frame.f_locals.values()]))
         frame = frame.f_back
     return steps
 

@@ -16,11 +16,8 @@ from moe_numba.simulator.errors import MissingLane, lanes_of, place
 FULL = 0xFFFFFFFF
 
 
-def collective(what, mask, value=None, finish=None, by_lane=True):
-    """Wait for all lanes in `mask` to call `what` with this mask; `finish` maps {lane: value} to {lane: result}.
-
-    Without `by_lane` it maps {thread: value} to {thread: result}, as `Thread.meet` has it: that is faster.
-    """
+def collective(what, mask, value=None, finish=None):
+    """Wait for all lanes in `mask` to call `what` with this mask; `finish` maps {lane: value} to {lane: result}."""
     t = thread()
     warp = t.block.warps[t.warp]
     mask = int(mask) & FULL
@@ -34,8 +31,7 @@ def collective(what, mask, value=None, finish=None, by_lane=True):
         )
     if (what, members) not in warp.meetings:
         _refuse_cycle(t, warp, what, mask)
-    concluded = (lambda values: _by_lane(values, finish)) if finish and by_lane else finish
-    return t.meet(warp, what, members.bit_count(), value, concluded, members)
+    return t.meet(warp, what, members.bit_count(), value, finish and (lambda values: _by_lane(values, finish)), members)
 
 
 def _by_lane(values, finish):
@@ -83,20 +79,21 @@ def shuffle(mode, mask, value, operand, width=32, what=None):
     return collective(what or f"shfl.sync.{mode}", mask, (value, operand), finish)
 
 
+_VOTES = {
+    "all": lambda values: all(values.values()),
+    "any": lambda values: any(values.values()),
+    "uni": lambda values: len(set(values.values())) == 1,
+    "ballot": lambda values: sum(1 << lane for lane, said in values.items() if said),
+}
+
+
 def vote(mode, mask, predicate, what=None):
     """Ask all lanes at once: mode "all", "any", "uni" (all agree) or "ballot" (the unsigned mask of the yeses)."""
 
     def finish(values):
-        if mode == "ballot":
-            answer = sum(1 << t.lane for t, said in values.items() if said)
-        else:
-            said = values.values()
-            answer = any(said) if mode == "any" else all(said)
-            if mode == "uni":
-                answer = answer or not any(said)
-        return dict.fromkeys(values, answer)
+        return dict.fromkeys(values, _VOTES[mode](values))
 
-    return collective(what or f"vote.sync.{mode}", mask, bool(predicate), finish, by_lane=False)
+    return collective(what or f"vote.sync.{mode}", mask, bool(predicate), finish)
 
 
 def _bits(value):
