@@ -15,7 +15,7 @@ from moe_numba.bench import copies, imports, notebooks
 
 ROOT = Path(__file__).parents[1]
 SOURCES = copies.find(ROOT)
-SIMULATOR_LIMIT_S = 90
+SIMULATOR_LIMIT_S = 60
 
 every_notebook = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 
