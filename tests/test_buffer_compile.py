@@ -5,8 +5,9 @@ import pytest
 from moe_numba.bench.machine_code import compile_apart
 
 SOURCE = """
-from moe_numba.expert_parallel.combine import SIGNATURE as COMBINE, make_combine
-from moe_numba.expert_parallel.dispatch import SIGNATURE as DISPATCH, make_dispatch
+from moe_numba.expert_parallel.combine import make_combine
+from moe_numba.expert_parallel.direct import make_direct
+from moe_numba.expert_parallel.dispatch import make_dispatch
 from moe_numba.expert_parallel.exchange import make_barrier, make_notify_dispatch
 from moe_numba.expert_parallel.regions import Record
 from moe_numba.expert_parallel.rings import Rings
@@ -21,7 +22,7 @@ def rings(ranks, record):
 
 @pytest.fixture(scope="module")
 def reports():
-    from moe_numba.expert_parallel import combine, dispatch, exchange
+    from moe_numba.expert_parallel import combine, direct, dispatch, exchange
 
     requests = {
         f"dispatch {name} {ranks}": (f"make_dispatch({rings(ranks, row)})", dispatch.SIGNATURE, THREADS, False)
@@ -33,6 +34,10 @@ def reports():
             f"make_combine({rings(ranks, '3584, 8, source=False')}, {biases})", combine.SIGNATURE, THREADS, False,
         )  # fmt: skip
         for ranks, biases in ((8, 0), (8, 2), (2, 0), (5, 1), (1, 0))
+    }
+    requests |= {
+        f"direct {name}": (f"make_direct({rings(8, ROWS[name])})", direct.SIGNATURE, 32 * WARPS, False)
+        for name in ("bf16", "fp8", "plain")
     }
     requests["notify"] = ("make_notify_dispatch(8, 512)", exchange.NOTIFY_SIGNATURE, 512, False)
     requests["barrier"] = ("make_barrier(8)", exchange.BARRIER_SIGNATURE, 32, False)

@@ -22,7 +22,7 @@ def rows(ranks, rate):
 
     for sms in across_ranks.SMS:
         for i, wanted in enumerate(exchange.EXCHANGES.values()):
-            yield row("final", 100 * ranks + sms + i, rate + sms + i, sms=sms, **wanted)
+            yield row(us=100 * ranks + sms + i, gbps=rate + sms + i, sms=sms, **wanted)
     yield row("final, with notify", 100 * ranks + 99, rate, sms=24, operation="dispatch", dtype="bf16")
     for blocks in across_ranks.BLOCKS_OF_PUSH:
         yield row("plain push", 50, rate + blocks, sms=blocks, operation="push", dtype="bf16")
@@ -68,12 +68,13 @@ def test_the_table_has_a_column_for_each_number_of_gpus(record):
     lines = exchange.readme_table(record).splitlines()
     assert lines[0] == "| 4096 tokens each | 2 GPUs | 4 GPUs |"
     assert lines[2] == "| dispatch, bfloat16, 24 multiprocessors | 224 us, 224 GB/s | 424 us, 274 GB/s |"
-    assert lines[4] == "| combine, bfloat16, 24 multiprocessors | 226 us, 226 GB/s | 426 us, 276 GB/s |"
-    assert lines[5].endswith("| 299 us, 200 GB/s | 499 us, 250 GB/s |"), "with counts"
-    assert lines[6] == "| NCCL all_to_all_single, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
-    assert lines[8] == "| counts, index_select and NCCL, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
-    assert lines[9] == "| plain push, 132 multiprocessors | 50 us, 332 GB/s | 50 us, 382 GB/s |"
-    assert lines[10] == "| push to all others, 132 multiprocessors |  | 70 us, 372 GB/s |"
+    assert lines[4] == "| dispatch into an output, bfloat16, 24 multiprocessors | 226 us, 226 GB/s | 426 us, 276 GB/s |"
+    assert lines[6] == "| combine, bfloat16, 24 multiprocessors | 228 us, 228 GB/s | 428 us, 278 GB/s |"
+    assert lines[7].endswith("| 299 us, 200 GB/s | 499 us, 250 GB/s |"), "with counts"
+    assert lines[8] == "| NCCL all_to_all_single, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
+    assert lines[10] == "| counts, index_select and NCCL, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
+    assert lines[11] == "| plain push, 132 multiprocessors | 50 us, 332 GB/s | 50 us, 382 GB/s |"
+    assert lines[12] == "| push to all others, 132 multiprocessors |  | 70 us, 372 GB/s |"
     assert lines[-3] == "| 128 | 1280 | 1281 | 1282 | 1283 |"
 
 

@@ -165,26 +165,35 @@ class _Bench:
         return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
 
     def _large(self, sms):
-        """Dispatch in both types and combine, with so many multiprocessors."""
+        """Dispatch in both types, through rings and straight to an output, and combine, on so many multiprocessors."""
         config, layout = self._config(sms), self._layout(self.topk_idx)
         own = int(layout["is_token_in_rank"][:, self.rank].sum())
         found, main = [], sms == MAIN_SMS
         for dtype, x in (("bf16", self.x), ("e4m3", self.x_in_fp8)):
-            given = self.buffer.dispatch(x, **layout, config=config)
-            self._check(x, given, config, layout)
-            row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * x[1].shape[1]
-            wire = self._largest((len(given[4][3]) - own) * row_bytes)
-            cached = lambda x=x, handle=given[4]: self.buffer.dispatch(x, handle, config=config)
-            whole = lambda x=x: self.buffer.dispatch(
-                x, **layout, topk_idx=self.topk_idx, topk_weights=self.topk_weights, config=config
-            )
-            found.append(self._row("final", "dispatch", sms, dtype, cached, wire, main))
-            if main:
-                found.append(self._row("final, with notify", "dispatch", sms, dtype, whole, wire, main))
-            if dtype == "bf16":
-                back = lambda y=given[0], handle=given[4]: self.buffer.combine(y, handle, config=config)
-                found.append(self._row("final", "combine", sms, dtype, back, wire, main))
+            out = self._new_output(x)
+            for step, options in {"final": dict(config=config), "straight": dict(config=config, out=out)}.items():
+                given = self.buffer.dispatch(x, **layout, **options)
+                self._check(x, given, config, layout)
+                row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * x[1].shape[1]
+                wire = self._largest((len(given[4][3]) - own) * row_bytes)
+                cached = partial(self.buffer.dispatch, x, given[4], **options)
+                self._check(x, cached(), config, layout)
+                found.append(self._row(step, "dispatch", sms, dtype, cached, wire, main))
+                if main:
+                    travels = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights)
+                    whole = partial(self.buffer.dispatch, x, **layout, **travels, **options)
+                    found.append(self._row(f"{step}, with notify", "dispatch", sms, dtype, whole, wire, main))
+                if dtype == "bf16" and step == "final":
+                    back = partial(self.buffer.combine, given[0], given[4], config=config)
+                    found.append(self._row(step, "combine", sms, dtype, back, wire, main))
+            out.close()
         return found
+
+    def _new_output(self, x):
+        """With room for all tokens of all ranks."""
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        num_scales = 0 if scales is None else scales.shape[1]
+        return self.buffer.new_output(self.ranks * TOKENS, HIDDEN, values.dtype, num_scales, TOPK)
 
     def _check(self, x, given, config, layout):
         """The own rows bit for bit; of all rows that their sums come back right, which are exact in both types."""

@@ -8,9 +8,11 @@ from moe_numba.bench import across_ranks, plots, records
 NUMBERS_OF_RANKS = (2, 4, 8)
 
 EXCHANGES = {
-    "dispatch, bfloat16": dict(operation="dispatch", dtype="bf16"),
-    "dispatch, FP8": dict(operation="dispatch", dtype="e4m3"),
-    "combine, bfloat16": dict(operation="combine", dtype="bf16"),
+    "dispatch, bfloat16": dict(step="final", operation="dispatch", dtype="bf16"),
+    "dispatch, FP8": dict(step="final", operation="dispatch", dtype="e4m3"),
+    "dispatch into an output, bfloat16": dict(step="straight", operation="dispatch", dtype="bf16"),
+    "dispatch into an output, FP8": dict(step="straight", operation="dispatch", dtype="e4m3"),
+    "combine, bfloat16": dict(step="final", operation="combine", dtype="bf16"),
 }
 OTHER_WAYS = ("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
 LADDERS = {"dispatch": "ring_buffer_dispatch_ladder", "combine": "combine_ladder"}
@@ -41,7 +43,7 @@ def figures(record):
         found = {row["config"]["num_sms"]: row["wire_gbps"] for row in rows if "num_sms" in row["config"]}
         return {sms: rate for sms, rate in found.items() if sms <= max(across_ranks.SMS)}
 
-    lines = {name: rates(step="final", **wanted) for name, wanted in EXCHANGES.items()}
+    lines = {name: found for name, wanted in EXCHANGES.items() if (found := rates(**wanted))}
     lines["plain push"] = rates(step="plain push")
     if to_all := rates(step="push to all"):  # with two ranks it is the same
         lines["push to all others"] = to_all
@@ -72,7 +74,7 @@ def figures(record):
 def readme_table(record):
     """Kernel time and wire bandwidth by the number of GPUs; then few tokens, there and back."""
     numbers, few = numbers_of_ranks(record), across_ranks.MAIN_SMS
-    rows = {f"{name}, {few} multiprocessors": (dict(wanted, step="final"), few) for name, wanted in EXCHANGES.items()}
+    rows = {f"{name}, {few} multiprocessors": (wanted, few) for name, wanted in EXCHANGES.items()}
     rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
     rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in OTHER_WAYS}
     rows["plain push, 132 multiprocessors"] = dict(step="plain push"), 132

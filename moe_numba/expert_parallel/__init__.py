@@ -5,6 +5,7 @@ from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.casts import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.outputs import Output
 from moe_numba.expert_parallel.transport import CudaIpc, LocalGroup, SymmetricMemory
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "LocalGroup",
+    "Output",
     "SymmetricMemory",
     "get_dispatch_layout",
     "per_token_cast_back",

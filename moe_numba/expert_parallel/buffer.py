@@ -2,11 +2,12 @@
 
 import torch
 
-from moe_numba.expert_parallel import checks, combine, dispatch, transport
+from moe_numba.expert_parallel import checks, combine, transport, ways
 from moe_numba.expert_parallel.api import get_dispatch_layout
-from moe_numba.expert_parallel.config import Config, channels_of, most_warps, rings_for, senders_of
+from moe_numba.expert_parallel.config import Config, most_warps, rings_for, senders_of
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.link import NO_LIMIT, Link
+from moe_numba.expert_parallel.outputs import Output
 from moe_numba.expert_parallel.regions import MOST_RANKS, Record
 
 
@@ -112,6 +113,30 @@ class Buffer:
             event = finish(topk_idx, per_rank, per_expert, is_in_rank)
         return per_rank, None, per_expert, is_in_rank, event
 
+    def new_output(
+        self, num_rows, hidden, dtype=torch.bfloat16, num_scales=0, num_topk=0, scale_dtype=torch.float32
+    ):
+        """Memory for what dispatch gives, to which the other ranks can write; all ranks must ask for the same.
+
+        Parameters
+        ----------
+        num_rows : int
+            Room for so many rows; at most ``num_ranks`` times the tokens of a rank can come.
+        hidden : int
+            Elements of a row, a multiple of 16 bytes.
+        dtype : torch.dtype
+            bfloat16, or float8_e4m3fn with ``num_scales`` scales of ``scale_dtype`` (float32 or int32) for a row.
+        num_topk : int
+            Experts and weights that travel with a row; 0 to 32.
+
+        Returns
+        -------
+        Output
+            For ``dispatch(..., out=...)``; its ``close()``, on all ranks, gives the memory back.
+        """
+        checks.new_output(num_rows, hidden, dtype, num_scales, num_topk, scale_dtype)
+        return Output(self.transport, num_rows, hidden, dtype, num_scales, scale_dtype, num_topk)
+
     def dispatch(
         self,
         x,
@@ -128,6 +153,7 @@ class Buffer:
         previous_event=None,
         async_finish=False,
         allocate_on_comm_stream=False,
+        out=None,
     ):
         """Send each token to the ranks that hold its experts, once to each.
 
@@ -154,6 +180,10 @@ class Buffer:
             Let the current stream go on; the event tells when the call is done.
         allocate_on_comm_stream : bool
             The outputs belong to the communication stream.
+        out : Output, optional
+            From `new_output`, and given by all ranks: rows are written there by those who send them, without rings.
+            That is faster, above all with few multiprocessors. What is returned lies in it, and the next dispatch that
+            is given it overwrites that.
 
         Returns
         -------
@@ -181,56 +211,52 @@ class Buffer:
         checks.number("expert_alignment", expert_alignment, 1, 1 << 20)
         tokens, hidden = x.shape
         topk = 0 if topk_idx is None else topk_idx.shape[1]
-        warps, senders = most_warps(2 * hidden), senders_of(config.num_sms, self.group_size)
         if handle is None:
             checks.layout(
                 num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device
             )
-            experts = len(num_tokens_per_expert) // self.group_size
-            channels = channels_of(config.num_sms, self.group_size, 2 * hidden, self._channels_of_a_warp)
+            experts, channels, recv_source = len(num_tokens_per_expert) // self.group_size, None, None
         else:
             if topk_idx is not None or num_worst_tokens:
                 raise ValueError("with a handle, topk_idx, topk_weights and num_worst_tokens must not be given")
             checks.handle(handle, self.group_size, x.device, tokens)
-            experts, channels = 1, handle[1].shape[1]
-        record = Record(hidden * x.element_size() // 4, 0 if scales is None else scales.shape[1], topk)
-        shape, ring_words = rings_for(
-            config, self.group_size, warps, channels, record, link.half, x.element_size()
-        )
+            experts, channels, recv_source = 1, handle[1].shape[1], handle[3]
+        room, to_come = num_worst_tokens or NO_LIMIT, num_worst_tokens if handle is None else len(recv_source)
+        if out is None:
+            way = ways.through_rings(link, config, x, scales, topk, channels, self._channels_of_a_warp)
+        else:
+            checks.output(out, self.transport, x, scales, topk, to_come)
+            way, room = ways.straight_to(out, link, config, x, scales, topk, channels), min(room, out.num_rows)
+        channels = way.channels
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             # All that needs no count comes first: the rest is what a user waits for.
-            start = link.kernel(
-                "dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, shape.threads, shape.shared_bytes
-            )
-            new = lambda *size, dtype=torch.int32: torch.empty(size, dtype=dtype, device=x.device)
+            start = link.kernel(*way.kernel)
+            new = lambda *size: torch.empty(size, dtype=torch.int32, device=x.device)
             strides = (0, 0) if scales is None else scales.stride()
             if handle is None:
                 rank_prefix = new(self.group_size, self.group_size)
                 channel_prefix, recv_channel_prefix = new(self.group_size, channels), new(self.group_size, channels)
                 send_head = new(tokens, self.group_size)
             else:
-                rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head = handle
+                rank_prefix, channel_prefix, recv_channel_prefix, _, is_token_in_rank, send_head = handle
             given = (
-                senders, channels, link.rings, ring_words, at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
-                at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
+                *way.given, at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank), tokens,
+                experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
             )  # fmt: skip
             if handle is None:
                 received, counts = link.notify(
                     num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, experts, channels,
-                    expert_alignment, num_worst_tokens, rank_prefix, channel_prefix, recv_channel_prefix,
+                    expert_alignment, num_worst_tokens, room, rank_prefix, channel_prefix, recv_channel_prefix,
                 )  # fmt: skip
-                recv_source = new(received)
             else:
-                received, counts = len(recv_source), []
-            recv_x = new(received, hidden, dtype=x.dtype)
-            recv_scales = None if scales is None else new(received, record.scales, dtype=scales.dtype)
-            recv_experts = None if not topk else new(received, topk, dtype=torch.int64)
-            recv_weights = None if not topk else new(received, topk, dtype=torch.float32)
-            with link.guarded(False, channels, has_met=handle is None):  # counting, ranks have met
+                received, counts = to_come, []
+            recv_x, recv_scales, recv_experts, recv_weights, sources = way.outputs(received, recv_source)
+            with way.around(has_met=handle is None):  # counting, ranks have met
                 start(
                     config.num_sms, *given, at(recv_x), at(recv_scales), at(recv_experts), at(recv_weights),
-                    at(recv_source), at(send_head), received,
+                    at(sources), at(send_head), received,
                 )  # fmt: skip
+            recv_source = sources if handle is None else recv_source
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
             event = finish(x, scales, topk_idx, topk_weights, recv_x, recv_scales, recv_experts, recv_weights, *handle)
         recv_x = recv_x if scales is None else (recv_x, recv_scales)

@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_numba.expert_parallel.outputs import Output
 from moe_numba.expert_parallel.regions import MOST_CHANNELS
 
 _SCALE_TYPES = (torch.float32, torch.int32)
@@ -62,6 +63,37 @@ def rows(x, scales, device):
             f"x's scales have shape {tuple(scales.shape)} on {scales.device}; they must be [{len(x)}, n], n at most "
             f"{most}, on {device}"
         )
+
+
+def new_output(num_rows, hidden, dtype, num_scales, num_topk, scale_dtype):
+    """What an `Output` is to be made for."""
+    number("num_rows", num_rows, 1, (1 << 31) - 1)
+    number("hidden", hidden, 1, 1 << 20)
+    if dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        raise TypeError(f"dtype is {dtype}; it must be torch.bfloat16 or torch.float8_e4m3fn")
+    if hidden * dtype.itemsize % 16:
+        raise ValueError(f"hidden is {hidden}, {hidden * dtype.itemsize} bytes; it must be a multiple of 16 bytes")
+    number("num_scales", num_scales, 0, 0 if dtype == torch.bfloat16 else hidden // 4)
+    if scale_dtype not in _SCALE_TYPES:
+        raise TypeError(f"scale_dtype is {scale_dtype}; it must be torch.float32 or torch.int32")
+    number("num_topk", num_topk, 0, 32)
+
+
+def output(out, transport, x, scales, topk, to_come):
+    """The `Output` that a dispatch is given, for so many rows if that is known."""
+    if not isinstance(out, Output):
+        raise TypeError(f"out is {type(out).__name__}; it must be what new_output gave")
+    if out.transport is not transport or out.x is None:
+        raise ValueError("out is of another buffer, or was closed; it must be what this buffer's new_output gave")
+    if out.num_rows < to_come:
+        raise ValueError(f"out has room for {out.num_rows} rows; {to_come} are to come")
+    if out.x.dtype != x.dtype or out.x.shape[1] != x.shape[1]:
+        raise ValueError(f"out has rows of {out.x.shape[1]} {out.x.dtype}; x has {x.shape[1]} {x.dtype}")
+    of_out, of_x = ((s.shape[1], s.dtype) for s in (out.scales, out.scales if scales is None else scales))
+    if of_out != of_x:
+        raise ValueError(f"out has {of_out[0]} scales of {of_out[1]} for a row; x has {of_x[0]} of {of_x[1]}")
+    if topk not in (0, out.record.topk):
+        raise ValueError(f"out has room for {out.record.topk} experts of a row; topk_idx has {topk}")
 
 
 def travellers(topk_idx, topk_weights, x):

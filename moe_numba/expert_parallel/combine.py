@@ -19,10 +19,10 @@ from moe_numba.expert_parallel.rings import (
     first_channel,
     first_token,
     make_fetch,
-    next_channel,
-    own_rows_before,
+    next_channel_when_told,
     prepare,
     read,
+    rows_before,
     rows_of_channel,
 )
 from moe_numba.expert_parallel.sums import make_add_up, make_add_weights
@@ -106,7 +106,7 @@ def make_send(shape):
                 leave_word(bars, word, channel, put)
                 state[sent_at + channel * ranks + to] = int32(put)
             if follows:
-                channel = next_channel(state, False, blocks, warps, bars, word, told, here, lane)
+                channel = next_channel_when_told(state, False, blocks, warps, bars, word, told, here, lane)
         if follows:
             ask_no_more(smem, state, done_at, warps, lane)
 
@@ -136,7 +136,7 @@ def make_receive(shape, biases):
             follows = end < tokens
             if not follows:
                 ask_no_more(smem, state, done_at, warps, lane)
-            before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
+            before = rows_before(rank_prefix, channel_prefix, rank, rank, ranks, channel, channels)
             first = uint32(state[taken_at + channel * ranks + source])
             got, tail, ring = first, first, rings_at + int64(channel * ranks + lane) * ring_words
             upcoming = send_head[int64(t) * ranks + source] if lane < ranks and t < end else int32(-1)
@@ -185,7 +185,7 @@ def make_receive(shape, biases):
             if here:
                 state[taken_at + channel * ranks + source] = int32(got)
             if follows:
-                channel = next_channel(state, True, blocks, warps, bars, word, told, here, lane)
+                channel = next_channel_when_told(state, True, blocks, warps, bars, word, told, here, lane)
         if follows:
             ask_no_more(smem, state, done_at, warps, lane)
         copied()

@@ -21,7 +21,7 @@ from functools import cache
 from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish
-from moe_numba.expert_parallel.records import make_fill, make_keep
+from moe_numba.expert_parallel.records import make_fill, make_fill_up, make_keep
 from moe_numba.expert_parallel.regions import LOST, lines, regions, sent, taken
 from moe_numba.expert_parallel.rings import (
     ask_no_more,
@@ -30,9 +30,9 @@ from moe_numba.expert_parallel.rings import (
     first_channel,
     first_token,
     make_fetch,
-    next_channel,
-    own_rows_before,
+    next_channel_when_told,
     prepare,
+    rows_before,
     rows_of_channel,
 )
 from moe_numba.expert_parallel.waiting import ROWS, SPACE, since, warp_gives_up
@@ -68,7 +68,7 @@ def make_send(shape):
             follows = end < tokens
             if not follows:
                 ask_no_more(smem, state, done_at, warps, lane)
-            before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
+            before = rows_before(rank_prefix, channel_prefix, rank, rank, ranks, channel, channels)
             first = uint32(state[sent_at + channel * ranks + to])
             put, kept = first, int32(0)
             head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
@@ -131,7 +131,7 @@ def make_send(shape):
                 leave_word(bars, word, channel, put)
                 state[sent_at + channel * ranks + to] = int32(put)
             if follows:
-                channel = next_channel(state, False, blocks, warps, bars, word, told, here, lane)
+                channel = next_channel_when_told(state, False, blocks, warps, bars, word, told, here, lane)
         if follows:
             ask_no_more(smem, state, done_at, warps, lane)
         copied()  # what stayed here
@@ -164,7 +164,7 @@ def make_receive(shape):
             follows = end < tokens or cuda.any_sync(FULL, here and after > 0) != 0
             if not follows:
                 ask_no_more(smem, state, done_at, warps, lane)
-            before = own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels)
+            before = rows_before(rank_prefix, channel_prefix, rank, rank, ranks, channel, channels)
             first = uint32(state[taken_at + channel * ranks + source])
             got, left, kept = first, left if here else int32(0), int32(0)
             start = uint64(0)
@@ -214,7 +214,7 @@ def make_receive(shape):
             if here:
                 state[taken_at + channel * ranks + source] = int32(got)
             if follows:
-                channel = next_channel(state, True, blocks, warps, bars, word, told, here, lane)
+                channel = next_channel_when_told(state, True, blocks, warps, bars, word, told, here, lane)
         if follows:
             ask_no_more(smem, state, done_at, warps, lane)
         copied()
@@ -225,10 +225,11 @@ def make_receive(shape):
 @cache
 def make_dispatch(shape):
     """The kernel, for blocks of ``shape.threads`` threads, of which the first ``senders`` send, half at most."""
-    ranks, warps, bar, topk = shape.num_ranks, shape.warps, shape.bar, shape.record.topk
+    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
     progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     tail_at, head_at = regions(ranks).tail(False), regions(ranks).head(False)
     send, receive, publish = make_send(shape), make_receive(shape), make_publish(shape)
+    fill_up = make_fill_up(shape.record)
 
     @cuda.jit
     def dispatch(
@@ -264,12 +265,9 @@ def make_dispatch(shape):
             cuda.syncwarp()
             if lane == 0:
                 st_release_cta_shared_s32(smem, done_at + warp, 1)
-            if receives and topk > 0:  # of rows beyond what came, no expert is here
-                came = int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk
-                at = int64(came + (warp * blocks + cuda.blockIdx.x - senders) * 32 + lane)
-                while at < int64(worst) * topk:
-                    recv_experts[at] = int64(-1)
-                    at += int64(blocks * warps * 32)
+            if receives:
+                nth = warp * blocks + cuda.blockIdx.x - senders
+                fill_up(recv_experts, rank_prefix, rank, ranks, worst, nth, blocks * warps, lane)
 
     return dispatch
 

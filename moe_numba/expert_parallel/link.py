@@ -87,10 +87,13 @@ class Link:
         return lambda grid, *arguments: ready(grid, block, *self._common, patience, self.rank, *arguments)
 
     def notify(
-        self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, rank_prefix,
+        self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, room, rank_prefix,
         channel_prefix, recv_channel_prefix,
     ):  # fmt: skip
-        """Tell the others what comes, and learn what comes here: the number of rows, and for each expert."""
+        """Tell the others what comes, and learn what comes here: the number of rows, and for each expert.
+
+        If more come than there is ``room`` for, the rank gives up. With ``worst`` the host does not wait.
+        """
         if channels > MOST_CHANNELS or experts > MOST_EXPERTS:
             raise ValueError(f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
                              f"{MOST_CHANNELS} are allowed")  # fmt: skip
@@ -102,7 +105,7 @@ class Link:
         )
         start(
             self.num_ranks + 1, self.at(per_rank), self.at(per_expert), self.at(is_in_rank), tokens, experts, channels,
-            alignment, worst or NO_LIMIT, self.at(rank_prefix), self.at(channel_prefix), self.at(recv_channel_prefix),
+            alignment, room, self.at(rank_prefix), self.at(channel_prefix), self.at(recv_channel_prefix),
             address(self._counters), int(waits),
         )  # fmt: skip
         if not waits:
@@ -123,11 +126,16 @@ class Link:
         just met.
         """
         unusual = self._usual.setdefault(is_combine, channels) != channels
-        if unusual and not has_met:
+        with self.between_meetings(has_met) if unusual else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def between_meetings(self, has_met=False):
+        """Around an operation before and after which all ranks must meet."""
+        if not has_met:
             self._barrier()
         yield
-        if unusual:
-            self._barrier()
+        self._barrier()
 
     def _barrier(self):
         self.kernel("barrier", exchange.make_barrier, (self.num_ranks,), exchange.BARRIER_SIGNATURE, 32)(1)

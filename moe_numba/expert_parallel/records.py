@@ -72,3 +72,19 @@ def make_keep(record):
             recv_source[row] = smem[int32(stage + source_at)]
 
     return keep
+
+
+@cache
+def make_fill_up(record):
+    """``fill_up``: a warp's part of the rows beyond those that came, in which no expert is here."""
+    topk = record.topk
+
+    @cuda.jit(device=True)
+    def fill_up(recv_experts, rank_prefix, rank, ranks, worst, warp, warps, lane):
+        if topk > 0:
+            at = int64(int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk + warp * 32 + lane)
+            while at < int64(worst) * topk:
+                recv_experts[at] = int64(-1)
+                at += int64(warps * 32)
+
+    return fill_up

@@ -95,11 +95,11 @@ def rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, chann
 
 
 @cuda.jit(device=True)
-def own_rows_before(rank_prefix, channel_prefix, rank, ranks, channel, channels):
-    """Which of a rank's rows is the first of those that come from itself, from one of its channels."""
-    before = rank_prefix[int32((rank - 1) * ranks + rank)] if rank > 0 else int32(0)
+def rows_before(rank_prefix, channel_prefix, rank, to, ranks, channel, channels):
+    """Which of a rank's rows is the first of those that come from this rank, from one of its channels."""
+    before = rank_prefix[int32((rank - 1) * ranks + to)] if rank > 0 else int32(0)
     if channel > 0:
-        before = int32(before + channel_prefix[int32(rank * channels + channel - 1)])
+        before = int32(before + channel_prefix[int32(to * channels + channel - 1)])
     return before
 
 
@@ -116,15 +116,20 @@ def first_channel(senders, warp):
 
 
 @cuda.jit(device=True)
-def next_channel(state, receives, blocks, warps, bars, word, told, here, lane):
-    """The first channel that nobody has asked for, after those with which warps begin.
-
-    The warp leaves no word of it before what it left of its last channel is told.
-    """
+def next_channel(state, receives, blocks, warps, lane):
+    """The first channel that nobody has asked for, after those with which warps begin."""
     asked = atom_add_relaxed_gpu_s32(state, ASKED + (1 if receives else 0), 1) if lane == 0 else int32(0)
+    return int32(blocks * warps + cuda.shfl_sync(FULL, asked, 0))
+
+
+@cuda.jit(device=True)
+def next_channel_when_told(state, receives, blocks, warps, bars, word, told, here, lane):
+    """The same, when what the warp left of its last channel is told: now it may leave word of another one."""
+    channel = next_channel(state, receives, blocks, warps, lane)
     if here:
         wait_until_told(bars, word, told)
-    return int32(blocks * warps + cuda.shfl_sync(FULL, asked, 0))
+    cuda.syncwarp()
+    return channel
 
 
 @cuda.jit(device=True)

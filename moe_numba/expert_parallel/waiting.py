@@ -25,7 +25,7 @@ SENTENCES = {
     COUNTS: "notify: rank {rank} waited for the counts of rank {peer}: exchange {head} was wanted, {tail} has come",
     BARRIER: "barrier: rank {rank} waited for rank {peer}: barrier {head} was wanted, {tail} has come",
     MISCOUNT: "notify: on rank {rank} num_tokens_per_rank has {head} tokens for rank {peer}, is_token_in_rank {tail}",
-    TOO_MANY: "notify: rank {rank} gets {tail} tokens; num_worst_tokens is {head}",
+    TOO_MANY: "notify: rank {rank} gets {tail} tokens; there is room for {head} (num_worst_tokens, or out)",
 }
 
 
