@@ -20,7 +20,8 @@
 # The notebook follows the article's next two parts, `notify_dispatch` and `dispatch`
 # ([一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824)). The way there: a first store
 # into another GPU's memory; torch; NCCL, which everyone has; a naive dispatch; the article's **ring buffers**
-# (环形缓冲区), taken apart and played in slow motion; and the package's kernel, which is built otherwise.
+# (环形缓冲区), taken apart and played in slow motion; the package's kernel, which is built otherwise; and one that
+# needs no rings.
 #
 # A reader with several GPUs sees them talk. With one GPU, or none, the ranks are **virtual**: they share the GPU, or
 # the simulator runs all of them. Then everything runs and is checked, but times would mean nothing, for there is no
@@ -55,8 +56,8 @@ from moe_numba.bench.ranks_timing import can_time, host_times, outputs_of, rank_
 from moe_numba.bench.topic_expert_parallel import uniform_routing
 from moe_numba.draw import rings
 from moe_numba.draw.ring_trace import play
-from moe_numba.expert_parallel import dispatch as final_kernel
 from moe_numba.expert_parallel import (
+    direct,
     document_dispatch,
     document_notify,
     document_play,
@@ -66,6 +67,7 @@ from moe_numba.expert_parallel import (
     publish,
     reference,
 )
+from moe_numba.expert_parallel import dispatch as final_kernel
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.casts import per_token_cast_to_fp8
 from moe_numba.expert_parallel.config import Config
@@ -1231,7 +1233,8 @@ show(exchange.make_notify_dispatch, "def notify_dispatch(", "return notify_dispa
 # so many blocks push over it together. And 10 us until the last row is where it belongs.
 
 # %%
-def package_step(sms, with_counts=False, x=X):
+def package_step(sms, with_counts=False, x=X, straight=False):
+    """The package's dispatch; ``straight`` is for step 6."""
     given = x
     ring = Buffer.get_dispatch_config(RANKS).num_max_nvl_chunked_recv_tokens
     config = Config(sms, HERE.chunk, 64 if simulator.ENABLED else ring)
@@ -1244,16 +1247,19 @@ def package_step(sms, with_counts=False, x=X):
         buffer = Buffer(transport, size, timeout=10.0)
         per_rank, per_expert, chosen = LAYOUTS[rank]
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=chosen)
-        handle = None if with_counts else buffer.dispatch(given[rank], **layout, config=config)[4]
+        options = dict(config=config, out=buffer.new_output(RANKS * TOKENS, HIDDEN) if straight else None)
+        handle = None if with_counts else buffer.dispatch(given[rank], **layout, **options)[4]
 
         def step(x=given[rank]):
             if with_counts:
-                got = buffer.dispatch(x, **layout, config=config)
+                got = buffer.dispatch(x, **layout, **options)
             else:
-                got = buffer.dispatch(x, handle=handle, config=config)
+                got = buffer.dispatch(x, handle=handle, **options)
             return got[0], got[4][3]
 
         yield step
+        if straight:
+            options["out"].close()
         buffer.destroy()
 
     return make
@@ -1269,23 +1275,71 @@ look_back("final", DOCUMENT, prediction)
 look_back("final", FEW)
 
 # %% [markdown]
+# ### Step 6: straight to their place
+#
+# **Idea.** What does a ring cost? Each row that travels is carried twice, by a sender and by a receiver, and half of
+# the multiprocessors only receive. The naive dispatch carried it once. But it needed the host for the places, and moved
+# rows through registers. Neither must be. After `notify` each rank's *GPU* has all counts, and a warp that walks its
+# channel's tokens in order can count on. And bulk copies carry rows. So all blocks send, a row goes straight to its
+# place in the `recv_x` of its rank, and nobody receives:
+
+# %%
+show(direct.make_direct, "while t < end:", "if follows:")
+
+# %% [markdown]
+# Two things are lost. `recv_x` must lie where other ranks can write: in an **output** that all ranks have made together
+# (`Buffer.new_output`). The next dispatch that is given the same output overwrites it. And all ranks must meet twice:
+# before, so that nobody needs any more what lies there; and afterwards, so that all has come. The rings have neither:
+# they give ordinary tensors, and a rank is done when its own rows are there.
+#
+# DeepEP's second version writes rows to slots of a buffer, and copies them out of it afterwards; TileScale's port
+# writes them to their place, as here.
+#
+# **Prediction.** Now all blocks send. Either they are the limit, with all rows to carry, their own rank's too; or the
+# link is, as before. And 10 us for the two meetings.
+
+# %%
+STRAIGHT = "straight to an output"
+
+
+def straight_us(sms):
+    """What we expect of so many multiprocessors."""
+    return max(ALL_BYTES / (sms * rate_of(WAYS[2], 1)), WIRE_BYTES / rate_of(WAYS[2], sms)) * 1e6 + 10
+
+
+prediction = None if simulator.ENABLED else straight_us(SMS)
+measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SMS)
+
+# %%
+look_back(STRAIGHT, "final", prediction)
+
+# %% [markdown]
 # ### The sweep: how many multiprocessors does it need?
 #
 # The fewer it needs, the more are left to compute. The number of SMs is an argument of the package's kernel, so this
-# compiles nothing anew; the article's kernel is made for each number of channels.
+# compiles nothing anew; the article's kernel is made for each number of channels. Where few are to be had, rows that go
+# straight to their place should take about half as long as those that go through rings: all blocks send.
 
 # %%
-sweep = {f"{sms}": package_step(sms) for sms in HERE.sweep}
-for name, make in sweep.items():
-    wrong = check(outputs_of(GROUP, poisoned(make)))
-    assert not wrong, f"{name} SMs: {wrong}"
-times = rank_times(GROUP, sweep, launches=HERE.launches, samples=HERE.samples) if TIMED else {}
-SWEEP = fact("sms_us", {name: round(stats.median, 2) for name, stats in times.items() if stats})
-LINES = {"moe_numba": {int(sms): t for sms, t in SWEEP.items()},
+def sweep_us(straight):
+    """Microseconds by the number of multiprocessors, as text; what arrives is checked first."""
+    steps = {f"{sms}": package_step(sms, straight=straight) for sms in HERE.sweep}
+    for name, make in steps.items():
+        wrong = check(outputs_of(GROUP, poisoned(make)))
+        assert not wrong, f"{name} SMs: {wrong}"
+    times = rank_times(GROUP, steps, launches=HERE.launches, samples=HERE.samples) if TIMED else {}
+    return {name: round(stats.median, 2) for name, stats in times.items() if stats}
+
+
+SWEEPS = {"moe_numba's rings": fact("sms_us", sweep_us(False)), STRAIGHT: fact("straight_sms_us", sweep_us(True))}
+LINES = {**{name: {int(sms): t for sms, t in line.items()} for name, line in SWEEPS.items()},
          "the article's ring": {ladder.row(name)["num_sms"]: us(name) for name in RINGS if us(name)}}
 LINES = {name: line for name, line in LINES.items() if line}
 for name, line in LINES.items():
     print(f"{name}:", ", ".join(f"{t:.0f} us with {sms} SMs" for sms, t in sorted(line.items())))
+AT_12 = {name: line[12] for name, line in LINES.items() if 12 in line}
+if STRAIGHT in AT_12 and TIMED:
+    print(f"{STRAIGHT}, 12 SMs: {AT_12[STRAIGHT]:.0f} us, predicted {straight_us(12):.0f}")
 figure = None
 if LINES:
     figure = plots.sweep_figure(
@@ -1360,6 +1414,8 @@ calls = {
     f"{FEW}, known": naive_dispatch(SMS), f"{FEW}, with counts": naive_dispatch(SMS, with_counts=True),
     f"{DOCUMENT}, known": document_step(SMS), f"{DOCUMENT}, with counts": document_step(SMS, with_counts=True),
     "final, known": package_step(SMS), "final, with counts": package_step(SMS, with_counts=True),
+    f"{STRAIGHT}, known": package_step(SMS, straight=True),
+    f"{STRAIGHT}, with counts": package_step(SMS, with_counts=True, straight=True),
 }  # fmt: skip
 for name in list(calls)[1::2]:
     wrong = check(outputs_of(GROUP, poisoned(calls[name])))
@@ -1367,12 +1423,12 @@ for name in list(calls)[1::2]:
 times = host_times(GROUP, calls) if TIMED else {}
 HOST = fact("host_us", {name: round(stats.median, 1) for name, stats in times.items() if stats})
 for name in calls:
-    print(f"{name}: " + (f"{HOST[name]:.0f} us" if HOST else "right; no figure is recorded yet"))
+    print(f"{name}: " + (f"{HOST[name]:.0f} us" if name in HOST else "right; no figure is recorded yet"))
 
 # %% [markdown]
 # The difference between two lines is what counting costs. Part of it is the links, part of it is Python, which
-# allocates the outputs only when the sum is known, while the GPU idles. `num_worst_tokens` avoids the wait: outputs
-# large enough for the worst case, and nothing for the host to know.
+# allocates the outputs only when the sum is known, while the GPU idles. (An output of step 6 is there already.)
+# `num_worst_tokens` avoids the wait: outputs large enough for the worst case, and nothing for the host to know.
 #
 # All ranks here share one Python, which runs one thread at a time; NCCL's ranks of step 1 were processes. So its times
 # do not belong in this list. The README's table has both, the package's dispatch with counts and NCCL's, of processes.
@@ -1583,6 +1639,11 @@ claims.append(("(not in the article) where counts are known, its ring beats inde
 claims.append(("(not in the article) rows written once, to their places, beat its ring on as many SMs", verdict(
     naive_us < ring_us, f"{naive_us:.0f} us naive, {ring_us:.0f} through the ring; the package's rings {own_us:.0f}")
     if naive_us and ring_us and own_us else NOT_RECORDED))
+straight_now = us(STRAIGHT)
+claims.append(("(not in the article) and the package's rings too", verdict(
+    straight_now < 0.98 * own_us, f"{straight_now:.0f} us straight to an output, {own_us:.0f} through rings; "
+    + "; ".join(f"{name} with 12 SMs {t:.0f}" for name, t in AT_12.items())) if straight_now and own_us else
+    NOT_RECORDED))
 if known := HOST:
     extra = known[f"{DOCUMENT}, with counts"] - known[f"{DOCUMENT}, known"]
     own_extra = known["final, with counts"] - known["final, known"]
@@ -1610,22 +1671,26 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # 5. **No meeting.** `cached_notify_dispatch` meets twice. Let heads and tails run on, and leave both meetings out. What
 #    else in the buffer must then not be overwritten?  *Hint: start and end.*
 # 6. **The naive kernel with bulk copies.** Replace the loads and stores of step 2 by those of `make_push_bulk`. How
-#    many blocks does it need to fill the link?
-# 7. **Without the host.** Let the naive kernel compute `place` on the GPU, from the prefix matrix and a scan over
-#    `is_token_in_rank`.  *Hint: notebook 02 has the scan; the ranks must exchange counts first, as `exchange.py` does.*
+#    many blocks does it need to fill the link?  *Hint: step 6 has more to carry than rows.*
+# 7. **Two outputs.** Alternate between two of them in step 6. Which of its two meetings can go, and why not the other?
+#    *Hint: who is at the next dispatch has seen the end of this one.*
 #
 # ## 11. Sources
 #
 # - The article: BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025,
 #   in Chinese.
 # - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu` and
-#   `csrc/deep_ep.cpp` of its first version; the second one writes rows to slots of their own.
+#   `csrc/deep_ep.cpp` of its first version; the second one writes rows to slots of their own. The port that writes them
+#   to their place: [TileScale](https://github.com/tile-ai/tilescale).
 # - On release and acquire: NVIDIA, *PTX ISA*, "Memory Consistency Model"; on proxies, the same, "Proxies".
 # - Bulk copies and mbarriers: notebook 07.
 #
 # ## The final kernel
 #
-# This is what `Buffer.dispatch` runs.
+# This is what `Buffer.dispatch` runs, and then what it runs if it is given an output.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
+
+# %%
+Markdown("```python\n" + inspect.getsource(direct) + "\n```")

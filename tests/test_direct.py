@@ -26,13 +26,9 @@ from moe_numba.expert_parallel import Buffer, direct
 from moe_numba.expert_parallel.link import Link
 
 
-def new_output(buffer, world, rows, **options):
-    """For what ranks of a world send."""
-    fp8 = isinstance(world.x[0], tuple)
-    scales = world.x[0][1].shape[1] if fp8 else 0
-    topk = world.topk_idx[0].shape[1]
-    kind = FP8 if fp8 else torch.bfloat16
-    return buffer.new_output(rows, HIDDEN, kind, num_scales=scales, num_topk=topk, **options)
+def new_output(buffer, rows, fp8=False):
+    """For what ranks of a world send, see ``make_world``."""
+    return buffer.new_output(rows, HIDDEN, FP8 if fp8 else torch.bfloat16, HIDDEN // 8 if fp8 else 0, num_topk=2)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -43,7 +39,7 @@ def test_rows_come_to_their_place(ranks, seed, fp8):
     right, worst = right_of(world), 20 * ranks * SCALE
 
     def work(buffer, rank):
-        out = new_output(buffer, world, worst)
+        out = new_output(buffer, worst, fp8)
         given = send(buffer, rank, world, out=out)
         check_received(given, right[rank], rank, world.experts // ranks)
         here = given[0][0] if fp8 else given[0]
@@ -69,7 +65,7 @@ def test_rings_and_outputs_by_turns():
     right, right_other = right_of(world), right_of(other)
 
     def work(buffer, rank):
-        device, outs = buffer.transport.device, [new_output(buffer, world, 21 * SCALE) for _ in range(2)]
+        device, outs = buffer.transport.device, [new_output(buffer, 21 * SCALE) for _ in range(2)]
         by_rings = send(buffer, rank, world)
         straight = send(buffer, rank, other, out=outs[0])
         x, x_other = to(device, world.x[rank]), to(device, other.x[rank])
@@ -90,7 +86,7 @@ def what_is_read_late(world):
     right = right_of(world)
 
     def work(buffer, rank):
-        out = new_output(buffer, world, sum(map(len, world.topk_idx)))
+        out = new_output(buffer, sum(map(len, world.topk_idx)))
         x = to(buffer.transport.device, world.x[rank])
         handle, found = send(buffer, rank, world, out=out)[4], []
         for factor in (1, 2, 4):
@@ -112,7 +108,7 @@ def test_too_many_rows_are_refused_and_nothing_is_written_beyond():
     world = make_world([9 * SCALE, 9 * SCALE], only=1)
 
     def work(buffer, rank):
-        out = new_output(buffer, world, 8)
+        out = new_output(buffer, 8)
         out.num_rows = 4  # the others are there to see whether somebody writes to them
         out.src_idx.fill_(-7)
         buffer.transport.gather(None)
@@ -142,7 +138,7 @@ def test_outputs_that_are_refused():
         refused(ValueError, "num_scales is 1; 0 to 0", buffer.new_output, 8, HIDDEN, num_scales=1)
         refused(TypeError, "scale_dtype is torch.int8", buffer.new_output, 8, HIDDEN, scale_dtype=torch.int8)
         refused(ValueError, "num_topk is 33", buffer.new_output, 8, HIDDEN, num_topk=33)
-        out, few = new_output(buffer, world, 8), new_output(buffer, world, 2)
+        out, few = new_output(buffer, 8), new_output(buffer, 2)
         refused(TypeError, "out is Tensor", send, buffer, rank, world, out=out.x)
         refused(ValueError, "out has rows of", send, buffer, rank, fp8, out=out)
         refused(ValueError, "9 are to come", send, buffer, rank, world, num_worst_tokens=9, out=out)
@@ -170,7 +166,7 @@ def test_rows_that_are_on_their_way_when_the_kernel_ends_are_found_out(monkeypat
     right = right_of(world)
 
     def work(buffer, rank):
-        given = send(buffer, rank, world, out=new_output(buffer, world, 16))
+        given = send(buffer, rank, world, out=new_output(buffer, 16))
         check_received(given, right[rank], rank, world.experts // 2)
 
     def is_found_out(seed):

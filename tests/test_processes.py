@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from test_buffer import NUM_BYTES, SMALL, WIDE, check_combined, check_received, make_world, right_of, send, to
+from test_direct import new_output
 
 from moe_numba.bench.processes import free_port, process_group
 from moe_numba.expert_parallel import Buffer, CudaIpc, SymmetricMemory
@@ -40,18 +41,20 @@ def _start(work, rank, ranks, port, arguments):
 
 
 def random_worlds(rank, ranks, kind, rounds):
-    """Every process knows what all ranks bring, and checks what it gets; two buffers take turns."""
+    """Every process knows what all ranks bring, and checks what it gets; two buffers take turns, each with outputs."""
     import torch.distributed as dist
 
     group = {"symmetric": lambda: dist.group.WORLD, "ipc": lambda: CudaIpc(dist.group.WORLD)}[kind]()
     buffers = [Buffer(group, NUM_BYTES, timeout=20) for _ in range(2)]
     assert isinstance(buffers[0].transport, SymmetricMemory if kind == "symmetric" else CudaIpc)
+    outs = [[new_output(buffer, 300 * ranks, fp8) for fp8 in (False, True)] for buffer in buffers]
     generator = torch.Generator().manual_seed(5)
     for i in range(rounds):
         most = int(torch.randint(1, 300, (), generator=generator))
         world = make_world(torch.randint(0, most + 1, (ranks,), generator=generator).tolist(), i, fp8=i % 3 == 0)
         right, config, buffer = right_of(world), (SMALL, WIDE)[i % 2], buffers[i // 2 % 2]
-        given = send(buffer, rank, world, config)
+        out = outs[i // 2 % 2][i % 3 == 0] if i % 5 < 2 else None
+        given = send(buffer, rank, world, config, out=out)
         check_received(given, right[rank], rank, world.experts // ranks)
         y = [torch.randn(len(r.src_idx), 64, generator=generator).bfloat16() for r in right]
         back = buffer.combine(to(buffer.transport.device, y[rank]), given[4], given[2], config=config)[:2]
@@ -59,7 +62,9 @@ def random_worlds(rank, ranks, kind, rounds):
             everybodys = [None] * ranks
             dist.all_gather_object(everybodys, tuple(part.cpu() for part in back))
             check_combined(everybodys, world, right, y, [r.topk_weights for r in right])
-    for buffer in buffers:
+    for buffer, own in zip(buffers, outs, strict=True):
+        for out in own:
+            out.close()
         buffer.destroy()
 
 
@@ -68,7 +73,7 @@ def test_random_worlds(kind, rounds):
     run(random_worlds, kind, rounds)
 
 
-def in_graphs(rank, ranks):
+def in_graphs(rank, ranks, straight):
     """A captured dispatch and combine, replayed with new tokens, and eager calls of other shapes in between."""
     import torch.distributed as dist
 
@@ -77,15 +82,16 @@ def in_graphs(rank, ranks):
     x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
     idx = torch.zeros(tokens, 4, dtype=torch.int64, device=device)
     weights = torch.zeros(tokens, 4, device=device)
+    out = buffer.new_output(ranks * tokens, HIDDEN, num_topk=4) if straight else None
 
     def there_and_back():
         per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, 8 * ranks)
         given = buffer.dispatch(
             x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank,
-            topk_idx=idx, topk_weights=weights, config=WIDE, num_worst_tokens=ranks * tokens,
+            topk_idx=idx, topk_weights=weights, config=WIDE, num_worst_tokens=ranks * tokens, out=out,
         )  # fmt: skip
-        out = buffer.combine(given[0], given[4], given[2], config=WIDE)
-        return out[0], out[1], is_in_rank
+        sums, their_weights, _ = buffer.combine(given[0], given[4], given[2], config=WIDE)
+        return sums, their_weights, is_in_rank
 
     def new_tokens(i):
         torch.manual_seed(100 * i + rank)
@@ -93,9 +99,9 @@ def in_graphs(rank, ranks):
         idx.copy_(torch.randint(-1, 8 * ranks, (tokens, 4), device=device))
         weights.copy_(torch.rand(tokens, 4, device=device))
 
-    def check(out, out_weights, is_in_rank):
-        assert torch.equal(out, (x.float() * is_in_rank.sum(1, keepdim=True)).bfloat16())
-        torch.testing.assert_close(out_weights, weights.where(idx >= 0, 0))
+    def check(sums, their_weights, is_in_rank):
+        assert torch.equal(sums, (x.float() * is_in_rank.sum(1, keepdim=True)).bfloat16())
+        torch.testing.assert_close(their_weights, weights.where(idx >= 0, 0))
 
     new_tokens(0)
     check(*there_and_back())
@@ -117,8 +123,9 @@ def in_graphs(rank, ranks):
     buffer.destroy()
 
 
-def test_graphs():
-    run(in_graphs)
+@pytest.mark.parametrize("straight", [False, True], ids=["rings", "output"])
+def test_graphs(straight):
+    run(in_graphs, straight)
 
 
 def late(rank, ranks):

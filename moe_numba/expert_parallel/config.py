@@ -81,8 +81,8 @@ def channels_of(num_sms, num_ranks, hidden_bytes, of_a_warp=None):
 
 @cache
 def channels_of_all(num_sms, hidden_bytes):
-    """The same where all multiprocessors send, and nothing goes through rings: two for each warp, if there may be."""
-    return min(MOST_CHANNELS, 2 * num_sms * most_warps(hidden_bytes))
+    """The same where all multiprocessors send, and nothing goes through rings: four for each warp, if there may be."""
+    return min(MOST_CHANNELS, 4 * num_sms * most_warps(hidden_bytes))
 
 
 @cache
