@@ -1281,7 +1281,8 @@ look_back("final", FEW)
 # the multiprocessors only receive. The naive dispatch carried it once. But it needed the host for the places, and moved
 # rows through registers. Neither must be. After `notify` each rank's *GPU* has all counts, and a warp that walks its
 # channel's tokens in order can count on. And bulk copies carry rows. So all blocks send, a row goes straight to its
-# place in the `recv_x` of its rank, and nobody receives:
+# place in the `recv_x` of its rank, and nobody receives. (The package lets 16 blocks send at most, whatever
+# `num_sms` says. More of them only get in one another's way.)
 
 # %%
 show(direct.make_direct, "while t < end:", "if follows:")

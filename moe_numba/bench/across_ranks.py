@@ -96,6 +96,7 @@ class _Bench:
         if "decode" in parts:
             for tokens in (1, 128) if self.quick else DECODE_TOKENS:
                 found += self._with_buffer(self._decode, tokens)
+                found += self._with_buffer(self._decode_straight, tokens)
         return found
 
     def _with_buffer(self, measure, *arguments):
@@ -190,10 +191,10 @@ class _Bench:
         return found
 
     def _new_output(self, x):
-        """With room for all tokens of all ranks."""
+        """With room for as many tokens of all ranks."""
         values, scales = x if isinstance(x, tuple) else (x, None)
         num_scales = 0 if scales is None else scales.shape[1]
-        return self.buffer.new_output(self.ranks * TOKENS, HIDDEN, values.dtype, num_scales, TOPK)
+        return self.buffer.new_output(self.ranks * len(values), HIDDEN, values.dtype, num_scales, TOPK)
 
     def _check(self, x, given, config, layout):
         """The own rows bit for bit; of all rows that their sums come back right, which are exact in both types."""
@@ -283,23 +284,8 @@ class _Bench:
         """There and back with few tokens: as a user calls it, without waiting on the host, and in a graph; and NCCL."""
         import torch.distributed as dist
 
-        idx, weights, x = (t[:tokens].contiguous() for t in (self.topk_idx, self.topk_weights, self.x))
-        config, layout, worst = self._config(MAIN_SMS), self._layout(idx), self.ranks * tokens
-
-        def there_and_back(**options):
-            given = self.buffer.dispatch(
-                x, **layout, topk_idx=idx, topk_weights=weights, config=config, **options
-            )
-            return self.buffer.combine(given[0], given[4], given[2], config=config)[0]
-
-        eager = lambda: there_and_back()
-        without_host = lambda: there_and_back(num_worst_tokens=worst)
-        for call in (eager, without_host):
-            self._check_back(call(), layout, x)
-        self._meet()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            without_host()
+        without_host = self._there_and_back(tokens, num_worst_tokens=self.ranks * tokens)
+        x = self.x[:tokens]
         send = x.repeat(self.ranks, 1)
         got, back = torch.empty_like(send), torch.empty_like(send)
 
@@ -311,7 +297,45 @@ class _Bench:
         sent = [self._tokens_of(source)[:tokens] for source in range(self.ranks)]
         if wrong := wrong_rows(got, sent) or wrong_rows(back, [x] * self.ranks):
             raise AssertionError(f"NCCL, rank {self.rank}, {tokens} tokens: {wrong}")
-        steps = {"final": eager, "final, worst": without_host, "final, graph": graph.replay, "NCCL, every token": nccl}
+        steps = {
+            "final": self._there_and_back(tokens),
+            "final, worst": without_host,
+            "final, graph": self._graph_of(without_host),
+            "NCCL, every token": nccl,
+        }
+        return self._decode_rows(steps, tokens)
+
+    def _decode_straight(self, tokens):
+        """The same into an output, in a graph."""
+        out = self._new_output(self.x[:tokens])
+        call = self._there_and_back(tokens, num_worst_tokens=self.ranks * tokens, out=out)
+        found = self._decode_rows({"straight, graph": self._graph_of(call)}, tokens)
+        out.close()
+        return found
+
+    def _there_and_back(self, tokens, **options):
+        """A dispatch and a combine of so many tokens, once checked."""
+        idx, weights, x = (t[:tokens].contiguous() for t in (self.topk_idx, self.topk_weights, self.x))
+        config, layout = self._config(MAIN_SMS), self._layout(idx)
+
+        def call():
+            given = self.buffer.dispatch(
+                x, **layout, topk_idx=idx, topk_weights=weights, config=config, **options
+            )
+            return self.buffer.combine(given[0], given[4], given[2], config=config)[0]
+
+        self._check_back(call(), layout, x)
+        return call
+
+    def _graph_of(self, call):
+        """What replays it from a CUDA graph."""
+        self._meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def _decode_rows(self, steps, tokens):
         return [
             records.row(
                 name, config=self.config | {"num_sms": MAIN_SMS}, size={"tokens": tokens}, dtype="bf16",

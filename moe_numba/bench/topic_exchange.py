@@ -20,6 +20,7 @@ FEW = {
     "as called": "final",
     "without waiting for counts": "final, worst",
     "in a CUDA graph": "final, graph",
+    "into an output, in a graph": "straight, graph",
     "NCCL, every token to all": "NCCL, every token",
 }
 
@@ -75,6 +76,7 @@ def readme_table(record):
     """Kernel time and wire bandwidth by the number of GPUs; then few tokens, there and back."""
     numbers, few = numbers_of_ranks(record), across_ranks.MAIN_SMS
     rows = {f"{name}, {few} multiprocessors": (wanted, few) for name, wanted in EXCHANGES.items()}
+    rows["dispatch into an output, bfloat16, 12 multiprocessors"] = EXCHANGES["dispatch into an output, bfloat16"], 12
     rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
     rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in OTHER_WAYS}
     rows["plain push, 132 multiprocessors"] = dict(step="plain push"), 132

@@ -182,8 +182,8 @@ class Buffer:
             The outputs belong to the communication stream.
         out : Output, optional
             From `new_output`, and given by all ranks: rows are written there by those who send them, without rings.
-            That is faster, above all with few multiprocessors. What is returned lies in it, and the next dispatch that
-            is given it overwrites that.
+            That is faster, above all with few multiprocessors; more than 16 are not used. What is returned lies in it,
+            and the next dispatch that is given it overwrites that.
 
         Returns
         -------
@@ -253,7 +253,7 @@ class Buffer:
             recv_x, recv_scales, recv_experts, recv_weights, sources = way.outputs(received, recv_source)
             with way.around(has_met=handle is None):  # counting, ranks have met
                 start(
-                    config.num_sms, *given, at(recv_x), at(recv_scales), at(recv_experts), at(recv_weights),
+                    way.blocks, *given, at(recv_x), at(recv_scales), at(recv_experts), at(recv_weights),
                     at(sources), at(send_head), received,
                 )  # fmt: skip
             recv_source = sources if handle is None else recv_source

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from moe_numba import simulator
-from moe_numba.expert_parallel.regions import LINE, MOST_CHANNELS, MOST_RANKS, Record, lines
+from moe_numba.expert_parallel.regions import LINE, MOST_RANKS, Record, lines
 from moe_numba.expert_parallel.rings import Rings
 
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
@@ -67,6 +67,14 @@ def senders_of(num_sms, num_ranks):
     return min(num_sms // 2, -(-_FILL_THE_LINK * (2 * others + 1) // (2 * others)))
 
 
+def senders_without_rings(num_sms):
+    """The same where nothing goes through rings, and nobody receives.
+
+    As many as fill the link, and as many again for a rank's own rows. More only get in one another's way.
+    """
+    return min(num_sms, 2 * _FILL_THE_LINK)
+
+
 @cache
 def channels_of(num_sms, num_ranks, hidden_bytes, of_a_warp=None):
     """Into how many channels a rank's tokens are dealt out: one for each sending warp, or four.
@@ -77,12 +85,6 @@ def channels_of(num_sms, num_ranks, hidden_bytes, of_a_warp=None):
     senders = senders_of(num_sms, num_ranks)
     of_a_warp = of_a_warp or (1 if senders <= _FILL_THE_LINK else 4)
     return of_a_warp * senders * most_warps(hidden_bytes)
-
-
-@cache
-def channels_of_all(num_sms, hidden_bytes):
-    """The same where all multiprocessors send, and nothing goes through rings: four for each warp, if there may be."""
-    return min(MOST_CHANNELS, 4 * num_sms * most_warps(hidden_bytes))
 
 
 @cache

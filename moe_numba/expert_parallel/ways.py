@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba.expert_parallel import direct, dispatch
-from moe_numba.expert_parallel.config import channels_of, channels_of_all, most_warps, rings_for, senders_of
+from moe_numba.expert_parallel.config import channels_of, most_warps, rings_for, senders_of, senders_without_rings
 from moe_numba.expert_parallel.regions import Record
 from moe_numba.expert_parallel.rings import Rings
 
@@ -14,6 +14,7 @@ class Way(NamedTuple):
     """What ``Buffer.dispatch`` must know of it."""
 
     channels: int
+    blocks: int
     kernel: tuple  # what ``Link.kernel`` takes
     given: tuple  # what this kernel takes besides what both take
     outputs: object  # (received, sources or None): rows, scales, top-k, weights and sources, or None for these
@@ -44,6 +45,7 @@ def through_rings(link, config, x, scales, topk, channels, of_a_warp):
 
     return Way(
         channels,
+        config.num_sms,
         ("dispatch", dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, shape.threads, shape.shared_bytes),
         (senders_of(config.num_sms, link.num_ranks), channels, link.rings, ring_words),
         outputs,
@@ -53,12 +55,13 @@ def through_rings(link, config, x, scales, topk, channels, of_a_warp):
 
 def straight_to(out, link, config, x, scales, topk, channels):
     """Rows go to their place in an `Output`."""
-    hidden_bytes = 2 * x.shape[1]
-    channels = channels or channels_of_all(config.num_sms, hidden_bytes)
-    shape = Rings(link.num_ranks, most_warps(hidden_bytes), 0, _record(x, scales, topk))
+    blocks, warps = senders_without_rings(config.num_sms), most_warps(2 * x.shape[1])
+    channels = channels or 4 * blocks * warps  # as with rings, where the link is full
+    shape = Rings(link.num_ranks, warps, 0, _record(x, scales, topk))
     return Way(
         channels,
-        ("direct", direct.make_direct, (shape,), direct.SIGNATURE, 32 * shape.warps, shape.shared_bytes),
+        blocks,
+        ("direct", direct.make_direct, (shape,), direct.SIGNATURE, 32 * warps, shape.shared_bytes),
         (link.at(out.addresses), *out.begins, out.num_rows, channels),
         lambda received, _: out.first(received, scales is not None, topk > 0),
         link.between_meetings,
