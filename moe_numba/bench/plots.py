@@ -15,7 +15,7 @@ from .ladder import find_step, gain, previous, short
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 INK, GREY, PALE = "#222222", "#777777", "#B8B8B8"
 BROWN = "#9A6400"  # orange's darker sister, legible as text
-COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
+COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)
 WIDTH, ROW, COLUMN = 9.2, 0.34, 0.88  # inches: a bar figure, one of its rows, one of its columns of numbers
 
 STYLE = {
@@ -141,7 +141,7 @@ def sweep_figure(series, *, xlabel="tokens", ylabel="us", floor=None, title="", 
         ends = []
         for number, (label, points) in enumerate(series.items()):
             colour, xs = COLOURS[number % len(COLOURS)], sorted(points)
-            style = "-" if number < len(COLOURS) else "-."  # colours repeat after six
+            style = "-" if number < len(COLOURS) else "-."  # colours repeat
             points = {x: v if isinstance(v, dict) else {"median": v, "p10": v, "p90": v} for x, v in points.items()}
             median, p10, p90 = ([points[x][key] for x in xs] for key in ("median", "p10", "p90"))
             axes.plot(xs, median, color=colour, linestyle=style, marker="o", markersize=3.5, linewidth=1.6)
