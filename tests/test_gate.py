@@ -7,7 +7,7 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import moe_numba
@@ -156,6 +156,7 @@ def test_numpy_and_cupy_come_back_as_they_came(device):
 # What breaks ties, and what may not break anything.
 
 awkward = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 20.0, -20.0, 100.0, -100.0, np.inf, -np.inf, np.nan])
+EQUAL_IN_FLOAT32 = np.array([[20.0, 100.0, *[np.nan] * 126]] * 3, np.float32)  # under the sigmoid
 
 
 @settings(max_examples=40, deadline=None)
@@ -166,6 +167,8 @@ awkward = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 20.0, -20.0, 100.0, -100.0
     scoring=st.sampled_from(reference.SCORINGS),
     many=st.booleans(),
 )
+@example(EQUAL_IN_FLOAT32, np.zeros(128, np.float32), (1, 1), "sigmoid", False)
+@example(EQUAL_IN_FLOAT32, np.zeros(128, np.float32), (1, 1), "sigmoid", True)
 def test_ties_infinities_and_nan(logits, bias, groups, scoring, many):
     device = "cpu" if simulator.ENABLED else "cuda"
     logits, bias = torch.from_numpy(logits).to(device), torch.from_numpy(bias).to(device)
@@ -175,7 +178,12 @@ def test_ties_infinities_and_nan(logits, bias, groups, scoring, many):
         weights, ids = route(logits, bias, 6, **options)
     assert weights.isfinite().all() and ((ids >= 0) & (ids < 128)).all()
     assert all(len(set(row)) == 6 for row in ids.tolist())
-    assert mismatch(weights, ids, logits, bias, 6, **options) is None
+    wrong = mismatch(weights, ids, logits, bias, 6, **options)
+    if wrong and (reference.scores_of(logits, scoring) + bias).gather(1, ids.long()).isnan().any():
+        # Among so few numbers the judge does not see that two are equal in float32: the reference in float32 does.
+        assert torch.equal(ids, reference.biased_grouped_topk(logits, bias, 6, **options)[1]), wrong
+    else:
+        assert wrong is None
 
 
 def test_nothing_but_nan_in_a_group(device, kernel_for):
