@@ -28,22 +28,20 @@ def wrap_integer_casts():
 
     known, signature, numbers = {}, Integer.__call__, {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
 
-    def cast(self, value):
-        if self.name not in known:
+    def call(self, value, *more):
+        if more or type(value) not in numbers and isinstance(value, Type):
+            return signature(self, value, *more)
+        name = self.name
+        if name not in known:
             mask = (1 << self.bitwidth) - 1
-            known[self.name] = getattr(np, self.name), mask, mask >> 1 if self.signed else mask
-        kind, mask, largest = known[self.name]
+            known[name] = getattr(np, name), mask, mask >> 1 if self.signed else mask
+        kind, mask, largest = known[name]
         if type(value) is kind:
             return value
         bits = int(value) & mask
         return kind(bits if bits <= largest else bits - mask - 1)
 
-    def call(self, *args):
-        if len(args) == 1 and (type(args[0]) in numbers or not isinstance(args[0], Type)):
-            return cast(self, args[0])
-        return signature(self, *args)
-
-    Integer.cast_python_value, Integer.__call__ = cast, call
+    Integer.cast_python_value = Integer.__call__ = call
 
 
 def popc(value):

@@ -71,13 +71,13 @@ def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=Fal
 class Kernel:
     """A `@cuda.jit` function: `kernel[grid, block](...)` runs it; another kernel may call it as a device function."""
 
-    def __init__(self, function, device=False, **options):
+    def __init__(self, function, **options):
         self.py_func = self.fn = function
-        self.device, self.targetoptions, self.extensions = device, options, options.get("extensions", ())
+        self.targetoptions, self.extensions = options, options.get("extensions", ())
         functools.update_wrapper(self, function)
 
     def __call__(self, *args, **kwargs):
-        if self.device or type(greenlet.getcurrent()) is Thread:
+        if type(greenlet.getcurrent()) is Thread:
             return self.py_func(*args, **kwargs)
         raise ValueError(f"kernel {self.__name__} needs a launch configuration: {self.__name__}[grid, block](...)")
 
@@ -132,6 +132,9 @@ def _transferred(arg, write_back):
 
 def jit(func_or_sig=None, device=False, **options):
     """Numba's `cuda.jit`; signatures and what concerns the compiler are accepted and mean nothing here."""
-    if isinstance(func_or_sig, types.FunctionType):
-        return Kernel(func_or_sig, device, **options)
-    return lambda function: Kernel(function, device, **options)
+    if not isinstance(func_or_sig, types.FunctionType):
+        return lambda function: jit(function, device, **options)
+    if device:  # the function itself: nothing stands between it and who calls it, so often
+        func_or_sig.py_func = func_or_sig
+        return func_or_sig
+    return Kernel(func_or_sig, **options)

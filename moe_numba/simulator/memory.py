@@ -13,12 +13,15 @@ import numpy as np
 from moe_numba.simulator.errors import Misaligned, OutOfBounds
 
 attentive = 0  # how many worlds are running that preempt at memory accesses, or watch who touches shared memory
+preempting = 0  # how many of these preempt
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
 
 def before(target, index, writes, nbytes=None):
     """What comes before an access: another thread perhaps, for two accesses of one thread are not one; and checks."""
+    if not preempting and (target.room is None or target.room.watch is None):
+        return
     t = greenlet.getcurrent()
     if grid := getattr(t, "grid", None):
         if grid.world.preempt and grid.world.rng.random() < grid.world.preempt:
@@ -179,6 +182,9 @@ class Pointer:
         return f"Pointer({self})"
 
 
+_INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["Integer"])}
+
+
 class _Nowhere:
     """Stands for memory where there is none to look after, in `before`."""
 
@@ -200,11 +206,7 @@ class Array:
     def __getitem__(self, i):
         if attentive:
             before(self, i, writes=False)
-        if type(i) is int:
-            if i < 0:
-                raise self._out_of_bounds(i)
-        else:
-            self._check(i)
+        self._refuse_negative(i)
         try:
             value = self.array[i]
         except IndexError as error:
@@ -214,21 +216,22 @@ class Array:
     def __setitem__(self, i, value):
         if attentive:
             before(self, i, writes=True)
-        if type(i) is int:
-            if i < 0:
-                raise self._out_of_bounds(i)
-        else:
-            self._check(i)
+        self._refuse_negative(i)
         try:
-            self.array[i] = getattr(value, "array", value)
+            self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:
             self.array[i] = convert(value, self.array.dtype)
         except IndexError as error:
             raise self._out_of_bounds(i) from error
 
-    def _check(self, i):
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def _refuse_negative(self, i):
+        """NumPy would count from the end."""
         for k in i if type(i) is tuple else (i,):
-            if isinstance(k, (int, np.integer)) and k < 0:
+            if type(k) in _INTEGERS and k < 0:
                 raise self._out_of_bounds(i)
 
     def _out_of_bounds(self, index):

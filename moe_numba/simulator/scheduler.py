@@ -83,6 +83,7 @@ class World:
         """From now on, accesses to memory are looked at before they happen."""
         self.attentive += 1
         memory.attentive += 1
+        memory.preempting += bool(self.preempt)
 
     def add(self, grid):
         self.grids.append(grid)
@@ -146,6 +147,7 @@ class World:
                 self.weak.end(*self.grids)
         finally:
             memory.attentive -= self.attentive
+            memory.preempting -= self.attentive * bool(self.preempt)
             for t in self._threads():
                 if not t.dead:
                     t.throw()

@@ -88,9 +88,16 @@ class Shared:
     def __init__(self, block, layout):
         self.block, self.layout = block, layout
         self.rooms, self.barriers = {}, {}
+        self.arrays = {}  # as calls asked for them: see `array`
 
     def array(self, shape, dtype, alignment, frame):
         """The array that the call in `frame` stands for, the same for all threads; shape 0 is dynamic shared memory."""
+        key = id(frame.f_code), frame.f_lasti, shape, dtype, alignment
+        if key not in self.arrays:
+            self.arrays[key] = self._array(shape, dtype, alignment, frame)
+        return self.arrays[key]
+
+    def _array(self, shape, dtype, alignment, frame):
         if shape == 0 or shape == (0,):
             dtype, size = as_dtype(dtype), self.layout.dynamic_bytes
             room = self._room((None, 0, size, np.uint8, None), "dynamic shared memory")

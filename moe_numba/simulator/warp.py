@@ -79,21 +79,22 @@ def shuffle(mode, mask, value, operand, width=32, what=None):
     return collective(what or f"shfl.sync.{mode}", mask, (value, operand), finish)
 
 
+def _for_all(answer):
+    """All lanes get the same answer to what all have said."""
+    return lambda values: dict.fromkeys(values, answer(values))
+
+
 _VOTES = {
-    "all": lambda values: all(values.values()),
-    "any": lambda values: any(values.values()),
-    "uni": lambda values: len(set(values.values())) == 1,
-    "ballot": lambda values: sum(1 << lane for lane, said in values.items() if said),
+    "all": _for_all(lambda values: all(values.values())),
+    "any": _for_all(lambda values: any(values.values())),
+    "uni": _for_all(lambda values: len(set(values.values())) == 1),
+    "ballot": _for_all(lambda values: sum(1 << lane for lane, said in values.items() if said)),
 }
 
 
 def vote(mode, mask, predicate, what=None):
     """Ask all lanes at once: mode "all", "any", "uni" (all agree) or "ballot" (the unsigned mask of the yeses)."""
-
-    def finish(values):
-        return dict.fromkeys(values, _VOTES[mode](values))
-
-    return collective(what or f"vote.sync.{mode}", mask, bool(predicate), finish)
+    return collective(what or f"vote.sync.{mode}", mask, bool(predicate), _VOTES[mode])
 
 
 def _bits(value):

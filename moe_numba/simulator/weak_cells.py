@@ -85,7 +85,7 @@ class WeakArray(WeakCells, Array):
     __slots__ = ()
 
     def cell(self, i):
-        self._check(i)
+        self._refuse_negative(i)
         try:
             element = self.array[(*i, ...) if type(i) is tuple else (i, ...)]
         except IndexError as error:
