@@ -1315,6 +1315,10 @@ measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SMS)
 look_back(STRAIGHT, "final", prediction)
 
 # %% [markdown]
+# **Look back.** The last figure divides by all multiprocessors that were asked for. With two ranks the 16 that send
+# carry half as much again: nearly what one block pushes when it is alone (section 2). So there the blocks are the
+# limit, and the link is not far. With more ranks it is the link.
+#
 # ### The sweep: how many multiprocessors does it need?
 #
 # The fewer it needs, the more are left to compute. The number of SMs is an argument of the package's kernel, so this
