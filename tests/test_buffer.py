@@ -359,6 +359,11 @@ def test_more_tokens_than_the_worst_case():
     run(2, work, timeout=IMPATIENT)
 
 
+def refused(error, match, call, *args, **kwargs):
+    with pytest.raises(error, match=match):
+        call(*args, **kwargs)
+
+
 def test_what_is_refused():
     world = make_world([4, 4])
 
@@ -369,10 +374,6 @@ def test_what_is_refused():
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
         given = buffer.dispatch(x, **layout, config=SMALL)
         handle = given[4]
-
-        def refused(error, match, call, *args, **kwargs):
-            with pytest.raises(error, match=match):
-                call(*args, **kwargs)
 
         refused(TypeError, "x is torch.float32", buffer.dispatch, x.float(), **layout)
         refused(ValueError, "rows of 6 bytes", buffer.dispatch, x[:, :3].contiguous(), **layout)
@@ -467,16 +468,17 @@ def test_a_handle_is_good_for_any_configuration():
 # Kernels that are wrong must be found out
 
 
-def fails_under_some_seed(monkeypatch, module, name, fault):
-    """With one function of a kernel replaced, some seed gives a wrong result or none."""
+def fails_under_some_seed(monkeypatch, module, name, fault, new_out=lambda buffer: None):
+    """With one function of a kernel replaced, some seed gives a wrong result or none; dispatched into ``new_out``."""
     monkeypatch.setattr(module, name, fault)
     world = make_world([7, 9])
     right = right_of(world)
 
     def work(buffer, rank):
-        given = send(buffer, rank, world)
+        out = new_out(buffer)
+        given = send(buffer, rank, world, out=out)
         check_received(given, right[rank], rank, world.experts // 2)
-        again = buffer.dispatch(world.x[rank], handle=given[4], config=SMALL)
+        again = buffer.dispatch(world.x[rank], handle=given[4], config=SMALL, out=out)
         assert same(again[0], right[rank].x)
         return buffer.combine(right[rank].x, given[4], given[2], config=SMALL)[:2]
 

@@ -13,7 +13,9 @@ from test_buffer import (
     WIDE,
     check_combined,
     check_received,
+    fails_under_some_seed,
     make_world,
+    refused,
     right_of,
     run,
     same,
@@ -127,10 +129,6 @@ def test_outputs_that_are_refused():
     world = make_world([6], topk=2)
     fp8 = make_world([6], topk=2, fp8=True)
 
-    def refused(error, words, function, *arguments, **options):
-        with pytest.raises(error, match=words):
-            function(*arguments, **options)
-
     def work(buffer, rank):
         refused(ValueError, "num_rows is 0", buffer.new_output, 0, HIDDEN)
         refused(TypeError, "dtype is torch.float16", buffer.new_output, 8, HIDDEN, torch.float16)
@@ -161,22 +159,7 @@ def test_outputs_that_are_refused():
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="a GPU's memory is not weak at will")
 def test_rows_that_are_on_their_way_when_the_kernel_ends_are_found_out(monkeypatch):
-    monkeypatch.setattr(direct, "copied", lambda: None)
-    world = make_world([7, 9])
-    right = right_of(world)
-
-    def work(buffer, rank):
-        given = send(buffer, rank, world, out=new_output(buffer, 16))
-        check_received(given, right[rank], rank, world.experts // 2)
-
-    def is_found_out(seed):
-        try:
-            run(2, work, seed)
-        except (AssertionError, simulator.SimulatorError):
-            return True
-        return False
-
-    assert any(is_found_out(seed) for seed in range(30))
+    assert fails_under_some_seed(monkeypatch, direct, "copied", lambda: None, lambda buffer: new_output(buffer, 16))
 
 
 def only_before(link, has_met=False):

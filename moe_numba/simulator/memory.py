@@ -13,15 +13,12 @@ import numpy as np
 from moe_numba.simulator.errors import Misaligned, OutOfBounds
 
 attentive = 0  # how many worlds are running that preempt at memory accesses, or watch who touches shared memory
-preempting = 0  # how many of these preempt
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
 
 def before(target, index, writes, nbytes=None):
     """What comes before an access: another thread perhaps, for two accesses of one thread are not one; and checks."""
-    if not preempting and (target.room is None or target.room.watch is None):
-        return
     t = greenlet.getcurrent()
     if grid := getattr(t, "grid", None):
         if grid.world.preempt and grid.world.rng.random() < grid.world.preempt:
@@ -182,9 +179,6 @@ class Pointer:
         return f"Pointer({self})"
 
 
-_INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["Integer"])}
-
-
 class _Nowhere:
     """Stands for memory where there is none to look after, in `before`."""
 
@@ -231,7 +225,7 @@ class Array:
     def _refuse_negative(self, i):
         """NumPy would count from the end."""
         for k in i if type(i) is tuple else (i,):
-            if type(k) in _INTEGERS and k < 0:
+            if isinstance(k, (int, np.integer)) and k < 0:
                 raise self._out_of_bounds(i)
 
     def _out_of_bounds(self, index):

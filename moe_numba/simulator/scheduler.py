@@ -83,7 +83,6 @@ class World:
         """From now on, accesses to memory are looked at before they happen."""
         self.attentive += 1
         memory.attentive += 1
-        memory.preempting += bool(self.preempt)
 
     def add(self, grid):
         self.grids.append(grid)
@@ -147,7 +146,6 @@ class World:
                 self.weak.end(*self.grids)
         finally:
             memory.attentive -= self.attentive
-            memory.preempting -= self.attentive * bool(self.preempt)
             for t in self._threads():
                 if not t.dead:
                     t.throw()
@@ -188,8 +186,8 @@ def _footprint(frame):
 
 def _content(value):
     """What a variable holds, in a form that equals only itself: a NaN too."""
-    if isinstance(value, (int, str)):
+    if type(value) is int or type(value) is str:
         return value
     if isinstance(value, np.generic):
-        return value.tobytes()
-    return repr(value) if isinstance(value, (float, tuple)) else id(value)
+        return type(value), value.tobytes()
+    return repr(value) if isinstance(value, (int, float, str, tuple)) else id(value)

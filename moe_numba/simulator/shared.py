@@ -92,6 +92,7 @@ class Shared:
 
     def array(self, shape, dtype, alignment, frame):
         """The array that the call in `frame` stands for, the same for all threads; shape 0 is dynamic shared memory."""
+        # By the code's id, for its hash is slow. The room keeps the code; dynamic shared memory is the same for all.
         key = id(frame.f_code), frame.f_lasti, shape, dtype, alignment
         if key not in self.arrays:
             self.arrays[key] = self._array(shape, dtype, alignment, frame)
@@ -106,9 +107,7 @@ class Shared:
             return Array(room.array[:usable].view(dtype), room.name, room)
         # The instruction, not the line: one line may declare two. The shape too: closures share their code.
         key = frame.f_code, frame.f_lasti, shape, dtype, alignment
-        room = self.rooms.get(key)
-        if room is None:
-            room = self._room(key, f"the shared array of {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        room = self._room(key, f"the shared array of {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
         return Array(room.array, room.name, room)
 
     def _room(self, key, name):
