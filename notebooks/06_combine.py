@@ -827,7 +827,8 @@ def buffer_with(make_combine=final_kernel.make_combine, channels_of_a_warp=1):
         buffer = Buffer(*arguments, **options)
         buffer._channels_of_a_warp = channels_of_a_warp
         kernel = buffer._link.kernel
-        buffer._link.kernel = lambda name, make, *rest: kernel(name, make_combine if name == "combine" else make, *rest)
+        ours = lambda make: make_combine if make is final_kernel.make_combine else make
+        buffer._link.kernel = lambda make, *rest: kernel(ours(make), *rest)
         return buffer
 
     return make
@@ -952,7 +953,7 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
 
     @cuda.jit
     def combine(
-        mine, peers, state, status, patience, rank, senders, rings_at, ring_words, x, weights, channels, rank_prefix,
+        mine, peers, state, status, patience, rank, senders, channels, rings_at, ring_words, x, weights, rank_prefix,
         channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
     ):  # fmt: skip
         smem, words = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory

@@ -132,7 +132,7 @@ def test_outputs_that_are_refused():
     def work(buffer, rank):
         refused(ValueError, "num_rows is 0", buffer.new_output, 0, HIDDEN)
         refused(TypeError, "dtype is torch.float16", buffer.new_output, 8, HIDDEN, torch.float16)
-        refused(ValueError, "hidden is 12, 24 bytes", buffer.new_output, 8, 12)
+        refused(ValueError, "hidden is 12, which makes rows of 24 bytes", buffer.new_output, 8, 12)
         refused(ValueError, "num_scales is 1; 0 to 0", buffer.new_output, 8, HIDDEN, num_scales=1)
         refused(TypeError, "scale_dtype is torch.int8", buffer.new_output, 8, HIDDEN, scale_dtype=torch.int8)
         refused(ValueError, "num_topk is 33", buffer.new_output, 8, HIDDEN, num_topk=33)

@@ -2,13 +2,13 @@
 
 import torch
 
-from moe_numba.expert_parallel import checks, combine, transport, ways
+from moe_numba.expert_parallel import checks, transport, ways
 from moe_numba.expert_parallel.api import get_dispatch_layout
-from moe_numba.expert_parallel.config import Config, most_warps, rings_for, senders_of
+from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.link import NO_LIMIT, Link
-from moe_numba.expert_parallel.outputs import Output
-from moe_numba.expert_parallel.regions import MOST_RANKS, Record
+from moe_numba.expert_parallel.link import Link
+from moe_numba.expert_parallel.outputs import Output, new_parts
+from moe_numba.expert_parallel.regions import MOST_RANKS, MOST_ROWS
 
 
 class Buffer:
@@ -207,30 +207,29 @@ class Buffer:
         config = config or self.get_dispatch_config(self.group_size)
         checks.rows(x, scales, self.transport.device)
         checks.travellers(topk_idx, topk_weights, x)
-        checks.number("num_worst_tokens", num_worst_tokens, 0, NO_LIMIT)
+        checks.number("num_worst_tokens", num_worst_tokens, 0, MOST_ROWS)
         checks.number("expert_alignment", expert_alignment, 1, 1 << 20)
-        tokens, hidden = x.shape
-        topk = 0 if topk_idx is None else topk_idx.shape[1]
+        (tokens, hidden), topk = x.shape, 0 if topk_idx is None else topk_idx.shape[1]
         if handle is None:
             checks.layout(
                 num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, self.group_size, x.device
             )
-            experts, channels, recv_source = len(num_tokens_per_expert) // self.group_size, None, None
+            experts, channels, recv_source = num_tokens_per_expert.shape[0] // self.group_size, None, None
         else:
             if topk_idx is not None or num_worst_tokens:
                 raise ValueError("with a handle, topk_idx, topk_weights and num_worst_tokens must not be given")
             checks.handle(handle, self.group_size, x.device, tokens)
             experts, channels, recv_source = 1, handle[1].shape[1], handle[3]
-        room, to_come = num_worst_tokens or NO_LIMIT, num_worst_tokens if handle is None else len(recv_source)
-        if out is None:
-            way = ways.through_rings(link, config, x, scales, topk, channels, self._channels_of_a_warp)
-        else:
+        room, to_come = num_worst_tokens or MOST_ROWS, num_worst_tokens if handle is None else recv_source.shape[0]
+        if out is not None:
             checks.output(out, self.transport, x, scales, topk, to_come)
-            way, room = ways.straight_to(out, link, config, x, scales, topk, channels), min(room, out.num_rows)
-        channels = way.channels
+            room = min(room, out.num_rows)
+        channels, start = link.kept(
+            ways.through_rings if out is None else ways.straight, config, hidden, x.dtype,
+            0 if scales is None else scales.shape[1], topk, channels, self._channels_of_a_warp,
+        )  # fmt: skip
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             # All that needs no count comes first: the rest is what a user waits for.
-            start = link.kernel(*way.kernel)
             new = lambda *size: torch.empty(size, dtype=torch.int32, device=x.device)
             strides = (0, 0) if scales is None else scales.stride()
             if handle is None:
@@ -240,8 +239,8 @@ class Buffer:
             else:
                 rank_prefix, channel_prefix, recv_channel_prefix, _, is_token_in_rank, send_head = handle
             given = (
-                *way.given, at(x), at(scales), *strides, at(topk_idx), at(topk_weights), at(is_token_in_rank), tokens,
-                experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
+                *(() if out is None else out.place), at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
+                at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
             )  # fmt: skip
             if handle is None:
                 received, counts = link.notify(
@@ -250,12 +249,17 @@ class Buffer:
                 )  # fmt: skip
             else:
                 received, counts = to_come, []
-            recv_x, recv_scales, recv_experts, recv_weights, sources = way.outputs(received, recv_source)
-            with way.around(has_met=handle is None):  # counting, ranks have met
-                start(
-                    way.blocks, *given, at(recv_x), at(recv_scales), at(recv_experts), at(recv_weights),
-                    at(sources), at(send_head), received,
-                )  # fmt: skip
+            has_met = handle is None  # counting
+            if out is None:
+                parts = new_parts(received, x, scales, topk, recv_source)
+                meetings = link.guarded(False, channels, has_met)
+            else:
+                parts, meetings = out.parts(scales is not None, topk > 0), link.between_meetings(has_met)
+            with meetings:
+                start(*given, *map(at, parts), at(send_head), received)
+            if out is not None:
+                parts = [part if part is None else part[:received] for part in parts]
+            recv_x, recv_scales, recv_experts, recv_weights, sources = parts
             recv_source = sources if handle is None else recv_source
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
             event = finish(x, scales, topk_idx, topk_weights, recv_x, recv_scales, recv_experts, recv_weights, *handle)
@@ -301,24 +305,18 @@ class Buffer:
         biases = checks.biases(bias)
         checks.handle(handle, self.group_size, self.transport.device)
         rank_prefix, channel_prefix, recv_channel_prefix, recv_source, _, send_head = handle
-        tokens = len(send_head)
-        checks.returning(x, topk_weights, biases, len(recv_source), tokens, self.transport.device)
+        tokens = send_head.shape[0]
+        checks.returning(x, topk_weights, biases, recv_source.shape[0], tokens, self.transport.device)
         hidden, topk = x.shape[1], 0 if topk_weights is None else topk_weights.shape[1]
-        channels, senders = channel_prefix.shape[1], senders_of(config.num_sms, self.group_size)
-        record = Record(hidden // 2, topk, 0, source=False)
-        shape, ring_words = rings_for(config, self.group_size, most_warps(2 * hidden), channels, record, link.half)
+        channels = channel_prefix.shape[1]
+        start = link.kept(ways.back, config, hidden, topk, channels, len(biases))
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
-            start = link.kernel(
-                "combine", combine.make_combine, (shape, len(biases)), combine.SIGNATURE, shape.threads,
-                shape.shared_bytes,
-            )  # fmt: skip
             with link.guarded(True, channels):
                 start(
-                    config.num_sms, senders, link.rings + link.half, ring_words, at(x), at(topk_weights), channels,
-                    at(rank_prefix), at(channel_prefix), at(recv_channel_prefix), at(send_head), tokens,
-                    *map(at, (*biases, None, None)[:2]), at(out), at(out_weights),
+                    at(x), at(topk_weights), at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
+                    at(send_head), tokens, *map(at, (*biases, None, None)[:2]), at(out), at(out_weights),
                 )  # fmt: skip
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event

@@ -3,7 +3,7 @@
 import torch
 
 from moe_numba.expert_parallel.outputs import Output
-from moe_numba.expert_parallel.regions import MOST_CHANNELS
+from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_ROWS, MOST_TOPK
 
 _SCALE_TYPES = (torch.float32, torch.int32)
 
@@ -22,7 +22,7 @@ def tensor(name, given, shape, dtype, device):
         raise TypeError(f"{name} is {type(given).__name__}; it must be a tensor {shape} of {dtype}")
     if given.dtype != dtype:
         raise TypeError(f"{name} is {given.dtype}; it must be {dtype}")
-    if tuple(given.shape) != shape or not given.is_contiguous() or given.device != device:
+    if given.shape != shape or not given.is_contiguous() or given.device != device:
         raise ValueError(
             f"{name} has shape {tuple(given.shape)}, strides {given.stride()}, on {given.device}; it must be "
             f"{shape}, contiguous, on {device}"
@@ -40,11 +40,14 @@ def matrix(name, given, dtypes, device):
             f"{name} has shape {tuple(given.shape)}, strides {given.stride()}, on {given.device}; it must be "
             f"[tokens, hidden], contiguous, on {device}"
         )
-    row_bytes = given.shape[1] * given.element_size()
-    if row_bytes == 0 or row_bytes % 16:
-        raise ValueError(f"{name} has rows of {row_bytes} bytes; it must be a multiple of 16, and not 0")
+    _row(f"{name} has", given.shape[1] * given.element_size())
     if given.data_ptr() % 16:
         raise ValueError(f"{name} starts at address {given.data_ptr():#x}; it must be a multiple of 16")
+
+
+def _row(what, size_bytes):
+    if size_bytes == 0 or size_bytes % 16:
+        raise ValueError(f"{what} rows of {size_bytes} bytes; it must be a multiple of 16, and not 0")
 
 
 def rows(x, scales, device):
@@ -67,16 +70,15 @@ def rows(x, scales, device):
 
 def new_output(num_rows, hidden, dtype, num_scales, num_topk, scale_dtype):
     """What an `Output` is to be made for."""
-    number("num_rows", num_rows, 1, (1 << 31) - 1)
+    number("num_rows", num_rows, 1, MOST_ROWS)
     number("hidden", hidden, 1, 1 << 20)
     if dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         raise TypeError(f"dtype is {dtype}; it must be torch.bfloat16 or torch.float8_e4m3fn")
-    if hidden * dtype.itemsize % 16:
-        raise ValueError(f"hidden is {hidden}, {hidden * dtype.itemsize} bytes; it must be a multiple of 16 bytes")
+    _row(f"hidden is {hidden}, which makes", hidden * dtype.itemsize)
     number("num_scales", num_scales, 0, 0 if dtype == torch.bfloat16 else hidden // 4)
     if scale_dtype not in _SCALE_TYPES:
         raise TypeError(f"scale_dtype is {scale_dtype}; it must be torch.float32 or torch.int32")
-    number("num_topk", num_topk, 0, 32)
+    number("num_topk", num_topk, 0, MOST_TOPK)
 
 
 def output(out, transport, x, scales, topk, to_come):
@@ -92,8 +94,12 @@ def output(out, transport, x, scales, topk, to_come):
     of_out, of_x = ((s.shape[1], s.dtype) for s in (out.scales, out.scales if scales is None else scales))
     if of_out != of_x:
         raise ValueError(f"out has {of_out[0]} scales of {of_out[1]} for a row; x has {of_x[0]} of {of_x[1]}")
-    if topk not in (0, out.record.topk):
-        raise ValueError(f"out has room for {out.record.topk} experts of a row; topk_idx has {topk}")
+    if topk not in (0, out.topk_idx.shape[1]):
+        raise ValueError(f"out has room for {out.topk_idx.shape[1]} experts of a row; topk_idx has {topk}")
+
+
+def _columns(given):
+    return given.shape[-1] if isinstance(given, torch.Tensor) and given.dim() else 0
 
 
 def travellers(topk_idx, topk_weights, x):
@@ -102,9 +108,9 @@ def travellers(topk_idx, topk_weights, x):
         raise ValueError("topk_idx and topk_weights must be given together, or neither")
     if topk_idx is None:
         return
-    shape = (len(x), topk_idx.shape[-1] if isinstance(topk_idx, torch.Tensor) else 0)
+    shape = (x.shape[0], _columns(topk_idx))
     tensor("topk_idx", topk_idx, shape, torch.int64, x.device)
-    number("topk_idx' number of columns", shape[1], 1, 32)
+    number("topk_idx' number of columns", shape[1], 1, MOST_TOPK)
     tensor("topk_weights", topk_weights, shape, torch.float32, x.device)
 
 
@@ -120,7 +126,8 @@ def layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
 
 def handle(given, ranks, device, tokens=None):
     """What a dispatch gave, of so many tokens if that is known."""
-    if not isinstance(given, tuple) or len(given) != 6 or not all(isinstance(part, torch.Tensor) for part in given):
+    has_size = lambda part: isinstance(part, torch.Tensor) and part.dim() > 0
+    if not isinstance(given, tuple) or len(given) != 6 or not all(map(has_size, given)):
         raise TypeError("handle must be the tuple of 6 tensors that dispatch gave")
     rank_prefix, channel_prefix, recv_channel_prefix, source, is_in_rank, send_head = given
     tokens, channels = len(send_head) if tokens is None else tokens, channel_prefix.shape[-1]
@@ -129,7 +136,7 @@ def handle(given, ranks, device, tokens=None):
     tensor("handle's rank_prefix_matrix", rank_prefix, (ranks, ranks), torch.int32, device)
     tensor("handle's channel_prefix_matrix", channel_prefix, (ranks, channels), torch.int32, device)
     tensor("handle's recv_channel_prefix_matrix", recv_channel_prefix, (ranks, channels), torch.int32, device)
-    tensor("handle's recv_src_idx", source, (len(source),), torch.int32, device)
+    tensor("handle's recv_src_idx", source, (source.numel(),), torch.int32, device)
     tensor("handle's is_token_in_rank", is_in_rank, (tokens, ranks), torch.bool, device)
     tensor("handle's send_head", send_head, (tokens, ranks), torch.int32, device)
 
@@ -150,9 +157,9 @@ def returning(x, topk_weights, biases, received, tokens, device):
     if len(x) != received:
         raise ValueError(f"x has {len(x)} rows; the handle is for {received}")
     if topk_weights is not None:
-        topk = topk_weights.shape[-1] if isinstance(topk_weights, torch.Tensor) else 0
+        topk = _columns(topk_weights)
         tensor("topk_weights", topk_weights, (received, topk), torch.float32, device)
-        number("topk_weights' number of columns", topk, 1, 32)
+        number("topk_weights' number of columns", topk, 1, MOST_TOPK)
     for i, bias in enumerate(biases):
         matrix(f"bias {i}", bias, (torch.bfloat16,), device)
         if bias.shape != (tokens, x.shape[1]):

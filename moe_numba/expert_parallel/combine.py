@@ -206,7 +206,7 @@ def make_combine(shape, biases):
 
     @cuda.jit
     def combine(
-        mine, peers, state, status, patience, rank, senders, rings_at, ring_words, x, weights, channels, rank_prefix,
+        mine, peers, state, status, patience, rank, senders, channels, rings_at, ring_words, x, weights, rank_prefix,
         channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
     ):
         smem = cuda.shared.array(0, int32, 128)
@@ -238,7 +238,7 @@ def make_combine(shape, biases):
 
 
 SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int64", "int32"),
-    *("int32*", "int32*", "int32", "int32*"),
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int32", "int64", "int32"),
+    *("int32*", "int32*", "int32*"),
     *("int32*", "int32*", "int32*", "int32", "int32*", "int32*", "int32*", "float32*"),
 )

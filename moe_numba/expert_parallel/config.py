@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from moe_numba import simulator
-from moe_numba.expert_parallel.regions import LINE, MOST_RANKS, Record, lines
+from moe_numba.expert_parallel.regions import LINE, MOST_RANKS, MOST_TOPK, Record, lines
 from moe_numba.expert_parallel.rings import Rings
 
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
 _MOST_WARPS = 2 if simulator.ENABLED else 16
-_MOST_TOPK = 32
 _FILL_THE_LINK = 8  # multiprocessors, by bulk copies: notebook 05
 _REDUCERS = 23  # warps of the document's combine that add up at the same time
 
@@ -51,7 +50,7 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
         """Bytes of a buffer that is large enough for rows of so many bytes, dispatched and combined."""
-        record = Record(-(-hidden_bytes // 4), -(-hidden_bytes // 128), _MOST_TOPK)
+        record = Record(-(-hidden_bytes // 4), -(-hidden_bytes // 128), MOST_TOPK)
         channels = channels_of(self.num_sms, num_ranks, hidden_bytes)
         return 2 * 4 * channels * num_ranks * slots_of(self, num_ranks, channels) * record.stride
 
@@ -96,7 +95,7 @@ def slots_of(config, num_ranks, channels):
 @cache
 def most_warps(hidden_bytes):
     """Warps of a block, each with room in shared memory for a row of so many bytes and what may go with it; 1 to 16."""
-    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, _MOST_TOPK).words) + 8 + 16 * MOST_RANKS + 8
+    room = 4 * lines(Record(-(-hidden_bytes // 4), 0, MOST_TOPK).words) + 8 + 16 * MOST_RANKS + 8
     warps = min(_MOST_WARPS, _SHARED_BYTES // room)
     if warps < 1:
         raise ValueError(f"x has rows of {hidden_bytes // 2} elements; in bfloat16 one must fit {_SHARED_BYTES} bytes")

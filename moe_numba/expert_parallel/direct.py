@@ -36,8 +36,8 @@ def make_direct(shape):
 
     @cuda.jit
     def direct(
-        mine, peers, state, status, patience, rank, outputs, scales_at, experts_at, weights_at, source_at, room,
-        channels, x, scales, token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank,
+        mine, peers, state, status, patience, rank, channels, outputs, scales_at, experts_at, weights_at, source_at,
+        room, x, scales, token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank,
         rank_prefix, channel_prefix, recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source,
         send_head, worst,
     ):
@@ -91,8 +91,8 @@ def make_direct(shape):
 
 
 SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32"),
-    *("uint64*", "uint64", "uint64", "uint64", "uint64", "int32", "int32"),
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32"),
+    *("uint64*", "uint64", "uint64", "uint64", "uint64", "int32"),
     *("int32*", "int32*", "int64", "int64", "int64*"),
     *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", "int64*", "int32*"),
     *("int32*", "int32*", "int64"),

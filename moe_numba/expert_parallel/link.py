@@ -10,10 +10,9 @@ from moe_numba.expert_parallel import exchange
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_EXPERTS, STATE_WORDS, regions
 from moe_numba.expert_parallel.waiting import SENTENCES, STATUS_WORDS
-from moe_numba.launch import address
+from moe_numba.launch import address, current_stream
 
 _THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
-NO_LIMIT = (1 << 31) - 1
 
 
 class Link:
@@ -47,7 +46,7 @@ class Link:
         kept = self._mine, self.shared.addresses, self._state, self._status, self._nothing
         *self._common, self._at_nothing = map(address, kept)  # what every kernel takes first
         self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
-        self._last_stream, self._kernels, self._usual = None, {}, {}
+        self._last_stream, self._kept, self._usual = None, {}, {}
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
         transport.gather(None)
@@ -64,7 +63,7 @@ class Link:
 
     def at(self, tensor):
         """What a kernel takes for a tensor, which may be None, or empty."""
-        return self._at_nothing if tensor is None or not tensor.numel() else address(tensor)
+        return self._at_nothing if tensor is None else address(tensor) or self._at_nothing
 
     def check_alive(self):
         """Raise what this rank has given up for, if it has."""
@@ -75,16 +74,21 @@ class Link:
             sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
             raise TimeoutError(f"{sentence}. Rank {rank} gave up ({self.timeout:g} s); this buffer is of no more use")
 
-    def kernel(self, name, make, constants, signature, block, shared_bytes=0):
+    def kept(self, make, *arguments):
+        """``make(self, *arguments)``, made once."""
+        key = make, arguments
+        if key not in self._kept:
+            self._kept[key] = make(self, *arguments)
+        return self._kept[key]
+
+    def kernel(self, make, constants, signature, block, shared_bytes=0):
         """What starts ``make(*constants)``: ``start(grid, *arguments)``; all of these kernels take the same first."""
-        key = name, constants, block
-        if key not in self._kernels:
-            self._kernels[key] = self.transport.ready(
-                make(*constants), signature, self.timeout, launch_bounds=block, shared_bytes=shared_bytes,
-                dependent=True,
-            )  # fmt: skip
-        ready, patience = self._kernels[key], int(self.timeout * 1e9)
-        return lambda grid, *arguments: ready(grid, block, *self._common, patience, self.rank, *arguments)
+        ready = self.transport.ready(
+            make(*constants), signature, self.timeout, launch_bounds=block, shared_bytes=shared_bytes, dependent=True
+        )
+        return lambda grid, *arguments: ready(
+            grid, block, *self._common, int(self.timeout * 1e9), self.rank, *arguments
+        )
 
     def notify(
         self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, room, rank_prefix,
@@ -100,10 +104,7 @@ class Link:
         waits = not worst
         if waits:
             self._counters_view[0] = -1  # the kernel writes it last
-        start = self.kernel(
-            "notify", exchange.make_notify_dispatch, (self.num_ranks, _THREADS), exchange.NOTIFY_SIGNATURE, _THREADS
-        )
-        start(
+        self.kept(_notify)(
             self.num_ranks + 1, self.at(per_rank), self.at(per_expert), self.at(is_in_rank), tokens, experts, channels,
             alignment, room, self.at(rank_prefix), self.at(channel_prefix), self.at(recv_channel_prefix),
             address(self._counters), int(waits),
@@ -116,9 +117,8 @@ class Link:
         self.check_alive()
         return int(self._counters_view[0]), self._counters_view[1 : 1 + experts].tolist()
 
-    @contextlib.contextmanager
     def guarded(self, is_combine, channels, has_met=False):
-        """Around an operation: where its rings lie otherwise than usual, all ranks meet before and after it.
+        """A context for an operation: where its rings lie otherwise than usual, all ranks meet before and after it.
 
         Where the rings of an operation lie follows from the number of channels. As long as it stays that of the first
         call, a ring's two ends settle between them when it is empty. A meeting afterwards, too, lets captured graphs,
@@ -126,8 +126,7 @@ class Link:
         just met.
         """
         unusual = self._usual.setdefault(is_combine, channels) != channels
-        with self.between_meetings(has_met) if unusual else contextlib.nullcontext():
-            yield
+        return self.between_meetings(has_met) if unusual else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def between_meetings(self, has_met=False):
@@ -138,7 +137,7 @@ class Link:
         self._barrier()
 
     def _barrier(self):
-        self.kernel("barrier", exchange.make_barrier, (self.num_ranks,), exchange.BARRIER_SIGNATURE, 32)(1)
+        self.kept(_barrier)(1)
 
     @contextlib.contextmanager
     def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
@@ -153,16 +152,17 @@ class Link:
             event = EventHandle(lambda: self.transport.wait(lambda: True, 0))
             yield lambda *_: EventOverlap(event) if async_finish else EventOverlap(event.current_stream_wait())
             return
-        device = self.transport.device
-        current = torch.cuda.current_stream(device)
-        stream = self.comm_stream if async_finish or previous_event is not None else current
-        if stream == current == self._last_stream:  # nothing to wait for: the usual case, and a fast one
-            yield lambda *tensors: EventOverlap()
+        device, last = self.transport.device, self._last_stream
+        aside = async_finish or previous_event is not None
+        if not aside and last is not None and last.cuda_stream == current_stream(device.index):
+            yield lambda *tensors: EventOverlap()  # nothing to wait for: the usual case, and a fast one
             return
+        current = torch.cuda.current_stream(device)
+        stream = self.comm_stream if aside else current
         with torch.cuda.device(device):
             if not torch.cuda.is_current_stream_capturing():
-                if self._last_stream is not None and self._last_stream != stream:
-                    stream.wait_stream(self._last_stream)
+                if last is not None and last != stream:
+                    stream.wait_stream(last)
                 self._last_stream = stream
             if stream == current:
                 yield lambda *tensors: EventOverlap()
@@ -185,3 +185,12 @@ class Link:
 
             with torch.cuda.stream(stream):
                 yield finish
+
+
+def _notify(link):
+    ranks = link.num_ranks
+    return link.kernel(exchange.make_notify_dispatch, (ranks, _THREADS), exchange.NOTIFY_SIGNATURE, _THREADS)
+
+
+def _barrier(link):
+    return link.kernel(exchange.make_barrier, (link.num_ranks,), exchange.BARRIER_SIGNATURE, 32)

@@ -1,8 +1,21 @@
-"""Memory for what dispatch gives, on every rank: those that send rows write them there, directly."""
+"""Memory for what dispatch gives: new tensors, or an `Output`, where those that send rows write them directly."""
 
 import torch
 
-from moe_numba.expert_parallel.regions import Record, lines
+from moe_numba.expert_parallel.regions import lines
+from moe_numba.launch import address
+
+
+def new_parts(num_rows, x, scales, topk, src_idx):
+    """Memory of this rank alone, for so many rows like these: rows, scales, experts, weights and sources, or None."""
+    new = lambda *size, dtype: torch.empty(size, dtype=dtype, device=x.device)
+    return (
+        new(num_rows, x.shape[1], dtype=x.dtype),
+        None if scales is None else new(num_rows, scales.shape[1], dtype=scales.dtype),
+        new(num_rows, topk, dtype=torch.int64) if topk else None,
+        new(num_rows, topk, dtype=torch.float32) if topk else None,
+        new(num_rows, dtype=torch.int32) if src_idx is None else src_idx,
+    )
 
 
 class Output:
@@ -12,23 +25,22 @@ class Output:
     ----------
     num_rows : int
         For how many rows there is room.
-    record : Record
-        What a row has.
-    addresses : tensor [num_ranks], uint64
-        Where everybody's begins, as this rank's kernels reach it.
-    begins : tuple of int
-        Where in it scales, experts, weights and sources begin, in bytes; rows begin at 0.
+    x : tensor [num_rows, hidden], bfloat16 or float8_e4m3fn
+    scales : tensor [num_rows, num_scales], float32 or int32
+    topk_idx, topk_weights : tensors [num_rows, num_topk], int64 and float32
+    src_idx : tensor [num_rows], int32
+        What the last dispatch into it gave, in the first rows.
     """
 
     def __init__(self, transport, num_rows, hidden, dtype, num_scales, scale_dtype, num_topk):
         row = hidden * dtype.itemsize // 4
-        self.transport, self.num_rows, self.record = transport, num_rows, Record(row, num_scales, num_topk)
+        self.transport, self.num_rows = transport, num_rows
         begins = [0]
         for words in (row, num_scales, 2 * num_topk, num_topk, 1):
             begins.append(begins[-1] + lines(num_rows * words))
-        self.begins = tuple(4 * begin for begin in begins[1:-1])
+        self._begins = [4 * begin for begin in begins[1:-1]]  # of all but the first
         self._shared = transport.allocate(4 * begins[-1])
-        self.addresses, local = self._shared.addresses, self._shared.local.view(torch.int32)
+        local = self._shared.local.view(torch.int32)
 
         def section(i, words, kind):
             """The i-th section, of so many words for each row."""
@@ -39,11 +51,15 @@ class Output:
         self.topk_idx, self.topk_weights = section(2, 2 * num_topk, torch.int64), section(3, num_topk, torch.float32)
         self.src_idx = section(4, 1, torch.int32).view(-1)
 
-    def first(self, rows, with_scales, with_topk):
-        """The first so many rows: x, scales, top-k, weights and sources; None for what is not wanted."""
-        parts = self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx
-        wanted = True, with_scales, with_topk, with_topk, True
-        return [part[:rows] if is_wanted else None for part, is_wanted in zip(parts, wanted, strict=True)]
+    def parts(self, with_scales, with_topk):
+        """Rows, scales, experts, weights and sources; None for what is not wanted."""
+        topk = (self.topk_idx, self.topk_weights) if with_topk else (None, None)
+        return self.x, self.scales if with_scales else None, *topk, self.src_idx
+
+    @property
+    def place(self):
+        """What the kernel of those that send must know: where everybody's is, what is where in it, and the room."""
+        return address(self._shared.addresses), *self._begins, self.num_rows
 
     def close(self):
         """Give the memory back; all ranks must call it, and no kernel may use it any more."""

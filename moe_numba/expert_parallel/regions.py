@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 
 MOST_RANKS, MOST_CHANNELS, MOST_EXPERTS = 8, 1056, 1024  # 66 blocks of 16 warps; experts of one rank
+MOST_TOPK = 32  # a lane for each
+MOST_ROWS = (1 << 31) - 1
 LINE = 32  # words: sections start at multiples of 128 bytes
 
 
