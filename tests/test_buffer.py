@@ -387,6 +387,12 @@ def test_what_is_refused():
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, topk_idx=idx, topk_weights=weights)
         refused(ValueError, "is_token_in_rank has shape", buffer.dispatch, x[:2], handle)
         refused(TypeError, "tuple of 6", buffer.dispatch, x, handle[:5])
+        number = handle[0][0, 0]  # a tensor without dimensions
+        refused(ValueError, "has 0 channels", buffer.dispatch, x, (handle[0], number, *handle[2:]))
+        refused(ValueError, "recv_src_idx has shape", buffer.dispatch, x, (*handle[:3], number, *handle[4:]))
+        refused(ValueError, "is_token_in_rank has shape", buffer.combine, given[0], (*handle[:5], number))
+        refused(ValueError, "topk_idx has shape", buffer.dispatch, x, **layout, topk_idx=number.long(),
+                topk_weights=weights)  # fmt: skip
         wide = torch.zeros(2, MOST_CHANNELS + 1, dtype=torch.int32, device=device)
         refused(ValueError, "has 1057 channels; 1 to 1056", buffer.dispatch, x, (handle[0], wide, wide, *handle[3:]))
         refused(ValueError, "allocate_on_comm_stream needs", buffer.dispatch, x, **layout, allocate_on_comm_stream=True)

@@ -61,7 +61,7 @@ def rows(x, scales, device):
     if scales.dtype not in _SCALE_TYPES:
         raise TypeError(f"x's scales are {scales.dtype}; they must be torch.float32 or torch.int32")
     most = x.shape[1] // 4
-    if scales.dim() != 2 or len(scales) != len(x) or scales.device != device or scales.shape[1] > most:
+    if scales.dim() != 2 or scales.shape[0] != x.shape[0] or scales.device != device or scales.shape[1] > most:
         raise ValueError(
             f"x's scales have shape {tuple(scales.shape)} on {scales.device}; they must be [{len(x)}, n], n at most "
             f"{most}, on {device}"
@@ -126,11 +126,10 @@ def layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
 
 def handle(given, ranks, device, tokens=None):
     """What a dispatch gave, of so many tokens if that is known."""
-    has_size = lambda part: isinstance(part, torch.Tensor) and part.dim() > 0
-    if not isinstance(given, tuple) or len(given) != 6 or not all(map(has_size, given)):
+    if not isinstance(given, tuple) or len(given) != 6 or not all(isinstance(part, torch.Tensor) for part in given):
         raise TypeError("handle must be the tuple of 6 tensors that dispatch gave")
     rank_prefix, channel_prefix, recv_channel_prefix, source, is_in_rank, send_head = given
-    tokens, channels = len(send_head) if tokens is None else tokens, channel_prefix.shape[-1]
+    tokens, channels = send_head.numel() // ranks if tokens is None else tokens, _columns(channel_prefix)
     if not 1 <= channels <= MOST_CHANNELS:
         raise ValueError(f"handle's channel_prefix_matrix has {channels} channels; 1 to {MOST_CHANNELS} are allowed")
     tensor("handle's rank_prefix_matrix", rank_prefix, (ranks, ranks), torch.int32, device)
@@ -154,7 +153,7 @@ def biases(given):
 def returning(x, topk_weights, biases, received, tokens, device):
     """The rows of a combine, and what comes with them."""
     matrix("x", x, (torch.bfloat16,), device)
-    if len(x) != received:
+    if x.shape[0] != received:
         raise ValueError(f"x has {len(x)} rows; the handle is for {received}")
     if topk_weights is not None:
         topk = _columns(topk_weights)
