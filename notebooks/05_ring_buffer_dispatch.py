@@ -70,7 +70,7 @@ from moe_numba.expert_parallel import (
 from moe_numba.expert_parallel import dispatch as final_kernel
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.casts import per_token_cast_to_fp8
-from moe_numba.expert_parallel.config import Config
+from moe_numba.expert_parallel.config import Config, senders_without_rings
 from moe_numba.expert_parallel.document_play import GaveUp, dispatch_all, virtual_ranks
 from moe_numba.expert_parallel.document_regions import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
 from moe_numba.expert_parallel.rings import next_channel
@@ -1296,11 +1296,11 @@ show(direct.make_direct, "while t < end:", "if follows:")
 # DeepEP's second version writes rows to slots of a buffer, and copies them out of it afterwards; TileScale's port
 # writes them to their place, as here.
 #
-# **Prediction.** Now all blocks send. Either they are the limit, with all rows to carry, their own rank's too; or the
-# link is, as before. And 10 us for the two meetings.
+# **Prediction.** Now all 16 blocks send. Either they are the limit, with all rows to carry, their own rank's too; or
+# the link is, as before. And 10 us for the two meetings.
 
 # %%
-STRAIGHT = "straight to an output"
+STRAIGHT, SENDING = "straight to an output", senders_without_rings(SMS)
 
 
 def straight_us(sms):
@@ -1308,16 +1308,15 @@ def straight_us(sms):
     return max(ALL_BYTES / (sms * rate_of(WAYS[2], 1)), WIRE_BYTES / rate_of(WAYS[2], sms)) * 1e6 + 10
 
 
-prediction = None if simulator.ENABLED else straight_us(SMS)
-measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SMS)
+prediction = None if simulator.ENABLED else straight_us(SENDING)
+measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SENDING)
 
 # %%
 look_back(STRAIGHT, "final", prediction)
 
 # %% [markdown]
-# **Look back.** The last figure divides by all multiprocessors that were asked for. With two ranks the 16 that send
-# carry half as much again: nearly what one block pushes when it is alone (section 2). So there the blocks are the
-# limit, and the link is not far. With more ranks it is the link.
+# **Look back.** With two ranks each of the 16 carries nearly what one block pushes when it is alone (section 2). So
+# the blocks are the limit there, and the link is not far. With more ranks it is the link.
 #
 # ### The sweep: how many multiprocessors does it need?
 #
