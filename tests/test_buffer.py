@@ -163,6 +163,8 @@ WORLDS = {
     "scales": ([6, 3], dict(fp8=True)),
     "many experts": ([5, 4], dict(topk=5, experts_of_rank=3)),
     "narrow": ([9, 7], dict(hidden=8)),
+    "long": ([2, 1], dict(hidden=2304)),  # more than a warp adds up, or carries scales of, at once
+    "many scales": ([2, 1], dict(fp8=True, hidden=512)),
 }
 
 
@@ -334,7 +336,7 @@ def test_counts_that_contradict_each_other():
         device = buffer.transport.device
         x, idx = to(device, world.x[rank]), to(device, world.topk_idx[rank])
         per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, world.experts)
-        with pytest.raises(TimeoutError, match="num_tokens_per_rank has"):
+        with pytest.raises(ValueError, match="num_tokens_per_rank has"):
             buffer.dispatch(
                 x,
                 num_tokens_per_rank=per_rank + 1,
@@ -353,7 +355,8 @@ def test_more_tokens_than_the_worst_case():
         send(buffer, rank, world, num_worst_tokens=2)
         if not simulator.ENABLED:
             torch.cuda.synchronize()
-        with pytest.raises(TimeoutError, match="there is room for 2" if rank == 0 else "rank 0"):
+        error, match = (ValueError, "there is room for 2") if rank == 0 else (TimeoutError, "rank 0")
+        with pytest.raises(error, match=match):
             send(buffer, rank, world)
 
     run(2, work, timeout=IMPATIENT)
@@ -385,6 +388,11 @@ def test_what_is_refused():
         refused(TypeError, "topk_idx is torch.int32", buffer.dispatch, x, **layout, topk_idx=idx.int(),
                 topk_weights=weights)  # fmt: skip
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, topk_idx=idx, topk_weights=weights)
+        refused(ValueError, "with a handle", buffer.dispatch, x, handle, **layout)
+        refused(ValueError, "x is a tuple of 3", buffer.dispatch, (x, x, x), **layout)
+        refused(TypeError, "config is 24", buffer.dispatch, x, **layout, config=24)
+        refused(TypeError, "config is 24", buffer.combine, given[0], handle, config=24)
+        refused(ValueError, "offset is -4", buffer.get_local_buffer_tensor, torch.int32, offset=-4)
         refused(ValueError, "is_token_in_rank has shape", buffer.dispatch, x[:2], handle)
         refused(TypeError, "tuple of 6", buffer.dispatch, x, handle[:5])
         number = handle[0][0, 0]  # a tensor without dimensions
@@ -400,6 +408,7 @@ def test_what_is_refused():
         small = Buffer(buffer.transport, 1 << 12)
         refused(ValueError, "num_nvl_bytes is too small", small.dispatch, x, **layout, config=Config(132, 6, 4096))
         small.destroy()
+        refused(RuntimeError, "was destroyed", small.get_local_buffer_tensor, torch.int32)
         refused(ValueError, "x has .* rows; the handle", buffer.combine, given[0][:-1], handle)
         refused(ValueError, "bias has 3", buffer.combine, given[0], handle, bias=(x, x, x))
         refused(ValueError, "bias 0 has shape", buffer.combine, given[0], handle, bias=x[:-1])
@@ -429,8 +438,20 @@ def test_buffers_that_are_refused():
         for wrong, error in [(dict(num_nvl_bytes=100), "num_nvl_bytes is 100"), (dict(num_rdma_bytes=1), "rdma_bytes")]:
             with pytest.raises(ValueError, match=error):
                 Buffer(transport, **wrong)
+        refused(TypeError, "timeout is '9'", Buffer, transport, 256, timeout="9")
+        for seconds in (0, -1.0, float("inf"), float("nan")):
+            refused(ValueError, "timeout is", Buffer, transport, 256, timeout=seconds)
 
     LocalGroup(1).run(work)
+
+
+def test_buffers_that_are_not_alike_are_refused():
+    """Or rows would go beyond the smaller one."""
+
+    def work(transport):
+        refused(ValueError, "num_nvl_bytes is 256, 512 on the ranks", Buffer, transport, 256 * (1 + transport.rank))
+
+    LocalGroup(2).run(work)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -119,8 +119,9 @@ def test_too_many_rows_are_refused_and_nothing_is_written_beyond():
             torch.cuda.synchronize()
         if rank == 1:
             assert (out.src_idx[4:] == -7).all()
-            with pytest.raises(TimeoutError, match="there is room for 4"):
-                send(buffer, rank, world, num_worst_tokens=4, out=out)
+        error, match = (ValueError, "there is room for 4") if rank else (TimeoutError, "rank 0 waited for rank 1")
+        with pytest.raises(error, match=match):
+            send(buffer, rank, world, num_worst_tokens=4, out=out)
 
     run(2, work, timeout=IMPATIENT)
 
@@ -152,6 +153,15 @@ def test_outputs_that_are_refused():
         out.close()
 
     run(1, work)
+
+
+def test_outputs_that_are_not_alike_are_refused():
+    """Or rows would go beyond the smaller one."""
+
+    def work(buffer, rank):
+        refused(ValueError, "what new_output is asked for is .* on the ranks", new_output, buffer, 8 * (1 + rank))
+
+    run(2, work)
 
 
 # Kernels that are wrong must be found out

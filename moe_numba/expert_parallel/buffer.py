@@ -20,18 +20,29 @@ class Buffer:
         The ranks, 1 to 8, with a GPU each, all reachable by loads and stores (NVLink or PCIe in one host). For a
         process group torch's symmetric memory carries the buffer; ``expert_parallel.transport`` has others.
     num_nvl_bytes : int
-        Memory for rows on their way, on each rank; see ``Config.get_nvl_buffer_size_hint``. All ranks give the same.
+        Memory for rows on their way, on each rank: a positive multiple of 256, the same on all; see
+        ``Config.get_nvl_buffer_size_hint``.
     num_rdma_bytes : int
         0: there is no path between hosts.
     explicitly_destroy : bool
-        Keep the memory until `destroy` is called.
+        Has no effect: call `destroy` in any case.
     timeout : float
-        Seconds after which a wait for another rank ends in an error, on the GPU and on the host.
+        Seconds after which a wait for another rank ends in an error, on the GPU and on the host; more than 0.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what it was and what is allowed. Also where counts contradict each other, or more rows
+        came than there was room for; if the host did not wait for the counts, from the next call.
+    TimeoutError
+        A rank did not come: from the call that waited for its counts, else from the next one.
+    RuntimeError
+        After `destroy`.
 
     Notes
     -----
-    All ranks must make the same calls in the same order. A buffer whose ranks have lost one another (a timeout) raises
-    at every further call.
+    All ranks must make the same calls in the same order. A buffer that has raised for what happened on the GPU (a rank
+    that did not come, wrong counts) raises at every further call.
 
     After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
     """
@@ -48,6 +59,7 @@ class Buffer:
             raise ValueError(f"the group has {self.group_size} ranks; 1 to {MOST_RANKS} are allowed")
         if type(num_nvl_bytes) is not int or num_nvl_bytes <= 0 or num_nvl_bytes % 256:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes!r}; it must be a positive multiple of 256")
+        checks.timeout(timeout)
         self.explicitly_destroy = explicitly_destroy
         self._link = Link(self.transport, num_nvl_bytes, timeout)
 
@@ -79,7 +91,18 @@ class Buffer:
         return self._link.comm_stream
 
     def get_local_buffer_tensor(self, dtype, size=None, offset=0):
-        """This rank's memory for rows on their way, as a tensor; ``offset`` counts bytes."""
+        """This rank's memory for rows on their way, as a tensor.
+
+        Parameters
+        ----------
+        dtype : torch.dtype
+        size : tuple of int, optional
+            The tensor's shape; all that there is, flat, if not given.
+        offset : int
+            Bytes before it, a multiple of the dtype's size.
+        """
+        self._link.check_alive()
+        checks.number("offset", offset, 0, self._link.shared.local.numel() - 4 * self._link.rings)
         rows = self._link.shared.local[4 * self._link.rings + offset :].view(dtype)
         return rows if size is None else rows[: torch.Size(size).numel()].view(size)
 
@@ -163,7 +186,7 @@ class Buffer:
             Rows are contiguous and a multiple of 16 bytes. Scales are float32 or int32, in any strides.
         handle : tuple, optional
             What an earlier dispatch of as many tokens gave back: the same layout again. Then nothing is counted, and
-            neither ``topk_idx`` nor what follows from it may be given.
+            neither a layout, nor ``topk_idx`` and its weights, nor ``num_worst_tokens`` may be given.
         num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
             As from `get_dispatch_layout`; needed without a handle.
         topk_idx, topk_weights : tensors [tokens, topk], int64 and float32, optional
@@ -172,7 +195,8 @@ class Buffer:
             The counts of the list are rounded up to a multiple of this.
         num_worst_tokens : int
             Make outputs of so many rows, whatever comes, and let nothing wait on the host: then the call can be
-            captured in a CUDA graph. An error, when more tokens come.
+            captured in a CUDA graph. Of rows beyond those that come only ``recv_topk_idx`` is written. An error, from
+            the next call on, when more tokens come.
         config : Config, optional
         previous_event : EventOverlap, optional
             What the call waits for; the current stream, if not given.
@@ -196,15 +220,18 @@ class Buffer:
         num_recv_tokens_per_expert_list : list of int
             Empty with a handle or ``num_worst_tokens``.
         handle : tuple
-            rank_prefix_matrix [num_ranks, num_ranks] int32 (rows that ranks 0 to s send to rank r, at [s, r]),
-            channel_prefix_matrix [num_ranks, channels], recv_channel_prefix_matrix [num_ranks, channels],
-            recv_src_idx [received], is_token_in_rank [tokens, num_ranks], send_head [tokens, num_ranks].
+            All int32, but for is_token_in_rank, which is bool. rank_prefix_matrix [num_ranks, num_ranks]: rows that
+            ranks 0 to s send to rank r, at [s, r]. channel_prefix_matrix [num_ranks, channels]: rows that this rank
+            sends to rank r from channels 0 to c, at [r, c]. recv_channel_prefix_matrix [num_ranks, channels]: rows that
+            rank s sends here from the channels before c, at [s, c]. recv_src_idx [received]: each row's token on its
+            own rank. is_token_in_rank [tokens, num_ranks]. send_head [tokens, num_ranks]: which of its channel's rows
+            to rank r a token is; -1 where it does not go.
         event : EventOverlap
         """
         link, at = self._link, self._link.at
         link.check_alive()
-        x, scales = x if isinstance(x, tuple) else (x, None)
-        config = config or self.get_dispatch_config(self.group_size)
+        x, scales = checks.pair(x) if isinstance(x, tuple) else (x, None)
+        config = checks.config(config or self.get_dispatch_config(self.group_size))
         checks.rows(x, scales, self.transport.device)
         checks.travellers(topk_idx, topk_weights, x)
         checks.number("num_worst_tokens", num_worst_tokens, 0, MOST_ROWS)
@@ -216,8 +243,9 @@ class Buffer:
             )
             experts, channels, recv_source = num_tokens_per_expert.shape[0] // self.group_size, None, None
         else:
-            if topk_idx is not None or num_worst_tokens:
-                raise ValueError("with a handle, topk_idx, topk_weights and num_worst_tokens must not be given")
+            layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+            if topk_idx is not None or num_worst_tokens or any(part is not None for part in layout):
+                raise ValueError("with a handle no layout, topk_idx, topk_weights or num_worst_tokens may be given")
             checks.handle(handle, self.group_size, x.device, tokens)
             experts, channels, recv_source = 1, handle[1].shape[1], handle[3]
         room, to_come = num_worst_tokens or MOST_ROWS, num_worst_tokens if handle is None else recv_source.shape[0]
@@ -262,7 +290,10 @@ class Buffer:
             recv_x, recv_scales, recv_experts, recv_weights, sources = parts
             recv_source = sources if handle is None else recv_source
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
-            event = finish(x, scales, topk_idx, topk_weights, recv_x, recv_scales, recv_experts, recv_weights, *handle)
+            event = finish(
+                x, scales, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert, recv_x, recv_scales,
+                recv_experts, recv_weights, *handle,
+            )  # fmt: skip
         recv_x = recv_x if scales is None else (recv_x, recv_scales)
         return recv_x, recv_experts, recv_weights, counts, handle, event
 
@@ -301,7 +332,7 @@ class Buffer:
         """
         link, at = self._link, self._link.at
         link.check_alive()
-        config = config or self.get_combine_config(self.group_size)
+        config = checks.config(config or self.get_combine_config(self.group_size))
         biases = checks.biases(bias)
         checks.handle(handle, self.group_size, self.transport.device)
         rank_prefix, channel_prefix, recv_channel_prefix, recv_source, _, send_head = handle

@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.outputs import Output
 from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_ROWS, MOST_TOPK
 
@@ -14,6 +15,28 @@ def number(name, value, least, most):
         raise TypeError(f"{name} is {value!r}; it must be an int")
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}; {least} to {most} are allowed")
+
+
+def timeout(seconds):
+    """Refuse what is no number of seconds that ends."""
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"timeout is {seconds!r}; it must be a number of seconds")
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"timeout is {seconds} seconds; it must be more than 0 and less than 1e9")
+
+
+def config(given):
+    """Refuse what is no `Config`; gives it."""
+    if not isinstance(given, Config):
+        raise TypeError(f"config is {given!r}; it must be a Config")
+    return given
+
+
+def pair(x):
+    """Refuse a tuple that is not rows and their scales; gives it."""
+    if len(x) != 2:
+        raise ValueError(f"x is a tuple of {len(x)}; it must be a tensor, or values and scales")
+    return x
 
 
 def tensor(name, given, shape, dtype, device):

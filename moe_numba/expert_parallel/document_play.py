@@ -1,7 +1,7 @@
 """Playing the document's kernels in the simulator, with all ranks in this one process.
 
     with virtual_ranks(2, least_bytes(constants)) as ranks, simulator.seed(3), simulator.weak_memory():
-        received = dispatch_all(ranks, constants, x, topk_idx, topk_weights)
+        received = dispatch_all(ranks, constants, x, is_token_in_rank, topk_idx, topk_weights)
 
 Arguments and results are lists with an entry for each rank.
 """

@@ -11,7 +11,7 @@ from functools import cache
 from numba import cuda, int32, int64
 
 from moe_numba.expert_parallel.publish import FULL
-from moe_numba.expert_parallel.regions import BARRIERS, EXCHANGES, MOST_CHANNELS, MOST_EXPERTS, regions
+from moe_numba.expert_parallel.regions import BARRIERS, EXCHANGES, LOST, MOST_CHANNELS, MOST_EXPERTS, regions
 from moe_numba.expert_parallel.rings import channel_of, shares
 from moe_numba.expert_parallel.waiting import BARRIER, COUNTS, MISCOUNT, TOO_MANY, give_up, out_of_patience
 from moe_numba.ptx.clock import globaltimer
@@ -19,6 +19,7 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 from moe_numba.ptx.system import (
     fence_acq_rel_sys,
     ld_acquire_sys_s32,
+    ld_volatile_s32,
     pointer_from_address,
     st_relaxed_sys_s32,
     st_release_sys_s32,
@@ -177,7 +178,10 @@ NOTIFY_SIGNATURE = (
 
 @cache
 def make_barrier(num_ranks):
-    """The kernel, for one block of 32 threads: no rank is beyond it before all have come."""
+    """The kernel, for one block of 32 threads: no rank is beyond it before all have come.
+
+    Who has given up does not come: what the others would find is not what they wait for.
+    """
     arrived_at = regions(num_ranks).arrived
 
     @cuda.jit
@@ -188,7 +192,8 @@ def make_barrier(num_ranks):
         number = int32(state[BARRIERS] + 1)
         cuda.syncwarp()
         if lane < num_ranks:
-            st_release_sys_s32(pointer_from_address(peers[lane], mine), arrived_at + rank, number)
+            if ld_volatile_s32(state, LOST) == 0:
+                st_release_sys_s32(pointer_from_address(peers[lane], mine), arrived_at + rank, number)
             wait_for_flag(mine, arrived_at + lane, number, state, status, patience, BARRIER, rank, lane)
         cuda.syncwarp()
         if lane == 0:

@@ -9,7 +9,8 @@ from moe_numba.arguments import require
 from moe_numba.expert_parallel import exchange
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_EXPERTS, STATE_WORDS, regions
-from moe_numba.expert_parallel.waiting import SENTENCES, STATUS_WORDS
+from moe_numba.expert_parallel.transport import alike
+from moe_numba.expert_parallel.waiting import SENTENCES, STATUS_WORDS, WRONG_COUNTS
 from moe_numba.launch import address, current_stream
 
 _THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
@@ -34,6 +35,7 @@ class Link:
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings = regions(self.num_ranks).rings  # where rows are on their way, in words
         self.half = num_bytes // 8  # words for the rings of dispatch, and for those of combine
+        alike(transport, "num_nvl_bytes", num_bytes)
         self.shared = transport.allocate(4 * self.rings + num_bytes)
         self._mine = self.shared.local.view(torch.int32)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
@@ -72,6 +74,8 @@ class Link:
         what, rank, channel, peer, head, tail = self._status_view[:6].tolist()
         if what:
             sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
+            if what in WRONG_COUNTS:
+                raise ValueError(f"{sentence}. Rank {rank} gave up; this buffer is of no more use")
             raise TimeoutError(f"{sentence}. Rank {rank} gave up ({self.timeout:g} s); this buffer is of no more use")
 
     def kept(self, make, *arguments):

@@ -3,6 +3,7 @@
 import torch
 
 from moe_numba.expert_parallel.regions import lines
+from moe_numba.expert_parallel.transport import alike
 from moe_numba.launch import address
 
 
@@ -35,6 +36,8 @@ class Output:
     def __init__(self, transport, num_rows, hidden, dtype, num_scales, scale_dtype, num_topk):
         row = hidden * dtype.itemsize // 4
         self.transport, self.num_rows = transport, num_rows
+        asked = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk
+        alike(transport, "what new_output is asked for", asked)
         begins = [0]
         for words in (row, num_scales, 2 * num_topk, num_topk, 1):
             begins.append(begins[-1] + lines(num_rows * words))

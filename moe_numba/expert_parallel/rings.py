@@ -59,8 +59,8 @@ class Rings:
 def shares(channels, tokens):
     """How many tokens a channel has at least, and how many of the first channels have one more.
 
-    All shares are as good as equal. But few tokens go to the first channels only: to a quarter of them, with which
-    warps begin, until these have four each.
+    All shares are as good as equal. But few tokens go to the first quarter of the channels only, until these have four
+    each: where there are four channels for a warp, warps begin with these.
     """
     tokens, channels = uint32(tokens), uint32(channels)
     used = max(min(tokens, channels // uint32(4)), (tokens + uint32(3)) // uint32(4), uint32(1))

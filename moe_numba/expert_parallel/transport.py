@@ -38,6 +38,13 @@ class Shared:
         close()
 
 
+def alike(transport, name, value):
+    """Refuse what is not the same on all ranks."""
+    values = transport.gather(value)
+    if any(other != value for other in values):
+        raise ValueError(f"{name} is {', '.join(map(str, values))} on the ranks; it must be the same on all")
+
+
 class _Transport:
     """What all backends have in common."""
 

@@ -27,6 +27,7 @@ SENTENCES = {
     MISCOUNT: "notify: on rank {rank} num_tokens_per_rank has {head} tokens for rank {peer}, is_token_in_rank {tail}",
     TOO_MANY: "notify: rank {rank} gets {tail} tokens; there is room for {head} (num_worst_tokens, or out)",
 }
+WRONG_COUNTS = MISCOUNT, TOO_MANY  # nobody waited
 
 
 @cuda.jit(device=True)
