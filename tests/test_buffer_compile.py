@@ -55,6 +55,7 @@ def test_they_are_made_of_the_instructions_they_should_be(reports):
     report = reports["dispatch bf16 8"]
     if report.opcodes is None:
         pytest.skip("there is no nvdisasm")
+    assert reports["direct bf16"].count("FENCE.VIEW.ASYNC") == 2
     assert report.count("UBLKCP") >= 5 and report.count("SYNCS.PHASECHK") >= 3
     assert reports["combine 8 0"].count("LDG.E.128") == 8, "four pieces of two rows are on their way at once"
     pair = reports["combine 2 0"]  # 4 words in each of 7 pieces: 0 and the row that travelled are added to them
@@ -62,4 +63,6 @@ def test_they_are_made_of_the_instructions_they_should_be(reports):
     for name in ("dispatch bf16 8", "combine 8 0"):
         # One for the warp that tells the others, and two for a thread that gives up.
         assert reports[name].count("MEMBAR.ALL.SYS") == 3, name
+        # Between what threads do and what bulk copies do; no other test would see one of these missing.
+        assert reports[name].count("FENCE.VIEW.ASYNC") == 5, name
         assert reports[name].count("LDL") == reports[name].count("STL") == 0, name
