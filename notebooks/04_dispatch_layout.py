@@ -472,10 +472,11 @@ Markdown("```python\n" + inspect.getsource(document_layout.make_document_kernel)
 draw.banks(8, (8, 9))
 
 # %% [markdown]
-# Who goes down a column? Not the counting: there each thread is at its own token's expert. (Two threads at the same
-# expert do meet in its bank.) But the **clearing** does: all threads of a warp clear column 0, then column 1, and so
-# on. Let us count the turns that the banks of one block need, for our ids, with rows of 32 words and of 33. The adding
-# up at the end goes along a row: neighbours, different banks.
+# Who goes down a column? Not the counting of experts: there each thread is at its own token's expert. (Two threads at
+# the same expert do meet in its bank.) But the **clearing** does: all threads of a warp clear column 0, then column 1,
+# and so on. And so does the counting of ranks, in rows of 8 words. Let us count the turns that the banks of one block
+# need, for our ids, with rows of 32 words and of 33. The adding up at the end goes along a row: neighbours, different
+# banks.
 
 
 # %%
@@ -590,7 +591,7 @@ look_back("rows of 33 words", "private counters", prediction)
 # many. They are not. With few tokens half of the prediction is there. (A store need not be waited for, so a part of the
 # turns had been hidden, we think.) From 4096 tokens on there is next to nothing, or a small loss. So there the blocks
 # that count experts, which have the large table, do not seem to be the slowest. That leaves the one block that counts
-# ranks. Its table is small and had few conflicts.
+# ranks. Rows of 9 words spare it seven of eight turns, and gain nothing there: something else must be what limits it.
 #
 # ### Step 5: the same with atomics
 #
@@ -678,10 +679,10 @@ lost_unless_fastest("4 experts a block")
 look_back("4 experts a block", "private counters", prediction)
 
 # %% [markdown]
-# **Look back.** With few tokens it gains what step 4 gains, by the same cause: less to clear. With many it gains next
-# to nothing. The block that counts ranks has not changed, and a walk over all tokens is as long as before. We suppose
-# that this block is the slowest: for each id it divides, by a number that is known only when the kernel runs, and it
-# keeps its flags in local memory (see the claims).
+# **Look back.** With few tokens it gains what step 4 gains, for a like cause: its clearing takes fewer turns. With many
+# it gains next to nothing. The block that counts ranks has not changed, and a walk over all tokens is as long as
+# before. We suppose that this block is the slowest: for each id it divides, by a number that is known only when the
+# kernel runs, and it keeps its flags in local memory (see the claims).
 #
 # In any case blocks are no remedy for a walk that every block makes alone. They should share the tokens, not the
 # counters. But then the counts must meet, and step 2 paid for that with launches that write zeros.
@@ -834,7 +835,7 @@ def forgets_the_last(ids, outputs):
 
 
 trial = Ladder("dispatch_layout_trial", check)
-a_count = changed(("int32(1) if is_in_rank[j] > 0 else int32(0)", "is_in_rank[j]"))
+a_count = changed(("uint8(flag)", "uint8(is_in_rank[j])"))
 for name, run in (("a flag is a count", a_count), ("once for each expert", counts_experts_for_ranks),
                   ("forgets the last token", forgets_the_last)):
     trial.step(name, bound(run, IDS), expect_wrong=True)
@@ -1075,7 +1076,8 @@ assert counter[0] == per_rank.sum()
 # memory. One process makes a unique id, all others join with it, and memory that all of them allocate together can be
 # reached from each of them, by the network card if need be (IBGDA: the GPU itself gives the card its orders). For the
 # normal kernels a group has one GPU of each host, those with the same `nvl_rank`; for the low-latency ones it has all
-# GPUs. Networks are outside of this course. Inside a host none of it is needed.
+# GPUs. Networks are outside of this course, and with them NVSHMEM's environment variables, its ways to start, its
+# teams, and the counter of rows that come by network. Inside a host none of it is needed.
 #
 # ## 7. The document's claims
 #
@@ -1237,7 +1239,7 @@ for name, said in in_simulator(faults, FAULTS, check, changed).items():
 # - **The barrier.** Without it a thread adds up counters that another has not counted yet. On a GPU the result may be
 #   right a million times.
 # - **One row.** Two threads read the same number, both add 1, both write. One is lost.
-# - **An id's lower end.** Here -1 is looked up in front of the row.
+# - **An id's lower end.** An expert of a block before, or -1, is looked up in front of the row.
 # - **Cut to 32 bits.** The article's code makes an `int` of each 64-bit id. An id such as 2**32 + 1 then is expert 1.
 #   No gate gives such ids, but memory that nobody wrote may.
 #

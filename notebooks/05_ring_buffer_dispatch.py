@@ -69,7 +69,7 @@ from moe_numba.expert_parallel import (
 )
 from moe_numba.expert_parallel import dispatch as final_kernel
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.casts import per_token_cast_to_fp8
+from moe_numba.expert_parallel.casts import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.config import Config, senders_without_rings
 from moe_numba.expert_parallel.document_play import GaveUp, dispatch_all, virtual_ranks
 from moe_numba.expert_parallel.document_regions import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
@@ -347,8 +347,8 @@ if TIMED:
 
 # %% [markdown]
 # Two figures to remember: what *one* block reaches, and how many blocks fill the link. One multiprocessor has a limit
-# of its own, far below the link's; it holds for stores and for copies. So 24 multiprocessors are not many: the article
-# gives one half of them to sending, and the other half to receiving.
+# of its own, far below the link's; it holds for stores and for copies. So several must send. We give the article's
+# kernel 24: it lets one half of them send, and the other half receive.
 #
 # ## 3. The first store to a peer
 #
@@ -1083,8 +1083,8 @@ look_back(DOCUMENT, FEW, prediction)
 
 # %% [markdown]
 # **Look back.** A row is now written twice, over the link into the ring and from there to `recv_x`, and no more
-# multiprocessors do it. What does the ring give for that? Nobody knew a peer's counts before the first row left, the
-# buffer is small, and the outputs are ordinary tensors.
+# multiprocessors do it. What does the ring give for that? The buffer that others write to is small, and the outputs
+# are ordinary tensors.
 #
 # ### Step 4: wider and narrower
 #
@@ -1107,7 +1107,7 @@ for name, sms in RINGS.items():
 #
 # ## 7. What the package does otherwise
 #
-# Its dispatch has rings too. Nearly everything about them is different. First, two measurements. What does a thread pay
+# Its dispatch has rings too. Nearly everything about them is different. First, a measurement. What does a thread pay
 # for telling others something, while its multiprocessor is busy writing to a peer?
 
 
@@ -1199,8 +1199,8 @@ show(publish.make_publish, "def publish", "return publish")
 # %% [markdown]
 # **Proxy fences only after news.** Bulk copies reach memory by another way than loads and stores (another *proxy*,
 # notebook 07). Who has acquired a flag must fence (`fence.proxy.async`) before it lets a copy read what the flag
-# announced. The fence is needed where a *new* head or tail was seen, and only there. A sender that still has room does
-# not even look.
+# announced. A receiver fences only where it has seen a *new* tail, a sender after each look at the head. But a sender
+# that still has room does not even look.
 #
 # **The head is on the sender's side.** The receiver writes it into the sender's memory, so the sender polls its own
 # memory, and the receiver polls its own tail. Nobody polls across the link, as in the ping-pong of section 3.
@@ -1228,9 +1228,10 @@ show(exchange.make_notify_dispatch, "def notify_dispatch(", "return notify_dispa
 # %% [markdown]
 # ### Step 5: the package's dispatch
 #
-# **Prediction.** Half of the blocks send. Either they are the limit: section 2 says what one block carries, with bulk
-# loads before its copies, and half of the own rows are among what it has to carry. Or the link is: section 2 says what
-# so many blocks push over it together. And 10 us until the last row is where it belongs.
+# **Prediction.** Half of the blocks send, but no more than fill the link. Either they are the limit: section 2 says
+# what one block carries, with bulk loads before its copies, and half of the own rows are among what it has to carry. Or
+# the link is: section 2 says what so many blocks push over it together. And 10 us until the last row is where it
+# belongs.
 
 # %%
 def package_step(sms, with_counts=False, x=X, straight=False):
@@ -1322,7 +1323,8 @@ look_back(STRAIGHT, "final", prediction)
 #
 # The fewer it needs, the more are left to compute. The number of SMs is an argument of the package's kernel, so this
 # compiles nothing anew; the article's kernel is made for each number of channels. Where few are to be had, rows that go
-# straight to their place should take about half as long as those that go through rings: all blocks send.
+# straight to their place should take less time than those that go through rings, for all blocks send: nearly half of
+# it, or two thirds with two ranks, where receivers carry every second row that stays.
 
 # %%
 def sweep_us(straight):
@@ -1381,9 +1383,28 @@ FP8 = [per_token_cast_to_fp8(x) for x in X]
 FP8_ROW = HIDDEN + 4 * FP8[0][1].shape[1]
 print(f"a row has {FP8_ROW} bytes, {100 * FP8_ROW / ROW_BYTES:.0f} % of {ROW_BYTES}")
 
+# %% [markdown]
+# The way back multiplies each value with its scale. Scales that are powers of two may come four to an `int32`, as the
+# bare exponents of `float32` numbers. Here are four of them, by the article's function and by the package's:
+
+
+# %%
+def article_cast_back(x_fp8, x_scales):
+    if x_scales.dtype == torch.int:
+        x_scales = (x_scales.view(dtype=torch.int8).to(torch.int) << 23).view(dtype=torch.float)
+    x_fp32 = x_fp8.to(torch.float32).view(x_fp8.size(0), -1, 128)
+    return (x_fp32 * x_scales.view(x_fp8.size(0), -1, 1)).view(x_fp8.shape).to(torch.bfloat16)
+
+
+assert torch.equal(article_cast_back(values, scales), per_token_cast_back(values, scales))
+powers, ones = torch.tensor([0.25, 0.5, 1, 2], device=HOME), torch.ones(1, 512, device=HOME).to(torch.float8_e4m3fn)
+exponents = (powers.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)[:, None]
+BACK = [cast_back(ones, exponents)[0, ::128].tolist() for cast_back in (article_cast_back, per_token_cast_back)]
+print(f"ones with scales {powers.tolist()}: {BACK[0]} by the article's function, {BACK[1]} by the package's")
+
 
 # %% [markdown]
-# **Prediction.** The time of the step before, times that share.
+# **Prediction.** The time of step 5, times that share.
 
 # %%
 def fp8_step(sms):
@@ -1610,6 +1631,9 @@ share = f"{100 * IN_FP8['share']:.0f} % of the bytes; " if IN_FP8 else ""
 claims.append(("FP8 rows carry hidden / 128 scales", verdict(
     FP8[0][1].shape == (TOKENS, -(-HIDDEN // 128)), f"{share}{100 * SAME_CAST:.0f} % of the values of the article's "
     "cast have the bits of the package's")))
+claims.append(("Scales may be packed, four exponents to an int32", verdict(
+    BACK[0] == powers.tolist(), f"its function gives {BACK[0][-1]:g} for a scale of {powers[-1]:g}: it reads the "
+    "exponents as signed; the package's does not")))
 claims.append(("num_recv_tokens_per_expert_list: each local expert's tokens from all ranks, rounded up", verdict(
     all(HOST_SEES[r][1] == [-(-sum(COUNTED[s][1][2 * r + e] for s in ranks) // 4) * 4 for e in ranks] for r in ranks),
     f"{HOST_SEES[0][1]} and {HOST_SEES[1][1]} in the example")))

@@ -124,7 +124,7 @@ draw.problem(SMALL, home=0)
 # - `recv_src_idx`: for each row, which of its rank's tokens it is.
 # - `send_head[t, r]`: the place that token `t` had in its channel's queue to rank `r`, or -1 if it was not sent there.
 #   Rows come back in the same order. **So this is also the place in the queue from `r` where its result will come.**
-# - `is_token_in_rank` and `channel_prefix_matrix`, from the layout.
+# - `is_token_in_rank`, from the layout, and `channel_prefix_matrix`, from `notify`.
 #
 # For the small example, with two channels (computed in torch here; a test compares it with what dispatch gives):
 
@@ -533,8 +533,8 @@ look_back("torch", predicted=prediction)
 # The meeting is a kernel of one warp. Lane `p` stores a running number into rank `p`'s memory, with release, and waits
 # until the same number has come from there.
 #
-# **Prediction.** The push at the speed of plain stores; then memory is read and the sums written; four launches and two
-# meetings, at 5 us each.
+# **Prediction.** The push at the speed of plain stores; then memory is read and the sums written; four launches at
+# 1 us each, and two meetings at 5 us.
 
 # %%
 FIRST = 32  # words before the rows: the flags of the meetings
@@ -657,9 +657,9 @@ measure("push, then add up", make_push_and_sum(1), prediction)
 look_back("push, then add up", "torch", prediction)
 
 # %% [markdown]
-# **Look back.** How much of it is the push? Here it is alone, with its meeting. It uses all multiprocessors and nothing
-# waits for it, so it is what we call a **plain push**: the speed that a ring can be measured against. (A rank's own
-# rows are copied too, within its memory. That goes on beside the wire.)
+# **Look back.** How much of it is the push? Here it is alone, with its meeting. It uses all multiprocessors, and
+# nothing waits for it: rings can be measured against this push. (It is no ceiling: it copies a rank's own rows as well,
+# and it meets. Notebook 05 has measured stores that do neither.)
 
 # %%
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
@@ -711,7 +711,7 @@ for name, gbps in SUM_GBPS.items():
     print(f"{blocks:>3} blocks of 512 threads, {at_once} at once: {gbps} GB/s")
 
 # %% [markdown]
-# **Prediction.** The push stays. The adding up comes as close to the memory's bandwidth as the figures above say.
+# **Prediction.** The push stays. The adding up has the memory's full bandwidth.
 
 # %%
 prediction = (PUSH_US or WIRE_BYTES / PUSH * 1e6) + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + 5
@@ -745,7 +745,7 @@ Markdown("```python\n" + inspect.getsource(document_combine.make_reduce) + "```"
 # place of the next row that will come from there. The sending half, and the adding up, are in
 # `moe_numba/expert_parallel/document_combine.py`.
 #
-# **Prediction.** DeepEP's own, in CUDA C++, was measured at 284 GB/s on the wire, on eight H200s. One small kernel
+# **Prediction.** We have measured DeepEP's own, in CUDA C++, at 284 GB/s on the wire, on eight H200s. One small kernel
 # goes before it, which clears heads and tails between two barriers: 10 us.
 
 # %%
@@ -796,8 +796,8 @@ look_back("the document's rings", "more loads at once", prediction)
 #   over one that is full, and comes back later. It never *waits* for one ring. Section 6 shows why that matters.
 # - Rows travel as **bulk copies**: one thread asks, and the row goes to shared memory, and from there to the other GPU.
 # - One warp of each block carries nothing. It tells the other ranks how far all others are (notebook 05).
-# - Heads and tails count on from launch to launch. Nothing is cleared. There is a barrier only when rows come to lie
-#   elsewhere than in the call before (another `Config`, or rows of another length).
+# - Heads and tails count on from launch to launch. Nothing is cleared. There are barriers, before and after, only where
+#   the number of channels is not that of the buffer's first combine.
 #
 # The sender is the package's. These are its turns:
 
@@ -805,8 +805,8 @@ look_back("the document's rings", "more loads at once", prediction)
 piece(final_kernel.make_send, "            while cuda.any_sync(", "                # What was sent before has")
 
 # %% [markdown]
-# With one change, here and in step 5: a rank sends its *own rows* to itself, through rings as well. The change is made
-# in the package's source.
+# With one change, here and in steps 5 and 6: a rank sends its *own rows* to itself, through rings as well. The change
+# is made in the package's source.
 
 
 # %%
@@ -1010,7 +1010,7 @@ channels = channels_of(HERE.num_sms, RANKS, ROW_BYTES, of_a_warp=1)
 print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms // 2} in the document")
 
 # %% [markdown]
-# **Prediction.** The wire at the speed of a plain push, and 10 us until the last row is added up. (Own rows take no
+# **Prediction.** The wire at the speed of that push, and 10 us until the last row is added up. (Own rows take no
 # wire.) Or is reading the slower part? Half of 24 multiprocessors must read all rows, where 132 did before. What a
 # multiprocessor reads in a latency is what it has on its way.
 
@@ -1031,6 +1031,8 @@ measure("a warp for a channel", make_package(kind=with_pieces(1)), prediction)
 look_back("a warp for a channel", "the document's rings", prediction)
 
 # %% [markdown]
+# **Look back.** Reading is the slower part, as foreseen: too little is on its way at the same time.
+#
 # ### Step 5: several pieces
 #
 # **Idea.** More loads on their way, as in step 2, but now in few multiprocessors, where it matters more. A lane loads
@@ -1096,7 +1098,7 @@ for few, many, gain in GAINS:
 #
 # With more than two ranks most tokens have more than two rows, and are added up as before.
 #
-# **Prediction.** If the receivers were limited by instructions, the wire is the limit now: the time of a plain push,
+# **Prediction.** If the receivers were limited by instructions, the wire is the limit now: the time of the push,
 # and 10 us. (With more than two ranks, the time of step 5.)
 
 # %%
@@ -1107,6 +1109,8 @@ measure("two rows as pairs", make_package(kind=with_pieces(max(1, 8 // RANKS), R
 look_back("two rows as pairs", "several pieces", prediction)
 
 # %% [markdown]
+# **Look back.** Instructions were a part of it, but not all that kept it from the wire's time.
+#
 # ### Step 7: own rows stay, and bulk copies carry
 #
 # **Idea.** A rank's *own rows need no ring*: they lie in its memory already. The senders can leave them out, which is
@@ -1148,6 +1152,9 @@ if FEWER:
     print(f"    with 12 multiprocessors, {WHEN}: {FEWER['two rows as pairs']:.0f} -> {FEWER['bulk copies']:.0f} us")
 
 # %% [markdown]
+# **Look back.** The wire was not the limit yet. Senders now have only what travels to carry, and receivers load only
+# what has come. With two ranks that is half of the rows each.
+#
 # ### Step 8: who is faster takes more
 #
 # **Idea.** Until now all sending warps have had equal shares. Do they take equally long? Let each warp write down when
@@ -1217,6 +1224,9 @@ if DEALT_OUT:
     print(f"    {says_when(DEALT_OUT)}; {WHEN}")
 
 # %% [markdown]
+# **Look back.** The warps now end at nearly the same time, but not when the mean one did before: where the link is
+# full, one can only gain what another loses.
+#
 # **What is left?** Leave the adding out. If no row is loaded from a ring, the receivers only see that rows have come,
 # and carry out zeros. (The result is wrong, so this is no step.)
 
@@ -1225,7 +1235,7 @@ NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL, nth >= 0))", "uint32(0)")
 NOT_ADDED_US = fact("not_added_us", median_of(
     make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], None))))
 if NOT_ADDED_US:
-    print(f"nothing added, {WHEN}: {NOT_ADDED_US:.0f} us, {NOT_ADDED_US / PUSH_US:.2f} times as long as a plain push "
+    print(f"nothing added, {WHEN}: {NOT_ADDED_US:.0f} us, {NOT_ADDED_US / PUSH_US:.2f} times as long as the push "
           f"by the whole GPU; with the adding it is {us('final') - NOT_ADDED_US:.0f} us more")
 else:
     print("nothing added: no figure is recorded yet")
@@ -1233,7 +1243,8 @@ else:
 # %% [markdown]
 # ### How many multiprocessors?
 #
-# A server computes while tokens travel. So the fewer multiprocessors combine needs, the better. Half of them send.
+# A server computes while tokens travel. So the fewer multiprocessors combine needs, the better. Half of them
+# send, but no more than fill the link.
 
 
 # %%
@@ -1315,7 +1326,7 @@ if TIMED:
         row["wire_gbps"] = round(WIRE_BYTES / us(row["step"]) / 1000, 1)
 
 # %%
-ladder.plot(floor_us=FLOOR_US, peers={"plain push": PUSH_US} if PUSH_US else None)
+ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else None)
 
 # %% [markdown]
 # ## 6. Deadlock
@@ -1425,7 +1436,8 @@ stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] ==
 # Every row that has come has been read, and still the head does not move on. The last warp waits for a row that has not
 # been sent. Until then, all that it can say is "after my last token", and the head is the least of what all say. In the
 # worst case that is `R - 1` rows behind. The sender wants room for a whole chunk before it sends anything. So it needs
-# `R - 1 + chunk` rows. DeepEP's own check asks for `chunk + 1`. The document's kernels here refuse less than the bound:
+# `R - 1 + chunk` rows. DeepEP's own check asks for `chunk + 1`. The document's kernels here refuse less than the bound,
+# and so does the package's `Config`, that it may be good for DeepEP too:
 
 # %%
 c = Constants(8)
@@ -1551,7 +1563,8 @@ draw.circle(CIRCLE) if CIRCLE else print("no circle was found")
 # only, and 0 on the others. So what comes back must be what was sent, to the last bit.
 #
 # Up to two **biases**, rows that a rank has for its own tokens, are added to the sum first: a shared expert's result,
-# for example. One launch less, and no rounding in between.
+# for example. That saves a launch, and a rounding in between. It is not free: the receiving warps must load the biases,
+# and with two ranks step 6 is lost, for there are more than two rows to add.
 
 
 # %%
@@ -1731,6 +1744,9 @@ claims.append(("A ring of chunk + R - 2 rows hangs the document's combine, one o
                                  f"{len(hung)} of {len(CASES)} runs hung, all of them below the bound")))
 claims.append(("DeepEP's own check, ring > chunk, lets rings through that hang", verdict(
     any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs hung")))
+claims.append(("(of the article on dispatch) each token's src_idx is what combine reduces by", verdict(
+    "src_idx" in inspect.getsource(document_combine.make_reduce), "it travels, and nobody reads it: rows are found by "
+    "send_head; the package's combine does not send it")))
 claims.append(("A sender of combine that waits for a full ring can lock up three ranks", verdict(
     bool(CIRCLE) and all(THREE["as it is"]["right"]) and not THREE["as it is"]["said"],
     f"a circle of {len(CIRCLE or ())} waits; as it is, the same tokens come home")))
@@ -1771,7 +1787,7 @@ if SHOWN_RANKS == 2:
     faster("Two rows are added faster as pairs", "two rows as pairs", "several pieces")
 faster("Bulk copies, and own rows that stay, gain with 24 multiprocessors", "bulk copies", "two rows as pairs")
 faster("It gains if a warp takes the next channel as soon as it is free", "final", "bulk copies")
-claims.append(("With 24 multiprocessors it is nearly as fast as a plain push with all of them", verdict(
+claims.append(("With 24 multiprocessors it is nearly as fast as the push with all of them", verdict(
     step_us["final"] < 1.1 * push_us, f"{short(step_us['final'])} us; the push alone, with nothing added up, "
     f"{short(push_us)} us; {WHEN}") if push_us else NOT_RECORDED))
 loads = final.get("loads_us", {})  # by pieces on their way

@@ -115,7 +115,14 @@ def _poll(ready, seconds):
 
 
 class SymmetricMemory(_Processes):
-    """Torch's symmetric memory: file descriptors of CUDA's virtual memory, exchanged by torch."""
+    """Torch's symmetric memory: file descriptors of CUDA's virtual memory, exchanged by torch.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+    device : int, optional
+        This rank's GPU; the current one if not given.
+    """
 
     def allocate(self, num_bytes):
         """Zeroed memory of so many bytes on each rank; all ranks must ask for the same."""
@@ -132,7 +139,7 @@ class SymmetricMemory(_Processes):
 
 
 class CudaIpc(_Processes):
-    """CUDA's inter-process handles: each rank opens those of the others."""
+    """CUDA's inter-process handles: each rank opens those of the others; parameters as for `SymmetricMemory`."""
 
     def allocate(self, num_bytes):
         """Zeroed memory of so many bytes on each rank; all ranks must ask for the same."""
