@@ -1,6 +1,7 @@
 """Buffer: dispatch and combine between the ranks of one process, in the simulator or on GPUs, against the reference."""
 
 import contextlib
+import inspect
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, combine, dispatch, exchange, reference, rings
 from moe_numba.expert_parallel.config import channels_of
+from moe_numba.expert_parallel.link import Link
 from moe_numba.expert_parallel.regions import MOST_CHANNELS, Record
 from moe_numba.expert_parallel.transport import LocalGroup
 
@@ -539,3 +541,55 @@ def test_a_wrong_kernel_is_found_out(monkeypatch, name):
     module, function, fault = FAULTS[name]
     known = {"relaxed": system.ld_relaxed_sys_s32, "relaxed store": system.st_relaxed_sys_s32}
     assert fails_under_some_seed(monkeypatch, module, function, known.get(fault, fault))
+
+
+# Of the rows that another rank has not taken yet none may be overwritten. In the simulator no rank runs ahead.
+
+
+def what_comes_to_a_late_rank(then):
+    """Rank 0 sends all that it has, and again, where rows lie otherwise, before rank 1 has begun: is all right?"""
+    config = Config(4, 6, 1024)  # rings that hold them all
+    world = make_world([200, 1], only=1)
+    right = right_of(world)[1].x
+    columns = 512 if then == "shorter rows" else HIDDEN
+
+    def work(buffer, rank):
+        x = to(buffer.transport.device, world.x[rank])
+        other = WIDE if then == "more channels" else config
+        handles = [send(buffer, rank, world, c)[4] for c in (config, other)]
+        wrong = 0
+        for i in range(1, 5):
+            if rank == 1:
+                torch.cuda._sleep(20_000_000)  # some ten milliseconds
+            first = buffer.dispatch(x * i, handles[0], config=config)[0]
+            second = buffer.dispatch((x * -i)[:, :columns].contiguous(), handles[1], config=other)[0]
+            if rank == 1:
+                wrong += not same(first, right * i) or not same(second, (right * -i)[:, :columns])
+        return wrong
+
+    try:
+        return run(2, work, timeout=3)[1] == 0
+    except TimeoutError:
+        return False
+
+
+@pytest.mark.skipif(simulator.ENABLED, reason="where kernels run together none runs ahead")
+@pytest.mark.parametrize("then", ["shorter rows", "more channels"])
+def test_what_a_late_rank_has_not_taken_is_not_overwritten(then):
+    assert what_comes_to_a_late_rank(then)
+
+
+@pytest.mark.skipif(simulator.ENABLED, reason="where kernels run together none runs ahead")
+def test_a_sender_that_does_not_wait_for_the_last_launch_is_found_out(monkeypatch):
+    right, wrong, changed = "room = uint32(1)", "room = uint32(slots)", {"__name__": "changed"}
+    source = inspect.getsource(dispatch)
+    assert source.count(right) == 1
+    exec(compile(source.replace(right, wrong), "<changed>", "exec"), changed)
+    monkeypatch.setattr(dispatch, "make_dispatch", changed["make_dispatch"])
+    assert not what_comes_to_a_late_rank("shorter rows")
+
+
+@pytest.mark.skipif(simulator.ENABLED, reason="where kernels run together none runs ahead")
+def test_ranks_that_do_not_meet_where_rings_move_are_found_out(monkeypatch):
+    monkeypatch.setattr(Link, "guarded", lambda *_: contextlib.nullcontext())
+    assert not what_comes_to_a_late_rank("more channels")
