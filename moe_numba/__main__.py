@@ -68,6 +68,9 @@ def _bench(options):
     except (ValueError, FileNotFoundError) as error:
         raise UserError(error) from error
     rows = topic.measure(peers, options.quick)
+    if hasattr(topic, "out_of_reach"):
+        earlier = records.recorded(options.topic, records.folder(records.environment()["gpu"]))
+        rows += records.staying(earlier, topic.out_of_reach)
     print_table(rows, options.topic)
     print(f"written to {records.write(options.topic, rows, imports.topic_sources(options.topic), results=options.out)}")
     return 0

@@ -165,6 +165,18 @@ def read(topic, gpu="h200", root=None):
     return json.loads(path.read_text())
 
 
+def staying(record, out_of_reach, env=None):
+    """The rows of an earlier record that this machine cannot measure anew, each with when it was ``measured``.
+
+    They stay only if the GPU, its driver and all versions are the same.
+    """
+    env = env or environment()
+    if record is None or any(record[name] != env[name] for name in ("gpu", "driver", "versions")):
+        return []
+    when = {name: record[name] for name in ("commit", "date")}
+    return [{"measured": when, **row} for row in record["rows"] if out_of_reach(row)]
+
+
 def stale(record, root=None):
     """Why the record no longer belongs to the code beside it: a list of sentences, empty when it does."""
     root, found = repository(root), []
@@ -193,6 +205,8 @@ def invalid(record):
         for name in ("config", "size"):
             if not isinstance(row.get(name), dict):
                 wrong.append(f"{where}: {name} must be a dict")
+        if "measured" in row and set(row["measured"]) != {"commit", "date"}:
+            wrong.append(f"{where}: measured is a commit and a date, not {row['measured']}")
         times = [row[name] for name in ("kernel_us", "call_us") if name in row]
         if bool(times) == ("refused" in row):
             wrong.append(f"{where}: either a time, or refused and why")

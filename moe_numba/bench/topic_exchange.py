@@ -3,6 +3,8 @@
 Each row says its ``operation``. ``across_ranks`` measures them, for groups of as many GPUs as there are.
 """
 
+import torch
+
 from moe_numba.bench import across_ranks, plots, records
 
 NUMBERS_OF_RANKS = (2, 4, 8)
@@ -30,14 +32,25 @@ def measure(peers, quick):
     return across_ranks.measure(NUMBERS_OF_RANKS, quick)
 
 
+def out_of_reach(row):
+    """Whether a row needs more GPUs than there are."""
+    return row["config"]["ranks"] > torch.cuda.device_count()
+
+
 def numbers_of_ranks(record):
     """Of how many GPUs the record knows exchanges, ascending."""
     return sorted({row["config"]["ranks"] for row in records.select(record, operation="dispatch")})
 
 
+def _as_of(record, ranks):
+    """The record with the commit and the date with which groups of so many GPUs were measured."""
+    return record | records.find(record, config={"ranks": ranks}).get("measured", {})
+
+
 def figures(record):
     """Of the largest group the bandwidth over multiprocessors, and few tokens there and back; notebooks' ladders."""
-    ranks, caption = numbers_of_ranks(record)[-1], plots.caption(record)
+    ranks = numbers_of_ranks(record)[-1]
+    caption = plots.caption(_as_of(record, ranks))
 
     def rates(**wanted):
         rows = records.select(record, config={"ranks": ranks}, **wanted)
@@ -99,5 +112,8 @@ def readme_table(record):
             lines.append(f"| {tokens} | {' | '.join(times)} |")
     lines.append("")
     caption = plots.caption(record)
+    for ranks in numbers:
+        if (then := _as_of(record, ranks)) != record:
+            caption += f"; {ranks} GPUs with commit {then['commit'][:7]}, {then['date'][:10]}"
     lines.append(f"Kernel time of the slowest rank, median; of few tokens there and back, microseconds; {caption}.")
     return "\n".join(lines)
