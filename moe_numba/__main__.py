@@ -67,12 +67,12 @@ def _bench(options):
             records.repository()  # better to fail before measuring than after
     except (ValueError, FileNotFoundError) as error:
         raise UserError(error) from error
-    rows = topic.measure(peers, options.quick)
+    rows, env = topic.measure(peers, options.quick), records.environment()
     if hasattr(topic, "out_of_reach"):
-        earlier = records.recorded(options.topic, records.folder(records.environment()["gpu"]))
-        rows += records.staying(earlier, topic.out_of_reach)
+        rows += records.staying(records.recorded(options.topic, records.folder(env["gpu"])), topic.out_of_reach, env)
     print_table(rows, options.topic)
-    print(f"written to {records.write(options.topic, rows, imports.topic_sources(options.topic), results=options.out)}")
+    sources = imports.topic_sources(options.topic)
+    print(f"written to {records.write(options.topic, rows, sources, results=options.out, env=env)}")
     return 0
 
 

@@ -146,6 +146,7 @@ def test_refusals(repository, tmp_path):
     ({"rows": [records.row("final", call=Stats(1.0, 2.0, 3.0))]}, "in order"),
     ({"rows": [records.row("final", call=Stats(0.0, 0.0, 0.0))]}, "above zero"),
     ({"rows": [records.row(None, call=Stats(1, 1, 1))]}, "a name"),
+    ({"rows": [records.row("final", call=Stats(1, 1, 1), measured={"date": "2026-11-20"})]}, "a commit and a date"),
     ({"sources": {}}, "no sources"),
 ])
 def test_invalid_records_are_refused(change, complaint):
@@ -201,6 +202,19 @@ def test_bench_without_a_gpu(toy_topic, monkeypatch, capsys, simulated, cuda):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert cli.main(["bench", "toy"]) == 2
     assert "bench needs a GPU" in capsys.readouterr().err
+
+
+def test_bench_leaves_rows_that_are_out_of_reach(toy_topic, monkeypatch):
+    assert cli.main(["bench", "toy"]) == 0
+    first = records.recorded("toy", root=toy_topic)
+    toy = bench.topic("toy")
+    toy.measure, toy.out_of_reach = lambda peers, quick: rows()[:1], lambda row: row["dtype"] == "bfloat16"
+    monkeypatch.setattr(records, "environment", lambda: ENVIRONMENT | {"commit": "later"})
+    assert cli.main(["bench", "toy"]) == 0
+    second = records.recorded("toy", root=toy_topic)
+    then = {"measured": {"commit": first["commit"], "date": first["date"]}}
+    stayed = [then | row for row in first["rows"] if row["dtype"] == "bfloat16"]
+    assert second["commit"] == "later" and second["rows"] == [*rows()[:1], *stayed] and len(stayed) == 2
 
 
 def test_bench_plot_and_readme(toy_topic, capsys):

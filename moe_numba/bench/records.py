@@ -165,12 +165,11 @@ def read(topic, gpu="h200", root=None):
     return json.loads(path.read_text())
 
 
-def staying(record, out_of_reach, env=None):
-    """The rows of an earlier record that this machine cannot measure anew, each with when it was ``measured``.
+def staying(record, out_of_reach, env):
+    """The rows of an earlier record, if there is one, that this machine cannot measure anew: with when they were.
 
-    They stay only if the GPU, its driver and all versions are the same.
+    They stay only if the GPU, its driver and all versions are those of ``env``.
     """
-    env = env or environment()
     if record is None or any(record[name] != env[name] for name in ("gpu", "driver", "versions")):
         return []
     when = {name: record[name] for name in ("commit", "date")}
