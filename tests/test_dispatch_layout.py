@@ -1,9 +1,9 @@
 """The dispatch layout: which rank each token goes to, and how many go to each rank and each expert."""
 
-import inspect
 
 import pytest
 import torch
+from wrong_kernels import changed
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import api, document_layout, get_dispatch_layout, layout, reference
@@ -215,12 +215,9 @@ ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start 
 def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     """The first run, or some order of the simulator's threads, must show it."""
     module, right, wrong = WRONG[what]
-    source = inspect.getsource(module)
-    assert right in source
-    changed = {"__name__": module.__name__ + "_wrong"}
-    exec(compile(source.replace(right, wrong), f"<{what}>", "exec"), changed)
-    monkeypatch.setattr(api, "make_layout_kernel", changed.get("make_layout_kernel"))
-    function = changed["get_dispatch_layout"] if module is document_layout else get_dispatch_layout
+    made = changed(module, right, wrong)
+    monkeypatch.setattr(api, "make_layout_kernel", made.get("make_layout_kernel"))
+    function = made["get_dispatch_layout"] if module is document_layout else get_dispatch_layout
     for seed in range(10):
         ids = some(70, 8, 100, "cpu", seed=seed)
         ids[5, 2], ids[6, 3], ids[7, 4], ids[69, 0], ids[68, :2] = 100, (1 << 32) + 1, -1 << 32, 99, torch.arange(2)

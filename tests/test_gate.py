@@ -1,6 +1,5 @@
 """The gate against its reference, on a GPU or in the simulator; and the checker against wrong kernels."""
 
-import inspect
 import itertools
 
 import hypothesis.extra.numpy as arrays
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from wrong_kernels import changed
 
 import moe_numba
 from moe_numba import biased_grouped_topk, simulator
@@ -419,12 +419,9 @@ RACES = {"no barrier before the dealing"}  # a GPU's lanes mostly run in step an
 def test_the_checker_rejects_wrong_kernels(what, monkeypatch, device):
     """Each changes one thing in the real kernel; the first run, or some seed of the simulator's, must show it."""
     module, right, wrong = WRONG[what]
-    source = inspect.getsource(module)
-    assert source.count(right) >= 1
-    changed = {"__name__": module.__name__ + "_wrong"}
-    exec(compile(source.replace(right, wrong), f"<{what}>", "exec"), changed)
+    made = changed(module, right, wrong)
     name = "make_kernel" if module is kernel else "make_throughput_kernel"
-    monkeypatch.setattr(module, name, changed[name])
+    monkeypatch.setattr(module, name, made[name])
     monkeypatch.setattr(api, "MANY_TOKENS", 1 if module is kernel_throughput else 1 << 31)
     monkeypatch.setattr(api, "_plans", {})
     logits, bias = some(8, 256, device)

@@ -1,6 +1,5 @@
 """The grouped GEMM: its arithmetic of tiles, its checker, and its kernel on small tiles, also wrong ones."""
 
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wrong_kernels import changed
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -312,14 +312,11 @@ ON_A_GPU = {  # the others would hang it, or come out right by luck
 @pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
 def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     module, right, wrong = WRONG[what]
-    source = inspect.getsource(module)
-    assert source.count(right) >= 1
-    changed = {"__name__": module.__name__ + "_wrong"}
-    exec(compile(source.replace(right, wrong), f"<{what}>", "exec"), changed)
+    made = changed(module, right, wrong)
     user = {epilogue: tile, gather: loaders}.get(module, kernel)
     names = {tile: ["make_compute"], loaders: ["make_load"], epilogue: ["make_write"]}
     for name in names.get(module, ["make_choose", "make_fetch", "land"]):
-        monkeypatch.setattr(user, name, changed[name])
+        monkeypatch.setattr(user, name, made[name])
     if module is gather:
         monkeypatch.setattr(kernel, "make_scale", loaders.make_scale.__wrapped__)
     if module is epilogue:
