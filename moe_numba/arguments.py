@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+from moe_numba import device as devices
 from moe_numba import simulator
 
 
@@ -17,12 +18,13 @@ def require(device, capability, what):
         if device.type != "cpu":
             raise ValueError(f"{what} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
         return
-    if device.type != "cuda":
+    if device.type != "cuda" and not devices.target():
         raise ValueError(f"{what} is on {device}; it must be on a CUDA GPU")
-    found = torch.cuda.get_device_capability(device)
+    gpu = devices.gpu_of(device)
+    found = gpu.capability
     if found < capability:
         raise UnsupportedDeviceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "
+            f"{gpu.name} has compute capability {found[0]}.{found[1]}; "
             f"{capability[0]}.{capability[1]} or newer is needed"
         )
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numba import cuda, types
 
+from moe_numba import device as devices
 from moe_numba import simulator
 
 __all__ = [
@@ -96,7 +97,7 @@ def compile_kernel(kernel, signature, *, arch=(9, 0, "a"), launch_bounds=None):
 
 
 def _arch(device):
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = devices.gpu_of(device).capability
     return (major, minor, "a") if major >= 9 else (major, minor)
 
 
@@ -189,6 +190,16 @@ def _attributes(driver, cluster, cooperative, dependent):
     return attributes
 
 
+class _CompileOnlyLauncher:
+    """The same call in compile-only mode: reports what would be launched."""
+
+    def __init__(self, kernel, signature, options):
+        self._launch = kernel, signature, options
+
+    def __call__(self, grid, block, stream, *values):
+        devices.on_launch(*self._launch)
+
+
 class _SimulatedLauncher:
     """The same call in the simulator."""
 
@@ -239,6 +250,11 @@ def launcher(
     """
     if simulator.ENABLED:
         return _SimulatedLauncher(kernel, signature, shared_bytes, cluster, cooperative)
+    if devices.target():
+        options = dict(launch_bounds=launch_bounds, shared_bytes=shared_bytes, cluster=cluster)
+        return _CompileOnlyLauncher(
+            kernel, signature, dict(options, cooperative=cooperative, dependent=dependent)
+        )
     return Launcher(
         kernel,
         signature,
@@ -301,7 +317,7 @@ def _pointer_name(dtype):
 
 def current_stream(device):
     """The raw handle of torch's current stream on a device; asked for at every call, since it changes under graphs."""
-    return 0 if simulator.ENABLED else torch._C._cuda_getCurrentRawStream(device)
+    return 0 if simulator.ENABLED or devices.target() else torch._C._cuda_getCurrentRawStream(device)
 
 
 def _three(size):

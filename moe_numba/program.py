@@ -13,13 +13,13 @@ import threading
 from functools import cache
 from types import SimpleNamespace
 
-import torch
 from numba import cuda, types
 
+from moe_numba import device as devices
 from moe_numba import simulator
 from moe_numba.disk_cache import load_or_make
 from moe_numba.launch import _FORMATS as FORMATS
-from moe_numba.launch import Compiled, Launcher, launcher
+from moe_numba.launch import Compiled, Launcher, _CompileOnlyLauncher, launcher
 from moe_numba.launch import _attributes as attributes
 
 MAP = "tensormap"  # in a signature: 128 bytes by value; the function gets a pointer to bytes
@@ -123,7 +123,7 @@ class ProgramLauncher(Launcher):
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        arch = (*torch.cuda.get_device_capability(device), "a")
+        arch = (*devices.gpu_of(device).capability, "a")
         code = ObjectCode.from_cubin(compile_once(kernel, signature, threads, arch=arch, key=key))
         self.compiled = Compiled(None, code, "entry", None)
         self._kernel = code.get_kernel("entry")  # keeps the code loaded
@@ -163,6 +163,9 @@ def program(kernel, signature, device, *, threads, shared_bytes=0, cluster=None,
     if simulator.ENABLED:
         plain = tuple("uint8*" if s == MAP else s for s in signature)
         return launcher(kernel, plain, device, shared_bytes=shared_bytes, cluster=cluster)
+    if devices.target():
+        options = dict(threads=threads, shared_bytes=shared_bytes, cluster=cluster, dependent=dependent)
+        return _CompileOnlyLauncher(kernel, signature, options)
     return ProgramLauncher(
         kernel,
         signature,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wrong_kernels import changed
 
+from moe_numba import device as devices
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
@@ -644,8 +645,7 @@ def test_a_graph_follows_the_lengths():
 @pytest.mark.parametrize("capability, allowed", [((9, 0), True), ((10, 0), False), ((12, 0), False)])
 def test_only_hopper_has_these_instructions(capability, allowed, monkeypatch):
     monkeypatch.setattr(checks, "simulator", SimpleNamespace(ENABLED=False))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(devices, "gpu_of", lambda device: devices.GPU("some GPU", capability, 132, 0))
     if allowed:
         return checks.require_hopper("cuda")
     with pytest.raises(UnsupportedDeviceError, match=rf"some GPU has compute capability {capability[0]}.0; 9.0 is"):

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from moe_numba import device as devices
 from moe_numba import simulator
 from moe_numba.align import kernel, kernel_many, kernel_tiny, parts
 from moe_numba.align.reference import sizes
@@ -128,7 +129,7 @@ class _Plan:
         self.chunk = 32 * kernel.words_for(self.capacity)  # that a block of the kernel for few slots can place
         self.most_blocks = _MANY[2]
         if not simulator.ENABLED:  # all blocks of the kernel for many slots must be resident at once
-            processors = torch.cuda.get_device_properties(ids.device).multi_processor_count
+            processors = devices.gpu_of(ids.device).sm_count
             self.most_blocks = min(self.most_blocks, processors)
 
     def _launcher(self, made, pointers, **options):
@@ -234,11 +235,11 @@ def check_shared_memory(needed, num_experts, device):
     """Refuse so many experts where a block has less shared memory than a Hopper GPU's."""
     if simulator.ENABLED:
         return
-    given = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    if needed > given:
+    gpu = devices.gpu_of(device)
+    if needed > gpu.shared_bytes:
         raise UnsupportedDeviceError(
             f"num_experts is {num_experts}: the kernel needs {needed} bytes of shared memory a block; "
-            f"{torch.cuda.get_device_name(device)} has {given}"
+            f"{gpu.name} has {gpu.shared_bytes}"
         )
 
 

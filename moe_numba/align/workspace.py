@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_numba import device as devices
 from moe_numba import simulator
 from moe_numba.launch import current_stream
 
@@ -20,12 +21,13 @@ def workspace(device, numbers):
     """
     numbers = -(-numbers // 4) * 4  # each starts at 16 bytes
     stream = current_stream(device)
-    captures = not simulator.ENABLED and torch.cuda.is_current_stream_capturing()
+    on_gpu = not simulator.ENABLED and not devices.target()
+    captures = on_gpu and torch.cuda.is_current_stream_capturing()
     key = device, stream, numbers, _capture_id(stream) if captures else None
     if key not in _workspaces:
         stock = _stock.get((device, numbers))
         _workspaces[key] = stock.pop() if captures and stock else _zeros(device, numbers)
-    if not captures and not simulator.ENABLED and not _stock.get((device, numbers)):
+    if on_gpu and not captures and not _stock.get((device, numbers)):
         count = max(1, min(_MOST_IN_STOCK, _STOCK_BYTES // (4 * numbers)))
         _stock[device, numbers] = list(_zeros(device, count * numbers).view(count, numbers))
         torch.cuda.current_stream(device).synchronize()  # a replay's stream knows nothing of this one
@@ -44,4 +46,5 @@ def _capture_id(stream):
 
 
 def _zeros(device, numbers):
-    return torch.zeros(numbers, dtype=torch.int32, device="cpu" if simulator.ENABLED else f"cuda:{device}")
+    on_cpu = simulator.ENABLED or devices.target()
+    return torch.zeros(numbers, dtype=torch.int32, device="cpu" if on_cpu else f"cuda:{device}")

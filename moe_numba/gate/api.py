@@ -4,6 +4,7 @@ from functools import cached_property
 
 import torch
 
+from moe_numba import device as devices
 from moe_numba import simulator
 from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
 from moe_numba.gate import kernel, kernel_dynamic, kernel_throughput
@@ -206,7 +207,7 @@ class _Plan:
         start = launcher(made, signature, self.device, dependent=True, **options)
         most_blocks = _MOST_BLOCKS
         if tokens_a_warp == 1 and not simulator.ENABLED:
-            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            multiprocessors = devices.gpu_of(self.device).sm_count
             most_blocks = multiprocessors * _WARPS_A_MULTIPROCESSOR // warps
         return start, 32 * warps, warps * tokens_a_warp, most_blocks
 

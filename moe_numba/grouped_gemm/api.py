@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 
+from moe_numba import device as devices
 from moe_numba import simulator
 from moe_numba.arguments import as_tensor, give_back
 from moe_numba.grouped_gemm.constants import THREADS, Layout
@@ -202,4 +203,4 @@ def _group_gemm(
 @cache
 def _blocks(device):
     """One for each multiprocessor; an even number, for clusters of two."""
-    return 2 if simulator.ENABLED else torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2
+    return 2 if simulator.ENABLED else devices.gpu_of(device).sm_count // 2 * 2

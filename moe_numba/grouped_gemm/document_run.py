@@ -2,6 +2,8 @@
 
 import torch
 
+from moe_numba import device as devices
+from moe_numba import simulator
 from moe_numba.by_value import MapByValue, start
 from moe_numba.grouped_gemm import document, document_update
 from moe_numba.grouped_gemm.document import HALF, TILE_K, TILE_N
@@ -62,4 +64,4 @@ class Run:
 
 
 def _multiprocessors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return 2 if simulator.ENABLED else devices.gpu_of(device).sm_count

@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_numba import device as devices
 from moe_numba import simulator
 from moe_numba.arguments import UnsupportedDeviceError, as_tensor, require
 
@@ -49,11 +50,9 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
 
 def require_hopper(device):
     """These tensor core instructions came with compute capability 9.0, and went with it."""
-    if not simulator.ENABLED and torch.cuda.get_device_capability(device) != (9, 0):
-        major, minor = torch.cuda.get_device_capability(device)
-        raise UnsupportedDeviceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; 9.0 is needed, Hopper's"
-        )
+    if not simulator.ENABLED and devices.gpu_of(device).capability != (9, 0):
+        name, (major, minor), *_ = devices.gpu_of(device)
+        raise UnsupportedDeviceError(f"{name} has compute capability {major}.{minor}; 9.0 is needed, Hopper's")
 
 
 def check_scale(name, array, shape, device):
