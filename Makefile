@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test lint clean
+.PHONY: help notebooks test stale fingerprint lint clean
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z]*\): .*## /  make \1\t/p' Makefile
@@ -16,6 +16,12 @@ notebooks: .venv/.ready  ## Run every notebook (on the GPU, or small in the simu
 # On a GPU the tests run one after another; without one, one worker for each core (see tests/conftest.py).
 test: .venv/.ready  ## Run the whole test suite
 	@$(RUN) pytest -n auto --dist worksteal $(ARGS)
+
+stale: .venv/.ready  ## Name the records and executed notebooks that are older than their code
+	@$(RUN) moe_numba stale
+
+fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares, ARGS=--restamp renews records
+	@$(RUN) moe_numba.bench.fingerprint $(ARGS)
 
 lint: .venv/.ready  ## Look for mistakes and for lines out of style
 	@$(RUN) ruff check $(ARGS)

@@ -1,4 +1,4 @@
-"""``python -m moe_numba doctor | bench TOPIC | plot TOPIC``."""
+"""``python -m moe_numba doctor | stale | bench TOPIC | plot TOPIC``."""
 
 import argparse
 import sys
@@ -28,6 +28,9 @@ def _parser():
     doctor = commands.add_parser("doctor", help="say what this machine can do")
     doctor.set_defaults(run=_doctor)
 
+    stale = commands.add_parser("stale", help="name the records and executed notebooks that are older than their code")
+    stale.set_defaults(run=_stale)
+
     bench = commands.add_parser("bench", help="measure a topic on this GPU and write its record")
     bench.add_argument("topic", metavar="TOPIC")
     bench.add_argument("--peers", type=Path, metavar="DIR", help="a folder of other projects' kernels, measured too")
@@ -50,6 +53,17 @@ def _doctor(options):
 
     print("\n".join(doctor.report()))
     return 0
+
+
+def _stale(options):
+    from .bench import imports
+
+    try:
+        found = list(imports.stale_results())
+    except FileNotFoundError as error:
+        raise UserError(error) from error
+    print(*found or ["no record or executed notebook is older than its code"], sep="\n")
+    return int(bool(found))
 
 
 def _bench(options):

@@ -23,6 +23,7 @@ def report():
     lines.append(("versions", ", ".join(names)))
     lines.append(("sm_90a", _sm_90a_line(found)))
     lines += [("runs" if i == 0 else "", line) for i, line in enumerate(_consequences(found, simulator.ENABLED))]
+    lines.append(("results", _results_line()))
     return [f"{label:<{LABEL}}{text}" for label, text in lines]
 
 
@@ -38,6 +39,17 @@ def probe(timeout_s=120):
         return {"gpus": [], "error": f"the trial took more than {timeout_s} s"}
     except (IndexError, json.JSONDecodeError):  # it died before it could answer
         return {"gpus": [], "error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+
+
+def _results_line():
+    """How many recorded results are older than the code."""
+    from .bench import imports
+
+    try:
+        found = len(list(imports.stale_results()))
+    except FileNotFoundError:
+        return "the recorded results come with a clone of the repository, not with the package"
+    return f"{found} are older than the code: `make stale` names them" if found else "none is older than the code"
 
 
 def _gpu_line(found, why_simulated):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_numba.bench import records
+from moe_numba.bench import code_hash
 from moe_numba.bench.machine_code import compile_apart
 from moe_numba.expert_parallel import combine
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "notebooks" / "06_combine.py").read_text()
-CELLS = [cell for cell in records.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
+CELLS = [cell for cell in code_hash.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
 IMPORTS = re.search(r"^from contextlib.*?^\)$", TEXT, re.M | re.S)[0]  # up to the last of the kernels' own
 SUM = ("int32*", "uint8*", "int32", "int32*")
 OWN = {
@@ -42,7 +42,7 @@ for expression, signature in {own!r}.items():
 
 def constant(name):
     """A constant of the notebook, as it stands there."""
-    found = re.search(rf"^{name} = (.*?)(?=\n\S|\n\n)", "\n".join(records.code_cells(TEXT)) + "\n\n", re.M | re.S)
+    found = re.search(rf"^{name} = (.*?)(?=\n\S|\n\n)", "\n".join(code_hash.code_cells(TEXT)) + "\n\n", re.M | re.S)
     return ast.literal_eval(found[1])
 
 

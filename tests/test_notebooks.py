@@ -37,11 +37,6 @@ def test_copy_has_the_cells_of_its_source(path):
 
 
 @every_notebook
-def test_copy_is_as_new_as_its_code(path):
-    assert copies.stale_problems(path) == []
-
-
-@every_notebook
 def test_copy_is_fit_to_be_committed(path):
     assert copies.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
 
@@ -187,6 +182,11 @@ def test_changed_code_is_found_and_says_how_to_refresh(source, committed, reposi
     assert "01_small.py#code has changed" in problem and "--in-place --only 01_small" in problem
     with pytest.raises(copies.NotebookFailed, match="code cells have changed"):
         copies.renew_prose(source)
+    copies.renew_prose(source, with_code=True)
+    assert copies.pair_problems(source) == [] and copies.stale_problems(source, repository) == [problem]
+    source.write_text(NOTEBOOK + "\n# %%\n3\n")
+    with pytest.raises(copies.NotebookFailed, match="code cells have changed"):
+        copies.renew_prose(source, with_code=True)
 
 
 def test_changed_prose_is_found_and_renewed_without_a_gpu(source, committed, repository):

@@ -55,10 +55,15 @@ def keep(notebook, path, root=None):
     nbformat.write(notebook, path.with_suffix(".ipynb"))
 
 
-def renew_prose(path):
-    """Take new prose into the committed copy and keep its outputs; ``NotebookFailed`` when the code changed too."""
+def renew_prose(path, with_code=False):
+    """Take new prose into the committed copy and keep its outputs; ``NotebookFailed`` when the code changed too.
+
+    Changed code is taken ``with_code``, if the number of code cells is the same. The hashes of what was executed stay,
+    so that the copy is stale until it is executed again.
+    """
     old, new = nbformat.read(path.with_suffix(".ipynb"), as_version=4), read(path)
-    if [cell.source for cell in code_cells(old)] != [cell.source for cell in code_cells(new)]:
+    sources = [[cell.source for cell in code_cells(notebook)] for notebook in (old, new)]
+    if len(sources[0]) != len(sources[1]) or (sources[0] != sources[1] and not with_code):
         raise NotebookFailed(f"{path.stem}: its code cells have changed too: {_refresh(path.stem)}")
     for before, after in zip(code_cells(old), code_cells(new), strict=True):
         after.outputs, after.execution_count = before.outputs, before.execution_count

@@ -1,11 +1,13 @@
 """Which of the package's files a piece of code depends on: the ones whose change makes its recorded results old."""
 
 import ast
+import json
 import re
 
 import moe_numba
 
 from . import records
+from .code_hash import code_cells, hash_file
 
 # How a notebook is simulated or drawn, and a record written, does not change what was measured; all else does.
 TIMING = "moe_numba.bench.timing"
@@ -39,7 +41,7 @@ def package_sources(code, root=None):
 def notebook_sources(path, root=None):
     """What a notebook's record is measured with: its code cells, and the package's files that these depend on."""
     root = records.repository(root)
-    code = "\n".join(records.code_cells((root / path).read_text()))
+    code = "\n".join(code_cells((root / path).read_text()))
     return [f"{path}#code", *package_sources(code, root)]
 
 
@@ -48,6 +50,37 @@ def topic_sources(name, root=None):
     root = records.repository(root)
     own = f"moe_numba/bench/topic_{name}.py"
     return [own, *package_sources((root / own).read_text(), root)]
+
+
+def result_sources(record, root=None):
+    """What a record, or an executed notebook's metadata, depends on now: that of its notebook or else of its topic."""
+    notebook = next((name.removesuffix("#code") for name in record["sources"] if name.endswith("#code")), None)
+    if notebook is None:
+        return topic_sources(record["topic"], root)
+    return notebook_sources(notebook, root) if (records.repository(root) / notebook).is_file() else []
+
+
+def all_results(root=None):
+    """(path, record) of every record, and (path, metadata) of every executed notebook."""
+    root = records.repository(root)
+    for path in sorted(root.glob("docs/results/*/*.json")):
+        yield path, json.loads(path.read_text())
+    for path in sorted(root.glob("notebooks/*.ipynb")):
+        about = json.loads(path.read_text())["metadata"].get("moe_numba", {})
+        yield path, {"topic": path.name, "commit": "unknown", "sources": {}, **about}
+
+
+def stale_results(root=None):
+    """One sentence for each record and executed notebook that is older than the code it depends on."""
+    root = records.repository(root)
+    for _, record in all_results(root):
+        now = {name: hash_file(root, name) for name in record["sources"]}
+        changed = [name for name, old in record["sources"].items() if now.get(name) != old]
+        changed += [name for name in result_sources(record, root) if name not in record["sources"]]
+        if changed or not record["sources"]:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            what = f"measured at commit {record['commit'][:7]}, code changed since: {', '.join(changed[:3])}{more}"
+            yield f"{record['topic']}: " + (what if record["sources"] else "does not say which code it depends on")
 
 
 def _files(module, root):

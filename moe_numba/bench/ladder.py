@@ -196,9 +196,7 @@ class Ladder:
             caption = plots.caption(self._environment or records.environment(), "measured now on")
             rows = self.rows
         elif self.record:
-            caption = plots.caption(self.record, "not measured here: recorded on")
-            if records.stale(self.record, self.root):
-                caption += "; the code has changed since"
+            caption = plots.caption(self.record, "not measured here: recorded on", self.root)
             rows = self.record["rows"]
         else:
             print(f"{self.untimed}: nothing was timed, and {self.topic} has no record to draw from")

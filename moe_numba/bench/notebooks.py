@@ -203,6 +203,7 @@ def main(argv=None):
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="notebooks whose names begin so")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the executed copies and pages")
     parser.add_argument("--in-place", action="store_true", help="write notebooks/NN_topic.ipynb, and no pages")
+    parser.add_argument("--with-code", action="store_true", help="prose: also take changed code, which stays stale")
     parser.add_argument("--root", type=Path, help="the repository, when it is not the one around this package")
     options = parser.parse_args(argv)
 
@@ -214,7 +215,7 @@ def main(argv=None):
     if options.command == "prose":
         try:
             for path in paths:
-                renew_prose(path)
+                renew_prose(path, options.with_code)
         except NotebookFailed as error:
             print(error, file=sys.stderr)
             return 1

@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullLocator
 
+from . import records
 from .ladder import find_step, gain, previous, short
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
@@ -58,7 +59,13 @@ def save(figure, path):
     return written
 
 
-def caption(record, verb="recorded on"):
+def caption(record, verb="recorded on", root=None):
+    """The provenance of a figure's record, and whether the code has changed since it was measured."""
+    changed = "sources" in record and records.has_changed(record, root)
+    return provenance(record, verb) + ("; code changed since" if changed else "")
+
+
+def provenance(record, verb="recorded on"):
     """"recorded on NVIDIA H200, driver 580.95, numba-cuda 0.30.4, commit 1a2b3c4, 2026-11-20"."""
     versions = record["versions"]
     known = [f"{name} {versions[name]}" for name in ("numba-cuda", "torch") if name in versions]

@@ -1,10 +1,10 @@
 """What was measured, where, and by which code: ``docs/results/<gpu>/<topic>.json``.
 
-A record names the SHA-256 of every file it was measured with, so that a figure older than its code is found without a
-GPU (``stale``). Its rows stand one to a line: a new measurement is a readable diff. All times are microseconds.
+A record holds a hash of the code of every file that the measurement depends on (see ``code_hash``), so that a figure
+older than its code is found without a GPU (``stale``). One line per row makes a new measurement a readable diff. All
+times are microseconds.
 """
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -15,6 +15,8 @@ import textwrap
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+
+from .code_hash import hash_file
 
 SIMULATOR = "simulator"
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
@@ -55,10 +57,10 @@ def versions():
     """The versions that a kernel's speed may depend on; what is not installed is left out."""
     found = {"python": platform.python_version()}
     for name in ("torch", "numba", "numba-cuda", "cuda-core", "numpy"):
-        found[name] = _version(name)
-    found["cupy"] = _version("cupy-cuda13x") or _version("cupy-cuda12x") or _version("cupy")
+        found[name] = version(name)
+    found["cupy"] = version("cupy-cuda13x") or version("cupy-cuda12x") or version("cupy")
     # Numba compiles with the toolkit's wheels where they are installed, and torch names its own toolkit otherwise.
-    found["cuda"] = _version("cuda-toolkit") or _version("nvidia-nvvm") or _torch_cuda()
+    found["cuda"] = version("cuda-toolkit") or version("nvidia-nvvm") or _torch_cuda()
     return {name: version for name, version in found.items() if version}
 
 
@@ -126,16 +128,15 @@ def series(record, over="tokens", value="kernel_us", **wanted):
 
 
 def sources(paths, root=None):
-    """``{path: SHA-256}`` of files, paths relative to the repository.
+    """Hash files: ``{path: hash}``, paths relative to the repository.
 
-    A folder stands for the Python files in it and below. ``notebooks/NN_topic.py#code`` hashes a py:percent notebook's
-    code cells only: prose may be mended without measuring again.
+    A folder stands for the Python files in it and below, ``notebooks/NN_topic.py#code`` for a notebook's code cells.
     """
     root, found = repository(root), {}
     for path in map(str, paths):
         inside = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else None
         for name in [path] if inside is None else [file.relative_to(root).as_posix() for file in inside]:
-            found[name] = _hash(root, name)
+            found[name] = hash_file(root, name)
             if found[name] is None:
                 raise FileNotFoundError(f"the source {name} is not in {root}")
     return found
@@ -153,7 +154,7 @@ def write(topic, rows, sources_paths, root=None, *, results=None, env=None):
         raise ValueError("; ".join(wrong))
     path = results / folder(env["gpu"]) / f"{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_dump(record))
+    path.write_text(dump(record))
     return path
 
 
@@ -180,12 +181,20 @@ def stale(record, root=None):
     """Why the record no longer belongs to the code beside it: a list of sentences, empty when it does."""
     root, found = repository(root), []
     for path, recorded in record["sources"].items():
-        now = _hash(root, path)
+        now = hash_file(root, path)
         if now is None:
             found.append(f"{record['topic']}: {path}, which the record was measured with, is gone")
         elif now != recorded:
             found.append(f"{record['topic']}: {path} has changed since the record was measured ({record['date'][:10]})")
     return found
+
+
+def has_changed(record, root=None):
+    """Whether code that the record depends on has changed; False where there is no repository to compare with."""
+    try:
+        return bool(stale(record, root))
+    except FileNotFoundError:
+        return False
 
 
 def invalid(record):
@@ -215,40 +224,12 @@ def invalid(record):
     return wrong
 
 
-def code_cells(text):
-    """The code cells of a py:percent notebook, without markers, prose, header and blank ends."""
-    lines = text.splitlines()
-    if lines and lines[0] == "# ---":  # jupytext's header
-        lines = lines[lines.index("# ---", 1) + 1 :]
-    cells, kind = [[]], "code"
-    for line in lines:
-        if line.startswith("# %%"):
-            kind = "prose" if re.search(r"\[(markdown|md|raw)\]", line) else "code"
-            cells.append([])
-        elif kind == "code":
-            cells[-1].append(line.rstrip())
-    return [cell for cell in ("\n".join(lines).strip("\n") for lines in cells) if cell]
-
-
-def _hash(root, path):
-    """The SHA-256 of a file or of its code cells; None when it is missing."""
-    name, _, part = path.partition("#")
-    if part not in ("", "code"):
-        raise ValueError(f"{path}: the only part of a file that can be hashed alone is #code")
-    file = root / name
-    if not file.is_file():
-        return None
-    data = file.read_bytes()
-    if part == "code":
-        data = "\n# %%\n".join(code_cells(data.decode())).encode()
-    return hashlib.sha256(data).hexdigest()
-
-
 def _times(stats):
     return None if stats is None else {name: round(value, 3) for name, value in asdict(stats).items()}
 
 
-def _dump(record):
+def dump(record):
+    """The text of a record's file."""
     fields = []
     for name, value in record.items():
         if name == "rows":
@@ -259,7 +240,7 @@ def _dump(record):
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def _version(package):
+def version(package):
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -212,5 +212,5 @@ def readme_table(record):
             cells.append(f"{floor:.2f}" if floor >= 0.01 else "< 0.01")
             lines.append(f"| {tokens}, {block_size} | {' | '.join(cells)} |")
     lines.append("")
-    lines.append(f"Kernel time in microseconds, median, {plots.caption(record)}.")
+    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
     return "\n".join(lines)

@@ -111,7 +111,7 @@ def readme_table(record):
             times = (f"{row['kernel_us']['median']:.0f}" for row in found)
             lines.append(f"| {tokens} | {' | '.join(times)} |")
     lines.append("")
-    caption = plots.caption(record)
+    caption = plots.provenance(record)
     for ranks in numbers:
         if (then := _as_of(record, ranks)) != record:
             caption += f"; {ranks} GPUs with commit {then['commit'][:7]}, {then['date'][:10]}"

@@ -138,5 +138,5 @@ def readme_table(record):
             floor = rows[0]["floor_us"]
             lines.append(f"| {tokens} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |")
     lines.append("")
-    lines.append(f"`get_dispatch_layout`: kernel time in microseconds, median, {plots.caption(record)}.")
+    lines.append(f"`get_dispatch_layout`: kernel time in microseconds, median, {plots.provenance(record)}.")
     return "\n".join(lines)

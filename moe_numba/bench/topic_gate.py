@@ -180,5 +180,5 @@ def readme_table(record):
                 f"| {tokens}, {dtype} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |"
             )
     lines.append("")
-    lines.append(f"Kernel time in microseconds, median, {plots.caption(record)}.")
+    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
     return "\n".join(lines)

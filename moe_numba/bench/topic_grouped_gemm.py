@@ -313,5 +313,5 @@ def readme_table(record):
             cells = [f"{row['kernel_us']['median']:.0f}" if row else "" for row in found]
             cells[0] = f"**{cells[0]}**"
             table.append(f"| {sides['n']} x {sides['k']}, {rows} | {' | '.join(cells)} | {found[0]['floor_us']:.0f} |")
-    table += ["", f"32 groups, rows drawn evenly at random. Kernel time in microseconds, {plots.caption(record)}."]
+    table += ["", f"32 groups, rows drawn evenly at random. Kernel time in microseconds, {plots.provenance(record)}."]
     return "\n".join(table)

@@ -314,5 +314,5 @@ def readme_table(record):
             f"`fuse_routing` {own:.2f} us and torch {theirs:.2f} us; the gate can also write it in its own launch."
         )
         lines.append("")
-    lines.append(f"Kernel time in microseconds, median, {plots.caption(record)}.")
+    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
     return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""Hashes of source files that ignore everything that cannot change a measurement.
+
+A Python file is hashed by its AST without docstrings, comments, formatting and the type hints of functions, and a
+py:percent notebook by its code cells alone. So documentation may be edited freely.
+"""
+
+import ast
+import hashlib
+import re
+
+
+def hash_file(root, path):
+    """The SHA-256 of a file's code, or None if it is missing.
+
+    Parameters
+    ----------
+    root : pathlib.Path
+        The repository.
+    path : str
+        Relative to it. ``notebooks/NN_topic.py#code`` means the code cells of a py:percent notebook. A file that is
+        not Python is hashed by its bytes.
+    """
+    name, _, part = path.partition("#")
+    if part not in ("", "code"):
+        raise ValueError(f"{path}: the only part of a file that can be hashed alone is #code")
+    file = root / name
+    if not file.is_file():
+        return None
+    if part == "code":
+        data = "\n# %%\n".join(map(canonical, code_cells(file.read_text()))).encode()
+    elif file.suffix == ".py":
+        data = canonical(file.read_text()).encode()
+    else:
+        data = file.read_bytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical(code):
+    """Python code as text that is the same for all code with the same effect and the same in all Python versions."""
+    # Jupyter's own commands are no Python: keep each as a string.
+    code = re.sub(r"^(\s*)([%!].*)$", lambda m: f"{m[1]}{m[2]!r} + ''", code, flags=re.MULTILINE)
+    return _dump(ast.parse(code))
+
+
+def _dump(node):
+    if isinstance(node, list):
+        return "[" + ",".join(map(_dump, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+        fields["body"] = [child for child in node.body if not _is_docstring(child)]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        fields.pop("returns", None)
+    if isinstance(node, ast.arg):
+        fields.pop("annotation", None)
+    if isinstance(node, ast.Constant):
+        fields.pop("kind", None)
+    inside = ",".join(f"{name}={_dump(value)}" for name, value in sorted(fields.items()))
+    return f"{type(node).__name__}({inside})"
+
+
+def _is_docstring(node):
+    """A string that is a statement has no effect: a docstring, or a comment in its place."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def code_cells(text):
+    """The code cells of a py:percent notebook, without markers, prose, header and blank ends."""
+    lines = text.splitlines()
+    if lines and lines[0] == "# ---":  # jupytext's header
+        lines = lines[lines.index("# ---", 1) + 1 :]
+    cells, kind = [[]], "code"
+    for line in lines:
+        if line.startswith("# %%"):
+            kind = "prose" if re.search(r"\[(markdown|md|raw)\]", line) else "code"
+            cells.append([])
+        elif kind == "code":
+            cells[-1].append(line.rstrip())
+    return [cell for cell in ("\n".join(lines).strip("\n") for lines in cells) if cell]
