@@ -23,8 +23,9 @@ stale: .venv/.ready  ## Name the records and executed notebooks that are older t
 fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares, ARGS=--restamp renews records
 	@$(RUN) moe_numba.bench.fingerprint $(ARGS)
 
-lint: .venv/.ready  ## Look for mistakes and for lines out of style
-	@$(RUN) ruff check $(ARGS)
+lint: .venv/.ready  ## Check for mistakes and formatting
+	@$(RUN) ruff check
+	@$(RUN) ruff format --check
 
 # constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamp comes last: an
 # installation that was interrupted starts again.

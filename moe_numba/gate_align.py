@@ -42,9 +42,25 @@ def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_ex
 
     @cuda.jit
     def biased_grouped_topk_align_tiny(
-        x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale,
-        expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-        numel, num_experts, block_size, chunk, length, num_blocks,
+        x,
+        bias,
+        weights,
+        ids,
+        num_tokens,
+        row_stride,
+        limit,
+        shared_scale,
+        output_scale,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        numel,
+        num_experts,
+        block_size,
+        chunk,
+        length,
+        num_blocks,
     ):
         slots = cuda.shared.array(32, int32)
         blocks_of = cuda.shared.array(32, int32)
@@ -71,8 +87,15 @@ def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_ex
                 ids[int32(token * topk + lane)] = expert
         cuda.syncthreads()
         align_tiny(
-            slots, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-            numel, num_experts, block_size, blocks_of,
+            slots,
+            expert_map,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_pad,
+            numel,
+            num_experts,
+            block_size,
+            blocks_of,
         )
 
     return biased_grouped_topk_align_tiny
@@ -91,9 +114,25 @@ def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invali
 
     @cuda.jit
     def biased_grouped_topk_align(
-        x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale,
-        expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-        numel, num_experts, block_size, chunk, length, num_blocks,
+        x,
+        bias,
+        weights,
+        ids,
+        num_tokens,
+        row_stride,
+        limit,
+        shared_scale,
+        output_scale,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        numel,
+        num_experts,
+        block_size,
+        chunk,
+        length,
+        num_blocks,
     ):
         dynamic = cuda.shared.array(0, int32)
         counts, masks, first_block, warp_sums = carve(dynamic)
@@ -125,8 +164,21 @@ def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invali
             weights[int64(token) * topk + lane] = weight
             ids[int64(token) * topk + lane] = expert
         align(
-            slots, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-            numel, num_experts, block_size, chunk, length, num_blocks, counts, masks, first_block, warp_sums,
+            slots,
+            expert_map,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_pad,
+            numel,
+            num_experts,
+            block_size,
+            chunk,
+            length,
+            num_blocks,
+            counts,
+            masks,
+            first_block,
+            warp_sums,
         )
 
     return biased_grouped_topk_align

@@ -20,15 +20,7 @@ from numba import cuda, types
 from moe_numba import device as devices
 from moe_numba import simulator
 
-__all__ = [
-    "Compiled",
-    "Launcher",
-    "address",
-    "compile_kernel",
-    "current_stream",
-    "launch",
-    "launcher",
-]
+__all__ = ["Compiled", "Launcher", "address", "compile_kernel", "current_stream", "launch", "launcher"]
 
 # Torch's 16- and 8-bit floats reach a kernel as their bits: Numba's own types for them pull in C++ headers.
 _POINTER_NAMES = {
@@ -252,9 +244,7 @@ def launcher(
         return _SimulatedLauncher(kernel, signature, shared_bytes, cluster, cooperative)
     if devices.target():
         options = dict(launch_bounds=launch_bounds, shared_bytes=shared_bytes, cluster=cluster)
-        return _CompileOnlyLauncher(
-            kernel, signature, dict(options, cooperative=cooperative, dependent=dependent)
-        )
+        return _CompileOnlyLauncher(kernel, signature, dict(options, cooperative=cooperative, dependent=dependent))
     return Launcher(
         kernel,
         signature,

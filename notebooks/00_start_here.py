@@ -473,11 +473,14 @@ def times(row):
 
 
 if FEW and MANY:
-    picture = timeline({
-        f"{FEW_TOKENS} tokens, called": times(FEW),
-        f"{FEW_TOKENS} tokens, in a graph": (None, times(FEW)[1]),
-        f"{MANY_TOKENS} tokens, called": times(MANY),
-    }, caption=plots.caption(GATE) if SIMULATED else "measured in this notebook")
+    picture = timeline(
+        {
+            f"{FEW_TOKENS} tokens, called": times(FEW),
+            f"{FEW_TOKENS} tokens, in a graph": (None, times(FEW)[1]),
+            f"{MANY_TOKENS} tokens, called": times(MANY),
+        },
+        caption=plots.caption(GATE) if SIMULATED else "measured in this notebook",
+    )
 else:
     picture = print("No figures are recorded yet, so there is no picture of a call.")
 picture
@@ -549,8 +552,14 @@ for name in ("the first call", "the second call"):
 row = tell("1000 single calls", **stopwatch(gate, wait=True, repeats=1000))
 if row:
     call = row["call_us"]
-    shown = {"smallest": row["min_us"], "10th percentile": call["p10"], "median": call["median"],
-             "mean": row["mean_us"], "90th percentile": call["p90"], "largest": row["max_us"]}
+    shown = {
+        "smallest": row["min_us"],
+        "10th percentile": call["p10"],
+        "median": call["median"],
+        "mean": row["mean_us"],
+        "90th percentile": call["p90"],
+        "largest": row["max_us"],
+    }
     print("    " + ", ".join(f"{name} {us:.1f}" for name, us in shown.items()), "us")
 
 # %% [markdown]

@@ -279,6 +279,7 @@ def with_few(run, tokens=64):
 # **Prediction.** Let us count. A `TorchDispatchMode` sees every operation that torch carries out. Views cost nothing;
 # each of the others starts at least one kernel.
 
+
 # %%
 def torch_eager(x):
     return *biased_grouped_topk_impl(x, x, bias, TOPK, True, GROUPS, KEPT), "any order"
@@ -317,8 +318,13 @@ def launches(call):
 choice = logits.sigmoid() + bias
 searches = [lambda: choice.view(TOKENS, GROUPS, -1).topk(2, dim=-1), lambda: choice.topk(TOPK, dim=-1, sorted=False)]
 searches = [time and time.median for time in map(kernel_time, searches)]
-measure("torch eager", torch_eager, prediction_us=round(prediction), launches=launches(lambda: torch_eager(logits)),
-        searches_us=None if simulator.ENABLED else sum(searches))
+measure(
+    "torch eager",
+    torch_eager,
+    prediction_us=round(prediction),
+    launches=launches(lambda: torch_eager(logits)),
+    searches_us=None if simulator.ENABLED else sum(searches),
+)
 
 # %%
 look_back("torch eager", predicted=prediction)
@@ -360,8 +366,13 @@ else:
     torch_compiled(logits)
     torch.cuda.synchronize()
     COMPILE_S = time.perf_counter() - started
-    measure("torch.compile", torch_compiled, prediction_us=round(prediction), compile_s=COMPILE_S,
-            launches=launches(lambda: torch_compiled(logits)))
+    measure(
+        "torch.compile",
+        torch_compiled,
+        prediction_us=round(prediction),
+        compile_s=COMPILE_S,
+        launches=launches(lambda: torch_compiled(logits)),
+    )
 
 # %%
 look_back("torch.compile", "torch eager", prediction)
@@ -443,6 +454,7 @@ def thread_a_token(logits, bias, weights, ids):
 # values are too many, so it lives in **local memory**: slow memory of the GPU, behind the caches.
 #
 # The second best of a stream of values needs no `if`: the loser of "new value against best" meets the second best.
+
 
 # %%
 def stream():
@@ -1333,8 +1345,11 @@ for row in zip(floats.tolist(), bits.tolist(), keys.tolist()):
 
 # %%
 by_lane = (logits[0].sigmoid() + bias).cpu().view(32, -1).sort(dim=1, descending=True).values
-draw.pick_loop([[round(float(v), 2) for v in lane[:4]] for lane in by_lane[:6]], picks=3,
-               title="Three picks: redux, ballot, ffs (6 of 32 lanes; of each the best 4 of 8 keys)")
+draw.pick_loop(
+    [[round(float(v), 2) for v in lane[:4]] for lane in by_lane[:6]],
+    picks=3,
+    title="Three picks: redux, ballot, ffs (6 of 32 lanes; of each the best 4 of 8 keys)",
+)
 
 # %% [markdown]
 # **Prediction.** Of a pick's 5 x 6 + 10 instructions for the rounds, about 8 are left: redux, compare, ballot, ffs,
@@ -1764,15 +1779,26 @@ def gate_us(part, tokens):
 claims = []
 for qps, (main, pr, said) in THROUGHPUT.items():
     gain = 100 * (pr / main - 1)
-    claims.append((f"qps {qps}: {said} % more tokens per second",
-                   verdict(abs(gain - said) < 0.15, f"the table itself gives {gain:.1f} %; not measured again here")))
+    claims.append(
+        (
+            f"qps {qps}: {said} % more tokens per second",
+            verdict(abs(gain - said) < 0.15, f"the table itself gives {gain:.1f} %; not measured again here"),
+        )
+    )
 ratios = [slow / fast for slow, fast in REPEATED.values()]
-claims.append(("The fused kernel is ahead of torch.compile by an order of magnitude, in the article's test",
-               verdict(min(ratios) > 8, f"{min(ratios):.0f} to {max(ratios):.0f} times in vLLM's repetition")))
+claims.append(
+    (
+        "The fused kernel is ahead of torch.compile by an order of magnitude, in the article's test",
+        verdict(min(ratios) > 8, f"{min(ratios):.0f} to {max(ratios):.0f} times in vLLM's repetition"),
+    )
+)
 for tokens in (64, 1024, 16384):
-    claims.append((f"The article's kernel is 10 times as fast as torch.compile, {tokens} tokens",
-                   compare_times(gate_us("aot", tokens), gate_us("torch.compile", tokens), 10,
-                                 "kernel times in a CUDA graph")))
+    claims.append(
+        (
+            f"The article's kernel is 10 times as fast as torch.compile, {tokens} tokens",
+            compare_times(gate_us("aot", tokens), gate_us("torch.compile", tokens), 10, "kernel times in a CUDA graph"),
+        )
+    )
 eager, compiled_row = ladder.row("torch eager"), ladder.row("torch.compile")
 if eager:
     text = f"confirmed: torch starts {eager['launches']} kernels; the fused gate is one"
@@ -1781,41 +1807,81 @@ else:
 claims.append(("36 us -> 8 us: many kernels become one", text))
 one_token = {name: gate_us(name, 1) for name in ("torch eager", "torch.compile", "aot")}
 if all(one_token.values()):
-    text = verdict(one_token["torch.compile"] / one_token["aot"] > 2,
-                   f"in a CUDA graph torch takes {one_token['torch eager']:.1f} us, torch.compile "
-                   f"{one_token['torch.compile']:.1f} us and the article's kernel {one_token['aot']:.1f} us")
+    text = verdict(
+        one_token["torch.compile"] / one_token["aot"] > 2,
+        f"in a CUDA graph torch takes {one_token['torch eager']:.1f} us, torch.compile "
+        f"{one_token['torch.compile']:.1f} us and the article's kernel {one_token['aot']:.1f} us",
+    )
 else:
     text = NOT_RECORDED
 claims.append(("36 us -> 8 us: the time of one call while decoding (here one token)", text))
-claims.append(("torch.compile cannot fuse all of it",
-               verdict(compiled_row["launches"] > 1, f"{compiled_row['launches']} kernels are left")
-               if compiled_row else NOT_RECORDED))
-claims.append(("torch.compile makes the start slower",
-               verdict(compiled_row["compile_s"] > 1, f"its first call took {compiled_row['compile_s']:.1f} s")
-               if compiled_row else NOT_RECORDED))
-claims.append(("The templated kernel is worth having",
-               compare_times(us("article, static"), us("article, dynamic"), 1.05, "static against dynamic, in Numba")))
+claims.append(
+    (
+        "torch.compile cannot fuse all of it",
+        verdict(compiled_row["launches"] > 1, f"{compiled_row['launches']} kernels are left")
+        if compiled_row
+        else NOT_RECORDED,
+    )
+)
+claims.append(
+    (
+        "torch.compile makes the start slower",
+        verdict(compiled_row["compile_s"] > 1, f"its first call took {compiled_row['compile_s']:.1f} s")
+        if compiled_row
+        else NOT_RECORDED,
+    )
+)
+claims.append(
+    (
+        "The templated kernel is worth having",
+        compare_times(us("article, static"), us("article, dynamic"), 1.05, "static against dynamic, in Numba"),
+    )
+)
 lost = [f"{experts}/{groups}" for experts, groups in PROMISED if not reaches_template(experts, groups)]
-claims.append(("256/8, 256/16, 128/4 and 128/8 run a templated kernel",
-               verdict(not lost, f"{' and '.join(lost)} never reach theirs (section 7)" if lost else "all do")))
+claims.append(
+    (
+        "256/8, 256/16, 128/4 and 128/8 run a templated kernel",
+        verdict(not lost, f"{' and '.join(lost)} never reach theirs (section 7)" if lost else "all do"),
+    )
+)
 rows_per_warp = host(TOKENS, 128, 4)["ROWS_PER_WARP"]
-claims.append(("128 experts, 4 groups: ROWS_PER_WARP = 32/16 = 2, ROWS_PER_CTA = 12 (a comment)",
-               verdict(rows_per_warp == 2, f"32/4 = {rows_per_warp}, so {6 * rows_per_warp}; the macro has it right")))
+claims.append(
+    (
+        "128 experts, 4 groups: ROWS_PER_WARP = 32/16 = 2, ROWS_PER_CTA = 12 (a comment)",
+        verdict(rows_per_warp == 2, f"32/4 = {rows_per_warp}, so {6 * rows_per_warp}; the macro has it right"),
+    )
+)
 try:
     host(TOKENS, 64, 16)  # 4 experts for a thread
     refused = False
 except ValueError:
     refused = True
-claims.append(("The dynamic kernel wants 8 to 32 experts in a group (a comment)",
-               verdict(refused, "only the upper bound is checked; 4 experts in a group pass")))
-claims.append(("The block barrier makes sure that the exclusion is finished",
-               "more subtle: each thread excludes only values of its own, so no barrier is needed there; "
-               "where one thread reads what another has stored, there is none (section 7)"))
-claims.append(("`if (k_idx < topk)` and its twin guard the stores",
-               "more subtle: inside `for (k_idx < topk)` they are always true"))
-claims.append(("The kernel comes from TensorRT-LLM and FasterTransformer",
-               "confirmed: its names (VPT, THREADS_PER_ROW, ROWS_PER_WARP) and its loop of maximum and clear "
-               "are those of their `topkGatingSoftmax`"))
+claims.append(
+    (
+        "The dynamic kernel wants 8 to 32 experts in a group (a comment)",
+        verdict(refused, "only the upper bound is checked; 4 experts in a group pass"),
+    )
+)
+claims.append(
+    (
+        "The block barrier makes sure that the exclusion is finished",
+        "more subtle: each thread excludes only values of its own, so no barrier is needed there; "
+        "where one thread reads what another has stored, there is none (section 7)",
+    )
+)
+claims.append(
+    (
+        "`if (k_idx < topk)` and its twin guard the stores",
+        "more subtle: inside `for (k_idx < topk)` they are always true",
+    )
+)
+claims.append(
+    (
+        "The kernel comes from TensorRT-LLM and FasterTransformer",
+        "confirmed: its names (VPT, THREADS_PER_ROW, ROWS_PER_WARP) and its loop of maximum and clear "
+        "are those of their `topkGatingSoftmax`",
+    )
+)
 
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 

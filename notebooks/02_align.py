@@ -183,8 +183,9 @@ BANDWIDTH = 4.3e12  # bytes per second, measured on an H200
 GATE, ALIGN = records.recorded("gate"), records.recorded("align")
 EMPTY_US = {False: 0.5, True: 0.4}  # a kernel that does nothing: alone, and with programmatic dependent launch
 if GATE:
-    EMPTY_US = {d: records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"]["median"]
-                for d in EMPTY_US}
+    EMPTY_US = {
+        d: records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"]["median"] for d in EMPTY_US
+    }
 
 
 def bytes_of(tokens, topk=8, num_experts=256, block_size=16):
@@ -259,13 +260,17 @@ def measure_chains(links=8 if simulator.ENABLED else 1024):
     path = torch.empty_like(steps, dtype=torch.int32)
     path[steps] = steps.roll(-1).int()  # one round trip through all of them
     out = torch.zeros(THREADS, dtype=torch.int32, device=DEVICE)
-    calls = {(name, n): lambda kernel=kernel, threads=threads, n=n: launch(kernel, 1, threads, path, out, n)
-             for name, (kernel, threads) in CHAINS.items() for n in (links, 2 * links)}
+    calls = {
+        (name, n): lambda kernel=kernel, threads=threads, n=n: launch(kernel, 1, threads, path, out, n)
+        for name, (kernel, threads) in CHAINS.items()
+        for n in (links, 2 * links)
+    }
     times = kernel_times(calls, launches=20)
     if simulator.ENABLED:
         return None
-    return {name: round(1000 * (times[name, 2 * links].median - times[name, links].median) / links, 1)
-            for name in CHAINS}
+    return {
+        name: round(1000 * (times[name, 2 * links].median - times[name, links].median) / links, 1) for name in CHAINS
+    }
 
 
 LATENCY_NS = measure_chains()
@@ -354,6 +359,7 @@ def look_back(name, before=None, predicted=None):
 #
 # **Prediction.** A `TorchDispatchMode` counts the operations. Each is at least one kernel of about 2 us; the sort of
 # 64-bit keys is worth another ten.
+
 
 # %%
 def torch_align(ids, outputs=None):
@@ -590,13 +596,20 @@ def fill_us():
     return stats and stats.median
 
 
-parts = {"loads_us": part_us(IDS, False), "count_us": part_us(IDS, True),
-         "skewed_count_us": part_us(SKEWED, True), "fill_us": fill_us()}
+parts = {
+    "loads_us": part_us(IDS, False),
+    "count_us": part_us(IDS, True),
+    "skewed_count_us": part_us(SKEWED, True),
+    "fill_us": fill_us(),
+}
 add_to_row("0x1 baseline", **parts)
 if us("0x1 baseline"):
-    for name, says in (("loads_us", "reading the ids"), ("count_us", "reading and counting"),
-                       ("skewed_count_us", "reading and counting, all tokens to the same experts"),
-                       ("fill_us", "the fill, a launch of its own")):
+    for name, says in (
+        ("loads_us", "reading the ids"),
+        ("count_us", "reading and counting"),
+        ("skewed_count_us", "reading and counting, all tokens to the same experts"),
+        ("fill_us", "the fill, a launch of its own"),
+    ):
         print(f"{says}: {us('0x1 baseline', name):.1f} us, launch included, of {us('0x1 baseline'):.1f} us")
 
 # %% [markdown]
@@ -793,11 +806,18 @@ def only_fill_singly(sorted_token_ids, value, count):
 
 fills = {"four at a time": only_fill, "one at a time": only_fill_singly}
 places = {name: poisoned(IDS)[0] for name in fills}
-times = kernel_times({name: lambda kernel=kernel, name=name: launch(kernel, 1, THREADS, places[name], NUMEL, LENGTH)
-                      for name, kernel in fills.items()})
+times = kernel_times(
+    {
+        name: lambda kernel=kernel, name=name: launch(kernel, 1, THREADS, places[name], NUMEL, LENGTH)
+        for name, kernel in fills.items()
+    }
+)
 print(*(f"{name}: {'right' if (places[name] == NUMEL).all() else 'WRONG'}" for name in fills), sep="\n")
-add_to_row("0x2 padding inside", wide_us=times["four at a time"] and times["four at a time"].median,
-           single_us=times["one at a time"] and times["one at a time"].median)
+add_to_row(
+    "0x2 padding inside",
+    wide_us=times["four at a time"] and times["four at a time"].median,
+    single_us=times["one at a time"] and times["one at a time"].median,
+)
 if us("0x2 padding inside", "wide_us"):
     for name, key in (("four at a time", "wide_us"), ("one at a time", "single_us")):
         took = us("0x2 padding inside", key)
@@ -1257,9 +1277,28 @@ def race():
             print(f"    seed {seed}: {fault}")
 
 
-MAIN = (random_ids, round_up, fill, fill_singly, next_pow2, up_sweep, down_sweep, find_expert, search_experts,
-        count_slots, warp_exclusive_scan, total_over_block, block_exclusive_scan, make_baseline, make_padding,
-        make_blelloch, make_two_level, count_and_sort, run_main, simulate_main)
+MAIN = (
+    random_ids,
+    round_up,
+    fill,
+    fill_singly,
+    next_pow2,
+    up_sweep,
+    down_sweep,
+    find_expert,
+    search_experts,
+    count_slots,
+    warp_exclusive_scan,
+    total_over_block,
+    block_exclusive_scan,
+    make_baseline,
+    make_padding,
+    make_blelloch,
+    make_two_level,
+    count_and_sort,
+    run_main,
+    simulate_main,
+)
 in_simulator(race, *MAIN)
 
 # %% [markdown]
@@ -1275,9 +1314,12 @@ in_simulator(race, *MAIN)
 # %%
 def count_barriers():
     ids, found = random_ids(8, 128, 4), {}
-    for name, make, options in (("0x2, serial", make_padding, {}), ("0x3, Blelloch", make_blelloch, {}),
-                                ("0x4, as in the article", make_two_level, {"mended": False}),
-                                ("0x4, mended", make_two_level, {})):
+    for name, make, options in (
+        ("0x2, serial", make_padding, {}),
+        ("0x3, Blelloch", make_blelloch, {}),
+        ("0x4, as in the article", make_two_level, {"mended": False}),
+        ("0x4, mended", make_two_level, {}),
+    ):
         with simulator.trace() as events:
             simulate_main(make, ids, 128, **options)
         found[name] = sum(e.what == "syncthreads" for e in events) // THREADS
@@ -1380,8 +1422,13 @@ OLD_LENGTH = max_num_tokens_padded(8, 256, 128, dynamic=False)
 NEW_LENGTH = max_num_tokens_padded(8, 256, 128)
 SAVED = 100 * (1 - NEW_LENGTH / OLD_LENGTH)
 print(f"8 slots, 256 experts, blocks of 128: {OLD_LENGTH} -> {NEW_LENGTH} places, {SAVED:.2f} % saved")
-worse = [(n, e, b) for n in range(1, 40) for e in range(1, 40) for b in (1, 2, 16, 128)
-         if max_num_tokens_padded(n, e, b) > max_num_tokens_padded(n, e, b, dynamic=False)]
+worse = [
+    (n, e, b)
+    for n in range(1, 40)
+    for e in range(1, 40)
+    for b in (1, 2, 16, 128)
+    if max_num_tokens_padded(n, e, b) > max_num_tokens_padded(n, e, b, dynamic=False)
+]
 print("cases in which the new length is the longer one:", worse)
 
 # %% [markdown]
@@ -1537,9 +1584,11 @@ def make_small_filling(num_experts, fill_threads=0):
 # %%
 FILL_THREADS = 64 if simulator.ENABLED else 256
 add_to_row("0x4 two-level scan", small_us=measure_small(make_small_filling))
-add_to_row("0x5 parallel fill",
-           small_us=measure_small(lambda experts: make_small_filling(experts, FILL_THREADS), FILL_THREADS),
-           main_for_small_us=main_for_small(make_parallel_fill, 2))
+add_to_row(
+    "0x5 parallel fill",
+    small_us=measure_small(lambda experts: make_small_filling(experts, FILL_THREADS), FILL_THREADS),
+    main_for_small_us=main_for_small(make_parallel_fill, 2),
+)
 print("both small kernels: right")
 
 # %% [markdown]
@@ -1574,9 +1623,11 @@ if us("0x5 parallel fill", "small_us"):
     for fill_way in ("serial", "parallel"):
         old, new = (us("0x5 parallel fill", f"{fill_way}_{length}_us") for length in ("old", "new"))
         print(f"one token, blocks of 128, {fill_way} fill: old length {old:.1f} us, new length {new:.1f} us")
-    print(f"the small kernel, 64 tokens, 64 experts: {us('0x4 two-level scan', 'small_us'):.1f} us, "
-          f"with fill threads {us('0x5 parallel fill', 'small_us'):.1f} us; "
-          f"the main kernel there: {us('0x5 parallel fill', 'main_for_small_us'):.1f} us")
+    print(
+        f"the small kernel, 64 tokens, 64 experts: {us('0x4 two-level scan', 'small_us'):.1f} us, "
+        f"with fill threads {us('0x5 parallel fill', 'small_us'):.1f} us; "
+        f"the main kernel there: {us('0x5 parallel fill', 'main_for_small_us'):.1f} us"
+    )
 
 # %% [markdown]
 # **Look back.** Here the article ends. What is left? One block counts 32768 slots while 131 multiprocessors watch. A
@@ -1639,8 +1690,9 @@ prediction = guess("0x5 parallel fill", -EMPTY_US[False] - SORT_US, prediction)
 
 
 @cuda.jit(device=True)
-def fill_gaps(counts, first_block, sorted_token_ids, expert_ids, total_tokens_post_pad,
-              num_experts, block_size, numel, length):
+def fill_gaps(
+    counts, first_block, sorted_token_ids, expert_ids, total_tokens_post_pad, num_experts, block_size, numel, length
+):
     """All that is no slot: padding and expert ids, an expert a warp, and both tails. The whole grid shares the work."""
     lane, first, step = int32(cuda.threadIdx.x & 31), int32(cuda.grid(1)), int32(cuda.gridsize(1))
     e = int32(first >> 5)
@@ -1722,8 +1774,17 @@ def make_each_once(num_experts, threads, count=count_one_by_one):
         if mine:
             e = topk_ids[slot]
             sorted_token_ids[first_block[e] * block_size + before[e] + rank_of(masks, e * words)] = slot
-        fill_gaps(counts, first_block, sorted_token_ids, expert_ids, total_tokens_post_pad, num_experts, block_size,
-                  numel, length)
+        fill_gaps(
+            counts,
+            first_block,
+            sorted_token_ids,
+            expert_ids,
+            total_tokens_post_pad,
+            num_experts,
+            block_size,
+            numel,
+            length,
+        )
 
     return kernel
 
@@ -1860,8 +1921,9 @@ def make_hand_over(num_experts, threads):
     ends, bits, num_warps_for_scan = num_experts + 1, num_experts * words, num_experts // 32 + 1
 
     @cuda.jit
-    def kernel(topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, rows, counter,
-               block_size, numel, length, part):
+    def kernel(
+        topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, rows, counter, block_size, numel, length, part
+    ):
         counts = cuda.shared.array(num_experts, int32)
         before = cuda.shared.array(num_experts, int32)
         first_block = cuda.shared.array(ends, int32)
@@ -1893,8 +1955,17 @@ def make_hand_over(num_experts, threads):
         if mine:
             e = topk_ids[slot]
             sorted_token_ids[first_block[e] * block_size + before[e] + rank_of(masks, e * words)] = slot
-        fill_gaps(counts, first_block, sorted_token_ids, expert_ids, total_tokens_post_pad, num_experts, block_size,
-                  numel, length)
+        fill_gaps(
+            counts,
+            first_block,
+            sorted_token_ids,
+            expert_ids,
+            total_tokens_post_pad,
+            num_experts,
+            block_size,
+            numel,
+            length,
+        )
 
     return kernel
 
@@ -1996,16 +2067,23 @@ def fused(logits, outputs):
 
 for which, tokens in (("few", FEW_TOKENS), ("one", 1)):
     logits, first, second = torch.randn(tokens, EXPERTS, device=DEVICE), both_outputs(tokens), both_outputs(tokens)
-    calls = {"two": lambda x=logits, out=first: gate_then_align(x, out),
-             "one": lambda x=logits, out=second: fused(x, out)}
+    calls = {
+        "two": lambda x=logits, out=first: gate_then_align(x, out),
+        "one": lambda x=logits, out=second: fused(x, out),
+    }
     for call in calls.values():
         call()
     same = all(map(torch.equal, first, second))
     assert same and not check(first[2:], first[1]), "the fused kernel and the two calls differ"
     print(f"{tokens} tokens, fused and in two calls: the same bits")
     stats = kernel_times(calls)
-    add_to_row("final", **{f"{which}_two_calls_us": stats["two"] and stats["two"].median,
-                           f"{which}_fused_us": stats["one"] and stats["one"].median})
+    add_to_row(
+        "final",
+        **{
+            f"{which}_two_calls_us": stats["two"] and stats["two"].median,
+            f"{which}_fused_us": stats["one"] and stats["one"].median,
+        },
+    )
 
 # %%
 for which in ("few", "one"):
@@ -2085,15 +2163,18 @@ if not any("few_us" in row for row in LADDER):
 
 # %%
 if ALIGN:
-    lines = {"moe_numba": records.series(ALIGN, step="final", config=CONFIG),
-             "moe_numba, no early start": records.series(ALIGN, step="final, in order", config=CONFIG)}
+    lines = {
+        "moe_numba": records.series(ALIGN, step="final", config=CONFIG),
+        "moe_numba, no early start": records.series(ALIGN, step="final, in order", config=CONFIG),
+    }
     for name in [*PEERS, "torch"]:
         lines[name.removeprefix("peer:")] = records.series(ALIGN, step=name, config=CONFIG)
     lines = {name: points for name, points in lines.items() if points}
     tokens = sorted({t for points in lines.values() for t in points})
     floor = {t: max(bytes_of(t) / BANDWIDTH * 1e6, EMPTY_US[True]) for t in tokens}
-    picture = plots.sweep_figure(lines, floor=floor, title="Align over tokens, 256 experts, top-8, blocks of 16",
-                                 caption=plots.caption(ALIGN))
+    picture = plots.sweep_figure(
+        lines, floor=floor, title="Align over tokens, 256 experts, top-8, blocks of 16", caption=plots.caption(ALIGN)
+    )
 else:
     picture = print("The comparison over tokens has not been recorded yet; `python -m moe_numba bench align` does it.")
 picture
@@ -2102,8 +2183,10 @@ picture
 for tokens in (1, 64, 1024, 4096, 16384, 65536) if ALIGN else ():
     early, in_order = align_us("final", tokens), align_us("final, in order", tokens)
     if early and in_order:
-        print(f"{tokens:6} tokens: {early:5.2f} us; {in_order:5.2f} us without the early start; "
-              f"the bytes alone {bytes_of(tokens) / BANDWIDTH * 1e6:.2f} us")
+        print(
+            f"{tokens:6} tokens: {early:5.2f} us; {in_order:5.2f} us without the early start; "
+            f"the bytes alone {bytes_of(tokens) / BANDWIDTH * 1e6:.2f} us"
+        )
 for tokens in (1, 4, 16, 64) if ALIGN else ():
     two, one = (align_us(step, tokens) for step in ("gate, then align", "gate and align fused"))
     if two and one:
@@ -2176,64 +2259,162 @@ for which in ("kernel_us", "few_us") if known else ():
     serial[which] = 100 * (1 - us(one_pass, which) / us(padding, which))
 if known:
     atomics = 100 * (us(baseline, "count_us") - us(baseline, "loads_us")) / us(baseline)
-claims.append(("The serial prefix sum is the largest bottleneck of 0x1 and 0x2", verdict(
-    min(serial.values()) > 50, f"a parallel one takes {serial['kernel_us']:.0f} % of the time away for 4096 tokens, "
-    f"{serial['few_us']:.0f} % for 64") if known else NOT_RECORDED))
-claims.append(("The many atomic additions of the counting cost a lot", verdict(
-    atomics > 10, f"counting takes {us(baseline, 'count_us'):.1f} us, reading alone {us(baseline, 'loads_us'):.1f} us; "
-    f"the difference is {atomics:.0f} % of 0x1") if known else NOT_RECORDED))
+claims.append(
+    (
+        "The serial prefix sum is the largest bottleneck of 0x1 and 0x2",
+        verdict(
+            min(serial.values()) > 50,
+            f"a parallel one takes {serial['kernel_us']:.0f} % of the time away for 4096 tokens, "
+            f"{serial['few_us']:.0f} % for 64",
+        )
+        if known
+        else NOT_RECORDED,
+    )
+)
+claims.append(
+    (
+        "The many atomic additions of the counting cost a lot",
+        verdict(
+            atomics > 10,
+            f"counting takes {us(baseline, 'count_us'):.1f} us, reading alone {us(baseline, 'loads_us'):.1f} us; "
+            f"the difference is {atomics:.0f} % of 0x1",
+        )
+        if known
+        else NOT_RECORDED,
+    )
+)
 if known:
     wide, single = (us(padding, key) - EMPTY_US[False] for key in ("wide_us", "single_us"))
-claims.append(("0x2: 16-byte stores use four times the bandwidth", verdict(
-    single / wide > 3, f"one block fills the array {single / wide:.1f} times as fast") if known else NOT_RECORDED))
+claims.append(
+    (
+        "0x2: 16-byte stores use four times the bandwidth",
+        verdict(single / wide > 3, f"one block fills the array {single / wide:.1f} times as fast")
+        if known
+        else NOT_RECORDED,
+    )
+)
 if known:
     extra = us(padding) - (us(baseline) - us(baseline, "fill_us"))
-claims.append(("0x2: the padding runs beside other work, at almost no extra cost", verdict(
-    extra < 0.05 * us(padding), f"it adds {extra:.1f} us to {us(baseline) - us(baseline, 'fill_us'):.1f} us; in the "
-    "listing it comes after all other work") if known else NOT_RECORDED))
-claims.append(("0x2: with the padding the output is deterministic", verdict(
-    ORDERS == 1, f"{ORDERS} different results in {RUNS} runs; padding does not decide the order of the slots")))
+claims.append(
+    (
+        "0x2: the padding runs beside other work, at almost no extra cost",
+        verdict(
+            extra < 0.05 * us(padding),
+            f"it adds {extra:.1f} us to {us(baseline) - us(baseline, 'fill_us'):.1f} us; in the "
+            "listing it comes after all other work",
+        )
+        if known
+        else NOT_RECORDED,
+    )
+)
+claims.append(
+    (
+        "0x2: with the padding the output is deterministic",
+        verdict(
+            ORDERS == 1, f"{ORDERS} different results in {RUNS} runs; padding does not decide the order of the slots"
+        ),
+    )
+)
 scan = {name: count - 3 for name, count in BARRIERS.items()}  # without those of the other parts
 took = f"{us(padding):.1f} -> {us(blelloch):.1f} us" if known else NOT_RECORDED
-claims.append(("0x3: from O(128) to O(7)", "more subtle: seven levels, walked up and down, with "
-               f"{scan['0x3, Blelloch']} barriers; the time: {took}"))
+claims.append(
+    (
+        "0x3: from O(128) to O(7)",
+        f"more subtle: seven levels, walked up and down, with {scan['0x3, Blelloch']} barriers; the time: {took}",
+    )
+)
 if known:
     even, uneven = (100 * (1 - us(blelloch, which) / us(padding, which)) for which in ("kernel_us", "skewed_us"))
-claims.append(("0x3: the binary search suits uneven loads", verdict(
-    uneven > even, f"0x3 saves {uneven:.0f} % when all tokens go to the same experts, else {even:.0f} %")
-    if known else NOT_RECORDED))
-claims.append(("0x3: 1540 bytes of shared memory for 128 experts; 0x4: 128 more", verdict(
-    (shared_bytes(128), shared_bytes(128, 32)) == (1540, 1668), f"{shared_bytes(128)} and {shared_bytes(128, 32)}")))
-claims.append(("0x4: 3 barriers in place of 14", verdict(
-    (scan["0x4, as in the article"], scan["0x3, Blelloch"]) == (3, 14),
-    f"{scan['0x4, as in the article']} in place of {scan['0x3, Blelloch']}, and one more is needed; the single pass of "
-    "step 5 has three")))
+claims.append(
+    (
+        "0x3: the binary search suits uneven loads",
+        verdict(uneven > even, f"0x3 saves {uneven:.0f} % when all tokens go to the same experts, else {even:.0f} %")
+        if known
+        else NOT_RECORDED,
+    )
+)
+claims.append(
+    (
+        "0x3: 1540 bytes of shared memory for 128 experts; 0x4: 128 more",
+        verdict(
+            (shared_bytes(128), shared_bytes(128, 32)) == (1540, 1668),
+            f"{shared_bytes(128)} and {shared_bytes(128, 32)}",
+        ),
+    )
+)
+claims.append(
+    (
+        "0x4: 3 barriers in place of 14",
+        verdict(
+            (scan["0x4, as in the article"], scan["0x3, Blelloch"]) == (3, 14),
+            f"{scan['0x4, as in the article']} in place of {scan['0x3, Blelloch']}, and one more is needed; the single pass of "
+            "step 5 has three",
+        ),
+    )
+)
 for which, says in (("kernel_us", "4096 tokens"), ("few_us", "64 tokens")):
-    claims.append((f"0x4: about 10 % faster for 128 experts or more ({says}, 256 experts)",
-                   step_saves(blelloch, two_level, 8, which=which)))
-claims.append(("0x4: about 10 % faster (the published row for 8192 tokens)",
-               verdict(PUBLISHED_0X4 >= 8, f"{PUBLISHED_0X4:.1f} %")))
-claims.append(("0x5: 96.8 % less memory for 8 slots, 256 experts, blocks of 128",
-               verdict(abs(SAVED - 96.8) < 0.1, f"{SAVED:.2f} %")))
-claims.append(("0x5: the smaller buffer gains 5 to 10 % (one token, blocks of 128, serial fill)",
-               saves(us(parallel, "serial_old_us"), us(parallel, "serial_new_us"), 5, 10)))
-claims.append(("0x5: the smaller buffer gains 5 to 10 % (the same, with the parallel fill)",
-               saves(us(parallel, "parallel_old_us"), us(parallel, "parallel_new_us"), 5, 10)))
+    claims.append(
+        (
+            f"0x4: about 10 % faster for 128 experts or more ({says}, 256 experts)",
+            step_saves(blelloch, two_level, 8, which=which),
+        )
+    )
+claims.append(
+    (
+        "0x4: about 10 % faster (the published row for 8192 tokens)",
+        verdict(PUBLISHED_0X4 >= 8, f"{PUBLISHED_0X4:.1f} %"),
+    )
+)
+claims.append(
+    (
+        "0x5: 96.8 % less memory for 8 slots, 256 experts, blocks of 128",
+        verdict(abs(SAVED - 96.8) < 0.1, f"{SAVED:.2f} %"),
+    )
+)
+claims.append(
+    (
+        "0x5: the smaller buffer gains 5 to 10 % (one token, blocks of 128, serial fill)",
+        saves(us(parallel, "serial_old_us"), us(parallel, "serial_new_us"), 5, 10),
+    )
+)
+claims.append(
+    (
+        "0x5: the smaller buffer gains 5 to 10 % (the same, with the parallel fill)",
+        saves(us(parallel, "parallel_old_us"), us(parallel, "parallel_new_us"), 5, 10),
+    )
+)
 claims.append(("0x5: the parallel fill gains 20 to 30 % in the main kernel", step_saves(first, parallel, 20, 30)))
 claims.append(("the same, against a fill of four at a time at the end", step_saves(one_pass, parallel, 20, 30)))
-claims.append(("0x5: the parallel fill gains 10 to 15 % in the small kernel",
-               saves(us(two_level, "small_us"), us(parallel, "small_us"), 10, 15)))
-claims.append(("0x5 in all: 15 to 30 % for small batches (one token, blocks of 128)",
-               saves(us(parallel, "serial_old_us"), us(parallel, "parallel_new_us"), 15, 30)))
+claims.append(
+    (
+        "0x5: the parallel fill gains 10 to 15 % in the small kernel",
+        saves(us(two_level, "small_us"), us(parallel, "small_us"), 10, 15),
+    )
+)
+claims.append(
+    (
+        "0x5 in all: 15 to 30 % for small batches (one token, blocks of 128)",
+        saves(us(parallel, "serial_old_us"), us(parallel, "parallel_new_us"), 15, 30),
+    )
+)
 claims.append(("0x5 in all: 10 to 20 % for large batches (4096 tokens)", step_saves(first, parallel, 10, 20)))
 for which, says in (("kernel_us", "4096 tokens"), ("few_us", "64 tokens"), ("one_us", "1 token")):
     times = {name: us(name, which) for name in (baseline, padding, blelloch, two_level, parallel)}
     best = known and min(times, key=times.get)
-    claims.append((f"0x4 is the fastest version now (the article's introduction; {says})",
-                   verdict(best == two_level, f"of the article's it is {best}, {times[best]:.1f} us")
-                   if known else NOT_RECORDED))
-claims.append(("For few experts the small kernel is the better one (64 tokens, 64 experts)",
-               saves(us(parallel, "main_for_small_us"), us(parallel, "small_us"), 0)))
+    claims.append(
+        (
+            f"0x4 is the fastest version now (the article's introduction; {says})",
+            verdict(best == two_level, f"of the article's it is {best}, {times[best]:.1f} us")
+            if known
+            else NOT_RECORDED,
+        )
+    )
+claims.append(
+    (
+        "For few experts the small kernel is the better one (64 tokens, 64 experts)",
+        saves(us(parallel, "main_for_small_us"), us(parallel, "small_us"), 0),
+    )
+)
 
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
@@ -2310,8 +2491,10 @@ def takes_small_kernel(numel, num_experts):
 
 
 for experts in (63, 64):
-    print(f"{experts} experts, 512 slots: {takes_small_kernel(512, experts)} without the bucket, "
-          f"{takes_small_kernel(512, experts + 1)} with it")
+    print(
+        f"{experts} experts, 512 slots: {takes_small_kernel(512, experts)} without the bucket, "
+        f"{takes_small_kernel(512, experts + 1)} with it"
+    )
 
 # %% [markdown]
 # Models with 64 experts are common, and lose the kernel that was made for them. The result is right, so no test

@@ -124,8 +124,7 @@ class DeepseekV2MoE:
         # router_logits: (num_tokens, n_experts)
         router_logits = self.gate(hidden_states)
         final_hidden_states = (
-            self.experts(hidden_states=hidden_states, router_logits=router_logits)
-            * self.routed_scaling_factor
+            self.experts(hidden_states=hidden_states, router_logits=router_logits) * self.routed_scaling_factor
         )
         if shared_output is not None:
             final_hidden_states = final_hidden_states + shared_output
@@ -255,8 +254,10 @@ def floor_us(tokens, dtype="bfloat16"):
 print("tokens   experts read   floor in bfloat16   of which the shared one   floor in FP8")
 for tokens in (1, 8, 64, 256, 1024, 4096):
     part = weights_us(1) / weights_us(experts_chosen(tokens) + 1)
-    print(f"{tokens:6}   {experts_chosen(tokens):12.0f}   {floor_us(tokens):14.1f} us   {100 * part:21.1f} %   "
-          f"{floor_us(tokens, 'float8_e4m3fn'):9.1f} us")
+    print(
+        f"{tokens:6}   {experts_chosen(tokens):12.0f}   {floor_us(tokens):14.1f} us   {100 * part:21.1f} %   "
+        f"{floor_us(tokens, 'float8_e4m3fn'):9.1f} us"
+    )
 DECODE, BATCH, PREFILL = 8, 64, 1024  # tokens in the ladder, on a GPU: few users, many users, and a prompt
 FLOOR_US = floor_us(DECODE)
 
@@ -290,6 +291,7 @@ Markdown("```python\n" + inspect.getsource(Layer.shared_experts) + "\n" + inspec
 # Four layers' weights take turns, because a model's next layer does not find its weights in the cache either. Each step
 # is checked in all five settings before it is timed.
 
+
 # %%
 def setting(dtype, tokens):
     """Layers whose weights take turns, tokens, and what the first layer must make of them."""
@@ -317,8 +319,12 @@ ladder = Ladder(
     lambda out: mismatch(out, MAIN[2], torch.bfloat16),
     title=f"Folding the shared expert in: {DECODE} tokens, bfloat16, DeepSeek-V3 on one of 8 GPUs",
     reference_name="separate",
-    config={"num_experts": EXPERTS, "topk": HERE.shape.topk, "hidden_size": HERE.shape.hidden_size,
-            "moe_intermediate_size": HERE.shape.moe_intermediate_size},
+    config={
+        "num_experts": EXPERTS,
+        "topk": HERE.shape.topk,
+        "hidden_size": HERE.shape.hidden_size,
+        "moe_intermediate_size": HERE.shape.moe_intermediate_size,
+    },
     size={"tokens": HERE.decode},
 )
 us = ladder.us  # a step's median time, measured now or recorded
@@ -335,8 +341,16 @@ def measure(name, forward, predicted, others=OTHERS, **more):
         more[f"{which}_us"] = stats and stats.median
     layers, x, _ = MAIN
     calls = [partial(forward, layer, x) for layer in layers]
-    ladder.step(name, calls[0], timed=calls, dtype="bfloat16", prediction_us=round(predicted, 1), floor_us=FLOOR_US,
-                launches=torch_layer.launches(calls[0]), **more)
+    ladder.step(
+        name,
+        calls[0],
+        timed=calls,
+        dtype="bfloat16",
+        prediction_us=round(predicted, 1),
+        floor_us=FLOOR_US,
+        launches=torch_layer.launches(calls[0]),
+        **more,
+    )
 
 
 def look_back(name, before=None, predicted=None):
@@ -365,9 +379,20 @@ def look_back(name, before=None, predicted=None):
 # %%
 EFFICIENCY, START_US, SMALL_GEMM_US = 0.7, 2.0, 10.0
 ROUTED_KERNELS = {
-    "router": 1, "gate": 1, "alignment": 1, "ends of the experts": 1, "weights by slot": 1, "tokens by slot": 2,
-    "gate_up product": 2, "silu, times up": 2, "times weight": 1, "down product": 2, "where each slot went": 3,
-    "rows back": 1, "sum": 1, "times scaling factor": 1,
+    "router": 1,
+    "gate": 1,
+    "alignment": 1,
+    "ends of the experts": 1,
+    "weights by slot": 1,
+    "tokens by slot": 2,
+    "gate_up product": 2,
+    "silu, times up": 2,
+    "times weight": 1,
+    "down product": 2,
+    "where each slot went": 3,
+    "rows back": 1,
+    "sum": 1,
+    "times scaling factor": 1,
 }
 SHARED_KERNELS = {"gate_up product": 1, "silu, times up": 2, "down product": 1, "added": 1}
 COUNT = sum(ROUTED_KERNELS.values()), sum(SHARED_KERNELS.values())
@@ -375,7 +400,8 @@ COUNT = sum(ROUTED_KERNELS.values()), sum(SHARED_KERNELS.values())
 prediction = (
     weights_us(experts_chosen(DECODE)) / EFFICIENCY
     + START_US * (COUNT[0] - 4)  # all but the grouped products
-    + START_US * (COUNT[1] - 2) + 2 * SMALL_GEMM_US
+    + START_US * (COUNT[1] - 2)
+    + 2 * SMALL_GEMM_US
 )
 print(f"{COUNT[0]} kernels for the routed experts, {COUNT[1]} for the shared one; prediction: {prediction:.0f} us")
 
@@ -389,8 +415,10 @@ measure("separate", separate, prediction)
 # %%
 look_back("separate", predicted=prediction)
 if row := ladder.row("separate"):
-    print(f"{row['launches']} kernels were started, {sum(COUNT)} were counted; "
-          f"measured / predicted is {us('separate') / prediction:.2f}")
+    print(
+        f"{row['launches']} kernels were started, {sum(COUNT)} were counted; "
+        f"measured / predicted is {us('separate') / prediction:.2f}"
+    )
 
 # %% [markdown]
 # **Look back.** By our count most of this time is one thing: reading the weights of the chosen experts. The ratio to
@@ -635,8 +663,10 @@ for row in ladder.rows:
         row["routes"] = ROUTE_TIMES
 KNOWN_ROUTES = (ladder.row("final") or {}).get("routes")
 for name, times in (KNOWN_ROUTES or {}).items():
-    parts = [f"{size} tokens: {times[which]['kernel']:6.2f} us kernel, {times[which]['call']:6.1f} us call"
-             for which, size in (("decode", DECODE), ("prefill", PREFILL))]
+    parts = [
+        f"{size} tokens: {times[which]['kernel']:6.2f} us kernel, {times[which]['call']:6.1f} us call"
+        for which, size in (("decode", DECODE), ("prefill", PREFILL))
+    ]
     print(f"{name:<24} {';  '.join(parts)}")
 if not KNOWN_ROUTES:
     print("no figure is recorded yet")
@@ -687,6 +717,7 @@ look_back("own grouped GEMM", "final", prediction)
 # Does the folding still pay with it? That is in the record of `python -m moe_numba bench shared_experts`: the layer
 # before and after, on either product, and the products alone.
 
+
 # %%
 def recorded_us(variant, tokens, dtype="float8_e4m3fn", what="layer", model="tp8", key="kernel_us"):
     """A recorded median in microseconds, or None."""
@@ -703,11 +734,14 @@ def own_beside_torchs():
     """Lines of the recorded layers in bfloat16, on torch's product and on ours."""
     for what in ("layer", "GEMMs"):
         for tokens in (1, 8, 64, 256, 1024, 4096):
-            found = [recorded_us(name, tokens, "bfloat16", what) for name in (
-                "separate", "1 shared", "separate, own GEMM", "1 shared, own GEMM")]
+            found = [
+                recorded_us(name, tokens, "bfloat16", what)
+                for name in ("separate", "1 shared", "separate, own GEMM", "1 shared, own GEMM")
+            ]
             if all(found):
-                torchs, ours = (f"{old:7.1f} -> {new:7.1f} us ({percent(new, old):+5.1f} %)"
-                                for old, new in (found[:2], found[2:]))
+                torchs, ours = (
+                    f"{old:7.1f} -> {new:7.1f} us ({percent(new, old):+5.1f} %)" for old, new in (found[:2], found[2:])
+                )
                 yield f"{what:<6} {tokens:5} tokens, apart -> folded in: on torch's {torchs}; on ours {ours}"
 
 
@@ -818,8 +852,10 @@ for tile_rows in (64, 128):
     for name, counts in LOADS.items():
         tiles = draw.columns(counts, tile_rows)
         LONGEST[name, tile_rows] = max(tiles)
-        print(f"tiles of {tile_rows:3} rows, {name:<29} longest column {max(tiles):2}, all {sum(tiles)}; rounds with "
-              f"whole columns {units(counts, tile_rows, True):3}, tile by tile {units(counts, tile_rows, False):2}")
+        print(
+            f"tiles of {tile_rows:3} rows, {name:<29} longest column {max(tiles):2}, all {sum(tiles)}; rounds with "
+            f"whole columns {units(counts, tile_rows, True):3}, tile by tile {units(counts, tile_rows, False):2}"
+        )
 
 # %% [markdown]
 # Dealt tile by tile, one shared expert and eight copies take the same number of rounds, or differ by one. So the
@@ -944,8 +980,15 @@ picture
 # "Cloning 8 replicas of the shared expert into MoE", is left out.)
 
 # %%
-MODEL = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_routed_experts": 8,
-         "n_shared_experts": 1, "hidden_size": 64, "moe_intermediate_size": 32}
+MODEL = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+}
 
 
 def make_checkpoint(folder, model, scales=True):
@@ -1003,9 +1046,7 @@ def article_load_weights(self, weights):
         ]
         names_to_remove = []
         for moe_layer in range(
-            self.config.first_k_dense_replace,
-            self.config.num_hidden_layers,
-            self.config.moe_layer_freq,
+            self.config.first_k_dense_replace, self.config.num_hidden_layers, self.config.moe_layer_freq
         ):
             for num_repeat in range(self.n_share_experts_fusion):
                 for suffix in suffix_list:
@@ -1015,15 +1056,10 @@ def article_load_weights(self, weights):
                             f"mlp.experts."
                             f"{self.config.n_routed_experts + num_repeat}"
                             f".{suffix}",
-                            weights_dict[
-                                f"model.layers.{moe_layer}.mlp.shared_experts.{suffix}"
-                            ].clone(),
+                            weights_dict[f"model.layers.{moe_layer}.mlp.shared_experts.{suffix}"].clone(),
                         )
                     )
-                names_to_remove += [
-                    f"model.layers.{moe_layer}.mlp.shared_experts.{suffix}"
-                    for suffix in suffix_list
-                ]
+                names_to_remove += [f"model.layers.{moe_layer}.mlp.shared_experts.{suffix}" for suffix in suffix_list]
         weights = [w for w in weights_list if w[0] not in names_to_remove]
     return weights
 
@@ -1036,15 +1072,21 @@ def load_both(model, replicas=8, scales=True):
         make_checkpoint(Path(folder), model, scales)
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         streamed = set()
-        for name, tensor in fuse_checkpoint(watched(Path(folder)), replicas, num_experts=model["n_routed_experts"],
-                                            n_shared_experts=model["n_shared_experts"], progress=False):
+        for name, tensor in fuse_checkpoint(
+            watched(Path(folder)),
+            replicas,
+            num_experts=model["n_routed_experts"],
+            n_shared_experts=model["n_shared_experts"],
+            progress=False,
+        ):
             streamed.add((name, bits(tensor)))
             del tensor
         held = [ALIVE.most]
         originals = dict(watched(Path(folder)))
         loaded = article_load_weights(model_object, iter(originals.items()))
-        clones = {t.data_ptr(): t.nbytes for _, t in loaded if t.data_ptr() not in {o.data_ptr() for o in
-                                                                                  originals.values()}}
+        clones = {
+            t.data_ptr(): t.nbytes for _, t in loaded if t.data_ptr() not in {o.data_ptr() for o in originals.values()}
+        }
         held.append(ALIVE.most + sum(clones.values()))
         return streamed, {(name, bits(tensor)) for name, tensor in loaded}, held, size
 
@@ -1072,8 +1114,13 @@ print(f"of {size} bytes the article's code held {held[1]} at once, clones includ
 MEBI, GIBI = 1 << 20, 1 << 30
 cost = memory_cost(8)
 entries = cost.moe_layers * (256 + 8 + 1) * 6  # tensors of experts, replicas and shared experts, with their scales
-names_to_remove = [f"model.layers.{layer}.mlp.shared_experts.{part}_proj.weight{scale}" for layer in range(3, 61)
-                   for _ in range(8) for part in ("down", "gate", "up") for scale in ("", "_scale_inv")]
+names_to_remove = [
+    f"model.layers.{layer}.mlp.shared_experts.{part}_proj.weight{scale}"
+    for layer in range(3, 61)
+    for _ in range(8)
+    for part in ("down", "gate", "up")
+    for scale in ("", "_scale_inv")
+]
 sample = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(3, 23) for expert in range(10)]
 
 
@@ -1086,10 +1133,14 @@ def seconds_for_all(names):
 
 
 print(f"clones: {cost.replicas_bytes / GIBI:.1f} GiB of host memory in each process")
-print(f"{entries} names to look up, {len(names_to_remove)} in the list, {len(set(names_to_remove))} of them different: "
-      f"{entries * len(names_to_remove) / 1e6:.0f} million comparisons")
-print(f"here they take about {seconds_for_all(names_to_remove):.1f} s, with a set "
-      f"{seconds_for_all(set(names_to_remove)):.3f} s")
+print(
+    f"{entries} names to look up, {len(names_to_remove)} in the list, {len(set(names_to_remove))} of them different: "
+    f"{entries * len(names_to_remove) / 1e6:.0f} million comparisons"
+)
+print(
+    f"here they take about {seconds_for_all(names_to_remove):.1f} s, with a set "
+    f"{seconds_for_all(set(names_to_remove)):.3f} s"
+)
 
 # %% [markdown]
 # ### Two checkpoints that it cannot load
@@ -1138,8 +1189,13 @@ for says, layers, amount in (
 
 # %%
 EXTRA = {replicas: memory_cost(replicas, tensor_parallel_size=8).extra_bytes / GIBI for replicas in range(1, 9)}
-draw.memory(EXTRA, {"the article's 51 layers": theirs.replicas_bytes / GIBI,
-                    "58 layers, one whole expert each": layers58.replicas_bytes / GIBI})
+draw.memory(
+    EXTRA,
+    {
+        "the article's 51 layers": theirs.replicas_bytes / GIBI,
+        "58 layers, one whole expert each": layers58.replicas_bytes / GIBI,
+    },
+)
 
 # %% [markdown]
 # With one shared expert and no copies the trick costs no memory at all.
@@ -1204,8 +1260,10 @@ for qps in THEIRS:
     for metric, sizes in (("ITL", DECODE_SIZES), ("TTFT", PREFILL_SIZES)):
         if best := explained(metric, qps, sizes, "8 replicas"):
             before, after, _ = THEIRS[qps][metric]
-            print(f"QPS {qps}, {metric}: {before - after:.1f} ms less in the article; 58 layers with 8 replicas "
-                  f"explain at most {100 * best[0]:.1f} % of it ({best[1]})")
+            print(
+                f"QPS {qps}, {metric}: {before - after:.1f} ms less in the article; 58 layers with 8 replicas "
+                f"explain at most {100 * best[0]:.1f} % of it ({best[1]})"
+            )
 for variant in ("1 shared", "8 replicas"):
     if (ms := saved_ms(64, variant, "call_us")) is not None:
         print(f"{variant:<10} without a CUDA graph the host saves {ms:.1f} ms in the calls of 58 layers")
@@ -1250,26 +1308,57 @@ def worse_for(dtype, what):
 
 
 claims = []
-claims.append(("After the fusion the layer's output is exactly the same", "more subtle: equal as real numbers; in "
-               f"float64 {'right' if not WRONG['one shared expert'] else 'wrong'} to 1e-12; beyond, rounding differs"))
-claims.append(("The ninth weight must be divided by routed_scaling_factor", verdict(
-    WRONG["wrong: the ninth weight is 1"] and not WRONG["one shared expert"], "without it the check refuses")))
+claims.append(
+    (
+        "After the fusion the layer's output is exactly the same",
+        "more subtle: equal as real numbers; in "
+        f"float64 {'right' if not WRONG['one shared expert'] else 'wrong'} to 1e-12; beyond, rounding differs",
+    )
+)
+claims.append(
+    (
+        "The ninth weight must be divided by routed_scaling_factor",
+        verdict(
+            WRONG["wrong: the ninth weight is 1"] and not WRONG["one shared expert"], "without it the check refuses"
+        ),
+    )
+)
 ids = fuse_routing(*(t[:8].to(DEVICE) for t in (MANY_WEIGHTS, MANY_IDS)), 256, 8, 2.5, "random")[1]
 aligned = moe_numba.moe_align_block_size(ids, 16, 264)
-claims.append(("No CUDA code must change: the alignment takes more than 256 experts", verdict(
-    not align_mismatch(*aligned, ids, 16, 264), "264 experts, ours; see notebook 02 for SGLang's")))
+claims.append(
+    (
+        "No CUDA code must change: the alignment takes more than 256 experts",
+        verdict(not align_mismatch(*aligned, ids, 16, 264), "264 experts, ours; see notebook 02 for SGLang's"),
+    )
+)
 shapes = Counter(len(bits) for name, bits in articles if "mlp.experts" in name and name.endswith("up_proj.weight"))
-claims.append(("A shared expert has exactly the shape of a routed one", "more subtle: in V3 and R1; two shared "
-               f"experts, as in V2, give {len(shapes)} different shapes (section 7)"))
-wrong = [(qps, name) for qps, own in THEIRS.items() for name, (before, after, said) in own.items()
-         if abs(abs(percent(after, before)) - said) > 0.06]
-claims.append(("The percentages of its table", verdict(
-    not wrong, f"not at {wrong}" if wrong else "they follow from its figures; not measured again here")))
+claims.append(
+    (
+        "A shared expert has exactly the shape of a routed one",
+        f"more subtle: in V3 and R1; two shared experts, as in V2, give {len(shapes)} different shapes (section 7)",
+    )
+)
+wrong = [
+    (qps, name)
+    for qps, own in THEIRS.items()
+    for name, (before, after, said) in own.items()
+    if abs(abs(percent(after, before)) - said) > 0.06
+]
+claims.append(
+    (
+        "The percentages of its table",
+        verdict(not wrong, f"not at {wrong}" if wrong else "they follow from its figures; not measured again here"),
+    )
+)
 falls = {qps: [-percent(*own[name][1::-1]) for name in ("TTFT", "ITL")] for qps, own in THEIRS.items()}
 inside = [14.5 < fall < 20.5 for qps in (1, 4) for fall in falls[qps]]
-claims.append(("With QPS up to 4, TTFT and ITL fall by 15 to 20 %", ("confirmed: " if all(inside) else "more subtle: "
-               if any(inside) else "refuted: ") + "; ".join(
-    f"QPS {qps}: {ttft:.1f} and {itl:.1f} %" for qps, (ttft, itl) in falls.items())))
+claims.append(
+    (
+        "With QPS up to 4, TTFT and ITL fall by 15 to 20 %",
+        ("confirmed: " if all(inside) else "more subtle: " if any(inside) else "refuted: ")
+        + "; ".join(f"QPS {qps}: {ttft:.1f} and {itl:.1f} %" for qps, (ttft, itl) in falls.items()),
+    )
+)
 for metric, sizes in (("ITL", DECODE_SIZES), ("TTFT", PREFILL_SIZES)):
     parts = [explained(metric, qps, sizes, "8 replicas") for qps in THEIRS]
     if all(parts):
@@ -1277,24 +1366,41 @@ for metric, sizes in (("ITL", DECODE_SIZES), ("TTFT", PREFILL_SIZES)):
         least, most = min(shares.values()), max(shares.values())
         text = "confirmed" if least > 0.5 else "refuted" if most < 0.05 else "more subtle"
         text += f": of the difference {MOE_LAYERS} layers explain at most " + ", ".join(
-            f"{100 * share:.1f} % at QPS {qps}" for qps, share in shares.items())
+            f"{100 * share:.1f} % at QPS {qps}" for qps, share in shares.items()
+        )
     else:
         text = NOT_RECORDED
     claims.append((f"The fusion makes the gain in {metric} (with its 8 replicas)", text))
 for tokens in (1, 64, 1024, 4096):
     old, new = (recorded_us(name, tokens) for name in ("separate", "1 shared"))
-    claims.append((f"The fused layer is faster, {tokens} token{'s' * (tokens > 1)}, FP8, one shared expert", verdict(
-        new < old, f"{old:.1f} -> {new:.1f} us, {percent(new, old):+.1f} %") if old and new else NOT_RECORDED))
+    claims.append(
+        (
+            f"The fused layer is faster, {tokens} token{'s' * (tokens > 1)}, FP8, one shared expert",
+            verdict(new < old, f"{old:.1f} -> {new:.1f} us, {percent(new, old):+.1f} %")
+            if old and new
+            else NOT_RECORDED,
+        )
+    )
 for dtype in BYTES:
     claims.append((f"One shared expert is slower than 8 replicas (the layer, {dtype})", worse_for(dtype, "layer")))
-claims.append(("Too uneven a load makes the products inefficient (the products alone, FP8)",
-               worse_for("float8_e4m3fn", "GEMMs")))
+claims.append(
+    ("Too uneven a load makes the products inefficient (the products alone, FP8)", worse_for("float8_e4m3fn", "GEMMs"))
+)
 one, eight = (LOADS[name] for name in LOADS if name != "apart")
 if_columns = units(one, 128, True) / units(eight, 128, True)
 products = [recorded_us(name, 4096, what="GEMMs") for name in ("1 shared", "8 replicas")]
-claims.append(("The fullest expert's column decides (the products alone, 4096 tokens, FP8)", verdict(
-    products[0] / products[1] > (1 + if_columns) / 2, f"then one shared expert would take {if_columns:.1f} times as "
-    f"long as 8 replicas; it takes {products[0] / products[1]:.2f} times") if all(products) else NOT_RECORDED))
+claims.append(
+    (
+        "The fullest expert's column decides (the products alone, 4096 tokens, FP8)",
+        verdict(
+            products[0] / products[1] > (1 + if_columns) / 2,
+            f"then one shared expert would take {if_columns:.1f} times as "
+            f"long as 8 replicas; it takes {products[0] / products[1]:.2f} times",
+        )
+        if all(products)
+        else NOT_RECORDED,
+    )
+)
 slower = []
 for tokens in PREFILL_SIZES:
     old, new = (recorded_us(name, tokens) for name in ("separate", "1 shared"))
@@ -1302,25 +1408,46 @@ for tokens in PREFILL_SIZES:
 if None in slower:
     text = NOT_RECORDED
 else:
-    text = verdict(min(slower) > 0, " and ".join(
-        f"{more:+.1f} % for {tokens} tokens" for more, tokens in zip(slower, PREFILL_SIZES)))
+    text = verdict(
+        min(slower) > 0,
+        " and ".join(f"{more:+.1f} % for {tokens} tokens" for more, tokens in zip(slower, PREFILL_SIZES)),
+    )
 claims.append(("With one shared expert even TTFT gets longer (the layer in prefill, FP8)", text))
 tiles = [torch_layer.tile_rows(4096 * topk, experts, 512, 7168, FP8) for topk, experts in ((8, 256), (9, 264))]
-claims.append(("The fused kernel must be tuned anew", verdict(
-    tiles[0] != tiles[1], f"torch's own rule goes from tiles of {tiles[0]} rows to {tiles[1]} at 4096 tokens")))
-claims.append(("An expert is 42 MB in FP8", verdict(
-    theirs.expert_bytes == 42 * MEBI, "42 MiB to the byte, scales apart")))
-claims.append(("(51 - 3) x 42 MB = 1.96 GB on each rank", "more subtle: the sum is right, but the model has "
-               f"{MOE_LAYERS} such layers, {layers58.replicas_bytes / GIBI:.2f} GiB; less the share before, "
-               f"{on_a_rank.extra_bytes / GIBI:.2f} GiB; without copies {one_on_a_rank.extra_bytes}"))
+claims.append(
+    (
+        "The fused kernel must be tuned anew",
+        verdict(
+            tiles[0] != tiles[1], f"torch's own rule goes from tiles of {tiles[0]} rows to {tiles[1]} at 4096 tokens"
+        ),
+    )
+)
+claims.append(
+    ("An expert is 42 MB in FP8", verdict(theirs.expert_bytes == 42 * MEBI, "42 MiB to the byte, scales apart"))
+)
+claims.append(
+    (
+        "(51 - 3) x 42 MB = 1.96 GB on each rank",
+        "more subtle: the sum is right, but the model has "
+        f"{MOE_LAYERS} such layers, {layers58.replicas_bytes / GIBI:.2f} GiB; less the share before, "
+        f"{on_a_rank.extra_bytes / GIBI:.2f} GiB; without copies {one_on_a_rank.extra_bytes}",
+    )
+)
 extra = on_a_rank.extra_bytes / GIBI
-claims.append(("1 to 2 GB more on a rank", f"{'confirmed' if 1 <= extra <= 2 else 'more subtle'}: {extra:.2f} GiB "
-               f"with 8 replicas, {EXTRA[4]:.2f} with 4, {EXTRA[1]:.0f} with one shared expert"))
+claims.append(
+    (
+        "1 to 2 GB more on a rank",
+        f"{'confirmed' if 1 <= extra <= 2 else 'more subtle'}: {extra:.2f} GiB "
+        f"with 8 replicas, {EXTRA[4]:.2f} with 4, {EXTRA[1]:.0f} with one shared expert",
+    )
+)
 rows = {name: SHARED and records.find(SHARED, step=name, size={"tokens": 64}, config=GATE_CONFIG) for name in GATES}
 if all(rows.values()):
     inside, outside = rows["gate, column inside"], rows["gate, then torch"]
-    figure = "; ".join(f"{says} {outside[key]['median']:.1f} -> {inside[key]['median']:.1f} us" for says, key in
-                       (("kernel", "kernel_us"), ("call", "call_us")))
+    figure = "; ".join(
+        f"{says} {outside[key]['median']:.1f} -> {inside[key]['median']:.1f} us"
+        for says, key in (("kernel", "kernel_us"), ("call", "call_us"))
+    )
     text = verdict(inside["kernel_us"]["median"] < outside["kernel_us"]["median"], f"{figure} for 64 tokens")
 else:
     text = NOT_RECORDED

@@ -130,8 +130,10 @@ def check(outputs, ids=None):
         wrong = (given != right).nonzero()
         if len(wrong):
             at = tuple(wrong[0].tolist())
-            return (f"{name}: {len(wrong)} of {right.numel()} are wrong; the first, at {list(at)}, is "
-                    f"{given[at].item()}, not {right[at].item()}")
+            return (
+                f"{name}: {len(wrong)} of {right.numel()} are wrong; the first, at {list(at)}, is "
+                f"{given[at].item()}, not {right[at].item()}"
+            )
     return None
 
 
@@ -154,6 +156,7 @@ print("poison:       ", check(poisoned(IDS)))
 # How many ranks does a token visit? With `topk` different experts, all equally likely, a rank is spared if all experts
 # come from the other ranks. For DeepSeek-V3 on 8 ranks:
 
+
 # %%
 def ranks_of_a_token(num_experts=256, topk=8, ranks=8):
     """How many ranks a token visits, on average."""
@@ -162,11 +165,15 @@ def ranks_of_a_token(num_experts=256, topk=8, ranks=8):
 
 
 per_rank, per_expert, _ = dispatch_layout(IDS, RANKS, EXPERTS)
-print(f"8 of 256 experts on 8 ranks: {ranks_of_a_token():.3f} ranks of 8 on average, so "
-      f"{100 * (1 - ranks_of_a_token() / 8):.0f} % of what a copy for each expert would send is saved")
+print(
+    f"8 of 256 experts on 8 ranks: {ranks_of_a_token():.3f} ranks of 8 on average, so "
+    f"{100 * (1 - ranks_of_a_token() / 8):.0f} % of what a copy for each expert would send is saved"
+)
 VISITED = int(per_rank.sum()) / HERE.tokens
-print(f"here, {TOPK} of {EXPERTS} experts on {RANKS} ranks: {VISITED:.3f} counted, "
-      f"{ranks_of_a_token(EXPERTS, TOPK, RANKS):.3f} expected")
+print(
+    f"here, {TOPK} of {EXPERTS} experts on {RANKS} ranks: {VISITED:.3f} counted, "
+    f"{ranks_of_a_token(EXPERTS, TOPK, RANKS):.3f} expected"
+)
 
 # %% [markdown]
 # ## 3. The floor: how fast could it be?
@@ -179,13 +186,15 @@ BANDWIDTH = 4.3e12  # bytes per second, measured on an H200
 ALIGN_LADDER, ALIGN = records.recorded("align_ladder"), records.recorded("align")
 EMPTY_US = {False: 0.5, True: 0.4}  # a kernel that does nothing: alone, and with programmatic dependent launch
 if ALIGN:
-    EMPTY_US = {d: records.find(ALIGN, step="empty kernel", config={"dependent": d})["kernel_us"]["median"]
-                for d in EMPTY_US}
+    EMPTY_US = {
+        d: records.find(ALIGN, step="empty kernel", config={"dependent": d})["kernel_us"]["median"] for d in EMPTY_US
+    }
 NS = {"a load from the L2": 150, "a shared atomic": 50, "a barrier": 20, "a global atomic": 400}
 if ALIGN_LADDER:  # what notebook 02 measured with chains of equal links
     NS = records.find(ALIGN_LADDER, step="torch")["latency_ns"]
-LOAD_US, SHARED_US, GLOBAL_US = (NS[name] / 1000 for name in
-                                 ("a load from the L2", "a shared atomic", "a global atomic"))
+LOAD_US, SHARED_US, GLOBAL_US = (
+    NS[name] / 1000 for name in ("a load from the L2", "a shared atomic", "a global atomic")
+)
 CLOCK_MHZ = 1980  # the highest of an H200's multiprocessors
 
 for tokens in (1, 64, 4096, 65536):
@@ -234,8 +243,17 @@ def measure(name, run, predicted=None, graph=True, **more):
             stats = None if simulator.ENABLED else kernel_time(bound(run, ids))
             more[f"{which}_us"] = stats and stats.median
     RUNS[name] = run
-    ladder.step(name, bound(run, IDS), dtype="int64", prediction_us=predicted and round(predicted, 1), graph=graph,
-                floor_us=FLOOR_US, bytes=layout_bytes(HERE.tokens, TOPK, EXPERTS, RANKS), operation="layout", **more)
+    ladder.step(
+        name,
+        bound(run, IDS),
+        dtype="int64",
+        prediction_us=predicted and round(predicted, 1),
+        graph=graph,
+        floor_us=FLOOR_US,
+        bytes=layout_bytes(HERE.tokens, TOPK, EXPERTS, RANKS),
+        operation="layout",
+        **more,
+    )
 
 
 def lost_unless_fastest(name):
@@ -267,6 +285,7 @@ def look_back(name, before=None, predicted=None):
 # only.
 #
 # **Prediction.** A `TorchDispatchMode` counts the operations. Each is at least one kernel of about 2 us.
+
 
 # %%
 def torch_layout(ids, outputs=None):
@@ -305,6 +324,7 @@ look_back("torch", predicted=prediction)
 # **Prediction.** Three launches; `topk` loads, one after the other; and a queue. There are only 8 counters for ranks,
 # and thousands of tokens add to each. Say the L2 cache, where global atomics are done, takes an addition to one address
 # each nanosecond.
+
 
 # %%
 @cache
@@ -364,6 +384,7 @@ if us("global atomics"):
 # each token. The counters still must be zero before.
 #
 # **Prediction.** The three launches and the loads stay. The queue shrinks to one addition for each block.
+
 
 # %%
 @cuda.jit(device=True)
@@ -449,8 +470,10 @@ draw.private_counters(uniform_routing(8, 8, 2, "cpu"), num_experts=8, experts_of
 
 # %%
 BLOCKS = document_layout.blocks_for(256, 8)
-print(f"256 experts, 8 ranks: {document_layout.blocks_for(256, 0)} blocks count experts, "
-      f"{BLOCKS - document_layout.blocks_for(256, 0)} counts ranks")
+print(
+    f"256 experts, 8 ranks: {document_layout.blocks_for(256, 0)} blocks count experts, "
+    f"{BLOCKS - document_layout.blocks_for(256, 0)} counts ranks"
+)
 for experts, ranks in ((256, 8), (64, 4), (384, 8), (256, 16)):
     print(f"    {experts} experts, {ranks:2} ranks: {document_layout.blocks_for(experts, ranks)} blocks")
 print(f"tables: {256 * 32 * 4} bytes for experts, {256 * 8 * 4} for ranks")
@@ -532,8 +555,10 @@ lost_unless_fastest("private counters")
 look_back("private counters", "shared atomics", prediction)
 if us("private counters"):
     a, b = us("private counters", "one_us"), us("private counters", "many_us")
-    print(f"one token takes {a:.1f} us: that is what clearing and adding up cost, whatever there is to count; each "
-          f"further round of 256 tokens takes {1000 * (b - a) / (65536 / 256 - 1):.0f} ns")
+    print(
+        f"one token takes {a:.1f} us: that is what clearing and adding up cost, whatever there is to count; each "
+        f"further round of 256 tokens takes {1000 * (b - a) / (65536 / 256 - 1):.0f} ns"
+    )
     skewed = us("private counters", "skewed_us") / us("private counters")
     print(f"when all tokens want the same experts it takes {skewed:.2f} times as long")
 
@@ -606,10 +631,14 @@ look_back("rows of 33 words", "private counters", prediction)
 ATOMIC = (
     ("cuda.shared.array((threads, EXPERTS_OF_BLOCK), int32)", "cuda.shared.array((1, EXPERTS_OF_BLOCK), int32)"),
     ("cuda.shared.array((threads, RANKS_OF_BLOCK), int32)", "cuda.shared.array((1, RANKS_OF_BLOCK), int32)"),
-    ("        for j in range(EXPERTS_OF_BLOCK):\n            rows[t, j] = int32(0)\n",
-     "        if t < EXPERTS_OF_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n"),
-    ("        for j in range(RANKS_OF_BLOCK):\n            rows[t, j] = int32(0)\n",
-     "        if t < RANKS_OF_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n"),
+    (
+        "        for j in range(EXPERTS_OF_BLOCK):\n            rows[t, j] = int32(0)\n",
+        "        if t < EXPERTS_OF_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n",
+    ),
+    (
+        "        for j in range(RANKS_OF_BLOCK):\n            rows[t, j] = int32(0)\n",
+        "        if t < RANKS_OF_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n",
+    ),
     ("rows[t, int32(expert - begin)] += int32(1)", "cuda.atomic.add(rows, (0, int32(expert - begin)), int32(1))"),
     ("rows[t, j] += flag", "cuda.atomic.add(rows, (0, j), flag)"),
     ("for i in range(threads):", "for i in range(1):"),
@@ -645,8 +674,10 @@ def faster_of(private, atomic):
 
 
 for says, (private, wide, atomic) in private_or_atomic().items():
-    print(f"{says}: private {private:.2f}, in rows of 33 {wide:.2f}, atomic {atomic:.2f} us; "
-          f"faster: {faster_of(min(private, wide), atomic)}")
+    print(
+        f"{says}: private {private:.2f}, in rows of 33 {wide:.2f}, atomic {atomic:.2f} us; "
+        f"faster: {faster_of(min(private, wide), atomic)}"
+    )
 
 # %% [markdown]
 # **Look back.** This is the document's main argument, put to the test. What private counters cost is always there: to
@@ -698,6 +729,7 @@ look_back("4 experts a block", "private counters", prediction)
 # **Prediction.** Step 2 without its two launches of zeros. Two meetings of the cluster come in addition, at a quarter
 # of a microsecond each.
 
+
 # %%
 @cache
 def make_cluster(num_experts, ranks, topk, threads):
@@ -739,6 +771,7 @@ def make_cluster(num_experts, ranks, topk, threads):
 
 
 diff(make_shared_atomics, make_cluster)
+
 
 # %%
 def run_cluster(ids, outputs):
@@ -799,6 +832,7 @@ look_back("teams of lanes", "one cluster", prediction)
 #
 # **Prediction.** What an empty kernel gains by that.
 
+
 # %%
 def run_package(ids, outputs):
     return get_dispatch_layout(ids, EXPERTS, RANKS, out=outputs)
@@ -822,6 +856,7 @@ look_back("final", "teams of lanes", prediction)
 # token with two experts on a rank gets a 2, which is as true as a 1 to most readers, but not to one that adds up. The
 # second counts a token for a rank once for each expert. The third forgets the last token.
 
+
 # %%
 def counts_experts_for_ranks(ids, outputs):
     run_package(ids, outputs)
@@ -836,8 +871,11 @@ def forgets_the_last(ids, outputs):
 
 trial = Ladder("dispatch_layout_trial", check)
 a_count = changed(("uint8(flag)", "uint8(is_in_rank[j])"))
-for name, run in (("a flag is a count", a_count), ("once for each expert", counts_experts_for_ranks),
-                  ("forgets the last token", forgets_the_last)):
+for name, run in (
+    ("a flag is a count", a_count),
+    ("once for each expert", counts_experts_for_ranks),
+    ("forgets the last token", forgets_the_last),
+):
     trial.step(name, bound(run, IDS), expect_wrong=True)
 
 # %% [markdown]
@@ -846,8 +884,14 @@ for name, run in (("a flag is a count", a_count), ("once for each expert", count
 # The best of each kind, from 1 token to 65536:
 
 # %%
-SWEPT = {"moe_numba": "final", "one cluster": "one cluster", "document": "private counters",
-         "document, atomics": "the same with atomics", "global atomics": "global atomics", "torch": "torch"}
+SWEPT = {
+    "moe_numba": "final",
+    "one cluster": "one cluster",
+    "document": "private counters",
+    "document, atomics": "the same with atomics",
+    "global atomics": "global atomics",
+    "torch": "torch",
+}
 
 
 def sweep():
@@ -858,8 +902,11 @@ def sweep():
         assert not any(check(RUNS[step](ids, poisoned(ids)), ids) for step in SWEPT.values())
         times = kernel_times({line: bound(RUNS[step], ids) for line, step in SWEPT.items()}, replays=15)
         for line, stats in times.items():
-            found[line][tokens] = stats and {"median": round(stats.median, 3), "p10": round(stats.p10, 3),
-                                             "p90": round(stats.p90, 3)}
+            found[line][tokens] = stats and {
+                "median": round(stats.median, 3),
+                "p10": round(stats.p10, 3),
+                "p90": round(stats.p90, 3),
+            }
     return None if simulator.ENABLED else found
 
 
@@ -912,8 +959,10 @@ ladder.plot(floor_us=FLOOR_US)
 PEERS = draw.PEERS  # DeepEP's NUM_MAX_NVL_PEERS
 for rank in (0, 5, 8, 15):
     print(f"rank {rank:2} of 16: rdma_rank {rank // PEERS}, nvl_rank {rank % PEERS}")
-print(f"16 ranks: num_rdma_ranks {max(1, 16 // PEERS)}, num_nvl_ranks {min(16, PEERS)}; "
-      f"4 ranks: num_rdma_ranks {max(1, 4 // PEERS)}, num_nvl_ranks {min(4, PEERS)}")
+print(
+    f"16 ranks: num_rdma_ranks {max(1, 16 // PEERS)}, num_nvl_ranks {min(16, PEERS)}; "
+    f"4 ranks: num_rdma_ranks {max(1, 4 // PEERS)}, num_nvl_ranks {min(4, PEERS)}"
+)
 
 # %% [markdown]
 # **One allocation.** Each rank calls `cudaMalloc` once. The allocation has four parts:
@@ -1057,6 +1106,7 @@ ladder.save(notebook_sources("notebooks/04_dispatch_layout.py"))
 # for all tokens that will come, and one for each of the rank's experts. They begin at -1, and the host looks again and
 # again (it **polls**) until the number is there. No copy is called for.
 
+
 # %%
 @cuda.jit
 def report(counter, value):
@@ -1084,6 +1134,7 @@ assert counter[0] == per_rank.sum()
 # A verdict is computed, never typed. Where it needs a figure that is not recorded, it says so. Some need the machine
 # code, which a compiler makes without a GPU:
 
+
 # %%
 def machine_code():
     """Of the document's kernel, and of the one with atomics: {name: {what: number}}; None without a disassembler."""
@@ -1093,8 +1144,14 @@ def machine_code():
     types = ("int64*", "int32*", "int32*", "uint8*", *["int32"] * 4)
     requests = {name: (f"make_{name}_kernel(256)", types, 256, False) for name in ("document", "atomic")}
     codes = compile_apart(source + atomic.replace("make_document_kernel", "make_atomic_kernel"), requests)
-    return {name: {"atomics": code.count("ATOMS", "ATOM", "ATOMG", "RED"), "shared stores": code.count("STS"),
-                   "stack bytes": code.stack_bytes} for name, code in codes.items()}
+    return {
+        name: {
+            "atomics": code.count("ATOMS", "ATOM", "ATOMG", "RED"),
+            "shared stores": code.count("STS"),
+            "stack bytes": code.stack_bytes,
+        }
+        for name, code in codes.items()
+    }
 
 
 CODE = machine_code()
@@ -1112,54 +1169,120 @@ def which_is_faster():
     """Private counters against atomics in the same kernel, over the sizes that were measured."""
     if not (found := private_or_atomic()):
         return NOT_RECORDED
-    text = "; ".join(f"{says} {private:.1f} us private, {atomic:.1f} atomic"
-                     for says, (private, _, atomic) in found.items())
+    text = "; ".join(
+        f"{says} {private:.1f} us private, {atomic:.1f} atomic" for says, (private, _, atomic) in found.items()
+    )
     better = [faster_of(private, atomic) == "private counters" for private, _, atomic in found.values()]
     return f"{'confirmed' if all(better) else 'more subtle' if any(better) else 'refuted'}: {text}"
 
 
 claims = []
 atomics = {name: numbers["atomics"] for name, numbers in CODE.items()}
-claims.append(("Private counters need no atomic operations", NOT_RECORDED if None in atomics.values() else verdict(
-    atomics["document"] == 0 < atomics["atomic"], f"{atomics['document']} atomic instructions in the machine code; "
-    f"{atomics['atomic']} in that of step 5")))
+claims.append(
+    (
+        "Private counters need no atomic operations",
+        NOT_RECORDED
+        if None in atomics.values()
+        else verdict(
+            atomics["document"] == 0 < atomics["atomic"],
+            f"{atomics['document']} atomic instructions in the machine code; {atomics['atomic']} in that of step 5",
+        ),
+    )
+)
 claims.append(("and so they are the better way (the same kernel with atomics)", which_is_faster()))
-claims.append(("A block counts 32 experts, or 8 ranks; the grid has a block for each part", verdict(
-    (document_layout.EXPERTS_OF_BLOCK, document_layout.RANKS_OF_BLOCK, BLOCKS) == (32, 8, 9),
-    f"{BLOCKS} blocks for 256 experts and 8 ranks, of an H200's 132 multiprocessors")))
+claims.append(
+    (
+        "A block counts 32 experts, or 8 ranks; the grid has a block for each part",
+        verdict(
+            (document_layout.EXPERTS_OF_BLOCK, document_layout.RANKS_OF_BLOCK, BLOCKS) == (32, 8, 9),
+            f"{BLOCKS} blocks for 256 experts and 8 ranks, of an H200's 132 multiprocessors",
+        ),
+    )
+)
 ids_bytes = 8 * 4096 * 8
-claims.append(("Each block walks all tokens", f"confirmed: {BLOCKS} blocks read {BLOCKS * ids_bytes / 1e6:.2f} MB, and "
-               f"the ids have {ids_bytes / 1e6:.2f}"))
+claims.append(
+    (
+        "Each block walks all tokens",
+        f"confirmed: {BLOCKS} blocks read {BLOCKS * ids_bytes / 1e6:.2f} MB, and the ids have {ids_bytes / 1e6:.2f}",
+    )
+)
 one, many = us("private counters", "one_us"), us("private counters", "many_us")
 own_one, own_many, four_many = us("final", "one_us"), us("final", "many_us"), us("4 experts a block", "many_us")
-claims.append(("(not in the article) so its time grows with the tokens, and more blocks do not help", verdict(
-    many > 2 * one and four_many > many / 2, f"{one:.1f} us for 1 token, {many:.1f} for 65536, with 65 blocks "
-    f"{four_many:.1f}; the package's {own_one:.1f} and {own_many:.1f}")
-    if all((one, many, own_one, own_many, four_many)) else NOT_RECORDED))
-claims.append(("The counters are a table of 256 x 32, in the end 32 threads add up 256 numbers each", verdict(
-    256 * 32 * 4 <= 48 * 1024, f"{256 * 32 * 4} bytes of shared memory; 224 of 256 threads idle meanwhile, and "
-    f"clearing it takes {CLEARING_TURNS[32]} turns of the banks, {CLEARING_TURNS[33]} with rows of 33 words")))
+claims.append(
+    (
+        "(not in the article) so its time grows with the tokens, and more blocks do not help",
+        verdict(
+            many > 2 * one and four_many > many / 2,
+            f"{one:.1f} us for 1 token, {many:.1f} for 65536, with 65 blocks "
+            f"{four_many:.1f}; the package's {own_one:.1f} and {own_many:.1f}",
+        )
+        if all((one, many, own_one, own_many, four_many))
+        else NOT_RECORDED,
+    )
+)
+claims.append(
+    (
+        "The counters are a table of 256 x 32, in the end 32 threads add up 256 numbers each",
+        verdict(
+            256 * 32 * 4 <= 48 * 1024,
+            f"{256 * 32 * 4} bytes of shared memory; 224 of 256 threads idle meanwhile, and "
+            f"clearing it takes {CLEARING_TURNS[32]} turns of the banks, {CLEARING_TURNS[33]} with rows of 33 words",
+        ),
+    )
+)
 old, new = us("private counters"), us("rows of 33 words")
-claims.append(("(not in the article) the banks cost it time", verdict(
-    new < 0.98 * old, f"{old:.1f} -> {new:.1f} us with rows of 33 words") if old and new else NOT_RECORDED))
+claims.append(
+    (
+        "(not in the article) the banks cost it time",
+        verdict(new < 0.98 * old, f"{old:.1f} -> {new:.1f} us with rows of 33 words") if old and new else NOT_RECORDED,
+    )
+)
 stack = CODE["document"]["stack bytes"]
-claims.append(("is_in_rank, 8 numbers, is kept in registers (寄存器)", verdict(
-    stack == 0, f"as Numba compiles it, the kernel has a stack of {stack} bytes for it; an index that is known only "
-    "when the kernel runs names no register")))
+claims.append(
+    (
+        "is_in_rank, 8 numbers, is kept in registers (寄存器)",
+        verdict(
+            stack == 0,
+            f"as Numba compiles it, the kernel has a stack of {stack} bytes for it; an index that is known only "
+            "when the kernel runs names no register",
+        ),
+    )
+)
 experts_on_a_rank = int(per_expert.sum())
-claims.append(("A token counts once for a rank, and once for each of its experts", verdict(
-    VISITED < TOPK and experts_on_a_rank == HERE.tokens * TOPK,
-    f"{int(per_rank.sum())} against {experts_on_a_rank} for {HERE.tokens} tokens")))
+claims.append(
+    (
+        "A token counts once for a rank, and once for each of its experts",
+        verdict(
+            VISITED < TOPK and experts_on_a_rank == HERE.tokens * TOPK,
+            f"{int(per_rank.sum())} against {experts_on_a_rank} for {HERE.tokens} tokens",
+        ),
+    )
+)
 parts = draw.buffer_parts(2 * 10**9)
 ends = [offset + size for offset, size in parts.values()]
-claims.append(("One cudaMalloc holds data, signals and both lists of pointers", verdict(
-    [offset for offset, _ in parts.values()] == [0, *ends[:-1]], f"{ends[-1] - ends[0]} bytes after the data")))
-claims.append(("The two buffers are a double buffer", "more subtle: two buffers for two networks; inside a host there "
-               "is one, and nothing takes turns"))
+claims.append(
+    (
+        "One cudaMalloc holds data, signals and both lists of pointers",
+        verdict(
+            [offset for offset, _ in parts.values()] == [0, *ends[:-1]], f"{ends[-1] - ends[0]} bytes after the data"
+        ),
+    )
+)
+claims.append(
+    (
+        "The two buffers are a double buffer",
+        "more subtle: two buffers for two networks; inside a host there is one, and nothing takes turns",
+    )
+)
 handle = (SHARED or {}).get("handle_bytes") or ((ladder.row("final") or {}).get("ipc") or {}).get("handle_bytes")
-claims.append(("With its handle (CUDA_IPC_HANDLE_SIZE is 64) others map the memory and store into it", verdict(
-    handle == 64, f"{handle} bytes; a kernel of a second process stored into this one's buffer") if handle else
-    "open: in the simulator addresses are registered; no GPU's run is recorded yet"))
+claims.append(
+    (
+        "With its handle (CUDA_IPC_HANDLE_SIZE is 64) others map the memory and store into it",
+        verdict(handle == 64, f"{handle} bytes; a kernel of a second process stored into this one's buffer")
+        if handle
+        else "open: in the simulator addresses are registered; no GPU's run is recorded yet",
+    )
+)
 
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 

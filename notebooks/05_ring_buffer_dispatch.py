@@ -94,14 +94,21 @@ from moe_numba.ptx.system import (
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few blocks, on purpose
 HERE = dispatch_sizes()  # DeepSeek-V3's rows on GPUs, a few short ones in the simulator
 RANKS, EXPERTS, TOPK, TOKENS, HIDDEN, SMS = (
-    HERE.ranks, HERE.num_experts, HERE.topk, HERE.tokens, HERE.hidden, HERE.sms
-)  # fmt: skip
+    HERE.ranks,
+    HERE.num_experts,
+    HERE.topk,
+    HERE.tokens,
+    HERE.hidden,
+    HERE.sms,
+)
 ROW_BYTES = 2 * HIDDEN
 GROUP = LocalGroup(RANKS, HERE.devices)  # ranks that are threads of this process
 PAIR = LocalGroup(2, HERE.devices and HERE.devices[:2])
 TIMED = can_time(GROUP)
-print(f"{RANKS} ranks on {', '.join(str(device) for device in GROUP.devices)};",
-      "timed" if TIMED else "virtual ranks: nothing is timed")
+print(
+    f"{RANKS} ranks on {', '.join(str(device) for device in GROUP.devices)};",
+    "timed" if TIMED else "virtual ranks: nothing is timed",
+)
 
 # %% [markdown]
 # A `LocalGroup` has its ranks in this one process, a thread for each, so that a notebook can hold them all. In a server
@@ -139,6 +146,7 @@ rings.order(EXAMPLE, CHANNELS)
 # ### The reference
 #
 # In torch, with all ranks' tensors at hand:
+
 
 # %%
 def show(thing, start=None, stop=None):
@@ -180,16 +188,20 @@ def check(outputs):
                 return f"{name} of rank {rank} is {given.dtype} {tuple(given.shape)}, not {tuple(right.shape)}"
             differ = (bits(given.to(HOME)) != bits(right)).view(len(right), -1).any(dim=1)
             if differ.any():
-                return (f"{name} of rank {rank}: {int(differ.sum())} of {len(right)} rows are wrong, "
-                        f"the first is row {int(differ.nonzero()[0])}")
+                return (
+                    f"{name} of rank {rank}: {int(differ.sum())} of {len(right)} rows are wrong, "
+                    f"the first is row {int(differ.nonzero()[0])}"
+                )
     return None
 
 
 print("the reference:", check([(want.x, want.src_idx) for want in WANT]))
 wrong = WANT[1].x.clone()
 wrong[[0, 1]] = wrong[[1, 0]]
-print("two rows in each other's place:", check([(WANT[0].x, WANT[0].src_idx), (wrong, WANT[1].src_idx),
-                                              *((want.x, want.src_idx) for want in WANT[2:])]))
+print(
+    "two rows in each other's place:",
+    check([(WANT[0].x, WANT[0].src_idx), (wrong, WANT[1].src_idx), *((want.x, want.src_idx) for want in WANT[2:])]),
+)
 
 # %% [markdown]
 # ## 2. The floor: how fast could it be?
@@ -201,8 +213,10 @@ print("two rows in each other's place:", check([(WANT[0].x, WANT[0].src_idx), (w
 SENT = [[int(layout[0][to]) for to in range(RANKS)] for layout in LAYOUTS]  # rows from each rank to each rank
 WIRE_ROWS = max(sum(row) - row[rank] for rank, row in enumerate(SENT))
 WIRE_BYTES, ALL_BYTES = WIRE_ROWS * ROW_BYTES, max(map(sum, SENT)) * ROW_BYTES
-print(f"{TOKENS} tokens of {ROW_BYTES} bytes: {ALL_BYTES / 1e6:.4g} MB leave a rank, {WIRE_BYTES / 1e6:.4g} MB of them "
-      f"over its link: {100 * WIRE_BYTES / ALL_BYTES:.0f} %")
+print(
+    f"{TOKENS} tokens of {ROW_BYTES} bytes: {ALL_BYTES / 1e6:.4g} MB leave a rank, {WIRE_BYTES / 1e6:.4g} MB of them "
+    f"over its link: {100 * WIRE_BYTES / ALL_BYTES:.0f} %"
+)
 
 # %% [markdown]
 # How fast is a link? NVLink's data sheet says 450 GB/s each way on an H200. What kernels can get out of it we measure.
@@ -281,8 +295,10 @@ us = ladder.us  # a step's median time, measured now or recorded
 RECORDED = {} if TIMED else ladder.row("final") or {}
 if RECORDED:
     size = RECORDED["size"]
-    ladder.title = (f"Dispatch, step by step: {size['tokens']} tokens a rank, {RECORDED['config']['ranks']} ranks, "
-                    f"rows of {2 * size['hidden']} bytes")
+    ladder.title = (
+        f"Dispatch, step by step: {size['tokens']} tokens a rank, {RECORDED['config']['ranks']} ranks, "
+        f"rows of {2 * size['hidden']} bytes"
+    )
 FACTS = {}  # what is measured beside the ladder; it goes into the record of the last step
 
 
@@ -312,11 +328,22 @@ def push(way, blocks):
 
         def step():
             if way == WAYS[0]:
-                start(kernel, blocks, HERE.threads, shared.addresses, mine, to, len(mine) // 4,
-                      launch_bounds=HERE.threads)
+                start(
+                    kernel, blocks, HERE.threads, shared.addresses, mine, to, len(mine) // 4, launch_bounds=HERE.threads
+                )
             else:
-                start(kernel, blocks, 32 * warps, shared.addresses, mine, x, to, HERE.push_rows,
-                      shared_bytes=warps * (ROW_BYTES + 8), launch_bounds=32 * warps)
+                start(
+                    kernel,
+                    blocks,
+                    32 * warps,
+                    shared.addresses,
+                    mine,
+                    x,
+                    to,
+                    HERE.push_rows,
+                    shared_bytes=warps * (ROW_BYTES + 8),
+                    launch_bounds=32 * warps,
+                )
             return mine
 
         yield step
@@ -331,12 +358,17 @@ def push(way, blocks):
 
 PUSHES = {f"{way}: {blocks}": push(way, blocks) for way in WAYS for blocks in HERE.push_blocks}
 times = rank_times(GROUP, PUSHES, launches=HERE.launches, samples=HERE.samples)
-PUSH = fact("push_gbps", {name: round(HERE.push_rows * ROW_BYTES / stats.median / 1e3, 1)
-                          for name, stats in times.items() if stats})
+PUSH = fact(
+    "push_gbps",
+    {name: round(HERE.push_rows * ROW_BYTES / stats.median / 1e3, 1) for name, stats in times.items() if stats},
+)
 for way in WAYS:
     line = {name.split(": ")[1]: rate for name, rate in PUSH.items() if name.split(": ")[0] == way}
-    print(f"{way}:", ", ".join(f"{rate:.0f} GB/s with {blocks} blocks" for blocks, rate in line.items())
-          or "checked; no figure is recorded yet")
+    print(
+        f"{way}:",
+        ", ".join(f"{rate:.0f} GB/s with {blocks} blocks" for blocks, rate in line.items())
+        or "checked; no figure is recorded yet",
+    )
 PEAK = max(PUSH.values(), default=0) * 1e9 or None  # bytes per second
 DATA_SHEET = 450  # GB/s each way, of an H200's NVLink
 if PEAK:
@@ -437,8 +469,11 @@ def play_ping_pong(transport):
 
 stats = rank_times(PAIR, {"ping-pong": play_ping_pong}, launches=2, samples=HERE.samples)["ping-pong"]
 FLAG = fact("flag", stats and {"us": round(stats.median / HERE.rounds / 2, 3)})
-print(f"a flag takes {FLAG['us']:.2f} us from one GPU to the other" if FLAG else
-      "the flags went there and back; no figure is recorded yet")
+print(
+    f"a flag takes {FLAG['us']:.2f} us from one GPU to the other"
+    if FLAG
+    else "the flags went there and back; no figure is recorded yet"
+)
 
 # %% [markdown]
 # That is the price of every question that one rank asks another. A dispatch must not ask often, or must have other
@@ -490,8 +525,9 @@ def in_simulator(main, *arguments, functions=()):
 
 def try_messages(pairs, seeds):
     """For each pair of a store and a load: in how many runs rank 1 read something else than rank 0 had sent."""
-    return [sum(is_torn(make_message(globals()[store], globals()[load]), n) for n in range(seeds))
-            for store, load in pairs]
+    return [
+        sum(is_torn(make_message(globals()[store], globals()[load]), n) for n in range(seeds)) for store, load in pairs
+    ]
 
 
 def is_torn(kernel, number):
@@ -508,8 +544,11 @@ def is_torn(kernel, number):
 
 
 SEEDS = 12
-PAIRS = [["st_release_sys_s32", "ld_acquire_sys_s32"], ["st_relaxed_sys_s32", "ld_acquire_sys_s32"],
-         ["st_release_sys_s32", "ld_relaxed_sys_s32"]]
+PAIRS = [
+    ["st_release_sys_s32", "ld_acquire_sys_s32"],
+    ["st_relaxed_sys_s32", "ld_acquire_sys_s32"],
+    ["st_release_sys_s32", "ld_relaxed_sys_s32"],
+]
 for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, functions=[make_message, is_torn])):
     print(f"{', '.join(pair)}: the message was torn under {torn} of {SEEDS} seeds")
 
@@ -533,8 +572,10 @@ def poisoned(make):
         def run():
             step(OTHER[transport.rank])
             settle(transport)
-            stale = [torch.full((rows, HIDDEN), float("nan"), dtype=torch.bfloat16, device=transport.device),
-                     torch.full((rows,), -7, dtype=torch.int32, device=transport.device)]
+            stale = [
+                torch.full((rows, HIDDEN), float("nan"), dtype=torch.bfloat16, device=transport.device),
+                torch.full((rows,), -7, dtype=torch.int32, device=transport.device),
+            ]
             del stale
             outputs = step(X[transport.rank])
             settle(transport)
@@ -550,10 +591,16 @@ def measure(name, make, predicted=None, **more):
     """Check a step, and time it on all ranks."""
     STEPS[name] = make
     ladder.step(
-        name, lambda: outputs_of(GROUP, poisoned(make)), dtype="bfloat16", operation="dispatch",
-        prediction_us=predicted and round(predicted), floor_us=FLOOR_US, bytes=WIRE_BYTES,
-        kernel=lambda: rank_times(GROUP, {name: make}, launches=HERE.launches, samples=HERE.samples)[name], **more,
-    )  # fmt: skip
+        name,
+        lambda: outputs_of(GROUP, poisoned(make)),
+        dtype="bfloat16",
+        operation="dispatch",
+        prediction_us=predicted and round(predicted),
+        floor_us=FLOOR_US,
+        bytes=WIRE_BYTES,
+        kernel=lambda: rank_times(GROUP, {name: make}, launches=HERE.launches, samples=HERE.samples)[name],
+        **more,
+    )
     if TIMED:
         row = ladder.row(name)
         row["wire_gbps"] = round(WIRE_BYTES / us(name) / 1e3, 1)
@@ -567,9 +614,14 @@ def look_back(name, before=None, predicted=None):
     ladder.look_back(name, before, predicted, FLOOR_US)
     if rate := us(name, "wire_gbps"):
         sms = us(name, "num_sms")
-        print(f"    {rate:.0f} GB/s over each rank's link" + (
-            f"; {rate / WIRE_SHARE / sms:.0f} GB/s by each of {sms} multiprocessors, own rows included"
-            if WIRE_SHARE and sms else ""))
+        print(
+            f"    {rate:.0f} GB/s over each rank's link"
+            + (
+                f"; {rate / WIRE_SHARE / sms:.0f} GB/s by each of {sms} multiprocessors, own rows included"
+                if WIRE_SHARE and sms
+                else ""
+            )
+        )
 
 
 def rate_of(way, blocks):
@@ -691,13 +743,19 @@ def nccl_time():
 
 NCCL_ROWS = {}
 ladder.step(
-    BY_NCCL, lambda: outputs_of(GROUP, poisoned(by_all_to_all)), dtype="bfloat16", operation="dispatch",
-    prediction_us=prediction and round(prediction), floor_us=FLOOR_US, kernel=nccl_time,
-)  # fmt: skip
+    BY_NCCL,
+    lambda: outputs_of(GROUP, poisoned(by_all_to_all)),
+    dtype="bfloat16",
+    operation="dispatch",
+    prediction_us=prediction and round(prediction),
+    floor_us=FLOOR_US,
+    kernel=nccl_time,
+)
 if TIMED:
     ladder.row(BY_NCCL).update({key: NCCL_ROWS[BY_NCCL][key] for key in ("bytes", "wire_gbps")})
-NCCL = fact("nccl", {name: {"us": row["kernel_us"]["median"], "gbps": row["wire_gbps"]}
-                     for name, row in NCCL_ROWS.items()})
+NCCL = fact(
+    "nccl", {name: {"us": row["kernel_us"]["median"], "gbps": row["wire_gbps"]} for name, row in NCCL_ROWS.items()}
+)
 for name, known in NCCL.items():
     print(f"{name}: {known['us']:.0f} us, {known['gbps']:.0f} GB/s over each rank's link")
 
@@ -777,8 +835,17 @@ def naive_dispatch(blocks, with_counts=False):
             if with_counts:
                 counts = transport.gather(LAYOUTS[rank][2].sum(dim=0).tolist())  # tolist waits for the GPU
                 place = places(rank, torch.tensor(counts).cumsum(dim=0).tolist())
-            start(kernel, blocks, HERE.threads, x.view(torch.int32), place, shared.addresses, mine, TOKENS,
-                  launch_bounds=HERE.threads)
+            start(
+                kernel,
+                blocks,
+                HERE.threads,
+                x.view(torch.int32),
+                place,
+                shared.addresses,
+                mine,
+                TOKENS,
+                launch_bounds=HERE.threads,
+            )
             come()
             rows = mine[: ROWS[rank] * ROW_BYTES // 4].view(torch.bfloat16).view(ROWS[rank], HIDDEN)
             return rows, mine[src_idx_at : src_idx_at + ROWS[rank]]
@@ -844,8 +911,10 @@ show(document_waits.make_channel_range, "def channel_range", "return channel_ran
 # %%
 many, sms, warps = 10000, 100, 128 // 32  # the article's example
 share = -(-many // (sms // 2))
-print(f"{many} tokens, {sms} SMs: {sms // 2} channels of {share} tokens. The {warps} warps of a worker take "
-      f"{-(-(sms // 2) // warps)} channels each at most, and a lane {-(-share // 32)} tokens of a channel.")
+print(
+    f"{many} tokens, {sms} SMs: {sms // 2} channels of {share} tokens. The {warps} warps of a worker take "
+    f"{-(-(sms // 2) // warps)} channels each at most, and a lane {-(-share // 32)} tokens of a channel."
+)
 
 # %% [markdown]
 # **The coordinator** meets the other ranks three times. The first time: nobody uses the buffer any more. Then thread
@@ -884,13 +953,15 @@ PLAYED = in_simulator(play, EXAMPLE, 4, 2, CHANNELS)
 COLUMNS = "| | " + " | ".join(f"channel {c}" for c in range(CHANNELS)) + " |\n|---|" + "---:|" * CHANNELS
 tables = []
 for rank, matrices in enumerate(PLAYED["matrices"]):
-    lines = [f"| to rank {to} | {' | '.join(map(str, row))} |"
-             for to, row in enumerate(matrices["channel_prefix_matrix"])]
+    lines = [
+        f"| to rank {to} | {' | '.join(map(str, row))} |" for to, row in enumerate(matrices["channel_prefix_matrix"])
+    ]
     tables.append(f"`channel_prefix_matrix` of rank {rank}:\n\n{COLUMNS}\n" + "\n".join(lines))
 prefix = PLAYED["matrices"][0]["rank_prefix_matrix"]
 lines = [f"| from ranks 0 to {i} | {' | '.join(map(str, row))} |" for i, row in enumerate(prefix)]
-tables.append("`rank_prefix_matrix`, the same on both:\n\n| | rank 0 gets | rank 1 gets |\n|---|---:|---:|\n"
-              + "\n".join(lines))
+tables.append(
+    "`rank_prefix_matrix`, the same on both:\n\n| | rank 0 gets | rank 1 gets |\n|---|---:|---:|\n" + "\n".join(lines)
+)
 Markdown("\n\n".join(tables))
 
 # %% [markdown]
@@ -953,10 +1024,17 @@ show(document_dispatch.make_send, "address, queue = peers", "while token < last"
 
 # %%
 offsets = {(m[1], m[2], m[3], m[0]): m[4] for m in PLAYED["moments"] if m[0] in ("start", "end")}
-lines = [f"| {channel} | {source} | " + " | ".join(f"{offsets[to, source, channel, name]}" for to in range(2)
-         for name in ("start", "end")) + " |" for channel in range(CHANNELS) for source in range(2)]
-Markdown("| channel | from rank | start at rank 0 | end at rank 0 | start at rank 1 | end at rank 1 |\n"
-         "|---|---|---:|---:|---:|---:|\n" + "\n".join(lines))
+lines = [
+    f"| {channel} | {source} | "
+    + " | ".join(f"{offsets[to, source, channel, name]}" for to in range(2) for name in ("start", "end"))
+    + " |"
+    for channel in range(CHANNELS)
+    for source in range(2)
+]
+Markdown(
+    "| channel | from rank | start at rank 0 | end at rank 0 | start at rank 1 | end at rank 1 |\n"
+    "|---|---|---:|---:|---:|---:|\n" + "\n".join(lines)
+)
 
 # %% [markdown]
 # Then it sends **chunk** (块) after chunk. Asking for the head is dear, so it is asked for once a chunk: the sender
@@ -1031,8 +1109,11 @@ def constants_for(sms, chunk=None):
 def document_step(sms, chunk=None, with_counts=False):
     """The article's dispatch; ``with_counts``: with notify_dispatch, for whose counts the host waits."""
     c = constants_for(sms, chunk)
-    for make_kernel in (document_notify.make_notify_dispatch, document_notify.make_cached_notify_dispatch,
-                        document_dispatch.make_dispatch):
+    for make_kernel in (
+        document_notify.make_notify_dispatch,
+        document_notify.make_cached_notify_dispatch,
+        document_dispatch.make_dispatch,
+    ):
         make_kernel(c)  # before there are several threads: each of them would make its own
 
     @contextmanager
@@ -1144,8 +1225,19 @@ def told(what, busy):
         vectors = (8 if simulator.ENABLED else 1 << 21) if busy else 0
 
         def step():
-            start(cost, 1, HERE.threads, shared.addresses, mine, (transport.rank + 1) % 2, vectors, HERE.rounds,
-                  TOLD.index(what), out, launch_bounds=HERE.threads)
+            start(
+                cost,
+                1,
+                HERE.threads,
+                shared.addresses,
+                mine,
+                (transport.rank + 1) % 2,
+                vectors,
+                HERE.rounds,
+                TOLD.index(what),
+                out,
+                launch_bounds=HERE.threads,
+            )
             return out
 
         yield step
@@ -1161,8 +1253,11 @@ for what in TOLD:
         COST[f"{what}, {'busy' if busy else 'idle'}"] = ns
 COST = fact("told_ns", COST)
 for what in TOLD:
-    print(f"{what}: {COST[f'{what}, idle']} ns where nothing goes on, {COST[f'{what}, busy']} ns while others write"
-          if COST else f"{what}: ran; no figure is recorded yet")
+    print(
+        f"{what}: {COST[f'{what}, idle']} ns where nothing goes on, {COST[f'{what}, busy']} ns while others write"
+        if COST
+        else f"{what}: ran; no figure is recorded yet"
+    )
 
 # %% [markdown]
 # **A warp has a channel.** In the article's kernel a token that goes to three ranks is read by three groups of warps.
@@ -1232,6 +1327,7 @@ show(exchange.make_notify_dispatch, "def notify_dispatch(", "return notify_dispa
 # what one block carries, with bulk loads before its copies, and half of the own rows are among what it has to carry. Or
 # the link is: section 2 says what so many blocks push over it together. And 10 us until the last row is where it
 # belongs.
+
 
 # %%
 def package_step(sms, with_counts=False, x=X, straight=False):
@@ -1326,6 +1422,7 @@ look_back(STRAIGHT, "final", prediction)
 # straight to their place should take less time than those that go through rings, for all blocks send: nearly half of
 # it, or two thirds with two ranks, where receivers carry every second row that stays.
 
+
 # %%
 def sweep_us(straight):
     """Microseconds by the number of multiprocessors, as text; what arrives is checked first."""
@@ -1338,8 +1435,10 @@ def sweep_us(straight):
 
 
 SWEEPS = {"moe_numba's rings": fact("sms_us", sweep_us(False)), STRAIGHT: fact("straight_sms_us", sweep_us(True))}
-LINES = {**{name: {int(sms): t for sms, t in line.items()} for name, line in SWEEPS.items()},
-         "the article's ring": {ladder.row(name)["num_sms"]: us(name) for name in RINGS if us(name)}}
+LINES = {
+    **{name: {int(sms): t for sms, t in line.items()} for name, line in SWEEPS.items()},
+    "the article's ring": {ladder.row(name)["num_sms"]: us(name) for name in RINGS if us(name)},
+}
 LINES = {name: line for name, line in LINES.items() if line}
 for name, line in LINES.items():
     print(f"{name}:", ", ".join(f"{t:.0f} us with {sms} SMs" for sms, t in sorted(line.items())))
@@ -1349,10 +1448,13 @@ if STRAIGHT in AT_12 and TIMED:
 figure = None
 if LINES:
     figure = plots.sweep_figure(
-        LINES, xlabel="SMs", floor=FLOOR_US and {sms: FLOOR_US for line in LINES.values() for sms in line},
+        LINES,
+        xlabel="SMs",
+        floor=FLOOR_US and {sms: FLOOR_US for line in LINES.values() for sms in line},
         title="Dispatch over the number of multiprocessors",
-        caption=plots.caption(records.environment(), "measured now on") if TIMED else
-        plots.caption(ladder.record, "not measured here: recorded on"),
+        caption=plots.caption(records.environment(), "measured now on")
+        if TIMED
+        else plots.caption(ladder.record, "not measured here: recorded on"),
     )
 figure
 
@@ -1377,8 +1479,10 @@ def article_cast(x):
 some = torch.randn(8, 256, device=HOME)
 (values, scales), (own_values, own_scales) = article_cast(some), per_token_cast_to_fp8(some)
 SAME_CAST = float((values.view(torch.uint8) == own_values.view(torch.uint8)).float().mean())
-print(f"{100 * SAME_CAST:.1f} % of the values have the same bits; "
-      f"scales differ by {float((own_scales / scales - 1).abs().max()):.1g} at most")
+print(
+    f"{100 * SAME_CAST:.1f} % of the values have the same bits; "
+    f"scales differ by {float((own_scales / scales - 1).abs().max()):.1g} at most"
+)
 FP8 = [per_token_cast_to_fp8(x) for x in X]
 FP8_ROW = HIDDEN + 4 * FP8[0][1].shape[1]
 print(f"a row has {FP8_ROW} bytes, {100 * FP8_ROW / ROW_BYTES:.0f} % of {ROW_BYTES}")
@@ -1406,6 +1510,7 @@ print(f"ones with scales {powers.tolist()}: {BACK[0]} by the article's function,
 # %% [markdown]
 # **Prediction.** The time of step 5, times that share.
 
+
 # %%
 def fp8_step(sms):
     @contextmanager
@@ -1416,17 +1521,28 @@ def fp8_step(sms):
     return make
 
 
-fp8_want = reference.dispatch([tuple(part.to(HOME) for part in pair) for pair in FP8],
-                              [layout[2].to(HOME) for layout in LAYOUTS])
+fp8_want = reference.dispatch(
+    [tuple(part.to(HOME) for part in pair) for pair in FP8], [layout[2].to(HOME) for layout in LAYOUTS]
+)
 for (*given, src_idx), want in zip(outputs_of(GROUP, fp8_step(SMS)), fp8_want, strict=True):
     for a, b in zip((*given, src_idx), (*want.x, want.src_idx), strict=True):
         assert torch.equal(a.to(HOME).contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), "FP8 is wrong"
 stats = TIMED and rank_times(GROUP, {"FP8": fp8_step(SMS)}, launches=HERE.launches, samples=HERE.samples)["FP8"]
-IN_FP8 = fact("fp8", stats and {
-    "us": round(stats.median, 1), "gbps": round(WIRE_ROWS * FP8_ROW / stats.median / 1e3, 1),
-    "share": round(FP8_ROW / ROW_BYTES, 3)})
-print(f"FP8: {IN_FP8['us']:.0f} us, predicted {us('final') * IN_FP8['share']:.0f}; {IN_FP8['gbps']:.0f} GB/s over each "
-      "rank's link" if IN_FP8 else "FP8: right; no figure is recorded yet")
+IN_FP8 = fact(
+    "fp8",
+    stats
+    and {
+        "us": round(stats.median, 1),
+        "gbps": round(WIRE_ROWS * FP8_ROW / stats.median / 1e3, 1),
+        "share": round(FP8_ROW / ROW_BYTES, 3),
+    },
+)
+print(
+    f"FP8: {IN_FP8['us']:.0f} us, predicted {us('final') * IN_FP8['share']:.0f}; {IN_FP8['gbps']:.0f} GB/s over each "
+    "rank's link"
+    if IN_FP8
+    else "FP8: right; no figure is recorded yet"
+)
 
 # %% [markdown]
 # ### With the counts: what the host pays
@@ -1436,12 +1552,15 @@ print(f"FP8: {IN_FP8['us']:.0f} us, predicted {us('final') * IN_FP8['share']:.0f
 
 # %%
 calls = {
-    f"{FEW}, known": naive_dispatch(SMS), f"{FEW}, with counts": naive_dispatch(SMS, with_counts=True),
-    f"{DOCUMENT}, known": document_step(SMS), f"{DOCUMENT}, with counts": document_step(SMS, with_counts=True),
-    "final, known": package_step(SMS), "final, with counts": package_step(SMS, with_counts=True),
+    f"{FEW}, known": naive_dispatch(SMS),
+    f"{FEW}, with counts": naive_dispatch(SMS, with_counts=True),
+    f"{DOCUMENT}, known": document_step(SMS),
+    f"{DOCUMENT}, with counts": document_step(SMS, with_counts=True),
+    "final, known": package_step(SMS),
+    "final, with counts": package_step(SMS, with_counts=True),
     f"{STRAIGHT}, known": package_step(SMS, straight=True),
     f"{STRAIGHT}, with counts": package_step(SMS, with_counts=True, straight=True),
-}  # fmt: skip
+}
 for name in list(calls)[1::2]:
     wrong = check(outputs_of(GROUP, poisoned(calls[name])))
     assert not wrong, f"{name}: {wrong}"
@@ -1526,8 +1645,10 @@ for fault, found in FOUND.items():
     seeds = [str(i) for i, said in enumerate(found) if said]
     first = next(filter(None, found), "")
     lines.append(f"| {WHAT[fault]} | {', '.join(seeds) or 'none'} | {first} |")
-Markdown(f"| the kernel | wrong under these of {SEEDS_OF_FAULTS} seeds | under the first of them, wrong are |\n"
-         "|---|---|---|\n" + "\n".join(lines))
+Markdown(
+    f"| the kernel | wrong under these of {SEEDS_OF_FAULTS} seeds | under the first of them, wrong are |\n"
+    "|---|---|---|\n" + "\n".join(lines)
+)
 
 # %% [markdown]
 # Without weak memory most of these would never show: a simulator that does one thing after the other is kinder than a
@@ -1593,92 +1714,245 @@ def shows(fault):
 claims = []
 moments, ranks = PLAYED["moments"], range(2)
 counts = torch.tensor(EXAMPLE).sum(dim=1)  # from, to
-claims.append(("rank_prefix_matrix (i, j): the rows that rank j gets from the ranks 0 to i", verdict(
-    all(m["rank_prefix_matrix"] == counts.cumsum(dim=0).tolist() for m in PLAYED["matrices"]),
-    f"{PLAYED['matrices'][0]['rank_prefix_matrix']} for the example")))
+claims.append(
+    (
+        "rank_prefix_matrix (i, j): the rows that rank j gets from the ranks 0 to i",
+        verdict(
+            all(m["rank_prefix_matrix"] == counts.cumsum(dim=0).tolist() for m in PLAYED["matrices"]),
+            f"{PLAYED['matrices'][0]['rank_prefix_matrix']} for the example",
+        ),
+    )
+)
 by_channel = [torch.tensor(rows).view(CHANNELS, -1, 2).sum(dim=1).T.cumsum(dim=1).tolist() for rows in EXAMPLE]
-claims.append(("channel_prefix_matrix (i, j): the rows that this rank's channels 0 to j send to rank i", verdict(
-    [m["channel_prefix_matrix"] for m in PLAYED["matrices"]] == by_channel, f"rank 0: {by_channel[0]}")))
+claims.append(
+    (
+        "channel_prefix_matrix (i, j): the rows that this rank's channels 0 to j send to rank i",
+        verdict([m["channel_prefix_matrix"] for m in PLAYED["matrices"]] == by_channel, f"rank 0: {by_channel[0]}"),
+    )
+)
 right_order = [[[s, t] for s in ranks for t, rows in enumerate(EXAMPLE[s]) if rows[r]] for r in ranks]
-claims.append(("recv_x is ordered by rank, channel and token", verdict(
-    PLAYED["received"] == right_order == SLOW["received"], "also with other channels, rings, and another seed")))
+claims.append(
+    (
+        "recv_x is ordered by rank, channel and token",
+        verdict(
+            PLAYED["received"] == right_order == SLOW["received"], "also with other channels, rings, and another seed"
+        ),
+    )
+)
 sent_offsets = [m[4] for m in moments if m[0] in ("start", "end")]
-claims.append(("start and end are sent as -n - 1, so that 0 means: not written yet", verdict(
-    max(sent_offsets) < 0, f"{len(sent_offsets)} flags from {min(sent_offsets)} to {max(sent_offsets)}")))
-copies = all(offsets[to, s, c, name] == -(by_channel[s][to][c - (name == "start")] if c or name == "end" else 0) - 1
-             for to in ranks for s in ranks for c in range(CHANNELS) for name in ("start", "end"))
-claims.append(("start is the sender's channel_prefix_matrix for the channel before, end that for its own",
-               verdict(copies, f"{len(sent_offsets)} of {len(sent_offsets)} in the example" if copies else "not all")))
+claims.append(
+    (
+        "start and end are sent as -n - 1, so that 0 means: not written yet",
+        verdict(max(sent_offsets) < 0, f"{len(sent_offsets)} flags from {min(sent_offsets)} to {max(sent_offsets)}"),
+    )
+)
+copies = all(
+    offsets[to, s, c, name] == -(by_channel[s][to][c - (name == "start")] if c or name == "end" else 0) - 1
+    for to in ranks
+    for s in ranks
+    for c in range(CHANNELS)
+    for name in ("start", "end")
+)
+claims.append(
+    (
+        "start is the sender's channel_prefix_matrix for the channel before, end that for its own",
+        verdict(copies, f"{len(sent_offsets)} of {len(sent_offsets)} in the example" if copies else "not all"),
+    )
+)
 most = 0
 for _, now in rings.replay(SLOW):
     most = max(most, *(ring.tail - ring.head for ring in now.values()))
-claims.append(("A sender waits until the ring has room for a chunk", verdict(
-    most <= SLOW["ring"], f"never more than {most} rows published and not taken, in rings of {SLOW['ring']}")))
-claims.append(("With eight ranks three warps serve one (the listing's comment for the sender says 8)", verdict(
-    768 // 32 // 8 == 3, f"{768 // 32} warps, {768 // 32 // 8} for a rank: the comment is wrong, the text is right")))
+claims.append(
+    (
+        "A sender waits until the ring has room for a chunk",
+        verdict(
+            most <= SLOW["ring"], f"never more than {most} rows published and not taken, in rings of {SLOW['ring']}"
+        ),
+    )
+)
+claims.append(
+    (
+        "With eight ranks three warps serve one (the listing's comment for the sender says 8)",
+        verdict(
+            768 // 32 // 8 == 3,
+            f"{768 // 32} warps, {768 // 32 // 8} for a rank: the comment is wrong, the text is right",
+        ),
+    )
+)
 c8 = Constants(8, 12, 256, 6, 14336, 8, 0, 256)
 at8, queues8 = dispatch_regions(c8), 8 * 12
-claims.append(("num_memset_int = channels * ranks * 4 clears start, end, head and tail", verdict(
-    at8.x - at8.start == 4 * 4 * queues8, f"{4 * queues8} int32, {at8.x - at8.start} bytes before the rings")))
-claims.append(("A ring for each channel and rank; the buffer has channels * ranks * ring * hidden for them", verdict(
-    at8.src_idx - at8.x == queues8 * 256 * 14336,
-    f"{(at8.src_idx - at8.x) / 1e6:.0f} MB for 8 ranks, 12 channels, 256 rows of 14336 bytes")))
+claims.append(
+    (
+        "num_memset_int = channels * ranks * 4 clears start, end, head and tail",
+        verdict(
+            at8.x - at8.start == 4 * 4 * queues8, f"{4 * queues8} int32, {at8.x - at8.start} bytes before the rings"
+        ),
+    )
+)
+claims.append(
+    (
+        "A ring for each channel and rank; the buffer has channels * ranks * ring * hidden for them",
+        verdict(
+            at8.src_idx - at8.x == queues8 * 256 * 14336,
+            f"{(at8.src_idx - at8.x) / 1e6:.0f} MB for 8 ranks, 12 channels, 256 rows of 14336 bytes",
+        ),
+    )
+)
 slots = (at8.size - at8.src_idx) / (at8.src_idx - at8.x)
-claims.append(("For simplicity each slot has room for all top-k experts and weights", verdict(
-    at8.topk_weights - at8.topk_idx == 8 * 8 * queues8 * 256,
-    f"with src_idx it is {100 * slots:.1f} % of the rings' bytes: simplicity costs little")))
+claims.append(
+    (
+        "For simplicity each slot has room for all top-k experts and weights",
+        verdict(
+            at8.topk_weights - at8.topk_idx == 8 * 8 * queues8 * 256,
+            f"with src_idx it is {100 * slots:.1f} % of the rings' bytes: simplicity costs little",
+        ),
+    )
+)
 share = f"{100 * IN_FP8['share']:.0f} % of the bytes; " if IN_FP8 else ""
-claims.append(("FP8 rows carry hidden / 128 scales", verdict(
-    FP8[0][1].shape == (TOKENS, -(-HIDDEN // 128)), f"{share}{100 * SAME_CAST:.0f} % of the values of the article's "
-    "cast have the bits of the package's")))
-claims.append(("Scales may be packed, four exponents to an int32", verdict(
-    BACK[0] == powers.tolist(), f"its function gives {BACK[0][-1]:g} for a scale of {powers[-1]:g}: it reads the "
-    "exponents as signed; the package's does not")))
-claims.append(("num_recv_tokens_per_expert_list: each local expert's tokens from all ranks, rounded up", verdict(
-    all(HOST_SEES[r][1] == [-(-sum(COUNTED[s][1][2 * r + e] for s in ranks) // 4) * 4 for e in ranks] for r in ranks),
-    f"{HOST_SEES[0][1]} and {HOST_SEES[1][1]} in the example")))
-claims.append(("notify's matrix of expert counts shares its place with the flags, and is cleared for them", verdict(
-    "counts, queues_end = at.start // 4" in inspect.getsource(document_notify.make_notify_dispatch),
-    f"both begin at byte {at8.start}")))
-claims.append(("With a handle, notify only copies rank_prefix_matrix",
-               "more subtle: it also clears the flags, and all ranks meet twice"))
-claims.append(("Each token's src_idx is what combine reduces by",
-               "open here: notebook 06; in DeepEP's code combine finds rows by send_head"))
-claims.append(("The tail must be released", verdict(
-    shows("plain tail") > 0 == shows(""), f"a plain store shows under {shows('plain tail')} of {SEEDS_OF_FAULTS} "
-    f"seeds, the right kernel under {shows('')}")))
-claims.append(("and acquired", verdict(
-    shows("relaxed poll") > 0, f"a relaxed poll shows under {shows('relaxed poll')} of {SEEDS_OF_FAULTS} seeds")))
-claims.append(("The warps of a rank must meet before the tail is published", verdict(
-    shows("no barrier") > 0, f"without it: {shows('no barrier')} of {SEEDS_OF_FAULTS} seeds")))
-claims.append(("Head may be stored relaxed and polled volatile (the code of the article)",
-               "more subtle: nothing in the memory model then keeps the receiver's loads before the head; ours "
-               f"releases and acquires. An early head shows under {shows('early head')} of {SEEDS_OF_FAULTS} seeds"))
+claims.append(
+    (
+        "FP8 rows carry hidden / 128 scales",
+        verdict(
+            FP8[0][1].shape == (TOKENS, -(-HIDDEN // 128)),
+            f"{share}{100 * SAME_CAST:.0f} % of the values of the article's cast have the bits of the package's",
+        ),
+    )
+)
+claims.append(
+    (
+        "Scales may be packed, four exponents to an int32",
+        verdict(
+            BACK[0] == powers.tolist(),
+            f"its function gives {BACK[0][-1]:g} for a scale of {powers[-1]:g}: it reads the "
+            "exponents as signed; the package's does not",
+        ),
+    )
+)
+claims.append(
+    (
+        "num_recv_tokens_per_expert_list: each local expert's tokens from all ranks, rounded up",
+        verdict(
+            all(
+                HOST_SEES[r][1] == [-(-sum(COUNTED[s][1][2 * r + e] for s in ranks) // 4) * 4 for e in ranks]
+                for r in ranks
+            ),
+            f"{HOST_SEES[0][1]} and {HOST_SEES[1][1]} in the example",
+        ),
+    )
+)
+claims.append(
+    (
+        "notify's matrix of expert counts shares its place with the flags, and is cleared for them",
+        verdict(
+            "counts, queues_end = at.start // 4" in inspect.getsource(document_notify.make_notify_dispatch),
+            f"both begin at byte {at8.start}",
+        ),
+    )
+)
+claims.append(
+    (
+        "With a handle, notify only copies rank_prefix_matrix",
+        "more subtle: it also clears the flags, and all ranks meet twice",
+    )
+)
+claims.append(
+    (
+        "Each token's src_idx is what combine reduces by",
+        "open here: notebook 06; in DeepEP's code combine finds rows by send_head",
+    )
+)
+claims.append(
+    (
+        "The tail must be released",
+        verdict(
+            shows("plain tail") > 0 == shows(""),
+            f"a plain store shows under {shows('plain tail')} of {SEEDS_OF_FAULTS} "
+            f"seeds, the right kernel under {shows('')}",
+        ),
+    )
+)
+claims.append(
+    (
+        "and acquired",
+        verdict(
+            shows("relaxed poll") > 0, f"a relaxed poll shows under {shows('relaxed poll')} of {SEEDS_OF_FAULTS} seeds"
+        ),
+    )
+)
+claims.append(
+    (
+        "The warps of a rank must meet before the tail is published",
+        verdict(shows("no barrier") > 0, f"without it: {shows('no barrier')} of {SEEDS_OF_FAULTS} seeds"),
+    )
+)
+claims.append(
+    (
+        "Head may be stored relaxed and polled volatile (the code of the article)",
+        "more subtle: nothing in the memory model then keeps the receiver's loads before the head; ours "
+        f"releases and acquires. An early head shows under {shows('early head')} of {SEEDS_OF_FAULTS} seeds",
+    )
+)
 one, rate = PUSH.get(f"{WAYS[0]}: 1"), us(DOCUMENT, "wire_gbps")
 senders = (us(DOCUMENT, "num_sms") or SMS) // 2
 carried = rate and WIRE_SHARE and rate / WIRE_SHARE / senders
-claims.append(("(not in the article) a sender of its ring carries less than a block that only pushes", verdict(
-    carried < 0.9 * one, f"{carried:.0f} GB/s by each of {senders} senders, own rows included; one block pushes "
-    f"{one:.0f}") if one and carried else NOT_RECORDED))
+claims.append(
+    (
+        "(not in the article) a sender of its ring carries less than a block that only pushes",
+        verdict(
+            carried < 0.9 * one,
+            f"{carried:.0f} GB/s by each of {senders} senders, own rows included; one block pushes {one:.0f}",
+        )
+        if one and carried
+        else NOT_RECORDED,
+    )
+)
 nccl_us, naive_us, ring_us, own_us = us(BY_NCCL), us(FEW), us(DOCUMENT), us("final")
-claims.append(("(not in the article) where counts are known, its ring beats index_select and NCCL", verdict(
-    ring_us < nccl_us, f"{ring_us:.0f} us, NCCL {nccl_us:.0f}; the package's rings {own_us:.0f}")
-    if nccl_us and ring_us and own_us else NOT_RECORDED))
-claims.append(("(not in the article) rows written once, to their places, beat its ring on as many SMs", verdict(
-    naive_us < ring_us, f"{naive_us:.0f} us naive, {ring_us:.0f} through the ring; the package's rings {own_us:.0f}")
-    if naive_us and ring_us and own_us else NOT_RECORDED))
+claims.append(
+    (
+        "(not in the article) where counts are known, its ring beats index_select and NCCL",
+        verdict(ring_us < nccl_us, f"{ring_us:.0f} us, NCCL {nccl_us:.0f}; the package's rings {own_us:.0f}")
+        if nccl_us and ring_us and own_us
+        else NOT_RECORDED,
+    )
+)
+claims.append(
+    (
+        "(not in the article) rows written once, to their places, beat its ring on as many SMs",
+        verdict(
+            naive_us < ring_us,
+            f"{naive_us:.0f} us naive, {ring_us:.0f} through the ring; the package's rings {own_us:.0f}",
+        )
+        if naive_us and ring_us and own_us
+        else NOT_RECORDED,
+    )
+)
 straight_now = us(STRAIGHT)
-claims.append(("(not in the article) and the package's rings too", verdict(
-    straight_now < 0.98 * own_us, f"{straight_now:.0f} us straight to an output, {own_us:.0f} through rings; "
-    + "; ".join(f"{name} with 12 SMs {t:.0f}" for name, t in AT_12.items())) if straight_now and own_us else
-    NOT_RECORDED))
+claims.append(
+    (
+        "(not in the article) and the package's rings too",
+        verdict(
+            straight_now < 0.98 * own_us,
+            f"{straight_now:.0f} us straight to an output, {own_us:.0f} through rings; "
+            + "; ".join(f"{name} with 12 SMs {t:.0f}" for name, t in AT_12.items()),
+        )
+        if straight_now and own_us
+        else NOT_RECORDED,
+    )
+)
 if known := HOST:
     extra = known[f"{DOCUMENT}, with counts"] - known[f"{DOCUMENT}, known"]
     own_extra = known["final, with counts"] - known["final, known"]
-claims.append(("(not in the article) counting, with a host that waits, is a good part of a dispatch", verdict(
-    extra > 0.1 * known[f"{DOCUMENT}, known"],
-    f"{extra:.0f} us more on the host's clock, the package's {own_extra:.0f}")
-    if known else NOT_RECORDED))
+claims.append(
+    (
+        "(not in the article) counting, with a host that waits, is a good part of a dispatch",
+        verdict(
+            extra > 0.1 * known[f"{DOCUMENT}, known"],
+            f"{extra:.0f} us more on the host's clock, the package's {own_extra:.0f}",
+        )
+        if known
+        else NOT_RECORDED,
+    )
+)
 
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 

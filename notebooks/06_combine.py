@@ -99,8 +99,10 @@ GROUP = LocalGroup(RANKS, HERE.devices)  # ranks that are threads of this proces
 DEVICES = GROUP.devices
 TIMED = can_time(GROUP)  # each rank has a GPU of its own
 WHEN = "measured now" if TIMED else "recorded"
-print(f"{RANKS} ranks on {', '.join(str(device) for device in DEVICES)};",
-      "timed" if TIMED else "virtual ranks: nothing is timed between them")
+print(
+    f"{RANKS} ranks on {', '.join(str(device) for device in DEVICES)};",
+    "timed" if TIMED else "virtual ranks: nothing is timed between them",
+)
 
 # %% [markdown]
 # ## 1. The problem in one picture
@@ -166,6 +168,7 @@ draw.sum_in_steps((torch.randn(8) * 3).tolist())
 # %% [markdown]
 # And many elements, in many orders of the eight ranks:
 
+
 # %%
 def spread(dtype, rows, orders):
     """Add up rows in several orders, rounded to ``dtype`` at each step: mean and worst error, what part differs."""
@@ -186,11 +189,16 @@ large = torch.randn(3, 20_000) * 2**14
 KINDS = {"of like size": alike.bfloat16(), "that cancel": torch.cat([large, alike[:2], -large]).bfloat16()}
 draw_order = random.Random(0)
 orders = [list(range(8)), *(draw_order.sample(range(8), 8) for _ in range(30))]
-ERRORS = {(kind, dtype): spread(dtype, rows, orders) for kind, rows in KINDS.items()
-          for dtype in (torch.bfloat16, torch.float32)}
+ERRORS = {
+    (kind, dtype): spread(dtype, rows, orders)
+    for kind, rows in KINDS.items()
+    for dtype in (torch.bfloat16, torch.float32)
+}
 for (kind, dtype), (mean, worst, differ) in ERRORS.items():
-    print(f"rows {kind}, rounded to {str(dtype).removeprefix('torch.'):8} at each step: mean error {mean:.3g}, worst "
-          f"{worst:.3g}; {100 * differ:.3f} % of the elements depend on the order")
+    print(
+        f"rows {kind}, rounded to {str(dtype).removeprefix('torch.'):8} at each step: mean error {mean:.3g}, worst "
+        f"{worst:.3g}; {100 * differ:.3f} % of the elements depend on the order"
+    )
 
 # %% [markdown]
 # With one rounding the mean error is as small as a `bfloat16` result allows. And the order? `bfloat16` numbers have few
@@ -238,8 +246,10 @@ def reference_error():
     totals = reference.combine(part, RECEIVED, [TOKENS] * RANKS)
     sizes = reference.combine([rows.abs() for rows in part], RECEIVED, [TOKENS] * RANKS)
     allowed = [total.abs() * 2**-8 + size * 2**-22 + 1e-30 for (total, _), (size, _) in zip(totals, sizes)]
-    return max(((mine[:, :64].cpu().double() - total).abs() / most).max().item()
-               for mine, (total, _), most in zip(WANTED, totals, allowed))
+    return max(
+        ((mine[:, :64].cpu().double() - total).abs() / most).max().item()
+        for mine, (total, _), most in zip(WANTED, totals, allowed)
+    )
 
 
 def all_there():
@@ -285,9 +295,11 @@ def floor_of(ranks, tokens=4096, hidden=7168, topk=8, num_experts=256):
 
 for ranks in (2, 4, 8):
     wire, memory, wire_us, memory_us = floor_of(ranks)
-    print(f"{ranks} ranks, 4096 tokens of 7168: {wire / 1e6:5.1f} MB on the wire, {wire_us:3.0f} us; memory "
-          f"{memory / 1e6:5.1f} MB, {memory_us:3.0f} us; counted with its own rows it is "
-          f"{wire * ranks / (ranks - 1) / 1e6:.1f} MB")
+    print(
+        f"{ranks} ranks, 4096 tokens of 7168: {wire / 1e6:5.1f} MB on the wire, {wire_us:3.0f} us; memory "
+        f"{memory / 1e6:5.1f} MB, {memory_us:3.0f} us; counted with its own rows it is "
+        f"{wire * ranks / (ranks - 1) / 1e6:.1f} MB"
+    )
 
 # %% [markdown]
 # So the link is the limit, and the adding up can hide behind it, if it goes on *while* rows come.
@@ -341,6 +353,7 @@ draw.gaps(column, filled, NO_HEAD)
 # place. Each lane looks for the nearest one among the lanes before it, which have the *later* tokens (`clz` counts the
 # leading zeros of a number, and so finds the highest bit):
 
+
 # %%
 def piece(function, begin, end):
     """A part of a function's source, from some words up to others, or to the end."""
@@ -357,6 +370,7 @@ piece(document_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n 
 # kernels that wait for those of other ranks. A step is a function `make(transport)`, a context manager: it prepares all
 # it needs, yields the function that does the step, and gives the memory back.
 #
+
 
 # %%
 @contextmanager
@@ -461,10 +475,15 @@ def measure(name, make, predicted=None):
     """Check a step on all ranks, time it, and print one line."""
     STEPS[name] = make
     ladder.step(
-        name, lambda: outputs_of(GROUP, poisoned(make)), dtype="bfloat16", operation="combine",
-        prediction_us=predicted and round(predicted), floor_us=FLOOR_US, bytes=int(WIRE_BYTES),
+        name,
+        lambda: outputs_of(GROUP, poisoned(make)),
+        dtype="bfloat16",
+        operation="combine",
+        prediction_us=predicted and round(predicted),
+        floor_us=FLOOR_US,
+        bytes=int(WIRE_BYTES),
         kernel=lambda: times_of({name: make})[name],
-    )  # fmt: skip
+    )
 
 
 def look_back(name, before=None, predicted=None):
@@ -488,6 +507,7 @@ print(f"{SHOWN_RANKS} ranks: {WIRE_BYTES / 1e6:.1f} MB leave each rank, which ta
 # written once (2 bytes), read and written to make `float32` (6), read, added to and written by `index_add_` (12). For
 # an element of a sum: cleared (4), rounded (6).
 
+
 # %%
 def section(rank, peer):
     """Which rows of a peer belong to a rank, and to which of its tokens."""
@@ -500,8 +520,9 @@ def section(rank, peer):
 @contextmanager
 def make_torch(transport):
     device = transport.device
-    parts = [(peer, rows, tokens.to(device)) for peer in range(RANKS)
-             for rows, tokens in [section(transport.rank, peer)]]
+    parts = [
+        (peer, rows, tokens.to(device)) for peer in range(RANKS) for rows, tokens in [section(transport.rank, peer)]
+    ]
 
     def call(y=Y):
         total = torch.zeros(TOKENS, HIDDEN, device=device)
@@ -633,12 +654,28 @@ def make_push_and_sum(at_once, only_push=False):
         def call(y=Y):
             out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
             meet()
-            start(make_push_kernel(RANKS, ROW_BYTES), HERE.blocks, HERE.threads, y[r].view(torch.int32), src_idx,
-                  prefix, len(y[r]), shared.addresses, r)
+            start(
+                make_push_kernel(RANKS, ROW_BYTES),
+                HERE.blocks,
+                HERE.threads,
+                y[r].view(torch.int32),
+                src_idx,
+                prefix,
+                len(y[r]),
+                shared.addresses,
+                r,
+            )
             if not only_push:
                 meet()
-                start(make_sum_kernel(RANKS, ROW_BYTES // 4, at_once), HERE.blocks, HERE.threads, mine, is_in, TOKENS,
-                      out.view(torch.int32))
+                start(
+                    make_sum_kernel(RANKS, ROW_BYTES // 4, at_once),
+                    HERE.blocks,
+                    HERE.threads,
+                    mine,
+                    is_in,
+                    TOKENS,
+                    out.view(torch.int32),
+                )
             return out
 
         yield call
@@ -664,8 +701,10 @@ look_back("push, then add up", "torch", prediction)
 # %%
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
 if PUSH_US:
-    print(f"the push alone, {WHEN}: {PUSH_US:.0f} us, {WIRE_BYTES / PUSH_US / 1000:.0f} GB/s on the wire; the adding "
-          f"up and the second meeting: {us('push, then add up') - PUSH_US:.0f} us")
+    print(
+        f"the push alone, {WHEN}: {PUSH_US:.0f} us, {WIRE_BYTES / PUSH_US / 1000:.0f} GB/s on the wire; the adding "
+        f"up and the second meeting: {us('push, then add up') - PUSH_US:.0f} us"
+    )
 else:
     print("the push alone: no figure is recorded yet")
 
@@ -681,8 +720,10 @@ else:
 # %%
 LATENCY_NS = 600
 needed = MEMORY * LATENCY_NS * 1e-9
-print(f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS} ns = {needed / 1e6:.2f} MB on their way in the whole GPU, "
-      f"{needed / 132 / 1024:.0f} KB in each of 132 multiprocessors")
+print(
+    f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS} ns = {needed / 1e6:.2f} MB on their way in the whole GPU, "
+    f"{needed / 132 / 1024:.0f} KB in each of 132 multiprocessors"
+)
 for at_once in (1, 2, 4, 8):
     print(f"{at_once} at once, 2 rows, 512 threads: {at_once * 2 * 16 * 512 / 1024:.0f} KB in a multiprocessor")
 MOST = max(n for n in HERE.loads if n * RANKS <= 16)
@@ -697,8 +738,14 @@ def sum_gbps():
     calls = {}
     for blocks, at_once in itertools.product(HERE.sum_blocks, [n for n in HERE.loads if n <= MOST]):
         calls[f"{blocks}, {at_once}"] = lambda blocks=blocks, at_once=at_once: launch(
-            make_sum_kernel(RANKS, ROW_BYTES // 4, at_once), blocks, HERE.threads, mine, is_in, TOKENS,
-            out.view(torch.int32))
+            make_sum_kernel(RANKS, ROW_BYTES // 4, at_once),
+            blocks,
+            HERE.threads,
+            mine,
+            is_in,
+            TOKENS,
+            out.view(torch.int32),
+        )
     times = kernel_times(calls, replays=10)
     return None if simulator.ENABLED else {name: round(moved / stats.median / 1000) for name, stats in times.items()}
 
@@ -747,6 +794,7 @@ Markdown("```python\n" + inspect.getsource(document_combine.make_reduce) + "```"
 #
 # **Prediction.** We have measured DeepEP's own, in CUDA C++, at 284 GB/s on the wire, on eight H200s. One small kernel
 # goes before it, which clears heads and tails between two barriers: 10 us.
+
 
 # %%
 @cache
@@ -868,8 +916,14 @@ def make_add_up(shape, at_once, as_pairs):
                     for k in range(8 * u, 8 * u + 4):
                         total = add_rn_bf16x2(uint32(words[k]), uint32(0))  # a sum is 0, not -0, even of -0 and -0
                         words[k] = int32(add_rn_bf16x2(total, uint32(words[k + 4])))
-                    st_na_s32x4(out, int64(token) * row_words + 4 * i, words[8 * u], words[8 * u + 1], words[8 * u + 2],
-                                words[8 * u + 3])
+                    st_na_s32x4(
+                        out,
+                        int64(token) * row_words + 4 * i,
+                        words[8 * u],
+                        words[8 * u + 1],
+                        words[8 * u + 2],
+                        words[8 * u + 3],
+                    )
                 elif i < pieces:
                     for k in range(8):
                         sums[k] = float32(0)
@@ -894,8 +948,22 @@ def make_receive(shape, at_once, as_pairs):
     tail_at, taken_at, add_up = regions(ranks).tail(True), taken(True), make_add_up(shape, at_once, as_pairs)
 
     @cuda.jit(device=True)
-    def receive(smem, words, channel, channels, rank, rings_at, ring_words, mine, state, status, patience, tokens,
-                send_head, out):  # fmt: skip
+    def receive(
+        smem,
+        words,
+        channel,
+        channels,
+        rank,
+        rings_at,
+        ring_words,
+        mine,
+        state,
+        status,
+        patience,
+        tokens,
+        send_head,
+        out,
+    ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source, here = lane if lane < ranks else int32(0), lane < ranks
         ask_no_more(smem, state, done_at, warps, lane)  # for other channels: that is step 8
@@ -917,8 +985,9 @@ def make_receive(shape, at_once, as_pairs):
                 waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
                 if waits != 0:
                     start = since(start)
-                    if warp_gives_up(start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted,
-                                     tail):  # fmt: skip
+                    if warp_gives_up(
+                        start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail
+                    ):
                         waits = ready = int32(0)
             if ready == 0:
                 break
@@ -953,9 +1022,28 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
 
     @cuda.jit
     def combine(
-        mine, peers, state, status, patience, rank, senders, channels, rings_at, ring_words, x, weights, rank_prefix,
-        channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
-    ):  # fmt: skip
+        mine,
+        peers,
+        state,
+        status,
+        patience,
+        rank,
+        senders,
+        channels,
+        rings_at,
+        ring_words,
+        x,
+        weights,
+        rank_prefix,
+        channel_prefix,
+        recv_channel_prefix,
+        send_head,
+        tokens,
+        bias_0,
+        bias_1,
+        out,
+        out_weights,
+    ):
         smem, words = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         receives, blocks, channel = first_channel(senders, warp)
@@ -967,11 +1055,42 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
             publish(smem, words, lane, rank, head_at if receives else tail_at, mine, peers)
         else:
             if receives:
-                receive(smem, words, channel, channels, rank, rings_at, ring_words, mine, state, status, patience,
-                        tokens, send_head, out)
+                receive(
+                    smem,
+                    words,
+                    channel,
+                    channels,
+                    rank,
+                    rings_at,
+                    ring_words,
+                    mine,
+                    state,
+                    status,
+                    patience,
+                    tokens,
+                    send_head,
+                    out,
+                )
             else:
-                send(smem, words, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status,
-                     patience, x, weights, rank_prefix, recv_channel_prefix)
+                send(
+                    smem,
+                    words,
+                    channel,
+                    channels,
+                    blocks,
+                    rank,
+                    rings_at,
+                    ring_words,
+                    mine,
+                    peers,
+                    state,
+                    status,
+                    patience,
+                    x,
+                    weights,
+                    rank_prefix,
+                    recv_channel_prefix,
+                )
             cuda.syncwarp()
             if lane == 0:
                 st_release_cta_shared_s32(smem, done_at + warp, 1)
@@ -990,8 +1109,16 @@ def dispatched(transport, kind, config):
     """A rank's buffer, of some kind, and the handle of a dispatch."""
     buffer = kind(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
     per_rank, per_expert, is_in = (tensor.to(transport.device) for tensor in LAYOUTS[transport.rank])
-    yield buffer, buffer.dispatch(X[transport.rank], num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                                  is_token_in_rank=is_in, config=config)[4]
+    yield (
+        buffer,
+        buffer.dispatch(
+            X[transport.rank],
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=is_in,
+            config=config,
+        )[4],
+    )
     buffer.destroy()
 
 
@@ -1013,6 +1140,7 @@ print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms 
 # **Prediction.** The wire at the speed of that push, and 10 us until the last row is added up. (Own rows take no
 # wire.) Or is reading the slower part? Half of 24 multiprocessors must read all rows, where 132 did before. What a
 # multiprocessor reads in a latency is what it has on its way.
+
 
 # %%
 def reading_us(at_once, readers=12, warps=15):
@@ -1145,8 +1273,7 @@ measure("bulk copies", make_package(kind=buffer_with()), prediction)
 
 # %%
 look_back("bulk copies", "two rows as pairs", prediction)
-KINDS_OF_BUFFER = {"two rows as pairs": with_pieces(max(1, 8 // RANKS), RANKS == 2),
-                   "bulk copies": buffer_with()}
+KINDS_OF_BUFFER = {"two rows as pairs": with_pieces(max(1, 8 // RANKS), RANKS == 2), "bulk copies": buffer_with()}
 FEWER = fact("twelve_us", TIMED and {name: median_of(make_package(12, kind)) for name, kind in KINDS_OF_BUFFER.items()})
 if FEWER:
     print(f"    with 12 multiprocessors, {WHEN}: {FEWER['two rows as pairs']:.0f} -> {FEWER['bulk copies']:.0f} us")
@@ -1165,9 +1292,12 @@ if FEWER:
 WRITTEN_DOWN = (
     ("from moe_numba.ptx.bulk", "from moe_numba.ptx.clock import globaltimer\nfrom moe_numba.ptx.bulk"),
     ("        griddepcontrol_wait()\n", "        griddepcontrol_wait()\n        begun = globaltimer()\n"),
-    ("                st_release",
-     "                bias_0[int32(cuda.blockIdx.x * warps + warp)] = int32(globaltimer() - begun)\n"
-     "                st_release"))
+    (
+        "                st_release",
+        "                bias_0[int32(cuda.blockIdx.x * warps + warp)] = int32(globaltimer() - begun)\n"
+        "                st_release",
+    ),
+)
 
 
 def ends_of(channels_of_a_warp):
@@ -1232,11 +1362,14 @@ if DEALT_OUT:
 
 # %%
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL, nth >= 0))", "uint32(0)")
-NOT_ADDED_US = fact("not_added_us", median_of(
-    make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], None))))
+NOT_ADDED_US = fact(
+    "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], None)))
+)
 if NOT_ADDED_US:
-    print(f"nothing added, {WHEN}: {NOT_ADDED_US:.0f} us, {NOT_ADDED_US / PUSH_US:.2f} times as long as the push "
-          f"by the whole GPU; with the adding it is {us('final') - NOT_ADDED_US:.0f} us more")
+    print(
+        f"nothing added, {WHEN}: {NOT_ADDED_US:.0f} us, {NOT_ADDED_US / PUSH_US:.2f} times as long as the push "
+        f"by the whole GPU; with the adding it is {us('final') - NOT_ADDED_US:.0f} us more"
+    )
 else:
     print("nothing added: no figure is recorded yet")
 
@@ -1265,10 +1398,14 @@ SWEEP = fact("sweep", sm_sweep()) or {}
 LINES = {line: {int(n): stats for n, stats in points.items()} for line, points in SWEEP.items()}
 if LINES:
     picture = plots.sweep_figure(
-        LINES, xlabel="multiprocessors", floor={n: FLOOR_US for n in LINES["moe_numba"]},
+        LINES,
+        xlabel="multiprocessors",
+        floor={n: FLOOR_US for n in LINES["moe_numba"]},
         title="Combine over multiprocessors",
-        caption=plots.caption(records.environment(), "measured now on") if TIMED else
-        plots.caption(ladder.record, "not measured here: recorded on"))
+        caption=plots.caption(records.environment(), "measured now on")
+        if TIMED
+        else plots.caption(ladder.record, "not measured here: recorded on"),
+    )
 else:
     picture = print("The sweep over multiprocessors has not been recorded yet.")
 picture
@@ -1309,8 +1446,11 @@ short_by_one = TRIAL_WANTED[0].clone()
 short_by_one[-1] = float("nan")
 trial = Ladder("combine_trial", lambda outputs: check(outputs, TRIAL_WANTED))
 assert check([sums_in(range(4))], TRIAL_WANTED) is None
-WRONG = {"descending order": sums_in(range(3, -1, -1)), "rounded at each row": sums_in(range(4), True),
-         "a token less": short_by_one}
+WRONG = {
+    "descending order": sums_in(range(3, -1, -1)),
+    "rounded at each row": sums_in(range(4), True),
+    "a token less": short_by_one,
+}
 for name, wrong in WRONG.items():
     trial.step(name, lambda wrong=wrong: [wrong], expect_wrong=True)
 
@@ -1399,16 +1539,22 @@ def lock_up(cases):
     return found
 
 
-CASES = [(warps, chunk, ring, seed) for warps, chunk in ((2, 2), (2, 3), (3, 2))
-         for ring in range(chunk + 1, chunk + 2 * warps) for seed in range(2 if warps == 2 else 1)]
+CASES = [
+    (warps, chunk, ring, seed)
+    for warps, chunk in ((2, 2), (2, 3), (3, 2))
+    for ring in range(chunk + 1, chunk + 2 * warps)
+    for seed in range(2 if warps == 2 else 1)
+]
 CASES += [(12, 4, 25, 0), (12, 4, 26, 0)]
 LOCKED = dict(zip(CASES, in_simulator(lock_up, CASES)))
 for (warps, chunk), cases in itertools.groupby(CASES, key=lambda case: case[:2]):
     rings = {}
     for case in cases:
         rings.setdefault(case[2], []).append(LOCKED[case]["hung"])
-    says = ", ".join(f"ring {ring} {'hangs' if all(hung) else 'hangs at times' if any(hung) else 'is right'}"
-                     for ring, hung in rings.items())
+    says = ", ".join(
+        f"ring {ring} {'hangs' if all(hung) else 'hangs at times' if any(hung) else 'is right'}"
+        for ring, hung in rings.items()
+    )
     reducers = 2 * warps - 1
     print(f"R = {reducers:2}, chunk {chunk}: {says}; chunk + R - 1 = {chunk + reducers - 1}")
 
@@ -1441,8 +1587,10 @@ stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] ==
 
 # %%
 c = Constants(8)
-print(f"DeepEP's combine on 8 ranks: {c.warps * c.ranks - 1} adding warps; the ring must have chunk + "
-      f"{least_ring(c) - c.chunk} rows")
+print(
+    f"DeepEP's combine on 8 ranks: {c.warps * c.ranks - 1} adding warps; the ring must have chunk + "
+    f"{least_ring(c) - c.chunk} rows"
+)
 for ring in (25, 26):
     try:
         print(f"Config with chunks of 4 and rings of {ring} rows: accepted, {Config(24, 4, ring)}")
@@ -1464,9 +1612,11 @@ for ring in (25, 26):
 
 
 # %%
-WAITING = ("                goes = left > 0 and uint32(put - head) < room\n",
-           "                full = cuda.any_sync(FULL, left > 0 and uint32(put - head) >= room)\n"
-           "                goes = left > 0 and not full\n")  # fmt: skip
+WAITING = (
+    "                goes = left > 0 and uint32(put - head) < room\n",
+    "                full = cuda.any_sync(FULL, left > 0 and uint32(put - head) >= room)\n"
+    "                goes = left > 0 and not full\n",
+)
 KEPT = []  # buffers whose ranks have lost one another
 
 
@@ -1485,8 +1635,13 @@ def three_ranks(changes):
         buffers[r] = buffer = kind(transport, 2 * 2 * 3 * 32 * 4 * slots)
         counts = chosen[r].sum(dim=0, dtype=torch.int32)
         x = torch.ones(len(chosen[r]), 16).bfloat16()
-        y, _, _, _, handle, _ = buffer.dispatch(x, num_tokens_per_rank=counts, num_tokens_per_expert=counts.clone(),
-                                                is_token_in_rank=chosen[r], config=config)
+        y, _, _, _, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=counts,
+            num_tokens_per_expert=counts.clone(),
+            is_token_in_rank=chosen[r],
+            config=config,
+        )
         heads[r], buffer._link.timeout = handle[5], 0.004
         out = buffer.combine(y, handle, config=config)[0]
         return bool((out[:, 0] == chosen[r].sum(dim=1)).all())
@@ -1499,9 +1654,14 @@ def three_ranks(changes):
             said.append(str(error))
     words = [buffer._link._mine for buffer in buffers]
     KEPT.extend(buffers)
-    return {"right": right, "said": said, "slots": slots, "heads": [h.tolist() for h in heads],
-            "tail": [w[flags.tail(True) :][:3].tolist() for w in words],  # [at rank][from], channel 0
-            "head": [w[flags.head(True) :][:3].tolist() for w in words]}  # [at rank][to]
+    return {
+        "right": right,
+        "said": said,
+        "slots": slots,
+        "heads": [h.tolist() for h in heads],
+        "tail": [w[flags.tail(True) :][:3].tolist() for w in words],  # [at rank][from], channel 0
+        "head": [w[flags.head(True) :][:3].tolist() for w in words],
+    }  # [at rank][to]
 
 
 def three_ranks_of(senders):
@@ -1574,8 +1734,14 @@ def make_with_all(transport):
     buffer = Buffer(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
     per_rank, per_expert, is_in = (tensor.to(device) for tensor in LAYOUTS[r])
     _, _, weights, _, handle, _ = buffer.dispatch(
-        X[r], num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in,
-        topk_idx=TOPK_IDX[r].to(device), topk_weights=WEIGHTS[r].to(device), config=config)
+        X[r],
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_expert=per_expert,
+        is_token_in_rank=is_in,
+        topk_idx=TOPK_IDX[r].to(device),
+        topk_weights=WEIGHTS[r].to(device),
+        config=config,
+    )
     yield lambda: buffer.combine(Y[r], handle, weights, BIASES[r], config)[:2]
     buffer.destroy()
 
@@ -1616,15 +1782,17 @@ def shapes():
 def there_and_back(transport):
     r, device, config = transport.rank, transport.device, Config(HERE.num_sms, HERE.chunk, HERE.ring)
     buffer = Buffer(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
-    cases = [(name, *(tensor.to(device) for tensor in inputs.layouts_of(routing, EXPERTS)[r]))
-             for name, routing in shapes()]
+    cases = [
+        (name, *(tensor.to(device) for tensor in inputs.layouts_of(routing, EXPERTS)[r])) for name, routing in shapes()
+    ]
 
     def call():
         found = []
         for name, per_rank, per_expert, is_in in cases:
             x = random_rows(len(is_in), device, 7)
-            y, _, _, _, handle, _ = buffer.dispatch(x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                                                    is_token_in_rank=is_in, config=config)
+            y, _, _, _, handle, _ = buffer.dispatch(
+                x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in, config=config
+            )
             first, again = (buffer.combine(y, handle, config=config)[0] for _ in range(2))
             right = (x.float() * is_in.sum(dim=1, keepdim=True) + 0.0).bfloat16()  # of nothing the sum is 0, not -0
             found.append((name, *(bool(torch.equal(bits(first), bits(other))) for other in (right, again))))
@@ -1695,8 +1863,12 @@ def left_alone(timeout):
         KEPT.append(buffer)
         counts = torch.full((2,), 4, dtype=torch.int32)
         y, _, _, _, handle, _ = buffer.dispatch(
-            torch.ones(4, 16).bfloat16(), num_tokens_per_rank=counts, num_tokens_per_expert=counts.clone(),
-            is_token_in_rank=chosen[transport.rank], config=config)
+            torch.ones(4, 16).bfloat16(),
+            num_tokens_per_rank=counts,
+            num_tokens_per_expert=counts.clone(),
+            is_token_in_rank=chosen[transport.rank],
+            config=config,
+        )
         buffer.combine(y, handle, config=config)
         if transport.rank == 0:
             buffer._link.timeout = timeout
@@ -1739,36 +1911,91 @@ def verdict(holds, figure):
 claims = []
 hung = [case for case in CASES if LOCKED[case]["hung"]]
 bound = lambda case: case[1] + 2 * case[0] - 2  # chunk + R - 1
-claims.append(("A ring of chunk + R - 2 rows hangs the document's combine, one of chunk + R - 1 does not (R adding "
-               "warps)", verdict(all(LOCKED[case]["hung"] == (case[2] < bound(case)) for case in CASES),
-                                 f"{len(hung)} of {len(CASES)} runs hung, all of them below the bound")))
-claims.append(("DeepEP's own check, ring > chunk, lets rings through that hang", verdict(
-    any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs hung")))
-claims.append(("(of the article on dispatch) each token's src_idx is what combine reduces by", verdict(
-    "src_idx" in inspect.getsource(document_combine.make_reduce), "it travels, and nobody reads it: rows are found by "
-    "send_head; the package's combine does not send it")))
-claims.append(("A sender of combine that waits for a full ring can lock up three ranks", verdict(
-    bool(CIRCLE) and all(THREE["as it is"]["right"]) and not THREE["as it is"]["said"],
-    f"a circle of {len(CIRCLE or ())} waits; as it is, the same tokens come home")))
-claims.append(("Sums do not depend on the order in which rows come", verdict(
-    not any(FAULTS[""]), f"{len(FAULTS[''])} seeds of the simulator, the same bits")))
+claims.append(
+    (
+        "A ring of chunk + R - 2 rows hangs the document's combine, one of chunk + R - 1 does not (R adding warps)",
+        verdict(
+            all(LOCKED[case]["hung"] == (case[2] < bound(case)) for case in CASES),
+            f"{len(hung)} of {len(CASES)} runs hung, all of them below the bound",
+        ),
+    )
+)
+claims.append(
+    (
+        "DeepEP's own check, ring > chunk, lets rings through that hang",
+        verdict(any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs hung"),
+    )
+)
+claims.append(
+    (
+        "(of the article on dispatch) each token's src_idx is what combine reduces by",
+        verdict(
+            "src_idx" in inspect.getsource(document_combine.make_reduce),
+            "it travels, and nobody reads it: rows are found by send_head; the package's combine does not send it",
+        ),
+    )
+)
+claims.append(
+    (
+        "A sender of combine that waits for a full ring can lock up three ranks",
+        verdict(
+            bool(CIRCLE) and all(THREE["as it is"]["right"]) and not THREE["as it is"]["said"],
+            f"a circle of {len(CIRCLE or ())} waits; as it is, the same tokens come home",
+        ),
+    )
+)
+claims.append(
+    (
+        "Sums do not depend on the order in which rows come",
+        verdict(not any(FAULTS[""]), f"{len(FAULTS[''])} seeds of the simulator, the same bits"),
+    )
+)
 step_by_step, once = (ERRORS["of like size", dtype][0] for dtype in (torch.bfloat16, torch.float32))
-claims.append(("They are rounded once", verdict(
-    ONE_ROUNDING <= 1, f"the error is at most {ONE_ROUNDING:.3f} of one rounding; rounded at each of eight rows, the "
-    f"mean error is {step_by_step / once:.1f} times as large")))
+claims.append(
+    (
+        "They are rounded once",
+        verdict(
+            ONE_ROUNDING <= 1,
+            f"the error is at most {ONE_ROUNDING:.3f} of one rounding; rounded at each of eight rows, the "
+            f"mean error is {step_by_step / once:.1f} times as large",
+        ),
+    )
+)
 alike, differing = (100 * ERRORS[kind, torch.float32][2] for kind in KINDS)
-claims.append(("The order of the ranks matters even with one rounding", (
-    "more subtle" if alike == 0 < differing else "confirmed" if differing else "refuted")
-    + f": {alike:.3f} % of the elements depend on it where rows are of like size, {differing:.3f} % where large ones "
-    "cancel"))
-claims.append(("A handle can be combined again and again", verdict(
-    GAPS_RIGHT and all(same for _, same in PROPERTY.values()), "filling the gaps twice changes nothing; "
-    f"{len(PROPERTY)} handles were used twice, with the same bits")))
-claims.append(("combine(dispatch(x)) is x times the number of ranks", verdict(
-    all(right for right, _ in PROPERTY.values()), f"to the last bit, for {len(PROPERTY)} shapes")))
-claims.append(("Each of the three faults shows in the simulator", verdict(
-    all(any(wrong) for name, wrong in FAULTS.items() if name), ", ".join(
-        f"{name} under {sum(map(bool, wrong))} of {len(wrong)} seeds" for name, wrong in FAULTS.items() if name))))
+claims.append(
+    (
+        "The order of the ranks matters even with one rounding",
+        ("more subtle" if alike == 0 < differing else "confirmed" if differing else "refuted")
+        + f": {alike:.3f} % of the elements depend on it where rows are of like size, {differing:.3f} % where large ones "
+        "cancel",
+    )
+)
+claims.append(
+    (
+        "A handle can be combined again and again",
+        verdict(
+            GAPS_RIGHT and all(same for _, same in PROPERTY.values()),
+            f"filling the gaps twice changes nothing; {len(PROPERTY)} handles were used twice, with the same bits",
+        ),
+    )
+)
+claims.append(
+    (
+        "combine(dispatch(x)) is x times the number of ranks",
+        verdict(all(right for right, _ in PROPERTY.values()), f"to the last bit, for {len(PROPERTY)} shapes"),
+    )
+)
+claims.append(
+    (
+        "Each of the three faults shows in the simulator",
+        verdict(
+            all(any(wrong) for name, wrong in FAULTS.items() if name),
+            ", ".join(
+                f"{name} under {sum(map(bool, wrong))} of {len(wrong)} seeds" for name, wrong in FAULTS.items() if name
+            ),
+        ),
+    )
+)
 step_us = {name: us(name) for name in STEPS}
 final = ladder.row("final") or {}  # with what was measured beside the ladder
 push_us = final.get("push_us")
@@ -1777,8 +2004,14 @@ push_us = final.get("push_us")
 def faster(claim, new, old):
     """A claim that one step is faster than another, by 2 % or more."""
     now, then = step_us[new], step_us[old]
-    said = now and then and (f"{short(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
-                             f"{short(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}")
+    said = (
+        now
+        and then
+        and (
+            f"{short(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
+            f"{short(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}"
+        )
+    )
     claims.append((claim, verdict(now < 0.98 * then, said) if said else NOT_RECORDED))
 
 
@@ -1787,16 +2020,28 @@ if SHOWN_RANKS == 2:
     faster("Two rows are added faster as pairs", "two rows as pairs", "several pieces")
 faster("Bulk copies, and own rows that stay, gain with 24 multiprocessors", "bulk copies", "two rows as pairs")
 faster("It gains if a warp takes the next channel as soon as it is free", "final", "bulk copies")
-claims.append(("With 24 multiprocessors it is nearly as fast as the push with all of them", verdict(
-    step_us["final"] < 1.1 * push_us, f"{short(step_us['final'])} us; the push alone, with nothing added up, "
-    f"{short(push_us)} us; {WHEN}") if push_us else NOT_RECORDED))
+claims.append(
+    (
+        "With 24 multiprocessors it is nearly as fast as the push with all of them",
+        verdict(
+            step_us["final"] < 1.1 * push_us,
+            f"{short(step_us['final'])} us; the push alone, with nothing added up, {short(push_us)} us; {WHEN}",
+        )
+        if push_us
+        else NOT_RECORDED,
+    )
+)
 loads = final.get("loads_us", {})  # by pieces on their way
 lines = [f"{n}: {time:.0f} us" for n, time in loads.items()]
 if len(loads) > 1:
     first, (*_, before, last) = next(iter(loads.values())), loads.values()
     lines.append(f"the last doubling changes {100 * (last / before - 1):+.0f} %")
-claims.append(("The adding loop needs several loads on their way", verdict(
-    min(loads.values()) < 0.9 * first, "; ".join([*lines, WHEN])) if len(loads) > 1 else NOT_RECORDED))
+claims.append(
+    (
+        "The adding loop needs several loads on their way",
+        verdict(min(loads.values()) < 0.9 * first, "; ".join([*lines, WHEN])) if len(loads) > 1 else NOT_RECORDED,
+    )
+)
 
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 

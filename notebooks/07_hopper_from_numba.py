@@ -84,8 +84,11 @@ from moe_numba.tensor_map import tensor_map
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 TIMED = dict(m=4096, n=4096, k=7168, copy=(8192, 8192))  # the sizes that a GPU measures here, or has recorded
 HERE = SimpleNamespace(
-    **(dict(m=128, n=256, k=384, sms=1, copy=(128, 256)) if simulator.ENABLED else
-       TIMED | dict(sms=torch.cuda.get_device_properties(0).multi_processor_count))
+    **(
+        dict(m=128, n=256, k=384, sms=1, copy=(128, 256))
+        if simulator.ENABLED
+        else TIMED | dict(sms=torch.cuda.get_device_properties(0).multi_processor_count)
+    )
 )
 TIMED = SimpleNamespace(**TIMED)
 E4M3 = torch.float8_e4m3fn
@@ -119,6 +122,7 @@ draw.problem()
 # The product is `D = A Bᵀ`. A has `m` rows and B has `n` rows, of `k` numbers each, in **FP8** (`e4m3`: a sign, 4 bits
 # of exponent, 3 of fraction, so one byte each). D is `bfloat16`. The truth is added up in float64, from float32
 # products of 128 columns: of FP8 numbers such a product is all but exact, whatever the library does inside.
+
 
 # %%
 def reference(a, b):
@@ -190,8 +194,10 @@ def predicted_us(n, groups, m=TIMED.m, columns=TIMED.n, k=TIMED.k):
 print(" tile       tensor cores   shared memory   L2 cache   share of the peak")
 for groups, n in ((1, 64), (2, 128), (2, 256)):
     parts = clocks(n, groups)
-    print(f"{64 * groups:4} x {n:<4} {parts['tensor cores']:10.0f} {parts['shared memory']:15.0f} "
-          f"{parts['L2 cache']:11.0f}   {100 * limit(n, groups):10.0f} %")
+    print(
+        f"{64 * groups:4} x {n:<4} {parts['tensor cores']:10.0f} {parts['shared memory']:15.0f} "
+        f"{parts['L2 cache']:11.0f}   {100 * limit(n, groups):10.0f} %"
+    )
 FLOOR_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 
 # %% [markdown]
@@ -237,8 +243,12 @@ def by_threads():
 
 
 copies = Ladder(
-    "hopper_copy", lambda outputs: None if torch.equal(*outputs) else "the copy differs", title="A copy, tile by tile",
-    reference_name="threads", config={"tile": [64, 128]}, size={"rows": HERE.copy[0], "row_bytes": HERE.copy[1]},
+    "hopper_copy",
+    lambda outputs: None if torch.equal(*outputs) else "the copy differs",
+    title="A copy, tile by tile",
+    reference_name="threads",
+    config={"tile": [64, 128]},
+    size={"rows": HERE.copy[0], "row_bytes": HERE.copy[1]},
 )
 copies.step("threads", by_threads, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
@@ -465,8 +475,10 @@ start(dump_box, 1, 64, MapByValue(box, (64, 128), swizzle=128), raw, shared_byte
 row, chunk = np.mgrid[:64, :8]
 undone = raw[row, chunk ^ row % 8].reshape(64, 128)
 assert torch.equal(undone, box) and not torch.equal(raw.view(64, 128), box)
-print("place of a chunk: chunk xor (row mod 8). Banks that a column of 8 chunks lies in:",
-      {name: sorted({len(draw.banks(c, on)) for c in range(8)}) for name, on in (("plain", False), ("swizzled", True))})
+print(
+    "place of a chunk: chunk xor (row mod 8). Banks that a column of 8 chunks lies in:",
+    {name: sorted({len(draw.banks(c, on)) for c in range(8)}) for name, on in (("plain", False), ("swizzled", True))},
+)
 
 # %% [markdown]
 # ### A first wgmma
@@ -653,9 +665,15 @@ DOORS = compiled(
         f"{door}, {'with' if lto else 'without'} LTO": (kernel, signature, 128, lto)
         for door, kernel, signature in (("intrinsics", "first_wgmma", POINTERS), ("linked", "other_door", POINTERS))
         for lto in (True, False)
-    } | {"linked, as Numba starts it, with LTO": ("first_linked_wgmma", ARRAYS, 128, True),
-         "the same, and `out` stays an array": ("into_an_array", ARRAYS, 128, True)},
-    put_floats, first_wgmma, OTHER_DOOR, first_linked_wgmma,
+    }
+    | {
+        "linked, as Numba starts it, with LTO": ("first_linked_wgmma", ARRAYS, 128, True),
+        "the same, and `out` stays an array": ("into_an_array", ARRAYS, 128, True),
+    },
+    put_floats,
+    first_wgmma,
+    OTHER_DOOR,
+    first_linked_wgmma,
     changed(first_linked_wgmma, "ffi.from_buffer(out)", "out", "into_an_array"),
 )
 table(DOORS, COLUMNS)
@@ -816,13 +834,16 @@ for i, (variant, changes) in enumerate(VARIANTS.items()):
         name = f"{variant}, {'with' if lto else 'without'} LTO"
         requests[name] = f"space_{i}['make_gemm'](128, 6)", GEMM_SIGNATURE, 384, lto
 TRAPS = compiled(requests, *sources)
-table(TRAPS, {
-    "registers": COLUMNS["registers"],
-    "setmaxnreg": lambda code: code.count("USETMAXREG"),
-    "loops around TMA": lambda code: code.count("BRA.U.ANY"),
-    "CALL": COLUMNS["CALL"],
-    "ptxas complains": lambda code: ", ".join(sorted(set(code.complaints))) or "no",
-})
+table(
+    TRAPS,
+    {
+        "registers": COLUMNS["registers"],
+        "setmaxnreg": lambda code: code.count("USETMAXREG"),
+        "loops around TMA": lambda code: code.count("BRA.U.ANY"),
+        "CALL": COLUMNS["CALL"],
+        "ptxas complains": lambda code: ", ".join(sorted(set(code.complaints))) or "no",
+    },
+)
 
 # %% [markdown]
 # - `setmaxnreg` moves registers from the warps that load to those that multiply. **Without LTO the compiler ignores
@@ -858,13 +879,17 @@ def by_cublas(fast=True):
 
 
 ladder = Ladder(
-    "hopper_ladder", mismatch, title=f"An FP8 matrix product, {TIMED.m} x {TIMED.n} x {TIMED.k}, from Numba",
-    reference_name="torch", size={"m": HERE.m, "n": HERE.n, "k": HERE.k},
+    "hopper_ladder",
+    mismatch,
+    title=f"An FP8 matrix product, {TIMED.m} x {TIMED.n} x {TIMED.k}, from Numba",
+    reference_name="torch",
+    size={"m": HERE.m, "n": HERE.n, "k": HERE.k},
 )
 
 
 def measure(name, launch_it, prediction_us=None, **more):
     """Check one step of the ladder, time it, and say what rate that is and how exact the result is."""
+
     def run():
         return launch_it() or (OUT, RIGHT)
 
@@ -882,8 +907,10 @@ def look_back(name, before=None, predicted=None, tile=None):
         print(f"    {row['flops'] / us / 1e6:.0f} TFLOP/s, relative error {row['error']:.2e}")
         if tile:
             loaded = row["flops"] / 2 * (1 / tile[0] + 1 / tile[1])
-            print(f"    {loaded / us / 1e6:.1f} TB/s come into shared memory; the table lets the L2 cache give "
-                  f"{L2_BYTES * CLOCK * SMS / 1e12:.1f}")
+            print(
+                f"    {loaded / us / 1e6:.1f} TB/s come into shared memory; the table lets the L2 cache give "
+                f"{L2_BYTES * CLOCK * SMS / 1e12:.1f}"
+            )
 
 
 def lost_unless_faster(name, than):
@@ -1113,6 +1140,7 @@ look_back("ring of 4 stages", "TMA carries", prediction)
 # the stage, and the loader waits for it before it fills the stage again. No `syncthreads` is left in the loop.
 # `setmaxnreg` gives the registers of the loading warps to the others. Let us play it in the simulator, small.
 
+
 # %%
 def play_ring():
     gemm, k = make_gemm(64, 3), 7 * 128
@@ -1128,8 +1156,10 @@ def play_ring():
 EVENTS = [SimpleNamespace(**event) for event in in_simulator(play_ring, *GEMM_PARTS)]
 RING_FULL = 3 * 192 * 128 // 8
 for span in draw.ring_spans(EVENTS, RING_FULL, RING_FULL + 3, 3)[:8]:
-    print(f"k = {3 * span.turn + span.stage}: stage {span.stage} is {'loaded' if span.what == 'load' else 'used  '} "
-          f"from event {span.start} to {span.end}")
+    print(
+        f"k = {3 * span.turn + span.stage}: stage {span.stage} is {'loaded' if span.what == 'load' else 'used  '} "
+        f"from event {span.start} to {span.end}"
+    )
 draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
 
 # %% [markdown]
@@ -1138,14 +1168,25 @@ draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
 #
 # **Prediction.** From the table, for 128 x 128.
 
+
 # %%
 def run_gemm(n, stages, blocks=None, exact=False, a=A, lines=LINES):
     """The kernel of section 5; without a number of blocks, one for each tile."""
     tiles_m, tiles = len(a) // 128, len(a) // 128 * (HERE.n // n)
     maps = [MapByValue(t.view(torch.uint8), (rows, 128), swizzle=128) for t, rows in ((a, 128), (B, n))]
     shared_bytes = stages * ((128 + n) * 128 + 16)
-    start(make_gemm(n, stages, exact), min(blocks or tiles, tiles), 384, *maps, lines, tiles_m, tiles, K_BLOCKS, PITCH,
-          shared_bytes=shared_bytes)
+    start(
+        make_gemm(n, stages, exact),
+        min(blocks or tiles, tiles),
+        384,
+        *maps,
+        lines,
+        tiles_m,
+        tiles,
+        K_BLOCKS,
+        PITCH,
+        shared_bytes=shared_bytes,
+    )
 
 
 prediction = predicted_us(128, 2)
@@ -1239,6 +1280,7 @@ for name, error in ERRORS.items():
 #
 # How do few rows fare? With 128 rows there are 16 tiles of 128 x 256, so most SMs have nothing to do.
 
+
 # %%
 def sweep():
     """Microseconds for some numbers of rows: {rows: {"torch": ..., "ours": ...}}; every result is checked."""
@@ -1250,8 +1292,9 @@ def sweep():
         calls["ours"]()
         assert not mismatch((out, reference(a, B))), mismatch((out, reference(a, B)))
         if not simulator.ENABLED:
-            calls["torch"] = partial(torch._scaled_mm, a, B.t(), scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16,
-                                     use_fast_accum=True)
+            calls["torch"] = partial(
+                torch._scaled_mm, a, B.t(), scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
             found[str(rows)] = {name: round(stats.median, 2) for name, stats in kernel_times(calls).items()}
     return found
 
@@ -1262,8 +1305,10 @@ for row in ladder.rows:
         row["sweep"] = SWEEP
 for rows, times in ((ladder.row("128 x 256") or {}).get("sweep") or {}).items():
     rates = {name: 2 * int(rows) * 4096 * 7168 / us / 1e6 for name, us in times.items()}
-    print(f"{rows:>5} rows: ours {times['ours']:7.1f} us, {rates['ours']:5.0f} TFLOP/s; "
-          f"cuBLAS {times['torch']:7.1f} us, {rates['torch']:5.0f} TFLOP/s")
+    print(
+        f"{rows:>5} rows: ours {times['ours']:7.1f} us, {rates['ours']:5.0f} TFLOP/s; "
+        f"cuBLAS {times['torch']:7.1f} us, {rates['torch']:5.0f} TFLOP/s"
+    )
 if not ladder.row("128 x 256"):
     print("no figure is recorded yet")
 
@@ -1279,8 +1324,18 @@ def forgets_k():
     OUT.fill_(float("nan"))
     tiles = HERE.m // 128 * (HERE.n // 128)
     maps = [MapByValue(t.view(torch.uint8), (128, 128), swizzle=128) for t in (A, B)]
-    start(make_gemm(128, 6), tiles, 384, *maps, LINES, HERE.m // 128, tiles, K_BLOCKS - 1, PITCH,
-          shared_bytes=6 * (256 * 128 + 16))
+    start(
+        make_gemm(128, 6),
+        tiles,
+        384,
+        *maps,
+        LINES,
+        HERE.m // 128,
+        tiles,
+        K_BLOCKS - 1,
+        PITCH,
+        shared_bytes=6 * (256 * 128 + 16),
+    )
     return OUT, RIGHT
 
 
@@ -1305,8 +1360,10 @@ for wrong in (forgets_k, forgets_a_tile, another_row):
 # All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
 
 # %%
-SOURCES = [*notebook_sources("notebooks/07_hopper_from_numba.py"),
-           *(f"moe_numba/ptx/modules/{name}.cu" for name in ("tensormap", "wgmma"))]
+SOURCES = [
+    *notebook_sources("notebooks/07_hopper_from_numba.py"),
+    *(f"moe_numba/ptx/modules/{name}.cu" for name in ("tensormap", "wgmma")),
+]
 copies.measure_all()
 copies.save(SOURCES)
 ladder.measure_all()
@@ -1319,8 +1376,10 @@ ladder.plot(floor_us=FLOOR_US)
 for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["rows"]]:
     if row := ladder.row(name):
         rate, best = row["flops"] / row["kernel_us"]["median"] / 1e6, ladder.us("torch")
-        print(f"{name:<26} {rate:5.0f} TFLOP/s, {100 * best / row['kernel_us']['median']:4.0f} % of cuBLAS, "
-              f"relative error {row['error']:.2e}")
+        print(
+            f"{name:<26} {rate:5.0f} TFLOP/s, {100 * best / row['kernel_us']['median']:4.0f} % of cuBLAS, "
+            f"relative error {row['error']:.2e}"
+        )
 
 # %% [markdown]
 # ## 7. Tensor maps made on the device
@@ -1389,6 +1448,8 @@ def groups_by_maps():
     there = all(torch.equal(o[: len(r)], r) for o, r in zip(one, own))
     foreign = bool(one[0, 20:].any())
     return {"right and clipped": clipped, "one map: rows are there": there, "one map: foreign rows too": foreign}
+
+
 GROUPS = groups_by_maps()
 print("; ".join(f"{name}: {'yes' if holds else 'NO'}" for name, holds in GROUPS.items()))
 assert GROUPS["right and clipped"]
@@ -1435,9 +1496,11 @@ assert all(BOXES.values())
 # Each of these differs from one above by a line. On a GPU each is a race or a hang, and may even look right. The
 # simulator stops at the line and says what was touched too early, and by whom.
 
+
 # %%
 def try_cases():
     """What the simulator says to each of CASES: (name, sources, call)."""
+
     def boxes():
         x = (torch.arange(128 * 128) % 251).to(torch.uint8).view(128, 128)
         out = torch.zeros(2 * TILE, dtype=torch.uint8)
@@ -1472,8 +1535,10 @@ EXPECT = "            mbarrier_arrive_expect_tx(bars, BAR, announced)\n"
 ORDER = "            tma_load_2d(smem, 0, map_x, 0, 0, int32(box * 64), bars, BAR)\n"
 STORE = make_store
 SMALL = [text_of(STORE), "store_64 = make_store(64)"]
-BY_TMA, BY_THREADS = "product('gemm_by_tma', (2, 2), 128, SHARED_MEMORY)", (
-    "product('gemm_by_threads', (2, 2), 128, SHARED_MEMORY, True)")
+BY_TMA, BY_THREADS = (
+    "product('gemm_by_tma', (2, 2), 128, SHARED_MEMORY)",
+    ("product('gemm_by_threads', (2, 2), 128, SHARED_MEMORY, True)"),
+)
 BY_GEMM = "product('make_gemm', 1, 384, 3 * (256 * 128 + 16), False, 1, 1)"
 
 
@@ -1482,24 +1547,54 @@ def parts_with(function, old, new):
 
 
 CASES = [
-    ("the tile is read before its barrier",
-     [changed(load_boxes, "mbarrier_wait_parity(bars, BAR, uint32(box & 1))", "pass")], "boxes()"),
+    (
+        "the tile is read before its barrier",
+        [changed(load_boxes, "mbarrier_wait_parity(bars, BAR, uint32(box & 1))", "pass")],
+        "boxes()",
+    ),
     ("always the same parity", [*SMALL, changed(gemm_by_tma, "uint32(k & 1)", "uint32(0)")], BY_TMA),
-    ("no fence between the proxies",
-     [*SMALL, text_of(copy_tile), changed(gemm_by_threads, "fence_proxy_async_shared()", "pass")], BY_THREADS),
-    ("the results are read before the wait",
-     [*SMALL, changed(gemm_by_tma, "wait_tile(add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE)))",
-                      "add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE))")], BY_TMA),
-    ("a stage is filled while it is used", parts_with(
-        make_load, "mbarrier_wait_parity(bars, empty + stage, parity)", "pass"), BY_GEMM),
-    ("loaders and multipliers both begin with phase 0", parts_with(
-        make_load, "stage, parity = int32(0), uint32(1)", "stage, parity = int32(0), uint32(0)"), BY_GEMM),
-    ("the bytes are announced after the copy is ordered",
-     [changed(load_boxes, EXPECT + ORDER, ORDER + EXPECT)], "boxes()"),
-    ("a map is used that was not acquired",
-     ["set_address, set_extent = linked.tensormap_replace_global_address, linked.make_tensormap_replace_global_dim(1)",
-      text_of(make_maps), changed(load_groups, "fence_proxy_tensormap_acquire_sys(maps, pick[group] * 128)", "pass"),
-      text_of(groups_by_maps)], "all(groups_by_maps().values())"),
+    (
+        "no fence between the proxies",
+        [*SMALL, text_of(copy_tile), changed(gemm_by_threads, "fence_proxy_async_shared()", "pass")],
+        BY_THREADS,
+    ),
+    (
+        "the results are read before the wait",
+        [
+            *SMALL,
+            changed(
+                gemm_by_tma,
+                "wait_tile(add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE)))",
+                "add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE))",
+            ),
+        ],
+        BY_TMA,
+    ),
+    (
+        "a stage is filled while it is used",
+        parts_with(make_load, "mbarrier_wait_parity(bars, empty + stage, parity)", "pass"),
+        BY_GEMM,
+    ),
+    (
+        "loaders and multipliers both begin with phase 0",
+        parts_with(make_load, "stage, parity = int32(0), uint32(1)", "stage, parity = int32(0), uint32(0)"),
+        BY_GEMM,
+    ),
+    (
+        "the bytes are announced after the copy is ordered",
+        [changed(load_boxes, EXPECT + ORDER, ORDER + EXPECT)],
+        "boxes()",
+    ),
+    (
+        "a map is used that was not acquired",
+        [
+            "set_address, set_extent = linked.tensormap_replace_global_address, linked.make_tensormap_replace_global_dim(1)",
+            text_of(make_maps),
+            changed(load_groups, "fence_proxy_tensormap_acquire_sys(maps, pick[group] * 128)", "pass"),
+            text_of(groups_by_maps),
+        ],
+        "all(groups_by_maps().values())",
+    ),
 ]
 REFUSED = in_simulator(try_cases, f"CASES = {CASES!r}")
 for name, said in REFUSED.items():
@@ -1540,27 +1635,52 @@ def refusal(name):
 
 
 claims = [
-    ("One TMA map of a matrix of three dimensions, and a copy of a box of two", verdict(
-        BOXES["flat"], "the box is (1, 64, 128); the copy names three coordinates")),
-    ("The box follows the order of the dimensions: with the experts first it would go through experts", verdict(
-        BOXES["through two experts"], "a box of (2, 32, 128) brings rows of two experts")),
-    ("With one map for all groups the rows must be padded; else each group needs a map of its own",
-     "more subtle: for loads one map is enough, any row may come first" if GROUPS["one map: rows are there"] else
-     "confirmed"),
-    ("Only address and shape of a map must be replaced, the distances stay", verdict(
-        GROUPS["right and clipped"], "our maps differ in these two alone, and rows past a group's end come as zeros")),
-    ("tensormap.replace needs the map in shared memory",
-     "more subtle: PTX has a form for global memory too, and it compiles" if IN_GLOBAL else "confirmed"),
-    ("Between replace and publication a bulk group must be committed and waited for (tma_desc_commit_group)",
-     "more subtle: ours goes without, by syncwarp, and its maps are right" if GROUPS["right and clipped"] else "open"),
-    ("The release of the new map must be met by an acquire", verdict(
-        refusal("a map is used that was not acquired") == "MissingFence", "without it the simulator refuses")),
-    ("The bytes are announced after both copies (its pseudo-code)", verdict(
-        REFUSED["the bytes are announced after the copy is ordered"] == "right", "either order is right")),
-    ("Producer and consumer both begin with phase 0 (its pseudo-code)", verdict(
-        refusal("loaders and multipliers both begin with phase 0") == "right",
-        f"on new barriers that is a {refusal('loaders and multipliers both begin with phase 0')}; "
-        "the producer begins with parity 1")),
+    (
+        "One TMA map of a matrix of three dimensions, and a copy of a box of two",
+        verdict(BOXES["flat"], "the box is (1, 64, 128); the copy names three coordinates"),
+    ),
+    (
+        "The box follows the order of the dimensions: with the experts first it would go through experts",
+        verdict(BOXES["through two experts"], "a box of (2, 32, 128) brings rows of two experts"),
+    ),
+    (
+        "With one map for all groups the rows must be padded; else each group needs a map of its own",
+        "more subtle: for loads one map is enough, any row may come first"
+        if GROUPS["one map: rows are there"]
+        else "confirmed",
+    ),
+    (
+        "Only address and shape of a map must be replaced, the distances stay",
+        verdict(
+            GROUPS["right and clipped"], "our maps differ in these two alone, and rows past a group's end come as zeros"
+        ),
+    ),
+    (
+        "tensormap.replace needs the map in shared memory",
+        "more subtle: PTX has a form for global memory too, and it compiles" if IN_GLOBAL else "confirmed",
+    ),
+    (
+        "Between replace and publication a bulk group must be committed and waited for (tma_desc_commit_group)",
+        "more subtle: ours goes without, by syncwarp, and its maps are right"
+        if GROUPS["right and clipped"]
+        else "open",
+    ),
+    (
+        "The release of the new map must be met by an acquire",
+        verdict(refusal("a map is used that was not acquired") == "MissingFence", "without it the simulator refuses"),
+    ),
+    (
+        "The bytes are announced after both copies (its pseudo-code)",
+        verdict(REFUSED["the bytes are announced after the copy is ordered"] == "right", "either order is right"),
+    ),
+    (
+        "Producer and consumer both begin with phase 0 (its pseudo-code)",
+        verdict(
+            refusal("loaders and multipliers both begin with phase 0") == "right",
+            f"on new barriers that is a {refusal('loaders and multipliers both begin with phase 0')}; "
+            "the producer begins with parity 1",
+        ),
+    ),
 ]
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 

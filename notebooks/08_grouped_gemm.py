@@ -128,7 +128,7 @@ draw.problem([5, 0, 9, 3])
 # %%
 def naive_group_gemm_pertensor_fp8(x, w, seqlens, cu_seqlens, scale):
     # Step 1: get tensor shapes
-    m, k = x.shape           # m = total_seq, k = hidden_size
+    m, k = x.shape  # m = total_seq, k = hidden_size
     num_group, n, _ = w.shape  # n = output_dim
 
     # Step 2: init output tensor
@@ -147,13 +147,16 @@ def naive_group_gemm_pertensor_fp8(x, w, seqlens, cu_seqlens, scale):
 
         # extract input and weight for current group
         x_group = x[start_idx:end_idx]  # shape: [seqlens[i], k]
-        w_group = w[i]                   # shape: [n, k]
+        w_group = w[i]  # shape: [n, k]
 
         # perform matmul (with scaled FP8)
         y_group = torch._scaled_mm(
-            x_group, w_group.t(),        # w_group.t() shape: [k, n]
-            scale_a=scale, scale_b=scale,
-            bias=None, out_dtype=torch.bfloat16
+            x_group,
+            w_group.t(),  # w_group.t() shape: [k, n]
+            scale_a=scale,
+            scale_b=scale,
+            bias=None,
+            out_dtype=torch.bfloat16,
         )
 
         # write result to corresponding output region
@@ -175,8 +178,10 @@ for scale in (1.0, 0.5):
     y = naive_group_gemm_pertensor_fp8(*given, torch.tensor(scale, device=DEVICE))
     plain = reference.group_gemm(*given)
     ratio = float((y.double() * plain).sum() / (plain * plain).sum())
-    print(f"scale {scale}: the result is {ratio:.3f} times the product; bf16's rounding: "
-          f"{float((y.double() / ratio - plain).norm() / plain.norm()):.1e} of it")
+    print(
+        f"scale {scale}: the result is {ratio:.3f} times the product; bf16's rounding: "
+        f"{float((y.double() / ratio - plain).norm() / plain.norm()):.1e} of it"
+    )
 
 # %% [markdown]
 # Two things about its `scale`. It is given as `scale_a` *and* as `scale_b`, so the result is multiplied with its
@@ -187,6 +192,7 @@ for scale in (1.0, 0.5):
 # `mismatch` compares with float64 and returns `None`, or a sentence that says what is wrong. A row of bfloat16 numbers
 # is off by about 1.7e-3 of its length from rounding alone; more than a little above that is refused. So are rows that
 # nobody wrote: outputs are poisoned with NaN before a kernel runs.
+
 
 # %%
 def poisoned(p):
@@ -232,8 +238,11 @@ def crossover(groups, n, k):
 print("rows of 32 groups:   ", "".join(f"{rows:>9}" for rows in topic.ROWS))
 for name, sides in topic.SHAPES.items():
     times = [floor_us(rows, min(32, rows), **sides) for rows in topic.ROWS]
-    print(f"{name:<8} floor in us:", "".join(f"{us:9.1f}" for us in times),
-          f"  crossover at {crossover(1, **sides):.0f} rows a group")
+    print(
+        f"{name:<8} floor in us:",
+        "".join(f"{us:9.1f}" for us in times),
+        f"  crossover at {crossover(1, **sides):.0f} rows a group",
+    )
 spread = topic.lengths_of(32, 32)
 print(f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.floor(spread, 4096, 7168)[0]:.1f} us")
 
@@ -257,6 +266,7 @@ print(f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.
 # copies each group's result into `y`. That can be avoided by `out=`, and we do so when we time it.) Let us count what
 # the loop starts:
 
+
 # %%
 class Starts(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts what a function asks of the GPU: products, copies, and how often the host waits for a number."""
@@ -267,8 +277,12 @@ class Starts(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
-        for part, what in (("_scaled_mm", "products"), ("copy_", "copies and fills"), ("zeros", "copies and fills"),
-                           ("_local_scalar_dense", "waits of the host")):
+        for part, what in (
+            ("_scaled_mm", "products"),
+            ("copy_", "copies and fills"),
+            ("zeros", "copies and fills"),
+            ("_local_scalar_dense", "waits of the host"),
+        ):
             self.found[what] += part in name
         return function(*args, **(kwargs or {}))
 
@@ -286,6 +300,7 @@ print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for 
 #
 # We begin with one group, and with a kernel that everybody would write. 512 tokens, N = 4096, K = 7168. Several
 # matrices take turns, so that none is found in the L2 cache. The reference is torch's plain product, cuBLAS.
+
 
 # %%
 def dense_problem():
@@ -321,8 +336,10 @@ def rates(ladder, name):
     row = ladder.row(name)
     if row and "kernel_us" in row:
         us = row["kernel_us"]["median"]
-        print(f"    {row['flops'] / us / 1e6:.0f} TFLOP/s, {row['bytes'] / us / 1e3:.0f} GB/s, "
-              f"{100 * row['floor_us'] / us:.2g} % of the roofline")
+        print(
+            f"    {row['flops'] / us / 1e6:.0f} TFLOP/s, {row['bytes'] / us / 1e3:.0f} GB/s, "
+            f"{100 * row['floor_us'] / us:.2g} % of the roofline"
+        )
 
 
 def look_back(name, before=None, predicted=None, ladder=dense):
@@ -555,8 +572,18 @@ def dense_step(made, threads):
 
     def run(p):
         grid = -(-N // 128), -(-len(p.x) // 128)
-        start(kernel, grid, threads, *maps_of(p), p.y_scale, p.out.view(torch.int32), len(p.x), N, K,
-              shared_bytes=shared_bytes)
+        start(
+            kernel,
+            grid,
+            threads,
+            *maps_of(p),
+            p.y_scale,
+            p.out.view(torch.int32),
+            len(p.x),
+            N,
+            K,
+            shared_bytes=shared_bytes,
+        )
         return p.out
 
     return run
@@ -605,8 +632,17 @@ def make_ring(stages):
         for block in range(1 - stages, k_blocks):
             if block + stages - 1 < k_blocks:
                 if warp == 0 and elect_sync(FULL):
-                    load_stage(smem, ahead * STAGE_BYTES, map_x, map_weight, block + stages - 1, row, column, bars,
-                               ready + ahead)
+                    load_stage(
+                        smem,
+                        ahead * STAGE_BYTES,
+                        map_x,
+                        map_weight,
+                        block + stages - 1,
+                        row,
+                        column,
+                        bars,
+                        ready + ahead,
+                    )
                 ahead = int32(ahead + 1) if ahead + 1 < stages else int32(0)
             if block >= 0:
                 mbarrier_wait_parity(bars, ready + stage, parity)
@@ -814,8 +850,19 @@ def make_transposed(tokens, stages):
                 phase = uint32(1)
                 for block in range(k_blocks):
                     mbarrier_wait_parity(bars, writable + stage, phase)
-                    load_tile(smem, stage * stage_bytes, map_x, map_weight, block, row, column, 0, bars,
-                              readable + stage, stage_bytes)
+                    load_tile(
+                        smem,
+                        stage * stage_bytes,
+                        map_x,
+                        map_weight,
+                        block,
+                        row,
+                        column,
+                        0,
+                        bars,
+                        readable + stage,
+                        stage_bytes,
+                    )
                     stage, phase = following(stage, phase, stages)
         else:
             request_registers()
@@ -839,8 +886,18 @@ def transposed_step(tokens):
 
     def run(p):
         grid = -(-N // 128), -(-len(p.x) // tokens)
-        start(kernel, grid, 384, *maps_of(p, tokens), p.y_scale, p.out.view(torch.int16).view(torch.uint16), len(p.x),
-              N, K, shared_bytes=shared_bytes)
+        start(
+            kernel,
+            grid,
+            384,
+            *maps_of(p, tokens),
+            p.y_scale,
+            p.out.view(torch.int16).view(torch.uint16),
+            len(p.x),
+            N,
+            K,
+            shared_bytes=shared_bytes,
+        )
         return p.out
 
     return run
@@ -955,8 +1012,19 @@ def make_epilogue(tokens, stages):
                 phase = uint32(1)
                 for block in range(k_blocks):
                     mbarrier_wait_parity(bars, writable + stage, phase)
-                    load_tile(smem, stage * stage_bytes, map_x, map_weight, block, row, column, 0, bars,
-                              readable + stage, stage_bytes)
+                    load_tile(
+                        smem,
+                        stage * stage_bytes,
+                        map_x,
+                        map_weight,
+                        block,
+                        row,
+                        column,
+                        0,
+                        bars,
+                        readable + stage,
+                        stage_bytes,
+                    )
                     stage, phase = following(stage, phase, stages)
         else:
             request_registers()
@@ -981,8 +1049,16 @@ def epilogue_step(tokens):
     def run(p):
         if "y" not in p.maps:
             p.maps["y"] = MapByValue(p.out, (tokens, 64), swizzle=128)
-        start(kernel, (-(-N // 128), -(-len(p.x) // tokens)), 384, *maps_of(p, tokens), p.maps["y"], p.y_scale, K,
-              shared_bytes=shared_bytes)
+        start(
+            kernel,
+            (-(-N // 128), -(-len(p.x) // tokens)),
+            384,
+            *maps_of(p, tokens),
+            p.maps["y"],
+            p.y_scale,
+            K,
+            shared_bytes=shared_bytes,
+        )
         return p.out
 
     return run
@@ -1007,11 +1083,22 @@ if took := dense.us("stmatrix and TMA store"):
 #
 # Two wrong kernels: one that leaves out the last 128 of K, and one that forgets a row.
 
+
 # %%
 def short_k(p):
     kernel, shared_bytes = make_one_stage()
-    start(kernel, (-(-N // 128), -(-len(p.x) // 128)), 256, *maps_of(p), p.y_scale, p.out.view(torch.int32), len(p.x),
-          N, K - LINE, shared_bytes=shared_bytes)
+    start(
+        kernel,
+        (-(-N // 128), -(-len(p.x) // 128)),
+        256,
+        *maps_of(p),
+        p.y_scale,
+        p.out.view(torch.int32),
+        len(p.x),
+        N,
+        K - LINE,
+        shared_bytes=shared_bytes,
+    )
     return p.out
 
 
@@ -1181,8 +1268,19 @@ def make_padded(tokens, stages):
                 phase = uint32(1)
                 for block in range(k_blocks):
                     mbarrier_wait_parity(bars, writable + stage, phase)
-                    load_tile(smem, stage * stage_bytes, map_x, map_weight, block, row, column, g, bars,
-                              readable + stage, stage_bytes)
+                    load_tile(
+                        smem,
+                        stage * stage_bytes,
+                        map_x,
+                        map_weight,
+                        block,
+                        row,
+                        column,
+                        g,
+                        bars,
+                        readable + stage,
+                        stage_bytes,
+                    )
                     stage, phase = following(stage, phase, stages)
         elif g >= 0:
             request_registers()
@@ -1230,8 +1328,16 @@ class Padded:
         return torch.index_select(self.y, 0, place, out=p.out)
 
     def multiply(self):
-        start(self.kernel, (self.tiles, -(-N // 128)), 384, *self.maps, self.group_of_tile, self.p.y_scale, K,
-              shared_bytes=self.shared_bytes)
+        start(
+            self.kernel,
+            (self.tiles, -(-N // 128)),
+            384,
+            *self.maps,
+            self.group_of_tile,
+            self.p.y_scale,
+            K,
+            shared_bytes=self.shared_bytes,
+        )
 
 
 def run_padded(p):
@@ -1323,8 +1429,16 @@ Markdown("```python\n" + inspect.getsource(document_update.make_update_grouped_t
 # %%
 ARTICLE = {"a": 3, "b": 0, "c": 4, "d": 2}  # tiles of four groups
 counted = topic.problem(SMALL.weight, torch.tensor([16 * tiles for tiles in ARTICLE.values()], dtype=torch.int32))
-scan = Run(counted.x, counted.weight, counted.seqlens, counted.cu_seqlens, counted.y_scale, counted.out,
-           document.Constants(tokens=16), 1)
+scan = Run(
+    counted.x,
+    counted.weight,
+    counted.seqlens,
+    counted.cu_seqlens,
+    counted.y_scale,
+    counted.out,
+    document.Constants(tokens=16),
+    1,
+)
 scan.update()
 EXCLUSIVE, AGGREGATE = scan.cu_tiles.tolist()[:-1], scan.cu_tiles.tolist()[-1]
 values = list(ARTICLE.values())
@@ -1430,6 +1544,7 @@ draw.schedules({name: walk(name, [2, 1, 3], 4, 5) for name in ("horizontal", "ve
 # %% [markdown]
 # Every tile is computed once; the tests try this for random lengths. In the last **wave** some blocks are idle
 # (空闲). How many would be idle in our three sizes, and with 8 groups of the second matrix?
+
 
 # %%
 def waves(lengths, n, tokens, blocks=132):
@@ -1573,8 +1688,10 @@ def best_tile(which, most=None):
 AVERAGES = {"few": 1, "main": 64, "many": 256}
 for which, average in AVERAGES.items():
     if KNOWN_TILES:
-        print(f"{average:3} tokens a group: the article takes {tokens_of_tile(average)}, the fastest is "
-              f"{best_tile(which)}; up to 64 it is {best_tile(which, 64)}")
+        print(
+            f"{average:3} tokens a group: the article takes {tokens_of_tile(average)}, the fastest is "
+            f"{best_tile(which)}; up to 64 it is {best_tile(which, 64)}"
+        )
 best = best_tile("main") or TOKENS[-1]
 run_adapted = document_step(f"tokens {best}", tokens=best)
 measure("kTileM chosen", run_adapted, 300)
@@ -1672,9 +1789,23 @@ def package_step(constants, *changes):
         out = p.out.view(torch.int32)
         sizes = len(p.weight), len(p.x), 0, p.weight.shape[1], p.x.shape[1]
         unused = p.x.view(torch.uint8), p.seqlens, len(p.x), 0
-        start(kernel, BLOCKS, THREADS, *maps, out, p.y_scale, p.seqlens, p.cu_seqlens, p.y_scale, p.y_scale, *sizes,
-              *unused, shared_bytes=shared_bytes, cluster=constants.cluster if constants.cluster > 1 else None,
-              dependent=True)
+        start(
+            kernel,
+            BLOCKS,
+            THREADS,
+            *maps,
+            out,
+            p.y_scale,
+            p.seqlens,
+            p.cu_seqlens,
+            p.y_scale,
+            p.y_scale,
+            *sizes,
+            *unused,
+            shared_bytes=shared_bytes,
+            cluster=constants.cluster if constants.cluster > 1 else None,
+            dependent=True,
+        )
         return p.out
 
     return run
@@ -1685,8 +1816,7 @@ NOT_AGREED = (
     ("warp = uniform(warp)", "pass"),
     ("stage, parity = uniform(stage), uint32(uniform(int32(parity)))", "pass"),
     ("uniform(row),", "row,"),
-    ("uniform(int32(counts & 0xFFFF)), uniform(int32(counts >> 16))",
-     "int32(counts & 0xFFFF), int32(counts >> 16)"),
+    ("uniform(int32(counts & 0xFFFF)), uniform(int32(counts >> 16))", "int32(counts & 0xFFFF), int32(counts >> 16)"),
 )
 ONE_PART = form(96, (96, 64), 7)
 measure("no maps for groups", package_step(ONE_PART, *NOT_AGREED), 250)
@@ -1710,21 +1840,27 @@ look_back_at_groups("no maps for groups", "one map for X", 250)
 # `uniform(x)` is that shuffle, and `uniform_array` does the same with an array's address. What the compiler makes of
 # both:
 
+
 # %%
 def machine_codes(named, constants):
     """The instructions that the compiler makes, in a process of its own; no GPU is needed. {name: MachineCode}."""
     text = "import inspect\nfrom functools import cache\nfrom moe_numba.grouped_gemm import kernel as final_kernel\n"
     text += "from moe_numba.grouped_gemm.constants import Constants\n" + inspect.getsource(kernel_with)
-    return compile_apart(text, {
-        name: (f"kernel_with({constants!r}, *{changes!r})[0]", SIGNATURE, THREADS, True)
-        for name, changes in named.items()
-    })
+    return compile_apart(
+        text,
+        {
+            name: (f"kernel_with({constants!r}, *{changes!r})[0]", SIGNATURE, THREADS, True)
+            for name, changes in named.items()
+        },
+    )
 
 
 CODES = machine_codes({"as it was": NOT_AGREED, "agreed": ()}, Constants(tokens=96, sizes=(96, 64), stages=7))
 for name, code in CODES.items():
-    print(f"{name:<10} {len(code.opcodes or ())} instructions, {code.count('R2UR')} R2UR, "
-          f"{code.count('S2UR', 'S2R')} reads of special registers, {code.count('QGMMA')} wgmmas")
+    print(
+        f"{name:<10} {len(code.opcodes or ())} instructions, {code.count('R2UR')} R2UR, "
+        f"{code.count('S2UR', 'S2R')} reads of special registers, {code.count('QGMMA')} wgmmas"
+    )
 
 # %% [markdown]
 # **Prediction.** Some 30 instructions a turn that stood between one stage's sums and the next stage's wgmma. With 32 or
@@ -1804,6 +1940,7 @@ if took := us("two blocks share tokens", "many_us"):
 # **Prediction.** For 2048 tokens as step 18, 245 us. For 8192 as step 17. For 32 tokens small tiles spare what steps 14
 # to 18 had lost: 10 % more than the floor, 155 us.
 
+
 # %%
 def run_package(p):
     return group_gemm_pertensor_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale, p.average, out=p.out)
@@ -1846,6 +1983,7 @@ ladder.plot(floor_us=FLOOR["main"][0], peers={name: time for name, time in times
 # ### A check must be able to fail
 #
 # Here a wrong kernel is easily made by wrong lengths: one group too few rows, or the neighbour's scale.
+
 
 # %%
 def loses_a_row(p):
@@ -1894,16 +2032,19 @@ by_tensor = (hard / one_scale[0]).to(FP8), (matrices / one_scale[1]).to(FP8)
 lengths_and_starts = SMALL.seqlens, SMALL.cu_seqlens
 true = reference.group_gemm(hard, matrices, *lengths_and_starts)
 outputs = {
-    "one scale": group_gemm_pertensor_fp8(*by_tensor, *lengths_and_starts,
-                                          torch.full((4,), one_scale[0] * one_scale[1], device=DEVICE)),
+    "one scale": group_gemm_pertensor_fp8(
+        *by_tensor, *lengths_and_starts, torch.full((4,), one_scale[0] * one_scale[1], device=DEVICE)
+    ),
     "scales by blocks": group_gemm_blockwise_fp8(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale),
 }
 blocks_right = reference.group_gemm_blockwise(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale)
 print("the blockwise kernel:", reference.mismatch(outputs["scales by blocks"], blocks_right) or "right")
 for name, y in outputs.items():
     errors = (y.double() - true).norm(dim=1) / true.norm(dim=1)
-    print(f"{name:<17} error against the unrounded numbers, part of a row's length: the large token "
-          f"{100 * float(errors[7]):.1f} %, the worst {100 * float(errors.max()):.1f} %")
+    print(
+        f"{name:<17} error against the unrounded numbers, part of a row's length: the large token "
+        f"{100 * float(errors[7]):.1f} %, the worst {100 * float(errors.max()):.1f} %"
+    )
 
 # %% [markdown]
 # What do the factors cost? Three sizes, the same kernel with one scale a group and with scales by blocks:
@@ -1927,8 +2068,10 @@ for which in SIZES:
             row[f"blocks_{which}_us"] = round(stats.median, 2)
     key = "kernel_us" if which == "main" else f"{which}_us"
     if us("final", f"blocks_{which}_us") and us("final", key):
-        print(f"{ALL_SAYS[which]}: {us('final', key):.0f} us with one scale a group, "
-              f"{us('final', f'blocks_{which}_us'):.0f} us by blocks")
+        print(
+            f"{ALL_SAYS[which]}: {us('final', key):.0f} us with one scale a group, "
+            f"{us('final', f'blocks_{which}_us'):.0f} us by blocks"
+        )
 if not us("final", "blocks_main_us"):
     print("no figure is recorded yet")
 
@@ -1984,16 +2127,23 @@ def silu_and_mul_fp8(y, scale, gate_up, rows, half):
 def activated_outputs(p):
     if not hasattr(p, "activated"):
         rows, half = p.out.shape[0], p.out.shape[1] // 2
-        p.activated = (torch.empty(rows, half, dtype=FP8, device=DEVICE),
-                       torch.empty(rows, half // 128, device=DEVICE))
+        p.activated = (torch.empty(rows, half, dtype=FP8, device=DEVICE), torch.empty(rows, half // 128, device=DEVICE))
     return p.activated
 
 
 def two_kernels(p):
     y, scale = activated_outputs(p)
     out, half = run_package(p), y.shape[1]
-    launch(silu_and_mul_fp8, -(-len(y) * half // 128 // 8), 256, y.view(torch.int32), scale, out.view(torch.int32),
-           len(y), half)
+    launch(
+        silu_and_mul_fp8,
+        -(-len(y) * half // 128 // 8),
+        256,
+        y.view(torch.int32),
+        scale,
+        out.view(torch.int32),
+        len(y),
+        half,
+    )
     return y, scale
 
 
@@ -2035,8 +2185,11 @@ if N % 256 == 0:
 TWO_OR_ONE = keep("two_or_one", TWO_OR_ONE)
 for which, found in TWO_OR_ONE.items():
     gain = 100 * (1 - found["one kernel"] / found["two kernels"])
-    print(f"{ALL_SAYS[which]}: " + ", ".join(f"{name} {time:.0f} us" for name, time in found.items())
-          + f"; one saves {gain:+.1f} %")
+    print(
+        f"{ALL_SAYS[which]}: "
+        + ", ".join(f"{name} {time:.0f} us" for name, time in found.items())
+        + f"; one saves {gain:+.1f} %"
+    )
 if not TWO_OR_ONE:
     print("no figure is recorded yet")
 
@@ -2061,6 +2214,7 @@ if not TWO_OR_ONE:
 #
 # **Prediction.** For 8192 tokens the copy moves 2 x 59 MB, 27 us, and that goes. But 96 threads issue 16 bytes each
 # where one thread issued 32 KB: where the kernel is bound by loads, it may lose more than it gains.
+
 
 # %%
 def gathered_problem(p):
@@ -2116,6 +2270,7 @@ if not GATHERED:
 # How much of that is hidden behind loads and the other warpgroup? Let K shrink: the time is a straight line over the
 # number of turns, and what it has at no turns at all is that part.
 
+
 # %%
 def by_turns():
     """Microseconds of a tile on one SM, for some numbers of turns; the largest size."""
@@ -2137,9 +2292,11 @@ BY_TURNS = keep("by_turns", {} if simulator.ENABLED else by_turns())
 if BY_TURNS:
     slope, beside = np.polyfit([int(turns) for turns in BY_TURNS], list(BY_TURNS.values()), 1)
     print(", ".join(f"{turns} turns {time:.1f} us" for turns, time in BY_TURNS.items()))
-    print(f"a turn takes {slope:.2f} us, and {beside:.1f} us of a tile are not hidden: "
-          f"{100 * beside / (beside + 56 * slope):.0f} % of a tile with K = 7168, "
-          f"{100 * beside / (beside + 16 * slope):.0f} % with K = 2048")
+    print(
+        f"a turn takes {slope:.2f} us, and {beside:.1f} us of a tile are not hidden: "
+        f"{100 * beside / (beside + 56 * slope):.0f} % of a tile with K = 7168, "
+        f"{100 * beside / (beside + 16 * slope):.0f} % with K = 2048"
+    )
 else:
     print("no figure is recorded yet")
 
@@ -2156,6 +2313,7 @@ ladder.save(notebook_sources("notebooks/08_grouped_gemm.py"))
 # matrices of DeepSeek-V3's experts on one of 8 GPUs, 32 to 8192 tokens. `torch` is `_scaled_grouped_mm`, with a scale
 # for each row.
 
+
 # %%
 def sweep(shape, series, says):
     """The times of all in ``series``, {label: {tokens: statistics}}, over the number of tokens; or a sentence."""
@@ -2163,7 +2321,10 @@ def sweep(shape, series, says):
         return print("The comparison has not been recorded yet; `python -m moe_numba bench grouped_gemm` does it.")
     floors = records.series(GEMM, over="rows", value="floor_us", step="final", config=topic.config_of(shape))
     return plots.sweep_figure(
-        series, xlabel="tokens in 32 groups", floor=floors, caption=plots.caption(GEMM),
+        series,
+        xlabel="tokens in 32 groups",
+        floor=floors,
+        caption=plots.caption(GEMM),
         title=f"Grouped GEMM, N {topic.SHAPES[shape]['n']}, K {topic.SHAPES[shape]['k']}, {says}",
     )
 
@@ -2196,8 +2357,10 @@ for shape in topic.SHAPES if GEMM else ():
         row = records.find(GEMM, step="final", size={"rows": rows}, config=topic.config_of(shape))
         if row:
             took = row["kernel_us"]["median"]
-            print(f"{shape:<8} {rows:5} tokens: {took:6.1f} us, {row['flops'] / took / 1e6:5.0f} TFLOP/s, "
-                  f"{row['bytes'] / took / 1e3:5.0f} GB/s, {100 * row['floor_us'] / took:3.0f} % of the roofline")
+            print(
+                f"{shape:<8} {rows:5} tokens: {took:6.1f} us, {row['flops'] / took / 1e6:5.0f} TFLOP/s, "
+                f"{row['bytes'] / took / 1e3:5.0f} GB/s, {100 * row['floor_us'] / took:3.0f} % of the roofline"
+            )
 
 # %% [markdown]
 # Up to 512 tokens the kernel moves its bytes nearly as fast as a plain copy does, and little is left to gain. At 2048 a
@@ -2227,54 +2390,125 @@ def faster(new, old, key="kernel_us"):
 
 
 claims = []
-claims.append(("The loop launches a kernel for each group", verdict(
-    LOOP_STARTS["products"] == 3, f"{LOOP_STARTS['products']} products for 3 groups that have tokens, "
-    f"{LOOP_STARTS['copies and fills']} copies and fills, and {LOOP_STARTS['waits of the host']} waits of the host")))
+claims.append(
+    (
+        "The loop launches a kernel for each group",
+        verdict(
+            LOOP_STARTS["products"] == 3,
+            f"{LOOP_STARTS['products']} products for 3 groups that have tokens, "
+            f"{LOOP_STARTS['copies and fills']} copies and fills, and {LOOP_STARTS['waits of the host']} waits of the host",
+        ),
+    )
+)
 claims.append(("One launch is faster than the loop (2048 tokens)", faster("vertical", "torch")))
 claims.append(("The same with 32 tokens", faster("vertical", "torch", "few_us")))
 claims.append(("The same with 8192 tokens, tiles of 64", faster("vertical", "torch", "many_us")))
 claims.append(("The same with 8192 tokens, the package's kernel", faster("final", "torch", "many_us")))
 own_maps = {key: (us("kTileM chosen", key), us("one map for X", key)) for key in ("kernel_us", "few_us")}
-claims.append(("Unpadded groups need maps of their own", NOT_RECORDED if None in own_maps["few_us"] else
-               "more subtle: one map and any first row will do, but it also brings other groups' rows: "
-               + ", ".join(f"{old:.0f} -> {new:.0f} us with {says}" for (old, new), says in
-                           zip(own_maps.values(), ("2048 tokens", "32")))))
+claims.append(
+    (
+        "Unpadded groups need maps of their own",
+        NOT_RECORDED
+        if None in own_maps["few_us"]
+        else "more subtle: one map and any first row will do, but it also brings other groups' rows: "
+        + ", ".join(
+            f"{old:.0f} -> {new:.0f} us with {says}"
+            for (old, new), says in zip(own_maps.values(), ("2048 tokens", "32"))
+        ),
+    )
+)
 alone = us("padding, one map", "product_us")
-claims.append(("A map for each group is better than padding", faster("maps for groups, horizontal", "padding, one map")
-               + (f"; without its copies padding takes {alone:.0f} us" if alone else "")))
-claims.append(("The transposition is very friendly to small M (16 tokens)", verdict(
-    dense.us("transposed MMA", "sixteen_us") < dense.us("warp specialization", "sixteen_us"),
-    f"{dense.us('warp specialization', 'sixteen_us'):.1f} -> {dense.us('transposed MMA', 'sixteen_us'):.1f} us")
-    if dense.us("transposed MMA", "sixteen_us") else NOT_RECORDED))
+claims.append(
+    (
+        "A map for each group is better than padding",
+        faster("maps for groups, horizontal", "padding, one map")
+        + (f"; without its copies padding takes {alone:.0f} us" if alone else ""),
+    )
+)
+claims.append(
+    (
+        "The transposition is very friendly to small M (16 tokens)",
+        verdict(
+            dense.us("transposed MMA", "sixteen_us") < dense.us("warp specialization", "sixteen_us"),
+            f"{dense.us('warp specialization', 'sixteen_us'):.1f} -> {dense.us('transposed MMA', 'sixteen_us'):.1f} us",
+        )
+        if dense.us("transposed MMA", "sixteen_us")
+        else NOT_RECORDED,
+    )
+)
 for which, average in AVERAGES.items():
     says = f"{average} token{'s' * (average > 1)} a group"
-    claims.append((f"kTileM {tokens_of_tile(average)} is good for {says}", verdict(
-        KNOWN_TILES[str(tokens_of_tile(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
-        f"the fastest is {best_tile(which)}, {KNOWN_TILES[str(best_tile(which))][which]:.0f} us, and "
-        f"{tokens_of_tile(average)} takes {KNOWN_TILES[str(tokens_of_tile(average))][which]:.0f} us")
-        if KNOWN_TILES else NOT_RECORDED))
-claims.append(("Vertical suits large matrices better than horizontal",
-               faster("vertical", "maps for groups, horizontal")))
-claims.append(("One phase variable, 0 at first, serves both sides (the pseudocode)", verdict(
-    NEW_BARRIER[0] == 1, "a new barrier lets nobody pass who waits for phase 0; the producer must begin with 1")))
-claims.append(("A 3-D coordinate and a 2-D box: the box covers the first two dimensions", verdict(
-    BOX_RIGHT, "it has three extents, and the third is 1")))
-claims.append(("With (num_group, n, k) the box would go along num_group and n", "more subtle: TMA refuses such a box ("
-               + OTHER_BOX.partition("so that ")[2] + ")"))
-claims.append(("An exclusive scan of [a, b, c, d] is [0, a, a+b, a+b+c]", verdict(
-    EXCLUSIVE == [0, 3, 3, 7] and AGGREGATE == 9, f"{list(ARTICLE.values())} gives {EXCLUSIVE}, in all {AGGREGATE}")))
-claims.append(("Strides need no update: k and n are the same for all groups", verdict(
-    not ladder.check(run_vertical(poisoned(PROBLEMS["main"][0]))), "address and rows are enough")))
-claims.append(("Before maps are copied out, commit and wait are needed", "more subtle: they wait for bulk copies, and "
-               "there are none; the results are right without them"))
+    claims.append(
+        (
+            f"kTileM {tokens_of_tile(average)} is good for {says}",
+            verdict(
+                KNOWN_TILES[str(tokens_of_tile(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
+                f"the fastest is {best_tile(which)}, {KNOWN_TILES[str(best_tile(which))][which]:.0f} us, and "
+                f"{tokens_of_tile(average)} takes {KNOWN_TILES[str(tokens_of_tile(average))][which]:.0f} us",
+            )
+            if KNOWN_TILES
+            else NOT_RECORDED,
+        )
+    )
+claims.append(
+    ("Vertical suits large matrices better than horizontal", faster("vertical", "maps for groups, horizontal"))
+)
+claims.append(
+    (
+        "One phase variable, 0 at first, serves both sides (the pseudocode)",
+        verdict(
+            NEW_BARRIER[0] == 1, "a new barrier lets nobody pass who waits for phase 0; the producer must begin with 1"
+        ),
+    )
+)
+claims.append(
+    (
+        "A 3-D coordinate and a 2-D box: the box covers the first two dimensions",
+        verdict(BOX_RIGHT, "it has three extents, and the third is 1"),
+    )
+)
+claims.append(
+    (
+        "With (num_group, n, k) the box would go along num_group and n",
+        "more subtle: TMA refuses such a box (" + OTHER_BOX.partition("so that ")[2] + ")",
+    )
+)
+claims.append(
+    (
+        "An exclusive scan of [a, b, c, d] is [0, a, a+b, a+b+c]",
+        verdict(
+            EXCLUSIVE == [0, 3, 3, 7] and AGGREGATE == 9,
+            f"{list(ARTICLE.values())} gives {EXCLUSIVE}, in all {AGGREGATE}",
+        ),
+    )
+)
+claims.append(
+    (
+        "Strides need no update: k and n are the same for all groups",
+        verdict(not ladder.check(run_vertical(poisoned(PROBLEMS["main"][0]))), "address and rows are enough"),
+    )
+)
+claims.append(
+    (
+        "Before maps are copied out, commit and wait are needed",
+        "more subtle: they wait for bulk copies, and there are none; the results are right without them",
+    )
+)
 for rows in (32, 8192):
     found = {name: recorded_us(name, rows) for name in ("final", "torch", "torch, loop", *PEERS)}
     found = {name: took for name, took in found.items() if took}
     best = min(found, key=found.get) if found else ""
     text = f"of those measured the fastest is {best.replace('final', 'ours')}, {found[best]:.0f} us" if found else ""
-    claims.append((f"SOTA kernels in hundreds of lines ({rows} tokens): hpc-ops is the fastest", NOT_RECORDED
-                   if not found else verdict("hpc" in best, text) if any("hpc" in name for name in found)
-                   else f"open: hpc-ops itself was not measured in this run; {text}"))
+    claims.append(
+        (
+            f"SOTA kernels in hundreds of lines ({rows} tokens): hpc-ops is the fastest",
+            NOT_RECORDED
+            if not found
+            else verdict("hpc" in best, text)
+            if any("hpc" in name for name in found)
+            else f"open: hpc-ops itself was not measured in this run; {text}",
+        )
+    )
 
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 

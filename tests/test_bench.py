@@ -37,8 +37,11 @@ def measured(monkeypatch):
 
 
 ENVIRONMENT = {
-    "gpu": "NVIDIA H200", "driver": "580.95", "versions": {"numba-cuda": "0.30.4", "torch": "2.11.0"},
-    "commit": "1a2b3c4d", "date": "2026-11-20T10:00:00Z",
+    "gpu": "NVIDIA H200",
+    "driver": "580.95",
+    "versions": {"numba-cuda": "0.30.4", "torch": "2.11.0"},
+    "commit": "1a2b3c4d",
+    "date": "2026-11-20T10:00:00Z",
 }
 
 
@@ -132,8 +135,15 @@ class FakeGPU:
             def wait_stream(self, other):
                 pass
 
-        fakes = {"Event": Event, "CUDAGraph": CUDAGraph, "graph": graph, "Stream": Stream, "current_stream": Stream,
-                 "stream": lambda stream: nullcontext(), "synchronize": lambda: None}
+        fakes = {
+            "Event": Event,
+            "CUDAGraph": CUDAGraph,
+            "graph": graph,
+            "Stream": Stream,
+            "current_stream": Stream,
+            "stream": lambda stream: nullcontext(),
+            "synchronize": lambda: None,
+        }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(simulator, "ENABLED", False)
@@ -154,10 +164,19 @@ def test_kernel_time_on_a_fake_gpu(monkeypatch):
     assert bench.kernel_time(gpu.kernel("", 5.0), launches=10, replays=3).median == pytest.approx(5.3)
 
 
-@pytest.mark.parametrize(("us", "sets", "launches"), [
-    (2.5, 1, 500), (10, 1, 150), (1000, 1, 20), (10, 64, 192), (2.5, 64, 448), (1000, 64, 64), (1000, 7, 21),
-    (0, 3, 498),
-])
+@pytest.mark.parametrize(
+    ("us", "sets", "launches"),
+    [
+        (2.5, 1, 500),
+        (10, 1, 150),
+        (1000, 1, 20),
+        (10, 64, 192),
+        (2.5, 64, 448),
+        (1000, 64, 64),
+        (1000, 7, 21),
+        (0, 3, 498),
+    ],
+)
 def test_launches_in_a_graph(us, sets, launches):
     assert timing._choose_launches(us, sets) == launches
 
@@ -202,8 +221,9 @@ def test_times_on_a_gpu():
 def test_simulator_says_what_is_recorded_and_what_ran(simulated, tmp_path, capsys):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "kernel.py").write_text("")
-    row = records.row("wide loads", size={"tokens": 4096}, dtype="float32",
-                      kernel=Stats(12.4, 12, 13), call=Stats(18, 17, 19))
+    row = records.row(
+        "wide loads", size={"tokens": 4096}, dtype="float32", kernel=Stats(12.4, 12, 13), call=Stats(18, 17, 19)
+    )
     records.write("gate_ladder", [row], ["kernel.py"], tmp_path, env=ENVIRONMENT)
     steps = Ladder("gate_ladder", check, root=tmp_path)
     steps.step("wide loads", Step(RIGHT), size={"tokens": 4}, prediction_us=14)
@@ -222,10 +242,9 @@ def test_simulator_says_what_is_recorded_and_what_ran(simulated, tmp_path, capsy
     assert Ladder("unknown", check, root=tmp_path).plot() is None
 
 
-@pytest.mark.parametrize(("outputs", "why"), [
-    ([1, 2, 4], "1 of 3 outputs differ, the first at 2"),
-    ([1, np.nan, 3], "an output is NaN"),
-])
+@pytest.mark.parametrize(
+    ("outputs", "why"), [([1, 2, 4], "1 of 3 outputs differ, the first at 2"), ([1, np.nan, 3], "an output is NaN")]
+)
 def test_wrong_results_are_refused(measured, capsys, outputs, why):
     steps = Ladder("gate", check)
     with pytest.raises(WrongResult, match=why):
@@ -299,20 +318,27 @@ def some_rows(low=6.9):
         return records.row(step, kernel=Stats(us, 0.9 * us, 1.3 * us), call=Stats(us + 20, us, us + 40), **more)
 
     return [
-        row("torch eager", 178.0), row("1 one thread a token", 96.0), row("2 a warp a token, registers only", 31.2),
-        row("3 two tokens a warp", 39.9, lost=True), records.row("missing barrier", refused="it is wrong"),
-        records.row("waits for the GPU", call=Stats(30, 29, 31)), row("final", low),
+        row("torch eager", 178.0),
+        row("1 one thread a token", 96.0),
+        row("2 a warp a token, registers only", 31.2),
+        row("3 two tokens a warp", 39.9, lost=True),
+        records.row("missing barrier", refused="it is wrong"),
+        records.row("waits for the GPU", call=Stats(30, 29, 31)),
+        row("final", low),
     ]
 
 
 CAPTION = plots.caption(ENVIRONMENT, "not measured here: recorded on") + "; code changed since"
 
 
-@pytest.mark.parametrize("lines", [
-    {},
-    {"speed of light": 2.0, "triton": 10.3},
-    {"speed of light": 6.0, "SGLang Triton": 6.5, "FlashInfer": 7.0, "SGLang": 7.2, "torch.compile": 150.0},
-])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {},
+        {"speed of light": 2.0, "triton": 10.3},
+        {"speed of light": 6.0, "SGLang Triton": 6.5, "FlashInfer": 7.0, "SGLang": 7.2, "torch.compile": 150.0},
+    ],
+)
 def test_ladder_figure(lines):
     figure = plots.ladder_figure(some_rows(), lines=lines, title="Gate, 4096 tokens", caption=CAPTION)
     assert faults(figure) == []
@@ -338,8 +364,15 @@ def test_split_figure():
 
 @pytest.mark.parametrize("sizes", [[1, 64, 1024, 4096, 16384, 65536], [2**i for i in range(17)]])
 def test_sweep_figure(sizes):
-    lines = {"torch eager": (36, 28), "torch.compile": (27, 28), "SGLang AOT": (11, 400), "FlashInfer": (3.3, 401),
-             "SGLang Triton": (3.4, 402), "moe_numba": (2.3, 3000), "a seventh": (40, 28)}
+    lines = {
+        "torch eager": (36, 28),
+        "torch.compile": (27, 28),
+        "SGLang AOT": (11, 400),
+        "FlashInfer": (3.3, 401),
+        "SGLang Triton": (3.4, 402),
+        "moe_numba": (2.3, 3000),
+        "a seventh": (40, 28),
+    }
     series = {
         name: {size: {"median": us, "p10": 0.9 * us, "p90": 1.1 * us} for size in sizes for us in [start + size / rate]}
         for name, (start, rate) in lines.items()
@@ -384,15 +417,30 @@ def test_doctor_on_this_machine():
 H200 = [["NVIDIA H200", [9, 0]]]
 
 
-@pytest.mark.parametrize(("found", "simulated", "expected"), [
-    ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["9.0", "right answer", "everything"]),
-    ({"gpus": H200 * 2, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["-m multigpu"]),
-    ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": False}, False, ["a WRONG answer", "refuse this GPU"]),
-    ({"gpus": H200, "torch": False, "cubin_bytes": 9, "launched": True}, False, ["torch cannot reach it"]),
-    ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, True, ["simulator is on all the same"]),
-    ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "no Hopper"]),
-    ({"gpus": [], "error": "no NVVM"}, True, ["no GPU: simulator", "cannot be compiled here: no NVVM", "cannot run"]),
-])
+@pytest.mark.parametrize(
+    ("found", "simulated", "expected"),
+    [
+        (
+            {"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True},
+            False,
+            ["9.0", "right answer", "everything"],
+        ),
+        ({"gpus": H200 * 2, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["-m multigpu"]),
+        (
+            {"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": False},
+            False,
+            ["a WRONG answer", "refuse this GPU"],
+        ),
+        ({"gpus": H200, "torch": False, "cubin_bytes": 9, "launched": True}, False, ["torch cannot reach it"]),
+        ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, True, ["simulator is on all the same"]),
+        ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "no Hopper"]),
+        (
+            {"gpus": [], "error": "no NVVM"},
+            True,
+            ["no GPU: simulator", "cannot be compiled here: no NVVM", "cannot run"],
+        ),
+    ],
+)
 def test_doctor_elsewhere(monkeypatch, found, simulated, expected):
     monkeypatch.setattr(doctor, "probe", lambda: found)
     monkeypatch.setattr(simulator, "ENABLED", simulated)

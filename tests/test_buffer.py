@@ -388,8 +388,9 @@ def test_what_is_refused():
         refused(ValueError, "x's scales have shape", buffer.dispatch, (x.to(FP8), x.float()), **layout)
         refused(TypeError, "num_tokens_per_rank is NoneType", buffer.dispatch, x)
         refused(ValueError, "given together", buffer.dispatch, x, **layout, topk_idx=idx)
-        refused(TypeError, "topk_idx is torch.int32", buffer.dispatch, x, **layout, topk_idx=idx.int(),
-                topk_weights=weights)  # fmt: skip
+        refused(
+            TypeError, "topk_idx is torch.int32", buffer.dispatch, x, **layout, topk_idx=idx.int(), topk_weights=weights
+        )
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, topk_idx=idx, topk_weights=weights)
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, **layout)
         refused(ValueError, "x is a tuple of 3", buffer.dispatch, (x, x, x), **layout)
@@ -402,8 +403,9 @@ def test_what_is_refused():
         refused(ValueError, "has 0 channels", buffer.dispatch, x, (handle[0], number, *handle[2:]))
         refused(ValueError, "recv_src_idx has shape", buffer.dispatch, x, (*handle[:3], number, *handle[4:]))
         refused(ValueError, "is_token_in_rank has shape", buffer.combine, given[0], (*handle[:5], number))
-        refused(ValueError, "topk_idx has shape", buffer.dispatch, x, **layout, topk_idx=number.long(),
-                topk_weights=weights)  # fmt: skip
+        refused(
+            ValueError, "topk_idx has shape", buffer.dispatch, x, **layout, topk_idx=number.long(), topk_weights=weights
+        )
         wide = torch.zeros(2, MOST_CHANNELS + 1, dtype=torch.int32, device=device)
         refused(ValueError, "has 1057 channels; 1 to 1056", buffer.dispatch, x, (handle[0], wide, wide, *handle[3:]))
         refused(ValueError, "allocate_on_comm_stream needs", buffer.dispatch, x, **layout, allocate_on_comm_stream=True)
@@ -415,8 +417,14 @@ def test_what_is_refused():
         refused(ValueError, "x has .* rows; the handle", buffer.combine, given[0][:-1], handle)
         refused(ValueError, "bias has 3", buffer.combine, given[0], handle, bias=(x, x, x))
         refused(ValueError, "bias 0 has shape", buffer.combine, given[0], handle, bias=x[:-1])
-        refused(TypeError, "topk_weights is torch.float64", buffer.combine, given[0], handle,
-                torch.zeros(len(given[0]), 2, dtype=torch.float64, device=device))  # fmt: skip
+        refused(
+            TypeError,
+            "topk_weights is torch.float64",
+            buffer.combine,
+            given[0],
+            handle,
+            torch.zeros(len(given[0]), 2, dtype=torch.float64, device=device),
+        )
 
     run(2, work)
 
@@ -514,8 +522,9 @@ def fails_under_some_seed(monkeypatch, module, name, fault, new_out=lambda buffe
 
     for seed in range(30):
         try:
-            check_combined(run(2, work, seed, timeout=4e-3), world, right, [r.x for r in right],
-                           [r.topk_weights for r in right])  # fmt: skip
+            check_combined(
+                run(2, work, seed, timeout=4e-3), world, right, [r.x for r in right], [r.topk_weights for r in right]
+            )
         except (AssertionError, simulator.SimulatorError, TimeoutError):
             return True
     return False

@@ -31,8 +31,11 @@ def reports():
     }
     requests |= {
         f"combine {ranks} {biases}": (
-            f"make_combine({rings(ranks, '3584, 8, source=False')}, {biases})", combine.SIGNATURE, THREADS, False,
-        )  # fmt: skip
+            f"make_combine({rings(ranks, '3584, 8, source=False')}, {biases})",
+            combine.SIGNATURE,
+            THREADS,
+            False,
+        )
         for ranks, biases in ((8, 0), (8, 2), (2, 0), (5, 1), (1, 0))
     }
     requests |= {

@@ -33,8 +33,9 @@ def test_sums_are_the_references_rounded_once():
     y = [torch.randn(len(there.src_idx), 16).bfloat16() for there in received]
     biases = [(torch.randn(tokens, 16).bfloat16(),) for tokens in (7, 5)]
     for given in (None, biases):
-        for sums, (total, _) in zip(inputs.sums_of(y, received, [7, 5], given),
-                                    reference.combine(y, received, [7, 5], None, given), strict=True):  # fmt: skip
+        for sums, (total, _) in zip(
+            inputs.sums_of(y, received, [7, 5], given), reference.combine(y, received, [7, 5], None, given), strict=True
+        ):
             assert torch.allclose(sums.double(), total, rtol=2**-8, atol=1e-5)
 
 

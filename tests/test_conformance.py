@@ -29,12 +29,7 @@ from moe_numba.ptx.cluster import (
     st_cluster_s32x4,
 )
 from moe_numba.ptx.memory import st_global_s32x4
-from moe_numba.ptx.scoped import (
-    atom_add_relaxed_gpu_s32,
-    ld_relaxed_gpu_s32,
-    ld_relaxed_gpu_u64x2,
-    st_relaxed_gpu_u64,
-)
+from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.warp import redux_sync_add_s32
 
 FULL = 0xFFFFFFFF

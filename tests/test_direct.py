@@ -51,8 +51,9 @@ def test_rows_come_to_their_place(ranks, seed, fp8):
         out.x.view(torch.uint8).fill_(77)
         again = buffer.dispatch(x, given[4], config=config, out=out)
         assert same(again[0], right[rank].x)
-        check_received(send(buffer, rank, world, num_worst_tokens=worst, out=out), right[rank], rank,
-                       world.experts // ranks, worst)  # fmt: skip
+        check_received(
+            send(buffer, rank, world, num_worst_tokens=worst, out=out), right[rank], rank, world.experts // ranks, worst
+        )
         out.close()
         return back
 

@@ -1,6 +1,5 @@
 """The dispatch layout: which rank each token goes to, and how many go to each rank and each expert."""
 
-
 import pytest
 import torch
 from wrong_kernels import changed

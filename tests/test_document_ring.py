@@ -66,9 +66,7 @@ def make_constants(inputs, ring=5, chunk=2, channels=CHANNELS, warps=None, with_
     topk = inputs.topk_idx[0].shape[1] if with_experts else 0
     warps = warps or (1 if ranks > 2 else 2)
     row_bytes = values.shape[1] * values.element_size()
-    return Constants(
-        ranks, channels, ring, chunk, row_bytes, topk, scales.shape[1], inputs.experts, warps, fault=fault
-    )
+    return Constants(ranks, channels, ring, chunk, row_bytes, topk, scales.shape[1], inputs.experts, warps, fault=fault)
 
 
 def make_combine_constants(c, hidden=16, biases=0, **changes):

@@ -124,11 +124,17 @@ def test_invalid_ids_have_blocks_of_their_own():
 def test_blellochs_sweeps_are_the_documents():
     up, down = scans.blelloch_steps(VALUES)
     assert [numbers for _, numbers, _, _ in up] == [
-        VALUES, [3, 4, 7, 7, 4, 5, 6, 9], [3, 4, 7, 11, 4, 5, 6, 14], [3, 4, 7, 11, 4, 5, 6, 25],
-    ]  # fmt: skip
+        VALUES,
+        [3, 4, 7, 7, 4, 5, 6, 9],
+        [3, 4, 7, 11, 4, 5, 6, 14],
+        [3, 4, 7, 11, 4, 5, 6, 25],
+    ]
     assert [numbers for _, numbers, _, _ in down] == [
-        [3, 4, 7, 11, 4, 5, 6, 0], [3, 4, 7, 0, 4, 5, 6, 11], [3, 0, 7, 4, 4, 11, 6, 16], EXCLUSIVE,
-    ]  # fmt: skip
+        [3, 4, 7, 11, 4, 5, 6, 0],
+        [3, 4, 7, 0, 4, 5, 6, 11],
+        [3, 0, 7, 4, 4, 11, 6, 16],
+        EXCLUSIVE,
+    ]
     assert [name for name, *_ in up] == ["start", "up 1", "up 2", "up 4"]
     assert [name for name, *_ in down] == ["zero the last", "down 4", "down 2", "down 1"]
     assert [pairs for _, _, pairs, _ in down[1:3]] == [[(3, 7)], [(1, 3), (5, 7)]]
@@ -146,8 +152,12 @@ def test_blellochs_picture_names_pairs_and_what_is_stored():
 def test_a_warps_scan_is_the_documents():
     steps = scans.warp_scan_steps(VALUES)
     assert [numbers for _, numbers, _, _ in steps] == [
-        VALUES, [3, 4, 8, 7, 4, 5, 7, 9], [3, 4, 11, 11, 12, 12, 11, 14], [3, 4, 11, 11, 15, 16, 22, 25], EXCLUSIVE,
-    ]  # fmt: skip
+        VALUES,
+        [3, 4, 8, 7, 4, 5, 7, 9],
+        [3, 4, 11, 11, 12, 12, 11, 14],
+        [3, 4, 11, 11, 15, 16, 22, 25],
+        EXCLUSIVE,
+    ]
     figure = draw.warp_scan(VALUES)
     assert len(labelled(figure, "shuffle")) == 7 + 6 + 4
     assert said(figure).count("-") == 1 + 2 + 4

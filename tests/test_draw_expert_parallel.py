@@ -63,9 +63,9 @@ def test_nothing_is_sent_where_nothing_goes():
     assert len(labelled(figure, "sent")) == 3 and "receives 2" in said(figure)
 
 
-@pytest.mark.parametrize("tokens, topk, experts, of_block, threads, block", [
-    (8, 2, 8, 4, 4, 0), (12, 4, 16, 8, 6, 1), (5, 1, 6, 4, 2, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, topk, experts, of_block, threads, block", [(8, 2, 8, 4, 4, 0), (12, 4, 16, 8, 6, 1), (5, 1, 6, 4, 2, 1)]
+)
 def test_private_counters_add_up(tokens, topk, experts, of_block, threads, block):
     ids = routing(tokens, topk, experts)
     figure = draw.private_counters(ids, experts, of_block, threads, block)
@@ -74,8 +74,9 @@ def test_private_counters_add_up(tokens, topk, experts, of_block, threads, block
     assert values_of(figure, "sum") == [str(n) for n in right]
     counters = torch.tensor([int(n) for n in values_of(figure, "counter")]).view(threads, -1)
     assert counters.sum(dim=0).tolist() == right
-    assert counters.sum(dim=1).tolist() == [int(((ids[t::threads] >= mine.start) & (ids[t::threads] < mine.stop)).sum())
-                                            for t in range(threads)]  # fmt: skip
+    assert counters.sum(dim=1).tolist() == [
+        int(((ids[t::threads] >= mine.start) & (ids[t::threads] < mine.stop)).sum()) for t in range(threads)
+    ]
 
 
 def test_turns_of_the_banks():

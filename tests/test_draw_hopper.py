@@ -23,10 +23,10 @@ def barrier_trace(phases=2, late=True):
         for _ in range(2):
             note(0, "async copy", copy=copy, bytes=2048, event="starts")
             copy += 1
-        landings = [lambda c=c: note(0, "async copy", copy=c, bytes=2048, event="lands")
-                    for c in (copy - 2, copy - 1)]
-        landings.insert(2 if late else 0, lambda phase=phase: note(1, "mbarrier.arrive", barrier=name, phase=phase,
-                                                                   bytes=0))
+        landings = [lambda c=c: note(0, "async copy", copy=c, bytes=2048, event="lands") for c in (copy - 2, copy - 1)]
+        landings.insert(
+            2 if late else 0, lambda phase=phase: note(1, "mbarrier.arrive", barrier=name, phase=phase, bytes=0)
+        )
         for land in landings:
             land()
         note(1, "mbarrier.wait", barrier=name, phase=phase + 1, parity=phase & 1)

@@ -38,8 +38,7 @@ def all_fit(figure):
 
 
 @pytest.mark.parametrize(
-    "example, channels",
-    [(EXAMPLE, 4), (EXAMPLE, 8), (EXAMPLE, 1), ([EXAMPLE[0][:5], []], 2), ([[[1, 1]] * 8] * 2, 4)],
+    "example, channels", [(EXAMPLE, 4), (EXAMPLE, 8), (EXAMPLE, 1), ([EXAMPLE[0][:5], []], 2), ([[[1, 1]] * 8] * 2, 4)]
 )
 def test_the_order_of_rows(example, channels):
     figure = rings.order(example, channels)

@@ -64,10 +64,13 @@ def matrices(count, hidden=12, wide=8, seed=1):
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5, 16.0])
-@pytest.mark.parametrize("policy, shared, replicas", [
-    *[("all", shared, 1) for shared in (1, 2)],
-    *[(policy, 1, replicas) for policy in ("round_robin", "random") for replicas in (1, 2, 8)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy, shared, replicas",
+    [
+        *[("all", shared, 1) for shared in (1, 2)],
+        *[(policy, 1, replicas) for policy in ("round_robin", "random") for replicas in (1, 2, 8)],
+    ],
+)
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_the_layer_stays_the_same(tokens, policy, shared, replicas, scale, device):
     x = torch.randn(tokens, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -120,8 +120,15 @@ def case(constants, lengths, n, k, device="cpu", seed=0):
         factors = weight_scale if constants.scaling == "tensor" else None
         right = reference.group_gemm(x, weight, lengths, starts, factors)
     return SimpleNamespace(
-        x=x, weight=weight, lengths=lengths.to(device), starts=starts.to(device), x_scale=x_scale,
-        weight_scale=weight_scale, right=right, capacity=capacity, indices=None,
+        x=x,
+        weight=weight,
+        lengths=lengths.to(device),
+        starts=starts.to(device),
+        x_scale=x_scale,
+        weight_scale=weight_scale,
+        right=right,
+        capacity=capacity,
+        indices=None,
     )
 
 
@@ -133,18 +140,32 @@ def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.
     n, line, device = given.weight.shape[1], 128 // given.x.element_size(), given.x.device
     y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=device)
     start = program(
-        made, forms.SIGNATURE, device.index or 0, threads=THREADS, shared_bytes=shared_bytes,
+        made,
+        forms.SIGNATURE,
+        device.index or 0,
+        threads=THREADS,
+        shared_bytes=shared_bytes,
         cluster=constants.cluster if constants.cluster > 1 else None,
     )
     lengths = given.lengths if constants.rows != "offsets" else (given.starts[:-1] + given.lengths)
     tensors = y, y, lengths, given.starts, given.x_scale, given.weight_scale
     with simulator.seed(seed):
         start(
-            blocks, THREADS, current_stream(device.index or 0),
+            blocks,
+            THREADS,
+            current_stream(device.index or 0),
             tensor_map_value(given.x, (Layout(constants).box_tokens, line), swizzle=128),
             tensor_map_value(given.weight, (1, 128, line), swizzle=128),
-            *map(address, tensors), len(given.lengths), total, given.capacity, n, k,
-            address(given.x), address(indices), len(given.x), k * given.x.element_size(),
+            *map(address, tensors),
+            len(given.lengths),
+            total,
+            given.capacity,
+            n,
+            k,
+            address(given.x),
+            address(indices),
+            len(given.x),
+            k * given.x.element_size(),
         )
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
     return y[:total]
@@ -227,9 +248,7 @@ def scattered(given):
     return given
 
 
-GATHERED = {
-    name: form._replace(gather=True, stages=3) for name, form in FORMS.items() if form.cluster == 1
-}
+GATHERED = {name: form._replace(gather=True, stages=3) for name, form in FORMS.items() if form.cluster == 1}
 
 
 @pytest.mark.parametrize("form", GATHERED)
@@ -266,7 +285,9 @@ def test_what_cannot_gather():
 RELEASE = "            if release:\n                give_back(bars, empty_at + stage)\n"
 WRONG = {
     "a stage is read before it is full": (
-        tile, "            mbarrier_wait_parity(bars, full_at + stage, parity)\n", "",
+        tile,
+        "            mbarrier_wait_parity(bars, full_at + stage, parity)\n",
+        "",
     ),
     "a stage is filled while it is read": (
         loaders,
@@ -284,7 +305,8 @@ WRONG = {
     "the product of the last stage is left out": (tile, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
     "the chunks of the staging are not put back": (epilogue, "((chunk ^ (token & 7)) << 4)", "(chunk << 4)"),
     "a chunk is read before all four warps wrote it": (
-        epilogue, "            put_first(smem, put, total, factor)\n            bar_sync(int32(2 + group), 128)\n",
+        epilogue,
+        "            put_first(smem, put, total, factor)\n            bar_sync(int32(2 + group), 128)\n",
         "            put_first(smem, put, total, factor)\n",
     ),
     "chosen rows are said to be there before they are": (gather, "    wait_for_all()\n", ""),
@@ -396,8 +418,12 @@ def test_rows_by_ends_and_masked(name, device):
     x, weight, seqlens, cu_seqlens, *scales = inputs(device=device)[name]
     expected = right(x, weight, seqlens, cu_seqlens, *scales)
     assert mismatch(function(x, weight, None, None, *scales, offs=cu_seqlens[1:].clone()), expected) is None
-    wide = lambda rows: torch.stack([torch.nn.functional.pad(rows[a : a + n].float(), (0, 0, 0, 16 - n)) for a, n in
-                                     zip(cu_seqlens.tolist(), seqlens.tolist(), strict=False)]).to(rows.dtype)
+    wide = lambda rows: torch.stack(
+        [
+            torch.nn.functional.pad(rows[a : a + n].float(), (0, 0, 0, 16 - n))
+            for a, n in zip(cu_seqlens.tolist(), seqlens.tolist(), strict=False)
+        ]
+    ).to(rows.dtype)
     if name == "blockwise":
         scales = [wide(scales[0]), scales[1]]
     out = torch.full((3, 16, 128), float("nan"), dtype=torch.bfloat16, device=device)
@@ -433,8 +459,10 @@ def test_an_index_spares_the_copy(name, indices, average, device):
     if name == "blockwise":
         ordered[0] = reference.gather(scales[0], indices)
     right = function(reference.gather(x, indices), weight, seqlens, cu_seqlens, *ordered, average)
-    rows = dict(seqlens=None, cu_seqlens=None, offs=cu_seqlens[1:].clone()) if average == 64 else dict(
-        seqlens=seqlens, cu_seqlens=cu_seqlens
+    rows = (
+        dict(seqlens=None, cu_seqlens=None, offs=cu_seqlens[1:].clone())
+        if average == 64
+        else dict(seqlens=seqlens, cu_seqlens=cu_seqlens)
     )
     scales = dict(zip(("x_scale", "w_scale") if len(scales) == 2 else ("y_scale",), scales, strict=False))
     out = function(x, weight, **rows, **scales, num_seq_per_group_avg=average, gather_indices=indices)
@@ -528,9 +556,7 @@ BAD = {
     "gather_indices is torch.int64": dict(gather_indices=torch.arange(20)),
     "gather_indices has shape (4, 5)": dict(gather_indices=torch.zeros(4, 5, dtype=torch.int32)),
     "gather_indices is given": dict(x=X[:18].view(3, 6, 192), cu_seqlens=None, gather_indices=SEQLENS),
-    "out's y is torch.bfloat16 (20, 128)": dict(
-        gather_indices=SEQLENS, out=torch.zeros(20, 128, dtype=torch.bfloat16)
-    ),
+    "out's y is torch.bfloat16 (20, 128)": dict(gather_indices=SEQLENS, out=torch.zeros(20, 128, dtype=torch.bfloat16)),
     "out's y is torch.float32": dict(out=torch.zeros(20, 128)),
     "out's y starts at address": dict(out=torch.zeros(20 * 128 + 1, dtype=torch.bfloat16)[1:].view(20, 128)),
 }
@@ -679,10 +705,7 @@ def test_the_tuner_tries_forms_that_fit(scaling, activated, monkeypatch, capsys,
 @pytest.mark.parametrize("k", [128, 320])
 def test_quantised_inputs_stand_for_the_numbers(k):
     x, weight = torch.randn(5, k), torch.randn(2, 192, k)
-    for values, scale, whole in [
-        (*reference.quantise_rows(x), x),
-        (*reference.quantise_blocks(weight), weight),
-    ]:
+    for values, scale, whole in [(*reference.quantise_rows(x), x), (*reference.quantise_blocks(weight), weight)]:
         wide = scale.repeat_interleave(128, -1)[..., :k]
         if whole is weight:
             wide = wide.repeat_interleave(128, 1)[:, :192]

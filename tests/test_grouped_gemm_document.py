@@ -47,11 +47,7 @@ def walk(name, tiles, across, blocks, schedulers=host):
 
 
 @pytest.mark.parametrize("name", ["horizontal", "vertical"])
-@given(
-    tiles=st.lists(st.integers(0, 5), min_size=1, max_size=12),
-    across=st.integers(1, 6),
-    blocks=st.integers(1, 9),
-)
+@given(tiles=st.lists(st.integers(0, 5), min_size=1, max_size=12), across=st.integers(1, 6), blocks=st.integers(1, 9))
 @settings(max_examples=80, deadline=None)
 def test_every_tile_once(name, tiles, across, blocks):
     found = sum(walk(name, tiles, across, blocks), [])
@@ -71,9 +67,7 @@ def test_the_documents_choices():
     assert [use_horizontal(*nk) for nk in ((4096, 7168), (1024, 7168), (4096, 1024))] == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    "tokens, documented", [(8, 141312), (16, 151552), (32, 172032), (48, 192512), (64, 212992)]
-)
+@pytest.mark.parametrize("tokens, documented", [(8, 141312), (16, 151552), (32, 172032), (48, 192512), (64, 212992)])
 def test_shared_memory_is_that_of_hpc_ops(tokens, documented):
     layout = Layout(Constants(tokens=tokens))
     assert layout.readable * 8 == documented  # without barriers and the scheduler's table
@@ -187,25 +181,33 @@ PHASE = "stage, phase = int32(0), uint32(1)\n        g, before"
 WRONG = {
     "the map of x is not acquired": (document, ACQUIRE, ""),
     "the map of y is not acquired": (
-        document, "                        fence_proxy_tensormap_acquire_gpu(maps, td_y)\n", "",
+        document,
+        "                        fence_proxy_tensormap_acquire_gpu(maps, td_y)\n",
+        "",
     ),
     "a map is not published": (document_update, CP, ""),
     "a map is published before it is changed": (document_update, f"{CHANGE}{MEET}{PUBLISH}", f"{PUBLISH}{CHANGE}"),
     "a map keeps its rows": (document_update, REPLACE, ""),
     "a map is changed before it is there": (
-        document_update, f"{MEET}            rows, first", "            rows, first",
+        document_update,
+        f"{MEET}            rows, first",
+        "            rows, first",
     ),
-    "the producer starts with the consumers' phase": (
-        document, PHASE, PHASE.replace("(1)", "(0)"),
-    ),
+    "the producer starts with the consumers' phase": (document, PHASE, PHASE.replace("(1)", "(0)")),
     "a stage is filled while it is read": (
-        document, "                    mbarrier_wait_parity(bars, writable + stage, phase)\n", "",
+        document,
+        "                    mbarrier_wait_parity(bars, writable + stage, phase)\n",
+        "",
     ),
     "results are stored before they are written": (
-        document, "                fence_proxy_async_shared()\n                bar_sync(1 + half, 128)\n", "",
+        document,
+        "                fence_proxy_async_shared()\n                bar_sync(1 + half, 128)\n",
+        "",
     ),
     "a tile is overwritten while it is stored": (
-        document, "                    wait_read()  # of the tile before\n", "                    pass\n",
+        document,
+        "                    wait_read()  # of the tile before\n",
+        "                    pass\n",
     ),
     "a tile is skipped": (document, "block = int32(cuda.blockIdx.x)", "block = int32(cuda.blockIdx.x + 1)"),
 }

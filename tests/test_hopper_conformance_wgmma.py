@@ -36,12 +36,7 @@ from moe_numba.ptx.matrix import (
     stmatrix_x4,
     stmatrix_x4_trans,
 )
-from moe_numba.ptx.mbarrier import (
-    fence_mbarrier_init,
-    mbarrier_arrive_expect_tx,
-    mbarrier_init,
-    mbarrier_wait_parity,
-)
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.tensormap import fence_proxy_tensormap_acquire_sys
 from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.warpgroup import bar_arrive, bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
@@ -297,10 +292,7 @@ def test_ldmatrix(device):
     straight, crossed = (np.ascontiguousarray(m).view(np.uint32)[..., 0] for m in (straight, crossed))
     zeros = np.zeros((2, 32), np.uint32)
     right = [np.vstack([straight[:2], zeros]), np.vstack([crossed[:2], zeros]), straight, crossed]
-    make = lambda: [
-        torch.zeros(4 * 128, dtype=torch.uint32, device=device),
-        torch.from_numpy(x.reshape(-1)).to(device),
-    ]
+    make = lambda: [torch.zeros(4 * 128, dtype=torch.uint32, device=device), torch.from_numpy(x.reshape(-1)).to(device)]
     for out, _ in runs(loads_matrices, make):
         assert (out.cpu().numpy().reshape(4, 4, 32) == right).all()
 

@@ -55,7 +55,7 @@ def test_no_copy_without_a_source():
 
 # The runner and the judges themselves, on a small repository of their own
 
-NOTEBOOK = '''\
+NOTEBOOK = """\
 # ---
 # jupyter:
 #   jupytext:
@@ -81,7 +81,7 @@ plt.show()
 
 # %%
 1 + 1
-'''
+"""
 ABOUT = {"gpu": "NVIDIA H200", "driver": "1", "versions": {}, "commit": "c", "date": "2026-01-01T00:00:00Z"}
 
 

@@ -87,9 +87,16 @@ def in_graphs(rank, ranks, straight):
     def there_and_back():
         per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, 8 * ranks)
         given = buffer.dispatch(
-            x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank,
-            topk_idx=idx, topk_weights=weights, config=WIDE, num_worst_tokens=ranks * tokens, out=out,
-        )  # fmt: skip
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=is_in_rank,
+            topk_idx=idx,
+            topk_weights=weights,
+            config=WIDE,
+            num_worst_tokens=ranks * tokens,
+            out=out,
+        )
         sums, their_weights, _ = buffer.combine(given[0], given[4], given[2], config=WIDE)
         return sums, their_weights, is_in_rank
 

@@ -18,10 +18,13 @@ from moe_numba.bench import Stats, code_hash, imports, plots, records
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
 ENVIRONMENT = {
-    "gpu": "NVIDIA H200", "driver": "580.95", "versions": {"numba-cuda": "0.30.4"}, "commit": "1a2b3c4d",
+    "gpu": "NVIDIA H200",
+    "driver": "580.95",
+    "versions": {"numba-cuda": "0.30.4"},
+    "commit": "1a2b3c4d",
     "date": "2026-11-20T10:00:00Z",
 }
-NOTEBOOK = '''# ---
+NOTEBOOK = """# ---
 # jupyter:
 #   jupytext: {}
 # ---
@@ -34,7 +37,7 @@ x = 1
 
 # %%
 y = 2
-'''
+"""
 
 
 def name(path):
@@ -54,8 +57,15 @@ def repository(tmp_path):
 def rows():
     config = {"num_experts": 256}
     return [
-        records.row("final", config=config, size={"tokens": tokens}, dtype=dtype, bytes=64 * tokens,
-                    kernel=Stats(1.23456 * tokens, tokens, 2 * tokens), floor_us=0.5)
+        records.row(
+            "final",
+            config=config,
+            size={"tokens": tokens},
+            dtype=dtype,
+            bytes=64 * tokens,
+            kernel=Stats(1.23456 * tokens, tokens, 2 * tokens),
+            floor_us=0.5,
+        )
         for tokens in (64, 1)
         for dtype in ("float32", "bfloat16")
     ] + [records.row("peer:triton", size={"tokens": 64}, dtype="float32", call=Stats(3.0, 2.0, 4.0))]
@@ -106,12 +116,15 @@ def test_changed_source_is_stale(repository):
     assert "gone" in sentence
 
 
-@pytest.mark.parametrize(("old", "new", "changed"), [
-    ("Prose", "Better prose", False),
-    ("jupytext: {}", "jupytext: {a: 1}", False),
-    ("x = 1", "x = 3", True),
-    ("y = 2", "y = 2\ny += 1", True),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("Prose", "Better prose", False),
+        ("jupytext: {}", "jupytext: {a: 1}", False),
+        ("x = 1", "x = 3", True),
+        ("y = 2", "y = 2\ny += 1", True),
+    ],
+)
 def test_only_the_code_of_a_notebook_counts(repository, old, new, changed):
     write(repository)
     (repository / "notebooks" / "01_gate.py").write_text(NOTEBOOK.replace(old, new))
@@ -139,16 +152,19 @@ def test_refusals(repository, tmp_path):
     assert list((repository / "docs" / "results").rglob("*.json")) == []
 
 
-@pytest.mark.parametrize(("change", "complaint"), [
-    ({"rows": []}, "no rows"),
-    ({"rows": [records.row("final")]}, "either a time"),
-    ({"rows": [records.row("final", call=Stats(1, 1, 1), refused="wrong")]}, "either a time"),
-    ({"rows": [records.row("final", call=Stats(1.0, 2.0, 3.0))]}, "in order"),
-    ({"rows": [records.row("final", call=Stats(0.0, 0.0, 0.0))]}, "above zero"),
-    ({"rows": [records.row(None, call=Stats(1, 1, 1))]}, "a name"),
-    ({"rows": [records.row("final", call=Stats(1, 1, 1), measured={"date": "2026-11-20"})]}, "a commit and a date"),
-    ({"sources": {}}, "no sources"),
-])
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"rows": []}, "no rows"),
+        ({"rows": [records.row("final")]}, "either a time"),
+        ({"rows": [records.row("final", call=Stats(1, 1, 1), refused="wrong")]}, "either a time"),
+        ({"rows": [records.row("final", call=Stats(1.0, 2.0, 3.0))]}, "in order"),
+        ({"rows": [records.row("final", call=Stats(0.0, 0.0, 0.0))]}, "above zero"),
+        ({"rows": [records.row(None, call=Stats(1, 1, 1))]}, "a name"),
+        ({"rows": [records.row("final", call=Stats(1, 1, 1), measured={"date": "2026-11-20"})]}, "a commit and a date"),
+        ({"sources": {}}, "no sources"),
+    ],
+)
 def test_invalid_records_are_refused(change, complaint):
     good = {"topic": "gate", **ENVIRONMENT, "sources": {"a": "b"}, "rows": rows()}
     assert records.invalid(good) == []
@@ -162,9 +178,10 @@ def test_environment():
     assert {"python", "torch", "numba", "numba-cuda", "numpy"} <= set(environment["versions"])
 
 
-@pytest.mark.parametrize(("gpu", "folder"), [
-    ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA GH200 480GB", "gh200-480gb"),
-])
+@pytest.mark.parametrize(
+    ("gpu", "folder"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA GH200 480GB", "gh200-480gb")],
+)
 def test_folder(gpu, folder):
     assert records.folder(gpu) == folder
 
@@ -176,8 +193,9 @@ def test_folder(gpu, folder):
 def toy_topic(repository, monkeypatch):
     """A topic in a repository of its own, on a machine that seems to have a GPU."""
     module = types.SimpleNamespace(
-        measure=lambda peers, quick: rows()[: 1 if quick else None]
-        + [records.row(f"peer:{peer.NAME}", call=Stats(1, 1, 1)) for peer in peers],
+        measure=lambda peers, quick: (
+            rows()[: 1 if quick else None] + [records.row(f"peer:{peer.NAME}", call=Stats(1, 1, 1)) for peer in peers]
+        ),
         figures=lambda record: {"ladder": plots.ladder_figure(record["rows"], caption=plots.caption(record))},
         readme_table=lambda record: f"| {record['gpu']} |",
     )
@@ -255,8 +273,15 @@ def test_a_peer_names_itself(tmp_path):
 
 
 def test_table_has_times_and_floor():
-    row = records.row("final", config={"topk": 8}, size={"tokens": 64}, dtype="float32",
-                      kernel=Stats(3.0, 2.5, 3.5), call=Stats(12.0, 11, 13), floor_us=1.5)
+    row = records.row(
+        "final",
+        config={"topk": 8},
+        size={"tokens": 64},
+        dtype="float32",
+        kernel=Stats(3.0, 2.5, 3.5),
+        call=Stats(12.0, 11, 13),
+        floor_us=1.5,
+    )
     console = Console(file=io.StringIO(), width=160)
     cli.print_table([row, *rows()], "gate", console)
     (line,) = [line for line in console.file.getvalue().splitlines() if "topk=8" in line]

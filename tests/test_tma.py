@@ -17,12 +17,7 @@ from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.matrix import ldmatrix_x4, stmatrix_x4
-from moe_numba.ptx.mbarrier import (
-    fence_mbarrier_init,
-    mbarrier_arrive_expect_tx,
-    mbarrier_init,
-    mbarrier_wait_parity,
-)
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.tensormap import (
     fence_proxy_tensormap_acquire_gpu,
     make_tensormap_replace_global_dim,

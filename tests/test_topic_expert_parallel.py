@@ -22,10 +22,17 @@ def small(monkeypatch, device):
 
     empty = records.row("empty kernel", config={"dependent": True}, kernel=Stats(0.4, 0.3, 0.5))
     for name, value in {
-        "DEEPSEEK_V3": dict(num_experts=64, topk=4, ranks=4), "OTHERS": [dict(num_experts=6, topk=2, ranks=3)],
-        "TOKENS": [1, 30], "OTHER_TOKENS": [5], "CALL_TOKENS": 30, "DEVICE": device, "kernel_times": timed,
-        "call_times": timed, "copy_bandwidth": lambda: 4e12, "empty_kernel": lambda: [empty],
-    }.items():  # fmt: skip
+        "DEEPSEEK_V3": dict(num_experts=64, topk=4, ranks=4),
+        "OTHERS": [dict(num_experts=6, topk=2, ranks=3)],
+        "TOKENS": [1, 30],
+        "OTHER_TOKENS": [5],
+        "CALL_TOKENS": 30,
+        "DEVICE": device,
+        "kernel_times": timed,
+        "call_times": timed,
+        "copy_bandwidth": lambda: 4e12,
+        "empty_kernel": lambda: [empty],
+    }.items():
         monkeypatch.setattr(topic, name, value)
 
 

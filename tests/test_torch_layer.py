@@ -12,8 +12,13 @@ from moe_numba.shared_experts import fuse_routing, reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, FP8]
 FUSIONS = [  # distinct shared experts, replicas of each, policy
-    (1, 1, "all"), (2, 1, "all"), (1, 1, "random"), (1, 2, "round_robin"), (1, 8, "round_robin"), (1, 8, "random"),
-]  # fmt: skip
+    (1, 1, "all"),
+    (2, 1, "all"),
+    (1, 1, "random"),
+    (1, 2, "round_robin"),
+    (1, 8, "round_robin"),
+    (1, 8, "random"),
+]
 # Large enough for torch's kernels to have several tiles and empty experts.
 LARGE = torch_layer.Shape(64, 6, 512, 256, 8, 4)
 
@@ -260,9 +265,17 @@ def small(monkeypatch, device):
         "MODELS": {"tp8": SMALL, "ep8": replace(SMALL, num_expert_group=1, topk_group=1)},
         "ROUTING": dict(num_experts=16, topk=4),
         "GATE": dict(num_experts=16, topk=4, num_expert_group=4, topk_group=2, routed_scaling_factor=2.5),
-        "LAYER_TOKENS": {"tp8": [1, 4], "ep8": [4]}, "CALL_TOKENS": 4, "ROUTING_TOKENS": [1, 4], "GATE_TOKENS": [1, 4],
-        "FEW_TOKENS": [4], "DEVICE": device, "kernel_times": timed, "call_times": timed,
-        "copy_bandwidth": lambda: 4e12, "product_rate": lambda dtype: 1e15, "empty_kernel": lambda: [empty],
+        "LAYER_TOKENS": {"tp8": [1, 4], "ep8": [4]},
+        "CALL_TOKENS": 4,
+        "ROUTING_TOKENS": [1, 4],
+        "GATE_TOKENS": [1, 4],
+        "FEW_TOKENS": [4],
+        "DEVICE": device,
+        "kernel_times": timed,
+        "call_times": timed,
+        "copy_bandwidth": lambda: 4e12,
+        "product_rate": lambda dtype: 1e15,
+        "empty_kernel": lambda: [empty],
     }.items():
         monkeypatch.setattr(topic, name, value)
     monkeypatch.setattr(torch_layer, "launches", lambda call: 26)

@@ -55,8 +55,21 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
 
     @cuda.jit(device=True)
     def align(
-        topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-        numel, num_experts, block_size, chunk, length, num_blocks, counts, masks, first_block, warp_sums,
+        topk_ids,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        numel,
+        num_experts,
+        block_size,
+        chunk,
+        length,
+        num_blocks,
+        counts,
+        masks,
+        first_block,
+        warp_sums,
     ):
         if starts_next_early:
             griddepcontrol_launch_dependents()
@@ -100,8 +113,18 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
                     rank = int32(rank + int32(cuda.popc(mask if word > uint32(w) else uint32(0))))
             sorted_token_ids[int32(first_block[mine] * block_size + counts[mine] + rank)] = slot
         fill(
-            counts, first_block, total_blocks, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-            numel, num_experts, block_size, length, num_blocks,
+            counts,
+            first_block,
+            total_blocks,
+            expert_map,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_pad,
+            numel,
+            num_experts,
+            block_size,
+            length,
+            num_blocks,
         )
 
     return align
@@ -116,8 +139,17 @@ def make_few_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
 
     @cuda.jit
     def moe_align_block_size_few(
-        topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-        numel, num_experts, block_size, chunk, length, num_blocks,
+        topk_ids,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        numel,
+        num_experts,
+        block_size,
+        chunk,
+        length,
+        num_blocks,
     ):
         dynamic = cuda.shared.array(0, int32)
         counts, masks, first_block, warp_sums = carve(dynamic)
@@ -125,8 +157,21 @@ def make_few_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
         cuda.syncthreads()
         griddepcontrol_wait()
         align(
-            topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-            numel, num_experts, block_size, chunk, length, num_blocks, counts, masks, first_block, warp_sums,
+            topk_ids,
+            expert_map,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_pad,
+            numel,
+            num_experts,
+            block_size,
+            chunk,
+            length,
+            num_blocks,
+            counts,
+            masks,
+            first_block,
+            warp_sums,
         )
 
     return moe_align_block_size_few

@@ -11,12 +11,7 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.align.parts import FULL, make_bucket_of, make_clear, make_fill, make_place_buckets, make_scan
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.scoped import (
-    atom_add_relaxed_gpu_s32,
-    ld_relaxed_gpu_s32,
-    ld_relaxed_gpu_u64x2,
-    st_relaxed_gpu_u64,
-)
+from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.warp import lanemask_lt
 
 SLOT_BITS = 13  # of a slot's place in its tile; its bucket stands above it
@@ -187,8 +182,18 @@ def make_many_kernel(threads, capacity, per_thread, ignore_invalid_experts, has_
 
     @cuda.jit
     def moe_align_block_size_many(
-        topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad, workspace,
-        numel, num_experts, block_size, chunk, length, num_blocks,
+        topk_ids,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        workspace,
+        numel,
+        num_experts,
+        block_size,
+        chunk,
+        length,
+        num_blocks,
     ):
         dynamic = cuda.shared.array(0, int32)
         warp_sums = cuda.shared.array(32, int32)
@@ -258,8 +263,18 @@ def make_many_kernel(threads, capacity, per_thread, ignore_invalid_experts, has_
                     own[i] = int32(own[i] - local_start[i])
             cuda.syncthreads()
         fill(
-            counts, first_block, total_blocks, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-            numel, num_experts, block_size, length, num_blocks,
+            counts,
+            first_block,
+            total_blocks,
+            expert_map,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_pad,
+            numel,
+            num_experts,
+            block_size,
+            length,
+            num_blocks,
         )
 
     return moe_align_block_size_many

@@ -53,8 +53,15 @@ def make_align_tiny(ignore_invalid_experts, has_map):
 
     @cuda.jit(device=True)
     def align_tiny(
-        topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-        numel, num_experts, block_size, blocks_of,
+        topk_ids,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        numel,
+        num_experts,
+        block_size,
+        blocks_of,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         theirs = uint32(_NOWHERE)
@@ -92,16 +99,32 @@ def make_tiny_kernel(aligned, ignore_invalid_experts, has_map):
 
     @cuda.jit
     def moe_align_block_size_tiny(
-        topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-        numel, num_experts, block_size, chunk, length, num_blocks,
+        topk_ids,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        numel,
+        num_experts,
+        block_size,
+        chunk,
+        length,
+        num_blocks,
     ):
         blocks_of = cuda.shared.array(32, int32)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         fill_all(sorted_token_ids, expert_ids, numel, length, num_blocks)
         align_tiny(
-            topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-            numel, num_experts, block_size, blocks_of,
+            topk_ids,
+            expert_map,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_pad,
+            numel,
+            num_experts,
+            block_size,
+            blocks_of,
         )
 
     return moe_align_block_size_tiny

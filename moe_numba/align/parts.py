@@ -154,8 +154,18 @@ def make_fill(threads, capacity, has_map):
 
     @cuda.jit(device=True)
     def fill(
-        counts, first_block, total_blocks, expert_map, sorted_token_ids, expert_ids, num_tokens_post_pad,
-        numel, num_experts, block_size, length, num_blocks,
+        counts,
+        first_block,
+        total_blocks,
+        expert_map,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        numel,
+        num_experts,
+        block_size,
+        length,
+        num_blocks,
     ):
         t, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
         lane = int32(t & 31)

@@ -101,11 +101,7 @@ def mismatch(
     slots = sorted_token_ids[:total]
     if any_order:
         _, _, blocks = _count(
-            topk_ids,
-            block_size,
-            num_experts,
-            options.get("expert_map"),
-            options.get("ignore_invalid_experts", False),
+            topk_ids, block_size, num_experts, options.get("expert_map"), options.get("ignore_invalid_experts", False)
         )
         run = torch.arange(num_experts + 1, device=slots.device).repeat_interleave(blocks * block_size)
         slots = _ascending(slots, run, numel)

@@ -19,8 +19,18 @@ from .ladder import Ladder, WrongResult
 from .timing import Stats, call_time, call_times, kernel_time, kernel_times, rotating
 
 __all__ = [
-    "Ladder", "Stats", "WrongResult", "call_time", "call_times", "kernel_time", "kernel_times",
-    "load_peers", "records", "rotating", "topic", "topics",
+    "Ladder",
+    "Stats",
+    "WrongResult",
+    "call_time",
+    "call_times",
+    "kernel_time",
+    "kernel_times",
+    "load_peers",
+    "records",
+    "rotating",
+    "topic",
+    "topics",
 ]
 
 

@@ -217,9 +217,14 @@ class _Bench:
         more |= {"wire_gbps": round(wire / kernel.median / 1e3, 1), "bytes": wire, "operation": operation}
         config = self.config | ({"num_sms": sms} if sms else {})
         return records.row(
-            step, config=config, size={"tokens": TOKENS}, dtype=dtype, kernel=kernel,
-            call=self.call(call) if with_call else None, **more,
-        )  # fmt: skip
+            step,
+            config=config,
+            size={"tokens": TOKENS},
+            dtype=dtype,
+            kernel=kernel,
+            call=self.call(call) if with_call else None,
+            **more,
+        )
 
     def _push(self):
         """The ceiling: 16-byte stores into the next rank's buffer, and into all others'."""
@@ -319,9 +324,7 @@ class _Bench:
         config, layout = self._config(MAIN_SMS), self._layout(idx)
 
         def call():
-            given = self.buffer.dispatch(
-                x, **layout, topk_idx=idx, topk_weights=weights, config=config, **options
-            )
+            given = self.buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights, config=config, **options)
             return self.buffer.combine(given[0], given[4], given[2], config=config)[0]
 
         self._check_back(call(), layout, x)
@@ -338,8 +341,13 @@ class _Bench:
     def _decode_rows(self, steps, tokens):
         return [
             records.row(
-                name, config=self.config | {"num_sms": MAIN_SMS}, size={"tokens": tokens}, dtype="bf16",
-                operation="there and back", kernel=self.kernel(call), call=self.call(call),
-            )  # fmt: skip
+                name,
+                config=self.config | {"num_sms": MAIN_SMS},
+                size={"tokens": tokens},
+                dtype="bf16",
+                operation="there and back",
+                kernel=self.kernel(call),
+                call=self.call(call),
+            )
             for name, call in steps.items()
         ]

@@ -20,16 +20,46 @@ def combine_sizes():
     """
     if simulator.ENABLED:
         return SimpleNamespace(
-            ranks=2, devices=None, tokens=11, hidden=64, topk=3, experts=12, num_sms=2, ring=32, chunk=2, warps=2,
-            sweep=(), document_sweep=(), loads=(2,), blocks=2, threads=64, sum_blocks=(2,), launches=1, samples=1,
-        )  # fmt: skip
+            ranks=2,
+            devices=None,
+            tokens=11,
+            hidden=64,
+            topk=3,
+            experts=12,
+            num_sms=2,
+            ring=32,
+            chunk=2,
+            warps=2,
+            sweep=(),
+            document_sweep=(),
+            loads=(2,),
+            blocks=2,
+            threads=64,
+            sum_blocks=(2,),
+            launches=1,
+            samples=1,
+        )
     ranks = max(n for n in (2, 4, 8) if n <= max(2, reachable_gpus()))
     return SimpleNamespace(
-        ranks=ranks, devices=list(range(ranks)) if ranks <= reachable_gpus() else [0] * ranks, tokens=4096, hidden=7168,
-        topk=8, experts=256, num_sms=24, ring=256, chunk=CHUNKS[ranks], warps=24 // ranks,
-        sweep=(4, 8, 12, 16, 20, 24, 32, 48), document_sweep=(8, 24, 48), loads=(1, 2, 4, 8), blocks=132, threads=512,
-        sum_blocks=(12, 132), launches=8, samples=12,
-    )  # fmt: skip
+        ranks=ranks,
+        devices=list(range(ranks)) if ranks <= reachable_gpus() else [0] * ranks,
+        tokens=4096,
+        hidden=7168,
+        topk=8,
+        experts=256,
+        num_sms=24,
+        ring=256,
+        chunk=CHUNKS[ranks],
+        warps=24 // ranks,
+        sweep=(4, 8, 12, 16, 20, 24, 32, 48),
+        document_sweep=(8, 24, 48),
+        loads=(1, 2, 4, 8),
+        blocks=132,
+        threads=512,
+        sum_blocks=(12, 132),
+        launches=8,
+        samples=12,
+    )
 
 
 def random_routing(num_tokens, num_experts, topk, seed=0, holes=0.0):
@@ -74,10 +104,14 @@ def handles_of(is_token_in_rank, channels):
         before = [torch.cat([channel_prefix[s][rank].new_zeros(1), channel_prefix[s][rank][:-1]]) for s in range(ranks)]
         handles.append(
             document_run.Handle(
-                there.rank_prefix_matrix, channel_prefix[rank], torch.stack(before), there.src_idx, chosen,
+                there.rank_prefix_matrix,
+                channel_prefix[rank],
+                torch.stack(before),
+                there.src_idx,
+                chosen,
                 send_head[rank],
             )
-        )  # fmt: skip
+        )
     return handles
 
 

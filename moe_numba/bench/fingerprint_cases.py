@@ -142,9 +142,14 @@ def grouped_gemm():
         name = {"tensor": "pertensor_fp8", "block": "blockwise_fp8", "none": "bf16"}[scaling]
         function = getattr(moe_numba, f"group_gemm_{'silu_and_mul_' if activated else ''}{name}")
         function(
-            x, weight, *given, *scales, num_seq_per_group_avg=average, offs=lengths if rows == "offsets" else None,
+            x,
+            weight,
+            *given,
+            *scales,
+            num_seq_per_group_avg=average,
+            offs=lengths if rows == "offsets" else None,
             gather_indices=torch.empty(64, dtype=torch.int32) if gather else None,
-        )  # fmt: skip
+        )
 
     averages = (8, 32, 100, 1000)
     for average in averages:

@@ -37,8 +37,19 @@ class Ladder:
         Why nothing is timed here, though there is a GPU: "one GPU". Figures are then shown as in the simulator.
     """
 
-    def __init__(self, topic, check, title=None, reference_name="torch eager", *,
-                 config=None, size=None, gpu="h200", root=None, untimed=None):
+    def __init__(
+        self,
+        topic,
+        check,
+        title=None,
+        reference_name="torch eager",
+        *,
+        config=None,
+        size=None,
+        gpu="h200",
+        root=None,
+        untimed=None,
+    ):
         self.topic, self.check, self.title, self.reference_name = topic, check, title or topic, reference_name
         self.config, self.size, self.root = config or {}, size or {}, root
         self.untimed = "simulator" if simulator.ENABLED else untimed
@@ -46,8 +57,25 @@ class Ladder:
         self._environment = None
         self.record = records.recorded(topic, gpu, root)
 
-    def step(self, name, call, *, prediction_us=None, note=None, size=None, dtype="float32", lost=False, floor_us=None,
-             config=None, timed=None, graph=True, slow=False, expect_wrong=False, kernel=None, **more):
+    def step(
+        self,
+        name,
+        call,
+        *,
+        prediction_us=None,
+        note=None,
+        size=None,
+        dtype="float32",
+        lost=False,
+        floor_us=None,
+        config=None,
+        timed=None,
+        graph=True,
+        slow=False,
+        expect_wrong=False,
+        kernel=None,
+        **more,
+    ):
         """Run one step, check it, time it (on a GPU) and print one line.
 
         Parameters
@@ -81,8 +109,14 @@ class Ladder:
         self.rows = [row for row in self.rows if row["step"] != name]  # a cell that is run again replaces its step
         self._calls.pop(name, None)
         fields = {
-            "config": config or self.config, "size": size or self.size, "dtype": dtype, "floor_us": floor_us,
-            "prediction_us": prediction_us, "note": note, "lost": lost or None, **more,
+            "config": config or self.config,
+            "size": size or self.size,
+            "dtype": dtype,
+            "floor_us": floor_us,
+            "prediction_us": prediction_us,
+            "note": note,
+            "lost": lost or None,
+            **more,
         }
         outputs = call()
         if not simulator.ENABLED:

@@ -113,14 +113,20 @@ def compile_linked(kernel, signature, threads, *, lto, arch=ARCH):
         for s in (name.removesuffix("]") for name in signature)
     ]
     # Numba's own way to compile C++ asks the driver what PTX it takes.
-    asked, nvrtc.compile = nvrtc.compile, lambda text, name, cc, ltoir=False, **_: (
-        _compile_cpp(text, name, cc, ltoir), ""
+    asked, nvrtc.compile = (
+        nvrtc.compile,
+        lambda text, name, cc, ltoir=False, **_: (_compile_cpp(text, name, cc, ltoir), ""),
     )
     try:
         with compiling_for(arch):
             codes, _ = cuda.compile_all(
-                kernel.py_func, types.void(*arguments), device=False, abi="numba", cc=arch,
-                output="ltoir" if lto else "ptx", launch_bounds=(threads, 1),
+                kernel.py_func,
+                types.void(*arguments),
+                device=False,
+                abi="numba",
+                cc=arch,
+                output="ltoir" if lto else "ptx",
+                launch_bounds=(threads, 1),
             )
     finally:
         nvrtc.compile = asked

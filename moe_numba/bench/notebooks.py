@@ -1,8 +1,8 @@
 """Runs the notebooks: as pages to read, or as the executed copies that are committed (see ``copies``).
 
-    python -m moe_numba.bench.notebooks execute                        every notebook, as pages under build/
-    python -m moe_numba.bench.notebooks execute --in-place --only 01   the committed copy (on a GPU)
-    python -m moe_numba.bench.notebooks prose                          new prose into the committed copies, outputs kept
+python -m moe_numba.bench.notebooks execute                        every notebook, as pages under build/
+python -m moe_numba.bench.notebooks execute --in-place --only 01   the committed copy (on a GPU)
+python -m moe_numba.bench.notebooks prose                          new prose into the committed copies, outputs kept
 """
 
 import argparse

@@ -66,7 +66,7 @@ def caption(record, verb="recorded on", root=None):
 
 
 def provenance(record, verb="recorded on"):
-    """"recorded on NVIDIA H200, driver 580.95, numba-cuda 0.30.4, commit 1a2b3c4, 2026-11-20"."""
+    """ "recorded on NVIDIA H200, driver 580.95, numba-cuda 0.30.4, commit 1a2b3c4, 2026-11-20"."""
     versions = record["versions"]
     known = [f"{name} {versions[name]}" for name in ("numba-cuda", "torch") if name in versions]
     parts = [f"{verb} {record['gpu']}", f"driver {record['driver']}", *known, f"commit {record['commit'][:7]}"]
@@ -99,14 +99,27 @@ def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch ea
                 _whisker(axes, y, stats)
             else:
                 why = "refused: wrong result" if "refused" in row else "no kernel time"
-                axes.text(0.01, y, why, transform=axes.get_yaxis_transform(), va="center", color=GREY, style="italic",
-                          zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+                axes.text(
+                    0.01,
+                    y,
+                    why,
+                    transform=axes.get_yaxis_transform(),
+                    va="center",
+                    color=GREY,
+                    style="italic",
+                    zorder=4,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+                )
         _time_axis(axes, rows, ["kernel_us"], list(lines.values()), "kernel time, µs")
-        _columns(axes, rows, {
-            "µs": lambda row: _us(row.get("kernel_us")),
-            "× previous": lambda row: gain(previous(rows, row), row),
-            f"× {reference.split()[0]}": lambda row: gain(torch_row, row),
-        })
+        _columns(
+            axes,
+            rows,
+            {
+                "µs": lambda row: _us(row.get("kernel_us")),
+                "× previous": lambda row: gain(previous(rows, row), row),
+                f"× {reference.split()[0]}": lambda row: gain(torch_row, row),
+            },
+        )
         levels = _vertical_lines(figure, axes, lines)
         _finish(figure, axes, title, caption, rows=len(rows), levels=levels)
     return figure
@@ -123,10 +136,12 @@ def split_figure(rows, *, title="", caption=""):
                     axes.barh(y + offset, row[key]["median"], height=0.34, color=colour, alpha=alpha)
                     _whisker(axes, y + offset, row[key])
         _time_axis(axes, rows, ["kernel_us", "call_us"], [], "µs")
-        _columns(axes, rows, {
-            "kernel µs": lambda row: _us(row.get("kernel_us")),
-            "call µs": lambda row: _us(row.get("call_us")),
-        }, colours=(BLUE, BROWN))
+        _columns(
+            axes,
+            rows,
+            {"kernel µs": lambda row: _us(row.get("kernel_us")), "call µs": lambda row: _us(row.get("call_us"))},
+            colours=(BLUE, BROWN),
+        )
         _finish(figure, axes, title, caption, rows=len(rows), levels=1)
     return figure
 
@@ -236,13 +251,29 @@ def _columns(axes, rows, columns, colours=(INK, INK, INK)):
     """Numbers right of the bars, aligned: on a row of its own, no label can meet a bar, a line or another label."""
     for number, ((head, text), colour) in enumerate(zip(columns.items(), colours, strict=False)):
         x = 72 * COLUMN * (number + 0.85)  # points right of the axes
-        axes.annotate(head, (1, 1), (x, 5), xycoords="axes fraction", textcoords="offset points", ha="right",
-                      color=GREY if colour == INK else colour, fontsize=8.5)
+        axes.annotate(
+            head,
+            (1, 1),
+            (x, 5),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="right",
+            color=GREY if colour == INK else colour,
+            fontsize=8.5,
+        )
         for y, row in enumerate(rows):
             quiet = row.get("lost") or "refused" in row
-            axes.annotate(text(row) or "–", (1, y), (x, 0), xycoords=("axes fraction", "data"),
-                          textcoords="offset points", ha="right", va="center", color=GREY if quiet else colour,
-                          fontweight="normal" if number else "bold")
+            axes.annotate(
+                text(row) or "–",
+                (1, y),
+                (x, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                color=GREY if quiet else colour,
+                fontweight="normal" if number else "bold",
+            )
 
 
 def _vertical_lines(figure, axes, lines):
@@ -251,8 +282,16 @@ def _vertical_lines(figure, axes, lines):
     for label, value in sorted(lines.items(), key=lambda line: line[1]):
         colour = GREEN if label == "speed of light" else BROWN if label.startswith("torch") else PURPLE
         axes.axvline(value, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, zorder=3)
-        text = axes.annotate(f"{label} {short(value)}", (value, 1), (0, 5), xycoords=("data", "axes fraction"),
-                             textcoords="offset points", ha="center", fontsize=8.5, color=colour)
+        text = axes.annotate(
+            f"{label} {short(value)}",
+            (value, 1),
+            (0, 5),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8.5,
+            color=colour,
+        )
         box = text.get_window_extent(renderer).padded(4)
         shift = max(axes.bbox.x0 - box.x0, 0) + min(axes.bbox.x1 - box.x1, 0)  # a name stays above the bars
         left, right = box.x0 + shift, box.x1 + shift

@@ -41,6 +41,4 @@ def push(peers, rank, others, source, blocks):
     signature = ("uint64*", "int32", "int32", "int32", "int32*", "int64")
     kernel = launcher(_push, signature, device, launch_bounds=THREADS)
     pieces = source.numel() * source.element_size() // 16
-    kernel(
-        blocks, THREADS, current_stream(device), address(peers), rank, len(peers), others, address(source), pieces
-    )
+    kernel(blocks, THREADS, current_stream(device), address(peers), rank, len(peers), others, address(source), pieces)

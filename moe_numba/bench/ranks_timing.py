@@ -80,9 +80,15 @@ def rank_times(group, named, *, launches=10, samples=20):
         return dict.fromkeys(named)
     gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     with _no_gc():
-        return slowest(group.run(lambda transport: _work(
-            transport, named, lambda steps: measure(transport, steps, launches, samples, _Clock(transport, gate))
-        )))  # fmt: skip
+        return slowest(
+            group.run(
+                lambda transport: _work(
+                    transport,
+                    named,
+                    lambda steps: measure(transport, steps, launches, samples, _Clock(transport, gate)),
+                )
+            )
+        )
 
 
 def host_times(group, named, *, repeats=30):

@@ -83,8 +83,14 @@ def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, flo
         ``bytes``, ``flops``, ``wire_gbps``, ``operation``, ``note``, ... None is left out.
     """
     fields = {
-        "step": step, "config": config or {}, "size": size or {}, "dtype": dtype,
-        "kernel_us": _times(kernel), "call_us": _times(call), "floor_us": floor_us, **more,
+        "step": step,
+        "config": config or {},
+        "size": size or {},
+        "dtype": dtype,
+        "kernel_us": _times(kernel),
+        "call_us": _times(call),
+        "floor_us": floor_us,
+        **more,
     }
     return {
         name: float(f"{value:.6g}") if isinstance(value, float) else value

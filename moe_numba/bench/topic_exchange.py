@@ -67,21 +67,26 @@ def figures(record):
     }
     made = {
         "bandwidth": plots.sweep_figure(
-            lines, xlabel="multiprocessors", ylabel="GB/s on the wire", caption=caption,
+            lines,
+            xlabel="multiprocessors",
+            ylabel="GB/s on the wire",
+            caption=caption,
             title=f"{ranks} GPUs, {across_ranks.TOKENS} tokens each: wire bandwidth",
         ),
         "few": plots.sweep_figure(
-            there, caption=caption, title=f"{ranks} GPUs, few tokens each: dispatch and combine together",
+            there, caption=caption, title=f"{ranks} GPUs, few tokens each: dispatch and combine together"
         ),
-    }  # fmt: skip
+    }
     for name, topic in LADDERS.items():
         if ladder := records.recorded(topic, records.folder(record["gpu"])):
             size, ranks = ladder["rows"][0]["size"], ladder["rows"][0]["config"]["ranks"]
             made[f"{name}-ladder"] = plots.ladder_figure(
-                ladder["rows"], caption=plots.caption(ladder), reference="torch",
+                ladder["rows"],
+                caption=plots.caption(ladder),
+                reference="torch",
                 lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
                 title=f"{name.capitalize()}, step by step: {size['tokens']} tokens on each of {ranks} GPUs",
-            )  # fmt: skip
+            )
     return made
 
 

@@ -27,9 +27,7 @@ def sizes():
     if simulator.ENABLED:
         small = dict(num_experts=64, topk=4, ranks=4)
         return SimpleNamespace(device="cpu", **small, tokens=96, few=8, many=128, threads=64, sweep=(1, 33))
-    return SimpleNamespace(
-        device="cuda", **DEEPSEEK_V3, tokens=4096, few=64, many=65536, threads=256, sweep=TOKENS
-    )
+    return SimpleNamespace(device="cuda", **DEEPSEEK_V3, tokens=4096, few=64, many=65536, threads=256, sweep=TOKENS)
 
 
 def uniform_routing(tokens, num_experts, topk, device=DEVICE):
@@ -77,8 +75,14 @@ def measure_layout(config, tokens, bandwidth):
     kernel["final"] = kernel["final, out="]  # an allocation inside a graph is not the kernel's
     call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
     count = layout_bytes(tokens, topk, experts, ranks)
-    more = dict(config=config, size={"tokens": tokens}, dtype="int64", operation="layout",
-                floor_us=count / bandwidth * 1e6, bytes=count)  # fmt: skip
+    more = dict(
+        config=config,
+        size={"tokens": tokens},
+        dtype="int64",
+        operation="layout",
+        floor_us=count / bandwidth * 1e6,
+        bytes=count,
+    )
     return [
         records.row(n, kernel=kernel[n], call=call.get(n), **more) for n in steps if n in call or n != "final, out="
     ]

@@ -162,10 +162,7 @@ def readme_table(record):
     """Kernel times, microseconds: this package, the peers, torch, and the floor."""
     columns = ["final", *records.peers(record), "torch.compile", "torch eager"]
     names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
-    lines = [
-        f"| tokens, logits | {' | '.join(names)} | speed of light |",
-        "|---|" + "---:|" * (len(names) + 1),
-    ]
+    lines = [f"| tokens, logits | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]
     for dtype in DTYPES:
         for tokens in TOKENS:
             rows = [

@@ -61,8 +61,13 @@ def problem(weight, lengths, seed=1):
     torch.manual_seed(seed)
     x = (torch.randn(int(lengths.sum()), k, device=device) * 0.5).to(weight.dtype)
     return SimpleNamespace(
-        x=x, weight=weight, seqlens=seqlens, cu_seqlens=starts, y_scale=torch.rand(groups, device=device) + 0.5,
-        out=torch.empty(len(x), n, dtype=BF16, device=device), average=-(-len(x) // groups),
+        x=x,
+        weight=weight,
+        seqlens=seqlens,
+        cu_seqlens=starts,
+        y_scale=torch.rand(groups, device=device) + 0.5,
+        out=torch.empty(len(x), n, dtype=BF16, device=device),
+        average=-(-len(x) // groups),
     )
 
 
@@ -93,7 +98,12 @@ def loop_of_scaled_mm(p, bounds):
     for g, (start, end) in enumerate(bounds):
         if end > start:
             torch._scaled_mm(
-                p.x[start:end], p.weight[g].t(), p.scales[g], one, out_dtype=BF16, use_fast_accum=True,
+                p.x[start:end],
+                p.weight[g].t(),
+                p.scales[g],
+                one,
+                out_dtype=BF16,
+                use_fast_accum=True,
                 out=p.out[start:end],
             )
     return p.out
@@ -214,8 +224,16 @@ def _measure_steps(steps, problems, config, lengths, dtype, peers):
     floor_us, count, flops = floor(lengths, config["n"], config["k"], dtype)
     return [
         records.row(
-            name, config=config, size={"rows": rows}, dtype=dtype, kernel=kernel[name], call=call.get(name),
-            floor_us=floor_us, bytes=count, flops=flops, version=versions.get(name),
+            name,
+            config=config,
+            size={"rows": rows},
+            dtype=dtype,
+            kernel=kernel[name],
+            call=call.get(name),
+            floor_us=floor_us,
+            bytes=count,
+            flops=flops,
+            version=versions.get(name),
         )
         for name in steps
     ]
@@ -264,7 +282,10 @@ def figures(record):
                 )
                 kind = {"tensor": "FP8, a scale a group", "block": "FP8, scales of 128 by 128", "none": "bf16"}[scaling]
                 made[f"sweep-{shape}-{scaling}"] = plots.sweep_figure(
-                    series, xlabel="rows of 32 groups", floor=floors, caption=caption,
+                    series,
+                    xlabel="rows of 32 groups",
+                    floor=floors,
+                    caption=caption,
                     title=f"Grouped GEMM, N {SHAPES[shape]['n']}, K {SHAPES[shape]['k']}, {kind}: kernel time",
                 )
     made["roofline"] = roofline(record, caption)
@@ -273,8 +294,11 @@ def figures(record):
         if ladder:
             floor_us = next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)
             made[topic.removeprefix("grouped_gemm_").replace("_", "-")] = plots.ladder_figure(
-                ladder["rows"], lines={"speed of light": floor_us}, title=f"The grouped GEMM's ladder: {title}",
-                caption=plots.caption(ladder), reference="torch",
+                ladder["rows"],
+                lines={"speed of light": floor_us},
+                title=f"The grouped GEMM's ladder: {title}",
+                caption=plots.caption(ladder),
+                reference="torch",
             )
     return made
 
@@ -288,7 +312,11 @@ def roofline(record, caption=""):
             series.setdefault(shape, {})[intensity] = row["flops"] / row["kernel_us"]["median"] / 1e6
             roof[intensity] = row["flops"] / row["floor_us"] / 1e6
     figure = plots.sweep_figure(
-        series, xlabel="operations for each byte", ylabel="TFLOP/s", floor=roof, caption=caption,
+        series,
+        xlabel="operations for each byte",
+        ylabel="TFLOP/s",
+        floor=roof,
+        caption=caption,
         title="Grouped GEMM, FP8: how near to the roof",
     )
     figure.axes[0].set_xticks([4, 8, 16, 32, 64, 128, 256, 512])

@@ -181,14 +181,23 @@ def _measure_layer(model, layers, tokens, bandwidth, rate, gemms):
     call = call_times({n: own[0] for n, own in calls.items()}) if main else {}
     starts = {n: torch_layer.launches(own[0]) for n, own in calls.items()} if main else {}
     config = {
-        "model": model, "num_experts": shape.num_experts, "topk": shape.topk, "hidden_size": shape.hidden_size,
+        "model": model,
+        "num_experts": shape.num_experts,
+        "topk": shape.topk,
+        "hidden_size": shape.hidden_size,
         "moe_intermediate_size": shape.moe_intermediate_size,
     }
     dtype = torch_layer.NAMES[first.dtype]
     return [
         records.row(
-            n, config=config, size={"tokens": tokens}, dtype=dtype, kernel=kernel[n], call=call.get(n),
-            launches=starts.get(n), **facts[n.partition(": ")[2]],
+            n,
+            config=config,
+            size={"tokens": tokens},
+            dtype=dtype,
+            kernel=kernel[n],
+            call=call.get(n),
+            launches=starts.get(n),
+            **facts[n.partition(": ")[2]],
         )
         for n in kernel
     ]
@@ -234,8 +243,12 @@ def _facts(layer, x, replicas, bandwidth, rate):
     tile = torch_layer.tile_rows(ids.numel(), count, wide, shape.hidden_size, layer.dtype)
     fullest = int(torch.bincount(ids.flatten().long(), minlength=count).max())
     return dict(
-        bytes=moved, flops=flops, floor_us=max(moved / bandwidth, flops / rate) * 1e6, experts=experts,
-        tile_rows=tile, longest_column=-(-fullest // tile),
+        bytes=moved,
+        flops=flops,
+        floor_us=max(moved / bandwidth, flops / rate) * 1e6,
+        experts=experts,
+        tile_rows=tile,
+        longest_column=-(-fullest // tile),
     )
 
 

@@ -81,7 +81,12 @@ def torch_grouped(rows, scales, matrices, ends):
         return torch._grouped_mm(rows, matrices.values.transpose(1, 2), offs=ends)
     if rows.is_cuda and rows.dtype == FP8:
         return torch._scaled_grouped_mm(
-            rows, matrices.values.transpose(1, 2), scales, matrices.scales, offs=ends, out_dtype=torch.bfloat16,
+            rows,
+            matrices.values.transpose(1, 2),
+            scales,
+            matrices.scales,
+            offs=ends,
+            out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
     kind = torch.bfloat16 if rows.dtype == FP8 else rows.dtype

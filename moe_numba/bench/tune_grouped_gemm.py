@@ -49,8 +49,13 @@ def candidates(scaling, activated=False):
     for tokens, parts, sizes in ACTIVATED_TILES if activated else TILES:
         for cluster in (1, 2):
             constants = Constants(
-                dtype="bf16" if scaling == "none" else "e4m3", scaling=scaling, tokens=tokens, parts=parts, sizes=sizes,
-                activated=activated, cluster=cluster,
+                dtype="bf16" if scaling == "none" else "e4m3",
+                scaling=scaling,
+                tokens=tokens,
+                parts=parts,
+                sizes=sizes,
+                activated=activated,
+                cluster=cluster,
             )
             fitting = [s for s in range(3, STAGES + 1) if Layout(constants._replace(stages=s)).bytes <= SHARED_BYTES]
             if fitting:

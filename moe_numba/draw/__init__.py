@@ -10,8 +10,22 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from moe_numba.bench.plots import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, STYLE, Picture
 
 __all__ = [
-    "BLUE", "COLOURS", "GREEN", "GREY", "INK", "ORANGE", "PALE", "RED", "SKY",
-    "arrow", "box", "canvas", "ink_on", "lane_colour", "note", "text",
+    "BLUE",
+    "COLOURS",
+    "GREEN",
+    "GREY",
+    "INK",
+    "ORANGE",
+    "PALE",
+    "RED",
+    "SKY",
+    "arrow",
+    "box",
+    "canvas",
+    "ink_on",
+    "lane_colour",
+    "note",
+    "text",
 ]
 
 
@@ -48,8 +62,16 @@ def arrow(axes, start, end, *, colour=GREY, bend=0.0, line=1.1, style="-|>", **m
     """An arrow between two places."""
     axes.add_patch(
         FancyArrowPatch(
-            start, end, arrowstyle=style, mutation_scale=9, color=colour, linewidth=line, shrinkA=0, shrinkB=0,
-            connectionstyle=f"arc3,rad={bend}", **more,
+            start,
+            end,
+            arrowstyle=style,
+            mutation_scale=9,
+            color=colour,
+            linewidth=line,
+            shrinkA=0,
+            shrinkB=0,
+            connectionstyle=f"arc3,rad={bend}",
+            **more,
         )
     )
 

@@ -55,8 +55,19 @@ def problem(topk_ids, block_size, num_experts):
         text(axes, left - 0.08, y + tall / 2, f"block {b}", size=8.5, colour=GREY, ha="right")
         for i, slot in enumerate(sorted_ids[b * block_size : (b + 1) * block_size]):
             label, inside = ("slot", fill) if slot < numel else ("padding" if b < used else "tail", EMPTY)
-            cell(axes, left + i * wide, y, wide, tall, slot, fill=inside, edge=WHITE, size=9 if wide > 0.3 else 7,
-                 colour=None if label == "slot" else GREY, label=label)
+            cell(
+                axes,
+                left + i * wide,
+                y,
+                wide,
+                tall,
+                slot,
+                fill=inside,
+                edge=WHITE,
+                size=9 if wide > 0.3 else 7,
+                colour=None if label == "slot" else GREY,
+                label=label,
+            )
         cell(axes, right + 0.35, y, 0.5, tall, expert, fill=fill, edge=WHITE, colour=colour)
         if b < used and expert not in expert_ids[:b]:
             end = (b + expert_ids[:used].count(expert)) * block_size
@@ -67,8 +78,12 @@ def problem(topk_ids, block_size, num_experts):
     axes.plot([left, right + 0.85], [y, y], color=INK, linewidth=1.6, label="end of use")
     words = f"num_tokens_post_pad = {total[0]}: {count(used, 'block')} above the line"
     text(axes, left, top - blocks * tall - 0.22, words, ha="left")
-    note(axes, 0.15, 0.15, f"Colour: the expert. Pale: padding, and what is past the end; both are {numel}, "
-                           "the number of slots.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        f"Colour: the expert. Pale: padding, and what is past the end; both are {numel}, the number of slots.",
+    )
     return figure
 
 
@@ -155,10 +170,30 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
         label = "bit" if not bit or at > slot else "own" if at == slot else "counted"
         colour = {"bit": GREY, "own": RED, "counted": BLUE}[label]
         text(axes, middle, 2.88 + tall / 2, str(at), size=8, colour=GREY)
-        cell(axes, x[at], 2.6, wide, tall, i, fill=tint(colour) if bit else WHITE, edge=PALE, size=8,
-             colour=INK if bit else GREY)
-        cell(axes, x[at], 2.0, wide, tall, int(bit), fill=WHITE if label == "bit" else colour, edge=PALE, label=label,
-             colour=None if bit else GREY)
+        cell(
+            axes,
+            x[at],
+            2.6,
+            wide,
+            tall,
+            i,
+            fill=tint(colour) if bit else WHITE,
+            edge=PALE,
+            size=8,
+            colour=INK if bit else GREY,
+        )
+        cell(
+            axes,
+            x[at],
+            2.0,
+            wide,
+            tall,
+            int(bit),
+            fill=WHITE if label == "bit" else colour,
+            edge=PALE,
+            label=label,
+            colour=None if bit else GREY,
+        )
         if bit:
             arrow(axes, (middle, 2.6), (middle, 2.0 + tall), colour=colour, label="atomicOr")
     parts = []
@@ -178,8 +213,13 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
         fill = RED if at == slot else BLUE if at < slot else WHITE
         cell(axes, left + r * each, 0.5, each, tall, at, fill=fill, edge=PALE, label="ranked", size=8)
         text(axes, left + (r + 0.5) * each, 0.92, str(r), size=8, colour=GREY)
-    note(axes, 0.15, 0.15, "Bit 0 of a word is on the left. "
-                           "In whatever order threads set their bits, the mask is the same, and so is the rank.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "Bit 0 of a word is on the left. "
+        "In whatever order threads set their bits, the mask is the same, and so is the rank.",
+    )
     return figure
 
 
@@ -232,6 +272,11 @@ def hand_over(blocks, experts, block_size=4, seed=0):
         fill = EMPTY if block == "-" else BLUE if block < g else RED if block == g else tint(GREY, 0.18)
         cell(axes, left + i * wide, y, wide, tall, block, fill=fill, edge=WHITE, label="written")
         text(axes, left + (i + 0.5) * wide, y + tall + 0.12, str(first + i), size=7.5, colour=GREY)
-    note(axes, 0.15, 0.15, f"The places of expert {e}, with their blocks; a dash is padding. "
-                           "Whichever block is the first to run, the places are the same.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        f"The places of expert {e}, with their blocks; a dash is padding. "
+        "Whichever block is the first to run, the places are the same.",
+    )
     return figure

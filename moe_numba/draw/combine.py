@@ -34,16 +34,32 @@ def problem(is_token_in_rank, home=0):
             mine = source == home
             if mine:
                 places[token, rank] = row
-            cell(axes, 0.15 + row * wide, y, wide, tall, f"{source}:{token}", fill=RANK_COLOURS[source] if mine
-                 else WHITE, edge=WHITE if mine else PALE, colour=None if mine else GREY, size=8,
-                 label="own row" if mine else "row")
+            cell(
+                axes,
+                0.15 + row * wide,
+                y,
+                wide,
+                tall,
+                f"{source}:{token}",
+                fill=RANK_COLOURS[source] if mine else WHITE,
+                edge=WHITE if mine else PALE,
+                colour=None if mine else GREY,
+                size=8,
+                label="own row" if mine else "row",
+            )
         if ends[home] < ends[home + 1]:
             first, last = 0.15 + ends[home] * wide, 0.15 + ends[home + 1] * wide
-            axes.plot([first + 0.03, last - 0.03], [y - 0.07] * 2, color=RANK_COLOURS[home], linewidth=2.2,
-                      label="section")
+            axes.plot(
+                [first + 0.03, last - 0.03], [y - 0.07] * 2, color=RANK_COLOURS[home], linewidth=2.2, label="section"
+            )
             end = 0.15 + len(there.src_idx) * wide
-            arrow(axes, (end + 0.08, y + tall / 2), (table - 0.05, top - (tokens + 1) * tall / 2 - 0.12 * rank),
-                  colour=RANK_COLOURS[home], label="home")
+            arrow(
+                axes,
+                (end + 0.08, y + tall / 2),
+                (table - 0.05, top - (tokens + 1) * tall / 2 - 0.12 * rank),
+                colour=RANK_COLOURS[home],
+                label="home",
+            )
     text(axes, table + 0.3, top + 0.15, "token", size=8, colour=GREY)
     for rank in range(ranks):
         text(axes, table + (rank + 1.5) * 0.62, top + 0.15, f"rank {rank}", size=8, colour=RANK_COLOURS[rank])
@@ -52,11 +68,25 @@ def problem(is_token_in_rank, home=0):
         text(axes, table + 0.3, y + tall / 2, str(token), size=8.5)
         for rank in range(ranks):
             row = int(places[token, rank])
-            cell(axes, table + (rank + 1) * 0.62, y, 0.62, tall, row if row >= 0 else "-", edge=PALE,
-                 fill=tint(RANK_COLOURS[home]) if row >= 0 else WHITE, colour=None if row >= 0 else GREY, label="place")
+            cell(
+                axes,
+                table + (rank + 1) * 0.62,
+                y,
+                0.62,
+                tall,
+                row if row >= 0 else "-",
+                edge=PALE,
+                fill=tint(RANK_COLOURS[home]) if row >= 0 else WHITE,
+                colour=None if row >= 0 else GREY,
+                label="place",
+            )
     text(axes, table + (1 + ranks / 2) * 0.62, top - tokens * tall - 0.16, "row of that rank", size=8, colour=GREY)
-    note(axes, 0.15, 0.17, "A row is source:token. Rows lie in the order of their source ranks: those of one rank are "
-                           "neighbours.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        "A row is source:token. Rows lie in the order of their source ranks: those of one rank are neighbours.",
+    )
     return figure
 
 
@@ -78,15 +108,21 @@ def sum_in_steps(values):
     for i, step in enumerate(steps):
         y = top - (i + 1) * tall
         text(axes, 1.85, y + tall / 2, f"rank {i}", ha="right", size=8.5)
-        for (x, _), value, colour, label in zip(columns, step, (WHITE, tint(ORANGE), tint(SKY)),
-                                                ("value", "narrow", "wide"), strict=True):
+        for (x, _), value, colour, label in zip(
+            columns, step, (WHITE, tint(ORANGE), tint(SKY)), ("value", "narrow", "wide"), strict=True
+        ):
             cell(axes, x, y, 1.5, tall, f"{value:.7g}", fill=colour, edge=PALE, label=label, size=8.5)
     y = top - len(steps) * tall - 0.38
     text(axes, 1.85, y + tall / 2, f"exact: {exact:.8g}", ha="right", size=8.5)
     for x, value, label in ((4.3, narrow.item(), "narrow result"), (6.7, rounded, "rounded once")):
         cell(axes, x, y, 1.5, tall, f"{value:.7g}", fill=WHITE, label=label)
-    note(axes, 0.15, 0.17, f"Bottom: both as bfloat16. Errors: {abs(narrow.item() - exact):.3g} rounded at each step, "
-                           f"{abs(rounded - exact):.3g} rounded once.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        f"Bottom: both as bfloat16. Errors: {abs(narrow.item() - exact):.3g} rounded at each step, "
+        f"{abs(rounded - exact):.3g} rounded once.",
+    )
     return figure
 
 
@@ -99,11 +135,31 @@ def gaps(before, after, none):
     upper, lower = 1.5, 0.6
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         text(axes, x[i], upper + tall + 0.12, str(i), size=8, colour=GREY)
-        cell(axes, x[i] - 0.46 * wide, upper, 0.92 * wide, tall, old, fill=tint(SKY) if old >= 0 else WHITE,
-             edge=PALE, label="before", size=8.5)
+        cell(
+            axes,
+            x[i] - 0.46 * wide,
+            upper,
+            0.92 * wide,
+            tall,
+            old,
+            fill=tint(SKY) if old >= 0 else WHITE,
+            edge=PALE,
+            label="before",
+            size=8.5,
+        )
         says = "none" if new == -none - 1 else new
-        cell(axes, x[i] - 0.46 * wide, lower, 0.92 * wide, tall, says, edge=PALE, label="after", size=8.5,
-             fill=tint(SKY) if old >= 0 else tint(ORANGE))
+        cell(
+            axes,
+            x[i] - 0.46 * wide,
+            lower,
+            0.92 * wide,
+            tall,
+            says,
+            edge=PALE,
+            label="after",
+            size=8.5,
+            fill=tint(SKY) if old >= 0 else tint(ORANGE),
+        )
         if old < 0:
             source = next((j for j in range(i + 1, len(before)) if before[j] >= 0), None)
             if source is not None:
@@ -111,8 +167,13 @@ def gaps(before, after, none):
     for y, words in ((upper, "send_head"), (lower, "with gaps filled")):
         text(axes, left - 0.1, y + tall / 2, words, ha="right", size=8.5)
     text(axes, left - 0.1, upper + tall + 0.12, "token", ha="right", size=8, colour=GREY)
-    note(axes, 0.15, 0.17, "Blue: the row's place in the queue. Orange: -n - 1, where n is the place of the next row "
-                           "that will come. none: there is none.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        "Blue: the row's place in the queue. Orange: -n - 1, where n is the place of the next row "
+        "that will come. none: there is none.",
+    )
     return figure
 
 
@@ -128,14 +189,30 @@ def stuck(ring, chunk, head, tail, warps, tokens):
     for slot in range(ring):
         place = next((p for p in range(head, tail) if p % ring == slot), None)
         fill = WHITE if place is None else tint(RED)
-        cell(axes, left + slot * wide, y, wide, tall, "free" if place is None else place, fill=fill,
-             colour=GREY if place is None else None, label="slot")
+        cell(
+            axes,
+            left + slot * wide,
+            y,
+            wide,
+            tall,
+            "free" if place is None else place,
+            fill=fill,
+            colour=GREY if place is None else None,
+            label="slot",
+        )
         text(axes, left + (slot + 0.5) * wide, y + tall + 0.13, str(slot), size=7.5, colour=GREY)
     text(axes, left - 0.12, y + tall / 2, "the ring's slots", ha="right", size=8.5)
     text(axes, left + ring * wide + 0.2, y + tall / 2, f"head {head}, tail {tail}: {free} free", ha="left", size=9)
     text(axes, left - 0.12, y - 0.35, "the sender", ha="right", size=8.5)
-    text(axes, left, y - 0.35, f"wants {min(chunk, tokens - tail)} slots and waits until the head moves on", ha="left",
-         size=9, colour=RED)
+    text(
+        axes,
+        left,
+        y - 0.35,
+        f"wants {min(chunk, tokens - tail)} slots and waits until the head moves on",
+        ha="left",
+        size=9,
+        colour=RED,
+    )
     for i, (read, waits) in enumerate(warps):
         row = y - 0.85 - 0.36 * i
         text(axes, left - 0.12, row + 0.14, f"adding warp {i + 1}", ha="right", size=8.5)
@@ -157,12 +234,23 @@ def circle(waits):
     figure, axes = canvas(WIDTH, height, "A circle of waits")
     middle, across, up = (WIDTH / 2, 1.75), 3.35, 1.15
     wide, tall = 1.5, 0.4
-    spots = [(middle[0] + across * math.sin(2 * math.pi * i / n), middle[1] + up * math.cos(2 * math.pi * i / n))
-             for i in range(n)]  # fmt: skip
+    spots = [
+        (middle[0] + across * math.sin(2 * math.pi * i / n), middle[1] + up * math.cos(2 * math.pi * i / n))
+        for i in range(n)
+    ]
     for i, (who, why) in enumerate(waits):
         (x, y), (to_x, to_y) = spots[i], spots[(i + 1) % n]
-        box(axes, x - wide / 2, y - tall / 2, wide, tall, who, fill=tint(ORANGE if "sends" in who else SKY),
-            label="who", size=9)
+        box(
+            axes,
+            x - wide / 2,
+            y - tall / 2,
+            wide,
+            tall,
+            who,
+            fill=tint(ORANGE if "sends" in who else SKY),
+            label="who",
+            size=9,
+        )
         length = math.hypot(to_x - x, to_y - y)
         cut = 0.06 + min(0.5 * wide * length / max(abs(to_x - x), 1e-9), 0.5 * tall * length / max(abs(to_y - y), 1e-9))
         start = x + (to_x - x) * cut / length, y + (to_y - y) * cut / length
@@ -170,7 +258,13 @@ def circle(waits):
         arrow(axes, start, end, colour=RED if "space" in why else GREY, label="waits")
         inside = 0.36
         at = (x + to_x) / 2, (y + to_y) / 2
-        text(axes, at[0] + (middle[0] - at[0]) * inside, at[1] + (middle[1] - at[1]) * inside, why, size=8.5,
-             colour=RED if "space" in why else GREY)
+        text(
+            axes,
+            at[0] + (middle[0] - at[0]) * inside,
+            at[1] + (middle[1] - at[1]) * inside,
+            why,
+            size=8.5,
+            colour=RED if "space" in why else GREY,
+        )
     note(axes, 0.15, 0.17, "Each waits for the one that its arrow points to.")
     return figure

@@ -36,13 +36,33 @@ def problem(topk_idx_of_ranks, num_experts):
                 cell(axes, left + k * wide, y, wide, tall, expert, fill=fill, edge=WHITE, label="choice", size=8.5)
             for to, there in enumerate(is_there):
                 fill = RANK_COLOURS[to] if there else WHITE
-                cell(axes, flags + to * wide, y, wide, tall, int(there), fill=fill, edge=PALE, label="flag", size=8.5,
-                     colour=None if there else GREY)
+                cell(
+                    axes,
+                    flags + to * wide,
+                    y,
+                    wide,
+                    tall,
+                    int(there),
+                    fill=fill,
+                    edge=PALE,
+                    label="flag",
+                    size=8.5,
+                    colour=None if there else GREY,
+                )
         low = top - tokens * tall - 0.32
         text(axes, flags - 0.1, low + tall / 2, "num_tokens_per_rank", size=8, colour=GREY, ha="right")
         for to, number in enumerate(per_rank):
-            cell(axes, flags + to * wide, low, wide, tall, number, fill=tint(RANK_COLOURS[to]), edge=RANK_COLOURS[to],
-                 label="per rank")
+            cell(
+                axes,
+                flags + to * wide,
+                low,
+                wide,
+                tall,
+                number,
+                fill=tint(RANK_COLOURS[to]),
+                edge=RANK_COLOURS[to],
+                label="per rank",
+            )
         experts_left, narrow = flags + ranks * wide + 0.35, min(0.36, 2.2 / num_experts)
         text(axes, experts_left, top - 0.42, "num_tokens_per_expert", size=8, colour=GREY, ha="left")
         for expert, number in enumerate(per_expert):
@@ -56,8 +76,16 @@ def problem(topk_idx_of_ranks, num_experts):
             if number:
                 arrow(axes, (start, y), (end, target), colour=RANK_COLOURS[to], label="sent")
                 at = 0.14 + 0.1 * to
-                text(axes, start + at * (end - start), y + at * (target - y), str(number), size=8.5, weight="bold",
-                     colour=RANK_COLOURS[to], bbox={"facecolor": WHITE, "edgecolor": "none", "pad": 1})
+                text(
+                    axes,
+                    start + at * (end - start),
+                    y + at * (target - y),
+                    str(number),
+                    size=8.5,
+                    weight="bold",
+                    colour=RANK_COLOURS[to],
+                    bbox={"facecolor": WHITE, "edgecolor": "none", "pad": 1},
+                )
     for rank, y in enumerate(places):
         box(axes, WIDTH - 1.42, y - 0.5, 1.27, 0.72, fill=tint(RANK_COLOURS[rank]), edge=RANK_COLOURS[rank])
         text(axes, WIDTH - 0.785, y + 0.02, f"to rank {rank}", weight="bold", size=8.5)
@@ -66,8 +94,12 @@ def problem(topk_idx_of_ranks, num_experts):
         text(axes, WIDTH - 0.785, y - 0.2, words, size=8)
         arrivals = sum(int(reference.dispatch_layout(i, ranks, num_experts)[0][rank]) for i in topk_idx_of_ranks)
         text(axes, WIDTH - 0.785, y - 0.38, f"receives {arrivals}", size=8, colour=GREY)
-    note(axes, 0.15, 0.17, "Colour: the rank that has the expert. A token is sent to a rank once, "
-                           "however many of its experts are there.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        "Colour: the rank that has the expert. A token is sent to a rank once, however many of its experts are there.",
+    )
     return figure
 
 
@@ -103,22 +135,55 @@ def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
             token = r * threads + thread
             for k, expert in enumerate(topk_idx[token].tolist() if token < tokens else ()):
                 mine = expert in experts
-                cell(axes, left + r * (topk * wide + 0.12) + k * wide, y + 0.02, wide, tall - 0.04, expert,
-                     fill=SKY if mine else WHITE, edge=PALE, size=8, colour=None if mine else GREY, label="choice")
+                cell(
+                    axes,
+                    left + r * (topk * wide + 0.12) + k * wide,
+                    y + 0.02,
+                    wide,
+                    tall - 0.04,
+                    expert,
+                    fill=SKY if mine else WHITE,
+                    edge=PALE,
+                    size=8,
+                    colour=None if mine else GREY,
+                    label="choice",
+                )
         arrow(axes, (counters - 0.6, y + tall / 2), (counters - 0.12, y + tall / 2), colour=GREY)
         for j, number in enumerate(rows[thread]):
-            cell(axes, counters + j * column, y + 0.02, column, tall - 0.04, number,
-                 fill=tint(SKY) if number else WHITE, edge=PALE, label="counter")
+            cell(
+                axes,
+                counters + j * column,
+                y + 0.02,
+                column,
+                tall - 0.04,
+                number,
+                fill=tint(SKY) if number else WHITE,
+                edge=PALE,
+                label="counter",
+            )
     y = top - threads * tall
     for j in range(len(experts)):
         x = counters + (j + 0.5) * column
         arrow(axes, (x, y - 0.06), (x, y - 0.36), colour=ORANGE, label="add up")
-        cell(axes, counters + j * column, y - 0.7, column, tall, sum(row[j] for row in rows), fill=tint(ORANGE),
-             edge=ORANGE, label="sum")
+        cell(
+            axes,
+            counters + j * column,
+            y - 0.7,
+            column,
+            tall,
+            sum(row[j] for row in rows),
+            fill=tint(ORANGE),
+            edge=ORANGE,
+            label="sum",
+        )
     text(axes, counters - 0.12, y - 0.55, "num_tokens_per_expert", ha="right", size=8.5)
     note(axes, counters + len(experts) * column + 0.12, y - 0.21, "a thread for each column")
-    note(axes, 0.15, 0.17, "Blue: an expert that this block counts. Every block reads all tokens; "
-                           "no two threads touch the same counter.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        "Blue: an expert that this block counts. Every block reads all tokens; no two threads touch the same counter.",
+    )
     return figure
 
 
@@ -150,8 +215,19 @@ def banks(num_banks=8, widths=(8, 9), column=2):
             text(axes, left - 0.1, y + tall / 2, f"thread {thread}", ha="right", size=8.5)
             for j in range(width):
                 fill = (RED if needed > 1 else GREEN) if j == column else WHITE
-                cell(axes, left + j * wide, y, wide, tall, (thread * width + j) % num_banks, fill=fill, edge=PALE,
-                     size=8.5, label="marked" if j == column else "word", colour=None if j == column else GREY)
+                cell(
+                    axes,
+                    left + j * wide,
+                    y,
+                    wide,
+                    tall,
+                    (thread * width + j) % num_banks,
+                    fill=fill,
+                    edge=PALE,
+                    size=8.5,
+                    label="marked" if j == column else "word",
+                    colour=None if j == column else GREY,
+                )
         words = f"all threads at column {column}: {count(needed, 'turn')}"
         text(axes, left, top - num_banks * tall - 0.2, words, ha="left", size=8.5)
     note(axes, 0.15, 0.15, "A bank gives one word in a turn. A word's bank is its number, modulo the number of banks.")
@@ -161,8 +237,12 @@ def banks(num_banks=8, widths=(8, 9), column=2):
 def buffer_parts(num_nvl_bytes):
     """The parts of DeepEP's allocation on each GPU, ``{name: (offset, bytes)}``, for eight GPUs of a host."""
     parts, offset = {}, 0
-    sizes = {"data": num_nvl_bytes, "barrier signals": 4 * PEERS, "buffer_ptrs": 8 * PEERS,
-             "barrier_signal_ptrs": 8 * PEERS}  # fmt: skip
+    sizes = {
+        "data": num_nvl_bytes,
+        "barrier signals": 4 * PEERS,
+        "buffer_ptrs": 8 * PEERS,
+        "barrier_signal_ptrs": 8 * PEERS,
+    }
     for name, size in sizes.items():
         parts[name] = offset, size
         offset += size
@@ -179,8 +259,17 @@ def buffer_map(num_nvl_bytes):
     left, wide, tall = 0.15, WIDTH - 0.3, 0.42
     y = 2.25
     part = wide * num_nvl_bytes / total
-    box(axes, left, y, part, tall, f"data: {num_nvl_bytes:,} bytes, into which the other GPUs write tokens",
-        fill=tint(BLUE), edge=BLUE, label="data")
+    box(
+        axes,
+        left,
+        y,
+        part,
+        tall,
+        f"data: {num_nvl_bytes:,} bytes, into which the other GPUs write tokens",
+        fill=tint(BLUE),
+        edge=BLUE,
+        label="data",
+    )
     axes.plot([left + part] * 2, [y - 0.08, y + tall + 0.08], color=RED, linewidth=1.4, label="end of data")
     text(axes, left, y + tall + 0.15, "0", size=7.5, colour=GREY, ha="left")
     text(axes, left + wide, y + tall + 0.15, f"{num_nvl_bytes:,}", size=7.5, colour=GREY, ha="right")
@@ -198,6 +287,11 @@ def buffer_map(num_nvl_bytes):
         each = own / PEERS
         for peer in range(PEERS):
             box(axes, x + peer * each, low - 0.3, each, 0.26, str(peer), edge=colour, size=7.5, label="entry")
-    note(axes, left, 0.17, "Below: one entry for each GPU of the host. "
-                           "The pointers are those that the host got by opening the others' handles.")
+    note(
+        axes,
+        left,
+        0.17,
+        "Below: one entry for each GPU of the host. "
+        "The pointers are those that the host got by opening the others' handles.",
+    )
     return figure

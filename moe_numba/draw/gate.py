@@ -36,8 +36,11 @@ def problem(logits, bias, num_groups, topk_group, topk):
     sums = choice.view(num_groups, -1).topk(2, dim=1).values.sum(dim=1)
     kept = set(sums.sort(descending=True, stable=True).indices[:topk_group].tolist())
     size = len(choice) // num_groups
-    figure, axes = canvas(WIDTH, 3.95, f"One token: {len(choice)} experts in {num_groups} groups, "
-                                      f"{topk_group} groups kept, {topk} experts chosen")
+    figure, axes = canvas(
+        WIDTH,
+        3.95,
+        f"One token: {len(choice)} experts in {num_groups} groups, {topk_group} groups kept, {topk} experts chosen",
+    )
     left, bottom, width, height = 0.6, 0.95, WIDTH - 0.8, 2.0
     step, tallest = width / len(choice), float(choice.max())
     for group in range(num_groups):
@@ -46,8 +49,15 @@ def problem(logits, bias, num_groups, topk_group, topk):
         box(axes, x + 0.02, bottom, size * step - 0.04, height + 0.25, fill=fill, edge=edge)
         text(axes, x + size * step / 2, bottom - 0.17, f"group {group}", size=8.5, colour=INK if inside else GREY)
         text(axes, x + size * step / 2, bottom - 0.37, f"{sums[group]:.3f}", size=8.5, colour=BLUE if inside else GREY)
-        text(axes, x + size * step / 2, bottom - 0.57, "kept" if inside else "out", size=8.5,
-             colour=BLUE if inside else GREY, weight="bold" if inside else "normal")
+        text(
+            axes,
+            x + size * step / 2,
+            bottom - 0.57,
+            "kept" if inside else "out",
+            size=8.5,
+            colour=BLUE if inside else GREY,
+            weight="bold" if inside else "normal",
+        )
     for expert, value in enumerate(choice.tolist()):
         colour = RED if expert in weight_of else SKY if expert // size in kept else PALE
         box(axes, left + (expert + 0.1) * step, bottom, 0.8 * step, height * value / tallest, fill=colour, edge="none")
@@ -78,8 +88,20 @@ def who_holds_what(layout, num_experts=256, num_groups=8):
         for i in range(lanes):
             lane = token * lanes + i
             words = "" if tall < 0.2 else f"lane {lane}" if held >= num_experts / 16 else str(lane)
-            box(axes, left + i * width / lanes, y, width / lanes, tall * 0.9, words, fill=lane_colour(lane),
-                edge="white", colour=ink_on(lane_colour(lane)), size=8, line=0.5, label="held")
+            box(
+                axes,
+                left + i * width / lanes,
+                y,
+                width / lanes,
+                tall * 0.9,
+                words,
+                fill=lane_colour(lane),
+                edge="white",
+                colour=ink_on(lane_colour(lane)),
+                size=8,
+                line=0.5,
+                label="held",
+            )
         if tall > 0.2 or token in (0, tokens - 1):
             text(axes, left - 0.08, y + tall * 0.45, f"token {token}", size=8.5, ha="right")
     for group in range(num_groups + 1):
@@ -261,8 +283,15 @@ def sorting_network(values, pairs):
     for (i, j), stage in zip(pairs, stages, strict=True):
         swap = now[j] > now[i]
         now[i], now[j] = max(now[i], now[j]), min(now[i], now[j])
-        axes.plot([x[stage]] * 2, [y[i], y[j]], color=RED if swap else INK, linewidth=1.6, marker="o", markersize=4.5,
-                  label="comparator")
+        axes.plot(
+            [x[stage]] * 2,
+            [y[i], y[j]],
+            color=RED if swap else INK,
+            linewidth=1.6,
+            marker="o",
+            markersize=4.5,
+            label="comparator",
+        )
         if swap:
             text(axes, x[stage] + 0.05, y[i] + 0.09, f"{now[i]:.2f}", size=7, colour=RED, ha="left")
     for i in range(n):

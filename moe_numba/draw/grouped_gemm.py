@@ -50,8 +50,11 @@ def tile_starts(lengths, tile):
     owners = [g for g, length in enumerate(lengths) for _ in range(length)]
     filled = [g if r < lengths[g] else None for g in range(len(lengths)) for r in range(padded[g])]
     starts = [sum(lengths[:g]) for g in range(len(lengths))]
-    by_group = [(start + at, min(tile, length - at)) for start, length in zip(starts, lengths, strict=True)
-                for at in range(0, length, tile)]
+    by_group = [
+        (start + at, min(tile, length - at))
+        for start, length in zip(starts, lengths, strict=True)
+        for at in range(0, length, tile)
+    ]
     lanes = {
         "one map, as it is": (owners, [(at, tile) for at in range(0, len(owners), tile)]),
         "one map, rows padded": (filled, [(at, tile) for at in range(0, len(filled), tile)]),
@@ -67,10 +70,23 @@ def tile_starts(lengths, tile):
             inside = {g for g in rows[at : at + length] if g is not None}
             bad = len(inside) > 1
             width = min(length, len(rows) - at) * wide
-            box(axes, left + at * wide + 0.02, y - 0.14, width - 0.04, 0.09, fill=RED if bad else INK, edge="none",
-                label="mixed" if bad else "tile")
-    note(axes, 0.15, 0.2, "A box is a row, in its group's colour; white: padding. A bar below is a tile; "
-                          "red: its rows belong to two groups.")
+            box(
+                axes,
+                left + at * wide + 0.02,
+                y - 0.14,
+                width - 0.04,
+                0.09,
+                fill=RED if bad else INK,
+                edge="none",
+                label="mixed" if bad else "tile",
+            )
+    note(
+        axes,
+        0.15,
+        0.2,
+        "A box is a row, in its group's colour; white: padding. A bar below is a tile; "
+        "red: its rows belong to two groups.",
+    )
     return figure
 
 
@@ -116,11 +132,33 @@ def schedules(found, groups):
                 if wave < len(own):
                     g, m, n = own[wave]
                     fill = _colour(g)
-                    box(axes, left + wave * wide, y + 0.02, wide - 0.03, row - 0.04, f"x{g}.{m} w{g}.{n}", fill=fill,
-                        edge=WHITE, colour=ink_on(fill), size=7.5, label="tile")
+                    box(
+                        axes,
+                        left + wave * wide,
+                        y + 0.02,
+                        wide - 0.03,
+                        row - 0.04,
+                        f"x{g}.{m} w{g}.{n}",
+                        fill=fill,
+                        edge=WHITE,
+                        colour=ink_on(fill),
+                        size=7.5,
+                        label="tile",
+                    )
                 else:
-                    box(axes, left + wave * wide, y + 0.02, wide - 0.03, row - 0.04, "idle", fill=WHITE, edge=PALE,
-                        colour=GREY, size=7.5, label="idle")
+                    box(
+                        axes,
+                        left + wave * wide,
+                        y + 0.02,
+                        wide - 0.03,
+                        row - 0.04,
+                        "idle",
+                        fill=WHITE,
+                        edge=PALE,
+                        colour=GREY,
+                        size=7.5,
+                        label="idle",
+                    )
         side = left + waves * wide + 0.15
         text(axes, side, top - 0.5, f"{count(sum(map(len, walks)), 'tile')},", size=8.5, ha="left")
         text(axes, side, top - 0.7, f"{idle} idle at the end", size=8.5, colour=RED if idle else GREY, ha="left")

@@ -6,8 +6,17 @@ from moe_numba.draw.hopper_time import barrier_life, ring, ring_spans, tile_sche
 from moe_numba.draw.scans import WHITE, WIDTH, cell, check, tint
 
 __all__ = [
-    "banks", "barrier_life", "descriptor", "descriptor_fields", "fragment", "holder", "problem", "ring", "ring_spans",
-    "swizzle", "tile_schedule",
+    "banks",
+    "barrier_life",
+    "descriptor",
+    "descriptor_fields",
+    "fragment",
+    "holder",
+    "problem",
+    "ring",
+    "ring_spans",
+    "swizzle",
+    "tile_schedule",
 ]
 
 EIGHT = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "#8C8C8C", "#F0E442")  # one for each chunk of a row
@@ -18,8 +27,10 @@ def problem():
     figure, axes = canvas(WIDTH, 3.9, "A multiprocessor before Hopper, and with it")
     middle = WIDTH / 2
     axes.plot([middle, middle], [0.68, 3.4], color=PALE, linewidth=1)
-    for x, name, new in ((0.2, "before: threads carry everything", False),
-                         (middle + 0.2, "Hopper: threads only say what, and wait", True)):
+    for x, name, new in (
+        (0.2, "before: threads carry everything", False),
+        (middle + 0.2, "Hopper: threads only say what, and wait", True),
+    ):
         text(axes, x, 3.4, name, ha="left", weight="bold", colour=BLUE)
         wide = middle - 0.4
         box(axes, x, 2.75, wide, 0.36, "global memory and L2 cache", fill=tint(GREY))
@@ -43,8 +54,13 @@ def problem():
                 arrow(axes, (at, y), (at, y - 0.16), colour=INK)
             text(axes, at + 0.95, 2.43, "16 bytes a lane", size=8, colour=GREY, ha="left")
             text(axes, at + 0.95, 1.43, "ldmatrix, then mma", size=8, colour=GREY, ha="left")
-    note(axes, 0.2, 0.4, "Orange: who moves the bytes. An mbarrier in shared memory tells when a copy has landed: "
-                         "it counts arrivals, and bytes.")
+    note(
+        axes,
+        0.2,
+        0.4,
+        "Orange: who moves the bytes. An mbarrier in shared memory tells when a copy has landed: "
+        "it counts arrivals, and bytes.",
+    )
     return figure
 
 
@@ -69,16 +85,31 @@ def swizzle(rows=8, column=0):
             for x, place, name in ((left, chunk, "before"), (right, chunk ^ row % 8, "after")):
                 own = chunk == column
                 fill = EIGHT[chunk] if own else tint(EIGHT[chunk], 0.35)
-                cell(axes, x + place * wide, y, wide, tall, chunk, fill=fill, edge=WHITE, size=8, label=name,
-                     colour=None if own else INK)
+                cell(
+                    axes,
+                    x + place * wide,
+                    y,
+                    wide,
+                    tall,
+                    chunk,
+                    fill=fill,
+                    edge=WHITE,
+                    size=8,
+                    label=name,
+                    colour=None if own else INK,
+                )
     bottom = top - rows * tall
     for x, swizzled in ((left, False), (right, True)):
         used = len(banks(column, swizzled))
         passes = "1 pass" if used == 32 else f"{32 // used} passes"
         words = f"chunk {column} of 8 rows: {used} of 32 banks, {passes}"
         text(axes, x, bottom - 0.2, words, ha="left", size=8.5)
-    note(axes, 0.15, 0.15, "A box: 16 bytes, four banks of shared memory. "
-                           "The number and the colour say which chunk of its row it is.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "A box: 16 bytes, four banks of shared memory. The number and the colour say which chunk of its row it is.",
+    )
     return figure
 
 
@@ -90,8 +121,13 @@ def banks(column, swizzled):
 
 def descriptor_fields(value):
     """A wgmma descriptor taken apart: name, first bit, bits, the field, and what it means; see the PTX ISA."""
-    fields = (("address", 0, 14, 16), ("leading bytes", 16, 14, 16), ("stride bytes", 32, 14, 16), ("base", 49, 3, 1),
-              ("swizzle", 62, 2, 1))
+    fields = (
+        ("address", 0, 14, 16),
+        ("leading bytes", 16, 14, 16),
+        ("stride bytes", 32, 14, 16),
+        ("base", 49, 3, 1),
+        ("swizzle", 62, 2, 1),
+    )
     modes = {0: "none", 1: "128 bytes", 2: "64 bytes", 3: "32 bytes"}
     parts = []
     for name, first, bits, unit in fields:
@@ -110,18 +146,40 @@ def descriptor(value):
             first = next((f for f, (_, bits, *_) in parts.items() if f <= bit < f + bits), None)
             x, set_ = left + (32 * half + 31 - bit) * 1.06 * wide, int(value) >> bit & 1
             fill = WHITE if first is None else colours[first] if set_ else tint(colours[first])
-            cell(axes, x, y, wide, tall, set_, fill=fill, edge=PALE if first is None else colours[first], size=7.5,
-                 colour=GREY if first is None else None, label="bit")
+            cell(
+                axes,
+                x,
+                y,
+                wide,
+                tall,
+                set_,
+                fill=fill,
+                edge=PALE if first is None else colours[first],
+                size=7.5,
+                colour=GREY if first is None else None,
+                label="bit",
+            )
             if bit % 4 == 0 or bit in (62, 49):
                 text(axes, x + wide / 2, y - 0.1, str(bit), size=6, colour=GREY)
         for first, (name, bits, _field, means) in parts.items():
             if first // 32 == half:
                 x0, x1 = (left + (32 * half + 31 - b) * 1.06 * wide for b in (first + bits - 1, first))
-                text(axes, x1 + wide if half and bits < 4 and first > 60 else (x0 + x1 + wide) / 2, y + tall + 0.13,
-                     f"{name}: {means}", size=8, ha="center" if bits > 3 else "right" if first < 60 else "left")
+                text(
+                    axes,
+                    x1 + wide if half and bits < 4 and first > 60 else (x0 + x1 + wide) / 2,
+                    y + tall + 0.13,
+                    f"{name}: {means}",
+                    size=8,
+                    ha="center" if bits > 3 else "right" if first < 60 else "left",
+                )
                 axes.plot([x0, x1 + wide], [y + tall + 0.03] * 2, color=colours[first], linewidth=1.6)
-    note(axes, 0.15, 0.15, "Addresses and distances are counted in units of 16 bytes. Bits without a colour are zero. "
-                           "One instruction further along k is + 2.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "Addresses and distances are counted in units of 16 bytes. Bits without a colour are zero. "
+        "One instruction further along k is + 2.",
+    )
     return figure
 
 

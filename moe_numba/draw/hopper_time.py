@@ -99,8 +99,13 @@ def barrier_life(events, barrier, arrivals):
             begun = i + 1
         if ends:
             axes.plot([x + wide, x + wide], [0.43, 2.3], color=RED, linewidth=1.4, label="end of phase")
-    note(axes, 0.15, 0.17, "Red line: no arrival and no byte is due any more, so the phase ends, "
-                           "and the next one begins with all its arrivals due.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        "Red line: no arrival and no byte is due any more, so the phase ends, "
+        "and the next one begins with all its arrivals due.",
+    )
     return figure
 
 
@@ -165,12 +170,28 @@ def ring(events, full, empty, stages):
                 length = (place[span.end] - place[span.start] + 1) * wide
                 step = span.turn * stages + stage
                 words = f"k {step}" if length > 0.34 else str(step)
-                box(axes, x, y + (0.29 if load else 0.03), length - 0.02, 0.24, words, fill=ORANGE if load else BLUE,
-                    edge=WHITE, colour=ink_on(ORANGE if load else BLUE), size=7.5, label=span.what)
+                box(
+                    axes,
+                    x,
+                    y + (0.29 if load else 0.03),
+                    length - 0.02,
+                    0.24,
+                    words,
+                    fill=ORANGE if load else BLUE,
+                    edge=WHITE,
+                    colour=ink_on(ORANGE if load else BLUE),
+                    size=7.5,
+                    label=span.what,
+                )
     arrow(axes, (left, 0.55), (WIDTH - 0.2, 0.55))
     text(axes, WIDTH - 0.2, 0.68, "order of events", ha="right", size=8, colour=GREY)
-    note(axes, 0.15, 0.22, "Orange: bytes are under way. Blue: the tile is read. In one row the two never overlap; "
-                           "in different rows they should.")
+    note(
+        axes,
+        0.15,
+        0.22,
+        "Orange: bytes are under way. Blue: the tile is read. In one row the two never overlap; "
+        "in different rows they should.",
+    )
     return figure
 
 
@@ -191,14 +212,35 @@ def tile_schedule(tiles, unit="us", title=None):
     for block, start, length, group in tiles:
         x, y, fill = left + start * scale, top - (block + 1) * tall, COLOURS[group % len(COLOURS)]
         words = str(group) if length * scale > 0.3 and tall > 0.2 else ""
-        box(axes, x, y, length * scale, tall, words, fill=fill, edge=WHITE, line=0.6 if tall > 0.1 else 0.2, size=7.5,
-            colour=ink_on(fill), label="tile")
+        box(
+            axes,
+            x,
+            y,
+            length * scale,
+            tall,
+            words,
+            fill=fill,
+            edge=WHITE,
+            line=0.6 if tall > 0.1 else 0.2,
+            size=7.5,
+            colour=ink_on(fill),
+            label="tile",
+        )
         done[block] = max(done[block], start + length)
     for block, last in enumerate(done):
         y = top - (block + 1) * tall
         if end - last > 1e-9 * end:
-            box(axes, left + last * scale, y, (end - last) * scale, tall, fill=tint(GREY, 0.3), edge=WHITE, line=0.2,
-                label="idle")
+            box(
+                axes,
+                left + last * scale,
+                y,
+                (end - last) * scale,
+                tall,
+                fill=tint(GREY, 0.3),
+                edge=WHITE,
+                line=0.2,
+                label="idle",
+            )
         if blocks <= 16 or block % 16 == 0:
             words = f"block {block}" if blocks <= 16 else str(block)
             text(axes, left - 0.08, y + tall / 2, words, ha="right", size=7.5, colour=GREY)
@@ -208,6 +250,10 @@ def tile_schedule(tiles, unit="us", title=None):
         x = left + i / 4 * end * scale
         text(axes, x, bottom - 0.19, f"{end * i / 4:.3g}", size=7.5, colour=GREY)
     text(axes, left - 0.25, bottom - 0.19, unit, size=7.5, colour=GREY, ha="right")
-    note(axes, 0.15, 0.2, f"A box: a tile; colour and number: its group. "
-                          f"Grey: {100 * (1 - busy):.0f} % of the blocks' time is idle.")
+    note(
+        axes,
+        0.15,
+        0.2,
+        f"A box: a tile; colour and number: its group. Grey: {100 * (1 - busy):.0f} % of the blocks' time is idle.",
+    )
     return figure

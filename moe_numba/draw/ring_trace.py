@@ -82,8 +82,11 @@ def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault="
         "matrices": [{name: getattr(h, name).tolist() for name in names} for h in handles],
         "received": received,
         "is_token_in_rank": [c.int().tolist() for c in chosen],
-        "ring": ring, "chunk": chunk, "channels": channels, "ranks": ranks,
-    }  # fmt: skip
+        "ring": ring,
+        "chunk": chunk,
+        "channels": channels,
+        "ranks": ranks,
+    }
 
 
 def _telling(send_row, constants):
@@ -131,8 +134,9 @@ class Ring:
 
 def replay(played):
     """After each moment: (moment, {(rank, source, channel): Ring}). The rings are changed in place."""
-    every = [(r, s, c) for r in range(played["ranks"]) for c in range(played["channels"])
-             for s in range(played["ranks"])]  # fmt: skip
+    every = [
+        (r, s, c) for r in range(played["ranks"]) for c in range(played["channels"]) for s in range(played["ranks"])
+    ]
     rings = {key: Ring(played["ring"]) for key in every}
     for values in played["moments"]:
         moment = Moment(*values)

@@ -41,8 +41,18 @@ def order(is_token_in_rank, channels):
         for token, chosen in enumerate(rows):
             x = left + token * wide + token // shares[rank] * 0.08
             to = [r for r, there in enumerate(chosen) if there]
-            cell(axes, x, y, wide, tall, token, " ".join(map(str, to)) or "-", fill=tint(RANK_COLOURS[rank]),
-                 edge=RANK_COLOURS[rank], label="token")
+            cell(
+                axes,
+                x,
+                y,
+                wide,
+                tall,
+                token,
+                " ".join(map(str, to)) or "-",
+                fill=tint(RANK_COLOURS[rank]),
+                edge=RANK_COLOURS[rank],
+                label="token",
+            )
         for channel in range(-(-len(rows) // shares[rank]) if rows else 0):
             here = len(rows[channel * shares[rank] : (channel + 1) * shares[rank]])
             x = left + channel * (shares[rank] * wide + 0.08)
@@ -59,8 +69,18 @@ def order(is_token_in_rank, channels):
                 channel = token // shares[source]
                 x += 0.05 if last not in (None, channel) else 0
                 last = channel
-                cell(axes, x, y, narrow, tall, f"{source}.{token}", fill=tint(RANK_COLOURS[source]),
-                     edge=RANK_COLOURS[source], size=7, label="row")
+                cell(
+                    axes,
+                    x,
+                    y,
+                    narrow,
+                    tall,
+                    f"{source}.{token}",
+                    fill=tint(RANK_COLOURS[source]),
+                    edge=RANK_COLOURS[source],
+                    size=7,
+                    label="row",
+                )
                 x, row = x + narrow, row + 1
             if x > begin:
                 text(axes, (begin + x) / 2, y - 0.12, f"from {source}", size=7.5, colour=RANK_COLOURS[source])
@@ -77,8 +97,12 @@ def queues(constants):
     check("ranks", ranks, 1, 3), check("channels", channels, 1, 4)
     at = dispatch_regions(constants)
     names = ("rank_prefix", "start", "end", "head", "tail", "x")
-    figure, axes = canvas(WIDTH, 3.75, f"A rank's buffer: {count(ranks, 'rank')}, {count(channels, 'channel')}, "
-                                       f"rings of {count(constants.ring, 'row')}")
+    figure, axes = canvas(
+        WIDTH,
+        3.75,
+        f"A rank's buffer: {count(ranks, 'rank')}, {count(channels, 'channel')}, "
+        f"rings of {count(constants.ring, 'row')}",
+    )
     left, y, tall, small = 0.15, 2.55, 0.4, 1.02
     text(axes, left, y + tall + 0.3, "sections, with the byte at which each begins (not to scale)", ha="left", size=8.5)
     colours = (GREY, GREEN, GREEN, ORANGE, RED, BLUE)
@@ -95,15 +119,40 @@ def queues(constants):
         x = 1.2 + q * wide
         channel, source = divmod(q, ranks)
         text(axes, x + wide / 2, below + 0.98, f"c{channel}", size=7.5, colour=GREY)
-        text(axes, x + wide / 2, below + 0.82, f"from {source}" if wide > 0.5 else f"r{source}", size=7.5,
-             colour=RANK_COLOURS[source])
+        text(
+            axes,
+            x + wide / 2,
+            below + 0.82,
+            f"from {source}" if wide > 0.5 else f"r{source}",
+            size=7.5,
+            colour=RANK_COLOURS[source],
+        )
         text(axes, x + wide / 2, below + 0.62, str(q), size=8.5)
-        box(axes, x + 0.05, below + 0.28, wide - 0.1, 0.2, "4 flags" if wide > 0.6 else "", fill=tint(ORANGE),
-            edge=ORANGE, size=7, label="flags")
+        box(
+            axes,
+            x + 0.05,
+            below + 0.28,
+            wide - 0.1,
+            0.2,
+            "4 flags" if wide > 0.6 else "",
+            fill=tint(ORANGE),
+            edge=ORANGE,
+            size=7,
+            label="flags",
+        )
         slots = min(constants.ring, 8)
         for slot in range(slots):
-            box(axes, x + 0.05, below + 0.12 - slot * 0.1, wide - 0.1, 0.08, fill=tint(RANK_COLOURS[source]),
-                edge=WHITE, line=0.4, label="slot")
+            box(
+                axes,
+                x + 0.05,
+                below + 0.12 - slot * 0.1,
+                wide - 0.1,
+                0.08,
+                fill=tint(RANK_COLOURS[source]),
+                edge=WHITE,
+                line=0.4,
+                label="slot",
+            )
     text(axes, left, below + 0.38, "int32 each", ha="left", size=8.5)
     text(axes, left, below + 0.05, "a ring", ha="left", size=8.5)
     drawn = f" Drawn are 8 of {constants.ring} slots." if constants.ring > 8 else ""
@@ -132,8 +181,16 @@ def timeline(played):
         line, y = lines[rank, source, channel], height - 0.62 - (place + 1) * tall
         most = max(*line["tail"], 1)
         up = (tall - 0.16) / most
-        text(axes, 0.15, y + 0.32, f"rank {source} to {rank}", ha="left", size=8.5, weight="bold",
-             colour=RANK_COLOURS[source])
+        text(
+            axes,
+            0.15,
+            y + 0.32,
+            f"rank {source} to {rank}",
+            ha="left",
+            size=8.5,
+            weight="bold",
+            colour=RANK_COLOURS[source],
+        )
         text(axes, 0.15, y + 0.14, f"channel {channel}, {count(most, 'row')}", ha="left", size=8, colour=GREY)
         axes.plot([left, WIDTH - 0.3], [y, y], color=PALE, linewidth=0.8)
         xs = [left + i * scale for i in range(len(moments))]
@@ -145,8 +202,13 @@ def timeline(played):
             axes.plot([left + i * scale], [y + value * up], marker=".", color=GREY, markersize=3.5, label="row")
     arrow(axes, (left, 0.6), (WIDTH - 0.3, 0.6))
     text(axes, WIDTH - 0.3, 0.46, "order of events", ha="right", size=8, colour=GREY)
-    note(axes, 0.15, 0.17, "Red: the tail. Black: the head. Blue: rows in the ring. "
-                           "Dot: a row has been written; it counts when the tail says so.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        "Red: the tail. Black: the head. Blue: rows in the ring. "
+        "Dot: a row has been written; it counts when the tail says so.",
+    )
     return figure
 
 
@@ -166,10 +228,15 @@ def _snapshots(played):
     """What each picture of the animation shows: a sentence, the ring that changed, and all rings as plain values."""
     for moment, rings in replay(played):
         shown = {
-            key: ([(ring.slots[i], ring.state(i)) for i in range(played["ring"])], ring.head, ring.tail, ring.start,
-                  ring.end)
+            key: (
+                [(ring.slots[i], ring.state(i)) for i in range(played["ring"])],
+                ring.head,
+                ring.tail,
+                ring.start,
+                ring.end,
+            )
             for key, ring in rings.items()
-        }  # fmt: skip
+        }
         yield say(moment), (moment.rank, moment.source, moment.channel), shown
 
 
@@ -180,20 +247,53 @@ def _draw_snapshot(axes, played, snapshot, number, total):
     wide = min(0.34, 1.9 / played["ring"])
     for rank in range(2):
         x0 = 0.15 + rank * half
-        text(axes, x0, height - 0.62, f"in the buffer of rank {rank}", ha="left", size=9.5, weight="bold",
-             colour=RANK_COLOURS[rank])
+        text(
+            axes,
+            x0,
+            height - 0.62,
+            f"in the buffer of rank {rank}",
+            ha="left",
+            size=9.5,
+            weight="bold",
+            colour=RANK_COLOURS[rank],
+        )
         rows = sorted(key for key in shown if key[0] == rank)
         for i, key in enumerate(rows):
             slots, head, tail, start, end = shown[key]
             y = height - 1.08 - i * 0.4
-            text(axes, x0, y + 0.14, f"c{key[2]} from {key[1]}", ha="left", size=8.5, colour=RANK_COLOURS[key[1]],
-                 weight="bold" if key == changed else "normal")
+            text(
+                axes,
+                x0,
+                y + 0.14,
+                f"c{key[2]} from {key[1]}",
+                ha="left",
+                size=8.5,
+                colour=RANK_COLOURS[key[1]],
+                weight="bold" if key == changed else "normal",
+            )
             for slot, (token, state) in enumerate(slots):
-                box(axes, x0 + 0.85 + slot * wide, y, wide, 0.28, "" if state == "free" else str(token),
-                    fill=STATES[state], edge=RED if key == changed else PALE, size=8.5, label=state)
+                box(
+                    axes,
+                    x0 + 0.85 + slot * wide,
+                    y,
+                    wide,
+                    0.28,
+                    "" if state == "free" else str(token),
+                    fill=STATES[state],
+                    edge=RED if key == changed else PALE,
+                    size=8.5,
+                    label=state,
+                )
             x = x0 + 0.95 + len(slots) * wide
-            text(axes, x, y + 0.14, f"head {head}  tail {tail}  rows {_range(start, end)}", ha="left", size=8,
-                 colour=INK if key == changed else GREY)
+            text(
+                axes,
+                x,
+                y + 0.14,
+                f"head {head}  tail {tail}  rows {_range(start, end)}",
+                ha="left",
+                size=8,
+                colour=INK if key == changed else GREY,
+            )
     text(axes, 0.15, 0.42, sentence, ha="left", size=9.5)
     note(axes, 0.15, 0.16, f"{number + 1} of {total}.  Pale red: written, not published. Blue: published, not taken.")
 
@@ -210,8 +310,12 @@ def animation(played, seconds=0.45, dpi=72):
     shots = list(_snapshots(played))
     height = 1.6 + 0.4 * len(shots[0][2]) / 2
     with matplotlib.rc_context(STYLE):
-        figure, axes = canvas(WIDTH, height, f"Two ranks, {count(played['channels'], 'channel')}, rings of "
-                                             f"{count(played['ring'], 'row')}: token numbers in their slots")
+        figure, axes = canvas(
+            WIDTH,
+            height,
+            f"Two ranks, {count(played['channels'], 'channel')}, rings of "
+            f"{count(played['ring'], 'row')}: token numbers in their slots",
+        )
         still = len(axes.texts)
 
         def show(i):

@@ -78,8 +78,18 @@ def blelloch(values):
             for i, number in enumerate(numbers):
                 small = stored.get(i, "")
                 fill = tint(GREEN if small.startswith("a[") else BLUE if "+" in small else ORANGE) if small else WHITE
-                cell(axes, x[i] - 0.46 * wide, y, 0.92 * wide, tall, number, small, fill=fill,
-                     edge=INK if small or row == 0 else PALE, label="stored" if small else "cell")
+                cell(
+                    axes,
+                    x[i] - 0.46 * wide,
+                    y,
+                    0.92 * wide,
+                    tall,
+                    number,
+                    small,
+                    fill=fill,
+                    edge=INK if small or row == 0 else PALE,
+                    label="stored" if small else "cell",
+                )
                 if row == 0:
                     text(axes, x[i], top - 0.17, str(i), size=7.5, colour=GREY)
                 elif not small:
@@ -89,8 +99,13 @@ def blelloch(values):
                 arrow(axes, (x[bi], y + step), (x[bi], y + tall), colour=BLUE, label="add")
                 if side:
                     arrow(axes, (x[bi], y + step), (x[ai], y + tall), colour=GREEN, label="copy")
-    note(axes, 0.15, 0.15, "In colour: what a step stores, and what it is. Blue: a sum. Green: a copy. "
-                           "After each step all threads wait at a barrier.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "In colour: what a step stores, and what it is. Blue: a sum. Green: a copy. "
+        "After each step all threads wait at a barrier.",
+    )
     return figure
 
 
@@ -129,8 +144,12 @@ def warp_scan(values):
                 axes.plot([x[lane]] * 2, [y + tall, y + step], color=PALE, linewidth=0.9, zorder=0)
             if came:
                 arrow(axes, (x[lane - offset], y + step), (x[lane], y + tall), colour=colour, label="shuffle")
-    note(axes, 0.15, 0.14, "A dash: there is no lane so far below, and the sum stays. "
-                           "At the end each lane subtracts its own number.")
+    note(
+        axes,
+        0.15,
+        0.14,
+        "A dash: there is no lane so far below, and the sum stays. At the end each lane subtracts its own number.",
+    )
     return figure
 
 
@@ -172,6 +191,10 @@ def two_level_scan(warps=4, lanes=4, seed=0):
     for y in (2.4, 1.16):
         axes.plot([0.15, WIDTH - 0.15], [y, y], color=INK, linewidth=1.2, linestyle="--", label="barrier")
         text(axes, 0.15, y + 0.09, "barrier", ha="left", size=8)
-    note(axes, 0.15, 0.15, "Inside a warp nothing waits. "
-                           "If other threads read the result from shared memory, a third barrier follows.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "Inside a warp nothing waits. If other threads read the result from shared memory, a third barrier follows.",
+    )
     return figure

@@ -15,8 +15,13 @@ def problem(topk_weights, topk_ids, num_experts, scale):
     figure, axes = canvas(WIDTH, 4.6, f"One token, {count(len(pairs), 'routed expert')} and the shared one")
     _way(axes, 2.3, "before", pairs, num_experts, scale, separate=True)
     _way(axes, 0.55, "after", pairs, num_experts, scale, separate=False)
-    note(axes, 0.15, 0.17, "A thin box is an expert, below it the number and the weight of those chosen. "
-                           f"After: expert {num_experts} is the shared one, and its weight is 1 / {scale:g}.")
+    note(
+        axes,
+        0.15,
+        0.17,
+        "A thin box is an expert, below it the number and the weight of those chosen. "
+        f"After: expert {num_experts} is the shared one, and its weight is 1 / {scale:g}.",
+    )
     return figure
 
 
@@ -94,8 +99,16 @@ def load(panels, num_experts, tile_rows):
         for expert, rows in enumerate(counts):
             extra = expert >= num_experts
             x = left + (len(routed) + 3 + 5 * (expert - num_experts) if extra else expert) * thin
-            box(axes, x, y, (4 if extra else 0.8) * thin, tall * rows / most, fill=ORANGE if extra else BLUE,
-                edge="none", label="shared" if extra else "routed")
+            box(
+                axes,
+                x,
+                y,
+                (4 if extra else 0.8) * thin,
+                tall * rows / most,
+                fill=ORANGE if extra else BLUE,
+                edge="none",
+                label="shared" if extra else "routed",
+            )
         for rows in (0, most):
             text(axes, left - 0.07, y + tall * rows / most, str(rows), size=7.5, colour=GREY, ha="right")
         line = y + tall * max(routed) / most
@@ -104,12 +117,23 @@ def load(panels, num_experts, tile_rows):
         text(axes, left + room, y - 0.13, "shared", size=8, colour=GREY, ha="right")
         tiles = columns(counts, tile_rows)
         fullest = counts.index(max(counts))
-        lines = [f"fullest: expert {fullest}", f"{counts[fullest]} rows, {count(tiles[fullest], 'tile')}",
-                 f"fullest routed: {max(routed)} rows, {count(max(tiles[:num_experts]), 'tile')}",
-                 f"tiles of all: {sum(tiles)}"]
+        lines = [
+            f"fullest: expert {fullest}",
+            f"{counts[fullest]} rows, {count(tiles[fullest], 'tile')}",
+            f"fullest routed: {max(routed)} rows, {count(max(tiles[:num_experts]), 'tile')}",
+            f"tiles of all: {sum(tiles)}",
+        ]
         for place, words in enumerate(lines):
-            text(axes, left + room + 0.15, y + tall - 0.1 - 0.27 * place, words, ha="left", size=8.5,
-                 colour=(INK, INK, RED, GREY)[place], weight="bold" if place == 1 else "normal")
+            text(
+                axes,
+                left + room + 0.15,
+                y + tall - 0.1 - 0.27 * place,
+                words,
+                ha="left",
+                size=8.5,
+                colour=(INK, INK, RED, GREY)[place],
+                weight="bold" if place == 1 else "normal",
+            )
         if not shared:
             text(axes, left + room, y + 0.2, "none", size=8, colour=GREY, ha="right")
     return figure
@@ -144,8 +168,19 @@ def schedules(tiles, workers, shared=()):
         for worker, start, length, expert in pieces:
             fill = ORANGE if expert in shared else tint(BLUE if expert % 2 else SKY, 0.55)
             for tile in range(length):
-                box(axes, left + (start + tile) * unit, top - 0.34 * worker - 0.31, unit, 0.28, str(expert), fill=fill,
-                    edge=WHITE, colour=ink_on(fill), size=7.5, label="tile")
+                box(
+                    axes,
+                    left + (start + tile) * unit,
+                    top - 0.34 * worker - 0.31,
+                    unit,
+                    0.28,
+                    str(expert),
+                    fill=fill,
+                    edge=WHITE,
+                    colour=ink_on(fill),
+                    size=7.5,
+                    label="tile",
+                )
         x = left + ends[name] * unit
         axes.plot([x, x], [top + 0.05, top - 0.34 * workers], color=RED, linewidth=1.3, label="end")
     note(axes, 0.15, 0.17, "A box is a tile, its number the expert. Orange: shared. An SM is a multiprocessor.")
@@ -197,8 +232,14 @@ def layer_bars(times, base, *, title="", caption=""):
             start = x + 0.1 * group + at * wide
             box(axes, start, bottom, 0.94 * wide, tall * part / most, fill=colours[name], edge="none", label="part")
             fill = colours[name]
-            text(axes, start + 0.47 * wide, bottom + tall * part / most - 0.12, f"{100 * (part - 1):+.1f}", size=7.5,
-                 colour=ink_on(fill))
+            text(
+                axes,
+                start + 0.47 * wide,
+                bottom + tall * part / most - 0.12,
+                f"{100 * (part - 1):+.1f}",
+                size=7.5,
+                colour=ink_on(fill),
+            )
         text(axes, x + group / 2, bottom - 0.14, str(size), size=8.5)
         text(axes, x + group / 2, bottom - 0.32, f"{own[base]:.0f} us", size=8, colour=GREY)
     y = bottom + tall / most

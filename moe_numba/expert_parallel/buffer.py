@@ -136,9 +136,7 @@ class Buffer:
             event = finish(topk_idx, per_rank, per_expert, is_in_rank)
         return per_rank, None, per_expert, is_in_rank, event
 
-    def new_output(
-        self, num_rows, hidden, dtype=torch.bfloat16, num_scales=0, num_topk=0, scale_dtype=torch.float32
-    ):
+    def new_output(self, num_rows, hidden, dtype=torch.bfloat16, num_scales=0, num_topk=0, scale_dtype=torch.float32):
         """Memory for what dispatch gives, to which the other ranks can write; all ranks must ask for the same.
 
         Parameters
@@ -253,9 +251,15 @@ class Buffer:
             checks.output(out, self.transport, x, scales, topk, to_come)
             room = min(room, out.num_rows)
         channels, start = link.kept(
-            ways.through_rings if out is None else ways.straight, config, hidden, x.dtype,
-            0 if scales is None else scales.shape[1], topk, channels, self._channels_of_a_warp,
-        )  # fmt: skip
+            ways.through_rings if out is None else ways.straight,
+            config,
+            hidden,
+            x.dtype,
+            0 if scales is None else scales.shape[1],
+            topk,
+            channels,
+            self._channels_of_a_warp,
+        )
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             # All that needs no count comes first: the rest is what a user waits for.
             new = lambda *size: torch.empty(size, dtype=torch.int32, device=x.device)
@@ -267,14 +271,34 @@ class Buffer:
             else:
                 rank_prefix, channel_prefix, recv_channel_prefix, _, is_token_in_rank, send_head = handle
             given = (
-                *(() if out is None else out.place), at(x), at(scales), *strides, at(topk_idx), at(topk_weights),
-                at(is_token_in_rank), tokens, experts, at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
-            )  # fmt: skip
+                *(() if out is None else out.place),
+                at(x),
+                at(scales),
+                *strides,
+                at(topk_idx),
+                at(topk_weights),
+                at(is_token_in_rank),
+                tokens,
+                experts,
+                at(rank_prefix),
+                at(channel_prefix),
+                at(recv_channel_prefix),
+            )
             if handle is None:
                 received, counts = link.notify(
-                    num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, tokens, experts, channels,
-                    expert_alignment, num_worst_tokens, room, rank_prefix, channel_prefix, recv_channel_prefix,
-                )  # fmt: skip
+                    num_tokens_per_rank,
+                    num_tokens_per_expert,
+                    is_token_in_rank,
+                    tokens,
+                    experts,
+                    channels,
+                    expert_alignment,
+                    num_worst_tokens,
+                    room,
+                    rank_prefix,
+                    channel_prefix,
+                    recv_channel_prefix,
+                )
             else:
                 received, counts = to_come, []
             has_met = handle is None  # counting
@@ -291,9 +315,18 @@ class Buffer:
             recv_source = sources if handle is None else recv_source
             handle = rank_prefix, channel_prefix, recv_channel_prefix, recv_source, is_token_in_rank, send_head
             event = finish(
-                x, scales, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert, recv_x, recv_scales,
-                recv_experts, recv_weights, *handle,
-            )  # fmt: skip
+                x,
+                scales,
+                topk_idx,
+                topk_weights,
+                num_tokens_per_rank,
+                num_tokens_per_expert,
+                recv_x,
+                recv_scales,
+                recv_experts,
+                recv_weights,
+                *handle,
+            )
         recv_x = recv_x if scales is None else (recv_x, recv_scales)
         return recv_x, recv_experts, recv_weights, counts, handle, event
 
@@ -346,8 +379,16 @@ class Buffer:
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)
             with link.guarded(True, channels):
                 start(
-                    at(x), at(topk_weights), at(rank_prefix), at(channel_prefix), at(recv_channel_prefix),
-                    at(send_head), tokens, *map(at, (*biases, None, None)[:2]), at(out), at(out_weights),
-                )  # fmt: skip
+                    at(x),
+                    at(topk_weights),
+                    at(rank_prefix),
+                    at(channel_prefix),
+                    at(recv_channel_prefix),
+                    at(send_head),
+                    tokens,
+                    *map(at, (*biases, None, None)[:2]),
+                    at(out),
+                    at(out_weights),
+                )
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event

@@ -45,8 +45,23 @@ def make_send(shape):
 
     @cuda.jit(device=True)
     def send(
-        smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status, patience, x,
-        weights, rank_prefix, recv_channel_prefix,
+        smem,
+        bars,
+        channel,
+        channels,
+        blocks,
+        rank,
+        rings_at,
+        ring_words,
+        mine,
+        peers,
+        state,
+        status,
+        patience,
+        x,
+        weights,
+        rank_prefix,
+        recv_channel_prefix,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         to, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
@@ -124,8 +139,28 @@ def make_receive(shape, biases):
 
     @cuda.jit(device=True)
     def receive(
-        smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience, x, weights,
-        tokens, rank_prefix, channel_prefix, send_head, bias_0, bias_1, out, out_weights,
+        smem,
+        bars,
+        channel,
+        channels,
+        blocks,
+        rank,
+        rings_at,
+        ring_words,
+        mine,
+        state,
+        status,
+        patience,
+        x,
+        weights,
+        tokens,
+        rank_prefix,
+        channel_prefix,
+        send_head,
+        bias_0,
+        bias_1,
+        out,
+        out_weights,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
@@ -206,8 +241,27 @@ def make_combine(shape, biases):
 
     @cuda.jit
     def combine(
-        mine, peers, state, status, patience, rank, senders, channels, rings_at, ring_words, x, weights, rank_prefix,
-        channel_prefix, recv_channel_prefix, send_head, tokens, bias_0, bias_1, out, out_weights,
+        mine,
+        peers,
+        state,
+        status,
+        patience,
+        rank,
+        senders,
+        channels,
+        rings_at,
+        ring_words,
+        x,
+        weights,
+        rank_prefix,
+        channel_prefix,
+        recv_channel_prefix,
+        send_head,
+        tokens,
+        bias_0,
+        bias_1,
+        out,
+        out_weights,
     ):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
@@ -222,13 +276,48 @@ def make_combine(shape, biases):
         else:
             if receives:
                 receive(
-                    smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience, x,
-                    weights, tokens, rank_prefix, channel_prefix, send_head, bias_0, bias_1, out, out_weights,
+                    smem,
+                    bars,
+                    channel,
+                    channels,
+                    blocks,
+                    rank,
+                    rings_at,
+                    ring_words,
+                    mine,
+                    state,
+                    status,
+                    patience,
+                    x,
+                    weights,
+                    tokens,
+                    rank_prefix,
+                    channel_prefix,
+                    send_head,
+                    bias_0,
+                    bias_1,
+                    out,
+                    out_weights,
                 )
             else:
                 send(
-                    smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status,
-                    patience, x, weights, rank_prefix, recv_channel_prefix,
+                    smem,
+                    bars,
+                    channel,
+                    channels,
+                    blocks,
+                    rank,
+                    rings_at,
+                    ring_words,
+                    mine,
+                    peers,
+                    state,
+                    status,
+                    patience,
+                    x,
+                    weights,
+                    rank_prefix,
+                    recv_channel_prefix,
                 )
             cuda.syncwarp()
             if lane == 0:

@@ -36,10 +36,38 @@ def make_direct(shape):
 
     @cuda.jit
     def direct(
-        mine, peers, state, status, patience, rank, channels, outputs, scales_at, experts_at, weights_at, source_at,
-        room, x, scales, token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank,
-        rank_prefix, channel_prefix, recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source,
-        send_head, worst,
+        mine,
+        peers,
+        state,
+        status,
+        patience,
+        rank,
+        channels,
+        outputs,
+        scales_at,
+        experts_at,
+        weights_at,
+        source_at,
+        room,
+        x,
+        scales,
+        token_stride,
+        scale_stride,
+        experts,
+        weights,
+        is_token_in_rank,
+        tokens,
+        experts_per_rank,
+        rank_prefix,
+        channel_prefix,
+        recv_channel_prefix,
+        recv_x,
+        recv_scales,
+        recv_experts,
+        recv_weights,
+        recv_source,
+        send_head,
+        worst,
     ):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
@@ -70,7 +98,14 @@ def make_direct(shape):
                     if mask >> uint32(d) & uint32(1):
                         row, there = int64(cuda.shfl_sync(FULL, int32(first + put), d)), outputs[d]
                         keep(
-                            smem, stage, lane, d, row, d, experts_per_rank, pointer_from_address(there, recv_x),
+                            smem,
+                            stage,
+                            lane,
+                            d,
+                            row,
+                            d,
+                            experts_per_rank,
+                            pointer_from_address(there, recv_x),
                             pointer_from_address(uint64(there + scales_at), recv_scales),
                             pointer_from_address(uint64(there + experts_at), recv_experts),
                             pointer_from_address(uint64(there + weights_at), recv_weights),

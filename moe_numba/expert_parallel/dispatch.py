@@ -54,9 +54,36 @@ def make_send(shape):
 
     @cuda.jit(device=True)
     def send(
-        smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status, patience, x,
-        scales, token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, rank_prefix,
-        channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source, send_head,
+        smem,
+        bars,
+        channel,
+        channels,
+        blocks,
+        rank,
+        rings_at,
+        ring_words,
+        mine,
+        peers,
+        state,
+        status,
+        patience,
+        x,
+        scales,
+        token_stride,
+        scale_stride,
+        experts,
+        weights,
+        is_token_in_rank,
+        tokens,
+        experts_per_rank,
+        rank_prefix,
+        channel_prefix,
+        recv_x,
+        recv_scales,
+        recv_experts,
+        recv_weights,
+        recv_source,
+        send_head,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         to, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
@@ -118,8 +145,18 @@ def make_send(shape):
                 if cuda.shfl_sync(FULL, int32(1 if goes else 0), rank) != 0:
                     if kept & 1 == 0:
                         keep(
-                            smem, stage, lane, rank, int64(before + kept), rank, experts_per_rank, recv_x, recv_scales,
-                            recv_experts, recv_weights, recv_source,
+                            smem,
+                            stage,
+                            lane,
+                            rank,
+                            int64(before + kept),
+                            rank,
+                            experts_per_rank,
+                            recv_x,
+                            recv_scales,
+                            recv_experts,
+                            recv_weights,
+                            recv_source,
                         )
                     kept = int32(kept + 1)
                 if goes:
@@ -150,9 +187,35 @@ def make_receive(shape):
 
     @cuda.jit(device=True)
     def receive(
-        smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience, x, scales,
-        token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, rank_prefix,
-        channel_prefix, recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source,
+        smem,
+        bars,
+        channel,
+        channels,
+        blocks,
+        rank,
+        rings_at,
+        ring_words,
+        mine,
+        state,
+        status,
+        patience,
+        x,
+        scales,
+        token_stride,
+        scale_stride,
+        experts,
+        weights,
+        is_token_in_rank,
+        tokens,
+        experts_per_rank,
+        rank_prefix,
+        channel_prefix,
+        recv_channel_prefix,
+        recv_x,
+        recv_scales,
+        recv_experts,
+        recv_weights,
+        recv_source,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         source, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
@@ -185,8 +248,18 @@ def make_receive(shape):
                                 fetch(smem, bars, warp, lane, stage, mine, ring + slot, record_bytes)
                                 parity = land(bars, warp, parity)
                                 keep(
-                                    smem, stage, lane, 0, int64(to_row + i), rank, experts_per_rank, recv_x,
-                                    recv_scales, recv_experts, recv_weights, recv_source,
+                                    smem,
+                                    stage,
+                                    lane,
+                                    0,
+                                    int64(to_row + i),
+                                    rank,
+                                    experts_per_rank,
+                                    recv_x,
+                                    recv_scales,
+                                    recv_experts,
+                                    recv_weights,
+                                    recv_source,
                                 )
                                 cuda.syncwarp()  # all have read what the next row will overwrite
                     if come > 0:
@@ -196,12 +269,34 @@ def make_receive(shape):
                 elif t < end:  # nothing has come: every second of the rows that stay here
                     if is_token_in_rank[int64(t) * ranks + rank] != 0:
                         if kept & 1:
-                            fill(smem, bars, warp, lane, stage, t, x, scales, token_stride, scale_stride, experts,
-                                 weights)  # fmt: skip
+                            fill(
+                                smem,
+                                bars,
+                                warp,
+                                lane,
+                                stage,
+                                t,
+                                x,
+                                scales,
+                                token_stride,
+                                scale_stride,
+                                experts,
+                                weights,
+                            )
                             parity = land(bars, warp, parity)
                             keep(
-                                smem, stage, lane, 0, int64(before + kept), rank, experts_per_rank, recv_x,
-                                recv_scales, recv_experts, recv_weights, recv_source,
+                                smem,
+                                stage,
+                                lane,
+                                0,
+                                int64(before + kept),
+                                rank,
+                                experts_per_rank,
+                                recv_x,
+                                recv_scales,
+                                recv_experts,
+                                recv_weights,
+                                recv_source,
                             )
                             cuda.syncwarp()
                         kept = int32(kept + 1)
@@ -233,9 +328,35 @@ def make_dispatch(shape):
 
     @cuda.jit
     def dispatch(
-        mine, peers, state, status, patience, rank, senders, channels, rings_at, ring_words, x, scales, token_stride,
-        scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank, rank_prefix, channel_prefix,
-        recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights, recv_source, send_head, worst,
+        mine,
+        peers,
+        state,
+        status,
+        patience,
+        rank,
+        senders,
+        channels,
+        rings_at,
+        ring_words,
+        x,
+        scales,
+        token_stride,
+        scale_stride,
+        experts,
+        weights,
+        is_token_in_rank,
+        tokens,
+        experts_per_rank,
+        rank_prefix,
+        channel_prefix,
+        recv_channel_prefix,
+        recv_x,
+        recv_scales,
+        recv_experts,
+        recv_weights,
+        recv_source,
+        send_head,
+        worst,
     ):
         smem = cuda.shared.array(0, int32, 128)
         bars = cuda.shared.array(0, uint64, 128)
@@ -250,17 +371,68 @@ def make_dispatch(shape):
         else:
             if receives:
                 receive(
-                    smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, state, status, patience, x,
-                    scales, token_stride, scale_stride, experts, weights, is_token_in_rank, tokens, experts_per_rank,
-                    rank_prefix, channel_prefix, recv_channel_prefix, recv_x, recv_scales, recv_experts, recv_weights,
+                    smem,
+                    bars,
+                    channel,
+                    channels,
+                    blocks,
+                    rank,
+                    rings_at,
+                    ring_words,
+                    mine,
+                    state,
+                    status,
+                    patience,
+                    x,
+                    scales,
+                    token_stride,
+                    scale_stride,
+                    experts,
+                    weights,
+                    is_token_in_rank,
+                    tokens,
+                    experts_per_rank,
+                    rank_prefix,
+                    channel_prefix,
+                    recv_channel_prefix,
+                    recv_x,
+                    recv_scales,
+                    recv_experts,
+                    recv_weights,
                     recv_source,
                 )
             else:
                 send(
-                    smem, bars, channel, channels, blocks, rank, rings_at, ring_words, mine, peers, state, status,
-                    patience, x, scales, token_stride, scale_stride, experts, weights, is_token_in_rank, tokens,
-                    experts_per_rank, rank_prefix, channel_prefix, recv_x, recv_scales, recv_experts, recv_weights,
-                    recv_source, send_head,
+                    smem,
+                    bars,
+                    channel,
+                    channels,
+                    blocks,
+                    rank,
+                    rings_at,
+                    ring_words,
+                    mine,
+                    peers,
+                    state,
+                    status,
+                    patience,
+                    x,
+                    scales,
+                    token_stride,
+                    scale_stride,
+                    experts,
+                    weights,
+                    is_token_in_rank,
+                    tokens,
+                    experts_per_rank,
+                    rank_prefix,
+                    channel_prefix,
+                    recv_x,
+                    recv_scales,
+                    recv_experts,
+                    recv_weights,
+                    recv_source,
+                    send_head,
                 )
             cuda.syncwarp()
             if lane == 0:

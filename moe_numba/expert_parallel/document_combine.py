@@ -26,11 +26,7 @@ from moe_numba.expert_parallel.document_waits import (
 )
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.shared_flags import (
-    ld_acquire_cta_shared_s32,
-    poll_acquire_cta_shared_s32,
-    st_release_cta_shared_s32,
-)
+from moe_numba.ptx.shared_flags import ld_acquire_cta_shared_s32, poll_acquire_cta_shared_s32, st_release_cta_shared_s32
 from moe_numba.ptx.system import (
     ld_acquire_sys_s32,
     ld_global_s32x4,
@@ -57,8 +53,20 @@ def make_send_back(constants):
 
     @cuda.jit(device=True)
     def send_back(
-        given_up, x, topk_weights, src_idx, rank_prefix, recv_channel_prefix, channel, peer, warp, lane, peers, rank,
-        patience, status,
+        given_up,
+        x,
+        topk_weights,
+        src_idx,
+        rank_prefix,
+        recv_channel_prefix,
+        channel,
+        peer,
+        warp,
+        lane,
+        peers,
+        rank,
+        patience,
+        status,
     ):
         address, queue = peers[peer], int64(channel * ranks + rank)
         words, floats = pointer_from_address(address, src_idx), pointer_from_address(address, topk_weights)
@@ -186,8 +194,23 @@ def make_reduce(constants):
 
     @cuda.jit(device=True)
     def reduce(
-        tails, heads, retired, words, floats, send_head, first_bias, second_bias, out, out_weights, num_tokens,
-        channel, warp, lane, rank, patience, status,
+        tails,
+        heads,
+        retired,
+        words,
+        floats,
+        send_head,
+        first_bias,
+        second_bias,
+        out,
+        out_weights,
+        num_tokens,
+        channel,
+        warp,
+        lane,
+        rank,
+        patience,
+        status,
     ):
         first, last = channel_range(num_tokens, channel)
         for token in range(first + warp - 1, last, warps - 1):
@@ -226,8 +249,21 @@ def make_combine(constants):
 
     @cuda.jit
     def combine(
-        x, topk_weights, src_idx, rank_prefix, recv_channel_prefix, send_head, out, out_weights, first_bias,
-        second_bias, num_tokens, peers, rank, patience, status,
+        x,
+        topk_weights,
+        src_idx,
+        rank_prefix,
+        recv_channel_prefix,
+        send_head,
+        out,
+        out_weights,
+        first_bias,
+        second_bias,
+        num_tokens,
+        peers,
+        rank,
+        patience,
+        status,
     ):
         given_up, tails = cuda.shared.array(ranks, int32), cuda.shared.array(ranks, int32)
         heads, retired = cuda.shared.array(all_heads, int32), cuda.shared.array(warps, int32)
@@ -244,8 +280,20 @@ def make_combine(constants):
         if block % 2 == 0:
             # Each channel begins with another rank, so that not all send to the same one.
             send_back(
-                given_up, x, topk_weights, src_idx, rank_prefix, recv_channel_prefix, channel,
-                (channel + warp) % ranks, warp // ranks, lane, peers, rank, patience, status,
+                given_up,
+                x,
+                topk_weights,
+                src_idx,
+                rank_prefix,
+                recv_channel_prefix,
+                channel,
+                (channel + warp) % ranks,
+                warp // ranks,
+                lane,
+                peers,
+                rank,
+                patience,
+                status,
             )
         else:
             words, floats = pointer_from_address(peers[rank], src_idx), pointer_from_address(peers[rank], topk_weights)
@@ -253,8 +301,23 @@ def make_combine(constants):
                 update_heads(tails, heads, retired, words, channel, lane)
             else:
                 reduce(
-                    tails, heads, retired, words, floats, send_head, first_bias, second_bias, out, out_weights,
-                    num_tokens, channel, warp, lane, rank, patience, status,
+                    tails,
+                    heads,
+                    retired,
+                    words,
+                    floats,
+                    send_head,
+                    first_bias,
+                    second_bias,
+                    out,
+                    out_weights,
+                    num_tokens,
+                    channel,
+                    warp,
+                    lane,
+                    rank,
+                    patience,
+                    status,
                 )
 
     return combine

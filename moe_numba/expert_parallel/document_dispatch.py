@@ -51,7 +51,18 @@ def make_send_row(constants):
 
     @cuda.jit(device=True)
     def send_row(
-        words, indices, floats, slot, x, x_scales, token_stride, column_stride, topk_idx, topk_weights, token, peer,
+        words,
+        indices,
+        floats,
+        slot,
+        x,
+        x_scales,
+        token_stride,
+        column_stride,
+        topk_idx,
+        topk_weights,
+        token,
+        peer,
         lane,
     ):
         copy_row(words, x_at + slot * row_words, x, token * row_words, lane)
@@ -81,8 +92,25 @@ def make_send(constants):
 
     @cuda.jit(device=True)
     def send(
-        given_up, x, x_scales, token_stride, column_stride, topk_idx, topk_weights, is_token_in_rank, channel_prefix,
-        send_head, num_tokens, channel, peer, warp, lane, peers, rank, patience, status,
+        given_up,
+        x,
+        x_scales,
+        token_stride,
+        column_stride,
+        topk_idx,
+        topk_weights,
+        is_token_in_rank,
+        channel_prefix,
+        send_head,
+        num_tokens,
+        channel,
+        peer,
+        warp,
+        lane,
+        peers,
+        rank,
+        patience,
+        status,
     ):
         address, queue = peers[peer], int64(channel * ranks + rank)
         words = pointer_from_address(address, send_head)
@@ -113,8 +141,19 @@ def make_send(constants):
                         st_release_sys_s32(words, tail_at + queue, tail)
                     if int32(uint32(tail) % uint32(warps)) == warp and has_room:
                         send_row(
-                            words, indices, floats, slot, x, x_scales, token_stride, column_stride,
-                            topk_idx, topk_weights, token, peer, lane,
+                            words,
+                            indices,
+                            floats,
+                            slot,
+                            x,
+                            x_scales,
+                            token_stride,
+                            column_stride,
+                            topk_idx,
+                            topk_weights,
+                            token,
+                            peer,
+                            lane,
                         )
                     sent = int32(sent + 1)
                 token += 1
@@ -141,8 +180,20 @@ def make_receive_rows(constants):
 
     @cuda.jit(device=True)
     def receive_rows(
-        words, indices, floats, queue, head, rows, to, recv_x, recv_scales, recv_topk_idx, recv_topk_weights,
-        recv_src_idx, warp, lane,
+        words,
+        indices,
+        floats,
+        queue,
+        head,
+        rows,
+        to,
+        recv_x,
+        recv_scales,
+        recv_topk_idx,
+        recv_topk_weights,
+        recv_src_idx,
+        warp,
+        lane,
     ):
         first, thread = queue * ring, 32 * warp + lane
         for i in range(warp, rows, warps):
@@ -178,8 +229,24 @@ def make_receive(constants):
 
     @cuda.jit(device=True)
     def receive(
-        given_up, tails, topk_idx, topk_weights, recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx,
-        recv_channel_prefix, channel, peer, warp, lane, peers, rank, patience, status,
+        given_up,
+        tails,
+        topk_idx,
+        topk_weights,
+        recv_x,
+        recv_scales,
+        recv_topk_idx,
+        recv_topk_weights,
+        recv_src_idx,
+        recv_channel_prefix,
+        channel,
+        peer,
+        warp,
+        lane,
+        peers,
+        rank,
+        patience,
+        status,
     ):
         address, queue = peers[rank], int64(channel * ranks + peer)
         words = pointer_from_address(address, recv_src_idx)
@@ -211,8 +278,20 @@ def make_receive(constants):
                 st_release_sys_s32(words, head_at + queue, tail)
             if tail >= 0:
                 receive_rows(
-                    words, indices, floats, queue, head, rows, to, recv_x, recv_scales, recv_topk_idx,
-                    recv_topk_weights, recv_src_idx, warp, lane,
+                    words,
+                    indices,
+                    floats,
+                    queue,
+                    head,
+                    rows,
+                    to,
+                    recv_x,
+                    recv_scales,
+                    recv_topk_idx,
+                    recv_topk_weights,
+                    recv_src_idx,
+                    warp,
+                    lane,
                 )
             head, to, rows_left = int32(head + rows), to + rows, int32(rows_left - rows)
             bar_sync(1 + peer, 32 * warps)
@@ -236,9 +315,26 @@ def make_dispatch(constants):
 
     @cuda.jit
     def dispatch(
-        x, x_scales, token_stride, column_stride, topk_idx, topk_weights, is_token_in_rank, channel_prefix,
-        recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx, recv_channel_prefix, send_head,
-        num_tokens, peers, rank, patience, status,
+        x,
+        x_scales,
+        token_stride,
+        column_stride,
+        topk_idx,
+        topk_weights,
+        is_token_in_rank,
+        channel_prefix,
+        recv_x,
+        recv_scales,
+        recv_topk_idx,
+        recv_topk_weights,
+        recv_src_idx,
+        recv_channel_prefix,
+        send_head,
+        num_tokens,
+        peers,
+        rank,
+        patience,
+        status,
     ):
         given_up, tails = cuda.shared.array(ranks, int32), cuda.shared.array(ranks, int32)
         thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
@@ -249,13 +345,46 @@ def make_dispatch(constants):
         peer, warp = thread // (32 * warps), thread // 32 % warps
         if block % 2 == 0:
             send(
-                given_up, x, x_scales, token_stride, column_stride, topk_idx, topk_weights, is_token_in_rank,
-                channel_prefix, send_head, num_tokens, channel, peer, warp, lane, peers, rank, patience, status,
+                given_up,
+                x,
+                x_scales,
+                token_stride,
+                column_stride,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                channel_prefix,
+                send_head,
+                num_tokens,
+                channel,
+                peer,
+                warp,
+                lane,
+                peers,
+                rank,
+                patience,
+                status,
             )
         else:
             receive(
-                given_up, tails, topk_idx, topk_weights, recv_x, recv_scales, recv_topk_idx, recv_topk_weights,
-                recv_src_idx, recv_channel_prefix, channel, peer, warp, lane, peers, rank, patience, status,
+                given_up,
+                tails,
+                topk_idx,
+                topk_weights,
+                recv_x,
+                recv_scales,
+                recv_topk_idx,
+                recv_topk_weights,
+                recv_src_idx,
+                recv_channel_prefix,
+                channel,
+                peer,
+                warp,
+                lane,
+                peers,
+                rank,
+                patience,
+                status,
             )
 
     return dispatch

@@ -78,8 +78,14 @@ def make_document_kernel(threads=THREADS):
 
     @cuda.jit
     def get_dispatch_layout_of_the_document(
-        topk_idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank,
-        num_tokens, num_topk, num_ranks, num_experts,
+        topk_idx,
+        num_tokens_per_rank,
+        num_tokens_per_expert,
+        is_token_in_rank,
+        num_tokens,
+        num_topk,
+        num_ranks,
+        num_experts,
     ):
         block = int32(cuda.blockIdx.x)
         begin = int32(block * EXPERTS_OF_BLOCK)
@@ -91,8 +97,15 @@ def make_document_kernel(threads=THREADS):
             end = int32(min(begin + RANKS_OF_BLOCK, num_ranks))
             experts_of_rank = int32(num_experts // num_ranks)
             count_ranks(
-                topk_idx, num_tokens_per_rank, is_token_in_rank,
-                num_tokens, num_topk, num_ranks, experts_of_rank, begin, end,
+                topk_idx,
+                num_tokens_per_rank,
+                is_token_in_rank,
+                num_tokens,
+                num_topk,
+                num_ranks,
+                experts_of_rank,
+                begin,
+                end,
             )
 
     return get_dispatch_layout_of_the_document

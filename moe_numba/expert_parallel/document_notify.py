@@ -65,8 +65,17 @@ def make_notify_dispatch(constants):
 
     @cuda.jit(device=True)
     def exchange(
-        num_tokens_per_rank, num_tokens_per_expert, rank_prefix, counter, expert_counter, expert_alignment,
-        peers, signals, rank, patience, status,
+        num_tokens_per_rank,
+        num_tokens_per_expert,
+        rank_prefix,
+        counter,
+        expert_counter,
+        expert_alignment,
+        peers,
+        signals,
+        rank,
+        patience,
+        status,
     ):
         thread = int32(cuda.threadIdx.x)
         here = barrier_block(signals, rank_prefix, rank, patience, status)  # nobody uses a buffer any more
@@ -117,13 +126,34 @@ def make_notify_dispatch(constants):
 
     @cuda.jit
     def notify_dispatch(
-        num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, num_tokens, channel_prefix, rank_prefix,
-        counter, expert_counter, expert_alignment, peers, signals, rank, patience, status,
+        num_tokens_per_rank,
+        num_tokens_per_expert,
+        is_token_in_rank,
+        num_tokens,
+        channel_prefix,
+        rank_prefix,
+        counter,
+        expert_counter,
+        expert_alignment,
+        peers,
+        signals,
+        rank,
+        patience,
+        status,
     ):
         if cuda.blockIdx.x == 0:
             exchange(
-                num_tokens_per_rank, num_tokens_per_expert, rank_prefix, counter, expert_counter, expert_alignment,
-                peers, signals, rank, patience, status,
+                num_tokens_per_rank,
+                num_tokens_per_expert,
+                rank_prefix,
+                counter,
+                expert_counter,
+                expert_alignment,
+                peers,
+                signals,
+                rank,
+                patience,
+                status,
             )
         else:
             count_channels(is_token_in_rank, num_tokens, channel_prefix, int32(cuda.blockIdx.x) - 1)

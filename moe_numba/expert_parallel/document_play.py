@@ -32,9 +32,7 @@ def virtual_ranks(ranks, size_bytes, patience=0):
         buffers, signals = (
             torch.tensor([a + offset for a in addresses], dtype=torch.uint64) for offset in (0, size_bytes)
         )
-        yield [
-            run.Rank(r, buffers, signals, torch.zeros(STATUS, dtype=torch.int32), patience) for r in range(ranks)
-        ]
+        yield [run.Rank(r, buffers, signals, torch.zeros(STATUS, dtype=torch.int32), patience) for r in range(ranks)]
     finally:
         for address in addresses:
             simulator.forget(address)

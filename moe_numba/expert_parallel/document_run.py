@@ -52,8 +52,18 @@ def notify_dispatch(r, constants, layout, counter, expert_counter, expert_alignm
     channel_prefix = torch.empty(n, constants.channels, dtype=torch.int32, device=device)
     rank_prefix = torch.empty(n, n, dtype=torch.int32, device=device)
     r.start(
-        make_notify_dispatch(constants), 1 + n, THREADS, *layout, len(layout[2]), channel_prefix, rank_prefix,
-        counter, expert_counter, expert_alignment, *_others(r), cooperative=True,
+        make_notify_dispatch(constants),
+        1 + n,
+        THREADS,
+        *layout,
+        len(layout[2]),
+        channel_prefix,
+        rank_prefix,
+        counter,
+        expert_counter,
+        expert_alignment,
+        *_others(r),
+        cooperative=True,
     )
     return rank_prefix, channel_prefix
 
@@ -91,10 +101,28 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
     if topk_idx is None:
         topk_idx, topk_weights = made(1, dtype=torch.int64), made(1, dtype=torch.float32)
     r.start(
-        make_dispatch(c), 2 * c.channels, c.threads, _words(values), scales, *map(np.int64, scales.stride()),
-        topk_idx, topk_weights, is_token_in_rank, channel_prefix, _words(recv_values), recv_scales, recv_topk_idx,
-        recv_topk_weights, src_idx, recv_channel_prefix, send_head, len(values), r.buffers, *_others(r)[2:],
-        cooperative=True, launch_bounds=c.threads,
+        make_dispatch(c),
+        2 * c.channels,
+        c.threads,
+        _words(values),
+        scales,
+        *map(np.int64, scales.stride()),
+        topk_idx,
+        topk_weights,
+        is_token_in_rank,
+        channel_prefix,
+        _words(recv_values),
+        recv_scales,
+        recv_topk_idx,
+        recv_topk_weights,
+        src_idx,
+        recv_channel_prefix,
+        send_head,
+        len(values),
+        r.buffers,
+        *_others(r)[2:],
+        cooperative=True,
+        launch_bounds=c.threads,
     )
     handle = Handle(rank_prefix, channel_prefix, recv_channel_prefix, src_idx, is_token_in_rank, send_head)
     return (recv_values, recv_scales) if c.scales else recv_values, recv_topk_idx, recv_topk_weights, handle
@@ -104,8 +132,13 @@ def cached_notify_combine(r, constants, handle):
     """Clear the queues for a combine, and fill the gaps in ``handle.send_head``."""
     _check(constants, combine=True)
     r.start(
-        make_cached_notify_combine(constants), 1 + constants.channels, notify_combine_threads(constants.ranks),
-        handle.send_head, len(handle.send_head), *_others(r), cooperative=True,
+        make_cached_notify_combine(constants),
+        1 + constants.channels,
+        notify_combine_threads(constants.ranks),
+        handle.send_head,
+        len(handle.send_head),
+        *_others(r),
+        cooperative=True,
     )
 
 
@@ -120,10 +153,24 @@ def combine(r, constants, y, handle, topk_weights=None, biases=()):
     nothing = torch.empty(8, dtype=torch.bfloat16, device=device)
     first, second = (*biases, nothing, nothing)[:2]
     r.start(
-        make_combine(c), 2 * c.channels, c.threads, _words(y), out_weights if topk_weights is None else topk_weights,
-        handle.recv_src_idx, handle.rank_prefix_matrix, handle.recv_channel_prefix_matrix, handle.send_head,
-        _words(out), out_weights, _words(first), _words(second), tokens, r.buffers, *_others(r)[2:],
-        cooperative=True, launch_bounds=c.threads,
+        make_combine(c),
+        2 * c.channels,
+        c.threads,
+        _words(y),
+        out_weights if topk_weights is None else topk_weights,
+        handle.recv_src_idx,
+        handle.rank_prefix_matrix,
+        handle.recv_channel_prefix_matrix,
+        handle.send_head,
+        _words(out),
+        out_weights,
+        _words(first),
+        _words(second),
+        tokens,
+        r.buffers,
+        *_others(r)[2:],
+        cooperative=True,
+        launch_bounds=c.threads,
     )
     return out, out_weights if c.topk else None
 

@@ -48,13 +48,27 @@ def make_notify_dispatch(num_ranks, threads):
     to a multiple of ``alignment``.
     """
     ready_at, counts_at, counts_stride = (
-        regions(num_ranks).ready, regions(num_ranks).counts, regions(num_ranks).counts_stride
-    )  # fmt: skip
+        regions(num_ranks).ready,
+        regions(num_ranks).counts,
+        regions(num_ranks).counts_stride,
+    )
 
     @cuda.jit(device=True)
     def tell(
-        to, mine, peers, state, status, rank, exchange, tokens_per_rank, tokens_per_expert, is_token_in_rank, tokens,
-        experts, channels, channel_prefix,
+        to,
+        mine,
+        peers,
+        state,
+        status,
+        rank,
+        exchange,
+        tokens_per_rank,
+        tokens_per_expert,
+        is_token_in_rank,
+        tokens,
+        experts,
+        channels,
+        channel_prefix,
     ):
         """Count the tokens of each channel that go to a rank, and send what it must know."""
         counts = cuda.shared.array(MOST_CHANNELS, int32)
@@ -91,9 +105,7 @@ def make_notify_dispatch(num_ranks, threads):
             st_relaxed_sys_s32(theirs, at + num_ranks + e, tokens_per_expert[int32(to * experts + e)])
         for c in range(t, channels, threads):
             channel_prefix[int32(to * channels + c)] = counts[c]
-            st_relaxed_sys_s32(
-                theirs, at + num_ranks + MOST_EXPERTS + c, counts[int32(c - 1)] if c > 0 else int32(0)
-            )
+            st_relaxed_sys_s32(theirs, at + num_ranks + MOST_EXPERTS + c, counts[int32(c - 1)] if c > 0 else int32(0))
         cuda.syncthreads()
         if t == 0:
             counted = counts[int32(channels - 1)]
@@ -103,8 +115,20 @@ def make_notify_dispatch(num_ranks, threads):
 
     @cuda.jit(device=True)
     def learn(
-        mine, state, status, patience, rank, exchange, experts, channels, alignment, capacity, rank_prefix,
-        recv_channel_prefix, counters, has_counters,
+        mine,
+        state,
+        status,
+        patience,
+        rank,
+        exchange,
+        experts,
+        channels,
+        alignment,
+        capacity,
+        rank_prefix,
+        recv_channel_prefix,
+        counters,
+        has_counters,
     ):
         """Wait for what all ranks tell this one, and add it up."""
         t = int32(cuda.threadIdx.x)
@@ -145,8 +169,24 @@ def make_notify_dispatch(num_ranks, threads):
 
     @cuda.jit
     def notify_dispatch(
-        mine, peers, state, status, patience, rank, tokens_per_rank, tokens_per_expert, is_token_in_rank, tokens,
-        experts, channels, alignment, capacity, rank_prefix, channel_prefix, recv_channel_prefix, counters,
+        mine,
+        peers,
+        state,
+        status,
+        patience,
+        rank,
+        tokens_per_rank,
+        tokens_per_expert,
+        is_token_in_rank,
+        tokens,
+        experts,
+        channels,
+        alignment,
+        capacity,
+        rank_prefix,
+        channel_prefix,
+        recv_channel_prefix,
+        counters,
         has_counters,
     ):
         griddepcontrol_wait()
@@ -158,13 +198,37 @@ def make_notify_dispatch(num_ranks, threads):
             state[int32(EXCHANGES + block)] = exchange
         if block < num_ranks:
             tell(
-                block, mine, peers, state, status, rank, exchange, tokens_per_rank, tokens_per_expert,
-                is_token_in_rank, tokens, experts, channels, channel_prefix,
+                block,
+                mine,
+                peers,
+                state,
+                status,
+                rank,
+                exchange,
+                tokens_per_rank,
+                tokens_per_expert,
+                is_token_in_rank,
+                tokens,
+                experts,
+                channels,
+                channel_prefix,
             )
         else:
             learn(
-                mine, state, status, patience, rank, exchange, experts, channels, alignment, capacity, rank_prefix,
-                recv_channel_prefix, counters, has_counters,
+                mine,
+                state,
+                status,
+                patience,
+                rank,
+                exchange,
+                experts,
+                channels,
+                alignment,
+                capacity,
+                rank_prefix,
+                recv_channel_prefix,
+                counters,
+                has_counters,
             )
 
     return notify_dispatch

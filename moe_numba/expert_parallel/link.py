@@ -95,24 +95,48 @@ class Link:
         )
 
     def notify(
-        self, per_rank, per_expert, is_in_rank, tokens, experts, channels, alignment, worst, room, rank_prefix,
-        channel_prefix, recv_channel_prefix,
-    ):  # fmt: skip
+        self,
+        per_rank,
+        per_expert,
+        is_in_rank,
+        tokens,
+        experts,
+        channels,
+        alignment,
+        worst,
+        room,
+        rank_prefix,
+        channel_prefix,
+        recv_channel_prefix,
+    ):
         """Tell the others what comes, and learn what comes here: the number of rows, and for each expert.
 
         If more come than there is ``room`` for, the rank gives up. With ``worst`` the host does not wait.
         """
         if channels > MOST_CHANNELS or experts > MOST_EXPERTS:
-            raise ValueError(f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
-                             f"{MOST_CHANNELS} are allowed")  # fmt: skip
+            raise ValueError(
+                f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
+                f"{MOST_CHANNELS} are allowed"
+            )
         waits = not worst
         if waits:
             self._counters_view[0] = -1  # the kernel writes it last
         self.kept(_notify)(
-            self.num_ranks + 1, self.at(per_rank), self.at(per_expert), self.at(is_in_rank), tokens, experts, channels,
-            alignment, room, self.at(rank_prefix), self.at(channel_prefix), self.at(recv_channel_prefix),
-            address(self._counters), int(waits),
-        )  # fmt: skip
+            self.num_ranks + 1,
+            self.at(per_rank),
+            self.at(per_expert),
+            self.at(is_in_rank),
+            tokens,
+            experts,
+            channels,
+            alignment,
+            room,
+            self.at(rank_prefix),
+            self.at(channel_prefix),
+            self.at(recv_channel_prefix),
+            address(self._counters),
+            int(waits),
+        )
         if not waits:
             return worst, []
         come = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0

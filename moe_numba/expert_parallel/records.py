@@ -54,7 +54,17 @@ def make_keep(record):
 
     @cuda.jit(device=True)
     def keep(
-        smem, stage, lane, carrier, row, rank, experts_per_rank, recv_x, recv_scales, recv_experts, recv_weights,
+        smem,
+        stage,
+        lane,
+        carrier,
+        row,
+        rank,
+        experts_per_rank,
+        recv_x,
+        recv_scales,
+        recv_experts,
+        recv_weights,
         recv_source,
     ):
         if lane == carrier:

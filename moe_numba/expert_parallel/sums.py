@@ -55,9 +55,7 @@ def _make_parts(row_words, most):
         at = int32(stage + 4 * first)
         for u in range(at_once):
             if all_have_all or first + 32 * u < pieces:
-                st_shared_s32x4(
-                    smem, at + 128 * u, words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3]
-                )
+                st_shared_s32x4(smem, at + 128 * u, words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
 
     return reader(ld_global_s32x4), reader(ld_shared_s32x4), keep, pieces, at_once
 

@@ -18,13 +18,9 @@ def through_rings(link, config, hidden, dtype, scales, topk, channels, of_a_warp
     """
     record, ranks = Record(hidden * dtype.itemsize // 4, scales, topk), link.num_ranks
     channels = channels or channels_of(config.num_sms, ranks, 2 * hidden, of_a_warp)
-    shape, ring_words = rings_for(
-        config, ranks, most_warps(2 * hidden), channels, record, link.half, dtype.itemsize
-    )
+    shape, ring_words = rings_for(config, ranks, most_warps(2 * hidden), channels, record, link.half, dtype.itemsize)
     start = link.kernel(dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, shape.threads, shape.shared_bytes)
-    return channels, partial(
-        start, config.num_sms, senders_of(config.num_sms, ranks), channels, link.rings, ring_words
-    )
+    return channels, partial(start, config.num_sms, senders_of(config.num_sms, ranks), channels, link.rings, ring_words)
 
 
 def straight(link, config, hidden, dtype, scales, topk, channels, of_a_warp):
@@ -40,8 +36,6 @@ def back(link, config, hidden, topk, channels, biases):
     """Rows go into rings on the ranks that they came from, which add them up; gives what starts the kernel."""
     record = Record(hidden // 2, topk, 0, source=False)
     shape, ring_words = rings_for(config, link.num_ranks, most_warps(2 * hidden), channels, record, link.half)
-    start = link.kernel(
-        combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
-    )
+    start = link.kernel(combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes)
     senders = senders_of(config.num_sms, link.num_ranks)
     return partial(start, config.num_sms, senders, channels, link.rings + link.half, ring_words)

@@ -63,8 +63,17 @@ def make_router(constants):
         Length of ``row`` and ``offset``, and of what ``fetch`` fills.
     """
     (
-        num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts,
-        renormalize, scoring, dtype, bias_dtype, word_bytes, bias_word_bytes,
+        num_experts,
+        num_expert_group,
+        topk_group,
+        topk,
+        num_fused_shared_experts,
+        renormalize,
+        scoring,
+        dtype,
+        bias_dtype,
+        word_bytes,
+        bias_word_bytes,
     ) = constants
     routed = topk - num_fused_shared_experts
     group_size = num_experts // num_expert_group

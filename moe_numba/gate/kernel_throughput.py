@@ -53,8 +53,17 @@ def serves(num_experts, num_expert_group, topk_group, topk, num_fused_shared_exp
 def make_throughput_kernel(constants, limit_on_device=False):
     """The kernel for these constants, a :class:`moe_numba.gate.kernel.Constants`."""
     (
-        num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts,
-        renormalize, scoring, dtype, bias_dtype, word_bytes, bias_word_bytes,
+        num_experts,
+        num_expert_group,
+        topk_group,
+        topk,
+        num_fused_shared_experts,
+        renormalize,
+        scoring,
+        dtype,
+        bias_dtype,
+        word_bytes,
+        bias_word_bytes,
     ) = constants
     routed = topk - num_fused_shared_experts
     group_size = num_experts // num_expert_group

@@ -70,7 +70,15 @@ def group_gemm_pertensor_fp8(
 
 
 def group_gemm_blockwise_fp8(
-    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None,
+    x,
+    weight,
+    seqlens,
+    cu_seqlens,
+    x_scale,
+    w_scale,
+    num_seq_per_group_avg=None,
+    offs=None,
+    out=None,
     gather_indices=None,
 ):
     """The same for inputs that are scaled block by block, as DeepSeek-V3's are.
@@ -129,7 +137,15 @@ def group_gemm_silu_and_mul_pertensor_fp8(
 
 
 def group_gemm_silu_and_mul_blockwise_fp8(
-    x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=None, offs=None, out=None,
+    x,
+    weight,
+    seqlens,
+    cu_seqlens,
+    x_scale,
+    w_scale,
+    num_seq_per_group_avg=None,
+    offs=None,
+    out=None,
     gather_indices=None,
 ):
     """The same for inputs scaled block by block; x_scale and w_scale are :func:`group_gemm_blockwise_fp8`'s."""
@@ -138,8 +154,19 @@ def group_gemm_silu_and_mul_blockwise_fp8(
 
 
 def _group_gemm(
-    scaling, x, weight, seqlens, cu_seqlens, x_scale, weight_scale, average, offs, out, activated=False,
-    constants=None, gather_indices=None,
+    scaling,
+    x,
+    weight,
+    seqlens,
+    cu_seqlens,
+    x_scale,
+    weight_scale,
+    average,
+    offs,
+    out,
+    activated=False,
+    constants=None,
+    gather_indices=None,
 ):
     """All of them; ``constants`` takes the place of the form that the average number of rows asks for."""
     given, x, weight = x, as_tensor(x, "x"), as_tensor(weight, "weight")

@@ -43,8 +43,20 @@ class Run:
         """Start ``update_grouped_tma``."""
         start(
             document_update.make_update_grouped_tma(self.constants.tokens),
-            self.groups + 1, document_update.THREADS, self.map_x, self.map_y, self.maps, self.x, self.out,
-            self.seqlens, self.cu_seqlens, self.tiles, self.cu_tiles, self.groups, self.n, self.k,
+            self.groups + 1,
+            document_update.THREADS,
+            self.map_x,
+            self.map_y,
+            self.maps,
+            self.x,
+            self.out,
+            self.seqlens,
+            self.cu_seqlens,
+            self.tiles,
+            self.cu_tiles,
+            self.groups,
+            self.n,
+            self.k,
             shared_bytes=document_update.SHARED_BYTES,
         )
 
@@ -52,8 +64,20 @@ class Run:
         """Start the main kernel, with the maps that are there."""
         kernel, shared_bytes = document.make_kernel(self.constants)
         start(
-            kernel, self.blocks, document.THREADS, self.map_x, self.map_weight, self.maps, self.cu_seqlens, self.tiles,
-            self.cu_tiles, self.y_scale, self.groups, self.n, self.k, shared_bytes=shared_bytes,
+            kernel,
+            self.blocks,
+            document.THREADS,
+            self.map_x,
+            self.map_weight,
+            self.maps,
+            self.cu_seqlens,
+            self.tiles,
+            self.cu_tiles,
+            self.y_scale,
+            self.groups,
+            self.n,
+            self.k,
+            shared_bytes=shared_bytes,
             dependent=self.dependent,
         )
         return self.out

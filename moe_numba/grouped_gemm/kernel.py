@@ -44,8 +44,23 @@ def make_kernel(constants):
 
     @cuda.jit
     def grouped_gemm(
-        map_x, map_weight, y, y_scale, lengths, starts, x_scale, weight_scale, groups, total, capacity, n_out, k,
-        x, indices, height, row_bytes,
+        map_x,
+        map_weight,
+        y,
+        y_scale,
+        lengths,
+        starts,
+        x_scale,
+        weight_scale,
+        groups,
+        total,
+        capacity,
+        n_out,
+        k,
+        x,
+        indices,
+        height,
+        row_bytes,
     ):
         smem = cuda.shared.array(0, uint8, 1024)
         words = cuda.shared.array(0, int32, 1024)
@@ -70,14 +85,44 @@ def make_kernel(constants):
             release_registers()
             if warp == MULTIPLIERS and elect_sync(FULL):  # of an elected lane the compiler knows that it is alone
                 load(
-                    smem, words, bars, map_x, map_weight, weight_scale, lengths, starts, groups, total, capacity, tiles,
-                    k_blocks, n_out,
+                    smem,
+                    words,
+                    bars,
+                    map_x,
+                    map_weight,
+                    weight_scale,
+                    lengths,
+                    starts,
+                    groups,
+                    total,
+                    capacity,
+                    tiles,
+                    k_blocks,
+                    n_out,
                 )
                 griddepcontrol_launch_dependents()
             if by_turns and warp > MULTIPLIERS:
                 scale(
-                    words, floats, bars, warp - MULTIPLIERS - 1, lane, x_scale, weight_scale, lengths, starts, groups,
-                    total, capacity, tiles, k_blocks, across, smem, x, indices, height, row_bytes,
+                    words,
+                    floats,
+                    bars,
+                    warp - MULTIPLIERS - 1,
+                    lane,
+                    x_scale,
+                    weight_scale,
+                    lengths,
+                    starts,
+                    groups,
+                    total,
+                    capacity,
+                    tiles,
+                    k_blocks,
+                    across,
+                    smem,
+                    x,
+                    indices,
+                    height,
+                    row_bytes,
                     int32(k << (7 - line_shift)),
                 )
         else:
@@ -91,8 +136,22 @@ def make_kernel(constants):
                 mbarrier_wait_parity(bars, full_at + stage, parity)
                 row, counts, column, factor = ld_shared_s32x4(words, int32(orders_at + 4 * stage))
                 stage, parity = compute(
-                    smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, uniform(row),
-                    uniform(int32(counts & 0xFFFF)), uniform(int32(counts >> 16)), column, n_out,
+                    smem,
+                    words,
+                    floats,
+                    bars,
+                    y,
+                    y_scale,
+                    warp,
+                    lane,
+                    stage,
+                    parity,
+                    k_blocks,
+                    uniform(row),
+                    uniform(int32(counts & 0xFFFF)),
+                    uniform(int32(counts >> 16)),
+                    column,
+                    n_out,
                     int_as_float(factor) if by_tensor else float32(1),
                 )
                 tile = int32(tile + tile_step())

@@ -13,11 +13,7 @@ from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.grouped_gemm.walk import make_place, make_walk
 from moe_numba.ptx.arithmetic import float_as_int
 from moe_numba.ptx.cluster import cluster_ctarank
-from moe_numba.ptx.mbarrier import (
-    mbarrier_arrive,
-    mbarrier_arrive_expect_tx,
-    mbarrier_wait_parity,
-)
+from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity
 from moe_numba.ptx.tma import (
     createpolicy_evict_first,
     createpolicy_evict_last,
@@ -48,7 +44,19 @@ def make_load(constants, layout):
 
     @cuda.jit(device=True)
     def load(
-        smem, words, bars, map_x, map_weight, weight_scale, lengths, starts, groups, total, capacity, tiles, k_blocks,
+        smem,
+        words,
+        bars,
+        map_x,
+        map_weight,
+        weight_scale,
+        lengths,
+        starts,
+        groups,
+        total,
+        capacity,
+        tiles,
+        k_blocks,
         n_out,
     ):
         stage, parity = int32(0), uint32(1)
@@ -112,8 +120,27 @@ def make_scale(constants, layout):
 
     @cuda.jit(device=True)
     def scale(
-        words, floats, bars, turn, lane, x_scale, weight_scale, lengths, starts, groups, total, capacity, tiles,
-        k_blocks, across, smem, x, indices, height, row_bytes, valid_bytes,
+        words,
+        floats,
+        bars,
+        turn,
+        lane,
+        x_scale,
+        weight_scale,
+        lengths,
+        starts,
+        groups,
+        total,
+        capacity,
+        tiles,
+        k_blocks,
+        across,
+        smem,
+        x,
+        indices,
+        height,
+        row_bytes,
+        valid_bytes,
     ):
         stage, parity, mine = int32(0), uint32(1), int32(turn)
         if gather:

@@ -106,18 +106,63 @@ def make_compute(constants, layout):
 
     @cuda.jit(device=True)
     def compute(
-        smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column, n_out,
+        smem,
+        words,
+        floats,
+        bars,
+        y,
+        y_scale,
+        warp,
+        lane,
+        stage,
+        parity,
+        k_blocks,
+        row,
+        rows,
+        part,
+        column,
+        n_out,
         factor,
     ):
         if part > next_size:
             stage, parity = mine(
-                smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column,
-                n_out, factor,
+                smem,
+                words,
+                floats,
+                bars,
+                y,
+                y_scale,
+                warp,
+                lane,
+                stage,
+                parity,
+                k_blocks,
+                row,
+                rows,
+                part,
+                column,
+                n_out,
+                factor,
             )
         else:
             stage, parity = smaller(
-                smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column,
-                n_out, factor,
+                smem,
+                words,
+                floats,
+                bars,
+                y,
+                y_scale,
+                warp,
+                lane,
+                stage,
+                parity,
+                k_blocks,
+                row,
+                rows,
+                part,
+                column,
+                n_out,
+                factor,
             )
         return stage, parity
 
@@ -133,7 +178,22 @@ def _make_compute(n, constants, layout):
 
     @cuda.jit(device=True)
     def compute(
-        smem, words, floats, bars, y, y_scale, warp, lane, stage, parity, k_blocks, row, rows, part, column, n_out,
+        smem,
+        words,
+        floats,
+        bars,
+        y,
+        y_scale,
+        warp,
+        lane,
+        stage,
+        parity,
+        k_blocks,
+        row,
+        rows,
+        part,
+        column,
+        n_out,
         factor,
     ):
         half = int32((warp >> 2) * (64 * LINE))

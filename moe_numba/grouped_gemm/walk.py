@@ -95,6 +95,7 @@ def make_place(constants, layout):
 
     return place
 
+
 @cache
 def make_walk(cluster):
     """``first_tile()`` of a block, and ``tile_step()`` to its next; the blocks of a cluster walk together."""

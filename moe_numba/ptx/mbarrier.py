@@ -69,19 +69,13 @@ def mbarrier_arrive_relaxed_cluster(barriers, index, rank):
 
 mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "void", SHARED, simulate=mbarrier_arrive)
 mbarrier_arrive_expect_tx = instruction(
-    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
-    "void",
-    SHARED,
-    "u32",
-    simulate=mbarrier_arrive_expect_tx,
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "void", SHARED, "u32", simulate=mbarrier_arrive_expect_tx
 )
 mbarrier_expect_tx = instruction(
     "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], $1;", "void", SHARED, "u32", simulate=mbarrier_expect_tx
 )
 _ARRIVE = "{ .reg .u32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.%s.cluster.shared::cluster.b64 _, [a]; }"
-mbarrier_arrive_cluster = instruction(
-    _ARRIVE % "release", "void", SHARED, "u32", simulate=mbarrier_arrive_cluster
-)
+mbarrier_arrive_cluster = instruction(_ARRIVE % "release", "void", SHARED, "u32", simulate=mbarrier_arrive_cluster)
 mbarrier_arrive_relaxed_cluster = instruction(
     _ARRIVE % "relaxed", "void", SHARED, "u32", simulate=mbarrier_arrive_relaxed_cluster
 )

@@ -34,9 +34,7 @@ def atom_add_relaxed_gpu_s32(pointer, index, value):
     return cuda.atomic.add(pointer, index, value)
 
 
-ld_relaxed_gpu_s32 = instruction(
-    "ld.relaxed.gpu.global.s32 $0, [$1];", "s32", POINTER, simulate=ld_relaxed_gpu_s32
-)
+ld_relaxed_gpu_s32 = instruction("ld.relaxed.gpu.global.s32 $0, [$1];", "s32", POINTER, simulate=ld_relaxed_gpu_s32)
 ld_relaxed_gpu_u64x2 = instruction(
     "ld.relaxed.gpu.global.v2.u64 {$0, $1}, [$2];", "u64 x 2", POINTER, simulate=ld_relaxed_gpu_u64x2
 )

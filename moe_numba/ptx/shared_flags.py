@@ -52,16 +52,14 @@ def _flag(thread, array, index):
 
 
 simulated_load, simulated_poll, simulated_store = (
-    ld_acquire_cta_shared_s32, poll_acquire_cta_shared_s32, st_release_cta_shared_s32
-)  # fmt: skip
+    ld_acquire_cta_shared_s32,
+    poll_acquire_cta_shared_s32,
+    st_release_cta_shared_s32,
+)
 _LOAD, _STORE = "ld.acquire.cta.shared.{} $0, [$1];", "st.release.cta.shared.{} [$0], $1;"
 ld_acquire_cta_shared_s32 = instruction(_LOAD.format("s32"), "s32", SHARED, simulate=ld_acquire_cta_shared_s32)
 poll_acquire_cta_shared_s32 = instruction(_LOAD.format("s32"), "s32", SHARED, simulate=poll_acquire_cta_shared_s32)
-st_release_cta_shared_s32 = instruction(
-    _STORE.format("s32"), "void", SHARED, "s32", simulate=st_release_cta_shared_s32
-)
+st_release_cta_shared_s32 = instruction(_STORE.format("s32"), "void", SHARED, "s32", simulate=st_release_cta_shared_s32)
 ld_acquire_cta_shared_u64 = instruction(_LOAD.format("u64"), "u64", SHARED, simulate=ld_acquire_cta_shared_u64)
 poll_acquire_cta_shared_u64 = instruction(_LOAD.format("u64"), "u64", SHARED, simulate=poll_acquire_cta_shared_u64)
-st_release_cta_shared_u64 = instruction(
-    _STORE.format("u64"), "void", SHARED, "u64", simulate=st_release_cta_shared_u64
-)
+st_release_cta_shared_u64 = instruction(_STORE.format("u64"), "void", SHARED, "u64", simulate=st_release_cta_shared_u64)

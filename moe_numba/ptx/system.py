@@ -102,9 +102,7 @@ def st_na_s32x4(pointer, index, a, b, c, d):
     pointer.store_vector(index, (a, b, c, d), np.int32)
 
 
-ld_global_s32x4 = instruction(
-    "ld.global.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", POINTER, simulate=ld_global_s32x4
-)
+ld_global_s32x4 = instruction("ld.global.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", POINTER, simulate=ld_global_s32x4)
 ld_nc_na_s32x4 = instruction(
     "ld.global.nc.L1::no_allocate.L2::256B.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", POINTER, simulate=ld_nc_na_s32x4
 )

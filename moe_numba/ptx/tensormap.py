@@ -90,14 +90,8 @@ tensormap_cp_fenceproxy = instruction(
     simulate=tensormap_cp_fenceproxy,
 )
 fence_proxy_tensormap_acquire_gpu = instruction(
-    "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;",
-    "void",
-    POINTER,
-    simulate=fence_proxy_tensormap_acquire_gpu,
+    "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "void", POINTER, simulate=fence_proxy_tensormap_acquire_gpu
 )
 fence_proxy_tensormap_acquire_sys = instruction(
-    "fence.proxy.tensormap::generic.acquire.sys [$0], 128;",
-    "void",
-    POINTER,
-    simulate=fence_proxy_tensormap_acquire_sys,
+    "fence.proxy.tensormap::generic.acquire.sys [$0], 128;", "void", POINTER, simulate=fence_proxy_tensormap_acquire_sys
 )

@@ -41,7 +41,17 @@ def make_fuse_kernel(policy):
 
     @cuda.jit
     def fuse_routing(
-        topk_weights, topk_ids, weights, ids, elements, topk, width, num_experts, shared, seed_low, seed_high,
+        topk_weights,
+        topk_ids,
+        weights,
+        ids,
+        elements,
+        topk,
+        width,
+        num_experts,
+        shared,
+        seed_low,
+        seed_high,
         shared_weight,
     ):
         griddepcontrol_wait()

@@ -17,7 +17,12 @@ def tensormap_replace_global_address(array, at, pointer, index):
 
 
 tensormap_replace_global_address = declared(
-    "cu_tensormap_replace_global_address", "tensormap", "uint8*", "int32", "uint8*", "int64",
+    "cu_tensormap_replace_global_address",
+    "tensormap",
+    "uint8*",
+    "int32",
+    "uint8*",
+    "int64",
     simulate=tensormap_replace_global_address,
 )
 
@@ -42,10 +47,18 @@ def make_tensormap_replace_global_stride(dimension):
 
 
 tensormap_cp_fenceproxy = declared(
-    "cu_tensormap_cp_fenceproxy", "tensormap", "uint8*", "int64", "uint8*", "int32",
+    "cu_tensormap_cp_fenceproxy",
+    "tensormap",
+    "uint8*",
+    "int64",
+    "uint8*",
+    "int32",
     simulate=intrinsics.tensormap_cp_fenceproxy,
 )
 fence_proxy_tensormap_acquire_gpu = declared(
-    "cu_fence_proxy_tensormap_acquire_gpu", "tensormap", "uint8*", "int64",
+    "cu_fence_proxy_tensormap_acquire_gpu",
+    "tensormap",
+    "uint8*",
+    "int64",
     simulate=intrinsics.fence_proxy_tensormap_acquire_gpu,
 )

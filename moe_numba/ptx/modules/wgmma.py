@@ -22,6 +22,12 @@ def wgmma_step_m64n64k128_e4m3(acc, array, a_at, b_at, accumulate):
 
 
 wgmma_step_m64n64k128_e4m3 = declared(
-    "cu_wgmma_step_m64n64k128_e4m3", "wgmma", "float32*", "uint8*", "int32", "int32", "int32",
+    "cu_wgmma_step_m64n64k128_e4m3",
+    "wgmma",
+    "float32*",
+    "uint8*",
+    "int32",
+    "int32",
+    "int32",
     simulate=wgmma_step_m64n64k128_e4m3,
 )
