@@ -5,7 +5,6 @@ The public names stand in the order in which a token meets them. Without a GPU t
 
 from moe_numba import simulator  # first: it decides, before Numba is imported, whether there is a GPU to compile for
 from moe_numba.align import moe_align_block_size
-from moe_numba.arguments import UnsupportedDeviceError
 from moe_numba.gate import biased_grouped_topk
 from moe_numba.gate_align import biased_grouped_topk_align
 from moe_numba.grouped_gemm import (
@@ -15,6 +14,7 @@ from moe_numba.grouped_gemm import (
     group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
+from moe_numba.runtime.validate import UnsupportedDeviceError
 
 __all__ = [
     "UnsupportedDeviceError",

@@ -49,17 +49,17 @@ def _parser():
 
 
 def _doctor(options):
-    from . import doctor
+    from moe_numba import doctor
 
     print("\n".join(doctor.report()))
     return 0
 
 
 def _stale(options):
-    from .bench import imports
+    from moe_numba.course.bench import sources
 
     try:
-        found = list(imports.stale_results())
+        found = list(sources.stale_results())
     except FileNotFoundError as error:
         raise UserError(error) from error
     print(*found or ["no record or executed notebook is older than its code"], sep="\n")
@@ -69,8 +69,9 @@ def _stale(options):
 def _bench(options):
     import torch
 
-    from . import bench, simulator
-    from .bench import imports, records
+    from moe_numba import simulator
+    from moe_numba.course import bench
+    from moe_numba.course.bench import records, sources
 
     topic = _topic(options.topic)
     if simulator.ENABLED or not torch.cuda.is_available():
@@ -85,13 +86,13 @@ def _bench(options):
     if hasattr(topic, "out_of_reach"):
         rows += records.staying(records.recorded(options.topic, records.folder(env["gpu"])), topic.out_of_reach, env)
     print_table(rows, options.topic)
-    sources = imports.topic_sources(options.topic)
+    sources = sources.topic_sources(options.topic)
     print(f"written to {records.write(options.topic, rows, sources, results=options.out, env=env)}")
     return 0
 
 
 def _plot(options):
-    from .bench import plots, records
+    from moe_numba.course.bench import plots, records
 
     topic = _topic(options.topic)
     try:
@@ -109,7 +110,7 @@ def _plot(options):
 
 
 def _topic(name):
-    from . import bench
+    from moe_numba.course import bench
 
     try:
         return bench.topic(name)
@@ -118,7 +119,7 @@ def _topic(name):
 
 
 def _readme(topic, table, check):
-    from .bench import records
+    from moe_numba.course.bench import records
 
     path = records.repository() / "README.md"
     try:

@@ -14,8 +14,8 @@ LABEL = 12  # characters, of a line's first column
 
 def report():
     """The lines that ``python -m moe_numba doctor`` prints."""
-    from . import simulator
-    from .bench import records
+    from moe_numba import simulator
+    from moe_numba.course.bench import records
 
     found = probe()
     lines = [("GPU", _gpu_line(found, simulator.REASON if simulator.ENABLED else None))]
@@ -43,10 +43,10 @@ def probe(timeout_s=120):
 
 def _results_line():
     """How many recorded results are older than the code."""
-    from .bench import imports
+    from moe_numba.course.bench import sources
 
     try:
-        found = len(list(imports.stale_results()))
+        found = len(list(sources.stale_results()))
     except FileNotFoundError:
         return "the recorded results come with a clone of the repository, not with the package"
     return f"{found} are older than the code: `make stale` names them" if found else "none is older than the code"

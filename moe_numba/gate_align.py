@@ -12,16 +12,16 @@ import torch
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba import simulator
-from moe_numba.align import kernel as align_kernel
-from moe_numba.align import kernel_tiny, moe_align_block_size, parts
+from moe_numba.align import device, kernel_small, moe_align_block_size
+from moe_numba.align import kernel_medium as align_kernel
 from moe_numba.align.api import IDS, check_align, check_outputs, check_shared_memory, empty_outputs, launch_arguments
-from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back
 from moe_numba.gate import kernel as gate_kernel
 from moe_numba.gate.api import check_limit, plan_for
-from moe_numba.gate.parts import make_tokens_to_route
-from moe_numba.launch import address, current_stream, launcher
+from moe_numba.gate.device import make_tokens_to_route
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.validate import as_outputs, as_tensor, check_out, give_back
 
 CLUSTER = 8  # blocks, as many as every GPU with clusters allows
 WARPS = 8  # of a block, each with a token
@@ -37,8 +37,8 @@ def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_ex
     topk = gate_constants.topk
     my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(gate_constants)
     tokens_to_route = make_tokens_to_route(limit_on_device)
-    align_tiny = kernel_tiny.make_align_tiny(ignore_invalid_experts, has_map)
-    fill_all = kernel_tiny.make_fill_all(aligned)
+    align_tiny = kernel_small.make_align_tiny(ignore_invalid_experts, has_map)
+    fill_all = kernel_small.make_fill_all(aligned)
 
     @cuda.jit
     def biased_grouped_topk_align_tiny(
@@ -109,7 +109,7 @@ def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invali
     my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(gate_constants)
     tokens_to_route = make_tokens_to_route(limit_on_device)
     carve = align_kernel.make_carve(capacity)
-    clear = parts.make_clear(threads, capacity * (2 + align_kernel.words_for(capacity)))
+    clear = device.make_clear(threads, capacity * (2 + align_kernel.words_for(capacity)))
     align = align_kernel.make_align(threads, 2, capacity, ignore_invalid_experts, has_map)
 
     @cuda.jit
@@ -192,7 +192,7 @@ class _Plan:
         self.num_experts = num_experts + shared
         check_align(block_size, self.num_experts, expert_map, device)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
-        self.capacity = parts.capacity_for(self.num_experts)
+        self.capacity = device.capacity_for(self.num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else IDS[expert_map.dtype]
         self.is_fused = gate_plan.constants is not None
@@ -220,7 +220,7 @@ class _Plan:
     def start(self, x, bias, limit, expert_map, outputs):
         weights, ids, *aligned = outputs
         numel = ids.numel()
-        if numel <= kernel_tiny.MOST_SLOTS:
+        if numel <= kernel_small.MOST_SLOTS:
             launch = self.tiny if aligned[0].data_ptr() % 16 else self.tiny_aligned
             threads, blocks = 32 * numel, 1
         else:

@@ -93,10 +93,10 @@ import torch
 from numba import cuda, float32
 
 from moe_numba import doctor, simulator
-from moe_numba.bench import Stats, call_time, kernel_time, kernel_times, plots, records, rotating
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.ladder import short
-from moe_numba.launch import address, current_stream, launch, launcher
+from moe_numba.course.bench import Stats, call_time, kernel_time, kernel_times, plots, records, rotating
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.ladder import short
+from moe_numba.runtime.launch import address, current_stream, launch, launcher
 
 SIMULATED = simulator.ENABLED
 DEVICE = "cpu" if SIMULATED else "cuda"
@@ -280,7 +280,7 @@ def by_numba():
 
 
 def by_launch():
-    """moe_numba.launch: a tensor becomes a plain pointer; torch's current stream is asked for."""
+    """moe_numba.runtime.launch: a tensor becomes a plain pointer; torch's current stream is asked for."""
     launch(add_one, GRID, BLOCK, x, y, FLOATS)
 
 
@@ -288,7 +288,7 @@ start = launcher(add_one, ("float32*", "float32*", "int32"), 0)  # compiled once
 
 
 def by_launcher():
-    """What moe_numba.launch uses inside, and what the package's own functions use."""
+    """What moe_numba.runtime.launch uses inside, and what the package's own functions use."""
     start(GRID, BLOCK, current_stream(0), address(x), address(y), FLOATS)
 
 
@@ -299,7 +299,7 @@ for way in (by_numba, by_launch, by_launcher):
 
 # %% [markdown]
 # - `kernel[grid, block](...)` is Numba's way and the one to start with. The first steps of each notebook use it.
-# - `moe_numba.launch.launch(kernel, grid, block, ...)` takes the same arguments. A tensor reaches the kernel as a
+# - `moe_numba.runtime.launch.launch(kernel, grid, block, ...)` takes the same arguments. A tensor reaches the kernel as a
 #   pointer to its first element, so the kernel is told the sizes as numbers.
 # - `launcher(...)` returns a function that only packs the arguments and asks the driver. The **driver** is the
 #   software that hands work to the GPU.
@@ -516,7 +516,7 @@ for name, stats in times_us.items():
 # %% [markdown]
 # If the first figure is above 4.8 TB/s, it cannot come from the memory.
 #
-# **Remedy.** `moe_numba.bench.rotating` makes enough inputs to take turns. Sometimes the cache is honest: a kernel
+# **Remedy.** `moe_numba.course.bench.rotating` makes enough inputs to take turns. Sometimes the cache is honest: a kernel
 # that reads what the one before it just wrote does find it there. Say which case is meant.
 #
 # ### Lie 4: the first call
@@ -679,9 +679,9 @@ else:
 # Now the guard. We make a small record of our own, ask whether it is stale, then pretend that the file has changed.
 
 # %%
-trial = {"topic": "trial", "date": "2026-01-01", "sources": records.sources(["moe_numba/bench/timing.py"])}
+trial = {"topic": "trial", "date": "2026-01-01", "sources": records.sources(["moe_numba/course/bench/timing.py"])}
 print("recorded now:      ", records.stale(trial) or "up to date")
-trial["sources"]["moe_numba/bench/timing.py"] = "another hash"
+trial["sources"]["moe_numba/course/bench/timing.py"] = "another hash"
 print("after a change:    ", *records.stale(trial))
 
 if GATE:

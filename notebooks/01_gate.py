@@ -43,18 +43,19 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, kernel_time, plots, records, rotating
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.reading import Count, diff
-from moe_numba.draw import gate as draw
+from moe_numba.course.bench import kernel_time, plots, records, rotating
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.draw import gate as draw
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.source_diff import Count, diff
+from moe_numba.gate.device import sorting_network as batcher_network
 from moe_numba.gate.kernel import Constants
-from moe_numba.gate.parts import sorting_network as batcher_network
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import mismatch
-from moe_numba.launch import compile_kernel, launch
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, uint_as_float
 from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.runtime.launch import compile_kernel, launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some demonstrations use one block, on purpose
 EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3: 256 experts in 8 groups; 4 groups are kept; 8 experts chosen
@@ -501,7 +502,7 @@ look_back("a thread for a token", "torch eager", 66)
 #
 # It refuses what the kernel cannot do: `num_experts` must be a power of two, `num_expert_group` must divide it (and
 # is then a power of two itself), and `VPT` may not exceed `MAX_VPT = 32`. It knows three types of logits: bfloat16,
-# float16 and float32. It launches on torch's current stream, as `moe_numba.launch` does. The same host code in
+# float16 and float32. It launches on torch's current stream, as `moe_numba.runtime.launch` does. The same host code in
 # Python:
 
 
@@ -865,7 +866,7 @@ look_back("in registers", "article, static", prediction)
 #
 # **Idea.** We take the last step back and go on from the static kernel. So far it took Numba arrays. Each is seven
 # numbers or more: shape, strides, size, ... Python has to look at every tensor and fill them in, for every call. A
-# kernel that takes bare **pointers** needs one number for each. `moe_numba.launch` compiles such a kernel once and then
+# kernel that takes bare **pointers** needs one number for each. `moe_numba.runtime.launch` compiles such a kernel once and then
 # only packs a few numbers. The kernel now indexes by hand: `logits[row * num_experts + expert]`.
 #
 # **Prediction.** Kernel time stays. Call time falls from some 50 us or more to about 10 us.
@@ -1542,7 +1543,7 @@ look_back("sorted lanes", "integer keys", prediction)
 
 # %%
 from moe_numba.gate import kernel as few_tokens
-from moe_numba.gate import kernel_throughput as many_tokens
+from moe_numba.gate import kernel_4tokens as many_tokens
 
 polished = few_tokens.make_kernel(Constants(EXPERTS, GROUPS, KEPT, TOPK))
 dealing = many_tokens.make_throughput_kernel(Constants(EXPERTS, GROUPS, KEPT, TOPK))
@@ -2063,7 +2064,7 @@ for name, (weights, ids) in outputs.items():
 # ## The final kernels
 #
 # This is what `moe_numba.biased_grouped_topk` runs: first the kernel for few tokens, then the one for many. What they
-# share, such as loading, scoring and sorting, is in `moe_numba/gate/parts.py`.
+# share, such as loading, scoring and sorting, is in `moe_numba/gate/device.py`.
 
 # %%
 Markdown("```python\n" + inspect.getsource(few_tokens) + "\n```")

@@ -60,12 +60,13 @@ from numba import cuda, int32, uint32
 from moe_numba import simulator
 from moe_numba.align.reference import mismatch, sizes
 from moe_numba.align.reference import moe_align_block_size as reference
-from moe_numba.bench import Ladder, kernel_time, kernel_times, plots, records
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.reading import Count, diff
-from moe_numba.draw import align as draw
-from moe_numba.launch import compile_kernel, launch
+from moe_numba.course.bench import kernel_time, kernel_times, plots, records
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.draw import align as draw
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.source_diff import Count, diff
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
+from moe_numba.runtime.launch import compile_kernel, launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have one block, on purpose
 warnings.filterwarnings("ignore", message="ExternalStream is deprecated")  # its successor is newer than CuPy 14.0
@@ -1229,7 +1230,7 @@ from functools import cache
 from numba import cuda, int32, uint32
 from moe_numba import simulator
 from moe_numba.align.reference import mismatch, sizes
-from moe_numba.launch import launch
+from moe_numba.runtime.launch import launch
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 DEVICE, EXPERTS, TOPK, TOKENS, BLOCK, THREADS, FULL = "cpu", 64, 4, 64, 16, 128, 0xFFFFFFFF
 """
@@ -2575,12 +2576,12 @@ for name, run in (("0x5", main_step(make_parallel_fill, blocks=2)), ("ours", run
 # ## The final kernels
 #
 # This is what `moe_numba.moe_align_block_size` runs: the kernels for a handful of slots, for few, and for many. What
-# they share is in `moe_numba/align/parts.py`.
+# they share is in `moe_numba/align/device.py`.
 
 # %%
-from moe_numba.align import kernel as few_slots
-from moe_numba.align import kernel_many as many_slots
-from moe_numba.align import kernel_tiny as handful_of_slots
+from moe_numba.align import kernel_large as many_slots
+from moe_numba.align import kernel_medium as few_slots
+from moe_numba.align import kernel_small as handful_of_slots
 
 Markdown("```python\n" + inspect.getsource(handful_of_slots) + "\n```")
 

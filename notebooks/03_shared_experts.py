@@ -56,13 +56,15 @@ from safetensors.torch import save_file
 
 from moe_numba import simulator
 from moe_numba.align.reference import mismatch as align_mismatch
-from moe_numba.bench import Ladder, call_times, kernel_times, plots, records, torch_layer
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.topic_shared_experts import GATES, layer_times
-from moe_numba.bench.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, own_grouped
-from moe_numba.draw import shared_experts as draw
+from moe_numba.course.bench import call_times, kernel_times, plots, records
+from moe_numba.course.bench.baselines import torch_layer
+from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, own_grouped
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
+from moe_numba.course.draw import shared_experts as draw
+from moe_numba.course.ladder import Ladder
 from moe_numba.gate.reference import biased_grouped_topk as reference_gate
-from moe_numba.launch import launch
+from moe_numba.runtime.launch import launch
 from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost, reference
 
 HERE = torch_layer.sizes()  # DeepSeek-V3's layer on a GPU, a small one in the simulator
@@ -1543,7 +1545,7 @@ for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5))
 # ## The final kernel
 #
 # This is what `moe_numba.shared_experts.fuse_routing` runs. The gate's own column is in
-# `moe_numba/gate/parts.py`.
+# `moe_numba/gate/device.py`.
 
 # %%
 from moe_numba.shared_experts import kernel as final_kernel

@@ -61,19 +61,21 @@ from IPython.display import Markdown
 from numba import cuda, int32, int64, uint8
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, kernel_time, kernel_times, plots, records
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.machine_code import compile_apart
-from moe_numba.bench.reading import Count, diff
-from moe_numba.bench.topic_expert_parallel import layout_bytes, layout_outputs, sizes, uniform_routing
-from moe_numba.draw import expert_parallel as draw
-from moe_numba.expert_parallel import document_layout, get_dispatch_layout
-from moe_numba.expert_parallel.layout import CLUSTER, make_layout_kernel
+from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
+from moe_numba.course.bench import kernel_time, kernel_times, plots, records
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
+from moe_numba.course.draw import dispatch_layout as draw
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.source_diff import Count, diff
+from moe_numba.expert_parallel import get_dispatch_layout
+from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER, make_layout_kernel
 from moe_numba.expert_parallel.reference import dispatch_layout
-from moe_numba.launch import launch
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import atom_add_s32
 from moe_numba.ptx.system import pointer_from_address
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.sass import compile_apart
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few blocks, on purpose
 HERE = sizes()  # DeepSeek-V3's routing on a GPU, a small one in the simulator
@@ -469,13 +471,13 @@ torch.manual_seed(0)
 draw.private_counters(uniform_routing(8, 8, 2, "cpu"), num_experts=8, experts_of_block=4, threads=4)
 
 # %%
-BLOCKS = document_layout.blocks_for(256, 8)
+BLOCKS = deepep_layout.blocks_for(256, 8)
 print(
-    f"256 experts, 8 ranks: {document_layout.blocks_for(256, 0)} blocks count experts, "
-    f"{BLOCKS - document_layout.blocks_for(256, 0)} counts ranks"
+    f"256 experts, 8 ranks: {deepep_layout.blocks_for(256, 0)} blocks count experts, "
+    f"{BLOCKS - deepep_layout.blocks_for(256, 0)} counts ranks"
 )
 for experts, ranks in ((256, 8), (64, 4), (384, 8), (256, 16)):
-    print(f"    {experts} experts, {ranks:2} ranks: {document_layout.blocks_for(experts, ranks)} blocks")
+    print(f"    {experts} experts, {ranks:2} ranks: {deepep_layout.blocks_for(experts, ranks)} blocks")
 print(f"tables: {256 * 32 * 4} bytes for experts, {256 * 8 * 4} for ranks")
 
 # %% [markdown]
@@ -483,7 +485,7 @@ print(f"tables: {256 * 32 * 4} bytes for experts, {256 * 8 * 4} for ranks")
 # nothing must be zero before, and one launch is enough. The kernel, in Numba:
 
 # %%
-Markdown("```python\n" + inspect.getsource(document_layout.make_document_kernel) + "```")
+Markdown("```python\n" + inspect.getsource(deepep_layout.make_document_kernel) + "```")
 
 # %% [markdown]
 # **The banks.** Shared memory has 32 **banks** of 4-byte words. Word `w` lies in bank `w % 32`, and a bank serves one
@@ -545,7 +547,7 @@ print(f"clear {CLEARING_US[32]:.1f}, walk {WALK_US:.1f}, add up {ADD_UP_US:.1f},
 
 
 def run_document(ids, outputs):
-    return document_layout.get_dispatch_layout(ids, EXPERTS, RANKS, out=outputs)
+    return deepep_layout.get_dispatch_layout(ids, EXPERTS, RANKS, out=outputs)
 
 
 measure("private counters", run_document, prediction)
@@ -582,7 +584,7 @@ if us("private counters"):
 # %%
 def changed(*changes):
     """The document's source with some lines changed, as a module of its own; gives its get_dispatch_layout."""
-    source, made = inspect.getsource(document_layout), {"__name__": "changed"}
+    source, made = inspect.getsource(deepep_layout), {"__name__": "changed"}
     for old, new in changes:
         assert old in source, old
         source = source.replace(old, new)
@@ -1007,7 +1009,7 @@ SECOND_PROCESS = """
 import sys
 import moe_numba, cupy, torch
 from numba import cuda
-from moe_numba.launch import launch
+from moe_numba.runtime.launch import launch
 from moe_numba.ptx.system import pointer_from_address
 
 exec(compile({kernel!r}, "notebook", "exec"))
@@ -1138,7 +1140,7 @@ assert counter[0] == per_rank.sum()
 # %%
 def machine_code():
     """Of the document's kernel, and of the one with atomics: {name: {what: number}}; None without a disassembler."""
-    source = atomic = inspect.getsource(document_layout)
+    source = atomic = inspect.getsource(deepep_layout)
     for old, new in ATOMIC:
         atomic = atomic.replace(old, new)
     types = ("int64*", "int32*", "int32*", "uint8*", *["int32"] * 4)
@@ -1194,7 +1196,7 @@ claims.append(
     (
         "A block counts 32 experts, or 8 ranks; the grid has a block for each part",
         verdict(
-            (document_layout.EXPERTS_OF_BLOCK, document_layout.RANKS_OF_BLOCK, BLOCKS) == (32, 8, 9),
+            (deepep_layout.EXPERTS_OF_BLOCK, deepep_layout.RANKS_OF_BLOCK, BLOCKS) == (32, 8, 9),
             f"{BLOCKS} blocks for 256 experts and 8 ranks, of an H200's 132 multiprocessors",
         ),
     )
@@ -1303,9 +1305,9 @@ PRELUDE = """
 import inspect, json
 import moe_numba, torch
 from moe_numba import simulator
-from moe_numba.expert_parallel import document_layout
+from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
 from moe_numba.expert_parallel.reference import dispatch_layout
-from moe_numba.bench.topic_expert_parallel import layout_outputs, uniform_routing
+from moe_numba.course.bench.topics.dispatch_layout import layout_outputs, uniform_routing
 DEVICE, EXPERTS, TOPK, RANKS = "cpu", 64, 4, 4
 NAMES = "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
 """
@@ -1400,6 +1402,6 @@ for name, said in in_simulator(faults, FAULTS, check, changed).items():
 # This is what `moe_numba.expert_parallel.get_dispatch_layout` runs.
 
 # %%
-from moe_numba.expert_parallel import layout as final_kernel
+from moe_numba.expert_parallel.kernels import dispatch_layout as final_kernel
 
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

@@ -48,34 +48,30 @@ from IPython.display import HTML, Markdown
 from numba import cuda, int32, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, Stats, across_ranks, plots, records
-from moe_numba.bench.all_to_all import all_to_all_counts, all_to_all_rows, played
-from moe_numba.bench.exchange_sizes import dispatch_sizes
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.ranks_timing import can_time, host_times, outputs_of, rank_times, settle
-from moe_numba.bench.topic_expert_parallel import uniform_routing
-from moe_numba.draw import rings
-from moe_numba.draw.ring_trace import play
-from moe_numba.expert_parallel import (
-    direct,
-    document_dispatch,
-    document_notify,
-    document_play,
-    document_run,
-    document_waits,
-    exchange,
-    publish,
-    reference,
-)
-from moe_numba.expert_parallel import dispatch as final_kernel
+from moe_numba.course.articles.deepep import dispatch as deepep_dispatch
+from moe_numba.course.articles.deepep import launch as deepep_launch
+from moe_numba.course.articles.deepep import notify as deepep_notify
+from moe_numba.course.articles.deepep import polling, simulate
+from moe_numba.course.articles.deepep.buffer_layout import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
+from moe_numba.course.articles.deepep.simulate import GaveUp, dispatch_all, virtual_ranks
+from moe_numba.course.bench import Stats, plots, records
+from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, played
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.timing_multigpu import can_time, host_times, outputs_of, rank_times, settle
+from moe_numba.course.bench.topics import dispatch_combine_measure
+from moe_numba.course.bench.topics.dispatch_layout import uniform_routing
+from moe_numba.course.draw import dispatch as draw
+from moe_numba.course.draw.ring_trace import play
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.sizes import dispatch_sizes
+from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.casts import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.config import Config, senders_without_rings
-from moe_numba.expert_parallel.document_play import GaveUp, dispatch_all, virtual_ranks
-from moe_numba.expert_parallel.document_regions import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
-from moe_numba.expert_parallel.rings import next_channel
+from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel.kernels import dispatch as final_kernel
+from moe_numba.expert_parallel.kernels import dispatch_direct, notify, progress
+from moe_numba.expert_parallel.kernels.channels import next_channel
 from moe_numba.expert_parallel.transport import LocalGroup
-from moe_numba.launch import launch
 from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group, make_bulk_wait_group_read
 from moe_numba.ptx.clock import globaltimer
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
@@ -84,12 +80,12 @@ from moe_numba.ptx.system import (
     fence_acq_rel_sys,
     ld_acquire_sys_s32,
     ld_nc_na_s32x4,
-    ld_relaxed_sys_s32,  # noqa: F401  by its name
     pointer_from_address,
     st_na_s32x4,
     st_relaxed_sys_s32,
     st_release_sys_s32,
 )
+from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few blocks, on purpose
 HERE = dispatch_sizes()  # DeepSeek-V3's rows on GPUs, a few short ones in the simulator
@@ -126,7 +122,7 @@ EXAMPLE = [
     [[0, 1], [1, 0], [1, 1], [1, 0], [0, 1], [1, 0], [1, 0], [1, 1]],
 ]  # is_token_in_rank of rank 0, and of rank 1
 CHANNELS = 4
-rings.order(EXAMPLE, CHANNELS)
+draw.order(EXAMPLE, CHANNELS)
 
 # %% [markdown]
 # The order on the right is part of the contract: rows by the **rank** (源rank) they come from, those of one rank by
@@ -491,14 +487,15 @@ from functools import cache
 import moe_numba, torch
 from numba import cuda, int32
 from moe_numba import simulator
-from moe_numba.draw.ring_trace import play
-from moe_numba.expert_parallel import document_play, document_run, reference
+from moe_numba.course.draw.ring_trace import play
+from moe_numba.course.articles.deepep import simulate, launch as deepep_launch
+from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.document_dispatch import FAULTS
-from moe_numba.expert_parallel.document_play import GaveUp, dispatch_all, virtual_ranks
-from moe_numba.expert_parallel.document_regions import Constants, least_bytes
+from moe_numba.course.articles.deepep.dispatch import FAULTS
+from moe_numba.course.articles.deepep.simulate import GaveUp, dispatch_all, virtual_ranks
+from moe_numba.course.articles.deepep.buffer_layout import Constants, least_bytes
 from moe_numba.expert_parallel.transport import LocalGroup
-from moe_numba.launch import launch
+from moe_numba.runtime.launch import launch
 from moe_numba.ptx.system import *
 FLAGS, ROOM = 32, 64
 """
@@ -736,8 +733,12 @@ def by_all_to_all(transport):
 
 def nccl_time():
     """In processes of their own; the rows of all three ways are kept."""
-    assert (across_ranks.TOKENS, across_ranks.HIDDEN, across_ranks.TOPK) == (TOKENS, HIDDEN, TOPK), "other sizes"
-    NCCL_ROWS.update({row["step"]: row for row in across_ranks.measure([RANKS], parts=["nccl"])})
+    assert (dispatch_combine_measure.TOKENS, dispatch_combine_measure.HIDDEN, dispatch_combine_measure.TOPK) == (
+        TOKENS,
+        HIDDEN,
+        TOPK,
+    ), "other sizes"
+    NCCL_ROWS.update({row["step"]: row for row in dispatch_combine_measure.measure([RANKS], parts=["nccl"])})
     return Stats(**NCCL_ROWS[BY_NCCL]["kernel_us"])
 
 
@@ -903,10 +904,10 @@ look_back(FEW, "naive, all SMs", prediction)
 # tokens, and a sum over the warp is the count. Then one thread adds the row up, in place.
 
 # %%
-show(document_notify.make_notify_dispatch, "def count_channels", "@cuda.jit")
+show(deepep_notify.make_notify_dispatch, "def count_channels", "@cuda.jit")
 
 # %%
-show(document_waits.make_channel_range, "def channel_range", "return channel_range")
+show(polling.make_channel_range, "def channel_range", "return channel_range")
 
 # %%
 many, sms, warps = 10000, 100, 128 // 32  # the article's example
@@ -922,7 +923,7 @@ print(
 # part of rank `r`'s own experts. The second time: all have written.
 
 # %%
-show(document_notify.make_notify_dispatch, "here = barrier_block(signals", "mine = pointer")
+show(deepep_notify.make_notify_dispatch, "here = barrier_block(signals", "mine = pointer")
 
 # %% [markdown]
 # Now the rank has a matrix with a row from each rank. Thread `j` adds up column `j` on the spot: that is
@@ -932,14 +933,14 @@ show(document_notify.make_notify_dispatch, "here = barrier_block(signals", "mine
 # is cleared: the queues' flags will lie there. The third meeting: all flags are clear.
 
 # %%
-show(document_notify.make_notify_dispatch, "mine = pointer", "@cuda.jit")
+show(deepep_notify.make_notify_dispatch, "mine = pointer", "@cuda.jit")
 
 # %% [markdown]
 # **The meeting itself** (`barrier_block`) needs no numbering and no clearing. A rank adds 1024 to its own signal for
 # each peer, and subtracts 1024 from its signal at that peer. Whoever is first, both end at zero.
 
 # %%
-show(document_notify.make_barrier, "def barrier_block", "return barrier_block")
+show(deepep_notify.make_barrier, "def barrier_block", "return barrier_block")
 
 # %% [markdown]
 # Meanwhile **the host polls** the counters, which began at -1 (DeepEP gives up after 100 s with "CPU recv timeout"),
@@ -976,7 +977,7 @@ def try_notify(ids, alignment):
     layouts = [reference.dispatch_layout(rows, 2, 4) for rows in ids]
     c = Constants(2, 2, 2, 2, 32, 2, 0, 4, 1)
     with virtual_ranks(2, least_bytes(c)) as ranks, simulator.seed(0), simulator.weak_memory():
-        found = document_play.notify_all(ranks, c, [layout[2] for layout in layouts], ids, alignment)
+        found = simulate.notify_all(ranks, c, [layout[2] for layout in layouts], ids, alignment)
     counted = [[layout[0].tolist(), layout[1].tolist()] for layout in layouts]
     return counted, [[int(counter), per_expert.tolist()] for _, _, counter, per_expert in found]
 
@@ -993,7 +994,7 @@ for rank in range(2):
 # source rank one, as in the article's pictures for two ranks and four channels.
 
 # %%
-rings.queues(Constants(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
+draw.queues(Constants(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
 
 # %% [markdown]
 # ## 6. The article's way: `dispatch`
@@ -1004,7 +1005,7 @@ rings.queues(Constants(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
 # from. A sender works in *that* rank's buffer, a receiver in its own rank's: both find the same ring there.
 
 # %%
-show(document_dispatch.make_dispatch, "def dispatch(", "return dispatch")
+show(deepep_dispatch.make_dispatch, "def dispatch(", "return dispatch")
 
 # %% [markdown]
 # **The ring.** Where rows arrive is not where they belong. Each queue has a ring of slots *in the receiver's buffer*.
@@ -1017,7 +1018,7 @@ show(document_dispatch.make_dispatch, "def dispatch(", "return dispatch")
 # `end`, with this one. Flags begin as 0, "nothing written yet". But 0 rows must be sayable, so `n` is sent as `-n - 1`.
 
 # %%
-show(document_dispatch.make_send, "address, queue = peers", "while token < last")
+show(deepep_dispatch.make_send, "address, queue = peers", "while token < last")
 
 # %% [markdown]
 # In our example:
@@ -1044,17 +1045,17 @@ Markdown(
 # needs it. (`fault` is for section 8: an empty string, and so no code at all.)
 
 # %%
-show(document_dispatch.make_send, "while token < last", "return send")
+show(deepep_dispatch.make_send, "while token < last", "return send")
 
 # %% [markdown]
 # A row and what goes with it are copied by one warp. Lane 0 writes `src_idx`; the first `topk` lanes turn experts'
 # numbers into the receiver's own, or -1; scales go by turns, for there may be more of them than lanes.
 
 # %%
-show(document_dispatch.make_send_row, "def send_row", "return send_row")
+show(deepep_dispatch.make_send_row, "def send_row", "return send_row")
 
 # %%
-show(document_waits.make_copy_row, "def copy_row", "return copy_row")
+show(polling.make_copy_row, "def copy_row", "return copy_row")
 
 # %% [markdown]
 # **The receiver** waits for `start` and `end`, and computes where its rows go: `to` begins at the rows of the ranks
@@ -1064,10 +1065,10 @@ show(document_waits.make_copy_row, "def copy_row", "return copy_row")
 # that does no harm.) They copy, meet, and the last warp publishes the head.
 
 # %%
-show(document_dispatch.make_receive, "start = end = int32(0)", "return receive")
+show(deepep_dispatch.make_receive, "start = end = int32(0)", "return receive")
 
 # %%
-show(document_dispatch.make_receive_rows, "def receive_rows", "return receive_rows")
+show(deepep_dispatch.make_receive_rows, "def receive_rows", "return receive_rows")
 
 # %% [markdown]
 # The article's code polls the head and the offsets by `ld.volatile`, and stores the head by `st.relaxed`. It reads the
@@ -1082,14 +1083,14 @@ show(document_dispatch.make_receive_rows, "def receive_rows", "return receive_ro
 
 # %%
 SLOW = in_simulator(play, EXAMPLE, 2, 1, 1, 1, 3)
-rings.timeline(SLOW)
+draw.timeline(SLOW)
 
 # %% [markdown]
 # As a film, with two channels and fewer tokens. Look for a ring that is full: its sender must wait for the head.
 
 # %%
 SHORT = in_simulator(play, [rows[:6] for rows in EXAMPLE], 2, 1, 2, 1, 3)
-HTML(rings.animation(SHORT))
+HTML(draw.animation(SHORT))
 
 # %% [markdown]
 # ### Step 3: the article's ring, on GPUs
@@ -1110,9 +1111,9 @@ def document_step(sms, chunk=None, with_counts=False):
     """The article's dispatch; ``with_counts``: with notify_dispatch, for whose counts the host waits."""
     c = constants_for(sms, chunk)
     for make_kernel in (
-        document_notify.make_notify_dispatch,
-        document_notify.make_cached_notify_dispatch,
-        document_dispatch.make_dispatch,
+        deepep_notify.make_notify_dispatch,
+        deepep_notify.make_cached_notify_dispatch,
+        deepep_dispatch.make_dispatch,
     ):
         make_kernel(c)  # before there are several threads: each of them would make its own
 
@@ -1121,8 +1122,8 @@ def document_step(sms, chunk=None, with_counts=False):
         rank, device, size = transport.rank, transport.device, least_bytes(c)
         shared = transport.allocate(size + SIGNALS_BYTES)
         signals = (shared.addresses.view(torch.int64) + size).view(torch.uint64)
-        status = torch.zeros(document_waits.STATUS, dtype=torch.int32, device=device)
-        r = document_run.Rank(rank, shared.addresses, signals, status, start=transport.launch)
+        status = torch.zeros(polling.STATUS, dtype=torch.int32, device=device)
+        r = deepep_launch.Rank(rank, shared.addresses, signals, status, start=transport.launch)
         share, chosen = -(-TOKENS // c.channels), LAYOUTS[rank][2]
         parts = [chosen[i * share : (i + 1) * share].sum(dim=0) for i in range(c.channels)]
         channel_prefix = torch.stack(parts, dim=1).cumsum(dim=1).to(torch.int32).contiguous()
@@ -1132,23 +1133,23 @@ def document_step(sms, chunk=None, with_counts=False):
 
         def notify():
             counter.fill_(-1), of_experts.fill_(-1)
-            found = document_run.notify_dispatch(r, c, LAYOUTS[rank], counter, of_experts)
+            found = deepep_launch.notify_dispatch(r, c, LAYOUTS[rank], counter, of_experts)
             come = transport.wait(lambda: int(counter[0]) >= 0 and int(of_experts.min()) >= 0, 10)
-            assert come, f"rank {rank}: the counts did not come; {document_waits.explain(status)}"
+            assert come, f"rank {rank}: the counts did not come; {polling.explain(status)}"
             return *found, int(counter[0])
 
         def step(x=X[rank]):
             if with_counts:
                 known = notify()
             else:
-                document_run.cached_notify_dispatch(r, c, rank_prefix)
+                deepep_launch.cached_notify_dispatch(r, c, rank_prefix)
                 known = rank_prefix, channel_prefix, ROWS[rank]
-            recv_x, _, _, handle = document_run.dispatch(r, c, x, chosen, *known)
+            recv_x, _, _, handle = deepep_launch.dispatch(r, c, x, chosen, *known)
             return recv_x, handle.recv_src_idx
 
         yield step
         settle(transport)
-        said = document_waits.explain(status)
+        said = polling.explain(status)
         assert said is None, said
         shared.close()
 
@@ -1289,7 +1290,7 @@ show(next_channel, "asked = ")
 # all of them, and then stores the flags.
 
 # %%
-show(publish.make_publish, "def publish", "return publish")
+show(progress.make_publish, "def publish", "return publish")
 
 # %% [markdown]
 # **Proxy fences only after news.** Bulk copies reach memory by another way than loads and stores (another *proxy*,
@@ -1318,7 +1319,7 @@ show(final_kernel.make_receive, "elif t < end", "else:")
 # meeting is needed before a dispatch or after it, where the article's notify has three, and its cached notify two.
 
 # %%
-show(exchange.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatch")
+show(notify.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatch")
 
 # %% [markdown]
 # ### Step 5: the package's dispatch
@@ -1382,7 +1383,7 @@ look_back("final", FEW)
 # `num_sms` says. More of them only get in one another's way.)
 
 # %%
-show(direct.make_direct, "while t < end:", "if follows:")
+show(dispatch_direct.make_direct, "while t < end:", "if follows:")
 
 # %% [markdown]
 # Two things are lost. `recv_x` must lie where other ranks can write: in an **output** that all ranks have made together
@@ -1419,7 +1420,7 @@ look_back(STRAIGHT, "final", prediction)
 #
 # The fewer it needs, the more are left to compute. The number of SMs is an argument of the package's kernel, so this
 # compiles nothing anew; the article's kernel is made for each number of channels. Where few are to be had, rows that go
-# straight to their place should take less time than those that go through rings, for all blocks send: nearly half of
+# straight to their place should take less time than those that go through draw, for all blocks send: nearly half of
 # it, or two thirds with two ranks, where receivers carry every second row that stays.
 
 
@@ -1669,7 +1670,7 @@ def try_alone(patience_ns):
     for name, patience in (("the article's, with patience", patience_ns), ("without", 0)):
         try:
             with virtual_ranks(2, least_bytes(c), patience) as ranks, simulator.seed(0):
-                document_play.on_all(ranks[:1], lambda r: document_run.cached_notify_dispatch(r, c, known))
+                simulate.on_all(ranks[:1], lambda r: deepep_launch.cached_notify_dispatch(r, c, known))
         except (GaveUp, simulator.Deadlock) as error:
             said[name] = "\n    ".join([type(error).__name__ + ": ", *str(error).splitlines()[:3]])
 
@@ -1735,7 +1736,7 @@ claims.append(
     (
         "recv_x is ordered by rank, channel and token",
         verdict(
-            PLAYED["received"] == right_order == SLOW["received"], "also with other channels, rings, and another seed"
+            PLAYED["received"] == right_order == SLOW["received"], "also with other channels, draw, and another seed"
         ),
     )
 )
@@ -1760,7 +1761,7 @@ claims.append(
     )
 )
 most = 0
-for _, now in rings.replay(SLOW):
+for _, now in draw.replay(SLOW):
     most = max(most, *(ring.tail - ring.head for ring in now.values()))
 claims.append(
     (
@@ -1844,7 +1845,7 @@ claims.append(
     (
         "notify's matrix of expert counts shares its place with the flags, and is cleared for them",
         verdict(
-            "counts, queues_end = at.start // 4" in inspect.getsource(document_notify.make_notify_dispatch),
+            "counts, queues_end = at.start // 4" in inspect.getsource(deepep_notify.make_notify_dispatch),
             f"both begin at byte {at8.start}",
         ),
     )
@@ -1995,4 +1996,4 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
 
 # %%
-Markdown("```python\n" + inspect.getsource(direct) + "\n```")
+Markdown("```python\n" + inspect.getsource(dispatch_direct) + "\n```")

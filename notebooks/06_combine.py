@@ -57,25 +57,29 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, kernel_times, plots, records
-from moe_numba.bench import combine_inputs as inputs
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.ladder import short
-from moe_numba.bench.ranks_timing import can_time, outputs_of, rank_times, settle
-from moe_numba.draw import combine as draw
-from moe_numba.expert_parallel import combine as final_kernel
-from moe_numba.expert_parallel import document_combine, document_notify, document_play, document_run, reference, sums
+from moe_numba.course import combine_inputs as inputs
+from moe_numba.course.articles.deepep import combine as deepep_combine
+from moe_numba.course.articles.deepep import launch as deepep_launch
+from moe_numba.course.articles.deepep import notify as deepep_notify
+from moe_numba.course.articles.deepep import simulate
+from moe_numba.course.articles.deepep.buffer_layout import Constants, combine_regions, least_bytes, least_ring
+from moe_numba.course.articles.deepep.notify import NO_HEAD
+from moe_numba.course.articles.deepep.polling import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
+from moe_numba.course.bench import kernel_times, plots, records
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
+from moe_numba.course.draw import combine as draw
+from moe_numba.course.ladder import Ladder, short
+from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.config import Config, channels_of
-from moe_numba.expert_parallel.document_notify import NO_HEAD
-from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes, least_ring
-from moe_numba.expert_parallel.document_waits import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
-from moe_numba.expert_parallel.publish import FULL, leave_word, make_publish
-from moe_numba.expert_parallel.regions import LOST, regions, taken
-from moe_numba.expert_parallel.rings import ask_no_more, first_channel, first_token, next_channel, prepare
+from moe_numba.expert_parallel.kernels import combine as final_kernel
+from moe_numba.expert_parallel.kernels import reduce
+from moe_numba.expert_parallel.kernels.buffer_layout import LOST, regions, taken
+from moe_numba.expert_parallel.kernels.channels import ask_no_more, first_channel, first_token, next_channel, prepare
+from moe_numba.expert_parallel.kernels.progress import FULL, leave_word, make_publish
+from moe_numba.expert_parallel.kernels.timeout import COMBINE_ROWS, since, warp_gives_up
 from moe_numba.expert_parallel.transport import LocalGroup
-from moe_numba.expert_parallel.waiting import COMBINE_ROWS, since, warp_gives_up
-from moe_numba.launch import launch
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_wait
@@ -90,6 +94,7 @@ from moe_numba.ptx.system import (
     st_na_s32x4,
     st_release_sys_s32,
 )
+from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few blocks, on purpose
 HERE = inputs.combine_sizes()  # DeepSeek-V3's on the GPUs there are, small ones in the simulator
@@ -362,7 +367,7 @@ def piece(function, begin, end):
     return Markdown("```python\n" + textwrap.dedent(source[source.index(begin) : last]) + "```")
 
 
-piece(document_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
+piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
 
 # %% [markdown]
 # To run it on all ranks, we need what all further steps need too. `LocalGroup(n).run(work)` calls `work(transport)` for
@@ -377,7 +382,7 @@ piece(document_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n 
 def made_by_document(transport, constants, handles, call):
     """``call(rank, handle, ...)`` on a rank with a buffer of its own."""
     rank, give_back = inputs.document_rank(transport, least_bytes(combine=constants))
-    handle = document_run.Handle(*(tensor.to(transport.device, copy=True) for tensor in handles[transport.rank]))
+    handle = deepep_launch.Handle(*(tensor.to(transport.device, copy=True) for tensor in handles[transport.rank]))
 
     yield lambda *given: call(rank, handle, *given)
     if said := explain(rank.status.cpu()):
@@ -389,8 +394,8 @@ def make_gaps(transport):
     constants = Constants(RANKS, 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
 
     def call(rank, handle):
-        document_run.cached_notify_combine(rank, constants, handle)
-        document_run.cached_notify_combine(rank, constants, handle)  # the second time changes nothing
+        deepep_launch.cached_notify_combine(rank, constants, handle)
+        deepep_launch.cached_notify_combine(rank, constants, handle)  # the second time changes nothing
         return handle.send_head
 
     return made_by_document(transport, constants, GAPPED_HANDLES, call)
@@ -782,15 +787,15 @@ look_back("more loads at once", "push, then add up", prediction)
 # So rows are added up while others come, and 24 multiprocessors must do.
 
 # %%
-Markdown("```python\n" + inspect.getsource(document_combine.make_update_heads) + "```")
+Markdown("```python\n" + inspect.getsource(deepep_combine.make_update_heads) + "```")
 
 # %%
-Markdown("```python\n" + inspect.getsource(document_combine.make_reduce) + "```")
+Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
 
 # %% [markdown]
 # `no_more` is where the gaps of section 4 are needed: after a token that did not go to rank `r`, `-place - 1` is the
 # place of the next row that will come from there. The sending half, and the adding up, are in
-# `moe_numba/expert_parallel/document_combine.py`.
+# `moe_numba/course/articles/deepep/combine.py`.
 #
 # **Prediction.** We have measured DeepEP's own, in CUDA C++, at 284 GB/s on the wire, on eight H200s. One small kernel
 # goes before it, which clears heads and tails between two barriers: 10 us.
@@ -812,8 +817,8 @@ def make_document(num_sms=HERE.num_sms):
 
     def make(transport):
         def call(rank, handle, y=Y):
-            document_run.cached_notify_combine(rank, constants, handle)
-            return document_run.combine(rank, constants, y[transport.rank], handle)[0]
+            deepep_launch.cached_notify_combine(rank, constants, handle)
+            return deepep_launch.combine(rank, constants, y[transport.rank], handle)[0]
 
         return made_by_document(transport, constants, document_handles(constants.channels), call)
 
@@ -1261,7 +1266,7 @@ piece(final_kernel.make_receive, "                add_up(smem", "               
 # rows at a time are on their way:
 
 # %%
-piece(sums.make_add_many, "            rest = mask", "            for w in range(held):")
+piece(reduce.make_add_many, "            rest = mask", "            for w in range(held):")
 
 # %% [markdown]
 # **Prediction.** What the wire has to carry is the same, so where the wire is the limit nothing is gained: the time of
@@ -1482,13 +1487,13 @@ PRELUDE = """
 import inspect, itertools, json
 import moe_numba, torch
 from moe_numba import simulator
-from moe_numba.bench import combine_inputs as inputs
-from moe_numba.expert_parallel import combine as final_kernel
-from moe_numba.expert_parallel import document_play
+from moe_numba.course import combine_inputs as inputs
+from moe_numba.expert_parallel.kernels import combine as final_kernel
+from moe_numba.course.articles.deepep import simulate
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.config import Config
-from moe_numba.expert_parallel.document_regions import Constants, combine_regions, least_bytes
-from moe_numba.expert_parallel.regions import regions
+from moe_numba.course.articles.deepep.buffer_layout import Constants, combine_regions, least_bytes
+from moe_numba.expert_parallel.kernels.buffer_layout import regions
 from moe_numba.expert_parallel.transport import LocalGroup
 KEPT = []  # buffers whose ranks have lost one another
 """
@@ -1526,9 +1531,9 @@ def lock_up(cases):
         handles = inputs.handles_of(chosen, 1)
         c = Constants(2, 1, ring, chunk, 16, 0, 0, 2, warps, fault="short ring")
         y = [torch.ones(len(h.recv_src_idx), 8).bfloat16() for h in handles]
-        with document_play.virtual_ranks(2, least_bytes(combine=c)) as ranks, simulator.seed(seed):
+        with simulate.virtual_ranks(2, least_bytes(combine=c)) as ranks, simulator.seed(seed):
             try:
-                document_play.combine_all(ranks, c, y, handles)
+                simulate.combine_all(ranks, c, y, handles)
                 hung = False
             except simulator.Deadlock:
                 hung = True
@@ -1829,16 +1834,16 @@ def faults(names):
     for name in names:
         c, wrong = Constants(2, 1, 4, 2, 32, 0, 0, 2, 2, fault=name), []
         for seed in range(6):
-            with document_play.virtual_ranks(2, least_bytes(combine=c)) as ranks:
+            with simulate.virtual_ranks(2, least_bytes(combine=c)) as ranks:
                 with simulator.seed(seed), simulator.weak_memory():
-                    got = document_play.combine_all(ranks, c, y, handles)
+                    got = simulate.combine_all(ranks, c, y, handles)
             pairs = zip(got, wanted, strict=True)
             wrong.append(sum(int((a[0].view(torch.int16) != b.view(torch.int16)).any(1).sum()) for a, b in pairs))
         found[name] = wrong
     return found
 
 
-FAULTS = in_simulator(faults, ["", *(name for name in document_combine.FAULTS if name != "short ring")])
+FAULTS = in_simulator(faults, ["", *(name for name in deepep_combine.FAULTS if name != "short ring")])
 for name, wrong in FAULTS.items():
     seeds = [seed for seed, tokens in enumerate(wrong) if tokens]
     says = f"wrong under seeds {seeds}; at most {max(wrong)} of 15 tokens" if seeds else "right under all six seeds"
@@ -1930,7 +1935,7 @@ claims.append(
     (
         "(of the article on dispatch) each token's src_idx is what combine reduces by",
         verdict(
-            "src_idx" in inspect.getsource(document_combine.make_reduce),
+            "src_idx" in inspect.getsource(deepep_combine.make_reduce),
             "it travels, and nobody reads it: rows are found by send_head; the package's combine does not send it",
         ),
     )
@@ -2082,4 +2087,4 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
 
 # %%
-Markdown("```python\n" + inspect.getsource(sums) + "\n```")
+Markdown("```python\n" + inspect.getsource(reduce) + "\n```")

@@ -54,15 +54,16 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, kernel_times
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.machine_code import compile_apart
-from moe_numba.by_value import MapByValue, start
-from moe_numba.draw import hopper as draw
-from moe_numba.launch import launch
+from moe_numba.course.bench import kernel_times
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.draw import hopper as draw
+from moe_numba.course.ladder import Ladder
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.cuda_cpp import ffi, source
+from moe_numba.ptx.cuda_cpp import tensormap as linked
+from moe_numba.ptx.cuda_cpp.wgmma import wgmma_step_m64n64k128_e4m3
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
@@ -72,14 +73,14 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_wait_parity,
 )
 from moe_numba.ptx.memory import load_nc_u32x4, st_shared_s32x4
-from moe_numba.ptx.modules import ffi, source
-from moe_numba.ptx.modules import tensormap as linked
-from moe_numba.ptx.modules.wgmma import wgmma_step_m64n64k128_e4m3
 from moe_numba.ptx.tensormap import fence_proxy_tensormap_acquire_sys
 from moe_numba.ptx.tma import tma_load_2d, tma_load_3d, tma_store_2d
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
-from moe_numba.tensor_map import tensor_map
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.launch_tma import MapByValue, start
+from moe_numba.runtime.sass import compile_apart
+from moe_numba.runtime.tensor_map import tensor_map
 
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 TIMED = dict(m=4096, n=4096, k=7168, copy=(8192, 8192))  # the sizes that a GPU measures here, or has recorded
@@ -321,7 +322,7 @@ copies.look_back("TMA", "threads", COPY_US)
 # - **`elect_sync`, not `thread == 0`.** Both pick one lane. But only of an elected lane does the compiler *know* that
 #   it is alone. Else it adds a loop around each TMA instruction. Section 5 counts these.
 # - **A tensor map must be a value.** TMA takes maps from a kernel's parameters (a `__grid_constant__` in C++), which
-#   Numba cannot say. `start` builds a little C++ entry around the kernel for that (`moe_numba/program.py`). A map in
+#   Numba cannot say. `start` builds a little C++ entry around the kernel for that (`moe_numba/runtime/compile.py`). A map in
 #   global memory works too, and then wants a fence; we shall use that below.
 # - **`fence_mbarrier_init`.** Threads make the barrier one way (the *generic proxy*), TMA reaches it another way (the
 #   *async proxy*). A fence lies between the two.
@@ -338,21 +339,21 @@ import moe_numba, torch, numpy as np
 from functools import cache
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba import simulator
-from moe_numba.by_value import MapByValue, start
-from moe_numba.launch import launch
+from moe_numba.runtime.launch_tma import MapByValue, start
+from moe_numba.runtime.launch import launch
 from moe_numba.ptx.accumulators import *
 from moe_numba.ptx.bulk import *
 from moe_numba.ptx.conversions import *
 from moe_numba.ptx.fence import *
 from moe_numba.ptx.mbarrier import *
 from moe_numba.ptx.memory import *
-from moe_numba.ptx.modules import ffi, tensormap as linked
-from moe_numba.ptx.modules.wgmma import wgmma_step_m64n64k128_e4m3
+from moe_numba.ptx.cuda_cpp import ffi, tensormap as linked
+from moe_numba.ptx.cuda_cpp.wgmma import wgmma_step_m64n64k128_e4m3
 from moe_numba.ptx.tensormap import *
 from moe_numba.ptx.tma import *
 from moe_numba.ptx.warpgroup import *
 from moe_numba.ptx.wgmma import *
-from moe_numba.tensor_map import tensor_map
+from moe_numba.runtime.tensor_map import tensor_map
 E4M3, FULL, TILE, BAR, SHARED_MEMORY = torch.float8_e4m3fn, 0xFFFFFFFF, 8192, 2048, 16392
 wait_until_read = make_bulk_wait_group_read(0)
 add_tile, wait_tile = make_wgmma_tile(64, "e4m3", accumulate=True), make_wgmma_wait(64, 0)
@@ -554,7 +555,7 @@ draw.descriptor(DESCRIPTOR)
 #
 # ### The same step through the linked door
 #
-# **Idea.** Now the other door. This is the C++ that holds the instructions, from `moe_numba/ptx/modules/wgmma.cu`:
+# **Idea.** Now the other door. This is the C++ that holds the instructions, from `moe_numba/ptx/cuda_cpp/wgmma.cu`:
 
 # %%
 with open(source("wgmma")) as file:
@@ -562,7 +563,7 @@ with open(source("wgmma")) as file:
 Markdown("```cpp\n" + WGMMA_CU[WGMMA_CU.index('extern "C"') :] + "```")
 
 # %% [markdown]
-# Numba is told of it like this (in `moe_numba/ptx/modules/`; `"c"` means: as C passes arguments):
+# Numba is told of it like this (in `moe_numba/ptx/cuda_cpp/`; `"c"` means: as C passes arguments):
 #
 # ```python
 # step = cuda.declare_device(
@@ -1362,7 +1363,7 @@ for wrong in (forgets_k, forgets_a_tile, another_row):
 # %%
 SOURCES = [
     *notebook_sources("notebooks/07_hopper_from_numba.py"),
-    *(f"moe_numba/ptx/modules/{name}.cu" for name in ("tensormap", "wgmma")),
+    *(f"moe_numba/ptx/cuda_cpp/{name}.cu" for name in ("tensormap", "wgmma")),
 ]
 copies.measure_all()
 copies.save(SOURCES)

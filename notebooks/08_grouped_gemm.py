@@ -52,26 +52,25 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, kernel_time, kernel_times, plots, records, rotating
-from moe_numba.bench import topic_grouped_gemm as topic
-from moe_numba.bench.imports import notebook_sources
-from moe_numba.bench.machine_code import compile_apart
-from moe_numba.bench.reading import diff
-from moe_numba.by_value import MapByValue, start
-from moe_numba.draw import grouped_gemm as draw
-from moe_numba.grouped_gemm import document, document_update, reference
+from moe_numba.course.articles.hpc_ops import group_gemm, update_grouped_tma
+from moe_numba.course.articles.hpc_ops.launch import Run
+from moe_numba.course.articles.hpc_ops.scheduler import host as schedulers
+from moe_numba.course.articles.hpc_ops.scheduler import tokens_of_tile, use_horizontal
+from moe_numba.course.bench import kernel_time, kernel_times, plots, records, rotating
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.topics import grouped_gemm as topic
+from moe_numba.course.draw import grouped_gemm as draw
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.source_diff import diff
 from moe_numba.grouped_gemm import kernel as final_kernel
+from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api import (
     group_gemm_blockwise_fp8,
     group_gemm_pertensor_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
+from moe_numba.grouped_gemm.configs import SIGNATURE
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
-from moe_numba.grouped_gemm.document_run import Run
-from moe_numba.grouped_gemm.document_schedule import host as schedulers
-from moe_numba.grouped_gemm.document_schedule import tokens_of_tile, use_horizontal
-from moe_numba.grouped_gemm.forms import SIGNATURE
-from moe_numba.launch import launch
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
@@ -89,6 +88,9 @@ from moe_numba.ptx.tma import tma_load_2d, tma_load_3d, tma_store_2d
 from moe_numba.ptx.warp import redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.launch_tma import MapByValue, start
+from moe_numba.runtime.sass import compile_apart
 
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 GROUPS, N, K = (2, 128, 256) if simulator.ENABLED else (32, 4096, 7168)  # DeepSeek-V3's gate_up on one of 8 GPUs
@@ -955,7 +957,7 @@ for name, run in (("warp specialization", run_specialised), ("transposed MMA", t
 # what is outside of `Y`. The function `put` is the document's kernel's, from the package:
 
 # %%
-Markdown("```python\n" + inspect.getsource(document.make_put) + "```")
+Markdown("```python\n" + inspect.getsource(group_gemm.make_put) + "```")
 
 # %% [markdown]
 # A token's 64 results of a warpgroup are a row of 128 bytes. The chunks of 16 bytes are **swizzled**: chunk `c` of row
@@ -972,7 +974,7 @@ Markdown("```python\n" + inspect.getsource(document.make_put) + "```")
 @cache
 def make_finish(tokens):
     """What comes in place of ``store(...)``."""
-    put = document.make_put(document.Constants(tokens=tokens))
+    put = group_gemm.make_put(group_gemm.Constants(tokens=tokens))
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit(device=True)
@@ -1384,7 +1386,7 @@ if us("padding, one map", "product_us"):
 # sum of these, `cu_tiles`. Two jobs, one launch. This is the package's, after the article's pseudocode:
 
 # %%
-Markdown("```python\n" + inspect.getsource(document_update.make_update_grouped_tma) + "```")
+Markdown("```python\n" + inspect.getsource(update_grouped_tma.make_update_grouped_tma) + "```")
 
 # %% [markdown]
 # Let us go through it as the article does.
@@ -1436,7 +1438,7 @@ scan = Run(
     counted.cu_seqlens,
     counted.y_scale,
     counted.out,
-    document.Constants(tokens=16),
+    group_gemm.Constants(tokens=16),
     1,
 )
 scan.update()
@@ -1498,7 +1500,7 @@ print("box (4, 8, 1):", OTHER_BOX)
 # anything. These are its producer and its consumers:
 
 # %%
-Markdown("```python\n" + "\n\n".join(map(inspect.getsource, (document.make_load, document.make_multiply))) + "```")
+Markdown("```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_load, group_gemm.make_multiply))) + "```")
 
 # %% [markdown]
 # The article's pseudocode in our words: the prologue makes barriers and copies the scheduler's table to shared memory
@@ -1568,11 +1570,11 @@ for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (204
 # %%
 def document_step(name, tokens=16 if simulator.ENABLED else 64, **options):
     """``run(problem)`` for the document's two kernels."""
-    layout = document.Layout(document.Constants(tokens=tokens))
+    layout = group_gemm.Layout(group_gemm.Constants(tokens=tokens))
     room = 227 * 1024 - 4 * 257 - 128 - 2 * layout.half_bytes
     stages = STAGES if simulator.ENABLED else min(8, room // layout.stage_bytes)
     dependent = options.pop("dependent", False)
-    constants = document.Constants(tokens=tokens, stages=stages, **options)
+    constants = group_gemm.Constants(tokens=tokens, stages=stages, **options)
 
     def run(p):
         if name not in p.made:
@@ -1935,7 +1937,7 @@ if took := us("two blocks share tokens", "many_us"):
 #
 # **Idea.** Of all that, what is fastest for the average: up to 10 tokens a group tiles of 32 and ten stages, up to 40
 # tiles of 64, up to 120 of 128, all with two blocks that share; from there on two parts of 144. So were they measured,
-# by `python -m moe_numba.bench.tune_grouped_gemm`.
+# by `python -m moe_numba.course.bench.tune_grouped_gemm`.
 #
 # **Prediction.** For 2048 tokens as step 18, 245 us. For 8192 as step 17. For 32 tokens small tiles spare what steps 14
 # to 18 had lost: 10 % more than the floor, 155 us.
@@ -2516,7 +2518,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # ## 12. Faults to know
 #
 # What we found in hpc-ops while we wrote it again. Each is mended in the package's version of it
-# (`moe_numba/grouped_gemm/document.py`), and the tests hold a wrong kernel for each that can be made.
+# (`moe_numba/course/articles/hpc_ops/group_gemm.py`), and the tests hold a wrong kernel for each that can be made.
 #
 # - **No acquire.** Two of its three schedulers use maps that another kernel made without acquiring them. It mostly
 #   works, because the copy engine's cache happens not to hold the old map. When lengths change and the buffer of maps

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.by_value import start
-from moe_numba.launch import launch
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.launch_tma import start
 
 RNG = np.random.default_rng(0)
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16

@@ -10,9 +10,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-import moe_numba.bench as bench
+import moe_numba.course.bench as bench
 from moe_numba import doctor, simulator
-from moe_numba.bench import Ladder, Stats, WrongResult, ladder, plots, records, timing
+from moe_numba.course import ladder
+from moe_numba.course.bench import Stats, plots, records, timing
+from moe_numba.course.ladder import Ladder, WrongResult
 
 
 @pytest.fixture

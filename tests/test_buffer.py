@@ -9,10 +9,11 @@ import torch
 from wrong_kernels import changed
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import Buffer, Config, combine, dispatch, exchange, reference, rings
+from moe_numba.expert_parallel import Buffer, Config, reference
 from moe_numba.expert_parallel.config import channels_of
-from moe_numba.expert_parallel.link import Link
-from moe_numba.expert_parallel.regions import MOST_CHANNELS, Record
+from moe_numba.expert_parallel.kernels import channels, combine, dispatch, notify
+from moe_numba.expert_parallel.kernels.buffer_layout import MOST_CHANNELS, Record
+from moe_numba.expert_parallel.runtime import Link
 from moe_numba.expert_parallel.transport import LocalGroup
 
 FP8 = torch.float8_e4m3fn
@@ -533,13 +534,13 @@ def fails_under_some_seed(monkeypatch, module, name, fault, new_out=lambda buffe
 FAULTS = {
     "the last rows are announced before they are there": (dispatch, "copied", lambda: None),
     "the rows before are announced before they are there": (dispatch, "copied_but_last", lambda: None),
-    "a row is overwritten before it is sent": (rings, "read", lambda: None),
+    "a row is overwritten before it is sent": (channels, "read", lambda: None),
     "the receiver does not acquire": (dispatch, "ld_acquire_sys_s32", "relaxed"),
     "combine announces the last rows before they are there": (combine, "copied", lambda: None),
     "combine announces rows before they are there": (combine, "copied_but_last", lambda: None),
     "combine does not acquire": (combine, "ld_acquire_sys_s32", "relaxed"),
-    "the exchange does not acquire": (exchange, "ld_acquire_sys_s32", "relaxed"),
-    "the exchange does not release": (exchange, "st_release_sys_s32", "relaxed store"),
+    "the exchange does not acquire": (notify, "ld_acquire_sys_s32", "relaxed"),
+    "the exchange does not release": (notify, "st_release_sys_s32", "relaxed store"),
 }
 
 

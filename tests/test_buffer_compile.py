@@ -2,15 +2,15 @@
 
 import pytest
 
-from moe_numba.bench.machine_code import compile_apart
+from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
-from moe_numba.expert_parallel.combine import make_combine
-from moe_numba.expert_parallel.direct import make_direct
-from moe_numba.expert_parallel.dispatch import make_dispatch
-from moe_numba.expert_parallel.exchange import make_barrier, make_notify_dispatch
-from moe_numba.expert_parallel.regions import Record
-from moe_numba.expert_parallel.rings import Rings
+from moe_numba.expert_parallel.kernels.combine import make_combine
+from moe_numba.expert_parallel.kernels.dispatch_direct import make_direct
+from moe_numba.expert_parallel.kernels.dispatch import make_dispatch
+from moe_numba.expert_parallel.kernels.notify import make_barrier, make_notify_dispatch
+from moe_numba.expert_parallel.kernels.buffer_layout import Record
+from moe_numba.expert_parallel.kernels.channels import Rings
 """
 WARPS, THREADS = 15, 512
 ROWS = {"bf16": "3584, 0, 8", "fp8": "1792, 56, 8", "plain": "3584", "wide topk": "3584, 0, 32"}
@@ -22,7 +22,7 @@ def rings(ranks, record):
 
 @pytest.fixture(scope="module")
 def reports():
-    from moe_numba.expert_parallel import combine, direct, dispatch, exchange
+    from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
 
     requests = {
         f"dispatch {name} {ranks}": (f"make_dispatch({rings(ranks, row)})", dispatch.SIGNATURE, THREADS, False)
@@ -39,11 +39,11 @@ def reports():
         for ranks, biases in ((8, 0), (8, 2), (2, 0), (5, 1), (1, 0))
     }
     requests |= {
-        f"direct {name}": (f"make_direct({rings(8, ROWS[name])})", direct.SIGNATURE, 32 * WARPS, False)
+        f"direct {name}": (f"make_direct({rings(8, ROWS[name])})", dispatch_direct.SIGNATURE, 32 * WARPS, False)
         for name in ("bf16", "fp8", "plain")
     }
-    requests["notify"] = ("make_notify_dispatch(8, 512)", exchange.NOTIFY_SIGNATURE, 512, False)
-    requests["barrier"] = ("make_barrier(8)", exchange.BARRIER_SIGNATURE, 32, False)
+    requests["notify"] = ("make_notify_dispatch(8, 512)", notify.NOTIFY_SIGNATURE, 512, False)
+    requests["barrier"] = ("make_barrier(8)", notify.BARRIER_SIGNATURE, 32, False)
     return compile_apart(SOURCE, requests)
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.bench.machine_code import compile_apart
-from moe_numba.expert_parallel import casts, casts_kernel, casts_reference
-from moe_numba.expert_parallel.casts import per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel import casts_reference, fp8_cast
+from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel.kernels import fp8_cast as cast_kernels
+from moe_numba.runtime.sass import compile_apart
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float32]
@@ -181,7 +182,7 @@ def test_scales_that_are_packed_exponents(hidden, device):
 @pytest.fixture
 def fresh():
     """Kernels are made anew, and so with a part that was replaced; and once more after the test."""
-    factories = casts_kernel.make_place, casts_kernel.make_cast_to_fp8, casts_kernel.make_cast_back
+    factories = cast_kernels.make_place, cast_kernels.make_cast_to_fp8, cast_kernels.make_cast_back
     for factory in factories:
         factory.cache_clear()
     yield
@@ -203,12 +204,12 @@ def approximate(x):
         ("FP8_MOST", 440.0),
         ("AMAX_LEAST_BITS", 0x3DCCCCCD),  # 0.1
         ("redux_sync_max_s32", lambda mask, value: value),
-        ("cvt_rn_satfinite_e4m3x2_f32", lambda high, low: casts_kernel.uint32(0x7E7E)),
-        ("make_place", lambda hidden, wide: lambda group, lane, groups: casts_kernel.int64(-1)),
+        ("cvt_rn_satfinite_e4m3x2_f32", lambda high, low: cast_kernels.uint32(0x7E7E)),
+        ("make_place", lambda hidden, wide: lambda group, lane, groups: cast_kernels.int64(-1)),
     ],
 )
 def test_a_wrong_cast_to_fp8_is_found(name, wrong, device, monkeypatch, fresh):
-    monkeypatch.setattr(casts_kernel, name, wrong)
+    monkeypatch.setattr(cast_kernels, name, wrong)
     x = some(5, 256, device)
     x[0] *= 1e-6
     with pytest.raises(AssertionError):
@@ -219,14 +220,14 @@ def test_a_wrong_cast_to_fp8_is_found(name, wrong, device, monkeypatch, fresh):
 @pytest.mark.parametrize(
     "name, wrong",
     [
-        ("int_as_float", lambda bits: casts_kernel.float32(1)),
+        ("int_as_float", lambda bits: cast_kernels.float32(1)),
         ("cvt_rn_bf16x2_f32", lambda high, low: simulator.floats.bf16_bits(low)),
         ("GROUP", 256),
     ],
 )
 def test_a_wrong_cast_back_is_found(name, wrong, device, monkeypatch, fresh):
     values, scales = casts_reference.per_token_cast_to_fp8(some(5, 256, device))
-    monkeypatch.setattr(casts_kernel, name, wrong)
+    monkeypatch.setattr(cast_kernels, name, wrong)
     with pytest.raises((AssertionError, simulator.errors.OutOfBounds)):
         check_back(values, scales)
 
@@ -292,11 +293,11 @@ def test_refusals_to_cast_back(change, error, sentence, device):
 # What the compiler makes of them; no GPU is needed.
 
 KERNELS = {
-    f"{dtype}, {hidden}": (f"make_cast_to_fp8({dtype!r}, {hidden})", signature, casts_kernel.THREADS, False)
+    f"{dtype}, {hidden}": (f"make_cast_to_fp8({dtype!r}, {hidden})", signature, cast_kernels.THREADS, False)
     for hidden in (7168, 136)
-    for dtype, signature in casts._TO_FP8.values()
+    for dtype, signature in fp8_cast._TO_FP8.values()
 } | {
-    f"back, {hidden}, {packed}": (f"make_cast_back({hidden}, {packed})", casts._BACK, casts_kernel.THREADS, False)
+    f"back, {hidden}, {packed}": (f"make_cast_back({hidden}, {packed})", fp8_cast._BACK, cast_kernels.THREADS, False)
     for hidden in (7168, 136)
     for packed in (False, True)
 }
@@ -304,7 +305,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def reports():
-    return compile_apart("from moe_numba.expert_parallel.casts_kernel import *", KERNELS)
+    return compile_apart("from moe_numba.expert_parallel.kernels.fp8_cast import *", KERNELS)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -19,11 +19,12 @@ from test_buffer import (
 )
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import Buffer, Config, dispatch, rings
+from moe_numba.expert_parallel import Buffer, Config
 from moe_numba.expert_parallel import config as configurations
 from moe_numba.expert_parallel.config import channels_of, most_warps, senders_of
-from moe_numba.expert_parallel.rings import channel_of, first_token, shares
-from moe_numba.launch import launch
+from moe_numba.expert_parallel.kernels import channels, dispatch
+from moe_numba.expert_parallel.kernels.channels import channel_of, first_token, shares
+from moe_numba.runtime.launch import launch
 
 
 @cuda.jit
@@ -76,7 +77,7 @@ def test_warps_take_channel_after_channel(ranks, seed, four_for_each):
 
 FAULTS = {
     "the next launch's channels are taken already": (dispatch, "ask_no_more"),
-    "a channel's last word is lost": (rings, "wait_until_told"),
+    "a channel's last word is lost": (channels, "wait_until_told"),
 }
 
 

@@ -9,7 +9,6 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, int32
 
-from moe_numba.launch import launch
 from moe_numba.ptx.cluster import (
     barrier_cluster_arrive,
     barrier_cluster_wait,
@@ -21,6 +20,7 @@ from moe_numba.ptx.cluster import (
     st_cluster_s32x4,
 )
 from moe_numba.ptx.memory import atom_add_s32, st_shared_s32x4
+from moe_numba.runtime.launch import launch
 
 THREADS = 64
 CLUSTERS = [1, 2, 4, 8, (2, 2, 1)]

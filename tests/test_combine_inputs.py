@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.bench import combine_inputs as inputs
+from moe_numba.course import combine_inputs as inputs
+from moe_numba.course.articles.deepep.buffer_layout import Constants, least_bytes
+from moe_numba.course.articles.deepep.simulate import dispatch_all, virtual_ranks
 from moe_numba.expert_parallel import reference
-from moe_numba.expert_parallel.document_play import dispatch_all, virtual_ranks
-from moe_numba.expert_parallel.document_regions import Constants, least_bytes
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated: set MOE_NUMBA_SIMULATE=1")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_numba.bench import code_hash
-from moe_numba.bench.machine_code import compile_apart
-from moe_numba.expert_parallel import combine
+from moe_numba.course.bench import code_hash
+from moe_numba.expert_parallel.kernels import combine
+from moe_numba.runtime.sass import compile_apart
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "notebooks" / "06_combine.py").read_text()
@@ -27,14 +27,14 @@ OWN = {
 }
 SHAPE = """
 from moe_numba.expert_parallel.config import Config, rings_for
-from moe_numba.expert_parallel.regions import Record
+from moe_numba.expert_parallel.kernels.buffer_layout import Record
 
 SHAPE = rings_for(Config(24, 10, 256), {ranks}, 15, 720, Record(3584, 0, 0, source=False), 1 << 28)[0]
 """
 # As the notebook launches them: without launch bounds.
 COMPILE = """
 import json
-from moe_numba.launch import compile_kernel
+from moe_numba.runtime.launch import compile_kernel
 for expression, signature in {own!r}.items():
     print(json.dumps([expression, compile_kernel(eval(expression), signature).log]))
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_numba.bench.machine_code import disassembler
+from moe_numba.runtime.sass import disassembler
 
 ROOT = Path(__file__).parents[1]
 GATE = ("float32*", "int32*", "int32", "int64", "int32", "float32", "float32")  # after the logits and the bias
@@ -18,7 +18,7 @@ GATE = ("float32*", "int32*", "int32", "int64", "int32", "float32", "float32")  
 COMPILE = """
 import json, sys, tempfile, subprocess, importlib
 from moe_numba.gate.kernel import Constants
-from moe_numba.launch import compile_kernel
+from moe_numba.runtime.launch import compile_kernel
 for module, factory, constants, signature, launch_bounds in json.load(sys.stdin):
     make = getattr(importlib.import_module(module), factory)
     constants = [Constants(*c) if isinstance(c, list) else c for c in constants]
@@ -75,7 +75,7 @@ ROUTERS = {
     "many_bfloat16": gate("make_throughput_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
 }
 DYNAMIC = [
-    "moe_numba.gate.kernel_dynamic",
+    "moe_numba.gate.kernel_generic",
     "make_dynamic_kernel",
     [],
     ["float32*", "float32*", *GATE, *["int32"] * 6],
@@ -93,15 +93,15 @@ def fused(factory, *constants, bounds):
 
 
 ALIGNERS = {
-    "tiny": ["moe_numba.align.kernel_tiny", "make_tiny_kernel", [True, False, False], ALIGN, [1024, 1]],
-    "few": ["moe_numba.align.kernel", "make_few_kernel", [512, 8, 288, False, False], ALIGN, [512, 1]],
-    "few_8192": ["moe_numba.align.kernel", "make_few_kernel", [1024, 8, 8224, True, True], ALIGN, [1024, 1]],
+    "tiny": ["moe_numba.align.kernel_small", "make_tiny_kernel", [True, False, False], ALIGN, [1024, 1]],
+    "few": ["moe_numba.align.kernel_medium", "make_few_kernel", [512, 8, 288, False, False], ALIGN, [512, 1]],
+    "few_8192": ["moe_numba.align.kernel_medium", "make_few_kernel", [1024, 8, 8224, True, True], ALIGN, [1024, 1]],
     "many_slots": [
-        *("moe_numba.align.kernel_many", "make_many_kernel", [512, 288, 8, False, False]),
+        *("moe_numba.align.kernel_large", "make_many_kernel", [512, 288, 8, False, False]),
         *(["int32*", *ALIGN], [512, 1]),
     ],
     "many_slots_8192": [
-        *("moe_numba.align.kernel_many", "make_many_kernel", [512, 8224, 8, True, True]),
+        *("moe_numba.align.kernel_large", "make_many_kernel", [512, 8224, 8, True, True]),
         *(["int32*", *ALIGN], [512, 1]),
     ],
     "fused_tiny": fused("make_tiny_kernel", True, bounds=[1024, 1]),

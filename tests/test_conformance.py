@@ -2,7 +2,7 @@
 
 The tests run on whichever engine this process has; what passes on both machines is the same on both. For Numba's own
 primitives kernels take NumPy arrays and are launched as any Numba user would; for ours in ``moe_numba.ptx`` they take
-pointers and are launched by ``moe_numba.launch``.
+pointers and are launched by ``moe_numba.runtime.launch``.
 """
 
 import math
@@ -17,7 +17,6 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, float32, int32, uint32, uint64
 
-from moe_numba.launch import launch
 from moe_numba.ptx.cluster import (
     barrier_cluster_arrive,
     barrier_cluster_wait,
@@ -31,6 +30,7 @@ from moe_numba.ptx.cluster import (
 from moe_numba.ptx.memory import st_global_s32x4
 from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.warp import redux_sync_add_s32
+from moe_numba.runtime.launch import launch
 
 FULL = 0xFFFFFFFF
 PATIENCE = 1 << 20  # polls after which a kernel gives up, so that a GPU fails a test and does not hang

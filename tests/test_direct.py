@@ -24,8 +24,9 @@ from test_buffer import (
 )
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import Buffer, direct
-from moe_numba.expert_parallel.link import Link
+from moe_numba.expert_parallel import Buffer
+from moe_numba.expert_parallel.kernels import dispatch_direct
+from moe_numba.expert_parallel.runtime import Link
 
 
 def new_output(buffer, rows, fp8=False):
@@ -170,7 +171,9 @@ def test_outputs_that_are_not_alike_are_refused():
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="a GPU's memory is not weak at will")
 def test_rows_that_are_on_their_way_when_the_kernel_ends_are_found_out(monkeypatch):
-    assert fails_under_some_seed(monkeypatch, direct, "copied", lambda: None, lambda buffer: new_output(buffer, 16))
+    assert fails_under_some_seed(
+        monkeypatch, dispatch_direct, "copied", lambda: None, lambda buffer: new_output(buffer, 16)
+    )
 
 
 def only_before(link, has_met=False):

@@ -5,9 +5,11 @@ import torch
 from wrong_kernels import changed
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import api, document_layout, get_dispatch_layout, layout, reference
+from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
+from moe_numba.expert_parallel import dispatch_layout, get_dispatch_layout, reference
+from moe_numba.expert_parallel.kernels import dispatch_layout as layout_kernel
 
-KERNELS = {"package": get_dispatch_layout, "document": document_layout.get_dispatch_layout}
+KERNELS = {"package": get_dispatch_layout, "document": deepep_layout.get_dispatch_layout}
 NAMES = ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank")
 TOKENS = (0, 1, 31, 33, 300)
 BAD_IDS = (-1, -2, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40, -(1 << 32), -(1 << 63), (1 << 63) - 1)
@@ -161,50 +163,58 @@ def test_refusals(change, error, sentence, device):
 
 
 def test_too_many_tokens_are_refused(device, monkeypatch):
-    monkeypatch.setattr(api, "_MOST_ELEMENTS", 11)
+    monkeypatch.setattr(dispatch_layout, "_MOST_ELEMENTS", 11)
     with pytest.raises(ValueError, match="topk_idx has 3 tokens; at most 2 are allowed"):
         get_dispatch_layout(torch.zeros(3, 4).long().to(device), 8, 2)
 
 
 # A kernel with one of these changes must be found out.
 WRONG = {
-    "what is no expert is counted": (layout, "chosen[k] < uint32(num_experts)", "chosen[k] <= uint32(num_experts)"),
-    "negative ids are let in": (layout, "if expert >= 0 and", "if"),
+    "what is no expert is counted": (
+        layout_kernel,
+        "chosen[k] < uint32(num_experts)",
+        "chosen[k] <= uint32(num_experts)",
+    ),
+    "negative ids are let in": (layout_kernel, "if expert >= 0 and", "if"),
     "ids are cut to 32 bits": (
-        layout,
+        layout_kernel,
         "if expert >= 0",
         "expert = int64(int32(expert))\n                    if expert >= 0",
     ),
-    "the last rank is forgotten": (layout, "member < uint32(num_ranks):", "member < uint32(num_ranks - 1):"),
+    "the last rank is forgotten": (layout_kernel, "member < uint32(num_ranks):", "member < uint32(num_ranks - 1):"),
     "a token counts for a rank as often as it has experts there": (
-        layout,
+        layout_kernel,
         "ranks = uint32(ranks | (",
         "cuda.atomic.add(counts, uint32(num_experts + rank), 1)\n                    ranks = uint32(ranks | (",
     ),
-    "the last token is forgotten": (layout, "if token < num_tokens and m", "if token + 1 < num_tokens and m"),
-    "lanes do not tell each other enough": (layout, "in range(team_bits):", "in range(team_bits - 1):"),
-    "warps do not add up their tokens": (layout, "in range(team_bits, 5):", "in range(team_bits, 4):"),
-    "counts do not start at zero": (layout, "counts[i] = int32(0)", "pass"),
-    "a block's counts are left out": (layout, "for other in range(CLUSTER)", "for other in range(CLUSTER - 1)"),
-    "the end of the counts is left out": (layout, "share = -(-numbers // CLUSTER)", "share = numbers // CLUSTER"),
+    "the last token is forgotten": (layout_kernel, "if token < num_tokens and m", "if token + 1 < num_tokens and m"),
+    "lanes do not tell each other enough": (layout_kernel, "in range(team_bits):", "in range(team_bits - 1):"),
+    "warps do not add up their tokens": (layout_kernel, "in range(team_bits, 5):", "in range(team_bits, 4):"),
+    "counts do not start at zero": (layout_kernel, "counts[i] = int32(0)", "pass"),
+    "a block's counts are left out": (layout_kernel, "for other in range(CLUSTER)", "for other in range(CLUSTER - 1)"),
+    "the end of the counts is left out": (
+        layout_kernel,
+        "share = -(-numbers // CLUSTER)",
+        "share = numbers // CLUSTER",
+    ),
     "counts are sent before they are complete": (
-        layout,
+        layout_kernel,
         "launch_dependents()\n        cuda.syncthreads()\n",
         "launch_dependents()\n        cuda.syncwarp()\n",
     ),
     "a thread counts before another has cleared": (
-        layout,
+        layout_kernel,
         "        cuda.syncthreads()\n        griddepcontrol_wait()",
         "        griddepcontrol_wait()",
     ),
     "shares are added up before they are there": (
-        layout,
+        layout_kernel,
         "        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
         "        cuda.syncthreads()\n",
     ),
-    "columns are added up before they are complete": (document_layout, "        cuda.syncthreads()\n", ""),
-    "a flag is a count": (document_layout, "int32(1) if is_in_rank[j] > 0 else int32(0)", "is_in_rank[j]"),
-    "all threads share a row": (document_layout, "rows[t, int32", "rows[0, int32"),
+    "columns are added up before they are complete": (deepep_layout, "        cuda.syncthreads()\n", ""),
+    "a flag is a count": (deepep_layout, "int32(1) if is_in_rank[j] > 0 else int32(0)", "is_in_rank[j]"),
+    "all threads share a row": (deepep_layout, "rows[t, int32", "rows[0, int32"),
 }
 ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start at", "the end of", "share a row"))]
 # The others would come out right by luck, or end the process.
@@ -215,8 +225,8 @@ def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     """The first run, or some order of the simulator's threads, must show it."""
     module, right, wrong = WRONG[what]
     made = changed(module, right, wrong)
-    monkeypatch.setattr(api, "make_layout_kernel", made.get("make_layout_kernel"))
-    function = made["get_dispatch_layout"] if module is document_layout else get_dispatch_layout
+    monkeypatch.setattr(dispatch_layout, "make_layout_kernel", made.get("make_layout_kernel"))
+    function = made["get_dispatch_layout"] if module is deepep_layout else get_dispatch_layout
     for seed in range(10):
         ids = some(70, 8, 100, "cpu", seed=seed)
         ids[5, 2], ids[6, 3], ids[7, 4], ids[69, 0], ids[68, :2] = 100, (1 << 32) + 1, -1 << 32, 99, torch.arange(2)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from moe_numba.bench.machine_code import compile_apart
+from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
-from moe_numba.expert_parallel.layout import make_layout_kernel
-from moe_numba.expert_parallel.document_layout import make_document_kernel
+from moe_numba.expert_parallel.kernels.dispatch_layout import make_layout_kernel
+from moe_numba.course.articles.deepep.dispatch_layout import make_document_kernel
 """
 POINTERS = ("int64*", "int32*", "int32*", "uint8*")
 SIZES = {"deepseek_v3": (256, 8, 8), "one_rank": (8, 1, 1), "three_ranks": (24, 3, 2), "largest": (1024, 8, 32)}

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import document_combine, document_dispatch, document_play, document_run, reference
-from moe_numba.expert_parallel.document_play import GaveUp, combine_all, dispatch_all, notify_all, virtual_ranks
-from moe_numba.expert_parallel.document_regions import (
+from moe_numba.course.articles.deepep import combine, dispatch, launch, simulate
+from moe_numba.course.articles.deepep.buffer_layout import (
     ALIGNMENT,
     Constants,
     combine_regions,
@@ -18,6 +17,8 @@ from moe_numba.expert_parallel.document_regions import (
     least_bytes,
     least_ring,
 )
+from moe_numba.course.articles.deepep.simulate import GaveUp, combine_all, dispatch_all, notify_all, virtual_ranks
+from moe_numba.expert_parallel import reference
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated: set MOE_NUMBA_SIMULATE=1")
 
@@ -280,8 +281,8 @@ def test_the_gaps_of_send_head_say_what_is_needed_next():
     empty = torch.empty(0, 2, dtype=torch.int32)
     with world(0, c) as ranks:
         for _ in range(2):
-            given = document_run.Handle(*[None] * 5, heads), document_run.Handle(*[None] * 5, empty)
-            document_play.on_all(ranks, lambda r: document_run.cached_notify_combine(r, c, given[r.rank]))  # noqa: B023
+            given = launch.Handle(*[None] * 5, heads), launch.Handle(*[None] * 5, empty)
+            simulate.on_all(ranks, lambda r: launch.cached_notify_combine(r, c, given[r.rank]))  # noqa: B023
             assert heads.tolist() == wanted.tolist()
 
 
@@ -293,14 +294,14 @@ def shows(inputs, c, back, seeds):
     return any(there_and_back(inputs, c, back, seed) for seed in seeds)
 
 
-@pytest.mark.parametrize("fault", document_dispatch.FAULTS)
+@pytest.mark.parametrize("fault", dispatch.FAULTS)
 def test_a_faulty_dispatch_shows_under_some_seed(fault):
     inputs = make_inputs([12, 9], seed=9, everywhere=True)
     c = make_constants(inputs, ring=2, channels=1, fault=fault)
     assert shows(inputs, c, make_combine_constants(c), range(12))
 
 
-@pytest.mark.parametrize("fault", [fault for fault in document_combine.FAULTS if fault != "short ring"])
+@pytest.mark.parametrize("fault", [fault for fault in combine.FAULTS if fault != "short ring"])
 def test_a_faulty_combine_shows_under_some_seed(fault):
     inputs = make_inputs([12, 9], seed=9, everywhere=True)
     c = make_constants(inputs, ring=3, channels=1)
@@ -318,9 +319,9 @@ def test_queues_that_were_not_cleared_show():
         def again(r):
             h = handles[r.rank]
             known = h.rank_prefix_matrix, h.channel_prefix_matrix, len(h.recv_src_idx)
-            return document_run.dispatch(r, c, other.x[r.rank], inputs.is_token_in_rank[r.rank], *known)
+            return launch.dispatch(r, c, other.x[r.rank], inputs.is_token_in_rank[r.rank], *known)
 
-        assert differences(document_play.on_all(ranks, again), other, with_experts=False)
+        assert differences(simulate.on_all(ranks, again), other, with_experts=False)
 
 
 def test_a_ring_of_one_row_too_few_locks_up_combine_under_some_seed():
@@ -331,7 +332,7 @@ def test_a_ring_of_one_row_too_few_locks_up_combine_under_some_seed():
     assert enough.ring == enough.chunk + reducers - 1 and reducers == 3
     short = enough._replace(ring=enough.ring - 1, fault="short ring")
     assert short.ring > short.chunk, "so DeepEP takes it"
-    with pytest.raises(simulator.Deadlock, match="polls in vain(.|\n)*at send_back, document_combine.py"):
+    with pytest.raises(simulator.Deadlock, match="polls in vain(.|\n)*at send_back, combine.py"):
         for seed in range(20):
             assert there_and_back(inputs, c, short, seed) == []
     for seed in range(6):
@@ -356,7 +357,7 @@ def test_the_checker_refuses_what_is_wrong(part):
     wanted = reference.dispatch(inputs.x, inputs.is_token_in_rank, *inputs[1:3], inputs.experts)
 
     def as_got(want):
-        handle = document_run.Handle(want.rank_prefix_matrix, None, None, want.src_idx.clone(), None, None)
+        handle = launch.Handle(want.rank_prefix_matrix, None, None, want.src_idx.clone(), None, None)
         return want.x.clone(), want.topk_idx.clone(), want.topk_weights.clone(), handle
 
     got = [as_got(want) for want in wanted]
@@ -409,7 +410,7 @@ def test_the_checker_refuses_sums_that_are_wrong():
 def alone(ranks, start):
     """Start something on rank 0 only."""
     with pytest.raises(GaveUp) as error:
-        document_play.on_all(ranks[:1], start)
+        simulate.on_all(ranks[:1], start)
     assert ranks[0].status[6] > 0
     return str(error.value)
 
@@ -424,20 +425,20 @@ def test_who_waits_for_a_rank_that_does_not_come_gives_up_and_says_for_whom():
     with world(0, c, back) as ranks:
         got = dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank, inputs.topk_idx, inputs.topk_weights)
         handles = [g[3] for g in got]
-        document_play.on_all(ranks, lambda r: document_run.cached_notify_combine(r, back, handles[r.rank]))
+        simulate.on_all(ranks, lambda r: launch.cached_notify_combine(r, back, handles[r.rank]))
         impatient = [r._replace(patience=PATIENCE, status=torch.zeros_like(r.status)) for r in ranks]
         y = [g[0] for g in got]
-        said = alone(impatient, lambda r: document_run.combine(r, back, y[0], handles[0], got[0][2]))
+        said = alone(impatient, lambda r: launch.combine(r, back, y[0], handles[0], got[0][2]))
         assert "rank 0 gave up waiting for rank 1: a " in said and "(channel 0, head" in said
     with world(0, c, back) as ranks:
         known = [(m[0], m[1], int(m[2])) for m in notify_all(ranks, c, inputs.is_token_in_rank)]
         impatient = [r._replace(patience=PATIENCE) for r in ranks]
         mine = inputs.x[0], inputs.is_token_in_rank[0], *known[0], inputs.topk_idx[0], inputs.topk_weights[0]
-        said = alone(impatient, lambda r: document_run.dispatch(r, c, *mine))
+        said = alone(impatient, lambda r: launch.dispatch(r, c, *mine))
         assert "rank 0 gave up waiting for rank 1: a sender" in said
     with world(0, c, patience=PATIENCE) as ranks:
         matrix = torch.zeros(2, 2, dtype=torch.int32)
-        said = alone(ranks, lambda r: document_run.cached_notify_dispatch(r, c, matrix))
+        said = alone(ranks, lambda r: launch.cached_notify_dispatch(r, c, matrix))
         assert "rank 0 gave up waiting for rank 1: a rank did not come to the barrier" in said
         assert "head 1024" in said and "channel" not in said
 

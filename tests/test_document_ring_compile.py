@@ -2,15 +2,14 @@
 
 import pytest
 
-from moe_numba.bench.machine_code import compile_apart
+from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
-from moe_numba.expert_parallel.document_combine import make_combine
-from moe_numba.expert_parallel.document_dispatch import make_dispatch
-from moe_numba.expert_parallel.document_notify import (
-    make_cached_notify_combine, make_cached_notify_dispatch, make_notify_dispatch
-)
-from moe_numba.expert_parallel.document_regions import Constants
+from moe_numba.course.articles.deepep.combine import make_combine
+from moe_numba.course.articles.deepep.dispatch import make_dispatch
+from moe_numba.course.articles.deepep.notify import make_cached_notify_combine, make_cached_notify_dispatch
+from moe_numba.course.articles.deepep.notify import make_notify_dispatch
+from moe_numba.course.articles.deepep.buffer_layout import Constants
 
 BF16 = Constants(8)
 FP8 = Constants(8, row_bytes=7168, scales=56)

@@ -5,7 +5,7 @@ import torch
 from test_draw import labelled, problems, said
 from test_draw_align import spills, values_of
 
-from moe_numba.draw import combine as draw
+from moe_numba.course.draw import combine as draw
 from moe_numba.expert_parallel import reference
 
 NONE = 1 << 25

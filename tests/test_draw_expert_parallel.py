@@ -5,7 +5,7 @@ import torch
 from test_draw import labelled, problems, said
 from test_draw_align import spills, values_of
 
-from moe_numba.draw import expert_parallel as draw
+from moe_numba.course.draw import dispatch_layout as draw
 from moe_numba.expert_parallel import reference
 
 

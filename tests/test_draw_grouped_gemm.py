@@ -5,7 +5,7 @@ from test_draw import labelled, problems
 from test_draw_align import spills
 from test_grouped_gemm_document import walk
 
-from moe_numba.draw import grouped_gemm as draw
+from moe_numba.course.draw import grouped_gemm as draw
 
 
 def schedules(tiles, across, blocks):

@@ -10,10 +10,10 @@ from test_draw import labelled, problems, said
 from test_draw_align import spills, values_of
 
 from moe_numba import simulator
-from moe_numba.draw import rings
-from moe_numba.draw.ring_trace import Moment, Ring, decode, play, replay
-from moe_numba.draw.scans import WIDTH
-from moe_numba.expert_parallel.document_regions import Constants
+from moe_numba.course.articles.deepep.buffer_layout import Constants
+from moe_numba.course.draw import dispatch
+from moe_numba.course.draw.ring_trace import Moment, Ring, decode, play, replay
+from moe_numba.course.draw.scans import WIDTH
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="what is drawn is played in the simulator")
 
@@ -41,7 +41,7 @@ def all_fit(figure):
     "example, channels", [(EXAMPLE, 4), (EXAMPLE, 8), (EXAMPLE, 1), ([EXAMPLE[0][:5], []], 2), ([[[1, 1]] * 8] * 2, 4)]
 )
 def test_the_order_of_rows(example, channels):
-    figure = rings.order(example, channels)
+    figure = dispatch.order(example, channels)
     assert problems(figure) == [] and spills(figure) == []
     wanted = [f"{s}.{t}" for r in range(2) for s in range(2) for t, to in enumerate(example[s]) if to[r]]
     assert values_of(figure, "row") == wanted
@@ -49,7 +49,7 @@ def test_the_order_of_rows(example, channels):
 
 @pytest.mark.parametrize("ranks, channels, ring", [(2, 4, 4), (3, 4, 256), (1, 1, 8)])
 def test_the_queues_of_a_buffer(ranks, channels, ring):
-    figure = rings.queues(Constants(ranks, channels, ring, 2, 32, 2, 0, 6, 2))
+    figure = dispatch.queues(Constants(ranks, channels, ring, 2, 32, 2, 0, 6, 2))
     assert all_fit(figure)
     assert len(labelled(figure, "slot")) == ranks * channels * min(ring, 8)
     assert len(labelled(figure, "section")) == 6
@@ -93,16 +93,16 @@ def test_a_ring_in_words():
     assert ring.state(0) == "full"
     ring.take(Moment("head", 0, 1, 0, 1))
     assert ring.state(0) == "free"
-    assert rings.say(Moment("start", 0, 1, 2, -5)) == "rank 1, channel 2: start -5 at rank 0 stands for 4"
-    assert "token 7 is written into slot 0 at rank 0" in rings.say(Moment("row", 0, 1, 0, 0, 7))
+    assert dispatch.say(Moment("start", 0, 1, 2, -5)) == "rank 1, channel 2: start -5 at rank 0 stands for 4"
+    assert "token 7 is written into slot 0 at rank 0" in dispatch.say(Moment("row", 0, 1, 0, 0, 7))
 
 
 def test_the_timeline(played):
     if played["channels"] > 2:
         with pytest.raises(ValueError, match="number of rings is 16"):
-            rings.timeline(played)
+            dispatch.timeline(played)
         return
-    figure = rings.timeline(played)
+    figure = dispatch.timeline(played)
     assert all_fit(figure)
     assert len(labelled(figure, "tail")) == len(labelled(figure, "head")) == 8
     assert len(labelled(figure, "row")) == sum(map(len, played["received"]))
@@ -110,7 +110,7 @@ def test_the_timeline(played):
 
 def test_the_film_has_a_picture_for_each_moment():
     film = play([rows[:2] for rows in EXAMPLE], ring=2, chunk=1, channels=1)
-    html = rings.animation(film)
+    html = dispatch.animation(film)
     image = Image.open(io.BytesIO(base64.b64decode(html.split("base64,")[1].split('"')[0])))
     assert image.format == "GIF" and 1 < image.n_frames <= len(film["moments"]), "pictures that are alike are one"
     assert len(html) < 500_000
@@ -118,14 +118,14 @@ def test_the_film_has_a_picture_for_each_moment():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="number of ranks is 1"):
-        rings.order(EXAMPLE[:1], 2)
+        dispatch.order(EXAMPLE[:1], 2)
     with pytest.raises(ValueError, match="channels is 5"):
-        rings.queues(Constants(2, 5, 4, 2, 32, 2, 0, 4, 1))
+        dispatch.queues(Constants(2, 5, 4, 2, 32, 2, 0, 4, 1))
 
 
 def test_playing_leaves_the_kernels_as_they_were():
-    from moe_numba.expert_parallel import document_dispatch
+    from moe_numba.course.articles.deepep import dispatch
 
-    before = document_dispatch.make_send_row
+    before = dispatch.make_send_row
     assert play([[[1, 0]], [[0, 1]]], channels=1)["received"] == [[[0, 0]], [[1, 0]]]
-    assert document_dispatch.make_send_row is before
+    assert dispatch.make_send_row is before

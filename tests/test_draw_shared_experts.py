@@ -5,7 +5,7 @@ import torch
 from test_draw import labelled, problems, said
 from test_draw_align import spills
 
-from moe_numba.draw import shared_experts as draw
+from moe_numba.course.draw import shared_experts as draw
 from moe_numba.gate.reference import biased_grouped_topk
 from moe_numba.shared_experts import memory_cost, reference
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.bench.exchange_sizes import dispatch_sizes
+from moe_numba.course.sizes import dispatch_sizes
 
 
 @pytest.mark.parametrize(

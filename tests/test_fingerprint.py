@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from moe_numba.bench import code_hash, fingerprint
-from moe_numba.bench.machine_code import disassembler
+from moe_numba.course.bench import code_hash, fingerprint
+from moe_numba.runtime.sass import disassembler
 
 CODE = '''"""A module."""
 
@@ -62,7 +62,7 @@ def test_other_files_are_hashed_by_their_bytes(tmp_path):
 
 KERNELS = """
 from numba import cuda, int32
-from moe_numba.bench.fingerprint import fingerprint
+from moe_numba.course.bench.fingerprint import fingerprint
 
 @cuda.jit(device=True)
 def add(x, i):

@@ -12,7 +12,7 @@ from wrong_kernels import changed
 
 import moe_numba
 from moe_numba import biased_grouped_topk, simulator
-from moe_numba.gate import api, kernel, kernel_throughput, reference
+from moe_numba.gate import api, kernel, kernel_4tokens, reference
 from moe_numba.gate.reference import mismatch
 
 SHAPES = [  # experts, groups, groups kept, top-k
@@ -404,11 +404,11 @@ WRONG = {  # a module's source, what is changed in it, and what it does then
     "the bias is forgotten": (kernel, "row[j] + offset[j] if has_bias else row[j]", "row[j]"),
     "twins are taken for one": (kernel, "if twins != 0:", "if twins == 12345:"),
     "no barrier before the dealing": (
-        kernel_throughput,
+        kernel_4tokens,
         "& below_of_rank))] = group\n            cuda.syncwarp()",
         "& below_of_rank))] = group",
     ),
-    "the tie of groups goes wrong": (kernel_throughput, "mine - lower", "mine"),
+    "the tie of groups goes wrong": (kernel_4tokens, "mine - lower", "mine"),
 }
 
 
@@ -422,7 +422,7 @@ def test_the_checker_rejects_wrong_kernels(what, monkeypatch, device):
     made = changed(module, right, wrong)
     name = "make_kernel" if module is kernel else "make_throughput_kernel"
     monkeypatch.setattr(module, name, made[name])
-    monkeypatch.setattr(api, "MANY_TOKENS", 1 if module is kernel_throughput else 1 << 31)
+    monkeypatch.setattr(api, "MANY_TOKENS", 1 if module is kernel_4tokens else 1 << 31)
     monkeypatch.setattr(api, "_plans", {})
     logits, bias = some(8, 256, device)
     logits[4:] = (2 * logits[4:]).round()  # with ties, and a bias that makes none

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wrong_kernels import changed
 
-from moe_numba import device as devices
 from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba.runtime import device as devices
 
 # isort: split
-from moe_numba.arguments import UnsupportedDeviceError
 from moe_numba.grouped_gemm import (
+    checks,
+    configs,
     epilogue,
-    forms,
     gather,
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
@@ -24,17 +24,17 @@ from moe_numba.grouped_gemm import (
     group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
     kernel,
-    loaders,
+    mainloop,
+    producer,
     reference,
-    tile,
 )
-from moe_numba.grouped_gemm import inputs as checks
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.schedule import host
-from moe_numba.launch import address, current_stream
-from moe_numba.program import program
-from moe_numba.tensor_map import tensor_map_value
+from moe_numba.runtime.compile import program
+from moe_numba.runtime.launch import address, current_stream
+from moe_numba.runtime.tensor_map import tensor_map_value
+from moe_numba.runtime.validate import UnsupportedDeviceError
 
 # Which tile comes next
 
@@ -89,7 +89,7 @@ def test_shared_memory_is_laid_out_without_overlap(scaling, groups, parts):
 @pytest.mark.parametrize("scaling", ["tensor", "block", "none"])
 def test_every_form_fits_a_blocks_shared_memory(scaling, activated):
     for average in (1, 16, 40, 64, 100, 300):
-        constants = forms.form_for(scaling, "lengths", average, activated)
+        constants = configs.form_for(scaling, "lengths", average, activated)
         assert Layout(constants._replace(gather=True)).bytes <= 227 * 1024, constants
         assert Layout(constants).bytes <= 227 * 1024, constants
         assert constants.sizes[0] == constants.tokens and list(constants.sizes) == sorted(constants.sizes, reverse=True)
@@ -141,7 +141,7 @@ def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.
     y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=device)
     start = program(
         made,
-        forms.SIGNATURE,
+        configs.SIGNATURE,
         device.index or 0,
         threads=THREADS,
         shared_bytes=shared_bytes,
@@ -285,24 +285,28 @@ def test_what_cannot_gather():
 RELEASE = "            if release:\n                give_back(bars, empty_at + stage)\n"
 WRONG = {
     "a stage is read before it is full": (
-        tile,
+        mainloop,
         "            mbarrier_wait_parity(bars, full_at + stage, parity)\n",
         "",
     ),
     "a stage is filled while it is read": (
-        loaders,
+        producer,
         "                mbarrier_wait_parity(bars, empty_at + stage, parity)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
-    "too few bytes are expected": (loaders, "full_at + stage, tma_bytes)", "full_at + stage, tma_bytes - 16)"),
+    "too few bytes are expected": (producer, "full_at + stage, tma_bytes)", "full_at + stage, tma_bytes - 16)"),
     "a stage is given back before it was multiplied": (
-        tile,
+        mainloop,
         f"product = wait(tile(a, b))\n{RELEASE}",
         f"product = tile(a, b)\n{RELEASE}            product = wait(product)\n",
     ),
     "a group's rows run on into the next": (epilogue, "int32(min(rows, part)), int32(rows", "part, int32(rows"),
-    "the wrong group's weights": (loaders, "int32(n * TILE_ROWS), g, bars", "int32(n * TILE_ROWS), int32(0), bars"),
-    "the product of the last stage is left out": (tile, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
+    "the wrong group's weights": (producer, "int32(n * TILE_ROWS), g, bars", "int32(n * TILE_ROWS), int32(0), bars"),
+    "the product of the last stage is left out": (
+        mainloop,
+        "for _ in range(k_blocks):",
+        "for _ in range(k_blocks - 1):",
+    ),
     "the chunks of the staging are not put back": (epilogue, "((chunk ^ (token & 7)) << 4)", "(chunk << 4)"),
     "a chunk is read before all four warps wrote it": (
         epilogue,
@@ -336,14 +340,14 @@ ON_A_GPU = {  # the others would hang it, or come out right by luck
 def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     module, right, wrong = WRONG[what]
     made = changed(module, right, wrong)
-    user = {epilogue: tile, gather: loaders}.get(module, kernel)
-    names = {tile: ["make_compute"], loaders: ["make_load"], epilogue: ["make_write"]}
+    user = {epilogue: mainloop, gather: producer}.get(module, kernel)
+    names = {mainloop: ["make_compute"], producer: ["make_load"], epilogue: ["make_write"]}
     for name in names.get(module, ["make_choose", "make_fetch", "land"]):
         monkeypatch.setattr(user, name, made[name])
     if module is gather:
-        monkeypatch.setattr(kernel, "make_scale", loaders.make_scale.__wrapped__)
+        monkeypatch.setattr(kernel, "make_scale", producer.make_scale.__wrapped__)
     if module is epilogue:
-        monkeypatch.setattr(kernel, "make_compute", tile.make_compute.__wrapped__)
+        monkeypatch.setattr(kernel, "make_compute", mainloop.make_compute.__wrapped__)
     monkeypatch.setattr(kernel, "make_kernel", kernel.make_kernel.__wrapped__)
     given, form = case(FORMS["tensor"], [5, 11], 128, 768, device), FORMS["tensor"]
     if module is gather:
@@ -637,7 +641,7 @@ def test_large_sizes(name, lengths, n, k):
     [(1, 8192, 8192, 8192, 200), (32, 2048, 4096, 7168, 1000), (32, 8192, 7168, 2048, 500)],
 )
 def test_every_call_gives_the_same_bits(groups, rows, n, k, repeats):
-    from moe_numba.bench import topic_grouped_gemm as topic
+    from moe_numba.course.bench.topics import grouped_gemm as topic
 
     p = topic.problem(topic.random_weight(groups, n, k), topic.lengths_of(groups, rows))
     arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale
@@ -683,7 +687,7 @@ def test_only_hopper_has_these_instructions(capability, allowed, monkeypatch):
 
 @pytest.mark.parametrize("scaling, activated", [("tensor", False), ("block", False), ("tensor", True)])
 def test_the_tuner_tries_forms_that_fit(scaling, activated, monkeypatch, capsys, device):
-    from moe_numba.bench import tune_grouped_gemm as tuner
+    from moe_numba.course.bench import tune_grouped_gemm as tuner
 
     every = tuner.candidates(scaling, activated)
     assert len(every) >= 12 and all(Layout(c).bytes <= tuner.SHARED_BYTES for c in every.values())

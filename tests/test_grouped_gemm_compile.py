@@ -2,9 +2,9 @@
 
 import pytest
 
-from moe_numba.bench.machine_code import compile_apart
-from moe_numba.grouped_gemm import forms
+from moe_numba.grouped_gemm import configs
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
+from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
 from moe_numba.grouped_gemm.constants import Constants
@@ -31,7 +31,7 @@ SHARED_BYTES = 227 * 1024  # that a block of a Hopper GPU may have
 @pytest.fixture(scope="module")
 def reports():
     requests = {
-        form: (f"make_kernel(Constants(**{c}))[0]", forms.SIGNATURE, THREADS, True) for form, c in FORMS.items()
+        form: (f"make_kernel(Constants(**{c}))[0]", configs.SIGNATURE, THREADS, True) for form, c in FORMS.items()
     }
     return compile_apart(SOURCE, requests)
 

@@ -14,13 +14,14 @@ from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
 
-from moe_numba.bench.machine_code import compile_apart
-from moe_numba.by_value import start
-from moe_numba.grouped_gemm import document, document_run, document_update, reference
-from moe_numba.grouped_gemm.document import Constants, Layout
-from moe_numba.grouped_gemm.document_run import Run
-from moe_numba.grouped_gemm.document_schedule import host, tokens_of_tile, use_horizontal
+from moe_numba.course.articles.hpc_ops import group_gemm, launch, update_grouped_tma
+from moe_numba.course.articles.hpc_ops.group_gemm import Constants, Layout
+from moe_numba.course.articles.hpc_ops.launch import Run
+from moe_numba.course.articles.hpc_ops.scheduler import host, tokens_of_tile, use_horizontal
+from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.reference import FP8, mismatch
+from moe_numba.runtime.launch_tma import start
+from moe_numba.runtime.sass import compile_apart
 
 ROOT = Path(__file__).parents[1]
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
@@ -179,37 +180,37 @@ PUBLISH = f"            tensormap_cp_fenceproxy(maps, 2 * MAP * g, copies, 0)\n{
 ACQUIRE = "                    fence_proxy_tensormap_acquire_gpu(maps, td_x)\n"
 PHASE = "stage, phase = int32(0), uint32(1)\n        g, before"
 WRONG = {
-    "the map of x is not acquired": (document, ACQUIRE, ""),
+    "the map of x is not acquired": (group_gemm, ACQUIRE, ""),
     "the map of y is not acquired": (
-        document,
+        group_gemm,
         "                        fence_proxy_tensormap_acquire_gpu(maps, td_y)\n",
         "",
     ),
-    "a map is not published": (document_update, CP, ""),
-    "a map is published before it is changed": (document_update, f"{CHANGE}{MEET}{PUBLISH}", f"{PUBLISH}{CHANGE}"),
-    "a map keeps its rows": (document_update, REPLACE, ""),
+    "a map is not published": (update_grouped_tma, CP, ""),
+    "a map is published before it is changed": (update_grouped_tma, f"{CHANGE}{MEET}{PUBLISH}", f"{PUBLISH}{CHANGE}"),
+    "a map keeps its rows": (update_grouped_tma, REPLACE, ""),
     "a map is changed before it is there": (
-        document_update,
+        update_grouped_tma,
         f"{MEET}            rows, first",
         "            rows, first",
     ),
-    "the producer starts with the consumers' phase": (document, PHASE, PHASE.replace("(1)", "(0)")),
+    "the producer starts with the consumers' phase": (group_gemm, PHASE, PHASE.replace("(1)", "(0)")),
     "a stage is filled while it is read": (
-        document,
+        group_gemm,
         "                    mbarrier_wait_parity(bars, writable + stage, phase)\n",
         "",
     ),
     "results are stored before they are written": (
-        document,
+        group_gemm,
         "                fence_proxy_async_shared()\n                bar_sync(1 + half, 128)\n",
         "",
     ),
     "a tile is overwritten while it is stored": (
-        document,
+        group_gemm,
         "                    wait_read()  # of the tile before\n",
         "                    pass\n",
     ),
-    "a tile is skipped": (document, "block = int32(cuda.blockIdx.x)", "block = int32(cuda.blockIdx.x + 1)"),
+    "a tile is skipped": (group_gemm, "block = int32(cuda.blockIdx.x)", "block = int32(cuda.blockIdx.x + 1)"),
 }
 
 
@@ -220,7 +221,7 @@ def test_wrong_kernels_are_rejected(what, monkeypatch):
     made = changed(module, right, wrong)
     for name in ("make_kernel", "make_update_grouped_tma"):
         if name in made:
-            monkeypatch.setattr(document if module is document else document_update, name, made[name])
+            monkeypatch.setattr(group_gemm if module is group_gemm else update_grouped_tma, name, made[name])
     for seed in range(8):
         given = case([11, 21, 5], k=768)
         try:
@@ -244,7 +245,7 @@ def test_a_scheduler_that_skips_a_tile_is_rejected():
 
 # What the compiler makes of it; no GPU is needed
 
-SOURCE = "from moe_numba.grouped_gemm import document, document_update"
+SOURCE = "from moe_numba.course.articles.hpc_ops import group_gemm, update_grouped_tma"
 MAIN = ("tensormap", "tensormap", "uint8*", "int32*", "int32*", "int32*", "float32*", "int32", "int32", "int32")
 UPDATE = ("tensormap",) * 2 + ("uint8*", "uint8*", "uint16*", *("int32*",) * 4, *("int32",) * 3)
 FORMS = {
@@ -261,10 +262,10 @@ FORMS = {
 @pytest.fixture(scope="module")
 def reports():
     requests = {
-        form: (f"document.make_kernel(document.Constants(**{constants}))[0]", MAIN, document.THREADS, True)
+        form: (f"group_gemm.make_kernel(group_gemm.Constants(**{constants}))[0]", MAIN, group_gemm.THREADS, True)
         for form, constants in FORMS.items()
     }
-    update = "document_update.make_update_grouped_tma(64)", UPDATE, document_update.THREADS, True
+    update = "update_grouped_tma.make_update_grouped_tma(64)", UPDATE, update_grouped_tma.THREADS, True
     return compile_apart(SOURCE, {"update_grouped_tma": update, **requests})
 
 
@@ -295,6 +296,6 @@ def test_what_cannot_be_is_refused():
     given = case([3])
     with pytest.raises(ValueError, match="weight has 1 groups; 0 are allowed"):
         Run(*given.tensors, given.out, Constants(groups=0))
-    assert document_run._multiprocessors(torch.device("cpu")) == 2
+    assert launch._multiprocessors(torch.device("cpu")) == 2
     with pytest.raises(ValueError, match="start of update_grouped_tma: no argument is a tensor"):
-        start(document_update.make_update_grouped_tma(16), 1, 32, 5)
+        start(update_grouped_tma.make_update_grouped_tma(16), 1, 32, 5)

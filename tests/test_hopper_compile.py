@@ -22,7 +22,6 @@ from moe_numba import simulator  # noqa: F401  before numba: it chooses the engi
 # isort: split
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from moe_numba.bench.machine_code import disassembler
 from moe_numba.ptx.accumulators import make_fma, make_fma_columns, make_load_columns, make_scale
 from moe_numba.ptx.mbarrier import (
     mbarrier_arrive,
@@ -40,6 +39,7 @@ from moe_numba.ptx.tma import (
 )
 from moe_numba.ptx.warpgroup import bar_sync, elect_sync
 from moe_numba.ptx.wgmma import make_wgmma, make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.runtime.sass import disassembler
 
 ROOT = Path(__file__).parents[1]
 FULL = 0xFFFFFFFF

@@ -51,7 +51,7 @@ from moe_numba.ptx.tma import (
     tma_store_2d,
     tma_store_3d,
 )
-from moe_numba.tensor_map import tensor_map
+from moe_numba.runtime.tensor_map import tensor_map
 
 pytestmark = hopper
 

@@ -50,7 +50,7 @@ from moe_numba.ptx.wgmma import (
     wgmma_descriptor_64b,
     wgmma_fence,
 )
-from moe_numba.tensor_map import tensor_map
+from moe_numba.runtime.tensor_map import tensor_map
 
 FULL = 0xFFFFFFFF
 pytestmark = hopper

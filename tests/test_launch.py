@@ -6,9 +6,9 @@ import torch
 from numba import cuda, int32
 
 from moe_numba import simulator
-from moe_numba.arguments import UnsupportedDeviceError, as_tensor, give_back, require
-from moe_numba.launch import launch, launcher
 from moe_numba.ptx.memory import atom_add_s32
+from moe_numba.runtime.launch import launch, launcher
+from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, give_back, require
 
 
 @cuda.jit

@@ -11,10 +11,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from moe_numba.bench import copies, imports, notebooks
+from moe_numba.course import execute, executed
+from moe_numba.course.bench import sources
 
 ROOT = Path(__file__).parents[1]
-SOURCES = copies.find(ROOT)
+SOURCES = executed.find(ROOT)
 SIMULATOR_LIMIT_S = 60
 
 every_notebook = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
@@ -26,25 +27,25 @@ every_notebook = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.
 @every_notebook
 def test_runs_in_the_simulator(path):
     started = time.monotonic()
-    notebooks.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
+    execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
     took = time.monotonic() - started
     assert took < SIMULATOR_LIMIT_S, f"{path.stem} took {took:.0f} s in the simulator, not {SIMULATOR_LIMIT_S} s"
 
 
 @every_notebook
 def test_copy_has_the_cells_of_its_source(path):
-    assert copies.pair_problems(path) == []
+    assert executed.pair_problems(path) == []
 
 
 @every_notebook
 def test_copy_is_fit_to_be_committed(path):
-    assert copies.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
+    assert executed.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
 
 
 @every_notebook
 def test_no_issue_number_becomes_a_heading(path):
     """A line of prose that begins with "#4530" is a heading to Markdown."""
-    for cell in copies.read(path).cells:
+    for cell in executed.read(path).cells:
         if cell.cell_type == "markdown":
             assert not re.search(r"^[>\s]*#+\d", cell.source, re.M), cell.source
 
@@ -101,16 +102,16 @@ def source(repository):
 @pytest.fixture
 def committed(source, repository, monkeypatch):
     """A good committed copy, made without running anything."""
-    notebook = copies.read(source)
-    for count, cell in enumerate(copies.code_cells(notebook), start=1):
+    notebook = executed.read(source)
+    for count, cell in enumerate(executed.code_cells(notebook), start=1):
         cell.execution_count = count
-    monkeypatch.setattr(notebooks.records, "environment", lambda: dict(ABOUT))
-    copies.keep(notebook, source, repository)
+    monkeypatch.setattr(execute.records, "environment", lambda: dict(ABOUT))
+    executed.keep(notebook, source, repository)
     return source.with_suffix(".ipynb")
 
 
 def judged(path):
-    return copies.format_problems(nbformat.read(path, as_version=4))
+    return executed.format_problems(nbformat.read(path, as_version=4))
 
 
 def rewrite(path, change):
@@ -120,7 +121,7 @@ def rewrite(path, change):
 
 
 def command(repository, *arguments):
-    full = [sys.executable, "-m", "moe_numba.bench.notebooks", *arguments, "--root", str(repository)]
+    full = [sys.executable, "-m", "moe_numba.course.execute", *arguments, "--root", str(repository)]
     return subprocess.run(full, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -133,13 +134,13 @@ def test_execute_writes_pages_and_figures_and_says_where(repository):
     assert "data:image/png;base64" in page and "A small notebook" in page
     assert [path.name for path in (repository / "build" / "01_small_figures").iterdir()] == ["cell_02_0.png"]
     executed = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
-    assert "run in notebooks" in copies.code_cells(executed)[0].outputs[0].text  # without the machine's folders
+    assert "run in notebooks" in executed.code_cells(executed)[0].outputs[0].text  # without the machine's folders
     assert executed.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
 def test_execute_in_place_makes_a_copy_that_only_lacks_a_gpu(repository, source):
     assert command(repository, "execute", "--in-place").returncode == 0
-    assert copies.pair_problems(source) == [] == copies.stale_problems(source, repository)
+    assert executed.pair_problems(source) == [] == executed.stale_problems(source, repository)
     problems = judged(source.with_suffix(".ipynb"))
     simulated = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba.gpu == "simulator"
     assert [problem.split(":")[0] for problem in problems] == ["the metadata names no GPU"] * simulated
@@ -156,8 +157,8 @@ def test_a_failing_cell_is_shown_and_the_exit_status_is_1(repository, source):
 
 def test_a_dead_kernel_is_a_failure_too(source, repository):
     source.write_text("# %%\nimport os\n\nos._exit(3)\n")
-    with pytest.raises(copies.NotebookFailed, match="cell 1/1 'start' failed"):
-        notebooks.execute(source, repository)
+    with pytest.raises(executed.NotebookFailed, match="cell 1/1 'start' failed"):
+        execute.execute(source, repository)
 
 
 def test_no_notebook_of_that_name(repository):
@@ -166,35 +167,35 @@ def test_no_notebook_of_that_name(repository):
 
 
 def test_a_good_copy_is_accepted(source, committed, repository):
-    assert copies.pair_problems(source) == []
-    assert copies.stale_problems(source, repository) == []
+    assert executed.pair_problems(source) == []
+    assert executed.stale_problems(source, repository) == []
     assert judged(committed) == []
 
 
 def test_a_missing_copy_is_found(source):
-    assert "has no executed copy" in copies.pair_problems(source)[0]
+    assert "has no executed copy" in executed.pair_problems(source)[0]
 
 
 def test_changed_code_is_found_and_says_how_to_refresh(source, committed, repository):
     source.write_text(NOTEBOOK.replace("1 + 1", "1 + 2"))
-    assert "code cells" in copies.pair_problems(source)[0]
-    problem = copies.stale_problems(source, repository)[0]
+    assert "code cells" in executed.pair_problems(source)[0]
+    problem = executed.stale_problems(source, repository)[0]
     assert "01_small.py#code has changed" in problem and "--in-place --only 01_small" in problem
-    with pytest.raises(copies.NotebookFailed, match="code cells have changed"):
-        copies.renew_prose(source)
-    copies.renew_prose(source, with_code=True)
-    assert copies.pair_problems(source) == [] and copies.stale_problems(source, repository) == [problem]
+    with pytest.raises(executed.NotebookFailed, match="code cells have changed"):
+        executed.renew_prose(source)
+    executed.renew_prose(source, with_code=True)
+    assert executed.pair_problems(source) == [] and executed.stale_problems(source, repository) == [problem]
     source.write_text(NOTEBOOK + "\n# %%\n3\n")
-    with pytest.raises(copies.NotebookFailed, match="code cells have changed"):
-        copies.renew_prose(source, with_code=True)
+    with pytest.raises(executed.NotebookFailed, match="code cells have changed"):
+        executed.renew_prose(source, with_code=True)
 
 
 def test_changed_prose_is_found_and_renewed_without_a_gpu(source, committed, repository):
     source.write_text(NOTEBOOK.replace("a figure", "one figure"))
-    assert "older prose" in copies.pair_problems(source)[0]
-    assert copies.stale_problems(source, repository) == []
+    assert "older prose" in executed.pair_problems(source)[0]
+    assert executed.stale_problems(source, repository) == []
     assert command(repository, "prose").returncode == 0
-    assert copies.pair_problems(source) == [] == judged(committed)
+    assert executed.pair_problems(source) == [] == judged(committed)
 
 
 def test_a_changed_package_source_is_found(source, repository, monkeypatch):
@@ -202,18 +203,18 @@ def test_a_changed_package_source_is_found(source, repository, monkeypatch):
     kernel = repository / "moe_numba" / "kernel.py"
     kernel.write_text("THREADS = 32\n")
     source.write_text("# %%\nfrom moe_numba.kernel import THREADS\n")
-    monkeypatch.setattr(notebooks.records, "environment", lambda: dict(ABOUT))
-    copies.keep(copies.read(source), source, repository)
-    assert copies.stale_problems(source, repository) == []
+    monkeypatch.setattr(execute.records, "environment", lambda: dict(ABOUT))
+    executed.keep(executed.read(source), source, repository)
+    assert executed.stale_problems(source, repository) == []
     kernel.write_text("THREADS = 64\n")
-    assert "moe_numba/kernel.py has changed" in copies.stale_problems(source, repository)[0]
+    assert "moe_numba/kernel.py has changed" in executed.stale_problems(source, repository)[0]
     kernel.unlink()
-    assert "moe_numba/kernel.py" in copies.stale_problems(source, repository)[0]
+    assert "moe_numba/kernel.py" in executed.stale_problems(source, repository)[0]
 
 
 def test_a_copy_that_names_no_code_is_found(source, committed, repository):
     rewrite(committed, lambda notebook: notebook.metadata.moe_numba.sources.clear())
-    assert "does not say which code" in copies.stale_problems(source, repository)[0]
+    assert "does not say which code" in executed.stale_problems(source, repository)[0]
 
 
 def stream(text):
@@ -221,11 +222,11 @@ def stream(text):
 
 
 def spoil_order(notebook):
-    copies.code_cells(notebook)[0].execution_count = 7
+    executed.code_cells(notebook)[0].execution_count = 7
 
 
 def spoil_count(notebook):
-    copies.code_cells(notebook)[2].execution_count = None
+    executed.code_cells(notebook)[2].execution_count = None
 
 
 def spoil_gpu(notebook):
@@ -237,20 +238,20 @@ def spoil_metadata(notebook):
 
 
 def spoil_times(notebook):
-    copies.code_cells(notebook)[0].metadata["execution"] = {"iopub.status.busy": "2026-01-01"}
+    executed.code_cells(notebook)[0].metadata["execution"] = {"iopub.status.busy": "2026-01-01"}
 
 
 def spoil_error(notebook):
-    copies.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="")]
+    executed.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="")]
 
 
 def spoil_path(notebook):
-    copies.code_cells(notebook)[1].outputs = [stream("loaded /home/someone/kernel.py\n")]
+    executed.code_cells(notebook)[1].outputs = [stream("loaded /home/someone/kernel.py\n")]
 
 
 def spoil_page(notebook):
     data = {"text/html": "<a href='/tmp/trace.json'>trace</a>"}
-    copies.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+    executed.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_a_copy_unfit_to_be_committed_is_found(committed, spoil, said):
 def test_a_web_address_or_a_picture_is_no_folder_of_a_machine(committed):
     def change(notebook):
         data = {"text/plain": "https://host.org/home/x and a/tmp", "image/png": "+/tmp/x"}
-        copies.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+        executed.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
 
     rewrite(committed, change)
     assert judged(committed) == []
@@ -289,7 +290,7 @@ def test_sources_are_followed_from_import_to_import(tmp_path):
         "alpha/kernel": "from ..ptx.warp import shuffle\nimport numpy\n",
         "ptx/__init__": "",
         "ptx/warp": "from moe_numba import simulator\n",
-        "simulator/__init__": "import moe_numba.launch\n",
+        "simulator/__init__": "import moe_numba.runtime.launch\n",
         "launch": "",
         "beta": "",
         "bench/timing": "",
@@ -301,15 +302,15 @@ def test_sources_are_followed_from_import_to_import(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def sources(code):
-        return [name.removeprefix("moe_numba/") for name in imports.package_sources(code, tmp_path)]
+    def found(code):
+        return [name.removeprefix("moe_numba/") for name in sources.package_sources(code, tmp_path)]
 
     run = ["alpha/api.py", "alpha/kernel.py", "bench/timing.py", "launch.py", "ptx/warp.py"]
-    assert sources("%matplotlib inline\nfrom moe_numba import run") == run
-    assert sources("import moe_numba as moe\nmoe.run(1)") == run
-    assert sources("def later():\n    import moe_numba.beta") == ["bench/timing.py", "beta.py"]
-    assert sources("from moe_numba.bench import plots\nimport numpy") == ["bench/timing.py"]
-    assert "alpha/api.py" in sources("from moe_numba import *")
+    assert found("%matplotlib inline\nfrom moe_numba import run") == run
+    assert found("import moe_numba as moe\nmoe.run(1)") == run
+    assert found("def later():\n    import moe_numba.beta") == ["bench/timing.py", "beta.py"]
+    assert found("from moe_numba.course.bench import plots\nimport numpy") == ["bench/timing.py"]
+    assert "alpha/api.py" in found("from moe_numba import *")
 
 
 def test_the_committed_json_is_valid(committed):

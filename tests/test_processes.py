@@ -9,7 +9,7 @@ import torch
 from test_buffer import NUM_BYTES, SMALL, WIDE, check_combined, check_received, make_world, right_of, send, to
 from test_direct import new_output
 
-from moe_numba.bench.processes import free_port, process_group
+from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.expert_parallel import Buffer, CudaIpc, SymmetricMemory
 
 pytestmark = pytest.mark.multigpu

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from moe_numba import disk_cache
-from moe_numba.program import entry_source
+from moe_numba.runtime import cubin_cache
+from moe_numba.runtime.compile import entry_source
 
 ROOT = Path(__file__).parents[1]
 
 # Run in a process of its own, since Numba has either its compiler or its simulator.
 TWICE = """
 import json, time
-from moe_numba import program
-from moe_numba.grouped_gemm.forms import SIGNATURE
+from moe_numba.runtime import compile
+from moe_numba.grouped_gemm.configs import SIGNATURE
 from moe_numba.grouped_gemm.constants import THREADS, Constants
 from moe_numba.grouped_gemm.kernel import make_kernel
-compiled, compile_program = [], program.compile_program
-program.compile_program = lambda *a, **k: compiled.append(1) or compile_program(*a, **k)
+compiled, compile_program = [], compile.compile_program
+compile.compile_program = lambda *a, **k: compiled.append(1) or compile_program(*a, **k)
 for tokens in (8, 16):
     constants = Constants(tokens=tokens, sizes=(tokens,), stages=3)
     started = time.perf_counter()
-    code = program.compile_once(make_kernel(constants)[0], SIGNATURE, THREADS, key=("test", *constants))
+    code = compile.compile_once(make_kernel(constants)[0], SIGNATURE, THREADS, key=("test", *constants))
     print(json.dumps([len(compiled), time.perf_counter() - started, code.hex()]))
 """
 
@@ -36,7 +36,7 @@ def process(cache):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", disk_cache.FOLDER: str(cache)},
+        env={**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", cubin_cache.FOLDER: str(cache)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -58,26 +58,26 @@ def test_an_entry_takes_maps_by_value():
 
 @pytest.fixture
 def origin(monkeypatch):
-    monkeypatch.setattr(disk_cache, "_origin", lambda: "these sources")
+    monkeypatch.setattr(cubin_cache, "_origin", lambda: "these sources")
 
 
 def test_what_is_kept_and_when(tmp_path, monkeypatch, origin):
-    monkeypatch.setenv(disk_cache.FOLDER, str(tmp_path / "new"))
-    assert disk_cache.load_or_make(("a", 1), lambda: b"one") == b"one"
-    assert disk_cache.load_or_make(("a", 1), lambda: b"other") == b"one"
-    assert disk_cache.load_or_make(("a", 2), lambda: b"two") == b"two"
-    assert disk_cache.load_or_make(None, lambda: b"not kept") == b"not kept"
-    monkeypatch.setattr(disk_cache, "_origin", lambda: "other sources")
-    assert disk_cache.load_or_make(("a", 1), lambda: b"made anew") == b"made anew"
-    monkeypatch.setenv(disk_cache.FOLDER, "0")
-    assert disk_cache.load_or_make(("a", 1), lambda: b"no folder") == b"no folder"
+    monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path / "new"))
+    assert cubin_cache.load_or_make(("a", 1), lambda: b"one") == b"one"
+    assert cubin_cache.load_or_make(("a", 1), lambda: b"other") == b"one"
+    assert cubin_cache.load_or_make(("a", 2), lambda: b"two") == b"two"
+    assert cubin_cache.load_or_make(None, lambda: b"not kept") == b"not kept"
+    monkeypatch.setattr(cubin_cache, "_origin", lambda: "other sources")
+    assert cubin_cache.load_or_make(("a", 1), lambda: b"made anew") == b"made anew"
+    monkeypatch.setenv(cubin_cache.FOLDER, "0")
+    assert cubin_cache.load_or_make(("a", 1), lambda: b"no folder") == b"no folder"
     assert len(list((tmp_path / "new").iterdir())) == 3
 
 
 def test_a_folder_that_cannot_be_used_costs_nothing_but_time(tmp_path, monkeypatch, origin):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(disk_cache.FOLDER, str(tmp_path / "file"))
-    assert disk_cache.load_or_make(("a", 1), lambda: b"made") == b"made"
-    monkeypatch.delenv(disk_cache.FOLDER)
+    monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path / "file"))
+    assert cubin_cache.load_or_make(("a", 1), lambda: b"made") == b"made"
+    monkeypatch.delenv(cubin_cache.FOLDER)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert disk_cache.folder() == tmp_path / "moe_numba"
+    assert cubin_cache.folder() == tmp_path / "moe_numba"

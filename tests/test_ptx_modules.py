@@ -13,17 +13,17 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from hopper_runs import E4M3, RNG, hopper, small_integers
 from numba import cuda, float32, int32, uint8, uint64
 
-from moe_numba.bench.machine_code import compile_apart, disassembler
-from moe_numba.ptx import modules
+from moe_numba.ptx import cuda_cpp
 from moe_numba.ptx import tensormap as intrinsics
 from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group
+from moe_numba.ptx.cuda_cpp import ffi
+from moe_numba.ptx.cuda_cpp import tensormap as linked
+from moe_numba.ptx.cuda_cpp.wgmma import wgmma_step_m64n64k128_e4m3
 from moe_numba.ptx.fence import fence_proxy_async_shared
-from moe_numba.ptx.modules import ffi
-from moe_numba.ptx.modules import tensormap as linked
-from moe_numba.ptx.modules.wgmma import wgmma_step_m64n64k128_e4m3
 from moe_numba.ptx.tma import tma_store_2d
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
-from moe_numba.tensor_map import tensor_map
+from moe_numba.runtime.sass import compile_apart, disassembler
+from moe_numba.runtime.tensor_map import tensor_map
 
 TILE = 64 * 128
 ZEROS = (np.float32(0),) * 32
@@ -201,9 +201,9 @@ def test_from_buffer_takes_arrays_only():
 
 
 def test_every_declared_function_is_in_its_file():
-    folder = Path(modules.__file__).parent
+    folder = Path(cuda_cpp.__file__).parent
     for name in ("tensormap", "wgmma"):
-        assert modules.source(name) == str(folder / f"{name}.cu")
+        assert cuda_cpp.source(name) == str(folder / f"{name}.cu")
         text = (folder / f"{name}.cu").read_text()
         for function in re.findall(r'"(cu_\w+)"', (folder / f"{name}.py").read_text()):
             assert re.search(rf"\b{function}\(", text), function

@@ -9,7 +9,6 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, int32, uint32, uint64
 
-from moe_numba.launch import launch
 from moe_numba.ptx.bulk import bulk_load
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
@@ -33,6 +32,7 @@ from moe_numba.ptx.system import (
     st_release_sys_s32,
 )
 from moe_numba.ptx.warpgroup import bar_sync
+from moe_numba.runtime.launch import launch
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated: set MOE_NUMBA_SIMULATE=1")
 

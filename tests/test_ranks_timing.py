@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.bench import Ladder, Stats, WrongResult, ladder, ranks_timing
+from moe_numba.course import ladder
+from moe_numba.course.bench import Stats, timing_multigpu
+from moe_numba.course.ladder import Ladder, WrongResult
 from moe_numba.expert_parallel.transport import LocalGroup
 
 # isort: split
@@ -46,7 +48,7 @@ def talk(transport, log):
 @only_simulated
 def test_each_rank_runs_its_step_and_leaves_when_all_are_done():
     log = []
-    outputs = ranks_timing.outputs_of(LocalGroup(2), lambda transport: talk(transport, log))
+    outputs = timing_multigpu.outputs_of(LocalGroup(2), lambda transport: talk(transport, log))
     assert [int(out[0]) for out in outputs] == [1, 1]
     assert [entry for entry in log if entry[0] == "call"] == [("call", 0), ("call", 1)]
     assert sorted(log[-2:]) == [("left", 0, 1), ("left", 1, 1)]
@@ -57,18 +59,18 @@ def test_in_the_simulator_every_step_runs_once_and_has_no_time():
     log = []
     make = lambda transport: talk(transport, log)
     group = LocalGroup(2)
-    assert not ranks_timing.can_time(group)
-    for times in (ranks_timing.rank_times, ranks_timing.host_times):
+    assert not timing_multigpu.can_time(group)
+    for times in (timing_multigpu.rank_times, timing_multigpu.host_times):
         log.clear()
         assert times(group, {"a": make, "b": make}) == {"a": None, "b": None}
         assert sum(entry[0] == "call" for entry in log) == 4
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("times", [ranks_timing.rank_times, ranks_timing.host_times])
+@pytest.mark.parametrize("times", [timing_multigpu.rank_times, timing_multigpu.host_times])
 def test_two_gpus_are_timed(times):
     group = LocalGroup(2, [0, 1])
-    assert ranks_timing.can_time(group) and not ranks_timing.can_time(LocalGroup(2, [0, 0]))
+    assert timing_multigpu.can_time(group) and not timing_multigpu.can_time(LocalGroup(2, [0, 0]))
     found = times(group, {name: lambda transport: talk(transport, []) for name in ("a", "b")})
     assert all(0.5 < stats.p10 <= stats.median < 1000 for stats in found.values()), found
 
@@ -107,20 +109,20 @@ def test_the_slowest_rank_counts(launches, samples):
         transport = SimpleNamespace(gather=lambda value: meeting.wait(10))
         steps = {name: lambda name=name: step(name) for name in cost}
         clock = FakeClock(now, log if rank == 0 else [])
-        found[rank] = ranks_timing.measure(transport, steps, launches, samples, clock)
+        found[rank] = timing_multigpu.measure(transport, steps, launches, samples, clock)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert ranks_timing.slowest(found) == {"a": Stats(5.0, 5.0, 5.0), "b": Stats(7.0, 7.0, 7.0)}
+    assert timing_multigpu.slowest(found) == {"a": Stats(5.0, 5.0, 5.0), "b": Stats(7.0, 7.0, 7.0)}
     numbers = range(1, 2 * samples + 1)
     assert log == [entry for n in numbers for entry in (("hold", n), ("open", n))], "each gate is opened, in order"
 
 
 def test_of_each_sample_the_slowest_rank_counts():
-    assert ranks_timing.slowest([{"a": [1.0, 9.0, 1.0]}, {"a": [3.0, 2.0, 3.0]}])["a"].median == 3.0
+    assert timing_multigpu.slowest([{"a": [1.0, 9.0, 1.0]}, {"a": [3.0, 2.0, 3.0]}])["a"].median == 3.0
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def test_a_ladder_that_must_not_time_says_why(measured, capsys, tmp_path):
 @only_simulated
 def test_a_trace_tells_of_stores_to_flags():
     with simulator.trace() as events:
-        ranks_timing.outputs_of(LocalGroup(2), lambda transport: talk(transport, []))
+        timing_multigpu.outputs_of(LocalGroup(2), lambda transport: talk(transport, []))
     stores = [(event.rank, event.details) for event in events if event.what == "store"]
     wanted = {"index": 0, "value": 1, "release": True}
     assert sorted(stores, key=lambda s: s[0]) == [

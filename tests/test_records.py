@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 
 from moe_numba import __main__ as cli
-from moe_numba import bench, simulator
-from moe_numba.bench import Stats, code_hash, imports, plots, records
+from moe_numba import simulator
+from moe_numba.course import bench
+from moe_numba.course.bench import Stats, code_hash, plots, records, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
@@ -200,7 +201,7 @@ def toy_topic(repository, monkeypatch):
         readme_table=lambda record: f"| {record['gpu']} |",
     )
     monkeypatch.setattr(bench, "topic", lambda name: module)
-    monkeypatch.setattr(imports, "topic_sources", lambda name: ["moe_numba/gate"])
+    monkeypatch.setattr(sources, "topic_sources", lambda name: ["moe_numba/gate"])
     monkeypatch.setattr(records, "repository", lambda root=None: repository)
     monkeypatch.setattr(records, "environment", lambda: dict(ENVIRONMENT))
     monkeypatch.setattr(simulator, "ENABLED", False)

@@ -10,8 +10,8 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda
 
-from moe_numba.launch import launch
 from moe_numba.ptx import system
+from moe_numba.runtime.launch import launch
 
 PATIENCE = 1 << 20  # polls after which a kernel gives up, so that a GPU fails a test and does not hang
 ROUNDS = 8

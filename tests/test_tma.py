@@ -12,7 +12,6 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, float32, uint8, uint32, uint64
 
-from moe_numba.launch import launch
 from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.fence import fence_proxy_async_shared
@@ -26,7 +25,8 @@ from moe_numba.ptx.tensormap import (
     tensormap_replace_global_address,
 )
 from moe_numba.ptx.tma import tma_load_2d, tma_load_2d_multicast, tma_load_3d, tma_store_2d, tma_store_3d
-from moe_numba.tensor_map import tensor_map
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import tensor_map
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 

@@ -3,34 +3,41 @@
 import pytest
 import torch
 
-from moe_numba.bench import Stats, across_ranks, records, topic
-from moe_numba.bench.all_to_all import all_to_all_counts, all_to_all_rows, played, poisoned, wrong_rows
-from moe_numba.bench.push import push
-from moe_numba.bench.ranks_timing import settle
+from moe_numba.course.bench import Stats, records, topic
+from moe_numba.course.bench.baselines.nccl_all_to_all import (
+    all_to_all_counts,
+    all_to_all_rows,
+    played,
+    poisoned,
+    wrong_rows,
+)
+from moe_numba.course.bench.baselines.peer_push import push
+from moe_numba.course.bench.timing_multigpu import settle
+from moe_numba.course.bench.topics import dispatch_combine_measure
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.transport import LocalGroup
 
-exchange = topic("exchange")
+exchange = topic("dispatch_combine")
 
 
 def rows(ranks, rate):
     config = dict(ranks=ranks, num_experts=256, topk=8, hidden=7168)
 
-    def row(step, us, gbps=None, tokens=across_ranks.TOKENS, **more):
+    def row(step, us, gbps=None, tokens=dispatch_combine_measure.TOKENS, **more):
         more["config"] = config | ({"num_sms": sms} if (sms := more.pop("sms", None)) else {})
         return records.row(step, size={"tokens": tokens}, kernel=Stats(us, us, us), wire_gbps=gbps, **more)
 
-    for sms in across_ranks.SMS:
+    for sms in dispatch_combine_measure.SMS:
         for i, wanted in enumerate(exchange.EXCHANGES.values()):
             yield row(us=100 * ranks + sms + i, gbps=rate + sms + i, sms=sms, **wanted)
     yield row("final, with notify", 100 * ranks + 99, rate, sms=24, operation="dispatch", dtype="bf16")
-    for blocks in across_ranks.BLOCKS_OF_PUSH:
+    for blocks in dispatch_combine_measure.BLOCKS_OF_PUSH:
         yield row("plain push", 50, rate + blocks, sms=blocks, operation="push", dtype="bf16")
         if ranks > 2:
             yield row("push to all", 70, rate + blocks - 10, sms=blocks, operation="push", dtype="bf16")
     for step in exchange.OTHER_WAYS:
         yield row(step, 500 + ranks, rate - 50, operation="dispatch", dtype="bf16")
-    for tokens in across_ranks.DECODE_TOKENS:
+    for tokens in dispatch_combine_measure.DECODE_TOKENS:
         for i, step in enumerate(exchange.FEW.values()):
             yield row(step, 10 * tokens + i, tokens=tokens, sms=24, operation="there and back", dtype="bf16")
 
@@ -89,8 +96,8 @@ def test_figures_show_the_largest_group(record):
     figures = exchange.figures(record)
     assert {"bandwidth", "few"} <= set(figures) <= {"bandwidth", "few", "dispatch-ladder", "combine-ladder"}
     dispatch = figures["bandwidth"].axes[0].lines[0]
-    assert list(dispatch.get_xdata()) == list(across_ranks.SMS)
-    assert dispatch.get_ydata()[list(across_ranks.SMS).index(24)] == 274, "of four GPUs"
+    assert list(dispatch.get_xdata()) == list(dispatch_combine_measure.SMS)
+    assert dispatch.get_ydata()[list(dispatch_combine_measure.SMS).index(24)] == 274, "of four GPUs"
 
 
 def test_what_needs_more_gpus_stays_and_says_when_it_was_measured(record, monkeypatch):
@@ -111,17 +118,17 @@ def test_what_needs_more_gpus_stays_and_says_when_it_was_measured(record, monkey
 
 
 def test_no_gpu_no_rows(monkeypatch):
-    monkeypatch.setattr(across_ranks, "_measure_ranks", lambda ranks, quick, parts: [(ranks, parts)])
+    monkeypatch.setattr(dispatch_combine_measure, "_measure_ranks", lambda ranks, quick, parts: [(ranks, parts)])
     for gpus, measured in ((1, []), (2, [2]), (8, [2, 4, 8])):
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-        assert exchange.measure([], True) == [(ranks, across_ranks.PARTS) for ranks in measured]
-    assert across_ranks.measure([2], parts=["nccl"]) == [(2, ["nccl"])]
+        assert exchange.measure([], True) == [(ranks, dispatch_combine_measure.PARTS) for ranks in measured]
+    assert dispatch_combine_measure.measure([2], parts=["nccl"]) == [(2, ["nccl"])]
 
 
 @pytest.mark.parametrize("parts", ["nccl", ["nccl", "ncll"]])
 def test_unknown_parts_are_refused(parts):
     with pytest.raises(ValueError, match="parts is .*; it must be .* names out of push, large, nccl, decode"):
-        across_ranks.measure([2], parts=parts)
+        dispatch_combine_measure.measure([2], parts=parts)
 
 
 # Dispatch as everyone can write it

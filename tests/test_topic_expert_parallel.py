@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from moe_numba.bench import Stats, records, topics
-from moe_numba.bench import topic_expert_parallel as topic
-from moe_numba.expert_parallel import document_layout, reference
+from moe_numba.course.articles.deepep import dispatch_layout
+from moe_numba.course.bench import Stats, records, topics
+from moe_numba.course.bench.topics import dispatch_layout as topic
+from moe_numba.expert_parallel import reference
 
 ABOUT = dict(driver="1", versions={}, commit="1234567", date="2026-01-01T00:00:00Z", sources={"a": "b"})
 
@@ -37,11 +38,11 @@ def small(monkeypatch, device):
 
 
 def test_the_command_line_knows_the_topic():
-    assert "expert_parallel" in topics()
+    assert "dispatch_layout" in topics()
 
 
 def test_the_topics_rows_figures_and_table(small):
-    record = {"topic": "expert_parallel", "gpu": "NVIDIA Toy", **ABOUT, "rows": topic.measure([], False)}
+    record = {"topic": "dispatch_layout", "gpu": "NVIDIA Toy", **ABOUT, "rows": topic.measure([], False)}
     assert records.invalid(record) == []
     rows = records.select(record, operation="layout")
     assert len(rows) == len(record["rows"]) - 1 == 3 * 3 + 1
@@ -74,7 +75,7 @@ def test_the_torch_way_to_count(experts, ranks, topk, device):
 
 
 def test_a_wrong_step_is_not_timed(small, monkeypatch):
-    monkeypatch.setattr(document_layout, "get_dispatch_layout", lambda ids, experts, ranks, out: out)  # writes nothing
+    monkeypatch.setattr(dispatch_layout, "get_dispatch_layout", lambda ids, experts, ranks, out: out)  # writes nothing
     with pytest.raises(AssertionError, match="document, .*5 tokens: the layout is wrong"):
         topic.measure_layout(topic.DEEPSEEK_V3, 5, 1e12)
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_numba.bench import Stats, records, torch_layer
-from moe_numba.bench import topic_shared_experts as topic
-from moe_numba.bench.torch_layer import FP8, SMALL, Layer, mismatch, quantise, tile_rows, torch_grouped
+from moe_numba.course.bench import Stats, records
+from moe_numba.course.bench.baselines import torch_layer
+from moe_numba.course.bench.baselines.torch_layer import FP8, SMALL, Layer, mismatch, quantise, tile_rows, torch_grouped
+from moe_numba.course.bench.topics import shared_experts as topic
 from moe_numba.shared_experts import fuse_routing, reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, FP8]

@@ -30,7 +30,7 @@ from moe_numba.ptx.wgmma import (
     wgmma_descriptor_64b,
     wgmma_fence,
 )
-from moe_numba.tensor_map import tensor_map
+from moe_numba.runtime.tensor_map import tensor_map
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 

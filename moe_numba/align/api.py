@@ -5,19 +5,19 @@ from functools import cached_property
 
 import torch
 
-from moe_numba import device as devices
 from moe_numba import simulator
-from moe_numba.align import kernel, kernel_many, kernel_tiny, parts
+from moe_numba.align import device, kernel_large, kernel_medium, kernel_small
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
-from moe_numba.arguments import UnsupportedDeviceError, as_outputs, as_tensor, give_back, require
-from moe_numba.launch import address, current_stream, launcher
+from moe_numba.runtime import device as devices
+from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.validate import UnsupportedDeviceError, as_outputs, as_tensor, give_back, require
 
 IDS = {torch.int32: "int32*", torch.int64: "int64*"}
 _MOST_EXPERTS, _MOST_ELEMENTS = 8192, 1 << 30
 _COUNT_LIMIT = (1 << 16) - 1  # of a block's slots, so that a count of them has 16 bits
 
-TINY_SLOTS = kernel_tiny.MOST_SLOTS
+TINY_SLOTS = kernel_small.MOST_SLOTS
 FEW_SLOTS = 16384  # beyond this many slots it pays that a block counts its own alone, and the blocks exchange counts
 
 # For few slots, up to so many: threads of a block, ids that a thread has on their way at once, and blocks.
@@ -121,12 +121,12 @@ class _Plan:
         require(ids.device, (9, 0), "topk_ids")
         check_align(block_size, num_experts, expert_map, ids.device)
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
-        self.capacity = parts.capacity_for(num_experts)
+        self.capacity = device.capacity_for(num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
         map_type = "int32*" if expert_map is None else IDS[expert_map.dtype]
         self.pointers = (IDS[ids.dtype], map_type, "int32*", "int32*", "int32*")
         self._few = {}
-        self.chunk = 32 * kernel.words_for(self.capacity)  # that a block of the kernel for few slots can place
+        self.chunk = 32 * kernel_medium.words_for(self.capacity)  # that a block of the kernel for few slots can place
         self.most_blocks = _MANY[2]
         if not simulator.ENABLED:  # all blocks of the kernel for many slots must be resident at once
             processors = devices.gpu_of(ids.device).sm_count
@@ -140,13 +140,13 @@ class _Plan:
         """The kernel for few slots, and threads and blocks."""
         _, threads, batch, blocks = kind = next(kind for kind in _FEW if numel <= kind[0])
         if kind not in self._few:
-            made = kernel.make_few_kernel(threads, batch, self.capacity, *self.options)
-            shared_bytes = kernel.shared_bytes(self.capacity)
+            made = kernel_medium.make_few_kernel(threads, batch, self.capacity, *self.options)
+            shared_bytes = kernel_medium.shared_bytes(self.capacity)
             self._few[kind] = self._launcher(made, self.pointers, launch_bounds=threads, shared_bytes=shared_bytes)
         return self._few[kind], threads, blocks
 
     def _tiny(self, aligned):
-        made = kernel_tiny.make_tiny_kernel(aligned, *self.options)
+        made = kernel_small.make_tiny_kernel(aligned, *self.options)
         return self._launcher(made, self.pointers, launch_bounds=1024)
 
     tiny = cached_property(lambda self: self._tiny(aligned=False))
@@ -156,12 +156,12 @@ class _Plan:
     def many(self):
         threads, per_thread, _ = _MANY
         shape = threads, self.capacity, per_thread
-        made = kernel_many.make_many_kernel(*shape, *self.options)
+        made = kernel_large.make_many_kernel(*shape, *self.options)
         return self._launcher(
             made,
             (*self.pointers, "int32*"),
             launch_bounds=threads,
-            shared_bytes=kernel_many.shared_bytes(*shape),
+            shared_bytes=kernel_large.shared_bytes(*shape),
             cooperative=True,
         )
 
@@ -177,7 +177,7 @@ class _Plan:
         else:
             launch, threads = self.many, _MANY[0]
             chunk, blocks = self._share_out(numel, threads)
-            shared = (address(workspace(self.device, kernel_many.workspace_numbers(self.most_blocks, self.capacity))),)
+            shared = (address(workspace(self.device, kernel_large.workspace_numbers(self.most_blocks, self.capacity))),)
         launch(
             blocks,
             threads,

@@ -2,9 +2,9 @@
 
 import torch
 
-from moe_numba import device as devices
 from moe_numba import simulator
-from moe_numba.launch import current_stream
+from moe_numba.runtime import device as devices
+from moe_numba.runtime.launch import current_stream
 
 _STOCK_BYTES = 16 << 20  # of workspaces that wait for captures, for each device and size
 _MOST_IN_STOCK = 64

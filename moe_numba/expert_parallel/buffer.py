@@ -2,13 +2,13 @@
 
 import torch
 
-from moe_numba.expert_parallel import checks, transport, ways
-from moe_numba.expert_parallel.api import get_dispatch_layout
+from moe_numba.expert_parallel import checks, plans, transport
 from moe_numba.expert_parallel.config import Config
+from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.link import Link
-from moe_numba.expert_parallel.outputs import Output, new_parts
-from moe_numba.expert_parallel.regions import MOST_RANKS, MOST_ROWS
+from moe_numba.expert_parallel.kernels.buffer_layout import MOST_RANKS, MOST_ROWS
+from moe_numba.expert_parallel.output_buffer import Output, new_parts
+from moe_numba.expert_parallel.runtime import Link
 
 
 class Buffer:
@@ -251,7 +251,7 @@ class Buffer:
             checks.output(out, self.transport, x, scales, topk, to_come)
             room = min(room, out.num_rows)
         channels, start = link.kept(
-            ways.through_rings if out is None else ways.straight,
+            plans.through_rings if out is None else plans.straight,
             config,
             hidden,
             x.dtype,
@@ -373,7 +373,7 @@ class Buffer:
         checks.returning(x, topk_weights, biases, recv_source.shape[0], tokens, self.transport.device)
         hidden, topk = x.shape[1], 0 if topk_weights is None else topk_weights.shape[1]
         channels = channel_prefix.shape[1]
-        start = link.kept(ways.back, config, hidden, topk, channels, len(biases))
+        start = link.kept(plans.back, config, hidden, topk, channels, len(biases))
         with link.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
             out_weights = None if not topk else torch.empty(tokens, topk, dtype=torch.float32, device=x.device)

@@ -3,8 +3,8 @@
 import torch
 
 from moe_numba.expert_parallel.config import Config
-from moe_numba.expert_parallel.outputs import Output
-from moe_numba.expert_parallel.regions import MOST_CHANNELS, MOST_ROWS, MOST_TOPK
+from moe_numba.expert_parallel.kernels.buffer_layout import MOST_CHANNELS, MOST_ROWS, MOST_TOPK
+from moe_numba.expert_parallel.output_buffer import Output
 
 _SCALE_TYPES = (torch.float32, torch.int32)
 

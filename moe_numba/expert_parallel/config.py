@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from moe_numba import simulator
-from moe_numba.expert_parallel.regions import LINE, MOST_RANKS, MOST_TOPK, Record, lines
-from moe_numba.expert_parallel.rings import Rings
+from moe_numba.expert_parallel.kernels.buffer_layout import LINE, MOST_RANKS, MOST_TOPK, Record, lines
+from moe_numba.expert_parallel.kernels.channels import Rings
 
 _SHARED_BYTES = 227 * 1024  # of a block on a Hopper GPU
 _MOST_WARPS = 2 if simulator.ENABLED else 16

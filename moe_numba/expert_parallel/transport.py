@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_numba import simulator
-from moe_numba.launch import _argument, current_stream, launcher
+from moe_numba.runtime.launch import _argument, current_stream, launcher
 
 _PATIENCE = 100.0  # seconds
 COMPILING = threading.Lock()  # ranks that are threads need each kernel once, and Numba one thread
@@ -56,7 +56,7 @@ class _Transport:
 
         Parameters
         ----------
-        kernel, signature, **options : as for ``moe_numba.launch.launcher``
+        kernel, signature, **options : as for ``moe_numba.runtime.launch.launcher``
         patience : float
             Seconds to wait for ranks that do not come to the same start. Then this one starts nevertheless: how long
             its kernel waits for them is its own affair.
@@ -71,7 +71,7 @@ class _Transport:
         return lambda grid, block, *arguments: start(grid, block, current_stream(device), *arguments)
 
     def launch(self, kernel, grid, block, *args, **options):
-        """``moe_numba.launch.launch`` for a kernel that waits for those of other ranks."""
+        """``moe_numba.runtime.launch.launch`` for a kernel that waits for those of other ranks."""
         signature, values = zip(*map(_argument, args), strict=True)
         key = kernel, signature, tuple(options.items())
         if key not in self._started:

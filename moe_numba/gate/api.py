@@ -4,12 +4,12 @@ from functools import cached_property
 
 import torch
 
-from moe_numba import device as devices
 from moe_numba import simulator
-from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
-from moe_numba.gate import kernel, kernel_dynamic, kernel_throughput
+from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
-from moe_numba.launch import address, current_stream, launcher
+from moe_numba.runtime import device as devices
+from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.validate import as_outputs, as_tensor, check_out, give_back, require
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMITS = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -186,20 +186,20 @@ class _Plan:
         if self.constants:
             made = kernel.make_kernel(self.constants, self.limit_on_device)
             return self._variant(made, self.signature, kernel.WARPS)
-        made = kernel_dynamic.make_dynamic_kernel(*self.types, self.limit_on_device)
-        shared_bytes = kernel_dynamic.shared_bytes(*self.shape[:2])
+        made = kernel_generic.make_dynamic_kernel(*self.types, self.limit_on_device)
+        shared_bytes = kernel_generic.shared_bytes(*self.shape[:2])
         return self._variant(made, (*self.signature, *("int32",) * 6), 1, shared_bytes=shared_bytes)
 
     @cached_property
     def many(self):
-        if not self.constants or not kernel_throughput.serves(*self.shape):
+        if not self.constants or not kernel_4tokens.serves(*self.shape):
             return self.few
         return self._variant(
-            kernel_throughput.make_throughput_kernel(self.constants, self.limit_on_device),
+            kernel_4tokens.make_throughput_kernel(self.constants, self.limit_on_device),
             self.signature,
-            kernel_throughput.WARPS,
-            tokens_a_warp=kernel_throughput.TOKENS,
-            launch_bounds=kernel_throughput.LAUNCH_BOUNDS,
+            kernel_4tokens.WARPS,
+            tokens_a_warp=kernel_4tokens.TOKENS,
+            launch_bounds=kernel_4tokens.LAUNCH_BOUNDS,
         )
 
     def _variant(self, made, signature, warps, tokens_a_warp=1, **options):

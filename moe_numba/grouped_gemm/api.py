@@ -4,15 +4,15 @@ from functools import cache
 
 import torch
 
-from moe_numba import device as devices
 from moe_numba import simulator
-from moe_numba.arguments import as_tensor, give_back
+from moe_numba.grouped_gemm.checks import check_average, check_indices, check_inputs, check_scale
+from moe_numba.grouped_gemm.configs import form_for, launcher_for
 from moe_numba.grouped_gemm.constants import THREADS, Layout
-from moe_numba.grouped_gemm.forms import form_for, launcher_for
-from moe_numba.grouped_gemm.inputs import check_average, check_indices, check_inputs, check_scale
-from moe_numba.launch import address, current_stream
-from moe_numba.outputs import outputs_for
-from moe_numba.tensor_map import tensor_map_value
+from moe_numba.runtime import device as devices
+from moe_numba.runtime.launch import address, current_stream
+from moe_numba.runtime.outputs import outputs_for
+from moe_numba.runtime.tensor_map import tensor_map_value
+from moe_numba.runtime.validate import as_tensor, give_back
 
 FP8 = torch.float8_e4m3fn
 _MOST_TILES = (1 << 31) - 1

@@ -10,10 +10,10 @@ from functools import cache
 from numba import cuda, float32, int32, uint8, uint32, uint64
 
 from moe_numba.grouped_gemm.constants import MULTIPLIERS, Layout
-from moe_numba.grouped_gemm.loaders import SCALERS, make_load, make_scale
+from moe_numba.grouped_gemm.mainloop import make_compute
+from moe_numba.grouped_gemm.producer import SCALERS, make_load, make_scale
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
-from moe_numba.grouped_gemm.tile import make_compute
-from moe_numba.grouped_gemm.walk import FULL, make_scan, make_walk
+from moe_numba.grouped_gemm.tile_scheduler import FULL, make_scan, make_walk
 from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_init, mbarrier_wait_parity

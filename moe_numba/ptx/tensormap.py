@@ -1,6 +1,6 @@
 """Tensor maps made on the device: a copy in shared memory is changed, published to global memory, and acquired there.
 
-1. A warp copies the 128 bytes of a map, which the host made (``moe_numba.tensor_map``), to shared memory.
+1. A warp copies the 128 bytes of a map, which the host made (``moe_numba.runtime.tensor_map``), to shared memory.
 2. One thread replaces fields of the copy; then ``cuda.syncwarp()``.
 3. All lanes of the warp call ``tensormap_cp_fenceproxy``, which writes it to global memory.
 4. Whoever uses the new map first calls ``fence_proxy_tensormap_acquire_gpu``, after it has learnt that 3. is done.

@@ -2,8 +2,8 @@
 
 import torch
 
-from moe_numba.arguments import as_outputs, as_tensor, check_out, give_back, require
-from moe_numba.launch import address, current_stream, launcher
+from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.validate import as_outputs, as_tensor, check_out, give_back, require
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, columns
 

@@ -1,0 +1,347 @@
+"""The figures, drawn from rows of records alone. Nothing here needs a GPU, and pyplot's state is left alone."""
+
+import io
+import textwrap
+from pathlib import Path
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, NullLocator
+
+from moe_numba.course.bench import records
+from moe_numba.course.ladder import find_step, gain, previous, short
+
+# Okabe and Ito's colours, which colour-blind readers tell apart.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+INK, GREY, PALE = "#222222", "#777777", "#B8B8B8"
+BROWN = "#9A6400"  # orange's darker sister, legible as text
+COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)
+WIDTH, ROW, COLUMN = 9.2, 0.34, 0.88  # inches: a bar figure, one of its rows, one of its columns of numbers
+
+STYLE = {
+    "font.family": "DejaVu Sans",  # matplotlib brings it along, so a figure looks the same everywhere
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": PALE,
+    "axes.labelcolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "grid.color": "#E6E6E6",
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "savefig.dpi": 150,
+    "svg.hashsalt": "moe_numba",  # the same rows give the same file
+}
+
+
+class Picture(Figure):
+    """A figure that a notebook shows although pyplot never saw it."""
+
+    def _repr_png_(self):
+        data = io.BytesIO()
+        with matplotlib.rc_context(STYLE):
+            self.savefig(data, format="png", dpi=110)
+        return data.getvalue()
+
+
+def save(figure, path):
+    """Write ``path``.svg and ``path``.png, without dates in them; gives the two paths."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = [path.with_name(path.name + suffix) for suffix in (".svg", ".png")]
+    with matplotlib.rc_context(STYLE):
+        for name in written:
+            figure.savefig(name, metadata={"Date": None} if name.suffix == ".svg" else None)
+    return written
+
+
+def caption(record, verb="recorded on", root=None):
+    """The provenance of a figure's record, and whether the code has changed since it was measured."""
+    changed = "sources" in record and records.has_changed(record, root)
+    return provenance(record, verb) + ("; code changed since" if changed else "")
+
+
+def provenance(record, verb="recorded on"):
+    """ "recorded on NVIDIA H200, driver 580.95, numba-cuda 0.30.4, commit 1a2b3c4, 2026-11-20"."""
+    versions = record["versions"]
+    known = [f"{name} {versions[name]}" for name in ("numba-cuda", "torch") if name in versions]
+    parts = [f"{verb} {record['gpu']}", f"driver {record['driver']}", *known, f"commit {record['commit'][:7]}"]
+    return ", ".join([*parts, record["date"][:10]])
+
+
+def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch eager"):
+    """Kernel times as horizontal bars, top to bottom in teaching order.
+
+    Beside each bar stands its time, and how many times faster it is than the step before and than ``reference``. Lost
+    steps are grey; refused ones have no bar. Whiskers reach from the 10th to the 90th percentile.
+
+    Parameters
+    ----------
+    rows : list of rows of a record
+    lines : dict
+        ``{label: microseconds}``: dashed lines for the best peer and for the speed of light. The reference step has
+        its line without being asked for.
+    """
+    lines, torch_row = dict(lines or {}), find_step(rows, reference)
+    if torch_row and "kernel_us" in torch_row:
+        lines = {reference: torch_row["kernel_us"]["median"]} | lines
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _bars(rows, columns=3)
+        for y, row in enumerate(rows):
+            stats = row.get("kernel_us")
+            if stats:
+                colour = PALE if row.get("lost") else ORANGE if row is torch_row else BLUE
+                axes.barh(y, stats["median"], height=0.62, color=colour)
+                _whisker(axes, y, stats)
+            else:
+                why = "refused: wrong result" if "refused" in row else "no kernel time"
+                axes.text(
+                    0.01,
+                    y,
+                    why,
+                    transform=axes.get_yaxis_transform(),
+                    va="center",
+                    color=GREY,
+                    style="italic",
+                    zorder=4,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+                )
+        _time_axis(axes, rows, ["kernel_us"], list(lines.values()), "kernel time, µs")
+        _columns(
+            axes,
+            rows,
+            {
+                "µs": lambda row: _us(row.get("kernel_us")),
+                "× previous": lambda row: gain(previous(rows, row), row),
+                f"× {reference.split()[0]}": lambda row: gain(torch_row, row),
+            },
+        )
+        levels = _vertical_lines(figure, axes, lines)
+        _finish(figure, axes, title, caption, rows=len(rows), levels=levels)
+    return figure
+
+
+def split_figure(rows, *, title="", caption=""):
+    """Kernel time and call time of each step, one bar under the other: what the GPU takes, and what Python takes."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _bars(rows, columns=2)
+        for key, offset, colour in (("kernel_us", -0.19, BLUE), ("call_us", 0.19, ORANGE)):
+            for y, row in enumerate(rows):
+                if key in row:
+                    alpha = 0.4 if row.get("lost") else 1
+                    axes.barh(y + offset, row[key]["median"], height=0.34, color=colour, alpha=alpha)
+                    _whisker(axes, y + offset, row[key])
+        _time_axis(axes, rows, ["kernel_us", "call_us"], [], "µs")
+        _columns(
+            axes,
+            rows,
+            {"kernel µs": lambda row: _us(row.get("kernel_us")), "call µs": lambda row: _us(row.get("call_us"))},
+            colours=(BLUE, BROWN),
+        )
+        _finish(figure, axes, title, caption, rows=len(rows), levels=1)
+    return figure
+
+
+def sweep_figure(series, *, xlabel="tokens", ylabel="us", floor=None, title="", caption=""):
+    """Lines over a size, each named at its right end.
+
+    Parameters
+    ----------
+    series : dict
+        ``{label: {x: statistics or number}}``, as ``records.series`` gives them; the band is p10 to p90.
+    floor : dict, optional
+        ``{x: number}``, drawn dashed as "speed of light".
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Picture(figsize=(WIDTH, 4.8))
+        right = _widest(figure, [*series, "speed of light"]) + 0.35
+        axes = figure.add_axes((0.08, 0.19, 0.92 - right / WIDTH, 0.69))
+        ends = []
+        for number, (label, points) in enumerate(series.items()):
+            colour, xs = COLOURS[number % len(COLOURS)], sorted(points)
+            style = "-" if number < len(COLOURS) else "-."  # colours repeat
+            points = {x: v if isinstance(v, dict) else {"median": v, "p10": v, "p90": v} for x, v in points.items()}
+            median, p10, p90 = ([points[x][key] for x in xs] for key in ("median", "p10", "p90"))
+            axes.plot(xs, median, color=colour, linestyle=style, marker="o", markersize=3.5, linewidth=1.6)
+            axes.fill_between(xs, p10, p90, color=colour, alpha=0.18, linewidth=0)
+            ends.append((label, xs[-1], median[-1], colour))
+        if floor:
+            xs = sorted(floor)
+            axes.plot(xs, [floor[x] for x in xs], color=INK, linestyle="--", linewidth=1)
+            ends.append(("speed of light", xs[-1], floor[xs[-1]], INK))
+        sizes = sorted({x for points in series.values() for x in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes[::-1][:: 1 + len(sizes) // 10])  # not all where they would touch, but the last
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel(xlabel)
+        axes.set_yscale("log")
+        _plain_numbers(axes.yaxis)
+        axes.set_ylabel(_unit(ylabel))
+        low, high = axes.get_ylim()
+        axes.grid(axis="y", which="major" if high > 20 * low else "both")  # a short axis has few decades, or none
+        _headings(figure, title, caption)
+        _name_ends(figure, axes, ends)
+    return figure
+
+
+def _bars(rows, columns):
+    """Axes with a row for each step, as wide as the longest name and the columns of numbers leave it."""
+    figure = Picture(figsize=(WIDTH, 4))
+    axes = figure.add_axes((0.3, 0.3, 0.4, 0.4))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row["step"] for row in rows], color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        if row.get("lost") or "refused" in row:
+            label.set_color(GREY)
+    left, right = _widest(figure, [row["step"] for row in rows]) + 0.3, COLUMN * columns + 0.15
+    width = max(WIDTH, left + 3 + right)  # names that long widen the figure, rather than squeeze the bars
+    figure.set_figwidth(width)
+    axes.set_position((left / width, 0.3, (width - left - right) / width, 0.4))
+    return figure, axes
+
+
+def _finish(figure, axes, title, caption, rows, levels):
+    """Give the figure its height: title, ``levels`` of names above the bars, the rows, the axis, the caption."""
+    below, above = 0.9, 0.55 + 0.18 * levels
+    height = below + ROW * rows + above
+    box = axes.get_position()
+    figure.set_figheight(height)
+    axes.set_position((box.x0, below / height, box.width, ROW * rows / height))
+    _headings(figure, title, caption)
+
+
+def _headings(figure, title, caption):
+    width, height = figure.get_size_inches()
+    figure.text(0.15 / width, 1 - 0.12 / height, title, va="top", ha="left", fontsize=12, fontweight="bold")
+    caption = textwrap.fill(caption, int(14.5 * (width - 0.3)))  # so many characters of this size go into an inch
+    figure.text(0.15 / width, 0.1 / height, caption, va="bottom", ha="left", fontsize=7.5, color=GREY)
+
+
+def _time_axis(axes, rows, keys, more, label):
+    """Linear from zero, or logarithmic when the values span more than a factor of ten."""
+    stats = [row[key] for row in rows for key in keys if key in row]
+    low, high = min([s["median"] for s in stats] + more, default=1), max([s["p90"] for s in stats] + more, default=1)
+    if high > 10 * low:
+        axes.set_xscale("log")
+        axes.set_xlim(low / 2, high * 1.15)
+        _plain_numbers(axes.xaxis)
+    else:
+        axes.set_xlim(0, high * 1.05)
+    axes.set_xlabel(label)
+
+
+def _plain_numbers(axis):
+    """20 and 3000 on a logarithmic axis, not powers of ten; between the decades only where the axis is short."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(LogFormatter())
+
+
+def _whisker(axes, y, stats):
+    axes.plot([stats["p10"], stats["p90"]], [y, y], color=INK, linewidth=0.9, alpha=0.7, solid_capstyle="butt")
+
+
+def _columns(axes, rows, columns, colours=(INK, INK, INK)):
+    """Numbers right of the bars, aligned: on a row of its own, no label can meet a bar, a line or another label."""
+    for number, ((head, text), colour) in enumerate(zip(columns.items(), colours, strict=False)):
+        x = 72 * COLUMN * (number + 0.85)  # points right of the axes
+        axes.annotate(
+            head,
+            (1, 1),
+            (x, 5),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="right",
+            color=GREY if colour == INK else colour,
+            fontsize=8.5,
+        )
+        for y, row in enumerate(rows):
+            quiet = row.get("lost") or "refused" in row
+            axes.annotate(
+                text(row) or "–",
+                (1, y),
+                (x, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                color=GREY if quiet else colour,
+                fontweight="normal" if number else "bold",
+            )
+
+
+def _vertical_lines(figure, axes, lines):
+    """Dashed lines, named above the bars; a name that would meet another moves up a level. Gives the levels used."""
+    levels, renderer = [], _renderer(figure)
+    for label, value in sorted(lines.items(), key=lambda line: line[1]):
+        colour = GREEN if label == "speed of light" else BROWN if label.startswith("torch") else PURPLE
+        axes.axvline(value, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, zorder=3)
+        text = axes.annotate(
+            f"{label} {short(value)}",
+            (value, 1),
+            (0, 5),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8.5,
+            color=colour,
+        )
+        box = text.get_window_extent(renderer).padded(4)
+        shift = max(axes.bbox.x0 - box.x0, 0) + min(axes.bbox.x1 - box.x1, 0)  # a name stays above the bars
+        left, right = box.x0 + shift, box.x1 + shift
+        free = (i for i, level in enumerate(levels) if all(right < start or end < left for start, end in level))
+        level = next(free, len(levels))
+        if level == len(levels):
+            levels.append([])
+        levels[level].append((left, right))
+        text.set_position((shift * 72 / figure.dpi, 5 + 13 * level))
+    return len(levels)
+
+
+def _name_ends(figure, axes, ends):
+    """Each line's name right of the axes at its end's height, pushed apart where they would overlap."""
+    to_pixels, height = axes.transData, 13 * figure.dpi / 72
+    ends = sorted(ends, key=lambda end: end[2])
+    wanted = [to_pixels.transform((x, y))[1] for _, x, y, _ in ends]
+    places = list(wanted)
+    for _ in range(200):  # neighbours that are too close share the push; it settles in a few rounds
+        for i in range(1, len(places)):
+            short = height - (places[i] - places[i - 1])
+            if short > 0:
+                places[i - 1] -= short / 2
+                places[i] += short / 2
+    column = axes.bbox.x1 + 16 * figure.dpi / 72
+    for (label, x, y, colour), place in zip(ends, places, strict=True):
+        end = to_pixels.transform((x, y))
+        where = axes.transAxes.inverted().transform([end, (column - 3, place), (column, place)])
+        axes.plot(where[:2, 0], where[:2, 1], transform=axes.transAxes, color=colour, linewidth=0.6, clip_on=False)
+        axes.text(*where[2], label, transform=axes.transAxes, va="center", color=colour)
+
+
+def _widest(figure, labels):
+    """The width in inches that the longest label takes, and a little more: its pixels vary with the resolution."""
+    texts, renderer = [figure.text(0, 0, label) for label in labels], _renderer(figure)
+    width = max((text.get_window_extent(renderer).width for text in texts), default=0)
+    for text in texts:
+        text.remove()
+    return 1.03 * width / figure.dpi
+
+
+def _renderer(figure):
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return canvas.get_renderer()
+
+
+def _us(stats):
+    return stats and short(stats["median"])
+
+
+def _unit(label):
+    return "µs" if label == "us" else label

@@ -1,0 +1,276 @@
+"""What was measured, where, and by which code: ``docs/results/<gpu>/<topic>.json``.
+
+A record holds a hash of the code of every file that the measurement depends on (see ``code_hash``), so that a figure
+older than its code is found without a GPU (``stale``). One line per row makes a new measurement a readable diff. All
+times are microseconds.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import textwrap
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moe_numba.course.bench.code_hash import hash_file
+
+SIMULATOR = "simulator"
+FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
+
+
+def repository(root=None):
+    """The folder that holds ``docs/results``; an installed package has none, which is a ``FileNotFoundError``."""
+    root = Path(root) if root is not None else Path(__file__).resolve().parents[3]
+    if not ((root / "docs" / "results").is_dir() or (root / "pyproject.toml").is_file()):
+        raise FileNotFoundError(
+            f"{root} is not moe_numba's repository: the records (docs/results) come with a clone, not with the package"
+        )
+    return root
+
+
+def folder(gpu):
+    """``"NVIDIA H200"`` -> ``"h200"``: the name of a GPU's folder under ``docs/results``."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+
+
+def environment():
+    """GPU, driver, versions, commit and date (UTC) of this process; the GPU is "simulator" where there is none."""
+    from moe_numba import simulator
+
+    return {
+        "gpu": (not simulator.ENABLED and _gpu()) or SIMULATOR,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
+        "versions": versions(),
+        # A machine that holds a copy of the files, with an older history or none, is told the commit by GIT_COMMIT.
+        "commit": os.environ.get("GIT_COMMIT")
+        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+        or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def versions():
+    """The versions that a kernel's speed may depend on; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numba", "numba-cuda", "cuda-core", "numpy"):
+        found[name] = version(name)
+    found["cupy"] = version("cupy-cuda13x") or version("cupy-cuda12x") or version("cupy")
+    # Numba compiles with the toolkit's wheels where they are installed, and torch names its own toolkit otherwise.
+    found["cuda"] = version("cuda-toolkit") or version("nvidia-nvvm") or _torch_cuda()
+    return {name: version for name, version in found.items() if version}
+
+
+def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, floor_us=None, **more):
+    """One row of a record; numbers are kept to six digits.
+
+    Parameters
+    ----------
+    step : str
+        A step of a ladder, ``"final"`` for the package's own kernel, ``"peer:<name>"`` for another project's.
+    config, size : dict
+        By the public function's argument names: ``{"num_experts": 256}``, ``{"tokens": 4096}``.
+    dtype : str
+        ``"float32"``.
+    kernel, call : Stats
+        Kernel time and call time, microseconds.
+    floor_us : float
+        What the chip's limits allow at best, microseconds.
+    **more
+        ``bytes``, ``flops``, ``wire_gbps``, ``operation``, ``note``, ... None is left out.
+    """
+    fields = {
+        "step": step,
+        "config": config or {},
+        "size": size or {},
+        "dtype": dtype,
+        "kernel_us": _times(kernel),
+        "call_us": _times(call),
+        "floor_us": floor_us,
+        **more,
+    }
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def recorded(topic, gpu="h200", root=None):
+    """A record, or None where there is none: what a notebook shows beside its own figures."""
+    try:
+        return read(topic, gpu, root)
+    except FileNotFoundError:
+        return None
+
+
+def peers(record):
+    """The steps of other projects' kernels, without their variants ("peer:name, out=")."""
+    return sorted({row["step"] for row in record["rows"] if row["step"].startswith("peer:") and "," not in row["step"]})
+
+
+def select(record, **wanted):
+    """The rows that have all of ``wanted``; of a dictionary (``size={"tokens": 64}``) every key given must agree."""
+
+    def agrees(have, value):
+        return value.items() <= (have or {}).items() if isinstance(value, dict) else have == value
+
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    return [row for row in record["rows"] if all(agrees(row.get(name), value) for name, value in wanted.items())]
+
+
+def find(record, **wanted):
+    """The first row that ``select`` gives, or None."""
+    return next(iter(select(record, **wanted)), None)
+
+
+def series(record, over="tokens", value="kernel_us", **wanted):
+    """``{tokens: value}`` of the selected rows, ascending: one line of ``plots.sweep_figure``."""
+    found = {row["size"][over]: row[value] for row in select(record, **wanted) if over in row["size"] and value in row}
+    return dict(sorted(found.items()))
+
+
+def sources(paths, root=None):
+    """Hash files: ``{path: hash}``, paths relative to the repository.
+
+    A folder stands for the Python files in it and below, ``notebooks/NN_topic.py#code`` for a notebook's code cells.
+    """
+    root, found = repository(root), {}
+    for path in map(str, paths):
+        inside = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else None
+        for name in [path] if inside is None else [file.relative_to(root).as_posix() for file in inside]:
+            found[name] = hash_file(root, name)
+            if found[name] is None:
+                raise FileNotFoundError(f"the source {name} is not in {root}")
+    return found
+
+
+def write(topic, rows, sources_paths, root=None, *, results=None, env=None):
+    """Write a record and give its path: ``docs/results/<gpu>/<topic>.json``, or under ``results`` instead of
+    ``docs/results``. Refuses rows without a GPU: the simulator's times mean nothing."""
+    env = env or environment()
+    if env["gpu"] == SIMULATOR:
+        raise ValueError("nothing is recorded without a GPU: the simulator has no times")
+    results = Path(results) if results is not None else repository(root) / "docs" / "results"
+    record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
+    if wrong := invalid(record):
+        raise ValueError("; ".join(wrong))
+    path = results / folder(env["gpu"]) / f"{topic}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump(record))
+    return path
+
+
+def read(topic, gpu="h200", root=None):
+    """The record of a topic; ``FileNotFoundError`` says where it should have been."""
+    path = repository(root) / "docs" / "results" / gpu / f"{topic}.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"nothing is recorded at {path}; on a GPU, `python -m moe_numba bench` records")
+    return json.loads(path.read_text())
+
+
+def staying(record, out_of_reach, env):
+    """The rows of an earlier record, if there is one, that this machine cannot measure anew: with when they were.
+
+    They stay only if the GPU, its driver and all versions are those of ``env``.
+    """
+    if record is None or any(record[name] != env[name] for name in ("gpu", "driver", "versions")):
+        return []
+    when = {name: record[name] for name in ("commit", "date")}
+    return [{"measured": when, **row} for row in record["rows"] if out_of_reach(row)]
+
+
+def stale(record, root=None):
+    """Why the record no longer belongs to the code beside it: a list of sentences, empty when it does."""
+    root, found = repository(root), []
+    for path, recorded in record["sources"].items():
+        now = hash_file(root, path)
+        if now is None:
+            found.append(f"{record['topic']}: {path}, which the record was measured with, is gone")
+        elif now != recorded:
+            found.append(f"{record['topic']}: {path} has changed since the record was measured ({record['date'][:10]})")
+    return found
+
+
+def has_changed(record, root=None):
+    """Whether code that the record depends on has changed; False where there is no repository to compare with."""
+    try:
+        return bool(stale(record, root))
+    except FileNotFoundError:
+        return False
+
+
+def invalid(record):
+    """What is wrong with a record's shape: a list of sentences, empty for a good one."""
+    wrong = [f"the field {name!r} is missing" for name in FIELDS if name not in record]
+    if wrong:
+        return wrong
+    if not record["sources"]:
+        wrong.append("the record names no sources, so nobody could tell when it is out of date")
+    if not record["rows"]:
+        wrong.append("the record has no rows")
+    for number, row in enumerate(record["rows"]):
+        where = f"row {number} ({row.get('step')})"
+        if not isinstance(row.get("step"), str):
+            wrong.append(f"{where}: step must be a name")
+        for name in ("config", "size"):
+            if not isinstance(row.get(name), dict):
+                wrong.append(f"{where}: {name} must be a dict")
+        if "measured" in row and set(row["measured"]) != {"commit", "date"}:
+            wrong.append(f"{where}: measured is a commit and a date, not {row['measured']}")
+        times = [row[name] for name in ("kernel_us", "call_us") if name in row]
+        if bool(times) == ("refused" in row):
+            wrong.append(f"{where}: either a time, or refused and why")
+        for time in times:
+            if set(time) != {"median", "p10", "p90"} or not 0 < time["p10"] <= time["median"] <= time["p90"]:
+                wrong.append(f"{where}: a time is median, p10 and p90, in order and above zero, not {time}")
+    return wrong
+
+
+def _times(stats):
+    return None if stats is None else {name: round(value, 3) for name, value in asdict(stats).items()}
+
+
+def dump(record):
+    """The text of a record's file."""
+    fields = []
+    for name, value in record.items():
+        if name == "rows":
+            text = "[\n" + ",\n".join("    " + json.dumps(row, allow_nan=False) for row in value) + "\n  ]"
+        else:
+            text = textwrap.indent(json.dumps(value, indent=2), "  ").lstrip()
+        fields.append(f"  {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_cuda():
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.version.cuda
+
+
+def _gpu():
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _output(*command):
+    """The first line that a program prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None

@@ -1,0 +1,177 @@
+"""Times of what several ranks do together: those of the slowest one.
+
+A step is given as ``make(transport)``, a context manager. On entering, a rank of a ``LocalGroup`` makes what it needs;
+what it gets is ``step()``, which launches on the rank's current stream and gives outputs.
+
+    @contextmanager
+    def make(transport):
+        shared = transport.allocate(1 << 20)
+        yield lambda: ...
+        shared.close()
+
+In the simulator, and where ranks share a GPU, nothing is timed.
+"""
+
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from numba import cuda, uint64
+
+from moe_numba.course.bench.timing import Stats, _no_gc, _rounds
+from moe_numba.ptx.clock import globaltimer
+from moe_numba.ptx.system import ld_acquire_sys_s32
+from moe_numba.runtime.launch import address
+
+_PATIENCE_NS = 5_000_000_000
+
+
+def can_time(group):
+    """Whether each rank has a GPU of its own."""
+    return not simulator.ENABLED and not group.is_shared
+
+
+def settle(transport):
+    """Wait until all that the ranks launched is done, everywhere; in the simulator this is when it runs."""
+    if not simulator.ENABLED:
+        torch.cuda.current_stream().synchronize()
+    transport.gather(None)
+
+
+def outputs_of(group, make):
+    """What each rank's step gives when it is called once."""
+
+    def work(transport):
+        with ExitStack() as stack:
+            step = stack.enter_context(make(transport))
+            stack.callback(settle, transport)
+            outputs = step()
+            settle(transport)
+        return outputs
+
+    return group.run(work)
+
+
+def rank_times(group, named, *, launches=10, samples=20):
+    """Time on the GPUs for one call of a step, between events on each rank's stream; the slowest rank's counts.
+
+    Parameters
+    ----------
+    group : LocalGroup
+    named : dict
+        ``{name: make}``; they are timed by turns.
+    launches : int
+        Calls between two events. Until all ranks have queued them, a gate holds all streams: the host is not timed.
+    samples : int
+        How often.
+
+    Returns
+    -------
+    ``{name: Stats}``, or None for each name where nothing can be timed; then each step runs once.
+    """
+    if not can_time(group):
+        for make in named.values():
+            outputs_of(group, make)
+        return dict.fromkeys(named)
+    gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    with _no_gc():
+        return slowest(
+            group.run(
+                lambda transport: _work(
+                    transport,
+                    named,
+                    lambda steps: measure(transport, steps, launches, samples, _Clock(transport, gate)),
+                )
+            )
+        )
+
+
+def host_times(group, named, *, repeats=30):
+    """Time on the host from the call of a step until its GPU is done, of the slowest rank; as `rank_times`."""
+    if not can_time(group):
+        return rank_times(group, named)
+
+    def measure_host(transport, steps):
+        times = {name: [] for name in steps}
+        for name in _rounds(steps, repeats):
+            transport.gather(None)
+            begin = time.perf_counter_ns()
+            steps[name]()
+            torch.cuda.current_stream().synchronize()
+            times[name].append((time.perf_counter_ns() - begin) / 1000)
+            transport.gather(None)
+        return times
+
+    with _no_gc():
+        return slowest(
+            group.run(lambda transport: _work(transport, named, lambda steps: measure_host(transport, steps)))
+        )
+
+
+def measure(transport, steps, launches, samples, clock):
+    """One rank's part: microseconds for a call of each step, ``{name: [samples]}``."""
+    times = {name: [] for name in steps}
+    for number, name in enumerate(_rounds(steps, samples), start=1):
+        clock.hold(number)
+        begin = clock.mark()
+        for _ in range(launches):
+            steps[name]()
+        end = clock.mark()
+        transport.gather(None)  # all have queued their calls
+        clock.open(number)
+        times[name].append(clock.elapsed_us(begin, end) / launches)
+        transport.gather(None)
+    return times
+
+
+def slowest(of_ranks):
+    """``{name: Stats}`` from each rank's ``{name: [samples]}``: of each sample the slowest rank's time counts."""
+    return {name: Stats.of(np.max([times[name] for times in of_ranks], axis=0)) for name in of_ranks[0]}
+
+
+def _work(transport, named, measure):
+    """Make the steps of one rank, run them until nothing is new to them, and measure."""
+    with ExitStack() as stack:
+        steps = {name: stack.enter_context(make(transport)) for name, make in named.items()}
+        stack.callback(settle, transport)
+        for _ in range(3):  # compiled, loaded, and all memory asked for
+            for step in steps.values():
+                step()
+                settle(transport)
+        return measure(steps)
+
+
+@cuda.jit
+def _wait_at_gate(gate, number, patience):
+    start = globaltimer()
+    while ld_acquire_sys_s32(gate, 0) < number:
+        if uint64(globaltimer() - start) > patience:
+            break
+
+
+class _Clock:
+    """Events on a rank's stream, and the gate in the host's memory before which all streams wait."""
+
+    def __init__(self, transport, gate):
+        self.gate = gate
+        self.wait = transport.ready(_wait_at_gate, ("int32*", "int32", "uint64"))
+
+    def hold(self, number):
+        self.wait(1, 1, address(self.gate), number, _PATIENCE_NS)
+
+    def mark(self):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def open(self, number):
+        self.gate[0] = number
+
+    def elapsed_us(self, begin, end):
+        end.synchronize()
+        return begin.elapsed_time(end) * 1000

@@ -1,0 +1,216 @@
+"""What is measured of the alignment: the package's kernels over tokens and models, beside torch and the peers."""
+
+import torch
+
+from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size
+from moe_numba.align import api, reference
+from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.timing import call_times, kernel_times, rotating
+from moe_numba.runtime.launch import launcher
+
+DEEPSEEK_V3 = dict(num_experts=256, topk=8)
+BLOCK_SIZES = [16, 128]
+OTHERS = [  # Mixtral, Qwen3-MoE, Kimi K2, and more experts than most kernels take
+    dict(num_experts=8, topk=2, block_size=64),
+    dict(num_experts=128, topk=8, block_size=64),
+    dict(num_experts=384, topk=8, block_size=64),
+    dict(num_experts=1024, topk=8, block_size=16),
+]
+TOKENS = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 65536]
+OTHER_TOKENS = [1, 64, 4096, 65536]
+FUSED_TOKENS = [1, 4, 16, 64]
+CALL_TOKENS = 64  # what a call costs the host does not depend on the tokens
+GATE = dict(num_expert_group=8, topk_group=4)
+
+
+def measure(peers, quick):
+    """Rows for the record: every step's outputs are checked before it is timed."""
+    bandwidth = copy_bandwidth()
+    rows = empty_kernel()
+    for block_size in BLOCK_SIZES:
+        config = {**DEEPSEEK_V3, "block_size": block_size}
+        for tokens in [64, 4096] if quick else TOKENS:
+            rows += _measure(config, tokens, peers, bandwidth, main=True)
+        for tokens in [64] if quick else FUSED_TOKENS:
+            rows += _measure_fused(config, tokens)
+    if not quick:
+        one_expert = _measure({**DEEPSEEK_V3, "block_size": 16}, 4096, peers, bandwidth, routing=one_expert_routing)
+        rows += [{**row, "step": f"{row['step']}, one expert"} for row in one_expert]
+        for config in OTHERS:
+            for tokens in OTHER_TOKENS:
+                rows += _measure(config, tokens, peers, bandwidth)
+    return rows
+
+
+def uniform_routing(tokens, num_experts, topk):
+    """Distinct experts for each token, all equally likely."""
+    return torch.rand(tokens, num_experts, device="cuda").topk(topk, dim=1).indices.to(torch.int32)
+
+
+def one_expert_routing(tokens, num_experts, topk):
+    """The same expert for all."""
+    return torch.full((tokens, topk), num_experts // 2, dtype=torch.int32, device="cuda")
+
+
+class _InOrder(api._Plan):
+    """The same kernels, launched one after the other: without programmatic dependent launch."""
+
+    def _launcher(self, made, pointers, **options):
+        return launcher(made, (*pointers, *("int32",) * 6), self.device, **options)
+
+
+def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routing):
+    experts, block_size, topk = config["num_experts"], config["block_size"], config["topk"]
+    inputs = rotating(lambda: routing(tokens, experts, topk), tokens * topk * 4)
+    lengths = *reference.sizes(tokens * topk, block_size, experts), 1
+    out = [torch.empty(n, dtype=torch.int32, device="cuda") for n in lengths]
+    steps = {
+        "final": lambda ids: moe_align_block_size(ids, block_size, experts),
+        "final, out=": lambda ids: moe_align_block_size(ids, block_size, experts, out=out),
+    }
+    if main:
+        in_order = _InOrder(inputs[0], block_size, experts, None, False)
+        steps["final, in order"] = lambda ids: in_order.start(ids, ids, out) or out
+        steps["torch"] = lambda ids: torch_align(ids, block_size, experts)
+    versions, loose = {}, {"torch"}
+    for peer in peers:
+        if not peer.serves(tokens=tokens, **config):
+            continue
+        name = f"peer:{peer.NAME}"
+        versions[name] = versions[f"{name}, out="] = peer.VERSION
+        loose |= {name, f"{name}, out="}
+        steps[name] = lambda ids, peer=peer: peer.align(ids, block_size, experts)
+        steps[f"{name}, out="] = lambda ids, peer=peer: peer.align(ids, block_size, experts, out=out)
+    for name, step in steps.items():
+        for tensor in out:
+            tensor.fill_(-7)
+        torch.cuda.synchronize()
+        free = dict(any_order=True, any_tail=True) if name in loose else {}
+        if wrong := reference.mismatch(*step(inputs[0]), inputs[0], block_size, experts, **free):
+            raise AssertionError(f"{name}, {config}, {tokens} tokens: {wrong}")
+    # Kernel time is taken with outputs at hand: an allocation inside a graph is not the kernel's.
+    kernel = kernel_times(
+        {n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items() if f"{n}, out=" not in steps}
+    )
+    call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
+    count = 4 * (tokens * topk + sum(lengths))
+    return [
+        records.row(
+            name,
+            config=config,
+            size={"tokens": tokens},
+            dtype="int32",
+            kernel=kernel.get(name) or kernel.get(f"{name}, out="),
+            call=call.get(name),
+            floor_us=count / bandwidth * 1e6,
+            bytes=count,
+            version=versions.get(name),
+        )
+        for name in steps
+        if name in call or not name.endswith(", out=")
+    ]
+
+
+def _measure_fused(config, tokens):
+    """The gate and the alignment: two launches, and one."""
+    experts, block_size, topk = config["num_experts"], config["block_size"], config["topk"]
+    bias = torch.rand(experts, device="cuda") * 0.2
+    inputs = rotating(lambda: torch.randn(tokens, experts, device="cuda"), tokens * experts * 4)
+    gate_out = torch.empty(tokens, topk, device="cuda"), torch.empty(tokens, topk, dtype=torch.int32, device="cuda")
+    out = api.empty_outputs(tokens * topk, block_size, experts, True, False, bias.device)
+
+    def two(x):
+        _, ids = biased_grouped_topk(x, bias, topk, **GATE, out=gate_out)
+        moe_align_block_size(ids, block_size, experts, out=out)
+        return *gate_out, *out
+
+    def one(x):
+        return biased_grouped_topk_align(x, bias, topk, block_size, **GATE, out=(*gate_out, *out))
+
+    first = [tensor.clone() for tensor in two(inputs[0])]
+    if not all(map(torch.equal, first, one(inputs[0]))):
+        raise AssertionError(f"the fused kernel differs from the two it replaces: {config}, {tokens} tokens")
+    steps = {"gate, then align": two, "gate and align fused": one}
+    kernel = kernel_times({n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items()})
+    call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
+    config = {**config, **GATE}
+    return [
+        records.row(n, config=config, size={"tokens": tokens}, dtype="float32", kernel=kernel[n], call=call.get(n))
+        for n in steps
+    ]
+
+
+def torch_align(topk_ids, block_size, num_experts):
+    """What a user would write with torch, for valid ids: shapes depend on no values, so that a graph can hold it."""
+    ids = topk_ids.flatten().long()
+    length, num_blocks = reference.sizes(len(ids), block_size, num_experts)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))
+    ends = ((counts + block_size - 1) // block_size).cumsum(0)
+    order = ids.argsort(stable=True)
+    starts = ends - (counts + block_size - 1) // block_size
+    shift = starts * block_size - (counts.cumsum(0) - counts)
+    place = shift[ids[order]] + torch.arange(len(ids), device=ids.device)
+    sorted_token_ids = torch.full((length,), len(ids), dtype=torch.int32, device=ids.device)
+    sorted_token_ids[place] = order.to(torch.int32)
+    blocks = torch.arange(num_blocks, device=ids.device)
+    expert_ids = torch.searchsorted(ends, blocks, right=True)
+    expert_ids = torch.where(expert_ids < num_experts, expert_ids, -1).to(torch.int32)
+    return sorted_token_ids, expert_ids, (ends[-1:] * block_size).to(torch.int32)
+
+
+def figures(record):
+    """The sweep over tokens for both block sizes, and what fusing with the gate gains; the ladder, if recorded."""
+    made = {}
+    caption = plots.caption(record)
+    empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
+    for block_size in BLOCK_SIZES:
+        config = {**DEEPSEEK_V3, "block_size": block_size}
+        steps = {"moe_numba": "final", **{n.removeprefix("peer:"): n for n in records.peers(record)}, "torch": "torch"}
+        series = {name: records.series(record, step=s, config=config, dtype="int32") for name, s in steps.items()}
+        floor = records.series(record, value="floor_us", step="final", config=config, dtype="int32")
+        made[f"sweep-block-{block_size}"] = plots.sweep_figure(
+            {label: points for label, points in series.items() if points},
+            floor={tokens: max(us, empty) for tokens, us in floor.items()},
+            title=f"moe_align_block_size, 256 experts, top-8, block {block_size}: kernel time",
+            caption=caption,
+        )
+    try:
+        ladder = records.read("align_ladder", records.folder(record["gpu"]))
+    except FileNotFoundError:
+        return made
+    size = ladder["rows"][0]["size"]
+    wanted = dict(size=size, dtype="int32", config={**DEEPSEEK_V3, "block_size": 16})
+    lines = {"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)}
+    for name in records.peers(record):
+        if row := records.find(record, step=name, **wanted):
+            lines[name.removeprefix("peer:")] = row["kernel_us"]["median"]
+    made["ladder"] = plots.ladder_figure(
+        ladder["rows"],
+        lines=lines,
+        title=f"The alignment's ladder: {size['tokens']} tokens, 256 experts, block 16",
+        caption=plots.caption(ladder),
+        reference="torch",
+    )
+    return made
+
+
+def readme_table(record):
+    """Kernel times, microseconds: this package, the peers, torch, and the floor."""
+    columns = ["final", *records.peers(record), "torch"]
+    names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
+    lines = [f"| tokens, block | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]
+    for block_size in BLOCK_SIZES:
+        for tokens in TOKENS:
+            config = {**DEEPSEEK_V3, "block_size": block_size}
+            rows = [records.find(record, step=c, config=config, size={"tokens": tokens}) for c in columns]
+            if not rows[0]:
+                continue
+            cells = [f"{r['kernel_us']['median']:.2f}" if r and "kernel_us" in r else "" for r in rows]
+            cells[0] = f"**{cells[0]}**"
+            floor = rows[0]["floor_us"]
+            cells.append(f"{floor:.2f}" if floor >= 0.01 else "< 0.01")
+            lines.append(f"| {tokens}, {block_size} | {' | '.join(cells)} |")
+    lines.append("")
+    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
+    return "\n".join(lines)

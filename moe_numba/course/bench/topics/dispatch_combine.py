@@ -1,0 +1,125 @@
+"""What is measured of exchanges between GPUs: dispatch and combine over multiprocessors, beside NCCL and a plain push.
+
+Each row says its ``operation``. ``across_ranks`` measures them, for groups of as many GPUs as there are.
+"""
+
+import torch
+
+from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.topics import dispatch_combine_measure
+
+NUMBERS_OF_RANKS = (2, 4, 8)
+
+EXCHANGES = {
+    "dispatch, bfloat16": dict(step="final", operation="dispatch", dtype="bf16"),
+    "dispatch, FP8": dict(step="final", operation="dispatch", dtype="e4m3"),
+    "dispatch into an output, bfloat16": dict(step="straight", operation="dispatch", dtype="bf16"),
+    "dispatch into an output, FP8": dict(step="straight", operation="dispatch", dtype="e4m3"),
+    "combine, bfloat16": dict(step="final", operation="combine", dtype="bf16"),
+}
+OTHER_WAYS = ("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
+LADDERS = {"dispatch": "ring_buffer_dispatch_ladder", "combine": "combine_ladder"}
+FEW = {
+    "as called": "final",
+    "without waiting for counts": "final, worst",
+    "in a CUDA graph": "final, graph",
+    "into an output, in a graph": "straight, graph",
+    "NCCL, every token to all": "NCCL, every token",
+}
+
+
+def measure(peers, quick):
+    """Rows for the record: what arrives is checked before it is timed."""
+    return dispatch_combine_measure.measure(NUMBERS_OF_RANKS, quick)
+
+
+def out_of_reach(row):
+    """Whether a row needs more GPUs than there are."""
+    return row["config"]["ranks"] > torch.cuda.device_count()
+
+
+def numbers_of_ranks(record):
+    """Of how many GPUs the record knows exchanges, ascending."""
+    return sorted({row["config"]["ranks"] for row in records.select(record, operation="dispatch")})
+
+
+def _as_of(record, ranks):
+    """The record with the commit and the date with which groups of so many GPUs were measured."""
+    return record | records.find(record, config={"ranks": ranks}).get("measured", {})
+
+
+def figures(record):
+    """Of the largest group the bandwidth over multiprocessors, and few tokens there and back; notebooks' ladders."""
+    ranks = numbers_of_ranks(record)[-1]
+    caption = plots.caption(_as_of(record, ranks))
+
+    def rates(**wanted):
+        rows = records.select(record, config={"ranks": ranks}, **wanted)
+        found = {row["config"]["num_sms"]: row["wire_gbps"] for row in rows if "num_sms" in row["config"]}
+        return {sms: rate for sms, rate in found.items() if sms <= max(dispatch_combine_measure.SMS)}
+
+    lines = {name: found for name, wanted in EXCHANGES.items() if (found := rates(**wanted))}
+    lines["plain push"] = rates(step="plain push")
+    if to_all := rates(step="push to all"):  # with two ranks it is the same
+        lines["push to all others"] = to_all
+    there = {
+        name: records.series(record, step=step, operation="there and back", config={"ranks": ranks})
+        for name, step in FEW.items()
+    }
+    made = {
+        "bandwidth": plots.sweep_figure(
+            lines,
+            xlabel="multiprocessors",
+            ylabel="GB/s on the wire",
+            caption=caption,
+            title=f"{ranks} GPUs, {dispatch_combine_measure.TOKENS} tokens each: wire bandwidth",
+        ),
+        "few": plots.sweep_figure(
+            there, caption=caption, title=f"{ranks} GPUs, few tokens each: dispatch and combine together"
+        ),
+    }
+    for name, topic in LADDERS.items():
+        if ladder := records.recorded(topic, records.folder(record["gpu"])):
+            size, ranks = ladder["rows"][0]["size"], ladder["rows"][0]["config"]["ranks"]
+            made[f"{name}-ladder"] = plots.ladder_figure(
+                ladder["rows"],
+                caption=plots.caption(ladder),
+                reference="torch",
+                lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
+                title=f"{name.capitalize()}, step by step: {size['tokens']} tokens on each of {ranks} GPUs",
+            )
+    return made
+
+
+def readme_table(record):
+    """Kernel time and wire bandwidth by the number of GPUs; then few tokens, there and back."""
+    numbers, few = numbers_of_ranks(record), dispatch_combine_measure.MAIN_SMS
+    rows = {f"{name}, {few} multiprocessors": (wanted, few) for name, wanted in EXCHANGES.items()}
+    rows["dispatch into an output, bfloat16, 12 multiprocessors"] = EXCHANGES["dispatch into an output, bfloat16"], 12
+    rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
+    rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in OTHER_WAYS}
+    rows["plain push, 132 multiprocessors"] = dict(step="plain push"), 132
+    rows["push to all others, 132 multiprocessors"] = dict(step="push to all"), 132
+    lines = [f"| {dispatch_combine_measure.TOKENS} tokens each | {' | '.join(f'{n} GPUs' for n in numbers)} |"]
+    lines.append("|---|" + "---:|" * len(numbers))
+    for name, (wanted, sms) in rows.items():
+        cells = []
+        for ranks in numbers:
+            row = records.find(record, **wanted, config={"ranks": ranks} | ({"num_sms": sms} if sms else {}))
+            cells.append(f"{row['kernel_us']['median']:.0f} us, {row['wire_gbps']:.0f} GB/s" if row else "")
+        if any(cells):  # an older record lacks what was not yet measured
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"| few tokens, {numbers[-1]} GPUs | {' | '.join(FEW)} |", "|---|" + "---:|" * len(FEW)]
+    for tokens in dispatch_combine_measure.DECODE_TOKENS:
+        wanted = dict(operation="there and back", config={"ranks": numbers[-1]}, size={"tokens": tokens})
+        found = [records.find(record, step=step, **wanted) for step in FEW.values()]
+        if all(found):
+            times = (f"{row['kernel_us']['median']:.0f}" for row in found)
+            lines.append(f"| {tokens} | {' | '.join(times)} |")
+    lines.append("")
+    caption = plots.provenance(record)
+    for ranks in numbers:
+        if (then := _as_of(record, ranks)) != record:
+            caption += f"; {ranks} GPUs with commit {then['commit'][:7]}, {then['date'][:10]}"
+    lines.append(f"Kernel time of the slowest rank, median; of few tokens there and back, microseconds; {caption}.")
+    return "\n".join(lines)

@@ -1,0 +1,353 @@
+"""Dispatch and combine between GPUs, a process for each: the package, NCCL, and a plain push as the ceiling, timed.
+
+Every sample is that of the slowest rank. *Kernel time* is that of many calls one after the other, with the host ahead
+of the GPU; *call time* is between CUDA events around one call, after all ranks have met.
+"""
+
+import json
+import tempfile
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+
+from moe_numba.course.bench import records
+from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, poisoned, wrong_rows
+from moe_numba.course.bench.dist import free_port, process_group
+from moe_numba.course.bench.timing import Stats
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 4096, 7168, 256, 8
+SMS = (4, 8, 12, 16, 20, 24, 32, 48)
+MAIN_SMS = 24
+DECODE_TOKENS = (1, 8, 32, 128)
+BUFFER_BYTES = 1 << 30
+BLOCKS_OF_PUSH = (8, 12, 16, 24, 32, 132)
+PARTS = ("push", "large", "nccl", "decode")
+
+
+def measure(numbers_of_ranks, quick=False, parts=PARTS):
+    """Rows for the record, for as many GPUs as there are.
+
+    Parameters
+    ----------
+    numbers_of_ranks : sequence of int
+        Those for which there are not enough GPUs are left out.
+    quick : bool
+        A few configurations only.
+    parts : sequence of str
+        What is measured: "push", a plain push; "large", many tokens; "nccl", NCCL; "decode", few tokens.
+    """
+    if isinstance(parts, str) or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts is {parts!r}; it must be a sequence of names out of {', '.join(PARTS)}")
+    rows = []
+    for ranks in numbers_of_ranks:
+        if ranks <= torch.cuda.device_count():
+            rows += _measure_ranks(ranks, quick, parts)
+    return rows
+
+
+def _measure_ranks(ranks, quick, parts):
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "rows.json"
+        torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, parts, found), nprocs=ranks)
+        return json.loads(found.read_text())
+
+
+def _work(rank, ranks, port, quick, parts, found):
+    with process_group(rank, ranks, port):
+        rows = _Bench(rank, ranks, quick).rows(parts)
+        if rank == 0:
+            found.write_text(json.dumps(rows))
+
+
+class _Bench:
+    """What one rank does."""
+
+    def __init__(self, rank, ranks, quick):
+        self.rank, self.ranks, self.quick, self.device = rank, ranks, quick, torch.device("cuda", rank)
+        self.experts = EXPERTS // ranks * ranks
+        self.x = self._tokens_of(rank)
+        torch.manual_seed(rank)
+        self.topk_idx = torch.rand(TOKENS, self.experts, device=self.device).topk(TOPK, dim=1).indices
+        self.topk_weights = torch.rand(TOKENS, TOPK, device=self.device)
+        self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
+
+    def _tokens_of(self, rank):
+        """What a rank sends; every rank knows it, to check what it gets."""
+        generator = torch.Generator(self.device).manual_seed(rank)
+        return torch.randn(TOKENS, HIDDEN, device=self.device, generator=generator).bfloat16()
+
+    @cached_property
+    def x_in_fp8(self):
+        from moe_numba.expert_parallel import per_token_cast_to_fp8
+
+        return per_token_cast_to_fp8(self.x)
+
+    def rows(self, parts):
+        """The rows of this number of ranks, the same on every rank."""
+        found = []
+        if "push" in parts:
+            found += self._with_buffer(self._push)
+        if "large" in parts:
+            for sms in (MAIN_SMS,) if self.quick else SMS:
+                found += self._with_buffer(self._large, sms)
+        if "nccl" in parts:
+            found += self._nccl()
+        if "decode" in parts:
+            for tokens in (1, 128) if self.quick else DECODE_TOKENS:
+                found += self._with_buffer(self._decode, tokens)
+                found += self._with_buffer(self._decode_straight, tokens)
+        return found
+
+    def _with_buffer(self, measure, *arguments):
+        """With a new one each time: one that has seen other configurations needs barriers."""
+        import torch.distributed as dist
+
+        from moe_numba.expert_parallel import Buffer
+
+        self.buffer = Buffer(dist.group.WORLD, BUFFER_BYTES * max(1, self.ranks // 4), timeout=20)
+        found = measure(*arguments)
+        self.buffer.destroy()
+        return found
+
+    # How a step is timed
+
+    def _meet(self):
+        import torch.distributed as dist
+
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+    def _slowest(self, samples):
+        """The statistics of samples, each the longest of all ranks."""
+        import torch.distributed as dist
+
+        samples = torch.tensor(samples, device=self.device)
+        dist.all_reduce(samples, dist.ReduceOp.MAX)
+        return Stats.of(samples.cpu().numpy())
+
+    def _time(self, call, repeats, batch):
+        for _ in range(3):
+            call()
+        samples = []
+        for _ in range(repeats):
+            self._meet()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(batch):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e3 / batch)
+        return self._slowest(samples)
+
+    def kernel(self, call):
+        """Many calls one after the other."""
+        return self._time(call, 9, 20)
+
+    def call(self, call):
+        """One call, after all ranks have met."""
+        return self._time(call, 20, 1)
+
+    def _largest(self, number):
+        """The largest of all ranks' numbers."""
+        return int(self._slowest([float(number)]).median)
+
+    # What is timed
+
+    def _config(self, sms):
+        from moe_numba.expert_parallel import Buffer, Config
+
+        return Config(sms, 6, Buffer.get_dispatch_config(self.ranks).num_max_nvl_chunked_recv_tokens)
+
+    def _layout(self, topk_idx):
+        per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.experts)
+        return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+
+    def _large(self, sms):
+        """Dispatch in both types, through rings and straight to an output, and combine, on so many multiprocessors."""
+        config, layout = self._config(sms), self._layout(self.topk_idx)
+        own = int(layout["is_token_in_rank"][:, self.rank].sum())
+        found, main = [], sms == MAIN_SMS
+        for dtype, x in (("bf16", self.x), ("e4m3", self.x_in_fp8)):
+            out = self._new_output(x)
+            for step, options in {"final": dict(config=config), "straight": dict(config=config, out=out)}.items():
+                given = self.buffer.dispatch(x, **layout, **options)
+                self._check(x, given, config, layout)
+                row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * x[1].shape[1]
+                wire = self._largest((len(given[4][3]) - own) * row_bytes)
+                cached = partial(self.buffer.dispatch, x, given[4], **options)
+                self._check(x, cached(), config, layout)
+                found.append(self._row(step, "dispatch", sms, dtype, cached, wire, main))
+                if main:
+                    travels = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights)
+                    whole = partial(self.buffer.dispatch, x, **layout, **travels, **options)
+                    found.append(self._row(f"{step}, with notify", "dispatch", sms, dtype, whole, wire, main))
+                if dtype == "bf16" and step == "final":
+                    back = partial(self.buffer.combine, given[0], given[4], config=config)
+                    found.append(self._row(step, "combine", sms, dtype, back, wire, main))
+            out.close()
+        return found
+
+    def _new_output(self, x):
+        """With room for as many tokens of all ranks."""
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        num_scales = 0 if scales is None else scales.shape[1]
+        return self.buffer.new_output(self.ranks * len(values), HIDDEN, values.dtype, num_scales, TOPK)
+
+    def _check(self, x, given, config, layout):
+        """The own rows bit for bit; of all rows that their sums come back right, which are exact in both types."""
+        ours, prefix = given[4][3], given[4][0][:, self.rank].tolist()
+        rows = slice(prefix[self.rank - 1] if self.rank else 0, prefix[self.rank])
+        pairs = list(zip(x, given[0], strict=True)) if isinstance(x, tuple) else [(x, given[0])]
+        for mine, theirs in pairs:
+            if not torch.equal(theirs[rows].view(torch.uint8), mine[ours[rows].long()].view(torch.uint8)):
+                raise AssertionError("a rank's own rows are not what was sent")
+        self._check_back(self.buffer.combine(pairs[0][1].bfloat16(), given[4], config=config)[0], layout, pairs[0][0])
+
+    def _check_back(self, out, layout, x):
+        """What comes back is the token, as often as it went."""
+        times = layout["is_token_in_rank"].sum(1, keepdim=True)
+        if not torch.equal(out, (x.float() * times).bfloat16()):
+            raise AssertionError("what came back is not the sum of what was sent")
+
+    def _row(self, step, operation, sms, dtype, call, wire, with_call=False, **more):
+        kernel = self.kernel(call)
+        more |= {"wire_gbps": round(wire / kernel.median / 1e3, 1), "bytes": wire, "operation": operation}
+        config = self.config | ({"num_sms": sms} if sms else {})
+        return records.row(
+            step,
+            config=config,
+            size={"tokens": TOKENS},
+            dtype=dtype,
+            kernel=kernel,
+            call=self.call(call) if with_call else None,
+            **more,
+        )
+
+    def _push(self):
+        """The ceiling: 16-byte stores into the next rank's buffer, and into all others'."""
+        from moe_numba.course.bench.baselines.peer_push import push
+
+        size, found = self.x.numel() * 2, []
+        shared = self.buffer.transport.allocate(size * max(1, self.ranks - 1))
+        steps = {self.ranks - 1: "push to all"} | {1: "plain push"}  # with two ranks the same
+        for others, step in steps.items():
+            for blocks in BLOCKS_OF_PUSH:
+                call = partial(push, shared.addresses, self.rank, others, self.x, blocks)
+                found.append(self._row(step, "push", blocks, "bf16", call, others * size))
+            self._meet()
+            for nth, came in enumerate(shared.local.view(torch.bfloat16).split(self.x.numel())[:others]):
+                if not torch.equal(came.view_as(self.x), self._tokens_of((self.rank - 1 - nth) % self.ranks)):
+                    raise AssertionError(f"{step}: what rank {(self.rank - 1 - nth) % self.ranks} sent did not arrive")
+            shared.local.zero_()
+            self._meet()
+        shared.close()
+        return found
+
+    def _nccl(self):
+        """What dispatch sends, by torch's all_to_all_single: the rows alone, without what goes with them."""
+        import torch.distributed as dist
+
+        from moe_numba.expert_parallel.reference import dispatch_layout
+
+        exchange = dist.all_to_all_single
+        is_in_rank = dispatch_layout(self.topk_idx, self.ranks, self.experts)[2]
+        everybodys = [None] * self.ranks
+        dist.all_gather_object(everybodys, [chosen.nonzero().flatten().tolist() for chosen in is_in_rank.T])
+        wanted = [
+            self._tokens_of(source)[torch.tensor(sent[self.rank], dtype=torch.int64, device=self.device)]
+            for source, sent in enumerate(everybodys)
+        ]
+        receives, sends, order = known = all_to_all_counts(is_in_rank, poisoned(exchange))
+        picked, out = self.x[order], torch.empty(sum(receives), HIDDEN, dtype=torch.bfloat16, device=self.device)
+        wire = self._largest((sum(sends) - sends[self.rank]) * 2 * HIDDEN)
+
+        def only(exchange):
+            exchange(out, picked, receives, sends)
+            return out
+
+        # The last one waits for the host in each call. Its kernel time is that of calls one after the other, as all
+        # here, and has these waits in it; the package's dispatch with notify waits for its counts in the same way.
+        ways = {
+            "NCCL all_to_all_single": only,
+            "index_select and NCCL": lambda exchange: all_to_all_rows(self.x, *known, exchange),
+            "counts, index_select and NCCL": lambda exchange: all_to_all_rows(
+                self.x, *all_to_all_counts(is_in_rank, exchange), exchange
+            ),
+        }
+        for step, way in ways.items():
+            if wrong := wrong_rows(way(poisoned(exchange)), wanted):
+                raise AssertionError(f"{step}, rank {self.rank}: {wrong}")
+        return [
+            self._row(step, "dispatch", None, "bf16", lambda way=way: way(exchange), wire, True)
+            for step, way in ways.items()
+        ]
+
+    def _decode(self, tokens):
+        """There and back with few tokens: as a user calls it, without waiting on the host, and in a graph; and NCCL."""
+        import torch.distributed as dist
+
+        without_host = self._there_and_back(tokens, num_worst_tokens=self.ranks * tokens)
+        x = self.x[:tokens]
+        send = x.repeat(self.ranks, 1)
+        got, back = torch.empty_like(send), torch.empty_like(send)
+
+        def nccl(exchange=dist.all_to_all_single):
+            exchange(got, send)
+            exchange(back, got)
+
+        nccl(poisoned(dist.all_to_all_single))
+        sent = [self._tokens_of(source)[:tokens] for source in range(self.ranks)]
+        if wrong := wrong_rows(got, sent) or wrong_rows(back, [x] * self.ranks):
+            raise AssertionError(f"NCCL, rank {self.rank}, {tokens} tokens: {wrong}")
+        steps = {
+            "final": self._there_and_back(tokens),
+            "final, worst": without_host,
+            "final, graph": self._graph_of(without_host),
+            "NCCL, every token": nccl,
+        }
+        return self._decode_rows(steps, tokens)
+
+    def _decode_straight(self, tokens):
+        """The same into an output, in a graph."""
+        out = self._new_output(self.x[:tokens])
+        call = self._there_and_back(tokens, num_worst_tokens=self.ranks * tokens, out=out)
+        found = self._decode_rows({"straight, graph": self._graph_of(call)}, tokens)
+        out.close()
+        return found
+
+    def _there_and_back(self, tokens, **options):
+        """A dispatch and a combine of so many tokens, once checked."""
+        idx, weights, x = (t[:tokens].contiguous() for t in (self.topk_idx, self.topk_weights, self.x))
+        config, layout = self._config(MAIN_SMS), self._layout(idx)
+
+        def call():
+            given = self.buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights, config=config, **options)
+            return self.buffer.combine(given[0], given[4], given[2], config=config)[0]
+
+        self._check_back(call(), layout, x)
+        return call
+
+    def _graph_of(self, call):
+        """What replays it from a CUDA graph."""
+        self._meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def _decode_rows(self, steps, tokens):
+        return [
+            records.row(
+                name,
+                config=self.config | {"num_sms": MAIN_SMS},
+                size={"tokens": tokens},
+                dtype="bf16",
+                operation="there and back",
+                kernel=self.kernel(call),
+                call=self.call(call),
+            )
+            for name, call in steps.items()
+        ]

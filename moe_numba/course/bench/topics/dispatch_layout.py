@@ -1,0 +1,147 @@
+"""What is measured of expert parallelism: the dispatch layout over tokens, beside torch and the document's kernel.
+
+Each row says its ``operation``; each operation has a function of its own that measures it.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.course.articles.deepep import dispatch_layout
+from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.timing import call_times, kernel_times, rotating
+from moe_numba.expert_parallel import get_dispatch_layout, reference
+
+DEEPSEEK_V3 = dict(num_experts=256, topk=8, ranks=8)
+OTHERS = [dict(num_experts=64, topk=6, ranks=4), dict(num_experts=384, topk=8, ranks=8)]  # DeepSeek-V2-Lite, Kimi K2
+TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536]
+OTHER_TOKENS = [64, 4096]
+CALL_TOKENS = 4096
+DEVICE = "cpu" if simulator.ENABLED else "cuda"
+STEPS = {"moe_numba": "final", "the document's kernel": "document", "torch": "torch"}
+
+
+def sizes():
+    """What a notebook runs here: DeepSeek-V3's routing on a GPU, a small one with few tokens in the simulator."""
+    if simulator.ENABLED:
+        small = dict(num_experts=64, topk=4, ranks=4)
+        return SimpleNamespace(device="cpu", **small, tokens=96, few=8, many=128, threads=64, sweep=(1, 33))
+    return SimpleNamespace(device="cuda", **DEEPSEEK_V3, tokens=4096, few=64, many=65536, threads=256, sweep=TOKENS)
+
+
+def uniform_routing(tokens, num_experts, topk, device=DEVICE):
+    """Distinct experts for each token, all equally likely: int64 [tokens, topk]."""
+    return torch.rand(tokens, num_experts, device=device).topk(topk, dim=1).indices.contiguous()
+
+
+def layout_bytes(tokens, topk, num_experts, ranks):
+    """Bytes to move at least: the ids read once, flags and counts written once."""
+    return 8 * tokens * topk + tokens * ranks + 4 * (num_experts + ranks)
+
+
+def measure(peers, quick):
+    """Rows for the record: every step's outputs are checked before it is timed."""
+    bandwidth = copy_bandwidth()
+    rows = empty_kernel()
+    for tokens in [64, 4096] if quick else TOKENS:
+        rows += measure_layout(DEEPSEEK_V3, tokens, bandwidth)
+    for config in [] if quick else OTHERS:
+        for tokens in OTHER_TOKENS:
+            rows += measure_layout(config, tokens, bandwidth)
+    return rows
+
+
+def measure_layout(config, tokens, bandwidth):
+    """Rows of the dispatch layout: the package's kernel, the document's, and torch."""
+    experts, topk, ranks = config["num_experts"], config["topk"], config["ranks"]
+    inputs = rotating(lambda: uniform_routing(tokens, experts, topk, DEVICE), tokens * topk * 8)
+    out = layout_outputs(tokens, experts, ranks)
+    steps = {
+        "final": lambda ids: get_dispatch_layout(ids, experts, ranks),
+        "final, out=": lambda ids: get_dispatch_layout(ids, experts, ranks, out=out),
+        "document": lambda ids: dispatch_layout.get_dispatch_layout(ids, experts, ranks, out=out),
+        "torch": lambda ids: torch_layout(ids, experts, ranks),
+    }
+    right = reference.dispatch_layout(inputs[0], ranks, experts)
+    for name, step in steps.items():
+        for tensor in out:
+            tensor.view(torch.uint8).fill_(0xCD)
+        for given, wanted in zip(step(inputs[0]), right, strict=True):
+            if not torch.equal(given.view(torch.uint8), wanted.view(torch.uint8)):
+                raise AssertionError(f"{name}, {config}, {tokens} tokens: the layout is wrong")
+    calls = {n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items() if n != "final"}
+    kernel = kernel_times(calls)
+    kernel["final"] = kernel["final, out="]  # an allocation inside a graph is not the kernel's
+    call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
+    count = layout_bytes(tokens, topk, experts, ranks)
+    more = dict(
+        config=config,
+        size={"tokens": tokens},
+        dtype="int64",
+        operation="layout",
+        floor_us=count / bandwidth * 1e6,
+        bytes=count,
+    )
+    return [
+        records.row(n, kernel=kernel[n], call=call.get(n), **more) for n in steps if n in call or n != "final, out="
+    ]
+
+
+def layout_outputs(tokens, num_experts, ranks, device=None):
+    """Outputs that no kernel would leave as they are."""
+    shapes = ((ranks,), torch.int32), ((num_experts,), torch.int32), ((tokens, ranks), torch.bool)
+    out = tuple(torch.empty(shape, dtype=dtype, device=device or DEVICE) for shape, dtype in shapes)
+    for tensor in out:
+        tensor.view(torch.uint8).fill_(0xCD)
+    return out
+
+
+def torch_layout(topk_idx, num_experts, ranks):
+    """What a user would write with torch, for valid ids: nothing waits for the GPU, so that a graph can hold it."""
+    flat = topk_idx.flatten()
+    per_expert = torch.zeros(num_experts, dtype=torch.int32, device=flat.device)
+    per_expert.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    is_in = torch.zeros(len(topk_idx), ranks, dtype=torch.bool, device=flat.device)
+    is_in.scatter_(1, topk_idx // (num_experts // ranks), True)
+    return is_in.sum(dim=0, dtype=torch.int32), per_expert, is_in
+
+
+def figures(record):
+    """The layout over tokens; the ladder, if recorded."""
+    made, caption = {}, plots.caption(record)
+    empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
+    wanted = dict(operation="layout", config=DEEPSEEK_V3)
+    floor = records.series(record, value="floor_us", step="final", **wanted)
+    made["layout"] = plots.sweep_figure(
+        {name: records.series(record, step=step, **wanted) for name, step in STEPS.items()},
+        floor={tokens: max(us, empty) for tokens, us in floor.items()},
+        title="get_dispatch_layout, 256 experts, top-8, 8 ranks: kernel time",
+        caption=caption,
+    )
+    if ladder := records.recorded("dispatch_layout_ladder", records.folder(record["gpu"])):
+        made["layout-ladder"] = plots.ladder_figure(
+            ladder["rows"],
+            lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
+            title=f"The dispatch layout, step by step: {ladder['rows'][0]['size']['tokens']} tokens",
+            caption=plots.caption(ladder),
+            reference="torch",
+        )
+    return made
+
+
+def readme_table(record):
+    """Kernel times of the layout, microseconds: this package, the document's kernel, torch, and the floor."""
+    lines = [f"| tokens | {' | '.join(STEPS)} | speed of light |", "|---|" + "---:|" * (len(STEPS) + 1)]
+    for tokens in TOKENS:
+        wanted = dict(operation="layout", config=DEEPSEEK_V3, size={"tokens": tokens})
+        rows = [records.find(record, step=step, **wanted) for step in STEPS.values()]
+        if all(rows):
+            cells = [f"{row['kernel_us']['median']:.2f}" for row in rows]
+            cells[0] = f"**{cells[0]}**"
+            floor = rows[0]["floor_us"]
+            lines.append(f"| {tokens} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |")
+    lines.append("")
+    lines.append(f"`get_dispatch_layout`: kernel time in microseconds, median, {plots.provenance(record)}.")
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""What is measured of the gate: the package's kernel over tokens, types and models, beside torch and the peers."""
+
+import torch
+
+from moe_numba import biased_grouped_topk
+from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.timing import call_times, kernel_times, rotating
+from moe_numba.gate import reference
+
+DEEPSEEK_V3 = dict(num_experts=256, num_expert_group=8, topk_group=4, topk=8)
+OTHERS = [  # Kimi K2, and the shapes that the peers test
+    dict(num_experts=384, num_expert_group=1, topk_group=1, topk=8),
+    dict(num_experts=128, num_expert_group=4, topk_group=2, topk=4),
+    dict(num_experts=160, num_expert_group=1, topk_group=1, topk=8),
+    dict(num_experts=512, num_expert_group=16, topk_group=8, topk=16),
+]
+TOKENS = [1, 64, 256, 1024, 4096, 16384, 65536]
+OTHER_TOKENS = [64, 4096, 65536]
+CALL_TOKENS = 64  # what a call costs the host does not depend on the tokens
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SIGMOID_SPECIAL_OPERATIONS = 2  # an exponential and a reciprocal
+SPECIAL_OPERATIONS_A_CYCLE = 16  # of a multiprocessor
+
+
+def floor_us(tokens, config, dtype, bandwidth):
+    """The larger of two floors: each byte moved once, and each sigmoid's special operations at 1.98 GHz."""
+    experts, topk = config["num_experts"], config["topk"]
+    count = tokens * (experts * DTYPES[dtype].itemsize + topk * 8)
+    units = torch.cuda.get_device_properties(0).multi_processor_count * SPECIAL_OPERATIONS_A_CYCLE * 1.98e9
+    return count, max(count / bandwidth, tokens * experts * SIGMOID_SPECIAL_OPERATIONS / units) * 1e6
+
+
+def measure(peers, quick):
+    """Rows for the record: every step's outputs are checked before it is timed."""
+    bandwidth = copy_bandwidth()
+    compiled = torch.compile(_eager, dynamic=False)
+    rows = empty_kernel()
+    for config in [DEEPSEEK_V3, *OTHERS]:
+        main = config is DEEPSEEK_V3
+        for dtype in DTYPES:
+            for tokens in [64, 16384] if quick else TOKENS if main else OTHER_TOKENS:
+                # Compiling takes seconds for each size.
+                with_torch = main and not quick, main and not quick and dtype == "float32" and compiled
+                rows += _measure(config, dtype, tokens, peers, bandwidth, *with_torch)
+    return rows
+
+
+def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):
+    experts, topk = config["num_experts"], config["topk"]
+    options = {k: config[k] for k in ("num_expert_group", "topk_group")}
+    bias = torch.rand(experts, device="cuda") * 0.2
+    inputs = rotating(
+        lambda: torch.randn(tokens, experts, device="cuda").to(DTYPES[dtype]), tokens * experts * DTYPES[dtype].itemsize
+    )
+    out = torch.empty(tokens, topk, device="cuda"), torch.empty(tokens, topk, dtype=torch.int32, device="cuda")
+    steps = {
+        "final": lambda x: biased_grouped_topk(x, bias, topk, **options),
+        "final, out=": lambda x: biased_grouped_topk(x, bias, topk, **options, out=out),
+    }
+    if eager:
+        steps["torch eager"] = lambda x: _eager(x, bias, topk, **options)
+    if compiled:
+        steps["torch.compile"] = lambda x: compiled(x, bias, topk, **options)
+    versions, notes = {}, {}
+    for peer in peers:
+        if not peer.serves(dtype=dtype, **config):
+            continue
+        name = f"peer:{peer.NAME}"
+        versions[name] = versions[f"{name}, out="] = peer.VERSION
+        steps[name] = lambda x, peer=peer: peer.gate(x, bias, topk, **options)
+        steps[f"{name}, out="] = lambda x, peer=peer: peer.gate(x, bias, topk, **options, out=out)
+    for name, step in steps.items():
+        out[0].fill_(float("nan"))
+        out[1].fill_(-7)
+        wrong = reference.mismatch(*step(inputs[0]), inputs[0], bias, topk, **options, tolerance=1e-5)
+        if wrong and name.startswith("final"):
+            raise AssertionError(f"{name}, {config}, {tokens} tokens of {dtype}: {wrong}")
+        if wrong:  # others may break ties, or round to 16 bits, as they like; the record says so
+            notes[name] = wrong
+    # Kernel time is taken with outputs at hand: an allocation inside a graph is not the kernel's.
+    kernel = kernel_times(
+        {n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items() if f"{n}, out=" not in steps}
+    )
+    call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
+    count, floor = floor_us(tokens, config, dtype, bandwidth)
+    return [
+        records.row(
+            name,
+            config=config,
+            size={"tokens": tokens},
+            dtype=dtype,
+            kernel=kernel.get(name) or kernel.get(f"{name}, out="),
+            call=call.get(name),
+            floor_us=floor,
+            bytes=count,
+            version=versions.get(name),
+            note=notes.get(name) and f"differs from the reference: {notes[name]}",
+        )
+        for name in steps
+        if name in call or not name.endswith(", out=")
+    ]
+
+
+def _eager(gating_output, correction_bias, topk, num_expert_group, topk_group):
+    """The document's torch function, with its loose ties: what a user would write, and what torch.compile is given."""
+    scores = gating_output.float().sigmoid()
+    choice = scores + correction_bias
+    groups = choice.view(len(scores), num_expert_group, -1).topk(2, dim=-1)[0].sum(dim=-1)
+    kept = torch.zeros_like(groups).scatter_(1, groups.topk(topk_group, dim=-1, sorted=False)[1], 1)
+    mask = kept.unsqueeze(-1).expand(-1, -1, scores.shape[1] // num_expert_group).reshape(scores.shape)
+    ids = choice.masked_fill(~mask.bool(), float("-inf")).topk(topk, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    return weights / weights.sum(dim=-1, keepdim=True), ids.to(torch.int32)
+
+
+def figures(record):
+    """The sweep over tokens for both types, and what an eager call costs; the ladder, where its record is."""
+    made = {}
+    caption = plots.caption(record)
+    for dtype in DTYPES:
+        series = {
+            label: records.series(record, step=step, config=DEEPSEEK_V3, dtype=dtype)
+            for label, step in [("moe_numba", "final"), *((n.removeprefix("peer:"), n) for n in records.peers(record))]
+            + [("torch.compile", "torch.compile"), ("torch eager", "torch eager")]
+        }
+        empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
+        floor = records.series(record, value="floor_us", step="final", config=DEEPSEEK_V3, dtype=dtype)
+        made[f"sweep-{dtype}"] = plots.sweep_figure(
+            {label: points for label, points in series.items() if points},
+            floor={tokens: max(us, empty) for tokens, us in floor.items()},
+            title=f"DeepSeek-V3's gate, {dtype} logits: kernel time",
+            caption=caption,
+        )
+    rows = [
+        {**row, "step": row["step"].removeprefix("peer:")}
+        for row in records.select(record, config=DEEPSEEK_V3, size={"tokens": 64}, dtype="float32")
+    ]
+    made["call"] = plots.split_figure(
+        rows, title="A call for 64 tokens: what the GPU and what Python take", caption=caption
+    )
+    try:
+        ladder = records.read("gate_ladder", records.folder(record["gpu"]))
+    except FileNotFoundError:
+        return made
+    lines = {"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)}
+    wanted = dict(size={"tokens": 16384}, dtype="float32", config=DEEPSEEK_V3)
+    peers = {name: records.find(record, step=name, **wanted) for name in records.peers(record)}
+    if times := {name: row["kernel_us"]["median"] for name, row in peers.items() if row}:
+        best = min(times, key=times.get)
+        lines[best.removeprefix("peer:")] = times[best]
+    made["ladder"] = plots.ladder_figure(
+        ladder["rows"],
+        lines=lines,
+        title="The gate's ladder: 16384 tokens, 256 experts, float32",
+        caption=plots.caption(ladder),
+    )
+    return made
+
+
+def readme_table(record):
+    """Kernel times, microseconds: this package, the peers, torch, and the floor."""
+    columns = ["final", *records.peers(record), "torch.compile", "torch eager"]
+    names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
+    lines = [f"| tokens, logits | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]
+    for dtype in DTYPES:
+        for tokens in TOKENS:
+            rows = [
+                records.find(record, step=c, config=DEEPSEEK_V3, size={"tokens": tokens}, dtype=dtype) for c in columns
+            ]
+            if not rows[0]:
+                continue
+            cells = [f"{r['kernel_us']['median']:.2f}" if r and "kernel_us" in r else "" for r in rows]
+            cells[0] = f"**{cells[0]}**"
+            floor = rows[0]["floor_us"]
+            lines.append(
+                f"| {tokens}, {dtype} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |"
+            )
+    lines.append("")
+    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
+    return "\n".join(lines)

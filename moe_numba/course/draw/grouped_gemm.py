@@ -1,0 +1,167 @@
+"""Pictures of the grouped GEMM: groups and their weights, where tiles begin, and which block computes which tile."""
+
+from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, ink_on, note, text
+from moe_numba.course.draw.scans import WHITE, WIDTH, check, count, tint
+
+__all__ = ["problem", "schedules", "swapped", "tile_starts"]
+
+_COLOURS = (BLUE, ORANGE, GREEN, SKY, RED, "#CC79A7")
+
+
+def _colour(group):
+    return tint(_COLOURS[group % len(_COLOURS)], 0.45)
+
+
+def problem(lengths):
+    """Rows of x in groups, each with a matrix of its own, and the rows of y that they make."""
+    check("the number of groups", len(lengths), 2, 6), check("rows", sum(lengths), 1, 32)
+    figure, axes = canvas(WIDTH, 3.9, f"{count(len(lengths), 'group')}, {len(lengths)} matrices, one output")
+    tall, top = 2.6 / sum(lengths), 3.2
+    each = 2.6 / len(lengths)
+    for left, words in ((0.6, "x [M, K]"), (4.0, "weight [groups, N, K]"), (7.0, "y [M, N]")):
+        text(axes, left + 0.75, top + 0.15, words, weight="bold")
+    row = 0
+    for g, length in enumerate(lengths):
+        fill, y = _colour(g), top - (row + length) * tall
+        middle = top - (g + 0.5) * each
+        for r in range(length):
+            for left in (0.6, 7.0):
+                box(axes, left, y + r * tall, 1.5, tall, fill=fill, edge=WHITE, line=0.6, label="row")
+        box(axes, 4.15, middle - 0.4 * each, 1.2, 0.8 * each, f"W{g}", fill=fill, edge=fill, label="weight")
+        if length:
+            at = y + length * tall / 2
+            arrow(axes, (2.15, at), (4.1, middle)), arrow(axes, (5.4, middle), (6.95, at))
+            text(axes, 0.5, at, f"{length}", size=8.5, colour=GREY, ha="right")
+        else:
+            text(axes, 3.0, middle, "no rows", size=8.5, colour=GREY)
+        row += length
+    note(axes, 0.15, 0.2, "A colour is a group: its rows of x (their number on the left), its matrix, its rows of y.")
+    return figure
+
+
+def tile_starts(lengths, tile):
+    """Where tiles begin: one map over all rows, rows padded to whole tiles, and a map for each group."""
+    check("the number of groups", len(lengths), 1, 6), check("tile", tile, 2, 16)
+    padded = [-(-length // tile) * tile for length in lengths]
+    most = max(sum(padded), sum(lengths))
+    check("rows", most, 1, 64)
+    figure, axes = canvas(WIDTH, 3.5, f"Where tiles of {tile} rows begin")
+    left, wide = 2.6, (WIDTH - 2.8) / most
+    owners = [g for g, length in enumerate(lengths) for _ in range(length)]
+    filled = [g if r < lengths[g] else None for g in range(len(lengths)) for r in range(padded[g])]
+    starts = [sum(lengths[:g]) for g in range(len(lengths))]
+    by_group = [
+        (start + at, min(tile, length - at))
+        for start, length in zip(starts, lengths, strict=True)
+        for at in range(0, length, tile)
+    ]
+    lanes = {
+        "one map, as it is": (owners, [(at, tile) for at in range(0, len(owners), tile)]),
+        "one map, rows padded": (filled, [(at, tile) for at in range(0, len(filled), tile)]),
+        "a map for each group": (owners, by_group),
+    }
+    for lane, (name, (rows, tiles)) in enumerate(lanes.items()):
+        y = 2.35 - 0.85 * lane
+        text(axes, 0.15, y + 0.16, name, ha="left", weight="bold")
+        for r, g in enumerate(rows):
+            fill = WHITE if g is None else _colour(g)
+            box(axes, left + r * wide, y, wide, 0.32, fill=fill, edge=PALE, line=0.4, label="row")
+        for at, length in tiles:
+            inside = {g for g in rows[at : at + length] if g is not None}
+            bad = len(inside) > 1
+            width = min(length, len(rows) - at) * wide
+            box(
+                axes,
+                left + at * wide + 0.02,
+                y - 0.14,
+                width - 0.04,
+                0.09,
+                fill=RED if bad else INK,
+                edge="none",
+                label="mixed" if bad else "tile",
+            )
+    note(
+        axes,
+        0.15,
+        0.2,
+        "A box is a row, in its group's colour; white: padding. A bar below is a tile; "
+        "red: its rows belong to two groups.",
+    )
+    return figure
+
+
+def swapped(rows):
+    """How much of the tensor cores' work is for nothing, with tokens as M and as N; ``rows`` are group sizes."""
+    check("the number of sizes", len(rows), 1, 8)
+    figure, axes = canvas(WIDTH, 3.6, "Rows that are multiplied, for groups of so many tokens")
+    left, bottom, tall, group = 0.8, 0.8, 2.1, (WIDTH - 1.0) / len(rows)
+    ways = {"tokens are M: 64 at least": (64, ORANGE), "tokens are N: 8 at least": (8, BLUE)}
+    most = max(-(-r // 64) * 64 for r in rows)
+    for place, r in enumerate(rows):
+        x = left + place * group
+        for side, (step, colour) in enumerate(ways.values()):
+            paid, at = -(-r // step) * step, x + (0.1 + 0.4 * side) * group
+            box(axes, at, bottom, 0.36 * group, tall * paid / most, fill=tint(colour, 0.3), edge=colour, label="paid")
+            box(axes, at, bottom, 0.36 * group, tall * r / most, fill=colour, edge=colour, label="used")
+            text(axes, at + 0.18 * group, bottom + tall * paid / most + 0.1, f"{paid}", size=8)
+        text(axes, x + 0.48 * group, bottom - 0.15, f"{r}", size=8.5)
+    axes.plot([left, WIDTH - 0.2], [bottom, bottom], color=INK, linewidth=0.8)
+    for side, (words, (_, colour)) in enumerate(ways.items()):
+        text(axes, left + 3.0 * side, bottom - 0.4, words, colour=colour, ha="left", weight="bold")
+    note(axes, 0.15, 0.17, "Dark: rows that are there. Pale: zeros that are multiplied all the same.")
+    return figure
+
+
+def schedules(found, groups):
+    """Who computes which tile, when: ``{name: [a block's tiles (g, m, n), for each block]}``, in equal times."""
+    check("the number of schedules", len(found), 1, 3)
+    blocks = len(next(iter(found.values())))
+    check("blocks", blocks, 1, 8), check("groups", groups, 1, 6)
+    row = 0.3
+    figure, axes = canvas(WIDTH, 0.9 + len(found) * (row * blocks + 0.5), "Which block computes which tile, and when")
+    left, top = 0.9, 0.45 + len(found) * (row * blocks + 0.5)
+    for name, walks in found.items():
+        waves = max(map(len, walks))
+        wide = min(1.1, (WIDTH - left - 1.6) / max(waves, 1))
+        idle = sum(waves - len(own) for own in walks)
+        text(axes, left, top - 0.15, f"{name}: {count(waves, 'wave')}", ha="left", weight="bold")
+        for block, own in enumerate(walks):
+            y = top - 0.3 - row * (block + 1)
+            text(axes, left - 0.08, y + 0.15, f"block {block}", size=8, colour=GREY, ha="right")
+            for wave in range(waves):
+                if wave < len(own):
+                    g, m, n = own[wave]
+                    fill = _colour(g)
+                    box(
+                        axes,
+                        left + wave * wide,
+                        y + 0.02,
+                        wide - 0.03,
+                        row - 0.04,
+                        f"x{g}.{m} w{g}.{n}",
+                        fill=fill,
+                        edge=WHITE,
+                        colour=ink_on(fill),
+                        size=7.5,
+                        label="tile",
+                    )
+                else:
+                    box(
+                        axes,
+                        left + wave * wide,
+                        y + 0.02,
+                        wide - 0.03,
+                        row - 0.04,
+                        "idle",
+                        fill=WHITE,
+                        edge=PALE,
+                        colour=GREY,
+                        size=7.5,
+                        label="idle",
+                    )
+        side = left + waves * wide + 0.15
+        text(axes, side, top - 0.5, f"{count(sum(map(len, walks)), 'tile')},", size=8.5, ha="left")
+        text(axes, side, top - 0.7, f"{idle} idle at the end", size=8.5, colour=RED if idle else GREY, ha="left")
+        top -= row * blocks + 0.5
+    note(axes, 0.15, 0.17, "x1.0 w1.2: tokens' tile 0 of group 1 times its weights' tile 2. A colour is a group.")
+    return figure

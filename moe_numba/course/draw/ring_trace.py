@@ -1,0 +1,144 @@
+"""What the document's dispatch does to its rings, moment by moment: played in the simulator, and told in numbers.
+
+``draw.rings`` draws it. What `play` gives can be written as JSON, so that a process of its own may play.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.course.articles.deepep import dispatch, simulate
+from moe_numba.course.articles.deepep.buffer_layout import Constants, dispatch_regions, least_bytes
+
+_FLAGS = "start", "end", "head", "tail"
+
+
+class Moment(NamedTuple):
+    """One change of the ring that leads from a channel of ``source`` to ``rank``, in whose buffer it lies."""
+
+    what: str  # "start", "end", "tail", "head": stored there; "row": a row has been written
+    rank: int
+    source: int
+    channel: int
+    value: int  # what was stored; of a row its slot
+    token: int = -1  # of a row: which of the source's tokens it is
+
+
+def decode(events, constants):
+    """The moments in a trace of the document's dispatch, in their order."""
+    at, queues = dispatch_regions(constants), constants.ranks * constants.channels
+    found = []
+    for event in events:
+        details = event.details
+        if event.what == "row":
+            found.append(Moment("row", *(details[name] for name in ("rank", "source", "channel", "slot", "token"))))
+        elif event.what == "store" and details["buffer"].startswith("the buffer of rank "):
+            for name in _FLAGS:
+                queue = details["index"] - getattr(at, name) // 4
+                if 0 <= queue < queues:
+                    rank, (channel, source) = int(details["buffer"].split()[-1]), divmod(queue, constants.ranks)
+                    found.append(Moment(name, rank, source, channel, details["value"]))
+    return found
+
+
+def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault=""):
+    """Let two or more virtual ranks dispatch their tokens, and record what happens to the rings.
+
+    ``is_token_in_rank`` has for each rank a list of rows of 0 and 1. The result is a dict of lists and numbers:
+    ``moments``, the ``matrices`` of each rank's handle, ``received`` (each rank's rows, as (source, token)), and the
+    arguments.
+    """
+    ranks = len(is_token_in_rank)
+    constants = Constants(ranks, channels, ring, chunk, 16, 0, 0, ranks, warps, fault=fault)
+    chosen = [torch.tensor(rows, dtype=torch.bool).view(-1, ranks) for rows in is_token_in_rank]
+    x = [torch.full((len(c), 8), 100.0 * r, dtype=torch.bfloat16) for r, c in enumerate(chosen)]
+    original = dispatch.make_send_row
+    dispatch.make_send_row = lambda c: _telling(original(c), c)
+    caches = dispatch.make_send, dispatch.make_dispatch
+    for cache in caches:  # what was made before says nothing about its rows
+        cache.cache_clear()
+    # What lies in torch.empty, and so what is news to whom, would change a seed's course. Now it is filled.
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with simulate.virtual_ranks(ranks, least_bytes(constants)) as everybody:
+            with simulator.seed(seed), simulator.weak_memory(), simulator.trace() as events:
+                got = simulate.dispatch_all(everybody, constants, x, chosen)
+    finally:
+        torch.use_deterministic_algorithms(before)
+        dispatch.make_send_row = original
+        for cache in caches:
+            cache.cache_clear()
+    handles = [g[3] for g in got]
+    received = []
+    for r, h in enumerate(handles):
+        ends = h.rank_prefix_matrix[:, r].tolist()
+        sources = [s for s in range(ranks) for _ in range(([0, *ends])[s], ends[s])]
+        received.append([[s, t] for s, t in zip(sources, h.recv_src_idx.tolist(), strict=True)])
+    names = "rank_prefix_matrix", "channel_prefix_matrix", "recv_channel_prefix_matrix", "send_head"
+    return {
+        "moments": [list(moment) for moment in decode(events, constants)],
+        "matrices": [{name: getattr(h, name).tolist() for name in names} for h in handles],
+        "received": received,
+        "is_token_in_rank": [c.int().tolist() for c in chosen],
+        "ring": ring,
+        "chunk": chunk,
+        "channels": channels,
+        "ranks": ranks,
+    }
+
+
+def _telling(send_row, constants):
+    """``send_row``, which also notes into the trace that a row has been written."""
+
+    def send_row_and_tell(*arguments):
+        send_row(*arguments)
+        slot, token, peer, lane = int(arguments[3]), *map(int, arguments[-3:])
+        if lane == 0:
+            queue, place = divmod(slot, constants.ring)
+            channel, source = divmod(queue, constants.ranks)
+            simulator.thread().note(
+                "row", {"rank": peer, "source": source, "channel": channel, "slot": place, "token": token}
+            )
+
+    return send_row_and_tell
+
+
+class Ring:
+    """One ring as the moments change it: its flags, and which token lies in which slot."""
+
+    def __init__(self, size):
+        self.slots = [None] * size  # tokens
+        self.ahead = set()  # slots that are written, but not published yet
+        self.start = self.end = self.head = self.tail = 0
+
+    def take(self, moment):
+        """Change as the moment says."""
+        if moment.what == "row":
+            self.slots[moment.value] = moment.token
+            self.ahead.add(moment.value)
+            return
+        setattr(self, moment.what, moment.value)
+        if moment.what == "tail":
+            self.ahead -= self.full()
+
+    def full(self):
+        """The slots between head and tail."""
+        return {i % len(self.slots) for i in range(self.head, self.tail)}
+
+    def state(self, slot):
+        """Of a slot: "written", but not published yet; "full", until the head says that it was taken; or "free"."""
+        return "written" if slot in self.ahead else "full" if slot in self.full() else "free"
+
+
+def replay(played):
+    """After each moment: (moment, {(rank, source, channel): Ring}). The rings are changed in place."""
+    every = [
+        (r, s, c) for r in range(played["ranks"]) for c in range(played["channels"]) for s in range(played["ranks"])
+    ]
+    rings = {key: Ring(played["ring"]) for key in every}
+    for values in played["moments"]:
+        moment = Moment(*values)
+        rings[moment.rank, moment.source, moment.channel].take(moment)
+        yield moment, rings

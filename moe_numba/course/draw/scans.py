@@ -1,0 +1,214 @@
+"""Pictures of prefix sums: Blelloch's scan, a warp's, and a block's in two levels."""
+
+import numpy as np
+from matplotlib.colors import to_hex, to_rgb
+
+from moe_numba.course.draw import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    arrow,
+    box,
+    canvas,
+    ink_on,
+    lane_colour,
+    note,
+    text,
+)
+
+WIDTH = 9.2  # inches, that of the measured figures
+WHITE = "#FFFFFF"
+
+
+def check(name, value, least, most):
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}, but a picture has room for {least} to {most}")
+
+
+def tint(colour, part=0.28):
+    """A colour thinned with white, so that dark words can be read on it."""
+    return to_hex([1 - part * (1 - channel) for channel in to_rgb(colour)])
+
+
+def cell(axes, x, y, wide, tall, value, small="", *, fill=WHITE, edge=INK, colour=None, size=9, label="cell"):
+    """A box around a value; below the value, in small print, where it comes from."""
+    colour, words = colour or ink_on(fill), "" if small else str(value)
+    box(axes, x, y, wide, tall, words, fill=fill, edge=edge, colour=colour, size=size, label=label)
+    if small:
+        text(axes, x + wide / 2, y + 0.68 * tall, str(value), size=size, colour=colour)
+        text(axes, x + wide / 2, y + 0.25 * tall, small, size=6.5, colour=colour)
+
+
+def count(n, what):
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def blelloch_steps(values):
+    """The rows of Blelloch's scan: two sweeps of (name, numbers, pairs (ai, bi), what each stored number is)."""
+    a, offset = list(values), 1
+    up = [("start", list(a), [], {})]
+    while offset < len(a):
+        pairs = [(i + offset - 1, i + 2 * offset - 1) for i in range(0, len(a), 2 * offset)]
+        stored = {bi: f"{a[ai]} + {a[bi]}" for ai, bi in pairs}
+        for ai, bi in pairs:
+            a[bi] += a[ai]
+        up.append((f"up {offset}", list(a), pairs, stored))
+        offset *= 2
+    a[-1] = 0
+    down = [("zero the last", list(a), [], {len(a) - 1: "zero"})]
+    while offset > 1:
+        offset //= 2
+        pairs = [(i + offset - 1, i + 2 * offset - 1) for i in range(0, len(a), 2 * offset)]
+        stored = {ai: f"a[{bi}]" for ai, bi in pairs} | {bi: f"{a[ai]} + {a[bi]}" for ai, bi in pairs}
+        for ai, bi in pairs:
+            a[ai], a[bi] = a[bi], a[ai] + a[bi]
+        down.append((f"down {offset}", list(a), pairs, stored))
+    return up, down
+
+
+def blelloch(values):
+    """Blelloch's exclusive scan of 2, 4 or 8 numbers: on the left sums go up, on the right they come down."""
+    n = len(values)
+    if n not in (2, 4, 8):
+        raise ValueError(f"values has {n} numbers, but must have 2, 4 or 8")
+    sweeps = blelloch_steps(values)
+    rows, step, tall, wide = len(sweeps[0]), 0.82, 0.37, 3.5 / n
+    top = 0.3 + step * rows
+    title = f"Blelloch's scan of {n} numbers: {count(rows - 1, 'step')} up, {count(rows - 1, 'step')} down"
+    figure, axes = canvas(WIDTH, top + 0.7, title)
+    heads = "up: a[bi] = a[ai] + a[bi]", "down: a[ai], a[bi] = a[bi], a[ai] + a[bi]"
+    for side, (sweep, head) in enumerate(zip(sweeps, heads, strict=True)):
+        left = 0.15 + side * (WIDTH / 2)
+        x = [left + 0.92 + (i + 0.5) * wide for i in range(n)]
+        text(axes, left, top + 0.15, head, ha="left", weight="bold")
+        for row, (name, numbers, pairs, stored) in enumerate(sweep):
+            y = top - 0.28 - tall - row * step
+            text(axes, left, y + tall - 0.08, name, ha="left", size=8.5)
+            listed = [" ".join(f"({ai},{bi})" for ai, bi in pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
+            text(axes, left, y + tall - 0.2, "\n".join(listed), ha="left", va="top", size=7, colour=GREY)
+            for i, number in enumerate(numbers):
+                small = stored.get(i, "")
+                fill = tint(GREEN if small.startswith("a[") else BLUE if "+" in small else ORANGE) if small else WHITE
+                cell(
+                    axes,
+                    x[i] - 0.46 * wide,
+                    y,
+                    0.92 * wide,
+                    tall,
+                    number,
+                    small,
+                    fill=fill,
+                    edge=INK if small or row == 0 else PALE,
+                    label="stored" if small else "cell",
+                )
+                if row == 0:
+                    text(axes, x[i], top - 0.17, str(i), size=7.5, colour=GREY)
+                elif not small:
+                    axes.plot([x[i]] * 2, [y + tall, y + step], color=PALE, linewidth=0.9, zorder=0)
+            for ai, bi in pairs:
+                arrow(axes, (x[ai], y + step), (x[bi], y + tall), colour=BLUE, label="add")
+                arrow(axes, (x[bi], y + step), (x[bi], y + tall), colour=BLUE, label="add")
+                if side:
+                    arrow(axes, (x[bi], y + step), (x[ai], y + tall), colour=GREEN, label="copy")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "In colour: what a step stores, and what it is. Blue: a sum. Green: a copy. "
+        "After each step all threads wait at a barrier.",
+    )
+    return figure
+
+
+def warp_scan_steps(values):
+    """The rows of a warp's scan: (name, numbers, how far below they come from, what each number is)."""
+    now, offset = list(values), 1
+    steps = [("start", list(now), 0, [""] * len(now))]
+    while offset < len(now):
+        stored = ["-" if lane < offset else f"{now[lane - offset]} + {now[lane]}" for lane in range(len(now))]
+        now = [v + (now[lane - offset] if lane >= offset else 0) for lane, v in enumerate(now)]
+        steps.append((f"offset = {offset}", now, offset, stored))
+        offset *= 2
+    pairs = list(zip(now, values, strict=True))
+    return [*steps, ("exclusive", [a - b for a, b in pairs], 0, [f"{a} - {b}" for a, b in pairs])]
+
+
+def warp_scan(values):
+    """How ``shfl_up`` rounds give every lane the sum of the lanes below it, with no barrier at all."""
+    lanes, steps = len(values), warp_scan_steps(values)
+    check("the number of values", lanes, 2, 16)
+    rows, step, tall = len(steps), min(0.76, 3.1 / (len(steps) - 1)), 0.37
+    title = f"A warp's scan: {count(lanes, 'lane')}, {count(rows - 2, 'shuffle')}, no barrier"
+    figure, axes = canvas(WIDTH, 0.98 + step * (rows - 1) + tall, title)
+    left, wide = 1.2, (WIDTH - 1.35) / lanes
+    inside, x = min(0.6, 0.92 * wide), [left + (lane + 0.5) * wide for lane in range(lanes)]
+    for row, (name, numbers, offset, small) in enumerate(steps):
+        y, colour = 0.36 + step * (rows - 1 - row), lane_colour(row - 1) if offset else INK
+        text(axes, 0.15, y + tall / 2, name, ha="left", colour=colour)
+        for lane, number in enumerate(numbers):
+            came = 0 < offset <= lane
+            fill = tint(colour) if came else WHITE if row < rows - 1 else tint(ORANGE, 0.45)
+            cell(axes, x[lane] - inside / 2, y, inside, tall, number, small[lane], fill=fill)
+            if row == 0:
+                text(axes, x[lane], y + tall + 0.13, f"lane {lane}" if wide > 0.6 else str(lane), size=8, colour=GREY)
+            else:
+                axes.plot([x[lane]] * 2, [y + tall, y + step], color=PALE, linewidth=0.9, zorder=0)
+            if came:
+                arrow(axes, (x[lane - offset], y + step), (x[lane], y + tall), colour=colour, label="shuffle")
+    note(
+        axes,
+        0.15,
+        0.14,
+        "A dash: there is no lane so far below, and the sum stays. At the end each lane subtracts its own number.",
+    )
+    return figure
+
+
+def two_level_scan(warps=4, lanes=4, seed=0):
+    """A block's scan out of warps' scans: numbers from 1 to 9, in so many warps of so many lanes."""
+    check("lanes", lanes, 2, 8), check("warps", warps, 2, min(lanes, 24 // lanes))
+    values = np.random.default_rng(seed).integers(1, 10, (warps, lanes))
+    inside, sums = values.cumsum(1) - values, values.sum(1)
+    before = sums.cumsum() - sums
+    figure, axes = canvas(WIDTH, 4.4, f"A scan in two levels: {warps} warps of {lanes} lanes, two barriers")
+    left, gap, tall = 1.75, 0.16, 0.29
+    wide = (WIDTH - left - 0.15 - gap * (warps - 1)) / (warps * lanes)
+    start_y, inside_y, sums_y, before_y, last_y = 3.5, 2.95, 1.93, 1.48, 0.4
+    names = {
+        start_y: ("counts", ""),
+        inside_y: ("1. all warps", "scan their own"),
+        sums_y: ("2. warp 0", "reads the sums"),
+        before_y: ("", "scans them"),
+        last_y: ("3. all warps", "add what is before"),
+    }
+    for y, (name, quiet) in names.items():
+        text(axes, 0.15, y + tall / 2 + (0.09 if quiet else 0), name, ha="left", weight="bold", size=8.5)
+        text(axes, 0.15, y + tall / 2 - (0.09 if name else 0), quiet, ha="left", colour=GREY, size=8)
+    for w in range(warps):
+        first, mine, colour = left + w * (lanes * wide + gap), left + (w + 0.5) * wide, lane_colour(w)
+        middle, last = first + lanes * wide / 2, first + (lanes - 0.5) * wide
+        text(axes, middle, start_y + tall + 0.14, f"warp {w}", size=8.5, colour=GREY)
+        for lane in range(lanes):
+            x = first + lane * wide
+            cell(axes, x, start_y, wide, tall, values[w, lane])
+            cell(axes, x, inside_y, wide, tall, inside[w, lane], fill=tint(colour))
+            cell(axes, x, last_y, wide, tall, inside[w, lane] + before[w], fill=tint(colour), label="result")
+        text(axes, last + wide / 2, inside_y - 0.12, f"sum {sums[w]}", size=8, ha="right")
+        arrow(axes, (last, inside_y - 0.22), (mine, sums_y + tall), colour=colour, label="sum")
+        cell(axes, mine - wide / 2, sums_y, wide, tall, sums[w], fill=colour)
+        cell(axes, mine - wide / 2, before_y, wide, tall, before[w], fill=colour)
+        arrow(axes, (mine, before_y), (middle, last_y + tall + 0.21), colour=colour, label="before")
+        text(axes, middle, last_y + tall + 0.11, f"+ {before[w]}", size=8)
+    for y in (2.4, 1.16):
+        axes.plot([0.15, WIDTH - 0.15], [y, y], color=INK, linewidth=1.2, linestyle="--", label="barrier")
+        text(axes, 0.15, y + 0.09, "barrier", ha="left", size=8)
+    note(
+        axes,
+        0.15,
+        0.15,
+        "Inside a warp nothing waits. If other threads read the result from shared memory, a third barrier follows.",
+    )
+    return figure
