@@ -12,16 +12,16 @@ import torch
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba import simulator
-from moe_numba.align import device, kernel_small, moe_align_block_size
+from moe_numba.align import device_functions, kernel_small, moe_align_block_size
 from moe_numba.align import kernel_medium as align_kernel
 from moe_numba.align.api import IDS, check_align, check_outputs, check_shared_memory, empty_outputs, launch_arguments
 from moe_numba.gate import kernel as gate_kernel
 from moe_numba.gate.api import check_limit, plan_for
-from moe_numba.gate.device import make_tokens_to_route
+from moe_numba.gate.device_functions import make_tokens_to_route
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import as_outputs, as_tensor, check_out, give_back
+from moe_numba.runtime.validate import as_tensor, check_out, check_out_tuple, to_caller_library
 
 CLUSTER = 8  # blocks, as many as every GPU with clusters allows
 WARPS = 8  # of a block, each with a token
@@ -109,7 +109,7 @@ def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invali
     my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(gate_constants)
     tokens_to_route = make_tokens_to_route(limit_on_device)
     carve = align_kernel.make_carve(capacity)
-    clear = device.make_clear(threads, capacity * (2 + align_kernel.words_for(capacity)))
+    clear = device_functions.make_clear(threads, capacity * (2 + align_kernel.words_for(capacity)))
     align = align_kernel.make_align(threads, 2, capacity, ignore_invalid_experts, has_map)
 
     @cuda.jit
@@ -192,7 +192,7 @@ class _Plan:
         self.num_experts = num_experts + shared
         check_align(block_size, self.num_experts, expert_map, device)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
-        self.capacity = device.capacity_for(self.num_experts)
+        self.capacity = device_functions.capacity_for(self.num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else IDS[expert_map.dtype]
         self.is_fused = gate_plan.constants is not None
@@ -322,7 +322,7 @@ def biased_grouped_topk_align(
         ids = torch.empty((tokens, topk), dtype=torch.int32, device=device)
         outputs = [weights, ids, *empty_outputs(*shape, device)]
     else:
-        outputs = as_outputs(out, 5)
+        outputs = check_out_tuple(out, 5)
         check_out("topk_weights", outputs[0], (tokens, topk), torch.float32, device)
         check_out("topk_ids", outputs[1], (tokens, topk), torch.int32, device)
         check_outputs(outputs[2:], *shape, device)
@@ -336,4 +336,6 @@ def biased_grouped_topk_align(
         )
     if out is not None:
         return out
-    return tuple(outputs) if x is gating_output else tuple(give_back(tensor, gating_output) for tensor in outputs)
+    return (
+        tuple(outputs) if x is gating_output else tuple(to_caller_library(tensor, gating_output) for tensor in outputs)
+    )

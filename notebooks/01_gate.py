@@ -48,14 +48,15 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.source_diff import Count, diff
-from moe_numba.gate.device import sorting_network as batcher_network
+from moe_numba.gate.device_functions import sorting_network as batcher_network
 from moe_numba.gate.kernel import Constants
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import mismatch
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, uint_as_float
 from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
-from moe_numba.runtime.launch import compile_kernel, launch
+from moe_numba.runtime.compile import compile_kernel
+from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some demonstrations use one block, on purpose
 EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3: 256 experts in 8 groups; 4 groups are kept; 8 experts chosen
@@ -2064,7 +2065,7 @@ for name, (weights, ids) in outputs.items():
 # ## The final kernels
 #
 # This is what `moe_numba.biased_grouped_topk` runs: first the kernel for few tokens, then the one for many. What they
-# share, such as loading, scoring and sorting, is in `moe_numba/gate/device.py`.
+# share, such as loading, scoring and sorting, is in `moe_numba/gate/device_functions.py`.
 
 # %%
 Markdown("```python\n" + inspect.getsource(few_tokens) + "\n```")

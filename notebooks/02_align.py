@@ -66,7 +66,8 @@ from moe_numba.course.draw import align as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.source_diff import Count, diff
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
-from moe_numba.runtime.launch import compile_kernel, launch
+from moe_numba.runtime.compile import compile_kernel
+from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have one block, on purpose
 warnings.filterwarnings("ignore", message="ExternalStream is deprecated")  # its successor is newer than CuPy 14.0
@@ -2576,7 +2577,7 @@ for name, run in (("0x5", main_step(make_parallel_fill, blocks=2)), ("ours", run
 # ## The final kernels
 #
 # This is what `moe_numba.moe_align_block_size` runs: the kernels for a handful of slots, for few, and for many. What
-# they share is in `moe_numba/align/device.py`.
+# they share is in `moe_numba/align/device_functions.py`.
 
 # %%
 from moe_numba.align import kernel_large as many_slots

@@ -1545,7 +1545,7 @@ for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5))
 # ## The final kernel
 #
 # This is what `moe_numba.shared_experts.fuse_routing` runs. The gate's own column is in
-# `moe_numba/gate/device.py`.
+# `moe_numba/gate/device_functions.py`.
 
 # %%
 from moe_numba.shared_experts import kernel as final_kernel

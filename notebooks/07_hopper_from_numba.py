@@ -78,9 +78,8 @@ from moe_numba.ptx.tma import tma_load_2d, tma_load_3d, tma_store_2d
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 from moe_numba.runtime.launch import launch
-from moe_numba.runtime.launch_tma import MapByValue, start
 from moe_numba.runtime.sass import compile_apart
-from moe_numba.runtime.tensor_map import tensor_map
+from moe_numba.runtime.tensor_map import TensorMap, tensor_map
 
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 TIMED = dict(m=4096, n=4096, k=7168, copy=(8192, 8192))  # the sizes that a GPU measures here, or has recorded
@@ -265,7 +264,7 @@ print(f"with three passes over the bytes in place of two we should have predicte
 # ### A first TMA load, and its mbarrier
 #
 # **Idea.** One thread orders the whole box. For that it needs three things. A **tensor map**: 128 bytes that describe
-# the matrix (address, extents, distances) and the box (how much one copy takes). `MapByValue` makes one, on the host. A
+# the matrix (address, extents, distances) and the box (how much one copy takes). `TensorMap` makes one, on the host. A
 # place in shared memory, at a multiple of 128 bytes. And a barrier that hears when the bytes have landed.
 #
 # The way back is a copy too, but it has no barrier. The thread that ordered it puts it in a **bulk group**, and waits
@@ -301,8 +300,8 @@ wait_until_read = make_bulk_wait_group_read(0)
 def by_tma():
     out = torch.zeros_like(SOURCE)
     grid = HERE.copy[1] // 128, HERE.copy[0] // 64
-    maps = (MapByValue(t, (64, 128)) for t in (SOURCE, out))
-    start(copy_by_tma, grid, 32, *maps, out, shared_bytes=TILE + 8)
+    maps = (TensorMap(t, (64, 128)) for t in (SOURCE, out))
+    launch(copy_by_tma, grid, 32, *maps, out, shared_bytes=TILE + 8)
     return out, SOURCE
 
 
@@ -322,7 +321,7 @@ copies.look_back("TMA", "threads", COPY_US)
 # - **`elect_sync`, not `thread == 0`.** Both pick one lane. But only of an elected lane does the compiler *know* that
 #   it is alone. Else it adds a loop around each TMA instruction. Section 5 counts these.
 # - **A tensor map must be a value.** TMA takes maps from a kernel's parameters (a `__grid_constant__` in C++), which
-#   Numba cannot say. `start` builds a little C++ entry around the kernel for that (`moe_numba/runtime/compile.py`). A map in
+#   Numba cannot say. `launch` builds a little C++ entry around the kernel for that (`moe_numba/runtime/compile.py`). A map in
 #   global memory works too, and then wants a fence; we shall use that below.
 # - **`fence_mbarrier_init`.** Threads make the barrier one way (the *generic proxy*), TMA reaches it another way (the
 #   *async proxy*). A fence lies between the two.
@@ -339,7 +338,8 @@ import moe_numba, torch, numpy as np
 from functools import cache
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba import simulator
-from moe_numba.runtime.launch_tma import MapByValue, start
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import TensorMap
 from moe_numba.runtime.launch import launch
 from moe_numba.ptx.accumulators import *
 from moe_numba.ptx.bulk import *
@@ -413,7 +413,7 @@ def count_bytes():
         out = torch.full((2 * TILE,), 255, dtype=torch.uint8)
         try:
             with simulator.trace() as events:
-                start(load_boxes, 1, 64, MapByValue(x, (64, 128)), out, 2, announced, shared_bytes=SHARED_MEMORY)
+                launch(load_boxes, 1, 64, TensorMap(x, (64, 128)), out, 2, announced, shared_bytes=SHARED_MEMORY)
             right = torch.zeros(128, 128, dtype=torch.uint8)  # what is outside of x comes as zeros
             right[:100] = x
             print(f"{announced} bytes announced: {'right' if torch.equal(out, right.flatten()) else 'WRONG'}")
@@ -472,7 +472,7 @@ def dump_box(map_x, out):
 
 box = torch.randint(0, 256, (64, 128), dtype=torch.uint8, device=DEVICE)
 raw = torch.zeros(64, 8, 16, dtype=torch.uint8, device=DEVICE)
-start(dump_box, 1, 64, MapByValue(box, (64, 128), swizzle=128), raw, shared_bytes=SHARED_MEMORY)
+launch(dump_box, 1, 64, TensorMap(box, (64, 128), swizzle=128), raw, shared_bytes=SHARED_MEMORY)
 row, chunk = np.mgrid[:64, :8]
 undone = raw[row, chunk ^ row % 8].reshape(64, 128)
 assert torch.equal(undone, box) and not torch.equal(raw.view(64, 128), box)
@@ -529,8 +529,8 @@ def first_wgmma(map_a, map_b, out):
 
 
 out = torch.full((64, 64), float("nan"), device=DEVICE)
-maps = [MapByValue(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
-start(first_wgmma, 1, 128, *maps, out, shared_bytes=SHARED_MEMORY)
+maps = [TensorMap(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
+launch(first_wgmma, 1, 128, *maps, out, shared_bytes=SHARED_MEMORY)
 error = relative_error(out, reference(A[:64, :128], B[:64, :128]))
 print(f"64 x 64 results of 128 products each: relative error {error:.1e}")
 assert error < 1e-3
@@ -868,7 +868,7 @@ def output():
 
 ONE = torch.ones((), device=DEVICE)
 OUT = output()
-MAPS = [MapByValue(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
+MAPS = [TensorMap(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
 LINES, PITCH, K_BLOCKS = OUT.view(torch.int32), HERE.n // 2, HERE.k // 128  # the result, two numbers to a word
 
 
@@ -969,7 +969,7 @@ WORDS = [t.view(torch.int32) for t in (A, B)]
 
 
 def threads_carry():
-    start(gemm_by_threads, GRID_64, 128, *WORDS, LINES, HERE.k // 4, PITCH, shared_bytes=SHARED_MEMORY)
+    launch(gemm_by_threads, GRID_64, 128, *WORDS, LINES, HERE.k // 4, PITCH, shared_bytes=SHARED_MEMORY, cpp_entry=True)
 
 
 prediction = 2 * predicted_us(64, 1)
@@ -1013,7 +1013,7 @@ def gemm_by_tma(map_a, map_b, out, k_blocks, pitch):
 
 
 def tma_carries():
-    start(gemm_by_tma, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=SHARED_MEMORY)
+    launch(gemm_by_tma, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=SHARED_MEMORY)
 
 
 measure("TMA carries", tma_carries, prediction)
@@ -1118,7 +1118,7 @@ def gemm_by_ring(map_a, map_b, out, k_blocks, pitch):
 
 
 def ring_of_stages():
-    start(gemm_by_ring, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=4 * SHARED_MEMORY)
+    launch(gemm_by_ring, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=4 * SHARED_MEMORY)
 
 
 prediction = predicted_us(64, 1)
@@ -1146,10 +1146,10 @@ look_back("ring of 4 stages", "TMA carries", prediction)
 def play_ring():
     gemm, k = make_gemm(64, 3), 7 * 128
     a, b = torch.ones(128, k).to(E4M3), torch.ones(64, k).to(E4M3)
-    maps = [MapByValue(t.view(torch.uint8), (len(t), 128), swizzle=128) for t in (a, b)]
+    maps = [TensorMap(t.view(torch.uint8), (len(t), 128), swizzle=128) for t in (a, b)]
     out = torch.zeros(128, 32, dtype=torch.int32)
     with simulator.seed(3), simulator.trace() as events:
-        start(gemm, 1, 384, *maps, out, 1, 1, 7, 32, shared_bytes=3 * 192 * 128 + 48)
+        launch(gemm, 1, 384, *maps, out, 1, 1, 7, 32, shared_bytes=3 * 192 * 128 + 48)
     assert (out.view(torch.bfloat16) == k).all()
     return [event._asdict() for event in events if "mbarrier" in event.what or "copy" in event.what]
 
@@ -1174,9 +1174,9 @@ draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
 def run_gemm(n, stages, blocks=None, exact=False, a=A, lines=LINES):
     """The kernel of section 5; without a number of blocks, one for each tile."""
     tiles_m, tiles = len(a) // 128, len(a) // 128 * (HERE.n // n)
-    maps = [MapByValue(t.view(torch.uint8), (rows, 128), swizzle=128) for t, rows in ((a, 128), (B, n))]
+    maps = [TensorMap(t.view(torch.uint8), (rows, 128), swizzle=128) for t, rows in ((a, 128), (B, n))]
     shared_bytes = stages * ((128 + n) * 128 + 16)
-    start(
+    launch(
         make_gemm(n, stages, exact),
         min(blocks or tiles, tiles),
         384,
@@ -1324,8 +1324,8 @@ if not ladder.row("128 x 256"):
 def forgets_k():
     OUT.fill_(float("nan"))
     tiles = HERE.m // 128 * (HERE.n // 128)
-    maps = [MapByValue(t.view(torch.uint8), (128, 128), swizzle=128) for t in (A, B)]
-    start(
+    maps = [TensorMap(t.view(torch.uint8), (128, 128), swizzle=128) for t in (A, B)]
+    launch(
         make_gemm(128, 6),
         tiles,
         384,
@@ -1342,7 +1342,7 @@ def forgets_k():
 
 def forgets_a_tile():
     OUT.fill_(float("nan"))
-    start(gemm_by_tma, (GRID_64[0], GRID_64[1] - 1), 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=SHARED_MEMORY)
+    launch(gemm_by_tma, (GRID_64[0], GRID_64[1] - 1), 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=SHARED_MEMORY)
     return OUT, RIGHT
 
 
@@ -1486,7 +1486,7 @@ W = torch.randint(0, 256, (3, 128, 256), dtype=torch.uint8, device=DEVICE)  # ex
 BOXES = {}
 for name, shape in (("flat", (1, 64, 128)), ("through two experts", (2, 32, 128))):
     out = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
-    start(load_3d, 1, 32, MapByValue(W, shape), out, 128, 64, 1, shared_bytes=SHARED_MEMORY)
+    launch(load_3d, 1, 32, TensorMap(W, shape), out, 128, 64, 1, shared_bytes=SHARED_MEMORY)
     BOXES[name] = torch.equal(out, W[1 : 1 + shape[0], 64 : 64 + shape[1], 128:])
 print(BOXES)
 assert all(BOXES.values())
@@ -1505,19 +1505,29 @@ def try_cases():
     def boxes():
         x = (torch.arange(128 * 128) % 251).to(torch.uint8).view(128, 128)
         out = torch.zeros(2 * TILE, dtype=torch.uint8)
-        start(space["load_boxes"], 1, 64, MapByValue(x, (64, 128)), out, 2, TILE, shared_bytes=SHARED_MEMORY)
+        launch(space["load_boxes"], 1, 64, TensorMap(x, (64, 128)), out, 2, TILE, shared_bytes=SHARED_MEMORY)
         return torch.equal(out, x.view(-1))
 
     def product(name, grid, threads, shared_bytes, by_words=False, *tiles):
         k = 8 * 128
         a, b = torch.ones(128, k).to(E4M3), torch.ones(128, k).to(E4M3)
         rows = 64 if grid == (2, 2) else 128
-        maps = [MapByValue(t.view(torch.uint8), (rows, 128), swizzle=128) for t in (a, b)]
+        maps = [TensorMap(t.view(torch.uint8), (rows, 128), swizzle=128) for t in (a, b)]
         words = [t.view(torch.int32) for t in (a, b)]
         out = torch.zeros(128, 64, dtype=torch.int32)
         sizes = (k // 4,) if by_words else (*tiles, k // 128)
         kernel = space["make_gemm"](128, 3) if name == "make_gemm" else space[name]
-        start(kernel, grid, threads, *(words if by_words else maps), out, *sizes, 64, shared_bytes=shared_bytes)
+        launch(
+            kernel,
+            grid,
+            threads,
+            *(words if by_words else maps),
+            out,
+            *sizes,
+            64,
+            shared_bytes=shared_bytes,
+            cpp_entry=True,
+        )
         return bool((out.view(torch.bfloat16) == k).all())
 
     found = {}

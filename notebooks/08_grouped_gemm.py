@@ -89,8 +89,8 @@ from moe_numba.ptx.warp import redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 from moe_numba.runtime.launch import launch
-from moe_numba.runtime.launch_tma import MapByValue, start
 from moe_numba.runtime.sass import compile_apart
+from moe_numba.runtime.tensor_map import TensorMap
 
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 GROUPS, N, K = (2, 128, 256) if simulator.ENABLED else (32, 4096, 7168)  # DeepSeek-V3's gate_up on one of 8 GPUs
@@ -564,7 +564,7 @@ def make_one_stage():
 def maps_of(p, tokens=128):
     """Maps of x and of the weights, made once."""
     if tokens not in p.maps:
-        p.maps[tokens] = MapByValue(p.x, (tokens, LINE), swizzle=128), MapByValue(p.weight, (1, 128, LINE), swizzle=128)
+        p.maps[tokens] = TensorMap(p.x, (tokens, LINE), swizzle=128), TensorMap(p.weight, (1, 128, LINE), swizzle=128)
     return p.maps[tokens]
 
 
@@ -574,7 +574,7 @@ def dense_step(made, threads):
 
     def run(p):
         grid = -(-N // 128), -(-len(p.x) // 128)
-        start(
+        launch(
             kernel,
             grid,
             threads,
@@ -888,7 +888,7 @@ def transposed_step(tokens):
 
     def run(p):
         grid = -(-N // 128), -(-len(p.x) // tokens)
-        start(
+        launch(
             kernel,
             grid,
             384,
@@ -1050,8 +1050,8 @@ def epilogue_step(tokens):
 
     def run(p):
         if "y" not in p.maps:
-            p.maps["y"] = MapByValue(p.out, (tokens, 64), swizzle=128)
-        start(
+            p.maps["y"] = TensorMap(p.out, (tokens, 64), swizzle=128)
+        launch(
             kernel,
             (-(-N // 128), -(-len(p.x) // tokens)),
             384,
@@ -1089,7 +1089,7 @@ if took := dense.us("stmatrix and TMA store"):
 # %%
 def short_k(p):
     kernel, shared_bytes = make_one_stage()
-    start(
+    launch(
         kernel,
         (-(-N // 128), -(-len(p.x) // 128)),
         256,
@@ -1315,7 +1315,7 @@ class Padded:
         self.starts = torch.arange(self.tiles, device=DEVICE) * tokens
         self.group_of_tile = torch.empty(self.tiles, dtype=torch.int32, device=DEVICE)
         maps = (self.x.view(FP8), (tokens, LINE)), (p.weight, (1, 128, LINE)), (self.y, (tokens, 64))
-        self.maps = [MapByValue(tensor, box, swizzle=128) for tensor, box in maps]
+        self.maps = [TensorMap(tensor, box, swizzle=128) for tensor, box in maps]
         self.kernel, self.shared_bytes = make_padded(tokens, STAGES)
 
     def __call__(self):
@@ -1330,7 +1330,7 @@ class Padded:
         return torch.index_select(self.y, 0, place, out=p.out)
 
     def multiply(self):
-        start(
+        launch(
             self.kernel,
             (self.tiles, -(-N // 128)),
             384,
@@ -1481,11 +1481,11 @@ def load_a_box(map_weight, out, k, n, g):
 
 
 box = torch.zeros(8, 128, dtype=torch.uint8, device=DEVICE)
-start(load_a_box, 1, 32, MapByValue(SMALL.weight, (1, 8, 128)), box, 128, 40, 2, shared_bytes=1032)
+launch(load_a_box, 1, 32, TensorMap(SMALL.weight, (1, 8, 128)), box, 128, 40, 2, shared_bytes=1032)
 BOX_RIGHT = torch.equal(box, SMALL.weight[2, 40:48, 128:].view(torch.uint8))
 print("box (1, 8, 128) at k 128, n 40, group 2, is weight[2, 40:48, 128:256]:", BOX_RIGHT)
 try:
-    OTHER_BOX = MapByValue(SMALL.weight, (4, 8, 1)) and "TMA takes it"
+    OTHER_BOX = TensorMap(SMALL.weight, (4, 8, 1)) and "TMA takes it"
 except ValueError as error:
     OTHER_BOX = str(error)
 print("box (4, 8, 1):", OTHER_BOX)
@@ -1787,11 +1787,11 @@ def package_step(constants, *changes):
     def run(p):
         kernel, shared_bytes = kernel_with(constants, *changes)
         boxes = (p.x, (Layout(constants).box_tokens, 128)), (p.weight, (1, 128, 128))
-        maps = [MapByValue(tensor, box, swizzle=128) for tensor, box in boxes]
+        maps = [TensorMap(tensor, box, swizzle=128) for tensor, box in boxes]
         out = p.out.view(torch.int32)
         sizes = len(p.weight), len(p.x), 0, p.weight.shape[1], p.x.shape[1]
         unused = p.x.view(torch.uint8), p.seqlens, len(p.x), 0
-        start(
+        launch(
             kernel,
             BLOCKS,
             THREADS,

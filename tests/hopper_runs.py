@@ -6,7 +6,6 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime.launch import launch
-from moe_numba.runtime.launch_tma import start
 
 RNG = np.random.default_rng(0)
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -18,13 +17,13 @@ hopper = pytest.mark.skipif(not _is_there, reason="these instructions came with 
 def runs(kernel, make, *, blocks=1, threads=32, count=6, **options):
     """Start a kernel over what `make` makes anew each time; yield that.
 
-    As a program, since a linker of PTX may not align dynamic shared memory behind static. In the simulator threads and
-    copies run in several orders, under every other seed with preemption.
+    With an entry in C++: a linker of PTX may not align dynamic shared memory behind static. In the simulator threads
+    and copies run in several orders, under every other seed with preemption.
     """
     for seed in range(count if simulator.ENABLED else 1):
         arguments = make()
         with simulator.seed(seed, preempt=0.2 if seed % 2 else 0.0):
-            start(kernel, blocks, threads, *arguments, **options)
+            launch(kernel, blocks, threads, *arguments, cpp_entry=True, **options)
         yield arguments
 
 

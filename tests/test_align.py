@@ -373,35 +373,35 @@ def test_refusals(change, error, sentence, device):
 # Wrong kernels: each changes one thing in the real source. RACES show in some order of the simulator's threads.
 
 WRONG = {  # the module, which kernel is run, and the change
-    "a slot counts itself": ("kernel", "few", "& lanemask_lt())", "& ~lanemask_lt())"),
-    "the last slot is not counted": ("kernel", "few", "threads + t) < numel:", "threads + t) < numel - 1:"),
-    "id E is taken for an expert": ("parts", "few", "expert < num_experts", "expert <= num_experts"),
-    "an expert too high": ("parts", "few", "int32(bucket) - int32(1)", "int32(bucket)"),
-    "the last padding is not written": ("parts", "few", "end * block_size)", "end * block_size - 1)"),
-    "the end of the tail is not written": ("parts", "few", "row < length:", "row < length - 1:"),
-    "the end of the experts is not written": ("parts", "many", "row < num_blocks:", "row < num_blocks - 1:"),
-    "a block writes too far": ("parts", "many", "row < num_blocks:", "row < num_blocks + 1:"),
-    "a block's own slots are taken for earlier ones": ("kernel_many", "many", "< block\n", "<= block\n"),
-    "slots in reverse": ("kernel_tiny", "as it comes", "equals & uint32(", "equals & ~uint32(2 * "),
+    "a slot counts itself": ("kernel_medium", "few", "& lanemask_lt())", "& ~lanemask_lt())"),
+    "the last slot is not counted": ("kernel_medium", "few", "threads + t) < numel:", "threads + t) < numel - 1:"),
+    "id E is taken for an expert": ("device_functions", "few", "expert < num_experts", "expert <= num_experts"),
+    "an expert too high": ("device_functions", "few", "int32(bucket) - int32(1)", "int32(bucket)"),
+    "the last padding is not written": ("device_functions", "few", "end * block_size)", "end * block_size - 1)"),
+    "the end of the tail is not written": ("device_functions", "few", "row < length:", "row < length - 1:"),
+    "the end of the experts is not written": ("device_functions", "many", "row < num_blocks:", "row < num_blocks - 1:"),
+    "a block writes too far": ("device_functions", "many", "row < num_blocks:", "row < num_blocks + 1:"),
+    "a block's own slots are taken for earlier ones": ("kernel_large", "many", "< block\n", "<= block\n"),
+    "slots in reverse": ("kernel_small", "as it comes", "equals & uint32(", "equals & ~uint32(2 * "),
     "a warp's slots are in reverse": (
-        *("kernel_many", "many"),
+        *("kernel_large", "many"),
         "equals & lanemask_lt()",
         "equals & (uint32(0xFFFFFFFE) << lane)",
     ),
 }
 RACES = {
-    "no barrier after a slot's blocks": ("kernel_tiny", "as it comes", "cuda.syncthreads()\n        others", "others"),
-    "no barrier after the counting": ("kernel", "few", "cuda.syncthreads()\n        total_blocks", "total_blocks"),
-    "no barrier after the places": ("kernel", "few", "cuda.syncthreads()\n        if not starts", "if not starts"),
-    "no barrier after masks": ("kernel_many", "many", f"at, bit)\n{' ' * 28}cuda.syncwarp()", "at, bit)"),
-    "nobody waits for the other blocks": ("kernel_many", "many", "while old:", "for _ in range(1):"),
+    "no barrier after a slot's blocks": ("kernel_small", "as it comes", "cuda.syncthreads()\n        others", "others"),
+    "no barrier after the counting": ("kernel_medium", "few", "cuda.syncthreads()\n        total_blocks", "total_blocks"),
+    "no barrier after the places": ("kernel_medium", "few", "cuda.syncthreads()\n        if not starts", "if not starts"),
+    "no barrier after masks": ("kernel_large", "many", f"at, bit)\n{' ' * 28}cuda.syncwarp()", "at, bit)"),
+    "nobody waits for the other blocks": ("kernel_large", "many", "while old:", "for _ in range(1):"),
 }
 SHOWN = 80  # tokens, top-8: enough for both kernels to have several blocks
 
 
 def changed(module, right, wrong, monkeypatch):
     """The room's modules, loaded anew with a change in one of them: the public function's."""
-    for name in ("parts", "workspace", "kernel_tiny", "kernel", "kernel_many", "api"):
+    for name in ("device_functions", "workspace", "kernel_small", "kernel_medium", "kernel_large", "api"):
         real = importlib.import_module(f"moe_numba.align.{name}")
         source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
         if name == module:
@@ -422,7 +422,7 @@ def test_the_check_rejects_wrong_kernels(what, monkeypatch, device):
     for seed in range(10):
         ids = some(SHOWN, 8, 100, device, invalid=0.1, seed=seed)  # others each time: what is left over must not do
         ids[SHOWN // 2] = 100  # out of range by one
-        ids = ids[:4] if module == "kernel_tiny" else ids
+        ids = ids[:4] if module == "kernel_small" else ids
         try:
             with simulator.seed(seed):
                 out = align(ids, 16, 100, longer=99, function=wrong_api.moe_align_block_size)

@@ -18,7 +18,7 @@ from moe_numba.runtime.sass import compile_apart
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "notebooks" / "06_combine.py").read_text()
 CELLS = [cell for cell in code_hash.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
-IMPORTS = re.search(r"^from contextlib.*?^\)$", TEXT, re.M | re.S)[0]  # up to the last of the kernels' own
+IMPORTS = re.search(r"^from contextlib.*?(?=^warnings)", TEXT, re.M | re.S)[0]
 SUM = ("int32*", "uint8*", "int32", "int32*")
 OWN = {
     "make_push_kernel(2, 14336)": ("int32*", "int32*", "int32*", "int32", "uint64*", "int32"),
@@ -34,16 +34,18 @@ SHAPE = rings_for(Config(24, 10, 256), {ranks}, 15, 720, Record(3584, 0, 0, sour
 # As the notebook launches them: without launch bounds.
 COMPILE = """
 import json
-from moe_numba.runtime.launch import compile_kernel
+from moe_numba.runtime.compile import compile_kernel
 for expression, signature in {own!r}.items():
     print(json.dumps([expression, compile_kernel(eval(expression), signature).log]))
 """
 
 
 def constant(name):
-    """A constant of the notebook, as it stands there."""
-    found = re.search(rf"^{name} = (.*?)(?=\n\S|\n\n)", "\n".join(code_hash.code_cells(TEXT)) + "\n\n", re.M | re.S)
-    return ast.literal_eval(found[1])
+    """The value of a constant in the notebook."""
+    for node in ast.parse("\n".join(code_hash.code_cells(TEXT))).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise LookupError(name)
 
 
 OF_THE_PACKAGE = {name: [constant(name)] for name in ("NOTHING_ADDED", "WAITING")}

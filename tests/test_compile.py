@@ -18,7 +18,7 @@ GATE = ("float32*", "int32*", "int32", "int64", "int32", "float32", "float32")  
 COMPILE = """
 import json, sys, tempfile, subprocess, importlib
 from moe_numba.gate.kernel import Constants
-from moe_numba.runtime.launch import compile_kernel
+from moe_numba.runtime.compile import compile_kernel
 for module, factory, constants, signature, launch_bounds in json.load(sys.stdin):
     make = getattr(importlib.import_module(module), factory)
     constants = [Constants(*c) if isinstance(c, list) else c for c in constants]
@@ -58,7 +58,7 @@ class Report:
 
 
 def gate(factory, experts, groups, kept, topk, dtype="float32", word_bytes=16, bounds=None):
-    module = {"make_kernel": "kernel", "make_throughput_kernel": "kernel_throughput"}[factory]
+    module = {"make_kernel": "kernel", "make_throughput_kernel": "kernel_4tokens"}[factory]
     constants = [experts, groups, kept, topk, 0, True, "sigmoid", dtype, "float32", word_bytes, word_bytes]
     x = "float32*" if dtype == "float32" else "uint16*"
     return [f"moe_numba.gate.{module}", factory, [constants], [x, "float32*", *GATE], bounds]

@@ -31,9 +31,8 @@ from moe_numba.grouped_gemm import (
 from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.schedule import host
-from moe_numba.runtime.compile import program
-from moe_numba.runtime.launch import address, current_stream
-from moe_numba.runtime.tensor_map import tensor_map_value
+from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.tensor_map import encode_tensor_map
 from moe_numba.runtime.validate import UnsupportedDeviceError
 
 # Which tile comes next
@@ -139,11 +138,11 @@ def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.
     total = len(given.x if given.indices is None else given.indices)
     n, line, device = given.weight.shape[1], 128 // given.x.element_size(), given.x.device
     y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=device)
-    start = program(
+    start = launcher(
         made,
         configs.SIGNATURE,
         device.index or 0,
-        threads=THREADS,
+        launch_bounds=THREADS,
         shared_bytes=shared_bytes,
         cluster=constants.cluster if constants.cluster > 1 else None,
     )
@@ -154,8 +153,8 @@ def run(constants, given, blocks=2, seed=0):  # blocks: a multiple of constants.
             blocks,
             THREADS,
             current_stream(device.index or 0),
-            tensor_map_value(given.x, (Layout(constants).box_tokens, line), swizzle=128),
-            tensor_map_value(given.weight, (1, 128, line), swizzle=128),
+            encode_tensor_map(given.x, (Layout(constants).box_tokens, line), swizzle=128),
+            encode_tensor_map(given.weight, (1, 128, line), swizzle=128),
             *map(address, tensors),
             len(given.lengths),
             total,

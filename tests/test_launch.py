@@ -8,7 +8,7 @@ from numba import cuda, int32
 from moe_numba import simulator
 from moe_numba.ptx.memory import atom_add_s32
 from moe_numba.runtime.launch import launch, launcher
-from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, give_back, require
+from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, check_device, to_caller_library
 
 
 @cuda.jit
@@ -67,7 +67,7 @@ def test_numbers_keep_the_type_they_are_given(device):
 
 
 def test_arguments_that_no_kernel_takes_are_refused(device):
-    with pytest.raises(TypeError, match="a kernel takes tensors and numbers, not str"):
+    with pytest.raises(TypeError, match="a kernel takes tensors, tensor maps and numbers, not str"):
         launch(big, 1, 1, torch.zeros(1, device=device), "x")
     with pytest.raises(ValueError, match="launch of big: no argument is a tensor"):
         launch(big, 1, 1, 3, 4)
@@ -81,14 +81,14 @@ def test_a_launcher_is_made_once(device):
 def test_the_wrong_device_is_refused():
     wrong = torch.device("cuda" if simulator.ENABLED else "cpu")
     with pytest.raises(ValueError, match="logits is on .* it must be on"):
-        require(wrong, (8, 0), "logits")
+        check_device(wrong, (8, 0), "logits")
 
 
 def test_dlpack_both_ways():
     array = np.arange(4.0)
     tensor = as_tensor(array, "x")
-    assert tensor.tolist() == [0, 1, 2, 3] and type(give_back(tensor, array)) is np.ndarray
-    assert as_tensor(tensor, "x") is tensor and give_back(tensor, tensor) is tensor
+    assert tensor.tolist() == [0, 1, 2, 3] and type(to_caller_library(tensor, array)) is np.ndarray
+    assert as_tensor(tensor, "x") is tensor and to_caller_library(tensor, tensor) is tensor
 
 
 @cuda.jit
@@ -127,7 +127,7 @@ def meet(out, arrived):
 @pytest.mark.gpu
 def test_a_gpu_that_is_too_old_is_refused():
     with pytest.raises(UnsupportedDeviceError, match=r"has compute capability .*; 99.0 or newer is needed"):
-        require(torch.device("cuda"), (99, 0), "logits")
+        check_device(torch.device("cuda"), (99, 0), "logits")
 
 
 @pytest.mark.gpu

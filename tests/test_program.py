@@ -16,16 +16,17 @@ ROOT = Path(__file__).parents[1]
 # Run in a process of its own, since Numba has either its compiler or its simulator.
 TWICE = """
 import json, time
-from moe_numba.runtime import compile
+from moe_numba.runtime import cubin_cache, launch
 from moe_numba.grouped_gemm.configs import SIGNATURE
 from moe_numba.grouped_gemm.constants import THREADS, Constants
 from moe_numba.grouped_gemm.kernel import make_kernel
-compiled, compile_program = [], compile.compile_program
-compile.compile_program = lambda *a, **k: compiled.append(1) or compile_program(*a, **k)
+compiled, compile_kernel = [], launch.compile_kernel
+launch.compile_kernel = lambda *a, **k: compiled.append(1) or compile_kernel(*a, **k)
 for tokens in (8, 16):
     constants = Constants(tokens=tokens, sizes=(tokens,), stages=3)
     started = time.perf_counter()
-    code = compile.compile_once(make_kernel(constants)[0], SIGNATURE, THREADS, key=("test", *constants))
+    key = "test", *constants
+    code = launch.cached_cubin(make_kernel(constants)[0], SIGNATURE, launch_bounds=THREADS, cache_key=key)
     print(json.dumps([len(compiled), time.perf_counter() - started, code.hex()]))
 """
 

@@ -305,7 +305,7 @@ def test_record_of_the_repository(path):
     assert record["topic"] == path.stem and records.folder(record["gpu"]) == path.parent.name
 
 
-@pytest.mark.parametrize("path", [path for path in RECORDS if path.stem in bench.topics()], ids=name)
+@pytest.mark.parametrize("path", [path for path in RECORDS if path.stem in bench.topic_names()], ids=name)
 def test_readme_table_and_figures_of_the_record(path):
     """Each topic's figures can be drawn, and the README's table is the one that the record gives."""
     record, module = json.loads(path.read_text()), bench.topic(path.stem)

@@ -6,12 +6,18 @@ from functools import cached_property
 import torch
 
 from moe_numba import simulator
-from moe_numba.align import device, kernel_large, kernel_medium, kernel_small
+from moe_numba.align import device_functions, kernel_large, kernel_medium, kernel_small
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import UnsupportedDeviceError, as_outputs, as_tensor, give_back, require
+from moe_numba.runtime.validate import (
+    UnsupportedDeviceError,
+    as_tensor,
+    check_device,
+    check_out_tuple,
+    to_caller_library,
+)
 
 IDS = {torch.int32: "int32*", torch.int64: "int64*"}
 _MOST_EXPERTS, _MOST_ELEMENTS = 8192, 1 << 30
@@ -102,14 +108,16 @@ def moe_align_block_size(
     if out is None:
         tensors = empty_outputs(*shape, device)
     else:
-        tensors = as_outputs(out, 3)
+        tensors = check_out_tuple(out, 3)
         check_outputs(tensors, *shape, device)
     if not ids.is_contiguous():
         ids = ids.contiguous()
     plan.start(ids, ids if local is None else local, tensors)
     if out is not None:
         return out
-    return tuple(tensors) if isinstance(topk_ids, torch.Tensor) else tuple(give_back(t, topk_ids) for t in tensors)
+    return (
+        tuple(tensors) if isinstance(topk_ids, torch.Tensor) else tuple(to_caller_library(t, topk_ids) for t in tensors)
+    )
 
 
 class _Plan:
@@ -118,10 +126,10 @@ class _Plan:
     def __init__(self, ids, block_size, num_experts, expert_map, ignore_invalid_experts):
         if ids.dtype not in IDS:
             raise TypeError(f"topk_ids is {ids.dtype}; it must be int32 or int64")
-        require(ids.device, (9, 0), "topk_ids")
+        check_device(ids.device, (9, 0), "topk_ids")
         check_align(block_size, num_experts, expert_map, ids.device)
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
-        self.capacity = device.capacity_for(num_experts)
+        self.capacity = device_functions.capacity_for(num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
         map_type = "int32*" if expert_map is None else IDS[expert_map.dtype]
         self.pointers = (IDS[ids.dtype], map_type, "int32*", "int32*", "int32*")

@@ -8,7 +8,7 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32
 
-from moe_numba.align.device import make_bucket_of, make_clear, make_fill, make_place_buckets
+from moe_numba.align.device_functions import make_bucket_of, make_clear, make_fill, make_place_buckets
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import lanemask_lt
 

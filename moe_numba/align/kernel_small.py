@@ -7,7 +7,7 @@ from functools import cache
 
 from numba import cuda, int32, uint32
 
-from moe_numba.align.device import FULL, make_bucket_of, make_expert_of
+from moe_numba.align.device_functions import FULL, make_bucket_of, make_expert_of
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, st_global_s32x4
 from moe_numba.ptx.warp import redux_sync_add_s32
 

@@ -5,8 +5,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER, make_layout_kernel
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.outputs import outputs_for
-from moe_numba.runtime.validate import as_tensor, give_back, require
+from moe_numba.runtime.validate import as_tensor, check_device, make_outputs, to_caller_library
 
 _THREADS = 64 if simulator.ENABLED else 1024  # of a block; simulated threads take their turns
 _SIGNATURE = ("int64*", "int32*", "int32*", "uint8*", "uint32")
@@ -58,7 +57,7 @@ def get_dispatch_layout(topk_idx, num_experts, num_ranks, out=None):
         ("num_tokens_per_expert", (num_experts,), torch.int32),
         ("is_token_in_rank", (tokens, num_ranks), torch.bool),
     )
-    results = outputs_for(out, wanted, device)
+    results = make_outputs(out, wanted, device)
     index = device.index or 0
     kernel = make_layout_kernel(num_experts, num_ranks, topk, _THREADS)
     launcher(kernel, _SIGNATURE, index, launch_bounds=_THREADS, cluster=CLUSTER, dependent=True)(
@@ -66,7 +65,9 @@ def get_dispatch_layout(topk_idx, num_experts, num_ranks, out=None):
     )
     if out is not None:
         return out
-    return tuple(results) if isinstance(topk_idx, torch.Tensor) else tuple(give_back(t, topk_idx) for t in results)
+    return (
+        tuple(results) if isinstance(topk_idx, torch.Tensor) else tuple(to_caller_library(t, topk_idx) for t in results)
+    )
 
 
 def _check(ids, num_experts, num_ranks):
@@ -80,7 +81,7 @@ def _check(ids, num_experts, num_ranks):
         raise ValueError(f"topk_idx has {ids.shape[1]} columns; 1 to {_MOST_TOPK} are allowed")
     if ids.numel() > _MOST_ELEMENTS:
         raise ValueError(f"topk_idx has {len(ids)} tokens; at most {_MOST_ELEMENTS // ids.shape[1]} are allowed")
-    require(ids.device, (9, 0), "topk_idx")
+    check_device(ids.device, (9, 0), "topk_idx")
     for name, value, most in (("num_experts", num_experts, _MOST_EXPERTS), ("num_ranks", num_ranks, _MOST_RANKS)):
         if type(value) is not int:
             raise TypeError(f"{name} is {value!r}; it must be an int")

@@ -11,8 +11,14 @@ from moe_numba.expert_parallel.kernels.fp8_cast import (
     to_fp8_groups,
 )
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.outputs import outputs_for, require_aligned
-from moe_numba.runtime.validate import as_tensor, check_out, give_back, require
+from moe_numba.runtime.validate import (
+    as_tensor,
+    check_aligned,
+    check_device,
+    check_out,
+    make_outputs,
+    to_caller_library,
+)
 
 FP8 = torch.float8_e4m3fn
 _MOST_TOKENS, _MOST_HIDDEN = 1 << 31, 1 << 20
@@ -65,7 +71,7 @@ def per_token_cast_to_fp8(x, out=None):
     tokens, hidden = _check_rows("x", x)
     per_row = -(-hidden // GROUP)
     wanted = (("values", (tokens, hidden), FP8), ("scales", (tokens, per_row), torch.float32))
-    results = outputs_for(out, wanted, x.device, aligned=("values",))
+    results = make_outputs(out, wanted, x.device, aligned=("values",))
     if tokens:
         device, (dtype, signature) = x.device.index or 0, _TO_FP8[x.dtype]
         launcher(make_cast_to_fp8(dtype, hidden), signature, device, dependent=True)(
@@ -76,7 +82,7 @@ def per_token_cast_to_fp8(x, out=None):
             *map(address, results),
             tokens * per_row,
         )
-    return out if out is not None else tuple(give_back(tensor, given) for tensor in results)
+    return out if out is not None else tuple(to_caller_library(tensor, given) for tensor in results)
 
 
 def per_token_cast_back(x_fp8, x_scales, out=None):
@@ -126,7 +132,7 @@ def per_token_cast_back(x_fp8, x_scales, out=None):
     else:
         result = as_tensor(out, "out")
         check_out("tensor", result, (tokens, hidden), torch.bfloat16, x.device)
-        require_aligned("out", result)
+        check_aligned("out", result)
     if tokens:
         device = x.device.index or 0
         launcher(make_cast_back(hidden, packed), _BACK, device, dependent=True)(
@@ -139,7 +145,7 @@ def per_token_cast_back(x_fp8, x_scales, out=None):
             tokens * per_row,
             *scales.stride(),
         )
-    return out if out is not None else give_back(result, given)
+    return out if out is not None else to_caller_library(result, given)
 
 
 def _check_rows(name, x):
@@ -147,11 +153,11 @@ def _check_rows(name, x):
     if x.dim() != 2 or not x.is_contiguous():
         shape = f"shape {tuple(x.shape)}, strides {x.stride()}"
         raise ValueError(f"{name} has {shape}; it must be [tokens, hidden], contiguous")
-    require(x.device, (9, 0), name)
+    check_device(x.device, (9, 0), name)
     tokens, hidden = x.shape
     if hidden % 8 or not 8 <= hidden <= _MOST_HIDDEN:
         raise ValueError(f"{name}'s hidden is {hidden}; multiples of 8 from 8 to {_MOST_HIDDEN} are allowed")
     if tokens > _MOST_TOKENS:
         raise ValueError(f"{name} has {tokens} tokens; at most {_MOST_TOKENS} are allowed")
-    require_aligned(name, x)
+    check_aligned(name, x)
     return tokens, hidden

@@ -11,7 +11,7 @@ from moe_numba.expert_parallel.kernels.buffer_layout import MOST_CHANNELS, MOST_
 from moe_numba.expert_parallel.kernels.timeout import SENTENCES, STATUS_WORDS, WRONG_COUNTS
 from moe_numba.expert_parallel.transport import alike
 from moe_numba.runtime.launch import address, current_stream
-from moe_numba.runtime.validate import require
+from moe_numba.runtime.validate import check_device
 
 _THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
 
@@ -30,7 +30,7 @@ class Link:
 
     def __init__(self, transport, num_bytes, timeout):
         device = transport.device
-        require(device, (9, 0), "group's device")
+        check_device(device, (9, 0), "group's device")
         self.transport, self.timeout = transport, timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings = regions(self.num_ranks).rings  # where rows are on their way, in words

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_numba import simulator
-from moe_numba.runtime.launch import _argument, current_stream, launcher
+from moe_numba.runtime.launch import current_stream, launcher, signature_of
 
 _PATIENCE = 100.0  # seconds
 COMPILING = threading.Lock()  # ranks that are threads need each kernel once, and Numba one thread
@@ -72,7 +72,7 @@ class _Transport:
 
     def launch(self, kernel, grid, block, *args, **options):
         """``moe_numba.runtime.launch.launch`` for a kernel that waits for those of other ranks."""
-        signature, values = zip(*map(_argument, args), strict=True)
+        signature, values = signature_of(args)
         key = kernel, signature, tuple(options.items())
         if key not in self._started:
             self._started[key] = self.ready(kernel, signature, **options)

@@ -9,7 +9,7 @@ from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import as_outputs, as_tensor, check_out, give_back, require
+from moe_numba.runtime.validate import as_tensor, check_device, check_out, check_out_tuple, to_caller_library
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMITS = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -105,14 +105,18 @@ def biased_grouped_topk(
         weights = torch.empty((tokens, topk), dtype=torch.float32, device=device)
         ids = torch.empty((tokens, topk), dtype=torch.int32, device=device)
     else:
-        weights, ids = as_outputs(out, 2)
+        weights, ids = check_out_tuple(out, 2)
         check_out("weights", weights, (tokens, topk), torch.float32, device)
         check_out("ids", ids, (tokens, topk), torch.int32, device)
     if tokens:
         plan.start(x, x if bias is None else bias, weights, ids, tokens, limit)
     if out is not None:
         return out
-    return (weights, ids) if x is gating_output else (give_back(weights, gating_output), give_back(ids, gating_output))
+    return (
+        (weights, ids)
+        if x is gating_output
+        else (to_caller_library(weights, gating_output), to_caller_library(ids, gating_output))
+    )
 
 
 def plan_for(x, bias, *options):
@@ -244,7 +248,7 @@ def _check_tensors(x, bias):
         raise ValueError(f"gating_output has shape {tuple(x.shape)}; it must be [tokens, num_experts]")
     if x.dtype not in _DTYPES:
         raise TypeError(f"gating_output is {x.dtype}; it must be float32, bfloat16 or float16")
-    require(x.device, (9, 0), "gating_output")
+    check_device(x.device, (9, 0), "gating_output")
     num_experts = x.shape[1]
     if not 1 <= num_experts <= _MOST_EXPERTS:
         raise ValueError(f"gating_output has {num_experts} experts; 1 to {_MOST_EXPERTS} are allowed")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.gate.device import (
+from moe_numba.gate.device_functions import (
     EXCLUDED,
     FULL,
     group_worth,
@@ -53,7 +53,7 @@ def make_router(constants):
     my_part : function
         ``lane, group, rank, first, valid = my_part()``: the lane's group and rank in it, its first expert, how many.
     fetch, unpack : functions
-        As :func:`moe_numba.gate.device.make_load` gives them.
+        As :func:`moe_numba.gate.device_functions.make_load` gives them.
     read_bias : function
         ``read_bias(bias, first, valid, offset)``.
     route : function

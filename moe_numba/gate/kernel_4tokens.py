@@ -9,7 +9,7 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.gate.device import (
+from moe_numba.gate.device_functions import (
     EXCLUDED,
     FULL,
     group_worth,

@@ -10,9 +10,8 @@ from moe_numba.grouped_gemm.configs import form_for, launcher_for
 from moe_numba.grouped_gemm.constants import THREADS, Layout
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.launch import address, current_stream
-from moe_numba.runtime.outputs import outputs_for
-from moe_numba.runtime.tensor_map import tensor_map_value
-from moe_numba.runtime.validate import as_tensor, give_back
+from moe_numba.runtime.tensor_map import encode_tensor_map
+from moe_numba.runtime.validate import as_tensor, make_outputs, to_caller_library
 
 FP8 = torch.float8_e4m3fn
 _MOST_TILES = (1 << 31) - 1
@@ -188,7 +187,7 @@ def _group_gemm(
         n //= 2
     wanted = [("y", (*shape, n), FP8 if activated else torch.bfloat16)]
     wanted += [("scale", (*shape, n // 128), torch.float32)] * activated
-    outputs = outputs_for(out, wanted, x.device, aligned=[name for name, _, _ in wanted])
+    outputs = make_outputs(out, wanted, x.device, aligned=[name for name, _, _ in wanted])
     if total:
         constants = constants or form_for(scaling, rows, check_average(average, total, groups), activated)
         if indices is not None:
@@ -203,8 +202,8 @@ def _group_gemm(
             _blocks(x.device),
             THREADS,
             current_stream(x.device.index or 0),
-            tensor_map_value(flat, (Layout(constants).box_tokens, line), swizzle=128),
-            tensor_map_value(weight, (1, 128, line), swizzle=128),
+            encode_tensor_map(flat, (Layout(constants).box_tokens, line), swizzle=128),
+            encode_tensor_map(weight, (1, 128, line), swizzle=128),
             address(outputs[0]),
             address(outputs[-1]),
             address(lengths),
@@ -223,7 +222,7 @@ def _group_gemm(
         )
     if out is not None:
         return out
-    results = tuple(give_back(tensor, given) for tensor in outputs)
+    results = tuple(to_caller_library(tensor, given) for tensor in outputs)
     return results if activated else results[0]
 
 

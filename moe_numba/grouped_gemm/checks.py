@@ -4,7 +4,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, require
+from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, check_device
 
 _MOST_GROUPS = 512
 
@@ -16,7 +16,7 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
             raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}")
         if str(tensor.dim()) not in dims:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")
-    require(x.device, (9, 0), "x")
+    check_device(x.device, (9, 0), "x")
     require_hopper(x.device)
     groups, n, k = weight.shape
     if not 1 <= groups <= _MOST_GROUPS:

@@ -4,9 +4,10 @@ from functools import cache
 
 from moe_numba.grouped_gemm.constants import THREADS, Constants
 from moe_numba.grouped_gemm.kernel import make_kernel
-from moe_numba.runtime.compile import MAP, compile_once, program
+from moe_numba.runtime.compile import TENSOR_MAP
+from moe_numba.runtime.launch import cached_cubin, launcher
 
-SIGNATURE = (MAP, MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
+SIGNATURE = (TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
 SIGNATURE += ("uint8*", "int32*", "int32", "int32")  # x's own rows, for who gathers
 
 # Average rows of a group up to which a form is taken; see bench/tune_grouped_gemm. A form is the tokens of a part, the
@@ -44,21 +45,22 @@ def form_for(scaling, rows, average, activated=False):
 def launcher_for(constants, device):
     """The form as a program on one device."""
     kernel, shared_bytes = make_kernel(constants)
-    return program(
+    return launcher(
         kernel,
         SIGNATURE,
         device,
-        threads=THREADS,
+        launch_bounds=THREADS,
         shared_bytes=shared_bytes,
         cluster=constants.cluster if constants.cluster > 1 else None,
         dependent=True,
-        key=_key(constants),
+        cache_key=_key(constants),
     )
 
 
 def compile_for(constants):
     """Compile a form, unless its machine code is on disk; no GPU is needed, and it then lies there."""
-    compile_once(make_kernel(constants)[0], SIGNATURE, THREADS, key=_key(constants))
+    kernel, _ = make_kernel(constants)
+    cached_cubin(kernel, SIGNATURE, launch_bounds=THREADS, cache_key=_key(constants))
 
 
 def _key(constants):

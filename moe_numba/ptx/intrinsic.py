@@ -4,6 +4,8 @@ On a GPU the function is a Numba intrinsic that emits the instruction as inline 
 simulator it is the Python meaning that was given beside it, so that the same kernel source runs.
 """
 
+import inspect
+
 from moe_numba import simulator
 
 # An operand that takes two arguments, a pointer and an index, and reaches the instruction as one 64-bit address.
@@ -38,7 +40,6 @@ def instruction(template, result, *operands, simulate, side_effect=True):
 def _intrinsic(template, result, operands, side_effect, simulate):
     from llvmlite import ir
     from numba import types
-    from numba.cuda.extending import intrinsic
 
     scalars = {
         "u32": (types.uint32, ir.IntType(32), "r"),
@@ -95,11 +96,22 @@ def _intrinsic(template, result, operands, side_effect, simulate):
 
         return signature, codegen
 
-    # Numba counts an intrinsic's positional parameters, so they are spelled out.
-    parameters = ", ".join(f"a{i}" for i in range(sum(1 + (o in addresses) for o in operands)))
-    space = {"typing": typing}
-    context_and_parameters = f"typingctx, {parameters}" if parameters else "typingctx"
-    exec(f"def {simulate.__name__}({context_and_parameters}):\n    return typing({parameters})", space)
-    function = space[simulate.__name__]
-    function.__doc__ = simulate.__doc__
-    return intrinsic(function)
+    count_arguments = sum(1 + (o in addresses) for o in operands)
+    return make_intrinsic(simulate, count_arguments, typing)
+
+
+def make_intrinsic(simulate, count, typing):
+    """Make a Numba intrinsic of ``count`` arguments, with the name and docstring of its simulation.
+
+    ``typing(*types)`` returns the signature and the code generator.
+    """
+    from numba.cuda.extending import intrinsic
+
+    def definition(typingctx, *arguments):
+        return typing(*arguments)
+
+    names = ["typingctx", *(f"a{i}" for i in range(count))]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    definition.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    definition.__name__, definition.__doc__ = simulate.__name__, simulate.__doc__
+    return intrinsic(definition)

@@ -5,12 +5,11 @@ needs what from whom, and moves nothing across.
 """
 
 from moe_numba import simulator
+from moe_numba.ptx.intrinsic import make_intrinsic
 
 
-def _intrinsic(name, doc, result, arguments, emit):
-    """A Numba intrinsic of this signature; ``emit(builder, values)`` gives the list of result registers."""
-    from numba.cuda.extending import intrinsic
-
+def _intrinsic(simulate, result, arguments, emit):
+    """Make a Numba intrinsic of this signature; ``emit(builder, values)`` returns the list of result registers."""
     signature = result(*arguments)
 
     def codegen(context, builder, sig, values):
@@ -20,11 +19,7 @@ def _intrinsic(name, doc, result, arguments, emit):
             flat.append(value if count is None else [builder.extract_value(value, i) for i in range(count)])
         return context.make_tuple(builder, sig.return_type, emit(builder, flat))
 
-    parameters = ", ".join(f"a{i}" for i in range(len(arguments)))  # Numba counts them, so they are spelled out
-    space = {"answer": (signature, codegen)}
-    exec(f"def {name}(typingctx, {parameters}):\n    return answer", space)
-    space[name].__doc__ = doc
-    return intrinsic(space[name])
+    return make_intrinsic(simulate, len(arguments), lambda *_: (signature, codegen))
 
 
 def assembly(template, count, operands=(), *, tied, simulate):
@@ -62,7 +57,7 @@ def assembly(template, count, operands=(), *, tied, simulate):
         return [builder.extract_value(out, i) for i in range(count)]
 
     arguments = [floats] * tied + [scalars[o][0] for o in operands]
-    return _intrinsic(simulate.__name__, simulate.__doc__, floats, arguments, emit)
+    return _intrinsic(simulate, floats, arguments, emit)
 
 
 def arithmetic(counts, result, emit, *, simulate):
@@ -76,4 +71,4 @@ def arithmetic(counts, result, emit, *, simulate):
 
     arguments = [types.float32 if n is None else types.UniTuple(types.float32, n) for n in counts]
     returned = types.UniTuple(types.float32, result)
-    return _intrinsic(simulate.__name__, simulate.__doc__, returned, arguments, lambda b, values: emit(b, *values))
+    return _intrinsic(simulate, returned, arguments, lambda b, values: emit(b, *values))

@@ -1,178 +1,184 @@
-"""A kernel compiled as a whole program, with an entry in C++: for kernels that take tensor maps.
+"""Compiles ``@cuda.jit`` functions to machine code, with or without a GPU.
 
-A tensor map must reach a kernel by value, as a ``__grid_constant__``, which Numba cannot say. So the entry is C++, made
-here, and calls the Numba function; both are linked while they are still intermediate code (LTO), and the call is gone.
-It is also the way to ``setmaxnreg``: from PTX the linker makes relocatable code, in which it ignores that instruction.
+Everything in the package that depends on Numba's compiler internals is here and in ``moe_numba.ptx.intrinsic``.
 """
 
 import contextlib
-import ctypes
 import re
-import struct
-import threading
-from functools import cache
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 from numba import cuda, types
 
-from moe_numba import simulator
-from moe_numba.runtime import device as devices
-from moe_numba.runtime.cubin_cache import load_or_make
-from moe_numba.runtime.launch import _FORMATS as FORMATS
-from moe_numba.runtime.launch import Compiled, Launcher, _CompileOnlyLauncher, launcher
-from moe_numba.runtime.launch import _attributes as attributes
+__all__ = ["SM_90A", "TENSOR_MAP", "Compiled", "compile_kernel"]
 
-MAP = "tensormap"  # in a signature: 128 bytes by value; the function gets a pointer to bytes
-_C = {"int32": "int", "uint32": "unsigned", "int64": "long long", "uint64": "unsigned long long", "float32": "float"}
-
-
-def entry_source(signature, threads):
-    """The entry's C++, for ``body``, the function that does the work."""
-    inside = ["const void*" if s == MAP or s[-1] == "*" else _C[s] for s in signature]
-    outside = ["const __grid_constant__ Map" if s == MAP else t for s, t in zip(signature, inside, strict=True)]
-    parameters = ", ".join(f"{t} a{i}" for i, t in enumerate(outside))
-    values = ", ".join(f"&a{i}" if s == MAP else f"a{i}" for i, s in enumerate(signature))
-    return (
-        "struct alignas(64) Map { char bytes[128]; };\n"
-        f'extern "C" __device__ void body({", ".join(inside)});\n'
-        f'extern "C" __global__ void __launch_bounds__({threads}, 1) entry({parameters}) {{ body({values}); }}\n'
-    )
+SM_90A = (9, 0, "a")  # the suffix admits instructions that only Hopper has
+ENTRY = "entry"  # the name of every entry in C++
+TENSOR_MAP = "tensormap"  # in a signature: 128 bytes by value; the kernel gets a pointer to them
+_C_TYPES = {
+    "int32": "int",
+    "uint32": "unsigned",
+    "int64": "long long",
+    "uint64": "unsigned long long",
+    "float32": "float",
+}
 
 
-def compile_program(kernel, signature, threads, *, arch=(9, 0, "a")):
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of a kernel for one signature."""
+
+    code: object  # cuda.core.ObjectCode
+    log: str  # what ptxas printed: registers, spills
+    name: str | None = None  # of the entry; None with ``lto``
+    ptx: str | None = None  # None with link-time optimisation
+
+
+def compile_kernel(kernel, signature, *, arch=SM_90A, launch_bounds=None, lto=False, cpp_entry=False):
     """Compile a ``@cuda.jit`` function; no GPU is needed.
+
+    A kernel with a tensor map in its signature gets an entry in C++, because Numba cannot declare the
+    ``__grid_constant__`` parameter that TMA needs. Both are linked with link-time optimisation, which inlines the call.
 
     Parameters
     ----------
     kernel : Numba dispatcher
     signature : tuple of str
-        As for :func:`moe_numba.runtime.launch.compile_kernel`, or ``"tensormap"``.
-    threads : int
-        Of a block, at most.
+        A type for each argument: ``"int32"``, ``"float32*"`` for a pointer, ``"float32[]"`` for a Numba array, or
+        ``TENSOR_MAP``.
     arch : tuple
-        Compute capability, with the suffix ``"a"`` for Hopper's own instructions.
+        Compute capability, such as ``(9, 0, "a")``.
+    launch_bounds : int or tuple, optional
+        Maximum threads per block (and minimum blocks per SM), as in CUDA C++. Required with a tensor map.
+    lto : bool
+        Link with link-time optimisation, so that linked device functions are inlined.
+    cpp_entry : bool
+        Make the entry in C++ also without a tensor map. ``setmaxnreg`` needs it (the linker ignores it in the
+        relocatable code that it makes of PTX), and dynamic shared memory is then aligned behind static.
 
     Returns
     -------
-    code, log
-        An ``ObjectCode`` whose kernel is called "entry", and what ptxas said.
+    Compiled
     """
-    from cuda.core import Linker, LinkerOptions, ObjectCode, Program, ProgramOptions
-
-    name = "sm_" + "".join(map(str, arch))
-    plain = ["uint8*" if s == MAP else s for s in signature]
-    arguments = [types.CPointer(getattr(types, s[:-1])) if s[-1] == "*" else getattr(types, s) for s in plain]
-    with compiling_for(arch):
+    launch_bounds = launch_bounds or kernel.targetoptions.get("launch_bounds")
+    if cpp_entry or TENSOR_MAP in signature:
+        return _compile_with_entry(kernel, signature, arch, launch_bounds)
+    with _compiling_for(arch):
         codes, _ = cuda.compile_all(
-            _body(kernel, len(signature)),
-            types.void(*arguments),
+            kernel.py_func,
+            types.void(*map(_numba_type, signature)),
+            device=False,
+            abi="numba",
+            cc=arch,
+            output="ltoir" if lto else "ptx",
+            launch_bounds=launch_bounds,
+        )
+    code, log = _link(codes, arch, lto)
+    if lto:
+        return Compiled(code, log)
+    return Compiled(code, log, re.search(r"\.entry\s+(\w+)", codes[0])[1], codes[0])
+
+
+def _compile_with_entry(kernel, signature, arch, launch_bounds):
+    """Compile the kernel as a C function, and the entry that calls it."""
+    from cuda.core import Program, ProgramOptions
+
+    function = cuda.jit(device=True)(kernel.py_func)
+
+    # The C ABI has no way to return Python's errors (an index beyond a tuple). So only the call has it.
+    def body(*arguments):
+        function(*arguments)
+
+    with _compiling_for(arch):
+        codes, _ = cuda.compile_all(
+            body,
+            types.void(types.StarArgTuple([_numba_type(s) for s in signature])),
             device=True,
             abi="c",
             abi_info={"abi_name": "body"},
             cc=arch,
             output="ltoir",
         )
-    options = ProgramOptions(arch=name, link_time_optimization=True)
-    entry = Program(entry_source(signature, threads), "c++", options).compile("ltoir")
-    options = LinkerOptions(arch=name, link_time_optimization=True, ptxas_options=["-v"])
-    objects = (c if isinstance(c, ObjectCode) else ObjectCode.from_ltoir(c) for c in (entry.code, *codes))
-    linker = Linker(*objects, options=options)  # what a kernel's device functions were declared to link is an object
-    code = linker.link("cubin")
-    return code, re.sub("\0", "", linker.get_info_log())
+    options = ProgramOptions(arch=_arch_name(arch), link_time_optimization=True)
+    entry = Program(entry_source(signature, launch_bounds), "c++", options).compile("ltoir")
+    code, log = _link([entry.code, *codes], arch, lto=True)
+    return Compiled(code, log, ENTRY)
+
+
+def entry_source(signature, launch_bounds):
+    """The C++ of a kernel entry that passes its arguments on to ``body``, tensor maps by address."""
+    threads, blocks = launch_bounds if isinstance(launch_bounds, tuple) else (launch_bounds, 1)
+    inside = ["const void*" if s == TENSOR_MAP or s[-1] == "*" else _C_TYPES[s] for s in signature]
+    outside = ["const __grid_constant__ Map" if s == TENSOR_MAP else t for s, t in zip(signature, inside, strict=True)]
+    parameters = ", ".join(f"{t} a{i}" for i, t in enumerate(outside))
+    values = ", ".join(f"&a{i}" if s == TENSOR_MAP else f"a{i}" for i, s in enumerate(signature))
+    bounds = f"__launch_bounds__({threads}, {blocks})"
+    return (
+        "struct alignas(64) Map { char bytes[128]; };\n"
+        f'extern "C" __device__ void body({", ".join(inside)});\n'
+        f'extern "C" __global__ void {bounds} {ENTRY}({parameters}) {{ body({values}); }}\n'
+    )
+
+
+def _numba_type(name):
+    if name == TENSOR_MAP:
+        return types.CPointer(types.uint8)
+    if name.endswith("*"):
+        return types.CPointer(getattr(types, name[:-1]))
+    if name.endswith("[]"):
+        return types.Array(getattr(types, name[:-2]), 1, "C")
+    return getattr(types, name)
+
+
+def _arch_name(arch):
+    return "sm_" + "".join(map(str, arch))
+
+
+def _link(codes, arch, lto):
+    """Link PTX or LTO-IR; what a kernel's device functions were declared to link may already be an object."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    make = ObjectCode.from_ltoir if lto else ObjectCode.from_ptx
+    objects = [c if isinstance(c, ObjectCode) else make(c.encode() if isinstance(c, str) else c) for c in codes]
+    options = LinkerOptions(arch=_arch_name(arch), link_time_optimization=lto or None, ptxas_options=["-v"])
+    linker = Linker(*objects, options=options)
+    return linker.link("cubin"), linker.get_info_log().replace("\0", "")
 
 
 @contextlib.contextmanager
-def compiling_for(arch):
-    """Numba asks the current device what to compile device functions for, even where a target was named."""
+def _compiling_for(arch):
+    """Let Numba compile for ``arch``; it would ask the current device, and the driver which PTX it takes."""
     from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import nvrtc
 
-    asked, dispatcher.get_current_device = (
-        dispatcher.get_current_device,
-        lambda: SimpleNamespace(compute_capability=arch),
-    )
+    saved = dispatcher.get_current_device, nvrtc.compile
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=arch)
+    nvrtc.compile = lambda text, name, cc, ltoir=False, **_: (_compile_cpp(text, name, cc, ltoir), "")
     try:
         yield
     finally:
-        dispatcher.get_current_device = asked
+        dispatcher.get_current_device, nvrtc.compile = saved
 
 
-def _body(kernel, count):
-    """A function that only calls the kernel's: one with Python's errors in it (a tuple's index) has no C interface."""
-    names = ", ".join(f"a{i}" for i in range(count))
-    space = {"kernel": cuda.jit(device=True)(kernel.py_func)}
-    exec(f"def body({names}):\n    kernel({names})", space)
-    return space["body"]
+def _compile_cpp(text, name, arch, lto):
+    """Compile CUDA C++ to PTX or LTO-IR by NVRTC itself: cuda.core's Program asks the driver about PTX."""
+    from cuda.bindings import nvrtc
 
+    def check(answer):
+        if answer[0]:
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = b" " * size
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"NVRTC: {answer[0].name}\n{log.decode()}")
+        return answer[1:]
 
-def compile_once(kernel, signature, threads, *, arch=(9, 0, "a"), key=None):
-    """The machine code of :func:`compile_program`, from disk if it was kept there under this ``key``."""
-
-    def make():
-        return compile_program(kernel, signature, threads, arch=arch)[0].code
-
-    return load_or_make(key and (key, signature, threads, arch), make)
-
-
-class ProgramLauncher(Launcher):
-    """A program made ready for one device: calling it starts it; a tensor map's value is its 128 bytes.
-
-    Make it with :func:`program`, which keeps the ones it made.
-    """
-
-    def __init__(self, kernel, signature, device, *, threads, shared_bytes, cluster, dependent, key):
-        from cuda.bindings import driver
-        from cuda.core import ObjectCode
-
-        arch = (*devices.gpu_of(device).capability, "a")
-        code = ObjectCode.from_cubin(compile_once(kernel, signature, threads, arch=arch, key=key))
-        self.compiled = Compiled(None, code, "entry", None)
-        self._kernel = code.get_kernel("entry")  # keeps the code loaded
-        handle = driver.CUkernel(int(self._kernel.handle))
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, handle, driver.CUdevice(device))
-        if error:
-            raise ValueError(f"shared_bytes is {shared_bytes}, more than this GPU gives a block: {error.name}")
-        self._function = driver.CUfunction(int(handle))
-        self._device, self._shared_bytes, self._driver = device, shared_bytes, driver
-        pieces = ["128s" if s == MAP else "Q" if s[-1] == "*" else FORMATS[s] for s in signature]
-        self._format = struct.Struct("=" + "".join(pieces))
-        sizes = [struct.calcsize("=" + piece) for piece in pieces]
-        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._attributes = attributes(driver, cluster, False, dependent)
-        self._thread = threading.local()
-
-    def _prepare(self):
-        buffer = ctypes.create_string_buffer(self._format.size)
-        start = ctypes.addressof(buffer)
-        pointers = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
-        config = None
-        if self._attributes:
-            config = self._driver.CUlaunchConfig()
-            config.attrs, config.numAttrs = self._attributes, len(self._attributes)
-            config.sharedMemBytes = self._shared_bytes
-        self._thread.state = state = buffer, pointers, ctypes.addressof(pointers), config
-        return state
-
-
-@cache
-def program(kernel, signature, device, *, threads, shared_bytes=0, cluster=None, dependent=False, key=None):
-    """Make a program ready to be started again and again, and keep it; see :func:`moe_numba.runtime.launch.launcher`.
-
-    ``key`` tells the kernel from all others that the package makes; with one its machine code is kept on disk.
-    """
-    if simulator.ENABLED:
-        plain = tuple("uint8*" if s == MAP else s for s in signature)
-        return launcher(kernel, plain, device, shared_bytes=shared_bytes, cluster=cluster)
-    if devices.target():
-        options = dict(threads=threads, shared_bytes=shared_bytes, cluster=cluster, dependent=dependent)
-        return _CompileOnlyLauncher(kernel, signature, options)
-    return ProgramLauncher(
-        kernel,
-        signature,
-        device,
-        threads=threads,
-        shared_bytes=shared_bytes,
-        cluster=cluster,
-        dependent=dependent,
-        key=key,
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
+    options = [f"-arch={_arch_name(arch)}".encode(), b"-rdc=true", *[b"-dlto"] * lto]
+    check(nvrtc.nvrtcCompileProgram(program, len(options), options))
+    get_size, get = (
+        (nvrtc.nvrtcGetLTOIRSize, nvrtc.nvrtcGetLTOIR) if lto else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
     )
+    code = b" " * check(get_size(program))[0]
+    check(get(program, code))
+    nvrtc.nvrtcDestroyProgram(program)
+    return code if lto else code.rstrip(b"\0")

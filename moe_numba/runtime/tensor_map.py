@@ -1,4 +1,4 @@
-"""Tensor maps, made by the host: what TMA knows of a tensor. Kernels get them as 128 bytes in global memory.
+"""Tensor maps (``CUtensorMap``), encoded by the host: how TMA addresses a tensor.
 
 ``moe_numba.ptx.tma`` copies boxes of a tensor by its map; ``moe_numba.ptx.tensormap`` makes other maps on the device.
 """
@@ -7,10 +7,12 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.launch import address
-from moe_numba.runtime.validate import require
+from moe_numba.runtime.validate import check_device
 
-__all__ = ["tensor_map", "tensor_map_value"]
+__all__ = ["TensorMap", "address", "encode_tensor_map", "tensor_map"]
+
+# ``address(tensor)`` is a device pointer to its first element: an integer, or in the simulator a checked view.
+address = simulator.pointer if simulator.ENABLED else torch.Tensor.data_ptr
 
 _TYPES = {
     torch.uint8: "UINT8",
@@ -21,13 +23,13 @@ _TYPES = {
     torch.float32: "FLOAT32",
     torch.int32: "INT32",
 }
-_MOST_VALUES = 4096
+_CACHE_SIZE = 4096
 _values = {}
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
 def tensor_map(tensor, box, *, swizzle=0):
-    """Describe a tensor, and the box of it that one copy takes, to TMA.
+    """Encode a tensor, and the box of it that one copy moves, as a tensor map in global memory.
 
     A copy names the box's first element by coordinates, the innermost first, which in bytes must be a multiple of 16;
     for a store none may be negative.
@@ -60,14 +62,24 @@ def tensor_map(tensor, box, *, swizzle=0):
     return aligned.copy_(data)
 
 
-def tensor_map_value(tensor, box, *, swizzle=0):
-    """The same map as a value: what a program (:func:`moe_numba.runtime.compile.program`) takes for a "tensormap"."""
+class TensorMap:
+    """A tensor map as an argument of ``launch``: the kernel gets a pointer to its own copy of the 128 bytes.
+
+    Parameters as for :func:`tensor_map`.
+    """
+
+    def __init__(self, tensor, box, *, swizzle=0):
+        self.value, self.device = encode_tensor_map(tensor, box, swizzle=swizzle), tensor.device
+
+
+def encode_tensor_map(tensor, box, *, swizzle=0):
+    """The map's 128 bytes, which a launcher takes for a tensor map; cached. Parameters as for :func:`tensor_map`."""
     if simulator.ENABLED:
         return address(tensor_map(tensor, box, swizzle=swizzle))
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tuple(box), swizzle
     value = _values.get(key)
     if value is None:
-        if len(_values) >= _MOST_VALUES:
+        if len(_values) >= _CACHE_SIZE:
             _values.clear()
         value = _values[key] = _bytes(tensor, box, swizzle)  # it depends on nothing but the key
     return value
@@ -75,7 +87,7 @@ def tensor_map_value(tensor, box, *, swizzle=0):
 
 def _bytes(tensor, box, swizzle):
     extents, strides, box = _checked(tensor, box, swizzle)
-    require(tensor.device, (9, 0), "tensor")
+    check_device(tensor.device, (9, 0), "tensor")
     if devices.target():
         return bytes(128)
     if not simulator.ENABLED:

@@ -12,7 +12,7 @@ class UnsupportedDeviceError(RuntimeError):
     """The GPU lacks what a kernel needs."""
 
 
-def require(device, capability, what):
+def check_device(device, capability, what):
     """Refuse a device that kernels cannot run on: the CPU beside a GPU, a GPU beside the simulator, one too old."""
     if simulator.ENABLED:
         if device.type != "cpu":
@@ -43,7 +43,7 @@ def as_tensor(array, name):
     return torch.from_dlpack(array)
 
 
-def as_outputs(out, count):
+def check_out_tuple(out, count):
     """The tensors of an ``out`` argument, which must be so many."""
     if not isinstance(out, (tuple, list)) or len(out) != count:
         what = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
@@ -51,7 +51,7 @@ def as_outputs(out, count):
     return [as_tensor(array, f"out[{i}]") for i, array in enumerate(out)]
 
 
-def give_back(tensor, like):
+def to_caller_library(tensor, like):
     """A result in the library that the caller's array came from: CuPy for CuPy, NumPy for NumPy, else torch."""
     library = type(like).__module__.partition(".")[0]
     return importlib.import_module(library).from_dlpack(tensor) if library in ("cupy", "numpy") else tensor
@@ -64,3 +64,31 @@ def check_out(name, tensor, shape, dtype, device):
             f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
             f"it must be contiguous {dtype} {shape} on {device}"
         )
+
+
+def make_outputs(out, wanted, device, aligned=()):
+    """The output tensors of a call, from its ``out`` argument.
+
+    Parameters
+    ----------
+    out : None, a tensor, or a tuple of tensors
+        With None new ones are made. A function of one output takes it without a tuple.
+    wanted : sequence of (name, shape, dtype)
+    device : torch.device
+    aligned : collection of str
+        Names of those that must start at a multiple of 16 bytes, as new ones do.
+    """
+    if out is None:
+        return [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
+    results = [as_tensor(out, "out")] if len(wanted) == 1 else check_out_tuple(out, len(wanted))
+    for tensor, (name, shape, dtype) in zip(results, wanted, strict=True):
+        check_out(name, tensor, shape, dtype, device)
+        if name in aligned:
+            check_aligned(f"out's {name}", tensor)
+    return results
+
+
+def check_aligned(name, tensor):
+    """Refuse a tensor that does not start at a multiple of 16 bytes."""
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")

@@ -3,7 +3,7 @@
 import torch
 
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import as_outputs, as_tensor, check_out, give_back, require
+from moe_numba.runtime.validate import as_tensor, check_device, check_out, check_out_tuple, to_caller_library
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, columns
 
@@ -73,7 +73,7 @@ def fuse_routing(
     if out is None:
         results = [torch.empty((tokens, width), dtype=t.dtype, device=ids.device) for t in (weights, ids)]
     else:
-        results = as_outputs(out, 2)
+        results = check_out_tuple(out, 2)
         check_out("weights", results[0], (tokens, width), weights.dtype, ids.device)
         check_out("ids", results[1], (tokens, width), ids.dtype, ids.device)
     if tokens:
@@ -96,7 +96,9 @@ def fuse_routing(
         )
     if out is not None:
         return out
-    return tuple(results) if isinstance(topk_ids, torch.Tensor) else tuple(give_back(t, topk_ids) for t in results)
+    return (
+        tuple(results) if isinstance(topk_ids, torch.Tensor) else tuple(to_caller_library(t, topk_ids) for t in results)
+    )
 
 
 def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed):
@@ -105,7 +107,7 @@ def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_f
             raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}")
         if tensor.dim() != 2 or not tensor.is_contiguous():
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, topk], contiguous")
-    require(ids.device, (9, 0), "topk_ids")
+    check_device(ids.device, (9, 0), "topk_ids")
     if weights.shape != ids.shape or weights.device != ids.device:
         raise ValueError(
             f"topk_weights is {tuple(weights.shape)} on {weights.device}; "

@@ -30,11 +30,11 @@ __all__ = [
     "records",
     "rotating",
     "topic",
-    "topics",
+    "topic_names",
 ]
 
 
-def topics():
+def topic_names():
     """The names that ``topic`` knows, sorted."""
     from moe_numba.course.bench import topics
 
@@ -45,8 +45,8 @@ def topics():
 
 def topic(name):
     """The module ``topics.<name>``; ``ValueError`` with the known names when there is none."""
-    if name not in topics():
-        raise ValueError(f"there is no topic {name!r}; the topics are: {', '.join(topics()) or 'none yet'}")
+    if name not in topic_names():
+        raise ValueError(f"there is no topic {name!r}; the topics are: {', '.join(topic_names()) or 'none yet'}")
     return importlib.import_module(f"{__name__}.topics.{name}")
 
 

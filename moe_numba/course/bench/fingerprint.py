@@ -17,13 +17,13 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.code_hash import hash_file
 from moe_numba.course.bench.fingerprint_cases import CASES
 from moe_numba.course.bench.sources import all_results, result_sources
+from moe_numba.runtime.sass import disassemble
 
 VERSIONS = ("numba", "numba-cuda", "llvmlite", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "nvidia-nvvm")
 
@@ -53,28 +53,14 @@ def compile_cases(worker, workers):
 
 def fingerprint(kernel, signature, options):
     """Compile a kernel for sm_90a and hash it."""
-    from moe_numba.runtime.compile import compile_program
-    from moe_numba.runtime.launch import compile_kernel
+    from moe_numba.runtime.compile import compile_kernel
 
-    if "threads" in options:
-        code = compile_program(kernel, signature, options["threads"])[0]
-    else:
-        code = compile_kernel(kernel, signature, launch_bounds=options["launch_bounds"]).code
-    text = "\n".join([*normalised(disassemble(code.code)), *(f"{k}={v}" for k, v in sorted(options.items()))])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def disassemble(cubin):
-    """The text that nvdisasm prints for machine code, data sections included."""
-    from moe_numba.runtime.sass import disassembler
-
-    tool = disassembler()
-    if tool is None:
+    code = compile_kernel(kernel, signature, launch_bounds=options["launch_bounds"]).code
+    disassembly = disassemble(code.code)
+    if disassembly is None:
         raise RuntimeError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+    text = "\n".join([*normalised(disassembly), *(f"{k}={v}" for k, v in sorted(options.items()))])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?;)", re.MULTILINE)

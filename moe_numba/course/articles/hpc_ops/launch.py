@@ -6,7 +6,8 @@ from moe_numba import simulator
 from moe_numba.course.articles.hpc_ops import group_gemm, update_grouped_tma
 from moe_numba.course.articles.hpc_ops.group_gemm import HALF, TILE_K, TILE_N
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.launch_tma import MapByValue, start
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import TensorMap
 
 
 class Run:
@@ -32,16 +33,16 @@ class Run:
             raise ValueError(f"weight has {self.groups} groups; {constants.groups} are allowed, and 256 at most")
         self.x, self.seqlens, self.cu_seqlens, self.y_scale, self.out = x, seqlens, cu_seqlens, y_scale, out
         self.weight, self.blocks = weight, blocks or _multiprocessors(x.device)
-        self.map_x = MapByValue(x, (constants.tokens, TILE_K), swizzle=128)
-        self.map_y = MapByValue(out, (constants.tokens, HALF), swizzle=128)
-        self.map_weight = MapByValue(weight, (1, TILE_N, TILE_K), swizzle=128)
+        self.map_x = TensorMap(x, (constants.tokens, TILE_K), swizzle=128)
+        self.map_y = TensorMap(out, (constants.tokens, HALF), swizzle=128)
+        self.map_weight = TensorMap(weight, (1, TILE_N, TILE_K), swizzle=128)
         room = torch.zeros((2 * self.groups + 1) * update_grouped_tma.MAP, dtype=torch.uint8, device=x.device)
         self.maps = room[-room.data_ptr() % update_grouped_tma.MAP :][: 2 * self.groups * update_grouped_tma.MAP]
         self.tiles, self.cu_tiles = torch.zeros_like(seqlens), torch.zeros_like(cu_seqlens)
 
     def update(self):
         """Start ``update_grouped_tma``."""
-        start(
+        launch(
             update_grouped_tma.make_update_grouped_tma(self.constants.tokens),
             self.groups + 1,
             update_grouped_tma.THREADS,
@@ -63,7 +64,7 @@ class Run:
     def multiply(self):
         """Start the main kernel, with the maps that are there."""
         kernel, shared_bytes = group_gemm.make_kernel(self.constants)
-        start(
+        launch(
             kernel,
             self.blocks,
             group_gemm.THREADS,
