@@ -1,30 +1,84 @@
-"""Mixture-of-Experts kernels written in Numba CUDA, and the course that leads to them.
+"""Mixture-of-Experts kernels for NVIDIA GPUs, written in Python with Numba CUDA.
 
-The public names stand in the order in which a token meets them. Without a GPU the same kernels run in a simulator.
+Public functions in the order in which a token meets them: routing, alignment, expert-parallel dispatch, the experts'
+grouped GEMMs, combine. Without a GPU the same kernels run in a simulator.
 """
 
-from moe_numba import simulator  # first: it decides, before Numba is imported, whether there is a GPU to compile for
-from moe_numba.align import moe_align_block_size
-from moe_numba.gate import biased_grouped_topk
-from moe_numba.gate_align import biased_grouped_topk_align
-from moe_numba.grouped_gemm import (
-    group_gemm_bf16,
-    group_gemm_blockwise_fp8,
-    group_gemm_pertensor_fp8,
-    group_gemm_silu_and_mul_blockwise_fp8,
-    group_gemm_silu_and_mul_pertensor_fp8,
-)
-from moe_numba.runtime.validate import UnsupportedDeviceError
+import importlib
+from typing import TYPE_CHECKING
+
+from moe_numba import simulator  # decides, before Numba is imported, whether there is a GPU to compile for
+
+if TYPE_CHECKING:
+    from moe_numba.align import moe_align_block_size
+    from moe_numba.expert_parallel import (
+        Buffer,
+        Config,
+        get_dispatch_layout,
+        per_token_cast_back,
+        per_token_cast_to_fp8,
+    )
+    from moe_numba.gate import biased_grouped_topk
+    from moe_numba.gate_align import biased_grouped_topk_align
+    from moe_numba.grouped_gemm import (
+        group_gemm_bf16,
+        group_gemm_blockwise_fp8,
+        group_gemm_pertensor_fp8,
+        group_gemm_silu_and_mul_blockwise_fp8,
+        group_gemm_silu_and_mul_pertensor_fp8,
+    )
+    from moe_numba.runtime.validate import UnsupportedDeviceError
+    from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost
+
+# Loaded on first use, so that the simulator can be imported without torch.
+_HOME = {
+    "biased_grouped_topk": "gate",
+    "biased_grouped_topk_align": "gate_align",
+    "fuse_routing": "shared_experts",
+    "fuse_checkpoint": "shared_experts",
+    "memory_cost": "shared_experts",
+    "moe_align_block_size": "align",
+    "get_dispatch_layout": "expert_parallel",
+    "Buffer": "expert_parallel",
+    "Config": "expert_parallel",
+    "per_token_cast_to_fp8": "expert_parallel",
+    "per_token_cast_back": "expert_parallel",
+    "group_gemm_pertensor_fp8": "grouped_gemm",
+    "group_gemm_blockwise_fp8": "grouped_gemm",
+    "group_gemm_bf16": "grouped_gemm",
+    "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
+    "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
+    "UnsupportedDeviceError": "runtime.validate",
+}
 
 __all__ = [
+    "Buffer",
+    "Config",
     "UnsupportedDeviceError",
     "biased_grouped_topk",
-    "moe_align_block_size",
     "biased_grouped_topk_align",
-    "group_gemm_pertensor_fp8",
-    "group_gemm_blockwise_fp8",
+    "fuse_checkpoint",
+    "fuse_routing",
+    "get_dispatch_layout",
     "group_gemm_bf16",
-    "group_gemm_silu_and_mul_pertensor_fp8",
+    "group_gemm_blockwise_fp8",
+    "group_gemm_pertensor_fp8",
     "group_gemm_silu_and_mul_blockwise_fp8",
+    "group_gemm_silu_and_mul_pertensor_fp8",
+    "memory_cost",
+    "moe_align_block_size",
+    "per_token_cast_back",
+    "per_token_cast_to_fp8",
     "simulator",
 ]
+
+
+def __getattr__(name):
+    if name in _HOME:
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *_HOME])

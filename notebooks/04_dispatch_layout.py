@@ -72,8 +72,7 @@ from moe_numba.expert_parallel import get_dispatch_layout
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER, make_layout_kernel
 from moe_numba.expert_parallel.reference import dispatch_layout
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
-from moe_numba.ptx.memory import atom_add_s32
-from moe_numba.ptx.system import pointer_from_address
+from moe_numba.ptx.memory import atom_add_s32, pointer_from_address
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.sass import compile_apart
 
@@ -1010,7 +1009,7 @@ import sys
 import moe_numba, cupy, torch
 from numba import cuda
 from moe_numba.runtime.launch import launch
-from moe_numba.ptx.system import pointer_from_address
+from moe_numba.ptx.memory import pointer_from_address
 
 exec(compile({kernel!r}, "notebook", "exec"))
 mine = torch.zeros(8, dtype=torch.int32, device="cuda")

@@ -72,19 +72,23 @@ from moe_numba.expert_parallel.kernels import dispatch as final_kernel
 from moe_numba.expert_parallel.kernels import dispatch_direct, notify, progress
 from moe_numba.expert_parallel.kernels.channels import next_channel
 from moe_numba.expert_parallel.transport import LocalGroup
-from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group, make_bulk_wait_group_read
-from moe_numba.ptx.clock import globaltimer
-from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
-from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
-from moe_numba.ptx.system import (
-    fence_acq_rel_sys,
+from moe_numba.ptx.atomics import (
     ld_acquire_sys_s32,
-    ld_nc_na_s32x4,
-    pointer_from_address,
-    st_na_s32x4,
+    ld_relaxed_sys_s32,  # noqa: F401  by its name
     st_relaxed_sys_s32,
     st_release_sys_s32,
 )
+from moe_numba.ptx.cp_async import (
+    bulk_commit_group,
+    bulk_load,
+    bulk_store,
+    make_bulk_wait_group,
+    make_bulk_wait_group_read,
+)
+from moe_numba.ptx.fence import fence_acq_rel_sys, fence_proxy_async, fence_proxy_async_shared
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.memory import ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
+from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few blocks, on purpose
@@ -496,7 +500,9 @@ from moe_numba.course.articles.deepep.simulate import GaveUp, dispatch_all, virt
 from moe_numba.course.articles.deepep.buffer_layout import Constants, least_bytes
 from moe_numba.expert_parallel.transport import LocalGroup
 from moe_numba.runtime.launch import launch
-from moe_numba.ptx.system import *
+from moe_numba.ptx.atomics import *
+from moe_numba.ptx.fence import *
+from moe_numba.ptx.memory import *
 FLAGS, ROOM = 32, 64
 """
 

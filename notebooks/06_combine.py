@@ -80,20 +80,10 @@ from moe_numba.expert_parallel.kernels.channels import ask_no_more, first_channe
 from moe_numba.expert_parallel.kernels.progress import FULL, leave_word, make_publish
 from moe_numba.expert_parallel.kernels.timeout import COMBINE_ROWS, since, warp_gives_up
 from moe_numba.expert_parallel.transport import LocalGroup
-from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
+from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32, st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.memory import griddepcontrol_wait
-from moe_numba.ptx.packed import add_rn_bf16x2
-from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
-from moe_numba.ptx.system import (
-    ld_acquire_sys_s32,
-    ld_global_s32x4,
-    ld_nc_na_s32x4,
-    ld_volatile_s32,
-    pointer_from_address,
-    st_na_s32x4,
-    st_release_sys_s32,
-)
+from moe_numba.ptx.memory import griddepcontrol_wait, ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few blocks, on purpose
@@ -1295,7 +1285,10 @@ if FEWER:
 
 # %%
 WRITTEN_DOWN = (
-    ("from moe_numba.ptx.bulk", "from moe_numba.ptx.clock import globaltimer\nfrom moe_numba.ptx.bulk"),
+    (
+        "from moe_numba.ptx.cp_async",
+        "from moe_numba.ptx.special_registers import globaltimer\nfrom moe_numba.ptx.cp_async",
+    ),
     ("        griddepcontrol_wait()\n", "        griddepcontrol_wait()\n        begun = globaltimer()\n"),
     (
         "                st_release",

@@ -59,8 +59,8 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import hopper as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.ptx.accumulators import make_fma
-from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.cuda_cpp import ffi, source
 from moe_numba.ptx.cuda_cpp import tensormap as linked
 from moe_numba.ptx.cuda_cpp.wgmma import wgmma_step_m64n64k128_e4m3
@@ -342,7 +342,7 @@ from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 from moe_numba.runtime.launch import launch
 from moe_numba.ptx.accumulators import *
-from moe_numba.ptx.bulk import *
+from moe_numba.ptx.cp_async import *
 from moe_numba.ptx.conversions import *
 from moe_numba.ptx.fence import *
 from moe_numba.ptx.mbarrier import *

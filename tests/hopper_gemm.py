@@ -13,8 +13,8 @@ import numpy as np
 from numba import cuda, int32, uint8, uint32, uint64
 
 from moe_numba.ptx.accumulators import make_fma
-from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.matrix import stmatrix_x4
 from moe_numba.ptx.mbarrier import (

@@ -391,8 +391,18 @@ WRONG = {  # the module, which kernel is run, and the change
 }
 RACES = {
     "no barrier after a slot's blocks": ("kernel_small", "as it comes", "cuda.syncthreads()\n        others", "others"),
-    "no barrier after the counting": ("kernel_medium", "few", "cuda.syncthreads()\n        total_blocks", "total_blocks"),
-    "no barrier after the places": ("kernel_medium", "few", "cuda.syncthreads()\n        if not starts", "if not starts"),
+    "no barrier after the counting": (
+        "kernel_medium",
+        "few",
+        "cuda.syncthreads()\n        total_blocks",
+        "total_blocks",
+    ),
+    "no barrier after the places": (
+        "kernel_medium",
+        "few",
+        "cuda.syncthreads()\n        if not starts",
+        "if not starts",
+    ),
     "no barrier after masks": ("kernel_large", "many", f"at, bit)\n{' ' * 28}cuda.syncwarp()", "at, bit)"),
     "nobody waits for the other blocks": ("kernel_large", "many", "while old:", "for _ in range(1):"),
 }

@@ -547,10 +547,10 @@ FAULTS = {
 @pytest.mark.skipif(not simulator.ENABLED, reason="a GPU's memory is not weak at will")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_kernel_is_found_out(monkeypatch, name):
-    from moe_numba.ptx import system
+    from moe_numba.ptx import atomics
 
     module, function, fault = FAULTS[name]
-    known = {"relaxed": system.ld_relaxed_sys_s32, "relaxed store": system.st_relaxed_sys_s32}
+    known = {"relaxed": atomics.ld_relaxed_sys_s32, "relaxed store": atomics.st_relaxed_sys_s32}
     assert fails_under_some_seed(monkeypatch, module, function, known.get(fault, fault))
 
 

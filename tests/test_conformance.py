@@ -17,6 +17,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, float32, int32, uint32, uint64
 
+from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.cluster import (
     barrier_cluster_arrive,
     barrier_cluster_wait,
@@ -28,7 +29,6 @@ from moe_numba.ptx.cluster import (
     st_cluster_s32x4,
 )
 from moe_numba.ptx.memory import st_global_s32x4
-from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.warp import redux_sync_add_s32
 from moe_numba.runtime.launch import launch
 

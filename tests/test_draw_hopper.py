@@ -8,7 +8,7 @@ from test_draw_align import colours_of, spills, values_of
 from moe_numba import simulator
 from moe_numba.course.draw import hopper as draw
 from moe_numba.course.draw.hopper_time import barrier_steps
-from moe_numba.simulator.scheduler import Event
+from moe_numba.simulator.core.scheduler import Event
 
 DESCRIPTOR = 1 << 62 | 64 << 32 | 1 << 16 | 0x2400 >> 4
 

@@ -10,8 +10,8 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, float32, uint32, uint64
 
-from moe_numba.ptx.bulk import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group_read
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
+from moe_numba.ptx.cp_async import bulk_commit_group, bulk_load, bulk_store, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,

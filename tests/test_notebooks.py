@@ -133,9 +133,9 @@ def test_execute_writes_pages_and_figures_and_says_where(repository):
     page = (repository / "build" / "01_small.html").read_text()
     assert "data:image/png;base64" in page and "A small notebook" in page
     assert [path.name for path in (repository / "build" / "01_small_figures").iterdir()] == ["cell_02_0.png"]
-    executed = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
-    assert "run in notebooks" in executed.code_cells(executed)[0].outputs[0].text  # without the machine's folders
-    assert executed.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
+    page = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
+    assert "run in notebooks" in executed.code_cells(page)[0].outputs[0].text  # without the machine's folders
+    assert page.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
 def test_execute_in_place_makes_a_copy_that_only_lacks_a_gpu(repository, source):
@@ -199,7 +199,7 @@ def test_changed_prose_is_found_and_renewed_without_a_gpu(source, committed, rep
 
 
 def test_a_changed_package_source_is_found(source, repository, monkeypatch):
-    shutil.copytree(ROOT / "moe_numba" / "bench", repository / "moe_numba" / "bench")
+    shutil.copytree(ROOT / "moe_numba" / "course", repository / "moe_numba" / "course")
     kernel = repository / "moe_numba" / "kernel.py"
     kernel.write_text("THREADS = 32\n")
     source.write_text("# %%\nfrom moe_numba.kernel import THREADS\n")
@@ -290,11 +290,11 @@ def test_sources_are_followed_from_import_to_import(tmp_path):
         "alpha/kernel": "from ..ptx.warp import shuffle\nimport numpy\n",
         "ptx/__init__": "",
         "ptx/warp": "from moe_numba import simulator\n",
-        "simulator/__init__": "import moe_numba.runtime.launch\n",
+        "simulator/__init__": "import moe_numba.launch\n",
         "launch": "",
         "beta": "",
-        "bench/timing": "",
-        "bench/plots": "",
+        "course/bench/timing": "",
+        "course/bench/plots": "",
     }
     (tmp_path / "pyproject.toml").touch()
     for name, text in files.items():
@@ -305,11 +305,11 @@ def test_sources_are_followed_from_import_to_import(tmp_path):
     def found(code):
         return [name.removeprefix("moe_numba/") for name in sources.package_sources(code, tmp_path)]
 
-    run = ["alpha/api.py", "alpha/kernel.py", "bench/timing.py", "launch.py", "ptx/warp.py"]
+    run = ["alpha/api.py", "alpha/kernel.py", "course/bench/timing.py", "launch.py", "ptx/warp.py"]
     assert found("%matplotlib inline\nfrom moe_numba import run") == run
     assert found("import moe_numba as moe\nmoe.run(1)") == run
-    assert found("def later():\n    import moe_numba.beta") == ["bench/timing.py", "beta.py"]
-    assert found("from moe_numba.course.bench import plots\nimport numpy") == ["bench/timing.py"]
+    assert found("def later():\n    import moe_numba.beta") == ["beta.py", "course/bench/timing.py"]
+    assert found("from moe_numba.course.bench import plots\nimport numpy") == ["course/bench/timing.py"]
     assert "alpha/api.py" in found("from moe_numba import *")
 
 

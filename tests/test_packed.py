@@ -5,7 +5,7 @@ import torch
 from hopper_runs import runs
 from numba import cuda
 
-from moe_numba.ptx.packed import add_rn_bf16x2
+from moe_numba.ptx.arithmetic import add_rn_bf16x2
 
 ODD = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0]
 

@@ -15,7 +15,7 @@ from numba import cuda, float32, int32, uint8, uint64
 
 from moe_numba.ptx import cuda_cpp
 from moe_numba.ptx import tensormap as intrinsics
-from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group
+from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group
 from moe_numba.ptx.cuda_cpp import ffi
 from moe_numba.ptx.cuda_cpp import tensormap as linked
 from moe_numba.ptx.cuda_cpp.wgmma import wgmma_step_m64n64k128_e4m3
@@ -308,7 +308,7 @@ def test_tensor_maps_are_made_by_the_same_instructions_through_either_door(codes
 
 def test_random_bytes_reach_the_swizzle():
     """What ``fill`` does by threads is what a copy engine does: the simulator's own swizzle says so."""
-    from moe_numba.simulator.tensor_map import swizzled
+    from moe_numba.simulator.async_.tensor_map import swizzled
 
     at = np.arange(TILE)
     chunks = swizzled(0, TILE, 128)

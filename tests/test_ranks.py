@@ -9,7 +9,18 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, int32, uint32, uint64
 
-from moe_numba.ptx.bulk import bulk_load
+from moe_numba.ptx.atomics import (
+    atom_add_relaxed_sys_s32,
+    ld_acquire_sys_s32,
+    ld_relaxed_sys_s32,
+    ld_volatile_s32,
+    red_add_relaxed_sys_s32,
+    red_add_release_sys_s32,
+    st_relaxed_sys_s32,
+    st_release_sys_s32,
+)
+from moe_numba.ptx.cp_async import bulk_load
+from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
     mbarrier_arrive,
@@ -17,20 +28,7 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_init,
     mbarrier_wait_parity,
 )
-from moe_numba.ptx.system import (
-    atom_add_relaxed_sys_s32,
-    fence_acq_rel_sys,
-    ld_acquire_sys_s32,
-    ld_nc_na_s32x4,
-    ld_relaxed_sys_s32,
-    ld_volatile_s32,
-    pointer_from_address,
-    red_add_relaxed_sys_s32,
-    red_add_release_sys_s32,
-    st_na_s32x4,
-    st_relaxed_sys_s32,
-    st_release_sys_s32,
-)
+from moe_numba.ptx.memory import ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
 from moe_numba.ptx.warpgroup import bar_sync
 from moe_numba.runtime.launch import launch
 

@@ -16,7 +16,8 @@ from moe_numba.expert_parallel.transport import LocalGroup
 # isort: split
 from numba import cuda
 
-from moe_numba.ptx.system import ld_acquire_sys_s32, pointer_from_address, st_release_sys_s32
+from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
+from moe_numba.ptx.memory import pointer_from_address
 
 only_simulated = pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated")
 

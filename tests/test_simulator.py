@@ -50,7 +50,7 @@ def test_without_simulation_the_simulator_does_not_import_numba():
 def test_both_switches_turn_simulation_on():
     code = "from moe_numba import simulator; from numba import cuda; print(simulator.REASON, cuda.shfl_sync.__module__)"
     for name in ("MOE_NUMBA_SIMULATE", "NUMBA_ENABLE_CUDASIM"):
-        assert in_a_new_process(code, **{name: "1"}).stdout == f"{name}=1 moe_numba.simulator.cuda_module\n"
+        assert in_a_new_process(code, **{name: "1"}).stdout == f"{name}=1 moe_numba.simulator.core.cuda_module\n"
 
 
 def test_numba_first_is_refused_in_one_sentence():

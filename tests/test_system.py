@@ -10,7 +10,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda
 
-from moe_numba.ptx import system
+from moe_numba.ptx import atomics, memory
 from moe_numba.runtime.launch import launch
 
 PATIENCE = 1 << 20  # polls after which a kernel gives up, so that a GPU fails a test and does not hang
@@ -43,20 +43,20 @@ def weak(seed):
 
 @cuda.jit
 def accesses(peers, mine, out):
-    theirs = system.pointer_from_address(peers[1], mine)
-    system.st_relaxed_sys_s32(theirs, 0, 1)
-    out[0] = system.ld_relaxed_sys_s32(theirs, 0)
-    system.st_release_sys_s32(theirs, 0, 2)
-    out[1] = system.ld_acquire_sys_s32(theirs, 0)
-    out[2] = system.atom_add_relaxed_sys_s32(theirs, 0, 40)
-    out[3] = system.ld_volatile_s32(theirs, 0)
-    system.red_add_relaxed_sys_s32(theirs, 0, -100)
-    system.red_add_release_sys_s32(theirs, 0, 1)
-    out[4] = system.ld_volatile_s32(theirs, 0)
-    a, b, c, d = system.ld_global_s32x4(mine, 4)
-    system.st_na_s32x4(theirs, 4, d, c, b, a)
-    a, b, c, d = system.ld_nc_na_s32x4(mine, 8)
-    system.st_na_s32x4(out, 8, a, b, c, d)
+    theirs = memory.pointer_from_address(peers[1], mine)
+    atomics.st_relaxed_sys_s32(theirs, 0, 1)
+    out[0] = atomics.ld_relaxed_sys_s32(theirs, 0)
+    atomics.st_release_sys_s32(theirs, 0, 2)
+    out[1] = atomics.ld_acquire_sys_s32(theirs, 0)
+    out[2] = atomics.atom_add_relaxed_sys_s32(theirs, 0, 40)
+    out[3] = atomics.ld_volatile_s32(theirs, 0)
+    atomics.red_add_relaxed_sys_s32(theirs, 0, -100)
+    atomics.red_add_release_sys_s32(theirs, 0, 1)
+    out[4] = atomics.ld_volatile_s32(theirs, 0)
+    a, b, c, d = memory.ld_global_s32x4(mine, 4)
+    memory.st_na_s32x4(theirs, 4, d, c, b, a)
+    a, b, c, d = memory.ld_nc_na_s32x4(mine, 8)
+    memory.st_na_s32x4(out, 8, a, b, c, d)
     theirs[1] = mine[11]
 
 
@@ -73,8 +73,8 @@ def test_each_access(device):
 def ping_pong(peers, mine, out):
     """Two blocks send each other, in turns, 64 words and then a flag; each adds 1 to what it got."""
     me = cuda.blockIdx.x
-    own = system.pointer_from_address(peers[me], mine)
-    theirs = system.pointer_from_address(peers[1 - me], mine)
+    own = memory.pointer_from_address(peers[me], mine)
+    theirs = memory.pointer_from_address(peers[1 - me], mine)
     t = cuda.threadIdx.x
     value = t
     for i in range(ROUNDS):
@@ -82,11 +82,11 @@ def ping_pong(peers, mine, out):
             theirs[16 + t] = value + 1
             cuda.syncthreads()
             if t == 0:
-                system.st_release_sys_s32(theirs, 0, i + 1)
+                atomics.st_release_sys_s32(theirs, 0, i + 1)
         else:
             if t == 0:
                 polls = 0
-                while system.ld_acquire_sys_s32(own, 0) != i + 1 and polls < PATIENCE:
+                while atomics.ld_acquire_sys_s32(own, 0) != i + 1 and polls < PATIENCE:
                     polls += 1
             cuda.syncthreads()
             value = own[16 + t] + 1

@@ -7,7 +7,7 @@ from moe_numba import simulator  # noqa: F401  before numba: it chooses the engi
 # isort: split
 from numba import cuda
 
-from moe_numba.ptx import system
+from moe_numba.ptx import atomics, fence, memory
 
 
 def make_everything():
@@ -15,19 +15,19 @@ def make_everything():
 
     @cuda.jit(launch_bounds=(32, 1))
     def everything(peers, mine, out):
-        theirs = system.pointer_from_address(peers[cuda.threadIdx.x], mine)
-        a = system.ld_acquire_sys_s32(mine, 0)
-        b = system.ld_relaxed_sys_s32(mine, 1)
-        c = system.ld_volatile_s32(mine, 2)
-        d = system.atom_add_relaxed_sys_s32(theirs, 3, a)
-        system.red_add_relaxed_sys_s32(theirs, 4, b)
-        system.red_add_release_sys_s32(theirs, 5, c)
-        system.st_relaxed_sys_s32(theirs, 6, d)
-        system.fence_acq_rel_gpu()
-        system.st_na_s32x4(theirs, 8, *system.ld_global_s32x4(mine, 12))
-        system.st_na_s32x4(theirs, 16, *system.ld_nc_na_s32x4(out, 20))
-        system.fence_acq_rel_sys()
-        system.st_release_sys_s32(theirs, 7, d)
+        theirs = memory.pointer_from_address(peers[cuda.threadIdx.x], mine)
+        a = atomics.ld_acquire_sys_s32(mine, 0)
+        b = atomics.ld_relaxed_sys_s32(mine, 1)
+        c = atomics.ld_volatile_s32(mine, 2)
+        d = atomics.atom_add_relaxed_sys_s32(theirs, 3, a)
+        atomics.red_add_relaxed_sys_s32(theirs, 4, b)
+        atomics.red_add_release_sys_s32(theirs, 5, c)
+        atomics.st_relaxed_sys_s32(theirs, 6, d)
+        fence.fence_acq_rel_gpu()
+        memory.st_na_s32x4(theirs, 8, *memory.ld_global_s32x4(mine, 12))
+        memory.st_na_s32x4(theirs, 16, *memory.ld_nc_na_s32x4(out, 20))
+        fence.fence_acq_rel_sys()
+        atomics.st_release_sys_s32(theirs, 7, d)
         theirs[24] = a
 
     return everything

@@ -10,8 +10,8 @@ from functools import cache
 from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.align.device_functions import FULL, make_bucket_of, make_clear, make_fill, make_place_buckets, make_scan
+from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.warp import lanemask_lt
 
 SLOT_BITS = 13  # of a slot's place in its tile; its bucket stands above it

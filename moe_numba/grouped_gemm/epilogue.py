@@ -8,7 +8,7 @@ from moe_numba.grouped_gemm.constants import ACTIVATED, CHUNK, LINE, MULTIPLIERS
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
-from moe_numba.ptx.fragment import make_stmatrix_fragment
+from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync

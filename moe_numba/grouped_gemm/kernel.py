@@ -18,7 +18,7 @@ from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4
-from moe_numba.ptx.uniform import uniform, uniform_array
+from moe_numba.ptx.warp import uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 
 

@@ -14,7 +14,7 @@ from moe_numba.grouped_gemm.epilogue import make_write
 from moe_numba.grouped_gemm.schedule import TILE_ROWS
 from moe_numba.ptx.accumulators import make_fma, make_fma_columns
 from moe_numba.ptx.cluster import cluster_ctarank
-from moe_numba.ptx.fragment import make_fma_shared, make_load_shared
+from moe_numba.ptx.matrix import make_fma_shared, make_load_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_relaxed_cluster, mbarrier_wait_parity
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 

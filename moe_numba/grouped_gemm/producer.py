@@ -21,7 +21,7 @@ from moe_numba.ptx.tma import (
     tma_load_2d_multicast_hint,
     tma_load_3d_hint,
 )
-from moe_numba.ptx.uniform import uniform
+from moe_numba.ptx.warp import uniform
 
 BOTH = 0b11  # blocks of a cluster
 

@@ -1,7 +1,8 @@
-"""Arithmetic in single instructions: fast exponentials and reciprocals, and bits seen as numbers."""
+"""Arithmetic in single instructions: approximate, IEEE-rounded and packed; reinterpretation of bits."""
 
 import numpy as np
 
+from moe_numba import simulator
 from moe_numba.ptx.intrinsic import instruction
 
 _CANONICAL_NAN = np.int32(0x7FFFFFFF)
@@ -64,3 +65,25 @@ half_bits_as_float = instruction(
     simulate=half_bits_as_float,
     side_effect=False,
 )
+
+
+def rcp_rn(x):
+    """``rcp.rn.f32``: 1/x, rounded to the nearest float32; subnormals are kept."""
+    return np.float32(1) / np.float32(x)
+
+
+rcp_rn = instruction("rcp.rn.f32 $0, $1;", "f32", "f32", simulate=rcp_rn, side_effect=False)
+
+
+def add_rn_bf16x2(a, b):
+    """``add.rn.bf16x2``: the sums of the high halves and of the low ones, each rounded once, to the nearest bf16.
+
+    The same bits as when both are added in float32 and the sum is rounded to bf16: float32 has so many more bits that
+    rounding twice changes nothing (Figueroa, 1995: 2 p + 2 are enough, and 24 >= 2 * 8 + 2).
+    """
+    halves = [np.array([x], np.uint32) << np.array([16, 0], np.uint32) & np.uint32(0xFFFF0000) for x in (a, b)]
+    low, high = halves[0].view(np.float32) + halves[1].view(np.float32)
+    return np.uint32(simulator.floats.bf16_bits(high) << 16 | simulator.floats.bf16_bits(low))
+
+
+add_rn_bf16x2 = instruction("add.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=add_rn_bf16x2, side_effect=False)

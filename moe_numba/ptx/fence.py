@@ -12,20 +12,22 @@ def fence_proxy_async_shared():
 
     Who wrote fences; then a barrier; then another thread may start the copy.
     """
-    simulator.watch.fence(simulator.thread())
+    simulator.race_detector.fence(simulator.thread())
 
 
 def fence_proxy_async():
     """``fence.proxy.async``: the same for shared and global memory."""
-    simulator.watch.fence(simulator.thread())
+    simulator.race_detector.fence(simulator.thread())
 
 
 def fence_acq_rel_gpu():
     """``fence.acq_rel.gpu``: orders this thread's accesses before it and after it, for all threads of this GPU."""
+    simulator.scoped.fence()
 
 
 def fence_acq_rel_sys():
     """``fence.acq_rel.sys``: the same for all threads of all GPUs, and for the host."""
+    simulator.scoped.fence()
 
 
 fence_proxy_async_shared = instruction("fence.proxy.async.shared::cta;", "void", simulate=fence_proxy_async_shared)

@@ -3,6 +3,7 @@
 import numpy as np
 from numba import cuda
 
+from moe_numba import simulator
 from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
 
@@ -83,3 +84,65 @@ st_shared_s32x4 = instruction(
     "st.shared.v4.s32 [$0], {$1, $2, $3, $4};", "void", SHARED, "s32", "s32", "s32", "s32", simulate=st_shared_s32x4
 )
 ld_shared_s32x4 = instruction("ld.shared.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", SHARED, simulate=ld_shared_s32x4)
+
+
+def ld_global_s32x4(pointer, index):
+    """``ld.global.v4.s32``: 16 bytes, 16-byte aligned, from element ``index``, as four integers."""
+    return pointer.load_vector(index, np.int32, 4)
+
+
+def ld_nc_na_s32x4(pointer, index):
+    """``ld.global.nc.L1::no_allocate.L2::256B.v4.s32``: the same, past the L1; 256 bytes come to the L2.
+
+    ``nc`` says that nobody writes there during the kernel. To read by it what another GPU writes meanwhile is
+    undefined, flags or no flags, though DeepEP does it.
+    """
+    return pointer.load_vector(index, np.int32, 4)
+
+
+def st_na_s32x4(pointer, index, a, b, c, d):
+    """``st.global.L1::no_allocate.v4.s32``: 16 bytes, 16-byte aligned, to element ``index``; the L1 keeps no copy."""
+    pointer.store_vector(index, (a, b, c, d), np.int32)
+
+
+ld_global_s32x4 = instruction("ld.global.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", POINTER, simulate=ld_global_s32x4)
+ld_nc_na_s32x4 = instruction(
+    "ld.global.nc.L1::no_allocate.L2::256B.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x 4", POINTER, simulate=ld_nc_na_s32x4
+)
+st_na_s32x4 = instruction(
+    "st.global.L1::no_allocate.v4.s32 [$0], {$1, $2, $3, $4};",
+    *("void", POINTER, "s32", "s32", "s32", "s32"),
+    simulate=st_na_s32x4,
+)
+
+
+def pointer_from_address(address, like):
+    """The pointer that an integer stands for, such as the address of a peer's buffer; it has the type of ``like``.
+
+    ``like`` is a pointer that the kernel was given. In the simulator the address must lie in a buffer that
+    ``simulator.register`` knows.
+    """
+    return simulator.ranks.at(address, like)
+
+
+def _pointer_from_address():
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    def typing(typingctx, address, like):
+        if not isinstance(like, types.CPointer) or not isinstance(address, types.Integer):
+            return None
+
+        def codegen(context, builder, signature, values):
+            generic = context.get_value_type(signature.return_type)
+            # By way of global memory, so that what the kernel reads and writes through it are global accesses.
+            return builder.addrspacecast(builder.inttoptr(values[0], generic.pointee.as_pointer(1)), generic)
+
+        return like(types.uint64, like), codegen
+
+    typing.__name__, typing.__doc__ = pointer_from_address.__name__, pointer_from_address.__doc__
+    return intrinsic(typing)
+
+
+if not simulator.ENABLED:
+    pointer_from_address = _pointer_from_address()

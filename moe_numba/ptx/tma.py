@@ -6,7 +6,7 @@ instruction). Elements outside the tensor are loaded as zeros and are not stored
 multiple of 16 bytes: up to there it writes the box's bytes behind a row's last element, over padding or a neighbour. A
 box in shared memory starts at a multiple of 128 bytes, and of 1024 with a 128-byte swizzle
 (``cuda.shared.array(..., 1024)``). Its bytes, those of zeros too, count towards the phase of the barrier. Stores belong
-to bulk groups: see ``moe_numba.ptx.bulk``.
+to bulk groups: see ``moe_numba.ptx.cp_async``.
 """
 
 from moe_numba import simulator

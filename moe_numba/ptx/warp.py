@@ -1,6 +1,12 @@
-"""Reductions over a warp in one instruction, and a lane's own masks."""
+"""Warp-wide reductions, lane masks, and values that are warp-uniform.
+
+The compiler keeps a value that it knows to be uniform in a uniform register. Such registers have arithmetic units of
+their own, and the descriptors and addresses of wgmma and TMA must lie in them: from a lane's register they are copied
+again for each instruction.
+"""
 
 import numpy as np
+from numba import cuda
 
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import instruction
@@ -24,3 +30,45 @@ def lanemask_lt():
 redux_sync_max_s32 = instruction("redux.sync.max.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_max_s32)
 redux_sync_add_s32 = instruction("redux.sync.add.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_add_s32)
 lanemask_lt = instruction("mov.u32 $0, %lanemask_lt;", "u32", simulate=lanemask_lt, side_effect=False)
+
+
+FULL_MASK = 0xFFFFFFFF  # all 32 lanes
+
+
+@cuda.jit(device=True)
+def uniform(value):
+    """An int32 that is the same in all lanes, which must all come: lane 0's."""
+    return cuda.shfl_sync(FULL_MASK, value, 0)
+
+
+def uniform_array(array):
+    """An array in shared memory, as itself, with its address in a register for all lanes.
+
+    Otherwise the compiler thinks it cheap to compute the address for each use, though that takes some 30 clocks.
+    """
+    return array
+
+
+def _uniform_array():
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def uniform_array(typingctx, array):
+        def codegen(context, builder, sig, arguments):
+            made = context.make_array(sig.args[0])(context, builder, value=arguments[0])
+            shared = made.data.type.pointee.as_pointer(3)
+            word = builder.ptrtoint(builder.addrspacecast(made.data, shared), ir.IntType(32))
+            function = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
+            text = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+            word = builder.call(ir.InlineAsm(function, text, "=r,r", side_effect=True), [word], attrs=("convergent",))
+            made.data = builder.addrspacecast(builder.inttoptr(word, shared), made.data.type)
+            return made._getvalue()
+
+        return array(array), codegen
+
+    return uniform_array
+
+
+if not simulator.ENABLED:
+    uniform_array = _uniform_array()

@@ -14,8 +14,8 @@ from functools import cache
 import numpy as np
 
 from moe_numba import simulator
+from moe_numba.ptx.accumulators import assembly
 from moe_numba.ptx.intrinsic import SHARED, instruction
-from moe_numba.ptx.registers import assembly
 
 _TYPES = {"e4m3": ("e4m3.e4m3", 32, "1, 1"), "bf16": ("bf16.bf16", 16, "1, 1, 0, 0")}
 

@@ -1,4 +1,4 @@
-"""What public functions take and give back: arrays of any library that speaks DLPack, checked with clear errors."""
+"""Checks of what callers pass to public functions. Every error names the argument, its value and what is allowed."""
 
 import importlib
 
@@ -12,14 +12,22 @@ class UnsupportedDeviceError(RuntimeError):
     """The GPU lacks what a kernel needs."""
 
 
-def check_device(device, capability, what):
-    """Refuse a device that kernels cannot run on: the CPU beside a GPU, a GPU beside the simulator, one too old."""
+def check_device(device, capability, name):
+    """Refuse a device that kernels cannot run on: a CPU beside a GPU, a GPU beside the simulator, a GPU too old.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of the argument ``name``.
+    capability : (int, int)
+        Least compute capability.
+    """
     if simulator.ENABLED:
         if device.type != "cpu":
-            raise ValueError(f"{what} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
+            raise ValueError(f"{name} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
         return
     if device.type != "cuda" and not devices.target():
-        raise ValueError(f"{what} is on {device}; it must be on a CUDA GPU")
+        raise ValueError(f"{name} is on {device}; it must be on a CUDA GPU")
     gpu = devices.gpu_of(device)
     found = gpu.capability
     if found < capability:
@@ -30,35 +38,103 @@ def check_device(device, capability, what):
 
 
 def as_tensor(array, name):
-    """A torch tensor over the memory of anything that speaks DLPack, in order with the caller's stream.
-
-    ``name`` is the argument's, for the error.
-    """
+    """Wrap an array of any library that supports DLPack in a torch tensor, ordered with the caller's stream."""
     if isinstance(array, torch.Tensor):
         return array
     if not hasattr(array, "__dlpack__"):
-        raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that speaks DLPack")
+        raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that supports DLPack")
     if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
         raise ValueError(f"{name} has strides {array.strides}; none may be negative")
     return torch.from_dlpack(array)
 
 
+def to_caller_library(tensor, like):
+    """Convert a result to the library of the caller's array: CuPy for CuPy, NumPy for NumPy, else torch."""
+    library = type(like).__module__.partition(".")[0]
+    return importlib.import_module(library).from_dlpack(tensor) if library in ("cupy", "numpy") else tensor
+
+
+def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
+    """Refuse a tensor that is not as described.
+
+    Parameters
+    ----------
+    name : str
+        The argument's.
+    tensor : torch.Tensor
+    dtype : torch.dtype or tuple of torch.dtype, optional
+    shape : tuple, optional
+        A number for each dimension that is fixed, a name for each that is not: ``("tokens", 256)``.
+    contiguous : bool
+    aligned : bool
+        The first element must be at a multiple of 16 bytes.
+    device : (torch.device, str), optional
+        Where the tensor must be, and the name of the argument that is there.
+
+    Raises
+    ------
+    TypeError
+        For the dtype.
+    ValueError
+        For everything else.
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if dtype is not None and tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if shape is not None:
+        fits = len(shape) == tensor.dim() and all(
+            isinstance(wanted, str) or wanted == found for wanted, found in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits or (contiguous and not tensor.is_contiguous()):
+            wanted = f"[{', '.join(map(str, shape))}]" + (" and contiguous" if contiguous else "")
+            strides = f" and strides {tensor.stride()}" if contiguous else ""
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}{strides}; it must be {wanted}")
+    elif contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+    if aligned:
+        check_aligned(name, tensor)
+    if device is not None and tensor.device != device[0]:
+        raise ValueError(f"{name} is on {tensor.device}; it must be where {device[1]} is, on {device[0]}")
+
+
+def check_aligned(name, tensor):
+    """Refuse a tensor that does not start at a multiple of 16 bytes."""
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")
+
+
+def check_int(name, value, least=None, most=None):
+    """Refuse what is not an int (a bool, a float), or not from ``least`` to ``most``."""
+    if type(value) is not int:
+        raise TypeError(f"{name} is {value!r}; it must be an int")
+    if least is not None and value < least and most is None:
+        raise ValueError(f"{name} is {value}; it must be {least} or more")
+    if least is not None and not least <= value <= most:
+        raise ValueError(f"{name} is {value}; {least} to {most} are allowed")
+
+
+def check_choice(name, value, choices):
+    """Refuse what is not one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def check_factor(name, value):
+    """Refuse a factor that is zero, infinite or NaN."""
+    if not 0 < abs(value) < float("inf"):
+        raise ValueError(f"{name} is {value}; it must be finite and not zero")
+
+
 def check_out_tuple(out, count):
-    """The tensors of an ``out`` argument, which must be so many."""
+    """The tensors of an ``out`` argument, which must be a tuple of ``count``."""
     if not isinstance(out, (tuple, list)) or len(out) != count:
         what = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
         raise ValueError(f"out is {what}; it must be a tuple of {count} tensors")
     return [as_tensor(array, f"out[{i}]") for i, array in enumerate(out)]
 
 
-def to_caller_library(tensor, like):
-    """A result in the library that the caller's array came from: CuPy for CuPy, NumPy for NumPy, else torch."""
-    library = type(like).__module__.partition(".")[0]
-    return importlib.import_module(library).from_dlpack(tensor) if library in ("cupy", "numpy") else tensor
-
-
 def check_out(name, tensor, shape, dtype, device):
-    """Refuse an output that is not contiguous, or not of this shape and type on this device."""
+    """Refuse an output that is not contiguous, or not of this shape and dtype on this device."""
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
@@ -67,16 +143,20 @@ def check_out(name, tensor, shape, dtype, device):
 
 
 def make_outputs(out, wanted, device, aligned=()):
-    """The output tensors of a call, from its ``out`` argument.
+    """Allocate the outputs of a call, or check those of its ``out`` argument.
 
     Parameters
     ----------
     out : None, a tensor, or a tuple of tensors
-        With None new ones are made. A function of one output takes it without a tuple.
+        None to allocate. A function with one output takes it without a tuple.
     wanted : sequence of (name, shape, dtype)
     device : torch.device
     aligned : collection of str
         Names of those that must start at a multiple of 16 bytes, as new ones do.
+
+    Returns
+    -------
+    list of torch.Tensor
     """
     if out is None:
         return [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
@@ -86,9 +166,3 @@ def make_outputs(out, wanted, device, aligned=()):
         if name in aligned:
             check_aligned(f"out's {name}", tensor)
     return results
-
-
-def check_aligned(name, tensor):
-    """Refuse a tensor that does not start at a multiple of 16 bytes."""
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")

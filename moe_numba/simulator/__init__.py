@@ -50,10 +50,17 @@ _NAMES = {
     "memory": ("Pointer", "Array"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = (
-    *(*_NAMES, "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "scoped", "warp"),
-    *("async_copy", "floats", "fragments", "matrix", "mbarrier", "tensor_map", "watch", "wgmma"),
-)
+_PACKAGES = {
+    "core": (
+        *("arguments", "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats"),
+        *("kernel", "memory", "scheduler", "shared", "warp"),
+    ),
+    "async_": (
+        *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
+    ),
+    "memory_model": ("ranks", "scoped", "weak", "weak_cells"),
+}
+_MODULES = {module: package for package, modules in _PACKAGES.items() for module in modules}
 __all__ = ["ENABLED", "REASON", *_HOME]
 
 
@@ -95,9 +102,10 @@ def _switch_numba():
 
 def __getattr__(name):
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        module = globals()[name] = importlib.import_module(f"{__name__}.{_MODULES[name]}.{name}")
+        return module
     if name in _HOME:
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        value = globals()[name] = getattr(__getattr__(_HOME[name]), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -105,7 +113,7 @@ def __getattr__(name):
 ENABLED, REASON = _decide()
 _switch_numba()
 if ENABLED:
-    from moe_numba.simulator import arithmetic, cuda_module
+    from moe_numba.simulator.core import arithmetic, cuda_module
 
     cuda_module.grow()
     arithmetic.wrap_integer_casts()

@@ -28,14 +28,16 @@ from moe_numba.runtime.sass import disassemble
 VERSIONS = ("numba", "numba-cuda", "llvmlite", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "nvidia-nvvm")
 
 
-def compile_cases(worker, workers):
-    """Compile every ``workers``-th kernel from ``worker`` on; yield (name, hash)."""
+def compile_cases(worker, workers, only=()):
+    """Compile every ``workers``-th kernel from ``worker`` on; yield (name, hash). ``only`` names some of the cases."""
     from moe_numba.runtime import device
 
     launches, seen = [], {}
     device.compile_only(device.H200, lambda *launch: launches.append(launch))
     number = 0
     for topic, function in CASES.items():
+        if only and topic not in only:
+            continue
         for name, call in function():
             launches.clear()
             call()
@@ -90,12 +92,12 @@ def versions():
     return {name: found for name in VERSIONS if (found := records.version(name))}
 
 
-def compile_all():
-    """Name -> hash of every kernel, compiled in one process per core."""
+def compile_all(only=()):
+    """Name -> hash of every kernel (of the cases ``only``), compiled in one process per core."""
     workers = len(os.sched_getaffinity(0))
 
     def run(worker):
-        command = [sys.executable, "-m", __spec__.name, "--worker", str(worker), str(workers)]
+        command = [sys.executable, "-m", __spec__.name, "--worker", str(worker), str(workers), *only]
         environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
@@ -149,13 +151,17 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="make fingerprint", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with the file, and write nothing")
     parser.add_argument("--restamp", action="store_true", help="check, then update the sources of all records")
-    parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", default=[], choices=CASES, help="with --check: some of the cases")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
-        for name, digest in compile_cases(*options.worker):
+        worker, workers, *only = options.worker
+        for name, digest in compile_cases(int(worker), int(workers), only):
             print(name, digest, sep="\t", flush=True)
         return 0
-    now = {"arch": "sm_90a", "versions": versions(), "kernels": compile_all()}
+    if options.only and not options.check:
+        parser.error("--only goes with --check")
+    now = {"arch": "sm_90a", "versions": versions(), "kernels": compile_all(options.only)}
     if not (options.check or options.restamp):
         path().write_text(json.dumps(now, indent=1) + "\n")
         print(f"{len(now['kernels'])} kernels: {path()}")
@@ -164,7 +170,8 @@ def main(argv=None):
     if before["versions"] != now["versions"]:
         print(f"other compilers: {before['versions']} then, {now['versions']} now")
         return 1
-    found = list(differences(before["kernels"], now["kernels"]))
+    kernels = {name: old for name, old in before["kernels"].items() if name.split(":")[0] in (options.only or CASES)}
+    found = list(differences(kernels, now["kernels"]))
     print(*found, f"{len(found)} of {len(now['kernels'])} kernels differ", sep="\n")
     if found:
         return 1

@@ -24,8 +24,8 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from numba import cuda, uint64
 
 from moe_numba.course.bench.timing import Stats, _no_gc, _rounds
-from moe_numba.ptx.clock import globaltimer
-from moe_numba.ptx.system import ld_acquire_sys_s32
+from moe_numba.ptx.atomics import ld_acquire_sys_s32
+from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import address
 
 _PATIENCE_NS = 5_000_000_000

@@ -7,10 +7,10 @@ from numba import cuda, int32, uint32, uint64
 
 from moe_numba.expert_parallel.kernels.buffer_layout import ASKED, AT_END, Record, lines
 from moe_numba.expert_parallel.kernels.progress import FULL, wait_until_told
-from moe_numba.ptx.bulk import bulk_load, make_bulk_wait_group, make_bulk_wait_group_read
+from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32
+from moe_numba.ptx.cp_async import bulk_load, make_bulk_wait_group, make_bulk_wait_group_read
+from moe_numba.ptx.fence import fence_acq_rel_gpu
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
-from moe_numba.ptx.scoped import atom_add_relaxed_gpu_s32
-from moe_numba.ptx.system import fence_acq_rel_gpu
 
 copied, copied_but_last, read = make_bulk_wait_group(0), make_bulk_wait_group(1), make_bulk_wait_group_read(0)
 

@@ -36,11 +36,10 @@ from moe_numba.expert_parallel.kernels.channels import (
 from moe_numba.expert_parallel.kernels.progress import FULL, leave_word, make_publish
 from moe_numba.expert_parallel.kernels.timeout import ROWS, SPACE, since, warp_gives_up
 from moe_numba.expert_parallel.kernels.token_slot import make_fill, make_fill_up, make_keep
-from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
+from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
+from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async
-from moe_numba.ptx.memory import griddepcontrol_wait
-from moe_numba.ptx.shared_flags import st_release_cta_shared_s32
-from moe_numba.ptx.system import ld_acquire_sys_s32, ld_volatile_s32, pointer_from_address
+from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
 
 
 @cache

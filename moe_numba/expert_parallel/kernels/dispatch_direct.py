@@ -23,8 +23,8 @@ from moe_numba.expert_parallel.kernels.channels import (
 )
 from moe_numba.expert_parallel.kernels.progress import FULL
 from moe_numba.expert_parallel.kernels.token_slot import make_fill, make_fill_up, make_keep
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.system import ld_volatile_s32, pointer_from_address
+from moe_numba.ptx.atomics import ld_volatile_s32
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
 
 
 @cache

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from moe_numba.ptx.arithmetic import int_as_float, uint_as_float
+from moe_numba.ptx.arithmetic import int_as_float, rcp_rn, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
 from moe_numba.ptx.memory import (
     griddepcontrol_launch_dependents,
@@ -18,7 +18,6 @@ from moe_numba.ptx.memory import (
     load_nc_u32x4,
     st_global_s32x4,
 )
-from moe_numba.ptx.rounded import rcp_rn
 from moe_numba.ptx.warp import redux_sync_max_s32
 
 THREADS = 128

@@ -21,16 +21,10 @@ from moe_numba.expert_parallel.kernels.buffer_layout import (
 from moe_numba.expert_parallel.kernels.channels import channel_of, shares
 from moe_numba.expert_parallel.kernels.progress import FULL
 from moe_numba.expert_parallel.kernels.timeout import BARRIER, COUNTS, MISCOUNT, TOO_MANY, give_up, out_of_patience
-from moe_numba.ptx.clock import globaltimer
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.system import (
-    fence_acq_rel_sys,
-    ld_acquire_sys_s32,
-    ld_volatile_s32,
-    pointer_from_address,
-    st_relaxed_sys_s32,
-    st_release_sys_s32,
-)
+from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_relaxed_sys_s32, st_release_sys_s32
+from moe_numba.ptx.fence import fence_acq_rel_sys
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
+from moe_numba.ptx.special_registers import globaltimer
 
 _AT_ONCE = 4  # loads on their way
 

@@ -12,13 +12,15 @@ from functools import cache
 
 from numba import cuda, int32, uint32, uint64
 
-from moe_numba.ptx.shared_flags import (
+from moe_numba.ptx.atomics import (
     ld_acquire_cta_shared_u64,
     poll_acquire_cta_shared_s32,
     poll_acquire_cta_shared_u64,
+    st_relaxed_sys_s32,
     st_release_cta_shared_u64,
 )
-from moe_numba.ptx.system import fence_acq_rel_sys, pointer_from_address, st_relaxed_sys_s32
+from moe_numba.ptx.fence import fence_acq_rel_sys
+from moe_numba.ptx.memory import pointer_from_address
 
 FULL = 0xFFFFFFFF
 

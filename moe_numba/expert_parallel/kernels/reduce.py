@@ -10,11 +10,9 @@ from functools import cache
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.expert_parallel.kernels.progress import FULL
-from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.memory import ld_shared_s32x4, st_shared_s32x4
-from moe_numba.ptx.packed import add_rn_bf16x2
-from moe_numba.ptx.system import ld_global_s32x4
+from moe_numba.ptx.memory import ld_global_s32x4, ld_shared_s32x4, st_shared_s32x4
 
 
 def make_add_up(shape, biases):

@@ -9,8 +9,8 @@ from numba import cuda, int32, uint64
 
 from moe_numba.expert_parallel.kernels.buffer_layout import LOST
 from moe_numba.expert_parallel.kernels.progress import FULL
-from moe_numba.ptx.clock import globaltimer
-from moe_numba.ptx.system import atom_add_relaxed_sys_s32, ld_volatile_s32, st_release_sys_s32
+from moe_numba.ptx.atomics import atom_add_relaxed_sys_s32, ld_volatile_s32, st_release_sys_s32
+from moe_numba.ptx.special_registers import globaltimer
 
 STATUS_WORDS = 8
 # What was waited for: a code in the status, and the sentence of the error, which takes the status' numbers.

@@ -5,7 +5,7 @@ from functools import cache
 from numba import cuda, int32, int64
 
 from moe_numba.expert_parallel.kernels.channels import make_fetch
-from moe_numba.ptx.bulk import bulk_commit_group, bulk_store
+from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async_shared
 
 _MOST_NUMBER = (1 << 31) - 1

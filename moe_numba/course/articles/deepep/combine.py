@@ -25,16 +25,15 @@ from moe_numba.course.articles.deepep.polling import (
     more_than,
 )
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.shared_flags import ld_acquire_cta_shared_s32, poll_acquire_cta_shared_s32, st_release_cta_shared_s32
-from moe_numba.ptx.system import (
+from moe_numba.ptx.atomics import (
+    ld_acquire_cta_shared_s32,
     ld_acquire_sys_s32,
-    ld_global_s32x4,
-    ld_nc_na_s32x4,
-    pointer_from_address,
-    st_na_s32x4,
+    poll_acquire_cta_shared_s32,
+    st_release_cta_shared_s32,
     st_release_sys_s32,
 )
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.memory import ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
 from moe_numba.ptx.warpgroup import bar_sync
 
 FAULTS = ("plain tail", "no barrier", "early head", "short ring")

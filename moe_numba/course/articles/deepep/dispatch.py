@@ -25,15 +25,8 @@ from moe_numba.course.articles.deepep.polling import (
     make_wait,
     other_than,
 )
-from moe_numba.ptx.system import (
-    ld_acquire_sys_s32,
-    ld_global_s32x4,
-    ld_nc_na_s32x4,
-    ld_relaxed_sys_s32,
-    pointer_from_address,
-    st_relaxed_sys_s32,
-    st_release_sys_s32,
-)
+from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_relaxed_sys_s32, st_release_sys_s32
+from moe_numba.ptx.memory import ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address
 from moe_numba.ptx.warpgroup import bar_sync
 
 FAULTS = ("plain tail", "tail first", "no barrier", "relaxed poll", "early head")

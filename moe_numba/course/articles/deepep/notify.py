@@ -11,13 +11,13 @@ from numba import cuda, int32
 from moe_numba import simulator
 from moe_numba.course.articles.deepep.buffer_layout import combine_regions, dispatch_regions
 from moe_numba.course.articles.deepep.polling import BARRIER, FULL, at_most, make_channel_range, make_wait
-from moe_numba.ptx.system import (
+from moe_numba.ptx.atomics import (
     ld_acquire_sys_s32,
-    pointer_from_address,
     red_add_relaxed_sys_s32,
     red_add_release_sys_s32,
     st_relaxed_sys_s32,
 )
+from moe_numba.ptx.memory import pointer_from_address
 from moe_numba.ptx.warp import lanemask_lt, redux_sync_add_s32
 
 THREADS = 64 if simulator.ENABLED else 128  # of a block; simulated threads take their turns

@@ -10,8 +10,9 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint64
 
-from moe_numba.ptx.clock import globaltimer
-from moe_numba.ptx.system import atom_add_relaxed_sys_s32, ld_relaxed_sys_s32, st_na_s32x4, st_release_sys_s32
+from moe_numba.ptx.atomics import atom_add_relaxed_sys_s32, ld_relaxed_sys_s32, st_release_sys_s32
+from moe_numba.ptx.memory import st_na_s32x4
+from moe_numba.ptx.special_registers import globaltimer
 
 FULL = 0xFFFFFFFF
 STATUS = 8  # int32

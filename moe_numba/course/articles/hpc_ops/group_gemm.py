@@ -17,8 +17,8 @@ from numba import cuda, int32, int64, uint8, uint32, uint64
 from moe_numba.course.articles.hpc_ops.scheduler import device
 from moe_numba.course.articles.hpc_ops.update_grouped_tma import MAP
 from moe_numba.ptx.accumulators import make_fma
-from moe_numba.ptx.bulk import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.matrix import stmatrix_x2_trans, stmatrix_x4_trans
 from moe_numba.ptx.mbarrier import (

@@ -12,11 +12,11 @@ import sys
 
 import numpy as np
 
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.errors import Misaligned, MissingFence, OutOfBounds, SimulatorError, place
-from moe_numba.simulator.memory import who
-from moe_numba.simulator.shared import region
-from moe_numba.simulator.warp import FULL, collective
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.errors import Misaligned, MissingFence, OutOfBounds, SimulatorError, place
+from moe_numba.simulator.core.memory import who
+from moe_numba.simulator.core.shared import region
+from moe_numba.simulator.core.warp import FULL, collective
 
 SIZE = 128  # bytes of a map
 _MAGIC = 0x70614D74  # "tMap"

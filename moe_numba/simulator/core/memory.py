@@ -10,7 +10,7 @@ import importlib
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.errors import Misaligned, OutOfBounds
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
 
 attentive = 0  # how many worlds are running that preempt at memory accesses, or watch who touches shared memory
 

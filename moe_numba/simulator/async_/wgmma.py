@@ -8,10 +8,13 @@ import sys
 
 import numpy as np
 
-from moe_numba.simulator import floats, fragments, memory
-from moe_numba.simulator.barrier import warpgroup
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.errors import (
+from moe_numba.simulator.async_ import fragments
+from moe_numba.simulator.async_.fragments import Fragment
+from moe_numba.simulator.async_.tensor_map import swizzled_address
+from moe_numba.simulator.core import floats, memory
+from moe_numba.simulator.core.barrier import warpgroup
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.errors import (
     AsyncRace,
     DivergentBarrier,
     Misaligned,
@@ -20,10 +23,8 @@ from moe_numba.simulator.errors import (
     kernel_frame,
     place,
 )
-from moe_numba.simulator.fragments import Fragment
-from moe_numba.simulator.shared import region
-from moe_numba.simulator.tensor_map import swizzled_address
-from moe_numba.simulator.warp import FULL, collective
+from moe_numba.simulator.core.shared import region
+from moe_numba.simulator.core.warp import FULL, collective
 
 _SWIZZLES = {1: 128, 2: 64, 3: 32}  # by the two highest bits of a descriptor
 _STEP_BYTES = 32  # of k, for one instruction

@@ -5,10 +5,11 @@ A barrier is opaque: where one lies, nobody else may read or write.
 
 import sys
 
-from moe_numba.simulator import cluster, memory, weak
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.errors import BarrierMisuse, place
-from moe_numba.simulator.shared import region
+from moe_numba.simulator.core import cluster, memory
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.errors import BarrierMisuse, place
+from moe_numba.simulator.core.shared import region
+from moe_numba.simulator.memory_model import weak
 
 _MOST = (1 << 20) - 1  # arrivals of a phase, or bytes that it waits for
 

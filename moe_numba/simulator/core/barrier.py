@@ -5,8 +5,8 @@ A GPU leaves undefined what else happens.
 
 import sys
 
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.errors import DivergentBarrier, MissingLane, SimulatorError, kernel_frame, place
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.errors import DivergentBarrier, MissingLane, SimulatorError, kernel_frame, place
 
 
 def block(what, value=None, finish=None):

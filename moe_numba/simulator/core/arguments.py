@@ -5,11 +5,12 @@ import sys
 
 import numpy as np
 
-from moe_numba.simulator.memory import Array, Pointer, reachable
+from moe_numba.simulator.core.memory import Array, Pointer, reachable
 
 
 def _is_tensor(value):
-    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _from_torch(tensor, whole_storage):

@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 
-from moe_numba.simulator import weak
-from moe_numba.simulator.errors import AsyncRace, MissingFence, place
+from moe_numba.simulator.core.errors import AsyncRace, MissingFence, place
+from moe_numba.simulator.memory_model import weak
 
 _GRAIN = 16  # bytes for each of the flags that say whether it is worth while to look closer
 

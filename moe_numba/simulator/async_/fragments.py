@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 
-from moe_numba.simulator.arithmetic import fma as fma_of_scalars
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.shared import region
+from moe_numba.simulator.core.arithmetic import fma as fma_of_scalars
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.shared import region
 
 
 class Fragment:

@@ -7,11 +7,11 @@ import types
 
 import greenlet
 
-from moe_numba.simulator import memory
-from moe_numba.simulator.arguments import argument
-from moe_numba.simulator.engine import Grid, Thread
-from moe_numba.simulator.errors import SimulatorError
-from moe_numba.simulator.scheduler import World, _settings
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.arguments import argument
+from moe_numba.simulator.core.engine import Grid, Thread
+from moe_numba.simulator.core.errors import SimulatorError
+from moe_numba.simulator.core.scheduler import World, _settings
 
 _CLUSTER_BLOCKS = 8  # what every GPU with clusters takes; more must be asked for, which `launch` does not
 

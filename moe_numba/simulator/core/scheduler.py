@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_numba.simulator import memory
-from moe_numba.simulator.errors import Deadlock, standing
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.errors import Deadlock, standing
 
 _IDLE_ROUNDS = 16  # of polling in vain, before a deadlock is suspected
 _IDLE_LIMIT = 4096  # before it is taken for certain, though some local variable still changes

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.errors import (
+from moe_numba.simulator.async_.uses_async import asynchronous
+from moe_numba.simulator.core.errors import (
     ClusterError,
     DivergentBarrier,
     MissingLane,
@@ -20,9 +21,8 @@ from moe_numba.simulator.errors import (
     ranges,
     standing,
 )
-from moe_numba.simulator.reach import asynchronous
-from moe_numba.simulator.scheduler import Event
-from moe_numba.simulator.shared import Layout, Shared
+from moe_numba.simulator.core.scheduler import Event
+from moe_numba.simulator.core.shared import Layout, Shared
 
 
 class Dim3(NamedTuple):

@@ -11,10 +11,12 @@ import sys
 
 import numpy as np
 
-from moe_numba.simulator import cluster, mbarrier, tensor_map, weak
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.errors import Misaligned, OutOfBounds, SimulatorError, place
-from moe_numba.simulator.shared import region
+from moe_numba.simulator.async_ import mbarrier, tensor_map
+from moe_numba.simulator.core import cluster
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError, place
+from moe_numba.simulator.core.shared import region
+from moe_numba.simulator.memory_model import weak
 
 EVICT_FIRST, EVICT_LAST = np.uint64(0x12F0000000000000), np.uint64(0x14F0000000000000)
 _serial = itertools.count()

@@ -1,13 +1,13 @@
-"""Accesses that threads of other blocks and ranks meet halfway, and fences: what `ptx.system` means in the simulator.
+"""Accesses that threads of other blocks and ranks meet halfway, and fences: what `ptx.atomics` means in the simulator.
 
 Each load gives way to others before it looks, for it may be a poll. Without weak memory that is all there is to them.
 """
 
 import numpy as np
 
-from moe_numba.simulator import weak
-from moe_numba.simulator.atomic import Atomic
-from moe_numba.simulator.engine import thread
+from moe_numba.simulator.core.atomic import Atomic
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.memory_model import weak
 
 
 def load(what, pointer, index, acquire=False):

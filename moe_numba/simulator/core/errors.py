@@ -2,7 +2,7 @@
 
 import os
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the simulator
 # Frames of these folders carry out an instruction; the line a reader wants is the kernel's that asked for it.
 _MACHINERY = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "ptx") + os.sep)
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from moe_numba.simulator import memory
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.shared import region
-from moe_numba.simulator.warp import FULL, collective
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.shared import region
+from moe_numba.simulator.core.warp import FULL, collective
 
 
 def store(array, index, words, trans):

@@ -15,13 +15,13 @@ The model, in force within `weak_memory()`, for global memory:
 Loads are not reordered; that a load may come too early shows as old bytes. It is one view for all threads of a block,
 so that an acquire of one of them serves all, with or without a barrier: that this barrier is missing is not found here.
 Every scope is taken for the widest. Copies of boxes (`ptx.tma`) read what is published, and nothing older. Of the
-fences in `ptx.fence` the proxy fences release; fence_acq_rel_* mean something only where they come from `ptx.system`.
+fences in `ptx.fence` the proxy fences release; fence_acq_rel_* mean something only where they come from `ptx.atomics`.
 """
 
 import numpy as np
 
-from moe_numba.simulator.scheduler import _setting
-from moe_numba.simulator.weak_cells import argument
+from moe_numba.simulator.core.scheduler import _setting
+from moe_numba.simulator.memory_model.weak_cells import argument
 
 _STALE = 0.5  # the chance that a block goes on reading what a store has replaced
 _REVEAL = 1 / 16  # the chance that a step of the scheduler publishes a store, or ends a reading of old bytes

@@ -7,10 +7,11 @@ greenlet, so that device functions and closures are plain Python calls, and the 
 import sys
 import types
 
-from moe_numba.simulator import arithmetic, barrier, memory, scoped, warp
-from moe_numba.simulator.atomic import Atomic
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.kernel import jit
+from moe_numba.simulator.core import arithmetic, barrier, memory, warp
+from moe_numba.simulator.core.atomic import Atomic
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.kernel import jit
+from moe_numba.simulator.memory_model import scoped
 
 
 class _Index:

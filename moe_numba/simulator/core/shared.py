@@ -8,9 +8,9 @@ import os
 
 import numpy as np
 
-from moe_numba.simulator.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError
-from moe_numba.simulator.memory import Array, Pointer, as_dtype, poison, who
-from moe_numba.simulator.watch import Watch
+from moe_numba.simulator.async_.race_detector import Watch
+from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError
+from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, who
 
 MOST_BYTES = 227 * 1024  # that a block can have
 _FIRST = 1024  # the first bytes of the window are the system's

@@ -3,8 +3,8 @@
 import greenlet
 import numpy as np
 
-from moe_numba.simulator import memory
-from moe_numba.simulator.memory import Array, Pointer, convert
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.memory import Array, Pointer, convert
 
 
 def argument(value):

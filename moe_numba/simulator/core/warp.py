@@ -9,9 +9,9 @@ from functools import reduce
 
 import numpy as np
 
-from moe_numba.simulator import memory
-from moe_numba.simulator.engine import Meeting, thread
-from moe_numba.simulator.errors import MissingLane, lanes_of, place
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.engine import Meeting, thread
+from moe_numba.simulator.core.errors import MissingLane, lanes_of, place
 
 FULL = 0xFFFFFFFF
 

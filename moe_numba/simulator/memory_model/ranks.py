@@ -13,10 +13,10 @@ import contextlib
 
 import greenlet
 
-from moe_numba.simulator.arguments import pointer
-from moe_numba.simulator.errors import Misaligned, OutOfBounds, SimulatorError
-from moe_numba.simulator.memory import as_dtype, who
-from moe_numba.simulator.scheduler import World, _setting, _settings
+from moe_numba.simulator.core.arguments import pointer
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError
+from moe_numba.simulator.core.memory import as_dtype, who
+from moe_numba.simulator.core.scheduler import World, _setting, _settings
 
 _buffers = {}  # the address of a registered buffer -> a pointer to its bytes
 

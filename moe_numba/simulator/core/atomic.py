@@ -7,9 +7,9 @@ others: that is how a loop on `cas` waits for a lock. One that changes memory ma
 import greenlet
 import numpy as np
 
-from moe_numba.simulator import memory
-from moe_numba.simulator.errors import OutOfBounds
-from moe_numba.simulator.weak_cells import WeakCells
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.errors import OutOfBounds
+from moe_numba.simulator.memory_model.weak_cells import WeakCells
 
 
 def update(target, index, change):

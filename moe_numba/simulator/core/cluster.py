@@ -6,10 +6,17 @@ block that may not have started yet, or that has exited.
 
 import sys
 
-from moe_numba.simulator import weak
-from moe_numba.simulator.engine import thread
-from moe_numba.simulator.errors import ClusterError, DivergentBarrier, OutOfBounds, SimulatorError, kernel_frame, place
-from moe_numba.simulator.warp import FULL, collective
+from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.errors import (
+    ClusterError,
+    DivergentBarrier,
+    OutOfBounds,
+    SimulatorError,
+    kernel_frame,
+    place,
+)
+from moe_numba.simulator.core.warp import FULL, collective
+from moe_numba.simulator.memory_model import weak
 
 
 def _together(what, act):
