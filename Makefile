@@ -4,10 +4,10 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test stale fingerprint lint clean
+.PHONY: help notebooks test test-fast stale fingerprint lint wheel clean
 
-help:  ## Say what there is
-	@sed -n 's/^\([a-z]*\): .*## /  make \1\t/p' Makefile
+help:  ## List the commands
+	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile
 	@echo "Another Python: make test PYTHON=python3.12. More arguments: make test ARGS='-k gate'."
 
 notebooks: .venv/.ready  ## Run every notebook (on the GPU, or small in the simulator); pages land in build/
@@ -17,15 +17,28 @@ notebooks: .venv/.ready  ## Run every notebook (on the GPU, or small in the simu
 test: .venv/.ready  ## Run the whole test suite
 	@$(RUN) pytest -n auto --dist worksteal $(ARGS)
 
+test-fast: .venv/.ready  ## Run the tests that take under 3 minutes together
+	@$(RUN) pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+
 stale: .venv/.ready  ## Name the records and executed notebooks that are older than their code
 	@$(RUN) moe_numba stale
 
 fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares, ARGS=--restamp renews records
 	@$(RUN) moe_numba.course.bench.fingerprint $(ARGS)
 
-lint: .venv/.ready  ## Check for mistakes and formatting
+lint: .venv/.ready  ## Run ruff check, ruff format --check and mypy
 	@$(RUN) ruff check
 	@$(RUN) ruff format --check
+	@$(RUN) mypy
+
+# In an environment with nothing but the wheel and its dependencies: imports, the command line and one call.
+wheel: .venv/.ready  ## Build the wheel and try it in an empty environment
+	@$(RUN) pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	@$(PYTHON) -m venv --clear build/wheel/venv
+	@build/wheel/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build/wheel/*.whl
+	@cd build/wheel && MOE_NUMBA_SIMULATE=1 venv/bin/python -m moe_numba doctor
+	@cd build/wheel && MOE_NUMBA_SIMULATE=1 venv/bin/python -c \
+	  "import torch, moe_numba; print(moe_numba.biased_grouped_topk(torch.randn(2, 16), None, 4)[1])"
 
 # constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamp comes last: an
 # installation that was interrupted starts again.
