@@ -132,7 +132,7 @@ def test_a_gpu_that_is_too_old_is_refused():
 
 @pytest.mark.gpu
 def test_more_shared_memory_than_there_is_is_refused():
-    with pytest.raises(ValueError, match="shared_bytes is 1000000, more than this GPU gives a block"):
+    with pytest.raises(ValueError, match="shared_bytes is 1000000, more than a block of this GPU can have"):
         launch(through_shared, 1, 32, torch.zeros(4, dtype=torch.int32, device="cuda"), 4, shared_bytes=1_000_000)
 
 

@@ -151,7 +151,7 @@ def _encoded(tensor, extents, strides, box, swizzle):
             tensor.ndim,
             tensor.data_ptr(),
             [cu.cuuint64_t(n) for n in extents],
-            [cu.cuuint64_t(n) for n in strides],
+            [cu.cuuint64_t(n) for n in strides or [16]],  # a vector has none, but the driver refuses a null pointer
             [cu.cuuint32_t(n) for n in box],
             [cu.cuuint32_t(1)] * tensor.ndim,
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
