@@ -1,0 +1,1 @@
+"""Everything that only the notebooks, the benchmarks and the documentation need."""

@@ -1,0 +1,1 @@
+"""Compiling, launching, tensor maps and argument checks: everything between a public function and its kernel."""

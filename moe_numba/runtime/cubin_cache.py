@@ -1,7 +1,7 @@
-"""Compiled programs kept on disk, so that the next process does not compile them again.
+"""A cache of machine code on disk.
 
-A program is found by what it was made from: the package's sources, its constants, and the compilers' versions. One that
-was made from anything else is another program. Files are never changed, only added; to remove them is safe.
+An entry's key hashes everything that the code depends on: the package's sources, the kernel's configuration and the
+versions of the compilers. Files are added and never changed; deleting them is safe.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-FOLDER = "MOE_NUMBA_CACHE"  # environment variable: another folder, or "0" for none
+FOLDER = "MOE_NUMBA_CACHE"  # environment variable: another folder, or "0" for no cache
 _COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
 
 
 def folder():
-    """Where programs are kept, or None."""
+    """The cache folder, or None if the cache is off."""
     named = os.environ.get(FOLDER)
     if named == "0":
         return None
@@ -26,7 +26,7 @@ def folder():
 
 
 def load_or_make(key, make):
-    """The bytes that ``make`` gives, from disk if they are there; ``key`` tells this program from the others."""
+    """Return the entry of ``key``; on a miss call ``make()`` and store the bytes that it returns."""
     where = folder()
     if where is None or key is None:
         return make()
@@ -34,17 +34,17 @@ def load_or_make(key, make):
     with contextlib.suppress(OSError):
         return path.read_bytes()
     data = make()
-    with contextlib.suppress(OSError):  # a disk that is full or read-only costs time, and nothing else
+    with contextlib.suppress(OSError):  # a full or read-only disk costs time and nothing else
         where.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=where, delete=False) as file:
             file.write(data)
-        os.replace(file.name, path)  # at once: another process finds all of it or nothing
+        os.replace(file.name, path)  # atomic: another process sees the whole file or none
     return data
 
 
 @cache
 def _origin():
-    """The package's sources and the compilers' versions, as one string."""
+    """A digest of the package's sources, and the compilers' versions."""
     from cuda.bindings import nvjitlink, nvrtc
 
     digest = hashlib.sha256()

@@ -31,34 +31,34 @@ _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 def tensor_map(tensor, box, *, swizzle=0):
     """Encode a tensor, and the box of it that one copy moves, as a tensor map in global memory.
 
-    A copy names the box's first element by coordinates, the innermost first, which in bytes must be a multiple of 16;
-    for a store none may be negative.
-    What lies outside the tensor is loaded as zeros and not stored, but a store writes the last 16 bytes of a row whole,
-    even where the tensor has fewer of them. The map holds the tensor's address and does not keep it alive.
+    A copy is given the coordinates of the box's first element, innermost first. The innermost coordinate must be a
+    multiple of 16 bytes; no coordinate of a store may be negative. A load fills elements outside the tensor with zeros
+    and a store skips them, but a store always writes whole 16-byte vectors, also at the end of a row. The map holds the
+    tensor's address and does not keep the tensor alive.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Of 1 to 5 dimensions, the last of which is contiguous; uint8, float8, float16, bfloat16, float32 or int32.
+        1 to 5 dimensions, the last one contiguous; uint8, float8, float16, bfloat16, float32 or int32.
     box : tuple of int
-        Elements of the box along each of the tensor's dimensions, in their order; up to 256.
+        Elements along each dimension of the tensor, in the same order; 1 to 256 each.
     swizzle : int
-        0, or 32, 64 or 128, the bytes of the box's rows: in shared memory the rows' chunks of 16 bytes change places,
-        so that reading a column of them meets no bank conflicts.
+        0, or 32, 64 or 128, which must be the bytes of a row of the box: in shared memory the 16-byte chunks of each
+        row are permuted, so that a warp reads a column of them without bank conflicts.
 
     Returns
     -------
     torch.Tensor
-        128 bytes (uint8) on the tensor's device. Several maps may be stacked: each is ``128 * i`` bytes on.
+        128 bytes (uint8) on the tensor's device. Maps may be stacked: the i-th starts at byte ``128 * i``.
 
     Raises
     ------
-    ValueError
-        If TMA cannot do it; says which argument, what it was and what is allowed.
+    TypeError, ValueError
+        If TMA cannot address the tensor or the box; names the argument, its value and what is allowed.
     """
     data = torch.frombuffer(bytearray(_bytes(tensor, box, swizzle)), dtype=torch.uint8)
-    room = torch.empty(256, dtype=torch.uint8, device=tensor.device)
-    aligned = room[-room.data_ptr() % 128 :][:128]  # a GPU's allocator does that anyway, the CPU's does not
+    buffer = torch.empty(256, dtype=torch.uint8, device=tensor.device)
+    aligned = buffer[-buffer.data_ptr() % 128 :][:128]  # a GPU's allocator aligns anyway, the CPU's does not
     return aligned.copy_(data)
 
 
@@ -81,7 +81,7 @@ def encode_tensor_map(tensor, box, *, swizzle=0):
     if value is None:
         if len(_values) >= _CACHE_SIZE:
             _values.clear()
-        value = _values[key] = _bytes(tensor, box, swizzle)  # it depends on nothing but the key
+        value = _values[key] = _bytes(tensor, box, swizzle)
     return value
 
 
@@ -99,7 +99,7 @@ def _bytes(tensor, box, swizzle):
 
 
 def _checked(tensor, box, swizzle):
-    """Extents, strides in bytes but for the innermost, and box, all innermost first, as TMA wants them."""
+    """Check the arguments; return extents, strides in bytes without the innermost, and box, all innermost first."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor is {type(tensor).__name__}; it must be a torch tensor")
     if tensor.dtype not in _TYPES:
@@ -117,7 +117,7 @@ def _checked(tensor, box, swizzle):
         raise ValueError(f"tensor has strides {tensor.stride()}; its last dimension must be contiguous")
     strides[0] = size
     for i in range(1, tensor.ndim):
-        if extents[i] == 1:  # its stride means nothing, and may be one that TMA would refuse
+        if extents[i] == 1:  # the stride has no effect, but TMA might refuse it
             strides[i] = -(-extents[i - 1] * strides[i - 1] // 16) * 16
         if strides[i] % 16 or not 0 < strides[i] < 1 << 40:
             raise ValueError(
@@ -140,12 +140,12 @@ def _checked(tensor, box, swizzle):
 
 
 def _encoded(tensor, extents, strides, box, swizzle):
-    """The driver's 128 bytes."""
+    """Let the driver encode the 128 bytes."""
     import numpy as np
     from cuda.bindings import driver as cu
 
     with torch.cuda.device(tensor.device):
-        torch.cuda.current_stream()  # a context, without which the driver refuses
+        torch.cuda.current_stream()  # makes the context current, which the driver requires
         error, described = cu.cuTensorMapEncodeTiled(
             getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[tensor.dtype]}"),
             tensor.ndim,
@@ -160,5 +160,5 @@ def _encoded(tensor, extents, strides, box, swizzle):
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     if error:
-        raise ValueError(f"the driver makes no tensor map of {tuple(tensor.shape)} with box {box[::-1]}: {error.name}")
+        raise ValueError(f"the driver refuses a tensor map of {tuple(tensor.shape)} with box {box[::-1]}: {error.name}")
     return np.array([int(word) for word in described.opaque], np.uint64).tobytes()

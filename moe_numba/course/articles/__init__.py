@@ -1,0 +1,1 @@
+"""Numba ports of the kernels that the source articles describe."""

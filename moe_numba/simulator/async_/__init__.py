@@ -1,0 +1,1 @@
+"""Hopper's asynchronous instructions: TMA, mbarriers and wgmma."""

@@ -1,0 +1,1 @@
+"""Threads, warps, blocks, memory and the scheduler."""

@@ -1,0 +1,1 @@
+"""Weak memory and kernels on several ranks."""

@@ -1,0 +1,1 @@
+"""Numba port of DeepEP's intranode dispatch and combine kernels."""

@@ -1,0 +1,1 @@
+"""Numba port of hpc-ops' FP8 grouped GEMM with per-group tensor maps."""
