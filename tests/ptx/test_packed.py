@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hopper_runs import runs
+from helpers.hopper import runs
 from numba import cuda
 
 from moe_numba.ptx.arithmetic import add_rn_bf16x2

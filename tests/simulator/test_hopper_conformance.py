@@ -13,7 +13,7 @@ import torch
 from moe_numba import simulator  # noqa: F401  before numba: it chooses the engine
 
 # isort: split
-from hopper_runs import BF16, E4M3, hopper, random_bytes, runs
+from helpers.hopper import BF16, E4M3, hopper, random_bytes, runs
 from numba import cuda, float32, uint8, uint32, uint64
 
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
@@ -48,7 +48,6 @@ from moe_numba.ptx.tensormap import (
 from moe_numba.ptx.tma import (
     createpolicy_evict_first,
     createpolicy_evict_last,
-    prefetch_tensormap,
     tma_load_2d,
     tma_load_2d_hint,
     tma_load_2d_multicast,
@@ -175,7 +174,6 @@ def dumps_2d(out, map, x, y, size, hinted):
     barrier = cuda.shared.array(1, uint64)
     if cuda.threadIdx.x == 0:
         fence_proxy_tensormap_acquire_sys(map, 0)
-        prefetch_tensormap(map, 0)
         mbarrier_init(barrier, 0, 1)
         fence_mbarrier_init()
         mbarrier_arrive_expect_tx(barrier, 0, size)

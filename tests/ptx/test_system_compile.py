@@ -1,6 +1,6 @@
 """The accesses at system scope compile for a Hopper GPU without one, each to the machine code that it should be."""
 
-from test_hopper_compile import compile_whole
+from helpers.hopper_compile import compile_whole
 
 from moe_numba import simulator  # noqa: F401  before numba: it chooses the engine
 
@@ -34,7 +34,7 @@ def make_everything():
 
 
 def test_each_access_is_there():
-    (report,) = compile_whole([["test_system_compile", "make_everything", [], ["uint64*", "int32*", "int32*"], None]])
+    (report,) = compile_whole([["test_system_compile", "make_everything", [], ["uint64*", "int32*", "int32*"]]])
     assert report.spilled == 0
     found = "\n".join(report.instructions)
     assert report.count("LDG.E.STRONG.SYS") >= 3, found  # the ld.acquire, the relaxed one and the volatile one

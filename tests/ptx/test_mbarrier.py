@@ -1,9 +1,10 @@
 """What careless kernels are told about mbarriers, bulk copies and named barriers; a GPU would hang, or be wrong."""
 
-import hopper_runs
 import numpy as np
 import pytest
 import torch
+from helpers.hopper import check_refused
+from helpers.hopper import outcomes as outcomes_of_seeds
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -34,13 +35,13 @@ HERE = "test_mbarrier.py"
 def outcomes(kernel, **options):
     """What each seed makes of a kernel that gets 256 floats to write and 256 to read: what it wrote, or the error."""
     make = lambda: [torch.full((256,), -1.0), torch.arange(256.0)]
-    for found in hopper_runs.outcomes(kernel, make, **options):
+    for found in outcomes_of_seeds(kernel, make, **options):
         yield found if isinstance(found, Exception) else found[0]
 
 
 def refused(error, kernel, *patterns, every=True, **options):
     """Under every seed (or under some) a kernel is refused in these words; gives what the others wrote."""
-    return hopper_runs.refused(error, outcomes(kernel, **options), *patterns, every=every)
+    return check_refused(error, outcomes(kernel, **options), *patterns, every=every)
 
 
 def line(kernel, offset):
@@ -84,10 +85,14 @@ def test_a_barrier_must_be_made_before_it_is_used():
         out[cuda.threadIdx.x] = -1
 
     refused(
-        simulator.BarrierMisuse, never, "bytes 8 to 15 of the shared array", line(never, 3), "nobody has made there"
+        simulator.BarrierMisuse,
+        never,
+        "bytes 8 to 15 of the shared array",
+        line(never, 3),
+        "no thread has initialised one there",
     )
     refused(simulator.BarrierMisuse, unfenced, "mbarrier 1 of", line(unfenced, 6), "has not called fence_mbarrier_init")
-    for out in refused(simulator.BarrierMisuse, unsynchronised, "nobody has made", every=False, seeds=20):
+    for out in refused(simulator.BarrierMisuse, unsynchronised, "no thread has initialised one", every=False, seeds=20):
         assert (out == -1).all()
 
 
@@ -126,8 +131,8 @@ def test_a_barrier_is_made_once_and_is_opaque():
     refused(simulator.BarrierMisuse, twice, "calls mbarrier_init", line(twice, 3), "which block (0, 0, 0) warp")
     refused(simulator.AsyncRace, overwritten, "writes index 1 of the shared array", "mbarrier 1 of", "lies, which")
     refused(simulator.AsyncRace, inspected, "reads index 0 of the shared array", line(inspected, 4), "mbarrier_inval")
-    refused(simulator.BarrierMisuse, for_nobody, "takes 0 arrivals")
-    refused(simulator.BarrierMisuse, ended_too_early, "ends mbarrier 0", "waits for 1 of 1 arrivals")
+    refused(simulator.BarrierMisuse, for_nobody, "with 0 arrivals")
+    refused(simulator.BarrierMisuse, ended_too_early, "invalidates mbarrier 0", "waits for 1 of 1 arrivals")
 
 
 def test_a_missing_arrival_is_a_deadlock_that_names_the_barrier():
@@ -147,8 +152,8 @@ def test_a_missing_arrival_is_a_deadlock_that_names_the_barrier():
         while mbarrier_try_wait_parity(barriers, 2, 0) == uint32(0):
             pass
 
-    words = "mbarrier.try_wait for parity 0 of mbarrier 2 of the shared array of test_mbarrier.py:"
-    state = "its phase 0 (parity 0) waits for 1 of 6"  # of 64 or 65
+    words = "mbarrier.try_wait for phase bit 0 of mbarrier 2 of the shared array of test_mbarrier.py:"
+    state = "its phase 0 (phase bit 0) waits for 1 of 6"  # of 64 or 65
     refused(simulator.Deadlock, waits, words, state, "block (0, 0, 0) warp 1 lanes 0-31", line(waits, 6))
     refused(simulator.Deadlock, polls, words, state, line(polls, 5), seeds=2)
 
@@ -164,7 +169,7 @@ def test_one_arrival_too_many():
         if 1 <= cuda.threadIdx.x <= 2:
             mbarrier_arrive(barriers, 0)
 
-    refused(simulator.BarrierMisuse, kernel, "mbarrier 0 of", "all 2 arrivals of its phase 0 have come")
+    refused(simulator.BarrierMisuse, kernel, "mbarrier 0 of", "its phase 0 already has all 2 arrivals")
 
 
 def test_parity_is_0_or_1():
@@ -174,7 +179,7 @@ def test_parity_is_0_or_1():
         make_barriers(barriers, 64)
         mbarrier_wait_parity(barriers, 0, 2)
 
-    refused(simulator.BarrierMisuse, kernel, "asks mbarrier 0 of", "for parity 2, which is neither 0 nor 1")
+    refused(simulator.BarrierMisuse, kernel, "waits at mbarrier 0 of", "for phase bit 2, which is neither 0 nor 1")
 
 
 def test_who_falls_two_phases_behind_waits_for_ever():
@@ -188,7 +193,7 @@ def test_who_falls_two_phases_behind_waits_for_ever():
         cuda.syncthreads()
         mbarrier_wait_parity(barriers, 0, 0)  # phases 0 and 1 are over: the phase of parity 0 that goes on is phase 2
 
-    refused(simulator.Deadlock, kernel, "for parity 0 of", "its phase 2 (parity 0) waits for 1 of 1 arrivals")
+    refused(simulator.Deadlock, kernel, "for phase bit 0 of", "its phase 2 (phase bit 0) waits for 1 of 1 arrivals")
 
 
 # --- bulk copies into shared memory ---------------------------------------------------------------------------------
@@ -257,21 +262,23 @@ def test_a_tile_read_before_its_barrier_names_the_copy():
         "reads index ",
         "of the shared array of test_mbarrier.py:",
         "at kernel, test_mbarrier.py:",
-        "cp.async.bulk to shared memory, which block (0, 0, 0) warp 0 lane 0 started at kernel, test_mbarrier.py:",
-        "may be under way: wait for its mbarrier first",
+        "cp.async.bulk to shared memory, which block (0, 0, 0) warp 0 lane 0 issued at kernel, test_mbarrier.py:",
+        "may be in flight: wait for its mbarrier first",
     ):
         assert words in str(error)
 
 
 def test_bytes_that_do_not_add_up():
     refused(
-        simulator.BarrierMisuse, make_ring(expected=48), "bytes more have landed than|its 64 bytes were not expected"
+        simulator.BarrierMisuse,
+        make_ring(expected=48),
+        "bytes more have been copied than|its 64 bytes were not expected",
     )
     refused(
         simulator.Deadlock,
         make_ring(expected=80),
-        "mbarrier.try_wait for parity 0 of mbarrier 0 of",
-        "its phase 0 (parity 0) waits for 0 of 1 arrivals and 16 bytes",
+        "mbarrier.try_wait for phase bit 0 of mbarrier 0 of",
+        "its phase 0 (phase bit 0) waits for 0 of 1 arrivals and 16 bytes",
     )
 
 
@@ -286,7 +293,7 @@ def test_a_phase_that_ends_before_its_copies_have_landed():
             mbarrier_arrive_expect_tx(barriers, 0, 64)
         mbarrier_wait_parity(barriers, 0, 0)
 
-    words = "phase 0 of mbarrier 0 of|64 bytes more have landed"
+    words = "phase 0 of mbarrier 0 of|64 bytes more have been copied"
     refused(simulator.BarrierMisuse, kernel, words, "were not expected|was told to expect")
 
 
@@ -299,7 +306,7 @@ def test_a_block_does_not_end_before_its_loads():
             mbarrier_arrive_expect_tx(barriers, 0, 64)
             bulk_load(buffer, 0, x, 0, 64, barriers, 0)
 
-    refused(simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", "may be under way", every=False, seeds=20)
+    refused(simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", "may be in flight", every=False, seeds=20)
 
 
 def test_copies_do_not_write_where_others_do():
@@ -328,9 +335,9 @@ def test_copies_do_not_write_where_others_do():
             bulk_load(buffer, 0, x, 0, 64, barriers, 0)
             buffer[5] = float32(1)
 
-    refused(simulator.AsyncRace, two_loads, line(two_loads, 7), "writes bytes 48 and on of", "may be under way")
+    refused(simulator.AsyncRace, two_loads, line(two_loads, 7), "writes bytes from 48 on of", "may be in flight")
     refused(simulator.MissingFence, over_a_store, "writes byte 20 of", "has not called fence_proxy_async_shared since")
-    refused(simulator.AsyncRace, under_a_store, "writes index 5 of", "which block (0, 0, 0) warp 0 lane 0 started")
+    refused(simulator.AsyncRace, under_a_store, "writes index 5 of", "which block (0, 0, 0) warp 0 lane 0 issued")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +354,7 @@ def test_copies_do_not_write_where_others_do():
             "shared memory, which x (256 x float32) is",
             lambda b, x, m: bulk_load(x, 0, x, 0, 64, m, 0),
         ),
-        ("BarrierMisuse", "as an mbarrier, which nobody", lambda b, x, m: bulk_load(b, 0, x, 0, 64, b, 32)),
+        ("BarrierMisuse", "as an mbarrier, but no thread", lambda b, x, m: bulk_load(b, 0, x, 0, 64, b, 32)),
         ("BarrierMisuse", "not between 0 and 1048575", lambda b, x, m: mbarrier_expect_tx(m, 0, 1 << 20)),
     ],
 )
@@ -370,7 +377,7 @@ def test_copies_need_memory_that_was_aligned_for_them():
         if cuda.threadIdx.x == 0:
             bulk_load(buffer, 0, x, 0, 64, barriers, 0)
 
-    refused(simulator.Misaligned, kernel, "is aligned to 4: ask for it with cuda.shared.array(..., 16)", seeds=2)
+    refused(simulator.Misaligned, kernel, "is aligned to 4: declare it with cuda.shared.array(..., 16)", seeds=2)
 
 
 # --- bulk copies out of shared memory -------------------------------------------------------------------------------
@@ -480,7 +487,7 @@ def test_another_blocks_barrier_is_another_one():
         simulator.Deadlock,
         kernel,
         words,
-        "in block (1, 0, 0): its phase 0 (parity 0) waits for 64",
+        "in block (1, 0, 0): its phase 0 (phase bit 0) waits for 64",
         blocks=2,
         cluster=2,
     )
@@ -546,11 +553,11 @@ def test_setmaxnreg_takes_whole_warpgroups():
         dec()
 
     words = (
-        "exited, while others wait for it at setmaxnreg.inc 240|comes to setmaxnreg.inc 240",
+        "exited, while others wait for it at setmaxnreg.inc 240|reaches setmaxnreg.inc 240",
         "warps |threads of its",
     )
     refused(simulator.DivergentBarrier, three_of_four, *words, threads=128)
-    refused(simulator.SimulatorError, short, "takes four warps", threads=96)
+    refused(simulator.SimulatorError, short, "needs a warpgroup", threads=96)
 
 
 # --- what a picture needs -------------------------------------------------------------------------------------------

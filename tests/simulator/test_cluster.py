@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from helpers.hopper import simulated
+from helpers.hopper_compile import compile_whole
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -24,7 +26,6 @@ from moe_numba.runtime.launch import launch
 
 THREADS = 64
 CLUSTERS = [1, 2, 4, 8, (2, 2, 1)]
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 
 
 def seeds(count=10):
@@ -245,16 +246,10 @@ KERNELS = {
 }
 
 
-def kernel_named(name):
-    return globals()[name]
-
-
 @pytest.fixture(scope="module")
 def reports():
-    from test_compile import compile_all
-
-    kernels = [["tests.test_cluster", "kernel_named", [name], types, None] for name, types in KERNELS.items()]
-    return dict(zip(KERNELS, compile_all(kernels), strict=True))
+    kernels = [["test_cluster", name, None, types] for name, types in KERNELS.items()]
+    return dict(zip(KERNELS, compile_whole(kernels), strict=True))
 
 
 def test_every_barrier_is_one_instruction(reports):
@@ -368,7 +363,7 @@ def test_a_block_that_may_not_have_started_must_not_be_touched():
 
     for kernel in (store, load):
         line = kernel.py_func.__code__.co_firstlineno + 2
-        where = f"reaches for the shared array of test_cluster.py:{line} in block "
+        where = f"accesses the shared array of test_cluster.py:{line} in block "
         refused(simulator.ClusterError, kernel, where, "may not have started", "needs a cluster barrier before it")
 
 
@@ -419,7 +414,7 @@ def test_arrivals_and_waits_must_alternate():
     def never(out):
         barrier_cluster_wait()
 
-    refused(simulator.ClusterError, twice, "warp", "arrives at the cluster barrier twice, without a wait between")
+    refused(simulator.ClusterError, twice, "warp", "arrives at the cluster barrier twice without a wait in between")
     refused(simulator.ClusterError, never, "warp", "waits at the cluster barrier, at which it has not arrived")
 
 
@@ -465,7 +460,7 @@ def test_a_warp_that_waits_elsewhere_is_a_deadlock():
     refused(
         simulator.Deadlock,
         kernel,
-        "block (0, 0, 0) warp 1 lanes 0-31: barrier.cluster.wait (3 of 4 warps came), at kernel, test_cluster.py:",
+        "block (0, 0, 0) warp 1 lanes 0-31: barrier.cluster.wait (3 of 4 warps arrived), at kernel, test_cluster.py:",
         "block (1, 0, 0) warp 0 lanes 0-31: syncthreads",
     )
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,7 @@ from numba import cuda
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
 
 FULL = 0xFFFFFFFF
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).parents[2]
 
 
 def lanes(kernel, *args, threads=32, dtype=np.int64):
@@ -51,6 +52,43 @@ def test_both_switches_turn_simulation_on():
     code = "from moe_numba import simulator; from numba import cuda; print(simulator.REASON, cuda.shfl_sync.__module__)"
     for name in ("MOE_NUMBA_SIMULATE", "NUMBA_ENABLE_CUDASIM"):
         assert in_a_new_process(code, **{name: "1"}).stdout == f"{name}=1 moe_numba.simulator.core.cuda_module\n"
+
+
+def test_the_simulator_and_ptx_work_without_torch():
+    code = """
+import sys
+sys.modules["torch"] = None  # makes "import torch" fail
+import importlib, pkgutil
+from moe_numba import simulator
+import numpy as np
+from numba import cuda, float32, uint64
+import moe_numba.ptx
+for module in pkgutil.walk_packages(moe_numba.ptx.__path__, "moe_numba.ptx."):
+    importlib.import_module(module.name)
+from moe_numba.ptx.cp_async import bulk_load
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+
+@cuda.jit
+def reverse(out, x):
+    tile, barrier = cuda.shared.array(32, float32, 16), cuda.shared.array(1, uint64)
+    if cuda.threadIdx.x == 0:
+        mbarrier_init(barrier, 0, 1)
+        fence_mbarrier_init()
+        mbarrier_arrive_expect_tx(barrier, 0, 128)
+        bulk_load(tile, 0, x, 0, 128, barrier, 0)
+    cuda.syncthreads()
+    mbarrier_wait_parity(barrier, 0, 0)
+    out[cuda.threadIdx.x] = tile[31 - cuda.threadIdx.x]
+
+x = np.zeros(36, np.float32)
+x = x[-x.ctypes.data % 16 // 4 :][:32]  # 16-byte aligned
+x[:] = np.arange(32)
+out = np.zeros(32, np.float32)
+simulator.run(reverse, 1, 32, [out, simulator.pointer(x)])
+print((out == x[::-1]).all(), sys.modules["torch"])
+"""
+    done = in_a_new_process(code, MOE_NUMBA_SIMULATE="1")
+    assert done.stdout == "True None\n", done.stderr
 
 
 def test_numba_first_is_refused_in_one_sentence():
@@ -488,14 +526,14 @@ def test_waiting_in_a_circle_is_a_deadlock_that_names_at_most_eight_groups():
             cuda.cg.this_grid().sync()
         else:
             t = simulator.thread()
-            t.meet(t.block, "bar.sync 1", 64)
+            t.rendezvous(t.block, "bar.sync 1", 64)
 
     refused(
         simulator.Deadlock,
         kernel,
         "no thread can run",
-        "block (0, 0, 0) warp 0 lanes 0-31: bar.sync 1 (32 of 64 came), at kernel, test_simulator.py:",
-        "grid sync (352 of 384 came)",
+        "block (0, 0, 0) warp 0 lanes 0-31: bar.sync 1 (32 of 64 arrived), at kernel, test_simulator.py:",
+        "grid sync (352 of 384 arrived)",
         "and 4 more groups",
         grid=12,
     )
@@ -606,13 +644,13 @@ def test_trace():
     assert last[5].details["result"] == 4 and last[5].block == (0, 0, 0) and last[5].step > events[0].step
 
 
-def test_several_grids_in_one_world():
-    """What several ranks will stand on: two launches alive at once, each waiting for the other."""
+def test_grids_of_one_world_run_concurrently():
+    """Two launches run at once, each waiting for the other."""
 
-    def kernel(mine, theirs):
-        mine[0] = 1
-        simulator.thread().grid.progress()
-        while theirs[0] == 0:
+    def kernel(local, remote):
+        local[0] = 1
+        simulator.thread().grid.memory_changed()
+        while remote[0] == 0:
             simulator.thread().spin()
 
     a, b = simulator.pointer(np.zeros(1)), simulator.pointer(np.zeros(1))

@@ -2,10 +2,9 @@
 
 import math
 
-import hopper_runs
 import pytest
 import torch
-from hopper_runs import BF16, outcomes
+from helpers.hopper import BF16, check_refused, outcomes, simulated
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -15,7 +14,7 @@ from numba import cuda, float32, uint8, uint32, uint64
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
-from moe_numba.ptx.matrix import ldmatrix_x4, stmatrix_x4
+from moe_numba.ptx.matrix import stmatrix_x4
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.tensormap import (
     fence_proxy_tensormap_acquire_gpu,
@@ -27,9 +26,6 @@ from moe_numba.ptx.tensormap import (
 from moe_numba.ptx.tma import tma_load_2d, tma_load_2d_multicast, tma_load_3d, tma_store_2d, tma_store_3d
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import tensor_map
-
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
-
 
 # --- what the host describes ----------------------------------------------------------------------------------------
 
@@ -86,7 +82,7 @@ def test_what_tma_cannot_do_is_refused(error, words, call, device):
 
 def refused(error, kernel, arguments, *patterns, **options):
     """Under every seed a kernel is refused in these words."""
-    hopper_runs.refused(error, outcomes(kernel, arguments, **options), *patterns)
+    check_refused(error, outcomes(kernel, arguments, **options), *patterns)
 
 
 def plain():
@@ -255,24 +251,6 @@ def test_a_tile_read_before_its_barrier_is_refused():
     refused(simulator.AsyncRace, kernel, plain, *words)
 
 
-@simulated
-def test_matrices_read_before_their_barrier_are_refused():
-    @cuda.jit
-    def kernel(map, x):
-        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
-        make_barrier(barrier, 1024)
-        if cuda.threadIdx.x == 0:
-            tma_load_2d(smem, 0, map, 0, 0, 0, barrier, 0)
-        cuda.syncthreads()
-        a, _, _, _ = ldmatrix_x4(smem, cuda.laneid * 16)
-        cuda.syncthreads()
-        mbarrier_wait_parity(barrier, 0, 0)
-        x[cuda.threadIdx.x] = a
-
-    errors = [e for e in outcomes(kernel, plain, seeds=20) if isinstance(e, Exception)]
-    assert errors and all(type(e) is simulator.AsyncRace and "wait for its mbarrier" in str(e) for e in errors)
-
-
 def make_store(fence=True, wait=True, meet=True):
     wait_read = make_bulk_wait_group_read(0)
 
@@ -341,9 +319,9 @@ def test_a_map_leads_only_to_tensors_that_exist():
         map[:] = torch.frombuffer(bytearray(described.pack()), dtype=torch.uint8)
         return [map, x]
 
-    refused(simulator.SimulatorError, kernel, gone, "where no tensor is that a map was made from", seeds=2)
+    refused(simulator.SimulatorError, kernel, gone, "which is in no tensor that a map was encoded for", seeds=2)
     far = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 32, b, 0))
-    refused(simulator.OutOfBounds, far, too_large, "leads 1024 bytes past the end", seeds=2)
+    refused(simulator.OutOfBounds, far, too_large, "extends 1024 bytes past the end", seeds=2)
 
 
 # --- maps made on the device ----------------------------------------------------------------------------------------
@@ -419,10 +397,10 @@ pitch, second_pitch = make_tensormap_replace_global_stride(0), make_tensormap_re
 @pytest.mark.parametrize(
     "error, words, act",
     [
-        ("SimulatorError", "makes dimension 1 0; it must be 1 to 2^32", lambda c: height(c, 0, 0)),
+        ("SimulatorError", "sets dimension 1 to 0; it must be 1 to 2^32", lambda c: height(c, 0, 0)),
         ("SimulatorError", "no dims[2] in a tensor of 2 dimensions", lambda c: third(c, 0, 5)),
         ("SimulatorError", "no strides[1] in a tensor of 2 dimensions", lambda c: second_pitch(c, 0, 64)),
-        ("Misaligned", "sets strides to 0x88, which is no multiple of 16", lambda c: pitch(c, 0, 0x88)),
+        ("Misaligned", "sets strides to 0x88, which is not a multiple of 16", lambda c: pitch(c, 0, 0x88)),
         ("OutOfBounds", "128 bytes at index 4 of the shared array", lambda c: width(c, 4, 5)),
         ("OutOfBounds", "past the end of the memory", lambda c: pitch(c, 0, 4096)),
     ],
@@ -449,7 +427,7 @@ def test_a_replaced_address_must_be_that_of_a_tensor():
             if t == 0:
                 tma_load_2d(smem, 0, made, 32, 0, 0, barrier, 0)
 
-    refused(simulator.SimulatorError, kernel, to_make, "where no tensor is that a map was made from", seeds=2)
+    refused(simulator.SimulatorError, kernel, to_make, "which is in no tensor that a map was encoded for", seeds=2)
 
 
 @simulated
@@ -465,7 +443,7 @@ def test_shared_memory_has_an_end():
         x[1] = cuda.shared.array(1024, uint8)[0]
 
     for size, found in (226 * 1024 + 1, 227 * 1024 + 1), (227 * 1024 + 1, 227 * 1024 + 1):
-        words = f"shared memory has {found} bytes; 232448 is the most"
+        words = f"shared memory has {found} bytes; the maximum is 232448"
         refused(simulator.SimulatorError, kernel, plain, words, seeds=1, shared_bytes=size)
     assert len(list(outcomes(kernel, plain, seeds=1, shared_bytes=226 * 1024))[0]) == 2
 
@@ -485,4 +463,4 @@ def test_what_was_not_foreseen_is_watched_from_its_first_copy_on():
             x[0] = float32(smem[300])
 
     refused(simulator.AsyncRace, kernel, plain, "reads index 300 of the shared array")
-    assert math.isfinite(simulator.memory.attentive) and simulator.memory.attentive == 0
+    assert math.isfinite(simulator.memory.watching) and simulator.memory.watching == 0

@@ -1,9 +1,8 @@
 """Copies of 16 bytes that threads start by themselves: what they bring, and what careless kernels are told."""
 
-import hopper_runs
 import pytest
 import torch
-from hopper_runs import outcomes, runs
+from helpers.hopper import check_refused, outcomes, runs, simulated
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -14,7 +13,6 @@ from moe_numba.ptx.cp_async import cp_async_16, cp_async_commit_group, make_cp_a
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 wait_for_older, wait_for_all = make_cp_async_wait_group(1), make_cp_async_wait_group(0)
 
 
@@ -45,7 +43,7 @@ def test_copies_bring_bytes_and_zeros(device):
 
 def refused(error, kernel, *patterns, **options):
     make = lambda: [torch.zeros(4096), torch.arange(4096).to(torch.uint8)]
-    return hopper_runs.refused(error, outcomes(kernel, make, threads=128, **options), *patterns)
+    return check_refused(error, outcomes(kernel, make, threads=128, **options), *patterns)
 
 
 def make_reader(commit=True, wait=True):
@@ -130,7 +128,7 @@ def test_a_wgmma_reads_what_was_waited_for_and_then_fenced():
     make = lambda: [torch.ones(128), torch.zeros(16, dtype=torch.uint8)]
     for out, _ in outcomes(make_multiplier(), make, threads=128, shared_bytes=9216):
         assert not out.any()
-    words = "starts wgmma m64n8 e4m3", "has not called fence_proxy_async_shared since"
+    words = "issues wgmma m64n8 e4m3", "has not called fence_proxy_async_shared since"
     for fence in ("before", "never"):
         refused(simulator.MissingFence, make_multiplier(fence=fence), *words, shared_bytes=9216)
     refused(simulator.AsyncRace, make_multiplier(wait=False), "make_cp_async_wait_group", shared_bytes=9216)

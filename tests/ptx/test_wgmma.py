@@ -1,14 +1,15 @@
 """What careless kernels are told about wgmma, whose mistakes on a GPU are numbers that are wrong now and then."""
 
-import hopper_runs
 import numpy as np
 import pytest
 import torch
+from helpers.hopper import check_refused, simulated
+from helpers.hopper import outcomes as outcomes_of_seeds
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from numba import cuda, int32, uint8, uint64
+from numba import cuda, uint8, uint64
 
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.fence import fence_proxy_async_shared
@@ -20,38 +21,21 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_wait_parity,
 )
 from moe_numba.ptx.tma import tma_load_2d
-from moe_numba.ptx.wgmma import (
-    make_wgmma,
-    make_wgmma_tile,
-    make_wgmma_wait,
-    make_wgmma_wait_group,
-    wgmma_commit_group,
-    wgmma_descriptor,
-    wgmma_descriptor_64b,
-    wgmma_fence,
-)
+from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor, wgmma_descriptor_64b
 from moe_numba.runtime.tensor_map import tensor_map
-
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 
 N = 16
 A_BYTES, B_BYTES = 64 * 128, N * 128
 tile, tile_on = make_wgmma_tile(N, "e4m3"), make_wgmma_tile(N, "e4m3", accumulate=True)
-wgmma, wait, wait_1, wait_group = (
-    make_wgmma(N, "e4m3"),
-    make_wgmma_wait(N, 0),
-    make_wgmma_wait(N, 1),
-    make_wgmma_wait_group(0),
-)
+wait, wait_1 = make_wgmma_wait(N, 0), make_wgmma_wait(N, 1)
 fma = make_fma(N)
 ZEROS = (np.float32(0),) * (N // 2)
 
 
 @pytest.mark.parametrize("n, dtype", [(12, "e4m3"), (0, "bf16"), (264, "e4m3"), (64, "e5m2")])
 def test_there_is_no_such_instruction(n, dtype):
-    for make in (make_wgmma, make_wgmma_tile):
-        with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
-            make(n, dtype)
+    with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
+        make_wgmma_tile(n, dtype)
 
 
 def arguments():
@@ -62,13 +46,13 @@ def arguments():
 
 def outcomes(kernel, *, threads=128, seeds=6):
     """What each seed makes of a kernel: what it wrote, or the error."""
-    for found in hopper_runs.outcomes(kernel, arguments, takes=3, threads=threads, seeds=seeds):
+    for found in outcomes_of_seeds(kernel, arguments, takes=3, threads=threads, seeds=seeds):
         yield found if isinstance(found, Exception) else found[0]
 
 
 def refused(error, kernel, *patterns, some=False, **options):
     """Under every seed (or only under some) a kernel is refused in these words."""
-    hopper_runs.refused(error, outcomes(kernel, **options), *patterns, every=not some)
+    check_refused(error, outcomes(kernel, **options), *patterns, every=not some)
 
 
 @cuda.jit(device=True)
@@ -149,18 +133,12 @@ def test_pending_accumulators_are_not_read():
 
     def around_the_wait(smem, barriers, a, b, out, map_a):
         acc = tile(a, b)
-        wait_group()
+        wait(ZEROS)
         out[0] = acc[0]
 
-    def no_commit(smem, barriers, a, b, out, map_a):
-        wgmma_fence()
-        acc = wait(wgmma(ZEROS, a, b, int32(0)))
-        out[0] = acc[0]
-
-    for body in (no_wait, in_arithmetic, around_the_wait, no_commit):
+    for body in (no_wait, in_arithmetic, around_the_wait):
         words = f"reads accumulators at {body.__name__}, test_wgmma.py:", "wgmma m64n16 e4m3"
         refused(simulator.AsyncRace, make_kernel(body), *words, "block (0, 0, 0) warp ")
-    refused(simulator.AsyncRace, make_kernel(no_commit), "which was not committed to a group")
 
 
 @simulated
@@ -179,7 +157,7 @@ def test_tiles_are_not_multiplied_before_they_have_landed():
 
     kernel = make_kernel(body, wait_for_tiles=False)
     words = (
-        "starts wgmma m64n16 e4m3 at body, test_wgmma.py:",
+        "issues wgmma m64n16 e4m3 at body, test_wgmma.py:",
         "tensor.2d to shared memory, which",
         "its mbarrier first",
     )
@@ -199,10 +177,10 @@ def test_tiles_are_not_overwritten_while_they_are_multiplied():
             tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, 0)
         wait(acc)
 
-    words = "writes index 77 of", "wgmma m64n16 e4m3, which block (0, 0, 0) warp 0 lane 0 and its warpgroup started at"
+    words = "writes index 77 of", "wgmma m64n16 e4m3, which block (0, 0, 0) warp 0 lane 0 and its warpgroup issued at"
     refused(simulator.AsyncRace, make_kernel(by_a_thread), *words)
     errors = [str(e) for e in outcomes(make_kernel(by_a_copy), seeds=20)]
-    words = "starts cp.async.bulk.tensor.2d to shared memory at by_a_copy", "make_wgmma_wait"
+    words = "issues cp.async.bulk.tensor.2d to shared memory at by_a_copy", "make_wgmma_wait"
     assert sum(all(word in error for word in words) for error in errors) >= 10
 
 
@@ -259,38 +237,7 @@ def test_what_threads_wrote_needs_a_fence_before_it_is_multiplied():
 
     for out in outcomes(make(True), seeds=2):
         assert (out[:128] == 128).all()
-    refused(simulator.MissingFence, make(False), "starts wgmma m64n16 e4m3", "fence_proxy_async_shared", seeds=2)
-
-
-@simulated
-def test_registers_need_a_fence_before_they_are_accumulated_on():
-    def no_fence(smem, barriers, a, b, out, map_a):
-        acc = wgmma(ZEROS, a, b, int32(1))
-        wgmma_commit_group()
-        wait(acc)
-
-    def touched_since(smem, barriers, a, b, out, map_a):
-        wgmma_fence()
-        acc = wgmma(ZEROS, a, b, int32(1))
-        wgmma_commit_group()
-        total = fma(ZEROS, wait(acc), np.float32(1))
-        acc = wgmma(total, a, b, int32(1))
-        wgmma_commit_group()
-        wait(acc)
-
-    def untouched_since(smem, barriers, a, b, out, map_a):
-        wgmma_fence()
-        acc = wgmma(ZEROS, a, b, int32(0))
-        acc = wgmma(acc, a + uint64(2), b + uint64(2), int32(1))
-        wgmma_commit_group()
-        acc = wgmma(wait(acc), a + uint64(4), b + uint64(4), int32(1))
-        wgmma_commit_group()
-        out[cuda.threadIdx.x] = wait(acc)[1]
-
-    for body in (no_fence, touched_since):
-        refused(simulator.MissingFence, make_kernel(body), f"at {body.__name__}, test_wgmma.py:", "wgmma_fence")
-    for out in outcomes(make_kernel(untouched_since)):
-        assert (out[:128] == 96).all()
+    refused(simulator.MissingFence, make(False), "issues wgmma m64n16 e4m3", "fence_proxy_async_shared", seeds=2)
 
 
 @simulated
@@ -311,13 +258,13 @@ def test_all_four_warps_must_come():
         if cuda.threadIdx.x < 96:
             wait(tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES)))
 
-    words = "block (0, 0, 0) warp 3 lanes 0-31: ", "wgmma m64n16 e4m3 (96 of 128 came)"
+    words = "block (0, 0, 0) warp 3 lanes 0-31: ", "wgmma m64n16 e4m3 (96 of 128 arrived)"
     refused(simulator.Deadlock, make_kernel(three_come), *words, "syncthreads")
     refused(
-        simulator.Deadlock, make_kernel(one_waits_elsewhere), *words, "mbarrier.try_wait for parity 0 of mbarrier 1"
+        simulator.Deadlock, make_kernel(one_waits_elsewhere), *words, "mbarrier.try_wait for phase bit 0 of mbarrier 1"
     )
     refused(simulator.DivergentBarrier, one_has_gone, "warp ", "wgmma m64n16 e4m3", "exited")
-    refused(simulator.SimulatorError, make_kernel(three_come), "wgmma m64n16 e4m3 takes four warps", threads=96)
+    refused(simulator.SimulatorError, make_kernel(three_come), "wgmma m64n16 e4m3 needs a warpgroup", threads=96)
 
 
 def on_two_lines(a, b):
@@ -333,19 +280,19 @@ def on_two_lines(a, b):
     [
         (
             "SimulatorError",
-            "bring different descriptors",
+            "pass different descriptors",
             lambda s, m, a, b, out, map: wait(tile(a, b + uint64(512 * (cuda.threadIdx.x // 64)))),
         ),
         ("DivergentBarrier", "at different lines", lambda s, m, a, b, out, map: on_two_lines(a, b)),
         ("SimulatorError", "takes bytes 32 to 160 of rows of 128", lambda s, m, a, b, out, map: tile(a + uint64(2), b)),
-        ("Misaligned", "a multiple of 1024 bytes", lambda s, m, a, b, out, map: tile(a, b + uint64(8))),
+        ("Misaligned", "both must be aligned to 1024 bytes", lambda s, m, a, b, out, map: tile(a, b + uint64(8))),
         ("OutOfBounds", "bytes past the end of the shared", lambda s, m, a, b, out, map: tile(b + uint64(64), b)),
-        ("OutOfBounds", "where there is no array", lambda s, m, a, b, out, map: tile(a, b + uint64(8192))),
+        ("OutOfBounds", "which holds no array", lambda s, m, a, b, out, map: tile(a, b + uint64(8192))),
         ("SimulatorError", "without a swizzle", lambda s, m, a, b, out, map: tile(a & uint64(0xFFFFFFFF), b)),
         ("Misaligned", "aligned to 16 bytes", lambda s, m, a, b, out, map: wgmma_descriptor(s, 8)),
         (
             "Misaligned",
-            "it must be at a multiple of 512 bytes",
+            "both must be aligned to 512 bytes",
             lambda s, m, a, b, out, map: make_wgmma_tile(N, "e4m3", 2)(wgmma_descriptor_64b(s, 64), b),
         ),
         ("SimulatorError", "takes 8 accumulators, not 4", lambda s, m, a, b, out, map: tile_on(ZEROS[:4], a, b)),
@@ -362,4 +309,4 @@ def test_tiles_need_memory_that_was_aligned_for_them():
         smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 128)
         tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES))
 
-    refused(simulator.Misaligned, kernel, "which is aligned to 128", "a multiple of 1024 bytes", seeds=2)
+    refused(simulator.Misaligned, kernel, "which is aligned to 128", "both must be aligned to 1024 bytes", seeds=2)

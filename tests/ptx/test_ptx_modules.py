@@ -10,7 +10,7 @@ import torch
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from hopper_runs import E4M3, RNG, hopper, small_integers
+from helpers.hopper import E4M3, RNG, hopper, small_integers
 from numba import cuda, float32, int32, uint8, uint64
 
 from moe_numba.ptx import cuda_cpp
@@ -217,7 +217,7 @@ STEP, MAPS = ["float32*", "uint8*", "int32", "int32"], ["uint8[]", "uint8[]", "u
 @pytest.fixture(scope="module")
 def codes():
     source = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys; sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 import moe_numba
 from numba import cuda, float32, int32
 from test_ptx_modules import *
@@ -308,10 +308,10 @@ def test_tensor_maps_are_made_by_the_same_instructions_through_either_door(codes
 
 def test_random_bytes_reach_the_swizzle():
     """What ``fill`` does by threads is what a copy engine does: the simulator's own swizzle says so."""
-    from moe_numba.simulator.async_.tensor_map import swizzled
+    from moe_numba.simulator.async_.tensor_map import swizzled_chunks
 
     at = np.arange(TILE)
-    chunks = swizzled(0, TILE, 128)
+    chunks = swizzled_chunks(0, TILE, 128)
     data = RNG.integers(0, 256, TILE, dtype=np.uint8)
     by_threads = np.empty_like(data)
     by_threads[at ^ ((at >> 7 & 7) << 4)] = data
