@@ -1,6 +1,6 @@
-"""A Hopper GPU and the simulator agree on wgmma, on fragments and matrices, conversions, and warps that work apart.
+"""Conformance of GPU and simulator: wgmma, fragments, stmatrix, conversions, warp specialisation, and a small GEMM.
 
-As in the file before; at the end, a matrix multiplication with all of it.
+Method: see test_hopper_conformance.py.
 """
 
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_numba import simulator  # noqa: F401  before numba: it chooses the engine
+from moe_numba import simulator  # noqa: F401  before numba: it selects the simulator or the GPU
 
 # isort: split
 from helpers.hopper import BF16, E4M3, RNG, hopper, runs, small_integers
@@ -30,11 +30,11 @@ from moe_numba.ptx.matrix import (
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.tensormap import fence_proxy_tensormap_acquire_sys
 from moe_numba.ptx.tma import tma_load_2d
+from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_arrive, bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor, wgmma_descriptor_64b
 from moe_numba.runtime.tensor_map import tensor_map
 
-FULL = 0xFFFFFFFF
 pytestmark = hopper
 
 
@@ -120,7 +120,7 @@ def test_wgmma_of_small_integers_is_exact(n, dtype, row_bytes, accumulate, devic
 
 @pytest.mark.parametrize("dtype, tolerance", [("e4m3", 2e-3), ("bf16", 1e-5)])
 def test_wgmma_with_rounding(dtype, tolerance, device, accumulator_coordinates):
-    """The tensor core keeps fewer bits of sums of FP8 products than float32 has; the simulator keeps more."""
+    """The tensor core accumulates FP8 products with fewer bits than float32 has; the simulator uses more."""
     torch_dtype, n = {"e4m3": E4M3, "bf16": BF16}[dtype], 64
     columns = 128 // torch_dtype.itemsize
     a, b = (torch.randn(rows, columns).to(torch_dtype).to(device) for rows in (64, n))
@@ -184,7 +184,7 @@ def test_arithmetic_on_fragments(n, device):
 
 
 @cuda.jit
-def stores_matrices(out, words, trans):
+def store_matrices(out, words, trans):
     """Store matrix i to rows from 8 i on, at a row pitch of 48 bytes, 16 bytes into each row."""
     smem = cuda.shared.array(32 * 24, uint16, 128)
     t = cuda.threadIdx.x
@@ -224,7 +224,7 @@ def test_stmatrix(trans, device):
         torch.from_numpy(words.reshape(-1)).to(device),
         trans,
     ]
-    for out, *_ in runs(stores_matrices, make):
+    for out, *_ in runs(store_matrices, make):
         assert (out.cpu().numpy().reshape(2, 4, 8, 24) == right).all()
 
 
@@ -232,7 +232,7 @@ def test_stmatrix(trans, device):
 
 
 @cuda.jit
-def converts(bf16, e4m3, floats, x):
+def convert(bf16, e4m3, floats, x):
     i = cuda.grid(1)
     bf16[i] = cvt_rn_bf16x2_f32(x[2 * i + 1], x[2 * i])
     pair = cvt_rn_satfinite_e4m3x2_f32(x[2 * i + 1], x[2 * i])
@@ -240,7 +240,7 @@ def converts(bf16, e4m3, floats, x):
     floats[2 * i], floats[2 * i + 1] = e4m3x2_as_floats(pair)
 
 
-def test_conversions_round_to_the_nearest(device):
+def test_conversions_round_to_nearest(device):
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     codes = codes[codes == codes].sort().values
     between = (codes[1:] + codes[:-1]) / 2
@@ -257,7 +257,7 @@ def test_conversions_round_to_the_nearest(device):
     ]
     finite = x == x
     right = x.clamp(-448, 448).to(E4M3)
-    for bf16, e4m3, floats, _ in runs(converts, make, blocks=n // 32, count=1):
+    for bf16, e4m3, floats, _ in runs(convert, make, blocks=n // 32, count=1):
         found = bf16.cpu().view(BF16)
         assert torch.equal(found[finite], x.to(BF16)[finite]) and found[~finite].isnan().all()
         found = e4m3.cpu().view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
@@ -268,60 +268,60 @@ def test_conversions_round_to_the_nearest(device):
         assert torch.equal(decoded[finite], right.float()[finite]) and decoded[~finite].isnan().all()
 
 
-# --- warps that work apart ------------------------------------------------------------------------------------------
+# --- warp specialisation --------------------------------------------------------------------------------------------
 
 dec, inc = make_setmaxnreg_dec(40), make_setmaxnreg_inc(160)
 
 
 @cuda.jit(launch_bounds=(256, 1))
-def passes_a_ball(out):
-    """A warpgroup fills a buffer, the other reads it, ten times; each waits for the other at barriers of their own."""
+def ping_pong(out):
+    """One warpgroup fills a buffer and the other reads it, ten times, synchronised by two named barriers."""
     buffer = cuda.shared.array(1, int32)
     t = cuda.threadIdx.x
     if t < 128:
         dec()
-        for turn in range(10):
+        for iteration in range(10):
             bar_sync(1, 256)
             if t == 3:
-                buffer[0] = turn * turn
+                buffer[0] = iteration * iteration
             bar_arrive(2, 256)
     else:
         inc()
-        for turn in range(10):
+        for iteration in range(10):
             bar_arrive(1, 256)
             bar_sync(2, 256)
-            out[turn * 128 + t - 128] = buffer[0]
+            out[iteration * 128 + t - 128] = buffer[0]
 
 
 def test_named_barriers(device):
     make = lambda: [torch.zeros(10 * 128, dtype=torch.int32, device=device)]
-    for (out,) in runs(passes_a_ball, make, threads=256):
+    for (out,) in runs(ping_pong, make, threads=256):
         assert (out.view(10, 128).cpu() == torch.arange(10)[:, None] ** 2).all()
 
 
 @cuda.jit
-def elects(out):
+def elect_lane(out):
     t = cuda.threadIdx.x
     fence_acq_rel_sys()
-    out[t] = elect_sync(FULL)
-    out[64 + t] = elect_sync(FULL)
+    out[t] = elect_sync(FULL_MASK)
+    out[64 + t] = elect_sync(FULL_MASK)
     out[128 + t] = 0
     if t % 32 >= 20:
         out[128 + t] = elect_sync(0xFFF00000)
 
 
-def test_one_lane_is_elected_and_always_the_same(device):
-    for (out,) in runs(elects, lambda: [torch.zeros(192, dtype=torch.int32, device=device)], threads=64):
+def test_elect_sync_elects_one_fixed_lane(device):
+    for (out,) in runs(elect_lane, lambda: [torch.zeros(192, dtype=torch.int32, device=device)], threads=64):
         first, second, third = out.view(3, 2, 32).cpu()
         assert (first.sum(1) == 1).all() and torch.equal(first, second)
         assert (third.sum(1) == 1).all() and not third[:, :20].any()
 
 
-# --- all together ---------------------------------------------------------------------------------------------------
+# --- GEMM -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("m, n, k, stages, blocks", [(M, N, 256, 2, 1), (200, 192, 640, 4, 2), (M, N, 128, 3, 1)])
-def test_a_small_matrix_multiplication(m, n, k, stages, blocks, device):
+def test_a_small_gemm(m, n, k, stages, blocks, device):
     a, b = torch.randn(m, k).to(E4M3).to(device), torch.randn(n, k).to(E4M3).to(device)
     right = (a.double() @ b.double().T * 0.5).to(BF16).double()
 
