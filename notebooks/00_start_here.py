@@ -135,7 +135,7 @@ print("\n".join(doctor.report()))
 
 # %%
 def in_simulator(main, *kernels):
-    """Run main(), which starts these kernels, in a new process that simulates."""
+    """Run main(), which launches these kernels, in a new process with the simulator."""
     program = ["import moe_numba, torch", "from moe_numba import simulator", "from numba import cuda, float32"]
     for function in (*kernels, main):
         source = inspect.getsource(getattr(function, "py_func", function))
@@ -166,7 +166,7 @@ def sum_of_lanes(x, out, count):
         out[lane] = value
 
 
-def add_up():
+def try_missing_lanes():
     for count in (32, 24):
         out = torch.zeros(32)
         try:
@@ -176,7 +176,7 @@ def add_up():
             print(f"{count} lanes: {type(error).__name__}: {error}")
 
 
-in_simulator(add_up, sum_of_lanes)
+in_simulator(try_missing_lanes, sum_of_lanes)
 
 # %% [markdown]
 # With 32 lanes the sum is right. With 24 the simulator stops as soon as one of the missing lanes has reached the
@@ -200,7 +200,7 @@ in_simulator(add_up, sum_of_lanes)
 
 # %%
 @cuda.jit
-def turn_round(x, out, barrier):
+def reverse(x, out, barrier):
     tile = cuda.shared.array(64, float32)
     i = cuda.threadIdx.x
     tile[i] = x[i]
@@ -215,13 +215,13 @@ def try_seeds():
         for seed in (0, 1):
             out = torch.zeros(64)
             with simulator.seed(seed):
-                turn_round[1, 64](x, out, barrier)
+                reverse[1, 64](x, out, barrier)
             wrong = (out != x.flip(0)).nonzero().flatten().tolist()
             where = f"the numbers {wrong[0]} to {wrong[-1]}" if wrong else "none"
             print(f"barrier={barrier}, seed {seed}: wrong are {where}; the result begins {out[:3].tolist()}")
 
 
-in_simulator(try_seeds, turn_round)
+in_simulator(try_seeds, reverse)
 
 # %% [markdown]
 # Without the barrier the result depends on the order: each seed gets other elements wrong. This is a **race**. The
@@ -697,7 +697,7 @@ else:
 #
 # ## 7. Exercises
 #
-# 1. **Half a barrier.** In `turn_round`, write `if barrier and i < 32:`, so that only the first warp comes to the
+# 1. **Half a barrier.** In `reverse`, write `if barrier and i < 32:`, so that only the first warp comes to the
 #    barrier. What do you expect of a GPU, and what does the simulator say?
 #    *Hint: a barrier waits for all threads of the block. Let `try_seeds` only try `barrier=1`.*
 # 2. **Count them all.** Repair `count_threads`, so that it counts 64 under every seed, with `preempt=0.5` too.

@@ -1532,7 +1532,7 @@ def lock_up(cases):
                 hung = True
             buffer = int(ranks[0].buffers[0])
             like = simulator.pointer(torch.zeros(1, dtype=torch.int32))
-            flags = [simulator.ranks.at(buffer + offset, like)[1] for offset in combine_regions(c)[:2]]
+            flags = [simulator.ranks.pointer_at(buffer + offset, like)[1] for offset in combine_regions(c)[:2]]
         found.append({"hung": hung, "head": int(flags[0]), "tail": int(flags[1])})
     return found
 

@@ -83,7 +83,7 @@ from moe_numba.runtime.tensor_map import TensorMap, tensor_map
 
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 TIMED = dict(m=4096, n=4096, k=7168, copy=(8192, 8192))  # the sizes that a GPU measures here, or has recorded
-HERE = SimpleNamespace(
+SIZES = SimpleNamespace(
     **(
         dict(m=128, n=256, k=384, sms=1, copy=(128, 256))
         if simulator.ENABLED
@@ -146,10 +146,10 @@ def mismatch(outputs, bound=3e-2):
     return f"{int(out.isnan().sum())} elements are not written, the relative error is {error:.1e}; {bound:g} is allowed"
 
 
-A = torch.randn(HERE.m, HERE.k, device=DEVICE).to(E4M3)
-B = torch.randn(HERE.n, HERE.k, device=DEVICE).to(E4M3)
-RIGHT = reference(A, B)
-ROUNDING = relative_error(RIGHT.bfloat16(), RIGHT)
+A = torch.randn(SIZES.m, SIZES.k, device=DEVICE).to(E4M3)
+B = torch.randn(SIZES.n, SIZES.k, device=DEVICE).to(E4M3)
+EXPECTED = reference(A, B)
+ROUNDING = relative_error(EXPECTED.bfloat16(), EXPECTED)
 print(f"A {tuple(A.shape)}, B {tuple(B.shape)}; bfloat16 alone makes an error of {ROUNDING:.2e}")
 
 # %% [markdown]
@@ -198,7 +198,7 @@ for groups, n in ((1, 64), (2, 128), (2, 256)):
         f"{64 * groups:4} x {n:<4} {parts['tensor cores']:10.0f} {parts['shared memory']:15.0f} "
         f"{parts['L2 cache']:11.0f}   {100 * limit(n, groups):10.0f} %"
     )
-FLOOR_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
+LOWER_BOUND_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 
 # %% [markdown]
 # By this table the tile decides. A small tile is loaded often, and then the L2 cache is too slow; a larger one is used
@@ -215,30 +215,30 @@ FLOOR_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 # **Prediction.** The bytes are read and written once, at 4.3 TB/s (what an H200 has been measured to copy at).
 
 # %%
-FULL = 0xFFFFFFFF
+FULL_MASK = 0xFFFFFFFF
 TILE = 64 * 128  # bytes: 64 rows of 128
 COPY_US = 2 * TIMED.copy[0] * TIMED.copy[1] / 4.3e12 * 1e6
-SOURCE = torch.randint(0, 256, HERE.copy, dtype=torch.uint8, device=DEVICE)
+SOURCE = torch.randint(0, 256, SIZES.copy, dtype=torch.uint8, device=DEVICE)
 
 
 @cuda.jit
 def copy_by_threads(x, y, pitch):
-    words = cuda.shared.array(0, int32, 1024)
+    smem_i32 = cuda.shared.array(0, int32, 1024)
     thread = int32(cuda.threadIdx.x)
     first = int64(cuda.blockIdx.y) * 64 * pitch + cuda.blockIdx.x * 32  # in words of 4 bytes
     for i in range(thread, 512, 128):  # chunks of 16 bytes, 8 in a row
         a, b, c, d = load_nc_u32x4(x, first + (i >> 3) * pitch + 4 * (i & 7))
-        st_shared_s32x4(words, 4 * i, int32(a), int32(b), int32(c), int32(d))
+        st_shared_s32x4(smem_i32, 4 * i, int32(a), int32(b), int32(c), int32(d))
     cuda.syncthreads()
     for i in range(thread, 2048, 128):
-        y[first + (i >> 5) * pitch + (i & 31)] = words[i]
+        y[first + (i >> 5) * pitch + (i & 31)] = smem_i32[i]
 
 
 def by_threads():
     out = torch.zeros_like(SOURCE)
-    grid = HERE.copy[1] // 128, HERE.copy[0] // 64
+    grid = SIZES.copy[1] // 128, SIZES.copy[0] // 64
     words = SOURCE.view(torch.int32), out.view(torch.int32)
-    launch(copy_by_threads, grid, 128, *words, HERE.copy[1] // 4, shared_bytes=TILE)
+    launch(copy_by_threads, grid, 128, *words, SIZES.copy[1] // 4, shared_bytes=TILE)
     return out, SOURCE
 
 
@@ -248,7 +248,7 @@ copies = Ladder(
     title="A copy, tile by tile",
     reference_name="threads",
     config={"tile": [64, 128]},
-    size={"rows": HERE.copy[0], "row_bytes": HERE.copy[1]},
+    size={"rows": SIZES.copy[0], "row_bytes": SIZES.copy[1]},
 )
 copies.step("threads", by_threads, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
@@ -272,23 +272,23 @@ print(f"with three passes over the bytes in place of two we should have predicte
 
 
 # %%
-BAR = 2 * TILE // 8  # a barrier's place, counted in its own size: behind two tiles
+BARRIER = 2 * TILE // 8  # a barrier's place, counted in its own size: behind two tiles
 SHARED_MEMORY = 2 * TILE + 8
 
 
 @cuda.jit
 def copy_by_tma(map_x, map_y, y):
     smem = cuda.shared.array(0, uint8, 1024)
-    bars = cuda.shared.array(0, uint64, 1024)  # the same memory, seen as barriers
+    barriers = cuda.shared.array(0, uint64, 1024)  # the same memory, seen as barriers
     thread, row, column = int32(cuda.threadIdx.x), int32(cuda.blockIdx.y * 64), int32(cuda.blockIdx.x * 128)
     if thread == 0:
-        mbarrier_init(bars, TILE // 8, 1)  # each phase takes one arrival
+        mbarrier_init(barriers, TILE // 8, 1)  # each phase takes one arrival
         fence_mbarrier_init()
     cuda.syncwarp()
-    if elect_sync(FULL):
-        mbarrier_arrive_expect_tx(bars, TILE // 8, TILE)  # that arrival, and how many bytes will come
-        tma_load_2d(smem, 0, map_x, 0, column, row, bars, TILE // 8)  # x comes before y: the innermost first
-        mbarrier_wait_parity(bars, TILE // 8, uint32(0))
+    if elect_sync(FULL_MASK):
+        mbarrier_arrive_expect_tx(barriers, TILE // 8, TILE)  # that arrival, and how many bytes will come
+        tma_load_2d(smem, 0, map_x, 0, column, row, barriers, TILE // 8)  # x comes before y: the innermost first
+        mbarrier_wait_parity(barriers, TILE // 8, uint32(0))
         tma_store_2d(map_y, 0, column, row, smem, 0)
         bulk_commit_group()
         wait_until_read()
@@ -299,7 +299,7 @@ wait_until_read = make_bulk_wait_group_read(0)
 
 def by_tma():
     out = torch.zeros_like(SOURCE)
-    grid = HERE.copy[1] // 128, HERE.copy[0] // 64
+    grid = SIZES.copy[1] // 128, SIZES.copy[0] // 64
     maps = (TensorMap(t, (64, 128)) for t in (SOURCE, out))
     launch(copy_by_tma, grid, 32, *maps, out, shared_bytes=TILE + 8)
     return out, SOURCE
@@ -354,7 +354,7 @@ from moe_numba.ptx.tma import *
 from moe_numba.ptx.warpgroup import *
 from moe_numba.ptx.wgmma import *
 from moe_numba.runtime.tensor_map import tensor_map
-E4M3, FULL, TILE, BAR, SHARED_MEMORY = torch.float8_e4m3fn, 0xFFFFFFFF, 8192, 2048, 16392
+E4M3, FULL_MASK, TILE, BARRIER, SHARED_MEMORY = torch.float8_e4m3fn, 0xFFFFFFFF, 8192, 2048, 16392
 wait_until_read = make_bulk_wait_group_read(0)
 add_tile, wait_tile = make_wgmma_tile(64, "e4m3", accumulate=True), make_wgmma_wait(64, 0)
 ZEROS = (np.float32(0),) * 32
@@ -391,17 +391,17 @@ def in_simulator(main, *functions):
 @cuda.jit
 def load_boxes(map_x, out, boxes, announced):
     smem = cuda.shared.array(0, uint8, 1024)
-    bars = cuda.shared.array(0, uint64, 1024)
+    barriers = cuda.shared.array(0, uint64, 1024)
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
-        mbarrier_init(bars, BAR, 1)
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
     cuda.syncthreads()
     for box in range(boxes):
-        if thread < 32 and elect_sync(FULL):
-            mbarrier_arrive_expect_tx(bars, BAR, announced)
-            tma_load_2d(smem, 0, map_x, 0, 0, int32(box * 64), bars, BAR)
-        mbarrier_wait_parity(bars, BAR, uint32(box & 1))
+        if thread < 32 and elect_sync(FULL_MASK):
+            mbarrier_arrive_expect_tx(barriers, BARRIER, announced)
+            tma_load_2d(smem, 0, map_x, 0, 0, int32(box * 64), barriers, BARRIER)
+        mbarrier_wait_parity(barriers, BARRIER, uint32(box & 1))
         for i in range(thread, TILE, 64):
             out[box * TILE + i] = smem[i]
         cuda.syncthreads()
@@ -456,16 +456,16 @@ draw.swizzle()
 @cuda.jit
 def dump_box(map_x, out):
     smem = cuda.shared.array(0, uint8, 1024)
-    bars = cuda.shared.array(0, uint64, 1024)
+    barriers = cuda.shared.array(0, uint64, 1024)
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
-        mbarrier_init(bars, BAR, 1)
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
     cuda.syncthreads()
-    if thread < 32 and elect_sync(FULL):
-        mbarrier_arrive_expect_tx(bars, BAR, TILE)
-        tma_load_2d(smem, 0, map_x, 0, 0, 0, bars, BAR)
-    mbarrier_wait_parity(bars, BAR, uint32(0))
+    if thread < 32 and elect_sync(FULL_MASK):
+        mbarrier_arrive_expect_tx(barriers, BARRIER, TILE)
+        tma_load_2d(smem, 0, map_x, 0, 0, 0, barriers, BARRIER)
+    mbarrier_wait_parity(barriers, BARRIER, uint32(0))
     for i in range(thread, TILE, 64):
         out[i] = smem[i]
 
@@ -500,32 +500,32 @@ ZEROS = (np.float32(0),) * 32
 
 
 @cuda.jit(device=True)
-def put_floats(out, acc):
+def store_fragment(out, acc):
     """Each thread's 32 results to where they belong in a matrix of 64 x 64 floats."""
     lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-    at = (16 * warp + (lane >> 2)) * 64 + 2 * (lane & 3)
+    offset = (16 * warp + (lane >> 2)) * 64 + 2 * (lane & 3)
     for j in range(8):
-        out[at + 8 * j], out[at + 8 * j + 1] = acc[4 * j], acc[4 * j + 1]
-        out[at + 512 + 8 * j], out[at + 512 + 8 * j + 1] = acc[4 * j + 2], acc[4 * j + 3]
+        out[offset + 8 * j], out[offset + 8 * j + 1] = acc[4 * j], acc[4 * j + 1]
+        out[offset + 512 + 8 * j], out[offset + 512 + 8 * j + 1] = acc[4 * j + 2], acc[4 * j + 3]
 
 
 @cuda.jit
 def first_wgmma(map_a, map_b, out):
     smem = cuda.shared.array(0, uint8, 1024)
-    bars = cuda.shared.array(0, uint64, 1024)
+    barriers = cuda.shared.array(0, uint64, 1024)
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
-        mbarrier_init(bars, BAR, 1)
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
     cuda.syncthreads()
-    if thread < 32 and elect_sync(FULL):
-        mbarrier_arrive_expect_tx(bars, BAR, 2 * TILE)
-        tma_load_2d(smem, 0, map_a, 0, 0, 0, bars, BAR)
-        tma_load_2d(smem, TILE, map_b, 0, 0, 0, bars, BAR)
-    mbarrier_wait_parity(bars, BAR, uint32(0))
+    if thread < 32 and elect_sync(FULL_MASK):
+        mbarrier_arrive_expect_tx(barriers, BARRIER, 2 * TILE)
+        tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, BARRIER)
+        tma_load_2d(smem, TILE, map_b, 0, 0, 0, barriers, BARRIER)
+    mbarrier_wait_parity(barriers, BARRIER, uint32(0))
     a, b = wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE)
     acc = wait_tile(add_tile(ZEROS, a, b))
-    put_floats(out, acc)
+    store_fragment(out, acc)
 
 
 out = torch.full((64, 64), float("nan"), device=DEVICE)
@@ -582,22 +582,22 @@ Markdown("```cpp\n" + WGMMA_CU[WGMMA_CU.index('extern "C"') :] + "```")
 @cuda.jit
 def first_linked_wgmma(map_a, map_b, out):
     smem = cuda.shared.array(0, uint8, 1024)
-    bars = cuda.shared.array(0, uint64, 1024)
+    barriers = cuda.shared.array(0, uint64, 1024)
     thread = int32(cuda.threadIdx.x)
     acc = cuda.local.array(32, float32)
     if thread == 0:
-        mbarrier_init(bars, BAR, 1)
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
     cuda.syncthreads()
-    if thread < 32 and elect_sync(FULL):
+    if thread < 32 and elect_sync(FULL_MASK):
         fence_proxy_tensormap_acquire_sys(ffi.from_buffer(map_a), 0)
         fence_proxy_tensormap_acquire_sys(ffi.from_buffer(map_b), 0)
-        mbarrier_arrive_expect_tx(bars, BAR, 2 * TILE)
-        tma_load_2d(smem, 0, ffi.from_buffer(map_a), 0, 0, 0, bars, BAR)
-        tma_load_2d(smem, TILE, ffi.from_buffer(map_b), 0, 0, 0, bars, BAR)
-    mbarrier_wait_parity(bars, BAR, uint32(0))
+        mbarrier_arrive_expect_tx(barriers, BARRIER, 2 * TILE)
+        tma_load_2d(smem, 0, ffi.from_buffer(map_a), 0, 0, 0, barriers, BARRIER)
+        tma_load_2d(smem, TILE, ffi.from_buffer(map_b), 0, 0, 0, barriers, BARRIER)
+    mbarrier_wait_parity(barriers, BARRIER, uint32(0))
     wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), int32(0), int32(TILE), int32(0))
-    put_floats(ffi.from_buffer(out), acc)
+    store_fragment(ffi.from_buffer(out), acc)
 
 
 def stream():
@@ -660,24 +660,24 @@ COLUMNS = {
 }
 BY_LINK = """    acc = cuda.local.array(32, float32)
     wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), int32(0), int32(TILE), int32(0))"""
-OTHER_DOOR = changed(first_wgmma, "    acc = wait_tile(add_tile(ZEROS, a, b))", BY_LINK, "other_door")
-DOORS = compiled(
+CPP_VARIANT = changed(first_wgmma, "    acc = wait_tile(add_tile(ZEROS, a, b))", BY_LINK, "cpp_variant")
+INTERFACE_CODES = compiled(
     {
         f"{door}, {'with' if lto else 'without'} LTO": (kernel, signature, 128, lto)
-        for door, kernel, signature in (("intrinsics", "first_wgmma", POINTERS), ("linked", "other_door", POINTERS))
+        for door, kernel, signature in (("intrinsics", "first_wgmma", POINTERS), ("linked", "cpp_variant", POINTERS))
         for lto in (True, False)
     }
     | {
         "linked, as Numba starts it, with LTO": ("first_linked_wgmma", ARRAYS, 128, True),
         "the same, and `out` stays an array": ("into_an_array", ARRAYS, 128, True),
     },
-    put_floats,
+    store_fragment,
     first_wgmma,
-    OTHER_DOOR,
+    CPP_VARIANT,
     first_linked_wgmma,
     changed(first_linked_wgmma, "ffi.from_buffer(out)", "out", "into_an_array"),
 )
-table(DOORS, COLUMNS)
+table(INTERFACE_CODES, COLUMNS)
 
 # %% [markdown]
 # **Look back.** The kernels of the first four lines differ in the step alone. With LTO the linked door costs nothing:
@@ -711,21 +711,21 @@ def make_gemm(n, stages, exact=False):
     @cuda.jit
     def gemm(map_a, map_b, out, tiles_m, tiles, k_blocks, pitch):
         smem = cuda.shared.array(0, uint8, 1024)
-        bars = cuda.shared.array(0, uint64, 1024)
+        barriers = cuda.shared.array(0, uint64, 1024)
         thread = int32(cuda.threadIdx.x)
         if thread == 0:
             for stage in range(stages):
-                mbarrier_init(bars, full + stage, 1)
-                mbarrier_init(bars, empty + stage, 8)  # one arrival for each warp that multiplies
+                mbarrier_init(barriers, full + stage, 1)
+                mbarrier_init(barriers, empty + stage, 8)  # one arrival for each warp that multiplies
             fence_mbarrier_init()
         cuda.syncthreads()
         if thread >= 256:
             release()
-            if thread < 288 and elect_sync(FULL):
-                load(smem, bars, map_a, map_b, tiles_m, tiles, k_blocks)
+            if thread < 288 and elect_sync(FULL_MASK):
+                load(smem, barriers, map_a, map_b, tiles_m, tiles, k_blocks)
         else:
             request()
-            multiply(smem, bars, out, tiles_m, tiles, k_blocks, pitch)
+            multiply(smem, barriers, out, tiles_m, tiles, k_blocks, pitch)
 
     return gemm
 
@@ -736,21 +736,23 @@ def make_load(n, stages):
     full, empty = stages * stage_bytes // 8, stages * stage_bytes // 8 + stages
 
     @cuda.jit(device=True)
-    def load(smem, bars, map_a, map_b, tiles_m, tiles, k_blocks):
-        stage, parity = int32(0), uint32(1)  # of a new barrier, phase "1" has ended: all stages are free
+    def load(smem, barriers, map_a, map_b, tiles_m, tiles, k_blocks):
+        stage, phase = int32(0), uint32(1)  # of a new barrier, phase "1" has ended: all stages are free
         tile = uint32(cuda.blockIdx.x)
         while tile < uint32(tiles):
             column = uint32(tile // uint32(tiles_m))
             row = int32(uint32(tile - column * uint32(tiles_m)) * uint32(128))
             for k in range(k_blocks):
-                mbarrier_wait_parity(bars, empty + stage, parity)
-                mbarrier_arrive_expect_tx(bars, full + stage, stage_bytes)
-                at = int32(stage * stage_bytes)
-                tma_load_2d(smem, at, map_a, 0, int32(k * 128), row, bars, full + stage)
-                tma_load_2d(smem, at + 2 * TILE, map_b, 0, int32(k * 128), int32(column * n), bars, full + stage)
+                mbarrier_wait_parity(barriers, empty + stage, phase)
+                mbarrier_arrive_expect_tx(barriers, full + stage, stage_bytes)
+                offset = int32(stage * stage_bytes)
+                tma_load_2d(smem, offset, map_a, 0, int32(k * 128), row, barriers, full + stage)
+                tma_load_2d(
+                    smem, offset + 2 * TILE, map_b, 0, int32(k * 128), int32(column * n), barriers, full + stage
+                )
                 stage = int32(stage + 1)
                 if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+                    stage, phase = int32(0), uint32(phase ^ uint32(1))
             tile = uint32(tile + uint32(cuda.gridDim.x))
 
     return load
@@ -763,24 +765,24 @@ def make_multiply(n, stages, exact):
     step, store, zeros = make_step(n, exact), make_store(n), (np.float32(0),) * (n // 2)
 
     @cuda.jit(device=True)
-    def multiply(smem, bars, out, tiles_m, tiles, k_blocks, pitch):
+    def multiply(smem, barriers, out, tiles_m, tiles, k_blocks, pitch):
         group, lane = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & 31)
-        stage, parity = int32(0), uint32(0)
+        stage, phase = int32(0), uint32(0)
         tile = uint32(cuda.blockIdx.x)
         while tile < uint32(tiles):
             column = uint32(tile // uint32(tiles_m))
             row = int32(uint32(tile - column * uint32(tiles_m)) * uint32(128))
             acc = zeros
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, full + stage, parity)
-                at = int32(stage * stage_bytes)
-                a, b = wgmma_descriptor(smem, at + group * TILE), wgmma_descriptor(smem, at + 2 * TILE)
+                mbarrier_wait_parity(barriers, full + stage, phase)
+                offset = int32(stage * stage_bytes)
+                a, b = wgmma_descriptor(smem, offset + group * TILE), wgmma_descriptor(smem, offset + 2 * TILE)
                 acc = step(acc, a, b)
                 if lane == 0:
-                    mbarrier_arrive(bars, empty + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 stage = int32(stage + 1)
                 if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+                    stage, phase = int32(0), uint32(phase ^ uint32(1))
             store(out, acc, int32(row + group * 64), int32(column * n), pitch)
             tile = uint32(tile + uint32(cuda.gridDim.x))
 
@@ -808,10 +810,10 @@ def make_store(n):
     def store(out, acc, row, column, pitch):
         """A warpgroup's results as bfloat16, two to a word of 4 bytes."""
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5 & 3)
-        at = int64(row + 16 * warp + (lane >> 2)) * pitch + ((column >> 1) + (lane & 3))
+        offset = int64(row + 16 * warp + (lane >> 2)) * pitch + ((column >> 1) + (lane & 3))
         for j in range(n // 8):
-            out[at + 4 * j] = int32(cvt_rn_bf16x2_f32(acc[4 * j + 1], acc[4 * j]))
-            out[at + 8 * pitch + 4 * j] = int32(cvt_rn_bf16x2_f32(acc[4 * j + 3], acc[4 * j + 2]))
+            out[offset + 4 * j] = int32(cvt_rn_bf16x2_f32(acc[4 * j + 1], acc[4 * j]))
+            out[offset + 8 * pitch + 4 * j] = int32(cvt_rn_bf16x2_f32(acc[4 * j + 3], acc[4 * j + 2]))
 
     return store
 
@@ -824,7 +826,7 @@ GEMM_SIGNATURE = ["uint8*", "uint8*", "int32*", *["int32"] * 4]
 VARIANTS = {
     "as it is": (),
     "a 64-bit division": ((make_multiply, "uint32(tile // uint32(tiles_m))", "uint32(tile // int64(tiles_m))"),),
-    "thread == 256, not elect_sync": ((make_gemm, "thread < 288 and elect_sync(FULL)", "thread == 256"),),
+    "thread == 256, not elect_sync": ((make_gemm, "thread < 288 and elect_sync(FULL_MASK)", "thread == 256"),),
 }
 sources, requests = [], {}
 for i, (variant, changes) in enumerate(VARIANTS.items()):
@@ -863,20 +865,20 @@ table(
 # %%
 def output():
     """A result that is not written is NaN."""
-    return torch.full((HERE.m, HERE.n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    return torch.full((SIZES.m, SIZES.n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
 
 
 ONE = torch.ones((), device=DEVICE)
 OUT = output()
 MAPS = [TensorMap(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
-LINES, PITCH, K_BLOCKS = OUT.view(torch.int32), HERE.n // 2, HERE.k // 128  # the result, two numbers to a word
+LINES, PITCH, K_BLOCKS = OUT.view(torch.int32), SIZES.n // 2, SIZES.k // 128  # the result, two numbers to a word
 
 
 def by_cublas(fast=True):
     if simulator.ENABLED:
-        return (A.float() @ B.float().T).bfloat16(), RIGHT
+        return (A.float() @ B.float().T).bfloat16(), EXPECTED
     out = torch._scaled_mm(A, B.t(), scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    return out, RIGHT
+    return out, EXPECTED
 
 
 ladder = Ladder(
@@ -884,7 +886,7 @@ ladder = Ladder(
     mismatch,
     title=f"An FP8 matrix product, {TIMED.m} x {TIMED.n} x {TIMED.k}, from Numba",
     reference_name="torch",
-    size={"m": HERE.m, "n": HERE.n, "k": HERE.k},
+    size={"m": SIZES.m, "n": SIZES.n, "k": SIZES.k},
 )
 
 
@@ -892,11 +894,15 @@ def measure(name, launch_it, prediction_us=None, **more):
     """Check one step of the ladder, time it, and say what rate that is and how exact the result is."""
 
     def run():
-        return launch_it() or (OUT, RIGHT)
+        return launch_it() or (OUT, EXPECTED)
 
     OUT.fill_(float("nan"))
-    error = relative_error(run()[0], RIGHT)
-    more |= {"flops": 2 * HERE.m * HERE.n * HERE.k, "error": float(f"{error:.2e}"), "floor_us": round(FLOOR_US, 1)}
+    error = relative_error(run()[0], EXPECTED)
+    more |= {
+        "flops": 2 * SIZES.m * SIZES.n * SIZES.k,
+        "error": float(f"{error:.2e}"),
+        "floor_us": round(LOWER_BOUND_US, 1),
+    }
     ladder.step(name, run, dtype="float8_e4m3fn", prediction_us=prediction_us and round(prediction_us, 1), **more)
 
 
@@ -938,12 +944,12 @@ look_back("torch")
 
 # %%
 @cuda.jit(device=True)
-def copy_tile(words, at, x, row, k, pitch):
+def copy_tile(smem_i32, offset, x, row, k, pitch):
     """64 rows of 128 bytes, 16 bytes a thread at a time, swizzled; all in words of 4 bytes."""
     for i in range(int32(cuda.threadIdx.x), 512, 128):
         a, b, c, d = load_nc_u32x4(x, int64(row + (i >> 3)) * pitch + (k + 4 * (i & 7)))
         chunk = (i & ~7) | ((i ^ i >> 3) & 7)
-        st_shared_s32x4(words, int32(at + 4 * chunk), int32(a), int32(b), int32(c), int32(d))
+        st_shared_s32x4(smem_i32, int32(offset + 4 * chunk), int32(a), int32(b), int32(c), int32(d))
 
 
 store_64 = make_store(64)
@@ -951,12 +957,12 @@ store_64 = make_store(64)
 
 @cuda.jit
 def gemm_by_threads(a, b, out, k_words, pitch):
-    smem, words = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, int32, 1024)
+    smem, smem_i32 = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, int32, 1024)
     row, column = int32(cuda.blockIdx.x * 64), int32(cuda.blockIdx.y * 64)
     acc = ZEROS
     for k in range(0, k_words, 32):
-        copy_tile(words, 0, a, row, k, k_words)
-        copy_tile(words, 2048, b, column, k, k_words)
+        copy_tile(smem_i32, 0, a, row, k, k_words)
+        copy_tile(smem_i32, 2048, b, column, k, k_words)
         fence_proxy_async_shared()
         cuda.syncthreads()
         acc = wait_tile(add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE)))
@@ -964,16 +970,18 @@ def gemm_by_threads(a, b, out, k_words, pitch):
     store_64(out, acc, row, column, pitch)
 
 
-GRID_64 = HERE.m // 64, HERE.n // 64
+GRID_64 = SIZES.m // 64, SIZES.n // 64
 WORDS = [t.view(torch.int32) for t in (A, B)]
 
 
-def threads_carry():
-    launch(gemm_by_threads, GRID_64, 128, *WORDS, LINES, HERE.k // 4, PITCH, shared_bytes=SHARED_MEMORY, cpp_entry=True)
+def gemm_with_thread_copies():
+    launch(
+        gemm_by_threads, GRID_64, 128, *WORDS, LINES, SIZES.k // 4, PITCH, shared_bytes=SHARED_MEMORY, cpp_entry=True
+    )
 
 
 prediction = 2 * predicted_us(64, 1)
-measure("threads carry", threads_carry, prediction)
+measure("threads carry", gemm_with_thread_copies, prediction)
 
 # %%
 look_back("threads carry", "torch", prediction, (64, 64))
@@ -993,30 +1001,30 @@ look_back("threads carry", "torch", prediction, (64, 64))
 # %%
 @cuda.jit
 def gemm_by_tma(map_a, map_b, out, k_blocks, pitch):
-    smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+    smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
     row, column = int32(cuda.blockIdx.x * 64), int32(cuda.blockIdx.y * 64)
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
-        mbarrier_init(bars, BAR, 1)
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
     cuda.syncthreads()
     acc = ZEROS
     for k in range(k_blocks):
-        if thread < 32 and elect_sync(FULL):
-            mbarrier_arrive_expect_tx(bars, BAR, 2 * TILE)
-            tma_load_2d(smem, 0, map_a, 0, int32(k * 128), row, bars, BAR)
-            tma_load_2d(smem, TILE, map_b, 0, int32(k * 128), column, bars, BAR)
-        mbarrier_wait_parity(bars, BAR, uint32(k & 1))
+        if thread < 32 and elect_sync(FULL_MASK):
+            mbarrier_arrive_expect_tx(barriers, BARRIER, 2 * TILE)
+            tma_load_2d(smem, 0, map_a, 0, int32(k * 128), row, barriers, BARRIER)
+            tma_load_2d(smem, TILE, map_b, 0, int32(k * 128), column, barriers, BARRIER)
+        mbarrier_wait_parity(barriers, BARRIER, uint32(k & 1))
         acc = wait_tile(add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE)))
         cuda.syncthreads()
     store_64(out, acc, row, column, pitch)
 
 
-def tma_carries():
+def gemm_with_tma():
     launch(gemm_by_tma, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=SHARED_MEMORY)
 
 
-measure("TMA carries", tma_carries, prediction)
+measure("TMA carries", gemm_with_tma, prediction)
 
 # %%
 look_back("TMA carries", "threads carry", prediction, (64, 64))
@@ -1040,22 +1048,22 @@ look_back("TMA carries", "threads carry", prediction, (64, 64))
 # %%
 @cuda.jit(launch_bounds=(128, 1))
 def gemm_linked(map_a, map_b, out, k_blocks, pitch):
-    smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+    smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
     row, column = int32(cuda.blockIdx.x * 64), int32(cuda.blockIdx.y * 64)
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
-        mbarrier_init(bars, BAR, 1)
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
         fence_proxy_tensormap_acquire_sys(ffi.from_buffer(map_a), 0)
         fence_proxy_tensormap_acquire_sys(ffi.from_buffer(map_b), 0)
     cuda.syncthreads()
     acc = cuda.local.array(32, float32)
     for k in range(k_blocks):
-        if thread < 32 and elect_sync(FULL):
-            mbarrier_arrive_expect_tx(bars, BAR, 2 * TILE)
-            tma_load_2d(smem, 0, ffi.from_buffer(map_a), 0, int32(k * 128), row, bars, BAR)
-            tma_load_2d(smem, TILE, ffi.from_buffer(map_b), 0, int32(k * 128), column, bars, BAR)
-        mbarrier_wait_parity(bars, BAR, uint32(k & 1))
+        if thread < 32 and elect_sync(FULL_MASK):
+            mbarrier_arrive_expect_tx(barriers, BARRIER, 2 * TILE)
+            tma_load_2d(smem, 0, ffi.from_buffer(map_a), 0, int32(k * 128), row, barriers, BARRIER)
+            tma_load_2d(smem, TILE, ffi.from_buffer(map_b), 0, int32(k * 128), column, barriers, BARRIER)
+        mbarrier_wait_parity(barriers, BARRIER, uint32(k & 1))
         wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), int32(0), int32(TILE), int32(k > 0))
         cuda.syncthreads()
     store_64(ffi.from_buffer(out), acc, row, column, pitch)
@@ -1064,12 +1072,12 @@ def gemm_linked(map_a, map_b, out, k_blocks, pitch):
 GLOBAL_MAPS = [tensor_map(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
 
 
-def linked_door():
+def gemm_through_cpp():
     gemm_linked[GRID_64, 128, stream(), SHARED_MEMORY](*GLOBAL_MAPS, LINES.view(-1), K_BLOCKS, PITCH)
 
 
 prediction = ladder.us("TMA carries") or predicted_us(64, 1)
-measure("linked door", linked_door, prediction)
+measure("linked door", gemm_through_cpp, prediction)
 lost_unless_faster("linked door", "TMA carries")
 
 # %%
@@ -1093,36 +1101,36 @@ look_back("linked door", "TMA carries", prediction)
 
 # %%
 @cuda.jit
-def gemm_by_ring(map_a, map_b, out, k_blocks, pitch):
-    smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+def gemm_pipelined(map_a, map_b, out, k_blocks, pitch):
+    smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
     row, column = int32(cuda.blockIdx.x * 64), int32(cuda.blockIdx.y * 64)
     thread = int32(cuda.threadIdx.x)
     if thread == 0:
         for stage in range(4):
-            mbarrier_init(bars, 4 * BAR + stage, 1)
+            mbarrier_init(barriers, 4 * BARRIER + stage, 1)
         fence_mbarrier_init()
     cuda.syncthreads()
     acc = ZEROS
     for k in range(-4, k_blocks):  # the first four turns only load
         stage = int32(k & 3)
-        at = int32(stage * 2 * TILE)
+        offset = int32(stage * 2 * TILE)
         if k >= 0:
-            mbarrier_wait_parity(bars, 4 * BAR + stage, uint32(k >> 2 & 1))
-            acc = wait_tile(add_tile(acc, wgmma_descriptor(smem, at), wgmma_descriptor(smem, at + TILE)))
+            mbarrier_wait_parity(barriers, 4 * BARRIER + stage, uint32(k >> 2 & 1))
+            acc = wait_tile(add_tile(acc, wgmma_descriptor(smem, offset), wgmma_descriptor(smem, offset + TILE)))
             cuda.syncthreads()
-        if k + 4 < k_blocks and thread < 32 and elect_sync(FULL):
-            mbarrier_arrive_expect_tx(bars, 4 * BAR + stage, 2 * TILE)
-            tma_load_2d(smem, at, map_a, 0, int32((k + 4) * 128), row, bars, 4 * BAR + stage)
-            tma_load_2d(smem, at + TILE, map_b, 0, int32((k + 4) * 128), column, bars, 4 * BAR + stage)
+        if k + 4 < k_blocks and thread < 32 and elect_sync(FULL_MASK):
+            mbarrier_arrive_expect_tx(barriers, 4 * BARRIER + stage, 2 * TILE)
+            tma_load_2d(smem, offset, map_a, 0, int32((k + 4) * 128), row, barriers, 4 * BARRIER + stage)
+            tma_load_2d(smem, offset + TILE, map_b, 0, int32((k + 4) * 128), column, barriers, 4 * BARRIER + stage)
     store_64(out, acc, row, column, pitch)
 
 
-def ring_of_stages():
-    launch(gemm_by_ring, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=4 * SHARED_MEMORY)
+def gemm_with_pipeline():
+    launch(gemm_pipelined, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=4 * SHARED_MEMORY)
 
 
 prediction = predicted_us(64, 1)
-measure("ring of 4 stages", ring_of_stages, prediction)
+measure("ring of 4 stages", gemm_with_pipeline, prediction)
 lost_unless_faster("ring of 4 stages", "TMA carries")
 
 # %%
@@ -1173,7 +1181,7 @@ draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
 # %%
 def run_gemm(n, stages, blocks=None, exact=False, a=A, lines=LINES):
     """The kernel of section 5; without a number of blocks, one for each tile."""
-    tiles_m, tiles = len(a) // 128, len(a) // 128 * (HERE.n // n)
+    tiles_m, tiles = len(a) // 128, len(a) // 128 * (SIZES.n // n)
     maps = [TensorMap(t.view(torch.uint8), (rows, 128), swizzle=128) for t, rows in ((a, 128), (B, n))]
     shared_bytes = stages * ((128 + n) * 128 + 16)
     launch(
@@ -1213,7 +1221,7 @@ look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 
 # %%
 prediction = 0.9 * (ladder.us("loaders and multipliers") or prediction)
-measure("persistent", partial(run_gemm, 128, 6, HERE.sms), prediction)
+measure("persistent", partial(run_gemm, 128, 6, SIZES.sms), prediction)
 
 # %%
 look_back("persistent", "loaders and multipliers", prediction)
@@ -1233,7 +1241,7 @@ look_back("persistent", "loaders and multipliers", prediction)
 
 # %%
 prediction = predicted_us(256, 2)
-measure("128 x 256", partial(run_gemm, 256, 4, HERE.sms), prediction)
+measure("128 x 256", partial(run_gemm, 256, 4, SIZES.sms), prediction)
 lost_unless_faster("128 x 256", "persistent")
 
 # %%
@@ -1259,12 +1267,12 @@ look_back("128 x 256", "persistent", prediction, (128, 256))
 
 # %%
 prediction = 1.1 * (ladder.us("persistent") or predicted_us(128, 2))
-measure("exact sums", partial(run_gemm, 128, 6, HERE.sms, exact=True), prediction, lost=True)
+measure("exact sums", partial(run_gemm, 128, 6, SIZES.sms, exact=True), prediction, lost=True)
 
 # %%
 look_back("exact sums", "persistent", prediction)
 if not simulator.ENABLED:
-    ladder.rows[-1]["torch_exact_error"] = float(f"{relative_error(by_cublas(fast=False)[0], RIGHT):.2e}")
+    ladder.rows[-1]["torch_exact_error"] = float(f"{relative_error(by_cublas(fast=False)[0], EXPECTED):.2e}")
 ERRORS = {name: (ladder.row(name) or {}).get("error") for name in ("torch", "persistent", "exact sums")}
 ERRORS["torch, without fast accumulation"] = (ladder.row("exact sums") or {}).get("torch_exact_error")
 for name, error in ERRORS.items():
@@ -1287,9 +1295,9 @@ def sweep():
     """Microseconds for some numbers of rows: {rows: {"torch": ..., "ours": ...}}; every result is checked."""
     found = {}
     for rows in (128, 256) if simulator.ENABLED else (128, 512, 1024, 2048, 8192):
-        a = torch.randn(rows, HERE.k, device=DEVICE).to(E4M3)
-        out = torch.full((rows, HERE.n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-        calls = {"ours": partial(run_gemm, 256, 4, HERE.sms, a=a, lines=out.view(torch.int32))}
+        a = torch.randn(rows, SIZES.k, device=DEVICE).to(E4M3)
+        out = torch.full((rows, SIZES.n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        calls = {"ours": partial(run_gemm, 256, 4, SIZES.sms, a=a, lines=out.view(torch.int32))}
         calls["ours"]()
         assert not mismatch((out, reference(a, B))), mismatch((out, reference(a, B)))
         if not simulator.ENABLED:
@@ -1321,9 +1329,9 @@ if not ladder.row("128 x 256"):
 
 
 # %%
-def forgets_k():
+def skip_one_k_block():
     OUT.fill_(float("nan"))
-    tiles = HERE.m // 128 * (HERE.n // 128)
+    tiles = SIZES.m // 128 * (SIZES.n // 128)
     maps = [TensorMap(t.view(torch.uint8), (128, 128), swizzle=128) for t in (A, B)]
     launch(
         make_gemm(128, 6),
@@ -1331,28 +1339,28 @@ def forgets_k():
         384,
         *maps,
         LINES,
-        HERE.m // 128,
+        SIZES.m // 128,
         tiles,
         K_BLOCKS - 1,
         PITCH,
         shared_bytes=6 * (256 * 128 + 16),
     )
-    return OUT, RIGHT
+    return OUT, EXPECTED
 
 
-def forgets_a_tile():
+def skip_one_tile():
     OUT.fill_(float("nan"))
     launch(gemm_by_tma, (GRID_64[0], GRID_64[1] - 1), 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=SHARED_MEMORY)
-    return OUT, RIGHT
+    return OUT, EXPECTED
 
 
-def another_row():
+def shift_rows():
     run_gemm(128, 6)
-    return OUT.roll(1, 1), RIGHT
+    return OUT.roll(1, 1), EXPECTED
 
 
 trial = Ladder("hopper_trial", mismatch)
-for wrong in (forgets_k, forgets_a_tile, another_row):
+for wrong in (skip_one_k_block, skip_one_tile, shift_rows):
     trial.step(wrong.__name__, wrong, expect_wrong=True)
 
 # %% [markdown]
@@ -1371,7 +1379,7 @@ ladder.measure_all()
 ladder.save(SOURCES)
 
 # %%
-ladder.plot(floor_us=FLOOR_US)
+ladder.plot(floor_us=LOWER_BOUND_US)
 
 # %%
 for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["rows"]]:
@@ -1417,16 +1425,16 @@ def make_maps(maps, template, x, starts):
 
 @cuda.jit
 def load_groups(maps, out, pick, rows):
-    smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+    smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
     lane, group = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-    if elect_sync(FULL):
-        mbarrier_init(bars, BAR, 1)
+    if elect_sync(FULL_MASK):
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
         fence_proxy_tensormap_acquire_sys(maps, pick[group] * 128)  # "gpu" would do for maps that no host wrote
-        mbarrier_arrive_expect_tx(bars, BAR, TILE)
-        tma_load_2d(smem, 0, maps, pick[group] * 128, 0, rows[group], bars, BAR)
+        mbarrier_arrive_expect_tx(barriers, BARRIER, TILE)
+        tma_load_2d(smem, 0, maps, pick[group] * 128, 0, rows[group], barriers, BARRIER)
     cuda.syncwarp()
-    mbarrier_wait_parity(bars, BAR, uint32(0))
+    mbarrier_wait_parity(barriers, BARRIER, uint32(0))
     for i in range(lane, TILE, 32):
         out[group * TILE + i] = smem[i]
 
@@ -1469,15 +1477,15 @@ assert GROUPS["right and clipped"]
 # %%
 @cuda.jit
 def load_3d(map_w, out, x, y, z):
-    smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+    smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
     lane = int32(cuda.threadIdx.x)
-    if elect_sync(FULL):
-        mbarrier_init(bars, BAR, 1)
+    if elect_sync(FULL_MASK):
+        mbarrier_init(barriers, BARRIER, 1)
         fence_mbarrier_init()
-        mbarrier_arrive_expect_tx(bars, BAR, TILE)
-        tma_load_3d(smem, 0, map_w, 0, x, y, z, bars, BAR)
+        mbarrier_arrive_expect_tx(barriers, BARRIER, TILE)
+        tma_load_3d(smem, 0, map_w, 0, x, y, z, barriers, BARRIER)
     cuda.syncwarp()
-    mbarrier_wait_parity(bars, BAR, uint32(0))
+    mbarrier_wait_parity(barriers, BARRIER, uint32(0))
     for i in range(lane, TILE, 32):
         out[i] = smem[i]
 
@@ -1542,8 +1550,8 @@ def try_cases():
     return found
 
 
-EXPECT = "            mbarrier_arrive_expect_tx(bars, BAR, announced)\n"
-ORDER = "            tma_load_2d(smem, 0, map_x, 0, 0, int32(box * 64), bars, BAR)\n"
+EXPECT = "            mbarrier_arrive_expect_tx(barriers, BARRIER, announced)\n"
+ORDER = "            tma_load_2d(smem, 0, map_x, 0, 0, int32(box * 64), barriers, BARRIER)\n"
 STORE = make_store
 SMALL = [text_of(STORE), "store_64 = make_store(64)"]
 BY_TMA, BY_THREADS = (
@@ -1560,7 +1568,7 @@ def parts_with(function, old, new):
 CASES = [
     (
         "the tile is read before its barrier",
-        [changed(load_boxes, "mbarrier_wait_parity(bars, BAR, uint32(box & 1))", "pass")],
+        [changed(load_boxes, "mbarrier_wait_parity(barriers, BARRIER, uint32(box & 1))", "pass")],
         "boxes()",
     ),
     ("always the same parity", [*SMALL, changed(gemm_by_tma, "uint32(k & 1)", "uint32(0)")], BY_TMA),
@@ -1583,12 +1591,12 @@ CASES = [
     ),
     (
         "a stage is filled while it is used",
-        parts_with(make_load, "mbarrier_wait_parity(bars, empty + stage, parity)", "pass"),
+        parts_with(make_load, "mbarrier_wait_parity(barriers, empty + stage, phase)", "pass"),
         BY_GEMM,
     ),
     (
         "loaders and multipliers both begin with phase 0",
-        parts_with(make_load, "stage, parity = int32(0), uint32(1)", "stage, parity = int32(0), uint32(0)"),
+        parts_with(make_load, "stage, phase = int32(0), uint32(1)", "stage, phase = int32(0), uint32(0)"),
         BY_GEMM,
     ),
     (

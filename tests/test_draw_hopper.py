@@ -87,7 +87,7 @@ def test_nothing_is_cut_off_or_covered(make):
 
 
 def test_the_swizzle_is_the_simulators():
-    figure, chunks = draw.swizzle(16), simulator.tensor_map.swizzled(0, 16 * 128, 128)
+    figure, chunks = draw.swizzle(16), simulator.tensor_map.swizzled_chunks(0, 16 * 128, 128)
     before, after = labelled(figure, "before"), labelled(figure, "after")
     at = {}
     for patch, value in zip(after, values_of(figure, "after"), strict=True):
@@ -115,7 +115,7 @@ def test_a_descriptor_says_what_its_bits_are():
 
 
 def test_a_fragment_is_the_simulators():
-    row, column = simulator.fragments._places(16)
+    row, column = simulator.fragments.accumulator_coordinates(16)
     for thread in range(128):
         for number in range(8):
             assert draw.holder(int(row[thread, number]), int(column[thread, number])) == (thread, number)

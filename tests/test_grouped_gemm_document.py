@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hopper_runs import hopper
+from helpers.hopper import hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wrong_kernels import changed

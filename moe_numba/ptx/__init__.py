@@ -1,1 +1,5 @@
-"""What Numba cannot say: PTX instructions as intrinsics, each with a Python meaning for the simulator."""
+"""PTX instructions as Numba intrinsics, each with a Python implementation for the simulator.
+
+An intrinsic has the name of its instruction. A pointer operand is passed as a pointer (or an array) and an element
+index.
+"""

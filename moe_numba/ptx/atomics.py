@@ -1,8 +1,9 @@
 """Atomic loads, stores and read-modify-writes with a memory order and a scope (PTX ISA, memory consistency model).
 
 Scopes: ``cta`` (flags in shared memory, between the warps of a block), ``gpu`` (between the blocks of a grid) and
-``sys`` (between GPUs, and with the host). A load that *acquires* sees everything that happened before the store that
-*released* the value. *Relaxed* and *volatile* accesses are indivisible up to 8 bytes, and order nothing around them.
+``sys`` (between GPUs, and with the host). An *acquire* load that reads a value written by a *release* store makes
+everything visible that the storing thread wrote or observed before that store. *Relaxed* and *volatile* accesses of up
+to 8 bytes are single-copy atomic but order no other accesses. Addresses are aligned to the size of the access.
 """
 
 import numpy as np
@@ -13,43 +14,43 @@ from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
 
 def ld_acquire_sys_s32(pointer, index):
-    """``ld.acquire.sys.global.s32``: element ``index``; what came before the store that released it is visible now."""
-    return simulator.scoped.load("ld.acquire.sys", pointer, index, acquire=True)
+    """``ld.acquire.sys.global.s32``: load element ``index`` with acquire semantics at system scope."""
+    return simulator.scoped_access.load("ld.acquire.sys", pointer, index, acquire=True)
 
 
 def ld_relaxed_sys_s32(pointer, index):
-    """``ld.relaxed.sys.global.s32``: element ``index``, which threads of any GPU may write meanwhile."""
-    return simulator.scoped.load("ld.relaxed.sys", pointer, index)
+    """``ld.relaxed.sys.global.s32``: load element ``index``, which threads of any GPU may write concurrently."""
+    return simulator.scoped_access.load("ld.relaxed.sys", pointer, index)
 
 
 def ld_volatile_s32(pointer, index):
-    """``ld.volatile.global.s32``: element ``index``, read anew each time; to the memory model it is relaxed."""
-    return simulator.scoped.load("ld.volatile", pointer, index)
+    """``ld.volatile.global.s32``: load element ``index`` without caching it; the memory model treats it as relaxed."""
+    return simulator.scoped_access.load("ld.volatile", pointer, index)
 
 
 def st_release_sys_s32(pointer, index, value):
-    """``st.release.sys.global.s32``: to element ``index``, after all that this thread has stored or seen."""
-    simulator.scoped.store(pointer, index, value, release=True)
+    """``st.release.sys.global.s32``: store element ``index`` after everything that this thread stored or observed."""
+    simulator.scoped_access.store(pointer, index, value, release=True)
 
 
 def st_relaxed_sys_s32(pointer, index, value):
-    """``st.relaxed.sys.global.s32``: to element ``index``, undivided; in no order with other stores."""
-    simulator.scoped.store(pointer, index, value)
+    """``st.relaxed.sys.global.s32``: store element ``index`` atomically, in no order with other stores."""
+    simulator.scoped_access.store(pointer, index, value)
 
 
 def atom_add_relaxed_sys_s32(pointer, index, value):
-    """``atom.relaxed.sys.global.add.s32``: add to element ``index``; gives what was there before."""
-    return simulator.scoped.add(pointer, index, value)
+    """``atom.relaxed.sys.global.add.s32``: add to element ``index`` and return the old value."""
+    return simulator.scoped_access.add(pointer, index, value)
 
 
 def red_add_relaxed_sys_s32(pointer, index, value):
-    """``red.relaxed.sys.global.add.s32``: the same where no result is needed, so that nobody waits for its way back."""
-    simulator.scoped.add(pointer, index, value)
+    """``red.relaxed.sys.global.add.s32``: add to element ``index``; no result, so the thread does not wait for one."""
+    simulator.scoped_access.add(pointer, index, value)
 
 
 def red_add_release_sys_s32(pointer, index, value):
-    """``red.release.sys.global.add.s32``: the same, after all that this thread has stored or seen."""
-    simulator.scoped.add(pointer, index, value, release=True)
+    """``red.release.sys.global.add.s32``: add to element ``index`` after everything this thread stored or observed."""
+    simulator.scoped_access.add(pointer, index, value, release=True)
 
 
 ld_acquire_sys_s32 = instruction("ld.acquire.sys.global.s32 $0, [$1];", "s32", POINTER, simulate=ld_acquire_sys_s32)
@@ -73,25 +74,25 @@ red_add_release_sys_s32 = instruction(
 
 
 def ld_relaxed_gpu_s32(pointer, index):
-    """``ld.relaxed.gpu.global.s32``: element ``index``, which other blocks of this GPU may write meanwhile."""
+    """``ld.relaxed.gpu.global.s32``: load element ``index``, which other blocks of this GPU may write concurrently."""
     simulator.thread().spin("ld.relaxed")
     return pointer.load_vector(index, np.int32, 1)[0]
 
 
 def ld_relaxed_gpu_u64x2(pointer, index):
-    """``ld.relaxed.gpu.global.v2.u64``: 16 bytes, 16-byte aligned, at element ``index``; each half is undivided."""
+    """``ld.relaxed.gpu.global.v2.u64``: load 16 bytes, 16-byte aligned, at element ``index``; each half is atomic."""
     simulator.thread().spin("ld.relaxed")
     return pointer.load_vector(index, np.uint64, 2)
 
 
 def st_relaxed_gpu_u64(pointer, index, value):
-    """``st.relaxed.gpu.global.u64``: 8 bytes, 8-byte aligned, to element ``index``, undivided."""
+    """``st.relaxed.gpu.global.u64``: store 8 bytes, 8-byte aligned, at element ``index`` atomically."""
     pointer.store_vector(index, (value,), np.uint64)
-    simulator.thread().grid.progress()
+    simulator.thread().grid.memory_changed()
 
 
 def atom_add_relaxed_gpu_s32(pointer, index, value):
-    """``atom.relaxed.gpu.global.add.s32``: add to element ``index``; gives what was there before."""
+    """``atom.relaxed.gpu.global.add.s32``: add to element ``index`` and return the old value."""
     return cuda.atomic.add(pointer, index, value)
 
 
@@ -107,55 +108,60 @@ atom_add_relaxed_gpu_s32 = instruction(
 )
 
 
-def ld_acquire_cta_shared_s32(array, index):
-    """``ld.acquire.cta.shared.s32``: element ``index``; what came before the store that released it is visible now."""
-    value, t = array[index], simulator.thread()
-    if (weak := simulator.weak.of(t)) is not None:
-        weak.learn(_flag(t, array, index), t)
-    return value
-
-
-def poll_acquire_cta_shared_s32(array, index):
-    """``ld.acquire.cta.shared.s32`` for loops that wait: in the simulator, others run before it looks."""
-    simulator.thread().spin("ld.acquire.cta.shared")
-    return simulated_load(array, index)
-
-
-def st_release_cta_shared_s32(array, index, value):
-    """``st.release.cta.shared.s32``: to element ``index``, after all that this thread has stored or seen."""
-    t = simulator.thread()
-    if (weak := simulator.weak.of(t)) is not None:
-        weak.arrive(_flag(t, array, index), t)
-    if array[index] != value:  # else nobody waits for it
-        array[index] = value
-        t.grid.progress()
-
-
-def ld_acquire_cta_shared_u64(array, index):
-    """``ld.acquire.cta.shared.u64``: the same, of 8 bytes, which are one."""
-    return simulated_load(array, index)
-
-
-def poll_acquire_cta_shared_u64(array, index):
-    """``ld.acquire.cta.shared.u64`` for loops that wait."""
-    return simulated_poll(array, index)
-
-
-def st_release_cta_shared_u64(array, index, value):
-    """``st.release.cta.shared.u64``: 8 bytes, which are one, to element ``index``."""
-    simulated_store(array, index, value)
-
-
 def _flag(thread, array, index):
-    """What the simulator hands knowledge over by."""
+    """Identify a flag in shared memory to the simulator's weak memory."""
     return thread.block, "shared flag", int(index) * array.array.itemsize
 
 
-simulated_load, simulated_poll, simulated_store = (
-    ld_acquire_cta_shared_s32,
-    poll_acquire_cta_shared_s32,
-    st_release_cta_shared_s32,
-)
+def _simulated_load(array, index):
+    value, t = array[index], simulator.thread()
+    simulator.store_buffer.receive_from(_flag(t, array, index), t)
+    return value
+
+
+def _simulated_poll(array, index):
+    simulator.thread().spin("ld.acquire.cta.shared")
+    return _simulated_load(array, index)
+
+
+def _simulated_store(array, index, value):
+    t = simulator.thread()
+    simulator.store_buffer.publish_to(_flag(t, array, index), t)
+    if array[index] != value:  # a store of the same value ends no poll
+        array[index] = value
+        t.grid.memory_changed()
+
+
+def ld_acquire_cta_shared_s32(array, index):
+    """``ld.acquire.cta.shared.s32``: load element ``index`` of a shared array with acquire semantics at block scope."""
+    return _simulated_load(array, index)
+
+
+def poll_acquire_cta_shared_s32(array, index):
+    """``ld.acquire.cta.shared.s32`` for polling loops: in the simulator other threads run before the load."""
+    return _simulated_poll(array, index)
+
+
+def st_release_cta_shared_s32(array, index, value):
+    """``st.release.cta.shared.s32``: store element ``index`` after everything that this thread stored or observed."""
+    _simulated_store(array, index, value)
+
+
+def ld_acquire_cta_shared_u64(array, index):
+    """``ld.acquire.cta.shared.u64``: load the 8 bytes of element ``index`` atomically, with acquire semantics."""
+    return _simulated_load(array, index)
+
+
+def poll_acquire_cta_shared_u64(array, index):
+    """``ld.acquire.cta.shared.u64`` for polling loops: in the simulator other threads run before the load."""
+    return _simulated_poll(array, index)
+
+
+def st_release_cta_shared_u64(array, index, value):
+    """``st.release.cta.shared.u64``: store the 8 bytes of element ``index`` atomically, with release semantics."""
+    _simulated_store(array, index, value)
+
+
 _LOAD, _STORE = "ld.acquire.cta.shared.{} $0, [$1];", "st.release.cta.shared.{} [$0], $1;"
 ld_acquire_cta_shared_s32 = instruction(_LOAD.format("s32"), "s32", SHARED, simulate=ld_acquire_cta_shared_s32)
 poll_acquire_cta_shared_s32 = instruction(_LOAD.format("s32"), "s32", SHARED, simulate=poll_acquire_cta_shared_s32)

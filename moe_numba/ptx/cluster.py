@@ -1,7 +1,7 @@
-"""Thread block clusters: their barrier, and the shared memory of the other blocks.
+"""Thread block clusters: special registers, the cluster barrier, and distributed shared memory.
 
-A block may touch another's shared memory only while that block runs: after a cluster barrier, since it may not have
-started, and with a cluster barrier behind it, since it may exit.
+A block may access another block's shared memory only while that block runs. This needs a cluster barrier before the
+access, since the block may not have started, and one after it, since the block may exit.
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ from moe_numba.ptx.intrinsic import SHARED, instruction
 
 
 def cluster_ctarank():
-    """``%cluster_ctarank``: this block's rank in its cluster, x first; 0 in a grid without clusters."""
+    """``%cluster_ctarank``: this block's rank in its cluster, x varying fastest; 0 in a grid without clusters."""
     return np.uint32(simulator.thread().block.rank)
 
 
 def cluster_nctarank():
-    """``%cluster_nctarank``: how many blocks the cluster has; 1 in a grid without clusters."""
+    """``%cluster_nctarank``: the number of blocks in the cluster; 1 in a grid without clusters."""
     return np.uint32(len(simulator.thread().block.cluster.blocks))
 
 
@@ -25,9 +25,9 @@ cluster_nctarank = instruction("mov.u32 $0, %cluster_nctarank;", "u32", simulate
 
 
 def barrier_cluster_arrive():
-    """``barrier.cluster.arrive.release.aligned``: tell the cluster that this thread has come, and go on.
+    """``barrier.cluster.arrive.release.aligned``: arrive at the cluster barrier without waiting.
 
-    Whole warps only, and once for each wait. A warp that has exited is not waited for.
+    All threads of the warp must execute it, once per wait. The barrier does not wait for warps that have exited.
     """
     simulator.cluster.arrive()
 
@@ -35,7 +35,8 @@ def barrier_cluster_arrive():
 def barrier_cluster_wait():
     """``barrier.cluster.wait.acquire.aligned``: wait until all threads of the cluster have arrived.
 
-    What they wrote before they arrived, to shared and to global memory, is visible after it.
+    All threads of the warp must execute it. Writes that the cluster's threads made to shared and global memory before
+    they arrived are visible afterwards.
     """
     simulator.cluster.wait()
 
@@ -45,22 +46,22 @@ barrier_cluster_wait = instruction("barrier.cluster.wait.acquire.aligned;", "voi
 
 
 def st_cluster_s32(array, index, rank, value):
-    """``st.shared::cluster.s32``: 4 bytes to element ``index`` of block ``rank``'s copy of a shared array."""
+    """``st.shared::cluster.s32``: store 4 bytes at element ``index`` of block ``rank``'s instance of a shared array."""
     simulator.cluster.remote(array, rank).store_vector(index, (value,), np.int32)
 
 
 def ld_cluster_s32(array, index, rank):
-    """``ld.shared::cluster.s32``: 4 bytes from element ``index`` of block ``rank``'s copy of a shared array."""
+    """``ld.shared::cluster.s32``: load 4 bytes at element ``index`` of block ``rank``'s instance of a shared array."""
     return simulator.cluster.remote(array, rank).load_vector(index, np.int32, 1)[0]
 
 
 def st_cluster_s32x4(array, index, rank, a, b, c, d):
-    """``st.shared::cluster.v4.s32``: 16 bytes, 16-byte aligned, to element ``index`` of block ``rank``'s copy."""
+    """``st.shared::cluster.v4.s32``: store 16 bytes, 16-byte aligned, at ``index`` of block ``rank``'s array."""
     simulator.cluster.remote(array, rank).store_vector(index, (a, b, c, d), np.int32)
 
 
 def ld_cluster_s32x4(array, index, rank):
-    """``ld.shared::cluster.v4.s32``: 16 bytes, 16-byte aligned, from element ``index`` of block ``rank``'s copy."""
+    """``ld.shared::cluster.v4.s32``: load 16 bytes, 16-byte aligned, at ``index`` of block ``rank``'s array."""
     return simulator.cluster.remote(array, rank).load_vector(index, np.int32, 4)
 
 

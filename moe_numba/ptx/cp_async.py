@@ -6,16 +6,17 @@ from moe_numba import simulator
 from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
 
-def cp_async_16(array, at, pointer, index, valid_bytes):
-    """``cp.async.cg.shared.global``: copy 16 bytes to a shared array; behind the first ``valid_bytes``, zeros.
+def cp_async_16(array, offset, pointer, index, valid_bytes):
+    """``cp.async.cg.shared.global``: copy 16 bytes from global to shared memory, zero-filled after ``valid_bytes``.
 
-    Both addresses are multiples of 16 bytes. With 0 valid bytes nothing is read, wherever ``index`` leads.
+    ``offset`` and ``index`` count elements of ``array`` and ``pointer``; both addresses are 16-byte aligned. With 0
+    valid bytes nothing is read, so ``index`` may be out of bounds. The copy belongs to this thread's next group.
     """
-    simulator.async_copy.load_16(array, at, pointer, index, int(valid_bytes))
+    simulator.async_copy.load_16(array, offset, pointer, index, int(valid_bytes))
 
 
 def cp_async_commit_group():
-    """``cp.async.commit_group``: the copies that this thread started since the last one are a group."""
+    """``cp.async.commit_group``: commit the copies that this thread issued since its last commit as a group."""
     simulator.async_copy.commit("cp.async")
 
 
@@ -27,7 +28,7 @@ cp_async_commit_group = instruction("cp.async.commit_group;", "void", simulate=c
 
 @cache
 def make_cp_async_wait_group(pending):
-    """``wait()``, ``cp.async.wait_group``: until at most ``pending`` of this thread's newest groups are under way."""
+    """Make ``wait()``, ``cp.async.wait_group``: wait until at most ``pending`` groups are in flight."""
 
     def cp_async_wait_group():
         simulator.async_copy.wait(pending, read_only=False, kind="cp.async")
@@ -36,7 +37,10 @@ def make_cp_async_wait_group(pending):
 
 
 def advance(pointer, count):
-    """The pointer ``count`` elements further on, which the compiler then has in a register, not as a sum."""
+    """Return the pointer ``count`` elements further on, materialised in a register.
+
+    The ``mov`` keeps the compiler from folding the addition into every use of the pointer.
+    """
     return pointer.offset(int(count))
 
 
@@ -48,9 +52,9 @@ def _advance():
     @intrinsic
     def advance(typingctx, pointer, count):
         def codegen(context, builder, sig, values):
-            moved, word = builder.gep(values[0], values[1:]), ir.IntType(64)
-            same = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b64 $0, $1;", "=l,l")
-            return builder.inttoptr(builder.call(same, [builder.ptrtoint(moved, word)]), moved.type)
+            moved, i64 = builder.gep(values[0], values[1:]), ir.IntType(64)
+            move = ir.InlineAsm(ir.FunctionType(i64, [i64]), "mov.b64 $0, $1;", "=l,l")
+            return builder.inttoptr(builder.call(move, [builder.ptrtoint(moved, i64)]), moved.type)
 
         return pointer(pointer, types.int64), codegen
 
@@ -61,24 +65,26 @@ if not simulator.ENABLED:
     advance = _advance()
 
 
-def bulk_load(array, at, pointer, index, size_bytes, barriers, barrier):
+def bulk_load(array, offset, pointer, index, size_bytes, barriers, barrier_index):
     """``cp.async.bulk.shared::cluster.global``: copy ``size_bytes`` from global to shared memory.
 
-    Both addresses and the size are multiples of 16 bytes. The bytes count towards the phase of the barrier.
+    Both addresses and the size are multiples of 16 bytes. On completion the bytes are subtracted from the pending bytes
+    of mbarrier ``barrier_index``, whose current phase must expect them. One thread issues the copy.
     """
-    simulator.async_copy.load(array, at, pointer, index, int(size_bytes), barriers, barrier)
+    simulator.async_copy.load(array, offset, pointer, index, int(size_bytes), barriers, barrier_index)
 
 
-def bulk_store(pointer, index, array, at, size_bytes):
+def bulk_store(pointer, index, array, offset, size_bytes):
     """``cp.async.bulk.global.shared::cta``: copy ``size_bytes`` from shared to global memory, as part of a bulk group.
 
-    Both addresses and the size are multiples of 16 bytes.
+    Both addresses and the size are multiples of 16 bytes. One thread issues the copy. Shared memory that threads wrote
+    needs ``fence_proxy_async_shared`` by the writers, then a barrier, before it.
     """
-    simulator.async_copy.store(pointer, index, array, at, int(size_bytes))
+    simulator.async_copy.store(pointer, index, array, offset, int(size_bytes))
 
 
 def bulk_commit_group():
-    """``cp.async.bulk.commit_group``: the copies that this thread started since the last one are a group."""
+    """``cp.async.bulk.commit_group``: commit the copies that this thread issued since its last commit as a group."""
     simulator.async_copy.commit()
 
 
@@ -99,9 +105,9 @@ bulk_commit_group = instruction("cp.async.bulk.commit_group;", "void", simulate=
 
 @cache
 def make_bulk_wait_group(pending):
-    """``wait()``, ``cp.async.bulk.wait_group``: until at most ``pending`` of this thread's newest groups are under way.
+    """Make ``wait()``, ``cp.async.bulk.wait_group``: wait until at most ``pending`` groups are in flight.
 
-    What the other groups wrote to global memory is there.
+    The writes of this thread's older groups to global memory are then complete.
     """
 
     def bulk_wait_group():
@@ -112,9 +118,10 @@ def make_bulk_wait_group(pending):
 
 @cache
 def make_bulk_wait_group_read(pending):
-    """``wait()``, ``cp.async.bulk.wait_group.read``: the same, but until the groups have read their shared memory.
+    """Make ``wait()``, ``cp.async.bulk.wait_group.read``: wait until older groups have read their shared memory.
 
-    It may then be overwritten. A block must not end before its copies have read what they copy.
+    At most ``pending`` newest groups may still read theirs. The sources may then be overwritten. A block must not end
+    before its copies have read their sources.
     """
 
     def bulk_wait_group_read():

@@ -1,6 +1,6 @@
-"""Fences: between the ways in which memory is reached (the proxies), and between threads of a GPU or of a system.
+"""Fences between proxies (generic and async), and between threads of a GPU or of the system.
 
-Threads' own loads and stores go through the generic proxy; TMA copies and wgmma's operands through the async proxy.
+Threads' loads and stores go through the generic proxy, TMA copies and wgmma operands through the async proxy.
 """
 
 from moe_numba import simulator
@@ -8,26 +8,26 @@ from moe_numba.ptx.intrinsic import instruction
 
 
 def fence_proxy_async_shared():
-    """``fence.proxy.async.shared::cta``: what this thread wrote to shared memory may be read by copies and by wgmma.
+    """``fence.proxy.async.shared::cta``: make this thread's stores to shared memory visible to the async proxy.
 
-    Who wrote fences; then a barrier; then another thread may start the copy.
+    The writing thread must execute this fence, then synchronize, before another thread issues the copy or the wgmma.
     """
     simulator.race_detector.fence(simulator.thread())
 
 
 def fence_proxy_async():
-    """``fence.proxy.async``: the same for shared and global memory."""
+    """``fence.proxy.async``: make this thread's stores to shared and global memory visible to the async proxy."""
     simulator.race_detector.fence(simulator.thread())
 
 
 def fence_acq_rel_gpu():
-    """``fence.acq_rel.gpu``: orders this thread's accesses before it and after it, for all threads of this GPU."""
-    simulator.scoped.fence()
+    """``fence.acq_rel.gpu``: order this thread's earlier accesses before its later ones, for all threads of a GPU."""
+    simulator.scoped_access.fence()
 
 
 def fence_acq_rel_sys():
-    """``fence.acq_rel.sys``: the same for all threads of all GPUs, and for the host."""
-    simulator.scoped.fence()
+    """``fence.acq_rel.sys``: order this thread's accesses for all threads of all GPUs and for the host."""
+    simulator.scoped_access.fence()
 
 
 fence_proxy_async_shared = instruction("fence.proxy.async.shared::cta;", "void", simulate=fence_proxy_async_shared)

@@ -1,18 +1,18 @@
-"""The maker of intrinsics: one PTX instruction becomes one function that a kernel calls.
+"""Make an intrinsic from one PTX instruction: a function that kernels call.
 
-On a GPU the function is a Numba intrinsic that emits the instruction as inline assembly. In the
-simulator it is the Python meaning that was given beside it, so that the same kernel source runs.
+On a GPU it is a Numba intrinsic that emits the instruction as inline assembly. In the simulator it is the Python
+implementation passed as ``simulate``, so that the same kernel source runs.
 """
 
 import inspect
 
 from moe_numba import simulator
 
-# An operand that takes two arguments, a pointer and an index, and reaches the instruction as one 64-bit address.
-# A pointer and an index, not an integer made by address arithmetic, so that the simulator can follow and check.
+# An operand that takes two arguments, a pointer and an element index, and becomes one 64-bit address. A pointer and an
+# index, rather than an integer from address arithmetic, let the simulator check bounds.
 POINTER = "pointer"
 
-# The same for an array in shared memory, which the instruction reaches by its 32-bit address in the shared window.
+# An array in shared memory and an element index, which become one 32-bit address in the shared window.
 SHARED = "shared"
 
 
@@ -28,9 +28,9 @@ def instruction(template, result, *operands, simulate, side_effect=True):
     *operands : str
         A type name (``u32, s32, u64, s64, f32``), ``POINTER`` or ``SHARED`` for each operand.
     simulate : callable
-        What the instruction means, in Python; it takes the same arguments as the intrinsic.
+        Python implementation for the simulator; it takes the same arguments as the intrinsic.
     side_effect : bool
-        False only for pure arithmetic, which the compiler may then move, merge or drop.
+        False only for pure arithmetic, which the compiler may then move, merge or eliminate.
     """
     if simulator.ENABLED:
         return simulate
@@ -63,26 +63,26 @@ def _intrinsic(template, result, operands, side_effect, simulate):
     registers = [(addresses.get(o) or scalars[o][1:])[0] for o in operands]
 
     def typing(*arguments):
-        accepted, at = [], iter(arguments)
+        accepted, remaining = [], iter(arguments)
         for operand in operands:
             if operand in addresses:
-                pointer, _ = next(at), next(at)
+                pointer, _ = next(remaining), next(remaining)
                 accepted += [pointer, types.int64 if operand == POINTER else types.int32]
             else:
-                next(at)
+                next(remaining)
                 accepted.append(scalars[operand][0])
         signature = returned(*accepted)
 
         def codegen(context, builder, sig, values):
-            registers_in, at = [], iter(zip(sig.args, values, strict=True))
+            registers_in, remaining = [], iter(zip(sig.args, values, strict=True))
             for operand in operands:
-                typ, value = next(at)
+                typ, value = next(remaining)
                 if operand in addresses:
                     if isinstance(typ, types.Array):
                         value = context.make_array(typ)(context, builder, value=value).data
                     if operand == SHARED:
                         value = builder.addrspacecast(value, value.type.pointee.as_pointer(3))
-                    value = builder.ptrtoint(builder.gep(value, [next(at)[1]]), addresses[operand][0])
+                    value = builder.ptrtoint(builder.gep(value, [next(remaining)[1]]), addresses[operand][0])
                 registers_in.append(value)
             assembly = ir.InlineAsm(
                 ir.FunctionType(register, registers), template, constraints, side_effect=side_effect
@@ -101,7 +101,7 @@ def _intrinsic(template, result, operands, side_effect, simulate):
 
 
 def make_intrinsic(simulate, count, typing):
-    """Make a Numba intrinsic of ``count`` arguments, with the name and docstring of its simulation.
+    """Make a Numba intrinsic of ``count`` arguments, with the name and docstring of ``simulate``.
 
     ``typing(*types)`` returns the signature and the code generator.
     """

@@ -1,9 +1,9 @@
-"""``ldmatrix`` and ``stmatrix``: 8 x 16-byte matrices between a warp's registers and shared memory.
+"""``stmatrix``: stores 8 x 8 matrices of 16-bit elements from a warp's registers; and wgmma epilogue helpers.
 
-Lane ``8 i + r`` names row ``r`` of matrix ``i`` by (array, index), a multiple of 16 bytes. In registers, lane ``l`` has
-from each matrix one word, two 16-bit elements: row ``l // 4``, columns ``2 (l % 4)`` (its low half) and the next one.
-With ``_trans`` it has column ``l // 4`` and those two rows instead. That is the layout of wgmma's results. All lanes of
-the warp must execute them.
+Lane ``8 i + r`` addresses row ``r`` of matrix ``i`` (16 bytes, 16-byte aligned) by (array, index). Lane ``l`` holds one
+32-bit register per matrix, with two elements: row ``l // 4``, columns ``2 (l % 4)`` (low half) and the next one. With
+``_trans`` they are column ``l // 4`` and those two rows instead. This is the layout of wgmma accumulators rounded to 16
+bits. All lanes of the warp must execute the instruction.
 """
 
 from functools import cache
@@ -16,8 +16,8 @@ from moe_numba.ptx.intrinsic import SHARED, instruction
 
 
 def _stmatrix(count, trans):
-    def simulate(array, index, *words):
-        simulator.matrix.store(array, index, words, trans)
+    def simulate(array, index, *registers):
+        simulator.matrix.store(array, index, registers, trans)
 
     name = f"stmatrix_x{count}" + "_trans" * trans
     simulate.__name__ = simulate.__qualname__ = name
@@ -25,7 +25,7 @@ def _stmatrix(count, trans):
     variant = f"x{count}" + ".trans" * trans
     simulate.__doc__ = (
         f"``{name}(array, index, {registers})``, ``stmatrix.sync.aligned.m8n8.{variant}.shared.b16``: "
-        f"store {count} matri{'x' if count == 1 else 'ces'}."
+        f"store {count} matrices."
     )
     template = (
         f"stmatrix.sync.aligned.m8n8.{variant}.shared.b16 [$0], {{{', '.join(f'${1 + i}' for i in range(count))}}};"
@@ -33,33 +33,15 @@ def _stmatrix(count, trans):
     return instruction(template, "void", SHARED, *["u32"] * count, simulate=simulate)
 
 
-def _ldmatrix(count, trans):
-    def simulate(array, index):
-        return simulator.matrix.load(array, index, count, trans)
-
-    name = f"ldmatrix_x{count}" + "_trans" * trans
-    simulate.__name__ = simulate.__qualname__ = name
-    variant = f"x{count}" + ".trans" * trans
-    simulate.__doc__ = (
-        f"``{name}(array, index)``, ``ldmatrix.sync.aligned.m8n8.{variant}.shared.b16``: load {count} matrices."
-    )
-    registers = ", ".join(f"${i}" for i in range(count))
-    template = f"ldmatrix.sync.aligned.m8n8.{variant}.shared.b16 {{{registers}}}, [${count}];"
-    return instruction(template, f"u32 x {count}", SHARED, simulate=simulate)
-
-
-stmatrix_x1, stmatrix_x1_trans = _stmatrix(1, False), _stmatrix(1, True)
 stmatrix_x2, stmatrix_x2_trans = _stmatrix(2, False), _stmatrix(2, True)
 stmatrix_x4, stmatrix_x4_trans = _stmatrix(4, False), _stmatrix(4, True)
-ldmatrix_x2, ldmatrix_x2_trans = _ldmatrix(2, False), _ldmatrix(2, True)
-ldmatrix_x4, ldmatrix_x4_trans = _ldmatrix(4, False), _ldmatrix(4, True)
 
 
 @cache
 def make_load_shared(n):
-    """``load(array, index)``: factors of the n / 4 columns that a thread's results lie in, from shared memory.
+    """Make ``load(array, index)``: load the factors of a thread's n / 4 accumulator columns (``ld.shared.v4.f32``).
 
-    They are neighbours, from element ``index`` of a float32 array on, a multiple of 16 bytes (``ld.shared.v4.f32``).
+    They are contiguous from element ``index`` of a shared float32 array, 16-byte aligned. Returns a tuple of floats.
     """
 
     def load_shared(array, index):
@@ -82,7 +64,7 @@ def _load_shared(n):
         def codegen(context, builder, sig, arguments):
             data, factors = _shared_floats(context, builder, sig.args[0], *arguments), []
             for i in range(0, n // 4, 4):
-                factors += _four(builder, data, i, n)
+                factors += _load_factors(builder, data, i, n)
             return context.make_tuple(builder, sig.return_type, factors)
 
         return floats(array, types.int32), codegen
@@ -91,33 +73,33 @@ def _load_shared(n):
 
 
 def _shared_floats(context, builder, array_type, array, index):
-    """A pointer to an element of a shared array."""
+    """Return a pointer to an element of a shared float32 array."""
     from llvmlite import ir
 
     data = context.make_array(array_type)(context, builder, value=array).data
     return builder.gep(builder.addrspacecast(data, ir.FloatType().as_pointer(3)), [index])
 
 
-def _four(builder, data, i, n):
-    """The factors from the i-th on, four or what there is."""
+def _load_factors(builder, data, i, n):
+    """Load up to four factors from the i-th on, in one instruction."""
     from llvmlite import ir
 
     width = min(4, n // 4 - i)
     vector = ir.VectorType(ir.FloatType(), width).as_pointer(3)
-    here = builder.bitcast(builder.gep(data, [ir.Constant(ir.IntType(32), i)]), vector)
-    four = builder.load(here, align=4 * width)
-    return [builder.extract_element(four, ir.Constant(ir.IntType(32), k)) for k in range(width)]
+    address = builder.bitcast(builder.gep(data, [ir.Constant(ir.IntType(32), i)]), vector)
+    loaded = builder.load(address, align=4 * width)
+    return [builder.extract_element(loaded, ir.Constant(ir.IntType(32), k)) for k in range(width)]
 
 
 @cache
 def make_fma_shared(n):
-    """``fma(total, product, array, index)``: ``total + product * factor``, each factor loaded just before its use.
+    """Make ``fma(total, acc, array, index)``: ``total + acc * factor`` per column, loading each factor before its use.
 
-    As :func:`make_load_shared` and then ``make_fma_columns``, where there are no registers for all of the factors.
+    Equivalent to :func:`make_load_shared` followed by ``make_fma_columns``, but needs fewer registers for the factors.
     """
 
-    def fma_shared(total, product, array, index):
-        return simulator.fragments.fma_columns(total, product, make_load_shared(n)(array, index))
+    def fma_shared(total, acc, array, index):
+        return simulator.fragments.fma_columns(total, acc, make_load_shared(n)(array, index))
 
     return fma_shared if simulator.ENABLED else _fma_shared(n)
 
@@ -129,15 +111,15 @@ def _fma_shared(n):
     floats = types.UniTuple(types.float32, n // 2)
 
     @intrinsic
-    def fma_shared(typingctx, total, product, array, index):
+    def fma_shared(typingctx, total, acc, array, index):
         def codegen(context, builder, sig, arguments):
             data, results = _shared_floats(context, builder, sig.args[2], *arguments[2:]), []
             for i in range(0, n // 4, 4):
-                factors = _four(builder, data, i, n)
+                factors = _load_factors(builder, data, i, n)
                 for r in range(2 * i, 2 * (i + len(factors))):  # d[4 j + 2 h + i] is in column 2 j + i
                     factor = factors[2 * (r // 4) + r % 2 - i]
-                    at = builder.extract_value(arguments[1], r), factor, builder.extract_value(arguments[0], r)
-                    results.append(builder.fma(*at))
+                    acc, total = builder.extract_value(arguments[1], r), builder.extract_value(arguments[0], r)
+                    results.append(builder.fma(acc, factor, total))
             return context.make_tuple(builder, sig.return_type, results)
 
         return floats(floats, floats, array, types.int32), codegen
@@ -147,18 +129,19 @@ def _fma_shared(n):
 
 @cache
 def make_stmatrix_fragment(n, first, count, pitch):
-    """``store(array, at, values, factor)``: columns ``first`` to ``first + count`` of a fragment, as rows of bf16.
+    """Make ``store(array, offset, values, factor)``: store ``count`` columns of a fragment as rows of bf16.
 
-    Each float times ``factor`` is rounded to bf16 (``cvt.rn.bf16x2``). ``stmatrix.x2.trans`` makes a row of 16 results,
-    two chunks of 16 bytes, of each column of a warp's part. Lane l names by ``at`` the chunk ``l // 8`` of the row of
-    column ``first + l % 8``; those of the columns after it lie ``pitch`` bytes apart. ``array`` is one of bytes.
+    The columns start at ``first``. Each float times ``factor`` is rounded to bf16 (``cvt.rn.bf16x2``).
+    ``stmatrix.x2.trans`` turns each column of a warp's 16 rows into an output row of 16 elements, two 16-byte chunks.
+    Lane l passes the byte ``offset`` in ``array`` (uint8, shared) of chunk ``l // 8`` of the output row of column
+    ``first + l % 8``; output rows are ``pitch`` bytes apart.
     """
 
-    def stmatrix_fragment(array, at, values, factor):
+    def stmatrix_fragment(array, offset, values, factor):
         for j in range(count // 8):
-            at_value = (first // 8 + j) * 4
-            a, b, c, d = (np.float32(v * factor) for v in tuple(values)[at_value : at_value + 4])
-            stmatrix_x2_trans(array, at + 8 * j * pitch, cvt_rn_bf16x2_f32(b, a), cvt_rn_bf16x2_f32(d, c))
+            first_value = (first // 8 + j) * 4
+            a, b, c, d = (np.float32(v * factor) for v in tuple(values)[first_value : first_value + 4])
+            stmatrix_x2_trans(array, offset + 8 * j * pitch, cvt_rn_bf16x2_f32(b, a), cvt_rn_bf16x2_f32(d, c))
 
     if simulator.ENABLED:
         return stmatrix_fragment
@@ -173,22 +156,22 @@ def _stmatrix_fragment(n, first, count, pitch):
     used, address, factor = count // 2, count // 2, count // 2 + 1
     lines = ["{ .reg .b32 a, b; .reg .f32 x, y;"]
     for j in range(count // 8):
-        for word, at in (("a", 4 * j), ("b", 4 * j + 2)):
-            lines.append(f"mul.f32 x, ${at}, ${factor}; mul.f32 y, ${at + 1}, ${factor};")
-            lines.append(f"cvt.rn.bf16x2.f32 {word}, y, x;")
+        for register, i in (("a", 4 * j), ("b", 4 * j + 2)):
+            lines.append(f"mul.f32 x, ${i}, ${factor}; mul.f32 y, ${i + 1}, ${factor};")
+            lines.append(f"cvt.rn.bf16x2.f32 {register}, y, x;")
         lines.append(f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [${address}+{8 * j * pitch}], {{a, b}};")
     text, constraints = " ".join([*lines, "}"]), ",".join(["f"] * used + ["r", "f", "~{memory}"])
     function = ir.FunctionType(ir.VoidType(), [ir.FloatType()] * used + [ir.IntType(32), ir.FloatType()])
 
     @intrinsic
-    def stmatrix_fragment(typingctx, array, at, values, factor):
+    def stmatrix_fragment(typingctx, array, offset, values, factor):
         def codegen(context, builder, sig, arguments):
             data = context.make_array(sig.args[0])(context, builder, value=arguments[0]).data
             data = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
-            place = builder.ptrtoint(builder.gep(data, [arguments[1]]), ir.IntType(32))
+            pointer = builder.ptrtoint(builder.gep(data, [arguments[1]]), ir.IntType(32))
             floats = [builder.extract_value(arguments[2], first // 2 + i) for i in range(used)]
             assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
-            builder.call(assembly, [*floats, place, arguments[3]], attrs=("convergent",))
+            builder.call(assembly, [*floats, pointer, arguments[3]], attrs=("convergent",))
             return context.get_dummy_value()
 
         return types.void(array, types.int32, types.UniTuple(types.float32, n // 2), types.float32), codegen

@@ -1,9 +1,10 @@
-"""mbarriers: barriers in shared memory that count arrivals, and the bytes of copies that are under way.
+"""mbarriers: barriers in shared memory that count arrivals and the bytes of asynchronous copies.
 
-A barrier is an element of a shared ``uint64`` array, ``cuda.shared.array(count, uint64)``, and is named by that array
-and an index. It goes from phase to phase: a phase ends when all the arrivals that ``mbarrier_init`` asked for have come
-and all the bytes that were expected have landed. Phases are told apart by their parity, 0 for the first. Waiting for
-parity 1 on a new barrier therefore returns at once, which is how the producer of a ring starts.
+A barrier is an element of a shared ``uint64`` array, ``cuda.shared.array(count, uint64)``; instructions take the array
+and an index. A phase completes when it has all the arrivals set by ``mbarrier_init`` and all expected bytes have been
+copied. Waits name a phase by its bit (``phaseParity`` in the PTX ISA): 0 for the first phase, 1 for the second, then 0
+again. A wait for phase bit 1 of a new barrier therefore returns at once, which is how the producer of a pipeline
+starts.
 """
 
 import numpy as np
@@ -13,19 +14,20 @@ from moe_numba.ptx.intrinsic import SHARED, instruction
 
 
 def mbarrier_init(barriers, index, count):
-    """``mbarrier.init.shared::cta.b64``: a new barrier, each phase of which takes ``count`` arrivals."""
+    """``mbarrier.init.shared::cta.b64``: initialise a barrier whose phases take ``count`` arrivals."""
     simulator.mbarrier.init(barriers, index, int(count))
 
 
 def mbarrier_inval(barriers, index):
-    """``mbarrier.inval.shared::cta.b64``: the end of a barrier; its memory may be used for something else."""
+    """``mbarrier.inval.shared::cta.b64``: invalidate a barrier, so that its memory may be reused."""
     simulator.mbarrier.invalidate(barriers, index)
 
 
 def fence_mbarrier_init():
-    """``fence.mbarrier_init.release.cluster``: lets copies and the cluster's other blocks see this thread's barriers.
+    """``fence.mbarrier_init.release.cluster``: make the barriers that this thread initialised visible.
 
-    Threads also need a barrier (``cuda.syncthreads``, or the cluster's) between the fence and their first use.
+    The async proxy and the cluster's other blocks need it. Other threads also need a barrier (``cuda.syncthreads``, or
+    the cluster barrier) between the fence and their first use.
     """
     simulator.mbarrier.fence_init()
 
@@ -36,33 +38,34 @@ fence_mbarrier_init = instruction("fence.mbarrier_init.release.cluster;", "void"
 
 
 def mbarrier_arrive(barriers, index):
-    """``mbarrier.arrive.shared::cta.b64``: one arrival; what this thread did before it is done for those who wait."""
+    """``mbarrier.arrive.shared::cta.b64``: arrive once, with release semantics at block scope."""
     simulator.mbarrier.find(barriers, index).arrive()
 
 
 def mbarrier_arrive_expect_tx(barriers, index, tx_bytes):
-    """``mbarrier.arrive.expect_tx.shared::cta.b64``: one arrival; the phase also waits for so many bytes of copies."""
-    simulator.mbarrier.find(barriers, index).arrive(expected=int(tx_bytes))
+    """``mbarrier.arrive.expect_tx.shared::cta.b64``: expect ``tx_bytes`` more bytes, then arrive once."""
+    simulator.mbarrier.find(barriers, index).arrive(expected_bytes=int(tx_bytes))
 
 
 def mbarrier_expect_tx(barriers, index, tx_bytes):
-    """``mbarrier.expect_tx.relaxed.cta.shared::cta.b64``: the phase also waits for so many bytes; no arrival."""
+    """``mbarrier.expect_tx.relaxed.cta.shared::cta.b64``: expect ``tx_bytes`` more bytes, without arriving."""
     simulator.mbarrier.find(barriers, index).expect(int(tx_bytes))
 
 
 def mbarrier_arrive_cluster(barriers, index, rank):
-    """``mbarrier.arrive.release.cluster.shared::cluster.b64``: one arrival at the barrier of block ``rank``.
+    """``mbarrier.arrive.release.cluster.shared::cluster.b64``: arrive at the barrier of block ``rank``.
 
-    What this thread wrote before it, to global memory too, is visible to those who wait: for that the thread stands
-    still for about a microsecond.
+    Threads that wait at cluster scope see what this thread wrote before, also to global memory. The release takes about
+    a microsecond.
     """
     simulator.mbarrier.find(barriers, index, rank).arrive()
 
 
 def mbarrier_arrive_relaxed_cluster(barriers, index, rank):
-    """``mbarrier.arrive.relaxed.cluster.shared::cluster.b64``: the same at once, from who wrote nothing for others.
+    """``mbarrier.arrive.relaxed.cluster.shared::cluster.b64``: arrive at block ``rank`` without a release.
 
-    It says that reads are over, such as those of a multiplication that was waited for.
+    Use it where the thread publishes no writes, for example to signal that the operands of a completed wgmma have been
+    read.
     """
     simulator.mbarrier.find(barriers, index, rank).arrive()
 
@@ -81,28 +84,29 @@ mbarrier_arrive_relaxed_cluster = instruction(
 )
 
 
-def mbarrier_try_wait_parity(barriers, index, parity):
-    """``mbarrier.try_wait.parity.shared::cta.b64``: 1 if the phase of this parity has ended, 0 if not after a while.
+def mbarrier_try_wait_parity(barriers, index, phase):
+    """``mbarrier.try_wait.parity.shared::cta.b64``: return 1 if the phase completed, 0 on time-out.
 
-    A barrier knows its current phase and the one before it; who falls two phases behind asks in vain.
+    ``phase`` is the phase bit. A barrier distinguishes only its current and its previous phase, so a thread must not
+    fall two phases behind.
     """
     barrier = simulator.mbarrier.find(barriers, index)
-    if not barrier.ended(parity):
-        barrier.poll(parity)
-    return np.uint32(barrier.ended(parity))
+    if not barrier.test(phase):
+        barrier.poll(phase)
+    return np.uint32(barrier.test(phase))
 
 
-def mbarrier_wait_parity(barriers, index, parity):
-    """``mbarrier.try_wait.parity.shared::cta.b64`` in a loop: wait until the phase of this parity has ended."""
-    simulator.mbarrier.find(barriers, index).wait(parity)
+def mbarrier_wait_parity(barriers, index, phase):
+    """``mbarrier.try_wait.parity.shared::cta.b64`` in a loop: wait until the phase with bit ``phase`` completes."""
+    simulator.mbarrier.find(barriers, index).wait(phase)
 
 
-def mbarrier_wait_parity_cluster(barriers, index, parity):
-    """``mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64`` in a loop: the same, if other blocks arrive as well.
+def mbarrier_wait_parity_cluster(barriers, index, phase):
+    """``mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64`` in a loop: wait, with cluster scope.
 
-    What they wrote before they arrived is visible after it.
+    Use it where threads of other blocks arrive: what they wrote before they arrived is visible afterwards.
     """
-    simulator.mbarrier.find(barriers, index).wait(parity)
+    simulator.mbarrier.find(barriers, index).wait(phase)
 
 
 mbarrier_try_wait_parity = instruction(

@@ -1,4 +1,4 @@
-"""Loads and stores wider than one element, and grid dependency control."""
+"""Vector loads and stores, cache hints, pointers from addresses, and programmatic dependent launch."""
 
 import numpy as np
 from numba import cuda
@@ -8,22 +8,22 @@ from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
 
 def load_nc_u32x1(pointer, index):
-    """``ld.global.nc.u32``: 4 bytes at element ``index`` of memory that nobody writes during the kernel."""
+    """``ld.global.nc.u32``: load 4 bytes at element ``index`` of memory that is read-only during the kernel."""
     return pointer.load_vector(index, np.uint32, 1)[0]
 
 
 def load_nc_u32x2(pointer, index):
-    """``ld.global.nc.v2.u32``: 8 bytes, 8-byte aligned, at element ``index``, as two words."""
+    """``ld.global.nc.v2.u32``: load 8 bytes, 8-byte aligned, at element ``index`` of read-only memory."""
     return pointer.load_vector(index, np.uint32, 2)
 
 
 def load_nc_u32x4(pointer, index):
-    """``ld.global.nc.v4.u32``: 16 bytes, 16-byte aligned, at element ``index``, as four words."""
+    """``ld.global.nc.v4.u32``: load 16 bytes, 16-byte aligned, at element ``index`` of read-only memory."""
     return pointer.load_vector(index, np.uint32, 4)
 
 
 def load_nc_u16(pointer, index):
-    """``ld.global.nc.u16``: 2 bytes at element ``index``, zero-extended to a word."""
+    """``ld.global.nc.u16``: load 2 bytes at element ``index`` of read-only memory, zero-extended to 32 bits."""
     return np.uint32(pointer.load_vector(index, np.uint16, 1)[0])
 
 
@@ -36,7 +36,7 @@ load_nc_u16 = instruction(
 
 
 def st_global_s32x4(pointer, index, a, b, c, d):
-    """``st.global.v4.s32``: 16 bytes, 16-byte aligned, to element ``index``."""
+    """``st.global.v4.s32``: store 16 bytes, 16-byte aligned, at element ``index``."""
     pointer.store_vector(index, (a, b, c, d), np.int32)
 
 
@@ -46,7 +46,7 @@ st_global_s32x4 = instruction(
 
 
 def atom_add_s32(pointer, index, value):
-    """``atom.global.add.s32``: add to element ``index``, undivided; gives what was there before."""
+    """``atom.global.add.s32``: add to element ``index`` atomically and return the old value."""
     return cuda.atomic.add(pointer, index, value)
 
 
@@ -54,14 +54,14 @@ atom_add_s32 = instruction("atom.global.add.s32 $0, [$1], $2;", "s32", POINTER, 
 
 
 def griddepcontrol_wait():
-    """``griddepcontrol.wait``: wait until the grids this one depends on are done and their writes visible.
+    """``griddepcontrol.wait``: wait until the prerequisite grids have completed and their writes are visible.
 
     A no-op unless the grid was launched with programmatic dependent launch.
     """
 
 
 def griddepcontrol_launch_dependents():
-    """``griddepcontrol.launch_dependents``: the next grid in the stream may start its blocks."""
+    """``griddepcontrol.launch_dependents``: allow the next grid in the stream to start its blocks."""
 
 
 griddepcontrol_wait = instruction("griddepcontrol.wait;", "void", simulate=griddepcontrol_wait)
@@ -71,12 +71,12 @@ griddepcontrol_launch_dependents = instruction(
 
 
 def st_shared_s32x4(array, index, a, b, c, d):
-    """``st.shared.v4.s32``: 16 bytes, 16-byte aligned, to element ``index`` of a shared array."""
+    """``st.shared.v4.s32``: store 16 bytes, 16-byte aligned, at element ``index`` of a shared array."""
     array.pointer().store_vector(index, (a, b, c, d), np.int32)
 
 
 def ld_shared_s32x4(array, index):
-    """``ld.shared.v4.s32``: 16 bytes, 16-byte aligned, from element ``index`` of a shared array, as four integers."""
+    """``ld.shared.v4.s32``: load 16 bytes, 16-byte aligned, at element ``index`` of a shared array."""
     return array.pointer().load_vector(index, np.int32, 4)
 
 
@@ -87,21 +87,21 @@ ld_shared_s32x4 = instruction("ld.shared.v4.s32 {$0, $1, $2, $3}, [$4];", "s32 x
 
 
 def ld_global_s32x4(pointer, index):
-    """``ld.global.v4.s32``: 16 bytes, 16-byte aligned, from element ``index``, as four integers."""
+    """``ld.global.v4.s32``: load 16 bytes, 16-byte aligned, at element ``index``."""
     return pointer.load_vector(index, np.int32, 4)
 
 
 def ld_nc_na_s32x4(pointer, index):
-    """``ld.global.nc.L1::no_allocate.L2::256B.v4.s32``: the same, past the L1; 256 bytes come to the L2.
+    """``ld.global.nc.L1::no_allocate.L2::256B.v4.s32``: load 16 bytes, 16-byte aligned.
 
-    ``nc`` says that nobody writes there during the kernel. To read by it what another GPU writes meanwhile is
-    undefined, flags or no flags, though DeepEP does it.
+    The load does not allocate in L1 and prefetches 256 bytes into L2. ``nc`` requires that no thread writes the memory
+    during the kernel. Reading what another GPU writes concurrently is undefined even after an acquire; DeepEP does so.
     """
     return pointer.load_vector(index, np.int32, 4)
 
 
 def st_na_s32x4(pointer, index, a, b, c, d):
-    """``st.global.L1::no_allocate.v4.s32``: 16 bytes, 16-byte aligned, to element ``index``; the L1 keeps no copy."""
+    """``st.global.L1::no_allocate.v4.s32``: store 16 bytes, 16-byte aligned, at element ``index``, not cached in L1."""
     pointer.store_vector(index, (a, b, c, d), np.int32)
 
 
@@ -117,12 +117,12 @@ st_na_s32x4 = instruction(
 
 
 def pointer_from_address(address, like):
-    """The pointer that an integer stands for, such as the address of a peer's buffer; it has the type of ``like``.
+    """Convert an integer, such as the address of a peer's buffer, to a pointer of the type of ``like``.
 
-    ``like`` is a pointer that the kernel was given. In the simulator the address must lie in a buffer that
-    ``simulator.register`` knows.
+    ``like`` is a pointer argument of the kernel. In the simulator the address must lie in a buffer registered with
+    ``simulator.register``.
     """
-    return simulator.ranks.at(address, like)
+    return simulator.ranks.pointer_at(address, like)
 
 
 def _pointer_from_address():
@@ -135,7 +135,7 @@ def _pointer_from_address():
 
         def codegen(context, builder, signature, values):
             generic = context.get_value_type(signature.return_type)
-            # By way of global memory, so that what the kernel reads and writes through it are global accesses.
+            # Casting through the global address space makes accesses through the pointer global instead of generic.
             return builder.addrspacecast(builder.inttoptr(values[0], generic.pointee.as_pointer(1)), generic)
 
         return like(types.uint64, like), codegen

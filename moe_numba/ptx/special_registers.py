@@ -1,4 +1,4 @@
-"""The clock of the GPU, for those who will not wait for ever."""
+"""Special registers: the global timer."""
 
 import numpy as np
 
@@ -7,13 +7,13 @@ from moe_numba.ptx.intrinsic import instruction
 
 
 def globaltimer():
-    """``%globaltimer``: nanoseconds since some time in the past, on a clock that all of a GPU's threads share.
+    """``%globaltimer``: return the time in nanoseconds, on a clock shared by all threads of a GPU.
 
-    It goes forward by steps, of up to a microsecond on some GPUs. In the simulator each of the scheduler's steps takes
-    a microsecond, and who waits for longer than some thousand of them in vain is taken for deadlocked.
+    Its resolution is up to a microsecond on some GPUs. In the simulator each scheduler step takes a microsecond, and
+    threads that poll for some thousand rounds without any change of memory count as deadlocked.
     """
     world = simulator.thread().grid.world
-    world.footprints = None  # who looks at the clock is not back where it was: some time it will give up
+    world.snapshots = None  # a thread that reads the clock makes progress: it may time out
     return np.uint64(1000 * world.steps)
 
 

@@ -1,12 +1,12 @@
-"""Tensor maps made on the device: a copy in shared memory is changed, published to global memory, and acquired there.
+"""Tensor maps modified on the device: changed in shared memory, published to global memory, and acquired there.
 
-1. A warp copies the 128 bytes of a map, which the host made (``moe_numba.runtime.tensor_map``), to shared memory.
+1. A warp copies the 128 bytes of a map that the host encoded (``moe_numba.runtime.tensor_map``) to shared memory.
 2. One thread replaces fields of the copy; then ``cuda.syncwarp()``.
 3. All lanes of the warp call ``tensormap_cp_fenceproxy``, which writes it to global memory.
-4. Whoever uses the new map first calls ``fence_proxy_tensormap_acquire_gpu``, after it has learnt that 3. is done.
+4. Each thread that uses the new map synchronizes with step 3, then calls ``fence_proxy_tensormap_acquire_gpu``.
 
-Maps are aligned to 128 bytes in shared memory, and in global memory. A map that the host copied there is acquired with
-``fence_proxy_tensormap_acquire_sys``: its address may be that of an older map, which the copy engine still remembers.
+Maps are aligned to 128 bytes in shared and in global memory. A map that the host copied to global memory is acquired
+with ``fence_proxy_tensormap_acquire_sys``: the TMA unit may still cache an older map at the same address.
 """
 
 from functools import cache
@@ -15,9 +15,12 @@ from moe_numba import simulator
 from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
 
-def tensormap_replace_global_address(array, at, pointer, index):
-    """``tensormap.replace.tile.global_address``: the tensor starts at element ``index`` of ``pointer``."""
-    simulator.tensor_map.replace(array, at, "address", pointer.offset(int(index)).address)
+def tensormap_replace_global_address(array, offset, pointer, index):
+    """``tensormap.replace.tile.global_address``: set the tensor's start to element ``index`` of ``pointer``.
+
+    The map is at element ``offset`` of the shared array ``array``. One thread executes it.
+    """
+    simulator.tensor_map.replace(array, offset, "address", pointer.offset(int(index)).address)
 
 
 tensormap_replace_global_address = instruction(
@@ -31,10 +34,10 @@ tensormap_replace_global_address = instruction(
 
 @cache
 def make_tensormap_replace_global_dim(dimension):
-    """``replace(array, at, extent)``, ``tensormap.replace.tile.global_dim``: a dimension's length; 0 is innermost."""
+    """Make ``replace(array, offset, extent)``, ``tensormap.replace.tile.global_dim``; dimension 0 is the innermost."""
 
-    def tensormap_replace_global_dim(array, at, extent):
-        simulator.tensor_map.replace(array, at, "dims", int(extent), dimension)
+    def tensormap_replace_global_dim(array, offset, extent):
+        simulator.tensor_map.replace(array, offset, "dims", int(extent), dimension)
 
     return instruction(
         f"tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [$0], {dimension}, $1;",
@@ -47,13 +50,13 @@ def make_tensormap_replace_global_dim(dimension):
 
 @cache
 def make_tensormap_replace_global_stride(dimension):
-    """``replace(array, at, stride_bytes)``, ``tensormap.replace.tile.global_stride``: bytes between neighbours.
+    """Make ``replace(array, offset, stride_bytes)``, ``tensormap.replace.tile.global_stride``.
 
-    Stride 0 is that of dimension 1: neighbours in dimension 0 lie side by side.
+    Stride 0 is that of dimension 1: dimension 0 is contiguous.
     """
 
-    def tensormap_replace_global_stride(array, at, stride_bytes):
-        simulator.tensor_map.replace(array, at, "strides", int(stride_bytes), dimension)
+    def tensormap_replace_global_stride(array, offset, stride_bytes):
+        simulator.tensor_map.replace(array, offset, "strides", int(stride_bytes), dimension)
 
     return instruction(
         f"tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [$0], {dimension}, $1;",
@@ -64,21 +67,21 @@ def make_tensormap_replace_global_stride(dimension):
     )
 
 
-def tensormap_cp_fenceproxy(pointer, index, array, at):
+def tensormap_cp_fenceproxy(pointer, index, array, offset):
     """``tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu``: publish a map to global memory.
 
-    All lanes of a warp call it, with the same arguments.
+    All lanes of the warp must execute it with the same arguments.
     """
-    simulator.tensor_map.publish(pointer, index, array, at)
+    simulator.tensor_map.publish(pointer, index, array, offset)
 
 
 def fence_proxy_tensormap_acquire_gpu(pointer, index):
-    """``fence.proxy.tensormap::generic.acquire.gpu``: this thread's copies use the map as this GPU published it."""
+    """``fence.proxy.tensormap::generic.acquire.gpu``: acquire a map that this GPU published."""
     simulator.tensor_map.acquire(pointer, index)
 
 
 def fence_proxy_tensormap_acquire_sys(pointer, index):
-    """``fence.proxy.tensormap::generic.acquire.sys``: the same for a map that the host, or another GPU, wrote."""
+    """``fence.proxy.tensormap::generic.acquire.sys``: acquire a map that the host or another GPU wrote."""
     simulator.tensor_map.acquire(pointer, index)
 
 

@@ -1,42 +1,43 @@
-"""TMA: one thread copies a box of a tensor between global and shared memory, as a tensor map describes it.
+"""TMA: one thread issues a copy of a box of a tensor between global and shared memory, as a tensor map describes it.
 
-Coordinates count elements of the tensor, innermost first, and name the first element of the box. The innermost one, in
-bytes, must be a multiple of 16; a load may begin before the tensor, a store may not (anything else is an illegal
-instruction). Elements outside the tensor are loaded as zeros and are not stored, but a store ends rows only at a
-multiple of 16 bytes: up to there it writes the box's bytes behind a row's last element, over padding or a neighbour. A
-box in shared memory starts at a multiple of 128 bytes, and of 1024 with a 128-byte swizzle
-(``cuda.shared.array(..., 1024)``). Its bytes, those of zeros too, count towards the phase of the barrier. Stores belong
-to bulk groups: see ``moe_numba.ptx.cp_async``.
+Coordinates count elements, innermost first, and name the first element of the box. The innermost coordinate times the
+element size must be a multiple of 16 bytes. A load may start before the tensor, a store must not; violations are
+illegal instructions. A load fills elements outside the tensor with zeros, and a store skips them, except that it ends
+rows at a multiple of 16 bytes: up to there it writes the box's bytes after a row's last element, over padding or a
+neighbour.
+
+A box in shared memory is aligned to 128 bytes, and to 1024 with a 128-byte swizzle (``cuda.shared.array(..., 1024)``).
+A load's bytes, including zeros, are subtracted from the pending bytes of an mbarrier. Stores belong to bulk groups: see
+``moe_numba.ptx.cp_async``.
 """
 
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
-_WHERE = {2: "x, y", 3: "x, y, z"}
+_COORDINATES = {2: "x, y", 3: "x, y, z"}
 
 
 def _load(rank, *, multicast=False, hint=False):
-    """The load of a box of so many dimensions."""
+    """Make the load of a box of ``rank`` dimensions."""
 
-    def simulate(array, at, tensor_map, index, *more):
-        coordinates, (barriers, barrier), more = more[:rank], more[rank : rank + 2], more[rank + 2 :]
+    def simulate(array, offset, tensor_map, index, *more):
+        coordinates, (barriers, barrier_index), more = more[:rank], more[rank : rank + 2], more[rank + 2 :]
         mask = int(more[0]) if multicast else None
-        simulator.async_copy.load_box(array, at, tensor_map, index, coordinates, barriers, barrier, mask)
+        simulator.async_copy.load_box(array, offset, tensor_map, index, coordinates, barriers, barrier_index, mask)
 
     name = f"tma_load_{rank}d" + "_multicast" * multicast + "_hint" * hint
     more = ", mask" * multicast + ", policy" * hint
     modifiers = ".multicast::cluster" * multicast + ".L2::cache_hint" * hint
     simulate.__name__ = simulate.__qualname__ = name
     simulate.__doc__ = (
-        f"``{name}(array, at, tensor_map, index, {_WHERE[rank]}, barriers, barrier{more})``, "
+        f"``{name}(array, offset, tensor_map, index, {_COORDINATES[rank]}, barriers, barrier_index{more})``, "
         f"``cp.async.bulk.tensor.{rank}d.shared::cluster.global{modifiers}``: copy a box into shared memory."
         + multicast
         * (
-            "\n\n    It arrives at the same place in every block of the cluster whose rank is set in ``mask``, and its"
-            "\n    bytes are reported to the barrier at the same place there."
+            "\n\n    The box is written at the same offset in every block of the cluster whose rank is set in ``mask``,"
+            "\n    and its bytes are reported to the barrier at the same offset there."
         )
-        + hint
-        * "\n\n    ``policy``, of ``createpolicy_evict_first`` or ``_last``, says how long the L2 cache keeps it."
+        + hint * "\n\n    ``policy`` is an L2 eviction policy from ``createpolicy_evict_first`` or ``_last``."
     )
     box = ", ".join(f"${2 + i}" for i in range(rank))
     template = (
@@ -48,17 +49,17 @@ def _load(rank, *, multicast=False, hint=False):
 
 
 def _store(rank):
-    """The store of a box of so many dimensions."""
+    """Make the store of a box of ``rank`` dimensions."""
 
     def simulate(tensor_map, index, *more):
-        coordinates, (array, at) = more[:rank], more[rank:]
-        simulator.async_copy.store_box(tensor_map, index, coordinates, array, at)
+        coordinates, (array, offset) = more[:rank], more[rank:]
+        simulator.async_copy.store_box(tensor_map, index, coordinates, array, offset)
 
     simulate.__name__ = simulate.__qualname__ = f"tma_store_{rank}d"
     simulate.__doc__ = (
-        f"``tma_store_{rank}d(tensor_map, index, {_WHERE[rank]}, array, at)``, "
-        f"``cp.async.bulk.tensor.{rank}d.global.shared::cta``: copy a box out of shared memory.\n\n"
-        "    What threads wrote there they must make visible with ``fence_proxy_async_shared`` and a barrier."
+        f"``tma_store_{rank}d(tensor_map, index, {_COORDINATES[rank]}, array, offset)``, "
+        f"``cp.async.bulk.tensor.{rank}d.global.shared::cta``: copy a box from shared to global memory.\n\n"
+        "    Threads that wrote the box must execute ``fence_proxy_async_shared``, then synchronize, before it."
     )
     box = ", ".join(f"${1 + i}" for i in range(rank))
     template = f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group [$0, {{{box}}}], [${rank + 1}];"
@@ -70,29 +71,21 @@ tma_load_3d = _load(3)
 tma_load_2d_hint = _load(2, hint=True)
 tma_load_3d_hint = _load(3, hint=True)
 tma_load_2d_multicast = _load(2, multicast=True)
-tma_load_3d_multicast = _load(3, multicast=True)
 tma_load_2d_multicast_hint = _load(2, multicast=True, hint=True)
-tma_load_3d_multicast_hint = _load(3, multicast=True, hint=True)
 tma_store_2d = _store(2)
 tma_store_3d = _store(3)
 
 
-def prefetch_tensormap(tensor_map, index):
-    """``prefetch.tensormap``: bring a tensor map nearer, before its first use."""
-    simulator.tensor_map.at(tensor_map, index)
-
-
 def createpolicy_evict_first():
-    """``createpolicy.fractional.L2::evict_first``: a policy for what is read once."""
+    """``createpolicy.fractional.L2::evict_first``: make the L2 policy for data that is read once."""
     return simulator.async_copy.EVICT_FIRST
 
 
 def createpolicy_evict_last():
-    """``createpolicy.fractional.L2::evict_last``: a policy for what many blocks read."""
+    """``createpolicy.fractional.L2::evict_last``: make the L2 policy for data that many blocks read."""
     return simulator.async_copy.EVICT_LAST
 
 
-prefetch_tensormap = instruction("prefetch.tensormap [$0];", "void", POINTER, simulate=prefetch_tensormap)
 createpolicy_evict_first = instruction(
     "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "u64", simulate=createpolicy_evict_first, side_effect=False
 )

@@ -1,8 +1,8 @@
-"""Warp-wide reductions, lane masks, and values that are warp-uniform.
+"""Warp-wide reductions, lane masks, and warp-uniform values.
 
-The compiler keeps a value that it knows to be uniform in a uniform register. Such registers have arithmetic units of
-their own, and the descriptors and addresses of wgmma and TMA must lie in them: from a lane's register they are copied
-again for each instruction.
+The compiler keeps a value that it knows to be uniform in a uniform register. Uniform registers have their own ALUs, and
+wgmma and TMA take their descriptors and addresses from them: a value in an ordinary register is copied to a uniform
+register again for each instruction.
 """
 
 import numpy as np
@@ -13,17 +13,17 @@ from moe_numba.ptx.intrinsic import instruction
 
 
 def redux_sync_max_s32(mask, value):
-    """``redux.sync.max.s32``: the largest of the values that the lanes named in ``mask`` bring, given to each."""
+    """``redux.sync.max.s32``: return the maximum of the values of the lanes in ``mask`` to each of them."""
     return simulator.warp.redux("max", mask, np.int32(value))
 
 
 def redux_sync_add_s32(mask, value):
-    """``redux.sync.add.s32``: the sum of the values that the lanes named in ``mask`` bring, given to each."""
+    """``redux.sync.add.s32``: return the sum of the values of the lanes in ``mask`` to each of them."""
     return simulator.warp.redux("add", mask, np.int32(value))
 
 
 def lanemask_lt():
-    """``%lanemask_lt``: a word with a bit for every lane below this one."""
+    """``%lanemask_lt``: return the mask of all lanes below this one."""
     return np.uint32((1 << simulator.thread().lane) - 1)
 
 
@@ -37,14 +37,14 @@ FULL_MASK = 0xFFFFFFFF  # all 32 lanes
 
 @cuda.jit(device=True)
 def uniform(value):
-    """An int32 that is the same in all lanes, which must all come: lane 0's."""
+    """Return lane 0's int32 as a warp-uniform value; all lanes must execute it."""
     return cuda.shfl_sync(FULL_MASK, value, 0)
 
 
 def uniform_array(array):
-    """An array in shared memory, as itself, with its address in a register for all lanes.
+    """Return a shared array whose address is in a uniform register; all lanes must execute it.
 
-    Otherwise the compiler thinks it cheap to compute the address for each use, though that takes some 30 clocks.
+    Otherwise the compiler recomputes the address at each use, which takes about 30 cycles.
     """
     return array
 
@@ -58,11 +58,13 @@ def _uniform_array():
         def codegen(context, builder, sig, arguments):
             made = context.make_array(sig.args[0])(context, builder, value=arguments[0])
             shared = made.data.type.pointee.as_pointer(3)
-            word = builder.ptrtoint(builder.addrspacecast(made.data, shared), ir.IntType(32))
+            address = builder.ptrtoint(builder.addrspacecast(made.data, shared), ir.IntType(32))
             function = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
             text = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
-            word = builder.call(ir.InlineAsm(function, text, "=r,r", side_effect=True), [word], attrs=("convergent",))
-            made.data = builder.addrspacecast(builder.inttoptr(word, shared), made.data.type)
+            address = builder.call(
+                ir.InlineAsm(function, text, "=r,r", side_effect=True), [address], attrs=("convergent",)
+            )
+            made.data = builder.addrspacecast(builder.inttoptr(address, shared), made.data.type)
             return made._getvalue()
 
         return array(array), codegen

@@ -1,4 +1,4 @@
-"""Warps that work apart: barriers for some of a block's warps, registers handed over, one lane that acts for all."""
+"""Warp specialisation: named barriers for some of a block's warps, register reallocation, and lane election."""
 
 from functools import cache
 
@@ -9,20 +9,20 @@ from moe_numba.ptx.intrinsic import instruction
 
 
 def bar_sync(barrier, threads):
-    """``bar.sync a, b``: wait until ``threads`` threads, whole warps, have come to one of the barriers 1 to 15.
+    """``bar.sync a, b``: wait until ``threads`` threads have arrived at named barrier ``barrier`` (1 to 15).
 
-    Barrier 0 is that of ``cuda.syncthreads``.
+    ``threads`` is a multiple of 32: whole warps arrive. Barrier 0 is that of ``cuda.syncthreads``.
     """
     simulator.barrier.named("bar.sync", int(barrier), int(threads), wait=True)
 
 
 def bar_arrive(barrier, threads):
-    """``bar.arrive a, b``: count as one of the ``threads`` that ``bar_sync`` waits for, and go on."""
+    """``bar.arrive a, b``: arrive at a named barrier for ``threads`` threads, without waiting."""
     simulator.barrier.named("bar.arrive", int(barrier), int(threads), wait=False)
 
 
 def elect_sync(mask):
-    """``elect.sync``: 1 in one of the lanes that ``mask`` names, the same one for the same mask; 0 in the others."""
+    """``elect.sync``: return 1 in one lane of ``mask``, always the same one for a mask, and 0 in the others."""
     return np.uint32(simulator.warp.elect(mask))
 
 
@@ -38,21 +38,25 @@ def _setmaxnreg(direction, registers):
         raise ValueError(f"setmaxnreg takes a multiple of 8 from 24 to 256, not {registers}")
 
     def setmaxnreg():
-        simulator.barrier.warpgroup_arrives(f"setmaxnreg.{direction} {registers}")
+        simulator.barrier.warpgroup_arrive(f"setmaxnreg.{direction} {registers}")
 
     return instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {registers};", "void", simulate=setmaxnreg)
 
 
 @cache
 def make_setmaxnreg_dec(registers):
-    """``release()``, ``setmaxnreg.dec``: this warpgroup's threads keep so many registers and give the others back."""
+    """Make ``release()``, ``setmaxnreg.dec``: reduce the warpgroup to ``registers`` registers per thread.
+
+    All four warps of the warpgroup must execute it. ``registers`` is a multiple of 8 from 24 to 256.
+    """
     return _setmaxnreg("dec", registers)
 
 
 @cache
 def make_setmaxnreg_inc(registers):
-    """``request()``, ``setmaxnreg.inc``: this warpgroup's threads get so many registers, as soon as there are any.
+    """Make ``request()``, ``setmaxnreg.inc``: raise the warpgroup to ``registers`` registers per thread.
 
-    Each of a warpgroup's four warps must come. ``launch_bounds`` says with how many registers a thread starts.
+    It waits until enough registers are free. All four warps of the warpgroup must execute it. A thread starts with the
+    number of registers that follows from ``launch_bounds``.
     """
     return _setmaxnreg("inc", registers)

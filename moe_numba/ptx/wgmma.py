@@ -1,12 +1,12 @@
-"""wgmma: four warps multiply matrices that lie in shared memory, while they do something else.
+"""wgmma: asynchronous matrix multiply-accumulate by a warpgroup, with operands in shared memory.
 
-One instruction adds to a 64 x n tile of float32 the product of 64 rows of A and n rows of B, 32 bytes of each (K-major:
-a row's elements lie side by side). A thread holds n / 2 of the results, its fragment:
-``d[4 j + 2 h + i]`` is row ``16 w + l // 4 + 8 h``, column ``8 j + 2 (l % 4) + i``, for lane l of its warp w.
+One ``wgmma.mma_async`` adds A B^T to a 64 x n tile of float32, from 64 rows of A and n rows of B, 32 bytes of k each
+(both K-major: the elements of a row are contiguous). Each thread holds n / 2 accumulators, its fragment:
+``d[4 j + 2 h + i]`` is row ``16 w + l // 4 + 8 h``, column ``8 j + 2 (l % 4) + i``, for lane l of warp w.
 
-The instruction only starts the work. Its results exist, and the operands' memory is free again, when
-``make_wgmma_wait`` has waited for the group that it was committed to. Results must be passed through that wait.
-A warpgroup is four warps, from a multiple of four on; all their lanes must come.
+The instruction is asynchronous. Accumulators are defined, and the operands' memory may be reused, when
+``make_wgmma_wait`` has waited for the instruction's group; the accumulators must be passed through that wait.
+All threads of a warpgroup (four consecutive warps, the first a multiple of four) must execute these instructions.
 """
 
 from functools import cache
@@ -19,23 +19,23 @@ from moe_numba.ptx.intrinsic import SHARED, instruction
 
 _TYPES = {"e4m3": ("e4m3.e4m3", 32, "1, 1"), "bf16": ("bf16.bf16", 16, "1, 1, 0, 0")}
 
-# Swizzle mode, and the bytes from 8 rows to the next 8, in the bits where a descriptor has them.
+# Descriptor bits: swizzle mode, stride in bytes from 8 rows to the next 8, and a leading-dimension offset of 1.
 _SWIZZLE_128 = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 _SWIZZLE_64 = 2 << 62 | (512 >> 4) << 32 | 1 << 16
 
 
-def wgmma_descriptor(array, at):
-    """Where a tile lies in shared memory: rows of 128 bytes with the 128-byte swizzle, as TMA leaves them.
+def wgmma_descriptor(array, offset):
+    """Make the matrix descriptor of a tile of rows of 128 bytes with the 128-byte swizzle, as TMA writes them.
 
-    ``at`` is the element that the tile starts at, a multiple of 8 rows that are aligned to 1024 bytes. A descriptor
-    counts in units of 16 bytes: ``descriptor + uint64(2)`` is 32 bytes further along the rows, one instruction's share.
+    The tile starts at element ``offset`` of ``array``, a multiple of 8 rows, aligned to 1024 bytes. Addresses in a
+    descriptor count 16 bytes: ``descriptor + uint64(2)`` is 32 bytes further along k, the share of one instruction.
     """
-    return np.uint64(_SWIZZLE_128 | simulator.wgmma.address(array, at))
+    return np.uint64(_SWIZZLE_128 | simulator.wgmma.address(array, offset))
 
 
-def wgmma_descriptor_64b(array, at):
-    """The same for rows of 64 bytes with the 64-byte swizzle; 8 of them are aligned to 512 bytes."""
-    return np.uint64(_SWIZZLE_64 | simulator.wgmma.address(array, at))
+def wgmma_descriptor_64b(array, offset):
+    """Make the matrix descriptor of a tile of rows of 64 bytes with the 64-byte swizzle, aligned to 512 bytes."""
+    return np.uint64(_SWIZZLE_64 | simulator.wgmma.address(array, offset))
 
 
 def _descriptor(bits, simulate):
@@ -50,95 +50,43 @@ wgmma_descriptor = _descriptor(_SWIZZLE_128, wgmma_descriptor)
 wgmma_descriptor_64b = _descriptor(_SWIZZLE_64, wgmma_descriptor_64b)
 
 
-def wgmma_fence():
-    """``wgmma.fence.sync.aligned``: what this warp did to the accumulators' registers comes before the next wgmma."""
-    simulator.wgmma.fence()
-
-
-def wgmma_commit_group():
-    """``wgmma.commit_group.sync.aligned``: the wgmmas that this warp started since the last one are a group."""
-    simulator.wgmma.commit()
-
-
-wgmma_fence = instruction("wgmma.fence.sync.aligned;", "void", simulate=wgmma_fence)
-wgmma_commit_group = instruction("wgmma.commit_group.sync.aligned;", "void", simulate=wgmma_commit_group)
-
-
-def _check(n, dtype):
-    if dtype not in _TYPES or n % 8 or not 8 <= n <= 256:
-        raise ValueError(f"wgmma multiplies e4m3 or bf16, n a multiple of 8 up to 256; not {dtype}, n {n}")
-
-
-def _instruction(n, dtype, registers, a, b, scale_d):
-    types, k, rest = _TYPES[dtype]
-    return (
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}, {a}, {b}, {scale_d}, {rest};"
-    )
-
-
-@cache
-def make_wgmma(n, dtype):
-    """``wgmma(acc, a, b, scale_d)``: one instruction; gives ``acc * scale_d + A B^T``, where scale_d is 0 or 1.
-
-    ``dtype`` is ``"e4m3"`` (32 elements of k) or ``"bf16"`` (16). It needs ``wgmma_fence`` before it, unless the
-    instruction before it was a wgmma on the same accumulators, and ``wgmma_commit_group`` after it.
-    """
-
-    _check(n, dtype)
-
-    def wgmma(acc, a, b, scale_d):
-        return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc if scale_d else None)
-
-    def template(registers, a, b, scale_d):
-        mma = _instruction(n, dtype, registers, a, b, "p")
-        return f"{{ .reg .pred p; setp.ne.b32 p, {scale_d}, 0; {mma} }}"
-
-    return assembly(template, n // 2, ("u64", "u64", "s32"), tied=True, simulate=wgmma)
-
-
 @cache
 def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
-    """``tile(a, b)``: fence, ``steps`` wgmmas along k and commit, in one piece, between which nothing can come.
+    """Make ``tile(a, b)``: ``wgmma.fence``, ``steps`` wgmmas along k and ``wgmma.commit_group`` in one assembly block.
 
-    Gives A B^T over ``steps`` times 32 bytes of k. With ``accumulate`` it is ``tile(acc, a, b)``, and adds to ``acc``.
+    It returns A B^T over ``steps`` times 32 bytes of k; ``a`` and ``b`` are descriptors. With ``accumulate`` it is
+    ``tile(acc, a, b)`` and adds to ``acc``. ``dtype`` is ``"e4m3"`` (32 elements of k per step) or ``"bf16"`` (16);
+    ``n`` is a multiple of 8 up to 256. The results must go through ``make_wgmma_wait`` before they are read.
     """
-
-    _check(n, dtype)
+    if dtype not in _TYPES or n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"wgmma takes dtype e4m3 or bf16 and n a multiple of 8 up to 256, not {dtype}, n {n}")
 
     def wgmma_tile(*arguments):
         acc, a, b = arguments if accumulate else (None, *arguments)
-        return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps=steps, fence=True, commit=True)
+        return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps)
 
     def template(registers, a, b):
+        types, k, immediates = _TYPES[dtype]
+        mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}, a, b"
         lines = ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
             lines.append(f"add.u64 a, {a}, {2 * step}; add.u64 b, {b}, {2 * step};")
-            lines.append(_instruction(n, dtype, registers, "a", "b", int(accumulate or step > 0)))
+            lines.append(f"{mma}, {int(accumulate or step > 0)}, {immediates};")
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
-    return assembly(template, n // 2, ("u64", "u64"), tied=accumulate, simulate=wgmma_tile)
+    return assembly(template, n // 2, 2, in_place=accumulate, simulate=wgmma_tile)
 
 
 @cache
 def make_wgmma_wait(n, pending):
-    """``wait(acc)``, ``wgmma.wait_group.sync.aligned``: until at most ``pending`` of the newest groups are under way.
+    """Make ``wait(acc)``, ``wgmma.wait_group.sync.aligned``: wait until at most ``pending`` groups are in flight.
 
-    Gives ``acc`` back, to be read: passed through, so that nothing can read it before.
+    It returns ``acc``, which may then be read. Passing it through keeps the compiler from reading it earlier.
     """
 
     def wgmma_wait(acc):
         return simulator.wgmma.wait(pending, acc)
 
     return assembly(
-        lambda registers: f"wgmma.wait_group.sync.aligned {pending};", n // 2, tied=True, simulate=wgmma_wait
+        lambda registers: f"wgmma.wait_group.sync.aligned {pending};", n // 2, in_place=True, simulate=wgmma_wait
     )
-
-
-@cache
-def make_wgmma_wait_group(pending):
-    """``wait()``: the same with no accumulators passed through, where only the operands' memory matters."""
-
-    def wgmma_wait_group():
-        simulator.wgmma.wait(pending)
-
-    return instruction(f"wgmma.wait_group.sync.aligned {pending};", "void", simulate=wgmma_wait_group)

@@ -1,25 +1,24 @@
-"""Numba's CUDA simulator, grown by warps: the same kernel source runs here where no GPU is found.
+"""CUDA simulator with warps, clusters, asynchronous copies and weak memory; runs unmodified `@cuda.jit` kernels.
 
-This module decides, when it is imported, whether kernels run in the simulator (`ENABLED`, and why: `REASON`), and names
-what the rest of the package may use. It must be imported before `numba.cuda`: Numba reads its own switch only once.
+It replaces the thread model of Numba's own simulator. Importing this module decides whether kernels run in the
+simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda`: Numba reads its own switch only once.
 
-    MOE_NUMBA_SIMULATE=1    simulate, even where there is a GPU
-    MOE_NUMBA_SIMULATE=0    never simulate: compile-only checks need no GPU
-    NUMBA_ENABLE_CUDASIM=1  Numba's own switch, honoured where the first is not set
-    MOE_NUMBA_SEED=7        the order in which simulated threads run (see `seed`)
+    MOE_NUMBA_SIMULATE=1    simulate, even if a GPU is present
+    MOE_NUMBA_SIMULATE=0    never simulate; compile-only checks need no GPU
+    NUMBA_ENABLE_CUDASIM=1  Numba's own switch, used if the first is not set
+    MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
 
-Kernels of several GPUs run at once within `together` (see `ranks`), and hand data over as weakly as GPUs do within
-`weak_memory` (see `weak`).
+- `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
+- `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
+- Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
+  for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
 
-Copies and matrix instructions of Hopper GPUs go on by themselves, and are done when the seed will have it; what they
-read and write is watched meanwhile (see `watch`).
-
-Arithmetic is NumPy's, which differs from compiled Numba in five ways; kernels that name their types do not notice:
-- A Python number takes on the type of the NumPy scalar beside it. Numba makes it int64 or float64.
-- Two int32 make an int32, which wraps around. Numba makes an int64.
-- `np.uint32(-1)` is an error. Compiled, it wraps around; so does `numba.uint32(-1)`, here too.
-- `a * b + c` is rounded twice. The compiler may fuse it, and round once.
-- `min` and `max` of a NaN and a number: a GPU gives the number, Python may give either. Compare with `x == x` instead.
+Arithmetic is NumPy's. It differs from compiled Numba in five ways, none of which affects kernels that name their types:
+- A Python number takes the type of the NumPy scalar it is combined with. Numba makes it int64 or float64.
+- Adding two int32 yields an int32, which wraps around. Numba yields an int64.
+- `np.uint32(-1)` is an error. Compiled, it wraps around; `numba.uint32(-1)` wraps around here as well.
+- `a * b + c` is rounded twice. The compiler may fuse it and round once.
+- `min` and `max` of a NaN and a number: a GPU returns the number, Python may return either. Test with `x == x` instead.
 """
 
 import ctypes
@@ -27,8 +26,9 @@ import importlib
 import os
 import sys
 
-# Where each public name is defined; loaded on first use, so that a process with a GPU pays nothing for them.
-_NAMES = {
+# Public names by the submodule that defines them. They load on first use, so that a process with a GPU skips the
+# imports.
+_EXPORTS = {
     "errors": (
         "SimulatorError",
         "Deadlock",
@@ -45,27 +45,27 @@ _NAMES = {
     "scheduler": ("seed", "trace", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
-    "weak": ("weak_memory",),
-    "arguments": ("pointer",),
+    "store_buffer": ("weak_memory",),
+    "pointer_wrapping": ("pointer",),
     "memory": ("Pointer", "Array"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PACKAGES = {
     "core": (
-        *("arguments", "arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats"),
-        *("kernel", "memory", "scheduler", "shared", "warp"),
+        *("arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats", "kernel"),
+        *("memory", "pointer_wrapping", "scheduler", "shared", "warp"),
     ),
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
-    "memory_model": ("ranks", "scoped", "weak", "weak_cells"),
+    "memory_model": ("ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
-_MODULES = {module: package for package, modules in _PACKAGES.items() for module in modules}
-__all__ = ["ENABLED", "REASON", *_HOME]
+_PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
+__all__ = ["ENABLED", "REASON", *_MODULE_OF]
 
 
 def _gpu_is_present():
-    """Ask the driver itself: importing Numba or torch to find out would fix Numba's mode, or take seconds."""
+    """Ask the driver through ctypes: importing Numba would fix its mode, and importing torch takes seconds."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         count = ctypes.c_int(0)
@@ -74,19 +74,20 @@ def _gpu_is_present():
         return False
 
 
-def _decide():
-    wish = os.environ.get("MOE_NUMBA_SIMULATE", "")
-    if wish not in ("", "0", "1"):
-        raise RuntimeError(f"MOE_NUMBA_SIMULATE is {wish!r}, but must be 0 or 1")
-    if wish:
-        return wish == "1", f"MOE_NUMBA_SIMULATE={wish}"
+def _choose_mode():
+    """Return whether to simulate, and the reason in words."""
+    requested = os.environ.get("MOE_NUMBA_SIMULATE", "")
+    if requested not in ("", "0", "1"):
+        raise RuntimeError(f"MOE_NUMBA_SIMULATE is {requested!r}, but must be 0 or 1")
+    if requested:
+        return requested == "1", f"MOE_NUMBA_SIMULATE={requested}"
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
         return True, "NUMBA_ENABLE_CUDASIM=" + os.environ["NUMBA_ENABLE_CUDASIM"]
     return (False, "a GPU was found") if _gpu_is_present() else (True, "no GPU was found")
 
 
-def _switch_numba():
-    """Set Numba's own switch to our decision; it is read when `numba`, and again when `numba.cuda`, is imported."""
+def _set_numba_switch():
+    """Set Numba's own switch to `ENABLED`. Numba reads it when `numba`, and again when `numba.cuda`, is imported."""
     cuda = sys.modules.get("numba.cuda")
     if cuda is not None and bool(cuda.config.ENABLE_CUDASIM) != ENABLED:
         loaded, wanted = ("without", "needs it") if ENABLED else ("with", "must not use it")
@@ -101,19 +102,19 @@ def _switch_numba():
 
 
 def __getattr__(name):
-    if name in _MODULES:
-        module = globals()[name] = importlib.import_module(f"{__name__}.{_MODULES[name]}.{name}")
+    if name in _PACKAGE_OF:
+        module = globals()[name] = importlib.import_module(f"{__name__}.{_PACKAGE_OF[name]}.{name}")
         return module
-    if name in _HOME:
-        value = globals()[name] = getattr(__getattr__(_HOME[name]), name)
+    if name in _MODULE_OF:
+        value = globals()[name] = getattr(__getattr__(_MODULE_OF[name]), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-ENABLED, REASON = _decide()
-_switch_numba()
+ENABLED, REASON = _choose_mode()
+_set_numba_switch()
 if ENABLED:
     from moe_numba.simulator.core import arithmetic, cuda_module
 
-    cuda_module.grow()
+    cuda_module.install()
     arithmetic.wrap_integer_casts()

@@ -1,17 +1,15 @@
-"""The other door to what Numba cannot say: device functions in CUDA C++, linked and called through pointers.
+"""Device functions in CUDA C++ with inline PTX, as an alternative to intrinsics; the way that Numba documents.
 
-This is the way that Numba documents. A ``.cu`` file beside this one has functions that hold PTX; ``declared`` tells
-Numba of them; a kernel passes arrays as pointers that ``ffi.from_buffer`` makes. A function here has the name of the
-intrinsic that does the same, and its arguments in the same order, so that a kernel changes its import and wraps its
-arrays:
+The ``.cu`` files in this folder define the functions, ``declared`` declares them to Numba, and a kernel passes arrays
+as pointers made by ``ffi.from_buffer``. A function has the name of the equivalent intrinsic and the same argument
+order, so a kernel only changes its import and wraps its arrays:
 
-    tensormap_replace_global_address(smem, at, pointer, index)                    # moe_numba.ptx.tensormap
-    tensormap_replace_global_address(ffi.from_buffer(smem), at, pointer, index)   # moe_numba.ptx.cuda_cpp.tensormap
+    tensormap_replace_global_address(smem, offset, pointer, index)                    # moe_numba.ptx.tensormap
+    tensormap_replace_global_address(ffi.from_buffer(smem), offset, pointer, index)   # moe_numba.ptx.cuda_cpp.tensormap
 
-Pointers are to bytes (``uint8``), but for accumulators, and what is counted from them is counted in bytes. Whatever
-links the kernel must link the file: ``kernel[grid, block](...)`` does that by itself. Linked while both are
-intermediate code (LTO, what Numba does where it can) the call is gone. Linked from PTX it stays a call, and what it is
-given lies in memory.
+Pointers are to bytes (``uint8``), except for accumulators, and offsets count bytes. The kernel must be linked with the
+file; ``kernel[grid, block](...)`` does so automatically. With link-time optimisation (LTO, Numba's default where
+available) the call is inlined. Linked from PTX it remains a call, and its pointer arguments force data into memory.
 """
 
 from pathlib import Path
@@ -24,11 +22,11 @@ _TYPES = {"uint8*": "CPointer(uint8)", "float32*": "CPointer(float32)"}
 
 
 class _SimulatedFFI:
-    """What of ``cffi.FFI`` a kernel uses."""
+    """The part of ``cffi.FFI`` that kernels use."""
 
     @staticmethod
     def from_buffer(array):
-        """The array as a pointer to its first element."""
+        """Return a pointer to the first element of an array."""
         if not isinstance(array, simulator.Array):
             raise TypeError(f"ffi.from_buffer takes an array, but got {type(array).__name__}")
         return array.pointer()
@@ -46,7 +44,7 @@ ffi = _make_ffi()
 
 
 def source(name):
-    """The path of a file of device functions, as ``link=`` takes it."""
+    """Return the path of a ``.cu`` file, as ``link=`` takes it."""
     return str(Path(__file__).with_name(f"{name}.cu"))
 
 
@@ -56,14 +54,14 @@ def declared(name, file, *operands, simulate):
     Parameters
     ----------
     name : str
-        As the file has it, ``extern "C"``. It returns an ``int``, which is 0: Numba's ``void`` is not C++'s, and a
-        linker of PTX compares the two.
+        Name of the ``extern "C"`` function. It returns an ``int`` 0, since Numba's ``void`` differs from C++'s and the
+        PTX linker compares the two.
     file : str
         ``"tensormap"`` or ``"wgmma"``.
     *operands : str
-        ``"uint8*"``, ``"float32*"`` or the name of a number's type.
+        ``"uint8*"``, ``"float32*"`` or the name of a scalar type.
     simulate : callable
-        What the function means, in Python; it takes the same arguments.
+        Python implementation for the simulator, with the same arguments.
     """
     if simulator.ENABLED:
         return simulate

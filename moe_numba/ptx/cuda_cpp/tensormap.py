@@ -1,7 +1,7 @@
-"""Tensor maps made on the device, through the linked door: see ``moe_numba.ptx.tensormap`` for what each step is for.
+"""Tensor maps modified on the device, in CUDA C++; see ``moe_numba.ptx.tensormap`` for the sequence of steps.
 
-An array in shared memory comes as ``ffi.from_buffer(array)``, a pointer to bytes, and ``at`` counts bytes. So do a map
-in global memory and a tensor's start, and their indices.
+Shared arrays, maps in global memory and tensors are passed as pointers to bytes (``ffi.from_buffer(array)``); offsets
+and indices count bytes.
 """
 
 from functools import cache
@@ -11,9 +11,9 @@ from moe_numba.ptx import tensormap as intrinsics
 from moe_numba.ptx.cuda_cpp import declared
 
 
-def tensormap_replace_global_address(array, at, pointer, index):
-    """``tensormap.replace.tile.global_address``: the tensor starts at byte ``index`` of ``pointer``."""
-    simulator.tensor_map.replace(array, at, "address", pointer.offset(int(index)).address)
+def tensormap_replace_global_address(array, offset, pointer, index):
+    """``tensormap.replace.tile.global_address``: set the tensor's start to byte ``index`` of ``pointer``."""
+    simulator.tensor_map.replace(array, offset, "address", pointer.offset(int(index)).address)
 
 
 tensormap_replace_global_address = declared(
@@ -29,7 +29,7 @@ tensormap_replace_global_address = declared(
 
 @cache
 def make_tensormap_replace_global_dim(dimension):
-    """``replace(array, at, extent)``, ``tensormap.replace.tile.global_dim``: a dimension's length; 0 is innermost."""
+    """Make ``replace(array, offset, extent)``, ``tensormap.replace.tile.global_dim``; dimension 0 is the innermost."""
     simulate = intrinsics.make_tensormap_replace_global_dim(dimension)
     name = f"cu_tensormap_replace_global_dim_{dimension}"
     return declared(name, "tensormap", "uint8*", "int32", "uint32", simulate=simulate)
@@ -37,10 +37,7 @@ def make_tensormap_replace_global_dim(dimension):
 
 @cache
 def make_tensormap_replace_global_stride(dimension):
-    """``replace(array, at, stride_bytes)``, ``tensormap.replace.tile.global_stride``: bytes between neighbours.
-
-    Stride 0 is that of dimension 1: neighbours in dimension 0 lie side by side.
-    """
+    """Make ``replace(array, offset, stride_bytes)``, ``tensormap.replace.tile.global_stride``; 0 is of dimension 1."""
     simulate = intrinsics.make_tensormap_replace_global_stride(dimension)
     name = f"cu_tensormap_replace_global_stride_{dimension}"
     return declared(name, "tensormap", "uint8*", "int32", "uint64", simulate=simulate)

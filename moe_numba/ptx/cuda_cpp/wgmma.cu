@@ -1,9 +1,9 @@
-// One step of a matrix product in CUDA C++ that holds PTX: 64 x 64 results, 128 bytes of k. See wgmma.py.
+// One GEMM main-loop step in CUDA C++ with inline PTX: a 64 x 64 tile, 128 bytes of k. See wgmma.py.
 
 typedef unsigned char byte;
 typedef unsigned long long u64;
 
-// Rows of 128 bytes with the 128-byte swizzle, as TMA leaves them; 8 rows are 1024 bytes.
+// Rows of 128 bytes with the 128-byte swizzle, as TMA writes them; 8 rows are 1024 bytes.
 static __device__ __forceinline__ u64 descriptor(const byte* tile) {
     return 1ull << 62 | (u64)(1024 >> 4) << 32 | 1ull << 16 | ((unsigned)__cvta_generic_to_shared(tile) & 0x3FFFF) >> 4;
 }
@@ -21,8 +21,8 @@ static __device__ __forceinline__ void multiply(float* d, u64 a, u64 b, int scal
         : "l"(a), "l"(b), "r"(scale_d));
 }
 
-extern "C" __device__ int cu_wgmma_step_m64n64k128_e4m3(float* acc, byte* array, int a_at, int b_at, int accumulate) {
-    u64 a = descriptor(array + a_at), b = descriptor(array + b_at);
+extern "C" __device__ int cu_wgmma_step_m64n64k128_e4m3(float* acc, byte* array, int a_offset, int b_offset, int accumulate) {
+    u64 a = descriptor(array + a_offset), b = descriptor(array + b_offset);
     float d[32];
 #pragma unroll
     for (int i = 0; i < 32; i++) d[i] = acc[i];

@@ -1,9 +1,9 @@
-"""Copies that go on by themselves: they land when the scheduler's seed will have it, at once or as late as can be.
+"""Asynchronous copies: cp.async, bulk copies and TMA. They complete when the seeded scheduler chooses, early or late.
 
-A load claims its destination until some thread has waited for its barrier, a store its source until the thread that
-started it has waited for its group: before, nobody can know that they are done, even where they are. A store writes to
-global memory some time after it has read its source. A load that is no bulk copy belongs to a group as stores do, and
-writes as its thread's own stores do.
+A load reserves its destination until a thread has waited for its mbarrier. A store reserves its source until the
+issuing thread has waited for its bulk group. Until then the kernel cannot know that the copy is complete, even if it
+is. A store writes global memory some time after it has read its source. A 16-byte `cp.async` belongs to a group as
+stores do, and writes through the generic proxy as its thread's own stores do.
 """
 
 import itertools
@@ -14,142 +14,143 @@ import numpy as np
 from moe_numba.simulator.async_ import mbarrier, tensor_map
 from moe_numba.simulator.core import cluster
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError, place
-from moe_numba.simulator.core.shared import region
-from moe_numba.simulator.memory_model import weak
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError, source_location
+from moe_numba.simulator.core.shared import shared_region
+from moe_numba.simulator.memory_model import store_buffer
 
 EVICT_FIRST, EVICT_LAST = np.uint64(0x12F0000000000000), np.uint64(0x14F0000000000000)
-_serial = itertools.count()
+_serial_numbers = itertools.count()
 
 
-class _Copy:
-    """Something for the scheduler to run: a load, or a store."""
+class _AsyncCopy:
+    """A copy, as a unit that the scheduler runs and as the owner of a Reservation of shared memory."""
 
-    may_stay = generic = False  # when its block ends; the way it goes, see `watch`
+    may_outlive_block = generic_proxy = False
 
-    def __init__(self, what, size):
-        self.thread, self.what, self.size, self.site = thread(), what, size, place(sys._getframe())
-        self.world, self.queued = self.thread.grid.world, True
-        self.number = next(_serial)
-        self.thread.grid.going += 1
+    def __init__(self, what, region, writes):
+        self.thread, self.what, self.size = thread(), what, region.end - region.start
+        self.site = source_location(sys._getframe())
+        self.region, self.world, self.queued = region, self.thread.grid.world, True
+        self.number = next(_serial_numbers)
+        self.thread.grid.active += 1
+        self.reservation = region.allocation.race_detector().reserve(region.start, region.end, writes, self)
 
     def start(self):
-        self.priority = self.world.some_time()
+        self.record_event("starts")
+        self._schedule()
+
+    def _schedule(self):
+        self.priority = self.world.completion_priority()
         self.world.schedule(self)
 
-    def settle(self):
-        """It was waited for."""
-        self.claim.release()
+    def release(self):
+        """End the reservation, because a thread has waited for the copy."""
+        self.reservation.release()
 
-    def note(self, event):
+    def record_event(self, event):
         details = {"copy": self.number, "what": self.what, "bytes": self.size, "event": event}
-        self.thread.note("async copy", details)
+        self.thread.record_event("async copy", details)
 
     def __str__(self):
-        return f"{self.what}, which {self.thread} started at {self.site}, may be under way"
+        return f"{self.what}, which {self.thread} issued at {self.site}, may be in flight"
 
 
-def _swizzle(data, chunks):
-    """The bytes with their chunks of 16 in another order, which leads back where it is applied twice."""
+def _reorder(data, chunks):
+    """Permute the 16-byte chunks of `data`; applying a swizzle twice restores the order."""
     return data if chunks is None else data.reshape(-1, 16)[chunks].reshape(-1)
 
 
-class Load(_Copy):
-    """From global memory to a region of shared memory, and then to a barrier."""
+class _Load(_AsyncCopy):
+    """Copy from global memory to a region of shared memory; reports to an mbarrier."""
 
     remedy = "wait for its mbarrier first"
 
-    def __init__(self, what, read, to, barrier, swizzle=None):
-        super().__init__(what, to.end - to.start)
-        self._read, self._to, self._barrier, self._swizzle = read, to, barrier, swizzle
-        self.claim = to.room.watched().claim(to.start, to.end, True, self)
-        barrier.await_copy(self)
-        self.note("starts")
+    def __init__(self, what, read, region, barrier, chunks=None):
+        super().__init__(what, region, writes=True)
+        self._read, self._barrier, self._chunks = read, barrier, chunks
+        barrier.attach_copy(self)
         self.start()
 
     def step(self, rng):
-        self._to.bytes[:] = _swizzle(self._read(), self._swizzle)
-        self.note("lands")
-        self._barrier.complete(self, self.size)
-        self.world.leave(self.thread.grid)
+        self.region.bytes[:] = _reorder(self._read(), self._chunks)
+        self.record_event("lands")
+        self._barrier.complete_copy(self, self.size)
+        self.world.retire(self.thread.grid)
 
 
-class Store(_Copy):
-    """From a region of shared memory to global memory, as part of a group."""
+class _Store(_AsyncCopy):
+    """Copy from a region of shared memory to global memory, as a part of a bulk group."""
 
     remedy = "wait for its group with make_bulk_wait_group_read first"
 
-    def __init__(self, what, write, source, swizzle=None):
-        super().__init__(what, source.end - source.start)
-        self._write, self._source, self._swizzle = write, source, swizzle
-        self.claim = source.room.watched().claim(source.start, source.end, False, self)
+    def __init__(self, what, write, region, chunks=None):
+        super().__init__(what, region, writes=False)
+        self._write, self._chunks = write, chunks
         self.has_read = self.has_written = False
         self._data = None
         self.groups = _groups("cp.async.bulk")
-        self.groups.open.append(self)
-        self.note("starts")
+        self.groups.uncommitted.append(self)
         self.start()
 
     def step(self, rng):
         if not self.has_read:
-            self._data, self.has_read = _swizzle(self._source.bytes.copy(), self._swizzle), True
-            self.note("has read")
-            self.start()
+            self._data, self.has_read = _reorder(self.region.bytes.copy(), self._chunks), True
+            self.record_event("has read")
+            self._schedule()
         else:
             self._write(self._data)
             self._data, self.has_written = None, True
-            self.thread.grid.progress()
-            self.note("has written")
-            self.world.leave(self.thread.grid)
-        self.groups.look()
+            self.thread.grid.memory_changed()
+            self.record_event("has written")
+            self.world.retire(self.thread.grid)
+        self.groups.wake_waiter()
 
 
-class Load16(_Copy):
-    """A thread's own 16 bytes from global to shared memory, the last of them zeros perhaps, as part of a group."""
+class _Load16(_AsyncCopy):
+    """Copy of 16 bytes from global to shared memory, zero-filled after the valid ones; part of a cp.async group."""
 
     remedy = "wait for its group with make_cp_async_wait_group first"
-    generic = True
+    generic_proxy = True
 
-    def __init__(self, what, read, to):
-        super().__init__(what, 16)
-        self._read, self._to, self.has_written = read, to, False
-        self.claim = to.room.watched().claim(to.start, to.end, True, self)
+    def __init__(self, what, read, region):
+        super().__init__(what, region, writes=True)
+        self._read, self.has_written = read, False
         self.groups = _groups("cp.async")
-        self.groups.open.append(self)
-        self.note("starts")
+        self.groups.uncommitted.append(self)
         self.start()
 
     def step(self, rng):
         data = self._read()
-        self._to.bytes[: len(data)], self._to.bytes[len(data) :] = data, 0
+        self.region.bytes[: len(data)], self.region.bytes[len(data) :] = data, 0
         self.has_written = True
-        self.note("lands")
-        self.world.leave(self.thread.grid)
-        self.groups.look()
+        self.record_event("lands")
+        self.world.retire(self.thread.grid)
+        self.groups.wake_waiter()
 
-    def settle(self):
-        super().settle()
-        self._to.room.watch.soil(self.thread, self._to.start, self._to.end)  # a fence that came earlier was too early
+    def release(self):
+        super().release()
+        # A proxy fence before this wait does not cover the copy.
+        self.region.allocation.detector.mark_unfenced(self.thread, self.region.start, self.region.end)
 
 
-class Groups:
-    """The groups of copies of one kind that one thread committed, oldest first, and those that are in none yet."""
+class _CopyGroups:
+    """One thread's copies of one kind: committed groups, oldest first, and copies that are not in a group yet."""
 
     def __init__(self, thread, kind):
-        self.thread, self.kind, self.open, self.committed, self.waits = thread, kind, [], [], False
+        self.thread, self.kind, self.uncommitted, self.committed, self.waits = thread, kind, [], [], False
 
     def wait(self, pending, read_only):
-        """Wait for all groups but the `pending` newest, which then are done with their sources."""
+        """Wait for all but the `pending` newest groups; with `read_only`, until they have read their sources."""
         older = [copy for group in self.committed[: len(self.committed) - pending] for copy in group]
         while any(not (copy.has_read if read_only else copy.has_written) for copy in older):
             self.waits = True
             self.thread.park(self)
         for copy in older:
-            copy.settle()
+            copy.release()
         if not read_only:
             self.committed = self.committed[max(0, len(self.committed) - pending) :]
 
-    def look(self):
+    def wake_waiter(self):
         if self.waits:
             self.waits = False
             self.thread.grid.world.wake((self.thread,))
@@ -159,21 +160,21 @@ class Groups:
 
 
 def _groups(kind):
-    """This thread's groups of copies, "cp.async" or "cp.async.bulk"."""
+    """Return this thread's groups of copies of kind "cp.async" or "cp.async.bulk"."""
     t = thread()
-    t.groups = t.groups or {}
-    return t.groups.setdefault(kind, Groups(t, kind))
+    t.copy_groups = t.copy_groups or {}
+    return t.copy_groups.setdefault(kind, _CopyGroups(t, kind))
 
 
 def commit(kind="cp.async.bulk"):
-    """What this thread started since the last group is a group."""
+    """Commit the copies that this thread issued since its last commit as one group."""
     groups = _groups(kind)
-    groups.committed.append(groups.open)
-    groups.open = []
+    groups.committed.append(groups.uncommitted)
+    groups.uncommitted = []
 
 
 def wait(pending, read_only, kind="cp.async.bulk"):
-    """Wait until all but the `pending` newest groups of this thread have been written, or only read."""
+    """Wait until at most the `pending` newest groups of this thread have not been written (or read)."""
     _groups(kind).wait(pending, read_only)
 
 
@@ -183,108 +184,114 @@ def _check_size(what, size):
 
 
 def _global_bytes(pointer, index, size, what):
-    """A view of global memory, for a copy."""
+    """Return a view of `size` bytes of global memory from element `index` on; check bounds and alignment."""
     start = int(index) * pointer.array.itemsize
     if start < 0 or start + size > pointer.bytes.size:
         raise OutOfBounds(f"{thread()}: {what} takes {size} bytes at index {index} of {pointer}, which are outside it")
     if (pointer.address + start) % 16:
-        raise Misaligned(f"{thread()}: {what} takes what is aligned to 16 bytes; index {index} of {pointer} is not")
+        raise Misaligned(
+            f"{thread()}: {what} needs an address aligned to 16 bytes; index {index} of {pointer} is not aligned"
+        )
     return pointer.bytes[start : start + size]
 
 
 def _reader(source, pointer, index):
-    """What reads these bytes, some time, as the thread's block sees them then."""
+    """Return a function that reads these bytes as the thread's block sees them when it is called."""
     t = thread()
-    if (views := weak.of(t)) is None:
+    if (model := store_buffer.of(t)) is None:
         return source.copy
-    return lambda: views.read(t.block, source, pointer.address + int(index) * pointer.array.itemsize)
+    return lambda: model.read(t.block, source, pointer.address + int(index) * pointer.array.itemsize)
 
 
-def _writer(to, pointer, index):
-    """What writes these bytes, some time."""
+def _writer(destination, pointer, index):
+    """Return a function that writes these bytes."""
     t = thread()
-    if (views := weak.of(t)) is None:
-        return lambda data: to.__setitem__(slice(None), data)
-    return lambda data: views.copy(t.block, to, pointer.address + int(index) * pointer.array.itemsize, data)
+    if (model := store_buffer.of(t)) is None:
+        return lambda data: destination.__setitem__(slice(None), data)
+    return lambda data: model.write_through(
+        t.block, destination, pointer.address + int(index) * pointer.array.itemsize, data
+    )
 
 
-def load(array, at, pointer, index, size, barriers, barrier):
-    """A bulk copy into shared memory."""
+def load(array, offset, pointer, index, size, barriers, barrier_index):
+    """Issue a bulk copy into shared memory."""
     what = "cp.async.bulk to shared memory"
     _check_size(what, size)
-    source, to = _global_bytes(pointer, index, size, what), region(array, at, size, 16, what)
-    Load(what, _reader(source, pointer, index), to, mbarrier.find(barriers, barrier, for_copy=True))
+    source, destination = _global_bytes(pointer, index, size, what), shared_region(array, offset, size, 16, what)
+    barrier = mbarrier.find(barriers, barrier_index, for_copy=True)
+    _Load(what, _reader(source, pointer, index), destination, barrier)
 
 
-def load_16(array, at, pointer, index, valid):
-    """A thread's own copy of 16 bytes into shared memory, of which `valid` are read and the others are zeros."""
+def load_16(array, offset, pointer, index, valid):
+    """Issue a copy of 16 bytes into shared memory, of which `valid` are read and the others are zeros."""
     what = "cp.async of 16 bytes"
     if not 0 <= valid <= 16:
         raise SimulatorError(f"{thread()}: {what} has {valid} valid bytes; it must be 0 to 16")
     source = _global_bytes(pointer, index, valid, what) if valid else pointer.bytes[:0]
-    Load16(what, _reader(source, pointer, index), region(array, at, 16, 16, what))
+    _Load16(what, _reader(source, pointer, index), shared_region(array, offset, 16, 16, what))
 
 
-def store(pointer, index, array, at, size):
-    """A bulk copy to global memory."""
+def store(pointer, index, array, offset, size):
+    """Issue a bulk copy to global memory."""
     what = "cp.async.bulk to global memory"
     _check_size(what, size)
-    to = _global_bytes(pointer, index, size, what)
-    Store(what, _writer(to, pointer, index), region(array, at, size, 16, what))
+    destination = _global_bytes(pointer, index, size, what)
+    _Store(what, _writer(destination, pointer, index), shared_region(array, offset, size, 16, what))
 
 
-def _box(tensor, coordinates, array, at, what, stores=False):
-    """The box's coordinates as integers, and its region of shared memory."""
+def _check_box(tensor, coordinates, array, offset, what, stores=False):
+    """Check a box of a tensor; return its coordinates as integers, and its region of shared memory."""
     if len(coordinates) != tensor.rank:
         raise SimulatorError(
             f"{thread()}: {what} takes a tensor map of {len(coordinates)} dimensions, not {tensor.rank}"
         )
-    here = region(array, at, tensor.box_bytes, 128, what)
-    if here.room.alignment < 8 * tensor.swizzle:
+    region = shared_region(array, offset, tensor.box_bytes, 128, what)
+    if region.allocation.alignment < 8 * tensor.swizzle:
         raise Misaligned(
-            f"{thread()}: {what} swizzles {tensor.swizzle} bytes by their address, and {here.room} is aligned to "
-            f"{here.room.alignment}, not to {8 * tensor.swizzle}: ask for it with cuda.shared.array(..., 1024)"
+            f"{thread()}: {what} swizzles {tensor.swizzle} bytes by their address, and {region.allocation} is aligned "
+            f"to {region.allocation.alignment}, not to {8 * tensor.swizzle}: "
+            f"declare it with cuda.shared.array(..., 1024)"
         )
     coordinates = [int(c) for c in coordinates]
     first = coordinates[0] * tensor.itemsize
     if first % 16:  # an illegal instruction on a GPU
         raise Misaligned(
             f"{thread()}: {what} takes a box that starts at a multiple of 16 bytes of a row, but at "
-            f"{place(sys._getframe())} its innermost coordinate is {coordinates[0]}, which is byte {first}"
+            f"{source_location(sys._getframe())} its innermost coordinate is {coordinates[0]}, which is byte {first}"
         )
-    if stores and min(coordinates) < 0:  # as well
+    if stores and min(coordinates) < 0:  # also an illegal instruction
         raise OutOfBounds(
             f"{thread()}: {what} takes a box that does not start before the tensor, but at "
-            f"{place(sys._getframe())} its coordinates are {coordinates}"
+            f"{source_location(sys._getframe())} its coordinates are {coordinates}"
         )
     tensor.check(coordinates, stores)
-    return coordinates, here
+    return coordinates, region
 
 
-def load_box(array, at, map_pointer, map_index, coordinates, barriers, barrier, mask=None):
-    """A box of a tensor into shared memory, of this block or of those blocks of the cluster that `mask` names."""
+def load_box(array, offset, map_pointer, map_index, coordinates, barriers, barrier_index, mask=None):
+    """Issue a TMA load of a box into this block's shared memory, or into that of the cluster's blocks in `mask`."""
     what = f"cp.async.bulk.tensor.{len(coordinates)}d to shared memory"
-    tensor = tensor_map.used(map_pointer, map_index)
-    coordinates, here = _box(tensor, coordinates, array, at, what)
+    tensor = tensor_map.map_for_copy(map_pointer, map_index)
+    coordinates, region = _check_box(tensor, coordinates, array, offset, what)
     read = lambda: tensor.read(coordinates)
-    swizzle = tensor_map.swizzled(here.start % 1024, tensor.box_bytes, tensor.swizzle)
+    chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
     if mask is None:
-        Load(what, read, here, mbarrier.find(barriers, barrier, for_copy=True), swizzle)
+        _Load(what, read, region, mbarrier.find(barriers, barrier_index, for_copy=True), chunks)
         return
     blocks = thread().block.cluster.blocks
     if not 0 < mask < 1 << len(blocks):
-        raise OutOfBounds(f"{thread()}: {what} goes to mask {mask:#x}, but its cluster has {len(blocks)} blocks")
+        raise OutOfBounds(f"{thread()}: {what} has multicast mask {mask:#x}, but its cluster has {len(blocks)} blocks")
     for rank, block in enumerate(blocks):
         if mask >> rank & 1:
-            cluster.remote(array, rank)  # looks whether that block can be reached at all
-            there = mbarrier.find(barriers, barrier, rank, for_copy=True)
-            Load(f"{what} of {block}", read, here.twin(block), there, swizzle)
+            cluster.remote(array, rank)  # checks that the block may be accessed
+            barrier = mbarrier.find(barriers, barrier_index, rank, for_copy=True)
+            _Load(f"{what} of {block}", read, region.in_block(block), barrier, chunks)
 
 
-def store_box(map_pointer, map_index, coordinates, array, at):
-    """A box of shared memory into a tensor."""
+def store_box(map_pointer, map_index, coordinates, array, offset):
+    """Issue a TMA store of a box."""
     what = f"cp.async.bulk.tensor.{len(coordinates)}d to global memory"
-    tensor = tensor_map.used(map_pointer, map_index)
-    coordinates, here = _box(tensor, coordinates, array, at, what, stores=True)
-    swizzle = tensor_map.swizzled(here.start % 1024, tensor.box_bytes, tensor.swizzle)
-    Store(what, lambda data: tensor.write(coordinates, data), here, swizzle)
+    tensor = tensor_map.map_for_copy(map_pointer, map_index)
+    coordinates, region = _check_box(tensor, coordinates, array, offset, what, stores=True)
+    chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
+    _Store(what, lambda data: tensor.write(coordinates, data), region, chunks)

@@ -1,21 +1,19 @@
-"""A thread's share of a wgmma's results, and arithmetic on it: one NumPy operation for all of a thread's floats."""
+"""Accumulator fragments of wgmma: one NumPy operation applies to all of a thread's floats."""
 
 import functools
 
 import numpy as np
 
-from moe_numba.simulator.core.arithmetic import fma as fma_of_scalars
-from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.shared import region
+from moe_numba.simulator.core.arithmetic import fma as scalar_fma
 
 
 class Fragment:
-    """What a kernel sees as a tuple of floats; `waited` if it came from a wgmma and nobody has touched it since."""
+    """A thread's accumulators; a kernel sees a tuple of floats."""
 
-    __slots__ = ("values", "waited")
+    __slots__ = ("values",)
 
-    def __init__(self, values, waited=False):
-        self.values, self.waited = values, waited
+    def __init__(self, values):
+        self.values = values
 
     def __getitem__(self, i):
         return self.values[i] if not isinstance(i, slice) else tuple(self.values[i])
@@ -34,66 +32,47 @@ class Fragment:
 
 
 @functools.cache
-def _places(n):
-    """For each of 128 threads and each of its n / 2 results: its row and its column of the 64 x n tile."""
-    thread, result = np.arange(128)[:, None], np.arange(n // 2)[None, :]
+def accumulator_coordinates(n):
+    """Return the rows and the columns in a 64 x n tile of the accumulators d[0] to d[n / 2 - 1] of 128 threads."""
+    thread, i = np.arange(128)[:, None], np.arange(n // 2)[None, :]
     warp, lane = thread // 32, thread % 32
-    row = 16 * warp + lane // 4 + 8 * (result >> 1 & 1)
-    column = 8 * (result >> 2) + 2 * (lane % 4) + (result & 1)
+    row = 16 * warp + lane // 4 + 8 * (i >> 1 & 1)
+    column = 8 * (i >> 2) + 2 * (lane % 4) + (i & 1)
     return row, column
 
 
 def scatter(tile, n):
-    """The threads' fragments of a tile, a row each."""
-    return tile[_places(n)]
+    """Split a 64 x n tile into the fragments of 128 threads, one row of the result each."""
+    return tile[accumulator_coordinates(n)]
 
 
-def gather(rows, n):
-    """The tile whose fragments the threads have, in float64."""
+def gather(fragments, n):
+    """Assemble a 64 x n tile in float64 from the fragments of 128 threads."""
     tile = np.empty((64, n))
-    tile[_places(n)] = np.stack(rows)
+    tile[accumulator_coordinates(n)] = np.stack(fragments)
     return tile
 
 
-def _floats(values):
-    """A fragment, a tuple of floats or one float as an array; an array stays one, and pending results refuse."""
+def _as_array(values):
+    """Return a fragment, a tuple of floats or one float as an array; accumulators of a running wgmma raise."""
     if isinstance(values, (Fragment, np.ndarray)):
         return getattr(values, "values", values)
     return np.asarray(tuple(values) if hasattr(values, "__iter__") else values, np.float32)
 
 
 def fma(total, acc, factor):
-    """total + acc * factor, rounded once each."""
-    total, acc, factor = _floats(total), _floats(acc), _floats(factor)
+    """Return the fragment total + acc * factor, each element rounded once; `factor` is a float or one per element."""
+    total, acc, factor = _as_array(total), _as_array(acc), _as_array(factor)
     exact = acc.astype(np.float64) * factor + total
     out = exact.astype(np.float32)
-    # Rounded twice, to float64 and then to float32, only what lies in the middle between two floats can come out wrong.
-    odd = (exact.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-    odd |= (np.abs(exact) < 1.2e-38) & (exact != 0)
-    for i in odd.nonzero()[0]:
-        out[i] = fma_of_scalars(acc[i], factor if factor.ndim == 0 else factor[i], total[i])
+    # Rounding to float64 and then to float32 can differ from rounding once only halfway between two floats.
+    halfway = (exact.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+    halfway |= (np.abs(exact) < 1.2e-38) & (exact != 0)
+    for i in halfway.nonzero()[0]:
+        out[i] = scalar_fma(acc[i], factor if factor.ndim == 0 else factor[i], total[i])
     return Fragment(out)
 
 
 def fma_columns(total, acc, factors):
-    """The same with a factor for each column in which the results lie: d[4 j + 2 h + i] is in column 2 j + i."""
-    return fma(total, acc, _floats(factors).reshape(-1, 1, 2).repeat(2, axis=1).reshape(-1))
-
-
-def fma_rows(total, acc, low, high):
-    """The same with a factor for each of the two rows: d[4 j + 2 h + i] is in row h."""
-    return fma(total, acc, np.array([low, low, high, high] * (len(total) // 4), np.float32))
-
-
-def scale(values, factor):
-    """Each of the values times the factor."""
-    return Fragment(_floats(values) * np.float32(factor))
-
-
-def load_columns(array, index, n):
-    """Of n floats in shared memory, pairs that are 8 apart, from element `index` on."""
-    here = region(array, index, 4 * (n - 6), 8, "ld.shared.v2.f32")
-    if here.room.watch is not None:
-        here.room.watch.touch_bytes(thread(), here, writes=False)
-    floats = here.bytes.view(np.float32)
-    return Fragment(np.concatenate([floats[8 * j : 8 * j + 2] for j in range(n // 8)]))
+    """Apply `fma` with one factor per column of the fragment: d[4 j + 2 h + i] is in column 2 j + i."""
+    return fma(total, acc, _as_array(factors).reshape(-1, 1, 2).repeat(2, axis=1).reshape(-1))

@@ -1,203 +1,209 @@
-"""mbarriers: they count the arrivals and the bytes of a phase, and let those go who wait for its end.
+"""mbarriers: barriers in shared memory that count the arrivals and the bytes of a phase.
 
-A barrier is opaque: where one lies, nobody else may read or write.
+An mbarrier is opaque: ordinary loads and stores must not touch its memory.
 """
 
 import sys
 
+from moe_numba.simulator.async_ import race_detector
 from moe_numba.simulator.core import cluster, memory
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.errors import BarrierMisuse, place
-from moe_numba.simulator.core.shared import region
-from moe_numba.simulator.memory_model import weak
+from moe_numba.simulator.core.errors import BarrierMisuse, source_location
+from moe_numba.simulator.core.shared import shared_region
+from moe_numba.simulator.memory_model import store_buffer
 
-_MOST = (1 << 20) - 1  # arrivals of a phase, or bytes that it waits for
+_MAX_COUNT = (1 << 20) - 1  # of a phase's arrivals, and of its pending bytes
 
 
-class Barrier:
-    """One mbarrier. `phase` counts the phases that have ended; the one that goes on now has that number."""
+class MBarrier:
+    """One mbarrier. `phases` counts the completed phases: the current phase has that number and bit `phases & 1`.
+
+    It owns a race detector's Reservation of its 8 bytes (see `race_detector.Reservation` for its class attributes).
+    """
 
     remedy = "mbarrier_inval ends it"
-    may_stay = generic = True
+    may_outlive_block = generic_proxy = True
 
-    def __init__(self, place_of, count, maker):
-        self.region, self.count, self.thread, self.fenced = place_of, count, maker, False
-        self.phase, self.pending, self.tx_bytes = 0, count, 0
+    def __init__(self, region, count, initialiser):
+        self.region, self.count, self.thread, self.fenced = region, count, initialiser, False
+        self.phases, self.pending_arrivals, self.pending_bytes = 0, count, 0
         self.waiting = []
-        self.copies, self.landed = {}, []  # the phase in which each copy was started that is to report here, or has
-        # One object for each parity, so that who polls is seen to be where he was.
-        self._waits = _Wait(self, 0), _Wait(self, 1)
-        self.what, self.site = "an mbarrier", place(sys._getframe())
-        self.claim = None
+        self.pending_copies, self.completed_copies = {}, []  # copy -> phase in which it was issued; (phase, copy)
+        # One object per phase bit, so that a polling thread's state compares equal in the deadlock detection.
+        self._wait_conditions = _WaitCondition(self, 0), _WaitCondition(self, 1)
+        self.what, self.site = "an mbarrier", source_location(sys._getframe())
+        self.reservation = None
 
     @property
     def name(self):
-        room = self.region.room
-        return f"mbarrier {(self.region.start - room.start) // 8} of {room}"
+        allocation = self.region.allocation
+        return f"mbarrier {(self.region.start - allocation.start) // 8} of {allocation}"
 
     def state(self):
         return (
-            f"its phase {self.phase} (parity {self.phase & 1}) waits for {self.pending} of {self.count} arrivals "
-            f"and {self.tx_bytes} bytes"
+            f"its phase {self.phases} (phase bit {self.phases & 1}) waits for {self.pending_arrivals} of {self.count} "
+            f"arrivals and {self.pending_bytes} bytes"
         )
 
-    def arrive(self, expected=0):
-        """One arrival; before it, the phase is told of bytes to wait for."""
-        if expected:
-            self.expect(expected)
-        if self.pending == 0:
+    def arrive(self, expected_bytes=0):
+        """Count one arrival, after adding `expected_bytes` to the pending bytes of the phase."""
+        if expected_bytes:
+            self.expect(expected_bytes)
+        if self.pending_arrivals == 0:
             raise BarrierMisuse(
-                f"{thread()} arrives at {self.name}, at {place(sys._getframe())}, but all {self.count} arrivals of its "
-                f"phase {self.phase} have come; it waits for {self.tx_bytes} bytes"
+                f"{thread()} arrives at {self.name}, at {source_location(sys._getframe())}, but its phase "
+                f"{self.phases} already has all {self.count} arrivals; it waits for {self.pending_bytes} bytes"
             )
-        if (views := weak.of(thread())) is not None:
-            views.arrive(self, thread())
-        self.pending -= 1
-        self._note("mbarrier.arrive", bytes=expected)
-        self._end_if_complete()
+        store_buffer.publish_to(self, thread())
+        self.pending_arrivals -= 1
+        self._record_event("mbarrier.arrive", bytes=expected_bytes)
+        self._complete_phase_if_done()
 
     def expect(self, tx_bytes):
-        self.tx_bytes += tx_bytes
-        if not 0 <= tx_bytes <= _MOST or self.tx_bytes > _MOST:
+        """Add to the bytes that the phase waits for."""
+        self.pending_bytes += tx_bytes
+        if not 0 <= tx_bytes <= _MAX_COUNT or self.pending_bytes > _MAX_COUNT:
             raise BarrierMisuse(
-                f"{thread()} lets {self.name} expect {tx_bytes} bytes, at {place(sys._getframe())}; "
-                f"with {self.tx_bytes} in all, that is not between 0 and {_MOST}"
+                f"{thread()} makes {self.name} expect {tx_bytes} bytes, at {source_location(sys._getframe())}; "
+                f"with {self.pending_bytes} in all, that is not between 0 and {_MAX_COUNT}"
             )
 
-    def await_copy(self, copy):
-        """A copy that was started will report here."""
-        self.copies[copy] = self.phase
+    def attach_copy(self, copy):
+        """Register a copy that was issued and will report its bytes to this barrier."""
+        self.pending_copies[copy] = self.phases
 
-    def complete(self, copy, size):
-        """A copy has landed."""
-        self.landed.append((self.copies.pop(copy), copy))
-        self.tx_bytes -= size
-        self._end_if_complete()
+    def complete_copy(self, copy, size):
+        """Subtract the bytes of a copy that has completed."""
+        self.completed_copies.append((self.pending_copies.pop(copy), copy))
+        self.pending_bytes -= size
+        self._complete_phase_if_done()
 
-    def _end_if_complete(self):
-        if self.pending:
+    def _complete_phase_if_done(self):
+        if self.pending_arrivals:
             return
-        if self.tx_bytes < 0:
+        if self.pending_bytes < 0:
             raise BarrierMisuse(
-                f"{-self.tx_bytes} bytes more have landed than {self.name} was told to expect: "
-                f"all {self.count} arrivals of its phase {self.phase} have come"
+                f"{-self.pending_bytes} bytes more have been copied than {self.name} was told to expect: "
+                f"its phase {self.phases} has all {self.count} arrivals"
             )
-        if self.tx_bytes:
+        if self.pending_bytes:
             return
-        early = next((copy for copy, phase in self.copies.items() if phase == self.phase), None)
+        early = next((copy for copy, phase in self.pending_copies.items() if phase == self.phases), None)
         if early is not None:
             raise BarrierMisuse(
-                f"phase {self.phase} of {self.name} ends, but {early}; its {early.size} bytes were not expected"
+                f"phase {self.phases} of {self.name} completes, but {early}; its {early.size} bytes were not expected"
             )
-        self.phase, self.pending = self.phase + 1, self.count
-        grid = self.region.room.shared.block.grid
-        grid.progress()
+        self.phases, self.pending_arrivals = self.phases + 1, self.count
+        grid = self.region.allocation.shared.block.grid
+        grid.memory_changed()
         waiting, self.waiting = self.waiting, []
         grid.world.wake(waiting)
 
-    def ended(self, parity):
-        """Whether the phase of this parity has ended: it is the one before the phase that goes on now."""
-        if parity not in (0, 1):
-            raise BarrierMisuse(f"{thread()} asks {self.name} for parity {parity}, which is neither 0 nor 1")
-        if (self.phase & 1) == parity:
+    def test(self, phase):
+        """Return whether the phase with this phase bit has completed: the one before the current phase."""
+        if phase not in (0, 1):
+            raise BarrierMisuse(f"{thread()} waits at {self.name} for phase bit {phase}, which is neither 0 nor 1")
+        if (self.phases & 1) == phase:
             return False
-        if self.landed and self.landed[0][0] < self.phase:  # now somebody knows that they have
-            for phase, copy in self.landed:
-                if phase < self.phase:
-                    copy.claim.release()
-            self.landed = [(phase, copy) for phase, copy in self.landed if phase >= self.phase]
-        if (views := weak.of(thread())) is not None:
-            views.learn(self, thread())
+        if (
+            self.completed_copies and self.completed_copies[0][0] < self.phases
+        ):  # now a thread knows of their completion
+            for issued_in, copy in self.completed_copies:
+                if issued_in < self.phases:
+                    copy.reservation.release()
+            self.completed_copies = [entry for entry in self.completed_copies if entry[0] >= self.phases]
+        store_buffer.receive_from(self, thread())
         return True
 
-    def poll(self, parity):
-        thread().spin(self._waits[parity])
+    def poll(self, phase):
+        thread().spin(self._wait_conditions[phase])
 
-    def wait(self, parity):
+    def wait(self, phase):
         t = thread()
-        while not self.ended(parity):
+        while not self.test(phase):
             self.waiting.append(t)
-            t.park(self._waits[parity])
-        self._note("mbarrier.wait", parity=int(parity))
+            t.park(self._wait_conditions[phase])
+        self._record_event("mbarrier.wait", parity=int(phase))
 
-    def _note(self, what, **details):
+    def _record_event(self, what, **details):
         t = thread()
         if t.grid.world.events is not None:
-            t.note(what, {"barrier": self.name, "phase": self.phase, **details})
+            t.record_event(what, {"barrier": self.name, "phase": self.phases, **details})
 
     def __str__(self):
-        return f"{self.name} lies, which {self.thread} made at {self.site}"
+        return f"{self.name} lies, which {self.thread} initialised at {self.site}"
 
 
-class _Wait:
-    """What a thread waits for, in words, as things stand when somebody asks."""
+class _WaitCondition:
+    """What a thread waits for; formatted only when an error message needs it."""
 
-    def __init__(self, barrier, parity):
-        self.barrier, self.parity = barrier, int(parity)
+    def __init__(self, barrier, phase):
+        self.barrier, self.phase = barrier, phase
 
     def __str__(self):
         barrier = self.barrier
-        late = "" if not barrier.copies else "; under way: " + ", ".join(str(c.what) for c in barrier.copies)
-        return f"mbarrier.try_wait for parity {self.parity} of {barrier.name}: {barrier.state()}{late}"
+        copies = ", ".join(str(copy.what) for copy in barrier.pending_copies)
+        late = f"; in flight: {copies}" if copies else ""
+        return f"mbarrier.try_wait for phase bit {self.phase} of {barrier.name}: {barrier.state()}{late}"
 
 
 def _region(barriers, index, what):
-    if memory.attentive:
-        memory.before(memory.NOWHERE, 0, writes=False)
-    return region(barriers, index, 8, 8, what)
+    if memory.watching:
+        memory.maybe_preempt()
+    return shared_region(barriers, index, 8, 8, what)
 
 
 def init(barriers, index, count):
-    """A new barrier."""
-    t, here = thread(), _region(barriers, index, "mbarrier.init")
-    known = here.room.shared.barriers
-    if not 1 <= count <= _MOST:
-        raise BarrierMisuse(f"{t} makes an mbarrier that takes {count} arrivals; it must be 1 to {_MOST}")
-    if here.start in known:
-        raise BarrierMisuse(f"{t} calls mbarrier_init, at {place(sys._getframe())}, where {known[here.start]}")
-    barrier = known[here.start] = Barrier(here, count, t)
-    barrier.claim = here.room.watched().claim(here.start, here.end, True, barrier)
-    t.new_barriers = [*(t.new_barriers or ()), barrier]
+    """Initialise an mbarrier whose phases take `count` arrivals."""
+    t, region = thread(), _region(barriers, index, "mbarrier.init")
+    known = region.allocation.shared.barriers
+    if not 1 <= count <= _MAX_COUNT:
+        raise BarrierMisuse(f"{t} initialises an mbarrier with {count} arrivals; it must be 1 to {_MAX_COUNT}")
+    if region.start in known:
+        raise BarrierMisuse(
+            f"{t} calls mbarrier_init, at {source_location(sys._getframe())}, where {known[region.start]}"
+        )
+    barrier = known[region.start] = MBarrier(region, count, t)
+    barrier.reservation = region.allocation.race_detector().reserve(region.start, region.end, True, barrier)
+    t.unfenced_barriers = [*(t.unfenced_barriers or ()), barrier]
 
 
 def invalidate(barriers, index):
-    """The end of a barrier."""
+    """Invalidate an mbarrier, so that its memory may be reused."""
     barrier = find(barriers, index, what="mbarrier.inval")
-    if barrier.waiting or barrier.copies:
-        raise BarrierMisuse(f"{thread()} ends {barrier.name}, at {place(sys._getframe())}, but {barrier.state()}")
-    barrier.claim.release()
-    del barrier.region.room.shared.barriers[barrier.region.start]
+    if barrier.waiting or barrier.pending_copies:
+        raise BarrierMisuse(
+            f"{thread()} invalidates {barrier.name}, at {source_location(sys._getframe())}, but {barrier.state()}"
+        )
+    barrier.reservation.release()
+    del barrier.region.allocation.shared.barriers[barrier.region.start]
 
 
 def fence_init():
-    """Let others see the barriers that this thread made."""
-    t = thread()
-    for barrier in t.new_barriers or ():
-        barrier.fenced = True
-    t.new_barriers = None
+    """Execute `fence.mbarrier_init` for the mbarriers that this thread initialised."""
+    race_detector.fence_barriers(thread())
 
 
 def find(barriers, index, rank=None, what="an mbarrier instruction", for_copy=False):
-    """The barrier at an element of a shared array, or at the same place in the cluster's block `rank`."""
-    here = _region(barriers, index, what)
-    if rank is not None:
-        cluster.remote(barriers, rank)  # looks whether that block can be reached at all
-        here = here.twin(thread().block.cluster.blocks[rank])
-    return at(here, for_copy)
+    """Return the mbarrier at an element of a shared array, or at its counterpart in block `rank` of the cluster.
 
-
-def at(here, for_copy=False):
-    """The barrier in a region of shared memory; a copy's bytes reach it as another thread's arrivals do."""
+    A barrier needs a fence before other threads, or the bytes of a copy (`for_copy`), may arrive at it.
+    """
+    region = _region(barriers, index, what)
     t = thread()
-    barrier = here.room.shared.barriers.get(here.start)
+    if rank is not None:
+        cluster.remote(barriers, rank)  # checks that the block may be accessed
+        region = region.in_block(t.block.cluster.blocks[rank])
+    barrier = region.allocation.shared.barriers.get(region.start)
+    site = source_location(sys._getframe())
     if barrier is None:
         raise BarrierMisuse(
-            f"{t} uses {here}, at {place(sys._getframe())}, as an mbarrier, which nobody has made there: "
+            f"{t} uses {region}, at {site}, as an mbarrier, but no thread has initialised one there: "
             f"it needs mbarrier_init and a barrier of threads before it"
         )
     if not barrier.fenced and (barrier.thread is not t or for_copy):
         raise BarrierMisuse(
-            f"{t} uses {barrier.name}, at {place(sys._getframe())}; {barrier.thread} made it at {barrier.site} "
+            f"{t} uses {barrier.name}, at {site}; {barrier.thread} initialised it at {barrier.site} "
             f"and has not called fence_mbarrier_init since"
         )
     return barrier

@@ -1,141 +1,161 @@
-"""Who touches shared memory, while copies and matrix instructions that were started go on in it.
+"""Race detector for shared memory that asynchronous copies and matrix instructions use.
 
-They *claim* the bytes that they will read or write, and nobody else may touch what they write, or write what they read,
-until somebody has waited for them. And threads' own stores go another way (the generic proxy) than copies and matrix
-instructions do (the async proxy): what a thread wrote is dirty until that thread has fenced.
+An asynchronous operation *reserves* the bytes that it will read or write. Until a thread has waited for the operation,
+no other access may touch what it writes, or write what it reads. Threads' own stores go through the generic proxy, TMA
+copies and wgmma through the async proxy: bytes that a thread wrote stay *unfenced*, and are refused to the async proxy,
+until that thread has executed a proxy fence.
 """
 
 import sys
 
 import numpy as np
 
-from moe_numba.simulator.core.errors import AsyncRace, MissingFence, place
-from moe_numba.simulator.memory_model import weak
+from moe_numba.simulator.core.errors import AsyncRace, MissingFence, source_location
+from moe_numba.simulator.memory_model import store_buffer
 
-_GRAIN = 16  # bytes for each of the flags that say whether it is worth while to look closer
+_GRAIN = 16  # bytes per flag of the filter that tells whether reservations must be searched
 
 
-class Claim:
-    """Bytes of a room in which something goes on: `by`.
+class Reservation:
+    """Bytes of an allocation that an asynchronous operation, `owner`, reads or writes.
 
-    That says so in words, and in `remedy` how to wait for it; `may_stay` when the block ends; goes the `generic` way.
+    `str(owner)` describes the operation, and `owner.remedy` how to wait for it. `owner.may_outlive_block`: it may be
+    active when the block ends. `owner.generic_proxy`: it accesses memory through the generic proxy.
     """
 
-    __slots__ = ("watch", "start", "end", "writes", "by")
+    __slots__ = ("detector", "start", "end", "writes", "owner")
 
-    def __init__(self, watch, start, end, writes, by):
-        self.watch, self.start, self.end, self.writes, self.by = watch, start, end, writes, by
+    def __init__(self, detector, start, end, writes, owner):
+        self.detector, self.start, self.end, self.writes, self.owner = detector, start, end, writes, owner
+
+    def conflicts(self, start, end, writes):
+        return self.start < end and start < self.end and (writes or self.writes)
 
     def release(self):
-        if self in self.watch.claims:
-            self.watch.claims.remove(self)
-            self.watch.flag(self.start, self.end, 0)
-            for other in self.watch.claims:
-                self.watch.flag(other.start, other.end, 1)
+        detector = self.detector
+        if self in detector.reservations:
+            detector.reservations.remove(self)
+            detector.set_flags(self.start, self.end, 0)
+            for other in detector.reservations:
+                detector.set_flags(other.start, other.end, 1)
 
 
-class Watch:
-    """The claims on one room of shared memory, and which of its bytes are dirty."""
+class RaceDetector:
+    """Reservations on one shared allocation, and its bytes that are unfenced."""
 
-    def __init__(self, room):
-        self.room, self.claims = room, []
-        self.flags = bytearray(-(-room.bytes.size // _GRAIN) + 1)
-        self.dirty, self.writers = None, {}  # a number for each byte, 0 if clean; and the threads by these numbers
+    def __init__(self, allocation):
+        self.allocation, self.reservations = allocation, []
+        self.flags = bytearray(-(-allocation.bytes.size // _GRAIN) + 1)
+        self.unfenced, self.writers = (
+            None,
+            {},
+        )  # per byte: 0, or the number of the thread that wrote it; thread -> number
 
-    def flag(self, start, end, value):
-        first, last = (start - self.room.start) // _GRAIN, -(-(end - self.room.start) // _GRAIN)
+    def _grains(self, start, end):
+        return (start - self.allocation.start) // _GRAIN, -(-(end - self.allocation.start) // _GRAIN)
+
+    def set_flags(self, start, end, value):
+        first, last = self._grains(start, end)
         self.flags[first:last] = bytes((value,)) * (last - first)
 
-    def touch(self, thread, target, index, writes, size=None):
-        """A thread's own access to an array or a pointer that lies here."""
-        address, size = _span(target, index, writes, size)
-        start = address + self.room.shift
-        if self.room.start <= start and start + size <= self.room.end:  # else the access itself will say so
-            self._touch(thread, start, start + size, writes, index, target)
+    def check_access(self, thread, target, index, writes, size=None):
+        """Check a thread's own access to an array or a pointer in this allocation."""
+        address, size = _byte_span(target, index, writes, size)
+        start = address + self.allocation.to_window
+        if self.allocation.start <= start and start + size <= self.allocation.end:  # else the access itself raises
+            self._check(thread, start, start + size, writes, index, target)
 
-    def touch_bytes(self, thread, region, writes):
-        """The same for an instruction that a thread does by itself, through the generic proxy."""
-        self._touch(thread, region.start, region.end, writes, region.start - self.room.start, self.room)
+    def check_region_access(self, thread, region, writes):
+        """Check the access of a synchronous instruction, which goes through the generic proxy."""
+        index = region.start - self.allocation.start
+        self._check(thread, region.start, region.end, writes, index, self.allocation)
 
-    def _touch(self, thread, start, end, writes, index, target):
-        first, last = (start - self.room.start) // _GRAIN, -(-(end - self.room.start) // _GRAIN)
+    def _check(self, thread, start, end, writes, index, target):
+        first, last = self._grains(start, end)
         if self.flags[first] or last - first > 1 and any(self.flags[first:last]):
-            for claim in self.claims:
-                if claim.start < end and start < claim.end and (writes or claim.writes):
+            for other in self.reservations:
+                if other.conflicts(start, end, writes):
                     raise AsyncRace(
                         f"{thread} {'writes' if writes else 'reads'} index {index} of {target}, "
-                        f"at {place(sys._getframe())}, where {claim.by}: {claim.by.remedy}"
+                        f"at {source_location(sys._getframe())}, where {other.owner}: {other.owner.remedy}"
                     )
         if writes:
-            self.soil(thread, start, end)
+            self.mark_unfenced(thread, start, end)
 
-    def soil(self, thread, start, end):
-        """Take note that a thread's own store wrote these bytes."""
-        if self.dirty is None:
-            self.dirty = np.zeros(self.room.bytes.size, np.uint16)
+    def mark_unfenced(self, thread, start, end):
+        """Record that a thread wrote these bytes through the generic proxy."""
+        if self.unfenced is None:
+            self.unfenced = np.zeros(self.allocation.bytes.size, np.uint16)
         number = self.writers.get(thread)
         if number is None:
             number = self.writers[thread] = len(self.writers) + 1
-        self.dirty[start - self.room.start : end - self.room.start] = number
-        if thread.unfenced is None:
-            thread.unfenced = {}
-        first, last = thread.unfenced.get(self, (start, end))
-        thread.unfenced[self] = min(first, start), max(last, end)
+        self.unfenced[start - self.allocation.start : end - self.allocation.start] = number
+        if thread.unfenced_writes is None:
+            thread.unfenced_writes = {}
+        first, last = thread.unfenced_writes.get(self, (start, end))
+        thread.unfenced_writes[self] = min(first, start), max(last, end)
 
-    def claim(self, start, end, writes, by):
-        """Claim bytes for something that starts now; an error if something else goes on there, or if they are dirty."""
-        for claim in self.claims:
-            if claim.start < end and start < claim.end and (writes or claim.writes):
+    def reserve(self, start, end, writes, owner):
+        """Reserve bytes for an operation that is issued now; refuse conflicting reservations and unfenced bytes."""
+        access = f"{owner.thread} issues {owner.what} at {owner.site}, which {'writes' if writes else 'reads'}"
+        for other in self.reservations:
+            if other.conflicts(start, end, writes):
                 raise AsyncRace(
-                    f"{by.thread} starts {by.what} at {by.site}, which {'writes' if writes else 'reads'} bytes "
-                    f"{max(start, claim.start) - self.room.start} and on of {self.room}, "
-                    f"where {claim.by}: {claim.by.remedy}"
+                    f"{access} bytes from {max(start, other.start) - self.allocation.start} on of {self.allocation}, "
+                    f"where {other.owner}: {other.owner.remedy}"
                 )
-        if self.dirty is not None and not by.generic:
-            self._refuse_dirty(start, end, writes, by)
-        claim = Claim(self, start, end, writes, by)
-        self.claims.append(claim)
-        self.flag(start, end, 1)
-        return claim
+        if self.unfenced is not None and not owner.generic_proxy:
+            self._check_fenced(start, end, access)
+        reservation = Reservation(self, start, end, writes, owner)
+        self.reservations.append(reservation)
+        self.set_flags(start, end, 1)
+        return reservation
 
-    def _refuse_dirty(self, start, end, writes, by):
-        part = self.dirty[start - self.room.start : end - self.room.start]
-        if not part.any():
+    def _check_fenced(self, start, end, access):
+        writers = self.unfenced[start - self.allocation.start : end - self.allocation.start]
+        if not writers.any():
             return
-        at = int(part.nonzero()[0][0])
-        writer = next(t for t, number in self.writers.items() if number == part[at])
+        offset = int(writers.nonzero()[0][0])
+        writer = next(t for t, number in self.writers.items() if number == writers[offset])
         raise MissingFence(
-            f"{by.thread} starts {by.what} at {by.site}, which {'writes' if writes else 'reads'} byte "
-            f"{start + at - self.room.start} of {self.room}; {writer} wrote it with a store of its own and has not "
-            f"called fence_proxy_async_shared since"
+            f"{access} byte {start + offset - self.allocation.start} of {self.allocation}; {writer} wrote it with a "
+            f"store of its own and has not called fence_proxy_async_shared since"
         )
 
-    def close(self):
-        for claim in self.claims:
-            if not claim.by.may_stay:
-                raise AsyncRace(f"{self.room.shared.block} ends, while in {self.room} {claim.by}: {claim.by.remedy}")
+    def check_end_of_block(self):
+        for reservation in self.reservations:
+            owner = reservation.owner
+            if not owner.may_outlive_block:
+                block = self.allocation.shared.block
+                raise AsyncRace(f"{block} ends, while in {self.allocation} {owner}: {owner.remedy}")
 
 
 def fence(thread):
-    """What this thread wrote to shared memory may now be read the other way."""
-    for watch, (start, end) in (thread.unfenced or {}).items():
-        part = watch.dirty[start - watch.room.start : end - watch.room.start]
-        part[part == watch.writers[thread]] = 0
-    thread.unfenced = None
-    for barrier in thread.new_barriers or ():
+    """Execute a proxy fence: the async proxy may now read what this thread wrote to shared memory."""
+    for detector, (start, end) in (thread.unfenced_writes or {}).items():
+        first = detector.allocation.start
+        writers = detector.unfenced[start - first : end - first]
+        writers[writers == detector.writers[thread]] = 0
+    thread.unfenced_writes = None
+    fence_barriers(thread)
+    store_buffer.release(thread)
+
+
+def fence_barriers(thread):
+    """Make the mbarriers that this thread initialised visible to other threads and to the async proxy."""
+    for barrier in thread.unfenced_barriers or ():
         barrier.fenced = True
-    thread.new_barriers = None
-    weak.release(thread)
+    thread.unfenced_barriers = None
 
 
-def _span(target, index, writes, size):
-    """The address of what an index means, and its size in bytes; 0, 0 if it means no access, or one that will fail."""
+def _byte_span(target, index, writes, size):
+    """Return the address and size in bytes that an index refers to; (0, 0) if it accesses nothing or is invalid."""
     array = target.array
     if array.ndim == 1 and type(index) is not tuple and not isinstance(index, slice):
         return target.address + int(index) * array.strides[0], size or array.itemsize
     if isinstance(index, tuple) and len(index) == array.ndim and not any(isinstance(i, slice) for i in index):
         return target.address + sum(int(i) * s for i, s in zip(index, array.strides)), array.itemsize
-    if not writes:  # a view, which reads nothing
+    if not writes:  # indexing returns a view, which reads nothing yet
         return 0, 0
     first, last = np.lib.array_utils.byte_bounds(array[index])
     return first, last - first

@@ -1,7 +1,7 @@
-"""Tensor maps: 128 bytes that say where a tensor lies, how it is strided, and which box of it a copy takes.
+"""Tensor maps: 128 bytes that describe a tensor's address, extents and strides, and the box that a copy transfers.
 
-Their layout on a GPU is nobody's business; here it is our own. A map names its tensor by its address, which must lie in
-a tensor that a map was made from, and that still exists: those are registered.
+A GPU's layout of the 128 bytes is undocumented; the simulator uses its own. A map holds its tensor's address, which
+must lie in a registered tensor: one that a map was encoded for and that still exists.
 """
 
 import functools
@@ -13,20 +13,23 @@ import sys
 import numpy as np
 
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.errors import Misaligned, MissingFence, OutOfBounds, SimulatorError, place
-from moe_numba.simulator.core.memory import who
-from moe_numba.simulator.core.shared import region
-from moe_numba.simulator.core.warp import FULL, collective
+from moe_numba.simulator.core.errors import Misaligned, MissingFence, OutOfBounds, SimulatorError, source_location
+from moe_numba.simulator.core.memory import thread_prefix
+from moe_numba.simulator.core.shared import shared_region
+from moe_numba.simulator.core.warp import FULL_MASK, collective
 
 SIZE = 128  # bytes of a map
 _MAGIC = 0x70614D74  # "tMap"
-_FORMAT = struct.Struct("<IBBHQ5Q4Q5HxxQ")  # 128 bytes with what is left over
-_storages = []  # (first address, bytes, torch's weak reference to the storage), of the tensors that maps were made from
+_FORMAT = struct.Struct("<IBBHQ5Q4Q5HxxQ")  # padded to 128 bytes
+_storages = []  # registered storages: (address, bytes, weak reference of torch)
 _publications = itertools.count(1)
 
 
 class TensorMap:
-    """A map's fields. Dimensions stand innermost first; `strides` are those of dimension 1 and on, in bytes."""
+    """Fields of a tensor map. Dimensions are listed innermost first; `strides` start at dimension 1, in bytes.
+
+    `publication` numbers the publications of maps that were changed on the device; 0 for maps from the host.
+    """
 
     def __init__(self, address, itemsize, dims, strides, box, swizzle, publication=0):
         self.address, self.itemsize, self.swizzle, self.publication = address, itemsize, swizzle, publication
@@ -37,9 +40,9 @@ class TensorMap:
         return math.prod(self.box) * self.itemsize
 
     def pack(self):
-        """The 128 bytes."""
-        fill = lambda values, count: [*values, *[0] * (count - len(values))]
-        numbers = [*fill(self.dims, 5), *fill(self.strides, 4), *fill(self.box, 5)]
+        """Encode the map as 128 bytes."""
+        pad = lambda values, count: [*values, *[0] * (count - len(values))]
+        numbers = [*pad(self.dims, 5), *pad(self.strides, 4), *pad(self.box, 5)]
         head = _MAGIC, self.rank, self.itemsize, self.swizzle, self.address
         return _FORMAT.pack(*head, *numbers, self.publication).ljust(SIZE, b"\0")
 
@@ -47,12 +50,12 @@ class TensorMap:
     def unpack(cls, data, where):
         magic, rank, itemsize, swizzle, address, *numbers, publication = _FORMAT.unpack_from(bytes(data))
         if magic != _MAGIC:
-            raise SimulatorError(f"{thread()}: {where} holds no tensor map, at {place(sys._getframe())}")
+            raise SimulatorError(f"{thread()}: {where} holds no tensor map, at {source_location(sys._getframe())}")
         dims, strides, box = numbers[:rank], numbers[5 : 4 + rank], numbers[9 : 9 + rank]
         return cls(address, itemsize, dims, strides, box, swizzle, publication)
 
     def _views(self, coordinates, stores=False):
-        """Which part of the box lies in the tensor, and that part of the tensor, as bytes; slices outermost first.
+        """Return slices of the part of the box that lies in the tensor, outermost first, and that part as a byte view.
 
         A store clips rows only to whole chunks of 16 bytes, as a GPU does, and so may write past their ends.
         """
@@ -66,29 +69,29 @@ class TensorMap:
         steps = [self.itemsize, *self.strides]
         first = sum((c + l) * s for c, l, s in zip(coordinates, low, steps))
         last = sum((c + h - 1) * s for c, h, s in zip(coordinates, high, steps)) + self.itemsize
-        memory, at = _storage(self.address)
-        if at + last > memory.size:
+        memory, offset = _storage(self.address)
+        if offset + last > memory.size:
             why = " (a store writes whole chunks of 16 bytes)" if dims != self.dims else ""
             raise OutOfBounds(
-                f"{who()}a tensor map of extents {self.dims[::-1]} and strides {self.strides[::-1]} leads "
-                f"{at + last - memory.size} bytes past the end of the memory that its tensor is a part of{why}"
+                f"{thread_prefix()}a tensor map of extents {self.dims[::-1]} and strides {self.strides[::-1]} extends "
+                f"{offset + last - memory.size} bytes past the end of the memory that its tensor is a part of{why}"
             )
         shape = [h - l for l, h in zip(low, high)]
         inside = tuple(slice(l, h) for l, h in zip(low[:0:-1], high[:0:-1]))
         inside += (slice(low[0] * self.itemsize, high[0] * self.itemsize),)
         shape[0] *= self.itemsize
-        view = np.lib.stride_tricks.as_strided(memory[at + first :], shape[::-1], [*self.strides[::-1], 1])
+        view = np.lib.stride_tricks.as_strided(memory[offset + first :], shape[::-1], [*self.strides[::-1], 1])
         return inside, view
 
     def _shape(self):
         return [*self.box[:0:-1], self.box[0] * self.itemsize]
 
     def check(self, coordinates, stores):
-        """See, before a copy starts, that the box lies in memory that there is."""
+        """Check, when a copy is issued, that the box lies in allocated memory."""
         self._views(coordinates, stores)
 
     def read(self, coordinates):
-        """The bytes of the box, zeros where it lies outside the tensor."""
+        """Return the bytes of the box, zeros outside the tensor."""
         out = np.zeros(self._shape(), np.uint8)
         inside, view = self._views(coordinates)
         if inside is not None:
@@ -96,17 +99,17 @@ class TensorMap:
         return out.reshape(-1)
 
     def write(self, coordinates, data):
-        """Write the bytes of the box that lie in the tensor, or in its rows' last chunks of 16 bytes."""
+        """Write the bytes of the box that lie in the tensor or in the last 16-byte chunk of its rows."""
         inside, view = self._views(coordinates, stores=True)
         if inside is not None:
             view[...] = data.reshape(self._shape())[inside]
 
 
 @functools.lru_cache(maxsize=1024)
-def swizzled(start, size, swizzle):
-    """The order in which the chunks of 16 bytes of a box lie that starts at this address; None if in their own.
+def swizzled_chunks(start, size, swizzle):
+    """Return the order of the 16-byte chunks of a box that starts at address `start`; None without a swizzle.
 
-    A chunk's number within its line of `swizzle` bytes is changed by the number of its 128 bytes within 8 of them.
+    A chunk's index in its line of `swizzle` bytes is XORed with the index of its 128-byte line among eight.
     """
     if not swizzle:
         return None
@@ -118,12 +121,12 @@ def swizzled(start, size, swizzle):
 
 
 def swizzled_address(address, swizzle):
-    """Where the byte of an address lies with a swizzle of 32, 64 or 128 bytes; 0 is none."""
+    """Apply a swizzle of 32, 64 or 128 bytes (0: none) to a byte address."""
     return address ^ ((address >> 7 & (swizzle >> 4) - 1) << 4) if swizzle else address
 
 
 def register(tensor):
-    """Remember the memory of a torch tensor, so that maps find it by its address, and as long as it exists."""
+    """Register the memory of a torch tensor while it exists, so that maps can refer to it by address."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     storage = tensor.untyped_storage()
@@ -132,12 +135,12 @@ def register(tensor):
 
 
 def _storage(address):
-    """The memory around an address, as bytes, and where in it the address is."""
+    """Return the registered memory around an address as bytes, and the offset of the address in it."""
     for first, size, reference in _storages:
         if first <= address < first + size and not reference.expired():
             return _bytes_at(first, size), address - first
     raise SimulatorError(
-        f"{who()}a tensor map leads to address {address:#x}, where no tensor is that a map was made from"
+        f"{thread_prefix()}a tensor map has address {address:#x}, which is in no tensor that a map was encoded for"
     )
 
 
@@ -147,74 +150,76 @@ def _bytes_at(address, size):
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
 
 
-def at(pointer, index):
-    """The map in global memory at element `index` of a pointer, and its address."""
+def read_map(pointer, index):
+    """Return the map in global memory at element `index` of a pointer, and its address."""
     start = int(index) * pointer.array.itemsize
     if not 0 <= start <= pointer.bytes.size - SIZE:
         raise OutOfBounds(f"{thread()}: a tensor map at index {index} is outside {pointer}")
     address = pointer.address + start
     if address % 64:
-        raise Misaligned(f"{thread()}: a tensor map is aligned to 64 bytes; index {index} of {pointer} is not")
+        raise Misaligned(f"{thread()}: a tensor map must be aligned to 64 bytes; index {index} of {pointer} is not")
     return TensorMap.unpack(pointer.bytes[start : start + SIZE], f"index {index} of {pointer}"), address
 
 
-def used(pointer, index):
-    """The map that a copy goes by, which this thread must have acquired if it was made on the device."""
-    tensor, address = at(pointer, index)
+def map_for_copy(pointer, index):
+    """Return the map that a copy uses; this thread must have acquired it if it was changed on the device."""
+    tensor, address = read_map(pointer, index)
     t = thread()
-    if tensor.publication and t.grid.world.acquired.get((t, address)) != tensor.publication:
+    if tensor.publication and t.grid.world.acquired_tensor_maps.get((t, address)) != tensor.publication:
         raise MissingFence(
-            f"{t} uses the tensor map at index {index} of {pointer}, at {place(sys._getframe())}, which was changed on "
-            f"the device; it must call fence_proxy_tensormap_acquire_gpu first, after it was published"
+            f"{t} uses the tensor map at index {index} of {pointer}, at {source_location(sys._getframe())}, "
+            f"which was changed on the device; it must call fence_proxy_tensormap_acquire_gpu after the publication"
         )
     _storage(tensor.address)
     return tensor
 
 
 def acquire(pointer, index):
-    """This thread goes by the map as it is now."""
-    tensor, address = at(pointer, index)
+    """Acquire the current contents of a map for this thread."""
+    tensor, address = read_map(pointer, index)
     t = thread()
-    t.grid.world.acquired[t, address] = tensor.publication
+    t.grid.world.acquired_tensor_maps[t, address] = tensor.publication
 
 
-def _in_shared(array, at_element, what):
-    here = region(array, at_element, SIZE, 128, what)
-    return here, TensorMap.unpack(here.bytes, str(here))
+def _map_in_shared(array, offset, what):
+    region = shared_region(array, offset, SIZE, 128, what)
+    return region, TensorMap.unpack(region.bytes, str(region))
 
 
-def replace(array, at_element, field, value, dimension=None):
-    """Change a field of a map in shared memory."""
+def replace(array, offset, field, value, dimension=None):
+    """Replace a field of a map in shared memory."""
     what = "tensormap.replace"
-    here, tensor = _in_shared(array, at_element, what)
+    region, tensor = _map_in_shared(array, offset, what)
     if field == "dims" and not 1 <= value <= 1 << 32:
-        raise SimulatorError(f"{thread()}: {what} makes dimension {dimension} {value}; it must be 1 to 2^32")
+        raise SimulatorError(f"{thread()}: {what} sets dimension {dimension} to {value}; it must be 1 to 2^32")
     if field != "dims" and value % 16:
-        raise Misaligned(f"{thread()}: {what} sets {field} to {value:#x}, which is no multiple of 16 bytes")
+        raise Misaligned(f"{thread()}: {what} sets {field} to {value:#x}, which is not a multiple of 16 bytes")
     if dimension is None:
         setattr(tensor, field, value)
     elif dimension < len(getattr(tensor, field)):
         getattr(tensor, field)[dimension] = value
     else:
         raise SimulatorError(f"{thread()}: {what} has no {field}[{dimension}] in a tensor of {tensor.rank} dimensions")
-    here.room.watched().touch_bytes(thread(), here, writes=True)
-    here.bytes[:] = np.frombuffer(tensor.pack(), np.uint8)
+    region.allocation.race_detector().check_region_access(thread(), region, writes=True)
+    region.bytes[:] = np.frombuffer(tensor.pack(), np.uint8)
 
 
-def publish(pointer, index, array, at_element):
-    """A warp writes a map from shared to global memory; whoever uses it must acquire it."""
-    here, tensor = _in_shared(array, at_element, "tensormap.cp_fenceproxy")
+def publish(pointer, index, array, offset):
+    """Write a map from shared to global memory, once per warp; every thread that uses it must acquire it."""
+    region, tensor = _map_in_shared(array, offset, "tensormap.cp_fenceproxy")
     start = int(index) * pointer.array.itemsize
     if not 0 <= start <= pointer.bytes.size - SIZE:
         raise OutOfBounds(f"{thread()}: a tensor map at index {index} is outside {pointer}")
 
     def finish(values):
         if len(set(values.values())) > 1:
-            raise SimulatorError(f"{thread()}: the lanes of its warp publish different tensor maps, or to other places")
-        tensor = TensorMap.unpack(here.bytes, str(here))
+            raise SimulatorError(
+                f"{thread()}: the lanes of its warp publish different tensor maps, or to different addresses"
+            )
+        tensor = TensorMap.unpack(region.bytes, str(region))
         tensor.publication = next(_publications)
         pointer.bytes[start : start + SIZE] = np.frombuffer(tensor.pack(), np.uint8)
-        thread().grid.progress()
+        thread().grid.memory_changed()
         return dict.fromkeys(values)
 
-    collective("tensormap.cp_fenceproxy", FULL, (pointer.address + start, here.start), finish)
+    collective("tensormap.cp_fenceproxy", FULL_MASK, (pointer.address + start, region.start), finish)

@@ -1,6 +1,6 @@
-"""Bit counting and single rounding: the arithmetic of `cuda` that Python's operators do not have.
+"""Arithmetic functions of `cuda` that Python has no operator for: bit counting, select, fused multiply-add.
 
-An integer counts as 32 bits wide unless its NumPy type says otherwise or it does not fit.
+An integer is 32 bits wide unless its NumPy type is wider or its value does not fit.
 """
 
 import math
@@ -9,87 +9,89 @@ from fractions import Fraction
 import numpy as np
 
 
-def _unsigned(value):
-    """The bits of an integer and their number."""
+def _unsigned_bits(value):
+    """Return an integer's bits as an unsigned integer, and their count."""
     if isinstance(value, np.generic):
         width = 8 * value.dtype.itemsize
-        return int(value) & ((1 << width) - 1), width
-    width = 32 if -(2**31) <= value < 2**32 else 64
+    else:
+        width = 32 if -(2**31) <= value < 2**32 else 64
     return int(value) & ((1 << width) - 1), width
 
 
 def wrap_integer_casts():
-    """Let `int32(x)` and its kin keep the low bits, as a cast in a kernel does; in Python, Numba's refuse overflow.
+    """Make `numba.int32(x)` and the other integer types keep the low bits, as a cast in a compiled kernel does.
 
-    Kernels call them more often than anything else, so they are made to be fast.
+    In plain Python, Numba's types raise an OverflowError instead. Kernels cast more often than they do anything else,
+    so the replacement caches each type's mask.
     """
     from numba.core.types.abstract import Type
     from numba.core.types.scalars import Integer
 
-    known, signature, numbers = {}, Integer.__call__, {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
+    limits, make_signature = {}, Integer.__call__
+    numbers = {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
 
-    def call(self, value, *more):
+    def cast(self, value, *more):
         if more or type(value) not in numbers and isinstance(value, Type):
-            return signature(self, value, *more)
+            return make_signature(self, value, *more)
         name = self.name
-        if name not in known:
+        if name not in limits:
             mask = (1 << self.bitwidth) - 1
-            known[name] = getattr(np, name), mask, mask >> 1 if self.signed else mask
-        kind, mask, largest = known[name]
-        if type(value) is kind:
+            limits[name] = getattr(np, name), mask, mask >> 1 if self.signed else mask
+        scalar_type, mask, largest = limits[name]
+        if type(value) is scalar_type:
             return value
         bits = int(value) & mask
-        return kind(bits if bits <= largest else bits - mask - 1)
+        return scalar_type(bits if bits <= largest else bits - mask - 1)
 
-    Integer.cast_python_value = Integer.__call__ = call
+    Integer.cast_python_value = Integer.__call__ = cast
 
 
 def popc(value):
-    """The number of bits set."""
-    return _unsigned(value)[0].bit_count()
+    """Count the bits set."""
+    return _unsigned_bits(value)[0].bit_count()
 
 
 def brev(value):
-    """The bits in reverse order."""
-    bits, width = _unsigned(value)
+    """Reverse the order of the bits."""
+    bits, width = _unsigned_bits(value)
     return int(f"{bits:0{width}b}"[::-1], 2)
 
 
 def clz(value):
-    """The number of zeros before the highest bit set."""
-    bits, width = _unsigned(value)
+    """Count the leading zero bits."""
+    bits, width = _unsigned_bits(value)
     return width - bits.bit_length()
 
 
 def ffs(value):
-    """The position of the lowest bit set, counted from 1; 0 if there is none."""
-    bits, _ = _unsigned(value)
+    """Return the 1-based position of the lowest bit set, or 0 if there is none."""
+    bits, _ = _unsigned_bits(value)
     return (bits & -bits).bit_length()
 
 
 def selp(condition, a, b):
-    """`a` if the condition holds, else `b`."""
+    """Return `a` if the condition holds, else `b`."""
     return a if condition else b
 
 
 def cbrt(value):
-    """The cube root."""
+    """Return the cube root."""
     return np.cbrt(value)
 
 
 def fma(a, b, c):
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     dtype = np.result_type(a, b, c) if any(isinstance(v, np.generic) for v in (a, b, c)) else np.dtype(np.float64)
     if not all(math.isfinite(v) for v in (a, b, c)):
         return dtype.type(a) * dtype.type(b) + dtype.type(c)
     if dtype.itemsize == 8:
         try:
-            return dtype.type(
-                float(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))) or float(a) * float(b) + float(c)
-            )  # an exact zero keeps the sign that the sum gives it
+            exact = float(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
         except OverflowError:
             return dtype.type(a) * dtype.type(b) + dtype.type(c)
-    # The product of two short floats is exact in float64. The sum need not be: rounded to odd, it can be rounded again.
+        return dtype.type(exact or float(a) * float(b) + float(c))  # the sum keeps the sign of an exact zero
+    # The product of two floats of at most 32 bits is exact in float64, the sum need not be. Rounding the sum to odd
+    # makes the second rounding, to the short type, correct.
     product, c = float(a) * float(b), float(c)
     total = product + c
     part = total - product

@@ -1,7 +1,7 @@
-"""Thread block clusters: their barrier, and one block's way into the shared memory of another.
+"""Thread block clusters: the cluster barrier, and access to the shared memory of another block of the cluster.
 
-What a GPU leaves undefined is an error here: a barrier at which not all lanes of a warp come together, and touching a
-block that may not have started yet, or that has exited.
+Two things that a GPU leaves undefined are errors here: a cluster barrier that not all lanes of a warp execute together,
+and access to a block that may not have started yet or has exited.
 """
 
 import sys
@@ -13,62 +13,63 @@ from moe_numba.simulator.core.errors import (
     OutOfBounds,
     SimulatorError,
     kernel_frame,
-    place,
+    source_location,
 )
-from moe_numba.simulator.core.warp import FULL, collective
-from moe_numba.simulator.memory_model import weak
+from moe_numba.simulator.core.warp import FULL_MASK, collective
+from moe_numba.simulator.memory_model import store_buffer
 
 
-def _together(what, act):
-    """Wait for all lanes of the warp to come to `what` on one line, and act once for them; each gets the result."""
+def _once_per_warp(what, act):
+    """Wait for all lanes of the warp to reach `what` on one source line; return the result of one `act(warp)`."""
     t = thread()
     warp = t.block.warps[t.warp]
 
-    def finish(places):
-        if len(set(places.values())) > 1:
+    def finish(sites):
+        if len(set(sites.values())) > 1:
             raise DivergentBarrier(
-                f"the lanes of {warp} come to {what} at different lines: {', '.join(sorted(set(places.values())))}"
+                f"the lanes of {warp} reach {what} at different lines: {', '.join(sorted(set(sites.values())))}"
             )
-        return dict.fromkeys(places, act(warp))
+        return dict.fromkeys(sites, act(warp))
 
-    return collective(what, FULL, place(kernel_frame(sys._getframe(1))), finish)
+    return collective(what, FULL_MASK, source_location(kernel_frame(sys._getframe(1))), finish)
 
 
 def arrive():
-    """Tell the cluster that this warp has come, and go on."""
-    weak.release(thread())
-    _together("barrier.cluster.arrive", thread().block.cluster.arrive)
+    """Arrive at the cluster barrier with this warp, and continue."""
+    store_buffer.release(thread())
+    _once_per_warp("barrier.cluster.arrive", thread().block.cluster.arrive)
 
 
 def wait():
     """Wait until all warps of the cluster have arrived or exited."""
     t = thread()
     cluster = t.block.cluster
-    phase = _together("barrier.cluster.wait", cluster.depart)
+    phase = _once_per_warp("barrier.cluster.wait", cluster.begin_wait)
     if phase == cluster.phase:
         cluster.waiting.append(t)
         t.park(cluster)
-    cluster.met.add(t.block.warps[t.warp])
-    weak.acquire(t)
+    cluster.synchronized.add(t.block.warps[t.warp])
+    store_buffer.acquire(t)
 
 
 def remote(array, rank):
-    """A pointer to where a shared array lies in the shared memory of the cluster's block `rank`, as `mapa` finds it."""
+    """Return a pointer to a shared array's counterpart in block `rank` of the cluster (`mapa`)."""
     t = thread()
     cluster = t.block.cluster
     if not 0 <= rank < len(cluster.blocks):
         raise OutOfBounds(f"{t}: rank {rank} is outside its cluster, which has {len(cluster.blocks)} blocks")
     block = cluster.blocks[rank]
-    pointer = t.block.shared.twin(array.array, block.shared)
+    pointer = t.block.shared.counterpart(array.array, block.shared)
     if pointer is None:
-        raise SimulatorError(f"{t}: {array} is not in shared memory, where another block's could be found beside it")
+        raise SimulatorError(f"{t}: {array} is not in shared memory, so it has no counterpart in another block")
     pointer.name += f" in {block}"
-    if block is not t.block and t.block.warps[t.warp] not in cluster.met:
+    if block is not t.block and t.block.warps[t.warp] not in cluster.synchronized:
         raise ClusterError(
-            f"{t} reaches for {pointer}, but {block} may not have started: this needs a cluster barrier before it"
+            f"{t} accesses {pointer}, but {block} may not have started: this needs a cluster barrier before it"
         )
     if block.exited == block.size:
         raise ClusterError(
-            f"{t} reaches for {pointer}, but {block} has exited: it needs a cluster barrier before its end, after this"
+            f"{t} accesses {pointer}, but {block} has exited: that block needs a cluster barrier before its end, "
+            f"after this access"
         )
     return pointer

@@ -1,7 +1,7 @@
-"""What a kernel sees as `cuda`: Numba's simulated module, whose names are made to ask the thread that runs now.
+"""The `cuda` module that a kernel sees: Numba's simulated module, with names that refer to the current thread.
 
-Numba's simulator swaps a function's globals for each launch. Here thread indices are objects that look up the current
-greenlet, so that device functions and closures are plain Python calls, and the module may go by any name.
+Numba's simulator swaps a function's globals at each launch. Here thread indices are objects that look up the current
+greenlet. Device functions and closures are therefore plain Python calls, and the module can be imported under any name.
 """
 
 import sys
@@ -11,28 +11,28 @@ from moe_numba.simulator.core import arithmetic, barrier, memory, warp
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
 from moe_numba.simulator.core.kernel import jit
-from moe_numba.simulator.memory_model import scoped
+from moe_numba.simulator.memory_model import scoped_access
 
 
 class _Index:
-    """One of threadIdx, blockIdx, blockDim and gridDim."""
+    """threadIdx, blockIdx, blockDim or gridDim of the current thread."""
 
-    def __init__(self, name, find):
-        self._name, self._find = name, find
+    def __init__(self, name, get):
+        self._name, self._get = name, get
 
-    x = property(lambda self: self._find(thread()).x)
-    y = property(lambda self: self._find(thread()).y)
-    z = property(lambda self: self._find(thread()).z)
+    x = property(lambda self: self._get(thread()).x)
+    y = property(lambda self: self._get(thread()).y)
+    z = property(lambda self: self._get(thread()).z)
 
     def __iter__(self):
-        return iter(self._find(thread()))
+        return iter(self._get(thread()))
 
     def __repr__(self):
         return f"cuda.{self._name}"
 
 
 class _Module(types.ModuleType):
-    """The one name that is a value, and differs from thread to thread."""
+    """Module class with `laneid`, the only name that is a plain value and differs between threads."""
 
     laneid = property(lambda self: thread().lane)
 
@@ -84,7 +84,7 @@ def _per_dimension(name, ndim, values):
 
 
 def _signed(mask):
-    """Numba types the masks that ballot and match give as int32, so lane 31 is the sign."""
+    """Convert a mask to int32, the type that Numba assigns to the results of ballot and match."""
     return mask - (1 << 32) if mask >> 31 else mask
 
 
@@ -125,8 +125,8 @@ def match_any_sync(mask, value):
 
 
 def match_all_sync(mask, value):
-    lanes, same = warp.match("all", mask, value, what="match_all_sync")
-    return _signed(lanes), same
+    lanes, all_equal = warp.match("all", mask, value, what="match_all_sync")
+    return _signed(lanes), all_equal
 
 
 def lanemask_lt():
@@ -154,8 +154,8 @@ def nanosleep(_):
 
 
 def threadfence():
-    """Nothing where threads see memory in one order: it matters under weak memory."""
-    scoped.fence()
+    """Fence; it has an effect only under `weak_memory`, since threads otherwise see memory in one order."""
+    scoped_access.fence()
 
 
 def _load(array, i):
@@ -171,20 +171,13 @@ _FUNCTIONS = (
     + (shfl_sync, shfl_up_sync, shfl_down_sync, shfl_xor_sync, match_any_sync, match_all_sync)
     + (all_sync, any_sync, eq_sync, ballot_sync)
     + (syncthreads, syncthreads_count, syncthreads_and, syncthreads_or)
-    + (
-        arithmetic.popc,
-        arithmetic.brev,
-        arithmetic.clz,
-        arithmetic.ffs,
-        arithmetic.selp,
-        arithmetic.fma,
-        arithmetic.cbrt,
-    )
+    + (arithmetic.popc, arithmetic.brev, arithmetic.clz, arithmetic.ffs)
+    + (arithmetic.selp, arithmetic.fma, arithmetic.cbrt)
 )
 
 
-def grow():
-    """Replace, in Numba's simulated `cuda` module, the names that know of threads, and add those it lacks."""
+def install():
+    """Replace the thread-dependent names of Numba's simulated `cuda` module, and add the names it lacks."""
     from numba import cuda
     from numba.cuda.simulator.kernelapi import FakeCUDAFp16
 
@@ -199,7 +192,7 @@ def grow():
         "blockDim": _Index("blockDim", lambda t: t.grid.block_dim),
         "gridDim": _Index("gridDim", lambda t: t.grid.grid_dim),
         "warpsize": 32,
-        "syncwarp": warp.sync,
+        "syncwarp": warp.syncwarp,
         "shared": Shared,
         "local": Local,
         "const": Const,

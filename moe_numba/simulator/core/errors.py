@@ -1,22 +1,22 @@
-"""What can go wrong in a simulated kernel, and the words that say where: block, warp, lanes, source line."""
+"""Errors that the simulator raises for faulty kernels, and how they name the place: block, warp, lanes, source line."""
 
 import os
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the simulator
-# Frames of these folders carry out an instruction; the line a reader wants is the kernel's that asked for it.
-_MACHINERY = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "ptx") + os.sep)
+_SIMULATOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Frames of these folders carry out an instruction; error messages name the kernel's line that issued it.
+_INTERNAL = (_SIMULATOR + os.sep, os.path.join(os.path.dirname(_SIMULATOR), "ptx") + os.sep)
 
 
 class SimulatorError(RuntimeError):
-    """A kernel did what it must not do, or the simulator was asked for what it cannot do."""
+    """A kernel did something illegal or undefined, or asked for something that the simulator does not support."""
 
 
 class Deadlock(SimulatorError):
-    """No thread can ever run again."""
+    """No thread can make progress."""
 
 
 class MissingLane(SimulatorError):
-    """A warp operation names a lane that cannot come, or is called by a lane that it does not name."""
+    """The mask of a warp operation names a lane that cannot take part, or does not name the calling lane."""
 
 
 class DivergentBarrier(SimulatorError):
@@ -24,19 +24,19 @@ class DivergentBarrier(SimulatorError):
 
 
 class ClusterError(SimulatorError):
-    """A block's cluster is not in the state that an operation on it needs."""
+    """A cluster operation in the wrong state, such as access to a block that may not have started or has exited."""
 
 
 class BarrierMisuse(SimulatorError):
-    """An mbarrier is used before it is one, gets an arrival too many, or other bytes than it was told to expect."""
+    """An mbarrier is used before its initialisation, or receives too many arrivals or an unexpected number of bytes."""
 
 
 class AsyncRace(SimulatorError):
-    """Memory, or an accumulator, is touched while a copy or a wgmma that was started has yet to be done with it."""
+    """Memory or an accumulator is accessed while an asynchronous copy or a wgmma may still be using it."""
 
 
 class MissingFence(SimulatorError):
-    """What was written one way is read another way, with no fence between the two."""
+    """Data written through one proxy is read through another with no fence in between."""
 
 
 class OutOfBounds(SimulatorError, IndexError):
@@ -44,11 +44,11 @@ class OutOfBounds(SimulatorError, IndexError):
 
 
 class Misaligned(SimulatorError):
-    """A vector access, or what a copy takes, is not aligned as it must be."""
+    """A vector access or a copy is not aligned as the instruction requires."""
 
 
-def ranges(numbers):
-    """Numbers in words: {0, 1, 2, 7} is "0-2, 7"."""
+def format_ranges(numbers):
+    """Format a set of numbers as ranges: {0, 1, 2, 7} is "0-2, 7"."""
     runs = []
     for n in sorted(numbers):
         if runs and n == runs[-1][1] + 1:
@@ -58,33 +58,35 @@ def ranges(numbers):
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def lanes_of(mask):
-    """The lanes that a mask names, in words."""
-    return ranges(lane for lane in range(32) if mask >> lane & 1)
+def format_lanes(mask):
+    """Format the lanes that a mask names as ranges."""
+    return format_ranges(lane for lane in range(32) if mask >> lane & 1)
 
 
 def kernel_frame(frame):
-    """The innermost frame that belongs to a kernel, or to a device function, rather than to the simulator."""
-    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+    """Return the innermost frame that belongs to a kernel or a device function, not to the simulator."""
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
         frame = frame.f_back
     return frame
 
 
-def place(frame):
-    """Where a frame stands, in words: function, file and line."""
+def source_location(frame):
+    """Format where a frame stands: function, file and line."""
     frame = kernel_frame(frame)
     if frame is None:
         return "its first line"
     return f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def standing(threads, limit=8):
-    """Who waits where, one line for each warp and place, in the order of blocks, warps and lanes."""
+def wait_report(threads, limit=8):
+    """List what threads wait for, one line per warp and source line, ordered by block, warp and lane."""
     groups = {}
     for t in sorted(threads, key=lambda t: (t.block.index, t.thread_id)):
-        text = f"{t.waits or 'ready to run'}, at {place(t.gr_frame)}"
+        text = f"{t.waits or 'ready to run'}, at {source_location(t.gr_frame)}"
         groups.setdefault((t.block, t.warp, text), []).append(t.lane)
-    lines = [f"  {block} warp {warp} lanes {ranges(lanes)}: {text}" for (block, warp, text), lanes in groups.items()]
+    lines = [
+        f"  {block} warp {warp} lanes {format_ranges(lanes)}: {text}" for (block, warp, text), lanes in groups.items()
+    ]
     if len(lines) > limit:
         lines[limit:] = [f"  and {len(lines) - limit} more groups"]
     return "\n".join(lines)

@@ -1,23 +1,24 @@
-"""Starting a kernel: what `@cuda.jit` makes of a function, and `run`, which every launch comes down to."""
+"""Kernel launch: `run`, which every launch ends in, and `jit`, the simulator's `cuda.jit`."""
 
 import functools
 import inspect
 import math
 import types
+from collections.abc import Callable, Sequence
 
 import greenlet
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.arguments import argument
 from moe_numba.simulator.core.engine import Grid, Thread
 from moe_numba.simulator.core.errors import SimulatorError
-from moe_numba.simulator.core.scheduler import World, _settings
+from moe_numba.simulator.core.pointer_wrapping import wrap_argument
+from moe_numba.simulator.core.scheduler import World, settings
 
-_CLUSTER_BLOCKS = 8  # what every GPU with clusters takes; more must be asked for, which `launch` does not
+_MAX_CLUSTER_BLOCKS = 8  # the portable cluster size; larger ones need an opt-in that `launch` does not have
 
 
 def _dim3(name, value, limits):
-    """A launch dimension as three integers, or an error that says what is wrong with it."""
+    """Return a launch dimension as three integers; raise a ValueError if it is not valid."""
     dims = tuple(int(n) for n in (value if isinstance(value, (tuple, list)) else (value,)))
     if not 1 <= len(dims) <= 3:
         raise ValueError(f"{name} is {value}, but must have 1 to 3 dimensions")
@@ -27,12 +28,35 @@ def _dim3(name, value, limits):
     return dims
 
 
-def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=False, seed=None, done=()):
-    """Run a kernel to its end, and call what is in `done`; or leave that to the `together` that this is called in.
+def run(
+    kernel: "Kernel | Callable",
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    args: Sequence,
+    shared_bytes: int = 0,
+    cluster: int | tuple[int, ...] | None = None,
+    cooperative: bool = False,
+    seed: int | None = None,
+    done: Sequence[Callable[[], object]] = (),
+) -> None:
+    """Run a kernel to completion, then call each function in `done`. Within `together`, only queue it.
 
-    `grid` and `block` are integers or tuples; `args` are scalars, arrays, tensors or Pointers; `seed` replaces the one
-    in force.
-    Raises a SimulatorError for what a GPU would answer with garbage or silence, and whatever the kernel itself raises.
+    Parameters
+    ----------
+    kernel : Kernel or function
+    grid, block, cluster : int or tuple of int
+        In blocks, threads and blocks.
+    args : sequence
+        Scalars, arrays, tensors or Pointers.
+    shared_bytes : int
+        Dynamic shared memory.
+    seed : int
+        Replaces the seed in force.
+
+    Raises
+    ------
+    SimulatorError
+        If the kernel does something that is undefined or an error on a GPU. The kernel's own exceptions propagate.
     """
     if type(greenlet.getcurrent()) is Thread:
         raise SimulatorError(f"{greenlet.getcurrent()} launches a kernel, which a kernel cannot do")
@@ -40,9 +64,9 @@ def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=Fal
     block = _dim3("the block", block, (1024, 1024, 64))
     if block[0] * block[1] * block[2] > 1024:
         raise ValueError(f"the block is {block}, but a block has at most 1024 threads")
-    cluster = _dim3("the cluster", cluster, (_CLUSTER_BLOCKS,) * 3) if cluster is not None else None
-    if cluster and math.prod(cluster) > _CLUSTER_BLOCKS:
-        raise ValueError(f"the cluster is {cluster}, but a cluster has at most {_CLUSTER_BLOCKS} blocks")
+    cluster = _dim3("the cluster", cluster, (_MAX_CLUSTER_BLOCKS,) * 3) if cluster is not None else None
+    if cluster and math.prod(cluster) > _MAX_CLUSTER_BLOCKS:
+        raise ValueError(f"the cluster is {cluster}, but a cluster has at most {_MAX_CLUSTER_BLOCKS} blocks")
     if cluster and any(g % c for g, c in zip(grid, cluster)):
         raise ValueError(f"the grid is {grid}, which clusters of {cluster} blocks do not divide")
     function = getattr(kernel, "py_func", kernel)
@@ -53,10 +77,10 @@ def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=Fal
             f"kernel {function.__name__} takes {len(names)} arguments ({', '.join(names)}), but {len(args)} were given"
         )
     names += ("",) * (len(args) - len(names))
-    args = [argument(value, name) for value, name in zip(args, names)]
-    ranks = _settings["ranks"]
+    args = [wrap_argument(value, name) for value, name in zip(args, names)]
+    ranks = settings["ranks"]
     if ranks is not None and seed is not None:
-        raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks have one: simulator.seed")
+        raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks share one: simulator.seed")
     world = World(seed) if ranks is None else ranks.world
     launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative)
     if ranks is not None:
@@ -64,14 +88,14 @@ def run(kernel, grid, block, args, shared_bytes=0, cluster=None, cooperative=Fal
         return
     world.add(launched)
     world.run()
-    for step in done:
-        step()
+    for callback in done:
+        callback()
 
 
 class Kernel:
     """A `@cuda.jit` function: `kernel[grid, block](...)` runs it; another kernel may call it as a device function."""
 
-    def __init__(self, function, **options):
+    def __init__(self, function: Callable, **options):
         self.py_func = self.fn = function
         self.targetoptions, self.extensions = options, options.get("extensions", ())
         functools.update_wrapper(self, function)
@@ -94,7 +118,7 @@ class Kernel:
         write_back = []
         for extension in self.extensions:
             args = [extension.prepare_args(None, arg, stream=0, retr=write_back)[1] for arg in args]
-        args = [_transferred(arg, write_back) for arg in args]
+        args = [_to_device(arg, write_back) for arg in args]
         run(self, grid, block, args, shared_bytes, done=write_back)
 
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0):
@@ -105,7 +129,7 @@ class Kernel:
         return self
 
     def bind(self):
-        """Nothing: there is nothing to compile."""
+        """Do nothing; compiled kernels load their module here."""
 
     @property
     def overloads(self):
@@ -114,8 +138,8 @@ class Kernel:
         return FakeOverloadDict()
 
 
-def _transferred(arg, write_back):
-    """What the hints `cuda.In`, `Out` and `InOut` leave of an argument on the device."""
+def _to_device(arg, write_back):
+    """Apply the transfer hints `cuda.In`, `Out` and `InOut` to an argument; append copy-backs to `write_back`."""
     from numba.cuda.simulator.args import ArgHint, In, Out
 
     if not isinstance(arg, ArgHint):
@@ -131,10 +155,10 @@ def _transferred(arg, write_back):
 
 
 def jit(func_or_sig=None, device=False, **options):
-    """Numba's `cuda.jit`; signatures and what concerns the compiler are accepted and mean nothing here."""
+    """Replace Numba's `cuda.jit`; signatures and compiler options are accepted and ignored."""
     if not isinstance(func_or_sig, types.FunctionType):
         return lambda function: jit(function, device, **options)
-    if device:  # the function itself: nothing stands between it and who calls it, so often
+    if device:  # the function itself: a wrapper would slow every call of a device function
         func_or_sig.py_func = func_or_sig
         return func_or_sig
     return Kernel(func_or_sig, **options)

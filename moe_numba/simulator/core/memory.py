@@ -1,7 +1,7 @@
-"""Memory as a kernel sees it: checked pointers, arrays, shared and local arrays, all views of the caller's bytes.
+"""Memory as a kernel sees it: checked pointers and arrays, all of them views of the caller's bytes.
 
-What a GPU would silently do wrong is an error here: an index outside the memory, a misaligned vector. Shared and local
-memory starts as poison (NaN, or an odd pattern), so that a value read before it was written cannot look right.
+An index outside the memory and a misaligned vector access are errors. Shared and local memory starts as poison (NaN, or
+an odd bit pattern), so that a value that is read before it is written cannot look plausible.
 """
 
 import functools
@@ -12,29 +12,39 @@ import numpy as np
 
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
 
-attentive = 0  # how many worlds are running that preempt at memory accesses, or watch who touches shared memory
+watching = 0  # number of running worlds that preempt at memory accesses or detect races in shared memory
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
 
-def before(target, index, writes, nbytes=None):
-    """What comes before an access: another thread perhaps, for two accesses of one thread are not one; and checks."""
+def maybe_preempt():
+    """Yield to another thread with the world's preemption probability; call it if `watching`, before an access.
+
+    Two accesses of one thread are not atomic: other threads may run between them.
+    """
     t = greenlet.getcurrent()
     if grid := getattr(t, "grid", None):
         if grid.world.preempt and grid.world.rng.random() < grid.world.preempt:
-            t.pause()
-        if target.room is not None and target.room.watch is not None:
-            target.room.watch.touch(t, target, index, writes, nbytes)
+            t.preempt()
+        return t
 
 
-def who():
+def before_access(target, index, writes, nbytes=None):
+    """Maybe preempt, then check an access to shared memory for races; call it if `watching`."""
+    t = maybe_preempt()
+    if t is not None and target.allocation is not None and target.allocation.detector is not None:
+        target.allocation.detector.check_access(t, target, index, writes, nbytes)
+
+
+def thread_prefix():
+    """Return "<thread>: " for error messages, or "" outside a kernel."""
     t = greenlet.getcurrent()
     return f"{t}: " if hasattr(t, "grid") else ""
 
 
 @functools.cache
 def as_dtype(dtype):
-    """The NumPy dtype of a NumPy, ml_dtypes or Numba type."""
+    """Return the NumPy dtype of a NumPy, ml_dtypes or Numba type."""
     if hasattr(dtype, "cast_python_value") or type(dtype).__module__.startswith("numba"):
         name = str(dtype)
         if "bfloat16" in name:
@@ -44,24 +54,24 @@ def as_dtype(dtype):
 
 
 def is_float(dtype):
-    """Whether a dtype is a float; those of ml_dtypes call themselves void."""
+    """Return whether a dtype is a float; the dtypes of ml_dtypes have kind "V"."""
     return dtype.kind == "f" or (dtype.kind == "V" and dtype.fields is None and "float" in dtype.name)
 
 
 def convert(value, dtype):
-    """A value as a scalar of `dtype`, as C converts it: integers wrap around, floats are rounded."""
+    """Convert a value to a scalar of `dtype` as C does: integers wrap around, floats are rounded."""
     if dtype.kind in "iu" and isinstance(value, (int, float)):
         return np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF).astype(dtype)
     return np.asarray(value).astype(dtype)[()]
 
 
 def poison(shape, dtype, alignment=16, past=0):
-    """An array of which no element looks like a result; its address is `past` bytes past a multiple of `alignment`."""
+    """Return an array of implausible values whose address is `past` bytes after a multiple of `alignment`."""
     count = int(np.prod(shape, dtype=np.int64))
-    whole = np.empty(count * dtype.itemsize + alignment, np.uint8)
-    start = (past - whole.__array_interface__["data"][0]) % alignment
-    # Through a buffer, so that `reachable` takes the array, without what aligned it, for the whole of its memory.
-    raw = np.frombuffer(whole[start : start + count * dtype.itemsize].data, np.uint8)
+    padded = np.empty(count * dtype.itemsize + alignment, np.uint8)
+    start = (past - padded.__array_interface__["data"][0]) % alignment
+    # Through a buffer, so that `reachable_view` does not count the padding as a part of the array's memory.
+    raw = np.frombuffer(padded[start : start + count * dtype.itemsize].data, np.uint8)
     if is_float(dtype) or dtype.kind == "c":
         raw.fill(0xFF)  # a NaN in every float format that has one
     else:
@@ -70,29 +80,27 @@ def poison(shape, dtype, alignment=16, past=0):
 
 
 class Pointer:
-    """A checked flat view of the memory that a device pointer can reach: what C calls `T *`."""
+    """A checked flat view of the memory that a device pointer can reach; corresponds to `T *` in C.
 
-    __slots__ = ("array", "size", "name", "room", "_bytes", "_address")
+    `allocation` is the SharedAllocation that it points into, or None.
+    """
 
-    def __init__(self, array, name="", room=None):
-        self.array, self.size, self.name, self.room = (
-            array,
-            len(array),
-            name,
-            room,
-        )  # its room in shared memory, or None
+    __slots__ = ("array", "size", "name", "allocation", "_bytes", "_address")
+
+    def __init__(self, array: np.ndarray, name: str = "", allocation=None):
+        self.array, self.size, self.name, self.allocation = array, len(array), name, allocation
         self._bytes = self._address = None
 
     def __getitem__(self, i):
-        if attentive:
-            before(self, i, writes=False)
+        if watching:
+            before_access(self, i, writes=False)
         if 0 <= i < self.size:
             return self.array[i]
         raise self._out_of_bounds(i)
 
     def __setitem__(self, i, value):
-        if attentive:
-            before(self, i, writes=True)
+        if watching:
+            before_access(self, i, writes=True)
         if not 0 <= i < self.size:
             raise self._out_of_bounds(i)
         try:
@@ -106,7 +114,7 @@ class Pointer:
 
     @property
     def address(self):
-        """The address of the first element, in bytes."""
+        """Byte address of the first element."""
         if self._address is None:
             self._address = self.array.__array_interface__["data"][0]
         return self._address
@@ -122,55 +130,57 @@ class Pointer:
         return self.size
 
     def offset(self, n):
-        """The pointer `n` elements further on."""
+        """Return the pointer `n` elements further on."""
         if not 0 <= n <= self.size:
             raise self._out_of_bounds(n)
-        return type(self)(self.array[n:], f"{self.name} + {n}", self.room)
+        return type(self)(self.array[n:], f"{self.name} + {n}", self.allocation)
 
     __add__ = __radd__ = offset
 
     def view(self, dtype):
-        """The same bytes as elements of another type."""
+        """Return a pointer to the same bytes as elements of another type."""
         dtype = as_dtype(dtype)
         if self.address % dtype.itemsize:
-            raise Misaligned(f"{who()}{self} starts at byte {self.address:#x}, which is not aligned for {dtype}")
+            raise Misaligned(
+                f"{thread_prefix()}{self} starts at byte {self.address:#x}, which is not aligned for {dtype}"
+            )
         usable = self.array.nbytes // dtype.itemsize * dtype.itemsize
-        return type(self)(self.bytes[:usable].view(dtype), self.name, self.room)
+        return type(self)(self.bytes[:usable].view(dtype), self.name, self.allocation)
 
     def load_vector(self, index, dtype, count):
-        """Load `count` elements of `dtype`, as one access, from element `index` of this pointer."""
+        """Load `count` elements of `dtype` in one access, from element `index` of this pointer."""
         if type(dtype) is not np.dtype:
             dtype = as_dtype(dtype)
-        if attentive:
-            before(self, index, False, dtype.itemsize * count)
+        if watching:
+            before_access(self, index, False, dtype.itemsize * count)
         return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
     def store_vector(self, index, values, dtype=None):
-        """Store values, as one access, to element `index` of this pointer; they are of `dtype`, or of their own."""
+        """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values."""
         dtype = as_dtype(dtype or values[0].dtype)
         values = np.array([convert(v, dtype) for v in values], dtype)
-        if attentive:
-            before(self, index, True, values.nbytes)
+        if watching:
+            before_access(self, index, True, values.nbytes)
         self._store_bytes(index, values.view(np.uint8))
 
     def _store_bytes(self, index, data):
-        self._vector(index, len(data))[:] = data
+        self._vector_bytes(index, len(data))[:] = data
 
-    def _vector(self, index, nbytes):
+    def _vector_bytes(self, index, nbytes):
         start = int(index) * self.array.itemsize
         if index < 0 or start + nbytes > self.array.nbytes:
             raise self._out_of_bounds(index, f" ({nbytes} bytes)")
         if (self.address + start) % nbytes:
             raise Misaligned(
-                f"{who()}a vector of {nbytes} bytes at index {index} of {self} "
+                f"{thread_prefix()}a vector of {nbytes} bytes at index {index} of {self} "
                 f"is not aligned to {nbytes} bytes, but lies {(self.address + start) % nbytes} past them"
             )
         return self.bytes[start : start + nbytes]
 
-    _load_bytes = _vector
+    _load_bytes = _vector_bytes
 
     def _out_of_bounds(self, index, more=""):
-        return OutOfBounds(f"{who()}index {index}{more} is outside {self}")
+        return OutOfBounds(f"{thread_prefix()}index {index}{more} is outside {self}")
 
     def __str__(self):
         return f"{self.name or 'a pointer'} ({self.size} x {self.array.dtype})"
@@ -179,38 +189,29 @@ class Pointer:
         return f"Pointer({self})"
 
 
-class _Nowhere:
-    """Stands for memory where there is none to look after, in `before`."""
-
-    room = None
-
-
-NOWHERE = _Nowhere()
-
-
 class Array:
-    """A checked n-dimensional array: what Numba's arrays are in a kernel. Negative indices are errors."""
+    """A checked n-dimensional array: the kernel's view of a Numba array. Negative indices are errors."""
 
-    __slots__ = ("array", "name", "room", "_address")
+    __slots__ = ("array", "name", "allocation", "_address")
 
-    def __init__(self, array, name="", room=None):
-        self.array, self.name, self.room = array, name, room
+    def __init__(self, array: np.ndarray, name: str = "", allocation=None):
+        self.array, self.name, self.allocation = array, name, allocation
         self._address = None
 
     def __getitem__(self, i):
-        if attentive:
-            before(self, i, writes=False)
-        self._refuse_negative(i)
+        if watching:
+            before_access(self, i, writes=False)
+        self._check_not_negative(i)
         try:
             value = self.array[i]
         except IndexError as error:
             raise self._out_of_bounds(i) from error
-        return type(self)(value, self.name, self.room) if isinstance(value, np.ndarray) else value
+        return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
 
     def __setitem__(self, i, value):
-        if attentive:
-            before(self, i, writes=True)
-        self._refuse_negative(i)
+        if watching:
+            before_access(self, i, writes=True)
+        self._check_not_negative(i)
         try:
             self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:
@@ -222,25 +223,25 @@ class Array:
     def dtype(self):
         return self.array.dtype
 
-    def _refuse_negative(self, i):
-        """NumPy would count from the end."""
+    def _check_not_negative(self, i):
+        """Refuse negative indices, which NumPy would count from the end."""
         for k in i if type(i) is tuple else (i,):
             if isinstance(k, (int, np.integer)) and k < 0:
                 raise self._out_of_bounds(i)
 
     def _out_of_bounds(self, index):
-        return OutOfBounds(f"{who()}index {index} is outside {self}")
+        return OutOfBounds(f"{thread_prefix()}index {index} is outside {self}")
 
     @property
     def address(self):
-        """The address of the first element, in bytes."""
+        """Byte address of the first element."""
         if self._address is None:
             self._address = self.array.__array_interface__["data"][0]
         return self._address
 
     def pointer(self):
-        """The same memory as a flat pointer."""
-        return Pointer(reachable(self.array), self.name, self.room)
+        """Return a flat pointer to the same memory."""
+        return Pointer(reachable_view(self.array), self.name, self.allocation)
 
     def __getattr__(self, name):
         value = getattr(self.array, name)
@@ -249,7 +250,7 @@ class Array:
         return self._wrap(value)
 
     def _wrap(self, value):
-        return type(self)(value, self.name, self.room) if isinstance(value, np.ndarray) else value
+        return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.array, dtype)
@@ -267,8 +268,8 @@ class Array:
         return f"Array({self})"
 
 
-def reachable(array):
-    """A flat view from an array's first element to the end of the memory that it is a part of."""
+def reachable_view(array):
+    """Return a flat view from an array's first element to the end of the memory that it is a part of."""
     whole = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
@@ -280,5 +281,5 @@ def reachable(array):
 
 
 def local(shape, dtype, alignment):
-    """A thread's own array."""
+    """Return a new local array."""
     return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array")

@@ -1,8 +1,8 @@
-"""The scheduler: decides which simulated thread runs next, and finds out when none can.
+"""Scheduler: chooses which simulated thread runs next, and detects when none can make progress.
 
-Which warp runs next, and in which order its lanes run, follows from a seed: each warp has a random priority, now and
-then drawn anew, so that one warp runs far ahead of another, and a missing barrier shows as a wrong result under some
-seeds. The same seed repeats the same run. A World may run several grids at once, and anything else that has a `step`.
+A seed determines which warp runs next and in which order its lanes run. Each warp has a random priority that is redrawn
+now and then, so that one warp runs far ahead of another and a missing barrier produces a wrong result under some seeds.
+The same seed repeats the same run. A World runs several grids at once, and anything else that has a `step` method.
 """
 
 import contextlib
@@ -15,98 +15,100 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.errors import Deadlock, standing
+from moe_numba.simulator.core.errors import Deadlock, wait_report
 
-_IDLE_ROUNDS = 16  # of polling in vain, before a deadlock is suspected
-_IDLE_LIMIT = 4096  # before it is taken for certain, though some local variable still changes
-_LONGEST_CYCLE = 8  # rounds after which a polling loop is expected to be back where it was
-_REDRAW = 0.125  # the chance that a warp's priority is drawn anew after a step
+_IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
+_IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
+_LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
+_REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
 
-_settings = {"seed": int(os.environ.get("MOE_NUMBA_SEED", "0")), "preempt": 0.0, "events": None}
-_settings |= {"weak": None, "ranks": None, "rank": None}  # see `weak` and `ranks`
+# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`.
+settings = {"seed": int(os.environ.get("MOE_NUMBA_SEED", "0")), "preempt": 0.0, "events": None}
+settings |= {"memory_model": None, "ranks": None, "rank": None}
 
 
 class Event(NamedTuple):
-    """One entry of a trace; `step` counts the scheduler's decisions."""
+    """One entry of a trace. `step` counts the scheduler's decisions; `rank` is None if only one rank runs."""
 
     step: int
-    block: tuple
+    block: tuple[int, int, int]
     warp: int
     lane: int
     what: str
-    details: object
-    rank: object = None  # where there are several
+    details: dict | None
+    rank: int | None = None
 
 
 @contextlib.contextmanager
-def _setting(**changes):
-    before = {name: _settings[name] for name in changes}
-    _settings.update(changes)
+def override_settings(**changes):
+    """Change `settings` within this context; yields the list of events if `events` is among the changes."""
+    before = {name: settings[name] for name in changes}
+    settings.update(changes)
     try:
         yield changes.get("events")
     finally:
-        _settings.update(before)
+        settings.update(before)
 
 
-def seed(n, preempt=0.0):
-    """Within this context threads run in the order that seed `n` gives.
+def seed(n: int, preempt: float = 0.0) -> contextlib.AbstractContextManager:
+    """Return a context in which seed `n` determines the order of threads.
 
-    With `preempt` each memory access by index may hand over to another thread, with that probability.
+    `preempt` is the probability that an indexed memory access yields to another thread first.
     """
-    return _setting(seed=n, preempt=preempt)
+    return override_settings(seed=n, preempt=preempt)
 
 
-def trace():
-    """Within this context every collective is recorded: `with trace() as events`."""
-    return _setting(events=[])
+def trace() -> contextlib.AbstractContextManager[list[Event]]:
+    """Return a context that records every collective, barrier and copy: `with trace() as events`."""
+    return override_settings(events=[])
 
 
 class World:
     """The scheduler, and the grids that run under it at the same time."""
 
-    def __init__(self, seed=None):
-        self.rng = random.Random(_settings["seed"] if seed is None else seed)
-        self.preempt, self.events = _settings["preempt"], _settings["events"]
-        self.grids, self.queue, self.spinners = [], [], []
-        self.steps = self.tickets = self.progress = 0
-        self.footprints = None
-        self.later = {}  # rank -> the grids that start when the one that runs there has ended
-        self.weak = _settings["weak"](self) if _settings["weak"] else None
-        self.acquired = {}  # the tensor maps that threads have acquired: (thread, address) -> publication
-        self.leaders = {}  # mask -> the lane that elect.sync names
-        self.attentive = 0  # how often this world is counted in `memory.attentive`
+    def __init__(self, seed: int | None = None):
+        self.rng = random.Random(settings["seed"] if seed is None else seed)
+        self.preempt, self.events = settings["preempt"], settings["events"]
+        self.grids, self.queue, self.pollers = [], [], []
+        self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
+        self.snapshots = None
+        self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
+        self.memory_model = settings["memory_model"](self) if settings["memory_model"] else None
+        self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
+        self.elected_lanes = {}  # mask -> the lane that elect.sync chooses
+        self.watching = 0  # how often this world is counted in `memory.watching`
         # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
         self.context = contextvars.copy_context()
         self.context.run(np.seterr, all="ignore")
 
-    def attend(self):
-        """From now on, accesses to memory are looked at before they happen."""
-        self.attentive += 1
-        memory.attentive += 1
+    def watch_accesses(self):
+        """Make every later memory access call `memory.before_access`."""
+        self.watching += 1
+        memory.watching += 1
 
     def add(self, grid):
         self.grids.append(grid)
-        if grid.asynchronous or self.preempt:
-            self.attend()
-        if self.weak is not None:
-            self.weak.start(grid)
+        if grid.uses_async or self.preempt:
+            self.watch_accesses()
+        if self.memory_model is not None:
+            self.memory_model.start(grid)
         self.wake(grid.threads())
 
-    def leave(self, grid):
-        """A block of a grid has ended, or a copy; after the last of them the next grid of its rank starts."""
-        grid.going -= 1
-        if not grid.going and self.later.get(grid.rank):
-            if self.weak is not None:
-                self.weak.end(grid)
-            self.add(self.later[grid.rank].pop(0))
+    def retire(self, grid):
+        """Record that a block or a copy of a grid has ended; after the last one the rank's next grid starts."""
+        grid.active -= 1
+        if not grid.active and self.queued_grids.get(grid.rank):
+            if self.memory_model is not None:
+                self.memory_model.end(grid)
+            self.add(self.queued_grids[grid.rank].pop(0))
 
     def schedule(self, unit):
-        """Put a warp, or anything else with `priority`, `queued` and `step`, among those that may run next."""
+        """Queue a warp, or any unit with `priority`, `queued` and `step`, to run."""
         self.tickets += 1
         heapq.heappush(self.queue, (unit.priority, self.tickets, unit))
 
-    def some_time(self):
-        """A priority for what goes on by itself: done before all else, when all else has come to a halt, or between."""
+    def completion_priority(self):
+        """Draw the priority of an asynchronous operation: before all threads, after all of them, or in between."""
         return self.rng.choice((-1.0, 2.0, 2.0, self.rng.random()))
 
     def wake(self, threads):
@@ -119,33 +121,33 @@ class World:
                 self.schedule(warp)
 
     def run(self):
-        """Run until every thread has ended; whatever happens, leave no thread behind."""
+        """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
         try:
-            while self.queue or self.spinners:
-                if self.spinners and (self.progress != seen or not self.queue):
-                    if self.weak is not None and self.progress == seen:
-                        self.weak.reveal()
-                    idle = idle + 1 if self.progress == seen else 0
-                    seen = self.progress
-                    if self._stuck(idle):
+            while self.queue or self.pollers:
+                if self.pollers and (self.changes != seen or not self.queue):
+                    if self.memory_model is not None and self.changes == seen:
+                        self.memory_model.make_half_visible()
+                    idle = idle + 1 if self.changes == seen else 0
+                    seen = self.changes
+                    if self._is_deadlocked(idle):
                         raise Deadlock(self._report("every thread that still runs polls in vain"))
-                    spinners, self.spinners = self.spinners, []
-                    self.wake(spinners)
+                    pollers, self.pollers = self.pollers, []
+                    self.wake(pollers)
                 _, _, unit = heapq.heappop(self.queue)
                 unit.queued = False
                 self.steps += 1
                 if self.rng.random() < _REDRAW:
                     unit.priority = self.rng.random()
                 unit.step(self.rng)
-                if self.weak is not None:
-                    self.weak.leak()
+                if self.memory_model is not None:
+                    self.memory_model.step()
             if any(not t.dead for t in self._threads()):
                 raise Deadlock(self._report("no thread can run"))
-            if self.weak is not None:
-                self.weak.end(*self.grids)
+            if self.memory_model is not None:
+                self.memory_model.end(*self.grids)
         finally:
-            memory.attentive -= self.attentive
+            memory.watching -= self.watching
             for t in self._threads():
                 if not t.dead:
                     t.throw()
@@ -154,38 +156,40 @@ class World:
         return [t for grid in self.grids for t in grid.threads()]
 
     def _report(self, what):
-        lines = [standing([t for t in grid.threads() if not t.dead]) for grid in self.grids]
+        lines = [wait_report([t for t in grid.threads() if not t.dead]) for grid in self.grids]
         for grid in self.grids:
-            if grid.going and self.later.get(grid.rank):
-                lines += [f"  {later} waits for the end of kernel {grid.name}" for later in self.later[grid.rank]]
+            if grid.active and self.queued_grids.get(grid.rank):
+                lines += [
+                    f"  {queued} waits for the end of kernel {grid.name}" for queued in self.queued_grids[grid.rank]
+                ]
         return f"deadlock: {what}\n" + "\n".join(filter(None, lines))
 
-    def _stuck(self, idle):
-        """Whether pollers are back where they were, in a world where nothing has changed: they will be for ever.
+    def _is_deadlocked(self, idle):
+        """Return whether all pollers are back in an earlier state although no memory has changed since.
 
-        Looking is slow, so it is done after 16 idle rounds, after 32, after 64 ...: each time a footprint of the
-        pollers is kept, and compared with those of the next rounds.
+        Comparing states is slow, so a snapshot of the pollers is taken after 16 idle rounds, after 32, after 64 and so
+        on, and compared with the state after each of the next rounds.
         """
         since = idle - (1 << idle.bit_length() >> 1)
         if idle < _IDLE_ROUNDS or since > _LONGEST_CYCLE:
             return idle > _IDLE_LIMIT
-        footprints = {t: _footprint(t.gr_frame) for t in self.spinners}
+        snapshots = {t: _snapshot(t.gr_frame) for t in self.pollers}
         if since == 0:
-            self.footprints = footprints
-        return since > 0 and footprints == self.footprints
+            self.snapshots = snapshots
+        return since > 0 and snapshots == self.snapshots
 
 
-def _footprint(frame):
-    """Where a waiting thread stands, in all its frames, and what its local variables hold."""
-    steps = []
+def _snapshot(frame):
+    """Return the position and the local variables of all frames of a waiting thread."""
+    frames = []
     while frame is not None:
-        steps.append((frame.f_lasti, [_content(v) for v in frame.f_locals.values()]))
+        frames.append((frame.f_lasti, [_comparable(v) for v in frame.f_locals.values()]))
         frame = frame.f_back
-    return steps
+    return frames
 
 
-def _content(value):
-    """What a variable holds, in a form that equals only itself: a NaN too."""
+def _comparable(value):
+    """Return a variable's content in a form that compares by bits, so that a NaN equals itself."""
     if type(value) is int or type(value) is str:
         return value
     if isinstance(value, np.generic):

@@ -1,7 +1,7 @@
-"""Operations of a warp: the lanes that a mask names bring a value each, and each gets a result.
+"""Warp-wide operations: each lane that the mask names contributes a value and receives a result.
 
-Lanes that a block does not have (its last warp may be short) need not come, as on a GPU. A value read from a lane that
-takes no part is undefined there; here it is poison.
+Lanes that a block does not have (its last warp may be partial) need not take part, as on a GPU. A value read from a
+lane that does not take part is undefined on a GPU and poison here.
 """
 
 import operator
@@ -10,47 +10,48 @@ from functools import reduce
 import numpy as np
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.engine import Meeting, thread
-from moe_numba.simulator.core.errors import MissingLane, lanes_of, place
+from moe_numba.simulator.core.engine import Rendezvous, thread
+from moe_numba.simulator.core.errors import MissingLane, format_lanes, source_location
 
-FULL = 0xFFFFFFFF
+FULL_MASK = 0xFFFFFFFF
 
 
 def collective(what, mask, value=None, finish=None):
     """Wait for all lanes in `mask` to call `what` with this mask; `finish` maps {lane: value} to {lane: result}."""
     t = thread()
     warp = t.block.warps[t.warp]
-    mask = int(mask) & FULL
+    mask = int(mask) & FULL_MASK
     if not mask >> t.lane & 1:
         raise MissingLane(f"{t} calls {what} with mask {mask:#010x}, which does not name it")
     members = mask & warp.lanes
     if members & warp.exited:
-        gone = lanes_of(members & warp.exited)
         raise MissingLane(
-            f"{warp}: lanes {gone} are named in mask {mask:#010x} of {what} but have exited, while lane {t.lane} comes"
+            f"{warp}: lanes {format_lanes(members & warp.exited)} are named in mask {mask:#010x} of {what} "
+            f"but have exited, while lane {t.lane} arrives"
         )
-    if (what, members) not in warp.meetings:
-        _refuse_cycle(t, warp, what, mask)
-    return t.meet(warp, what, members.bit_count(), value, finish and (lambda values: _by_lane(values, finish)), members)
+    if (what, members) not in warp.open_rendezvous:
+        _check_no_cycle(t, warp, what, mask)
+    by_thread = finish and (lambda values: _by_thread(values, finish))
+    return t.rendezvous(warp, what, members.bit_count(), value, by_thread, members)
 
 
-def _by_lane(values, finish):
+def _by_thread(values, finish):
     results = finish({t.lane: value for t, value in values.items()})
     return {t: results[t.lane] for t in values}
 
 
-def _refuse_cycle(t, warp, what, mask):
-    """A lane that waits elsewhere for this one will never come here."""
+def _check_no_cycle(t, warp, what, mask):
+    """Raise if a lane that the mask names waits elsewhere for this one: it would never arrive here."""
     for other in warp.threads:
-        if mask >> other.lane & 1 and isinstance(other.waits, Meeting) and other.waits.needs(t):
+        if mask >> other.lane & 1 and isinstance(other.waits, Rendezvous) and other.waits.needs(t):
             raise MissingLane(
                 f"{warp}: lanes {other.lane} are named in mask {mask:#010x} of {what} but wait at {other.waits}, "
-                f"{place(other.gr_frame)}, which needs lane {t.lane} in its turn"
+                f"{source_location(other.gr_frame)}, which needs lane {t.lane}"
             )
 
 
-def undefined(like):
-    """What a lane reads where the instruction defines nothing."""
+def _undefined(like):
+    """Return what a lane reads where the instruction defines no value."""
     if isinstance(like, np.generic):
         return memory.poison(1, like.dtype)[0]
     return float("nan") if isinstance(like, float) else 0xCDCDCDCD
@@ -73,39 +74,34 @@ def shuffle(mode, mask, value, operand, width=32, what=None):
                 source = lane - operand if mode == "up" else lane + operand
             if source > last or (mode == "up" and source < first):
                 source = lane
-            results[lane] = values[source][0] if source in values else undefined(own)
+            results[lane] = values[source][0] if source in values else _undefined(own)
         return results
 
     return collective(what or f"shfl.sync.{mode}", mask, (value, operand), finish)
 
 
-def _for_all(answer):
-    """All lanes get the same answer to what all have said."""
-    return lambda values: dict.fromkeys(values, answer(values))
+def _broadcast(combine):
+    """Return a `finish` function that hands every lane the same result, `combine(values)`."""
+    return lambda values: dict.fromkeys(values, combine(values))
 
 
 _VOTES = {
-    "all": _for_all(lambda values: all(values.values())),
-    "any": _for_all(lambda values: any(values.values())),
-    "uni": _for_all(lambda values: len(set(values.values())) == 1),
-    "ballot": _for_all(lambda values: sum(1 << lane for lane, said in values.items() if said)),
+    "all": _broadcast(lambda values: all(values.values())),
+    "any": _broadcast(lambda values: any(values.values())),
+    "uni": _broadcast(lambda values: len(set(values.values())) == 1),
+    "ballot": _broadcast(lambda values: sum(1 << lane for lane, predicate in values.items() if predicate)),
 }
 
 
 def vote(mode, mask, predicate, what=None):
-    """Ask all lanes at once: mode "all", "any", "uni" (all agree) or "ballot" (the unsigned mask of the yeses)."""
+    """Combine predicates: mode "all", "any", "uni" (all equal) or "ballot" (unsigned mask of the lanes with true)."""
     return collective(what or f"vote.sync.{mode}", mask, bool(predicate), _VOTES[mode])
 
 
-def _bits(value):
-    """Equality of bits, not of numbers: 0.0 and -0.0 differ, a NaN equals itself."""
-    return np.asarray(value).tobytes()
-
-
 def match(mode, mask, value, what=None):
-    """Find the lanes with the same bits.
+    """Find the lanes whose values have the same bits: 0.0 and -0.0 differ, and a NaN equals itself.
 
-    Mode "any" gives each lane the unsigned mask of its equals; "all" gives (mask or 0, whether all are equal).
+    Mode "any" returns to each lane the unsigned mask of the lanes that match it; "all" returns (mask or 0, all match).
     """
 
     def finish(values):
@@ -114,10 +110,10 @@ def match(mode, mask, value, what=None):
             groups[bits] = groups.get(bits, 0) | 1 << lane
         if mode == "any":
             return {lane: groups[bits] for lane, bits in values.items()}
-        everyone = sum(1 << lane for lane in values)
-        return dict.fromkeys(values, (everyone, True) if len(groups) == 1 else (0, False))
+        members = sum(1 << lane for lane in values)
+        return dict.fromkeys(values, (members, True) if len(groups) == 1 else (0, False))
 
-    return collective(what or f"match.{mode}.sync", mask, _bits(value), finish)
+    return collective(what or f"match.{mode}.sync", mask, np.asarray(value).tobytes(), finish)
 
 
 _REDUCTIONS = {
@@ -131,38 +127,35 @@ _REDUCTIONS = {
 
 
 def redux(op, mask, value, dtype=None):
-    """Reduce the lanes' integers, as `redux.sync` does; the type, uint32 or int32, is `dtype` or the value's own."""
+    """Reduce the lanes' integers (`redux.sync`) as uint32 or int32: `dtype`, or the type of the value."""
     kind = np.dtype(dtype or getattr(value, "dtype", np.int32))
     if kind not in (np.uint32, np.int32):
         raise TypeError(f"{thread()}: redux.sync.{op} takes uint32 or int32, not {kind}")
-
-    def finish(values):
-        return dict.fromkeys(values, memory.convert(reduce(_REDUCTIONS[op], values.values()), kind))
-
+    finish = _broadcast(lambda values: memory.convert(reduce(_REDUCTIONS[op], values.values()), kind))
     what = f"redux.sync.{op}.{'u32' if kind.kind == 'u' else 's32'}"
     return collective(what, mask, int(memory.convert(value, kind)), finish)
 
 
-def sync(mask=FULL):
+def syncwarp(mask=FULL_MASK):
     """Wait for the lanes in `mask`."""
     collective("syncwarp", mask)
 
 
 def activemask():
-    """The lanes that have not exited: a GPU promises less, so no kernel should build on it."""
+    """Return the mask of lanes that have not exited. A GPU guarantees less, so kernels must not rely on it."""
     t = thread()
     warp = t.block.warps[t.warp]
     return warp.lanes & ~warp.exited
 
 
 def elect(mask):
-    """Whether this lane is the one that acts for all in `mask`: any of them, but always the same one."""
-    leaders = thread().grid.world.leaders
-    mask = int(mask) & FULL
+    """Return whether this lane is the elected one of `mask`: an arbitrary lane, but always the same for one mask."""
+    elected = thread().grid.world.elected_lanes
+    mask = int(mask) & FULL_MASK
 
     def finish(lanes):
-        if mask not in leaders or leaders[mask] not in lanes:
-            leaders[mask] = thread().grid.world.rng.choice(sorted(lanes))
-        return {lane: lane == leaders[mask] for lane in lanes}
+        if mask not in elected or elected[mask] not in lanes:
+            elected[mask] = thread().grid.world.rng.choice(sorted(lanes))
+        return {lane: lane == elected[mask] for lane in lanes}
 
     return collective("elect.sync", mask, None, finish)

@@ -1,108 +1,109 @@
-"""Several ranks: kernels of several GPUs that run at the same time, and reach into one another's memory.
+"""Ranks: kernels of several GPUs that run at the same time and access one another's memory.
 
     with simulator.seed(3), simulator.together():
         for rank in range(2):
             with simulator.on_rank(rank):
                 launch(kernel, 1, 64, buffers[rank], addresses, ...)
 
-The launches are collected, and run when the context is left: those of one rank one after the other, as on a stream,
-those of different ranks at once. One seed says how all their warps take turns.
+The launches are queued, and run when the context is left: those of one rank in order, as on a stream; those of
+different ranks concurrently. One seed determines how their warps interleave.
 """
 
 import contextlib
 
 import greenlet
 
-from moe_numba.simulator.core.arguments import pointer
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError
-from moe_numba.simulator.core.memory import as_dtype, who
-from moe_numba.simulator.core.scheduler import World, _setting, _settings
+from moe_numba.simulator.core.memory import Pointer, as_dtype, thread_prefix
+from moe_numba.simulator.core.pointer_wrapping import pointer
+from moe_numba.simulator.core.scheduler import World, override_settings, settings
 
-_buffers = {}  # the address of a registered buffer -> a pointer to its bytes
+_buffers = {}  # address of a registered buffer -> Pointer to its bytes
 
 
 @contextlib.contextmanager
 def together():
-    """Collect the launches within this context, and run them as the kernels of so many ranks when it is left."""
-    if _settings["ranks"] is not None:
+    """Queue the launches within this context, and run them as kernels of concurrent ranks when it is left."""
+    if settings["ranks"] is not None:
         raise SimulatorError("simulator.together() is used within itself: all launches of its ranks run as one")
-    ranks = Ranks()
-    with _setting(ranks=ranks):
+    launches = _RankLaunches()
+    with override_settings(ranks=launches):
         yield
-    ranks.run()
+    launches.run()
 
 
-def on_rank(rank):
-    """Within this context launches are this rank's; elsewhere each launch is a rank of its own."""
-    return _setting(rank=int(rank))
+def on_rank(rank: int) -> contextlib.AbstractContextManager:
+    """Return a context in which launches belong to this rank; elsewhere each launch is a rank of its own."""
+    return override_settings(rank=int(rank))
 
 
-class Ranks:
-    """The launches of all ranks, before they run."""
+class _RankLaunches:
+    """The queued launches of all ranks."""
 
     def __init__(self):
         self.world, self.launches, self.done = World(), [], []
 
     def add(self, grid, done):
-        """A launch, and what is to be done when all is over."""
-        self.launches.append((_settings["rank"], grid))
+        """Queue a launch, and callbacks for when all ranks have completed."""
+        self.launches.append((settings["rank"], grid))
         self.done += done
 
     def run(self):
-        taken = {rank for rank, _ in self.launches if rank is not None}
-        free = (rank for rank in range(len(taken) + len(self.launches)) if rank not in taken)
+        named_ranks = {rank for rank, _ in self.launches if rank is not None}
+        free_ranks = (rank for rank in range(len(named_ranks) + len(self.launches)) if rank not in named_ranks)
         streams = {}
         for rank, grid in self.launches:
             for t in grid.threads():
-                t.parent = greenlet.getcurrent()  # a rank's host may be a greenlet of its own
-            grid.rank = next(free) if rank is None else rank
+                t.parent = greenlet.getcurrent()  # the rank that launched it may itself run in a greenlet
+            grid.rank = next(free_ranks) if rank is None else rank
             streams.setdefault(grid.rank, []).append(grid)
         for rank, stream in streams.items():
             for grid in stream:
                 grid.label = f"rank {rank} " if len(streams) > 1 else ""
-            self.world.later[rank] = stream[1:]
+            self.world.queued_grids[rank] = stream[1:]
         for stream in streams.values():
             self.world.add(stream[0])
         self.world.run()
-        for step in self.done:
-            step()
+        for callback in self.done:
+            callback()
 
 
-def register(buffer, name):
-    """Let kernels reach a tensor or an array by its address, which is returned; until `forget` is called.
+def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  # noqa: F821
+    """Let kernels access a tensor or an array by its address, which is returned, until `forget(address)`.
 
-    On a GPU any address will do. Here one must be known to lie in a buffer, so that what misses it is found.
+    On a GPU any mapped address works. Here addresses must lie in registered buffers, so that stray ones are detected.
+    `name` identifies the buffer in error messages. Raises a ValueError for an empty buffer or a registered address.
     """
-    known = pointer(buffer, name)
-    if not known.size:
+    memory = pointer(buffer, name)
+    if not memory.size:
         raise ValueError(f"{name} is empty: no address lies in it")
-    known = known.view("uint8")
-    if known.address in _buffers:
-        raise ValueError(f"{name} is registered already, as {_buffers[known.address].name}")
-    _buffers[known.address] = known
-    return known.address
+    memory = memory.view("uint8")
+    if memory.address in _buffers:
+        raise ValueError(f"{name} is registered already, as {_buffers[memory.address].name}")
+    _buffers[memory.address] = memory
+    return memory.address
 
 
-def forget(address):
-    """The buffer that `register` gave this address for is no more."""
+def forget(address: int) -> None:
+    """Unregister the buffer at an address that `register` returned."""
     del _buffers[address]
 
 
-def at(address, like):
-    """A pointer to an address in a registered buffer, to elements as `like` has them."""
+def pointer_at(address: int, like: Pointer) -> Pointer:
+    """Return a pointer to an address in a registered buffer, with the element type of `like`."""
     address, dtype = int(address), as_dtype(like.dtype)
     below = [start for start in _buffers if start <= address]
     if not below:
-        raise OutOfBounds(f"{who()}address {address:#x} lies in no registered buffer, nor after one")
+        raise OutOfBounds(f"{thread_prefix()}address {address:#x} lies in no registered buffer, nor after one")
     start = next((s for s in below if address < s + _buffers[s].size), max(below))
     buffer = _buffers[start]
     if address >= start + buffer.size:
         raise OutOfBounds(
-            f"{who()}address {address:#x} lies in no registered buffer; the nearest before it is {buffer.name}, "
-            f"which ends {address - start - buffer.size} bytes before"
+            f"{thread_prefix()}address {address:#x} lies in no registered buffer; the nearest before it is "
+            f"{buffer.name}, which ends {address - start - buffer.size} bytes before"
         )
     if address % dtype.itemsize:
-        raise Misaligned(f"{who()}address {address:#x} in {buffer.name} is not aligned for {dtype}")
+        raise Misaligned(f"{thread_prefix()}address {address:#x} in {buffer.name} is not aligned for {dtype}")
     part = buffer.bytes[address - start :]
     name = buffer.name if address == start else f"{buffer.name} + {address - start} bytes"
     return type(like)(part[: part.size // dtype.itemsize * dtype.itemsize].view(dtype), name)

@@ -1,10 +1,10 @@
-"""A small matrix multiplication with everything that Hopper has for it, for the tests to compile and to run.
+"""A small warp-specialised GEMM with TMA, wgmma and stmatrix, for tests to compile and to run.
 
-D (bf16) = A B^T (e4m3). One thread fills a ring of stages by TMA, two warpgroups empty it by wgmma; they leave their
-results in shared memory by stmatrix, swizzled, from where TMA stores them.
+D (bf16) = 0.5 A B^T (e4m3). One producer thread loads a pipeline of stages by TMA, and two consumer warpgroups multiply
+by wgmma. The epilogue writes the results to shared memory by stmatrix, swizzled, and TMA stores them.
 
-Tiles are numbered by 32-bit unsigned integers: a division of 64-bit ones is a call, beside which the compiler gives up
-both ``setmaxnreg`` and the overlap of wgmmas.
+Tile indices are 32-bit unsigned: a 64-bit division is a call, and next to a call the compiler drops both ``setmaxnreg``
+and the overlap of wgmmas.
 """
 
 from functools import cache
@@ -26,6 +26,7 @@ from moe_numba.ptx.mbarrier import (
 )
 from moe_numba.ptx.tensormap import fence_proxy_tensormap_acquire_sys
 from moe_numba.ptx.tma import tma_load_2d, tma_store_2d
+from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
@@ -40,50 +41,53 @@ def shared_bytes(stages):
 
 @cache
 def make_gemm(stages):
-    """``gemm(map_a, map_b, map_d, tiles_m, tiles_n, k_blocks)``; maps with a swizzle of 128, boxes (128, 128),
-    (64, 128) and (64, 64).
+    """Make ``gemm(map_a, map_b, map_d, tiles_m, tiles_n, k_blocks)``.
+
+    The maps have a 128-byte swizzle and boxes (128, 128), (64, 128) and (64, 64).
     """
-    stage_bytes, out_at, results = (M + N) * K, stages * (M + N) * K, N // 2
-    zeros = (np.float32(0),) * results
-    release, request = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
+    stage_bytes, out_offset, accumulators = (M + N) * K, stages * (M + N) * K, N // 2
+    zeros = (np.float32(0),) * accumulators
+    reduce_registers, raise_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
     tile, wait, fma = make_wgmma_tile(N, "e4m3"), make_wgmma_wait(N, 0), make_fma(N)
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit(device=True)
-    def load(smem, full, empty, map_a, map_b, tiles_m, tiles_n, k_blocks):
-        fence_proxy_tensormap_acquire_sys(map_a, 0)  # the host wrote these maps with a copy
+    def produce(smem, full, empty, map_a, map_b, tiles_m, tiles_n, k_blocks):
+        fence_proxy_tensormap_acquire_sys(map_a, 0)  # the host copied these maps
         fence_proxy_tensormap_acquire_sys(map_b, 0)
-        stage, parity = int32(0), uint32(1)
-        at = uint32(cuda.blockIdx.x)
-        while at < uint32(tiles_m * tiles_n):
-            m, n = int32(uint32(at % uint32(tiles_m)) * uint32(M)), int32(uint32(at // uint32(tiles_m)) * uint32(N))
+        stage, phase = int32(0), uint32(1)
+        tile_index = uint32(cuda.blockIdx.x)
+        while tile_index < uint32(tiles_m * tiles_n):
+            m = int32(uint32(tile_index % uint32(tiles_m)) * uint32(M))
+            n = int32(uint32(tile_index // uint32(tiles_m)) * uint32(N))
             for k in range(k_blocks):
-                mbarrier_wait_parity(empty, stage, parity)
+                mbarrier_wait_parity(empty, stage, phase)
                 mbarrier_arrive_expect_tx(full, stage, stage_bytes)
-                to = int32(stage * stage_bytes)
-                tma_load_2d(smem, to, map_a, 0, k * K, m, full, stage)
-                tma_load_2d(smem, to + M * K, map_b, 0, k * K, n, full, stage)
+                offset = int32(stage * stage_bytes)
+                tma_load_2d(smem, offset, map_a, 0, k * K, m, full, stage)
+                tma_load_2d(smem, offset + M * K, map_b, 0, k * K, n, full, stage)
                 stage = int32(stage + int32(1))
                 if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
-            at = uint32(at + uint32(cuda.gridDim.x))
+                    stage, phase = int32(0), uint32(phase ^ uint32(1))
+            tile_index = uint32(tile_index + uint32(cuda.gridDim.x))
 
     @cuda.jit(device=True)
-    def multiply(smem, full, empty, map_d, tiles_m, tiles_n, k_blocks):
+    def consume(smem, full, empty, map_d, tiles_m, tiles_n, k_blocks):
         group, thread = int32(cuda.threadIdx.x // 128 - 1), int32(cuda.threadIdx.x % 128)
         warp, lane = thread // 32, thread % 32
-        stage, parity = int32(0), uint32(0)
-        # The row and the chunk of 16 bytes that this lane names to stmatrix: of four matrices, two below two.
+        stage, phase = int32(0), uint32(0)
+        # Row and 16-byte chunk that this lane addresses for stmatrix: four matrices, two rows of two.
         row = int32(16 * warp + 8 * (lane // 8 % 2) + lane % 8)
-        out = int32(out_at + group * 64 * N * 2)
+        out = int32(out_offset + group * 64 * N * 2)
         if thread == 0:
             fence_proxy_tensormap_acquire_sys(map_d, 0)
-        at = uint32(cuda.blockIdx.x)
-        while at < uint32(tiles_m * tiles_n):
-            m, n = int32(uint32(at % uint32(tiles_m)) * uint32(M)), int32(uint32(at // uint32(tiles_m)) * uint32(N))
+        tile_index = uint32(cuda.blockIdx.x)
+        while tile_index < uint32(tiles_m * tiles_n):
+            m = int32(uint32(tile_index % uint32(tiles_m)) * uint32(M))
+            n = int32(uint32(tile_index // uint32(tiles_m)) * uint32(N))
             total = zeros
             for _ in range(k_blocks):
-                mbarrier_wait_parity(full, stage, parity)
+                mbarrier_wait_parity(full, stage, phase)
                 a = wgmma_descriptor(smem, stage * stage_bytes + group * 64 * K)
                 b = wgmma_descriptor(smem, stage * stage_bytes + M * K)
                 acc = wait(tile(a, b))
@@ -92,7 +96,7 @@ def make_gemm(stages):
                 total = fma(total, acc, np.float32(0.5))
                 stage = int32(stage + int32(1))
                 if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+                    stage, phase = int32(0), uint32(phase ^ uint32(1))
             if thread == 0:
                 wait_read()
             bar_sync(1 + group, 128)
@@ -111,7 +115,7 @@ def make_gemm(stages):
             if thread == 0:
                 tma_store_2d(map_d, 0, n, m + group * 64, smem, out)
                 bulk_commit_group()
-            at = uint32(at + uint32(cuda.gridDim.x))
+            tile_index = uint32(tile_index + uint32(cuda.gridDim.x))
         if thread == 0:
             wait_read()
 
@@ -123,15 +127,15 @@ def make_gemm(stages):
         if cuda.threadIdx.x == 0:
             for s in range(stages):
                 mbarrier_init(full, s, 1)
-                mbarrier_init(empty, s, 8)  # one for each warp that multiplies
+                mbarrier_init(empty, s, 8)  # one arrival per consumer warp
             fence_mbarrier_init()
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
-            release()
-            if cuda.threadIdx.x < 32 and elect_sync(0xFFFFFFFF):  # so the compiler knows that it is one thread
-                load(smem, full, empty, map_a, map_b, tiles_m, tiles_n, k_blocks)
+            reduce_registers()
+            if cuda.threadIdx.x < 32 and elect_sync(FULL_MASK):  # tells the compiler that one thread issues the loads
+                produce(smem, full, empty, map_a, map_b, tiles_m, tiles_n, k_blocks)
         else:
-            request()
-            multiply(smem, full, empty, map_d, tiles_m, tiles_n, k_blocks)
+            raise_registers()
+            consume(smem, full, empty, map_d, tiles_m, tiles_n, k_blocks)
 
     return gemm

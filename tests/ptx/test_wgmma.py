@@ -1,14 +1,15 @@
-"""What careless kernels are told about wgmma, whose mistakes on a GPU are numbers that are wrong now and then."""
+"""Faulty uses of wgmma that the simulator must reject; on a GPU they produce wrong results now and then."""
 
-import hopper_runs
 import numpy as np
 import pytest
 import torch
+from helpers.hopper import check_refused, simulated
+from helpers.hopper import outcomes as outcomes_of_seeds
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
-from numba import cuda, int32, uint8, uint64
+from numba import cuda, uint8, uint64
 
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.fence import fence_proxy_async_shared
@@ -20,38 +21,21 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_wait_parity,
 )
 from moe_numba.ptx.tma import tma_load_2d
-from moe_numba.ptx.wgmma import (
-    make_wgmma,
-    make_wgmma_tile,
-    make_wgmma_wait,
-    make_wgmma_wait_group,
-    wgmma_commit_group,
-    wgmma_descriptor,
-    wgmma_descriptor_64b,
-    wgmma_fence,
-)
+from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor, wgmma_descriptor_64b
 from moe_numba.runtime.tensor_map import tensor_map
-
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 
 N = 16
 A_BYTES, B_BYTES = 64 * 128, N * 128
 tile, tile_on = make_wgmma_tile(N, "e4m3"), make_wgmma_tile(N, "e4m3", accumulate=True)
-wgmma, wait, wait_1, wait_group = (
-    make_wgmma(N, "e4m3"),
-    make_wgmma_wait(N, 0),
-    make_wgmma_wait(N, 1),
-    make_wgmma_wait_group(0),
-)
+wait, wait_1 = make_wgmma_wait(N, 0), make_wgmma_wait(N, 1)
 fma = make_fma(N)
 ZEROS = (np.float32(0),) * (N // 2)
 
 
 @pytest.mark.parametrize("n, dtype", [(12, "e4m3"), (0, "bf16"), (264, "e4m3"), (64, "e5m2")])
-def test_there_is_no_such_instruction(n, dtype):
-    for make in (make_wgmma, make_wgmma_tile):
-        with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
-            make(n, dtype)
+def test_unsupported_shapes_are_refused(n, dtype):
+    with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
+        make_wgmma_tile(n, dtype)
 
 
 def arguments():
@@ -61,19 +45,19 @@ def arguments():
 
 
 def outcomes(kernel, *, threads=128, seeds=6):
-    """What each seed makes of a kernel: what it wrote, or the error."""
-    for found in hopper_runs.outcomes(kernel, arguments, takes=3, threads=threads, seeds=seeds):
+    """Yield for each seed what a kernel wrote, or the error."""
+    for found in outcomes_of_seeds(kernel, arguments, takes=3, threads=threads, seeds=seeds):
         yield found if isinstance(found, Exception) else found[0]
 
 
-def refused(error, kernel, *patterns, some=False, **options):
-    """Under every seed (or only under some) a kernel is refused in these words."""
-    hopper_runs.refused(error, outcomes(kernel, **options), *patterns, every=not some)
+def assert_refused(error, kernel, *patterns, only_some=False, **options):
+    """Assert that every seed (or only_some) raises this error with these patterns."""
+    check_refused(error, outcomes(kernel, **options), *patterns, every=not only_some)
 
 
 @cuda.jit(device=True)
 def load(smem, barriers, map_a, map_b):
-    """The tiles A and B, one behind the other."""
+    """Issue loads of the tiles A and B, contiguous in shared memory."""
     if cuda.threadIdx.x == 0:
         mbarrier_init(barriers, 0, 1)
         mbarrier_init(barriers, 1, 4)
@@ -85,7 +69,7 @@ def load(smem, barriers, map_a, map_b):
 
 
 def make_kernel(body, wait_for_tiles=True):
-    """A kernel whose tiles have been loaded when `body(smem, barriers, a, b, out, map_a)` comes."""
+    """Make a kernel that loads the tiles and then calls `body(smem, barriers, a, b, out, map_a)`."""
 
     @cuda.jit
     def kernel(out, map_a, map_b):
@@ -100,7 +84,7 @@ def make_kernel(body, wait_for_tiles=True):
 
 
 @simulated
-def test_one_that_is_right():
+def test_a_correct_kernel():
     def body(smem, barriers, a, b, out, map_a):
         total = fma(ZEROS, wait(tile(a, b)), np.float32(0.5))
         total = wait(tile_on(total, a, b))
@@ -115,7 +99,7 @@ def test_one_that_is_right():
 
 
 @simulated
-def test_groups_end_in_their_order():
+def test_groups_complete_in_order():
     def body(smem, barriers, a, b, out, map_a):
         first, second = tile(a, b), tile(a, b)
         first = wait_1(first)
@@ -130,7 +114,7 @@ def test_groups_end_in_their_order():
 
     for out in outcomes(make_kernel(body)):
         assert (out == 128).all()
-    refused(
+    assert_refused(
         simulator.AsyncRace,
         make_kernel(too_early),
         "reads accumulators at too_early, test_wgmma.py:",
@@ -139,7 +123,7 @@ def test_groups_end_in_their_order():
 
 
 @simulated
-def test_pending_accumulators_are_not_read():
+def test_pending_accumulators_must_not_be_read():
     def no_wait(smem, barriers, a, b, out, map_a):
         acc = tile(a, b)
         out[0] = acc[0]
@@ -149,45 +133,39 @@ def test_pending_accumulators_are_not_read():
 
     def around_the_wait(smem, barriers, a, b, out, map_a):
         acc = tile(a, b)
-        wait_group()
+        wait(ZEROS)
         out[0] = acc[0]
 
-    def no_commit(smem, barriers, a, b, out, map_a):
-        wgmma_fence()
-        acc = wait(wgmma(ZEROS, a, b, int32(0)))
-        out[0] = acc[0]
-
-    for body in (no_wait, in_arithmetic, around_the_wait, no_commit):
+    for body in (no_wait, in_arithmetic, around_the_wait):
         words = f"reads accumulators at {body.__name__}, test_wgmma.py:", "wgmma m64n16 e4m3"
-        refused(simulator.AsyncRace, make_kernel(body), *words, "block (0, 0, 0) warp ")
-    refused(simulator.AsyncRace, make_kernel(no_commit), "which was not committed to a group")
+        assert_refused(simulator.AsyncRace, make_kernel(body), *words, "block (0, 0, 0) warp ")
 
 
 @simulated
-def test_results_that_nobody_waits_for():
+def test_a_block_must_not_end_before_its_wgmmas():
     def body(smem, barriers, a, b, out, map_a):
         tile(a, b)
 
-    refused(simulator.AsyncRace, make_kernel(body), "ends, but has not waited for wgmma m64n16 e4m3, which it")
+    assert_refused(simulator.AsyncRace, make_kernel(body), "ends, but has not waited for wgmma m64n16 e4m3, which it")
 
 
 @simulated
-def test_tiles_are_not_multiplied_before_they_have_landed():
+def test_operands_must_be_loaded_first():
     def body(smem, barriers, a, b, out, map_a):
         wait(tile(a, b))
         mbarrier_wait_parity(barriers, 0, 0)
 
     kernel = make_kernel(body, wait_for_tiles=False)
     words = (
-        "starts wgmma m64n16 e4m3 at body, test_wgmma.py:",
+        "issues wgmma m64n16 e4m3 at body, test_wgmma.py:",
         "tensor.2d to shared memory, which",
         "its mbarrier first",
     )
-    refused(simulator.AsyncRace, kernel, *words, some=True, seeds=16)
+    assert_refused(simulator.AsyncRace, kernel, *words, only_some=True, seeds=16)
 
 
 @simulated
-def test_tiles_are_not_overwritten_while_they_are_multiplied():
+def test_operands_must_not_be_overwritten():
     def by_a_thread(smem, barriers, a, b, out, map_a):
         acc = tile(a, b)
         smem[77] = 0
@@ -199,16 +177,16 @@ def test_tiles_are_not_overwritten_while_they_are_multiplied():
             tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, 0)
         wait(acc)
 
-    words = "writes index 77 of", "wgmma m64n16 e4m3, which block (0, 0, 0) warp 0 lane 0 and its warpgroup started at"
-    refused(simulator.AsyncRace, make_kernel(by_a_thread), *words)
+    words = "writes index 77 of", "wgmma m64n16 e4m3, which block (0, 0, 0) warp 0 lane 0 and its warpgroup issued at"
+    assert_refused(simulator.AsyncRace, make_kernel(by_a_thread), *words)
     errors = [str(e) for e in outcomes(make_kernel(by_a_copy), seeds=20)]
-    words = "starts cp.async.bulk.tensor.2d to shared memory at by_a_copy", "make_wgmma_wait"
+    words = "issues cp.async.bulk.tensor.2d to shared memory at by_a_copy", "make_wgmma_wait"
     assert sum(all(word in error for word in words) for error in errors) >= 10
 
 
 @simulated
-def test_a_stage_is_not_released_before_its_wgmma_is_done():
-    """The producer waits for the stage; the consumers give it free too early, or in time."""
+def test_a_stage_must_not_be_released_before_its_wgmma_completes():
+    """The producer waits for an empty stage, which the consumers release too early or in time."""
 
     def make(early):
         @cuda.jit
@@ -216,8 +194,8 @@ def test_a_stage_is_not_released_before_its_wgmma_is_done():
             smem, barriers = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024), cuda.shared.array(2, uint64)
             load(smem, barriers, map_a, map_b)
             if cuda.threadIdx.x < 128:
-                for turn in range(4):
-                    mbarrier_wait_parity(barriers, 0, turn & 1)
+                for iteration in range(4):
+                    mbarrier_wait_parity(barriers, 0, iteration & 1)
                     acc = tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES))
                     if early and cuda.laneid == 0:
                         mbarrier_arrive(barriers, 1)
@@ -226,8 +204,8 @@ def test_a_stage_is_not_released_before_its_wgmma_is_done():
                         mbarrier_arrive(barriers, 1)
                     out[cuda.threadIdx.x] = acc[0]
             elif cuda.threadIdx.x == 128:
-                for turn in range(3):
-                    mbarrier_wait_parity(barriers, 1, turn & 1)
+                for iteration in range(3):
+                    mbarrier_wait_parity(barriers, 1, iteration & 1)
                     mbarrier_arrive_expect_tx(barriers, 0, A_BYTES + B_BYTES)
                     tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, 0)
                     tma_load_2d(smem, A_BYTES, map_b, 0, 0, 0, barriers, 0)
@@ -242,7 +220,7 @@ def test_a_stage_is_not_released_before_its_wgmma_is_done():
 
 
 @simulated
-def test_what_threads_wrote_needs_a_fence_before_it_is_multiplied():
+def test_operands_written_by_threads_need_a_proxy_fence():
     def make(fence):
         @cuda.jit
         def kernel(out, map_a, map_b):
@@ -259,43 +237,12 @@ def test_what_threads_wrote_needs_a_fence_before_it_is_multiplied():
 
     for out in outcomes(make(True), seeds=2):
         assert (out[:128] == 128).all()
-    refused(simulator.MissingFence, make(False), "starts wgmma m64n16 e4m3", "fence_proxy_async_shared", seeds=2)
+    assert_refused(simulator.MissingFence, make(False), "issues wgmma m64n16 e4m3", "fence_proxy_async_shared", seeds=2)
 
 
 @simulated
-def test_registers_need_a_fence_before_they_are_accumulated_on():
-    def no_fence(smem, barriers, a, b, out, map_a):
-        acc = wgmma(ZEROS, a, b, int32(1))
-        wgmma_commit_group()
-        wait(acc)
-
-    def touched_since(smem, barriers, a, b, out, map_a):
-        wgmma_fence()
-        acc = wgmma(ZEROS, a, b, int32(1))
-        wgmma_commit_group()
-        total = fma(ZEROS, wait(acc), np.float32(1))
-        acc = wgmma(total, a, b, int32(1))
-        wgmma_commit_group()
-        wait(acc)
-
-    def untouched_since(smem, barriers, a, b, out, map_a):
-        wgmma_fence()
-        acc = wgmma(ZEROS, a, b, int32(0))
-        acc = wgmma(acc, a + uint64(2), b + uint64(2), int32(1))
-        wgmma_commit_group()
-        acc = wgmma(wait(acc), a + uint64(4), b + uint64(4), int32(1))
-        wgmma_commit_group()
-        out[cuda.threadIdx.x] = wait(acc)[1]
-
-    for body in (no_fence, touched_since):
-        refused(simulator.MissingFence, make_kernel(body), f"at {body.__name__}, test_wgmma.py:", "wgmma_fence")
-    for out in outcomes(make_kernel(untouched_since)):
-        assert (out[:128] == 96).all()
-
-
-@simulated
-def test_all_four_warps_must_come():
-    def three_come(smem, barriers, a, b, out, map_a):
+def test_all_four_warps_must_execute_wgmma():
+    def three_warps(smem, barriers, a, b, out, map_a):
         if cuda.threadIdx.x < 96:
             wait(tile(a, b))
 
@@ -306,18 +253,20 @@ def test_all_four_warps_must_come():
             wait(tile(a, b))
 
     @cuda.jit
-    def one_has_gone(out, map_a, map_b):
+    def one_has_exited(out, map_a, map_b):
         smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024)
         if cuda.threadIdx.x < 96:
             wait(tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES)))
 
-    words = "block (0, 0, 0) warp 3 lanes 0-31: ", "wgmma m64n16 e4m3 (96 of 128 came)"
-    refused(simulator.Deadlock, make_kernel(three_come), *words, "syncthreads")
-    refused(
-        simulator.Deadlock, make_kernel(one_waits_elsewhere), *words, "mbarrier.try_wait for parity 0 of mbarrier 1"
+    words = "block (0, 0, 0) warp 3 lanes 0-31: ", "wgmma m64n16 e4m3 (96 of 128 arrived)"
+    assert_refused(simulator.Deadlock, make_kernel(three_warps), *words, "syncthreads")
+    assert_refused(
+        simulator.Deadlock, make_kernel(one_waits_elsewhere), *words, "mbarrier.try_wait for phase bit 0 of mbarrier 1"
     )
-    refused(simulator.DivergentBarrier, one_has_gone, "warp ", "wgmma m64n16 e4m3", "exited")
-    refused(simulator.SimulatorError, make_kernel(three_come), "wgmma m64n16 e4m3 takes four warps", threads=96)
+    assert_refused(simulator.DivergentBarrier, one_has_exited, "warp ", "wgmma m64n16 e4m3", "exited")
+    assert_refused(
+        simulator.SimulatorError, make_kernel(three_warps), "wgmma m64n16 e4m3 needs a warpgroup", threads=96
+    )
 
 
 def on_two_lines(a, b):
@@ -333,33 +282,35 @@ def on_two_lines(a, b):
     [
         (
             "SimulatorError",
-            "bring different descriptors",
+            "pass different descriptors",
             lambda s, m, a, b, out, map: wait(tile(a, b + uint64(512 * (cuda.threadIdx.x // 64)))),
         ),
         ("DivergentBarrier", "at different lines", lambda s, m, a, b, out, map: on_two_lines(a, b)),
         ("SimulatorError", "takes bytes 32 to 160 of rows of 128", lambda s, m, a, b, out, map: tile(a + uint64(2), b)),
-        ("Misaligned", "a multiple of 1024 bytes", lambda s, m, a, b, out, map: tile(a, b + uint64(8))),
+        ("Misaligned", "both must be aligned to 1024 bytes", lambda s, m, a, b, out, map: tile(a, b + uint64(8))),
         ("OutOfBounds", "bytes past the end of the shared", lambda s, m, a, b, out, map: tile(b + uint64(64), b)),
-        ("OutOfBounds", "where there is no array", lambda s, m, a, b, out, map: tile(a, b + uint64(8192))),
+        ("OutOfBounds", "which holds no array", lambda s, m, a, b, out, map: tile(a, b + uint64(8192))),
         ("SimulatorError", "without a swizzle", lambda s, m, a, b, out, map: tile(a & uint64(0xFFFFFFFF), b)),
         ("Misaligned", "aligned to 16 bytes", lambda s, m, a, b, out, map: wgmma_descriptor(s, 8)),
         (
             "Misaligned",
-            "it must be at a multiple of 512 bytes",
+            "both must be aligned to 512 bytes",
             lambda s, m, a, b, out, map: make_wgmma_tile(N, "e4m3", 2)(wgmma_descriptor_64b(s, 64), b),
         ),
         ("SimulatorError", "takes 8 accumulators, not 4", lambda s, m, a, b, out, map: tile_on(ZEROS[:4], a, b)),
     ],
 )
 def test_wrong_operands_are_refused(error, words, body):
-    refused(getattr(simulator, error), make_kernel(body), words, "block (0, 0, 0) warp ", seeds=2)
+    assert_refused(getattr(simulator, error), make_kernel(body), words, "block (0, 0, 0) warp ", seeds=2)
 
 
 @simulated
-def test_tiles_need_memory_that_was_aligned_for_them():
+def test_operands_need_aligned_memory():
     @cuda.jit
     def kernel(out, map_a, map_b):
         smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 128)
         tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES))
 
-    refused(simulator.Misaligned, kernel, "which is aligned to 128", "a multiple of 1024 bytes", seeds=2)
+    assert_refused(
+        simulator.Misaligned, kernel, "which is aligned to 128", "both must be aligned to 1024 bytes", seeds=2
+    )

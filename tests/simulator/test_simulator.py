@@ -1,29 +1,31 @@
-"""The simulator itself: what it runs, what it refuses, and in which words."""
+"""Simulator: memory, warps, blocks, deadlocks, seeds; kernels it must reject, with their error messages."""
 
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
 import numba
 from numba import cuda
 
+from moe_numba.ptx.warp import FULL_MASK
+
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
 
-FULL = 0xFFFFFFFF
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).parents[2]
 
 
 def lanes(kernel, *args, threads=32, dtype=np.int64):
-    """Run a kernel that leaves one value a thread in its first argument."""
+    """Run a kernel that writes one value per thread to its first argument; return the values."""
     out = np.zeros(threads, dtype)
     kernel[1, threads](out, *args)
     return out.tolist()
@@ -53,7 +55,44 @@ def test_both_switches_turn_simulation_on():
         assert in_a_new_process(code, **{name: "1"}).stdout == f"{name}=1 moe_numba.simulator.core.cuda_module\n"
 
 
-def test_numba_first_is_refused_in_one_sentence():
+def test_the_simulator_and_ptx_work_without_torch():
+    code = """
+import sys
+sys.modules["torch"] = None  # makes "import torch" fail
+import importlib, pkgutil
+from moe_numba import simulator
+import numpy as np
+from numba import cuda, float32, uint64
+import moe_numba.ptx
+for module in pkgutil.walk_packages(moe_numba.ptx.__path__, "moe_numba.ptx."):
+    importlib.import_module(module.name)
+from moe_numba.ptx.cp_async import bulk_load
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+
+@cuda.jit
+def reverse(out, x):
+    tile, barrier = cuda.shared.array(32, float32, 16), cuda.shared.array(1, uint64)
+    if cuda.threadIdx.x == 0:
+        mbarrier_init(barrier, 0, 1)
+        fence_mbarrier_init()
+        mbarrier_arrive_expect_tx(barrier, 0, 128)
+        bulk_load(tile, 0, x, 0, 128, barrier, 0)
+    cuda.syncthreads()
+    mbarrier_wait_parity(barrier, 0, 0)
+    out[cuda.threadIdx.x] = tile[31 - cuda.threadIdx.x]
+
+x = np.zeros(36, np.float32)
+x = x[-x.ctypes.data % 16 // 4 :][:32]  # 16-byte aligned
+x[:] = np.arange(32)
+out = np.zeros(32, np.float32)
+simulator.run(reverse, 1, 32, [out, simulator.pointer(x)])
+print((out == x[::-1]).all(), sys.modules["torch"])
+"""
+    done = in_a_new_process(code, MOE_NUMBA_SIMULATE="1")
+    assert done.stdout == "True None\n", done.stderr
+
+
+def test_importing_numba_cuda_first_is_refused():
     code = "import numba.cuda; import moe_numba.simulator"
     assert "import moe_numba before numba.cuda" in in_a_new_process(code, MOE_NUMBA_SIMULATE="1").stderr
 
@@ -130,22 +169,22 @@ def test_out_of_bounds_names_thread_index_and_argument(index, wrap):
 
 
 @cuda.jit
-def reads_what_nobody_wrote(out, integers):
-    here = cuda.shared.array(4, numba.float32)
+def reads_uninitialised_memory(out, integers):
+    static = cuda.shared.array(4, numba.float32)
     dynamic = cuda.shared.array(0, numba.float32)
-    mine = cuda.local.array((2, 2), np.float64)
+    local = cuda.local.array((2, 2), np.float64)
     numbers = cuda.shared.array(4, numba.int32)
-    out[0], out[1], out[2] = here[1], mine[1, 1], dynamic[7]
+    out[0], out[1], out[2] = static[1], local[1, 1], dynamic[7]
     integers[0] = numbers[0]
 
 
 def test_shared_and_local_memory_starts_as_poison():
     out, integers = np.zeros(3), np.zeros(1, np.int32)
-    reads_what_nobody_wrote[1, 1, 0, 32](out, integers)
+    reads_uninitialised_memory[1, 1, 0, 32](out, integers)
     assert np.isnan(out).all() and abs(integers[0]) > 1000
 
 
-def test_shared_arrays_belong_to_a_block_and_a_place():
+def test_shared_arrays_are_per_block_and_call_site():
     @cuda.jit
     def kernel(out):
         a, b = cuda.shared.array(1, np.int32), cuda.shared.array(1, np.int32)
@@ -169,11 +208,11 @@ def test_dynamic_shared_memory_has_one_address_for_all_types():
         out[0] = cuda.shared.array(0, np.uint32)[0]
         out[1] = len(cuda.shared.array(0, np.uint16))
 
-    assert lanes(lambda_config(kernel, 10), threads=2) == [0x3F800000, 5]
+    assert lanes(with_dynamic_shared(kernel, 10), threads=2) == [0x3F800000, 5]
 
 
-def lambda_config(kernel, shared_bytes):
-    """A kernel with dynamic shared memory under the two-part configuration that `lanes` uses."""
+def with_dynamic_shared(kernel, shared_bytes):
+    """Add dynamic shared memory to the launch configuration [grid, block] that `lanes` uses."""
 
     class Configured:
         def __getitem__(self, configuration):
@@ -219,7 +258,7 @@ def test_records_and_arrays_without_dimensions():
     assert out.tolist() == [109, 115] and points["x"].tolist() == [7, 3]
 
 
-def test_names_of_numbas_simulator_remain():
+def test_names_of_numbas_simulator_are_kept():
     from numba.cuda.simulator.kernelapi import FakeCUDAModule
 
     for name in dir(FakeCUDAModule((1, 1, 1), (1, 1, 1), 0)):
@@ -233,7 +272,7 @@ def test_device_functions_and_closures_are_plain_calls():
     @cuda.jit(device=True)
     def lane_sum(v):
         for d in (16, 8, 4, 2, 1):
-            v += cuda.shfl_xor_sync(FULL, v, d)
+            v += cuda.shfl_xor_sync(FULL_MASK, v, d)
         return v
 
     @cuda.jit("void(int64[:])", fastmath=True, max_registers=32, cache=True)
@@ -250,22 +289,24 @@ def test_redux_of_both_signs():
     @cuda.jit
     def kernel(out):
         lane = cuda.laneid
-        out[lane, 0] = simulator.warp.redux("max", FULL, np.int32(lane - 16))
-        out[lane, 1] = simulator.warp.redux("max", FULL, np.uint32((lane - 16) & FULL))
-        out[lane, 2] = simulator.warp.redux("add", FULL, np.uint32(0x80000000))
-        out[lane, 3] = simulator.warp.redux("min", FULL, lane - 16)
+        out[lane, 0] = simulator.warp.redux("max", FULL_MASK, np.int32(lane - 16))
+        out[lane, 1] = simulator.warp.redux("max", FULL_MASK, np.uint32((lane - 16) & FULL_MASK))
+        out[lane, 2] = simulator.warp.redux("add", FULL_MASK, np.uint32(0x80000000))
+        out[lane, 3] = simulator.warp.redux("min", FULL_MASK, lane - 16)
         out[lane, 4] = simulator.warp.redux("xor", 0xFFFF if lane < 16 else 0xFFFF0000, lane, np.uint32)
-        out[lane, 5] = simulator.warp.redux("and", FULL, np.uint32(lane | 64)) + simulator.warp.redux("or", FULL, lane)
+        out[lane, 5] = simulator.warp.redux("and", FULL_MASK, np.uint32(lane | 64)) + simulator.warp.redux(
+            "or", FULL_MASK, lane
+        )
 
     out = np.zeros((32, 6), np.int64)
     kernel[1, 32](out)
-    assert (out == [15, FULL, 0, -16, 0, 64 + 31]).all()
+    assert (out == [15, FULL_MASK, 0, -16, 0, 64 + 31]).all()
 
 
 def test_shuffle_segments():
     @cuda.jit
     def kernel(out):
-        out[cuda.laneid] = simulator.warp.shuffle("up", FULL, cuda.laneid, 1, width=8)
+        out[cuda.laneid] = simulator.warp.shuffle("up", FULL_MASK, cuda.laneid, 1, width=8)
 
     assert lanes(kernel) == [max(lane - 1, lane & ~7) for lane in range(32)]
 
@@ -281,16 +322,16 @@ def test_value_of_a_lane_outside_the_mask_is_poison():
     assert (out[:8] == 1).all() and np.isnan(out[8:16]).all()
 
 
-def test_lanes_that_the_block_lacks_need_not_come():
+def test_lanes_beyond_the_block_need_not_take_part():
     @cuda.jit
     def kernel(out):
         cuda.syncwarp()
-        out[cuda.threadIdx.x] = cuda.popc(cuda.ballot_sync(FULL, True))
+        out[cuda.threadIdx.x] = cuda.popc(cuda.ballot_sync(FULL_MASK, True))
 
     assert lanes(kernel, threads=40) == [32] * 32 + [8] * 8
 
 
-def test_disjoint_halves_go_their_own_ways():
+def test_disjoint_halves_of_a_warp_diverge():
     @cuda.jit
     def kernel(out):
         if cuda.laneid < 16:
@@ -304,26 +345,27 @@ def test_disjoint_halves_go_their_own_ways():
     assert lanes(kernel) == [120] * 16 + [np.int32(-0x55560000)] * 16
 
 
-def refused(error, kernel, *patterns, grid=1, threads=32, seeds=range(4)):
-    """Under every seed a kernel must be refused, with these words; and the simulator goes on working."""
+def assert_refused(error, kernel, *patterns, grid=1, threads=32, seeds=range(4)):
+    """Assert that every seed raises this error with these patterns, and that the simulator still works afterwards."""
     for seed in seeds:
         with simulator.seed(seed), pytest.raises(error) as found:
             kernel[grid, threads](np.zeros(64, np.int64))
         for pattern in patterns:
             assert any(p in str(found.value) for p in pattern.split("|")), f"{pattern!r} is not in: {found.value}"
         assert (
-            lanes(cuda.jit(lambda out: out.__setitem__(cuda.laneid, cuda.shfl_sync(FULL, cuda.laneid, 5)))) == [5] * 32
+            lanes(cuda.jit(lambda out: out.__setitem__(cuda.laneid, cuda.shfl_sync(FULL_MASK, cuda.laneid, 5))))
+            == [5] * 32
         )
 
 
-def test_a_lane_that_exited_is_missed_at_once():
+def test_an_exited_lane_is_reported_at_once():
     @cuda.jit
     def kernel(out):
         if cuda.threadIdx.x == 39:
             return
-        out[cuda.threadIdx.x] = cuda.shfl_xor_sync(FULL, 1, 1)
+        out[cuda.threadIdx.x] = cuda.shfl_xor_sync(FULL_MASK, 1, 1)
 
-    refused(
+    assert_refused(
         simulator.MissingLane,
         kernel,
         "block (0, 0, 0) warp 1: lanes 7 are named in mask 0xffffffff of shfl_xor_sync but have exited",
@@ -331,16 +373,16 @@ def test_a_lane_that_exited_is_missed_at_once():
     )
 
 
-def test_a_lane_that_waits_elsewhere_is_missed():
+def test_a_lane_that_waits_elsewhere_is_reported():
     @cuda.jit
     def another_operation(out):
         if cuda.laneid == 7:
-            cuda.any_sync(FULL, True)
-        cuda.all_sync(FULL, True)
+            cuda.any_sync(FULL_MASK, True)
+        cuda.all_sync(FULL_MASK, True)
 
     @cuda.jit
     def another_mask(out):
-        cuda.syncwarp(0xFF if cuda.laneid == 3 else FULL)
+        cuda.syncwarp(0xFF if cuda.laneid == 3 else FULL_MASK)
 
     @cuda.jit
     def at_the_barrier(out):
@@ -349,15 +391,17 @@ def test_a_lane_that_waits_elsewhere_is_missed():
         cuda.syncwarp()
         cuda.syncthreads()
 
-    refused(
+    assert_refused(
         simulator.MissingLane,
         another_operation,
         "of any_sync|of all_sync",
         "but wait at",
         "another_operation, test_simulator",
     )
-    refused(simulator.MissingLane, another_mask, "mask 0x000000ff", "mask 0xffffffff")
-    refused(simulator.MissingLane, at_the_barrier, "of syncwarp", "syncthreads", "at_the_barrier, test_simulator.py:")
+    assert_refused(simulator.MissingLane, another_mask, "mask 0x000000ff", "mask 0xffffffff")
+    assert_refused(
+        simulator.MissingLane, at_the_barrier, "of syncwarp", "syncthreads", "at_the_barrier, test_simulator.py:"
+    )
 
 
 def test_a_caller_must_be_in_its_own_mask():
@@ -366,7 +410,9 @@ def test_a_caller_must_be_in_its_own_mask():
         if cuda.laneid == 31:
             cuda.syncwarp(0x7FFFFFFF)
 
-    refused(simulator.MissingLane, kernel, "warp 0 lane 31 calls syncwarp with mask 0x7fffffff, which does not name it")
+    assert_refused(
+        simulator.MissingLane, kernel, "warp 0 lane 31 calls syncwarp with mask 0x7fffffff, which does not name it"
+    )
 
 
 # --- blocks and grids -----------------------------------------------------------------------------------------------
@@ -381,18 +427,18 @@ def test_two_barriers_of_one_block_are_divergent():
             cuda.syncthreads()
 
     first = kernel.py_func.__code__.co_firstlineno + 3
-    refused(
+    assert_refused(
         simulator.DivergentBarrier, kernel, f"test_simulator.py:{first}", f"test_simulator.py:{first + 2}", threads=64
     )
 
 
-def test_an_exited_thread_is_missed_at_the_barrier():
+def test_an_exited_thread_is_reported_at_the_barrier():
     @cuda.jit
     def kernel(out):
         if cuda.threadIdx.x < 40:
             cuda.syncthreads()
 
-    refused(simulator.DivergentBarrier, kernel, "exited", "syncthreads", "warp 1", threads=64)
+    assert_refused(simulator.DivergentBarrier, kernel, "exited", "syncthreads", "warp 1", threads=64)
 
 
 def test_grid_sync():
@@ -410,7 +456,7 @@ def test_grid_sync():
 
 
 @cuda.jit
-def hand_over(flag, data, out):
+def message_passing(flag, data, out):
     if cuda.blockIdx.x == 1:
         if cuda.threadIdx.x == 0:
             data[0] = 42
@@ -422,10 +468,10 @@ def hand_over(flag, data, out):
         out[cuda.threadIdx.x] = data[0]
 
 
-def test_blocks_run_side_by_side():
+def test_blocks_run_concurrently():
     for seed in range(10):
         out = np.zeros(32, np.int32)
-        simulator.run(hand_over, 2, 32, (np.zeros(1, np.int32), np.zeros(1, np.int32), out), seed=seed)
+        simulator.run(message_passing, 2, 32, (np.zeros(1, np.int32), np.zeros(1, np.int32), out), seed=seed)
         assert (out == 42).all()
 
 
@@ -448,12 +494,14 @@ def test_a_lock():
 # --- deadlocks ------------------------------------------------------------------------------------------------------
 
 
-def test_polling_for_ever_is_a_deadlock():
-    line = hand_over.py_func.__code__.co_firstlineno + 8
+def test_endless_polling_is_a_deadlock():
+    line = message_passing.py_func.__code__.co_firstlineno + 8
     with pytest.raises(simulator.Deadlock) as found:
-        hand_over[1, 32](np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(32, np.int32))
+        message_passing[1, 32](np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(32, np.int32))
     assert "polls in vain" in str(found.value) and "block (0, 0, 0) warp 0 lanes 0-31" in str(found.value)
-    assert f"hand_over, test_simulator.py:{line}" in str(found.value) or f"simulator.py:{line + 1}" in str(found.value)
+    assert f"message_passing, test_simulator.py:{line}" in str(found.value) or f"simulator.py:{line + 1}" in str(
+        found.value
+    )
 
 
 def test_a_leader_that_polls_for_its_warp_is_a_deadlock():
@@ -463,9 +511,11 @@ def test_a_leader_that_polls_for_its_warp_is_a_deadlock():
         while ready == 0:
             if cuda.laneid == 0:
                 ready = cuda.atomic.add(out, 0, 0)
-            ready = cuda.shfl_sync(FULL, ready, 0)
+            ready = cuda.shfl_sync(FULL_MASK, ready, 0)
 
-    refused(simulator.Deadlock, kernel, "lanes 0: an atomic that changes nothing", "lanes 1-31: shfl_sync", seeds=[0])
+    assert_refused(
+        simulator.Deadlock, kernel, "lanes 0: an atomic that changes nothing", "lanes 1-31: shfl_sync", seeds=[0]
+    )
 
 
 def test_a_bounded_wait_is_not_a_deadlock():
@@ -481,27 +531,27 @@ def test_a_bounded_wait_is_not_a_deadlock():
     assert (out[:32] == 500).all()
 
 
-def test_waiting_in_a_circle_is_a_deadlock_that_names_at_most_eight_groups():
+def test_a_deadlock_report_lists_at_most_eight_groups():
     @cuda.jit
     def kernel(out):
         if cuda.blockIdx.x > 0:
             cuda.cg.this_grid().sync()
         else:
             t = simulator.thread()
-            t.meet(t.block, "bar.sync 1", 64)
+            t.rendezvous(t.block, "bar.sync 1", 64)
 
-    refused(
+    assert_refused(
         simulator.Deadlock,
         kernel,
         "no thread can run",
-        "block (0, 0, 0) warp 0 lanes 0-31: bar.sync 1 (32 of 64 came), at kernel, test_simulator.py:",
-        "grid sync (352 of 384 came)",
+        "block (0, 0, 0) warp 0 lanes 0-31: bar.sync 1 (32 of 64 arrived), at kernel, test_simulator.py:",
+        "grid sync (352 of 384 arrived)",
         "and 4 more groups",
         grid=12,
     )
 
 
-def test_an_error_in_a_kernel_says_which_thread_and_leaves_nothing_behind():
+def test_an_exception_in_a_kernel_names_the_thread_and_cleans_up():
     @cuda.jit
     def kernel(out):
         if cuda.blockIdx.x == 1 and cuda.threadIdx.y == 2:
@@ -545,7 +595,7 @@ def sum_by_lane_0(out, with_syncwarp):
 def next_warps_sum(out, with_syncthreads):
     partial = cuda.shared.array(4, np.int64)
     warp = cuda.threadIdx.x // 32
-    partial[warp] = cuda.popc(cuda.ballot_sync(FULL, True))
+    partial[warp] = cuda.popc(cuda.ballot_sync(FULL_MASK, True))
     cuda.syncwarp()
     if with_syncthreads:
         cuda.syncthreads()
@@ -553,7 +603,7 @@ def next_warps_sum(out, with_syncthreads):
 
 
 @pytest.mark.parametrize("kernel, threads, right", [(sum_by_lane_0, 32, [496]), (next_warps_sum, 128, [32] * 4)])
-def test_a_missing_barrier_shows_under_some_seeds(kernel, threads, right):
+def test_a_missing_barrier_fails_under_some_seeds(kernel, threads, right):
     def results(with_barrier):
         for seed in range(10):
             out = np.zeros(len(right), np.int64)
@@ -596,7 +646,7 @@ def test_trace():
     @cuda.jit
     def kernel(out):
         cuda.syncthreads()
-        out[cuda.laneid] = cuda.shfl_xor_sync(FULL, cuda.laneid, 1)
+        out[cuda.laneid] = cuda.shfl_xor_sync(FULL_MASK, cuda.laneid, 1)
 
     with simulator.trace() as events:
         lanes(kernel)
@@ -606,13 +656,13 @@ def test_trace():
     assert last[5].details["result"] == 4 and last[5].block == (0, 0, 0) and last[5].step > events[0].step
 
 
-def test_several_grids_in_one_world():
-    """What several ranks will stand on: two launches alive at once, each waiting for the other."""
+def test_grids_of_one_world_run_concurrently():
+    """Run two launches at once, each of which waits for the other."""
 
-    def kernel(mine, theirs):
-        mine[0] = 1
-        simulator.thread().grid.progress()
-        while theirs[0] == 0:
+    def kernel(local, remote):
+        local[0] = 1
+        simulator.thread().grid.memory_changed()
+        while remote[0] == 0:
             simulator.thread().spin()
 
     a, b = simulator.pointer(np.zeros(1)), simulator.pointer(np.zeros(1))
@@ -631,7 +681,7 @@ def test_1024_threads_through_a_shuffle_reduction_in_a_fifth_of_a_second():
     def kernel(x, out):
         v = x[cuda.grid(1)]
         for d in (16, 8, 4, 2, 1):
-            v += cuda.shfl_xor_sync(FULL, v, d)
+            v += cuda.shfl_xor_sync(FULL_MASK, v, d)
         if cuda.laneid == 0:
             out[cuda.grid(1) // 32] = v
 

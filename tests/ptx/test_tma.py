@@ -1,13 +1,12 @@
-"""Tensor maps and TMA: what the host refuses to describe, and what careless kernels are told."""
+"""Tensor maps and TMA: host-side checks, and faulty kernels that the simulator must reject."""
 
 import math
 
-import hopper_runs
 import pytest
 import torch
-from hopper_runs import BF16, outcomes
+from helpers.hopper import BF16, check_refused, outcomes, simulated
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
 from numba import cuda, float32, uint8, uint32, uint64
@@ -15,7 +14,7 @@ from numba import cuda, float32, uint8, uint32, uint64
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
-from moe_numba.ptx.matrix import ldmatrix_x4, stmatrix_x4
+from moe_numba.ptx.matrix import stmatrix_x4
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.tensormap import (
     fence_proxy_tensormap_acquire_gpu,
@@ -28,14 +27,11 @@ from moe_numba.ptx.tma import tma_load_2d, tma_load_2d_multicast, tma_load_3d, t
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import tensor_map
 
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
-
-
-# --- what the host describes ----------------------------------------------------------------------------------------
+# --- encoding on the host -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32])
-def test_a_map_is_128_bytes_beside_its_tensor(dtype, device):
+def test_a_map_is_128_aligned_bytes_on_its_tensors_device(dtype, device):
     x = torch.zeros(4, 32, 64, dtype=torch.uint8, device=device).view(dtype)
     for tensor, box in (x, (1, 8, 16)), (x[1], (8, 16)), (x[0, 0], (16,)), (x[:, None, :, None], (1, 1, 8, 1, 16)):
         found = tensor_map(tensor, box)
@@ -76,21 +72,21 @@ def test_a_dimension_of_one_may_have_any_stride(device):
         (ValueError, r"rows have 64 bytes; with swizzle 128", lambda x: tensor_map(x, (1, 64), swizzle=128)),
     ],
 )
-def test_what_tma_cannot_do_is_refused(error, words, call, device):
+def test_unsupported_tensors_and_boxes_are_refused(error, words, call, device):
     with pytest.raises(error, match=words):
         call(torch.zeros(32, 256, dtype=torch.uint8, device=device))
 
 
-# --- what careless kernels are told ---------------------------------------------------------------------------------
+# --- faulty kernels -------------------------------------------------------------------------------------------------
 
 
-def refused(error, kernel, arguments, *patterns, **options):
-    """Under every seed a kernel is refused in these words."""
-    hopper_runs.refused(error, outcomes(kernel, arguments, **options), *patterns)
+def assert_refused(error, kernel, arguments, *patterns, **options):
+    """Assert that every seed raises this error with these patterns."""
+    check_refused(error, outcomes(kernel, arguments, **options), *patterns)
 
 
-def plain():
-    """A map of 32 rows of 128 bytes, box (8, 128), and its tensor."""
+def map_and_tensor():
+    """Return a map of 32 rows of 128 bytes with box (8, 128), and its tensor."""
     x = torch.arange(32 * 128).to(torch.uint8).view(32, 128)
     return [tensor_map(x, (8, 128), swizzle=128), x]
 
@@ -139,17 +135,17 @@ def make_load(load, alignment=1024):
 )
 def test_a_wrong_operand_is_refused(error, words, alignment, load):
     def arguments():
-        map, x = plain()
-        room = torch.zeros(256 + 128, dtype=torch.uint8)
-        room = room[-room.data_ptr() % 128 :][:256]
-        room[:128] = map
-        return [room, x]
+        map, x = map_and_tensor()
+        maps = torch.zeros(256 + 128, dtype=torch.uint8)
+        maps = maps[-maps.data_ptr() % 128 :][:256]
+        maps[:128] = map
+        return [maps, x]
 
-    refused(getattr(simulator, error), make_load(load, alignment), arguments, words, "block (0, 0, 0)", seeds=2)
+    assert_refused(getattr(simulator, error), make_load(load, alignment), arguments, words, "block (0, 0, 0)", seeds=2)
 
 
-def make_put(store):
-    """Shared memory full of nines, and one thread that stores from it."""
+def make_box_store(store):
+    """Make a kernel that fills shared memory with nines, and stores from it by one thread."""
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit
@@ -171,27 +167,27 @@ def make_put(store):
 @pytest.mark.parametrize(
     "dtype, x", [*((torch.uint8, x) for x in (1, 8, 200, -8, -500)), (torch.float32, 1), (BF16, 4)]
 )
-def test_a_box_starts_at_a_multiple_of_16_bytes_of_a_row(dtype, x):
+def test_a_box_must_start_at_a_multiple_of_16_bytes(dtype, x):
     def arguments():
         tensor = torch.zeros(1, 8, 256, dtype=torch.uint8).view(dtype)
         box = 128 // dtype.itemsize
         flat, deep = tensor_map(tensor[0], (8, box)), tensor_map(tensor, (1, 8, box))
-        room = torch.zeros(256 + 128, dtype=torch.uint8)
-        room = room[-room.data_ptr() % 128 :][:256]
-        room[:128], room[128:] = flat, deep
-        return [room, tensor]
+        maps = torch.zeros(256 + 128, dtype=torch.uint8)
+        maps = maps[-maps.data_ptr() % 128 :][:256]
+        maps[:128], maps[128:] = flat, deep
+        return [maps, tensor]
 
     kernels = [
         make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, x, 3, b, 0)),
         make_load(lambda s, m, b: tma_load_2d_multicast(s, 0, m, 0, x, 3, b, 0, 1)),
         make_load(lambda s, m, b: tma_load_3d(s, 0, m, 128, x, 3, 0, b, 0)),
-        make_put(lambda s, m: tma_store_2d(m, 0, x, 3, s, 0)),
-        make_put(lambda s, m: tma_store_3d(m, 128, x, 3, 0, s, 0)),
+        make_box_store(lambda s, m: tma_store_2d(m, 0, x, 3, s, 0)),
+        make_box_store(lambda s, m: tma_store_3d(m, 128, x, 3, 0, s, 0)),
     ]
     words = "block (0, 0, 0) warp 0 lane 0: cp.async.bulk.tensor", "a multiple of 16 bytes of a row", "test_tma.py:"
     for kernel in kernels:
         at = f"innermost coordinate is {x}, which is byte {x * dtype.itemsize}"
-        refused(simulator.Misaligned, kernel, arguments, *words, at, seeds=1)
+        assert_refused(simulator.Misaligned, kernel, arguments, *words, at, seeds=1)
 
 
 @simulated
@@ -200,7 +196,7 @@ def test_a_box_starts_at_a_multiple_of_16_bytes_of_a_row(dtype, x):
     [(torch.uint8, 100, 112), (torch.uint8, 33, 48), (torch.float32, 84, 96), (torch.uint8, 96, 96)],
 )
 def test_a_store_clips_rows_to_whole_chunks_of_16_bytes(dtype, width, written):
-    """And so writes over columns behind the tensor, which is a part of a wider one; but over no rows below it."""
+    """The store overwrites columns after the tensor, a slice of a wider one, but no rows below it."""
 
     def arguments():
         whole = torch.zeros(7, 160, dtype=torch.uint8)
@@ -209,31 +205,35 @@ def test_a_store_clips_rows_to_whole_chunks_of_16_bytes(dtype, width, written):
 
     right = torch.zeros(7, 160, dtype=torch.uint8)
     right[1:6, 16 : 16 + written] = 9
-    for _, whole in outcomes(make_put(lambda s, m: tma_store_2d(m, 0, 0, 0, s, 0)), arguments):
+    for _, whole in outcomes(make_box_store(lambda s, m: tma_store_2d(m, 0, 0, 0, s, 0)), arguments):
         assert torch.equal(whole, right)
 
 
 @simulated
 @pytest.mark.parametrize("x, y", [(-16, 0), (0, -1), (-128, -8)])
-def test_a_store_does_not_begin_before_the_tensor(x, y):
+def test_a_store_must_not_start_before_the_tensor(x, y):
     def arguments():
         tensor = torch.zeros(8, 256, dtype=torch.uint8)
         return [tensor_map(tensor, (8, 128)), tensor]
 
     words = "does not start before the tensor", "test_tma.py:", f"coordinates are [{x}, {y}]"
-    refused(simulator.OutOfBounds, make_put(lambda s, m: tma_store_2d(m, 0, x, y, s, 0)), arguments, *words, seeds=1)
+    assert_refused(
+        simulator.OutOfBounds, make_box_store(lambda s, m: tma_store_2d(m, 0, x, y, s, 0)), arguments, *words, seeds=1
+    )
     load = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, x, y, b, 0))
     assert not any(isinstance(found, Exception) for found in outcomes(load, arguments, seeds=1))
 
 
 @simulated
-def test_the_last_chunk_of_a_row_must_lie_in_memory_where_it_is_stored():
+def test_a_store_must_not_extend_past_the_end_of_memory():
     def arguments():
         x = torch.zeros(1, 33, dtype=torch.uint8)
         return [tensor_map(x, (8, 128)), x]
 
     words = "15 bytes past the end", "a store writes whole chunks of 16 bytes"
-    refused(simulator.OutOfBounds, make_put(lambda s, m: tma_store_2d(m, 0, 0, 0, s, 0)), arguments, *words, seeds=2)
+    assert_refused(
+        simulator.OutOfBounds, make_box_store(lambda s, m: tma_store_2d(m, 0, 0, 0, s, 0)), arguments, *words, seeds=2
+    )
     load = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 0, b, 0))
     assert not any(isinstance(found, Exception) for found in outcomes(load, arguments, seeds=2))
 
@@ -252,41 +252,23 @@ def test_a_tile_read_before_its_barrier_is_refused():
         "reads index 300 of the shared array of test_tma.py:",
         "cp.async.bulk.tensor.2d to shared memory, which block",
     )
-    refused(simulator.AsyncRace, kernel, plain, *words)
+    assert_refused(simulator.AsyncRace, kernel, map_and_tensor, *words)
 
 
-@simulated
-def test_matrices_read_before_their_barrier_are_refused():
-    @cuda.jit
-    def kernel(map, x):
-        smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
-        make_barrier(barrier, 1024)
-        if cuda.threadIdx.x == 0:
-            tma_load_2d(smem, 0, map, 0, 0, 0, barrier, 0)
-        cuda.syncthreads()
-        a, _, _, _ = ldmatrix_x4(smem, cuda.laneid * 16)
-        cuda.syncthreads()
-        mbarrier_wait_parity(barrier, 0, 0)
-        x[cuda.threadIdx.x] = a
-
-    errors = [e for e in outcomes(kernel, plain, seeds=20) if isinstance(e, Exception)]
-    assert errors and all(type(e) is simulator.AsyncRace and "wait for its mbarrier" in str(e) for e in errors)
-
-
-def make_store(fence=True, wait=True, meet=True):
+def make_store(fence=True, wait=True, sync=True):
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit
     def kernel(map, x):
         smem, t = cuda.shared.array(1024, uint8, 1024), cuda.threadIdx.x
-        for turn in range(2):
-            stmatrix_x4(smem, t % 64 * 16, uint32(turn), uint32(turn), uint32(turn), uint32(turn))
+        for iteration in range(2):
+            stmatrix_x4(smem, t % 64 * 16, uint32(iteration), uint32(iteration), uint32(iteration), uint32(iteration))
             if fence:
                 fence_proxy_async_shared()
-            if meet:
+            if sync:
                 cuda.syncthreads()
             if t == 0:
-                tma_store_2d(map, 0, 0, 8 * turn, smem, 0)
+                tma_store_2d(map, 0, 0, 8 * iteration, smem, 0)
                 bulk_commit_group()
                 if wait:
                     wait_read()
@@ -299,18 +281,22 @@ def make_store(fence=True, wait=True, meet=True):
 
 @simulated
 def test_a_store_needs_fence_barrier_and_wait():
-    for _, x in outcomes(make_store(), plain):
+    for _, x in outcomes(make_store(), map_and_tensor):
         assert (x[:16].view(torch.int32).view(2, 8, 32) == torch.arange(2)[:, None, None]).all()
-    refused(
-        simulator.MissingFence, make_store(fence=False), plain, "tensor.2d to global memory", "fence_proxy_async_shared"
+    assert_refused(
+        simulator.MissingFence,
+        make_store(fence=False),
+        map_and_tensor,
+        "tensor.2d to global memory",
+        "fence_proxy_async_shared",
     )
-    for mistake in (dict(wait=False), dict(meet=False)):
-        errors = [e for e in outcomes(make_store(**mistake), plain, seeds=24) if isinstance(e, Exception)]
+    for mistake in (dict(wait=False), dict(sync=False)):
+        errors = [e for e in outcomes(make_store(**mistake), map_and_tensor, seeds=24) if isinstance(e, Exception)]
         assert len(errors) > 4 and {type(e) for e in errors} <= {simulator.AsyncRace, simulator.MissingFence}
 
 
 @simulated
-def test_a_multicast_takes_a_cluster_barrier():
+def test_a_multicast_needs_a_cluster_barrier_first():
     @cuda.jit
     def kernel(map, x):
         smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
@@ -322,14 +308,14 @@ def test_a_multicast_takes_a_cluster_barrier():
         barrier_cluster_arrive()
         barrier_cluster_wait()
 
-    refused(simulator.ClusterError, kernel, plain, "may not have started", blocks=2, cluster=2)
+    assert_refused(simulator.ClusterError, kernel, map_and_tensor, "may not have started", blocks=2, cluster=2)
 
 
 @simulated
-def test_a_map_leads_only_to_tensors_that_exist():
+def test_a_map_must_refer_to_an_existing_tensor():
     kernel = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 0, b, 0))
 
-    def gone():
+    def freed_tensor():
         map = tensor_map(torch.zeros(32, 128, dtype=torch.uint8), (8, 128), swizzle=128)
         return [map, torch.zeros(1)]
 
@@ -341,19 +327,21 @@ def test_a_map_leads_only_to_tensors_that_exist():
         map[:] = torch.frombuffer(bytearray(described.pack()), dtype=torch.uint8)
         return [map, x]
 
-    refused(simulator.SimulatorError, kernel, gone, "where no tensor is that a map was made from", seeds=2)
+    assert_refused(
+        simulator.SimulatorError, kernel, freed_tensor, "which is in no tensor that a map was encoded for", seeds=2
+    )
     far = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 32, b, 0))
-    refused(simulator.OutOfBounds, far, too_large, "leads 1024 bytes past the end", seeds=2)
+    assert_refused(simulator.OutOfBounds, far, too_large, "extends 1024 bytes past the end", seeds=2)
 
 
-# --- maps made on the device ----------------------------------------------------------------------------------------
+# --- maps modified on the device ------------------------------------------------------------------------------------
 
 
 def make_maker(act, acquire=True, other_acquires=False, lanes_differ=False, address=0):
-    """A kernel that makes a map, publishes it and loads by it."""
+    """Make a kernel that modifies a map, publishes it and uses it for a load."""
 
     @cuda.jit
-    def kernel(made, map, x, out):
+    def kernel(maps_out, map, x, out):
         smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
         copy, t = cuda.shared.array(32, uint32, 128), cuda.threadIdx.x
         make_barrier(barrier, 1024)
@@ -364,24 +352,24 @@ def make_maker(act, acquire=True, other_acquires=False, lanes_differ=False, addr
                 tensormap_replace_global_address(copy, 0, x, address)
                 act(copy)
             cuda.syncwarp()
-            tensormap_cp_fenceproxy(made, 32 * (t % 2 if lanes_differ else 1), copy, 0)
+            tensormap_cp_fenceproxy(maps_out, 32 * (t % 2 if lanes_differ else 1), copy, 0)
         cuda.syncthreads()
         if t == (1 if other_acquires else 0) and acquire:
-            fence_proxy_tensormap_acquire_gpu(made, 32)
+            fence_proxy_tensormap_acquire_gpu(maps_out, 32)
         cuda.syncthreads()
         if t == 0:
-            tma_load_2d(smem, 0, made, 32, 0, 0, barrier, 0)
+            tma_load_2d(smem, 0, maps_out, 32, 0, 0, barrier, 0)
         mbarrier_wait_parity(barrier, 0, 0)
         out[t] = smem[t]
 
     return kernel
 
 
-def to_make():
-    map, x = plain()
-    made = torch.zeros(96, dtype=torch.int32)
-    made = made[-made.data_ptr() % 128 // 4 :][:64]
-    return [made, map.view(torch.int32), x, torch.zeros(64, dtype=torch.uint8)]
+def maker_arguments():
+    map, x = map_and_tensor()
+    maps_out = torch.zeros(96, dtype=torch.int32)
+    maps_out = maps_out[-maps_out.data_ptr() % 128 // 4 :][:64]
+    return [maps_out, map.view(torch.int32), x, torch.zeros(64, dtype=torch.uint8)]
 
 
 def nothing(copy):
@@ -389,26 +377,29 @@ def nothing(copy):
 
 
 @simulated
-def test_a_map_made_on_the_device_must_be_acquired_by_who_uses_it():
-    for *_, x, out in outcomes(make_maker(nothing, address=128 * 3), to_make):
+def test_a_map_modified_on_the_device_must_be_acquired_by_its_user():
+    for *_, x, out in outcomes(make_maker(nothing, address=128 * 3), maker_arguments):
         assert torch.equal(out, x[3, :64])
-    words = "block (0, 0, 0) warp 0 lane 0 uses the tensor map at index 32 of made", "fence_proxy_tensormap_acquire_gpu"
-    refused(simulator.MissingFence, make_maker(nothing, acquire=False), to_make, *words)
-    refused(simulator.MissingFence, make_maker(nothing, other_acquires=True), to_make, *words)
+    words = (
+        "block (0, 0, 0) warp 0 lane 0 uses the tensor map at index 32 of maps_out",
+        "fence_proxy_tensormap_acquire_gpu",
+    )
+    assert_refused(simulator.MissingFence, make_maker(nothing, acquire=False), maker_arguments, *words)
+    assert_refused(simulator.MissingFence, make_maker(nothing, other_acquires=True), maker_arguments, *words)
 
 
 @simulated
-def test_a_map_that_an_earlier_launch_made_must_be_acquired_too():
+def test_a_map_from_an_earlier_launch_must_be_acquired():
     @cuda.jit
-    def uses(made, map, x, out):
+    def uses(maps_out, map, x, out):
         smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
         make_barrier(barrier, 1024)
         if cuda.threadIdx.x == 0:
-            tma_load_2d(smem, 0, made, 32, 0, 0, barrier, 0)
+            tma_load_2d(smem, 0, maps_out, 32, 0, 0, barrier, 0)
 
-    arguments = to_make()
+    arguments = maker_arguments()
     launch(make_maker(nothing), 1, 64, *arguments)
-    refused(simulator.MissingFence, uses, lambda: arguments, "which was changed on the device", seeds=2)
+    assert_refused(simulator.MissingFence, uses, lambda: arguments, "which was changed on the device", seeds=2)
 
 
 width, height, third = (make_tensormap_replace_global_dim(i) for i in range(3))
@@ -419,22 +410,22 @@ pitch, second_pitch = make_tensormap_replace_global_stride(0), make_tensormap_re
 @pytest.mark.parametrize(
     "error, words, act",
     [
-        ("SimulatorError", "makes dimension 1 0; it must be 1 to 2^32", lambda c: height(c, 0, 0)),
+        ("SimulatorError", "sets dimension 1 to 0; it must be 1 to 2^32", lambda c: height(c, 0, 0)),
         ("SimulatorError", "no dims[2] in a tensor of 2 dimensions", lambda c: third(c, 0, 5)),
         ("SimulatorError", "no strides[1] in a tensor of 2 dimensions", lambda c: second_pitch(c, 0, 64)),
-        ("Misaligned", "sets strides to 0x88, which is no multiple of 16", lambda c: pitch(c, 0, 0x88)),
+        ("Misaligned", "sets strides to 0x88, which is not a multiple of 16", lambda c: pitch(c, 0, 0x88)),
         ("OutOfBounds", "128 bytes at index 4 of the shared array", lambda c: width(c, 4, 5)),
         ("OutOfBounds", "past the end of the memory", lambda c: pitch(c, 0, 4096)),
     ],
 )
 def test_a_wrong_replacement_is_refused(error, words, act):
-    refused(getattr(simulator, error), make_maker(act), to_make, words, seeds=2)
+    assert_refused(getattr(simulator, error), make_maker(act), maker_arguments, words, seeds=2)
 
 
 @simulated
-def test_a_replaced_address_must_be_that_of_a_tensor():
+def test_a_replaced_address_must_be_in_a_registered_tensor():
     @cuda.jit
-    def kernel(made, map, x, out):
+    def kernel(maps_out, map, x, out):
         copy, t = cuda.shared.array(32, uint32, 128), cuda.threadIdx.x
         smem, barrier = cuda.shared.array(1024, uint8, 1024), cuda.shared.array(1, uint64)
         make_barrier(barrier, 1024)
@@ -444,35 +435,42 @@ def test_a_replaced_address_must_be_that_of_a_tensor():
             tensormap_replace_global_address(copy, 0, out, 0)
         cuda.syncthreads()
         if t < 32:
-            tensormap_cp_fenceproxy(made, 32, copy, 0)
-            fence_proxy_tensormap_acquire_gpu(made, 32)
+            tensormap_cp_fenceproxy(maps_out, 32, copy, 0)
+            fence_proxy_tensormap_acquire_gpu(maps_out, 32)
             if t == 0:
-                tma_load_2d(smem, 0, made, 32, 0, 0, barrier, 0)
+                tma_load_2d(smem, 0, maps_out, 32, 0, 0, barrier, 0)
 
-    refused(simulator.SimulatorError, kernel, to_make, "where no tensor is that a map was made from", seeds=2)
-
-
-@simulated
-def test_a_warp_publishes_one_map():
-    refused(simulator.SimulatorError, make_maker(nothing, lanes_differ=True), to_make, "publish different tensor maps")
+    assert_refused(
+        simulator.SimulatorError, kernel, maker_arguments, "which is in no tensor that a map was encoded for", seeds=2
+    )
 
 
 @simulated
-def test_shared_memory_has_an_end():
+def test_the_lanes_of_a_warp_must_publish_the_same_map():
+    assert_refused(
+        simulator.SimulatorError,
+        make_maker(nothing, lanes_differ=True),
+        maker_arguments,
+        "publish different tensor maps",
+    )
+
+
+@simulated
+def test_the_size_of_shared_memory_is_limited():
     @cuda.jit
     def kernel(map, x):
         x[0] = cuda.shared.array(0, uint8, 1024)[0]
         x[1] = cuda.shared.array(1024, uint8)[0]
 
     for size, found in (226 * 1024 + 1, 227 * 1024 + 1), (227 * 1024 + 1, 227 * 1024 + 1):
-        words = f"shared memory has {found} bytes; 232448 is the most"
-        refused(simulator.SimulatorError, kernel, plain, words, seeds=1, shared_bytes=size)
-    assert len(list(outcomes(kernel, plain, seeds=1, shared_bytes=226 * 1024))[0]) == 2
+        words = f"shared memory has {found} bytes; the maximum is 232448"
+        assert_refused(simulator.SimulatorError, kernel, map_and_tensor, words, seeds=1, shared_bytes=size)
+    assert len(list(outcomes(kernel, map_and_tensor, seeds=1, shared_bytes=226 * 1024))[0]) == 2
 
 
 @simulated
-def test_what_was_not_foreseen_is_watched_from_its_first_copy_on():
-    """A function that the simulator does not find beforehand, because it hides in a list."""
+def test_races_are_detected_in_kernels_that_the_static_scan_misses():
+    """The scan does not find functions in a list."""
     hidden = [tma_load_2d, mbarrier_init, fence_mbarrier_init]
 
     @cuda.jit
@@ -484,5 +482,5 @@ def test_what_was_not_foreseen_is_watched_from_its_first_copy_on():
             hidden[0](smem, 0, map, 0, 0, 0, barrier, 0)
             x[0] = float32(smem[300])
 
-    refused(simulator.AsyncRace, kernel, plain, "reads index 300 of the shared array")
-    assert math.isfinite(simulator.memory.attentive) and simulator.memory.attentive == 0
+    assert_refused(simulator.AsyncRace, kernel, map_and_tensor, "reads index 300 of the shared array")
+    assert math.isfinite(simulator.memory.watching) and simulator.memory.watching == 0

@@ -1,8 +1,8 @@
-"""A GPU and the simulator agree: small kernels, one for each primitive, and what NumPy says that they compute.
+"""Conformance of GPU and simulator: small kernels, one per primitive, compared with NumPy.
 
-The tests run on whichever engine this process has; what passes on both machines is the same on both. For Numba's own
-primitives kernels take NumPy arrays and are launched as any Numba user would; for ours in ``moe_numba.ptx`` they take
-pointers and are launched by ``moe_numba.runtime.launch``.
+The tests run on the GPU or in the simulator, whichever this process uses; passing on both shows that both agree.
+Kernels with Numba's own primitives take NumPy arrays and are launched as in Numba. Kernels with `moe_numba.ptx` take
+pointers and are launched by `moe_numba.runtime.launch`.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
 from numba import cuda, float32, int32, uint32, uint64
@@ -29,11 +29,10 @@ from moe_numba.ptx.cluster import (
     st_cluster_s32x4,
 )
 from moe_numba.ptx.memory import st_global_s32x4
-from moe_numba.ptx.warp import redux_sync_add_s32
+from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 from moe_numba.runtime.launch import launch
 
-FULL = 0xFFFFFFFF
-PATIENCE = 1 << 20  # polls after which a kernel gives up, so that a GPU fails a test and does not hang
+MAX_POLLS = 1 << 20  # bounds polling, so that a failing test on a GPU does not hang
 LANES = np.arange(32)
 RNG = np.random.default_rng(0)
 WORDS = RNG.integers(0, 2**32, 32, dtype=np.uint32)
@@ -43,17 +42,17 @@ FLOATS = (RNG.standard_normal(32) * 10.0 ** RNG.integers(-6, 6, 32)).astype(np.f
 
 
 def run(kernel, dtype, *args, threads=32, blocks=1, shape=None, shared_bytes=0):
-    """Launch a kernel whose first argument is its output, an element a thread unless told otherwise."""
+    """Launch a kernel whose first argument is its output; by default one element per thread."""
     size = math.prod(threads) if isinstance(threads, tuple) else threads
     out = np.zeros(shape or blocks * size, dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Numba warns of small grids and of host arrays, which are the point here
+        warnings.simplefilter("ignore")  # of small grids and host arrays, which are intended
         kernel[blocks, threads, 0, shared_bytes](out, *args)
         cuda.synchronize()
     return out
 
 
-# --- who am I -------------------------------------------------------------------------------------------------------
+# --- indices --------------------------------------------------------------------------------------------------------
 
 
 def test_indices():
@@ -89,22 +88,22 @@ def test_lanemask_and_warpsize():
 
 @cuda.jit
 def shuffle_idx(out, x, d):
-    out[cuda.laneid] = cuda.shfl_sync(FULL, x[cuda.laneid], d)
+    out[cuda.laneid] = cuda.shfl_sync(FULL_MASK, x[cuda.laneid], d)
 
 
 @cuda.jit
 def shuffle_up(out, x, d):
-    out[cuda.laneid] = cuda.shfl_up_sync(FULL, x[cuda.laneid], d)
+    out[cuda.laneid] = cuda.shfl_up_sync(FULL_MASK, x[cuda.laneid], d)
 
 
 @cuda.jit
 def shuffle_down(out, x, d):
-    out[cuda.laneid] = cuda.shfl_down_sync(FULL, x[cuda.laneid], d)
+    out[cuda.laneid] = cuda.shfl_down_sync(FULL_MASK, x[cuda.laneid], d)
 
 
 @cuda.jit
 def shuffle_xor(out, x, d):
-    out[cuda.laneid] = cuda.shfl_xor_sync(FULL, x[cuda.laneid], d)
+    out[cuda.laneid] = cuda.shfl_xor_sync(FULL_MASK, x[cuda.laneid], d)
 
 
 SOURCES = [
@@ -127,16 +126,16 @@ def test_shuffle_source_beyond_the_warp_wraps():
     assert (run(shuffle_idx, np.int32, INTS, 37) == INTS[5]).all()
 
 
-def test_each_lane_names_its_own_source():
+def test_each_lane_selects_its_own_source():
     @cuda.jit
     def kernel(out, x, source):
-        out[cuda.laneid] = cuda.shfl_sync(FULL, x[cuda.laneid], source[cuda.laneid])
+        out[cuda.laneid] = cuda.shfl_sync(FULL_MASK, x[cuda.laneid], source[cuda.laneid])
 
     source = RNG.permutation(32).astype(np.int32)
     assert (run(kernel, np.int32, INTS, source) == INTS[source]).all()
 
 
-def test_half_warps_shuffle_by_themselves():
+def test_half_warps_shuffle_separately():
     @cuda.jit
     def kernel(out, x):
         lane = cuda.laneid
@@ -166,8 +165,8 @@ def votes(out, x, mask):
         out[lane, 3] = cuda.ballot_sync(mask, x[lane])
 
 
-@pytest.mark.parametrize("mask", [FULL, 0x0F0F00FF, 0x80000001, 0x10])
-@pytest.mark.parametrize("yes", [0, FULL, 0x0F0F00FF, 0x80000000, 0x12345678])
+@pytest.mark.parametrize("mask", [FULL_MASK, 0x0F0F00FF, 0x80000001, 0x10])
+@pytest.mark.parametrize("yes", [0, FULL_MASK, 0x0F0F00FF, 0x80000000, 0x12345678])
 def test_votes_under_masks(mask, yes):
     x = (yes >> LANES & 1).astype(np.int32)
     out = run(votes, np.int64, x, mask, shape=(32, 4))
@@ -181,7 +180,7 @@ def test_votes_under_masks(mask, yes):
 def test_match_any(dtype):
     @cuda.jit
     def kernel(out, x):
-        out[cuda.laneid] = cuda.match_any_sync(FULL, x[cuda.laneid])
+        out[cuda.laneid] = cuda.match_any_sync(FULL_MASK, x[cuda.laneid])
 
     x = RNG.integers(-3, 3, 32).astype(dtype)
     masks = [sum(1 << int(lane) for lane in np.flatnonzero(x == v)) for v in x]
@@ -192,7 +191,7 @@ def test_match_any(dtype):
 def test_match_all(odd_one):
     @cuda.jit
     def kernel(out, x):
-        out[cuda.laneid, 0], out[cuda.laneid, 1] = cuda.match_all_sync(FULL, x[cuda.laneid])
+        out[cuda.laneid, 0], out[cuda.laneid, 1] = cuda.match_all_sync(FULL_MASK, x[cuda.laneid])
 
     x = np.full(32, 7, np.int32)
     if odd_one:
@@ -241,7 +240,7 @@ def test_syncthreads_orders_shared_memory():
     assert (run(kernel, np.float32, x, threads=256) == x.sum()).all()
 
 
-def test_barriers_that_vote():
+def test_voting_barriers():
     @cuda.jit
     def kernel(out, x):
         t = cuda.threadIdx.x
@@ -287,7 +286,7 @@ def test_a_block_waits_for_another():
 # --- atomics --------------------------------------------------------------------------------------------------------
 
 
-def test_atomic_add_hands_out_each_value_once():
+def test_atomic_add_returns_each_value_once():
     @cuda.jit
     def kernel(out, counter):
         out[cuda.grid(1)] = cuda.atomic.add(counter, 1, 1)
@@ -411,7 +410,7 @@ def test_integers_wrap_around_when_stored(x):
 
     y, big = np.roll(x, 5), x.astype(np.int64)
     right = [big + y, big - y, [int(a) * int(b) for a, b in zip(x, y)], big >> 3, big << 3, big ^ y]
-    right = np.array([[int(v) & FULL for v in column] for column in right], np.uint32).T
+    right = np.array([[int(v) & FULL_MASK for v in column] for column in right], np.uint32).T
     assert (run(kernel, x.dtype, x, y, shape=(32, 6)).view(np.uint32) == right).all()
 
 
@@ -496,18 +495,18 @@ def test_device_functions_closures_and_local_arrays():
     @cuda.jit
     def kernel(out, x):
         t = cuda.laneid
-        mine = cuda.local.array(columns, float32)
+        values = cuda.local.array(columns, float32)
         for i in range(columns):
-            mine[i] = x[t, i]
-        low, high = extremes(mine)
+            values[i] = x[t, i]
+        low, high = extremes(values)
         out[t] = high - low
 
     x = RNG.standard_normal((32, columns)).astype(np.float32)
     assert (run(kernel, np.float32, x) == x.max(1) - x.min(1)).all()
 
 
-def test_a_scan_of_warps():
-    """The primitives together: an inclusive scan over a block, by shuffles and one barrier."""
+def test_block_wide_scan():
+    """Combine primitives: an inclusive scan over a block, by shuffles and one barrier."""
 
     @cuda.jit
     def kernel(out, x):
@@ -516,7 +515,7 @@ def test_a_scan_of_warps():
         v = x[t]
         d = 1
         while d < 32:
-            other = cuda.shfl_up_sync(FULL, v, d)
+            other = cuda.shfl_up_sync(FULL_MASK, v, d)
             if lane >= d:
                 v = int32(v + other)
             d *= 2
@@ -531,13 +530,13 @@ def test_a_scan_of_warps():
     assert (run(kernel, np.int32, x, threads=256) == x.cumsum()).all()
 
 
-# --- instructions that Numba has no name for ------------------------------------------------------------------------
+# --- PTX instructions -----------------------------------------------------------------------------------------------
 
 
 def runs(kernel, device, *args, threads=32, blocks=1, **options):
-    """Launch a kernel over pointers to copies of NumPy arrays, and over numbers; yield what became of the arrays.
+    """Launch a kernel on copies of the NumPy arrays among its arguments, and yield the arrays afterwards.
 
-    In the simulator threads run in several orders, under every other seed with preemption; on a GPU in the GPU's own.
+    In the simulator it runs under ten seeds, with preemption under odd ones; on a GPU once.
     """
     for seed in range(10 if simulator.ENABLED else 1):
         tensors = [torch.from_numpy(a).clone().to(device) if isinstance(a, np.ndarray) else a for a in args]
@@ -546,7 +545,7 @@ def runs(kernel, device, *args, threads=32, blocks=1, **options):
         yield [t.cpu().numpy() for t in tensors if isinstance(t, torch.Tensor)]
 
 
-def test_a_wide_store_writes_four_integers_and_leaves_the_next(device):
+def test_a_16_byte_store_leaves_neighbours_unchanged(device):
     @cuda.jit
     def kernel(out, x):
         t = cuda.threadIdx.x
@@ -557,11 +556,11 @@ def test_a_wide_store_writes_four_integers_and_leaves_the_next(device):
         assert (out.reshape(8, 2, 4)[:, 1] == INTS.reshape(8, 4)).all()
 
 
-def test_a_warp_adds_up(device):
+def test_redux_sync_add(device):
     @cuda.jit
     def kernel(out, x):
         lane = cuda.laneid
-        out[lane] = redux_sync_add_s32(FULL, x[lane])
+        out[lane] = redux_sync_add_s32(FULL_MASK, x[lane])
         if lane < 12:
             out[lane + 32] = redux_sync_add_s32(0x00000FFF, x[lane])
         else:
@@ -574,8 +573,8 @@ def test_a_warp_adds_up(device):
             assert (out == parts).all()
 
 
-def test_blocks_hand_words_to_one_another(device):
-    """Both halves of a word change at once, whichever half its reader watches."""
+def test_blocks_exchange_64_bit_words(device):
+    """A 64-bit store is single-copy atomic: a reader that polls one half sees both halves change."""
 
     @cuda.jit
     def kernel(out, shared, words):
@@ -583,9 +582,9 @@ def test_blocks_hand_words_to_one_another(device):
         if t == 0:
             st_relaxed_gpu_u64(shared, 2 * block + 4, words[block])
         if t < blocks:
-            watched = uint64(FULL) << uint64(t % 2 * 32)
+            watched = uint64(FULL_MASK) << uint64(t % 2 * 32)
             low, high, polls = uint64(0), uint64(0), 0
-            while (low & watched == uint64(0) or high & watched == uint64(0)) and polls < PATIENCE:
+            while (low & watched == uint64(0) or high & watched == uint64(0)) and polls < MAX_POLLS:
                 low, high = ld_relaxed_gpu_u64x2(shared, t // 2 * 4 + 4)
                 polls += 1
             out[2 * cuda.grid(1)] = low
@@ -599,13 +598,13 @@ def test_blocks_hand_words_to_one_another(device):
 
 
 @pytest.mark.parametrize("step", [3, -5])
-def test_blocks_meet_at_a_counter(step, device):
+def test_blocks_synchronize_on_a_counter(step, device):
     @cuda.jit
     def kernel(tickets, counts, step, end):
         if cuda.threadIdx.x == 0:
             tickets[cuda.blockIdx.x] = atom_add_relaxed_gpu_s32(counts, 1, step)
             polls = 0
-            while ld_relaxed_gpu_s32(counts, 1) != end and polls < PATIENCE:
+            while ld_relaxed_gpu_s32(counts, 1) != end and polls < MAX_POLLS:
                 polls += 1
             tickets[cuda.gridDim.x + cuda.blockIdx.x] = ld_relaxed_gpu_s32(counts, 1)
 
@@ -618,7 +617,7 @@ def test_blocks_meet_at_a_counter(step, device):
         assert (tickets[8:] == end).all() and counts.tolist() == [1, end, 2]
 
 
-def test_blocks_of_a_cluster_reach_into_one_another(device):
+def test_distributed_shared_memory(device):
     @cuda.jit
     def kernel(out, x):
         one = cuda.shared.array(4, int32)
@@ -641,10 +640,10 @@ def test_blocks_of_a_cluster_reach_into_one_another(device):
         barrier_cluster_wait()
 
     rank = np.arange(8) % 4
-    first, mine = np.arange(8) - rank, INTS.reshape(4, 8)  # the cluster's first block, and what each block hands over
+    first, values = np.arange(8) - rank, INTS.reshape(4, 8)
 
     def of(shift):
-        return mine[:, first + (rank + shift) % 4]
+        return values[:, first + (rank + shift) % 4]
 
     right = [rank, rank * 0 + 4, of(-1)[0], of(1)[2], of(1)[0], *of(3)]
     for out, _ in runs(kernel, device, np.zeros(96, np.int32), INTS, threads=64, blocks=8, cluster=4):

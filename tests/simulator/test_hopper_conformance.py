@@ -1,7 +1,7 @@
-"""A Hopper GPU and the simulator agree on mbarriers, bulk copies, TMA and tensor maps.
+"""Conformance of GPU and simulator: mbarriers, bulk copies, TMA and tensor maps.
 
-Small kernels, one for each instruction, and what NumPy says that they compute. The tests run on whichever engine this
-process has: what passes on both machines is the same on both. The tensor core's are in the next file.
+Small kernels, one per instruction, compared with NumPy. The tests run on the GPU or in the simulator, whichever this
+process uses; passing on both shows that both agree. Tensor core instructions: test_hopper_conformance_wgmma.py.
 """
 
 import math
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_numba import simulator  # noqa: F401  before numba: it chooses the engine
+from moe_numba import simulator  # noqa: F401  before numba: it selects the simulator or the GPU
 
 # isort: split
-from hopper_runs import BF16, E4M3, hopper, random_bytes, runs
+from helpers.hopper import BF16, E4M3, hopper, random_bytes, runs
 from numba import cuda, float32, uint8, uint32, uint64
 
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
@@ -48,7 +48,6 @@ from moe_numba.ptx.tensormap import (
 from moe_numba.ptx.tma import (
     createpolicy_evict_first,
     createpolicy_evict_last,
-    prefetch_tensormap,
     tma_load_2d,
     tma_load_2d_hint,
     tma_load_2d_multicast,
@@ -70,7 +69,7 @@ def as_bytes(tensor):
 
 
 @cuda.jit
-def walks_through_phases(out):
+def step_through_phases(out):
     barriers = cuda.shared.array(3, uint64)
     t = cuda.threadIdx.x
     if t == 0:
@@ -95,16 +94,16 @@ def walks_through_phases(out):
         out[2] = mbarrier_try_wait_parity(barriers, 1, 0)
 
 
-def test_a_barrier_goes_from_phase_to_phase(device):
+def test_mbarrier_phases(device):
     for (out,) in runs(
-        walks_through_phases, lambda: [torch.full((8 * 64,), 9, dtype=torch.int32).to(device)], threads=64
+        step_through_phases, lambda: [torch.full((8 * 64,), 9, dtype=torch.int32).to(device)], threads=64
     ):
         out = out.view(64, 8).cpu()
         assert (out[:, [0, 4, 5, 6, 1]] == 1).all() and out[0, 2:4].tolist() == [0, 0]
 
 
 @cuda.jit
-def copies_in_bulk(out, x, late):
+def bulk_copies(out, x, late):
     buffer = cuda.shared.array(512, float32, 128)
     barriers = cuda.shared.array(2, uint64)
     t = cuda.threadIdx.x
@@ -138,10 +137,10 @@ wait_group_0, wait_group_1, wait_group_read_0 = (
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["expected first", "expected last"])
-def test_bulk_copies_there_and_back(late, device):
+def test_bulk_loads_and_stores(late, device):
     x = torch.arange(300.0)
     right = x[8:264] + x[4:132].repeat(2)
-    for out, *_ in runs(copies_in_bulk, lambda: [torch.full((264,), -1.0).to(device), x.to(device), late], threads=256):
+    for out, *_ in runs(bulk_copies, lambda: [torch.full((264,), -1.0).to(device), x.to(device), late], threads=256):
         assert torch.equal(out[4:260].cpu(), right) and (out[:4] == -1).all() and (out[260:] == -1).all()
 
 
@@ -149,18 +148,18 @@ def test_bulk_copies_there_and_back(late, device):
 
 
 def swizzled(rows, swizzle):
-    """Rows of bytes as they lie in shared memory: chunks of 16 bytes of a row change places, by the row's number."""
+    """Return rows of bytes in their shared memory layout: 16-byte chunks are permuted by the row's index."""
     if not swizzle:
         return rows
     row, chunk = np.indices((rows.shape[0], swizzle // 16))
-    there = {128: chunk ^ row % 8, 64: chunk ^ row // 2 % 4, 32: chunk ^ row // 4 % 2}[swizzle]
+    swizzled_chunk = {128: chunk ^ row % 8, 64: chunk ^ row // 2 % 4, 32: chunk ^ row // 4 % 2}[swizzle]
     out = np.empty_like(rows).reshape(-1, swizzle // 16, 16)
-    out[row, there] = rows.reshape(out.shape)
+    out[row, swizzled_chunk] = rows.reshape(out.shape)
     return out.reshape(rows.shape)
 
 
-def cut(x, start, box):
-    """A box of an array, zeros where it reaches outside; what a load brings."""
+def box_of(x, start, box):
+    """Return a box of an array as a load does, with zeros outside the array."""
     out = np.zeros(box, x.dtype)
     inside = [slice(max(0, s), min(n, s + b)) for s, n, b in zip(start, x.shape, box)]
     if all(i.start < i.stop for i in inside):
@@ -169,13 +168,12 @@ def cut(x, start, box):
 
 
 @cuda.jit
-def dumps_2d(out, map, x, y, size, hinted):
-    """Load a box, and copy shared memory to `out` as it is."""
+def load_box_2d(out, map, x, y, size, hinted):
+    """Load a box, and copy shared memory to `out` unchanged."""
     smem = cuda.shared.array(0, uint8, 1024)
     barrier = cuda.shared.array(1, uint64)
     if cuda.threadIdx.x == 0:
         fence_proxy_tensormap_acquire_sys(map, 0)
-        prefetch_tensormap(map, 0)
         mbarrier_init(barrier, 0, 1)
         fence_mbarrier_init()
         mbarrier_arrive_expect_tx(barrier, 0, size)
@@ -211,13 +209,13 @@ def matrix(dtype, rows, row_bytes, device):
 
 
 @pytest.mark.parametrize("dtype, swizzle, box", BOXES)
-def test_a_load_brings_a_box_and_zeros_from_outside(dtype, swizzle, box, device):
-    """Rows end within a chunk of 16 bytes, and what lies behind them is not zero."""
+def test_a_load_fills_outside_the_tensor_with_zeros(dtype, swizzle, box, device):
+    """Rows end within a 16-byte chunk, and the memory after them is not zero."""
     size = dtype.itemsize
     x = matrix(dtype, 30, 160, device)[:, : 148 // size]
     whole, row = as_bytes(x), box[1] * size
     for y, at in [(0, 0), (3, 16), (26, 144), (-2, -16), (5, 64), (0, -512), (0, 160), (100, 0)]:
-        start, right = (y, at // size), cut(whole, (y, at), (box[0], row))
+        start, right = (y, at // size), box_of(whole, (y, at), (box[0], row))
         make = lambda start=start: [
             torch.full((box[0] * row,), 7, dtype=torch.uint8).to(device),
             tensor_map(x, box, swizzle=swizzle),
@@ -226,13 +224,13 @@ def test_a_load_brings_a_box_and_zeros_from_outside(dtype, swizzle, box, device)
             box[0] * row,
             abs(start[0]) % 3,
         ]
-        for out, *_ in runs(dumps_2d, make, threads=64, count=2, shared_bytes=1024 + box[0] * row):
+        for out, *_ in runs(load_box_2d, make, threads=64, count=2, shared_bytes=1024 + box[0] * row):
             assert (out.cpu().numpy().reshape(box[0], row) == swizzled(right, swizzle)).all(), start
 
 
 @cuda.jit
-def dumps_3d(out, map, x, y, z, size, hinted):
-    """With the barrier behind the box in dynamic shared memory."""
+def load_box_3d(out, map, x, y, z, size, hinted):
+    """Load a box, with the barrier after the box in dynamic shared memory."""
     smem = cuda.shared.array(0, uint8, 1024)
     barrier = cuda.shared.array(0, uint64, 1024)[size // 8 :]
     if cuda.threadIdx.x == 0:
@@ -252,11 +250,11 @@ def dumps_3d(out, map, x, y, z, size, hinted):
 
 @pytest.mark.parametrize("swizzle, box", [(0, (2, 3, 16)), (128, (2, 4, 128)), (64, (3, 8, 64))])
 def test_a_load_of_three_dimensions(swizzle, box, device):
-    """The map is the second of two, and the tensor a part of a larger one."""
+    """The map is the second of two, and the tensor is a slice of a larger one."""
     whole = random_bytes(4, 10, 256).to(device)
     x = whole[:, 1:9, 16:237]
     for start in [(0, 0, 0), (1, 2, 32), (3, 6, 208), (-1, -2, -16)]:
-        right = cut(as_bytes(x), start, box).reshape(-1, box[2])
+        right = box_of(as_bytes(x), start, box).reshape(-1, box[2])
         make = lambda start=start: [
             torch.full((math.prod(box),), 7, dtype=torch.uint8).to(device),
             torch.stack([tensor_map(whole, (1, 1, 16)), tensor_map(x, box, swizzle=swizzle)]),
@@ -264,12 +262,12 @@ def test_a_load_of_three_dimensions(swizzle, box, device):
             math.prod(box),
             start[0],
         ]
-        for out, *_ in runs(dumps_3d, make, threads=64, count=2, shared_bytes=math.prod(box) + 8):
+        for out, *_ in runs(load_box_3d, make, threads=64, count=2, shared_bytes=math.prod(box) + 8):
             assert (out.cpu().numpy().reshape(-1, box[2]) == swizzled(right, swizzle)).all(), start
 
 
 @cuda.jit
-def stores_2d(data, map, x, y, size):
+def store_box_2d(data, map, x, y, size):
     smem = cuda.shared.array(0, uint8, 1024)
     for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
         smem[i] = data[i]
@@ -283,7 +281,7 @@ def stores_2d(data, map, x, y, size):
 
 
 @cuda.jit
-def stores_3d(data, map, x, y, z, size):
+def store_box_3d(data, map, x, y, z, size):
     smem = cuda.shared.array(0, uint8, 1024)
     for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
         smem[i] = data[i]
@@ -296,8 +294,8 @@ def stores_3d(data, map, x, y, z, size):
         wait_group_read_0()
 
 
-def clipped(width):
-    """How many bytes of a row a store may write: its last chunk of 16 goes whole, even where the tensor ends in it."""
+def stored_width(width):
+    """Return how many bytes of a row a store may write: whole 16-byte chunks, even if the tensor ends within one."""
     return -(-width // 16) * 16
 
 
@@ -319,26 +317,26 @@ def clipped(width):
         (torch.uint8, 145, (1, 8, 64), 64, (0, 0, 96)),
     ],
 )
-def test_a_store_writes_the_part_of_a_box_that_lies_inside(dtype, width, box, swizzle, start, device):
+def test_a_store_is_clipped_to_the_tensor(dtype, width, box, swizzle, start, device):
     shape = (30, 160) if len(box) == 2 else (4, 7, 160)
     size, data = math.prod(box), random_bytes(*box)
-    right = np.full([n + 2 * 256 for n in shape], 7, np.uint8)  # with a margin, for what is to be clipped
+    right = np.full([n + 2 * 256 for n in shape], 7, np.uint8)  # with a margin for the stored_width part
     right[tuple(slice(256 + s, 256 + s + b) for s, b in zip(start, box))] = data
     right = right[(slice(256, -256),) * len(box)]
-    right[..., clipped(width) :] = 7
+    right[..., stored_width(width) :] = 7
     *outer, row = box
     *above, at = start
     laid_out = torch.from_numpy(swizzled(data.numpy().reshape(-1, box[-1]), swizzle)).reshape(-1).to(device)
 
     def make():
         kept.append(torch.full((math.prod(shape) + 256,), 7, dtype=torch.uint8, device=device))
-        x = kept[-1][128:-128].view(shape)  # what lies before and after it must stay as it is
+        x = kept[-1][128:-128].view(shape)  # the margins must stay unchanged
         x = x.view(dtype)[..., : width // dtype.itemsize]
         map = tensor_map(x, (*outer, row // dtype.itemsize), swizzle=swizzle)
         return [laid_out, map, at // dtype.itemsize, *above[::-1], size]
 
     kept = []
-    kernel = stores_2d if len(box) == 2 else stores_3d
+    kernel = store_box_2d if len(box) == 2 else store_box_3d
     for _ in runs(kernel, make, threads=64, shared_bytes=size):
         found = kept[-1].cpu().numpy()
         assert (found[128:-128].reshape(shape) == right).all()
@@ -346,8 +344,8 @@ def test_a_store_writes_the_part_of_a_box_that_lies_inside(dtype, width, box, sw
 
 
 @cuda.jit
-def shares_loads(out, map_a, map_b, rows):
-    """Each block of a pair loads half of what both need, for both; and tells the other when it has read it."""
+def multicast_loads(out, map_a, map_b, rows):
+    """Each block of a pair loads half of the tiles for both blocks, and signals when it has read them."""
     smem = cuda.shared.array(0, uint8, 1024)
     barriers = cuda.shared.array(2, uint64)
     t, rank = cuda.threadIdx.x, cluster_ctarank()
@@ -359,25 +357,25 @@ def shares_loads(out, map_a, map_b, rows):
         fence_proxy_tensormap_acquire_sys(map_b, 0)
     barrier_cluster_arrive()
     barrier_cluster_wait()
-    for turn in range(3):
+    for iteration in range(3):
         if t == 0:
-            if turn > 0:
-                mbarrier_wait_parity_cluster(barriers, 1, (turn - 1) & 1)
+            if iteration > 0:
+                mbarrier_wait_parity_cluster(barriers, 1, (iteration - 1) & 1)
             mbarrier_arrive_expect_tx(barriers, 0, 2 * 1024)
             if rank == 0:
-                tma_load_2d_multicast(smem, 0, map_a, 0, 0, 8 * turn, barriers, 0, 3)
+                tma_load_2d_multicast(smem, 0, map_a, 0, 0, 8 * iteration, barriers, 0, 3)
             else:
-                tma_load_2d_multicast(smem, 1024, map_b, 0, 0, 8 * turn, barriers, 0, 3)
-        mbarrier_wait_parity(barriers, 0, turn & 1)
+                tma_load_2d_multicast(smem, 1024, map_b, 0, 0, 8 * iteration, barriers, 0, 3)
+        mbarrier_wait_parity(barriers, 0, iteration & 1)
         for i in range(t, 2048, 64):
-            out[(cuda.blockIdx.x * 3 + turn) * 2048 + i] = smem[i]
+            out[(cuda.blockIdx.x * 3 + iteration) * 2048 + i] = smem[i]
         mbarrier_arrive_cluster(barriers, 1, 0)
         mbarrier_arrive_cluster(barriers, 1, 1)
     barrier_cluster_arrive()
     barrier_cluster_wait()
 
 
-def test_a_load_goes_to_several_blocks(device):
+def test_multicast_loads(device):
     a, b = random_bytes(24, 128).to(device), random_bytes(24, 128).to(device)
     right = torch.stack([a.view(3, 1024), b.view(3, 1024)], 1).expand(4, 3, 2, 1024).cpu()
     make = lambda: [
@@ -386,19 +384,19 @@ def test_a_load_goes_to_several_blocks(device):
         tensor_map(b, (8, 128)),
         24,
     ]
-    for out, *_ in runs(shares_loads, make, blocks=4, threads=64, cluster=2, shared_bytes=2048):
+    for out, *_ in runs(multicast_loads, make, blocks=4, threads=64, cluster=2, shared_bytes=2048):
         assert torch.equal(out.view(4, 3, 2, 1024).cpu(), right)
 
 
-# --- tensor maps made on the device ---------------------------------------------------------------------------------
+# --- tensor maps modified on the device -----------------------------------------------------------------------------
 
 replace_width, replace_height = make_tensormap_replace_global_dim(0), make_tensormap_replace_global_dim(1)
 replace_stride = make_tensormap_replace_global_stride(0)
 
 
 @cuda.jit
-def stores_by_groups(maps, template, out, data, starts, pitches, widths):
-    """Block g writes 16 rows of 128 bytes to where group g lies in `out`, by a map of its own."""
+def store_groups(maps, template, out, data, starts, pitches, widths):
+    """Block g stores 16 rows of 128 bytes to group g of `out`, through a map of its own."""
     smem = cuda.shared.array(2048, uint8, 1024)
     copy = cuda.shared.array(32, uint32, 128)
     t, g = cuda.threadIdx.x, cuda.blockIdx.x
@@ -417,20 +415,20 @@ def stores_by_groups(maps, template, out, data, starts, pitches, widths):
     fence_proxy_async_shared()
     fence_acq_rel_gpu()
     cuda.syncthreads()
-    if t == 32:  # not the warp that made the map
+    if t == 32:  # not the warp that modified the map
         fence_proxy_tensormap_acquire_gpu(maps, 32 * g)
         tma_store_2d(maps, 32 * g, 0, 0, smem, 0)
         bulk_commit_group()
         wait_group_0()
 
 
-def test_maps_made_on_the_device(device):
+def test_maps_modified_on_the_device(device):
     rows, pitches, widths = [3, 16, 1, 9], [128, 256, 144, 160], [128, 100, 16, 33]
     starts = np.concatenate([[0], np.cumsum(np.array(rows) * pitches)]).astype(np.int32)
     data = random_bytes(4, 16, 128)
     right = np.full(starts[-1], 7, np.uint8)
     for g in range(4):
-        width = clipped(widths[g])
+        width = stored_width(widths[g])
         right[starts[g] : starts[g + 1]].reshape(rows[g], pitches[g])[:, :width] = data[g, : rows[g], :width]
 
     def make():
@@ -441,5 +439,5 @@ def test_maps_made_on_the_device(device):
         numbers = [torch.tensor(n, dtype=torch.int32).to(device) for n in (starts, pitches, widths)]
         return [maps, template, out, data.view(-1).to(device), *numbers]
 
-    for _, _, out, *_ in runs(stores_by_groups, make, blocks=4, threads=64):
+    for _, _, out, *_ in runs(store_groups, make, blocks=4, threads=64):
         assert (out.cpu().numpy() == right).all()

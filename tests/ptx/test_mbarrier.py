@@ -1,11 +1,12 @@
-"""What careless kernels are told about mbarriers, bulk copies and named barriers; a GPU would hang, or be wrong."""
+"""Faulty uses of mbarriers, bulk copies and named barriers, which the simulator must reject."""
 
-import hopper_runs
 import numpy as np
 import pytest
 import torch
+from helpers.hopper import check_refused
+from helpers.hopper import outcomes as outcomes_of_seeds
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
 from numba import cuda, float32, uint32, uint64
@@ -26,26 +27,26 @@ from moe_numba.ptx.mbarrier import (
 )
 from moe_numba.ptx.warpgroup import bar_arrive, bar_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 
-pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="undefined on a GPU: set MOE_NUMBA_SIMULATE=1")
 
-HERE = "test_mbarrier.py"
+THIS_FILE = "test_mbarrier.py"
 
 
 def outcomes(kernel, **options):
-    """What each seed makes of a kernel that gets 256 floats to write and 256 to read: what it wrote, or the error."""
+    """Yield for each seed the 256 floats that a kernel(out, x) wrote, or the error."""
     make = lambda: [torch.full((256,), -1.0), torch.arange(256.0)]
-    for found in hopper_runs.outcomes(kernel, make, **options):
+    for found in outcomes_of_seeds(kernel, make, **options):
         yield found if isinstance(found, Exception) else found[0]
 
 
-def refused(error, kernel, *patterns, every=True, **options):
-    """Under every seed (or under some) a kernel is refused in these words; gives what the others wrote."""
-    return hopper_runs.refused(error, outcomes(kernel, **options), *patterns, every=every)
+def assert_refused(error, kernel, *patterns, every=True, **options):
+    """Assert that every seed (or some) raises this error with these patterns; return the outputs of the others."""
+    return check_refused(error, outcomes(kernel, **options), *patterns, every=every)
 
 
 def line(kernel, offset):
-    """A line of a kernel, counted from its decorator, as errors name it."""
-    return f"{kernel.py_func.__name__}, {HERE}:{kernel.py_func.__code__.co_firstlineno + offset}"
+    """Format a kernel's line, counted from its decorator, as in error messages."""
+    return f"{kernel.py_func.__name__}, {THIS_FILE}:{kernel.py_func.__code__.co_firstlineno + offset}"
 
 
 @cuda.jit(device=True)
@@ -60,7 +61,7 @@ def make_barriers(barriers, count):
 # --- barriers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_barrier_must_be_made_before_it_is_used():
+def test_an_mbarrier_must_be_initialised_before_use():
     @cuda.jit
     def never(out, x):
         barriers = cuda.shared.array(2, uint64)
@@ -83,15 +84,23 @@ def test_a_barrier_must_be_made_before_it_is_used():
         mbarrier_arrive(barriers, 1)
         out[cuda.threadIdx.x] = -1
 
-    refused(
-        simulator.BarrierMisuse, never, "bytes 8 to 15 of the shared array", line(never, 3), "nobody has made there"
+    assert_refused(
+        simulator.BarrierMisuse,
+        never,
+        "bytes 8 to 15 of the shared array",
+        line(never, 3),
+        "no thread has initialised one there",
     )
-    refused(simulator.BarrierMisuse, unfenced, "mbarrier 1 of", line(unfenced, 6), "has not called fence_mbarrier_init")
-    for out in refused(simulator.BarrierMisuse, unsynchronised, "nobody has made", every=False, seeds=20):
+    assert_refused(
+        simulator.BarrierMisuse, unfenced, "mbarrier 1 of", line(unfenced, 6), "has not called fence_mbarrier_init"
+    )
+    for out in assert_refused(
+        simulator.BarrierMisuse, unsynchronised, "no thread has initialised one", every=False, seeds=20
+    ):
         assert (out == -1).all()
 
 
-def test_a_barrier_is_made_once_and_is_opaque():
+def test_an_mbarrier_is_initialised_once_and_is_opaque():
     @cuda.jit
     def twice(out, x):
         barriers = cuda.shared.array(2, uint64)
@@ -110,11 +119,11 @@ def test_a_barrier_is_made_once_and_is_opaque():
         out[0] = float32(barriers[0])
 
     @cuda.jit
-    def for_nobody(out, x):
+    def without_arrivals(out, x):
         mbarrier_init(cuda.shared.array(2, uint64), 0, 0)
 
     @cuda.jit
-    def ended_too_early(out, x):
+    def invalidated_too_early(out, x):
         barriers = cuda.shared.array(1, uint64)
         buffer = cuda.shared.array(64, float32, 128)
         if cuda.threadIdx.x == 0:
@@ -123,11 +132,17 @@ def test_a_barrier_is_made_once_and_is_opaque():
             bulk_load(buffer, 0, x, 0, 64, barriers, 0)
             mbarrier_inval(barriers, 0)
 
-    refused(simulator.BarrierMisuse, twice, "calls mbarrier_init", line(twice, 3), "which block (0, 0, 0) warp")
-    refused(simulator.AsyncRace, overwritten, "writes index 1 of the shared array", "mbarrier 1 of", "lies, which")
-    refused(simulator.AsyncRace, inspected, "reads index 0 of the shared array", line(inspected, 4), "mbarrier_inval")
-    refused(simulator.BarrierMisuse, for_nobody, "takes 0 arrivals")
-    refused(simulator.BarrierMisuse, ended_too_early, "ends mbarrier 0", "waits for 1 of 1 arrivals")
+    assert_refused(simulator.BarrierMisuse, twice, "calls mbarrier_init", line(twice, 3), "which block (0, 0, 0) warp")
+    assert_refused(
+        simulator.AsyncRace, overwritten, "writes index 1 of the shared array", "mbarrier 1 of", "lies, which"
+    )
+    assert_refused(
+        simulator.AsyncRace, inspected, "reads index 0 of the shared array", line(inspected, 4), "mbarrier_inval"
+    )
+    assert_refused(simulator.BarrierMisuse, without_arrivals, "with 0 arrivals")
+    assert_refused(
+        simulator.BarrierMisuse, invalidated_too_early, "invalidates mbarrier 0", "waits for 1 of 1 arrivals"
+    )
 
 
 def test_a_missing_arrival_is_a_deadlock_that_names_the_barrier():
@@ -147,10 +162,10 @@ def test_a_missing_arrival_is_a_deadlock_that_names_the_barrier():
         while mbarrier_try_wait_parity(barriers, 2, 0) == uint32(0):
             pass
 
-    words = "mbarrier.try_wait for parity 0 of mbarrier 2 of the shared array of test_mbarrier.py:"
-    state = "its phase 0 (parity 0) waits for 1 of 6"  # of 64 or 65
-    refused(simulator.Deadlock, waits, words, state, "block (0, 0, 0) warp 1 lanes 0-31", line(waits, 6))
-    refused(simulator.Deadlock, polls, words, state, line(polls, 5), seeds=2)
+    words = "mbarrier.try_wait for phase bit 0 of mbarrier 2 of the shared array of test_mbarrier.py:"
+    state = "its phase 0 (phase bit 0) waits for 1 of 6"  # of 64 or 65
+    assert_refused(simulator.Deadlock, waits, words, state, "block (0, 0, 0) warp 1 lanes 0-31", line(waits, 6))
+    assert_refused(simulator.Deadlock, polls, words, state, line(polls, 5), seeds=2)
 
 
 def test_one_arrival_too_many():
@@ -164,20 +179,22 @@ def test_one_arrival_too_many():
         if 1 <= cuda.threadIdx.x <= 2:
             mbarrier_arrive(barriers, 0)
 
-    refused(simulator.BarrierMisuse, kernel, "mbarrier 0 of", "all 2 arrivals of its phase 0 have come")
+    assert_refused(simulator.BarrierMisuse, kernel, "mbarrier 0 of", "its phase 0 already has all 2 arrivals")
 
 
-def test_parity_is_0_or_1():
+def test_a_phase_bit_is_0_or_1():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
         make_barriers(barriers, 64)
         mbarrier_wait_parity(barriers, 0, 2)
 
-    refused(simulator.BarrierMisuse, kernel, "asks mbarrier 0 of", "for parity 2, which is neither 0 nor 1")
+    assert_refused(
+        simulator.BarrierMisuse, kernel, "waits at mbarrier 0 of", "for phase bit 2, which is neither 0 nor 1"
+    )
 
 
-def test_who_falls_two_phases_behind_waits_for_ever():
+def test_a_thread_two_phases_behind_deadlocks():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
@@ -186,16 +203,18 @@ def test_who_falls_two_phases_behind_waits_for_ever():
             mbarrier_arrive(barriers, 0)
             mbarrier_arrive(barriers, 0)
         cuda.syncthreads()
-        mbarrier_wait_parity(barriers, 0, 0)  # phases 0 and 1 are over: the phase of parity 0 that goes on is phase 2
+        mbarrier_wait_parity(barriers, 0, 0)  # phases 0 and 1 have completed: phase bit 0 means phase 2
 
-    refused(simulator.Deadlock, kernel, "for parity 0 of", "its phase 2 (parity 0) waits for 1 of 1 arrivals")
+    assert_refused(
+        simulator.Deadlock, kernel, "for phase bit 0 of", "its phase 2 (phase bit 0) waits for 1 of 1 arrivals"
+    )
 
 
 # --- bulk copies into shared memory ---------------------------------------------------------------------------------
 
 
-def make_ring(stages=2, turns=6, expected=64, flip=1, wait_full=1, wait_empty=1, release_early=0):
-    """A ring of stages of 16 floats, one warp that fills it and one that empties it, and ways to get it wrong."""
+def make_pipeline(stages=2, iterations=6, expected=64, flip=1, wait_full=1, wait_empty=1, release_early=0):
+    """Make a pipeline of stages of 16 floats with a producer and a consumer warp, and optional mistakes."""
 
     @cuda.jit
     def kernel(out, x):
@@ -205,28 +224,28 @@ def make_ring(stages=2, turns=6, expected=64, flip=1, wait_full=1, wait_empty=1,
         make_barriers(empty, 32)
         t = cuda.threadIdx.x
         if t == 0:
-            for turn in range(turns):
+            for iteration in range(iterations):
                 if wait_empty:
-                    mbarrier_wait_parity(empty, turn % stages, 1 ^ (turn // stages & 1))
-                bulk_load(buffer, turn % stages * 16, x, turn * 16, 64, full, turn % stages)
-                mbarrier_arrive_expect_tx(full, turn % stages, expected)
+                    mbarrier_wait_parity(empty, iteration % stages, 1 ^ (iteration // stages & 1))
+                bulk_load(buffer, iteration % stages * 16, x, iteration * 16, 64, full, iteration % stages)
+                mbarrier_arrive_expect_tx(full, iteration % stages, expected)
         elif t >= 32:
-            for turn in range(turns):
+            for iteration in range(iterations):
                 if wait_full:
-                    mbarrier_wait_parity(full, turn % stages, flip & (turn // stages & 1))
+                    mbarrier_wait_parity(full, iteration % stages, flip & (iteration // stages & 1))
                 if release_early:
-                    mbarrier_arrive(empty, turn % stages)
+                    mbarrier_arrive(empty, iteration % stages)
                     cuda.syncwarp()
                 if t < 48:
-                    out[turn * 16 + t - 32] = buffer[turn % stages * 16 + t - 32]
+                    out[iteration * 16 + t - 32] = buffer[iteration % stages * 16 + t - 32]
                 if not release_early:
-                    mbarrier_arrive(empty, turn % stages)
+                    mbarrier_arrive(empty, iteration % stages)
 
     return kernel
 
 
-def test_a_ring_that_is_right():
-    for out in outcomes(make_ring(), seeds=16):
+def test_a_correct_pipeline():
+    for out in outcomes(make_pipeline(), seeds=16):
         assert torch.equal(out[:96], torch.arange(96.0)) and (out[96:] == -1).all()
 
 
@@ -242,40 +261,42 @@ def test_a_ring_that_is_right():
     ],
     ids=str,
 )
-def test_a_ring_that_is_wrong(mistake, kinds):
-    """Under some seeds at least an error says so."""
-    found = [o for o in outcomes(make_ring(**mistake), seeds=24) if isinstance(o, Exception)]
+def test_a_faulty_pipeline(mistake, kinds):
+    """At least some seeds report the mistake."""
+    found = [o for o in outcomes(make_pipeline(**mistake), seeds=24) if isinstance(o, Exception)]
     assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
     if "expected" in mistake:
         assert len(found) == 24
 
 
 def test_a_tile_read_before_its_barrier_names_the_copy():
-    error = next(e for e in outcomes(make_ring(wait_full=0), seeds=24) if isinstance(e, simulator.AsyncRace))
+    error = next(e for e in outcomes(make_pipeline(wait_full=0), seeds=24) if isinstance(e, simulator.AsyncRace))
     for words in (
         "block (0, 0, 0) warp 1 lane ",
         "reads index ",
         "of the shared array of test_mbarrier.py:",
         "at kernel, test_mbarrier.py:",
-        "cp.async.bulk to shared memory, which block (0, 0, 0) warp 0 lane 0 started at kernel, test_mbarrier.py:",
-        "may be under way: wait for its mbarrier first",
+        "cp.async.bulk to shared memory, which block (0, 0, 0) warp 0 lane 0 issued at kernel, test_mbarrier.py:",
+        "may be in flight: wait for its mbarrier first",
     ):
         assert words in str(error)
 
 
-def test_bytes_that_do_not_add_up():
-    refused(
-        simulator.BarrierMisuse, make_ring(expected=48), "bytes more have landed than|its 64 bytes were not expected"
+def test_expected_and_copied_bytes_must_match():
+    assert_refused(
+        simulator.BarrierMisuse,
+        make_pipeline(expected=48),
+        "bytes more have been copied than|its 64 bytes were not expected",
     )
-    refused(
+    assert_refused(
         simulator.Deadlock,
-        make_ring(expected=80),
-        "mbarrier.try_wait for parity 0 of mbarrier 0 of",
-        "its phase 0 (parity 0) waits for 0 of 1 arrivals and 16 bytes",
+        make_pipeline(expected=80),
+        "mbarrier.try_wait for phase bit 0 of mbarrier 0 of",
+        "its phase 0 (phase bit 0) waits for 0 of 1 arrivals and 16 bytes",
     )
 
 
-def test_a_phase_that_ends_before_its_copies_have_landed():
+def test_a_phase_must_not_complete_before_its_copies():
     @cuda.jit
     def kernel(out, x):
         buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
@@ -286,8 +307,8 @@ def test_a_phase_that_ends_before_its_copies_have_landed():
             mbarrier_arrive_expect_tx(barriers, 0, 64)
         mbarrier_wait_parity(barriers, 0, 0)
 
-    words = "phase 0 of mbarrier 0 of|64 bytes more have landed"
-    refused(simulator.BarrierMisuse, kernel, words, "were not expected|was told to expect")
+    words = "phase 0 of mbarrier 0 of|64 bytes more have been copied"
+    assert_refused(simulator.BarrierMisuse, kernel, words, "were not expected|was told to expect")
 
 
 def test_a_block_does_not_end_before_its_loads():
@@ -299,10 +320,12 @@ def test_a_block_does_not_end_before_its_loads():
             mbarrier_arrive_expect_tx(barriers, 0, 64)
             bulk_load(buffer, 0, x, 0, 64, barriers, 0)
 
-    refused(simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", "may be under way", every=False, seeds=20)
+    assert_refused(
+        simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", "may be in flight", every=False, seeds=20
+    )
 
 
-def test_copies_do_not_write_where_others_do():
+def test_conflicting_copies_and_stores_are_refused():
     @cuda.jit
     def two_loads(out, x):
         buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
@@ -328,9 +351,13 @@ def test_copies_do_not_write_where_others_do():
             bulk_load(buffer, 0, x, 0, 64, barriers, 0)
             buffer[5] = float32(1)
 
-    refused(simulator.AsyncRace, two_loads, line(two_loads, 7), "writes bytes 48 and on of", "may be under way")
-    refused(simulator.MissingFence, over_a_store, "writes byte 20 of", "has not called fence_proxy_async_shared since")
-    refused(simulator.AsyncRace, under_a_store, "writes index 5 of", "which block (0, 0, 0) warp 0 lane 0 started")
+    assert_refused(simulator.AsyncRace, two_loads, line(two_loads, 7), "writes bytes from 48 on of", "may be in flight")
+    assert_refused(
+        simulator.MissingFence, over_a_store, "writes byte 20 of", "has not called fence_proxy_async_shared since"
+    )
+    assert_refused(
+        simulator.AsyncRace, under_a_store, "writes index 5 of", "which block (0, 0, 0) warp 0 lane 0 issued"
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,7 +374,7 @@ def test_copies_do_not_write_where_others_do():
             "shared memory, which x (256 x float32) is",
             lambda b, x, m: bulk_load(x, 0, x, 0, 64, m, 0),
         ),
-        ("BarrierMisuse", "as an mbarrier, which nobody", lambda b, x, m: bulk_load(b, 0, x, 0, 64, b, 32)),
+        ("BarrierMisuse", "as an mbarrier, but no thread", lambda b, x, m: bulk_load(b, 0, x, 0, 64, b, 32)),
         ("BarrierMisuse", "not between 0 and 1048575", lambda b, x, m: mbarrier_expect_tx(m, 0, 1 << 20)),
     ],
 )
@@ -359,10 +386,10 @@ def test_a_wrong_operand_is_refused(error, words, copy):
         if cuda.threadIdx.x == 0:
             copy(buffer, x, barriers)
 
-    refused(getattr(simulator, error), kernel, words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
+    assert_refused(getattr(simulator, error), kernel, words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
 
 
-def test_copies_need_memory_that_was_aligned_for_them():
+def test_copies_need_aligned_memory():
     @cuda.jit
     def kernel(out, x):
         buffer, barriers = cuda.shared.array(64, float32), cuda.shared.array(1, uint64)
@@ -370,7 +397,7 @@ def test_copies_need_memory_that_was_aligned_for_them():
         if cuda.threadIdx.x == 0:
             bulk_load(buffer, 0, x, 0, 64, barriers, 0)
 
-    refused(simulator.Misaligned, kernel, "is aligned to 4: ask for it with cuda.shared.array(..., 16)", seeds=2)
+    assert_refused(simulator.Misaligned, kernel, "is aligned to 4: declare it with cuda.shared.array(..., 16)", seeds=2)
 
 
 # --- bulk copies out of shared memory -------------------------------------------------------------------------------
@@ -378,21 +405,21 @@ def test_copies_need_memory_that_was_aligned_for_them():
 wait_read = make_bulk_wait_group_read(0)
 
 
-def make_store(fence=1, meet=1, wait=1, commit=1, fence_all=1):
-    """All threads fill a buffer, one copies it out, and all fill it again."""
+def make_store(fence=1, sync=1, wait=1, commit=1, fence_all=1):
+    """Make a kernel whose threads fill a buffer, of which one thread issues a copy, and fill it again."""
 
     @cuda.jit
     def kernel(out, x):
         buffer = cuda.shared.array(64, float32, 128)
         t = cuda.threadIdx.x
-        for turn in range(2):
-            buffer[t] = x[turn * 64 + t]
+        for iteration in range(2):
+            buffer[t] = x[iteration * 64 + t]
             if fence and (fence_all or t == 0):
                 fence_proxy_async_shared()
-            if meet:
+            if sync:
                 cuda.syncthreads()
             if t == 0:
-                bulk_store(out, turn * 64, buffer, 0, 256)
+                bulk_store(out, iteration * 64, buffer, 0, 256)
                 if commit:
                     bulk_commit_group()
                 if wait:
@@ -404,7 +431,7 @@ def make_store(fence=1, meet=1, wait=1, commit=1, fence_all=1):
     return kernel
 
 
-def test_a_store_that_is_right():
+def test_a_correct_store():
     for out in outcomes(make_store()):
         assert torch.equal(out[:128], torch.arange(128.0)) and (out[128:] == -1).all()
 
@@ -416,11 +443,11 @@ def test_a_store_that_is_right():
         (dict(fence_all=0), ("MissingFence",), "reads byte 4 of the shared array"),
         (dict(wait=0), ("AsyncRace",), "wait for its group with make_bulk_wait_group_read"),
         (dict(commit=0), ("AsyncRace",), "wait for its group with make_bulk_wait_group_read"),
-        (dict(meet=0), ("AsyncRace", "MissingFence"), "cp.async.bulk to global memory"),
+        (dict(sync=0), ("AsyncRace", "MissingFence"), "cp.async.bulk to global memory"),
     ],
     ids=str,
 )
-def test_a_store_that_is_wrong(mistake, kinds, words):
+def test_a_faulty_store(mistake, kinds, words):
     found = [o for o in outcomes(make_store(**mistake), seeds=24) if isinstance(o, Exception)]
     assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
     assert all(words in str(e) for e in found)
@@ -428,8 +455,8 @@ def test_a_store_that_is_wrong(mistake, kinds, words):
         assert len(found) == 24
 
 
-def test_a_store_reads_its_source_when_it_will():
-    """With neither a wait nor an overwritten source, only the end of the block comes too early."""
+def test_a_store_reads_its_source_asynchronously():
+    """Without a wait and without overwriting the source, only the end of the block is too early."""
 
     @cuda.jit
     def kernel(out, x):
@@ -442,14 +469,14 @@ def test_a_store_reads_its_source_when_it_will():
             bulk_store(out, 0, buffer, 0, 256)
             bulk_commit_group()
 
-    for out in refused(simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", every=False, seeds=20):
+    for out in assert_refused(simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", every=False, seeds=20):
         assert torch.equal(out[:64], torch.arange(64.0))
 
 
-# --- the cluster's other blocks -------------------------------------------------------------------------------------
+# --- clusters -------------------------------------------------------------------------------------------------------
 
 
-def test_another_blocks_barrier_takes_a_cluster_barrier():
+def test_a_remote_mbarrier_needs_a_cluster_barrier_first():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
@@ -459,10 +486,10 @@ def test_another_blocks_barrier_takes_a_cluster_barrier():
         barrier_cluster_arrive()
         barrier_cluster_wait()
 
-    refused(simulator.ClusterError, kernel, "may not have started", blocks=2, cluster=2)
+    assert_refused(simulator.ClusterError, kernel, "may not have started", blocks=2, cluster=2)
 
 
-def test_another_blocks_barrier_is_another_one():
+def test_a_remote_mbarrier_is_a_separate_one():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
@@ -476,20 +503,20 @@ def test_another_blocks_barrier_is_another_one():
         barrier_cluster_wait()
 
     words = "mbarrier 0 of the shared array of test_mbarrier.py:"
-    refused(
+    assert_refused(
         simulator.Deadlock,
         kernel,
         words,
-        "in block (1, 0, 0): its phase 0 (parity 0) waits for 64",
+        "in block (1, 0, 0): its phase 0 (phase bit 0) waits for 64",
         blocks=2,
         cluster=2,
     )
 
 
-# --- barriers of some warps -----------------------------------------------------------------------------------------
+# --- named barriers -------------------------------------------------------------------------------------------------
 
 
-def test_named_barriers_are_refused_with_a_reason():
+def test_misused_named_barriers_are_refused():
     @cuda.jit
     def odd(out, x):
         bar_sync(1, 48)
@@ -507,7 +534,7 @@ def test_named_barriers_are_refused_with_a_reason():
         bar_sync(3, 64 if cuda.threadIdx.x < 32 else 96)
 
     @cuda.jit
-    def a_warp_stays_away(out, x):
+    def a_warp_exits(out, x):
         if cuda.threadIdx.x < 32:
             bar_sync(3, 64)
 
@@ -518,12 +545,12 @@ def test_named_barriers_are_refused_with_a_reason():
         else:
             bar_arrive(5, 64)
 
-    refused(simulator.SimulatorError, odd, "a multiple of 32 threads", "not 48", seeds=2)
-    refused(simulator.SimulatorError, reserved, "a barrier from 1 to 15, not 0", seeds=2)
-    refused(simulator.SimulatorError, beyond, "not 128", seeds=2)
-    refused(simulator.DivergentBarrier, differ, "for 96 threads|for 64 threads", "barrier 3", threads=96)
-    refused(simulator.DivergentBarrier, a_warp_stays_away, "barrier 3", "exited")
-    refused(simulator.Deadlock, a_warp_waits_elsewhere, "barrier 3 (32 of 64", "barrier 4 (32 of 64", threads=96)
+    assert_refused(simulator.SimulatorError, odd, "a multiple of 32 threads", "not 48", seeds=2)
+    assert_refused(simulator.SimulatorError, reserved, "a barrier from 1 to 15, not 0", seeds=2)
+    assert_refused(simulator.SimulatorError, beyond, "not 128", seeds=2)
+    assert_refused(simulator.DivergentBarrier, differ, "for 96 threads|for 64 threads", "barrier 3", threads=96)
+    assert_refused(simulator.DivergentBarrier, a_warp_exits, "barrier 3", "exited")
+    assert_refused(simulator.Deadlock, a_warp_waits_elsewhere, "barrier 3 (32 of 64", "barrier 4 (32 of 64", threads=96)
 
 
 @pytest.mark.parametrize("registers", [0, 20, 100, 264])
@@ -546,19 +573,19 @@ def test_setmaxnreg_takes_whole_warpgroups():
         dec()
 
     words = (
-        "exited, while others wait for it at setmaxnreg.inc 240|comes to setmaxnreg.inc 240",
+        "exited, while others wait for it at setmaxnreg.inc 240|reaches setmaxnreg.inc 240",
         "warps |threads of its",
     )
-    refused(simulator.DivergentBarrier, three_of_four, *words, threads=128)
-    refused(simulator.SimulatorError, short, "takes four warps", threads=96)
+    assert_refused(simulator.DivergentBarrier, three_of_four, *words, threads=128)
+    assert_refused(simulator.SimulatorError, short, "needs a warpgroup", threads=96)
 
 
-# --- what a picture needs -------------------------------------------------------------------------------------------
+# --- trace ----------------------------------------------------------------------------------------------------------
 
 
 def test_copies_and_barriers_are_in_the_trace():
     with simulator.trace() as events:
-        list(outcomes(make_ring(), seeds=1))
+        list(outcomes(make_pipeline(), seeds=1))
     copies = [e.details["event"] for e in events if e.what == "async copy"]
     assert copies.count("starts") == copies.count("lands") == 6
     waits = [e for e in events if e.what == "mbarrier.wait"]

@@ -1,11 +1,10 @@
-"""Copies of 16 bytes that threads start by themselves: what they bring, and what careless kernels are told."""
+"""16-byte cp.async: results, and faulty kernels that the simulator must reject."""
 
-import hopper_runs
 import pytest
 import torch
-from hopper_runs import outcomes, runs
+from helpers.hopper import check_refused, outcomes, runs, simulated
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
 from numba import cuda, float32, uint8
@@ -14,17 +13,16 @@ from moe_numba.ptx.cp_async import cp_async_16, cp_async_commit_group, make_cp_a
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 wait_for_older, wait_for_all = make_cp_async_wait_group(1), make_cp_async_wait_group(0)
 
 
 @cuda.jit
 def copies(out, x, valid):
-    """Two groups of a copy a thread: each thread has chunk t of the first half, and of the second."""
+    """Copy chunk t of both halves by thread t, as two groups."""
     smem, t = cuda.shared.array(1024, uint8, 16), cuda.threadIdx.x
     for half in range(2):
-        far = -1 << 40 if valid[t] == 0 else 16 * t  # of no valid bytes nothing is read
-        cp_async_16(smem, 512 * half + 16 * t, x, far + 512 * half, valid[t])
+        first = -1 << 40 if valid[t] == 0 else 16 * t  # with 0 valid bytes nothing is read
+        cp_async_16(smem, 512 * half + 16 * t, x, first + 512 * half, valid[t])
         cp_async_commit_group()
     wait_for_older()
     for i in range(16):
@@ -43,9 +41,9 @@ def test_copies_bring_bytes_and_zeros(device):
         assert torch.equal(out.cpu(), right)
 
 
-def refused(error, kernel, *patterns, **options):
+def assert_refused(error, kernel, *patterns, **options):
     make = lambda: [torch.zeros(4096), torch.arange(4096).to(torch.uint8)]
-    return hopper_runs.refused(error, outcomes(kernel, make, threads=128, **options), *patterns)
+    return check_refused(error, outcomes(kernel, make, threads=128, **options), *patterns)
 
 
 def make_reader(commit=True, wait=True):
@@ -65,18 +63,20 @@ def make_reader(commit=True, wait=True):
 
 @simulated
 @pytest.mark.parametrize("mistake", [dict(commit=False), dict(wait=False)], ids=str)
-def test_what_is_read_before_the_wait_is_refused(mistake):
-    refused(simulator.AsyncRace, make_reader(**mistake), "reads index", "wait for its group with make_cp_async_wait")
+def test_a_read_before_the_wait_is_refused(mistake):
+    assert_refused(
+        simulator.AsyncRace, make_reader(**mistake), "reads index", "wait for its group with make_cp_async_wait"
+    )
 
 
 @simulated
-def test_a_block_does_not_end_before_its_copies():
+def test_a_block_must_not_end_before_its_copies():
     @cuda.jit
     def kernel(out, x):
         cp_async_16(cuda.shared.array(2048, uint8, 16), 16 * cuda.threadIdx.x, x, 0, 16)
         cp_async_commit_group()
 
-    refused(simulator.AsyncRace, kernel, "ends, while in", "cp.async of 16 bytes, which block (0, 0, 0) warp")
+    assert_refused(simulator.AsyncRace, kernel, "ends, while in", "cp.async of 16 bytes, which block (0, 0, 0) warp")
 
 
 @simulated
@@ -98,12 +98,12 @@ def test_a_wrong_operand_is_refused(error, words, copy):
         if cuda.threadIdx.x == 0:
             copy(smem, x)
 
-    refused(getattr(simulator, error), kernel, words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
+    assert_refused(getattr(simulator, error), kernel, words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
 
 
-def make_multiplier(wait=True, fence="after"):
-    """A warpgroup copies two tiles and multiplies them."""
-    multiply, wait_for_product = make_wgmma_tile(8, "e4m3"), make_wgmma_wait(8, 0)
+def make_gemm(wait=True, fence="after"):
+    """Make a kernel in which a warpgroup copies two tiles and multiplies them."""
+    multiply, wait_for_gemm = make_wgmma_tile(8, "e4m3"), make_wgmma_wait(8, 0)
 
     @cuda.jit
     def kernel(out, x):
@@ -118,19 +118,19 @@ def make_multiplier(wait=True, fence="after"):
         if fence == "after":
             fence_proxy_async_shared()
         cuda.syncthreads()
-        product = wait_for_product(multiply(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, 8192)))
-        out[t] = product[0]
+        acc = wait_for_gemm(multiply(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, 8192)))
+        out[t] = acc[0]
         wait_for_all()
 
     return kernel
 
 
 @simulated
-def test_a_wgmma_reads_what_was_waited_for_and_then_fenced():
+def test_wgmma_operands_need_a_wait_and_then_a_fence():
     make = lambda: [torch.ones(128), torch.zeros(16, dtype=torch.uint8)]
-    for out, _ in outcomes(make_multiplier(), make, threads=128, shared_bytes=9216):
+    for out, _ in outcomes(make_gemm(), make, threads=128, shared_bytes=9216):
         assert not out.any()
-    words = "starts wgmma m64n8 e4m3", "has not called fence_proxy_async_shared since"
+    words = "issues wgmma m64n8 e4m3", "has not called fence_proxy_async_shared since"
     for fence in ("before", "never"):
-        refused(simulator.MissingFence, make_multiplier(fence=fence), *words, shared_bytes=9216)
-    refused(simulator.AsyncRace, make_multiplier(wait=False), "make_cp_async_wait_group", shared_bytes=9216)
+        assert_refused(simulator.MissingFence, make_gemm(fence=fence), *words, shared_bytes=9216)
+    assert_refused(simulator.AsyncRace, make_gemm(wait=False), "make_cp_async_wait_group", shared_bytes=9216)

@@ -1,4 +1,4 @@
-"""The two doors to PTX: what is linked means what the intrinsic of that name means; the compiler says what it costs."""
+"""PTX through intrinsics and through linked CUDA C++: equal results, and what each compiles to."""
 
 import re
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
-from hopper_runs import E4M3, RNG, hopper, small_integers
+from helpers.hopper import E4M3, RNG, hopper, small_integers
 from numba import cuda, float32, int32, uint8, uint64
 
 from moe_numba.ptx import cuda_cpp
@@ -33,7 +33,7 @@ wait_stores = make_bulk_wait_group(0)
 
 @cuda.jit(device=True)
 def fill(smem, data, tiles, fence):
-    """Rows of 128 bytes into shared memory, swizzled as TMA would."""
+    """Copy rows of 128 bytes to shared memory with the 128-byte swizzle."""
     for i in range(cuda.threadIdx.x, tiles * TILE, 128):
         smem[i ^ ((i >> 7 & 7) << 4)] = data[i]
     if fence:
@@ -47,8 +47,8 @@ def step_by_intrinsics(out, data, steps, fence):
     fill(smem, data, 2 * steps, fence)
     acc = ZEROS
     for i in range(steps):
-        at = int32(i * 2 * TILE)
-        acc = wait(add_tile(acc, wgmma_descriptor(smem, at), wgmma_descriptor(smem, at + TILE)))
+        offset = int32(i * 2 * TILE)
+        acc = wait(add_tile(acc, wgmma_descriptor(smem, offset), wgmma_descriptor(smem, offset + TILE)))
     first = cuda.threadIdx.x * 32
     for j in range(8):
         out[first + 4 * j], out[first + 4 * j + 1] = acc[4 * j], acc[4 * j + 1]
@@ -56,21 +56,21 @@ def step_by_intrinsics(out, data, steps, fence):
 
 
 @cuda.jit(launch_bounds=(128, 1))
-def step_by_module(out, data, steps, fence):
+def step_by_cpp(out, data, steps, fence):
     smem = cuda.shared.array(0, uint8, 1024)
     fill(smem, data, 2 * steps, fence)
     acc = cuda.local.array(32, float32)
     for i in range(steps):
-        at = int32(i * 2 * TILE)
-        wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), at, at + TILE, int32(i > 0))
+        offset = int32(i * 2 * TILE)
+        wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), offset, offset + TILE, int32(i > 0))
     first = cuda.threadIdx.x * 32
     for j in range(32):
         out[first + j] = acc[j]
 
 
-def make_map_kernel(door):
-    """A block writes 16 rows of 128 bytes to where its group lies, by a map that it makes through one of the doors."""
-    by = {"intrinsics": intrinsics, "linked": linked}[door]
+def make_map_kernel(interface):
+    """Make a kernel whose blocks store 16 rows of 128 bytes each, through a map modified by one of the interfaces."""
+    by = {"intrinsics": intrinsics, "linked": linked}[interface]
     set_address, publish = by.tensormap_replace_global_address, by.tensormap_cp_fenceproxy
     set_width, set_height = by.make_tensormap_replace_global_dim(0), by.make_tensormap_replace_global_dim(1)
     set_pitch = by.make_tensormap_replace_global_stride(0)
@@ -126,61 +126,61 @@ def make_map_kernel(door):
             bulk_commit_group()
             wait_stores()
 
-    return by_linked if door == "linked" else by_intrinsics
+    return by_linked if interface == "linked" else by_intrinsics
 
 
-def orders(count=6):
-    """Several orders of threads and copies in the simulator; once on a GPU."""
+def seeds(count=6):
+    """Iterate over several seeds in the simulator; once on a GPU."""
     for seed in range(count if simulator.ENABLED else 1):
         with simulator.seed(seed, preempt=0.05 if seed % 2 else 0.0):
             yield seed
 
 
 @hopper
-@pytest.mark.parametrize("kernel", [step_by_intrinsics, step_by_module])
-def test_a_step_is_right_through_either_door(kernel, device):
+@pytest.mark.parametrize("kernel", [step_by_intrinsics, step_by_cpp])
+def test_a_step_is_exact_through_either_interface(kernel, device):
     a, b = (small_integers((2, 64, 128), E4M3, "cpu") for _ in range(2))
-    right = sum(x.double() @ y.double().T for x, y in zip(a, b))
+    expected = sum(x.double() @ y.double().T for x, y in zip(a, b))
     data = torch.stack([a.view(torch.uint8), b.view(torch.uint8)], 1).reshape(-1).contiguous().to(device)
-    for _ in orders(3):
+    for _ in seeds(3):
         out = torch.full((128 * 32,), float("nan"), device=device)
         kernel[1, 128, 0, 4 * TILE](out, data, 2, 1)
         d = out.cpu().view(4, 8, 4, 8, 2, 2)  # warp, lane // 4, lane % 4, j, h, i
         found = d.permute(0, 4, 1, 3, 2, 5).reshape(64, 64)
-        assert torch.equal(found.double(), right)
+        assert torch.equal(found.double(), expected)
 
 
-@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU would not say so")
-@pytest.mark.parametrize("kernel", [step_by_intrinsics, step_by_module])
-def test_both_doors_refuse_what_threads_wrote_without_a_fence(kernel):
+@pytest.mark.skipif(not simulator.ENABLED, reason="undefined on a GPU")
+@pytest.mark.parametrize("kernel", [step_by_intrinsics, step_by_cpp])
+def test_both_interfaces_refuse_unfenced_operands(kernel):
     data = torch.zeros(2 * TILE, dtype=torch.uint8)
     with pytest.raises(simulator.MissingFence, match="fence_proxy_async_shared"):
         kernel[1, 128, 0, 2 * TILE](torch.zeros(128 * 32), data, 1, 0)
 
 
 @hopper
-@pytest.mark.parametrize("door", ["intrinsics", "linked"])
-def test_maps_are_made_through_either_door(door, device):
+@pytest.mark.parametrize("interface", ["intrinsics", "linked"])
+def test_maps_are_modified_through_either_interface(interface, device):
     heights, pitches, widths = [3, 16, 1, 9], [128, 256, 144, 160], [128, 100, 16, 33]
     starts = np.concatenate([[0], np.cumsum(np.array(heights) * pitches)])
-    right = np.full(starts[-1], 7, np.uint8)
+    expected = np.full(starts[-1], 7, np.uint8)
     for g in range(4):
-        rows = right[starts[g] : starts[g + 1]].reshape(heights[g], pitches[g])
+        rows = expected[starts[g] : starts[g + 1]].reshape(heights[g], pitches[g])
         written = -(-widths[g] // 16) * 16  # a store clips rows to whole chunks of 16 bytes
         rows[:, :written] = 16 * g + np.arange(heights[g])[:, None]
-    kernel = make_map_kernel(door)
-    for _ in orders():
+    kernel = make_map_kernel(interface)
+    for _ in seeds():
         out = torch.full((int(starts[-1]),), 7, dtype=torch.uint8, device=device)
         template = tensor_map(out[: int(starts[-1]) // 128 * 128].view(-1, 128), (16, 128))
         maps = torch.zeros(5 * 128, dtype=torch.uint8, device=device)
         maps = maps[-maps.data_ptr() % 128 :][: 4 * 128]
         numbers = [torch.tensor(n, dtype=torch.int32).to(device) for n in (starts, pitches, widths, heights)]
         kernel[4, 32](maps, template, out, *numbers)
-        assert (out.cpu().numpy() == right).all()
+        assert (out.cpu().numpy() == expected).all()
 
 
-@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU would not say so")
-def test_a_linked_map_must_be_acquired_too(monkeypatch):
+@pytest.mark.skipif(not simulator.ENABLED, reason="undefined on a GPU")
+def test_a_linked_map_must_be_acquired(monkeypatch):
     monkeypatch.setattr(linked, "fence_proxy_tensormap_acquire_gpu", lambda pointer, index: None)
     out = torch.zeros(2048, dtype=torch.uint8)
     template = tensor_map(out.view(-1, 128), (16, 128))
@@ -189,7 +189,7 @@ def test_a_linked_map_must_be_acquired_too(monkeypatch):
         make_map_kernel("linked")[1, 32](maps, template, out, 0 * one, 128 * one, 128 * one, 16 * one)
 
 
-@pytest.mark.skipif(not simulator.ENABLED, reason="only there it is ours")
+@pytest.mark.skipif(not simulator.ENABLED, reason="cffi is used on a GPU")
 def test_from_buffer_takes_arrays_only():
     @cuda.jit
     def twice(out):
@@ -217,7 +217,7 @@ STEP, MAPS = ["float32*", "uint8*", "int32", "int32"], ["uint8[]", "uint8[]", "u
 @pytest.fixture(scope="module")
 def codes():
     source = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys; sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 import moe_numba
 from numba import cuda, float32, int32
 from test_ptx_modules import *
@@ -264,18 +264,18 @@ def every_function(out, map, tensor, n):
             requests[f"{name} {how}"] = name, STEP, 128, lto
         requests[f"every {how}"] = "every_function", ["uint8*"] * 3 + ["int32"], 32, lto
     requests |= {
-        f"{door} maps": (f"__import__('test_ptx_modules').make_map_kernel({door!r})", MAPS, 32, True)
-        for door in ("intrinsics", "linked")
+        f"{interface} maps": (f"__import__('test_ptx_modules').make_map_kernel({interface!r})", MAPS, 32, True)
+        for interface in ("intrinsics", "linked")
     }
     return compile_apart(source, {name: list(request) for name, request in requests.items()})
 
 
-def test_there_is_a_disassembler():
+def test_the_disassembler_is_installed():
     assert disassembler(), "pip install nvidia-cuda-nvdisasm, or the extra test"
 
 
-def test_with_lto_the_doors_are_one(codes):
-    """The call is gone, the accumulators are registers, and the instructions are the same."""
+def test_with_lto_both_interfaces_compile_alike(codes):
+    """The call is inlined, the accumulators stay in registers, and the instructions are the same."""
     one, other = codes["intrinsics lto"], codes["module lto"]
     for code in (one, other):
         assert code.count("QGMMA") == 4 and code.count("CALL") == 0
@@ -284,11 +284,11 @@ def test_with_lto_the_doors_are_one(codes):
     assert abs(one.registers - other.registers) <= 8
 
 
-def test_without_lto_the_call_stays_and_the_accumulators_go_through_memory(codes):
+def test_without_lto_the_call_remains_and_accumulators_go_through_memory(codes):
     one, other = codes["intrinsics ptx"], codes["module ptx"]
     assert one.count("CALL") == 0 and one.stack_bytes == one.spilled_bytes == 0
     assert other.count("CALL") > 0 and other.stack_bytes >= 128
-    assert other.count("LD") == other.count("ST") == 32  # the function does not know which memory its pointer is into
+    assert other.count("LD") == other.count("ST") == 32  # the function's pointer is generic
     assert one.count("QGMMA") == other.count("QGMMA") == 4
 
 
@@ -299,20 +299,20 @@ def test_every_tensor_map_function_links(how, calls, codes):
     assert (code.count("CALL") == 0) == (calls == 0) and code.count("CALL") >= calls
 
 
-def test_tensor_maps_are_made_by_the_same_instructions_through_either_door(codes):
+def test_both_interfaces_modify_tensor_maps_by_the_same_instructions(codes):
     one, other = codes["intrinsics maps"], codes["linked maps"]
     assert one.count("CALL") == other.count("CALL") == 0
     for name in ("UTMACCTL", "UTMASTG", "ATOMS", "MEMBAR"):
         assert one.count(name) == other.count(name), name
 
 
-def test_random_bytes_reach_the_swizzle():
-    """What ``fill`` does by threads is what a copy engine does: the simulator's own swizzle says so."""
-    from moe_numba.simulator.async_.tensor_map import swizzled
+def test_fill_swizzles_as_tma_does():
+    """Compare the swizzle of `fill` with the simulator's."""
+    from moe_numba.simulator.async_.tensor_map import swizzled_chunks
 
-    at = np.arange(TILE)
-    chunks = swizzled(0, TILE, 128)
+    offset = np.arange(TILE)
+    chunks = swizzled_chunks(0, TILE, 128)
     data = RNG.integers(0, 256, TILE, dtype=np.uint8)
     by_threads = np.empty_like(data)
-    by_threads[at ^ ((at >> 7 & 7) << 4)] = data
+    by_threads[offset ^ ((offset >> 7 & 7) << 4)] = data
     assert (by_threads == data.reshape(-1, 16)[chunks].reshape(-1)).all()

@@ -1,4 +1,4 @@
-"""The one door: types from arguments, shapes of launches, refusals; on a GPU also attributes, streams and limits."""
+"""Kernel launcher: argument types, launch shapes and errors; on a GPU also attributes, streams and limits."""
 
 import numpy as np
 import pytest
@@ -27,13 +27,13 @@ def test_shapes_of_grid_and_block(grid, block, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float64, torch.float32])
-def test_a_pointer_takes_the_tensors_type(dtype, device):
+def test_a_pointer_has_the_tensors_dtype(dtype, device):
     out = torch.zeros(4, dtype=dtype, device=device)
     launch(fill, 1, 32, out, 7, 1.0, 4)
     assert out.tolist() == [7] * 4
 
 
-def test_a_pointer_starts_where_the_tensor_does(device):
+def test_a_pointer_starts_at_the_tensors_offset(device):
     out = torch.zeros(8, device=device)
     launch(fill, 1, 32, out[3:], 7, 1.0, 2)
     assert out.tolist() == [0, 0, 0, 7, 7, 0, 0, 0]
@@ -45,7 +45,7 @@ def copy_bits(source, out):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_short_floats_arrive_as_their_bits(dtype, device):
+def test_short_floats_are_passed_as_bits(dtype, device):
     source = torch.tensor([1.0, -2.0, 0.5, 0.0], device=device).to(dtype)
     out = torch.zeros(4, dtype=torch.int32, device=device)
     launch(copy_bits, 1, 4, source, out)
@@ -54,28 +54,28 @@ def test_short_floats_arrive_as_their_bits(dtype, device):
 
 
 @cuda.jit
-def big(out, number):
+def store_number(out, number):
     out[0] = number
 
 
-def test_numbers_keep_the_type_they_are_given(device):
+def test_numbers_keep_their_numpy_type(device):
     out = torch.zeros(1, dtype=torch.int64, device=device)
-    launch(big, 1, 1, out, np.int64(1 << 40))
+    launch(store_number, 1, 1, out, np.int64(1 << 40))
     assert out.item() == 1 << 40
     with pytest.raises(ValueError, match=r"the number 1099511627776 does not fit int32: pass numpy.int64"):
-        launch(big, 1, 1, out, 1 << 40)
+        launch(store_number, 1, 1, out, 1 << 40)
 
 
-def test_arguments_that_no_kernel_takes_are_refused(device):
+def test_unsupported_arguments_are_refused(device):
     with pytest.raises(TypeError, match="a kernel takes tensors, tensor maps and numbers, not str"):
-        launch(big, 1, 1, torch.zeros(1, device=device), "x")
-    with pytest.raises(ValueError, match="launch of big: no argument is a tensor"):
-        launch(big, 1, 1, 3, 4)
+        launch(store_number, 1, 1, torch.zeros(1, device=device), "x")
+    with pytest.raises(ValueError, match="launch of store_number: no argument is a tensor"):
+        launch(store_number, 1, 1, 3, 4)
 
 
-def test_a_launcher_is_made_once(device):
-    assert launcher(big, ("int64*", "int64"), 0) is launcher(big, ("int64*", "int64"), 0)
-    assert launcher(big, ("int64*", "int64"), 0) is not launcher(big, ("int32*", "int64"), 0)
+def test_launchers_are_cached(device):
+    assert launcher(store_number, ("int64*", "int64"), 0) is launcher(store_number, ("int64*", "int64"), 0)
+    assert launcher(store_number, ("int64*", "int64"), 0) is not launcher(store_number, ("int32*", "int64"), 0)
 
 
 def test_the_wrong_device_is_refused():
@@ -84,7 +84,7 @@ def test_the_wrong_device_is_refused():
         check_device(wrong, (8, 0), "logits")
 
 
-def test_dlpack_both_ways():
+def test_dlpack_round_trip():
     array = np.arange(4.0)
     tensor = as_tensor(array, "x")
     assert tensor.tolist() == [0, 1, 2, 3] and type(to_caller_library(tensor, array)) is np.ndarray
@@ -92,31 +92,31 @@ def test_dlpack_both_ways():
 
 
 @cuda.jit
-def through_shared(out, count):
-    held = cuda.shared.array(0, int32)
+def reverse_in_shared_memory(out, count):
+    buffer = cuda.shared.array(0, int32)
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        held[i] = i
+        buffer[i] = i
     cuda.syncthreads()
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        out[i] = held[count - 1 - i]
+        out[i] = buffer[count - 1 - i]
 
 
 @pytest.mark.parametrize("count", [64, 25_000])
 def test_dynamic_shared_memory_beyond_48_kb(count, device):
     out = torch.zeros(count, dtype=torch.int32, device=device)
-    launch(through_shared, 1, 32, out, count, shared_bytes=4 * count)
+    launch(reverse_in_shared_memory, 1, 32, out, count, shared_bytes=4 * count)
     assert torch.equal(out.cpu(), torch.arange(count, dtype=torch.int32).flip(0))
 
 
-def test_a_grid_whose_blocks_meet(device):
-    """A cooperative launch: every block waits for all others."""
+def test_cooperative_launch(device):
+    """Every block waits for all others."""
     out = torch.zeros(64, dtype=torch.int32, device=device)
-    launch(meet, 64, 32, out, torch.zeros(1, dtype=torch.int32, device=device), cooperative=True)
+    launch(barrier_by_counter, 64, 32, out, torch.zeros(1, dtype=torch.int32, device=device), cooperative=True)
     assert (out == 64).all()
 
 
 @cuda.jit
-def meet(out, arrived):
+def barrier_by_counter(out, arrived):
     if cuda.threadIdx.x == 0:
         atom_add_s32(arrived, 0, 1)
         while atom_add_s32(arrived, 0, 0) < cuda.gridDim.x:
@@ -131,15 +131,17 @@ def test_a_gpu_that_is_too_old_is_refused():
 
 
 @pytest.mark.gpu
-def test_more_shared_memory_than_there_is_is_refused():
+def test_too_much_shared_memory_is_refused():
     with pytest.raises(ValueError, match="shared_bytes is 1000000, more than a block of this GPU can have"):
-        launch(through_shared, 1, 32, torch.zeros(4, dtype=torch.int32, device="cuda"), 4, shared_bytes=1_000_000)
+        launch(
+            reverse_in_shared_memory, 1, 32, torch.zeros(4, dtype=torch.int32, device="cuda"), 4, shared_bytes=1_000_000
+        )
 
 
 @pytest.mark.gpu
-def test_a_launch_that_fails_says_so():
+def test_a_failed_launch_raises():
     with pytest.raises(RuntimeError, match="with grid 1 and block 2048 failed: CUDA_ERROR_INVALID_VALUE"):
-        launch(big, 1, 2048, torch.zeros(1, dtype=torch.int64, device="cuda"), np.int64(1))
+        launch(store_number, 1, 2048, torch.zeros(1, dtype=torch.int64, device="cuda"), np.int64(1))
 
 
 @pytest.mark.gpu
@@ -151,7 +153,7 @@ def test_launch_attributes(options):
 
 
 @pytest.mark.gpu
-def test_graphs_hold_launches_on_the_current_stream():
+def test_graph_capture_on_the_current_stream():
     out = torch.zeros(8, 96, device="cuda")
     launch(fill, (3, 8), 32, out, 3, 0.5, 96)
     graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,12 @@
-"""Thread block clusters: their barrier, the other blocks' shared memory, and what careless kernels are told."""
+"""Thread block clusters: barrier, distributed shared memory, machine code, and kernels the simulator must reject."""
 
 import numpy as np
 import pytest
 import torch
+from helpers.hopper import simulated
+from helpers.hopper_compile import compile_whole
 
-from moe_numba import simulator  # before numba: it chooses the engine
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
 from numba import cuda, int32
@@ -24,18 +26,17 @@ from moe_numba.runtime.launch import launch
 
 THREADS = 64
 CLUSTERS = [1, 2, 4, 8, (2, 2, 1)]
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU leaves this undefined: set MOE_NUMBA_SIMULATE=1")
 
 
 def seeds(count=10):
-    """Run the loop's body in as many orders; on a GPU once, for there the order is the GPU's."""
+    """Iterate over `count` seeds in the simulator; once on a GPU."""
     for seed in range(count if simulator.ENABLED else 1):
         with simulator.seed(seed):
             yield seed
 
 
 def neighbours(cluster, shift):
-    """A grid of two clusters, and for each block, x first, the number of the one `shift` ranks on in its cluster."""
+    """Return a grid of two clusters, and per thread the index of the block `shift` ranks further in its cluster."""
     x, y, _ = cluster if isinstance(cluster, tuple) else (cluster, 1, 1)
     grid = np.arange(2 * x * y).reshape(y, 2, x).swapaxes(0, 1).reshape(2, x * y)
     right = np.empty(2 * x * y, np.int32)
@@ -43,12 +44,12 @@ def neighbours(cluster, shift):
     return (2 * x, y), torch.from_numpy(right.repeat(THREADS))
 
 
-# --- what kernels are for -------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------------------
 
 
 @cuda.jit
-def stores(out):
-    """Every thread hands its block's number to the same thread of the next block."""
+def store_to_next_block(out):
+    """Store the block index to the next block of the cluster."""
     barrier_cluster_arrive()
     barrier_cluster_wait()
     other = cuda.shared.array(THREADS, int32)
@@ -62,22 +63,22 @@ def stores(out):
 
 
 @cuda.jit
-def loads(out):
-    """Every thread fetches the number of the next block."""
-    mine = cuda.shared.array(THREADS, int32)
+def load_from_next_block(out):
+    """Load the block index of the next block of the cluster."""
+    values = cuda.shared.array(THREADS, int32)
     thread, block = cuda.threadIdx.x, cuda.blockIdx.x + cuda.gridDim.x * cuda.blockIdx.y
-    mine[thread] = block
+    values[thread] = block
     barrier_cluster_arrive()
     barrier_cluster_wait()
-    got = ld_cluster_s32(mine, thread, (cluster_ctarank() + 1) % cluster_nctarank())
+    got = ld_cluster_s32(values, thread, (cluster_ctarank() + 1) % cluster_nctarank())
     out[block * cuda.blockDim.x + thread] = got
     barrier_cluster_arrive()
     barrier_cluster_wait()
 
 
 @cuda.jit
-def vectors(out):
-    """Every fourth thread hands four numbers to the next block, and fetches four that came to the one after."""
+def exchange_vectors(out):
+    """Store 16 bytes per four threads to the next block, and load the 16 bytes stored to the block after it."""
     got = cuda.shared.array(0, int32)[THREADS:]
     thread, block = cuda.threadIdx.x, cuda.blockIdx.x + cuda.gridDim.x * cuda.blockIdx.y
     rank, ranks = cluster_ctarank(), cluster_nctarank()
@@ -96,8 +97,8 @@ def vectors(out):
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_blocks_hand_values_to_one_another(cluster, device):
-    for kernel, shift in (stores, -1), (loads, 1):
+def test_blocks_exchange_values(cluster, device):
+    for kernel, shift in (store_to_next_block, -1), (load_from_next_block, 1):
         grid, right = neighbours(cluster, shift)
         for _ in seeds():
             out = torch.full((len(right),), -1, dtype=torch.int32, device=device)
@@ -106,18 +107,18 @@ def test_blocks_hand_values_to_one_another(cluster, device):
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_blocks_hand_vectors_to_one_another_in_dynamic_shared_memory(cluster, device):
+def test_blocks_exchange_vectors_in_dynamic_shared_memory(cluster, device):
     grid, right = neighbours(cluster, 1)
     right = right * THREADS + torch.arange(THREADS).repeat(len(right) // THREADS)
     for _ in seeds():
         out = torch.full((len(right),), -1, dtype=torch.int32, device=device)
-        launch(vectors, grid, THREADS, out, cluster=cluster, shared_bytes=8 * THREADS)
+        launch(exchange_vectors, grid, THREADS, out, cluster=cluster, shared_bytes=8 * THREADS)
         assert torch.equal(out.cpu(), right.to(torch.int32))
 
 
 @cuda.jit
-def sums_round_by_round(out, rounds):
-    """Every block adds up what its left neighbour had in the round before; two buffers, so one barrier a round."""
+def accumulate_in_rounds(out, rounds):
+    """Send twice the block's value to the next block in each round; two buffers need one barrier per round."""
     value = cuda.shared.array(2, int32)
     rank, ranks, thread = cluster_ctarank(), cluster_nctarank(), cuda.threadIdx.x
     if thread == 0:
@@ -132,31 +133,31 @@ def sums_round_by_round(out, rounds):
     out[cuda.grid(1)] = value[rounds % 2]
 
 
-def test_the_barrier_can_be_used_again_and_again(device):
+def test_the_barrier_is_reusable(device):
     for _ in seeds():
         out = torch.zeros(4 * THREADS, dtype=torch.int32, device=device)
-        launch(sums_round_by_round, 4, THREADS, out, 6, cluster=4)
+        launch(accumulate_in_rounds, 4, THREADS, out, 6, cluster=4)
         assert out.view(4, THREADS)[:, 5].tolist() == [(rank - 6) % 4 * 64 for rank in range(4)]
 
 
 @cuda.jit
-def counts_then_meets(out, counter):
+def count_then_synchronize(out, counter):
     atom_add_s32(counter, cuda.blockIdx.x // 4, 1)
     barrier_cluster_arrive()
     barrier_cluster_wait()
     out[cuda.grid(1)] = atom_add_s32(counter, cuda.blockIdx.x // 4, 0)
 
 
-def test_nobody_leaves_the_barrier_before_all_have_come(device):
+def test_no_thread_passes_the_barrier_before_all_have_arrived(device):
     for _ in seeds():
         out = torch.zeros(8 * 40, dtype=torch.int32, device=device)
-        launch(counts_then_meets, 8, 40, out, torch.zeros(2, dtype=torch.int32, device=device), cluster=4)
+        launch(count_then_synchronize, 8, 40, out, torch.zeros(2, dtype=torch.int32, device=device), cluster=4)
         assert (out == 4 * 40).all()
 
 
 @cuda.jit
-def works_meanwhile(out, flag):
-    """Block 1 comes only when it has seen what block 0 does between its arrival and its wait."""
+def work_between_arrive_and_wait(out, flag):
+    """Block 1 arrives only after it has seen what block 0 does between its arrival and its wait."""
     if cluster_ctarank() == 0:
         barrier_cluster_arrive()
         if cuda.threadIdx.x == 0:
@@ -171,15 +172,15 @@ def works_meanwhile(out, flag):
     out[cuda.grid(1)] = atom_add_s32(flag, 0, 0)
 
 
-def test_work_can_stand_between_arrival_and_wait(device):
+def test_work_between_arrive_and_wait(device):
     for _ in seeds():
         out = torch.zeros(64, dtype=torch.int32, device=device)
-        launch(works_meanwhile, 2, 32, out, torch.zeros(1, dtype=torch.int32, device=device), cluster=2)
+        launch(work_between_arrive_and_wait, 2, 32, out, torch.zeros(1, dtype=torch.int32, device=device), cluster=2)
         assert (out == 7).all()
 
 
 @cuda.jit
-def some_blocks_go(out, arrive_first):
+def some_blocks_exit(out, arrive_first):
     if cluster_ctarank() % 2:
         if arrive_first:
             barrier_cluster_arrive()
@@ -191,15 +192,15 @@ def some_blocks_go(out, arrive_first):
 
 
 @pytest.mark.parametrize("arrive_first", [0, 1])
-def test_a_block_that_has_exited_is_not_waited_for(arrive_first, device):
+def test_the_barrier_does_not_wait_for_exited_blocks(arrive_first, device):
     for _ in seeds():
         out = torch.zeros(4 * THREADS, dtype=torch.int32, device=device)
-        launch(some_blocks_go, 4, THREADS, out, arrive_first, cluster=4)
+        launch(some_blocks_exit, 4, THREADS, out, arrive_first, cluster=4)
         assert out.view(4, THREADS)[:, 9].tolist() == [1, 0, 1, 0]
 
 
 @cuda.jit
-def asks_who_it_is(out):
+def query_cluster_rank(out):
     here = cuda.shared.array(1, int32)
     if cuda.threadIdx.x == 0:
         st_cluster_s32(here, 0, 0, 10 * cluster_ctarank() + cluster_nctarank())
@@ -208,19 +209,19 @@ def asks_who_it_is(out):
     out[cuda.grid(1)] = here[0]
 
 
-def test_without_clusters_every_block_is_its_own(device):
+def test_without_clusters_a_block_is_its_own_cluster(device):
     for _ in seeds():
         out = torch.zeros(3 * THREADS, dtype=torch.int32, device=device)
-        launch(asks_who_it_is, 3, THREADS, out)
+        launch(query_cluster_rank, 3, THREADS, out)
         assert (out == 1).all()
 
 
-# --- what becomes of it in machine code -----------------------------------------------------------------------------
+# --- machine code ---------------------------------------------------------------------------------------------------
 
 
 @cuda.jit
-def meets_between_branches(out, limit):
-    """A compiler that forgets what a barrier is would meet once in each branch."""
+def barrier_between_branches(out, limit):
+    """A compiler that ignores convergence could duplicate the barrier into both branches."""
     x = out[cuda.threadIdx.x]
     large = False
     if x > limit:
@@ -233,64 +234,68 @@ def meets_between_branches(out, limit):
 
 
 KERNELS = {
-    "stores": ["int32*"],
-    "loads": ["int32*"],
-    "vectors": ["int32*"],
-    "sums_round_by_round": ["int32*", "int32"],
-    "counts_then_meets": ["int32*", "int32*"],
-    "works_meanwhile": ["int32*", "int32*"],
-    "some_blocks_go": ["int32*", "int32"],
-    "asks_who_it_is": ["int32*"],
-    "meets_between_branches": ["int32*", "int32"],
+    "store_to_next_block": ["int32*"],
+    "load_from_next_block": ["int32*"],
+    "exchange_vectors": ["int32*"],
+    "accumulate_in_rounds": ["int32*", "int32"],
+    "count_then_synchronize": ["int32*", "int32*"],
+    "work_between_arrive_and_wait": ["int32*", "int32*"],
+    "some_blocks_exit": ["int32*", "int32"],
+    "query_cluster_rank": ["int32*"],
+    "barrier_between_branches": ["int32*", "int32"],
 }
-
-
-def kernel_named(name):
-    return globals()[name]
 
 
 @pytest.fixture(scope="module")
 def reports():
-    from test_compile import compile_all
-
-    kernels = [["tests.test_cluster", "kernel_named", [name], types, None] for name, types in KERNELS.items()]
-    return dict(zip(KERNELS, compile_all(kernels), strict=True))
+    kernels = [["test_cluster", name, None, types] for name, types in KERNELS.items()]
+    return dict(zip(KERNELS, compile_whole(kernels), strict=True))
 
 
 def test_every_barrier_is_one_instruction(reports):
-    meetings = {"stores": 2, "loads": 2, "vectors": 3, "counts_then_meets": 1, "meets_between_branches": 1}
-    for name, count in meetings.items():
+    barriers = {
+        "store_to_next_block": 2,
+        "load_from_next_block": 2,
+        "exchange_vectors": 3,
+        "count_then_synchronize": 1,
+        "barrier_between_branches": 1,
+    }
+    for name, count in barriers.items():
         assert reports[name].count("UCGABAR_ARV") == reports[name].count("UCGABAR_WAIT") == count, name
-    assert reports["works_meanwhile"].count("UCGABAR_ARV") == 2
-    assert reports["works_meanwhile"].count("UCGABAR_WAIT") == 1
+    assert reports["work_between_arrive_and_wait"].count("UCGABAR_ARV") == 2
+    assert reports["work_between_arrive_and_wait"].count("UCGABAR_WAIT") == 1
 
 
 def test_an_arrival_releases_and_a_wait_acquires(reports):
-    """The fence before an arrival, and the first-level cache that is emptied after a wait."""
-    assert reports["stores"].count("MEMBAR.ALL.GPU") == reports["stores"].count("CCTL.IVALL") == 2
+    """Arriving emits a fence, and waiting invalidates the L1 cache."""
+    assert (
+        reports["store_to_next_block"].count("MEMBAR.ALL.GPU")
+        == reports["store_to_next_block"].count("CCTL.IVALL")
+        == 2
+    )
 
 
-def test_another_blocks_memory_is_reached_by_its_generic_address(reports):
-    """Plain shared memory is STS and LDS; through the cluster's window it is ST and LD."""
+def test_remote_shared_memory_is_accessed_by_generic_address(reports):
+    """A block's own shared memory is accessed by STS and LDS, remote shared memory by ST and LD."""
 
     def counts(name):
         return [reports[name].instructions.count(i) for i in ("ST.E", "LD.E", "ST.E.128", "LD.E.128")]
 
-    assert counts("stores") == [1, 0, 0, 0]
-    assert counts("loads") == [0, 1, 0, 0]
-    assert counts("vectors") == [0, 0, 1, 1]
-    assert counts("meets_between_branches") == [0, 0, 0, 0]
+    assert counts("store_to_next_block") == [1, 0, 0, 0]
+    assert counts("load_from_next_block") == [0, 1, 0, 0]
+    assert counts("exchange_vectors") == [0, 0, 1, 1]
+    assert counts("barrier_between_branches") == [0, 0, 0, 0]
 
 
 def test_nothing_spills(reports):
     assert all(report.spilled == report.stack == 0 for report in reports.values())
 
 
-# --- what shows only in the simulator -------------------------------------------------------------------------------
+# --- faulty kernels in the simulator --------------------------------------------------------------------------------
 
 
-def check(kernel, *numbers, cluster=2, threads=THREADS, count=20):
-    """What each seed makes of a kernel: whether its only output is all ones, or the error."""
+def results(kernel, *numbers, cluster=2, threads=THREADS, count=20):
+    """Yield for each seed whether the kernel's output is all ones, or the error."""
     for _ in seeds(count):
         out = torch.zeros(cluster * threads, dtype=torch.int32)
         try:
@@ -300,16 +305,16 @@ def check(kernel, *numbers, cluster=2, threads=THREADS, count=20):
             yield error
 
 
-def refused(error, kernel, *patterns, **options):
-    """Under every seed a kernel must be refused, in these words."""
-    for found in check(kernel, **options):
+def assert_refused(error, kernel, *patterns, **options):
+    """Assert that every seed raises this error with these patterns."""
+    for found in results(kernel, **options):
         assert type(found) is error, found
         for pattern in patterns:
             assert any(p in str(found) for p in pattern.split("|")), f"{pattern!r} is not in: {found}"
 
 
 @cuda.jit
-def hands_over(out, with_barrier):
+def store_then_read(out, with_barrier):
     got = cuda.shared.array(THREADS, int32)
     thread = cuda.threadIdx.x
     got[thread] = 0
@@ -325,35 +330,35 @@ def hands_over(out, with_barrier):
 
 
 @simulated
-def test_a_missing_barrier_before_the_read_shows_under_some_seeds():
-    assert list(check(hands_over, 1)) == [True] * 20
-    without = list(check(hands_over, 0))
+def test_a_missing_barrier_before_the_read_fails_under_some_seeds():
+    assert list(results(store_then_read, 1)) == [True] * 20
+    without = list(results(store_then_read, 0))
     assert False in without and set(without) <= {True, False}
 
 
 @cuda.jit
-def reads_then_goes(out, with_barrier):
-    mine = cuda.shared.array(THREADS, int32)
-    mine[cuda.threadIdx.x] = 1
+def read_then_exit(out, with_barrier):
+    values = cuda.shared.array(THREADS, int32)
+    values[cuda.threadIdx.x] = 1
     barrier_cluster_arrive()
     barrier_cluster_wait()
-    out[cuda.grid(1)] = ld_cluster_s32(mine, cuda.threadIdx.x, 1 - cluster_ctarank())
+    out[cuda.grid(1)] = ld_cluster_s32(values, cuda.threadIdx.x, 1 - cluster_ctarank())
     if with_barrier:
         barrier_cluster_arrive()
         barrier_cluster_wait()
 
 
 @simulated
-def test_a_missing_barrier_before_the_exit_shows_under_some_seeds():
-    assert list(check(reads_then_goes, 1)) == [True] * 20
-    errors = [found for found in check(reads_then_goes, 0) if found is not True]
+def test_a_missing_barrier_before_the_exit_fails_under_some_seeds():
+    assert list(results(read_then_exit, 1)) == [True] * 20
+    errors = [found for found in results(read_then_exit, 0) if found is not True]
     assert errors and all(type(error) is simulator.ClusterError for error in errors)
     for words in ("the shared array of test_cluster.py", "has exited", "needs a cluster barrier before its end"):
         assert words in str(errors[0])
 
 
 @simulated
-def test_a_block_that_may_not_have_started_must_not_be_touched():
+def test_access_to_a_block_that_may_not_have_started_is_refused():
     @cuda.jit
     def store(out):
         there = cuda.shared.array(4, int32)
@@ -368,12 +373,14 @@ def test_a_block_that_may_not_have_started_must_not_be_touched():
 
     for kernel in (store, load):
         line = kernel.py_func.__code__.co_firstlineno + 2
-        where = f"reaches for the shared array of test_cluster.py:{line} in block "
-        refused(simulator.ClusterError, kernel, where, "may not have started", "needs a cluster barrier before it")
+        where = f"accesses the shared array of test_cluster.py:{line} in block "
+        assert_refused(
+            simulator.ClusterError, kernel, where, "may not have started", "needs a cluster barrier before it"
+        )
 
 
 def accesses(access):
-    """A kernel that makes one access between two barriers."""
+    """Make a kernel with one access between two cluster barriers."""
 
     @cuda.jit
     def kernel(out):
@@ -404,7 +411,7 @@ def accesses(access):
     ],
 )
 def test_a_wrong_access_is_refused(error, words, access):
-    refused(getattr(simulator, error), accesses(access), words, count=3)
+    assert_refused(getattr(simulator, error), accesses(access), words, count=3)
 
 
 @simulated
@@ -419,12 +426,14 @@ def test_arrivals_and_waits_must_alternate():
     def never(out):
         barrier_cluster_wait()
 
-    refused(simulator.ClusterError, twice, "warp", "arrives at the cluster barrier twice, without a wait between")
-    refused(simulator.ClusterError, never, "warp", "waits at the cluster barrier, at which it has not arrived")
+    assert_refused(
+        simulator.ClusterError, twice, "warp", "arrives at the cluster barrier twice without a wait in between"
+    )
+    assert_refused(simulator.ClusterError, never, "warp", "waits at the cluster barrier, at which it has not arrived")
 
 
 @simulated
-def test_a_warp_comes_to_the_barrier_as_one():
+def test_all_lanes_of_a_warp_must_reach_the_barrier():
     @cuda.jit
     def a_lane_goes(out):
         if cuda.threadIdx.x == 39:
@@ -447,9 +456,9 @@ def test_a_warp_comes_to_the_barrier_as_one():
         barrier_cluster_wait()
 
     line = two_lines.py_func.__code__.co_firstlineno + 3
-    refused(simulator.MissingLane, a_lane_goes, "lanes 7 are named", "barrier.cluster.arrive", "have exited")
-    refused(simulator.MissingLane, a_lane_stays_away, "barrier.cluster.arrive", "barrier.cluster.wait")
-    refused(simulator.DivergentBarrier, two_lines, "at different lines", f"py:{line}", f"py:{line + 2}")
+    assert_refused(simulator.MissingLane, a_lane_goes, "lanes 7 are named", "barrier.cluster.arrive", "have exited")
+    assert_refused(simulator.MissingLane, a_lane_stays_away, "barrier.cluster.arrive", "barrier.cluster.wait")
+    assert_refused(simulator.DivergentBarrier, two_lines, "at different lines", f"py:{line}", f"py:{line + 2}")
 
 
 @simulated
@@ -462,32 +471,32 @@ def test_a_warp_that_waits_elsewhere_is_a_deadlock():
         barrier_cluster_wait()
         cuda.syncthreads()
 
-    refused(
+    assert_refused(
         simulator.Deadlock,
         kernel,
-        "block (0, 0, 0) warp 1 lanes 0-31: barrier.cluster.wait (3 of 4 warps came), at kernel, test_cluster.py:",
+        "block (0, 0, 0) warp 1 lanes 0-31: barrier.cluster.wait (3 of 4 warps arrived), at kernel, test_cluster.py:",
         "block (1, 0, 0) warp 0 lanes 0-31: syncthreads",
     )
 
 
 @simulated
-def test_clusters_must_divide_the_grid_and_be_small():
+def test_clusters_must_divide_the_grid_and_have_at_most_eight_blocks():
     out = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(
         ValueError, match=r"the grid is \(6, 1, 1\), which clusters of \(4, 1, 1\) blocks do not divide"
     ):
-        launch(stores, 6, 32, out, cluster=4)
+        launch(store_to_next_block, 6, 32, out, cluster=4)
     with pytest.raises(ValueError, match=r"the grid is \(4, 3, 1\), which clusters of \(2, 2, 1\)"):
-        launch(stores, (4, 3), 32, out, cluster=(2, 2))
+        launch(store_to_next_block, (4, 3), 32, out, cluster=(2, 2))
     for cluster in (0, 16, (4, 4, 1)):
         with pytest.raises(ValueError, match="the cluster is"):
-            launch(stores, 16, 32, out, cluster=cluster)
+            launch(store_to_next_block, 16, 32, out, cluster=cluster)
 
 
 @simulated
 def test_the_barrier_is_in_the_trace():
     with simulator.trace() as events:
-        assert list(check(hands_over, 1, count=1)) == [True]
+        assert list(results(store_then_read, 1, count=1)) == [True]
     arrivals = [e for e in events if e.what == "barrier.cluster.arrive"]
     assert len(arrivals) == 3 * 2 * THREADS and {e.block for e in arrivals} == {(0, 0, 0), (1, 0, 0)}
     assert len([e for e in events if e.what == "barrier.cluster.wait"]) == len(arrivals)

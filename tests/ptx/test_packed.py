@@ -1,33 +1,47 @@
-"""Two bf16 in a word: a Hopper GPU and the simulator add them alike, and as float32 sums that are rounded."""
+"""add.rn.bf16x2: GPU and simulator return float32 sums rounded to bf16."""
 
 import numpy as np
 import torch
-from hopper_runs import runs
+from helpers.hopper import runs
 from numba import cuda
 
 from moe_numba.ptx.arithmetic import add_rn_bf16x2
 
-ODD = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0]
+SPECIAL_VALUES = [
+    0x0000,
+    0x8000,
+    0x0001,
+    0x8001,
+    0x007F,
+    0x0080,
+    0x3F80,
+    0xBF80,
+    0x7F7F,
+    0xFF7F,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+]
 
 
 @cuda.jit
-def adds(out, a, b):
+def add_pairs(out, a, b):
     i = cuda.grid(1)
     out[i] = add_rn_bf16x2(a[i], b[i])
 
 
-def test_sums_are_those_of_float32_rounded_once(device):
+def test_sums_equal_float32_sums_rounded_once(device):
     generator = np.random.default_rng(0)
     a, b = generator.integers(0, 1 << 16, (2, 4096), dtype=np.uint16)
-    b[1024:2048] = a[1024:2048] ^ 0x8000 ^ generator.integers(0, 4, 1024, dtype=np.uint16)  # all but cancel
+    b[1024:2048] = a[1024:2048] ^ 0x8000 ^ generator.integers(0, 4, 1024, dtype=np.uint16)  # sums that nearly cancel
     b[2048:3072] = (a[2048:3072] & 0xFF80) - (generator.integers(6, 11, 1024) << 7).astype(np.uint16)  # close to a tie
-    pairs = [(x, y) for x in ODD for y in ODD]
+    pairs = [(x, y) for x in SPECIAL_VALUES for y in SPECIAL_VALUES]
     a[-len(pairs) :], b[-len(pairs) :] = np.array(pairs, np.uint16).T
     as_floats = lambda bits: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     right = (as_floats(a).float() + as_floats(b).float()).bfloat16()
     words = lambda bits: torch.from_numpy(bits.copy().view(np.uint32)).to(device)
     make = lambda: [torch.zeros(2048, dtype=torch.uint32, device=device), words(a), words(b)]
-    for out, *_ in runs(adds, make, blocks=64, count=1):
+    for out, *_ in runs(add_pairs, make, blocks=64, count=1):
         found = out.cpu().view(torch.bfloat16)
         assert torch.equal(found.isnan(), right.isnan())
         number = ~right.isnan()
