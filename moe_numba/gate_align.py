@@ -1,9 +1,9 @@
-"""The gate and the alignment in one launch, for the few tokens of a decode step.
+"""Gate and alignment fused into one launch, for the small batches of decode steps.
 
-Up to 32 slots: one block, whose first warps route a token each. More: a cluster of eight blocks routes the tokens,
-eight a block, and each block gives its choices to all eight through their shared memory; from there on a block knows
-all slots, as in the alignment's kernel for few slots. Several clusters route the same tokens, side by side and for
-nothing, so that more blocks can write the output.
+Up to 32 slots, one CTA does both: its first warps route one token each. For more slots, each cluster of eight CTAs
+routes all tokens, up to eight per CTA. Every CTA stores its expert ids in the shared memory of all eight, so that each
+CTA has all slots, and then proceeds like the medium alignment kernel. Several clusters route the same tokens
+redundantly, so that more CTAs can write the output.
 """
 
 from functools import cache, cached_property
@@ -14,34 +14,41 @@ from numba import cuda, float32, int32, int64, uint32
 from moe_numba import simulator
 from moe_numba.align import device_functions, kernel_small, moe_align_block_size
 from moe_numba.align import kernel_medium as align_kernel
-from moe_numba.align.api import IDS, check_align, check_outputs, check_shared_memory, empty_outputs, launch_arguments
+from moe_numba.align.api import (
+    ID_TYPES,
+    check_align_arguments,
+    check_shared_memory,
+    launch_arguments,
+    make_align_outputs,
+    map_key,
+)
 from moe_numba.gate import kernel as gate_kernel
-from moe_numba.gate.api import check_limit, plan_for
-from moe_numba.gate.device_functions import make_tokens_to_route
+from moe_numba.gate.api import GateOptions, get_plan, limit_argument
+from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import as_tensor, check_out, check_out_tuple, to_caller_library
+from moe_numba.runtime.validate import as_tensor, check_int, check_out_tuple, make_outputs, return_outputs
 
-CLUSTER = 8  # blocks, as many as every GPU with clusters allows
-WARPS = 8  # of a block, each with a token
-MOST_TOKENS = CLUSTER * WARPS
-_CLUSTERS = 1 if simulator.ENABLED else 4
+CTAS_PER_CLUSTER = 8  # the largest portable cluster size
+WARPS_PER_CTA = 8  # one token per warp
+MAX_TOKENS = CTAS_PER_CLUSTER * WARPS_PER_CTA
+_MIN_CLUSTERS = 1 if simulator.ENABLED else 4
 
 _plans = {}
 
 
 @cache
-def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_experts, has_map):
-    """The kernel for one block of a warp a slot; ``gate_constants`` is a :class:`moe_numba.gate.kernel.Constants`."""
-    topk = gate_constants.topk
-    my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(gate_constants)
-    tokens_to_route = make_tokens_to_route(limit_on_device)
-    align_tiny = kernel_small.make_align_tiny(ignore_invalid_experts, has_map)
-    fill_all = kernel_small.make_fill_all(aligned)
+def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid_experts, has_map):
+    """Make the kernel for one CTA with one warp per slot; see :class:`moe_numba.gate.kernel.GateConfig`."""
+    topk = gate_config.topk
+    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
+    num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    align_small = kernel_small.make_align_small(ignore_invalid_experts, has_map)
+    fill_outputs = kernel_small.make_fill_outputs(aligned)
 
     @cuda.jit
-    def biased_grouped_topk_align_tiny(
+    def biased_grouped_topk_align_single_cta(
         x,
         bias,
         weights,
@@ -58,36 +65,38 @@ def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_ex
         numel,
         num_experts,
         block_size,
-        chunk,
+        slots_per_cta,
         length,
         num_blocks,
     ):
-        slots = cuda.shared.array(32, int32)
-        blocks_of = cuda.shared.array(32, int32)
-        offset = cuda.local.array(values, float32)
+        smem_ids = cuda.shared.array(32, int32)
+        blocks_of_slot = cuda.shared.array(32, int32)
+        lane_bias = cuda.local.array(experts_per_lane, float32)
         raw = cuda.local.array(raw_words, uint32)
-        row = cuda.local.array(values, float32)
-        lane, group, rank, first, valid = my_part()
+        scores = cuda.local.array(experts_per_lane, float32)
+        lane, group, lane_in_group, first_expert, num_valid = lane_slice()
         token = int32(cuda.threadIdx.x >> 5)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
-        fill_all(sorted_token_ids, expert_ids, numel, length, num_blocks)
+        fill_outputs(sorted_token_ids, expert_ids, numel, length, num_blocks)
         if token < num_tokens:
             cuda.syncwarp()
-            source = int64(token) * row_stride
-            fetch(x, source + first, valid, raw)
-            read_bias(bias, first, valid, offset)
-            unpack(raw, valid, row)
-            weight, expert = route(x, source, row, offset, lane, group, rank, valid, shared_scale, output_scale)
-            if token >= tokens_to_route(num_tokens, limit):
+            start = int64(token) * row_stride
+            fetch(x, start + first_expert, num_valid, raw)
+            load_bias(bias, first_expert, num_valid, lane_bias)
+            unpack(raw, num_valid, scores)
+            weight, expert = route(
+                x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale
+            )
+            if token >= num_unpadded_tokens(num_tokens, limit):
                 weight, expert = float32(0), int32(-1)
             if lane < topk:
-                slots[int32(token * topk + lane)] = expert
+                smem_ids[int32(token * topk + lane)] = expert
                 weights[int32(token * topk + lane)] = weight
                 ids[int32(token * topk + lane)] = expert
         cuda.syncthreads()
-        align_tiny(
-            slots,
+        align_small(
+            smem_ids,
             expert_map,
             sorted_token_ids,
             expert_ids,
@@ -95,21 +104,21 @@ def make_tiny_kernel(gate_constants, limit_on_device, aligned, ignore_invalid_ex
             numel,
             num_experts,
             block_size,
-            blocks_of,
+            blocks_of_slot,
         )
 
-    return biased_grouped_topk_align_tiny
+    return biased_grouped_topk_align_single_cta
 
 
 @cache
-def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invalid_experts, has_map):
-    """The kernel for clusters; ``gate_constants`` is a :class:`moe_numba.gate.kernel.Constants`."""
-    topk, threads = gate_constants.topk, 32 * WARPS
-    all_slots = MOST_TOKENS * topk
-    my_part, fetch, unpack, read_bias, route, values, raw_words = gate_kernel.make_router(gate_constants)
-    tokens_to_route = make_tokens_to_route(limit_on_device)
-    carve = align_kernel.make_carve(capacity)
-    clear = device_functions.make_clear(threads, capacity * (2 + align_kernel.words_for(capacity)))
+def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map):
+    """Make the kernel for clusters; see :class:`moe_numba.gate.kernel.GateConfig`."""
+    topk, threads = gate_config.topk, 32 * WARPS_PER_CTA
+    max_slots = MAX_TOKENS * topk
+    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
+    num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    split_smem = align_kernel.make_split_smem(capacity)
+    clear = device_functions.make_clear(threads, capacity * (2 + align_kernel.mask_words_for(capacity)))
     align = align_kernel.make_align(threads, 2, capacity, ignore_invalid_experts, has_map)
 
     @cuda.jit
@@ -130,41 +139,43 @@ def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invali
         numel,
         num_experts,
         block_size,
-        chunk,
+        slots_per_cta,
         length,
         num_blocks,
     ):
         dynamic = cuda.shared.array(0, int32)
-        counts, masks, first_block, warp_sums = carve(dynamic)
-        slots = cuda.shared.array(all_slots, int32)
-        offset = cuda.local.array(values, float32)
+        counts, masks, first_block, warp_sums = split_smem(dynamic)
+        smem_ids = cuda.shared.array(max_slots, int32)
+        lane_bias = cuda.local.array(experts_per_lane, float32)
         raw = cuda.local.array(raw_words, uint32)
-        row = cuda.local.array(values, float32)
-        lane, group, rank, first, valid = my_part()
-        token = int32((cuda.threadIdx.x >> 5) * CLUSTER + int32(cluster_ctarank()))
-        barrier_cluster_arrive()  # this block has started
+        scores = cuda.local.array(experts_per_lane, float32)
+        lane, group, lane_in_group, first_expert, num_valid = lane_slice()
+        token = int32((cuda.threadIdx.x >> 5) * CTAS_PER_CLUSTER + int32(cluster_ctarank()))
+        barrier_cluster_arrive()  # peers may write to this CTA's shared memory
         clear(dynamic)
         griddepcontrol_wait()
-        routable = tokens_to_route(num_tokens, limit)
-        source = int64(min(token, num_tokens - 1)) * row_stride  # a warp without a token routes one for nothing
-        fetch(x, source + first, valid, raw)
-        read_bias(bias, first, valid, offset)
-        unpack(raw, valid, row)
-        weight, expert = route(x, source, row, offset, lane, group, rank, valid, shared_scale, output_scale)
-        weight, expert = (weight, expert) if token < routable else (float32(0), int32(-1))
+        num_unpadded = num_unpadded_tokens(num_tokens, limit)
+        start = int64(min(token, num_tokens - 1)) * row_stride  # warps without a token route the last one
+        fetch(x, start + first_expert, num_valid, raw)
+        load_bias(bias, first_expert, num_valid, lane_bias)
+        unpack(raw, num_valid, scores)
+        weight, expert = route(
+            x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale
+        )
+        weight, expert = (weight, expert) if token < num_unpadded else (float32(0), int32(-1))
         barrier_cluster_wait()
-        mine = token < num_tokens and lane < topk
-        if mine:
-            for block in range(CLUSTER):
-                st_cluster_s32(slots, int32(token * topk + lane), uint32(block), expert)
+        has_result = token < num_tokens and lane < topk
+        if has_result:
+            for block in range(CTAS_PER_CLUSTER):
+                st_cluster_s32(smem_ids, int32(token * topk + lane), uint32(block), expert)
         cuda.syncwarp()
         barrier_cluster_arrive()
         barrier_cluster_wait()
-        if mine and cuda.blockIdx.x < CLUSTER:
+        if has_result and cuda.blockIdx.x < CTAS_PER_CLUSTER:
             weights[int64(token) * topk + lane] = weight
             ids[int64(token) * topk + lane] = expert
         align(
-            slots,
+            smem_ids,
             expert_map,
             sorted_token_ids,
             expert_ids,
@@ -172,7 +183,7 @@ def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invali
             numel,
             num_experts,
             block_size,
-            chunk,
+            slots_per_cta,
             length,
             num_blocks,
             counts,
@@ -184,118 +195,123 @@ def make_cluster_kernel(gate_constants, limit_on_device, capacity, ignore_invali
     return biased_grouped_topk_align
 
 
-class _Plan:
-    """What a call needs that shapes, types and options decide."""
+class FusedPlan:
+    """Launch plan for given shapes, dtypes and options."""
 
     def __init__(self, gate_plan, device, block_size, expert_map, ignore_invalid_experts):
         num_experts, *_, shared = gate_plan.shape
         self.num_experts = num_experts + shared
-        check_align(block_size, self.num_experts, expert_map, device)
+        check_align_arguments(block_size, self.num_experts, expert_map, device)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
         self.capacity = device_functions.capacity_for(self.num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
-        self.map_type = "int32*" if expert_map is None else IDS[expert_map.dtype]
-        self.is_fused = gate_plan.constants is not None
+        self.map_type = "int32*" if expert_map is None else ID_TYPES[expert_map.dtype]
+        self.can_fuse = gate_plan.config is not None
 
-    def _launcher(self, made, **options):
+    def _launcher(self, kernel, **options):
         signature = (*self.gate_plan.signature, self.map_type, "int32*", "int32*", "int32*", *("int32",) * 6)
-        return launcher(made, signature, self.device, dependent=True, **options)
+        return launcher(kernel, signature, self.device, dependent=True, **options)
 
-    def _tiny(self, aligned):
-        made = make_tiny_kernel(self.gate_plan.constants, self.gate_plan.limit_on_device, aligned, *self.options)
-        return self._launcher(made, launch_bounds=1024)
+    def _single_cta(self, aligned):
+        gate_plan = self.gate_plan
+        kernel = make_single_cta_kernel(gate_plan.config, gate_plan.limit_on_device, aligned, *self.options)
+        return self._launcher(kernel, launch_bounds=1024)
 
-    tiny = cached_property(lambda self: self._tiny(aligned=False))
-    tiny_aligned = cached_property(lambda self: self._tiny(aligned=True))
+    single_cta = cached_property(lambda self: self._single_cta(aligned=False))
+    single_cta_aligned = cached_property(lambda self: self._single_cta(aligned=True))
 
     @cached_property
     def cluster(self):
-        made = make_cluster_kernel(
-            self.gate_plan.constants, self.gate_plan.limit_on_device, self.capacity, *self.options
-        )
+        gate_plan = self.gate_plan
+        kernel = make_cluster_kernel(gate_plan.config, gate_plan.limit_on_device, self.capacity, *self.options)
         shared_bytes = align_kernel.shared_bytes(self.capacity)
         check_shared_memory(shared_bytes, self.num_experts, self.device)
-        return self._launcher(made, launch_bounds=32 * WARPS, shared_bytes=shared_bytes, cluster=CLUSTER)
+        options = dict(launch_bounds=32 * WARPS_PER_CTA, shared_bytes=shared_bytes, cluster=CTAS_PER_CLUSTER)
+        return self._launcher(kernel, **options)
 
-    def start(self, x, bias, limit, expert_map, outputs):
+    def launch(self, x, bias, limit, expert_map, outputs):
+        """Launch the fused kernel."""
         weights, ids, *aligned = outputs
         numel = ids.numel()
-        if numel <= kernel_small.MOST_SLOTS:
-            launch = self.tiny if aligned[0].data_ptr() % 16 else self.tiny_aligned
-            threads, blocks = 32 * numel, 1
+        if numel <= kernel_small.MAX_SLOTS:
+            launch = self.single_cta if aligned[0].data_ptr() % 16 else self.single_cta_aligned
+            threads, ctas = 32 * numel, 1
         else:
-            most = min(32 * align_kernel.words_for(self.capacity), 32 * WARPS)
-            launch, threads = self.cluster, 32 * WARPS
-            blocks = CLUSTER * max(_CLUSTERS, -(-numel // (most * CLUSTER)))
+            launch, threads = self.cluster, 32 * WARPS_PER_CTA
+            max_slots_per_cta = min(32 * align_kernel.mask_words_for(self.capacity), threads)
+            ctas = CTAS_PER_CLUSTER * max(_MIN_CLUSTERS, -(-numel // (max_slots_per_cta * CTAS_PER_CLUSTER)))
+        expert_map = ids if expert_map is None else expert_map
+        sizes = numel, self.num_experts, self.block_size, -(-numel // ctas)
         launch(
-            blocks,
+            ctas,
             threads,
             current_stream(self.device),
             address(x),
-            address(bias),
+            address(x if bias is None else bias),
             address(weights),
             address(ids),
             x.shape[0],
             self.gate_plan.row_stride,
             limit,
-            *self.gate_plan.tail,
-            *launch_arguments(expert_map, aligned, numel, self.num_experts, self.block_size, -(-numel // blocks)),
+            *self.gate_plan.trailing_arguments,
+            *launch_arguments(expert_map, aligned, *sizes),
         )
 
 
 def biased_grouped_topk_align(
-    gating_output,
-    correction_bias,
-    topk,
-    block_size,
-    renormalize=True,
-    num_expert_group=1,
-    topk_group=1,
-    num_fused_shared_experts=0,
-    routed_scaling_factor=1.0,
-    apply_routed_scaling_factor_on_output=False,
-    num_token_non_padded=None,
-    scoring="sigmoid",
-    expert_map=None,
-    pad_sorted_ids=True,
-    ignore_invalid_experts=False,
-    out=None,
-):
-    """Route tokens and align the routing: :func:`biased_grouped_topk` and :func:`moe_align_block_size` at once.
+    gating_output: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    topk: int,
+    block_size: int,
+    renormalize: bool = True,
+    num_expert_group: int = 1,
+    topk_group: int = 1,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = False,
+    num_token_non_padded: int | torch.Tensor | None = None,
+    scoring: str = "sigmoid",
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = True,
+    ignore_invalid_experts: bool = False,
+    out: tuple[torch.Tensor, ...] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 64 tokens and 32 groups of experts it is one launch, otherwise two. The results are those of the two
-    functions, bit for bit.
+    Up to 64 tokens and 32 expert groups it takes one launch, otherwise two. The results are bit-identical to those of
+    the two functions.
 
     Parameters
     ----------
     gating_output, correction_bias, topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts,
     routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
-        As for :func:`moe_numba.biased_grouped_topk`. The alignment's experts are the routed ones and, after them, the
-        fused shared ones; a padding token's slots are invalid.
+        See :func:`moe_numba.biased_grouped_topk`. The alignment treats fused shared experts as experts after the routed
+        ones, and the slots of padding tokens as invalid.
     block_size, expert_map, pad_sorted_ids, ignore_invalid_experts
-        As for :func:`moe_numba.moe_align_block_size`.
+        See :func:`moe_numba.moe_align_block_size`.
     out : (topk_weights, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad), optional
-        Tensors to write into; the call then neither allocates nor synchronises.
+        Tensors to write into. The call then neither allocates nor synchronises.
 
     Returns
     -------
-    topk_weights, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad
-        As those functions return them, in ``gating_output``'s library.
+    topk_weights, topk_ids : tensors [tokens, topk] of float32 and int32
+        See :func:`moe_numba.biased_grouped_topk`.
+    sorted_token_ids, expert_ids, num_tokens_post_pad : tensors of int32
+        See :func:`moe_numba.moe_align_block_size`. All outputs are in the library of ``gating_output``.
 
     Raises
     ------
-    ValueError, TypeError, UnsupportedDeviceError
-        As those functions raise them.
+    ValueError, TypeError
+        If an argument is invalid; the message names the argument, its value and what is allowed.
+    UnsupportedDeviceError
+        If the GPU is older than compute capability 9.0, or has too little shared memory for the experts.
     """
     x = as_tensor(gating_output, "gating_output")
     bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
-    local = None if expert_map is None else as_tensor(expert_map, "expert_map")
-    if type(block_size) is not int:  # now: 16.0 would find the plan for 16, and True that for 1
-        raise TypeError(f"block_size is {block_size!r}; it must be an int")
-    limit = check_limit(num_token_non_padded, x.device)
-    gate_plan = plan_for(
-        x,
-        bias,
+    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
+    check_int("block_size", block_size)  # before the look-up: 16.0 would find the plan for 16, and True the plan for 1
+    limit = limit_argument(num_token_non_padded, x.device)
+    options = GateOptions(
         topk,
         renormalize,
         num_expert_group,
@@ -304,38 +320,22 @@ def biased_grouped_topk_align(
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
         scoring,
-        num_token_non_padded,
     )
-    key = (
-        gate_plan,
-        block_size,
-        local is not None and (local.dtype, local.shape, local.stride(), local.device),
-        bool(ignore_invalid_experts),
-    )
+    gate_plan = get_plan(x, bias, options, num_token_non_padded)
+    key = gate_plan, block_size, map_key(expert_map), bool(ignore_invalid_experts)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _Plan(gate_plan, x.device, block_size, local, bool(ignore_invalid_experts))
-    tokens, device = x.shape[0], x.device
-    shape = tokens * topk, block_size, plan.num_experts, pad_sorted_ids, ignore_invalid_experts
-    if out is None:
-        weights = torch.empty((tokens, topk), dtype=torch.float32, device=device)
-        ids = torch.empty((tokens, topk), dtype=torch.int32, device=device)
-        outputs = [weights, ids, *empty_outputs(*shape, device)]
+        plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, bool(ignore_invalid_experts))
+    tokens, num_experts = x.shape[0], plan.num_experts
+    given = None if out is None else check_out_tuple(out, 5)
+    routing = ("topk_weights", (tokens, topk), torch.float32), ("topk_ids", (tokens, topk), torch.int32)
+    weights, ids = make_outputs(given and given[:2], routing, x.device)
+    shape = tokens * topk, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
+    aligned = make_align_outputs(given and given[2:], *shape, x.device)
+    outputs = [weights, ids, *aligned]
+    if plan.can_fuse and 0 < tokens <= MAX_TOKENS:
+        plan.launch(x, bias, limit, expert_map, outputs)
     else:
-        outputs = check_out_tuple(out, 5)
-        check_out("topk_weights", outputs[0], (tokens, topk), torch.float32, device)
-        check_out("topk_ids", outputs[1], (tokens, topk), torch.int32, device)
-        check_outputs(outputs[2:], *shape, device)
-    if plan.is_fused and 0 < tokens <= MOST_TOKENS:
-        plan.start(x, x if bias is None else bias, limit, outputs[1] if local is None else local, outputs)
-    else:
-        if tokens:
-            gate_plan.start(x, x if bias is None else bias, *outputs[:2], tokens, limit)
-        moe_align_block_size(
-            outputs[1], block_size, plan.num_experts, local, pad_sorted_ids, ignore_invalid_experts, outputs[2:]
-        )
-    if out is not None:
-        return out
-    return (
-        tuple(outputs) if x is gating_output else tuple(to_caller_library(tensor, gating_output) for tensor in outputs)
-    )
+        gate_plan.launch(x, bias, weights, ids, limit)
+        moe_align_block_size(ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts, aligned)
+    return return_outputs(outputs, out, gating_output)

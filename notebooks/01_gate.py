@@ -44,12 +44,13 @@ from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
 from moe_numba.course.bench import kernel_time, plots, records, rotating
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.source_diff import Count, diff
 from moe_numba.gate.device_functions import sorting_network as batcher_network
-from moe_numba.gate.kernel import Constants
+from moe_numba.gate.kernel import GateConfig
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import mismatch
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, uint_as_float
@@ -189,8 +190,8 @@ print("poison:        ", check(poisoned()))
 # cache.
 
 # %%
-BANDWIDTH = 4.3e12  # bytes per second, measured on an H200
-SMS, SCHEDULERS, CLOCK = 132, 4, 1.98e9  # an H200: multiprocessors, instructions each may start per clock, clock in Hz
+BANDWIDTH = H200.copy_bandwidth  # bytes per second
+SMS, SCHEDULERS, CLOCK = H200.sm_count, 4, H200.boost_clock  # an SM has 4 warp schedulers
 BYTES = TOKENS * (EXPERTS * 4 + TOPK * 8) + EXPERTS * 4
 
 
@@ -1546,8 +1547,8 @@ look_back("sorted lanes", "integer keys", prediction)
 from moe_numba.gate import kernel as few_tokens
 from moe_numba.gate import kernel_4tokens as many_tokens
 
-polished = few_tokens.make_kernel(Constants(EXPERTS, GROUPS, KEPT, TOPK))
-dealing = many_tokens.make_throughput_kernel(Constants(EXPERTS, GROUPS, KEPT, TOPK))
+polished = few_tokens.make_kernel(GateConfig(EXPERTS, GROUPS, KEPT, TOPK))
+dealing = many_tokens.make_4tokens_kernel(GateConfig(EXPERTS, GROUPS, KEPT, TOPK))
 
 
 def run_of_package(kernel, tokens_per_block, warps, most_blocks, **options):
@@ -1564,7 +1565,9 @@ def run_of_package(kernel, tokens_per_block, warps, most_blocks, **options):
 
 prediction = max(issue_us(320, 16384), FLOOR_US)
 print(f"prediction: {prediction:.1f} us; the floor is {FLOOR_US:.1f} us")
-run_polished = run_of_package(polished, few_tokens.WARPS, few_tokens.WARPS, SMS * 64 // few_tokens.WARPS)
+run_polished = run_of_package(
+    polished, few_tokens.WARPS_PER_BLOCK, few_tokens.WARPS_PER_BLOCK, SMS * 64 // few_tokens.WARPS_PER_BLOCK
+)
 measure("polished", run_polished, prediction_us=round(prediction, 1))
 
 # %%
@@ -1596,7 +1599,11 @@ count = issue_us(200, 16384)
 prediction = max(count, FLOOR_US)
 print(f"by the count {count:.1f} us; so the floor is the prediction: {prediction:.1f} us")
 run_dealing = run_of_package(
-    dealing, many_tokens.WARPS * many_tokens.TOKENS, many_tokens.WARPS, 1 << 20, launch_bounds=many_tokens.LAUNCH_BOUNDS
+    dealing,
+    many_tokens.WARPS_PER_BLOCK * many_tokens.TOKENS_PER_WARP,
+    many_tokens.WARPS_PER_BLOCK,
+    1 << 20,
+    launch_bounds=many_tokens.LAUNCH_BOUNDS,
 )
 measure("dealt again", run_dealing, prediction_us=round(prediction, 1))
 

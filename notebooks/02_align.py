@@ -61,6 +61,7 @@ from moe_numba import simulator
 from moe_numba.align.reference import mismatch, sizes
 from moe_numba.align.reference import moe_align_block_size as reference
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import align as draw
 from moe_numba.course.ladder import Ladder
@@ -178,7 +179,7 @@ print("poison:       ", check(poisoned(IDS)))
 
 
 # %%
-BANDWIDTH = 4.3e12  # bytes per second, measured on an H200
+BANDWIDTH = H200.copy_bandwidth  # bytes per second
 
 
 # What `python -m moe_numba bench gate` and `bench align` measured
@@ -2023,7 +2024,7 @@ print(f"{distinct_results(run_handing_over, IDS, RUNS)} different result in {RUN
 from moe_numba.align import api
 
 prediction = guess("hand-over", -1.0, 3.0)
-print(f"one kernel up to {api.TINY_SLOTS} slots, one up to {api.FEW_SLOTS}, one beyond; here are {NUMEL}")
+print(f"one kernel up to {api.SMALL_MAX_SLOTS} slots, one up to {api.MEDIUM_MAX_SLOTS}, one beyond; here are {NUMEL}")
 
 
 def run_package(ids, outputs):

@@ -58,7 +58,8 @@ from moe_numba import simulator
 from moe_numba.align.reference import mismatch as align_mismatch
 from moe_numba.course.bench import call_times, kernel_times, plots, records
 from moe_numba.course.bench.baselines import torch_layer
-from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, own_grouped
+from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, moe_numba_grouped_gemm
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
 from moe_numba.course.draw import shared_experts as draw
@@ -67,7 +68,7 @@ from moe_numba.gate.reference import biased_grouped_topk as reference_gate
 from moe_numba.runtime.launch import launch
 from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost, reference
 
-HERE = torch_layer.sizes()  # DeepSeek-V3's layer on a GPU, a small one in the simulator
+HERE = torch_layer.notebook_sizes()  # DeepSeek-V3's layer on a GPU, a small one in the simulator
 DEVICE = HERE.device
 SHARED = records.recorded("shared_experts")  # what `python -m moe_numba bench shared_experts` measured
 
@@ -138,7 +139,9 @@ class DeepseekV2MoE:
 exact = Layer(SMALL, torch.float64, DEVICE)
 x = exact.tokens(9)
 before = DeepseekV2MoE(exact).forward_normal(x)
-print("forward_normal against the package's reference:", mismatch(before, exact.right(x), torch.float64) or "the same")
+print(
+    "forward_normal against the package's reference:", mismatch(before, exact.expected(x), torch.float64) or "the same"
+)
 
 # %% [markdown]
 # ### The ninth weight
@@ -201,7 +204,7 @@ assert all(bool(wrong) == name.startswith("wrong") for name, wrong in WRONG.item
 for dtype in (torch.float32, torch.bfloat16, FP8):
     layer = Layer(SMALL, dtype, DEVICE, replicas=8)
     tokens = layer.tokens(9)
-    right = layer.right(tokens)
+    right = layer.expected(tokens)
     results = {"before": layer.separate(tokens), "after": layer.fused(tokens, *layer.route(tokens, 1))}
     for replicas in (2, 8):
         routing = fuse_routing(*layer.route(tokens), FIRST_SHARED, replicas, SCALE, "random")
@@ -232,8 +235,8 @@ for dtype in (torch.float32, torch.bfloat16, FP8):
 
 
 # %%
-BANDWIDTH = 4.3e12  # bytes per second, measured on an H200
-RATES = {"bfloat16": 989e12, "float8_e4m3fn": 1979e12}  # operations per second, from the data sheet
+BANDWIDTH = H200.copy_bandwidth  # bytes per second
+RATES = H200.tensor_flops  # operations per second
 BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}  # of a weight
 
 
@@ -299,7 +302,7 @@ def setting(dtype, tokens):
     """Layers whose weights take turns, tokens, and what the first layer must make of them."""
     first = LAYERS[dtype][0]
     x = first.tokens(tokens)
-    return LAYERS[dtype], x, first.right(x)
+    return LAYERS[dtype], x, first.expected(x)
 
 
 LAYERS = {}
@@ -350,7 +353,7 @@ def measure(name, forward, predicted, others=OTHERS, **more):
         dtype="bfloat16",
         prediction_us=round(predicted, 1),
         floor_us=FLOOR_US,
-        launches=torch_layer.launches(calls[0]),
+        launches=torch_layer.count_kernels(calls[0]),
         **more,
     )
 
@@ -688,7 +691,7 @@ if not KNOWN_ROUTES:
 # compute the same.
 
 # %%
-Markdown("```python\n" + inspect.getsource(own_grouped) + "```")
+Markdown("```python\n" + inspect.getsource(moe_numba_grouped_gemm) + "```")
 
 # %% [markdown]
 # **Prediction.** For step 0 we guessed that torch's product reads weights at 70 % of the bandwidth, and we keep to that
@@ -701,7 +704,7 @@ prediction = (us("final") or prediction) - READS / EFFICIENCY + READS / 0.9 - 2 
 
 
 def folded_on_own(layer, x):
-    return folded_by_gate(layer.on(own_grouped), x)
+    return folded_by_gate(layer.with_grouped_gemm(moe_numba_grouped_gemm), x)
 
 
 IN_BFLOAT16 = {which: OTHERS[which] for which in ("one", "batch", "prefill")}

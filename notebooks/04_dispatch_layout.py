@@ -63,6 +63,7 @@ from numba import cuda, int32, int64, uint8
 from moe_numba import simulator
 from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
 from moe_numba.course.draw import dispatch_layout as draw
@@ -183,7 +184,7 @@ print(
 # are a kilobyte. How long does that take at the bandwidth of the memory?
 
 # %%
-BANDWIDTH = 4.3e12  # bytes per second, measured on an H200
+BANDWIDTH = H200.copy_bandwidth  # bytes per second
 ALIGN_LADDER, ALIGN = records.recorded("align_ladder"), records.recorded("align")
 EMPTY_US = {False: 0.5, True: 0.4}  # a kernel that does nothing: alone, and with programmatic dependent launch
 if ALIGN:
@@ -196,7 +197,7 @@ if ALIGN_LADDER:  # what notebook 02 measured with chains of equal links
 LOAD_US, SHARED_US, GLOBAL_US = (
     NS[name] / 1000 for name in ("a load from the L2", "a shared atomic", "a global atomic")
 )
-CLOCK_MHZ = 1980  # the highest of an H200's multiprocessors
+CLOCK_MHZ = H200.boost_clock / 1e6
 
 for tokens in (1, 64, 4096, 65536):
     count = layout_bytes(tokens, 8, 256, 8)

@@ -55,6 +55,7 @@ from moe_numba.course.articles.deepep import polling, simulate
 from moe_numba.course.articles.deepep.buffer_layout import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
 from moe_numba.course.articles.deepep.simulate import GaveUp, dispatch_all, virtual_ranks
 from moe_numba.course.bench import Stats, plots, records
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, played
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, host_times, outputs_of, rank_times, settle
@@ -697,7 +698,9 @@ def torch_dispatch(transport):
     shared.close()
 
 
-prediction = (WIRE_BYTES / (PEAK or 3.5e11) + 2 * ALL_BYTES / 4.3e12) * 1e6 if not simulator.ENABLED else None
+prediction = (
+    (WIRE_BYTES / (PEAK or 3.5e11) + 2 * ALL_BYTES / H200.copy_bandwidth) * 1e6 if not simulator.ENABLED else None
+)
 measure("torch", torch_dispatch, prediction)
 
 # %%

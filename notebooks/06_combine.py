@@ -66,6 +66,7 @@ from moe_numba.course.articles.deepep.buffer_layout import Constants, combine_re
 from moe_numba.course.articles.deepep.notify import NO_HEAD
 from moe_numba.course.articles.deepep.polling import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
 from moe_numba.course.bench import kernel_times, plots, records
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
 from moe_numba.course.draw import combine as draw
@@ -270,7 +271,7 @@ print("nothing wrong:", check([rows.clone() for rows in WANTED]))
 
 # %%
 LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
-MEMORY = 4.3e12  # bytes per second, measured on an H200
+MEMORY = H200.copy_bandwidth  # bytes per second
 PUSH = 0.8 * LINK  # what we expect of plain stores: measured below
 
 

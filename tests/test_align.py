@@ -1,4 +1,4 @@
-"""The alignment against its reference, on a GPU or in the simulator; and the check against wrong kernels."""
+"""Test the alignment against its reference, on a GPU or in the simulator, and the checker against wrong kernels."""
 
 import importlib
 import inspect
@@ -19,12 +19,12 @@ from moe_numba.align import api, reference
 from moe_numba.align.reference import mismatch, sizes
 
 POISON = -12345
-KERNELS = {"as it comes": (api.TINY_SLOTS, api.FEW_SLOTS), "few": (0, 1 << 31), "many": (0, 0)}
-MOST_FEW = 65535  # slots to force the kernel for few with; for more than 285 experts it gives way earlier
+KERNELS = {"default": (api.SMALL_MAX_SLOTS, api.MEDIUM_MAX_SLOTS), "medium": (0, 1 << 31), "large": (0, 0)}
+MAX_FORCED_MEDIUM_SLOTS = 65535  # upper limit of the medium kernel when forced; lower for more than 285 experts
 
 
 def poisoned(lengths, device, shift=0):
-    """Views into one poisoned buffer, each ``shift`` elements past a 16-byte boundary; and what lies around them."""
+    """Return views into one poisoned buffer, ``shift`` elements past 16-byte boundaries, and the gaps around them."""
     starts, end = [], 8
     for length in lengths:
         starts.append(-(-end // 4) * 4 + shift)
@@ -37,11 +37,11 @@ def poisoned(lengths, device, shift=0):
 def align(
     topk_ids, block_size, num_experts, expert_map=None, longer=0, shift=0, function=moe_align_block_size, **options
 ):
-    """Call the public function on poisoned outputs, and see that what lies around them stays as it is."""
+    """Call the public function on poisoned outputs, and check that it does not write outside of them."""
     length, blocks = sizes(topk_ids.numel(), block_size, num_experts, **options)
     out, around = poisoned((length + longer, blocks + longer, 1), topk_ids.device, shift)
     function(topk_ids, block_size, num_experts, expert_map, out=out, **options)
-    assert (torch.cat(around) == POISON).all(), "something beside the outputs was written"
+    assert (torch.cat(around) == POISON).all(), "out-of-bounds write"
     return out
 
 
@@ -51,45 +51,45 @@ def check(topk_ids, block_size, num_experts, expert_map=None, longer=0, shift=0,
     assert wrong is None, f"{tuple(topk_ids.shape)} ids, block {block_size}, {num_experts} experts, {options}: {wrong}"
 
 
-def some(tokens, topk, experts, device, dtype=torch.int32, invalid=0.0, seed=0):
-    """Random ids, a share of which is -1."""
+def make_ids(tokens, topk, experts, device, dtype=torch.int32, invalid=0.0, seed=0):
+    """Random ids, a fraction ``invalid`` of which is -1."""
     rng = torch.Generator().manual_seed(seed)
     ids = torch.randint(experts, (tokens, topk), generator=rng)
     return ids.masked_fill(torch.rand(ids.shape, generator=rng) < invalid, -1).to(device, dtype)
 
 
-def some_map(experts, device, seed=0):
-    """Every other expert, or so, is on this rank."""
+def make_map(experts, device, seed=0):
+    """An expert map with about half of the experts on this rank."""
     here = torch.rand(experts, generator=torch.Generator().manual_seed(seed)) < 0.5
     return torch.where(here, here.cumsum(0) - 1, -1).to(device, torch.int32)
 
 
 def force(which, patch, where=api):
-    """Choose the kernel: those for few and for many slots are right for any number here."""
-    for name, value in zip(("TINY_SLOTS", "FEW_SLOTS"), KERNELS[which]):
+    """Force a kernel: the medium and the large one are correct for all sizes used here."""
+    for name, value in zip(("SMALL_MAX_SLOTS", "MEDIUM_MAX_SLOTS"), KERNELS[which]):
         patch.setattr(where, name, value)
 
 
-@pytest.fixture(params=["few", "many"])
-def kernel_for(request, monkeypatch):
+@pytest.fixture(params=["medium", "large"])
+def each_kernel(request, monkeypatch):
     force(request.param, monkeypatch)
     return request.param
 
 
-# The reference, against lists, and by hand.
+# The reference against plain Python and against values computed by hand
 
 # Twelve slots, five experts, blocks of four: one id is -1 and one too large, expert 2 needs two blocks, expert 3 none.
 IDS, BLOCK_SIZE, EXPERTS = [[2, 0], [2, 1], [0, 2], [2, 4], [-1, 1], [2, 9]], 4, 5
 SORTED = [8, 11, 12, 12, 1, 4, 12, 12, 3, 9, 12, 12, 0, 2, 5, 6, 10, 12, 12, 12, 7, 12, 12, 12]
 
 
-def lists(ids, block_size, num_experts, expert_map=None, ignore_invalid_experts=False):
-    """The same with lists and a dict: (sorted_token_ids, expert_ids), without the tails."""
+def align_lists(ids, block_size, num_experts, expert_map=None, ignore_invalid_experts=False):
+    """Align with lists and a dict; return (sorted_token_ids, expert_ids) without the tails."""
     runs = {}
     for slot, expert in enumerate(ids):
         bucket = expert if 0 <= expert < num_experts else -1
-        elsewhere = bucket == -1 or (expert_map is not None and expert_map[expert] == -1)
-        if not (ignore_invalid_experts and elsewhere):
+        is_ignored = bucket == -1 or (expert_map is not None and expert_map[expert] == -1)
+        if not (ignore_invalid_experts and is_ignored):
             runs.setdefault(bucket, []).append(slot)
     sorted_ids, expert_ids = [], []
     for bucket, run in sorted(runs.items()):
@@ -101,10 +101,10 @@ def lists(ids, block_size, num_experts, expert_map=None, ignore_invalid_experts=
 
 @st.composite
 def calls(draw):
-    """Ids, some of them invalid, and the other arguments."""
+    """Draw ids, some of them invalid, and the other arguments."""
     experts = draw(st.integers(1, 12))
-    wild = st.sampled_from([-1, -7, experts, experts + 5, 2**31 - 1, -(2**31)])
-    ids = draw(st.lists(st.one_of(st.integers(0, experts - 1), wild), max_size=60))
+    invalid_ids = st.sampled_from([-1, -7, experts, experts + 5, 2**31 - 1, -(2**31)])
+    ids = draw(st.lists(st.one_of(st.integers(0, experts - 1), invalid_ids), max_size=60))
     local = st.one_of(st.just(-1), st.integers(0, 20))
     options = dict(
         expert_map=draw(st.none() | st.lists(local, min_size=experts, max_size=experts)),
@@ -115,10 +115,10 @@ def calls(draw):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(calls())
-def test_the_reference_against_lists(call):
-    """That nothing is cut off also says that the bound on the sizes holds."""
+def test_reference_against_lists(call):
+    """Also checks that the lengths of :func:`sizes` suffice."""
     ids, block_size, experts, options, pad = call
-    sorted_ids, expert_ids = lists(ids, block_size, experts, **options)
+    sorted_ids, expert_ids = align_lists(ids, block_size, experts, **options)
     if options["expert_map"] is not None:
         options["expert_map"] = torch.tensor(options["expert_map"], dtype=torch.int32)
     out = reference.moe_align_block_size(torch.tensor(ids).int(), block_size, experts, pad_sorted_ids=pad, **options)
@@ -129,7 +129,7 @@ def test_the_reference_against_lists(call):
     assert out[2].tolist() == [len(sorted_ids)] and {tensor.dtype for tensor in out} == {torch.int32}
 
 
-def test_the_reference_by_hand():
+def test_reference_by_hand():
     out = reference.moe_align_block_size(torch.tensor(IDS), BLOCK_SIZE, EXPERTS)
     assert [tensor.tolist() for tensor in out] == [SORTED + [12] * 8, [-1, 0, 1, 2, 2, 4, -1, -1], [24]]
     here = torch.tensor([-1, 0, 1, -1, 2])
@@ -139,21 +139,21 @@ def test_the_reference_by_hand():
 
 
 def test_sizes():
-    assert sizes(8, 128, 256) == (8 * 128, 8)  # the document's own example, instead of 32520 elements
+    assert sizes(8, 128, 256) == (8 * 128, 8)  # the article's example, which allocated 32520 elements
     assert sizes(0, 16, 8) == (0, 0)
     assert sizes(1000, 16, 8) == (1136, 71) and sizes(1000, 16, 8, pad_sorted_ids=False) == (1135, 71)
     assert sizes(1000, 16, 8, ignore_invalid_experts=True) == (1120, 70)
-    for experts, block_size in itertools.product((1, 5, 64), (1, 4, 16)):  # there is a routing that needs it all
+    for experts, block_size in itertools.product((1, 5, 64), (1, 4, 16)):  # the bound is tight
         ids = torch.arange(-1, experts)
         for few in (ids, ids[1:], ids[:1]):
             out = reference.moe_align_block_size(few, block_size, experts)
             assert len(out[0]) == int(out[2]) == len(few) * block_size and len(out[1]) == len(few)
 
 
-# The check must be able to fail.
+# The checker must reject wrong outputs.
 
 TAIL, ORDER = {"any_tail"}, {"any_order"}
-SPOILS = {  # which output, its new values by position, and what excuses them
+CORRUPTIONS = {  # name: (output, {position: new value}, options that allow it)
     "two slots of one expert swapped": (0, {12: 2, 13: 0}, ORDER),
     "slots of two experts swapped": (0, {4: 3, 8: 1}, set()),
     "a slot twice": (0, {13: 0}, set()),
@@ -178,100 +178,113 @@ SPOILS = {  # which output, its new values by position, and what excuses them
 }
 
 
-@pytest.mark.parametrize("what", SPOILS)
-def test_the_check_rejects_spoiled_outputs(what, device):
-    which, values, excuses = SPOILS[what]
+@pytest.mark.parametrize("what", CORRUPTIONS)
+def test_checker_rejects_wrong_outputs(what, device):
+    which, values, allowed_by = CORRUPTIONS[what]
     ids = torch.tensor(IDS, device=device)
     out = align(ids, BLOCK_SIZE, EXPERTS, longer=3)
     assert mismatch(*out, ids, BLOCK_SIZE, EXPERTS) is None
     for position, value in values.items():
         assert out[which][position] != value
         out[which][position] = value
-    for leniency in (set(), ORDER, TAIL, ORDER | TAIL):
-        wrong = mismatch(*out, ids, BLOCK_SIZE, EXPERTS, **dict.fromkeys(leniency, True))
-        assert (wrong is None) == bool(excuses & leniency), f"{leniency}: {wrong}"
+    for tolerance in (set(), ORDER, TAIL, ORDER | TAIL):
+        wrong = mismatch(*out, ids, BLOCK_SIZE, EXPERTS, **dict.fromkeys(tolerance, True))
+        assert (wrong is None) == bool(allowed_by & tolerance), f"{tolerance}: {wrong}"
 
 
-def test_the_check_rejects_outputs_of_another_kind(device):
+def test_checker_rejects_wrong_dtypes_and_shapes(device):
     ids = torch.tensor(IDS, device=device)
     out = align(ids, BLOCK_SIZE, EXPERTS)
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")
     for i, change in itertools.product(range(3), (torch.Tensor.long, lambda t: t[:-1], lambda t: t[None])):
-        spoiled = [change(tensor) if i == j else tensor for j, tensor in enumerate(out)]
-        assert mismatch(*spoiled, ids, BLOCK_SIZE, EXPERTS).startswith(names[i])
+        corrupted = [change(tensor) if i == j else tensor for j, tensor in enumerate(out)]
+        assert mismatch(*corrupted, ids, BLOCK_SIZE, EXPERTS).startswith(names[i])
 
 
-# Both kernels, small.
+# Each kernel on small inputs
 
-BLOCKS, TOKENS, TOPKS, FEW_EXPERTS = (1, 3, 4, 16, 64, 128), (0, 1, 2, 7, 33), (1, 2, 8), (1, 2, 8, 64, 100, 257)
+BLOCKS, TOKENS, TOPKS, NUM_EXPERTS = (1, 3, 4, 16, 64, 128), (0, 1, 2, 7, 33), (1, 2, 8), (1, 2, 8, 64, 100, 257)
 DTYPES = (torch.int32, torch.int64)
-GRID = list(itertools.product(BLOCKS, TOKENS, TOPKS, FEW_EXPERTS, DTYPES, (True, False)))
+GRID = list(itertools.product(BLOCKS, TOKENS, TOPKS, NUM_EXPERTS, DTYPES, (True, False)))
 SAMPLE = random.Random(0).sample(GRID, 30)
 LARGE = [(16, 33, 8, 1025, torch.int32, True), (4, 7, 8, 8192, torch.int32, True)]
-EDGES = [(4, 20, 8, experts, torch.int32, True) for experts in (93, 94, 285, 286, 541, 542)]  # of the capacities
+EDGES = [(4, 20, 8, experts, torch.int32, True) for experts in (93, 94, 285, 286, 541, 542)]  # around the capacities
 
 
 @pytest.mark.parametrize("case", SAMPLE + LARGE + EDGES, ids=str)
-def test_shapes(case, device, kernel_for):
+def test_shapes(case, device, each_kernel):
     block_size, tokens, topk, experts, dtype, pad = case
-    check(some(tokens, topk, experts, device, dtype, invalid=0.1), block_size, experts, pad_sorted_ids=pad)
+    check(make_ids(tokens, topk, experts, device, dtype, invalid=0.1), block_size, experts, pad_sorted_ids=pad)
 
 
-def test_the_sample_has_every_size():
+def test_sample_covers_every_size():
     assert [set(column) for column in zip(*SAMPLE)] == [set(column) for column in zip(*GRID)]
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_skewed_routings(block_size, device, kernel_for):
+def test_skewed_routings(block_size, device, each_kernel):
     for experts, ids in (
-        (64, torch.full((33, 8), 37)),  # all to one
-        (257, torch.arange(256, -1, -1)),  # one each
-        (100, torch.arange(90) % 2 * 99),  # the first and the last alone
+        (64, torch.full((33, 8), 37)),  # all slots to one expert
+        (257, torch.arange(256, -1, -1)),  # one slot per expert
+        (100, torch.arange(90) % 2 * 99),  # only the first and the last expert
     ):
         check(ids.int().to(device), block_size, experts)
 
 
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_invalid_ids(dtype, ignore, device, kernel_for):
-    experts, wild = 12, [-1, 12, 17, -7, 2**31 - 1, -(2**31)]
-    if dtype == torch.int64:  # in 32 bits these would be experts 0, 3 and 11, and -1
-        wild += [2**40, 2**32 + 3, -(2**32) + 11, 2**32 - 1, 2**63 - 1, -(2**63)]
-    ids = some(40, 2, experts, device, dtype, seed=1)
-    ids.view(-1)[: 6 * len(wild) : 6] = torch.tensor(wild, device=device)
+def test_invalid_ids(dtype, ignore, device, each_kernel):
+    experts, invalid_ids = 12, [-1, 12, 17, -7, 2**31 - 1, -(2**31)]
+    if dtype == torch.int64:  # truncated to 32 bits these would be experts 0, 3, 11 and -1
+        invalid_ids += [2**40, 2**32 + 3, -(2**32) + 11, 2**32 - 1, 2**63 - 1, -(2**63)]
+    ids = make_ids(40, 2, experts, device, dtype, seed=1)
+    ids.view(-1)[: 6 * len(invalid_ids) : 6] = torch.tensor(invalid_ids, device=device)
     check(ids, 4, experts, ignore_invalid_experts=ignore)
-    check(torch.tensor(wild, dtype=dtype, device=device), 4, experts, ignore_invalid_experts=ignore)
+    check(torch.tensor(invalid_ids, dtype=dtype, device=device), 4, experts, ignore_invalid_experts=ignore)
     for share in (0.3, 1.0):
-        check(some(33, 8, 100, device, dtype, share), 16, 100, ignore_invalid_experts=ignore)
+        check(make_ids(33, 8, 100, device, dtype, share), 16, 100, ignore_invalid_experts=ignore)
 
 
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize("experts", [1, 8, 256])
-def test_expert_map(experts, ignore, device, kernel_for):
-    for here in (some_map(experts, device), some_map(experts, device).long(), some_map(experts, device).clamp(max=-1)):
-        check(some(9, 8, experts, device, invalid=0.1), 4, experts, expert_map=here, ignore_invalid_experts=ignore)
+def test_expert_map(experts, ignore, device, each_kernel):
+    for expert_map in (
+        make_map(experts, device),
+        make_map(experts, device).long(),
+        make_map(experts, device).clamp(max=-1),
+    ):
+        check(
+            make_ids(9, 8, experts, device, invalid=0.1),
+            4,
+            experts,
+            expert_map=expert_map,
+            ignore_invalid_experts=ignore,
+        )
 
 
-def test_any_shape(device, kernel_for):
-    ids = some(12, 6, 10, device)
-    wide = some(12, 13, 10, device)
+def test_any_shape(device, each_kernel):
+    ids = make_ids(12, 6, 10, device)
+    wide = make_ids(12, 13, 10, device)
     for shaped in (ids.view(-1), ids.view(3, 4, 6), ids[3, 2], ids.T, wide[:, ::2], ids[:, :1].expand(12, 4)):
         check(shaped, 4, 10)
 
 
 @pytest.mark.parametrize("shift, longer", [(1, 0), (2, 5), (3, 1), (0, 3)])
-def test_outputs_anywhere_and_longer_than_needed(shift, longer, device, kernel_for):
-    """A view may start between two 16-byte boundaries; what it has too much is tail."""
+def test_unaligned_and_longer_outputs(shift, longer, device, each_kernel):
+    """Outputs may be unaligned views; elements beyond the needed length are tail."""
     for block_size, tokens in ((16, 7), (3, 7), (4, 0)):
-        ids = some(tokens, 8, 32, device, invalid=0.1)
+        ids = make_ids(tokens, 8, 32, device, invalid=0.1)
         check(ids, block_size, 32, longer=longer, shift=shift, ignore_invalid_experts=tokens == 7)
         check(poisoned([ids.numel()], device, shift)[0][0].copy_(ids.view(-1)), block_size, 32, longer=longer)
 
 
-def test_outputs_that_it_makes_itself(device, kernel_for):
-    """Torch fills what is allocated with the largest number while it is told to be deterministic."""
+def test_allocated_outputs(device, each_kernel):
+    """In deterministic mode torch fills new tensors with the largest value."""
     for tokens, flag in itertools.product((0, 9), (False, True)):
-        ids, options = some(tokens, 8, 32, device, invalid=0.1), dict(pad_sorted_ids=flag, ignore_invalid_experts=flag)
+        ids, options = (
+            make_ids(tokens, 8, 32, device, invalid=0.1),
+            dict(pad_sorted_ids=flag, ignore_invalid_experts=flag),
+        )
         torch.use_deterministic_algorithms(True)
         try:
             out = moe_align_block_size(ids, 16, 32, **options)
@@ -282,16 +295,16 @@ def test_outputs_that_it_makes_itself(device, kernel_for):
 
 
 @pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0), (3, 0.02)])
-def test_any_order_of_the_threads(seed, preempt, device, kernel_for):
-    for tokens, experts in ((80, 100), (33, 64)):  # the first makes several blocks, each of several tiles
+def test_thread_orders(seed, preempt, device, each_kernel):
+    for tokens, experts in ((80, 100), (33, 64)):  # the first has several CTAs with several tiles each
         with simulator.seed(seed, preempt=preempt):
-            check(some(tokens, 8, experts, device, invalid=0.1, seed=seed), 4, experts)
+            check(make_ids(tokens, 8, experts, device, invalid=0.1, seed=seed), 4, experts)
 
 
 @pytest.mark.parametrize("slots", [1, 7, 8, 9, 31, 32, 33])
-def test_a_handful_of_slots(slots, device):
+def test_small_kernel(slots, device):
     for experts, block_size, invalid in ((1, 3, 0.5), (5, 1, 0.2), (256, 16, 0.0), (300, 64, 0.2)):
-        ids, here = some(slots, 1, experts, device, invalid=invalid, seed=slots), some_map(experts, device)
+        ids, here = make_ids(slots, 1, experts, device, invalid=invalid, seed=slots), make_map(experts, device)
         check(ids, block_size, experts, longer=slots % 3)
         check(ids, block_size, experts, expert_map=here, shift=slots % 4, ignore_invalid_experts=True)
 
@@ -309,43 +322,51 @@ def test_against_the_reference(call, which, shift, longer):
         check(ids, block_size, experts, longer=longer, shift=shift, pad_sorted_ids=pad, **options)
 
 
-def test_numpy_and_cupy_come_back_as_they_came(device):
-    ids = some(5, 8, 32, device)
+def test_numpy_and_cupy_arrays(device):
+    ids = make_ids(5, 8, 32, device)
     library = np if simulator.ENABLED else pytest.importorskip("cupy")
     out = moe_align_block_size(library.from_dlpack(ids), 16, 32)
     assert {type(array) for array in out} == {library.ndarray}
     assert mismatch(*map(torch.from_dlpack, out), ids, 16, 32) is None
 
 
-# Refusals: a sentence that names the argument, what it was and what is allowed.
+# Error messages: the argument, its value and what is allowed
 
 
-def elsewhere(*shape):
+def on_wrong_device(*shape):
     return lambda _: torch.zeros(shape, dtype=torch.int32, device="meta" if simulator.ENABLED else "cpu")
 
 
 def slots(count):
-    return lambda device: torch.zeros(1, dtype=torch.int32, device=device).expand(count)  # takes no memory
+    return lambda device: torch.zeros(1, dtype=torch.int32, device=device).expand(count)  # allocates a single element
 
 
 @pytest.mark.parametrize(
-    "change, error, sentence",
+    "change, error, message",
     [
-        (dict(topk_ids=lambda _: torch.zeros(4, 2)), TypeError, "topk_ids is torch.float32; it must be int32 or int64"),
-        (dict(topk_ids=elsewhere(4, 2)), ValueError, "topk_ids is on .* it must be on"),
-        (dict(topk_ids=slots(10_000_000)), ValueError, "10000000 slots.* at most"),  # more than the blocks can count
-        (dict(topk_ids=slots(1 << 31)), ValueError, "2147483648 slots.* at most"),  # more than an int32 can count
+        (
+            dict(topk_ids=lambda _: torch.zeros(4, 2)),
+            TypeError,
+            "topk_ids is torch.float32; it must be torch.int32 or torch.int64",
+        ),
+        (dict(topk_ids=on_wrong_device(4, 2)), ValueError, "topk_ids is on .* it must be on"),
+        (dict(topk_ids=slots(10_000_000)), ValueError, "10000000 slots.* at most"),  # more than 16-bit counts allow
+        (dict(topk_ids=slots(1 << 31)), ValueError, "2147483648 slots.* at most"),  # more than int32 indices allow
         (dict(block_size=0), ValueError, "block_size is 0; 1 to"),
         (dict(block_size=16.0), TypeError, "block_size is 16.0; it must be an int"),
         (dict(block_size=1 << 28), ValueError, "block_size is 268435456"),
         (dict(num_experts=0), ValueError, "num_experts is 0; 1 to 8192 are allowed"),
         (dict(num_experts=8193), ValueError, "num_experts is 8193; 1 to 8192 are allowed"),
         (dict(num_experts=8.0), TypeError, "num_experts is 8.0; it must be an int"),
-        (dict(expert_map=lambda device: some_map(7, device)), ValueError, r"expert_map .*\(7,\).* it must be"),
-        (dict(expert_map=lambda device: some_map(8, device)[None]), ValueError, r"expert_map .*\(1, 8\).* it must be"),
-        (dict(expert_map=lambda device: some_map(8, device).half()), TypeError, "expert_map is torch.float16; it must"),
-        (dict(expert_map=lambda device: some_map(16, device)[::2]), ValueError, "expert_map .* must be contiguous"),
-        (dict(expert_map=elsewhere(8)), ValueError, "expert_map is on .* it must be"),
+        (dict(expert_map=lambda device: make_map(7, device)), ValueError, r"expert_map .*\(7,\).* it must be"),
+        (dict(expert_map=lambda device: make_map(8, device)[None]), ValueError, r"expert_map .*\(1, 8\).* it must be"),
+        (dict(expert_map=lambda device: make_map(8, device).half()), TypeError, "expert_map is torch.float16; it must"),
+        (
+            dict(expert_map=lambda device: make_map(16, device)[::2]),
+            ValueError,
+            r"expert_map .* it must be \[8\] and contiguous",
+        ),
+        (dict(expert_map=on_wrong_device(8)), ValueError, "expert_map is on .* it must be"),
         (dict(out=(0, torch.Tensor.long)), ValueError, "out's sorted_token_ids is .* it must be"),
         (dict(out=(0, lambda t: t[:-1])), ValueError, "out's sorted_token_ids is .* it must be"),
         (dict(out=(1, lambda t: t[:-1])), ValueError, "out's expert_ids is .* it must be"),
@@ -357,60 +378,80 @@ def slots(count):
         (dict(out=(2, lambda t: t[:0])), ValueError, "out's num_tokens_post_pad is .* it must be"),
     ],
 )
-def test_refusals(change, error, sentence, device):
+def test_invalid_arguments(change, error, message, device):
     arguments = dict(topk_ids=torch.zeros(4, 2, device=device).int(), block_size=16, num_experts=8)
-    for here in (None, some_map(8, device)):  # what a right call leaves behind must not let a wrong one pass
+    for here in (None, make_map(8, device)):  # cached plans must not let invalid arguments pass
         moe_align_block_size(**arguments, expert_map=here)
     arguments |= {name: value(device) if callable(value) else value for name, value in change.items()}
     if "out" in change:
-        which, spoiled = arguments["out"]
+        which, corrupted = arguments["out"]
         out = poisoned((*sizes(8, 16, 8), 1), device)[0]
-        arguments["out"] = [spoiled(tensor) if i == which else tensor for i, tensor in enumerate(out)]
-    with pytest.raises(error, match=sentence):
+        arguments["out"] = [corrupted(tensor) if i == which else tensor for i, tensor in enumerate(out)]
+    with pytest.raises(error, match=message):
         moe_align_block_size(**arguments)
 
 
-# Wrong kernels: each changes one thing in the real source. RACES show in some order of the simulator's threads.
+# Wrong kernels, each with one change of the source. Only some thread orders of the simulator expose RACES.
 
-WRONG = {  # the module, which kernel is run, and the change
-    "a slot counts itself": ("kernel_medium", "few", "& lanemask_lt())", "& ~lanemask_lt())"),
-    "the last slot is not counted": ("kernel_medium", "few", "threads + t) < numel:", "threads + t) < numel - 1:"),
-    "id E is taken for an expert": ("device_functions", "few", "expert < num_experts", "expert <= num_experts"),
-    "an expert too high": ("device_functions", "few", "int32(bucket) - int32(1)", "int32(bucket)"),
-    "the last padding is not written": ("device_functions", "few", "end * block_size)", "end * block_size - 1)"),
-    "the end of the tail is not written": ("device_functions", "few", "row < length:", "row < length - 1:"),
-    "the end of the experts is not written": ("device_functions", "many", "row < num_blocks:", "row < num_blocks - 1:"),
-    "a block writes too far": ("device_functions", "many", "row < num_blocks:", "row < num_blocks + 1:"),
-    "a block's own slots are taken for earlier ones": ("kernel_large", "many", "< block\n", "<= block\n"),
-    "slots in reverse": ("kernel_small", "as it comes", "equals & uint32(", "equals & ~uint32(2 * "),
+WRONG = {  # name: (module, kernel, source text, its replacement)
+    "a slot counts itself": ("kernel_medium", "medium", "& lanemask_lt())", "& ~lanemask_lt())"),
+    "the last slot is not counted": (
+        "kernel_medium",
+        "medium",
+        "threads + thread) < numel:",
+        "threads + thread) < numel - 1:",
+    ),
+    "id num_experts is valid": ("device_functions", "medium", "expert < num_experts", "expert <= num_experts"),
+    "expert ids are one too high": ("device_functions", "medium", "int32(bucket) - int32(1)", "int32(bucket)"),
+    "the last padding is not written": (
+        "device_functions",
+        "medium",
+        "end_block * block_size)",
+        "end_block * block_size - 1)",
+    ),
+    "the end of the tail is not written": ("device_functions", "medium", "row < length:", "row < length - 1:"),
+    "the end of the experts is not written": (
+        "device_functions",
+        "large",
+        "row < num_blocks:",
+        "row < num_blocks - 1:",
+    ),
+    "a block writes too far": ("device_functions", "large", "row < num_blocks:", "row < num_blocks + 1:"),
+    "a CTA's own slots count as slots of lower CTAs": ("kernel_large", "large", "< block\n", "<= block\n"),
+    "slots in reverse": ("kernel_small", "default", "same_bucket & uint32(", "same_bucket & ~uint32(2 * "),
     "a warp's slots are in reverse": (
-        *("kernel_large", "many"),
-        "equals & lanemask_lt()",
-        "equals & (uint32(0xFFFFFFFE) << lane)",
+        *("kernel_large", "large"),
+        "same_bucket & lanemask_lt()",
+        "same_bucket & (uint32(0xFFFFFFFE) << lane)",
     ),
 }
 RACES = {
-    "no barrier after a slot's blocks": ("kernel_small", "as it comes", "cuda.syncthreads()\n        others", "others"),
+    "no barrier after a slot's blocks": (
+        "kernel_small",
+        "default",
+        "cuda.syncthreads()\n        lane_blocks",
+        "lane_blocks",
+    ),
     "no barrier after the counting": (
         "kernel_medium",
-        "few",
+        "medium",
         "cuda.syncthreads()\n        total_blocks",
         "total_blocks",
     ),
-    "no barrier after the places": (
+    "no barrier after the first blocks": (
         "kernel_medium",
-        "few",
-        "cuda.syncthreads()\n        if not starts",
-        "if not starts",
+        "medium",
+        "cuda.syncthreads()\n        if not launch_dependents",
+        "if not launch_dependents",
     ),
-    "no barrier after masks": ("kernel_large", "many", f"at, bit)\n{' ' * 28}cuda.syncwarp()", "at, bit)"),
-    "nobody waits for the other blocks": ("kernel_large", "many", "while old:", "for _ in range(1):"),
+    "no barrier after masks": ("kernel_large", "large", f"counter, bit)\n{' ' * 28}cuda.syncwarp()", "counter, bit)"),
+    "no wait for the other CTAs": ("kernel_large", "large", "while stale:", "for _ in range(1):"),
 }
-SHOWN = 80  # tokens, top-8: enough for both kernels to have several blocks
+NUM_TOKENS = 80  # top-8: enough for several CTAs in both kernels
 
 
 def changed(module, right, wrong, monkeypatch):
-    """The room's modules, loaded anew with a change in one of them: the public function's."""
+    """Reload the package's modules with a change in one of them, and return its api module."""
     for name in ("device_functions", "workspace", "kernel_small", "kernel_medium", "kernel_large", "api"):
         real = importlib.import_module(f"moe_numba.align.{name}")
         source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
@@ -424,14 +465,16 @@ def changed(module, right, wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("what", WRONG | RACES if simulator.ENABLED else WRONG)
-def test_the_check_rejects_wrong_kernels(what, monkeypatch, device):
-    """The first run, or some order of the simulator's threads, must show it."""
+def test_checker_rejects_wrong_kernels(what, monkeypatch, device):
+    """The checker must reject one of ten inputs and thread orders."""
     module, which, right, wrong = (WRONG | RACES)[what]
     wrong_api = changed(module, right, wrong, monkeypatch)
     force(which, monkeypatch, wrong_api)
     for seed in range(10):
-        ids = some(SHOWN, 8, 100, device, invalid=0.1, seed=seed)  # others each time: what is left over must not do
-        ids[SHOWN // 2] = 100  # out of range by one
+        ids = make_ids(
+            NUM_TOKENS, 8, 100, device, invalid=0.1, seed=seed
+        )  # new ids each time, so that stale results do not pass
+        ids[NUM_TOKENS // 2] = 100  # invalid by one
         ids = ids[:4] if module == "kernel_small" else ids
         try:
             with simulator.seed(seed):
@@ -440,13 +483,13 @@ def test_the_check_rejects_wrong_kernels(what, monkeypatch, device):
             return
         if mismatch(*out, ids, 16, 100):
             return
-    pytest.fail(f"the check let a kernel pass in which {what}")
+    pytest.fail(f"the checker accepted a wrong kernel: {what}")
 
 
-# On a GPU: large, and the things that a simulator has not.
+# On a GPU: large inputs, streams, graphs
 
 
-def exact(ids, block_size, experts, **options):
+def check_exact(ids, block_size, experts, **options):
     right = reference.moe_align_block_size(ids, block_size, experts, **options)
     same = [torch.equal(a, b) for a, b in zip(align(ids, block_size, experts, **options), right, strict=True)]
     assert all(same), f"{same}: {tuple(ids.shape)} ids, block {block_size}, {options}"
@@ -455,35 +498,37 @@ def exact(ids, block_size, experts, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize("experts", [8, 64, 128, 160, 256, 257, 260, 264, 1025, 2048, 4095])
-def test_the_peers_grid(experts, which, monkeypatch):
+def test_grid_of_other_implementations(experts, which, monkeypatch):
     force(which, monkeypatch)
     every_tokens, every_topk = [0, *(1 << i for i in range(13))], [1 << i for i in range(7)]
-    slots = {share: some(4096, 65, experts, "cuda", invalid=share, seed=experts).view(-1) for share in (0.0, 0.3, 1.0)}
+    slots = {
+        share: make_ids(4096, 65, experts, "cuda", invalid=share, seed=experts).view(-1) for share in (0.0, 0.3, 1.0)
+    }
     for tokens, topk in itertools.product(every_tokens, every_topk):
-        if which == "few" and tokens * topk > MOST_FEW:
+        if which == "medium" and tokens * topk > MAX_FORCED_MEDIUM_SLOTS:
             continue
         ids, some_invalid, all_invalid = (s[topk : topk + tokens * topk].view(tokens, topk) for s in slots.values())
         for block_size, pad in itertools.product((16, 32, 64, 128, 256), (True, False)):
-            exact(ids, block_size, experts, pad_sorted_ids=pad)
+            check_exact(ids, block_size, experts, pad_sorted_ids=pad)
         for invalid, ignore in itertools.product((some_invalid, all_invalid), (True, False)):
             if topk in (1, 8, 64):
-                exact(invalid, 64, experts, ignore_invalid_experts=ignore)
+                check_exact(invalid, 64, experts, ignore_invalid_experts=ignore)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2047, 8191, 65536, 100_003, 1_000_000])
-def test_many_tokens(tokens):
+def test_large_batches(tokens):
     for experts, invalid, dtype in ((256, 0.0, torch.int32), (8, 0.3, torch.int64), (4095, 0.3, torch.int32)):
-        ids = some(tokens, 8, experts, "cuda", dtype, invalid)
+        ids = make_ids(tokens, 8, experts, "cuda", dtype, invalid)
         for block_size, ignore in ((16, False), (128, True)):
-            exact(ids, block_size, experts, ignore_invalid_experts=ignore)
-    exact(torch.full_like(ids, 7), 128, 8)
+            check_exact(ids, block_size, experts, ignore_invalid_experts=ignore)
+    check_exact(torch.full_like(ids, 7), 128, 8)
 
 
 class Job:
-    """A call on a stream of its own, judged there, so that nobody waits for it.
+    """A call on its own stream that is also checked there, so that the host does not wait.
 
-    The stream begins with a nap: what is started meanwhile then comes at once, beside the other jobs'.
+    ``sleep`` delays the stream, so that work queued meanwhile runs concurrently with that of other jobs.
     """
 
     def __init__(self, tokens, seed, priority=0):
@@ -495,13 +540,13 @@ class Job:
         torch.cuda.synchronize()
 
     def change(self, seed):
-        self.ids.copy_(some(len(self.ids), 8, 256, "cuda", invalid=0.1, seed=seed))
+        self.ids.copy_(make_ids(len(self.ids), 8, 256, "cuda", invalid=0.1, seed=seed))
         self.right = reference.moe_align_block_size(self.ids, 16, 256)
 
     def call(self):
         moe_align_block_size(self.ids, 16, 256, out=self.out)
 
-    def nap(self):
+    def sleep(self):
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(20_000_000)
 
@@ -515,8 +560,8 @@ class Job:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [4, 512, 4096, 65536])
-def test_several_streams_at_once(tokens):
-    """Three of them, one ahead of the others, and a fourth with other work, which leaves few multiprocessors free."""
+def test_concurrent_streams(tokens):
+    """Three streams, one with priority, and a fourth whose GEMMs leave few SMs free."""
     jobs = [Job(tokens, seed, priority) for seed, priority in enumerate((0, 0, -1))]
     other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
     for round in range(100):
@@ -524,22 +569,19 @@ def test_several_streams_at_once(tokens):
             a @ a
         for job in jobs:
             if round % 25 == 0:
-                job.nap()
+                job.sleep()
             job.repeat(job.call)
     torch.cuda.synchronize()
     assert [int(job.wrong) for job in jobs] == [0, 0, 0]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens, calls, stock", [(4, 1, 1), (512, 1, 1), (4096, 1, 1), (4096, 3, 1), (4096, 3, 0)])
-def test_graphs(tokens, calls, stock, monkeypatch):
-    """Two, captured one after the other, replayed at once on changed ids, with eager calls between them.
-
-    Also where no memory is kept ready for captures.
-    """
+@pytest.mark.parametrize("tokens, calls, use_pool", [(4, 1, 1), (512, 1, 1), (4096, 1, 1), (4096, 3, 1), (4096, 3, 0)])
+def test_graphs(tokens, calls, use_pool, monkeypatch):
+    """Replay two graphs concurrently on changed ids, with eager calls in between; also with an empty workspace pool."""
     jobs, eager = [Job(tokens, seed) for seed in range(2)], Job(tokens, 2)
-    if not stock:
-        monkeypatch.setattr(sys.modules["moe_numba.align.workspace"], "_stock", {})
+    if not use_pool:
+        monkeypatch.setattr(sys.modules["moe_numba.align.workspace"], "_pools", {})
     for job in jobs:
         with torch.cuda.graph(job.graph):
             for _ in range(calls):
@@ -549,7 +591,7 @@ def test_graphs(tokens, calls, stock, monkeypatch):
             job.change(seed)
         torch.cuda.synchronize()
         for job in (*jobs, eager):
-            job.nap()
+            job.sleep()
         for _ in range(20):
             for job in jobs:
                 job.repeat(job.graph.replay)
@@ -560,14 +602,14 @@ def test_graphs(tokens, calls, stock, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 128])
-def test_the_same_bits_every_run_beside_other_work(block_size):
+def test_deterministic_beside_other_work(block_size):
     other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
     for tokens in (1, 16, 64, 256, 1024, 2048, 4096, 16384, 65536):
-        ids = some(tokens, 8, 256, "cuda", invalid=0.1)
+        ids = make_ids(tokens, 8, 256, "cuda", invalid=0.1)
         for _ in range(50):
             with torch.cuda.stream(other):
                 a @ a
-            exact(ids, block_size, 256)
+            check_exact(ids, block_size, 256)
 
 
 def test_public_names():

@@ -1,4 +1,4 @@
-"""Shared experts appended to a routing: what each policy means, and that the layer stays the same."""
+"""Test fuse_routing: its policies, and that the output of the layer does not change."""
 
 import pytest
 import torch
@@ -18,25 +18,25 @@ def routing(tokens, device, experts=EXPERTS, topk=TOPK, seed=0):
     return (weights / weights.sum(dim=1, keepdim=True)).to(device), ids.to(device)
 
 
-def poisoned(right):
-    """Outputs in the middle of larger buffers, and the buffers; all poison."""
-    buffers = [torch.full((t.numel() + 10,), -7, dtype=t.dtype, device=t.device) for t in right]
-    return [b[5:-5].view(t.shape) for b, t in zip(buffers, right, strict=True)], buffers
+def poisoned(expected):
+    """Return poisoned outputs in the middle of larger poisoned buffers, and the buffers."""
+    buffers = [torch.full((t.numel() + 10,), -7, dtype=t.dtype, device=t.device) for t in expected]
+    return [b[5:-5].view(t.shape) for b, t in zip(buffers, expected, strict=True)], buffers
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tokens, shared, scale", [(0, 2, 1.0), (1, 1, 2.5), (7, 3, 2.5), (70, 8, 16.0)])
-def test_the_reference_bit_for_bit(policy, tokens, shared, scale, device):
+def test_equals_reference(policy, tokens, shared, scale, device):
     weights, ids = routing(tokens, device)
     if tokens > 5:
         ids[5] = -1
     for seed in (0, 1, 2**64 - 1):
-        right = reference.fuse_routing(weights, ids, EXPERTS, shared, scale, policy, seed)
-        out, buffers = poisoned(right)
+        expected = reference.fuse_routing(weights, ids, EXPERTS, shared, scale, policy, seed)
+        out, buffers = poisoned(expected)
         given = fuse_routing(weights, ids, EXPERTS, shared, scale, policy, seed, out=out)
-        assert given is out and all(map(torch.equal, out, right))
+        assert given is out and all(map(torch.equal, out, expected))
         assert all((b[:5] == -7).all() and (b[-5:] == -7).all() for b in buffers)
-        assert all(map(torch.equal, fuse_routing(weights, ids, EXPERTS, shared, scale, policy, seed), right))
+        assert all(map(torch.equal, fuse_routing(weights, ids, EXPERTS, shared, scale, policy, seed), expected))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
@@ -48,7 +48,7 @@ def test_random_replicas_are_spread_and_reproducible(replicas, device):
     assert len(counts) == replicas and (counts - 800 / replicas).abs().max() < 5 * (800 / replicas) ** 0.5
 
 
-def test_round_robin_differs_by_one_at_most(device):
+def test_round_robin_is_balanced(device):
     _, ids = fuse_routing(*routing(101, device), EXPERTS, 8, policy="round_robin")
     counts = torch.bincount(ids[:, -1].long().cpu())[EXPERTS:]
     assert counts.max() - counts.min() == 1
@@ -72,43 +72,43 @@ def matrices(count, hidden=12, wide=8, seed=1):
     ],
 )
 @pytest.mark.parametrize("tokens", [0, 9])
-def test_the_layer_stays_the_same(tokens, policy, shared, replicas, scale, device):
+def test_layer_output_is_unchanged(tokens, policy, shared, replicas, scale, device):
     x = torch.randn(tokens, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weights, ids = routing(tokens, "cpu")
     every = matrices(EXPERTS + shared)
     before = reference.forward_normal(x, weights, ids, every[:EXPERTS], every[EXPERTS:], scale)
     fused = fuse_routing(weights.to(device), ids.to(device), EXPERTS, shared * replicas, scale, policy)
     kept = every[:EXPERTS] + [own for own in every[EXPERTS:] for _ in range(replicas)]
-    after = reference.experts(x, *(t.cpu() for t in fused), kept) * scale
+    after = reference.moe_experts(x, *(t.cpu() for t in fused), kept) * scale
     # 1 / scale is rounded to float32 once.
     torch.testing.assert_close(after, before, rtol=0, atol=1e-6 * float(before.abs().max()) if tokens else 0)
 
 
 def test_a_wrong_weight_changes_the_layer(device):
-    """Forgetting the division by the scaling factor must show."""
+    """Without the division by the scaling factor the output differs."""
     x = torch.randn(9, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weights, ids = routing(9, "cpu")
     every = matrices(EXPERTS + 1)
     before = reference.forward_normal(x, weights, ids, every[:EXPERTS], every[EXPERTS:], 2.5)
     fused = fuse_routing(weights.to(device), ids.to(device), EXPERTS, 1, 1.0)
-    after = reference.experts(x, *(t.cpu() for t in fused), every) * 2.5
+    after = reference.moe_experts(x, *(t.cpu() for t in fused), every) * 2.5
     assert (after - before).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("shared", [1, 2])
-def test_the_gate_does_the_same_in_its_own_launch(shared, device):
+def test_gate_with_fused_shared_experts(shared, device):
     random = torch.Generator().manual_seed(0)
     logits, bias = torch.randn(9, 64, generator=random).to(device), torch.rand(64, generator=random).to(device)
     options = dict(num_expert_group=8, topk_group=4, routed_scaling_factor=2.5)
-    right = fuse_routing(*moe_numba.biased_grouped_topk(logits, bias, 4, **options), 64, shared, 2.5)
+    expected = fuse_routing(*moe_numba.biased_grouped_topk(logits, bias, 4, **options), 64, shared, 2.5)
     given = moe_numba.biased_grouped_topk(logits, bias, 4 + shared, num_fused_shared_experts=shared, **options)
-    assert torch.equal(given[1], right[1])
-    torch.testing.assert_close(given[0], right[0], rtol=1e-6, atol=0)
+    assert torch.equal(given[1], expected[1])
+    torch.testing.assert_close(given[0], expected[0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.skipif(not simulator.ENABLED, reason="replaces a part of the kernel in the simulator")
-def test_the_check_rejects_a_weaker_hash(device, monkeypatch):
-    monkeypatch.setattr(kernel, "finish", lambda word: word)
+@pytest.mark.skipif(not simulator.ENABLED, reason="replaces a device function in the simulator")
+def test_checker_rejects_a_weaker_hash(device, monkeypatch):
+    monkeypatch.setattr(kernel, "murmur3_finalizer", lambda word: word)
     kernel.make_fuse_kernel.cache_clear()
     weights, ids = routing(70, device)
     given = fuse_routing(weights, ids, EXPERTS, 8, 1.0, "random")
@@ -117,11 +117,11 @@ def test_the_check_rejects_a_weaker_hash(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change, error, sentence",
+    "change, error, message",
     [
         (dict(topk_weights=torch.zeros(3, 4).double()), TypeError, "topk_weights is torch.float64"),
         (dict(topk_ids=torch.zeros(3, 4).long()), TypeError, "topk_ids is torch.int64"),
-        (dict(topk_weights=torch.zeros(3, 5)), ValueError, "topk_weights is"),
+        (dict(topk_weights=torch.zeros(3, 5)), ValueError, r"topk_weights has shape \(3, 5\).*; it must be \[3, 4\]"),
         (dict(topk_ids=torch.zeros(12).int()), ValueError, "topk_ids has shape"),
         (dict(num_experts=0), ValueError, "num_experts is 0"),
         (dict(num_fused_shared_experts=1.0), TypeError, "num_fused_shared_experts is 1.0"),
@@ -132,8 +132,8 @@ def test_the_check_rejects_a_weaker_hash(device, monkeypatch):
         (dict(out=[]), ValueError, "out is 0 of them"),
     ],
 )
-def test_refusals(change, error, sentence, device):
+def test_invalid_arguments(change, error, message, device):
     arguments = dict(topk_weights=torch.zeros(3, 4), topk_ids=torch.zeros(3, 4).int(), num_experts=8) | change
     arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=message):
         fuse_routing(**arguments)

@@ -1,4 +1,4 @@
-"""The gate and the alignment in one launch: the results of the two functions, bit for bit."""
+"""Test that the fused gate and alignment return bit-identical results to the two functions."""
 
 import itertools
 
@@ -7,24 +7,24 @@ import torch
 
 from moe_numba import biased_grouped_topk, biased_grouped_topk_align, gate_align, moe_align_block_size, simulator
 
-DEEPSEEK = dict(num_expert_group=8, topk_group=4)
+DEEPSEEK_V3_GROUPS = dict(num_expert_group=8, topk_group=4)
 
 
-def some(tokens, experts, device, dtype=torch.float32, seed=0):
+def make_inputs(tokens, experts, device, dtype=torch.float32, seed=0):
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, experts, generator=random).to(device, dtype)
     return logits, torch.rand(experts, generator=random).to(device)
 
 
-def some_map(experts, device):
+def make_map(experts, device):
     ids = torch.arange(experts, device=device)
     return torch.where(ids % 3 == 0, ids // 3, -1)
 
 
-def poisoned(right):
-    """Outputs like these, each in the middle of a larger buffer, and the buffers; all poison."""
-    buffers = [torch.full((tensor.numel() + 16,), -7, dtype=tensor.dtype, device=tensor.device) for tensor in right]
-    return [b[8:-8].view(tensor.shape) for b, tensor in zip(buffers, right, strict=True)], buffers
+def poisoned(expected):
+    """Return poisoned outputs in the middle of larger poisoned buffers, and the buffers."""
+    buffers = [torch.full((tensor.numel() + 16,), -7, dtype=tensor.dtype, device=tensor.device) for tensor in expected]
+    return [b[8:-8].view(tensor.shape) for b, tensor in zip(buffers, expected, strict=True)], buffers
 
 
 def two_calls(logits, bias, topk, block_size, gate, align):
@@ -35,52 +35,54 @@ def two_calls(logits, bias, topk, block_size, gate, align):
 
 def check(logits, bias, topk, block_size, gate=None, align=None):
     gate, align = gate or {}, align or {}
-    right = two_calls(logits, bias, topk, block_size, gate, align)
-    out, buffers = poisoned(right)
+    expected = two_calls(logits, bias, topk, block_size, gate, align)
+    out, buffers = poisoned(expected)
     biased_grouped_topk_align(logits, bias, topk, block_size, **gate, **align, out=out)
-    assert [torch.equal(a, b) for a, b in zip(out, right, strict=True)] == [True] * 5
+    assert [torch.equal(a, b) for a, b in zip(out, expected, strict=True)] == [True] * 5
     assert all((b[:8] == -7).all() and (b[-8:] == -7).all() for b in buffers)
 
 
 @pytest.mark.parametrize("tokens, block_size", [(0, 16), (1, 16), (4, 128), (5, 16), (33, 128), (64, 1), (65, 16)])
 def test_deepseek_v3(tokens, block_size, device):
-    check(*some(tokens, 256, device), 8, block_size, DEEPSEEK)
+    check(*make_inputs(tokens, 256, device), 8, block_size, DEEPSEEK_V3_GROUPS)
 
 
 @pytest.mark.parametrize("tokens, dtype", [(3, torch.float32), (20, torch.bfloat16), (3, torch.float16)])
 @pytest.mark.parametrize("shape", [(160, 1, 1, 8), (7, 7, 3, 3), (1, 1, 1, 1), (96, 48, 20, 8)], ids=str)
 def test_shapes(shape, tokens, dtype, device):
     experts, groups, kept, topk = shape
-    check(*some(tokens, experts, device, dtype), topk, 16, dict(num_expert_group=groups, topk_group=kept))
+    check(*make_inputs(tokens, experts, device, dtype), topk, 16, dict(num_expert_group=groups, topk_group=kept))
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize("scoring", ["softmax", "sqrtsoftplus"])
 def test_scorings_and_weights(scoring, tokens, device):
-    wide, _ = some(tokens, 72, device)
+    wide, _ = make_inputs(tokens, 72, device)
     gate = dict(scoring=scoring, renormalize=False, routed_scaling_factor=2.5)
     check(wide[:, 4:68], None, 4, 16, gate | {"apply_routed_scaling_factor_on_output": True})
 
 
-@pytest.mark.parametrize("tokens, ignore, mapped", list(itertools.product((3, 9), (False, True), (True,))))
-def test_padding_tokens_shared_experts_and_maps(tokens, ignore, mapped, device):
+@pytest.mark.parametrize("tokens, ignore, has_map", list(itertools.product((3, 9), (False, True), (True,))))
+def test_padding_tokens_shared_experts_and_maps(tokens, ignore, has_map, device):
     for limit in (2, torch.tensor([tokens - 1], dtype=torch.int32, device=device)):
-        gate = dict(DEEPSEEK, num_fused_shared_experts=2, routed_scaling_factor=2.5, num_token_non_padded=limit)
-        align = dict(ignore_invalid_experts=ignore, expert_map=some_map(66, device) if mapped else None)
-        check(*some(tokens, 64, device), 10, 8, gate, align | {"pad_sorted_ids": not ignore})
+        gate = dict(
+            DEEPSEEK_V3_GROUPS, num_fused_shared_experts=2, routed_scaling_factor=2.5, num_token_non_padded=limit
+        )
+        align = dict(ignore_invalid_experts=ignore, expert_map=make_map(66, device) if has_map else None)
+        check(*make_inputs(tokens, 64, device), 10, 8, gate, align | {"pad_sorted_ids": not ignore})
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="seeds are the simulator's")
 @pytest.mark.parametrize("seed", range(3))
-def test_any_order_of_threads(seed, device):
+def test_thread_orders(seed, device):
     with simulator.seed(seed):
-        check(*some(11, 64, device, seed=seed), 4, 4, DEEPSEEK)
-        check(*some(2, 64, device, seed=seed), 4, 4, DEEPSEEK)
+        check(*make_inputs(11, 64, device, seed=seed), 4, 4, DEEPSEEK_V3_GROUPS)
+        check(*make_inputs(2, 64, device, seed=seed), 4, 4, DEEPSEEK_V3_GROUPS)
 
 
-@pytest.mark.skipif(not simulator.ENABLED, reason="the race shows in some order of the simulator's threads")
-def test_a_missing_cluster_barrier_shows(monkeypatch, device):
-    """Without the barrier behind the exchange a block may read slots that have not come."""
+@pytest.mark.skipif(not simulator.ENABLED, reason="only the simulator's thread orders expose the race")
+def test_checker_rejects_missing_cluster_barriers(monkeypatch, device):
+    """Without the barriers a CTA may read ids before a peer has stored them."""
     monkeypatch.setattr(gate_align, "barrier_cluster_arrive", lambda: None)
     monkeypatch.setattr(gate_align, "barrier_cluster_wait", lambda: None)
     gate_align._plans.clear()
@@ -89,23 +91,23 @@ def test_a_missing_cluster_barrier_shows(monkeypatch, device):
         with pytest.raises((AssertionError, simulator.SimulatorError)):
             for seed in range(8):
                 with simulator.seed(seed):
-                    check(*some(20, 64, device, seed=seed), 4, 4, DEEPSEEK)
+                    check(*make_inputs(20, 64, device, seed=seed), 4, 4, DEEPSEEK_V3_GROUPS)
     finally:
         gate_align._plans.clear()
         gate_align.make_cluster_kernel.cache_clear()
 
 
 def test_one_launch(device, monkeypatch):
-    """Up to 64 tokens neither of the two functions is called."""
-    logits, bias = some(64, 64, device)
-    right = two_calls(logits, bias, 4, 16, DEEPSEEK, {})
+    """Up to 64 tokens the alignment is not called separately."""
+    logits, bias = make_inputs(64, 64, device)
+    expected = two_calls(logits, bias, 4, 16, DEEPSEEK_V3_GROUPS, {})
     monkeypatch.setattr(gate_align, "moe_align_block_size", None)
-    given = biased_grouped_topk_align(logits, bias, 4, 16, **DEEPSEEK)
-    assert all(map(torch.equal, given, right))
+    given = biased_grouped_topk_align(logits, bias, 4, 16, **DEEPSEEK_V3_GROUPS)
+    assert all(map(torch.equal, given, expected))
 
 
 @pytest.mark.parametrize(
-    "change, error, sentence",
+    "change, error, message",
     [
         (dict(topk=0), ValueError, "topk is 0"),
         (dict(block_size=0), ValueError, "block_size is 0"),
@@ -116,29 +118,29 @@ def test_one_launch(device, monkeypatch):
         (dict(out=[torch.zeros(1)] * 4), ValueError, "out is 4 of them; it must be a tuple of 5 tensors"),
     ],
 )
-def test_refusals(change, error, sentence, device):
-    logits, bias = some(4, 64, device)
+def test_invalid_arguments(change, error, message, device):
+    logits, bias = make_inputs(4, 64, device)
     arguments = dict(topk=4, block_size=16)
     biased_grouped_topk_align(logits, bias, **arguments)
     if "expert_map" in change:
         change = dict(expert_map=change["expert_map"].to(device))
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=message):
         biased_grouped_topk_align(logits, bias, **arguments | change)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 64])
 def test_a_graph_holds_one_kernel(tokens):
-    logits, bias = some(tokens, 256, "cuda")
-    right = two_calls(logits, bias, 8, 16, DEEPSEEK, {})
-    out, _ = poisoned(right)
-    biased_grouped_topk_align(logits, bias, 8, 16, **DEEPSEEK, out=out)
+    logits, bias = make_inputs(tokens, 256, "cuda")
+    expected = two_calls(logits, bias, 8, 16, DEEPSEEK_V3_GROUPS, {})
+    out, _ = poisoned(expected)
+    biased_grouped_topk_align(logits, bias, 8, 16, **DEEPSEEK_V3_GROUPS, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            biased_grouped_topk_align(logits, bias, 8, 16, **DEEPSEEK, out=out)
+            biased_grouped_topk_align(logits, bias, 8, 16, **DEEPSEEK_V3_GROUPS, out=out)
     for repeat in range(20):
         logits.copy_(torch.randn(tokens, 256, generator=torch.Generator().manual_seed(repeat)))
-        right = two_calls(logits, bias, 8, 16, DEEPSEEK, {})
+        expected = two_calls(logits, bias, 8, 16, DEEPSEEK_V3_GROUPS, {})
         graph.replay()
-        assert all(map(torch.equal, out, right))
+        assert all(map(torch.equal, out, expected))

@@ -1,4 +1,4 @@
-"""Shared experts as routed ones: the checkpoint, and what they cost."""
+"""Test the fusion of shared experts: checkpoints and memory cost."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ PROJECTIONS = {"gate_proj": (WIDE, HIDDEN), "up_proj": (WIDE, HIDDEN), "down_pro
 
 
 def checkpoint(shared=1, scales=True, layers=(1, 2)):
-    """A small checkpoint of DeepSeek-V3's shape: a dense layer, then layers with experts."""
+    """Make a small checkpoint like DeepSeek-V3's: a dense layer, then layers with experts."""
     random = torch.Generator().manual_seed(0)
     weights = {"model.embed_tokens.weight": torch.rand(8, HIDDEN, generator=random)}
     weights |= {f"model.layers.0.mlp.{name}.weight": torch.rand(shape) for name, shape in PROJECTIONS.items()}
@@ -75,7 +75,7 @@ def test_several_shared_experts_add_up_to_the_one_that_holds_them(shared, replic
     assert torch.equal(last, scale[:, -WIDE // 8 :])
 
 
-def test_no_more_than_one_tensor_is_held():
+def test_holds_at_most_one_tensor():
     alive = set()
 
     def stream():
@@ -88,23 +88,23 @@ def test_no_more_than_one_tensor_is_held():
 
     gc.collect()
     for _name, tensor in fuse_checkpoint(stream(), 4, num_experts=EXPERTS, progress=False):
-        assert len(alive) <= 2  # the one that was given out before may not have been let go yet
+        assert len(alive) <= 2  # the previous one may not have been released yet
         del tensor
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_files(tmp_path, as_text):
+def test_folder_of_files(tmp_path, as_text):
     weights = checkpoint(2)
     half = len(weights) // 2
     save_file(dict(list(weights.items())[:half]), tmp_path / "model-00001-of-00002.safetensors")
     save_file(dict(list(weights.items())[half:]), tmp_path / "model-00002-of-00002.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"n_routed_experts": EXPERTS, "n_shared_experts": 2}))
     fused = dict(fuse_checkpoint(str(tmp_path) if as_text else tmp_path, 2, progress=False))
-    right = fuse(weights, 2, n_shared_experts=2)
-    assert fused.keys() == right.keys() and all(torch.equal(fused[name], right[name]) for name in right)
+    expected = fuse(weights, 2, n_shared_experts=2)
+    assert fused.keys() == expected.keys() and all(torch.equal(fused[name], expected[name]) for name in expected)
 
 
-def test_one_file_of_fp8(tmp_path):
+def test_single_fp8_file(tmp_path):
     weights = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in checkpoint(scales=False).items()}
     save_file(weights, tmp_path / "all.safetensors")
     fused = fuse(tmp_path / "all.safetensors", 1)
@@ -124,56 +124,58 @@ WRONG = {
     f"{SHARED}.up_proj.weight is missing": lambda w: w if not w.pop(f"{SHARED}.up_proj.weight").numel() else w,
     f"{SHARED}.up_proj.weight_scale_inv is missing": lambda w: without(w, f"{SHARED}.up_proj.weight_scale_inv"),
     r"is \(12, 32\); for 1 shared experts": lambda w: w | {f"{SHARED}.gate_proj.weight": torch.rand(12, HIDDEN)},
-    "no tensor is of a routed expert": lambda w: without(w, ".mlp.experts"),
-    "is of an expert past num_experts": lambda w: w | {"model.layers.1.mlp.experts.4.up_proj.weight": torch.rand(1, 1)},
+    "no tensor of a routed expert": lambda w: without(w, ".mlp.experts"),
+    "belongs to an expert with id num_experts": lambda w: (
+        w | {"model.layers.1.mlp.experts.4.up_proj.weight": torch.rand(1, 1)}
+    ),
     "the layer's other experts have": lambda w: w | {"model.layers.1.mlp.experts.3.up_proj.weight": torch.rand(3, 3)},
     "has shared_experts.down_proj.weight, but no routed": lambda w: without(w, "layers.1.mlp.experts"),
 }
 
 
-@pytest.mark.parametrize("sentence", WRONG)
-def test_wrong_checkpoints(sentence, tmp_path):
-    weights = WRONG[sentence](checkpoint())
-    with pytest.raises(ValueError, match=sentence):
+@pytest.mark.parametrize("message", WRONG)
+def test_invalid_checkpoints(message, tmp_path):
+    weights = WRONG[message](checkpoint())
+    with pytest.raises(ValueError, match=message):
         fuse(weights)
     save_file(weights, tmp_path / "all.safetensors")
-    with pytest.raises(ValueError, match=sentence):  # before the first tensor is asked for
+    with pytest.raises(ValueError, match=message):  # before the first tensor is read
         fuse_checkpoint(tmp_path, num_experts=EXPERTS)
 
 
 @pytest.mark.parametrize(
-    "options, sentence",
+    "options, message",
     [
-        (dict(num_experts=None), "num_experts must be given"),
+        (dict(num_experts=None), "num_experts is None; it is required"),
         (dict(num_experts=0), "num_experts is 0"),
         (dict(num_replicas=0), "num_replicas is 0"),
         (dict(n_shared_experts=1.0), "n_shared_experts is 1.0"),
-        (dict(n_shared_experts=3), "cannot be taken apart into 3"),
+        (dict(n_shared_experts=3), "cannot be split into 3"),
     ],
 )
-def test_wrong_arguments(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_arguments(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         fuse(checkpoint(), **options)
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no safetensors file"):
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither a safetensors file"):
         fuse_checkpoint(tmp_path, num_experts=EXPERTS)
 
 
-def test_the_documents_arithmetic():
-    """42 MB an expert; the document counts 51 layers, the model card 61."""
+def test_memory_cost_of_the_article():
+    """42 MB per expert. The article counts 51 layers, the model card 61."""
     mega, giga = 1 << 20, 1 << 30
-    theirs = memory_cost(num_hidden_layers=51)
-    assert theirs.expert_bytes == 7168 * 2048 * 3 == 42 * mega
-    assert theirs.moe_layers == 48 and theirs.replicas_bytes == 2016 * mega
-    assert int(100 * theirs.replicas_bytes / giga) == 196  # 1.96 GB, its last digit cut off
+    article = memory_cost(num_hidden_layers=51)
+    assert article.expert_bytes == 7168 * 2048 * 3 == 42 * mega
+    assert article.moe_layers == 48 and article.replicas_bytes == 2016 * mega
+    assert int(100 * article.replicas_bytes / giga) == 196  # 1.96 GB, truncated
     cost = memory_cost()
     assert cost.moe_layers == 58 and cost.replicas_bytes == 58 * 42 * mega and cost.extra_bytes == 0
 
 
 def test_replicas_on_a_rank():
-    """As many replicas as ranks, each cut into as many parts: a rank holds one expert's worth for a layer."""
+    """With as many replicas as ranks, a rank holds the bytes of one whole expert per layer."""
     cost = memory_cost(8, tensor_parallel_size=8)
     assert cost.replicas_bytes == 58 * cost.expert_bytes
     assert cost.extra_bytes == 58 * cost.expert_bytes * 7 // 8
@@ -181,7 +183,7 @@ def test_replicas_on_a_rank():
 
 
 @pytest.mark.parametrize("wrong", [dict(num_replicas=0), dict(first_k_dense_replace=62), dict(tensor_parallel_size=11)])
-def test_wrong_costs(wrong):
+def test_memory_cost_invalid_arguments(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         memory_cost(**wrong)
 
@@ -191,7 +193,7 @@ FUSIONS = [("all", 1, 1), ("all", 2, 1), ("round_robin", 1, 3), ("random", 1, 2)
 
 @pytest.mark.parametrize("policy, shared, replicas", FUSIONS)
 def test_the_logits_of_deepseek_v3_stay_the_same(policy, shared, replicas, tmp_path, device):
-    """Through transformers' own model: its checkpoint fused, its routing fused, its shared expert gone."""
+    """Fuse the checkpoint and the routing of a transformers model and remove its shared expert."""
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, vocab_size=64)
     heads = dict(num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8)
@@ -218,11 +220,11 @@ def test_the_logits_of_deepseek_v3_stay_the_same(policy, shared, replicas, tmp_p
         layer.mlp.gate.register_forward_hook(
             lambda module, args, routed: (routed[0], *append(*routed[1:], shared * replicas, policy, device))
         )
-    assert not torch.allclose(before, before.roll(1, dims=1), rtol=1e-3)  # else anything would do
+    assert not torch.allclose(before, before.roll(1, dims=1), rtol=1e-3)  # the comparison below is not vacuous
     torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
 
 
 def append(weights, ids, count, policy, device):
-    """This model's weights carry the scaling factor already, so the shared experts' weight is 1."""
+    """Fuse the routing. The model's weights include the scaling factor, so shared experts have weight 1."""
     weights, ids = fuse_routing(weights.detach().to(device), ids.int().to(device), 8, count, 1.0, policy)
     return weights.cpu(), ids.long().cpu()

@@ -1,4 +1,4 @@
-"""The layer on torch's grouped GEMMs: before and after are the same, a wrong one is refused, and the topic's rows."""
+"""Test the torch layer with separate and fused shared experts, its checker, and the benchmark topic."""
 
 from dataclasses import replace
 
@@ -7,7 +7,15 @@ import torch
 
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.baselines import torch_layer
-from moe_numba.course.bench.baselines.torch_layer import FP8, SMALL, Layer, mismatch, quantise, tile_rows, torch_grouped
+from moe_numba.course.bench.baselines.torch_layer import (
+    FP8,
+    SMALL,
+    Layer,
+    mismatch,
+    quantise,
+    tile_rows,
+    torch_grouped_gemm,
+)
 from moe_numba.course.bench.topics import shared_experts as topic
 from moe_numba.shared_experts import fuse_routing, reference
 
@@ -20,12 +28,12 @@ FUSIONS = [  # distinct shared experts, replicas of each, policy
     (1, 8, "round_robin"),
     (1, 8, "random"),
 ]
-# Large enough for torch's kernels to have several tiles and empty experts.
+# Large enough for several tiles, and for experts without tokens
 LARGE = torch_layer.Shape(64, 6, 512, 256, 8, 4)
 
 
 def append(layer, x, policy="all", scale=None, exact=False):
-    """A routing with the columns of all the layer's shared experts, by the kernel or in float64."""
+    """Route with columns for all shared experts of the layer, with the kernel or in float64."""
     weights, ids = layer.route(x)
     arguments = layer.shape.num_experts, layer.count - layer.shape.num_experts
     scale = scale or layer.shape.routed_scaling_factor
@@ -37,13 +45,13 @@ def append(layer, x, policy="all", scale=None, exact=False):
 @pytest.mark.parametrize("scale", [1.0, 2.5, 16.0])
 @pytest.mark.parametrize("shared, replicas, policy", FUSIONS)
 @pytest.mark.parametrize("tokens", [0, 9])
-def test_before_and_after_agree_to_float64s_rounding(tokens, shared, replicas, policy, scale, device):
+def test_separate_and_fused_agree_in_float64(tokens, shared, replicas, policy, scale, device):
     shape = replace(SMALL, n_shared_experts=shared, routed_scaling_factor=scale)
     layer = Layer(shape, torch.float64, device, replicas)
     x = layer.tokens(tokens)
     before, after = layer.separate(x), layer.fused(x, *append(layer, x, policy, exact=True))
     assert before.shape == after.shape == x.shape
-    assert mismatch(before, layer.right(x), torch.float64) is None
+    assert mismatch(before, layer.expected(x), torch.float64) is None
     assert mismatch(after, before, torch.float64) is None
 
 
@@ -53,7 +61,7 @@ def test_a_model_without_shared_experts(device):
     assert mismatch(layer.separate(x), layer.fused(x, *layer.route(x)), torch.float64) is None
 
 
-def test_a_float32_weight_costs_eight_digits(device):
+def test_float32_weights_limit_float64_accuracy(device):
     layer = Layer(SMALL, torch.float64, device)
     x = layer.tokens(9)
     after = layer.fused(x, *append(layer, x))
@@ -61,37 +69,37 @@ def test_a_float32_weight_costs_eight_digits(device):
     assert mismatch(after, layer.separate(x), torch.float32) is None
 
 
-def check_types(shape, dtype, device, tokens):
+def check_error_bounds(shape, dtype, device, tokens):
     layer = Layer(shape, dtype, device, replicas=8)
     x = layer.tokens(tokens)
-    right = layer.right(x)
-    assert mismatch(layer.separate(x), right, dtype) is None
-    assert mismatch(layer.fused(x, *layer.route(x, 1), count=shape.num_experts + 1), right, dtype) is None
+    expected = layer.expected(x)
+    assert mismatch(layer.separate(x), expected, dtype) is None
+    assert mismatch(layer.fused(x, *layer.route(x, 1), count=shape.num_experts + 1), expected, dtype) is None
     for policy in ("round_robin", "random"):
         routing = append(layer, x, policy)
         out = layer.fused(x, *routing)
-        assert mismatch(out, right, dtype) is None
-        assert torch.equal(out, layer.fused(x, *routing)), "the same bits in every run"
+        assert mismatch(out, expected, dtype) is None
+        assert torch.equal(out, layer.fused(x, *routing)), "not deterministic"
     for wrong in (append(layer, x, "all"), append(layer, x, "random", scale=1.0)):
-        assert "is off by" in mismatch(layer.fused(x, *wrong), right, dtype)
+        assert "is off by" in mismatch(layer.fused(x, *wrong), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_types_stay_in_their_bounds(dtype, device):
-    check_types(SMALL, dtype, device, 9)
+def test_error_bounds(dtype, device):
+    check_error_bounds(SMALL, dtype, device, 9)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 7, 64, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
-def test_types_stay_in_their_bounds_on_a_gpu(dtype, tokens):
-    check_types(LARGE, dtype, "cuda", tokens)
+def test_error_bounds_on_a_gpu(dtype, tokens):
+    check_error_bounds(LARGE, dtype, "cuda", tokens)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("tokens", [1, 64, 2000])
-def test_a_graph_can_hold_the_layer(dtype, tokens):
+def test_graph_capture(dtype, tokens):
     layer = Layer(LARGE, dtype, replicas=8)
     x = layer.tokens(tokens)
     for forward in (layer.separate, lambda x: layer.fused(x, *append(layer, x, "random"))):
@@ -103,79 +111,79 @@ def test_a_graph_can_hold_the_layer(dtype, tokens):
         assert torch.equal(out, eager)
 
 
-def spoil_division(layer, x):
+def corrupt_scaling(layer, x):
     return layer.fused(x, *append(layer, x, "random", scale=1.0))
 
 
-def spoil_replicas(layer, x):
+def sum_all_replicas(layer, x):
     return layer.fused(x, *append(layer, x, "all"))
 
 
-def spoil_one_token(layer, x):
+def drop_replica_of_one_token(layer, x):
     weights, ids = append(layer, x, "random")
     weights[4, -1] = 0
     return layer.fused(x, weights, ids)
 
 
-def spoil_two_replicas_for_one_token(layer, x):
+def double_replica_of_one_token(layer, x):
     weights, ids = append(layer, x, "random")
     weights[4, -1] *= 2
     return layer.fused(x, weights, ids)
 
 
-def spoil_nan(layer, x):
+def write_nan(layer, x):
     out = layer.separate(x)
     out[3, 5] = float("nan")
     return out
 
 
-def spoil_element(layer, x):
+def corrupt_element(layer, x):
     out = layer.separate(x)
     out[3, 5] += 3
     return out
 
 
-def spoil_shape(layer, x):
+def drop_token(layer, x):
     return layer.separate(x)[1:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, FP8], ids=str)
 @pytest.mark.parametrize(
-    "spoil, said",
+    "corrupt, message",
     [
-        (spoil_division, "token"),
-        (spoil_replicas, "token"),
-        (spoil_one_token, "token 4 is off"),
-        (spoil_two_replicas_for_one_token, "token 4 is off"),
-        (spoil_nan, "1 elements are no finite numbers"),
-        (spoil_element, "is off by"),
-        (spoil_shape, r"the shape is"),
+        (corrupt_scaling, "token"),
+        (sum_all_replicas, "token"),
+        (drop_replica_of_one_token, "token 4 is off"),
+        (double_replica_of_one_token, "token 4 is off"),
+        (write_nan, "1 elements are not finite"),
+        (corrupt_element, "is off by"),
+        (drop_token, r"the shape is"),
     ],
 )
-def test_a_wrong_layer_is_refused(spoil, said, dtype, device):
+def test_checker_rejects_wrong_outputs(corrupt, message, dtype, device):
     layer = Layer(SMALL, dtype, device, replicas=8)
     x = layer.tokens(9)
-    assert said in mismatch(spoil(layer, x), layer.right(x), dtype)
+    assert message in mismatch(corrupt(layer, x), layer.expected(x), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_grouped_products_with_empty_groups(dtype, device):
+def test_grouped_gemm_with_empty_groups(dtype, device):
     layer = Layer(SMALL, dtype, device)
     ends = torch.tensor([0, 3, 3, 3, 7] + [7] * 12, dtype=torch.int32, device=device)
     x = layer.tokens(7)
-    out = torch_grouped(*layer.prepared(x), layer.gate_up, ends)
+    out = torch_grouped_gemm(*layer.quantise_if_fp8(x), layer.gate_up, ends)
     for expert, rows in ((1, slice(0, 3)), (4, slice(3, 7))):
-        right = x[rows].double() @ layer.gate_up.exact(expert).T
-        assert mismatch(out[rows], right, dtype) is None
-    assert torch_grouped(*layer.prepared(x[:0]), layer.gate_up, ends * 0).shape == (0, 128)
+        expected = x[rows].double() @ layer.gate_up.exact(expert).T
+        assert mismatch(out[rows], expected, dtype) is None
+    assert torch_grouped_gemm(*layer.quantise_if_fp8(x[:0]), layer.gate_up, ends * 0).shape == (0, 128)
 
 
-def test_another_grouped_product_takes_its_place(device):
+def test_custom_grouped_gemm(device):
     seen = []
 
     def grouped(rows, scales, matrices, ends):
         seen.append((len(rows), len(matrices.values), ends.tolist()[-1]))
-        return torch_grouped(rows, scales, matrices, ends)
+        return torch_grouped_gemm(rows, scales, matrices, ends)
 
     layer = Layer(SMALL, torch.float32, device, replicas=2, grouped=grouped)
     x = layer.tokens(3)
@@ -183,29 +191,29 @@ def test_another_grouped_product_takes_its_place(device):
     assert seen == [(15, 17, 15)] * 2
 
 
-def test_the_packages_own_grouped_product(device):
+def test_moe_numba_grouped_gemm(device):
     layer = Layer(SMALL, torch.bfloat16, device)
-    own, x = layer.on(torch_layer.own_grouped), layer.tokens(5)
-    assert own.gate_up is layer.gate_up and layer.grouped is torch_grouped
-    right = layer.right(x)
-    assert mismatch(own.separate(x), right, torch.bfloat16) is None
-    assert mismatch(own.fused(x, *own.route(x, 1)), right, torch.bfloat16) is None
+    own, x = layer.with_grouped_gemm(torch_layer.moe_numba_grouped_gemm), layer.tokens(5)
+    assert own.gate_up is layer.gate_up and layer.grouped is torch_grouped_gemm
+    expected = layer.expected(x)
+    assert mismatch(own.separate(x), expected, torch.bfloat16) is None
+    assert mismatch(own.fused(x, *own.route(x, 1)), expected, torch.bfloat16) is None
     ends = torch.tensor([0, 3] + [5] * 15, dtype=torch.int32, device=device)
-    out = torch_layer.own_grouped(x, None, layer.gate_up, ends)
-    assert mismatch(out, torch_grouped(x, None, layer.gate_up, ends).double(), torch.bfloat16) is None
-    with pytest.raises(TypeError, match="own_grouped takes torch.bfloat16"):
-        torch_layer.own_grouped(*Layer(SMALL, FP8, device).prepared(x), layer.gate_up, ends)
+    out = torch_layer.moe_numba_grouped_gemm(x, None, layer.gate_up, ends)
+    assert mismatch(out, torch_grouped_gemm(x, None, layer.gate_up, ends).double(), torch.bfloat16) is None
+    with pytest.raises(TypeError, match="rows is .*; it must be torch.bfloat16"):
+        torch_layer.moe_numba_grouped_gemm(*Layer(SMALL, FP8, device).quantise_if_fp8(x), layer.gate_up, ends)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 64, 2000])
-def test_the_packages_own_grouped_product_on_a_gpu(tokens):
-    layer = Layer(LARGE, torch.bfloat16).on(torch_layer.own_grouped)
+def test_moe_numba_grouped_gemm_on_a_gpu(tokens):
+    layer = Layer(LARGE, torch.bfloat16).with_grouped_gemm(torch_layer.moe_numba_grouped_gemm)
     x = layer.tokens(tokens)
-    assert mismatch(layer.fused(x, *layer.route(x, 1)), layer.right(x), torch.bfloat16) is None
+    assert mismatch(layer.fused(x, *layer.route(x, 1)), layer.expected(x), torch.bfloat16) is None
 
 
-def test_quantised_rows_fill_the_range():
+def test_quantise():
     x = torch.randn(5, 64)
     x[3] = 0
     values, scale = quantise(x)
@@ -214,7 +222,7 @@ def test_quantised_rows_fill_the_range():
     torch.testing.assert_close(values.float() * scale[:, None], x, rtol=2**-4, atol=float(scale.max()) / 512)
 
 
-def test_replicas_and_clones_are_equal_but_lie_apart(device):
+def test_replicas_and_clones(device):
     for dtype in (torch.bfloat16, FP8):
         layer = Layer(replace(SMALL, n_shared_experts=2), dtype, device, replicas=3)
         exact = [layer.down.exact(expert) for expert in range(16, 22)]
@@ -230,30 +238,30 @@ def test_bytes_operations_and_tiles():
     assert SMALL.expert_weights == 3 * 64 * 64
     assert layer.bytes(tokens=2, experts=5) == 5 * 3 * 64 * 64 * 2 + 2 * 2 * 64 * 2
     assert layer.flops(slots=7) == 7 * 2 * 3 * 64 * 64
-    assert layer.touched(torch.tensor([[1, 2], [2, 5]])) == 3
+    assert layer.count_experts(torch.tensor([[1, 2], [2, 5]])) == 3
     assert [tile_rows(4096 * k, e, 512, 7168, FP8) for k, e in ((8, 256), (9, 257))] == [64, 128]
     assert tile_rows(10**6, 256, 128, 7168, FP8) == 64
     assert [tile_rows(4096 * 9, 33, 4096, 7168, dtype) for dtype in (torch.bfloat16, FP8)] == [128, 256]
 
 
 @pytest.mark.parametrize("policy", reference.POLICIES)
-def test_the_torch_way_to_append(policy):
+def test_torch_append(policy):
     weights, ids = torch.rand(50, 4), torch.rand(50, 16).argsort(dim=1)[:, :4].int()
     given = topic.torch_append(weights, ids, 16, 3, 2.5, policy)
-    right = reference.fuse_routing(weights, ids, 16, 3, 2.5, policy)
-    assert [t.dtype for t in given] == [torch.float32, torch.int32] and torch.equal(given[0], right[0])
+    expected = reference.fuse_routing(weights, ids, 16, 3, 2.5, policy)
+    assert [t.dtype for t in given] == [torch.float32, torch.int32] and torch.equal(given[0], expected[0])
     if policy == "random":
         assert set(given[1][:, 4].tolist()) == {16, 17, 18}
     else:
-        assert torch.equal(given[1], right[1])
+        assert torch.equal(given[1], expected[1])
 
 
-# The topic, with a clock that stands still
+# The benchmark topic with made-up times
 
 
 @pytest.fixture
-def small(monkeypatch, device):
-    """The topic with small layers, few tokens, and times that are made up; each step runs once."""
+def small_topic(monkeypatch, device):
+    """Patch the topic to small layers, few tokens and made-up times; each step runs once."""
     times = iter(range(10, 10**6))
 
     def timed(named, **_):
@@ -270,20 +278,22 @@ def small(monkeypatch, device):
         "CALL_TOKENS": 4,
         "ROUTING_TOKENS": [1, 4],
         "GATE_TOKENS": [1, 4],
-        "FEW_TOKENS": [4],
+        "QUICK_TOKENS": [4],
         "DEVICE": device,
         "kernel_times": timed,
         "call_times": timed,
         "copy_bandwidth": lambda: 4e12,
-        "product_rate": lambda dtype: 1e15,
+        "measure_matmul_flops": lambda dtype: 1e15,
         "empty_kernel": lambda: [empty],
     }.items():
         monkeypatch.setattr(topic, name, value)
-    monkeypatch.setattr(torch_layer, "launches", lambda call: 26)
-    monkeypatch.setattr(torch_layer, "own_grouped", torch_grouped)  # it has a test of its own, and is slow here
+    monkeypatch.setattr(torch_layer, "count_kernels", lambda call: 26)
+    monkeypatch.setattr(
+        torch_layer, "moe_numba_grouped_gemm", torch_grouped_gemm
+    )  # tested above; slow in the simulator
 
 
-def test_the_topics_rows_figures_and_table(small):
+def test_rows_figures_and_table(small_topic):
     about = dict(driver="1", versions={}, commit="1234567", date="2026-01-01T00:00:00Z", sources={"a": "b"})
     record = {"topic": "shared_experts", "gpu": "NVIDIA Toy", **about, "rows": topic.measure([], False)}
     assert records.invalid(record) == []
@@ -306,7 +316,9 @@ def test_the_topics_rows_figures_and_table(small):
     assert topic.layer_times(record, "tp8", "bfloat16").keys() == {1, 4}
 
 
-def test_a_wrong_variant_is_not_timed(small, monkeypatch, device):
-    monkeypatch.setattr(topic, "_replicated", lambda layer, x, replicas: fuse_routing(*layer.route(x), 16, 8, 1.0))
+def test_wrong_variants_are_not_timed(small_topic, monkeypatch, device):
+    monkeypatch.setattr(
+        topic, "_route_to_replicas", lambda layer, x, replicas: fuse_routing(*layer.route(x), 16, 8, 1.0)
+    )
     with pytest.raises(AssertionError, match=r"8 replicas, tp8, 4 tokens: token \d is off"):
         topic._measure_layer("tp8", [Layer(SMALL, torch.bfloat16, device, 8)], 4, 1e12, 1e15, gemms=False)

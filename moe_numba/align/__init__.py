@@ -1,4 +1,4 @@
-"""Aligning a routing to the blocks of a grouped GEMM: slots sorted by expert, each expert padded to whole blocks."""
+"""Alignment: sort slots by expert and pad each expert to whole tiles of the grouped GEMM."""
 
 from moe_numba.align.api import moe_align_block_size
 

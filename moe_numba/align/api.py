@@ -1,7 +1,7 @@
-"""The public function: check, allocate, launch."""
+"""Public function of the alignment: checks its arguments, chooses a kernel and launches it."""
 
 import math
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -15,267 +15,260 @@ from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     as_tensor,
     check_device,
+    check_int,
     check_out_tuple,
-    to_caller_library,
+    check_tensor,
+    return_outputs,
 )
 
-IDS = {torch.int32: "int32*", torch.int64: "int64*"}
-_MOST_EXPERTS, _MOST_ELEMENTS = 8192, 1 << 30
-_COUNT_LIMIT = (1 << 16) - 1  # of a block's slots, so that a count of them has 16 bits
+ID_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
+_MAX_EXPERTS, _MAX_ELEMENTS = 8192, 1 << 30
+_MAX_SLOTS_PER_CTA = (1 << 16) - 1  # the large kernel publishes 16-bit counts
 
-TINY_SLOTS = kernel_small.MOST_SLOTS
-FEW_SLOTS = 16384  # beyond this many slots it pays that a block counts its own alone, and the blocks exchange counts
+# The small kernel serves up to SMALL_MAX_SLOTS slots, the medium kernel up to MEDIUM_MAX_SLOTS. Beyond, the exchange of
+# counts in the large kernel costs less than counting all slots in every CTA.
+SMALL_MAX_SLOTS = kernel_small.MAX_SLOTS
+MEDIUM_MAX_SLOTS = 16384
 
-# For few slots, up to so many: threads of a block, ids that a thread has on their way at once, and blocks.
-_FEW = ((1024, 512, 2, 64), (8192, 512, 8, 64), (1 << 31, 1024, 8, 128))
-# For many slots: threads of a block, slots that a thread sorts at once, and blocks at most.
-_MANY = 512, 8, 128
-if simulator.ENABLED:  # its threads take their turns: it gets fewer
-    _FEW, _MANY = ((1 << 31, 64, 2, 3),), (64, 2, 8)
+
+class MediumConfig(NamedTuple):
+    """Launch configuration of the medium kernel for up to ``max_slots`` slots."""
+
+    max_slots: int
+    threads: int
+    batch: int  # ids that a thread loads at once
+    ctas: int
+
+
+class LargeConfig(NamedTuple):
+    """Launch configuration of the large kernel."""
+
+    threads: int
+    slots_per_thread: int  # per sorted tile
+    max_ctas: int
+
+
+_MEDIUM_CONFIGS = (MediumConfig(1024, 512, 2, 64), MediumConfig(8192, 512, 8, 64), MediumConfig(1 << 31, 1024, 8, 128))
+_LARGE_CONFIG = LargeConfig(512, 8, 128)
+if simulator.ENABLED:  # fewer threads, since the simulator runs them one after another
+    _MEDIUM_CONFIGS, _LARGE_CONFIG = (MediumConfig(1 << 31, 64, 2, 3),), LargeConfig(64, 2, 8)
 
 _plans = {}
 
 
 def moe_align_block_size(
-    topk_ids, block_size, num_experts, expert_map=None, pad_sorted_ids=True, ignore_invalid_experts=False, out=None
-):
-    """Sort (token, choice) slots by expert, and pad each expert's to whole blocks, in one launch.
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = True,
+    ignore_invalid_experts: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort (token, choice) slots by expert and pad each expert to whole blocks, in one launch.
 
-    A slot is an element of ``topk_ids``, counted in row-major order. Within an expert slots stay in ascending order,
-    and every element of the outputs is defined, so that they are bit-identical from run to run.
+    A slot is an element of ``topk_ids``, numbered in row-major order. Slots of one expert stay in ascending order.
+    Every element of the outputs is defined, so the outputs are bit-identical from run to run.
 
     Parameters
     ----------
     topk_ids : tensor of int32 or int64, any shape
-        The expert of each slot; what is not in 0..num_experts-1 is invalid. One that is not contiguous is copied.
+        Expert of each slot. Ids outside 0..num_experts-1 are invalid. A non-contiguous tensor is copied first.
     block_size : int
-        Rows of a block, the tile height of the grouped GEMM that follows; 1 or more.
+        Rows per block, which is the tile height of the grouped GEMM that follows; 1 or more.
     num_experts : int
-        Experts that ``topk_ids`` may name, 1 to 8192; with an ``expert_map`` those of all ranks.
+        Number of experts that ``topk_ids`` refers to, 1 to 8192; with an ``expert_map``, the experts of all ranks.
     expert_map : tensor [num_experts] of int32 or int64, optional
-        For expert parallelism: the local id of each expert, -1 for those of other ranks. ``expert_ids`` are then local.
+        For expert parallelism: the local id of each expert, or -1 for experts of other ranks. ``expert_ids`` are then
+        local ids.
     pad_sorted_ids : bool
-        Make ``sorted_token_ids`` a whole number of blocks long.
+        Round the length of ``sorted_token_ids`` up to whole blocks.
     ignore_invalid_experts : bool
-        Drop slots that are invalid, or whose expert is not on this rank. Otherwise invalid slots come first, in blocks
-        of expert -1, and experts of other ranks keep their blocks, also of expert -1.
+        Drop slots that are invalid or whose expert is on another rank. Otherwise invalid slots come first, in blocks of
+        expert -1, and experts of other ranks keep their blocks, also with expert -1.
     out : (sorted_token_ids, expert_ids, num_tokens_post_pad), optional
-        Contiguous int32 tensors to write into, as long as what is returned without, or longer; the call then neither
-        allocates nor synchronises, but for the first one on a stream with more than 16384 slots.
+        Contiguous int32 tensors to write into, at least as long as the returned ones would be. The call then neither
+        allocates nor synchronises, except for the first call on a stream with more than 16384 slots.
 
     Returns
     -------
     sorted_token_ids : tensor of int32
-        Slots by expert; padding, and all past the end of what is used, is ``topk_ids.numel()``. The length depends on
-        shapes alone: ``numel + buckets * (block_size - 1)``, buckets being num_experts + 1 (num_experts where invalid
-        slots are ignored), and ``numel * block_size`` if that is less for fewer slots than buckets.
+        Slots by expert. Padding and the unused tail are ``topk_ids.numel()``. The length depends only on shapes:
+        ``numel + buckets * (block_size - 1)``, where buckets is num_experts + 1 (num_experts if invalid slots are
+        ignored). With fewer slots than buckets it is at most ``numel * block_size``.
     expert_ids : tensor of int32
-        The expert of each block; -1 past the end of what is used.
+        Expert of each block; -1 in the unused tail.
     num_tokens_post_pad : tensor [1] of int32
-        How much of ``sorted_token_ids`` is used, padding included.
-        All in ``topk_ids``' library: torch, or CuPy through DLPack.
+        Used length of ``sorted_token_ids``, including padding.
+        All outputs are in the library of ``topk_ids``: torch, or CuPy through DLPack.
 
     Raises
     ------
     ValueError, TypeError
-        Naming the argument, what it was and what is allowed.
+        If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
-        The GPU is older than compute capability 9.0, or has too little shared memory for so many experts.
+        If the GPU is older than compute capability 9.0, or has too little shared memory for ``num_experts``.
 
     Notes
     -----
-    SGLang's and vLLM's function of this name. It runs on torch's current stream, and can be captured in a CUDA graph
-    after a call of this size has compiled its kernel. At most 8 million slots. Up to 16384 (8448 for more than 1053
-    experts) the blocks share nothing. Beyond, they exchange counts through memory that is kept for each stream and each
+    Named after the function of SGLang and vLLM. It runs on torch's current stream. A CUDA graph can capture the call
+    once a call of this size has compiled its kernel. At most 8 million slots are supported. Up to 16384 slots (8448 for
+    more than 1053 experts) the CTAs are independent. Beyond, they exchange counts through a workspace per stream and
     capture (150 KB for 256 experts).
     """
     ids = as_tensor(topk_ids, "topk_ids")
-    local = None if expert_map is None else as_tensor(expert_map, "expert_map")
-    _check_ints(block_size, num_experts)  # now: 16.0 would find the plan for 16, and True that for 1
+    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
+    # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
+    check_int("block_size", block_size)
+    check_int("num_experts", num_experts)
     device = ids.device
-    key = (
-        ids.dtype,
-        device,
-        block_size,
-        num_experts,
-        local is not None and (local.dtype, local.shape, local.stride(), local.device),
-        bool(ignore_invalid_experts),
-    )
+    key = (ids.dtype, device, block_size, num_experts, map_key(expert_map), bool(ignore_invalid_experts))
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _Plan(ids, block_size, num_experts, local, bool(ignore_invalid_experts))
+        plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, bool(ignore_invalid_experts))
     shape = ids.numel(), block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
-    if out is None:
-        tensors = empty_outputs(*shape, device)
-    else:
-        tensors = check_out_tuple(out, 3)
-        check_outputs(tensors, *shape, device)
-    if not ids.is_contiguous():
-        ids = ids.contiguous()
-    plan.start(ids, ids if local is None else local, tensors)
-    if out is not None:
-        return out
-    return (
-        tuple(tensors) if isinstance(topk_ids, torch.Tensor) else tuple(to_caller_library(t, topk_ids) for t in tensors)
-    )
+    outputs = make_align_outputs(out if out is None else check_out_tuple(out, 3), *shape, device)
+    plan.launch(ids.contiguous(), expert_map, outputs)
+    return return_outputs(outputs, out, topk_ids)
 
 
-class _Plan:
-    """What a call needs that types and options decide: checked once; each kernel compiled when it is first needed."""
+def map_key(expert_map):
+    """Return the properties of an expert map that a plan depends on."""
+    return expert_map is not None and (expert_map.dtype, expert_map.shape, expert_map.stride(), expert_map.device)
+
+
+class AlignPlan:
+    """Launch plan for given dtypes and options: arguments are checked once, kernels compiled on first use."""
 
     def __init__(self, ids, block_size, num_experts, expert_map, ignore_invalid_experts):
-        if ids.dtype not in IDS:
-            raise TypeError(f"topk_ids is {ids.dtype}; it must be int32 or int64")
+        check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
         check_device(ids.device, (9, 0), "topk_ids")
-        check_align(block_size, num_experts, expert_map, ids.device)
+        check_align_arguments(block_size, num_experts, expert_map, ids.device)
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
         self.capacity = device_functions.capacity_for(num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
-        map_type = "int32*" if expert_map is None else IDS[expert_map.dtype]
-        self.pointers = (IDS[ids.dtype], map_type, "int32*", "int32*", "int32*")
-        self._few = {}
-        self.chunk = 32 * kernel_medium.words_for(self.capacity)  # that a block of the kernel for few slots can place
-        self.most_blocks = _MANY[2]
-        if not simulator.ENABLED:  # all blocks of the kernel for many slots must be resident at once
-            processors = devices.gpu_of(ids.device).sm_count
-            self.most_blocks = min(self.most_blocks, processors)
+        map_type = "int32*" if expert_map is None else ID_TYPES[expert_map.dtype]
+        self.pointers = (ID_TYPES[ids.dtype], map_type, "int32*", "int32*", "int32*")
+        self.medium_slots_per_cta = 32 * kernel_medium.mask_words_for(self.capacity)
+        self.max_large_ctas = _LARGE_CONFIG.max_ctas
+        if not simulator.ENABLED:  # a cooperative launch: all CTAs must be resident
+            self.max_large_ctas = min(self.max_large_ctas, devices.gpu_of(ids.device).sm_count)
+        self._launchers = {}
 
-    def _launcher(self, made, pointers, **options):
+    def _cached(self, compile_kernel, config):
+        if config not in self._launchers:
+            self._launchers[config] = compile_kernel(config)
+        return self._launchers[config]
+
+    def _launcher(self, kernel, *, pointers=None, **options):
+        signature = (*(pointers or self.pointers), *("int32",) * 6)
         check_shared_memory(options.get("shared_bytes", 0), self.num_experts, self.device)
-        return launcher(made, (*pointers, *("int32",) * 6), self.device, dependent=True, **options)
+        return launcher(kernel, signature, self.device, dependent=True, **options)
 
-    def few(self, numel):
-        """The kernel for few slots, and threads and blocks."""
-        _, threads, batch, blocks = kind = next(kind for kind in _FEW if numel <= kind[0])
-        if kind not in self._few:
-            made = kernel_medium.make_few_kernel(threads, batch, self.capacity, *self.options)
-            shared_bytes = kernel_medium.shared_bytes(self.capacity)
-            self._few[kind] = self._launcher(made, self.pointers, launch_bounds=threads, shared_bytes=shared_bytes)
-        return self._few[kind], threads, blocks
+    def _compile_small(self, aligned):
+        return self._launcher(kernel_small.make_small_kernel(aligned, *self.options), launch_bounds=1024)
 
-    def _tiny(self, aligned):
-        made = kernel_small.make_tiny_kernel(aligned, *self.options)
-        return self._launcher(made, self.pointers, launch_bounds=1024)
+    def _compile_medium(self, config):
+        kernel = kernel_medium.make_medium_kernel(config.threads, config.batch, self.capacity, *self.options)
+        shared_bytes = kernel_medium.shared_bytes(self.capacity)
+        return self._launcher(kernel, launch_bounds=config.threads, shared_bytes=shared_bytes)
 
-    tiny = cached_property(lambda self: self._tiny(aligned=False))
-    tiny_aligned = cached_property(lambda self: self._tiny(aligned=True))
-
-    @cached_property
-    def many(self):
-        threads, per_thread, _ = _MANY
-        shape = threads, self.capacity, per_thread
-        made = kernel_large.make_many_kernel(*shape, *self.options)
+    def _compile_large(self, config):
+        shape = config.threads, self.capacity, config.slots_per_thread
         return self._launcher(
-            made,
-            (*self.pointers, "int32*"),
-            launch_bounds=threads,
+            kernel_large.make_large_kernel(*shape, *self.options),
+            pointers=(*self.pointers, "int32*"),
+            launch_bounds=config.threads,
             shared_bytes=kernel_large.shared_bytes(*shape),
             cooperative=True,
         )
 
-    def start(self, ids, expert_map, outputs):
-        numel, shared = ids.numel(), ()
-        if numel <= min(TINY_SLOTS, FEW_SLOTS):
-            launch = self.tiny if outputs[0].data_ptr() % 16 else self.tiny_aligned
-            threads, blocks, chunk = 32 * max(numel, 1), 1, 0
-        elif numel <= FEW_SLOTS and numel <= 2 * self.most_blocks * self.chunk:
-            launch, threads, blocks = self.few(numel)
-            chunk = min(-(-numel // blocks), self.chunk, threads)
-            blocks = -(-numel // chunk)
+    def _small(self, numel, aligned):
+        return self._cached(self._compile_small, aligned), 1, 32 * max(numel, 1), 0
+
+    def _medium(self, numel):
+        config = next(config for config in _MEDIUM_CONFIGS if numel <= config.max_slots)
+        slots_per_cta = min(-(-numel // config.ctas), self.medium_slots_per_cta, config.threads)
+        return self._cached(self._compile_medium, config), -(-numel // slots_per_cta), config.threads, slots_per_cta
+
+    def _large(self, numel):
+        threads = _LARGE_CONFIG.threads
+        # More CTAs have fewer slots each, but more counts to add up.
+        ctas = max(min(math.isqrt(numel * 288 // (32 * self.capacity)), self.max_large_ctas), 1)
+        slots_per_cta = -(-numel // (ctas * threads)) * threads
+        if slots_per_cta > _MAX_SLOTS_PER_CTA:
+            slots_per_cta = -(-numel // (self.max_large_ctas * threads)) * threads
+        if slots_per_cta > _MAX_SLOTS_PER_CTA:
+            max_slots = _MAX_SLOTS_PER_CTA // threads * threads * self.max_large_ctas
+            raise ValueError(f"topk_ids has {numel} slots; at most {max_slots} are allowed")
+        launch = self._cached(self._compile_large, _LARGE_CONFIG)
+        return launch, -(-numel // slots_per_cta), threads, slots_per_cta
+
+    def launch(self, ids, expert_map, outputs):
+        """Launch the kernel for the number of slots in ``ids``."""
+        numel, workspaces = ids.numel(), ()
+        if numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS):
+            launch, ctas, threads, slots_per_cta = self._small(numel, outputs[0].data_ptr() % 16 == 0)
+        elif numel <= MEDIUM_MAX_SLOTS and numel <= 2 * self.max_large_ctas * self.medium_slots_per_cta:
+            launch, ctas, threads, slots_per_cta = self._medium(numel)
         else:
-            launch, threads = self.many, _MANY[0]
-            chunk, blocks = self._share_out(numel, threads)
-            shared = (address(workspace(self.device, kernel_large.workspace_numbers(self.most_blocks, self.capacity))),)
-        launch(
-            blocks,
-            threads,
-            current_stream(self.device),
-            address(ids),
-            *launch_arguments(expert_map, outputs, numel, self.num_experts, self.block_size, chunk, *shared),
-        )
-
-    def _share_out(self, numel, threads):
-        """Slots of a block and blocks: a block's own work shrinks with the blocks, adding up their counts grows."""
-        blocks = math.isqrt(numel * 288 // (32 * self.capacity))
-        blocks = max(min(blocks, self.most_blocks), 1)
-        chunk = -(-numel // (blocks * threads)) * threads
-        if chunk > _COUNT_LIMIT:
-            chunk = -(-numel // (self.most_blocks * threads)) * threads
-        if chunk > _COUNT_LIMIT:
-            most = _COUNT_LIMIT // threads * threads * self.most_blocks
-            raise ValueError(f"topk_ids has {numel} slots; at most {most} are allowed")
-        return chunk, -(-numel // chunk)
+            launch, ctas, threads, slots_per_cta = self._large(numel)
+            words = kernel_large.workspace_words(self.max_large_ctas, self.capacity)
+            workspaces = (address(workspace(self.device, words)),)
+        expert_map = ids if expert_map is None else expert_map
+        sizes = numel, self.num_experts, self.block_size, slots_per_cta
+        arguments = launch_arguments(expert_map, outputs, *sizes, *workspaces)
+        launch(ctas, threads, current_stream(self.device), address(ids), *arguments)
 
 
-def launch_arguments(expert_map, outputs, numel, num_experts, block_size, chunk, *shared):
-    """What the kernels of this room take after the ids, in their order."""
+def launch_arguments(expert_map, outputs, numel, num_experts, block_size, slots_per_cta, *workspaces):
+    """Return the kernel arguments after the ids."""
     length, num_blocks = outputs[0].numel(), outputs[1].numel()
-    pointers = address(expert_map), *map(address, outputs), *shared
-    return *pointers, numel, num_experts, block_size, chunk, length, num_blocks
+    pointers = address(expert_map), *map(address, outputs), *workspaces
+    return *pointers, numel, num_experts, block_size, slots_per_cta, length, num_blocks
 
 
-def _check_ints(block_size, num_experts):
-    for name, value in (("block_size", block_size), ("num_experts", num_experts)):
-        if type(value) is not int:
-            raise TypeError(f"{name} is {value!r}; it must be an int")
+def check_align_arguments(block_size, num_experts, expert_map, device):
+    """Check the arguments that do not depend on the number of slots."""
+    check_int("block_size", block_size, 1, _MAX_ELEMENTS)
+    check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
+    if expert_map is not None:
+        wanted = dict(dtype=tuple(ID_TYPES), shape=(num_experts,), contiguous=True, device=(device, "topk_ids"))
+        check_tensor("expert_map", expert_map, **wanted)
 
 
-def check_align(block_size, num_experts, expert_map, device):
-    """Refuse what no kernel of this room can do."""
-    _check_ints(block_size, num_experts)
-    for name, value, most in (("block_size", block_size, _MOST_ELEMENTS), ("num_experts", num_experts, _MOST_EXPERTS)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{name} is {value}; 1 to {most} are allowed")
-    if expert_map is None:
-        return
-    if expert_map.dtype not in IDS:
-        raise TypeError(f"expert_map is {expert_map.dtype}; it must be int32 or int64")
-    if tuple(expert_map.shape) != (num_experts,) or not expert_map.is_contiguous():
-        raise ValueError(
-            f"expert_map has shape {tuple(expert_map.shape)} and strides {expert_map.stride()}; "
-            f"it must be contiguous and ({num_experts},), one an expert"
-        )
-    if expert_map.device != device:
-        raise ValueError(f"expert_map is on {expert_map.device}; it must be where the ids are, on {device}")
-
-
-def check_shared_memory(needed, num_experts, device):
-    """Refuse so many experts where a block has less shared memory than a Hopper GPU's."""
+def check_shared_memory(num_bytes, num_experts, device):
+    """Raise an error if a kernel needs more shared memory than a CTA of this GPU can have."""
     if simulator.ENABLED:
         return
     gpu = devices.gpu_of(device)
-    if needed > gpu.shared_bytes:
+    if num_bytes > gpu.shared_bytes:
         raise UnsupportedDeviceError(
-            f"num_experts is {num_experts}: the kernel needs {needed} bytes of shared memory a block; "
+            f"num_experts is {num_experts}: the kernel needs {num_bytes} bytes of shared memory per block; "
             f"{gpu.name} has {gpu.shared_bytes}"
         )
 
 
-def _sizes(numel, block_size, num_experts, *options):
-    """The lengths of the three outputs; refuses what a kernel's integers cannot count."""
-    length, num_blocks = sizes(numel, block_size, num_experts, *options)
-    if length > _MOST_ELEMENTS:
+def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
+    """Allocate the three outputs, or check the tensors in ``out``, which may be longer than needed."""
+    length, num_blocks = sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
+    if length > _MAX_ELEMENTS:  # int32 indices
         raise ValueError(
             f"block_size is {block_size}: with {numel} slots and {num_experts} experts sorted_token_ids would have "
-            f"{length} elements; at most {_MOST_ELEMENTS} are allowed"
+            f"{length} elements; at most {_MAX_ELEMENTS} are allowed"
         )
-    return length, num_blocks, 1
-
-
-def empty_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
-    """New tensors for the three outputs."""
-    lengths = _sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
-    return [torch.empty(n, dtype=torch.int32, device=device) for n in lengths]
-
-
-def check_outputs(tensors, numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
-    """Refuse outputs that are not flat rows of int32, long enough."""
-    lengths = _sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
-    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")
-    for name, tensor, needed, most in zip(names, tensors, lengths, (_MOST_ELEMENTS, _MOST_ELEMENTS, 1), strict=True):
+    if out is None:
+        return [torch.empty(n, dtype=torch.int32, device=device) for n in (length, num_blocks, 1)]
+    wanted = (
+        ("sorted_token_ids", length, _MAX_ELEMENTS),
+        ("expert_ids", num_blocks, _MAX_ELEMENTS),
+        ("num_tokens_post_pad", 1, 1),
+    )
+    for tensor, (name, needed, most) in zip(out, wanted, strict=True):
         flat = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
         if not flat or tensor.device != device or not needed <= tensor.numel() <= most:
             raise ValueError(
                 f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
                 f"it must be contiguous int32 ({needed},) on {device}" + (", or longer" if most > 1 else "")
             )
+    return out

@@ -1,8 +1,8 @@
-"""The device functions that the kernels of this room are put together from.
+"""Device functions shared by the alignment kernels.
 
-Buckets are counted from 0: one for invalid ids, one for each expert, and the last of a kernel's ``capacity``, the bin,
-for slots that are dropped or not there. With the bin a slot is never a special case. Indices are unsigned: of a signed
-one the compiler first asks whether it is negative.
+Each slot is counted in a bucket. Bucket 0 is for invalid ids, bucket 1 + e for expert e. The last of the ``capacity``
+buckets, the drop bucket, is for slots that are ignored or out of range, so that no slot is a special case. Indices are
+unsigned, because the compiler emits extra instructions for signed indices that may be negative.
 """
 
 from functools import cache
@@ -10,20 +10,19 @@ from functools import cache
 from numba import cuda, int32, uint32
 
 from moe_numba.ptx.memory import st_shared_s32x4
-from moe_numba.ptx.warp import redux_sync_add_s32
+from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
-FULL = 0xFFFFFFFF
 CAPACITIES = (96, 288, 544, 1056, 8224)
 
 
 def capacity_for(num_experts):
-    """The smallest capacity for so many experts: invalid ids, experts, the end of the last expert, and the bin."""
+    """Return the smallest capacity for invalid ids, the experts, the end of the last expert, and dropped slots."""
     return next(c for c in CAPACITIES if num_experts + 3 <= c)
 
 
 @cache
 def make_bucket_of(capacity, ignore_invalid_experts, has_map):
-    """``bucket_of(expert, expert_map, num_experts)``: the bucket of a slot."""
+    """Make ``bucket_of(expert, expert_map, num_experts)``, the bucket of a slot."""
     invalid = capacity - 1 if ignore_invalid_experts else 0
 
     if ignore_invalid_experts and has_map:
@@ -46,7 +45,7 @@ def make_bucket_of(capacity, ignore_invalid_experts, has_map):
 
 @cache
 def make_expert_of(has_map):
-    """``expert_of(bucket, expert_map)``: what ``expert_ids`` say of a bucket's blocks."""
+    """Make ``expert_of(bucket, expert_map)``, the value of ``expert_ids`` for a bucket's blocks."""
     if not has_map:
 
         @cuda.jit(device=True)
@@ -66,18 +65,19 @@ def make_expert_of(has_map):
 
 
 @cache
-def make_clear(threads, numbers):
-    """``clear(array)``: zero so many numbers of shared memory, a multiple of 4; the caller's barrier must follow.
+def make_clear(threads, num_words):
+    """Make ``clear(array)``, which zeroes ``num_words`` int32 of shared memory. The caller must synchronise afterwards.
 
-    The array starts at a multiple of 16 bytes: dynamic shared memory does if all other arrays are such multiples long.
+    ``num_words`` must be a multiple of 4 and the array 16-byte aligned. Dynamic shared memory is, if the sizes of all
+    static shared arrays are multiples of 16 bytes.
     """
-    quads = numbers // 4
+    num_vectors = num_words // 4
 
     @cuda.jit(device=True)
     def clear(array):
-        for v in range(-(-quads // threads)):
+        for v in range(-(-num_vectors // threads)):
             i = uint32(cuda.threadIdx.x + v * threads)
-            if i < uint32(quads):
+            if i < uint32(num_vectors):
                 st_shared_s32x4(array, int32(i * uint32(4)), int32(0), int32(0), int32(0), int32(0))
 
     return clear
@@ -85,11 +85,11 @@ def make_clear(threads, numbers):
 
 @cache
 def make_scan(threads):
-    """``scan(value, warp_sums)``: the sum over the block's threads below this one, and over all; all must call it.
+    """Make ``scan(value, warp_sums)``, a block-wide exclusive sum: returns (sum over lower threads, total).
 
-    ``warp_sums`` is shared, 32 integers; a barrier must stand between two scans that use the same.
+    All threads must call it. ``warp_sums`` are 32 int32 in shared memory; synchronise before reusing them.
     """
-    warps = uint32(threads // 32)
+    num_warps = uint32(threads // 32)
 
     @cuda.jit(device=True)
     def scan(value, warp_sums):
@@ -97,63 +97,64 @@ def make_scan(threads):
         cuda.syncwarp()
         inclusive = value
         for s in range(5):
-            below = cuda.shfl_up_sync(FULL, inclusive, 1 << s)
-            inclusive = int32(inclusive + (below if lane >= uint32(1 << s) else int32(0)))
+            lower = cuda.shfl_up_sync(FULL_MASK, inclusive, 1 << s)
+            inclusive = int32(inclusive + (lower if lane >= uint32(1 << s) else int32(0)))
         if lane == 31:
             warp_sums[warp] = inclusive
         cuda.syncthreads()
-        sums = warp_sums[lane] if lane < warps else int32(0)
-        total = redux_sync_add_s32(uint32(FULL), sums)
-        before = redux_sync_add_s32(uint32(FULL), sums if lane < warp else int32(0))
-        return int32(before + inclusive - value), total
+        sums = warp_sums[lane] if lane < num_warps else int32(0)
+        total = redux_sync_add_s32(uint32(FULL_MASK), sums)
+        lower_warps = redux_sync_add_s32(uint32(FULL_MASK), sums if lane < warp else int32(0))
+        return int32(lower_warps + inclusive - value), total
 
     return scan
 
 
 @cache
-def make_place_buckets(threads, capacity):
-    """``place_buckets(counts, first_block, num_experts, block_size, warp_sums)``: the block at which a bucket starts.
+def make_assign_blocks(threads, capacity):
+    """Make ``assign_blocks(counts, first_block, num_experts, block_size, warp_sums)``.
 
-    ``counts`` has a bucket's slots in two parts, ``capacity`` apart. Gives the number of blocks. The caller's barrier
-    must follow.
+    It writes the first expert block of each bucket to ``first_block`` and returns the total number of expert blocks.
+    A bucket's count is the sum of two elements of ``counts``, ``capacity`` apart. The caller must synchronise
+    afterwards.
     """
-    share = -(-capacity // threads)
+    buckets_per_thread = -(-capacity // threads)
     scan = make_scan(threads)
 
     @cuda.jit(device=True)
-    def place_buckets(counts, first_block, num_experts, block_size, warp_sums):
-        first = uint32(cuda.threadIdx.x * share)
-        blocks = cuda.local.array(share, int32)
-        mine = int32(0)
-        for v in range(share):
-            bucket = uint32(first + uint32(v))
+    def assign_blocks(counts, first_block, num_experts, block_size, warp_sums):
+        first_bucket = uint32(cuda.threadIdx.x * buckets_per_thread)
+        blocks = cuda.local.array(buckets_per_thread, int32)
+        thread_blocks = int32(0)
+        for v in range(buckets_per_thread):
+            bucket = uint32(first_bucket + uint32(v))
             blocks[v] = int32(0)
             if bucket <= uint32(num_experts):
                 count = int32(counts[bucket] + counts[uint32(bucket + uint32(capacity))])
                 blocks[v] = int32(uint32(count + block_size - 1) // uint32(block_size))
-            mine = int32(mine + blocks[v])
-        at, total = scan(mine, warp_sums)
-        for v in range(share):
-            bucket = uint32(first + uint32(v))
+            thread_blocks = int32(thread_blocks + blocks[v])
+        block, total = scan(thread_blocks, warp_sums)
+        for v in range(buckets_per_thread):
+            bucket = uint32(first_bucket + uint32(v))
             if bucket < uint32(capacity):
-                first_block[bucket] = at
-            at = int32(at + blocks[v])
+                first_block[bucket] = block
+            block = int32(block + blocks[v])
         return total
 
-    return place_buckets
+    return assign_blocks
 
 
 @cache
-def make_fill(threads, capacity, has_map):
-    """``fill(...)`` writes all that is no slot: padding, expert ids, both tails and the total.
+def make_write_padding(threads, capacity, has_map):
+    """Make ``write_padding(...)``, which writes everything but the slots: padding, expert ids, both tails, the total.
 
-    A warp takes a bucket, the warps of the whole grid take turns; each element has one writer.
+    Buckets are distributed round-robin over the warps of the grid. Each element has exactly one writer.
     """
-    warps = threads // 32
+    warps_per_block = threads // 32
     expert_of = make_expert_of(has_map)
 
     @cuda.jit(device=True)
-    def fill(
+    def write_padding(
         counts,
         first_block,
         total_blocks,
@@ -167,32 +168,34 @@ def make_fill(threads, capacity, has_map):
         length,
         num_blocks,
     ):
-        t, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        lane = int32(t & 31)
-        bucket = uint32(block * warps + (t >> 5))
+        thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
+        lane = int32(thread & 31)
+        bucket = uint32(block * warps_per_block + (thread >> 5))
         while bucket <= uint32(num_experts):
-            start, end = first_block[bucket], first_block[uint32(bucket + uint32(1))]
-            if start < end:
-                row = int32(start * block_size + counts[bucket] + counts[uint32(bucket + uint32(capacity))] + lane)
-                while row < int32(end * block_size):
+            start_block, end_block = first_block[bucket], first_block[uint32(bucket + uint32(1))]
+            if start_block < end_block:
+                row = int32(
+                    start_block * block_size + counts[bucket] + counts[uint32(bucket + uint32(capacity))] + lane
+                )
+                while row < int32(end_block * block_size):
                     sorted_token_ids[row] = numel
                     row = int32(row + 32)
                 expert = expert_of(bucket, expert_map)
-                row = int32(start + lane)
-                while row < end:
+                row = int32(start_block + lane)
+                while row < end_block:
                     expert_ids[row] = expert
                     row = int32(row + 32)
-            bucket = uint32(bucket + uint32(cuda.gridDim.x * warps))
+            bucket = uint32(bucket + uint32(cuda.gridDim.x * warps_per_block))
         stride = int32(cuda.gridDim.x * threads)
-        row = int32(total_blocks * block_size + block * threads + t)
+        row = int32(total_blocks * block_size + block * threads + thread)
         while row < length:
             sorted_token_ids[row] = numel
             row = int32(row + stride)
-        row = int32(total_blocks + block * threads + t)
+        row = int32(total_blocks + block * threads + thread)
         while row < num_blocks:
             expert_ids[row] = int32(-1)
             row = int32(row + stride)
-        if block == 0 and t == 0:
+        if block == 0 and thread == 0:
             num_tokens_post_pad[0] = int32(total_blocks * block_size)
 
-    return fill
+    return write_padding

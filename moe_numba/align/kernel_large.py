@@ -1,187 +1,195 @@
-"""The kernel for many slots: each block counts its own, and the blocks hand their counts over to one another.
+"""Alignment kernel for large numbers of slots: each CTA counts its own slots and publishes the counts to all CTAs.
 
-A count travels with the number of the launch in one word, so that whoever reads it sees at once whether it is new: no
-flag, no fence. While the counts are on their way, a block sorts its slots by expert in shared memory; what it writes in
-the end are runs, not single elements.
+Counts are published together with the launch number in one 64-bit word. A reader therefore sees from the word itself
+whether it is up to date, without flags or fences. While the counts are in flight, a CTA sorts its slots by expert in
+shared memory, so that its final stores are runs of consecutive elements.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.align.device_functions import FULL, make_bucket_of, make_clear, make_fill, make_place_buckets, make_scan
+from moe_numba.align.device_functions import (
+    make_assign_blocks,
+    make_bucket_of,
+    make_clear,
+    make_scan,
+    make_write_padding,
+)
 from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.warp import lanemask_lt
+from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
 
-SLOT_BITS = 13  # of a slot's place in its tile; its bucket stands above it
+SLOT_BITS = 13  # low bits of a sorted entry: the slot's index in its tile; the high bits are its bucket
 SLOT_MASK = (1 << SLOT_BITS) - 1
-LAUNCHES, DONE, HEAD = 0, 1, 4  # of the workspace: launches so far, blocks done with this one; where rows start
-BATCH = 8  # rows that a thread has on their way at once
+# Workspace: number of launches so far, number of CTAs done with this launch, offset of the CTAs' rows of counts
+LAUNCH_COUNT, CTAS_DONE, HEADER_WORDS = 0, 1, 4
+LOADS_IN_FLIGHT = 8  # rows of counts that a thread loads at once
 
 
-def turns_for(threads, capacity):
-    """1 where each warp has counters of its own, else all warps share theirs and take turns."""
+def rounds_for(threads, capacity):
+    """Return 1 if each warp has its own counters; otherwise the warps update shared counters in this many rounds."""
     return 1 if capacity <= 1056 else threads // 32
 
 
-def shared_bytes(threads, capacity, per_thread):
-    """Dynamic shared memory: five numbers a bucket, its counters and masks, and a tile of sorted slots."""
-    return 4 * (_in_order_at(threads, capacity) + threads * per_thread)
+def shared_bytes(threads, capacity, slots_per_thread):
+    """Return the bytes of dynamic shared memory: five int32 per bucket, counters, masks and a sorted tile."""
+    return 4 * (_sorted_tile_offset(threads, capacity) + threads * slots_per_thread)
 
 
-def _in_order_at(threads, capacity):
-    return (5 + 2 * threads // 32 if turns_for(threads, capacity) == 1 else 6) * capacity
+def _sorted_tile_offset(threads, capacity):
+    return (5 + 2 * threads // 32 if rounds_for(threads, capacity) == 1 else 6) * capacity
 
 
-def workspace_numbers(blocks, capacity):
-    """How many int32 the workspace has; zero before its first launch, and used by one launch at a time."""
-    return HEAD + blocks * capacity
+def workspace_words(blocks, capacity):
+    """Return the size of the workspace in int32; zero it once, and do not use it in concurrent launches."""
+    return HEADER_WORDS + blocks * capacity
 
 
 @cache
-def make_many_kernel(threads, capacity, per_thread, ignore_invalid_experts, has_map):
-    """The kernel; a tile is up to ``threads * per_thread`` slots. A block's chunk is a multiple of ``threads``, at most
-    65535; what is more than a tile is sorted tile after tile.
+def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_experts, has_map):
+    """Make the kernel. A CTA sorts its ``slots_per_cta`` slots in tiles of up to ``threads * slots_per_thread``.
+
+    ``slots_per_cta`` must be a multiple of ``threads`` and at most 65535, so that a count has 16 bits.
     """
-    warps, tile = threads // 32, threads * per_thread
-    turns = turns_for(threads, capacity)
-    rows = warps // turns  # of counters
-    # The parts of shared memory, by their first number.
-    counts_at, first_block_at, local_start_at, counters_at = (i * capacity for i in (1, 3, 4, 5))
-    masks_at, in_order_at = (5 + rows) * capacity, _in_order_at(threads, capacity)
-    words, quads = capacity // 2, capacity // 4  # of a row
-    teams = max(threads // quads, 1)
-    share = -(-capacity // threads)
-    the_bin = capacity - 1
+    num_warps, tile_slots = threads // 32, threads * slots_per_thread
+    num_rounds = rounds_for(threads, capacity)
+    counter_rows = num_warps // num_rounds
+    # Offsets in shared memory, in int32
+    counts_offset, first_block_offset, tile_start_offset, counters_offset = (i * capacity for i in (1, 3, 4, 5))
+    masks_offset, sorted_tile_offset = (5 + counter_rows) * capacity, _sorted_tile_offset(threads, capacity)
+    words_per_row, vectors_per_row = capacity // 2, capacity // 4
+    rows_in_parallel = max(threads // vectors_per_row, 1)
+    buckets_per_thread = -(-capacity // threads)
+    drop_bucket = capacity - 1
     bucket_of = make_bucket_of(capacity, ignore_invalid_experts, has_map)
-    clear_all, clear_counters = make_clear(threads, in_order_at), make_clear(threads, rows * capacity)
+    clear_all, clear_counters = make_clear(threads, sorted_tile_offset), make_clear(threads, counter_rows * capacity)
     scan = make_scan(threads)
-    place_buckets = make_place_buckets(threads, capacity)
-    fill = make_fill(threads, capacity, has_map)
+    assign_blocks = make_assign_blocks(threads, capacity)
+    write_padding = make_write_padding(threads, capacity, has_map)
 
     @cuda.jit(device=True)
-    def load_tile(topk_ids, expert_map, first, last, num_experts, steps, bucket):
-        """A warp's slots of a tile are ``steps`` times 32 neighbours, a lane's every 32nd of them."""
-        here = int32(first + (int32(cuda.threadIdx.x) >> 5) * (32 * steps) + int32(cuda.threadIdx.x & 31))
-        base = int64(here)
-        for k in range(per_thread):
-            bucket[k] = uint32(the_bin)
-            if k < steps and int32(here + k * 32) < last:
-                bucket[k] = bucket_of(topk_ids[base + k * 32], expert_map, num_experts)
+    def load_tile(topk_ids, expert_map, first, last, num_experts, num_steps, buckets):
+        """Load the buckets of a tile: each warp has ``num_steps * 32`` adjacent slots, each lane every 32nd of them."""
+        slot = int32(first + (int32(cuda.threadIdx.x) >> 5) * (32 * num_steps) + int32(cuda.threadIdx.x & 31))
+        slot_index = int64(slot)
+        for k in range(slots_per_thread):
+            buckets[k] = uint32(drop_bucket)
+            if k < num_steps and int32(slot + k * 32) < last:
+                buckets[k] = bucket_of(topk_ids[slot_index + k * 32], expert_map, num_experts)
 
     @cuda.jit(device=True)
-    def publish(own, workspace, launch):
-        """Two counts and the number of the launch are one word."""
-        row = int64(HEAD + cuda.blockIdx.x * capacity)
-        for v in range(-(-words // threads)):
+    def publish_counts(block_counts, workspace, launch_number):
+        """Publish this CTA's counts; two 16-bit counts and the launch number form one 64-bit word."""
+        row = int64(HEADER_WORDS + cuda.blockIdx.x * capacity)
+        for v in range(-(-words_per_row // threads)):
             i = uint32(cuda.threadIdx.x + v * threads)
-            if i < uint32(words):
-                pair = uint32(own[uint32(2 * i)] | (own[uint32(2 * i + 1)] << 16))
-                st_relaxed_gpu_u64(workspace, row + 2 * i, (uint64(launch) << uint64(32)) | uint64(pair))
+            if i < uint32(words_per_row):
+                pair = uint32(block_counts[uint32(2 * i)] | (block_counts[uint32(2 * i + 1)] << 16))
+                st_relaxed_gpu_u64(workspace, row + 2 * i, (uint64(launch_number) << uint64(32)) | uint64(pair))
 
     @cuda.jit(device=True)
-    def sum_rows(workspace, launch, counts):
-        """Add up all blocks' counts: those of the blocks before this one, and the rest, ``capacity`` apart."""
-        t, block, blocks = uint32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
-        team = uint32(t // uint32(quads))
-        quad = uint32(t - uint32(team * uint32(quads)))
-        low = cuda.local.array(BATCH, uint64)
-        high = cuda.local.array(BATCH, uint64)
+    def sum_counts(workspace, launch_number, counts):
+        """Wait for all CTAs' counts and sum them: lower CTAs in ``counts``, the others ``capacity`` further on."""
+        thread, block, blocks = uint32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
+        row_in_batch = uint32(thread // uint32(vectors_per_row))
+        vector = uint32(thread - uint32(row_in_batch * uint32(vectors_per_row)))
+        low = cuda.local.array(LOADS_IN_FLIGHT, uint64)
+        high = cuda.local.array(LOADS_IN_FLIGHT, uint64)
         total = cuda.local.array((2, 4), int32)
-        new = uint64(uint64(launch) << uint64(32))
-        while quad < uint32(quads) and team < uint32(teams):
+        tag = uint64(uint64(launch_number) << uint64(32))
+        while vector < uint32(vectors_per_row) and row_in_batch < uint32(rows_in_parallel):
             for c in range(4):
                 total[0, c] = total[1, c] = int32(0)
-            start = int32(team)
-            while start < blocks:
-                base = int64(HEAD + start * capacity + int32(quad) * 4)
-                old = True
-                while old:
-                    for k in range(BATCH):
-                        low[k] = high[k] = new
-                        if int32(start + k * teams) < blocks:
-                            low[k], high[k] = ld_relaxed_gpu_u64x2(workspace, base + k * teams * capacity)
+            first_row = int32(row_in_batch)
+            while first_row < blocks:
+                offset = int64(HEADER_WORDS + first_row * capacity + int32(vector) * 4)
+                stale = True
+                while stale:
+                    for k in range(LOADS_IN_FLIGHT):
+                        low[k] = high[k] = tag
+                        if int32(first_row + k * rows_in_parallel) < blocks:
+                            low[k], high[k] = ld_relaxed_gpu_u64x2(workspace, offset + k * rows_in_parallel * capacity)
                     differ = uint64(0)
-                    for k in range(BATCH):
-                        differ |= (low[k] ^ new) | (high[k] ^ new)
-                    old = (differ >> uint64(32)) != uint64(0)
-                for k in range(BATCH):
+                    for k in range(LOADS_IN_FLIGHT):
+                        differ |= (low[k] ^ tag) | (high[k] ^ tag)
+                    stale = (differ >> uint64(32)) != uint64(0)
+                for k in range(LOADS_IN_FLIGHT):
                     a, b = uint32(low[k] & uint64(0xFFFFFFFF)), uint32(high[k] & uint64(0xFFFFFFFF))
-                    mine = int32(start + k * teams) < block
+                    is_lower_block = int32(first_row + k * rows_in_parallel) < block
                     for c in range(4):
                         pair = a if c < 2 else b
                         count = int32(pair >> uint32(16)) if c % 2 else int32(pair & uint32(0xFFFF))
-                        total[0, c] = int32(total[0, c] + (count if mine else int32(0)))
+                        total[0, c] = int32(total[0, c] + (count if is_lower_block else int32(0)))
                         total[1, c] = int32(total[1, c] + count)
-                start = int32(start + BATCH * teams)
+                first_row = int32(first_row + LOADS_IN_FLIGHT * rows_in_parallel)
             for c in range(4):
-                to = uint32(uint32(4) * quad + uint32(c))
-                cuda.atomic.add(counts, to, total[0, c])
-                cuda.atomic.add(counts, uint32(to + uint32(capacity)), int32(total[1, c] - total[0, c]))
-            quad = uint32(quad + uint32(threads))
+                bucket = uint32(uint32(4) * vector + uint32(c))
+                cuda.atomic.add(counts, bucket, total[0, c])
+                cuda.atomic.add(counts, uint32(bucket + uint32(capacity)), int32(total[1, c] - total[0, c]))
+            vector = uint32(vector + uint32(threads))
 
     @cuda.jit(device=True)
-    def sort_tile(bucket, steps, counters, masks, local_start, in_order, warp_sums):
-        """Sort a tile's slots by bucket, stable. ``counters`` and ``masks`` come as zeros; a barrier must follow."""
-        t = uint32(cuda.threadIdx.x)
-        lane, warp = uint32(t & uint32(31)), uint32(t >> uint32(5))
+    def sort_tile(buckets, num_steps, counters, masks, tile_start, sorted_tile, warp_sums):
+        """Sort a tile's slots by bucket, stably. ``counters`` and ``masks`` must be zero. Synchronise afterwards."""
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         bit = int32(uint32(1) << lane)
-        rank = cuda.local.array(per_thread, int32)
-        row = uint32(warp * uint32(capacity)) if turns == 1 else uint32(0)
-        for turn in range(turns):
-            if turns == 1 or warp == uint32(turn):
-                for k in range(per_thread):
-                    if k < steps:
-                        # Who else of the warp has this bucket? Each lane sets its bit in the bucket's mask. The
-                        # instruction that is made for it takes five times as long, but no memory.
-                        at = uint32(row + bucket[k])
-                        if turns == 1:
-                            cuda.atomic.or_(masks, at, bit)
+        rank = cuda.local.array(slots_per_thread, int32)
+        counter_row = uint32(warp * uint32(capacity)) if num_rounds == 1 else uint32(0)
+        for counting_round in range(num_rounds):
+            if num_rounds == 1 or warp == uint32(counting_round):
+                for k in range(slots_per_thread):
+                    if k < num_steps:
+                        # Find the lanes with the same bucket: each lane sets its bit in the bucket's mask.
+                        # match.any.sync takes five times as long, but needs no memory.
+                        counter = uint32(counter_row + buckets[k])
+                        if num_rounds == 1:
+                            cuda.atomic.or_(masks, counter, bit)
                             cuda.syncwarp()
-                            equals = uint32(masks[at])
+                            same_bucket = uint32(masks[counter])
                         else:
-                            equals = uint32(cuda.match_any_sync(FULL, bucket[k]))
-                        before = counters[at]
+                            same_bucket = uint32(cuda.match_any_sync(FULL_MASK, buckets[k]))
+                        earlier = counters[counter]
                         cuda.syncwarp()
-                        lower = uint32(equals & lanemask_lt())
-                        rank[k] = int32(before + int32(cuda.popc(lower)))
-                        if lower == uint32(0):
-                            if turns == 1:
-                                masks[at] = int32(0)
-                            counters[at] = int32(before + int32(cuda.popc(equals)))
+                        lower_lanes = uint32(same_bucket & lanemask_lt())
+                        rank[k] = int32(earlier + int32(cuda.popc(lower_lanes)))
+                        if lower_lanes == uint32(0):
+                            if num_rounds == 1:
+                                masks[counter] = int32(0)
+                            counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))
                         cuda.syncwarp()
-            if turns > 1:
+            if num_rounds > 1:
                 cuda.syncthreads()
         cuda.syncthreads()
 
-        # What the warps before a warp have of a bucket, and where the bucket starts in the tile.
-        count = cuda.local.array(share, int32)
-        mine = int32(0)
-        for v in range(share):
-            b = uint32(uint32(t * uint32(share)) + uint32(v))
+        # Count each bucket's slots in lower warps, and find where the bucket starts in the tile.
+        count = cuda.local.array(buckets_per_thread, int32)
+        thread_slots = int32(0)
+        for v in range(buckets_per_thread):
+            bucket = uint32(uint32(thread * uint32(buckets_per_thread)) + uint32(v))
             count[v] = int32(0)
-            if b < uint32(capacity):
-                for w in range(rows):
-                    here = counters[uint32(b + uint32(w * capacity))]
-                    counters[uint32(b + uint32(w * capacity))] = count[v] if turns == 1 else int32(0)
-                    count[v] = int32(count[v] + here)
-            mine = int32(mine + count[v])
-        at, total = scan(mine, warp_sums)
-        for v in range(share):
-            b = uint32(uint32(t * uint32(share)) + uint32(v))
-            if b < uint32(capacity):
-                local_start[b] = at
-            at = int32(at + count[v])
+            if bucket < uint32(capacity):
+                for w in range(counter_rows):
+                    row_count = counters[uint32(bucket + uint32(w * capacity))]
+                    counters[uint32(bucket + uint32(w * capacity))] = count[v] if num_rounds == 1 else int32(0)
+                    count[v] = int32(count[v] + row_count)
+            thread_slots = int32(thread_slots + count[v])
+        bucket_start, total = scan(thread_slots, warp_sums)
+        for v in range(buckets_per_thread):
+            bucket = uint32(uint32(thread * uint32(buckets_per_thread)) + uint32(v))
+            if bucket < uint32(capacity):
+                tile_start[bucket] = bucket_start
+            bucket_start = int32(bucket_start + count[v])
         cuda.syncthreads()
-        slot = uint32(uint32(warp * uint32(32 * steps)) + lane)
-        for k in range(per_thread):
-            if k < steps:
-                place = uint32(local_start[bucket[k]] + counters[uint32(row + bucket[k])] + rank[k])
-                in_order[place] = int32((bucket[k] << uint32(SLOT_BITS)) | uint32(slot + uint32(k * 32)))
+        slot = uint32(uint32(warp * uint32(32 * num_steps)) + lane)
+        for k in range(slots_per_thread):
+            if k < num_steps:
+                position = uint32(tile_start[buckets[k]] + counters[uint32(counter_row + buckets[k])] + rank[k])
+                sorted_tile[position] = int32((buckets[k] << uint32(SLOT_BITS)) | uint32(slot + uint32(k * 32)))
 
     @cuda.jit
-    def moe_align_block_size_many(
+    def moe_align_block_size_large(
         topk_ids,
         expert_map,
         sorted_token_ids,
@@ -191,78 +199,80 @@ def make_many_kernel(threads, capacity, per_thread, ignore_invalid_experts, has_
         numel,
         num_experts,
         block_size,
-        chunk,
+        slots_per_cta,
         length,
         num_blocks,
     ):
         dynamic = cuda.shared.array(0, int32)
         warp_sums = cuda.shared.array(32, int32)
-        own, counts = dynamic[:counts_at], dynamic[counts_at:first_block_at]
-        first_block, local_start = dynamic[first_block_at:local_start_at], dynamic[local_start_at:counters_at]
-        counters, masks = dynamic[counters_at:masks_at], dynamic[masks_at:in_order_at]
-        in_order = dynamic[in_order_at:]
-        bucket = cuda.local.array(per_thread, uint32)
-        t = uint32(cuda.threadIdx.x)
+        block_counts, counts = dynamic[:counts_offset], dynamic[counts_offset:first_block_offset]
+        first_block = dynamic[first_block_offset:tile_start_offset]
+        tile_start = dynamic[tile_start_offset:counters_offset]
+        counters, masks = dynamic[counters_offset:masks_offset], dynamic[masks_offset:sorted_tile_offset]
+        sorted_tile = dynamic[sorted_tile_offset:]
+        buckets = cuda.local.array(slots_per_thread, uint32)
+        thread = uint32(cuda.threadIdx.x)
         clear_all(dynamic)
         cuda.syncthreads()
         griddepcontrol_wait()
-        launch = ld_relaxed_gpu_s32(workspace, LAUNCHES)
-        first = int32(cuda.blockIdx.x * chunk)
-        last = int32(min(first + chunk, numel))
-        steps = int32(min(uint32(last - first + threads - 1) // uint32(threads), uint32(per_thread)))
+        launch_number = ld_relaxed_gpu_s32(workspace, LAUNCH_COUNT)
+        first = int32(cuda.blockIdx.x * slots_per_cta)
+        last = int32(min(first + slots_per_cta, numel))
+        num_steps = int32(min(uint32(last - first + threads - 1) // uint32(threads), uint32(slots_per_thread)))
 
-        # Count the chunk, the last tile first: the first one stays in registers, and is sorted while the other blocks'
-        # counts are on their way.
-        tile_first = int32(first + (last - first - 1) // tile * tile)
+        # Count this CTA's slots, last tile first. The first tile stays in registers and is sorted while the other CTAs'
+        # counts are in flight.
+        tile_first = int32(first + (last - first - 1) // tile_slots * tile_slots)
         while tile_first >= first:
-            load_tile(topk_ids, expert_map, tile_first, last, num_experts, steps, bucket)
-            for k in range(per_thread):
-                cuda.atomic.add(own, bucket[k], int32(1))
-            tile_first = int32(tile_first - tile)
-        launch = uint32(launch + 1)
+            load_tile(topk_ids, expert_map, tile_first, last, num_experts, num_steps, buckets)
+            for k in range(slots_per_thread):
+                cuda.atomic.add(block_counts, buckets[k], int32(1))
+            tile_first = int32(tile_first - tile_slots)
+        launch_number = uint32(launch_number + 1)
         cuda.syncthreads()
-        publish(own, workspace, launch)
-        sort_tile(bucket, steps, counters, masks, local_start, in_order, warp_sums)
-        sum_rows(workspace, launch, counts)
+        publish_counts(block_counts, workspace, launch_number)
+        sort_tile(buckets, num_steps, counters, masks, tile_start, sorted_tile, warp_sums)
+        sum_counts(workspace, launch_number, counts)
         cuda.syncthreads()
-        if t == 0 and atom_add_relaxed_gpu_s32(workspace, DONE, 1) == cuda.gridDim.x - 1:
-            workspace[DONE] = int32(0)  # all blocks have read all rows
-            workspace[LAUNCHES] = int32(launch)
+        if thread == 0 and atom_add_relaxed_gpu_s32(workspace, CTAS_DONE, 1) == cuda.gridDim.x - 1:
+            workspace[CTAS_DONE] = int32(0)  # the last CTA: all counts have been read
+            workspace[LAUNCH_COUNT] = int32(launch_number)
         griddepcontrol_launch_dependents()
-        total_blocks = place_buckets(counts, first_block, num_experts, block_size, warp_sums)
+        total_blocks = assign_blocks(counts, first_block, num_experts, block_size, warp_sums)
         cuda.syncthreads()
+        # From here on `block_counts` holds, per bucket, the output row minus the position in the sorted tile.
         for v in range(-(-capacity // threads)):
-            i = uint32(t + uint32(v * threads))
+            i = uint32(thread + uint32(v * threads))
             if i < uint32(capacity):
-                own[i] = int32(first_block[i] * block_size + counts[i] - local_start[i])
+                block_counts[i] = int32(first_block[i] * block_size + counts[i] - tile_start[i])
         cuda.syncthreads()
 
         tile_first = first
         while True:
-            j = t
-            while j < uint32(local_start[uint32(the_bin)]):
-                entry = uint32(in_order[j])
-                row = int32(own[uint32(entry >> uint32(SLOT_BITS))] + int32(j))
+            j = thread
+            while j < uint32(tile_start[uint32(drop_bucket)]):
+                entry = uint32(sorted_tile[j])
+                row = int32(block_counts[uint32(entry >> uint32(SLOT_BITS))] + int32(j))
                 sorted_token_ids[row] = int32(tile_first + int32(entry & uint32(SLOT_MASK)))
                 j = uint32(j + uint32(threads))
-            tile_first = int32(tile_first + tile)
+            tile_first = int32(tile_first + tile_slots)
             if tile_first >= last:
                 break
             cuda.syncthreads()
             for v in range(-(-capacity // threads)):
-                i = uint32(t + uint32(v * threads))
-                if i < uint32(the_bin):
-                    own[i] = int32(own[i] + local_start[uint32(i + uint32(1))])
+                i = uint32(thread + uint32(v * threads))
+                if i < uint32(drop_bucket):
+                    block_counts[i] = int32(block_counts[i] + tile_start[uint32(i + uint32(1))])
             clear_counters(counters)
             cuda.syncthreads()
-            load_tile(topk_ids, expert_map, tile_first, last, num_experts, steps, bucket)
-            sort_tile(bucket, steps, counters, masks, local_start, in_order, warp_sums)
+            load_tile(topk_ids, expert_map, tile_first, last, num_experts, num_steps, buckets)
+            sort_tile(buckets, num_steps, counters, masks, tile_start, sorted_tile, warp_sums)
             for v in range(-(-capacity // threads)):
-                i = uint32(t + uint32(v * threads))
+                i = uint32(thread + uint32(v * threads))
                 if i < uint32(capacity):
-                    own[i] = int32(own[i] - local_start[i])
+                    block_counts[i] = int32(block_counts[i] - tile_start[i])
             cuda.syncthreads()
-        fill(
+        write_padding(
             counts,
             first_block,
             total_blocks,
@@ -277,4 +287,4 @@ def make_many_kernel(threads, capacity, per_thread, ignore_invalid_experts, has_
             num_blocks,
         )
 
-    return moe_align_block_size_many
+    return moe_align_block_size_large

@@ -1,35 +1,35 @@
-"""The kernel for few slots: every block counts all of them, and then writes its own share of the output.
+"""Alignment kernel for medium numbers of slots: every CTA counts all slots, then writes its own share of the output.
 
-Counting what another block counts as well is cheaper than waiting for it. Nothing is filled first and then written
-over: slots, padding and tails each have one writer, so that no block waits for another.
+Redundant counting costs less than a grid-wide barrier. Slots, padding and tails each have exactly one writer, so no CTA
+waits for another.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64, uint32
 
-from moe_numba.align.device_functions import make_bucket_of, make_clear, make_fill, make_place_buckets
+from moe_numba.align.device_functions import make_assign_blocks, make_bucket_of, make_clear, make_write_padding
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import lanemask_lt
 
 
-def words_for(capacity):
-    """Words of a bucket's mask: a block places up to 32 times as many slots of its own."""
+def mask_words_for(capacity):
+    """Return the 32-bit words of a bucket's mask; a CTA writes at most one slot per mask bit."""
     return 8 if capacity <= 288 else 2 if capacity <= 1056 else 1
 
 
 def shared_bytes(capacity):
-    """Dynamic shared memory: counts in two parts, masks, the block at which a bucket starts, and the warps' sums."""
-    return 4 * (capacity * (3 + words_for(capacity)) + 32)
+    """Return the bytes of dynamic shared memory: two counts per bucket, masks, first blocks and warp sums."""
+    return 4 * (capacity * (3 + mask_words_for(capacity)) + 32)
 
 
 @cache
-def make_carve(capacity):
-    """``carve(dynamic)``: the parts of shared memory, for ``align``: counts, masks, first_block, warp_sums."""
-    counts, masks, first_block = 2 * capacity, words_for(capacity) * capacity, capacity
+def make_split_smem(capacity):
+    """Make ``counts, masks, first_block, warp_sums = split_smem(dynamic)``."""
+    counts, masks, first_block = 2 * capacity, mask_words_for(capacity) * capacity, capacity
 
     @cuda.jit(device=True)
-    def carve(dynamic):
+    def split_smem(dynamic):
         return (
             dynamic[:counts],
             dynamic[counts : counts + masks],
@@ -37,21 +37,21 @@ def make_carve(capacity):
             dynamic[counts + masks + first_block :],
         )
 
-    return carve
+    return split_smem
 
 
 @cache
 def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
-    """``align(...)``: what a block does once its shared memory is clear and ``topk_ids`` can be read.
+    """Make ``align(...)``, the body of the kernel after counts and masks are cleared and ``topk_ids`` can be read.
 
-    A thread has ``batch`` ids on their way at once.
+    Each thread keeps ``batch`` loads of ids in flight.
     """
-    words = words_for(capacity)
-    starts_next_early = threads > 512  # found by measuring
+    mask_words = mask_words_for(capacity)
+    launch_dependents_early = threads > 512  # faster only with large CTAs (measured)
     bucket_of = make_bucket_of(capacity, ignore_invalid_experts, has_map)
-    place_buckets = make_place_buckets(threads, capacity)
-    fill = make_fill(threads, capacity, has_map)
-    the_bin = capacity - 1
+    assign_blocks = make_assign_blocks(threads, capacity)
+    write_padding = make_write_padding(threads, capacity, has_map)
+    drop_bucket = capacity - 1
 
     @cuda.jit(device=True)
     def align(
@@ -63,7 +63,7 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
         numel,
         num_experts,
         block_size,
-        chunk,
+        slots_per_cta,
         length,
         num_blocks,
         counts,
@@ -71,48 +71,48 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
         first_block,
         warp_sums,
     ):
-        if starts_next_early:
+        if launch_dependents_early:
             griddepcontrol_launch_dependents()
-        t = int32(cuda.threadIdx.x)
-        first = int32(cuda.blockIdx.x * chunk)
-        slot = int32(first + t)
-        mine = uint32(the_bin)
-        if t < chunk and slot < numel:
-            mine = bucket_of(topk_ids[slot], expert_map, num_experts)
+        thread = int32(cuda.threadIdx.x)
+        first_slot = int32(cuda.blockIdx.x * slots_per_cta)
+        slot = int32(first_slot + thread)
+        slot_bucket = uint32(drop_bucket)
+        if thread < slots_per_cta and slot < numel:
+            slot_bucket = bucket_of(topk_ids[slot], expert_map, num_experts)
 
-        # The slots before this block's own are counted apart: they decide where its own go.
-        bucket = cuda.local.array(batch, uint32)
-        start = int32(0)
-        while start < numel:
-            here = int64(start + t)
+        # Count the slots before this CTA's own in the first half of `counts`: they determine where its own slots go.
+        buckets = cuda.local.array(batch, uint32)
+        batch_start = int32(0)
+        while batch_start < numel:
+            thread_slot = int64(batch_start + thread)
             for k in range(batch):
-                bucket[k] = uint32(the_bin)
-                if int32(start + k * threads + t) < numel:
-                    bucket[k] = bucket_of(topk_ids[here + k * threads], expert_map, num_experts)
+                buckets[k] = uint32(drop_bucket)
+                if int32(batch_start + k * threads + thread) < numel:
+                    buckets[k] = bucket_of(topk_ids[thread_slot + k * threads], expert_map, num_experts)
             for k in range(batch):
-                if int32(start + k * threads) < numel:  # the same for all: threads without a slot count into the bin
-                    part = uint32(0) if int32(start + k * threads + t) < first else uint32(capacity)
-                    cuda.atomic.add(counts, uint32(bucket[k] + part), int32(1))
-            start = int32(start + batch * threads)
-        word = uint32(t >> 5)
-        if t < chunk:
-            bit = int32(uint32(1) << uint32(t & 31))
-            cuda.atomic.or_(masks, uint32(mine * uint32(words) + word), bit)
+                if int32(batch_start + k * threads) < numel:  # CTA-uniform; threads without a slot use the drop bucket
+                    half = uint32(0) if int32(batch_start + k * threads + thread) < first_slot else uint32(capacity)
+                    cuda.atomic.add(counts, uint32(buckets[k] + half), int32(1))
+            batch_start = int32(batch_start + batch * threads)
+        mask_word = uint32(thread >> 5)
+        if thread < slots_per_cta:
+            bit = int32(uint32(1) << uint32(thread & 31))
+            cuda.atomic.or_(masks, uint32(slot_bucket * uint32(mask_words) + mask_word), bit)
         cuda.syncthreads()
-        total_blocks = place_buckets(counts, first_block, num_experts, block_size, warp_sums)
+        total_blocks = assign_blocks(counts, first_block, num_experts, block_size, warp_sums)
         cuda.syncthreads()
-        if not starts_next_early:
+        if not launch_dependents_early:
             griddepcontrol_launch_dependents()
 
-        if mine != uint32(the_bin):  # a slot's rank is the number of lower bits in its bucket's mask
-            row = uint32(mine * uint32(words))
-            rank = int32(cuda.popc(uint32(uint32(masks[uint32(row + word)]) & lanemask_lt())))
-            if chunk > 32:
-                for w in range(words - 1):
-                    mask = uint32(masks[uint32(row + uint32(w))])
-                    rank = int32(rank + int32(cuda.popc(mask if word > uint32(w) else uint32(0))))
-            sorted_token_ids[int32(first_block[mine] * block_size + counts[mine] + rank)] = slot
-        fill(
+        if slot_bucket != uint32(drop_bucket):  # the slot's rank in its bucket is the number of lower bits in the mask
+            mask_row = uint32(slot_bucket * uint32(mask_words))
+            rank = int32(cuda.popc(uint32(uint32(masks[uint32(mask_row + mask_word)]) & lanemask_lt())))
+            if slots_per_cta > 32:
+                for w in range(mask_words - 1):
+                    mask = uint32(masks[uint32(mask_row + uint32(w))])
+                    rank = int32(rank + int32(cuda.popc(mask if mask_word > uint32(w) else uint32(0))))
+            sorted_token_ids[int32(first_block[slot_bucket] * block_size + counts[slot_bucket] + rank)] = slot
+        write_padding(
             counts,
             first_block,
             total_blocks,
@@ -131,14 +131,14 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
 
 
 @cache
-def make_few_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
-    """The kernel; a block's ``chunk`` of slots has up to 32 ``words_for(capacity)`` of them, and up to ``threads``."""
-    carve = make_carve(capacity)
-    clear = make_clear(threads, capacity * (2 + words_for(capacity)))  # counts and masks
+def make_medium_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
+    """Make the kernel. ``slots_per_cta`` is at most ``32 * mask_words_for(capacity)`` and ``threads``."""
+    split_smem = make_split_smem(capacity)
+    clear = make_clear(threads, capacity * (2 + mask_words_for(capacity)))  # counts and masks
     align = make_align(threads, batch, capacity, ignore_invalid_experts, has_map)
 
     @cuda.jit
-    def moe_align_block_size_few(
+    def moe_align_block_size_medium(
         topk_ids,
         expert_map,
         sorted_token_ids,
@@ -147,12 +147,12 @@ def make_few_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
         numel,
         num_experts,
         block_size,
-        chunk,
+        slots_per_cta,
         length,
         num_blocks,
     ):
         dynamic = cuda.shared.array(0, int32)
-        counts, masks, first_block, warp_sums = carve(dynamic)
+        counts, masks, first_block, warp_sums = split_smem(dynamic)
         clear(dynamic)
         cuda.syncthreads()
         griddepcontrol_wait()
@@ -165,7 +165,7 @@ def make_few_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
             numel,
             num_experts,
             block_size,
-            chunk,
+            slots_per_cta,
             length,
             num_blocks,
             counts,
@@ -174,4 +174,4 @@ def make_few_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
             warp_sums,
         )
 
-    return moe_align_block_size_few
+    return moe_align_block_size_medium

@@ -1,4 +1,4 @@
-"""Aligning a routing to blocks, in torch: the ground truth, and the check that every kernel must pass.
+"""Reference implementation of the alignment in torch, and the checker that compares a kernel's outputs with it.
 
 A **slot** is one element of ``topk_ids``: token ``slot // topk``, choice ``slot % topk``.
 """
@@ -7,9 +7,9 @@ import torch
 
 
 def sizes(numel, block_size, num_experts, pad_sorted_ids=True, ignore_invalid_experts=False):
-    """How long the outputs must be whatever the routing: (sorted_token_ids, expert_ids).
+    """Return the lengths of (sorted_token_ids, expert_ids) that suffice for any routing.
 
-    Every bucket may end in a block that holds one slot only; but no more buckets than slots have any block at all.
+    In the worst case the last block of every bucket holds a single slot. Buckets without slots have no blocks.
     """
     buckets = num_experts + (not ignore_invalid_experts)
     length = numel + buckets * (block_size - 1)
@@ -21,7 +21,7 @@ def sizes(numel, block_size, num_experts, pad_sorted_ids=True, ignore_invalid_ex
 
 
 def buckets_of(topk_ids, num_experts, expert_map=None, ignore_invalid_experts=False):
-    """The bucket of each slot, flat: 0 for an invalid id, 1 + e for expert e; an ignored slot is past all buckets."""
+    """Return the bucket of each slot: 0 for an invalid id, 1 + e for expert e, num_experts + 1 for an ignored slot."""
     ids = topk_ids.reshape(-1).long()
     valid = (ids >= 0) & (ids < num_experts)
     if ignore_invalid_experts and expert_map is not None:
@@ -30,7 +30,7 @@ def buckets_of(topk_ids, num_experts, expert_map=None, ignore_invalid_experts=Fa
 
 
 def _count(topk_ids, block_size, num_experts, expert_map, ignore_invalid_experts):
-    """The bucket of each slot, and for each bucket its slots and its blocks."""
+    """Return the bucket of each slot, and the number of slots and of blocks per bucket."""
     bucket = buckets_of(topk_ids, num_experts, expert_map, ignore_invalid_experts)
     counts = torch.bincount(bucket, minlength=num_experts + 2)[: num_experts + 1]
     return bucket, counts, (counts + block_size - 1) // block_size
@@ -39,17 +39,14 @@ def _count(topk_ids, block_size, num_experts, expert_map, ignore_invalid_experts
 def moe_align_block_size(
     topk_ids, block_size, num_experts, expert_map=None, pad_sorted_ids=True, ignore_invalid_experts=False
 ):
-    """Sort slots by expert and pad each expert's to whole blocks, in plain torch.
-
-    The arguments are :func:`moe_numba.moe_align_block_size`'s.
-    """
+    """Sort slots by expert and pad each expert to whole blocks in plain torch; see moe_numba.moe_align_block_size."""
     numel, device = topk_ids.numel(), topk_ids.device
     bucket, counts, blocks = _count(topk_ids, block_size, num_experts, expert_map, ignore_invalid_experts)
-    starts, before = (blocks.cumsum(0) - blocks) * block_size, counts.cumsum(0) - counts
+    starts, slots_before = (blocks.cumsum(0) - blocks) * block_size, counts.cumsum(0) - counts
     length, num_blocks = sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
 
-    order = bucket.argsort(stable=True)[: int(counts.sum())]  # without the ignored slots, which come last
-    rank = torch.arange(len(order), device=device) - before[bucket[order]]
+    order = bucket.argsort(stable=True)[: int(counts.sum())]  # ignored slots come last and are dropped
+    rank = torch.arange(len(order), device=device) - slots_before[bucket[order]]
     sorted_token_ids = torch.full((length,), numel, dtype=torch.int32, device=device)
     sorted_token_ids[starts[bucket[order]] + rank] = order.to(torch.int32)
 
@@ -73,16 +70,16 @@ def mismatch(
     any_tail=False,
     **options,
 ):
-    """Say what is wrong with an alignment, or None if nothing is.
+    """Compare an alignment with the reference; return a description of the first error, or None.
 
     Parameters
     ----------
     sorted_token_ids, expert_ids, num_tokens_post_pad : torch.Tensor
-        The outputs. They may be longer than they need be; then what is too much is judged as a part of the tail.
+        The outputs. Elements beyond the needed lengths are checked as part of the tail.
     topk_ids, block_size, num_experts, **options
-        What :func:`moe_align_block_size` was called with.
+        The arguments of the call to :func:`moe_align_block_size`.
     any_order : bool
-        Accept an expert's slots in any order, as kernels leave them that place slots with atomics.
+        Accept the slots of an expert in any order, as produced by kernels that use atomics.
     any_tail : bool
         Accept anything past ``num_tokens_post_pad``, which no consumer should read.
 
@@ -90,12 +87,12 @@ def mismatch(
     -------
     str or None
     """
-    right = moe_align_block_size(topk_ids, block_size, num_experts, **options)
+    expected = moe_align_block_size(topk_ids, block_size, num_experts, **options)
     given = {"sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids, "num_tokens_post_pad": num_tokens_post_pad}
-    for (name, tensor), other in zip(given.items(), right, strict=True):
+    for (name, tensor), other in zip(given.items(), expected, strict=True):
         if tensor.dtype != torch.int32 or tensor.dim() != 1 or len(tensor) < len(other):
             return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not int32 with {len(other)} elements"
-    total, numel = int(right[2]), topk_ids.numel()
+    total, numel = int(expected[2]), topk_ids.numel()
     if num_tokens_post_pad.tolist() != [total]:
         return f"num_tokens_post_pad is {num_tokens_post_pad.tolist()}, not [{total}]"
     slots = sorted_token_ids[:total]
@@ -104,24 +101,26 @@ def mismatch(
             topk_ids, block_size, num_experts, options.get("expert_map"), options.get("ignore_invalid_experts", False)
         )
         run = torch.arange(num_experts + 1, device=slots.device).repeat_interleave(blocks * block_size)
-        slots = _ascending(slots, run, numel)
-    for name, mine, wanted in (
-        ("expert_ids", expert_ids[: total // block_size], right[1][: total // block_size]),
-        ("sorted_token_ids", slots, right[0][:total]),
+        slots = _sort_within_runs(slots, run, numel)
+    for name, actual, wanted in (
+        ("expert_ids", expert_ids[: total // block_size], expected[1][: total // block_size]),
+        ("sorted_token_ids", slots, expected[0][:total]),
     ):
-        if (wrong := mine != wanted).any():
-            at = int(wrong.nonzero()[0])
-            return f"{name}[{at}] is {int(mine[at])} instead of {int(wanted[at])}; {int(wrong.sum())} are wrong"
+        if (wrong := actual != wanted).any():
+            index = int(wrong.nonzero()[0])
+            return (
+                f"{name}[{index}] is {int(actual[index])} instead of {int(wanted[index])}; {int(wrong.sum())} are wrong"
+            )
     tails = (("sorted_token_ids", total, numel), ("expert_ids", total // block_size, -1))
-    for name, used, rest in () if any_tail else tails:
-        if (wrong := given[name][used:] != rest).any():
-            at = used + int(wrong.nonzero()[0])
-            return f"{name}[{at}], past the end of what is used, is {int(given[name][at])} instead of {rest}"
+    for name, used, fill_value in () if any_tail else tails:
+        if (wrong := given[name][used:] != fill_value).any():
+            index = used + int(wrong.nonzero()[0])
+            return f"{name}[{index}], in the unused tail, is {int(given[name][index])} instead of {fill_value}"
     return None
 
 
-def _ascending(slots, run, numel):
-    """Each run's slots in ascending order, where they are slots; padding and what is out of range stay in place."""
+def _sort_within_runs(slots, run, numel):
+    """Sort the slots of each run in ascending order; padding and out-of-range values stay in place."""
     is_slot = (slots >= 0) & (slots < numel)
     key = run[is_slot] * max(numel, 1) + slots[is_slot].long()
     slots = slots.clone()

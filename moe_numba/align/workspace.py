@@ -1,4 +1,4 @@
-"""Memory that the blocks of one launch share, zero before its first use; no two launches may use it at once."""
+"""Zero-initialised workspaces that the CTAs of one launch share; concurrent launches use different ones."""
 
 import torch
 
@@ -6,45 +6,52 @@ from moe_numba import simulator
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.launch import current_stream
 
-_STOCK_BYTES = 16 << 20  # of workspaces that wait for captures, for each device and size
-_MOST_IN_STOCK = 64
+_POOL_BYTES = 16 << 20  # preallocated for captures, per device and size
+_MAX_POOL_WORKSPACES = 64
 
-_workspaces, _stock = {}, {}
+_workspaces, _pools = {}, {}
 
 
-def workspace(device, numbers):
-    """So many int32 for a launch on the current stream of a device (an index).
+def workspace(device, num_elements):
+    """Return a workspace of int32 for a launch on the current stream of a device.
 
-    Launches on one stream follow each other and share one. What is captured gets one for each capture and stream of it,
-    for good: graphs may be replayed side by side. It comes from a stock that calls outside of captures fill, since what
-    is allocated and zeroed within a capture would be one more node of the graph; that happens only with no stock left.
+    Launches on one stream are ordered and share a workspace. Graphs may be replayed concurrently, so each capture gets
+    its own workspace per stream, which is never freed. It comes from a pool that calls outside of captures fill:
+    zeroing a new one during a capture would add a node to the graph, which happens only if the pool is empty.
+
+    Parameters
+    ----------
+    device : int
+        Device index.
+    num_elements : int
+        Rounded up to a multiple of 4, so that workspaces are 16-byte aligned.
     """
-    numbers = -(-numbers // 4) * 4  # each starts at 16 bytes
+    num_elements = -(-num_elements // 4) * 4
     stream = current_stream(device)
     on_gpu = not simulator.ENABLED and not devices.target()
-    captures = on_gpu and torch.cuda.is_current_stream_capturing()
-    key = device, stream, numbers, _capture_id(stream) if captures else None
+    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    key = device, stream, num_elements, _capture_id(stream) if capturing else None
+    pool = _pools.get((device, num_elements))
     if key not in _workspaces:
-        stock = _stock.get((device, numbers))
-        _workspaces[key] = stock.pop() if captures and stock else _zeros(device, numbers)
-    if on_gpu and not captures and not _stock.get((device, numbers)):
-        count = max(1, min(_MOST_IN_STOCK, _STOCK_BYTES // (4 * numbers)))
-        _stock[device, numbers] = list(_zeros(device, count * numbers).view(count, numbers))
-        torch.cuda.current_stream(device).synchronize()  # a replay's stream knows nothing of this one
+        _workspaces[key] = pool.pop() if capturing and pool else _zeros(device, num_elements)
+    if on_gpu and not capturing and not pool:
+        count = max(1, min(_MAX_POOL_WORKSPACES, _POOL_BYTES // (4 * num_elements)))
+        _pools[device, num_elements] = list(_zeros(device, count * num_elements).view(count, num_elements))
+        torch.cuda.current_stream(device).synchronize()  # streams that replay graphs are not ordered with this one
     return _workspaces[key]
 
 
 def _capture_id(stream):
     from cuda.bindings import driver
 
-    # Older bindings have the query that understands programmatic dependent launches under a name of its own.
+    # Older bindings have the query that supports programmatic dependent launches under a separate name.
     query = getattr(driver, "cuStreamGetCaptureInfo_v3", driver.cuStreamGetCaptureInfo)
     error, _, capture, *_ = query(stream)
     if error:
-        raise RuntimeError(f"the stream's capture could not be looked up: {error.name}")
+        raise RuntimeError(f"cannot query the capture of stream {stream:#x}: {error.name}")
     return int(capture)
 
 
-def _zeros(device, numbers):
+def _zeros(device, num_elements):
     on_cpu = simulator.ENABLED or devices.target()
-    return torch.zeros(numbers, dtype=torch.int32, device="cpu" if on_cpu else f"cuda:{device}")
+    return torch.zeros(num_elements, dtype=torch.int32, device="cpu" if on_cpu else f"cuda:{device}")

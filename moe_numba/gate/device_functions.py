@@ -1,4 +1,4 @@
-"""The device functions that the gate's kernels are put together from, each made for one set of constants."""
+"""Device functions shared by the gate's kernels: loads, scoring, sortable keys and a sorting network."""
 
 import math
 from functools import cache
@@ -14,20 +14,21 @@ from moe_numba.ptx.arithmetic import (
     uint_as_float,
 )
 from moe_numba.ptx.memory import load_nc_u16, load_nc_u32x1, load_nc_u32x2, load_nc_u32x4
+from moe_numba.ptx.warp import FULL_MASK
 
-FULL = 0xFFFFFFFF
-EXCLUDED = int32(-(1 << 31))  # the key of what may not be chosen, below every order_key
+EXCLUDED = int32(-(1 << 31))  # key of an expert that cannot be chosen; less than every order_key
 LOG2_E = float32(1.4426950408889634)
 INFINITY = float32(math.inf)
-LARGEST = float32(3.4028234663852886e38)
+FLOAT32_MAX = float32(3.4028234663852886e38)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @cuda.jit(device=True)
 def order_key(x):
-    """An integer that sorts as the float does, so that comparing and ``redux.sync`` work on integers alone.
+    """Map a float32 to an int32 that sorts the same way, so that comparisons and ``redux.sync`` use integers.
 
-    A negative float's magnitude bits are flipped. Adding 2 wraps NaN (0x7FFFFFFF) around to the lowest integer but one.
+    The magnitude bits of a negative float are flipped. Adding 2 makes NaN (0x7FFFFFFF) wrap around to the second lowest
+    int32, so NaN sorts last.
     """
     bits = float_as_int(x)
     return int32((bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 2)
@@ -35,172 +36,191 @@ def order_key(x):
 
 @cuda.jit(device=True)
 def key_as_float(key):
-    """The float that ``order_key`` made this key of."""
+    """Convert a key back to its float32: the inverse of ``order_key``."""
     bits = int32(key - 2)
     return int_as_float(int32(bits ^ ((bits >> 31) & 0x7FFFFFFF)))
 
 
 @cuda.jit(device=True)
-def group_worth(best, second):
-    """The key of a group's worth, the sum of its two best scores, given by their keys; a NaN counts as -inf."""
-    # Not max(x, -inf): what it makes of a NaN is one thing on a GPU and another in Python.
-    best_value, second_value = key_as_float(best), key_as_float(second)
-    best_value = best_value if best_value == best_value else -INFINITY
-    return order_key(best_value + (second_value if second_value == second_value else -INFINITY))
+def group_score_key(best, second):
+    """Return the key of a group's score, the sum of its two best scores, from their keys. NaN counts as -inf."""
+    # max(x, -inf) would treat NaN differently on a GPU and in Python.
+    best_score, second_score = key_as_float(best), key_as_float(second)
+    best_score = best_score if best_score == best_score else -INFINITY
+    return order_key(best_score + (second_score if second_score == second_score else -INFINITY))
 
 
 @cuda.jit(device=True)
 def sigmoid(x):
+    """Compute 1 / (1 + exp(-x)) with the approximate exponential and reciprocal units."""
     return rcp_approx(float32(1) + ex2_approx(-LOG2_E * x))
 
 
 @cuda.jit(device=True)
 def sqrtsoftplus(x):
-    if x > LARGEST:  # an infinite logit must not make an infinite weight; a NaN stays one
-        x = LARGEST
+    """Compute sqrt(log(1 + exp(x)))."""
+    if x > FLOAT32_MAX:  # keep the weight of an infinite logit finite; NaN stays NaN
+        x = FLOAT32_MAX
     root = ex2_approx(float32(-0.5) * LOG2_E * abs(x))
-    # Far below zero softplus(x) is exp(x) to the last bit, which is out of range long before its root is.
+    # Here softplus(x) equals exp(x) in float32. exp(x) underflows much earlier than its root, so compute the root.
     if x < float32(-40):
         return root
     return float32(math.sqrt(max(x, float32(0)) + float32(math.log1p(root * root))))
 
 
 @cache
-def make_scoring(scoring, values):
-    """``score_row(row)`` makes scores of a lane's logits, in place; ``score_one`` needs what it gives."""
+def make_scoring(scoring, experts_per_lane):
+    """Make the scoring functions for lanes that hold ``experts_per_lane`` logits.
+
+    Returns
+    -------
+    score_row : function
+        ``row_max, inverse_sum = score_row(values)``: replace a lane's logits by scores; the whole warp must call it.
+        The returned numbers are the softmax statistics of the row (0 and 1 for other scorings).
+    score_one : function
+        ``score_one(logit, row_max, inverse_sum)``: the score of one logit.
+    """
     if scoring == "softmax":
 
         @cuda.jit(device=True)
-        def score_row(row):
-            largest = row[0]
-            for j in range(1, values):
-                largest = max(largest, row[j])
+        def score_row(values):
+            row_max = values[0]
+            for j in range(1, experts_per_lane):
+                row_max = max(row_max, values[j])
             for s in range(5):
-                largest = max(largest, cuda.shfl_xor_sync(FULL, largest, 1 << s))
+                row_max = max(row_max, cuda.shfl_xor_sync(FULL_MASK, row_max, 1 << s))
             total = float32(0)
-            for j in range(values):
-                row[j] = ex2_approx((row[j] - largest) * LOG2_E)
-                total += row[j]
+            for j in range(experts_per_lane):
+                values[j] = ex2_approx((values[j] - row_max) * LOG2_E)
+                total += values[j]
             for s in range(5):
-                total += cuda.shfl_xor_sync(FULL, total, 1 << s)
-            inverse = rcp_approx(total)
-            for j in range(values):
-                row[j] = row[j] * inverse
-            return largest, inverse
+                total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
+            inverse_sum = rcp_approx(total)
+            for j in range(experts_per_lane):
+                values[j] = values[j] * inverse_sum
+            return row_max, inverse_sum
 
         @cuda.jit(device=True)
-        def score_one(x, largest, inverse):
-            return ex2_approx((x - largest) * LOG2_E) * inverse
+        def score_one(x, row_max, inverse_sum):
+            return ex2_approx((x - row_max) * LOG2_E) * inverse_sum
 
         return score_row, score_one
 
-    score = sigmoid if scoring == "sigmoid" else sqrtsoftplus
+    score_function = sigmoid if scoring == "sigmoid" else sqrtsoftplus
 
     @cuda.jit(device=True)
-    def score_row(row):
-        for j in range(values):
-            row[j] = score(row[j])
+    def score_row(values):
+        for j in range(experts_per_lane):
+            values[j] = score_function(values[j])
         return float32(0), float32(1)
 
     @cuda.jit(device=True)
-    def score_one(x, largest, inverse):
-        return score(x)
+    def score_one(x, row_max, inverse_sum):
+        return score_function(x)
 
     return score_row, score_one
 
 
 @cache
-def make_load(dtype, word_bytes, values):
-    """How a lane reads its ``values`` neighbouring numbers, in loads of ``word_bytes``.
+def make_load(dtype, load_bytes, experts_per_lane):
+    """Make the functions with which a lane loads ``experts_per_lane`` adjacent values, ``load_bytes`` per instruction.
 
-    ``fetch(pointer, first, valid, raw)`` starts the loads of the ``valid`` ones; ``unpack(raw, valid, row)`` makes
-    float32 of them, and -inf of the rest. They are two, so that one row can be on its way while another is routed.
-    ``load_one(pointer, index)`` reads one number.
+    Loading and converting are separate, so that the load of one row overlaps with the routing of another.
 
     Returns
     -------
-    fetch, unpack, load_one
+    fetch : function
+        ``fetch(pointer, first_index, num_valid, raw)``: load the first ``num_valid`` values as raw 32-bit words.
+    unpack : function
+        ``unpack(raw, num_valid, values)``: convert them to float32; the remaining values become -inf.
+    load_one : function
+        ``load_one(pointer, index)``: load one value as float32.
     raw_words : int
-        Registers that ``raw`` needs.
+        Length of ``raw``, in registers.
     """
-    item = ITEM_BYTES[dtype]
-    per_load, words = word_bytes // item, max(word_bytes // 4, 1)
-    per_word = per_load // words
-    load_words = {2: load_nc_u16, 4: load_nc_u32x1, 8: load_nc_u32x2, 16: load_nc_u32x4}[word_bytes]
+    item_bytes = ITEM_BYTES[dtype]
+    values_per_load, words_per_load = load_bytes // item_bytes, max(load_bytes // 4, 1)
+    values_per_word = values_per_load // words_per_load
+    load_vector = {2: load_nc_u16, 4: load_nc_u32x1, 8: load_nc_u32x2, 16: load_nc_u32x4}[load_bytes]
 
     if dtype == "float32":
 
         @cuda.jit(device=True)
-        def number(word, half):
+        def to_float32(word, half):
             return uint_as_float(word)
 
     elif dtype == "bfloat16":
 
         @cuda.jit(device=True)
-        def number(word, half):  # a bfloat16 is the upper half of a float32
+        def to_float32(word, half):  # bfloat16 is the upper half of a float32
             return uint_as_float(uint32(word & uint32(0xFFFF0000)) if half else uint32(word << uint32(16)))
 
     else:
 
         @cuda.jit(device=True)
-        def number(word, half):
+        def to_float32(word, half):
             return half_bits_as_float(uint32(word >> uint32(16)) if half else word)
 
-    load_item = load_nc_u32x1 if item == 4 else load_nc_u16
+    load_item = load_nc_u32x1 if item_bytes == 4 else load_nc_u16
 
     @cuda.jit(device=True)
     def load_one(pointer, index):
-        return number(load_item(pointer, index), False)
+        return to_float32(load_item(pointer, index), False)
 
-    if words == 1:
+    if words_per_load == 1:
 
         @cuda.jit(device=True)
-        def fetch_load(pointer, index, raw, at):
-            raw[at] = load_words(pointer, index)
+        def fetch_vector(pointer, index, raw, offset):
+            raw[offset] = load_vector(pointer, index)
 
     else:
 
         @cuda.jit(device=True)
-        def fetch_load(pointer, index, raw, at):
-            loaded = load_words(pointer, index)
-            for w in range(words):
-                raw[at + w] = loaded[w]
+        def fetch_vector(pointer, index, raw, offset):
+            loaded = load_vector(pointer, index)
+            for w in range(words_per_load):
+                raw[offset + w] = loaded[w]
 
     @cuda.jit(device=True)
-    def fetch(pointer, first, valid, raw):
-        for i in range(values // per_load):
-            if i * per_load < valid:
-                fetch_load(pointer, first + i * per_load, raw, i * words)
+    def fetch(pointer, first_index, num_valid, raw):
+        for i in range(experts_per_lane // values_per_load):
+            if i * values_per_load < num_valid:
+                fetch_vector(pointer, first_index + i * values_per_load, raw, i * words_per_load)
 
     @cuda.jit(device=True)
-    def unpack(raw, valid, row):
-        for w in range(values // per_word):
-            for half in range(per_word):
-                row[w * per_word + half] = number(raw[w], half) if w * per_word < valid else -INFINITY
+    def unpack(raw, num_valid, values):
+        for w in range(experts_per_lane // values_per_word):
+            for half in range(values_per_word):
+                values[w * values_per_word + half] = (
+                    to_float32(raw[w], half) if w * values_per_word < num_valid else -INFINITY
+                )
 
-    return fetch, unpack, load_one, values // per_word
+    return fetch, unpack, load_one, experts_per_lane // values_per_word
 
 
 @cache
-def make_tokens_to_route(limit_on_device):
-    """``tokens_to_route(num_tokens, limit)``: rows from it on are padding. The limit is a number or a pointer."""
+def make_num_unpadded_tokens(limit_on_device):
+    """Make ``num_unpadded_tokens(num_tokens, limit)``: the number of rows before the padding.
+
+    ``limit`` is a pointer to one integer if ``limit_on_device``, otherwise an integer.
+    """
     if limit_on_device:
 
         @cuda.jit(device=True)
-        def tokens_to_route(num_tokens, limit):
+        def num_unpadded_tokens(num_tokens, limit):
             return int32(min(num_tokens, limit[0]))
 
     else:
 
         @cuda.jit(device=True)
-        def tokens_to_route(num_tokens, limit):
+        def num_unpadded_tokens(num_tokens, limit):
             return int32(min(num_tokens, limit))
 
-    return tokens_to_route
+    return num_unpadded_tokens
 
 
 def sorting_network(n):
-    """The compare-exchange pairs of Batcher's odd-even merge sort of n elements."""
+    """Return the compare-exchange pairs of Batcher's odd-even merge sort of ``n`` elements."""
     pairs, p = [], 1
     while p < n:
         k = p
@@ -215,14 +235,15 @@ def sorting_network(n):
 
 
 @cache
-def make_sort_descending(values):
-    """``sort_descending(keys)`` sorts a lane's own keys; the network is unrolled, so they stay in registers."""
-    network = sorting_network(values)
+def make_sort_descending(num_keys):
+    """Make ``sort_descending(keys)``, which sorts the keys of one lane in registers with an unrolled network."""
+    network = sorting_network(num_keys)
 
-    # The compiler unrolls short loops only, and a rolled one would index registers: so a chain of short ones.
+    # The compiler only unrolls short loops. Registers cannot be indexed dynamically, so a rolled loop would move
+    # the keys to local memory. A chain of short loops avoids this.
     sort_descending = _compare_exchange(network[:16])
     for start in range(16, len(network), 16):
-        sort_descending = _in_turn(sort_descending, _compare_exchange(network[start : start + 16]))
+        sort_descending = _chain(sort_descending, _compare_exchange(network[start : start + 16]))
     return sort_descending
 
 
@@ -242,10 +263,10 @@ def _compare_exchange(pairs):
     return compare_exchange
 
 
-def _in_turn(first, second):
+def _chain(first, second):
     @cuda.jit(device=True)
-    def in_turn(keys):
+    def chained(keys):
         first(keys)
         second(keys)
 
-    return in_turn
+    return chained

@@ -1,4 +1,4 @@
-"""The gate's kernel: one warp routes one token, in registers from the load to the store."""
+"""Gate kernel that routes one token per warp and keeps it in registers from the load to the store."""
 
 from functools import cache
 from typing import NamedTuple
@@ -7,23 +7,22 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.gate.device_functions import (
     EXCLUDED,
-    FULL,
-    group_worth,
+    group_score_key,
     make_load,
+    make_num_unpadded_tokens,
     make_scoring,
     make_sort_descending,
-    make_tokens_to_route,
     order_key,
 )
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.warp import lanemask_lt, redux_sync_max_s32
+from moe_numba.ptx.warp import FULL_MASK, lanemask_lt, redux_sync_max_s32
 
-WARPS = 4  # of a block, each with a token of its own
+WARPS_PER_BLOCK = 4
 
 
-class Constants(NamedTuple):
-    """What C++ would take as template arguments; here a kernel's closure holds it."""
+class GateConfig(NamedTuple):
+    """Compile-time configuration of a gate kernel: what C++ would take as template parameters."""
 
     num_experts: int
     num_expert_group: int
@@ -33,34 +32,37 @@ class Constants(NamedTuple):
     renormalize: bool = True
     scoring: str = "sigmoid"
     dtype: str = "float32"
-    bias_dtype: str | None = "float32"  # None: no bias
-    word_bytes: int = 16  # width of the loads, which the row's alignment decides
-    bias_word_bytes: int = 16
+    bias_dtype: str | None = "float32"  # None without a bias
+    load_bytes: int = 16  # bytes per load instruction, limited by the alignment of the rows
+    bias_load_bytes: int = 16
 
 
-def layout(num_experts, num_expert_group):
-    """Lanes that share a group, and experts that a lane holds; a lane holds neighbours, of one group."""
-    lanes = 32 // (1 << (num_expert_group - 1).bit_length())
-    return lanes, -(-num_experts // num_expert_group // lanes) if lanes else 0
+def lane_layout(num_experts, num_expert_group):
+    """Return (lanes per group, experts per lane); a lane holds adjacent experts of one group."""
+    lanes_per_group = 32 // (1 << (num_expert_group - 1).bit_length())
+    return lanes_per_group, -(-num_experts // num_expert_group // lanes_per_group) if lanes_per_group else 0
 
 
 @cache
-def make_router(constants):
-    """The parts of a warp that routes a token.
+def make_router(config):
+    """Make the device functions with which one warp routes one token.
 
     Returns
     -------
-    my_part : function
-        ``lane, group, rank, first, valid = my_part()``: the lane's group and rank in it, its first expert, how many.
+    lane_slice : function
+        ``lane, group, lane_in_group, first_expert, num_valid = lane_slice()``: the experts that this lane holds.
     fetch, unpack : functions
-        As :func:`moe_numba.gate.device_functions.make_load` gives them.
-    read_bias : function
-        ``read_bias(bias, first, valid, offset)``.
+        See :func:`moe_numba.gate.device_functions.make_load`.
+    load_bias : function
+        ``load_bias(bias, first_expert, num_valid, lane_bias)``: load the bias of this lane's experts.
     route : function
-        ``weight, expert = route(x, start, row, offset, lane, group, rank, valid, shared_scale, output_scale)``, for the
-        token whose logits start at ``start``: lane k gets the k-th choice. The warp must be whole.
-    values, raw_words : int
-        Length of ``row`` and ``offset``, and of what ``fetch`` fills.
+        ``weight, expert = route(x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale,
+        output_scale)``. ``scores`` holds the lane's logits on entry; the token's logits start at ``x[start]``. Lane k
+        receives column k of the result. All 32 lanes must be converged.
+    experts_per_lane : int
+        Length of ``scores`` and ``lane_bias``.
+    raw_words : int
+        Length of the array that ``fetch`` fills.
     """
     (
         num_experts,
@@ -72,114 +74,131 @@ def make_router(constants):
         scoring,
         dtype,
         bias_dtype,
-        word_bytes,
-        bias_word_bytes,
-    ) = constants
+        load_bytes,
+        bias_load_bytes,
+    ) = config
     routed = topk - num_fused_shared_experts
     group_size = num_experts // num_expert_group
-    lanes, values = layout(num_experts, num_expert_group)
-    exact = values * lanes == group_size and lanes * num_expert_group == 32  # no lane holds less than the others
-    depth = min(values, routed)  # a lane can win no more often
-    rivals = -(-num_expert_group // lanes)
-    group_steps, sum_steps = lanes.bit_length() - 1, (routed - 1).bit_length()
+    lanes_per_group, experts_per_lane = lane_layout(num_experts, num_expert_group)
+    all_lanes_full = experts_per_lane * lanes_per_group == group_size and lanes_per_group * num_expert_group == 32
+    max_picks_per_lane = min(experts_per_lane, routed)
+    rivals_per_lane = -(-num_expert_group // lanes_per_group)
+    group_steps, sum_steps = lanes_per_group.bit_length() - 1, (routed - 1).bit_length()
     routed_lanes = uint32((1 << routed) - 2)
     has_bias = bias_dtype is not None
-    fetch, unpack, load_one, raw_words = make_load(dtype, word_bytes, values)
-    fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_word_bytes, values)
-    score_row, score_one = make_scoring(scoring, values)
-    sort_descending = make_sort_descending(values)
+    fetch, unpack, load_one, raw_words = make_load(dtype, load_bytes, experts_per_lane)
+    fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_load_bytes, experts_per_lane)
+    score_row, score_one = make_scoring(scoring, experts_per_lane)
+    sort_descending = make_sort_descending(experts_per_lane)
 
     @cuda.jit(device=True)
-    def my_part():
+    def lane_slice():
         lane = int32(cuda.threadIdx.x & 31)
-        group = int32(uint32(lane) // uint32(lanes))
-        rank = int32(uint32(lane) % uint32(lanes))
-        valid = int32(values)
-        if not exact:
-            valid = int32(min(values, group_size - rank * values)) if group < num_expert_group else int32(0)
-        return lane, group, rank, int32(group * group_size + rank * values), valid
+        group = int32(uint32(lane) // uint32(lanes_per_group))
+        lane_in_group = int32(uint32(lane) % uint32(lanes_per_group))
+        num_valid = int32(experts_per_lane)
+        if not all_lanes_full:
+            num_valid = (
+                int32(min(experts_per_lane, group_size - lane_in_group * experts_per_lane))
+                if group < num_expert_group
+                else int32(0)
+            )
+        return lane, group, lane_in_group, int32(group * group_size + lane_in_group * experts_per_lane), num_valid
 
     @cuda.jit(device=True)
-    def read_bias(bias, first, valid, offset):
+    def load_bias(bias, first_expert, num_valid, lane_bias):
         if has_bias:
             raw = cuda.local.array(raw_bias_words, uint32)
-            fetch_bias(bias, int64(first), valid, raw)
-            unpack_bias(raw, valid, offset)
+            fetch_bias(bias, int64(first_expert), num_valid, raw)
+            unpack_bias(raw, num_valid, lane_bias)
 
     @cuda.jit(device=True)
-    def beaten_groups(top, lane, group, rank):
-        """How many groups beat this lane's: each of a group's lanes meets a few rivals, a ballot adds them up."""
-        best, second = top[0], top[1] if values > 1 else EXCLUDED
+    def count_better_groups(sorted_keys, lane, group, lane_in_group):
+        """Count the groups that score better than this lane's; lower groups win ties.
+
+        Each lane of a group compares it with ``rivals_per_lane`` others. Ballots add up the lanes' results.
+        """
+        best, second = sorted_keys[0], sorted_keys[1] if experts_per_lane > 1 else EXCLUDED
         for s in range(group_steps):
-            other_best = cuda.shfl_xor_sync(FULL, best, 1 << s)
-            other_second = cuda.shfl_xor_sync(FULL, second, 1 << s)
+            other_best = cuda.shfl_xor_sync(FULL_MASK, best, 1 << s)
+            other_second = cuda.shfl_xor_sync(FULL_MASK, second, 1 << s)
             second = max(min(best, other_best), max(second, other_second))
             best = max(best, other_best)
-        mine = group_worth(best, second) if group_size > 1 else best
-        mates = uint32(((1 << lanes) - 1) << (group * lanes))
-        beaten = int32(0)
-        for i in range(rivals):
-            rival = int32(rank * rivals + i)
-            theirs = cuda.shfl_sync(FULL, mine, rival * lanes)
-            beats = rival < num_expert_group and (theirs > mine or (theirs == mine and rival < group))
-            beaten = int32(beaten + int32(cuda.popc(uint32(uint32(cuda.ballot_sync(FULL, beats)) & mates))))
-        return beaten
+        group_key = group_score_key(best, second) if group_size > 1 else best
+        group_lanes = uint32(((1 << lanes_per_group) - 1) << (group * lanes_per_group))
+        num_better = int32(0)
+        for i in range(rivals_per_lane):
+            rival_group = int32(lane_in_group * rivals_per_lane + i)
+            rival_key = cuda.shfl_sync(FULL_MASK, group_key, rival_group * lanes_per_group)
+            is_better = rival_group < num_expert_group and (
+                rival_key > group_key or (rival_key == group_key and rival_group < group)
+            )
+            num_better = int32(
+                num_better + int32(cuda.popc(uint32(uint32(cuda.ballot_sync(FULL_MASK, is_better)) & group_lanes)))
+            )
+        return num_better
 
     @cuda.jit(device=True)
-    def route(x, start, row, offset, lane, group, rank, valid, shared_scale, output_scale):
-        below = lanemask_lt()
-        key = cuda.local.array(values, int32)
-        top = cuda.local.array(values, int32)
-        largest, inverse = score_row(row)
-        for j in range(values):
-            key[j] = order_key(row[j] + offset[j] if has_bias else row[j])
-            if not exact and j >= valid:
-                key[j] = EXCLUDED
-            top[j] = key[j]
-        sort_descending(top)
-        if num_expert_group > 1 and beaten_groups(top, lane, group, rank) >= topk_group:
-            top[0] = EXCLUDED
+    def route(x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale):
+        lower_lanes = lanemask_lt()
+        keys = cuda.local.array(experts_per_lane, int32)
+        sorted_keys = cuda.local.array(experts_per_lane, int32)
+        row_max, inverse_sum = score_row(scores)
+        for j in range(experts_per_lane):
+            keys[j] = order_key(scores[j] + lane_bias[j] if has_bias else scores[j])
+            if not all_lanes_full and j >= num_valid:
+                keys[j] = EXCLUDED
+            sorted_keys[j] = keys[j]
+        sort_descending(sorted_keys)
+        if num_expert_group > 1 and count_better_groups(sorted_keys, lane, group, lane_in_group) >= topk_group:
+            sorted_keys[0] = EXCLUDED
 
-        # Each pick: the best key of any lane, the lowest lane that has it, and that lane moves up its next key.
-        picked, holders = int32(0), uint32(0)
+        # Each pick takes the warp's maximum. The lowest lane that holds it wins and advances to its next key.
+        picked_key, holder_mask = int32(0), uint32(0)
         for k in range(routed):
-            best = redux_sync_max_s32(uint32(FULL), top[0])
-            holds = top[0] == best
-            ballot = uint32(cuda.ballot_sync(FULL, holds))
+            best = redux_sync_max_s32(uint32(FULL_MASK), sorted_keys[0])
+            holds = sorted_keys[0] == best
+            ballot = uint32(cuda.ballot_sync(FULL_MASK, holds))
             if lane == k:
-                picked, holders = best, ballot
-            wins = holds and uint32(ballot & below) == uint32(0)
-            for d in range(depth - 1):
-                top[d] = top[d + 1] if wins else top[d]
-            top[depth - 1] = EXCLUDED if wins else top[depth - 1]
+                picked_key, holder_mask = best, ballot
+            wins = holds and uint32(ballot & lower_lanes) == uint32(0)
+            for d in range(max_picks_per_lane - 1):
+                sorted_keys[d] = sorted_keys[d + 1] if wins else sorted_keys[d]
+            sorted_keys[max_picks_per_lane - 1] = EXCLUDED if wins else sorted_keys[max_picks_per_lane - 1]
 
-        # Lane k looks for the k-th pick among the keys of the lane that held it; twins are taken in their order.
-        holder = int32(cuda.ffs(holders) - 1)
-        slots = uint32(0)
-        for j in range(values):
-            theirs = cuda.shfl_sync(FULL, key[j], holder)
-            slots = uint32(slots | uint32(1 << j)) if theirs == picked else slots
-        previous_picked = cuda.shfl_up_sync(FULL, picked, 1)
-        previous_holder = cuda.shfl_up_sync(FULL, holder, 1)
-        twins = cuda.ballot_sync(FULL, picked == previous_picked and holder == previous_holder)
-        twins = uint32(uint32(twins) & routed_lanes)
-        if twins != 0:
+        # Lane k finds the k-th pick among the keys of the lane that held it. A lane that wins twice in a row with equal
+        # keys holds repeats; they are taken in ascending order of expert.
+        holder_lane = int32(cuda.ffs(holder_mask) - 1)
+        match_mask = uint32(0)
+        for j in range(experts_per_lane):
+            held_key = cuda.shfl_sync(FULL_MASK, keys[j], holder_lane)
+            match_mask = uint32(match_mask | uint32(1 << j)) if held_key == picked_key else match_mask
+        previous_key = cuda.shfl_up_sync(FULL_MASK, picked_key, 1)
+        previous_holder = cuda.shfl_up_sync(FULL_MASK, holder_lane, 1)
+        repeats = cuda.ballot_sync(FULL_MASK, picked_key == previous_key and holder_lane == previous_holder)
+        repeats = uint32(uint32(repeats) & routed_lanes)
+        if repeats != 0:
             k = lane
-            while k > 0 and (twins >> uint32(k)) & uint32(1):
-                slots = uint32(slots & uint32(slots - uint32(1)))
+            while k > 0 and (repeats >> uint32(k)) & uint32(1):
+                match_mask = uint32(match_mask & uint32(match_mask - uint32(1)))
                 k -= 1
-        expert = int32(holder * values + cuda.ffs(slots) - 1)
-        if not exact:
-            expert = int32(holder // lanes * group_size + holder % lanes * values + cuda.ffs(slots) - 1)
+        expert = int32(holder_lane * experts_per_lane + cuda.ffs(match_mask) - 1)
+        if not all_lanes_full:
+            expert = int32(
+                holder_lane // lanes_per_group * group_size
+                + holder_lane % lanes_per_group * experts_per_lane
+                + cuda.ffs(match_mask)
+                - 1
+            )
 
         weight = float32(0)
         if lane < routed:
-            weight = score_one(load_one(x, start + expert), largest, inverse)
+            weight = score_one(load_one(x, start + expert), row_max, inverse_sum)
             weight = weight if weight == weight else float32(0)
         total = weight
         for s in range(sum_steps):
-            total += cuda.shfl_xor_sync(FULL, total, 1 << s)
-        total = cuda.shfl_sync(FULL, total, 0)
+            total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
+        total = cuda.shfl_sync(FULL_MASK, total, 0)
         if lane >= routed:
             weight = total * shared_scale
             expert = int32(num_experts + lane - routed)
@@ -187,49 +206,58 @@ def make_router(constants):
             weight *= rcp_approx(total if total > float32(0) else float32(1))
         return weight * output_scale, expert
 
-    return my_part, fetch, unpack, read_bias, route, values, raw_words
+    return lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words
 
 
 @cache
-def make_kernel(constants, limit_on_device=False):
-    """The kernel for these constants; lane ``l`` holds ``values`` neighbouring experts, ``lanes`` lanes a group."""
-    topk = constants.topk
-    my_part, fetch, unpack, read_bias, route, values, raw_words = make_router(constants)
-    tokens_to_route = make_tokens_to_route(limit_on_device)
+def make_kernel(config, limit_on_device=False):
+    """Make the kernel that routes one token per warp; see :func:`lane_layout` for the experts that a lane holds."""
+    topk = config.topk
+    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = make_router(config)
+    num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
 
     @cuda.jit
     def biased_grouped_topk(x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale):
-        lane, group, rank, first, valid = my_part()
-        token = int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
-        stride = int32(cuda.gridDim.x * WARPS)
-        offset = cuda.local.array(values, float32)
+        lane, group, lane_in_group, first_expert, num_valid = lane_slice()
+        token = int32(cuda.blockIdx.x * WARPS_PER_BLOCK + cuda.threadIdx.x // 32)
+        token_stride = int32(cuda.gridDim.x * WARPS_PER_BLOCK)
+        lane_bias = cuda.local.array(experts_per_lane, float32)
         raw = cuda.local.array(raw_words, uint32)
-        row = cuda.local.array(values, float32)
+        scores = cuda.local.array(experts_per_lane, float32)
         griddepcontrol_wait()
-        routable = tokens_to_route(num_tokens, limit)
-        if token < routable:
-            fetch(x, int64(token) * row_stride + first, valid, raw)
-        read_bias(bias, first, valid, offset)
+        num_unpadded = num_unpadded_tokens(num_tokens, limit)
+        if token < num_unpadded:
+            fetch(x, int64(token) * row_stride + first_expert, num_valid, raw)
+        load_bias(bias, first_expert, num_valid, lane_bias)
 
-        while token < routable:
-            cuda.syncwarp()  # the warp may have parted at the last store, and redux.sync wants it whole
-            unpack(raw, valid, row)
-            following = int32(token + stride)
-            if following < routable:  # the next row is on its way while this one is routed
-                fetch(x, int64(following) * row_stride + first, valid, raw)
+        while token < num_unpadded:
+            cuda.syncwarp()  # redux.sync needs a converged warp, and the predicated stores below may diverge
+            unpack(raw, num_valid, scores)
+            next_token = int32(token + token_stride)
+            if next_token < num_unpadded:  # load the next row while this one is routed
+                fetch(x, int64(next_token) * row_stride + first_expert, num_valid, raw)
             weight, expert = route(
-                x, int64(token) * row_stride, row, offset, lane, group, rank, valid, shared_scale, output_scale
+                x,
+                int64(token) * row_stride,
+                scores,
+                lane_bias,
+                lane,
+                group,
+                lane_in_group,
+                num_valid,
+                shared_scale,
+                output_scale,
             )
             if lane < topk:
                 weights[int64(token) * topk + lane] = weight
                 ids[int64(token) * topk + lane] = expert
-            token = following
+            token = next_token
 
-        while token < num_tokens:  # rows of padding
+        while token < num_tokens:  # padding rows
             if lane < topk:
                 weights[int64(token) * topk + lane] = float32(0)
                 ids[int64(token) * topk + lane] = int32(-1)
-            token = int32(token + stride)
+            token = int32(token + token_stride)
         griddepcontrol_launch_dependents()
 
     return biased_grouped_topk

@@ -107,9 +107,9 @@ def check_int(name, value, least=None, most=None):
     """Refuse what is not an int (a bool, a float), or not from ``least`` to ``most``."""
     if type(value) is not int:
         raise TypeError(f"{name} is {value!r}; it must be an int")
-    if least is not None and value < least and most is None:
+    if most is None and least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more")
-    if least is not None and not least <= value <= most:
+    if most is not None and not least <= value <= most:
         raise ValueError(f"{name} is {value}; {least} to {most} are allowed")
 
 
@@ -166,3 +166,12 @@ def make_outputs(out, wanted, device, aligned=()):
         if name in aligned:
             check_aligned(f"out's {name}", tensor)
     return results
+
+
+def return_outputs(outputs, out, like):
+    """Return the caller's ``out`` as it was passed, or new outputs in the library of the array ``like``."""
+    if out is not None:
+        return out
+    if isinstance(like, torch.Tensor):
+        return tuple(outputs)
+    return tuple(to_caller_library(tensor, like) for tensor in outputs)

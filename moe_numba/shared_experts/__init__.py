@@ -1,4 +1,4 @@
-"""Folding shared experts into the routed ones, so that one grouped GEMM serves both."""
+"""Shared-experts fusion: treat shared experts as routed experts, so that one grouped GEMM computes both."""
 
 from moe_numba.shared_experts.api import fuse_routing
 from moe_numba.shared_experts.checkpoint import fuse_checkpoint

@@ -1,14 +1,18 @@
-"""Turn the shared experts of a DeepSeek checkpoint into routed ones, tensor by tensor.
+"""Convert the shared experts of a DeepSeek checkpoint to routed experts.
 
-Nothing is collected: a tensor is handed on as it comes, under another name where it belongs to a shared expert.
+Tensors are streamed one at a time. Tensors of shared experts are renamed.
 """
 
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from rich.progress import track
+
+from moe_numba.runtime.validate import check_int
 
 # model.layers.3.mlp.experts.17.up_proj.weight, model.layers.3.mlp.shared_experts.up_proj.weight_scale_inv
 _TENSOR = re.compile(
@@ -17,139 +21,154 @@ _TENSOR = re.compile(
 )
 
 
-def fuse_checkpoint(weights, num_replicas=1, *, num_experts=None, n_shared_experts=None, progress=True):
-    """Iterate over a checkpoint whose shared experts have become the experts after the routed ones.
+def fuse_checkpoint(
+    weights: Iterable[tuple[str, torch.Tensor]] | str | os.PathLike,
+    num_replicas: int = 1,
+    *,
+    num_experts: int | None = None,
+    n_shared_experts: int | None = None,
+    progress: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over a checkpoint whose shared experts are converted to experts after the routed ones.
 
-    Each tensor of ``mlp.shared_experts`` is given ``num_replicas`` times, as that of experts ``num_experts``,
-    ``num_experts + 1``, ...; the original is dropped. Everything else passes as it is. Where a model has several shared
-    experts (DeepSeek-V2), its checkpoint holds them as one with a wider intermediate layer: they are taken apart, and
-    the replicas of the first come before those of the second.
+    Each tensor of ``mlp.shared_experts`` is yielded ``num_replicas`` times, as experts ``num_experts``,
+    ``num_experts + 1``, ..., instead of under its original name. All other tensors are yielded unchanged. A checkpoint
+    with several shared experts (DeepSeek-V2) stores them as one with a wider intermediate layer. They are split, and
+    the replicas of the first precede those of the second.
 
     Parameters
     ----------
     weights : iterable of (name, tensor), or path
-        A path is that of a safetensors file, or of a folder of them; names and shapes are then checked before the first
-        tensor is read.
+        A path names a safetensors file or a folder of them. Names and shapes are then checked before the first tensor
+        is read.
     num_replicas : int
-        Copies of each shared expert. They are one tensor, given several times: a loader copies it anyway.
+        Copies of each shared expert. The same tensor is yielded for each; loaders copy it.
     num_experts, n_shared_experts : int, optional
-        Routed and shared experts of a layer. A folder's ``config.json`` knows them (``n_routed_experts``,
-        ``n_shared_experts``); otherwise ``num_experts`` must be given, and ``n_shared_experts`` is 1 if it is not.
+        Routed and shared experts per layer. The defaults are ``n_routed_experts`` and ``n_shared_experts`` of the
+        folder's ``config.json``. Without it ``num_experts`` is required and ``n_shared_experts`` defaults to 1.
     progress : bool
         Show a progress bar on the terminal.
 
     Yields
     ------
     (str, tensor)
-        At no time is more than one tensor held.
+        At most one tensor is held at a time.
 
     Raises
     ------
     ValueError
-        A layer has routed experts but no shared ones, or lacks a tensor of them; a shape is not that of the routed
-        experts; an expert is numbered ``num_experts`` or higher. From an iterable what is missing shows at its end.
+        If an argument is out of range, a layer has routed experts but lacks shared ones or one of their tensors, shapes
+        differ from those of the routed experts, or an expert id is ``num_experts`` or higher. With an iterable, missing
+        tensors are reported at its end.
+    TypeError
+        If an argument is not an int.
+    FileNotFoundError
+        If a path names neither a safetensors file nor a folder of them.
     """
     path = Path(weights) if isinstance(weights, (str, os.PathLike)) else None
     config = _config(path)
     num_experts = config.get("n_routed_experts") if num_experts is None else num_experts
     n_shared_experts = config.get("n_shared_experts", 1) if n_shared_experts is None else n_shared_experts
     if num_experts is None:
-        raise ValueError("num_experts must be given, unless weights is a folder whose config.json has n_routed_experts")
+        raise ValueError(
+            "num_experts is None; it is required, unless weights is a folder whose config.json has n_routed_experts"
+        )
     for name, value in (
         ("num_replicas", num_replicas),
         ("num_experts", num_experts),
         ("n_shared_experts", n_shared_experts),
     ):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an int of 1 or more")
-    check, total = _Check(num_experts, n_shared_experts), None
+        check_int(name, value, 1)
+    validator, total = _CheckpointValidator(num_experts, n_shared_experts), None
     if path is None:
-        weights = _checked(weights, check)
+        weights = _validated(weights, validator)
     else:
         files = _files(path)
-        for name, shape in _shapes(files):
-            check.see(name, shape)
-        check.end()
-        weights, total = _tensors(files), check.seen
-    return _fuse(weights, num_replicas, num_experts, n_shared_experts, total, progress)
+        for name, shape in _read_shapes(files):
+            validator.add(name, shape)
+        validator.finish()
+        weights, total = _read_tensors(files), validator.num_tensors
+    return _rename_shared(weights, num_replicas, num_experts, n_shared_experts, total, progress)
 
 
-def _checked(weights, check):
-    """The same pairs, each checked before it is given on, and all of them at the end."""
+def _validated(weights, validator):
+    """Yield the same pairs; validate each, and the whole checkpoint at the end."""
     for name, tensor in weights:
-        check.see(name, tuple(tensor.shape))
+        validator.add(name, tuple(tensor.shape))
         yield name, tensor
         del tensor
-    check.end()
+    validator.finish()
 
 
-def _fuse(weights, num_replicas, num_experts, n_shared_experts, total, progress):
-    for name, tensor in track(weights, "Shared experts become routed", total=total, disable=not progress):
-        found = _TENSOR.fullmatch(name)
-        if not found or not found["shared"]:
+def _rename_shared(weights, num_replicas, num_experts, n_shared_experts, total, progress):
+    for name, tensor in track(weights, "Fusing shared experts", total=total, disable=not progress):
+        match = _TENSOR.fullmatch(name)
+        if not match or not match["shared"]:
             yield name, tensor
             continue
-        axis = _axis(found)
+        axis = _intermediate_axis(match)
         width = tensor.shape[axis] // n_shared_experts
         for shared in range(n_shared_experts):
-            part = tensor.narrow(axis, shared * width, width)
+            shard = tensor.narrow(axis, shared * width, width)
             for replica in range(num_replicas):
                 expert = num_experts + shared * num_replicas + replica
-                yield f"{found['layer']}.experts.{expert}.{found['suffix']}", part
+                yield f"{match['layer']}.experts.{expert}.{match['suffix']}", shard
         del tensor
 
 
-def _axis(found):
-    """Where a projection's matrix has the intermediate layer: gate and up make it, down takes it."""
-    return 1 if found["projection"] == "down" else 0
+def _intermediate_axis(match):
+    """Return the axis of a projection's matrix that belongs to the intermediate layer."""
+    return 1 if match["projection"] == "down" else 0
 
 
-class _Check:
-    """Remembers names and shapes as they come by, and says what is wrong with them."""
+class _CheckpointValidator:
+    """Collects the shapes of a checkpoint's tensors and raises ValueError for the first error."""
 
     def __init__(self, num_experts, n_shared_experts):
-        self.num_experts, self.n_shared_experts, self.seen = num_experts, n_shared_experts, 0
+        self.num_experts, self.n_shared_experts, self.num_tensors = num_experts, n_shared_experts, 0
         self.routed, self.shared = {}, {}  # {layer: {suffix: shape}}
 
-    def see(self, name, shape):
-        self.seen += 1
-        found = _TENSOR.fullmatch(name)
-        if not found:
+    def add(self, name, shape):
+        self.num_tensors += 1
+        match = _TENSOR.fullmatch(name)
+        if not match:
             return
-        layer, suffix = found["layer"], found["suffix"]
-        if found["shared"]:
-            if shape[_axis(found)] % self.n_shared_experts:
-                raise ValueError(f"{name} is {shape}; it cannot be taken apart into {self.n_shared_experts} experts")
+        layer, suffix = match["layer"], match["suffix"]
+        if match["shared"]:
+            if shape[_intermediate_axis(match)] % self.n_shared_experts:
+                raise ValueError(f"{name} is {shape}; it cannot be split into {self.n_shared_experts} experts")
             self.shared.setdefault(layer, {})[suffix] = shape
         else:
-            if int(found["expert"]) >= self.num_experts:
-                raise ValueError(f"{name} is of an expert past num_experts, which is {self.num_experts}")
-            known = self.routed.setdefault(layer, {}).setdefault(suffix, shape)
-            if known != shape:
-                raise ValueError(f"{name} is {shape}; the layer's other experts have {known}")
-        self._compare(layer, suffix, _axis(found))
+            if int(match["expert"]) >= self.num_experts:
+                raise ValueError(f"{name} belongs to an expert with id num_experts ({self.num_experts}) or higher")
+            first_shape = self.routed.setdefault(layer, {}).setdefault(suffix, shape)
+            if first_shape != shape:
+                raise ValueError(f"{name} is {shape}; the layer's other experts have {first_shape}")
+        self._compare_shapes(layer, suffix, _intermediate_axis(match))
 
-    def _compare(self, layer, suffix, axis):
+    def _compare_shapes(self, layer, suffix, axis):
         routed, shared = self.routed.get(layer, {}).get(suffix), self.shared.get(layer, {}).get(suffix)
         if routed and shared:
-            wanted = tuple(size * (self.n_shared_experts if i == axis else 1) for i, size in enumerate(routed))
-            if shared != wanted:
+            expected = tuple(size * (self.n_shared_experts if i == axis else 1) for i, size in enumerate(routed))
+            if shared != expected:
                 raise ValueError(
                     f"{layer}.shared_experts.{suffix} is {shared}; for {self.n_shared_experts} shared experts like the "
-                    f"routed ones, {routed}, it must be {wanted}"
+                    f"routed ones, {routed}, it must be {expected}"
                 )
 
-    def end(self):
+    def finish(self):
         if not self.routed:
-            raise ValueError("no tensor is of a routed expert (...layers.N.mlp.experts.M...): is this DeepSeek's?")
+            raise ValueError(
+                "weights has no tensor of a routed expert (...layers.N.mlp.experts.M...); is it a DeepSeek checkpoint?"
+            )
         for layer, suffixes in self.routed.items():
             if layer not in self.shared:
                 raise ValueError(f"{layer} has routed experts but no shared_experts")
             if missing := sorted(set(suffixes) - set(self.shared[layer])):
                 raise ValueError(f"{layer}.shared_experts.{missing[0]} is missing")
         for layer, suffixes in self.shared.items():
-            if unknown := sorted(set(suffixes) - set(self.routed.get(layer, {}))):
-                raise ValueError(f"{layer} has shared_experts.{unknown[0]}, but no routed expert has its like")
+            if unmatched := sorted(set(suffixes) - set(self.routed.get(layer, {}))):
+                raise ValueError(f"{layer} has shared_experts.{unmatched[0]}, but no routed expert has this tensor")
 
 
 def _config(path):
@@ -160,21 +179,21 @@ def _config(path):
 def _files(path):
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        raise FileNotFoundError(f"weights is {path}, which is no safetensors file and no folder of them")
+        raise FileNotFoundError(f"weights is {path}, which is neither a safetensors file nor a folder of them")
     return files
 
 
-def _shapes(files):
-    """Names and shapes, from the files' headers."""
+def _read_shapes(files):
+    """Yield names and shapes from the headers of the files."""
     from safetensors import safe_open
 
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  the object is no dictionary
+            for name in opened.keys():  # noqa: SIM118  not a dictionary
                 yield name, tuple(opened.get_slice(name).get_shape())
 
 
-def _tensors(files):
+def _read_tensors(files):
     from safetensors import safe_open
 
     for file in files:

@@ -1,4 +1,4 @@
-"""The kernel that appends shared experts to a routing: a thread for each element of the result."""
+"""Kernel that appends shared experts to a routing, with one thread per output element."""
 
 from functools import cache
 
@@ -8,8 +8,8 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 
 
 @cuda.jit(device=True)
-def finish(word):
-    """The finisher of MurmurHash3."""
+def murmur3_finalizer(word):
+    """Apply the 32-bit finalizer of MurmurHash3."""
     word = uint32(word ^ (word >> uint32(16)))
     word = uint32(word * uint32(0x85EBCA6B))
     word = uint32(word ^ (word >> uint32(13)))
@@ -19,25 +19,27 @@ def finish(word):
 
 @cache
 def make_fuse_kernel(policy):
-    """The kernel of one policy."""
+    """Make the kernel for a policy: "all", "round_robin" or "random"."""
     if policy == "all":
 
         @cuda.jit(device=True)
-        def choose(token, column, shared, seed_low, seed_high):
+        def choose_expert(token, column, num_shared, seed_low, seed_high):
             return int32(column)
 
     elif policy == "round_robin":
 
         @cuda.jit(device=True)
-        def choose(token, column, shared, seed_low, seed_high):
-            return int32(uint32(token) % uint32(shared))
+        def choose_expert(token, column, num_shared, seed_low, seed_high):
+            return int32(uint32(token) % uint32(num_shared))
 
     else:
 
         @cuda.jit(device=True)
-        def choose(token, column, shared, seed_low, seed_high):
-            word = finish(uint32(finish(uint32(uint32(token) ^ uint32(seed_low))) + uint32(seed_high)))
-            return int32((uint64(word) * uint64(shared)) >> uint64(32))
+        def choose_expert(token, column, num_shared, seed_low, seed_high):
+            word = murmur3_finalizer(
+                uint32(murmur3_finalizer(uint32(uint32(token) ^ uint32(seed_low))) + uint32(seed_high))
+            )
+            return int32((uint64(word) * uint64(num_shared)) >> uint64(32))
 
     @cuda.jit
     def fuse_routing(
@@ -45,29 +47,31 @@ def make_fuse_kernel(policy):
         topk_ids,
         weights,
         ids,
-        elements,
+        num_elements,
         topk,
         width,
         num_experts,
-        shared,
+        num_shared,
         seed_low,
         seed_high,
         shared_weight,
     ):
         griddepcontrol_wait()
-        i = int32(cuda.grid(1))
-        if i < elements:
-            token = int32(uint32(i) // uint32(width))
-            column = int32(i - token * width)
-            source = int64(token) * topk
+        element = int32(cuda.grid(1))
+        if element < num_elements:
+            token = int32(uint32(element) // uint32(width))
+            column = int32(element - token * width)
+            routing_row = int64(token) * topk
             if column < topk:
-                weights[i] = topk_weights[source + column]
-                ids[i] = topk_ids[source + column]
-            else:  # a token whose first expert is -1 is padding
-                padding = topk_ids[source] < 0
-                expert = int32(num_experts + choose(token, int32(column - topk), shared, seed_low, seed_high))
-                ids[i] = int32(-1) if padding else expert
-                weights[i] = float32(0) if padding else shared_weight
+                weights[element] = topk_weights[routing_row + column]
+                ids[element] = topk_ids[routing_row + column]
+            else:  # a token with first id -1 is padding
+                padding = topk_ids[routing_row] < 0
+                expert = int32(
+                    num_experts + choose_expert(token, int32(column - topk), num_shared, seed_low, seed_high)
+                )
+                ids[element] = int32(-1) if padding else expert
+                weights[element] = float32(0) if padding else shared_weight
         griddepcontrol_launch_dependents()
 
     return fuse_routing

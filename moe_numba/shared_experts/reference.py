@@ -1,48 +1,48 @@
-"""Shared experts appended to a routing, in torch: the ground truth.
+"""Reference implementation in torch of appending shared experts to a routing, and of the layer around it.
 
-Replicas of one shared expert are chosen between, since each of them gives its whole output: policies "random" and
-"round_robin" append one column. Distinct shared experts are all added: policy "all" appends a column for each.
+Policies "random" and "round_robin" append one column: they choose one of several replicas of a shared expert, each of
+which computes its whole output. Policy "all" appends one column per distinct shared expert.
 """
 
 import torch
 
 POLICIES = ("all", "round_robin", "random")
-_WORD = (1 << 32) - 1
+_UINT32_MASK = (1 << 32) - 1
 
 
-def columns(num_fused_shared_experts, policy):
-    """How many columns a policy appends."""
+def num_columns(num_fused_shared_experts, policy):
+    """Return the number of columns that a policy appends."""
     return num_fused_shared_experts if policy == "all" else 1
 
 
-def random_words(tokens, seed):
-    """A word of 32 random bits for each token, which the seed and the token's number decide: int64, 0 to 2**32 - 1.
+def random_uint32(tokens, seed):
+    """Hash each token index with the seed to 32 random bits; int64, 0 to 2**32 - 1.
 
-    Twice the finisher of MurmurHash3, which lets each bit of its input change each bit of its output.
+    Applies the finalizer of MurmurHash3 twice, in which every input bit affects every output bit.
     """
-    words = _finish(torch.arange(tokens, dtype=torch.int64) ^ (seed & _WORD))
-    return _finish((words + (seed >> 32 & _WORD)) & _WORD)
+    words = _murmur3_finalizer(torch.arange(tokens, dtype=torch.int64) ^ (seed & _UINT32_MASK))
+    return _murmur3_finalizer((words + (seed >> 32 & _UINT32_MASK)) & _UINT32_MASK)
 
 
-def _finish(words):
+def _murmur3_finalizer(words):
     words = words ^ (words >> 16)
-    words = words * 0x85EBCA6B & _WORD
+    words = words * 0x85EBCA6B & _UINT32_MASK
     words = words ^ (words >> 13)
-    words = words * 0xC2B2AE35 & _WORD
+    words = words * 0xC2B2AE35 & _UINT32_MASK
     return words ^ (words >> 16)
 
 
 def fuse_routing(
     topk_weights, topk_ids, num_experts, num_fused_shared_experts=1, routed_scaling_factor=1.0, policy="all", seed=0
 ):
-    """Append shared experts to a routing; the arguments are :func:`moe_numba.shared_experts.fuse_routing`'s."""
+    """Append shared experts to a routing; see :func:`moe_numba.shared_experts.fuse_routing` for the arguments."""
     tokens, device = len(topk_ids), topk_ids.device
     if policy == "all":
         chosen = torch.arange(num_fused_shared_experts, device=device).expand(tokens, -1)
     elif policy == "round_robin":
         chosen = torch.arange(tokens, device=device)[:, None] % num_fused_shared_experts
     else:
-        chosen = (random_words(tokens, seed) * num_fused_shared_experts >> 32)[:, None].to(device)
+        chosen = (random_uint32(tokens, seed) * num_fused_shared_experts >> 32)[:, None].to(device)
     padding = topk_ids[:, :1] < 0
     ids = (chosen + num_experts).masked_fill(padding, -1).to(topk_ids.dtype)
     weights = torch.full(ids.shape, 1.0 / routed_scaling_factor, dtype=topk_weights.dtype, device=device)
@@ -50,22 +50,22 @@ def fuse_routing(
 
 
 def mlp(x, gate, up, down):
-    """What an expert, routed or shared, makes of its tokens [tokens, hidden]."""
+    """Compute the SwiGLU MLP of an expert for tokens [tokens, hidden]."""
     return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def experts(x, topk_weights, topk_ids, matrices):
-    """The weighted sum over each token's experts; ``matrices`` has (gate, up, down) for each expert."""
+def moe_experts(x, topk_weights, topk_ids, matrices):
+    """Compute the weighted sum over each token's experts; ``matrices`` holds (gate, up, down) per expert."""
     total = torch.zeros_like(x)
-    for expert, own in enumerate(matrices):
+    for expert, weights in enumerate(matrices):
         tokens, column = (topk_ids == expert).nonzero(as_tuple=True)
-        total.index_add_(0, tokens, mlp(x[tokens], *own) * topk_weights[tokens, column, None].to(x.dtype))
+        total.index_add_(0, tokens, mlp(x[tokens], *weights) * topk_weights[tokens, column, None].to(x.dtype))
     return total
 
 
 def forward_normal(x, topk_weights, topk_ids, routed, shared, routed_scaling_factor):
-    """The layer before the fusion: routed experts, scaled, and then the shared experts, each added."""
-    total = experts(x, topk_weights, topk_ids, routed) * routed_scaling_factor
-    for own in shared:
-        total = total + mlp(x, *own)
+    """Compute the layer before the fusion: scaled routed experts plus the shared experts."""
+    total = moe_experts(x, topk_weights, topk_ids, routed) * routed_scaling_factor
+    for weights in shared:
+        total = total + mlp(x, *weights)
     return total

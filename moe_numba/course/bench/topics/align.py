@@ -1,4 +1,4 @@
-"""What is measured of the alignment: the package's kernels over tokens and models, beside torch and the peers."""
+"""Benchmark of the alignment: the package's kernels, torch and the peers, over tokens and models."""
 
 import torch
 
@@ -20,12 +20,12 @@ OTHERS = [  # Mixtral, Qwen3-MoE, Kimi K2, and more experts than most kernels ta
 TOKENS = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 65536]
 OTHER_TOKENS = [1, 64, 4096, 65536]
 FUSED_TOKENS = [1, 4, 16, 64]
-CALL_TOKENS = 64  # what a call costs the host does not depend on the tokens
+CALL_TOKENS = 64  # the host time of a call does not depend on the number of tokens
 GATE = dict(num_expert_group=8, topk_group=4)
 
 
 def measure(peers, quick):
-    """Rows for the record: every step's outputs are checked before it is timed."""
+    """Return the rows of the record. Every step's outputs are checked before it is timed."""
     bandwidth = copy_bandwidth()
     rows = empty_kernel()
     for block_size in BLOCK_SIZES:
@@ -44,20 +44,20 @@ def measure(peers, quick):
 
 
 def uniform_routing(tokens, num_experts, topk):
-    """Distinct experts for each token, all equally likely."""
+    """Route each token to distinct, uniformly distributed experts."""
     return torch.rand(tokens, num_experts, device="cuda").topk(topk, dim=1).indices.to(torch.int32)
 
 
 def one_expert_routing(tokens, num_experts, topk):
-    """The same expert for all."""
+    """Route all slots to one expert."""
     return torch.full((tokens, topk), num_experts // 2, dtype=torch.int32, device="cuda")
 
 
-class _InOrder(api._Plan):
-    """The same kernels, launched one after the other: without programmatic dependent launch."""
+class _SerialPlan(api.AlignPlan):
+    """The same kernels, launched without programmatic dependent launch."""
 
-    def _launcher(self, made, pointers, **options):
-        return launcher(made, (*pointers, *("int32",) * 6), self.device, **options)
+    def _launcher(self, kernel, *, pointers=None, **options):
+        return launcher(kernel, (*(pointers or self.pointers), *("int32",) * 6), self.device, **options)
 
 
 def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routing):
@@ -70,31 +70,31 @@ def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routi
         "final, out=": lambda ids: moe_align_block_size(ids, block_size, experts, out=out),
     }
     if main:
-        in_order = _InOrder(inputs[0], block_size, experts, None, False)
-        steps["final, in order"] = lambda ids: in_order.start(ids, ids, out) or out
+        serial = _SerialPlan(inputs[0], block_size, experts, None, False)
+        steps["final, in order"] = lambda ids: serial.launch(ids, None, out) or out
         steps["torch"] = lambda ids: torch_align(ids, block_size, experts)
-    versions, loose = {}, {"torch"}
+    versions, nondeterministic = {}, {"torch"}
     for peer in peers:
         if not peer.serves(tokens=tokens, **config):
             continue
         name = f"peer:{peer.NAME}"
         versions[name] = versions[f"{name}, out="] = peer.VERSION
-        loose |= {name, f"{name}, out="}
+        nondeterministic |= {name, f"{name}, out="}
         steps[name] = lambda ids, peer=peer: peer.align(ids, block_size, experts)
         steps[f"{name}, out="] = lambda ids, peer=peer: peer.align(ids, block_size, experts, out=out)
     for name, step in steps.items():
         for tensor in out:
             tensor.fill_(-7)
         torch.cuda.synchronize()
-        free = dict(any_order=True, any_tail=True) if name in loose else {}
-        if wrong := reference.mismatch(*step(inputs[0]), inputs[0], block_size, experts, **free):
+        tolerances = dict(any_order=True, any_tail=True) if name in nondeterministic else {}
+        if wrong := reference.mismatch(*step(inputs[0]), inputs[0], block_size, experts, **tolerances):
             raise AssertionError(f"{name}, {config}, {tokens} tokens: {wrong}")
-    # Kernel time is taken with outputs at hand: an allocation inside a graph is not the kernel's.
+    # Kernel times use preallocated outputs, so that the graph contains no allocations.
     kernel = kernel_times(
         {n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items() if f"{n}, out=" not in steps}
     )
     call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
-    count = 4 * (tokens * topk + sum(lengths))
+    num_bytes = 4 * (tokens * topk + sum(lengths))
     return [
         records.row(
             name,
@@ -103,8 +103,8 @@ def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routi
             dtype="int32",
             kernel=kernel.get(name) or kernel.get(f"{name}, out="),
             call=call.get(name),
-            floor_us=count / bandwidth * 1e6,
-            bytes=count,
+            floor_us=num_bytes / bandwidth * 1e6,
+            bytes=num_bytes,
             version=versions.get(name),
         )
         for name in steps
@@ -113,25 +113,25 @@ def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routi
 
 
 def _measure_fused(config, tokens):
-    """The gate and the alignment: two launches, and one."""
+    """Measure gate and alignment in two launches and in one."""
     experts, block_size, topk = config["num_experts"], config["block_size"], config["topk"]
     bias = torch.rand(experts, device="cuda") * 0.2
     inputs = rotating(lambda: torch.randn(tokens, experts, device="cuda"), tokens * experts * 4)
     gate_out = torch.empty(tokens, topk, device="cuda"), torch.empty(tokens, topk, dtype=torch.int32, device="cuda")
-    out = api.empty_outputs(tokens * topk, block_size, experts, True, False, bias.device)
+    out = api.make_align_outputs(None, tokens * topk, block_size, experts, True, False, bias.device)
 
-    def two(x):
+    def separate(x):
         _, ids = biased_grouped_topk(x, bias, topk, **GATE, out=gate_out)
         moe_align_block_size(ids, block_size, experts, out=out)
         return *gate_out, *out
 
-    def one(x):
+    def fused(x):
         return biased_grouped_topk_align(x, bias, topk, block_size, **GATE, out=(*gate_out, *out))
 
-    first = [tensor.clone() for tensor in two(inputs[0])]
-    if not all(map(torch.equal, first, one(inputs[0]))):
+    expected = [tensor.clone() for tensor in separate(inputs[0])]
+    if not all(map(torch.equal, expected, fused(inputs[0]))):
         raise AssertionError(f"the fused kernel differs from the two it replaces: {config}, {tokens} tokens")
-    steps = {"gate, then align": two, "gate and align fused": one}
+    steps = {"gate, then align": separate, "gate and align fused": fused}
     kernel = kernel_times({n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items()})
     call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
     config = {**config, **GATE}
@@ -142,7 +142,7 @@ def _measure_fused(config, tokens):
 
 
 def torch_align(topk_ids, block_size, num_experts):
-    """What a user would write with torch, for valid ids: shapes depend on no values, so that a graph can hold it."""
+    """Align valid ids in plain torch, as a user would; shapes do not depend on values, so a graph can capture it."""
     ids = topk_ids.flatten().long()
     length, num_blocks = reference.sizes(len(ids), block_size, num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))
@@ -150,9 +150,9 @@ def torch_align(topk_ids, block_size, num_experts):
     order = ids.argsort(stable=True)
     starts = ends - (counts + block_size - 1) // block_size
     shift = starts * block_size - (counts.cumsum(0) - counts)
-    place = shift[ids[order]] + torch.arange(len(ids), device=ids.device)
+    position = shift[ids[order]] + torch.arange(len(ids), device=ids.device)
     sorted_token_ids = torch.full((length,), len(ids), dtype=torch.int32, device=ids.device)
-    sorted_token_ids[place] = order.to(torch.int32)
+    sorted_token_ids[position] = order.to(torch.int32)
     blocks = torch.arange(num_blocks, device=ids.device)
     expert_ids = torch.searchsorted(ends, blocks, right=True)
     expert_ids = torch.where(expert_ids < num_experts, expert_ids, -1).to(torch.int32)
@@ -160,7 +160,7 @@ def torch_align(topk_ids, block_size, num_experts):
 
 
 def figures(record):
-    """The sweep over tokens for both block sizes, and what fusing with the gate gains; the ladder, if recorded."""
+    """Draw the sweep over tokens for both block sizes and, if recorded, the ladder."""
     made = {}
     caption = plots.caption(record)
     empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
@@ -196,7 +196,7 @@ def figures(record):
 
 
 def readme_table(record):
-    """Kernel times, microseconds: this package, the peers, torch, and the floor."""
+    """Return a table of kernel times in microseconds: this package, the peers, torch, and the lower bound."""
     columns = ["final", *records.peers(record), "torch"]
     names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
     lines = [f"| tokens, block | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]

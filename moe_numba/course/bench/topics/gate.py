@@ -1,15 +1,15 @@
-"""What is measured of the gate: the package's kernel over tokens, types and models, beside torch and the peers."""
+"""Benchmark of the gate: the package's kernels, torch and the peers, over tokens, dtypes and models."""
 
 import torch
 
 from moe_numba import biased_grouped_topk
 from moe_numba.course.bench import plots, records
-from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.baselines.limits import H200, copy_bandwidth, empty_kernel
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
 
 DEEPSEEK_V3 = dict(num_experts=256, num_expert_group=8, topk_group=4, topk=8)
-OTHERS = [  # Kimi K2, and the shapes that the peers test
+OTHERS = [  # Kimi K2 and shapes that the peers test
     dict(num_experts=384, num_expert_group=1, topk_group=1, topk=8),
     dict(num_experts=128, num_expert_group=4, topk_group=2, topk=4),
     dict(num_experts=160, num_expert_group=1, topk_group=1, topk=8),
@@ -17,22 +17,22 @@ OTHERS = [  # Kimi K2, and the shapes that the peers test
 ]
 TOKENS = [1, 64, 256, 1024, 4096, 16384, 65536]
 OTHER_TOKENS = [64, 4096, 65536]
-CALL_TOKENS = 64  # what a call costs the host does not depend on the tokens
+CALL_TOKENS = 64  # the host time of a call does not depend on the number of tokens
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SIGMOID_SPECIAL_OPERATIONS = 2  # an exponential and a reciprocal
-SPECIAL_OPERATIONS_A_CYCLE = 16  # of a multiprocessor
+MUFU_OPERATIONS_PER_SIGMOID = 2  # one exponential and one reciprocal
+MUFU_OPERATIONS_PER_CLOCK = 16  # per SM
 
 
 def floor_us(tokens, config, dtype, bandwidth):
-    """The larger of two floors: each byte moved once, and each sigmoid's special operations at 1.98 GHz."""
+    """Return the bytes and the lower bound in us: each byte moved once, or the MUFU operations of the sigmoids."""
     experts, topk = config["num_experts"], config["topk"]
-    count = tokens * (experts * DTYPES[dtype].itemsize + topk * 8)
-    units = torch.cuda.get_device_properties(0).multi_processor_count * SPECIAL_OPERATIONS_A_CYCLE * 1.98e9
-    return count, max(count / bandwidth, tokens * experts * SIGMOID_SPECIAL_OPERATIONS / units) * 1e6
+    num_bytes = tokens * (experts * DTYPES[dtype].itemsize + topk * 8)
+    mufu_rate = torch.cuda.get_device_properties(0).multi_processor_count * MUFU_OPERATIONS_PER_CLOCK * H200.boost_clock
+    return num_bytes, max(num_bytes / bandwidth, tokens * experts * MUFU_OPERATIONS_PER_SIGMOID / mufu_rate) * 1e6
 
 
 def measure(peers, quick):
-    """Rows for the record: every step's outputs are checked before it is timed."""
+    """Return the rows of the record. Every step's outputs are checked before it is timed."""
     bandwidth = copy_bandwidth()
     compiled = torch.compile(_eager, dynamic=False)
     rows = empty_kernel()
@@ -40,9 +40,9 @@ def measure(peers, quick):
         main = config is DEEPSEEK_V3
         for dtype in DTYPES:
             for tokens in [64, 16384] if quick else TOKENS if main else OTHER_TOKENS:
-                # Compiling takes seconds for each size.
-                with_torch = main and not quick, main and not quick and dtype == "float32" and compiled
-                rows += _measure(config, dtype, tokens, peers, bandwidth, *with_torch)
+                # torch.compile takes seconds per size.
+                torch_steps = main and not quick, main and not quick and dtype == "float32" and compiled
+                rows += _measure(config, dtype, tokens, peers, bandwidth, *torch_steps)
     return rows
 
 
@@ -76,14 +76,14 @@ def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):
         wrong = reference.mismatch(*step(inputs[0]), inputs[0], bias, topk, **options, tolerance=1e-5)
         if wrong and name.startswith("final"):
             raise AssertionError(f"{name}, {config}, {tokens} tokens of {dtype}: {wrong}")
-        if wrong:  # others may break ties, or round to 16 bits, as they like; the record says so
+        if wrong:  # peers may break ties differently or round to 16 bits; the record notes it
             notes[name] = wrong
-    # Kernel time is taken with outputs at hand: an allocation inside a graph is not the kernel's.
+    # Kernel times use preallocated outputs, so that the graph contains no allocations.
     kernel = kernel_times(
         {n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items() if f"{n}, out=" not in steps}
     )
     call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
-    count, floor = floor_us(tokens, config, dtype, bandwidth)
+    num_bytes, floor = floor_us(tokens, config, dtype, bandwidth)
     return [
         records.row(
             name,
@@ -93,7 +93,7 @@ def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):
             kernel=kernel.get(name) or kernel.get(f"{name}, out="),
             call=call.get(name),
             floor_us=floor,
-            bytes=count,
+            bytes=num_bytes,
             version=versions.get(name),
             note=notes.get(name) and f"differs from the reference: {notes[name]}",
         )
@@ -103,19 +103,19 @@ def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):
 
 
 def _eager(gating_output, correction_bias, topk, num_expert_group, topk_group):
-    """The document's torch function, with its loose ties: what a user would write, and what torch.compile is given."""
+    """Route in plain torch, as in the article; ties are broken arbitrarily. Also the input of torch.compile."""
     scores = gating_output.float().sigmoid()
-    choice = scores + correction_bias
-    groups = choice.view(len(scores), num_expert_group, -1).topk(2, dim=-1)[0].sum(dim=-1)
-    kept = torch.zeros_like(groups).scatter_(1, groups.topk(topk_group, dim=-1, sorted=False)[1], 1)
-    mask = kept.unsqueeze(-1).expand(-1, -1, scores.shape[1] // num_expert_group).reshape(scores.shape)
-    ids = choice.masked_fill(~mask.bool(), float("-inf")).topk(topk, dim=-1)[1]
+    biased = scores + correction_bias
+    groups = biased.view(len(scores), num_expert_group, -1).topk(2, dim=-1)[0].sum(dim=-1)
+    group_mask = torch.zeros_like(groups).scatter_(1, groups.topk(topk_group, dim=-1, sorted=False)[1], 1)
+    expert_mask = group_mask.unsqueeze(-1).expand(-1, -1, scores.shape[1] // num_expert_group).reshape(scores.shape)
+    ids = biased.masked_fill(~expert_mask.bool(), float("-inf")).topk(topk, dim=-1)[1]
     weights = scores.gather(1, ids)
     return weights / weights.sum(dim=-1, keepdim=True), ids.to(torch.int32)
 
 
 def figures(record):
-    """The sweep over tokens for both types, and what an eager call costs; the ladder, where its record is."""
+    """Draw the sweeps over tokens, the time of a call and, if recorded, the ladder."""
     made = {}
     caption = plots.caption(record)
     for dtype in DTYPES:
@@ -136,9 +136,7 @@ def figures(record):
         {**row, "step": row["step"].removeprefix("peer:")}
         for row in records.select(record, config=DEEPSEEK_V3, size={"tokens": 64}, dtype="float32")
     ]
-    made["call"] = plots.split_figure(
-        rows, title="A call for 64 tokens: what the GPU and what Python take", caption=caption
-    )
+    made["call"] = plots.split_figure(rows, title="A call for 64 tokens: GPU time and host time", caption=caption)
     try:
         ladder = records.read("gate_ladder", records.folder(record["gpu"]))
     except FileNotFoundError:
@@ -159,7 +157,7 @@ def figures(record):
 
 
 def readme_table(record):
-    """Kernel times, microseconds: this package, the peers, torch, and the floor."""
+    """Return a table of kernel times in microseconds: this package, the peers, torch, and the lower bound."""
     columns = ["final", *records.peers(record), "torch.compile", "torch eager"]
     names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
     lines = [f"| tokens, logits | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.timing import call_times, kernel_times
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
@@ -20,7 +21,8 @@ GROUPS, MANY_GROUPS = 32, 256
 MANY_ROWS = {"gate_up": [1024, 16384], "down": [1024, 16384]}
 CALL_ROWS = 128  # what a call costs the host does not depend on the rows
 SIDE = 8192  # of the square matrices of the dense product
-BANDWIDTH, RATE = 4.8e12, {"e4m3": 1979e12, "bf16": 989e12}  # bytes and operations a second, from the data sheet
+BANDWIDTH = H200.hbm_bandwidth
+RATE = {"e4m3": H200.tensor_flops["float8_e4m3fn"], "bf16": H200.tensor_flops["bfloat16"]}
 SETS = 2  # of weights: by its turn a set is not in the L2 any more
 BF16 = torch.bfloat16
 
