@@ -16,6 +16,7 @@ from moe_numba.ptx.accumulators import make_fma, make_fma_columns
 from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.matrix import make_fma_shared, make_load_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_relaxed_cluster, mbarrier_wait_parity
+from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
 REGISTERS = 190  # of a thread, that totals, a product and factors may take
@@ -172,6 +173,7 @@ def make_compute(constants, layout):
 def _make_compute(n, constants, layout):
     step, write = make_step(n, constants, layout), make_write(n, constants, layout)
     stages, stage_bytes, x_at, part_bytes = constants.stages, layout.stage_bytes, layout.x_at, layout.part_bytes
+    advance = make_advance(constants.stages)
     full_at, factors_at, stage_factors = layout.full_at, layout.factors_at, layout.stage_factors
     quarter_pitch, two, activated = layout.factor_pitch, layout.products == 2, constants.activated
     zeros = (np.float32(0),) * (n // 2)
@@ -212,9 +214,7 @@ def _make_compute(n, constants, layout):
                     b = uint64(b + uint64(part_bytes >> 4))
                 quarter = int32(quarter + 4 * quarter_pitch)
                 other = step(smem, floats, bars, a, b, other, quarter, stage, lane == 0)
-            stage = int32(stage + 1)
-            if stage == stages:
-                stage, parity = int32(0), uint32(parity ^ uint32(1))
+            stage, parity = advance(stage, parity)
         write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor)
         return stage, parity
 

@@ -14,6 +14,7 @@ from moe_numba.grouped_gemm.tile_scheduler import make_place, make_walk
 from moe_numba.ptx.arithmetic import float_as_int
 from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity
+from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.tma import (
     createpolicy_evict_first,
     createpolicy_evict_last,
@@ -34,6 +35,7 @@ def make_load(constants, layout):
     says so, and this thread is ahead of them.
     """
     stages, stage_bytes, x_at, part_bytes = constants.stages, layout.stage_bytes, layout.x_at, layout.part_bytes
+    advance = make_advance(constants.stages)
     full_at, empty_at, two = layout.full_at, layout.empty_at, constants.parts == 2
     shared, box_tokens, activated = constants.cluster == 2, layout.box_tokens, constants.activated
     orders_at, by_tensor = layout.orders_at, constants.scaling == "tensor"
@@ -90,9 +92,7 @@ def make_load(constants, layout):
                     if two:
                         to = int32(at + x_at + part_bytes)
                         tma_load_2d_hint(smem, to, map_x, 0, k, int32(row + part), bars, full_at + stage, often)
-                stage = int32(stage + 1)
-                if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+                stage, parity = advance(stage, parity)
             tile = int32(tile + tile_step())
 
     return load
@@ -107,6 +107,7 @@ def make_scale(constants, layout):
     q its place among four: so the factors lie in quarters, each in the order of j and i.
     """
     stages, full_at, empty_at = constants.stages, layout.full_at, layout.empty_at
+    advance = make_advance(constants.stages)
     factors_at, stage_factors, pitch = layout.factors_at, layout.stage_factors, layout.factor_pitch
     tokens, products = constants.tokens, layout.products if constants.scaling == "block" else 0
     by_block, gather = constants.scaling == "block", constants.gather
@@ -187,9 +188,7 @@ def make_scale(constants, layout):
                     if lane == 0:
                         mbarrier_arrive(bars, full_at + stage)
                 mine = int32(mine + SCALERS - 1) if mine == 0 else int32(mine - 1)
-                stage = int32(stage + 1)
-                if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+                stage, parity = advance(stage, parity)
             tile = int32(tile + tile_step())
 
     return scale

@@ -7,6 +7,7 @@ from numba import cuda, int32, uint32
 from moe_numba.grouped_gemm.constants import THREADS, WARPS
 from moe_numba.grouped_gemm.schedule import device
 from moe_numba.ptx.cluster import cluster_ctarank
+from moe_numba.ptx.warp import warp_inclusive_scan
 
 FULL = 0xFFFFFFFF  # lanes of a warp
 
@@ -53,9 +54,7 @@ def make_scan(constants, layout):
                 _, count = group(lengths, starts, g, total, capacity)
                 tiles = int32(tiles_of(count, most) * across)
             own = tiles
-            for d in range(5):
-                below = cuda.shfl_up_sync(FULL, tiles, 1 << d)
-                tiles = int32(tiles + below) if lane >= (1 << d) else tiles
+            tiles = warp_inclusive_scan(tiles, lane)
             if lane == 31:
                 words[uint32(sums_at + warp)] = tiles
             cuda.syncthreads()

@@ -14,11 +14,11 @@ from moe_numba.ptx.tensormap import (
     tensormap_cp_fenceproxy,
     tensormap_replace_global_address,
 )
+from moe_numba.ptx.warp import warp_inclusive_scan
 
 GROUPS_PER_THREAD = 8  # of the scan, so 256 groups at most
 MAP = 128  # bytes
 THREADS, SHARED_BYTES = 32, 2 * MAP
-FULL = 0xFFFFFFFF
 
 
 @cache
@@ -40,10 +40,7 @@ def make_update_grouped_tma(tokens):
                 count = int32(uint32(seqlens[first + i] + tokens - 1) // uint32(tokens))
                 tiles[first + i] = count
                 mine = int32(mine + count)
-        total = mine
-        for d in range(5):
-            below = cuda.shfl_up_sync(FULL, total, 1 << d)
-            total = int32(total + below) if lane >= (1 << d) else total
+        total = warp_inclusive_scan(mine, lane)
         before = int32(total - mine)
         for i in range(GROUPS_PER_THREAD):
             if first + i < groups:
