@@ -53,9 +53,9 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.course.articles.hpc_ops import group_gemm, update_grouped_tma
-from moe_numba.course.articles.hpc_ops.launch import Run
+from moe_numba.course.articles.hpc_ops.launch import HpcOpsGroupGemm
 from moe_numba.course.articles.hpc_ops.scheduler import host as schedulers
-from moe_numba.course.articles.hpc_ops.scheduler import tokens_of_tile, use_horizontal
+from moe_numba.course.articles.hpc_ops.scheduler import select_tile_m, use_horizontal
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records, rotating
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import grouped_gemm as topic
@@ -69,8 +69,8 @@ from moe_numba.grouped_gemm.api import (
     group_gemm_pertensor_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
-from moe_numba.grouped_gemm.configs import SIGNATURE
-from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
+from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.launch import SIGNATURE
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
@@ -85,7 +85,7 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_wait_parity,
 )
 from moe_numba.ptx.tma import tma_load_2d, tma_load_3d, tma_store_2d
-from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 from moe_numba.runtime.launch import launch
@@ -98,7 +98,7 @@ ROWS = 14 if simulator.ENABLED else 2048  # tokens in all groups together
 DENSE_ROWS = 8 if simulator.ENABLED else 512  # in one group
 FEW_ROWS, MANY_ROWS = (3, 30) if simulator.ENABLED else (32, 8192)
 STAGES = 2 if simulator.ENABLED else 4
-FP8, BF16, FULL = torch.float8_e4m3fn, torch.bfloat16, 0xFFFFFFFF
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 GEMM = records.recorded("grouped_gemm")  # what `python -m moe_numba bench grouped_gemm` measured
 
 # %% [markdown]
@@ -167,7 +167,9 @@ def naive_group_gemm_pertensor_fp8(x, w, seqlens, cu_seqlens, scale):
     return y
 
 
-SMALL = topic.problem(topic.random_weight(4, 128, 256, device=DEVICE), torch.tensor([5, 0, 9, 3], dtype=torch.int32))
+SMALL = topic.make_problem(
+    topic.random_weight(4, 128, 256, device=DEVICE), torch.tensor([5, 0, 9, 3], dtype=torch.int32)
+)
 
 
 def right_of(p):
@@ -245,8 +247,10 @@ for name, sides in topic.SHAPES.items():
         "".join(f"{us:9.1f}" for us in times),
         f"  crossover at {crossover(1, **sides):.0f} rows a group",
     )
-spread = topic.lengths_of(32, 32)
-print(f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.floor(spread, 4096, 7168)[0]:.1f} us")
+spread = topic.random_lengths(32, 32)
+print(
+    f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.lower_bound(spread, 4096, 7168)[0]:.1f} us"
+)
 
 # %% [markdown]
 # (With 32 rows, spread at random, more than a quarter of the groups have none, and their matrices need not be read. The
@@ -307,14 +311,16 @@ print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for 
 # %%
 def dense_problem():
     weight = topic.random_weight(1, N, K, device=DEVICE)
-    p = topic.problem(weight, torch.tensor([DENSE_ROWS], dtype=torch.int32))
+    p = topic.make_problem(weight, torch.tensor([DENSE_ROWS], dtype=torch.int32))
     p.maps = {}
     return p
 
 
 DENSE = rotating(dense_problem, N * K)
 DENSE_RIGHT = right_of(DENSE[0])
-DENSE_FLOOR, DENSE_BYTES, DENSE_FLOPS = topic.floor(torch.tensor([512]), 4096, 7168)  # what is measured or recorded
+DENSE_FLOOR, DENSE_BYTES, DENSE_FLOPS = topic.lower_bound(
+    torch.tensor([512]), 4096, 7168
+)  # what is measured or recorded
 dense = Ladder(
     "grouped_gemm_dense_ladder",
     lambda output: check(output, DENSE_RIGHT),
@@ -548,7 +554,7 @@ def make_one_stage():
         cuda.syncthreads()
         total, half = ZEROS, int32((warp >> 2) * (64 * LINE))
         for block in range((k + LINE - 1) // LINE):
-            if warp == 0 and elect_sync(FULL):
+            if warp == 0 and elect_sync(FULL_MASK):
                 load_stage(smem, 0, map_x, map_weight, block, row, column, bars, ready)
             mbarrier_wait_parity(bars, ready, uint32(block & 1))
             a, b = wgmma_descriptor(smem, half), wgmma_descriptor(smem, TILE_BYTES)
@@ -633,7 +639,7 @@ def make_ring(stages):
         stage, parity, ahead = int32(0), uint32(0), int32(0)
         for block in range(1 - stages, k_blocks):
             if block + stages - 1 < k_blocks:
-                if warp == 0 and elect_sync(FULL):
+                if warp == 0 and elect_sync(FULL_MASK):
                     load_stage(
                         smem,
                         ahead * STAGE_BYTES,
@@ -748,7 +754,7 @@ def make_specialised(stages):
         k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
                     mbarrier_wait_parity(bars, writable + stage, phase)
@@ -848,7 +854,7 @@ def make_transposed(tokens, stages):
         k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
                     mbarrier_wait_parity(bars, writable + stage, phase)
@@ -922,7 +928,7 @@ look_back("transposed MMA", "warp specialization", 34)
 # %%
 def few_tokens():
     """The same matrices and 16 tokens."""
-    made = [topic.problem(p.weight, torch.tensor([16], dtype=torch.int32)) for p in DENSE]
+    made = [topic.make_problem(p.weight, torch.tensor([16], dtype=torch.int32)) for p in DENSE]
     for p in made:
         p.maps = {}
     return made
@@ -954,10 +960,10 @@ for name, run in (("warp specialization", run_specialised), ("transposed MMA", t
 # **Idea.** Let the hardware turn the results round. `stmatrix` with `.trans` takes 8 x 8 matrices of 16-bit numbers out
 # of a warp's registers and writes them to shared memory, transposed: eight neighbours of a token become 16 bytes. A
 # whole tile lies there then as TMA wants it, and one thread stores it with a single `tma_store_2d`. TMA also cuts off
-# what is outside of `Y`. The function `put` is the document's kernel's, from the package:
+# what is outside of `Y`. The function `store_smem` is that of our Numba port of hpc-ops' kernel:
 
 # %%
-Markdown("```python\n" + inspect.getsource(group_gemm.make_put) + "```")
+Markdown("```python\n" + inspect.getsource(group_gemm.make_store_smem) + "```")
 
 # %% [markdown]
 # A token's 64 results of a warpgroup are a row of 128 bytes. The chunks of 16 bytes are **swizzled**: chunk `c` of row
@@ -974,17 +980,17 @@ Markdown("```python\n" + inspect.getsource(group_gemm.make_put) + "```")
 @cache
 def make_finish(tokens):
     """What comes in place of ``store(...)``."""
-    put = group_gemm.make_put(group_gemm.Constants(tokens=tokens))
+    store_smem = group_gemm.make_store_smem(group_gemm.HpcOpsConfig(tile_m=tokens))
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit(device=True)
     def finish(smem, at, map_y, total, row, column, warp, lane):
         half = int32(warp >> 2)
         out = int32(at + half * (tokens * 128))
-        put(smem, out, warp, lane, total)
+        store_smem(smem, out, warp, lane, total)
         fence_proxy_async_shared()
         bar_sync(1 + half, 128)
-        if (warp & 3) == 0 and elect_sync(FULL):
+        if (warp & 3) == 0 and elect_sync(FULL_MASK):
             tma_store_2d(map_y, 0, column + 64 * half, row, smem, out)
             bulk_commit_group()
             wait_read()  # a block must not end before its copies have read what they copy
@@ -1010,7 +1016,7 @@ def make_epilogue(tokens, stages):
         k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
                     mbarrier_wait_parity(bars, writable + stage, phase)
@@ -1140,13 +1146,13 @@ ALL_SAYS = {which: f"{rows} tokens" for which, rows in RECORDED.items()}
 SAYS = {which: ALL_SAYS[which] for which in ("few", "many")}
 PROBLEMS, RIGHT, FLOOR = {}, {}, {}
 for which, rows in SIZES.items():
-    lengths = topic.lengths_of(GROUPS, rows)
-    PROBLEMS[which] = [topic.problem(weight, lengths) for weight in WEIGHTS]
+    lengths = topic.random_lengths(GROUPS, rows)
+    PROBLEMS[which] = [topic.make_problem(weight, lengths) for weight in WEIGHTS]
     for p in PROBLEMS[which]:
         p.maps, p.made = {}, {}
         p.ends = lengths.cumsum(0).tolist()
     RIGHT[which] = right_of(PROBLEMS[which][0])
-    FLOOR[which] = topic.floor(topic.lengths_of(32, RECORDED[which]), 4096, 7168)
+    FLOOR[which] = topic.lower_bound(topic.random_lengths(32, RECORDED[which]), 4096, 7168)
     print(f"{which:<5} {lengths.tolist()}; {RECORDED[which]} tokens in 32 groups: floor {FLOOR[which][0]:.1f} us")
 
 ladder = Ladder(
@@ -1211,7 +1217,7 @@ def look_back_at_groups(name, before=None, predicted=None):
 
 # %%
 def run_loop(p):
-    return topic.loop_of_scaled_mm(p, list(zip([0, *p.ends], p.ends, strict=False))), "fewer bits"
+    return topic.scaled_mm_loop(p, list(zip([0, *p.ends], p.ends, strict=False))), "fewer bits"
 
 
 measure("torch", run_loop, 435)
@@ -1266,7 +1272,7 @@ def make_padded(tokens, stages):
         k_blocks, stage = int32((k + LINE - 1) >> 7) if g >= 0 else int32(0), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
                     mbarrier_wait_parity(bars, writable + stage, phase)
@@ -1430,18 +1436,18 @@ Markdown("```python\n" + inspect.getsource(update_grouped_tma.make_update_groupe
 
 # %%
 ARTICLE = {"a": 3, "b": 0, "c": 4, "d": 2}  # tiles of four groups
-counted = topic.problem(SMALL.weight, torch.tensor([16 * tiles for tiles in ARTICLE.values()], dtype=torch.int32))
-scan = Run(
+counted = topic.make_problem(SMALL.weight, torch.tensor([16 * tiles for tiles in ARTICLE.values()], dtype=torch.int32))
+scan = HpcOpsGroupGemm(
     counted.x,
     counted.weight,
     counted.seqlens,
     counted.cu_seqlens,
     counted.y_scale,
     counted.out,
-    group_gemm.Constants(tokens=16),
+    group_gemm.HpcOpsConfig(tile_m=16),
     1,
 )
-scan.update()
+scan.update_maps()
 EXCLUSIVE, AGGREGATE = scan.cu_tiles.tolist()[:-1], scan.cu_tiles.tolist()[-1]
 values = list(ARTICLE.values())
 print("input:    ", values)
@@ -1453,7 +1459,7 @@ print("inclusive:", [a + b for a, b in zip(EXCLUSIVE, values, strict=True)])
 # **TMA for X.** In hpc-ops the copy is `tma_a.with(td_x, readable[s])`: the original descriptor, but with another one's
 # bytes and a barrier. There is one coordinate tensor `tAg` for all groups. Is that right? Yes: it only yields
 # coordinates, and `itile_m` counts **from the group's first row**, since the map starts there. In our kernel this is
-# `tma_load_2d(smem, to, maps, td_x, at, m * tokens, ...)`, where `maps, td_x` names the group's map.
+# `tma_load_2d(smem.u8, offset, maps, td_x, k, m * tile_m, ...)`, where `maps, td_x` names the group's map.
 #
 # **TMA for W.** The matrices need no map for each group. One tensor of three dimensions has them all, and the group is
 # a coordinate. But the copy's box has two dimensions: `make_tma_copy(SM90_TMA_LOAD{}, w, take<0, 2>(SLayoutW{}))`. The
@@ -1500,7 +1506,9 @@ print("box (4, 8, 1):", OTHER_BOX)
 # anything. These are its producer and its consumers:
 
 # %%
-Markdown("```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_load, group_gemm.make_multiply))) + "```")
+Markdown(
+    "```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_producer, group_gemm.make_consumer))) + "```"
+)
 
 # %% [markdown]
 # The article's pseudocode in our words: the prologue makes barriers and copies the scheduler's table to shared memory
@@ -1510,7 +1518,7 @@ Markdown("```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_loa
 # waits until TMA has read the last one.
 #
 # **Schedulers.** How do 132 blocks share the tiles? Block `b` computes tiles `b`, `b + 132`, `b + 264`, and so on. What
-# tile number `i` is, is the scheduler's affair. `across` is the number of tiles along N, and `g` the group.
+# tile number `i` is, is the scheduler's affair. `n_tiles` is the number of tiles along N, and `g` the group.
 #
 # - **Horizontal.** `m, n = divmod(i, across)`: neighbouring blocks have the same tokens and different columns. The
 #   group is found by walking through `tiles`, from where the last search ended (线性扫描, a linear scan).
@@ -1557,8 +1565,8 @@ def waves(lengths, n, tokens, blocks=132):
 
 
 for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (2048, 32, 7168), (512, 8, 7168)):
-    lengths = topic.lengths_of(groups, rows)
-    tiles, count, busy = waves(lengths, n, tokens_of_tile(rows // groups))
+    lengths = topic.random_lengths(groups, rows)
+    tiles, count, busy = waves(lengths, n, select_tile_m(rows // groups))
     print(f"{rows:5} tokens, {groups:2} groups, N {n}: {tiles:5} tiles, {count:3} waves, {100 * busy:.0f} % busy")
 
 # %% [markdown]
@@ -1568,29 +1576,29 @@ for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (204
 
 
 # %%
-def document_step(name, tokens=16 if simulator.ENABLED else 64, **options):
-    """``run(problem)`` for the document's two kernels."""
-    layout = group_gemm.Layout(group_gemm.Constants(tokens=tokens))
-    room = 227 * 1024 - 4 * 257 - 128 - 2 * layout.half_bytes
-    stages = STAGES if simulator.ENABLED else min(8, room // layout.stage_bytes)
+def hpc_ops_step(name, tokens=16 if simulator.ENABLED else 64, **options):
+    """``run(problem)`` for our Numba port of hpc-ops' two kernels."""
+    layout = group_gemm.SharedMemoryLayout(group_gemm.HpcOpsConfig(tile_m=tokens))
+    available = 227 * 1024 - 4 * 257 - 128 - 2 * layout.output_bytes
+    stages = STAGES if simulator.ENABLED else min(8, available // layout.stage_bytes)
     dependent = options.pop("dependent", False)
-    constants = group_gemm.Constants(tokens=tokens, stages=stages, **options)
+    config = group_gemm.HpcOpsConfig(tile_m=tokens, stages=stages, **options)
 
     def run(p):
         if name not in p.made:
             tensors = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale, p.out
-            p.made[name] = Run(*tensors, constants, dependent=dependent)
+            p.made[name] = HpcOpsGroupGemm(*tensors, config, dependent=dependent)
         return p.made[name]()
 
     return run
 
 
-run_horizontal = document_step("horizontal", schedule="horizontal")
+run_horizontal = hpc_ops_step("horizontal", schedule="horizontal")
 measure("maps for groups, horizontal", run_horizontal, 320)
 
 # %%
 look_back_at_groups("maps for groups, horizontal", "padding, one map", 320)
-update_us = kernel_time([lambda p=p: p.made["horizontal"].update() for p in PROBLEMS["main"]])
+update_us = kernel_time([lambda p=p: p.made["horizontal"].update_maps() for p in PROBLEMS["main"]])
 if update_us:
     ladder.rows[-1]["update_us"] = round(update_us.median, 2)
 if us("maps for groups, horizontal", "update_us"):
@@ -1609,7 +1617,7 @@ if us("maps for groups, horizontal", "update_us"):
 # **Prediction.** Weights come once from memory in both orders. The same time: 320 us.
 
 # %%
-run_vertical = document_step("vertical", schedule="vertical")
+run_vertical = hpc_ops_step("vertical", schedule="vertical")
 measure("vertical", run_vertical, 320)
 print("hpc-ops takes", {True: "horizontal", False: "vertical"}[use_horizontal(4096, 7168)])
 
@@ -1631,7 +1639,7 @@ look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 
 # %%
 prediction = round((us("vertical") or 320) - 3)
-measure("PDL", document_step("dependent", dependent=True), prediction, lost=True)
+measure("PDL", hpc_ops_step("dependent", dependent=True), prediction, lost=True)
 
 # %%
 look_back_at_groups("PDL", "vertical", prediction)
@@ -1668,7 +1676,7 @@ look_back_at_groups("PDL", "vertical", prediction)
 TOKENS = (8,) if simulator.ENABLED else (8, 16, 32, 48, 64, 96, 128)
 BY_TILE = {}
 for tokens in TOKENS:
-    run = document_step(f"tokens {tokens}", tokens=tokens)
+    run = hpc_ops_step(f"tokens {tokens}", tokens=tokens)
     BY_TILE[tokens] = {which: kernel_us(run, which) for which in SIZES}
 for row in ladder.rows:
     if row["step"] == "vertical" and not simulator.ENABLED:
@@ -1691,11 +1699,11 @@ AVERAGES = {"few": 1, "main": 64, "many": 256}
 for which, average in AVERAGES.items():
     if KNOWN_TILES:
         print(
-            f"{average:3} tokens a group: the article takes {tokens_of_tile(average)}, the fastest is "
+            f"{average:3} tokens a group: the article takes {select_tile_m(average)}, the fastest is "
             f"{best_tile(which)}; up to 64 it is {best_tile(which, 64)}"
         )
 best = best_tile("main") or TOKENS[-1]
-run_adapted = document_step(f"tokens {best}", tokens=best)
+run_adapted = hpc_ops_step(f"tokens {best}", tokens=best)
 measure("kTileM chosen", run_adapted, 300)
 
 # %%
@@ -1723,7 +1731,7 @@ look_back_at_groups("kTileM chosen", "vertical", 300)
 # **Prediction.** The producer acquires one map less for each group. Nothing that can be measured.
 
 # %%
-run_whole_x = document_step("whole x", tokens=best, whole_x=True)
+run_whole_x = hpc_ops_step("whole x", tokens=best, whole_x=True)
 prediction = round(us("kTileM chosen") or 300)
 measure("one map for X", run_whole_x, prediction)
 
@@ -1753,40 +1761,28 @@ look_back_at_groups("one map for X", "kTileM chosen", prediction)
 # run at the same time share tokens and weights, so the L2 reads both once. A group's tokens are spread evenly over its
 # tiles, in multiples of 8, so that no tile is nearly empty.
 #
-# (One thing is still left out of the package's kernel here, by changing its source: the subject of the next step.)
+# (One thing is still left out of the package's kernel here, by `warp_uniform=False`: the subject of the next step.)
 #
 # **Prediction.** Every group fits into one tile of 96. 32 tiles of tokens times 32 of columns, 56 turns, 28 KB: 1.6 GB
 # through the L2 at 7 TB/s, and 940 MB out of memory at 4.3. Either takes some 230 us; with two ends that show, 250.
 
 # %%
 BLOCKS = 2 if simulator.ENABLED else torch.cuda.get_device_properties(0).multi_processor_count
-SMALL_TILES = simulator.ENABLED
 
 
-def form(tokens, sizes, stages, **more):
-    """The package's constants; in the simulator everything is small."""
-    given = dict(tokens=16, sizes=(16,), stages=3) if SMALL_TILES else dict(tokens=tokens, sizes=sizes, stages=stages)
-    return Constants(**given, **more)
+def package_config(subtile_m, mma_n, stages, **more):
+    """The package's configuration; in the simulator everything is small."""
+    small = dict(subtile_m=16, mma_n=(16,), stages=3)
+    given = small if simulator.ENABLED else dict(subtile_m=subtile_m, mma_n=mma_n, stages=stages)
+    return GemmConfig(**given, **more)
 
 
-@cache
-def kernel_with(constants, *changes):
-    """The package's kernel with passages of its source replaced."""
-    text = inspect.getsource(final_kernel)
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-        text = text.replace(old, new)
-    space = dict(vars(final_kernel))
-    exec(compile(text, "the kernel, changed", "exec"), space)
-    return space["make_kernel"](constants)
-
-
-def package_step(constants, *changes):
-    """``run(problem)`` for the package's kernel of one form."""
+def package_step(config):
+    """``run(problem)`` for the package's kernel in one configuration."""
 
     def run(p):
-        kernel, shared_bytes = kernel_with(constants, *changes)
-        boxes = (p.x, (Layout(constants).box_tokens, 128)), (p.weight, (1, 128, 128))
+        kernel, shared_bytes = final_kernel.make_kernel(config)
+        boxes = (p.x, (SharedMemoryLayout(config).x_box_rows, 128)), (p.weight, (1, 128, 128))
         maps = [TensorMap(tensor, box, swizzle=128) for tensor, box in boxes]
         out = p.out.view(torch.int32)
         sizes = len(p.weight), len(p.x), 0, p.weight.shape[1], p.x.shape[1]
@@ -1805,7 +1801,7 @@ def package_step(constants, *changes):
             *sizes,
             *unused,
             shared_bytes=shared_bytes,
-            cluster=constants.cluster if constants.cluster > 1 else None,
+            cluster=config.cluster_size if config.cluster_size > 1 else None,
             dependent=True,
         )
         return p.out
@@ -1813,16 +1809,8 @@ def package_step(constants, *changes):
     return run
 
 
-NOT_AGREED = (
-    ("smem, bars, floats = uniform_array(smem), uniform_array(bars), uniform_array(floats)", "pass"),
-    ("warp = uniform(warp)", "pass"),
-    ("stage, parity = uniform(stage), uint32(uniform(int32(parity)))", "pass"),
-    ("uniform(row),", "row,"),
-    ("uniform(int32(counts & 0xFFFF)),", "int32(counts & 0xFFFF),"),
-    ("uniform(int32(counts >> 16)),", "int32(counts >> 16),"),
-)
-ONE_PART = form(96, (96, 64), 7)
-measure("no maps for groups", package_step(ONE_PART, *NOT_AGREED), 250)
+ONE_SUBTILE = package_config(96, (96, 64), 7)
+measure("no maps for groups", package_step(ONE_SUBTILE._replace(warp_uniform=False)), 250)
 
 # %%
 look_back_at_groups("no maps for groups", "one map for X", 250)
@@ -1845,20 +1833,15 @@ look_back_at_groups("no maps for groups", "one map for X", 250)
 
 
 # %%
-def machine_codes(named, constants):
+def machine_codes(named):
     """The instructions that the compiler makes, in a process of its own; no GPU is needed. {name: MachineCode}."""
-    text = "import inspect\nfrom functools import cache\nfrom moe_numba.grouped_gemm import kernel as final_kernel\n"
-    text += "from moe_numba.grouped_gemm.constants import Constants\n" + inspect.getsource(kernel_with)
-    return compile_apart(
-        text,
-        {
-            name: (f"kernel_with({constants!r}, *{changes!r})[0]", SIGNATURE, THREADS, True)
-            for name, changes in named.items()
-        },
-    )
+    text = "from moe_numba.grouped_gemm.config import GemmConfig\nfrom moe_numba.grouped_gemm.kernel import make_kernel"
+    requests = {name: (f"make_kernel({config!r})[0]", SIGNATURE, THREADS, True) for name, config in named.items()}
+    return compile_apart(text, requests)
 
 
-CODES = machine_codes({"as it was": NOT_AGREED, "agreed": ()}, Constants(tokens=96, sizes=(96, 64), stages=7))
+AGREED = GemmConfig(subtile_m=96, mma_n=(96, 64), stages=7)
+CODES = machine_codes({"as it was": AGREED._replace(warp_uniform=False), "agreed": AGREED})
 for name, code in CODES.items():
     print(
         f"{name:<10} {len(code.opcodes or ())} instructions, {code.count('R2UR')} R2UR, "
@@ -1871,7 +1854,7 @@ for name, code in CODES.items():
 
 # %%
 prediction = round(us("no maps for groups") or 250)
-measure("agreed", package_step(ONE_PART), prediction)
+measure("agreed", package_step(ONE_SUBTILE), prediction)
 
 # %%
 look_back_at_groups("agreed", "no maps for groups", prediction)
@@ -1893,7 +1876,7 @@ look_back_at_groups("agreed", "no maps for groups", prediction)
 # 120 columns a turn are nearly what 8192 tokens need: 400 us.
 
 # %%
-measure("two parts", package_step(form(144, (144, 136, 128, 120), 4, parts=2)), 400, lost=True)
+measure("two parts", package_step(package_config(144, (144, 136, 128, 120), 4, m_subtiles=2)), 400, lost=True)
 
 # %%
 look_back_at_groups("two parts", "agreed", 400)
@@ -1917,12 +1900,12 @@ look_back_at_groups("two parts", "agreed", 400)
 # 8192 tokens, a quarter less; with 2048 tokens nothing, some 250 us.
 
 # %%
-measure("two blocks share tokens", package_step(form(128, (128, 96, 64), 6, cluster=2)), 250)
+measure("two blocks share tokens", package_step(package_config(128, (128, 96, 64), 6, cluster_size=2)), 250)
 
 # %%
 look_back_at_groups("two blocks share tokens", "agreed", 250)
 if took := us("two blocks share tokens", "many_us"):
-    turns = 56 * -(-sum(-(-int(rows) // 128) for rows in topic.lengths_of(32, 8192)) * 32 // 132)
+    turns = 56 * -(-sum(-(-int(rows) // 128) for rows in topic.random_lengths(32, 8192)) * 32 // 132)
     print(f"    8192 tokens: {took / turns:.2f} us a turn; multiplying takes {128**3 / 4096 / 1755:.2f} us at most")
 
 # %% [markdown]
@@ -1968,12 +1951,12 @@ look_back_at_groups("final", "two blocks share tokens", 245)
 ladder.measure_all()
 
 # %%
-GEMM_CONFIG = topic.config_of("gate_up")
+GEMM_CONFIG = topic.row_config("gate_up")
 
 
 def recorded_us(step, rows, shape="gate_up", scaling="tensor", key="kernel_us"):
     """A step's time, or another field, from the record of the whole comparison, or None."""
-    row = GEMM and records.find(GEMM, step=step, size={"rows": rows}, config=topic.config_of(shape, scaling))
+    row = GEMM and records.find(GEMM, step=step, size={"rows": rows}, config=topic.row_config(shape, scaling))
     value = row and row.get(key)
     return value["median"] if isinstance(value, dict) else value
 
@@ -2056,14 +2039,14 @@ for name, y in outputs.items():
 # %%
 def with_blocks(p):
     if not hasattr(p, "x_scale"):
-        topic._add_block_scales([p])
+        topic.add_block_scales([p])
     return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
 
 
 for which in SIZES:
     p = PROBLEMS[which][0]
     if which == "main" or not simulator.ENABLED:
-        wrong = reference.mismatch(with_blocks(poisoned(p)), topic.right_by_blocks(p))
+        wrong = reference.mismatch(with_blocks(poisoned(p)), topic.expected_blockwise(p))
         assert not wrong, f"blockwise, {which}: {wrong}"
     stats = kernel_time(once(with_blocks, which), launches=10, replays=15)
     for row in ladder.rows:
@@ -2118,7 +2101,7 @@ def silu_and_mul_fp8(y, scale, gate_up, rows, half):
                 u = uint_as_float(uint32(ups & uint32(0xFFFF0000)) if h else uint32(ups << uint32(16)))
                 values[2 * i + h] = g * rcp_approx(float32(1) + ex2_approx(g * float32(-1.4426950408889634))) * u
                 largest = max(largest, abs(values[2 * i + h]))
-        largest = int_as_float(redux_sync_max_s32(uint32(FULL), float_as_int(largest)))
+        largest = int_as_float(redux_sync_max_s32(uint32(FULL_MASK), float_as_int(largest)))
         by = max(largest, float32(1e-10)) * float32(1 / 448)
         low = cvt_rn_satfinite_e4m3x2_f32(values[1] / by, values[0] / by)
         high = cvt_rn_satfinite_e4m3x2_f32(values[3] / by, values[2] / by)
@@ -2157,7 +2140,7 @@ def one_kernel(p):
 
 def small_activated():
     weight = topic.random_weight(4, 256, 256, device=DEVICE)
-    p = topic.problem(weight, torch.tensor([5, 0, 9, 3], dtype=torch.int32))
+    p = topic.make_problem(weight, torch.tensor([5, 0, 9, 3], dtype=torch.int32))
     p.y_scale *= 0.02  # so that gate is neither all of a step nor nothing
     return p
 
@@ -2322,7 +2305,7 @@ def sweep(shape, series, says):
     """The times of all in ``series``, {label: {tokens: statistics}}, over the number of tokens; or a sentence."""
     if not GEMM or not series:
         return print("The comparison has not been recorded yet; `python -m moe_numba bench grouped_gemm` does it.")
-    floors = records.series(GEMM, over="rows", value="floor_us", step="final", config=topic.config_of(shape))
+    floors = records.series(GEMM, over="rows", value="floor_us", step="final", config=topic.row_config(shape))
     return plots.sweep_figure(
         series,
         xlabel="tokens in 32 groups",
@@ -2332,10 +2315,10 @@ def sweep(shape, series, says):
     )
 
 
-sweep("gate_up", GEMM and topic.lines(GEMM, "gate_up"), "one scale a group")
+sweep("gate_up", GEMM and topic.series_by_label(GEMM, "gate_up"), "one scale a group")
 
 # %%
-sweep("down", GEMM and topic.lines(GEMM, "down"), "one scale a group")
+sweep("down", GEMM and topic.series_by_label(GEMM, "down"), "one scale a group")
 
 # %% [markdown]
 # Torch's jump at 8192 tokens is not of the size of the problem: its own loop is faster there. (hpc-ops and DeepGEMM
@@ -2344,7 +2327,7 @@ sweep("down", GEMM and topic.lines(GEMM, "down"), "one scale a group")
 # %%
 BLOCKWISE = {}
 for scaling, says in (("tensor", ", one scale"), ("block", ", by blocks")) if GEMM else ():
-    own = topic.lines(GEMM, "gate_up", scaling)
+    own = topic.series_by_label(GEMM, "gate_up", scaling)
     BLOCKWISE |= {name + says: points for name, points in own.items() if not name.startswith("torch")}
 sweep("gate_up", BLOCKWISE, "one scale a group and scales by blocks")
 
@@ -2357,7 +2340,7 @@ topic.roofline(GEMM, plots.caption(GEMM)) if GEMM else print("no roofline is rec
 # %%
 for shape in topic.SHAPES if GEMM else ():
     for rows in topic.ROWS:
-        row = records.find(GEMM, step="final", size={"rows": rows}, config=topic.config_of(shape))
+        row = records.find(GEMM, step="final", size={"rows": rows}, config=topic.row_config(shape))
         if row:
             took = row["kernel_us"]["median"]
             print(
@@ -2443,11 +2426,11 @@ for which, average in AVERAGES.items():
     says = f"{average} token{'s' * (average > 1)} a group"
     claims.append(
         (
-            f"kTileM {tokens_of_tile(average)} is good for {says}",
+            f"kTileM {select_tile_m(average)} is good for {says}",
             verdict(
-                KNOWN_TILES[str(tokens_of_tile(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
+                KNOWN_TILES[str(select_tile_m(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
                 f"the fastest is {best_tile(which)}, {KNOWN_TILES[str(best_tile(which))][which]:.0f} us, and "
-                f"{tokens_of_tile(average)} takes {KNOWN_TILES[str(tokens_of_tile(average))][which]:.0f} us",
+                f"{select_tile_m(average)} takes {KNOWN_TILES[str(select_tile_m(average))][which]:.0f} us",
             )
             if KNOWN_TILES
             else NOT_RECORDED,
@@ -2544,7 +2527,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #    which lane has nothing to do then? Does the kernel take less time?*
 # 4. **Clipped by TMA, or by threads?** A tile's last rows are cut off by the descriptor in one kernel and by a
 #    comparison in the other. Which costs more with 32 tokens? *Hint: count the bytes that are written.*
-# 5. **An unfair load.** Give the tokens to the groups by Zipf's law (`topic.lengths_of(..., routing="zipf")`). Which
+# 5. **An unfair load.** Give the tokens to the groups by Zipf's law (`topic.random_lengths(..., routing="zipf")`). Which
 #    kTileM is best now? *Hint: the average no longer says what a group looks like.*
 # 6. **Promote less often.** Add up over K = 256 before a promotion (`make_wgmma_tile(..., accumulate=True)`). How much
 #    time does it save, and how large does the error become? *Hint: in the simulator the sums are exact; this one needs
@@ -2567,8 +2550,8 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #
 # ## The final kernel
 #
-# This is what `group_gemm_pertensor_fp8` runs. What a multiplying warp does is in `tile.py` beside it, the tiles'
-# arithmetic in `schedule.py`.
+# This is what `group_gemm_pertensor_fp8` runs. The tile scheduler is in `scheduler.py` beside it, the epilogue
+# in `epilogue.py`.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
