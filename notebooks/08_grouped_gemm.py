@@ -172,7 +172,7 @@ SMALL = topic.make_problem(
 )
 
 
-def right_of(p):
+def expected_output(p):
     """The package's reference, in float64; a group's results times ``y_scale[group]``."""
     return reference.group_gemm(p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale)
 
@@ -206,15 +206,15 @@ def poisoned(p):
 
 def check(output, right):
     """None, or what is wrong; who says so may have added up in fewer bits."""
-    y, *mercy = output if isinstance(output, tuple) else (output,)
-    return reference.mismatch(y, right, 1e-2 if "fewer bits" in mercy else 2e-3)
+    y, *notes = output if isinstance(output, tuple) else (output,)
+    return reference.mismatch(y, right, 1e-2 if "fewer bits" in notes else 2e-3)
 
 
 def check_small(y):
-    return reference.mismatch(y, right_of(SMALL))
+    return reference.mismatch(y, expected_output(SMALL))
 
 
-print("the reference:  ", check_small(right_of(SMALL).to(BF16)))
+print("the reference:  ", check_small(expected_output(SMALL).to(BF16)))
 print("poison:         ", check_small(poisoned(SMALL).out))
 print("a scale for all:", check_small(naive_group_gemm_pertensor_fp8(*given, torch.ones((), device=DEVICE))))
 
@@ -274,7 +274,7 @@ print(
 
 
 # %%
-class Starts(torch.utils._python_dispatch.TorchDispatchMode):
+class OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts what a function asks of the GPU: products, copies, and how often the host waits for a number."""
 
     def __init__(self):
@@ -293,10 +293,10 @@ class Starts(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-with Starts() as starts:
+with OperationCounter() as starts:
     naive_group_gemm_pertensor_fp8(*given, torch.ones((), device=DEVICE))
-LOOP_STARTS = starts.found
-print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for what, count in LOOP_STARTS.items()))
+LOOP_OPERATIONS = starts.found
+print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for what, count in LOOP_OPERATIONS.items()))
 
 # %% [markdown]
 # The waits are worse than the launches. `.item()` fetches a number from the GPU, so the host stops until everything
@@ -317,13 +317,13 @@ def dense_problem():
 
 
 DENSE = rotating(dense_problem, N * K)
-DENSE_RIGHT = right_of(DENSE[0])
+DENSE_EXPECTED = expected_output(DENSE[0])
 DENSE_FLOOR, DENSE_BYTES, DENSE_FLOPS = topic.lower_bound(
     torch.tensor([512]), 4096, 7168
 )  # what is measured or recorded
 dense = Ladder(
     "grouped_gemm_dense_ladder",
-    lambda output: check(output, DENSE_RIGHT),
+    lambda output: check(output, DENSE_EXPECTED),
     title="FP8 GEMM, step by step: 512 x 4096 x 7168, one matrix",
     reference_name="torch",
     config={"num_groups": 1, "n": N, "k": K},
@@ -432,45 +432,45 @@ look_back("naive", "torch", 32000)
 
 # %%
 TILE, DEPTH, PITCH = 64, 32, 33  # the pitch is odd, so that a column falls on different banks
-ROOM = TILE * PITCH
+TILE_ELEMENTS = TILE * PITCH
 
 
 @cuda.jit(device=True)
-def bring(source, into, first, limit, pairs, at, thread):
+def load_floats(source, smem_tile, first, limit, pairs, offset, thread):
     """64 rows of 32 elements, zeros beyond the last row; 4 threads a row."""
     row, part = thread // 4, thread % 4
     for i in range(4):
         a, b = float32(0), float32(0)
         if first + row < limit:
-            a, b = e4m3x2_as_floats(uint32(source[int64(first + row) * pairs + at + part * 4 + i]))
-        into[row * PITCH + part * 8 + 2 * i] = a
-        into[row * PITCH + part * 8 + 2 * i + 1] = b
+            a, b = e4m3x2_as_floats(uint32(source[int64(first + row) * pairs + offset + part * 4 + i]))
+        smem_tile[row * PITCH + part * 8 + 2 * i] = a
+        smem_tile[row * PITCH + part * 8 + 2 * i + 1] = b
 
 
 @cuda.jit
 def tiled(x, weight, y_scale, y, rows, n, k):
-    xs, ws = cuda.shared.array(ROOM, float32), cuda.shared.array(ROOM, float32)
+    xs, ws = cuda.shared.array(TILE_ELEMENTS, float32), cuda.shared.array(TILE_ELEMENTS, float32)
     totals = cuda.local.array(16, float32)
     thread, pairs = int32(cuda.threadIdx.x), int32(k >> 1)
     column, row = int32(cuda.blockIdx.x * TILE), int32(cuda.blockIdx.y * TILE)
-    across, down = thread % 16, thread // 16
+    thread_column, thread_row = thread % 16, thread // 16
     for i in range(16):
         totals[i] = 0
-    for at in range(0, pairs, DEPTH // 2):
-        bring(x, xs, row, rows, pairs, at, thread)
-        bring(weight, ws, column, n, pairs, at, thread)
+    for offset in range(0, pairs, DEPTH // 2):
+        load_floats(x, xs, row, rows, pairs, offset, thread)
+        load_floats(weight, ws, column, n, pairs, offset, thread)
         cuda.syncthreads()
         for j in range(DEPTH):
             for i in range(4):
-                a = xs[(down + 16 * i) * PITCH + j]
+                a = xs[(thread_row + 16 * i) * PITCH + j]
                 for h in range(4):
-                    totals[4 * i + h] += a * ws[(across + 16 * h) * PITCH + j]
+                    totals[4 * i + h] += a * ws[(thread_column + 16 * h) * PITCH + j]
         cuda.syncthreads()
     for i in range(4):
         for h in range(4):
-            if row + down + 16 * i < rows and column + across + 16 * h < n:
+            if row + thread_row + 16 * i < rows and column + thread_column + 16 * h < n:
                 value = uint32(cvt_rn_bf16x2_f32(float32(0), totals[4 * i + h] * y_scale[0]))
-                y[(row + down + 16 * i) * n + column + across + 16 * h] = value
+                y[(row + thread_row + 16 * i) * n + column + thread_column + 16 * h] = value
 
 
 def run_tiled(p):
@@ -513,50 +513,50 @@ look_back("tiles in shared memory", "naive", 2000)
 # turns: 62 us.
 
 # %%
-LINE = 128  # bytes of K in a stage: four wgmmas
-TILE_BYTES = 128 * LINE
+BLOCK_K = 128  # bytes of K in a stage: four wgmmas
+TILE_BYTES = 128 * BLOCK_K
 STAGE_BYTES = 2 * TILE_BYTES  # tokens, then weights
 ZEROS = (np.float32(0),) * 64
 
 
 @cuda.jit(device=True)
-def load_stage(smem, at, map_x, map_weight, block, row, column, bars, ready):
-    mbarrier_arrive_expect_tx(bars, ready, STAGE_BYTES)
-    tma_load_2d(smem, at, map_x, 0, block * LINE, row, bars, ready)
-    tma_load_3d(smem, at + TILE_BYTES, map_weight, 0, block * LINE, column, 0, bars, ready)
+def load_stage(smem, offset, map_x, map_weight, block, row, column, barriers, full):
+    mbarrier_arrive_expect_tx(barriers, full, STAGE_BYTES)
+    tma_load_2d(smem, offset, map_x, 0, block * BLOCK_K, row, barriers, full)
+    tma_load_3d(smem, offset + TILE_BYTES, map_weight, 0, block * BLOCK_K, column, 0, barriers, full)
 
 
 @cuda.jit(device=True)
-def store_rows(y, total, row, column, rows, words):
-    """A thread's fragment to global memory, two neighbours in a word; ``words`` are in a row of y."""
-    at = int64(row) * words + (column >> 1)
+def store_rows(y, total, row, column, rows, pitch):
+    """A thread's fragment to global memory, two neighbours in a word; a row of y has ``pitch`` words."""
+    offset = int64(row) * pitch + (column >> 1)
     for j in range(16):
         if row < rows:
-            y[at + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 1], total[4 * j])
+            y[offset + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 1], total[4 * j])
         if row + 8 < rows:
-            y[at + 8 * words + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 3], total[4 * j + 2])
+            y[offset + 8 * pitch + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 3], total[4 * j + 2])
 
 
 @cache
 def make_one_stage():
     tile, wait, fma = make_wgmma_tile(128, "e4m3"), make_wgmma_wait(128, 0), make_fma(128)
-    ready = STAGE_BYTES // 8  # the barrier lies behind the stage
+    full = STAGE_BYTES // 8  # the barrier lies behind the stage
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         thread = int32(cuda.threadIdx.x)
         lane, warp = int32(thread & 31), int32(thread >> 5)
         row, column = int32(cuda.blockIdx.y * 128), int32(cuda.blockIdx.x * 128)
         if thread == 0:
-            mbarrier_init(bars, ready, 1)
+            mbarrier_init(barriers, full, 1)
             fence_mbarrier_init()
         cuda.syncthreads()
-        total, half = ZEROS, int32((warp >> 2) * (64 * LINE))
-        for block in range((k + LINE - 1) // LINE):
+        total, half = ZEROS, int32((warp >> 2) * (64 * BLOCK_K))
+        for block in range((k + BLOCK_K - 1) // BLOCK_K):
             if warp == 0 and elect_sync(FULL_MASK):
-                load_stage(smem, 0, map_x, map_weight, block, row, column, bars, ready)
-            mbarrier_wait_parity(bars, ready, uint32(block & 1))
+                load_stage(smem, 0, map_x, map_weight, block, row, column, barriers, full)
+            mbarrier_wait_parity(barriers, full, uint32(block & 1))
             a, b = wgmma_descriptor(smem, half), wgmma_descriptor(smem, TILE_BYTES)
             product = wait(tile(a, b))
             total = fma(total, product, y_scale[0])
@@ -570,7 +570,10 @@ def make_one_stage():
 def maps_of(p, tokens=128):
     """Maps of x and of the weights, made once."""
     if tokens not in p.maps:
-        p.maps[tokens] = TensorMap(p.x, (tokens, LINE), swizzle=128), TensorMap(p.weight, (1, 128, LINE), swizzle=128)
+        p.maps[tokens] = (
+            TensorMap(p.x, (tokens, BLOCK_K), swizzle=128),
+            TensorMap(p.weight, (1, 128, BLOCK_K), swizzle=128),
+        )
     return p.maps[tokens]
 
 
@@ -621,39 +624,39 @@ look_back("wgmma, one stage", "tiles in shared memory", 62)
 @cache
 def make_ring(stages):
     tile, wait, fma = make_wgmma_tile(128, "e4m3"), make_wgmma_wait(128, 0), make_fma(128)
-    ready = stages * STAGE_BYTES // 8  # the barriers lie behind the stages
+    full = stages * STAGE_BYTES // 8  # the barriers lie behind the stages
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         thread = int32(cuda.threadIdx.x)
         lane, warp = int32(thread & 31), int32(thread >> 5)
         row, column = int32(cuda.blockIdx.y * 128), int32(cuda.blockIdx.x * 128)
         if thread == 0:
             for stage in range(stages):
-                mbarrier_init(bars, ready + stage, 1)
+                mbarrier_init(barriers, full + stage, 1)
             fence_mbarrier_init()
         cuda.syncthreads()
-        total, half = ZEROS, int32((warp >> 2) * (64 * LINE))
-        k_blocks = int32((k + LINE - 1) // LINE)
-        stage, parity, ahead = int32(0), uint32(0), int32(0)
+        total, half = ZEROS, int32((warp >> 2) * (64 * BLOCK_K))
+        k_blocks = int32((k + BLOCK_K - 1) // BLOCK_K)
+        stage, phase, next_stage = int32(0), uint32(0), int32(0)
         for block in range(1 - stages, k_blocks):
             if block + stages - 1 < k_blocks:
                 if warp == 0 and elect_sync(FULL_MASK):
                     load_stage(
                         smem,
-                        ahead * STAGE_BYTES,
+                        next_stage * STAGE_BYTES,
                         map_x,
                         map_weight,
                         block + stages - 1,
                         row,
                         column,
-                        bars,
-                        ready + ahead,
+                        barriers,
+                        full + next_stage,
                     )
-                ahead = int32(ahead + 1) if ahead + 1 < stages else int32(0)
+                next_stage = int32(next_stage + 1) if next_stage + 1 < stages else int32(0)
             if block >= 0:
-                mbarrier_wait_parity(bars, ready + stage, parity)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * STAGE_BYTES + half)
                 b = wgmma_descriptor(smem, stage * STAGE_BYTES + TILE_BYTES)
                 product = wait(tile(a, b))
@@ -661,7 +664,7 @@ def make_ring(stages):
                 cuda.syncthreads()  # before the stage is filled again
                 stage = int32(stage + 1)
                 if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+                    stage, phase = int32(0), uint32(phase ^ uint32(1))
         store_rows(y, total, row + 16 * warp + (lane >> 2), column + 2 * (lane & 3), rows, n >> 1)
 
     return kernel, stages * (STAGE_BYTES + 8)
@@ -685,14 +688,14 @@ look_back("a ring of stages", "wgmma, one stage", 34)
 #
 # **Idea.** Give loading and multiplying to different warps. A third warpgroup, the **producer**, does nothing but ask
 # for copies (one of its threads does). The other two, the **consumers**, do nothing but multiply. They talk through two
-# mbarriers a stage: `readable` (also called full) completes when the bytes are there; `writable` (empty) when the
+# mbarriers a stage: `full` (`readable` in hpc-ops) completes when the bytes are there; `empty` (`writable`) when the
 # consumers are done with them. Nobody waits for more than that. 384 threads = 256 + 128, as in the article.
 #
 # The multiplying threads need many registers, the loading ones few. `setmaxnreg` moves them: 40 for the loading
 # threads, 232 for the others.
 #
 # **Phases.** A barrier has a phase, 0 or 1, and `wait_barrier(b, phase)` waits until *the phase of that parity has
-# ended*. A new barrier is in phase 0. So the consumers start by waiting for phase 0 of `readable`. The producer must
+# ended*. A new barrier is in phase 0. So the consumers start by waiting for phase 0 of `full`. The producer must
 # not wait in its first round, since all stages are free. It starts with phase 1, "the one before", which counts as
 # ended. The article's pseudocode begins with one `int phase = 0` for both; taken literally it would wait for ever. Let
 # us ask the hardware, and the simulator. May a thread pass a new barrier?
@@ -700,17 +703,17 @@ look_back("a ring of stages", "wgmma, one stage", 34)
 
 # %%
 @cuda.jit
-def ask_a_new_barrier(answers):
-    bars = cuda.shared.array(1, uint64)
+def try_wait_on_new_barrier(answers):
+    barriers = cuda.shared.array(1, uint64)
     if cuda.threadIdx.x == 0:
-        mbarrier_init(bars, 0, 1)
+        mbarrier_init(barriers, 0, 1)
         fence_mbarrier_init()
         for phase in range(2):
-            answers[phase] = mbarrier_try_wait_parity(bars, 0, uint32(phase))
+            answers[phase] = mbarrier_try_wait_parity(barriers, 0, uint32(phase))
 
 
 answers = torch.full((2,), -7, dtype=torch.int32, device=DEVICE)
-launch(ask_a_new_barrier, 1, 32, answers)
+launch(try_wait_on_new_barrier, 1, 32, answers)
 NEW_BARRIER = answers.tolist()
 print(f"phase 0: {bool(NEW_BARRIER[0])}; phase 1: {bool(NEW_BARRIER[1])}")
 
@@ -721,19 +724,19 @@ print(f"phase 0: {bool(NEW_BARRIER[0])}; phase 1: {bool(NEW_BARRIER[1])}")
 
 # %%
 @cuda.jit(device=True)
-def following(stage, phase, stages):
+def advance(stage, phase, stages):
     """The next stage of the ring; the phase changes where it begins anew."""
     stage = int32(stage + 1)
     return (int32(0), uint32(phase ^ uint32(1))) if stage == stages else (stage, phase)
 
 
 @cuda.jit(device=True)
-def open_ring(bars, readable, writable, stages):
+def init_barriers(barriers, full, empty, stages):
     """New barriers for all stages, which all threads may use after it."""
     if cuda.threadIdx.x == 0:
         for stage in range(stages):
-            mbarrier_init(bars, readable + stage, 1)
-            mbarrier_init(bars, writable + stage, 8)  # an arrival from each warp that multiplies
+            mbarrier_init(barriers, full + stage, 1)
+            mbarrier_init(barriers, empty + stage, 8)  # an arrival from each warp that multiplies
         fence_mbarrier_init()
     cuda.syncthreads()
 
@@ -742,36 +745,36 @@ def open_ring(bars, readable, writable, stages):
 def make_specialised(stages):
     tile, wait, fma = make_wgmma_tile(128, "e4m3"), make_wgmma_wait(128, 0), make_fma(128)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    readable = stages * STAGE_BYTES // 8
-    writable = readable + stages
+    full = stages * STAGE_BYTES // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.y * 128), int32(cuda.blockIdx.x * 128)
-        open_ring(bars, readable, writable, stages)
-        k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
+        init_barriers(barriers, full, empty, stages)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
             if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
-                    load_stage(smem, stage * STAGE_BYTES, map_x, map_weight, block, row, column, bars, readable + stage)
-                    stage, phase = following(stage, phase, stages)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
+                    load_stage(smem, stage * STAGE_BYTES, map_x, map_weight, block, row, column, barriers, full + stage)
+                    stage, phase = advance(stage, phase, stages)
         else:
             request_registers()
-            total, half, phase = ZEROS, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = ZEROS, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * STAGE_BYTES + half)
                 b = wgmma_descriptor(smem, stage * STAGE_BYTES + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, y_scale[0])
-                stage, phase = following(stage, phase, stages)
+                stage, phase = advance(stage, phase, stages)
             store_rows(y, total, row + 16 * warp + (lane >> 2), column + 2 * (lane & 3), rows, n >> 1)
 
     return kernel, stages * (STAGE_BYTES + 16)
@@ -786,7 +789,7 @@ look_back("warp specialization", "a ring of stages", 31)
 # %% [markdown]
 # **Look back.** It gains twice what we predicted: the barrier of all threads had cost more than its bookkeeping.
 #
-# Who arrives at `writable`? The article has one thread of each warpgroup arrive, so that the barrier counts to 2. Then
+# Who arrives at `empty`? The article has one thread of each warpgroup arrive, so that the barrier counts to 2. Then
 # the other three warps may still be reading when the stage is given away. Each waits for its own multiplications, not
 # for its neighbours'. Here each warp says for itself that it is done, and the barrier counts to 8.
 #
@@ -814,11 +817,11 @@ draw.swapped([1, 8, 16, 32, 48, 64, 100, 128])
 
 # %%
 @cuda.jit(device=True)
-def load_tile(smem, at, map_x, map_weight, block, row, column, g, bars, ready, stage_bytes):
+def load_tile(smem, offset, map_x, map_weight, block, row, column, g, barriers, full, stage_bytes):
     """Weights, then tokens."""
-    mbarrier_arrive_expect_tx(bars, ready, stage_bytes)
-    tma_load_3d(smem, at, map_weight, 0, block * LINE, column, g, bars, ready)
-    tma_load_2d(smem, at + TILE_BYTES, map_x, 0, block * LINE, row, bars, ready)
+    mbarrier_arrive_expect_tx(barriers, full, stage_bytes)
+    tma_load_3d(smem, offset, map_weight, 0, block * BLOCK_K, column, g, barriers, full)
+    tma_load_2d(smem, offset + TILE_BYTES, map_x, 0, block * BLOCK_K, row, barriers, full)
 
 
 @cache
@@ -830,9 +833,9 @@ def make_store_columns(tokens):
         for j in range(tokens // 8):
             for i in range(2):
                 if token + 8 * j + i < rows:
-                    at = int64(token + 8 * j + i) * n + column
-                    y[at] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + i] * scale)
-                    y[at + 8] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + 2 + i] * scale)
+                    offset = int64(token + 8 * j + i) * n + column
+                    y[offset] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + i] * scale)
+                    y[offset + 8] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + 2 + i] * scale)
 
     return store
 
@@ -841,23 +844,27 @@ def make_store_columns(tokens):
 def make_transposed(tokens, stages):
     tile, wait, fma = make_wgmma_tile(tokens, "e4m3"), make_wgmma_wait(tokens, 0), make_fma(tokens)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    stage_bytes, zeros, store = TILE_BYTES + tokens * LINE, (np.float32(0),) * (tokens // 2), make_store_columns(tokens)
-    readable = stages * stage_bytes // 8
-    writable = readable + stages
+    stage_bytes, zeros, store = (
+        TILE_BYTES + tokens * BLOCK_K,
+        (np.float32(0),) * (tokens // 2),
+        make_store_columns(tokens),
+    )
+    full = stages * stage_bytes // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.y * tokens), int32(cuda.blockIdx.x * 128)
-        open_ring(bars, readable, writable, stages)
-        k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
+        init_barriers(barriers, full, empty, stages)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
             if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
                     load_tile(
                         smem,
                         stage * stage_bytes,
@@ -867,23 +874,23 @@ def make_transposed(tokens, stages):
                         row,
                         column,
                         0,
-                        bars,
-                        readable + stage,
+                        barriers,
+                        full + stage,
                         stage_bytes,
                     )
-                    stage, phase = following(stage, phase, stages)
+                    stage, phase = advance(stage, phase, stages)
         else:
             request_registers()
-            total, half, phase = zeros, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = zeros, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * stage_bytes + half)
                 b = wgmma_descriptor(smem, stage * stage_bytes + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, float32(1))
-                stage, phase = following(stage, phase, stages)
+                stage, phase = advance(stage, phase, stages)
             store(y, total, row + 2 * (lane & 3), column + 16 * warp + (lane >> 2), rows, n, y_scale[0])
 
     return kernel, stages * (stage_bytes + 16)
@@ -926,7 +933,7 @@ look_back("transposed MMA", "warp specialization", 34)
 
 
 # %%
-def few_tokens():
+def sixteen_tokens():
     """The same matrices and 16 tokens."""
     made = [topic.make_problem(p.weight, torch.tensor([16], dtype=torch.int32)) for p in DENSE]
     for p in made:
@@ -934,9 +941,9 @@ def few_tokens():
     return made
 
 
-SIXTEEN = few_tokens()
+SIXTEEN = sixteen_tokens()
 for name, run in (("warp specialization", run_specialised), ("transposed MMA", transposed_step(16))):
-    wrong = reference.mismatch(run(poisoned(SIXTEEN[0])), right_of(SIXTEEN[0]))
+    wrong = reference.mismatch(run(poisoned(SIXTEEN[0])), expected_output(SIXTEEN[0]))
     assert not wrong, f"{name}, 16 tokens: {wrong}"
     stats = kernel_time([lambda p=p, run=run: run(p) for p in SIXTEEN])
     for row in dense.rows:
@@ -978,15 +985,15 @@ Markdown("```python\n" + inspect.getsource(group_gemm.make_store_smem) + "```")
 
 # %%
 @cache
-def make_finish(tokens):
+def make_store_tile(tokens):
     """What comes in place of ``store(...)``."""
     store_smem = group_gemm.make_store_smem(group_gemm.HpcOpsConfig(tile_m=tokens))
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit(device=True)
-    def finish(smem, at, map_y, total, row, column, warp, lane):
+    def store_tile(smem, offset, map_y, total, row, column, warp, lane):
         half = int32(warp >> 2)
-        out = int32(at + half * (tokens * 128))
+        out = int32(offset + half * (tokens * 128))
         store_smem(smem, out, warp, lane, total)
         fence_proxy_async_shared()
         bar_sync(1 + half, 128)
@@ -995,31 +1002,31 @@ def make_finish(tokens):
             bulk_commit_group()
             wait_read()  # a block must not end before its copies have read what they copy
 
-    return finish
+    return store_tile
 
 
 @cache
 def make_epilogue(tokens, stages):
     tile, wait, fma = make_wgmma_tile(tokens, "e4m3"), make_wgmma_wait(tokens, 0), make_fma(tokens)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    stage_bytes, zeros = TILE_BYTES + tokens * LINE, (np.float32(0),) * (tokens // 2)
-    finish, out_at = make_finish(tokens), stages * stage_bytes
-    readable = (out_at + 2 * tokens * 128) // 8
-    writable = readable + stages
+    stage_bytes, zeros = TILE_BYTES + tokens * BLOCK_K, (np.float32(0),) * (tokens // 2)
+    store_tile, out_offset = make_store_tile(tokens), stages * stage_bytes
+    full = (out_offset + 2 * tokens * 128) // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, map_y, y_scale, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.y * tokens), int32(cuda.blockIdx.x * 128)
-        open_ring(bars, readable, writable, stages)
-        k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
+        init_barriers(barriers, full, empty, stages)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
             if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
                     load_tile(
                         smem,
                         stage * stage_bytes,
@@ -1029,24 +1036,24 @@ def make_epilogue(tokens, stages):
                         row,
                         column,
                         0,
-                        bars,
-                        readable + stage,
+                        barriers,
+                        full + stage,
                         stage_bytes,
                     )
-                    stage, phase = following(stage, phase, stages)
+                    stage, phase = advance(stage, phase, stages)
         else:
             request_registers()
-            total, half, phase = zeros, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = zeros, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * stage_bytes + half)
                 b = wgmma_descriptor(smem, stage * stage_bytes + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, y_scale[0])
-                stage, phase = following(stage, phase, stages)
-            finish(smem, out_at, map_y, total, row, column, warp, lane)
+                stage, phase = advance(stage, phase, stages)
+            store_tile(smem, out_offset, map_y, total, row, column, warp, lane)
 
     return kernel, stages * (stage_bytes + 16) + 2 * tokens * 128
 
@@ -1104,7 +1111,7 @@ def short_k(p):
         p.out.view(torch.int32),
         len(p.x),
         N,
-        K - LINE,
+        K - BLOCK_K,
         shared_bytes=shared_bytes,
     )
     return p.out
@@ -1142,22 +1149,22 @@ dense.plot(floor_us=DENSE_FLOOR)
 WEIGHTS = [topic.random_weight(GROUPS, N, K, device=DEVICE) for _ in range(1 if simulator.ENABLED else topic.SETS)]
 SIZES = {"main": ROWS, "few": FEW_ROWS, "many": MANY_ROWS}
 RECORDED = {"main": 2048, "few": 32, "many": 8192}  # what a GPU measures here, and what is recorded
-ALL_SAYS = {which: f"{rows} tokens" for which, rows in RECORDED.items()}
-SAYS = {which: ALL_SAYS[which] for which in ("few", "many")}
-PROBLEMS, RIGHT, FLOOR = {}, {}, {}
+LABELS = {which: f"{rows} tokens" for which, rows in RECORDED.items()}
+OTHER_LABELS = {which: LABELS[which] for which in ("few", "many")}
+PROBLEMS, EXPECTED, FLOOR = {}, {}, {}
 for which, rows in SIZES.items():
     lengths = topic.random_lengths(GROUPS, rows)
     PROBLEMS[which] = [topic.make_problem(weight, lengths) for weight in WEIGHTS]
     for p in PROBLEMS[which]:
         p.maps, p.made = {}, {}
         p.ends = lengths.cumsum(0).tolist()
-    RIGHT[which] = right_of(PROBLEMS[which][0])
+    EXPECTED[which] = expected_output(PROBLEMS[which][0])
     FLOOR[which] = topic.lower_bound(topic.random_lengths(32, RECORDED[which]), 4096, 7168)
     print(f"{which:<5} {lengths.tolist()}; {RECORDED[which]} tokens in 32 groups: floor {FLOOR[which][0]:.1f} us")
 
 ladder = Ladder(
     "grouped_gemm_ladder",
-    lambda output: check(output, RIGHT["main"]),
+    lambda output: check(output, EXPECTED["main"]),
     title="Grouped GEMM, step by step: 32 groups, 2048 tokens, N 4096, K 7168",
     reference_name="torch",
     config={"num_groups": GROUPS, "n": N, "k": K},
@@ -1166,25 +1173,25 @@ ladder = Ladder(
 us = ladder.us  # a step's median time, measured now or recorded
 
 
-def once(run, which="main"):
+def calls_of(run, which="main"):
     return [lambda p=p: run(p) for p in PROBLEMS[which]]
 
 
 def kernel_us(run, which):
     """The kernel time for another number of tokens, of a step that is right there too; None in the simulator."""
-    wrong = check(run(poisoned(PROBLEMS[which][0])), RIGHT[which])
-    assert not wrong, f"{SAYS.get(which, which)}: {wrong}"
-    stats = kernel_time(once(run, which), launches=10, replays=15)
+    wrong = check(run(poisoned(PROBLEMS[which][0])), EXPECTED[which])
+    assert not wrong, f"{OTHER_LABELS.get(which, which)}: {wrong}"
+    stats = kernel_time(calls_of(run, which), launches=10, replays=15)
     return stats and round(stats.median, 2)
 
 
 def measure(name, run, prediction, **more):
     """Check and time ``run(problem)`` for the main number of tokens and for the others."""
-    more |= {f"{which}_us": kernel_us(run, which) for which in SAYS}
+    more |= {f"{which}_us": kernel_us(run, which) for which in OTHER_LABELS}
     floor, count, flops = FLOOR["main"]
     more |= dict(floor_us=floor, bytes=count, flops=flops, prediction_us=prediction)
     poisoned(PROBLEMS["main"][0])
-    calls = once(run)
+    calls = calls_of(run)
     ladder.step(name, calls[0], timed=calls, dtype="e4m3", **more)
 
 
@@ -1198,10 +1205,10 @@ def keep(field, figures):
 
 def look_back_at_groups(name, before=None, predicted=None):
     look_back(name, before, predicted, ladder)
-    for which, says in SAYS.items():
+    for which, label in OTHER_LABELS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
-            print(f"    {says}: {now:.0f} us" + (f" (before: {then:.0f} us)" if then else ""))
+            print(f"    {label}: {now:.0f} us" + (f" (before: {then:.0f} us)" if then else ""))
 
 
 # %% [markdown]
@@ -1257,25 +1264,25 @@ draw.tile_starts([5, 3, 9, 2], 4)
 def make_padded(tokens, stages):
     tile, wait, fma = make_wgmma_tile(tokens, "e4m3"), make_wgmma_wait(tokens, 0), make_fma(tokens)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    stage_bytes, zeros = TILE_BYTES + tokens * LINE, (np.float32(0),) * (tokens // 2)
-    finish, out_at = make_finish(tokens), stages * stage_bytes
-    readable = (out_at + 2 * tokens * 128) // 8
-    writable = readable + stages
+    stage_bytes, zeros = TILE_BYTES + tokens * BLOCK_K, (np.float32(0),) * (tokens // 2)
+    store_tile, out_offset = make_store_tile(tokens), stages * stage_bytes
+    full = (out_offset + 2 * tokens * 128) // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, map_y, group_of_tile, y_scale, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.x * tokens), int32(cuda.blockIdx.y * 128)
-        open_ring(bars, readable, writable, stages)
+        init_barriers(barriers, full, empty, stages)
         g = group_of_tile[cuda.blockIdx.x]
-        k_blocks, stage = int32((k + LINE - 1) >> 7) if g >= 0 else int32(0), int32(0)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7) if g >= 0 else int32(0), int32(0)
         if warp >= 8:
             release_registers()
             if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
                     load_tile(
                         smem,
                         stage * stage_bytes,
@@ -1285,24 +1292,24 @@ def make_padded(tokens, stages):
                         row,
                         column,
                         g,
-                        bars,
-                        readable + stage,
+                        barriers,
+                        full + stage,
                         stage_bytes,
                     )
-                    stage, phase = following(stage, phase, stages)
+                    stage, phase = advance(stage, phase, stages)
         elif g >= 0:
             request_registers()
-            total, half, phase = zeros, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = zeros, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * stage_bytes + half)
                 b = wgmma_descriptor(smem, stage * stage_bytes + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, y_scale[g])
-                stage, phase = following(stage, phase, stages)
-            finish(smem, out_at, map_y, total, row, column, warp, lane)
+                stage, phase = advance(stage, phase, stages)
+            store_tile(smem, out_offset, map_y, total, row, column, warp, lane)
 
     return kernel, stages * (stage_bytes + 16) + 2 * tokens * 128
 
@@ -1320,7 +1327,7 @@ class Padded:
         self.rows = torch.arange(len(p.x), dtype=torch.int32, device=DEVICE)
         self.starts = torch.arange(self.tiles, device=DEVICE) * tokens
         self.group_of_tile = torch.empty(self.tiles, dtype=torch.int32, device=DEVICE)
-        maps = (self.x.view(FP8), (tokens, LINE)), (p.weight, (1, 128, LINE)), (self.y, (tokens, 64))
+        maps = (self.x.view(FP8), (tokens, BLOCK_K)), (p.weight, (1, 128, BLOCK_K)), (self.y, (tokens, 64))
         self.maps = [TensorMap(tensor, box, swizzle=128) for tensor, box in maps]
         self.kernel, self.shared_bytes = make_padded(tokens, STAGES)
 
@@ -1474,22 +1481,22 @@ print("inclusive:", [a + b for a, b in zip(EXCLUSIVE, values, strict=True)])
 # %%
 @cuda.jit
 def load_a_box(map_weight, out, k, n, g):
-    smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+    smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
     if cuda.threadIdx.x == 0:
-        mbarrier_init(bars, 128, 1)
+        mbarrier_init(barriers, 128, 1)
         fence_mbarrier_init()
-        mbarrier_arrive_expect_tx(bars, 128, 8 * 128)
-        tma_load_3d(smem, 0, map_weight, 0, k, n, g, bars, 128)
+        mbarrier_arrive_expect_tx(barriers, 128, 8 * 128)
+        tma_load_3d(smem, 0, map_weight, 0, k, n, g, barriers, 128)
     cuda.syncthreads()
-    mbarrier_wait_parity(bars, 128, uint32(0))
+    mbarrier_wait_parity(barriers, 128, uint32(0))
     for i in range(cuda.threadIdx.x, 8 * 128, 32):
         out[i] = smem[i]
 
 
 box = torch.zeros(8, 128, dtype=torch.uint8, device=DEVICE)
 launch(load_a_box, 1, 32, TensorMap(SMALL.weight, (1, 8, 128)), box, 128, 40, 2, shared_bytes=1032)
-BOX_RIGHT = torch.equal(box, SMALL.weight[2, 40:48, 128:].view(torch.uint8))
-print("box (1, 8, 128) at k 128, n 40, group 2, is weight[2, 40:48, 128:256]:", BOX_RIGHT)
+BOX_MATCHES = torch.equal(box, SMALL.weight[2, 40:48, 128:].view(torch.uint8))
+print("box (1, 8, 128) at k 128, n 40, group 2, is weight[2, 40:48, 128:256]:", BOX_MATCHES)
 try:
     OTHER_BOX = TensorMap(SMALL.weight, (4, 8, 1)) and "TMA takes it"
 except ValueError as error:
@@ -1533,23 +1540,23 @@ Markdown("```python\n" + "\n".join(map(inspect.getsource, (schedulers.horizontal
 
 
 # %%
-def walk(name, tiles, across, blocks):
+def schedule(name, tiles, n_tiles, blocks):
     """Each block's tiles, (group, m, n), in its order."""
     table, groups = list(tiles), len(tiles)
     if name == "vertical":
         table = [sum(tiles[:g]) for g in range(groups + 1)]
-    walks = [[] for _ in range(blocks)]
+    schedules = [[] for _ in range(blocks)]
     for first in range(blocks):
         block, g, before = first, 0, 0
         while g < groups:
-            g, before, m, n = getattr(schedulers, name)(table, 0, groups, across, block, g, before)
+            g, before, m, n = getattr(schedulers, name)(table, 0, groups, n_tiles, block, g, before)
             if g < groups:
-                walks[first].append((int(g), int(m), int(n)))
+                schedules[first].append((int(g), int(m), int(n)))
             block += blocks
-    return walks
+    return schedules
 
 
-draw.schedules({name: walk(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}, 3)
+draw.schedules({name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}, 3)
 
 # %% [markdown]
 # Every tile is computed once; the tests try this for random lengths. In the last **wave** some blocks are idle
@@ -1683,7 +1690,7 @@ for row in ladder.rows:
         row["by_tile"] = {str(tokens): own for tokens, own in BY_TILE.items()}
 KNOWN_TILES = (ladder.row("vertical") or {}).get("by_tile", {})
 for tokens, own in KNOWN_TILES.items():
-    print(f"kTileM {tokens:>3}: " + ", ".join(f"{ALL_SAYS[which]} {time:.0f} us" for which, time in own.items()))
+    print(f"kTileM {tokens:>3}: " + ", ".join(f"{LABELS[which]} {time:.0f} us" for which, time in own.items()))
 if not KNOWN_TILES:
     print("no figure is recorded yet")
 
@@ -1972,7 +1979,7 @@ ladder.plot(floor_us=FLOOR["main"][0], peers={name: time for name, time in times
 
 
 # %%
-def loses_a_row(p):
+def omits_a_row(p):
     lengths = p.seqlens.clone()
     lengths[lengths.argmax()] -= 1
     return group_gemm_pertensor_fp8(p.x, p.weight, lengths, p.cu_seqlens, p.y_scale, p.average, out=p.out)
@@ -1983,7 +1990,7 @@ def neighbours_scale(p):
 
 
 trial = Ladder("grouped_gemm_trial", ladder.check)
-for wrong_step in (loses_a_row, neighbours_scale):
+for wrong_step in (omits_a_row, neighbours_scale):
     trial.step(wrong_step.__name__, lambda run=wrong_step: run(poisoned(PROBLEMS["main"][0])), expect_wrong=True)
 
 # %% [markdown]
@@ -2023,8 +2030,8 @@ outputs = {
     ),
     "scales by blocks": group_gemm_blockwise_fp8(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale),
 }
-blocks_right = reference.group_gemm_blockwise(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale)
-print("the blockwise kernel:", reference.mismatch(outputs["scales by blocks"], blocks_right) or "right")
+blocks_expected = reference.group_gemm_blockwise(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale)
+print("the blockwise kernel:", reference.mismatch(outputs["scales by blocks"], blocks_expected) or "right")
 for name, y in outputs.items():
     errors = (y.double() - true).norm(dim=1) / true.norm(dim=1)
     print(
@@ -2048,14 +2055,14 @@ for which in SIZES:
     if which == "main" or not simulator.ENABLED:
         wrong = reference.mismatch(with_blocks(poisoned(p)), topic.expected_blockwise(p))
         assert not wrong, f"blockwise, {which}: {wrong}"
-    stats = kernel_time(once(with_blocks, which), launches=10, replays=15)
+    stats = kernel_time(calls_of(with_blocks, which), launches=10, replays=15)
     for row in ladder.rows:
         if row["step"] == "final" and stats:
             row[f"blocks_{which}_us"] = round(stats.median, 2)
     key = "kernel_us" if which == "main" else f"{which}_us"
     if us("final", f"blocks_{which}_us") and us("final", key):
         print(
-            f"{ALL_SAYS[which]}: {us('final', key):.0f} us with one scale a group, "
+            f"{LABELS[which]}: {us('final', key):.0f} us with one scale a group, "
             f"{us('final', f'blocks_{which}_us'):.0f} us by blocks"
         )
 if not us("final", "blocks_main_us"):
@@ -2092,10 +2099,10 @@ def silu_and_mul_fp8(y, scale, gate_up, rows, half):
     row = int32(uint32(warp) // uint32(blocks))
     block = int32(warp - row * blocks)
     if row < rows:
-        at, largest = int64(row) * half + int32(block * 64 + 2 * lane), float32(0)
+        offset, largest = int64(row) * half + int32(block * 64 + 2 * lane), float32(0)
         values = cuda.local.array(4, float32)
         for i in range(2):
-            gates, ups = uint32(gate_up[at + i]), uint32(gate_up[at + (half >> 1) + i])
+            gates, ups = uint32(gate_up[offset + i]), uint32(gate_up[offset + (half >> 1) + i])
             for h in range(2):
                 g = uint_as_float(uint32(gates & uint32(0xFFFF0000)) if h else uint32(gates << uint32(16)))
                 u = uint_as_float(uint32(ups & uint32(0xFFFF0000)) if h else uint32(ups << uint32(16)))
@@ -2133,7 +2140,7 @@ def two_kernels(p):
     return y, scale
 
 
-def one_kernel(p):
+def fused_silu_and_mul(p):
     given = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale, p.average
     return group_gemm_silu_and_mul_pertensor_fp8(*given, out=activated_outputs(p))
 
@@ -2153,7 +2160,7 @@ def activation_error(output, p):
 
 
 p = small_activated()
-for name, run in (("two kernels", two_kernels), ("one kernel", one_kernel)):
+for name, run in (("two kernels", two_kernels), ("one kernel", fused_silu_and_mul)):
     error = activation_error(run(p), p)
     print(f"{name}: relative error {100 * error:.1f} %")
     assert error < 0.035
@@ -2165,14 +2172,14 @@ assert wrong_error > 0.1
 TWO_OR_ONE = {}
 if N % 256 == 0:
     for which in SIZES:
-        steps = {"the product": run_package, "two kernels": two_kernels, "one kernel": one_kernel}
-        found = kernel_times({name: once(run, which) for name, run in steps.items()}, launches=10, replays=15)
+        steps = {"the product": run_package, "two kernels": two_kernels, "one kernel": fused_silu_and_mul}
+        found = kernel_times({name: calls_of(run, which) for name, run in steps.items()}, launches=10, replays=15)
         TWO_OR_ONE[which] = {name: round(stats.median, 1) for name, stats in found.items() if stats}
 TWO_OR_ONE = keep("two_or_one", TWO_OR_ONE)
 for which, found in TWO_OR_ONE.items():
     gain = 100 * (1 - found["one kernel"] / found["two kernels"])
     print(
-        f"{ALL_SAYS[which]}: "
+        f"{LABELS[which]}: "
         + ", ".join(f"{name} {time:.0f} us" for name, time in found.items())
         + f"; one saves {gain:+.1f} %"
     )
@@ -2232,11 +2239,11 @@ assert torch.equal(PROBLEMS["main"][0].out, copied)
 GATHERED = {}
 for which in SIZES:
     steps = {"copy, then multiply": copy_and_multiply, "gathered": multiply_gathered}
-    found = kernel_times({name: once(run, which) for name, run in steps.items()}, launches=10, replays=15)
+    found = kernel_times({name: calls_of(run, which) for name, run in steps.items()}, launches=10, replays=15)
     GATHERED[which] = {name: round(stats.median, 1) for name, stats in found.items() if stats}
 GATHERED = keep("gathered", {which: found for which, found in GATHERED.items() if found})
 for which, found in GATHERED.items():
-    print(f"{ALL_SAYS[which]}: " + ", ".join(f"{name} {time:.0f} us" for name, time in found.items()))
+    print(f"{LABELS[which]}: " + ", ".join(f"{name} {time:.0f} us" for name, time in found.items()))
 if not GATHERED:
     print("no figure is recorded yet")
 
@@ -2258,7 +2265,7 @@ if not GATHERED:
 
 
 # %%
-def by_turns():
+def time_per_tile():
     """Microseconds of a tile on one SM, for some numbers of turns; the largest size."""
     p, found = PROBLEMS["many"][0], {}
     tiles = sum(-(-rows // 288) for rows in p.seqlens.tolist()) * (p.weight.shape[1] // 128)
@@ -2274,10 +2281,10 @@ def by_turns():
     return found
 
 
-BY_TURNS = keep("by_turns", {} if simulator.ENABLED else by_turns())
-if BY_TURNS:
-    slope, beside = np.polyfit([int(turns) for turns in BY_TURNS], list(BY_TURNS.values()), 1)
-    print(", ".join(f"{turns} turns {time:.1f} us" for turns, time in BY_TURNS.items()))
+TILE_TIMES = keep("by_turns", {} if simulator.ENABLED else time_per_tile())
+if TILE_TIMES:
+    slope, beside = np.polyfit([int(turns) for turns in TILE_TIMES], list(TILE_TIMES.values()), 1)
+    print(", ".join(f"{turns} turns {time:.1f} us" for turns, time in TILE_TIMES.items()))
     print(
         f"a turn takes {slope:.2f} us, and {beside:.1f} us of a tile are not hidden: "
         f"{100 * beside / (beside + 56 * slope):.0f} % of a tile with K = 7168, "
@@ -2301,7 +2308,7 @@ ladder.save(notebook_sources("notebooks/08_grouped_gemm.py"))
 
 
 # %%
-def sweep(shape, series, says):
+def sweep(shape, series, label):
     """The times of all in ``series``, {label: {tokens: statistics}}, over the number of tokens; or a sentence."""
     if not GEMM or not series:
         return print("The comparison has not been recorded yet; `python -m moe_numba bench grouped_gemm` does it.")
@@ -2311,7 +2318,7 @@ def sweep(shape, series, says):
         xlabel="tokens in 32 groups",
         floor=floors,
         caption=plots.caption(GEMM),
-        title=f"Grouped GEMM, N {topic.SHAPES[shape]['n']}, K {topic.SHAPES[shape]['k']}, {says}",
+        title=f"Grouped GEMM, N {topic.SHAPES[shape]['n']}, K {topic.SHAPES[shape]['k']}, {label}",
     )
 
 
@@ -2326,9 +2333,9 @@ sweep("down", GEMM and topic.series_by_label(GEMM, "down"), "one scale a group")
 
 # %%
 BLOCKWISE = {}
-for scaling, says in (("tensor", ", one scale"), ("block", ", by blocks")) if GEMM else ():
+for scaling, label in (("tensor", ", one scale"), ("block", ", by blocks")) if GEMM else ():
     own = topic.series_by_label(GEMM, "gate_up", scaling)
-    BLOCKWISE |= {name + says: points for name, points in own.items() if not name.startswith("torch")}
+    BLOCKWISE |= {name + label: points for name, points in own.items() if not name.startswith("torch")}
 sweep("gate_up", BLOCKWISE, "one scale a group and scales by blocks")
 
 # %% [markdown]
@@ -2380,9 +2387,9 @@ claims.append(
     (
         "The loop launches a kernel for each group",
         verdict(
-            LOOP_STARTS["products"] == 3,
-            f"{LOOP_STARTS['products']} products for 3 groups that have tokens, "
-            f"{LOOP_STARTS['copies and fills']} copies and fills, and {LOOP_STARTS['waits of the host']} waits of the host",
+            LOOP_OPERATIONS["products"] == 3,
+            f"{LOOP_OPERATIONS['products']} products for 3 groups that have tokens, "
+            f"{LOOP_OPERATIONS['copies and fills']} copies and fills, and {LOOP_OPERATIONS['waits of the host']} waits of the host",
         ),
     )
 )
@@ -2398,8 +2405,8 @@ claims.append(
         if None in own_maps["few_us"]
         else "more subtle: one map and any first row will do, but it also brings other groups' rows: "
         + ", ".join(
-            f"{old:.0f} -> {new:.0f} us with {says}"
-            for (old, new), says in zip(own_maps.values(), ("2048 tokens", "32"))
+            f"{old:.0f} -> {new:.0f} us with {label}"
+            for (old, new), label in zip(own_maps.values(), ("2048 tokens", "32"))
         ),
     )
 )
@@ -2423,10 +2430,10 @@ claims.append(
     )
 )
 for which, average in AVERAGES.items():
-    says = f"{average} token{'s' * (average > 1)} a group"
+    label = f"{average} token{'s' * (average > 1)} a group"
     claims.append(
         (
-            f"kTileM {select_tile_m(average)} is good for {says}",
+            f"kTileM {select_tile_m(average)} is good for {label}",
             verdict(
                 KNOWN_TILES[str(select_tile_m(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
                 f"the fastest is {best_tile(which)}, {KNOWN_TILES[str(best_tile(which))][which]:.0f} us, and "
@@ -2450,7 +2457,7 @@ claims.append(
 claims.append(
     (
         "A 3-D coordinate and a 2-D box: the box covers the first two dimensions",
-        verdict(BOX_RIGHT, "it has three extents, and the third is 1"),
+        verdict(BOX_MATCHES, "it has three extents, and the third is 1"),
     )
 )
 claims.append(
@@ -2511,7 +2518,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #   that nothing is left.
 # - **Barriers without a fence.** After `mbarrier.init` there is only `__syncthreads`. The copy engine is another proxy;
 #   `fence.mbarrier_init` is for that.
-# - **256 arrivals, or one.** All 256 threads arrive at `writable`: right, but a warp's one arrival would do. The
+# - **256 arrivals, or one.** All 256 threads arrive at `empty`: right, but a warp's one arrival would do. The
 #   article's version has one for each warpgroup: too few (step 5).
 #
 # ## 13. Exercises
@@ -2521,7 +2528,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # 1. **Two stages are too few?** Time step 5 with 2, 3, 4 and 6 stages. *Hint: how many stages cover 0.8 us if a turn
 #    takes 0.3?*
 # 2. **A scheduler for the L2.** Write a third scheduler: as vertical, but only within 8 tiles of tokens, then the next
-#    column. *Hint: `divide` twice. `draw.schedules` shows whether it does what you want; `walk` whether each tile comes
+#    column. *Hint: `divide` twice. `draw.schedules` shows whether it does what you want; `schedule` whether each tile comes
 #    once.*
 # 3. **Fewer maps to make.** With `whole_x` half of what `update_grouped_tma` does is for nothing. Leave it out. *Hint:
 #    which lane has nothing to do then? Does the kernel take less time?*

@@ -84,16 +84,21 @@ def group_gemm_blockwise_fp8(
     weight : tensor [groups, n, k], float8_e4m3fn
         1 to 512 groups; n and k multiples of 64.
     seqlens : tensor [groups], int32
+        Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
         Contiguous: a scale for each 128 elements of a row, in the layout in which a cast kernel writes it.
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
         Contiguous: a scale for each 128 x 128 block of a weight.
     num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
     offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
+        Contiguous bfloat16 output.
     gather_indices : tensor [total], int32, optional
-        With it, x_scale is [tokens, ceil(k / 128)].
+        Row i of the product uses row ``gather_indices[i]`` of x and of x_scale.
 
     Returns
     -------
@@ -101,7 +106,7 @@ def group_gemm_blockwise_fp8(
 
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes the remaining arguments, the result and the errors.
+    group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
     options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
@@ -125,11 +130,17 @@ def group_gemm_bf16(
     weight : tensor [groups, n, k], bfloat16
         1 to 512 groups; n and k multiples of 64.
     seqlens : tensor [groups], int32
+        Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
     num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
     offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
+        Contiguous bfloat16 output.
     gather_indices : tensor [total], int32, optional
+        Row i of the product uses row ``gather_indices[i]`` of x.
 
     Returns
     -------
@@ -137,7 +148,7 @@ def group_gemm_bf16(
 
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes the arguments, the result and the errors.
+    group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
     options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
@@ -162,14 +173,19 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     weight : tensor [groups, n, k], float8_e4m3fn
         The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 64.
     seqlens : tensor [groups], int32
+        Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
     y_scale : tensor [groups], float32
         Factor for each group's gate and up.
     num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
     offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
     out : (tensor, tensor), optional
         Contiguous outputs: y and scale.
     gather_indices : tensor [total], int32, optional
+        Row i of the product uses row ``gather_indices[i]`` of x.
 
     Returns
     -------
@@ -180,7 +196,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
 
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes the remaining arguments and the errors.
+    group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
     options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
@@ -206,13 +222,18 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     weight : tensor [groups, n, k], float8_e4m3fn
         The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 64.
     seqlens : tensor [groups], int32
+        Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
     num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
     offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
     out : (tensor, tensor), optional
     gather_indices : tensor [total], int32, optional
+        Row i of the product uses row ``gather_indices[i]`` of x.
 
     Returns
     -------
@@ -223,7 +244,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     --------
     group_gemm_silu_and_mul_pertensor_fp8 : Describes the results.
     group_gemm_blockwise_fp8 : Describes the scales.
-    group_gemm_pertensor_fp8 : Describes the remaining arguments and the errors.
+    group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
     options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)

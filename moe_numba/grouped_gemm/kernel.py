@@ -125,11 +125,11 @@ def make_tma_producer(config, layout):
 
 @cache
 def make_aux_producer(config, layout):
-    """Make ``aux_producer(smem, index, lane, scales, source, problem, tiles, k_blocks, n_tiles)``.
+    """Make ``aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles)``.
 
-    Auxiliary warp ``index`` handles every third stage. With block scaling it writes a scale for each row of x, the
-    product of the row's and the weight block's. With ``gather`` it also copies the rows of x, while it loads scales.
-    The scales are ordered as a consumer thread needs them; see ``SharedMemoryLayout.scale_pitch``.
+    Auxiliary warp ``aux_warp`` (0 to 2) handles every third stage. With block scaling it writes a scale for each row of
+    x, the product of the row's and the weight block's. With ``gather`` it also copies the rows of x, while it loads
+    scales. The scales are ordered as a consumer thread needs them; see ``SharedMemoryLayout.scale_pitch``.
     """
     full, empty, advance = layout.full, layout.empty, make_advance(config.stages)
     scale_offset, stage_scales, pitch = layout.scale_offset, layout.stage_scales, layout.scale_pitch
@@ -143,10 +143,10 @@ def make_aux_producer(config, layout):
     get_tile, (first_tile, next_tile) = make_get_tile(config, layout), make_tile_loop(config.cluster_size)
 
     @cuda.jit(device=True)
-    def aux_producer(smem, index, lane, scales, source, problem, tiles, k_blocks, n_tiles):
-        stage, phase, skip = int32(0), uint32(1), int32(index)  # skip: stages before this warp's next one
+    def aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles):
+        stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
         if gather:
-            indices = int32(row_index_offset + index * row_indices)
+            indices = int32(row_index_offset + aux_warp * row_indices)
             x_rows, row_bytes = source.x_rows, uniform(source.row_bytes)
             source = GatherSource(source.x, source.row_indices, x_rows, row_bytes, source.valid_bytes)
         x_scales = cuda.local.array(count, float32)
@@ -170,11 +170,11 @@ def make_aux_producer(config, layout):
                             t = int32(lane + 32 * i)
                             row = int32(p * info.subtile_rows + t)
                             valid = t < info.subtile_rows and row < info.rows
-                            at = x_index + int32((p * info.subtile_rows + 32 * i) * k_blocks) + k_block
+                            index = x_index + int32((p * info.subtile_rows + 32 * i) * k_blocks) + k_block
                             if gather:
                                 x_row = smem.i32[uint32(indices + p * row_index_pitch + index_slot(t))]
-                                valid, at = valid and x_row >= 0, int64(x_row) * k_blocks + k_block
-                            x_scales[rows_per_lane * p + i] = scales.x[at] if valid else float32(0)
+                                valid, index = valid and x_row >= 0, int64(x_row) * k_blocks + k_block
+                            x_scales[rows_per_lane * p + i] = scales.x[index] if valid else float32(0)
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     if gather:
                         copy_rows(smem, indices, lane, stage, k_block, source, info)
@@ -182,10 +182,10 @@ def make_aux_producer(config, layout):
                         for i in range(rows_per_lane):
                             t = int32(lane + 32 * i)
                             quarter = int32(4 * p + ((t >> 1) & 3))
-                            at = int32(scale_offset + stage * stage_scales + quarter * pitch)
+                            offset = int32(scale_offset + stage * stage_scales + quarter * pitch)
                             if t < subtile_m:
                                 scale = x_scales[rows_per_lane * (p % m_subtiles) + i] * weight_scales[p % weight_tiles]
-                                smem.f32[uint32(at + (t >> 3) * 2 + (t & 1))] = scale
+                                smem.f32[uint32(offset + (t >> 3) * 2 + (t & 1))] = scale
                     if gather:
                         wait_rows()
                     cuda.syncwarp()
@@ -417,8 +417,8 @@ def make_kernel(config):
                 griddepcontrol_launch_dependents()
             if uses_aux and warp > CONSUMER_WARPS:
                 source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << (7 - block_k_shift)))
-                index = warp - CONSUMER_WARPS - 1
-                aux_producer(smem, index, lane, scales, source, problem, tiles, k_blocks, n_tiles)
+                aux_warp = warp - CONSUMER_WARPS - 1
+                aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles)
         else:
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)

@@ -157,11 +157,11 @@ def make_store_smem(config):
     @cuda.jit(device=True)
     def store_smem(smem, offset, warp, lane, acc):
         row, vector = int32(8 * (lane >> 4) + (lane & 7)), int32(2 * (warp & 3) + ((lane >> 3) & 1))
-        at = int32(offset + row * (2 * WARPGROUP_N) + ((vector ^ (row & 7)) << 4))
+        vector_offset = int32(offset + row * (2 * WARPGROUP_N) + ((vector ^ (row & 7)) << 4))
         for j in range(pairs):
             stmatrix_x4_trans(
                 smem,
-                at + j * (32 * WARPGROUP_N),
+                vector_offset + j * (32 * WARPGROUP_N),
                 cvt_rn_bf16x2_f32(acc[8 * j + 1], acc[8 * j]),
                 cvt_rn_bf16x2_f32(acc[8 * j + 3], acc[8 * j + 2]),
                 cvt_rn_bf16x2_f32(acc[8 * j + 5], acc[8 * j + 4]),
@@ -170,7 +170,7 @@ def make_store_smem(config):
         if odd:
             stmatrix_x2_trans(
                 smem,
-                at + pairs * (32 * WARPGROUP_N),
+                vector_offset + pairs * (32 * WARPGROUP_N),
                 cvt_rn_bf16x2_f32(acc[last + 1], acc[last]),
                 cvt_rn_bf16x2_f32(acc[last + 3], acc[last + 2]),
             )
