@@ -53,9 +53,9 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.course.articles.hpc_ops import group_gemm, update_grouped_tma
-from moe_numba.course.articles.hpc_ops.launch import Run
+from moe_numba.course.articles.hpc_ops.launch import HpcOpsGroupGemm
 from moe_numba.course.articles.hpc_ops.scheduler import host as schedulers
-from moe_numba.course.articles.hpc_ops.scheduler import tokens_of_tile, use_horizontal
+from moe_numba.course.articles.hpc_ops.scheduler import select_tile_m, use_horizontal
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records, rotating
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import grouped_gemm as topic
@@ -69,8 +69,8 @@ from moe_numba.grouped_gemm.api import (
     group_gemm_pertensor_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
-from moe_numba.grouped_gemm.configs import SIGNATURE
-from moe_numba.grouped_gemm.constants import THREADS, Constants, Layout
+from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.launch import SIGNATURE
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
@@ -85,7 +85,7 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_wait_parity,
 )
 from moe_numba.ptx.tma import tma_load_2d, tma_load_3d, tma_store_2d
-from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 from moe_numba.runtime.launch import launch
@@ -98,7 +98,7 @@ ROWS = 14 if simulator.ENABLED else 2048  # tokens in all groups together
 DENSE_ROWS = 8 if simulator.ENABLED else 512  # in one group
 FEW_ROWS, MANY_ROWS = (3, 30) if simulator.ENABLED else (32, 8192)
 STAGES = 2 if simulator.ENABLED else 4
-FP8, BF16, FULL = torch.float8_e4m3fn, torch.bfloat16, 0xFFFFFFFF
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 GEMM = records.recorded("grouped_gemm")  # what `python -m moe_numba bench grouped_gemm` measured
 
 # %% [markdown]
@@ -167,10 +167,12 @@ def naive_group_gemm_pertensor_fp8(x, w, seqlens, cu_seqlens, scale):
     return y
 
 
-SMALL = topic.problem(topic.random_weight(4, 128, 256, device=DEVICE), torch.tensor([5, 0, 9, 3], dtype=torch.int32))
+SMALL = topic.make_problem(
+    topic.random_weight(4, 128, 256, device=DEVICE), torch.tensor([5, 0, 9, 3], dtype=torch.int32)
+)
 
 
-def right_of(p):
+def expected_output(p):
     """The package's reference, in float64; a group's results times ``y_scale[group]``."""
     return reference.group_gemm(p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale)
 
@@ -204,15 +206,15 @@ def poisoned(p):
 
 def check(output, right):
     """None, or what is wrong; who says so may have added up in fewer bits."""
-    y, *mercy = output if isinstance(output, tuple) else (output,)
-    return reference.mismatch(y, right, 1e-2 if "fewer bits" in mercy else 2e-3)
+    y, *notes = output if isinstance(output, tuple) else (output,)
+    return reference.mismatch(y, right, 1e-2 if "fewer bits" in notes else 2e-3)
 
 
 def check_small(y):
-    return reference.mismatch(y, right_of(SMALL))
+    return reference.mismatch(y, expected_output(SMALL))
 
 
-print("the reference:  ", check_small(right_of(SMALL).to(BF16)))
+print("the reference:  ", check_small(expected_output(SMALL).to(BF16)))
 print("poison:         ", check_small(poisoned(SMALL).out))
 print("a scale for all:", check_small(naive_group_gemm_pertensor_fp8(*given, torch.ones((), device=DEVICE))))
 
@@ -245,8 +247,10 @@ for name, sides in topic.SHAPES.items():
         "".join(f"{us:9.1f}" for us in times),
         f"  crossover at {crossover(1, **sides):.0f} rows a group",
     )
-spread = topic.lengths_of(32, 32)
-print(f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.floor(spread, 4096, 7168)[0]:.1f} us")
+spread = topic.random_lengths(32, 32)
+print(
+    f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.lower_bound(spread, 4096, 7168)[0]:.1f} us"
+)
 
 # %% [markdown]
 # (With 32 rows, spread at random, more than a quarter of the groups have none, and their matrices need not be read. The
@@ -270,7 +274,7 @@ print(f"32 rows at random leave {int((spread == 0).sum())} groups empty: {topic.
 
 
 # %%
-class Starts(torch.utils._python_dispatch.TorchDispatchMode):
+class OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts what a function asks of the GPU: products, copies, and how often the host waits for a number."""
 
     def __init__(self):
@@ -289,10 +293,10 @@ class Starts(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-with Starts() as starts:
+with OperationCounter() as starts:
     naive_group_gemm_pertensor_fp8(*given, torch.ones((), device=DEVICE))
-LOOP_STARTS = starts.found
-print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for what, count in LOOP_STARTS.items()))
+LOOP_OPERATIONS = starts.found
+print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for what, count in LOOP_OPERATIONS.items()))
 
 # %% [markdown]
 # The waits are worse than the launches. `.item()` fetches a number from the GPU, so the host stops until everything
@@ -307,17 +311,19 @@ print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for 
 # %%
 def dense_problem():
     weight = topic.random_weight(1, N, K, device=DEVICE)
-    p = topic.problem(weight, torch.tensor([DENSE_ROWS], dtype=torch.int32))
+    p = topic.make_problem(weight, torch.tensor([DENSE_ROWS], dtype=torch.int32))
     p.maps = {}
     return p
 
 
 DENSE = rotating(dense_problem, N * K)
-DENSE_RIGHT = right_of(DENSE[0])
-DENSE_FLOOR, DENSE_BYTES, DENSE_FLOPS = topic.floor(torch.tensor([512]), 4096, 7168)  # what is measured or recorded
+DENSE_EXPECTED = expected_output(DENSE[0])
+DENSE_FLOOR, DENSE_BYTES, DENSE_FLOPS = topic.lower_bound(
+    torch.tensor([512]), 4096, 7168
+)  # what is measured or recorded
 dense = Ladder(
     "grouped_gemm_dense_ladder",
-    lambda output: check(output, DENSE_RIGHT),
+    lambda output: check(output, DENSE_EXPECTED),
     title="FP8 GEMM, step by step: 512 x 4096 x 7168, one matrix",
     reference_name="torch",
     config={"num_groups": 1, "n": N, "k": K},
@@ -426,45 +432,45 @@ look_back("naive", "torch", 32000)
 
 # %%
 TILE, DEPTH, PITCH = 64, 32, 33  # the pitch is odd, so that a column falls on different banks
-ROOM = TILE * PITCH
+TILE_ELEMENTS = TILE * PITCH
 
 
 @cuda.jit(device=True)
-def bring(source, into, first, limit, pairs, at, thread):
+def load_floats(source, smem_tile, first, limit, pairs, offset, thread):
     """64 rows of 32 elements, zeros beyond the last row; 4 threads a row."""
     row, part = thread // 4, thread % 4
     for i in range(4):
         a, b = float32(0), float32(0)
         if first + row < limit:
-            a, b = e4m3x2_as_floats(uint32(source[int64(first + row) * pairs + at + part * 4 + i]))
-        into[row * PITCH + part * 8 + 2 * i] = a
-        into[row * PITCH + part * 8 + 2 * i + 1] = b
+            a, b = e4m3x2_as_floats(uint32(source[int64(first + row) * pairs + offset + part * 4 + i]))
+        smem_tile[row * PITCH + part * 8 + 2 * i] = a
+        smem_tile[row * PITCH + part * 8 + 2 * i + 1] = b
 
 
 @cuda.jit
 def tiled(x, weight, y_scale, y, rows, n, k):
-    xs, ws = cuda.shared.array(ROOM, float32), cuda.shared.array(ROOM, float32)
+    xs, ws = cuda.shared.array(TILE_ELEMENTS, float32), cuda.shared.array(TILE_ELEMENTS, float32)
     totals = cuda.local.array(16, float32)
     thread, pairs = int32(cuda.threadIdx.x), int32(k >> 1)
     column, row = int32(cuda.blockIdx.x * TILE), int32(cuda.blockIdx.y * TILE)
-    across, down = thread % 16, thread // 16
+    thread_column, thread_row = thread % 16, thread // 16
     for i in range(16):
         totals[i] = 0
-    for at in range(0, pairs, DEPTH // 2):
-        bring(x, xs, row, rows, pairs, at, thread)
-        bring(weight, ws, column, n, pairs, at, thread)
+    for offset in range(0, pairs, DEPTH // 2):
+        load_floats(x, xs, row, rows, pairs, offset, thread)
+        load_floats(weight, ws, column, n, pairs, offset, thread)
         cuda.syncthreads()
         for j in range(DEPTH):
             for i in range(4):
-                a = xs[(down + 16 * i) * PITCH + j]
+                a = xs[(thread_row + 16 * i) * PITCH + j]
                 for h in range(4):
-                    totals[4 * i + h] += a * ws[(across + 16 * h) * PITCH + j]
+                    totals[4 * i + h] += a * ws[(thread_column + 16 * h) * PITCH + j]
         cuda.syncthreads()
     for i in range(4):
         for h in range(4):
-            if row + down + 16 * i < rows and column + across + 16 * h < n:
+            if row + thread_row + 16 * i < rows and column + thread_column + 16 * h < n:
                 value = uint32(cvt_rn_bf16x2_f32(float32(0), totals[4 * i + h] * y_scale[0]))
-                y[(row + down + 16 * i) * n + column + across + 16 * h] = value
+                y[(row + thread_row + 16 * i) * n + column + thread_column + 16 * h] = value
 
 
 def run_tiled(p):
@@ -507,50 +513,50 @@ look_back("tiles in shared memory", "naive", 2000)
 # turns: 62 us.
 
 # %%
-LINE = 128  # bytes of K in a stage: four wgmmas
-TILE_BYTES = 128 * LINE
+BLOCK_K = 128  # bytes of K in a stage: four wgmmas
+TILE_BYTES = 128 * BLOCK_K
 STAGE_BYTES = 2 * TILE_BYTES  # tokens, then weights
 ZEROS = (np.float32(0),) * 64
 
 
 @cuda.jit(device=True)
-def load_stage(smem, at, map_x, map_weight, block, row, column, bars, ready):
-    mbarrier_arrive_expect_tx(bars, ready, STAGE_BYTES)
-    tma_load_2d(smem, at, map_x, 0, block * LINE, row, bars, ready)
-    tma_load_3d(smem, at + TILE_BYTES, map_weight, 0, block * LINE, column, 0, bars, ready)
+def load_stage(smem, offset, map_x, map_weight, block, row, column, barriers, full):
+    mbarrier_arrive_expect_tx(barriers, full, STAGE_BYTES)
+    tma_load_2d(smem, offset, map_x, 0, block * BLOCK_K, row, barriers, full)
+    tma_load_3d(smem, offset + TILE_BYTES, map_weight, 0, block * BLOCK_K, column, 0, barriers, full)
 
 
 @cuda.jit(device=True)
-def store_rows(y, total, row, column, rows, words):
-    """A thread's fragment to global memory, two neighbours in a word; ``words`` are in a row of y."""
-    at = int64(row) * words + (column >> 1)
+def store_rows(y, total, row, column, rows, pitch):
+    """A thread's fragment to global memory, two neighbours in a word; a row of y has ``pitch`` words."""
+    offset = int64(row) * pitch + (column >> 1)
     for j in range(16):
         if row < rows:
-            y[at + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 1], total[4 * j])
+            y[offset + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 1], total[4 * j])
         if row + 8 < rows:
-            y[at + 8 * words + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 3], total[4 * j + 2])
+            y[offset + 8 * pitch + 4 * j] = cvt_rn_bf16x2_f32(total[4 * j + 3], total[4 * j + 2])
 
 
 @cache
 def make_one_stage():
     tile, wait, fma = make_wgmma_tile(128, "e4m3"), make_wgmma_wait(128, 0), make_fma(128)
-    ready = STAGE_BYTES // 8  # the barrier lies behind the stage
+    full = STAGE_BYTES // 8  # the barrier lies behind the stage
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         thread = int32(cuda.threadIdx.x)
         lane, warp = int32(thread & 31), int32(thread >> 5)
         row, column = int32(cuda.blockIdx.y * 128), int32(cuda.blockIdx.x * 128)
         if thread == 0:
-            mbarrier_init(bars, ready, 1)
+            mbarrier_init(barriers, full, 1)
             fence_mbarrier_init()
         cuda.syncthreads()
-        total, half = ZEROS, int32((warp >> 2) * (64 * LINE))
-        for block in range((k + LINE - 1) // LINE):
-            if warp == 0 and elect_sync(FULL):
-                load_stage(smem, 0, map_x, map_weight, block, row, column, bars, ready)
-            mbarrier_wait_parity(bars, ready, uint32(block & 1))
+        total, half = ZEROS, int32((warp >> 2) * (64 * BLOCK_K))
+        for block in range((k + BLOCK_K - 1) // BLOCK_K):
+            if warp == 0 and elect_sync(FULL_MASK):
+                load_stage(smem, 0, map_x, map_weight, block, row, column, barriers, full)
+            mbarrier_wait_parity(barriers, full, uint32(block & 1))
             a, b = wgmma_descriptor(smem, half), wgmma_descriptor(smem, TILE_BYTES)
             product = wait(tile(a, b))
             total = fma(total, product, y_scale[0])
@@ -564,7 +570,10 @@ def make_one_stage():
 def maps_of(p, tokens=128):
     """Maps of x and of the weights, made once."""
     if tokens not in p.maps:
-        p.maps[tokens] = TensorMap(p.x, (tokens, LINE), swizzle=128), TensorMap(p.weight, (1, 128, LINE), swizzle=128)
+        p.maps[tokens] = (
+            TensorMap(p.x, (tokens, BLOCK_K), swizzle=128),
+            TensorMap(p.weight, (1, 128, BLOCK_K), swizzle=128),
+        )
     return p.maps[tokens]
 
 
@@ -615,39 +624,39 @@ look_back("wgmma, one stage", "tiles in shared memory", 62)
 @cache
 def make_ring(stages):
     tile, wait, fma = make_wgmma_tile(128, "e4m3"), make_wgmma_wait(128, 0), make_fma(128)
-    ready = stages * STAGE_BYTES // 8  # the barriers lie behind the stages
+    full = stages * STAGE_BYTES // 8  # the barriers lie behind the stages
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         thread = int32(cuda.threadIdx.x)
         lane, warp = int32(thread & 31), int32(thread >> 5)
         row, column = int32(cuda.blockIdx.y * 128), int32(cuda.blockIdx.x * 128)
         if thread == 0:
             for stage in range(stages):
-                mbarrier_init(bars, ready + stage, 1)
+                mbarrier_init(barriers, full + stage, 1)
             fence_mbarrier_init()
         cuda.syncthreads()
-        total, half = ZEROS, int32((warp >> 2) * (64 * LINE))
-        k_blocks = int32((k + LINE - 1) // LINE)
-        stage, parity, ahead = int32(0), uint32(0), int32(0)
+        total, half = ZEROS, int32((warp >> 2) * (64 * BLOCK_K))
+        k_blocks = int32((k + BLOCK_K - 1) // BLOCK_K)
+        stage, phase, next_stage = int32(0), uint32(0), int32(0)
         for block in range(1 - stages, k_blocks):
             if block + stages - 1 < k_blocks:
-                if warp == 0 and elect_sync(FULL):
+                if warp == 0 and elect_sync(FULL_MASK):
                     load_stage(
                         smem,
-                        ahead * STAGE_BYTES,
+                        next_stage * STAGE_BYTES,
                         map_x,
                         map_weight,
                         block + stages - 1,
                         row,
                         column,
-                        bars,
-                        ready + ahead,
+                        barriers,
+                        full + next_stage,
                     )
-                ahead = int32(ahead + 1) if ahead + 1 < stages else int32(0)
+                next_stage = int32(next_stage + 1) if next_stage + 1 < stages else int32(0)
             if block >= 0:
-                mbarrier_wait_parity(bars, ready + stage, parity)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * STAGE_BYTES + half)
                 b = wgmma_descriptor(smem, stage * STAGE_BYTES + TILE_BYTES)
                 product = wait(tile(a, b))
@@ -655,7 +664,7 @@ def make_ring(stages):
                 cuda.syncthreads()  # before the stage is filled again
                 stage = int32(stage + 1)
                 if stage == stages:
-                    stage, parity = int32(0), uint32(parity ^ uint32(1))
+                    stage, phase = int32(0), uint32(phase ^ uint32(1))
         store_rows(y, total, row + 16 * warp + (lane >> 2), column + 2 * (lane & 3), rows, n >> 1)
 
     return kernel, stages * (STAGE_BYTES + 8)
@@ -679,14 +688,14 @@ look_back("a ring of stages", "wgmma, one stage", 34)
 #
 # **Idea.** Give loading and multiplying to different warps. A third warpgroup, the **producer**, does nothing but ask
 # for copies (one of its threads does). The other two, the **consumers**, do nothing but multiply. They talk through two
-# mbarriers a stage: `readable` (also called full) completes when the bytes are there; `writable` (empty) when the
+# mbarriers a stage: `full` (`readable` in hpc-ops) completes when the bytes are there; `empty` (`writable`) when the
 # consumers are done with them. Nobody waits for more than that. 384 threads = 256 + 128, as in the article.
 #
 # The multiplying threads need many registers, the loading ones few. `setmaxnreg` moves them: 40 for the loading
 # threads, 232 for the others.
 #
 # **Phases.** A barrier has a phase, 0 or 1, and `wait_barrier(b, phase)` waits until *the phase of that parity has
-# ended*. A new barrier is in phase 0. So the consumers start by waiting for phase 0 of `readable`. The producer must
+# ended*. A new barrier is in phase 0. So the consumers start by waiting for phase 0 of `full`. The producer must
 # not wait in its first round, since all stages are free. It starts with phase 1, "the one before", which counts as
 # ended. The article's pseudocode begins with one `int phase = 0` for both; taken literally it would wait for ever. Let
 # us ask the hardware, and the simulator. May a thread pass a new barrier?
@@ -694,17 +703,17 @@ look_back("a ring of stages", "wgmma, one stage", 34)
 
 # %%
 @cuda.jit
-def ask_a_new_barrier(answers):
-    bars = cuda.shared.array(1, uint64)
+def try_wait_on_new_barrier(answers):
+    barriers = cuda.shared.array(1, uint64)
     if cuda.threadIdx.x == 0:
-        mbarrier_init(bars, 0, 1)
+        mbarrier_init(barriers, 0, 1)
         fence_mbarrier_init()
         for phase in range(2):
-            answers[phase] = mbarrier_try_wait_parity(bars, 0, uint32(phase))
+            answers[phase] = mbarrier_try_wait_parity(barriers, 0, uint32(phase))
 
 
 answers = torch.full((2,), -7, dtype=torch.int32, device=DEVICE)
-launch(ask_a_new_barrier, 1, 32, answers)
+launch(try_wait_on_new_barrier, 1, 32, answers)
 NEW_BARRIER = answers.tolist()
 print(f"phase 0: {bool(NEW_BARRIER[0])}; phase 1: {bool(NEW_BARRIER[1])}")
 
@@ -715,19 +724,19 @@ print(f"phase 0: {bool(NEW_BARRIER[0])}; phase 1: {bool(NEW_BARRIER[1])}")
 
 # %%
 @cuda.jit(device=True)
-def following(stage, phase, stages):
+def advance(stage, phase, stages):
     """The next stage of the ring; the phase changes where it begins anew."""
     stage = int32(stage + 1)
     return (int32(0), uint32(phase ^ uint32(1))) if stage == stages else (stage, phase)
 
 
 @cuda.jit(device=True)
-def open_ring(bars, readable, writable, stages):
+def init_barriers(barriers, full, empty, stages):
     """New barriers for all stages, which all threads may use after it."""
     if cuda.threadIdx.x == 0:
         for stage in range(stages):
-            mbarrier_init(bars, readable + stage, 1)
-            mbarrier_init(bars, writable + stage, 8)  # an arrival from each warp that multiplies
+            mbarrier_init(barriers, full + stage, 1)
+            mbarrier_init(barriers, empty + stage, 8)  # an arrival from each warp that multiplies
         fence_mbarrier_init()
     cuda.syncthreads()
 
@@ -736,36 +745,36 @@ def open_ring(bars, readable, writable, stages):
 def make_specialised(stages):
     tile, wait, fma = make_wgmma_tile(128, "e4m3"), make_wgmma_wait(128, 0), make_fma(128)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    readable = stages * STAGE_BYTES // 8
-    writable = readable + stages
+    full = stages * STAGE_BYTES // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.y * 128), int32(cuda.blockIdx.x * 128)
-        open_ring(bars, readable, writable, stages)
-        k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
+        init_barriers(barriers, full, empty, stages)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
-                    load_stage(smem, stage * STAGE_BYTES, map_x, map_weight, block, row, column, bars, readable + stage)
-                    stage, phase = following(stage, phase, stages)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
+                    load_stage(smem, stage * STAGE_BYTES, map_x, map_weight, block, row, column, barriers, full + stage)
+                    stage, phase = advance(stage, phase, stages)
         else:
             request_registers()
-            total, half, phase = ZEROS, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = ZEROS, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * STAGE_BYTES + half)
                 b = wgmma_descriptor(smem, stage * STAGE_BYTES + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, y_scale[0])
-                stage, phase = following(stage, phase, stages)
+                stage, phase = advance(stage, phase, stages)
             store_rows(y, total, row + 16 * warp + (lane >> 2), column + 2 * (lane & 3), rows, n >> 1)
 
     return kernel, stages * (STAGE_BYTES + 16)
@@ -780,7 +789,7 @@ look_back("warp specialization", "a ring of stages", 31)
 # %% [markdown]
 # **Look back.** It gains twice what we predicted: the barrier of all threads had cost more than its bookkeeping.
 #
-# Who arrives at `writable`? The article has one thread of each warpgroup arrive, so that the barrier counts to 2. Then
+# Who arrives at `empty`? The article has one thread of each warpgroup arrive, so that the barrier counts to 2. Then
 # the other three warps may still be reading when the stage is given away. Each waits for its own multiplications, not
 # for its neighbours'. Here each warp says for itself that it is done, and the barrier counts to 8.
 #
@@ -808,11 +817,11 @@ draw.swapped([1, 8, 16, 32, 48, 64, 100, 128])
 
 # %%
 @cuda.jit(device=True)
-def load_tile(smem, at, map_x, map_weight, block, row, column, g, bars, ready, stage_bytes):
+def load_tile(smem, offset, map_x, map_weight, block, row, column, g, barriers, full, stage_bytes):
     """Weights, then tokens."""
-    mbarrier_arrive_expect_tx(bars, ready, stage_bytes)
-    tma_load_3d(smem, at, map_weight, 0, block * LINE, column, g, bars, ready)
-    tma_load_2d(smem, at + TILE_BYTES, map_x, 0, block * LINE, row, bars, ready)
+    mbarrier_arrive_expect_tx(barriers, full, stage_bytes)
+    tma_load_3d(smem, offset, map_weight, 0, block * BLOCK_K, column, g, barriers, full)
+    tma_load_2d(smem, offset + TILE_BYTES, map_x, 0, block * BLOCK_K, row, barriers, full)
 
 
 @cache
@@ -824,9 +833,9 @@ def make_store_columns(tokens):
         for j in range(tokens // 8):
             for i in range(2):
                 if token + 8 * j + i < rows:
-                    at = int64(token + 8 * j + i) * n + column
-                    y[at] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + i] * scale)
-                    y[at + 8] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + 2 + i] * scale)
+                    offset = int64(token + 8 * j + i) * n + column
+                    y[offset] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + i] * scale)
+                    y[offset + 8] = cvt_rn_bf16x2_f32(float32(0), total[4 * j + 2 + i] * scale)
 
     return store
 
@@ -835,23 +844,27 @@ def make_store_columns(tokens):
 def make_transposed(tokens, stages):
     tile, wait, fma = make_wgmma_tile(tokens, "e4m3"), make_wgmma_wait(tokens, 0), make_fma(tokens)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    stage_bytes, zeros, store = TILE_BYTES + tokens * LINE, (np.float32(0),) * (tokens // 2), make_store_columns(tokens)
-    readable = stages * stage_bytes // 8
-    writable = readable + stages
+    stage_bytes, zeros, store = (
+        TILE_BYTES + tokens * BLOCK_K,
+        (np.float32(0),) * (tokens // 2),
+        make_store_columns(tokens),
+    )
+    full = stages * stage_bytes // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, y_scale, y, rows, n, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.y * tokens), int32(cuda.blockIdx.x * 128)
-        open_ring(bars, readable, writable, stages)
-        k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
+        init_barriers(barriers, full, empty, stages)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
                     load_tile(
                         smem,
                         stage * stage_bytes,
@@ -861,23 +874,23 @@ def make_transposed(tokens, stages):
                         row,
                         column,
                         0,
-                        bars,
-                        readable + stage,
+                        barriers,
+                        full + stage,
                         stage_bytes,
                     )
-                    stage, phase = following(stage, phase, stages)
+                    stage, phase = advance(stage, phase, stages)
         else:
             request_registers()
-            total, half, phase = zeros, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = zeros, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * stage_bytes + half)
                 b = wgmma_descriptor(smem, stage * stage_bytes + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, float32(1))
-                stage, phase = following(stage, phase, stages)
+                stage, phase = advance(stage, phase, stages)
             store(y, total, row + 2 * (lane & 3), column + 16 * warp + (lane >> 2), rows, n, y_scale[0])
 
     return kernel, stages * (stage_bytes + 16)
@@ -920,17 +933,17 @@ look_back("transposed MMA", "warp specialization", 34)
 
 
 # %%
-def few_tokens():
+def sixteen_tokens():
     """The same matrices and 16 tokens."""
-    made = [topic.problem(p.weight, torch.tensor([16], dtype=torch.int32)) for p in DENSE]
+    made = [topic.make_problem(p.weight, torch.tensor([16], dtype=torch.int32)) for p in DENSE]
     for p in made:
         p.maps = {}
     return made
 
 
-SIXTEEN = few_tokens()
+SIXTEEN = sixteen_tokens()
 for name, run in (("warp specialization", run_specialised), ("transposed MMA", transposed_step(16))):
-    wrong = reference.mismatch(run(poisoned(SIXTEEN[0])), right_of(SIXTEEN[0]))
+    wrong = reference.mismatch(run(poisoned(SIXTEEN[0])), expected_output(SIXTEEN[0]))
     assert not wrong, f"{name}, 16 tokens: {wrong}"
     stats = kernel_time([lambda p=p, run=run: run(p) for p in SIXTEEN])
     for row in dense.rows:
@@ -954,10 +967,10 @@ for name, run in (("warp specialization", run_specialised), ("transposed MMA", t
 # **Idea.** Let the hardware turn the results round. `stmatrix` with `.trans` takes 8 x 8 matrices of 16-bit numbers out
 # of a warp's registers and writes them to shared memory, transposed: eight neighbours of a token become 16 bytes. A
 # whole tile lies there then as TMA wants it, and one thread stores it with a single `tma_store_2d`. TMA also cuts off
-# what is outside of `Y`. The function `put` is the document's kernel's, from the package:
+# what is outside of `Y`. The function `store_smem` is that of our Numba port of hpc-ops' kernel:
 
 # %%
-Markdown("```python\n" + inspect.getsource(group_gemm.make_put) + "```")
+Markdown("```python\n" + inspect.getsource(group_gemm.make_store_smem) + "```")
 
 # %% [markdown]
 # A token's 64 results of a warpgroup are a row of 128 bytes. The chunks of 16 bytes are **swizzled**: chunk `c` of row
@@ -972,48 +985,48 @@ Markdown("```python\n" + inspect.getsource(group_gemm.make_put) + "```")
 
 # %%
 @cache
-def make_finish(tokens):
+def make_store_tile(tokens):
     """What comes in place of ``store(...)``."""
-    put = group_gemm.make_put(group_gemm.Constants(tokens=tokens))
+    store_smem = group_gemm.make_store_smem(group_gemm.HpcOpsConfig(tile_m=tokens))
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit(device=True)
-    def finish(smem, at, map_y, total, row, column, warp, lane):
+    def store_tile(smem, offset, map_y, total, row, column, warp, lane):
         half = int32(warp >> 2)
-        out = int32(at + half * (tokens * 128))
-        put(smem, out, warp, lane, total)
+        out = int32(offset + half * (tokens * 128))
+        store_smem(smem, out, warp, lane, total)
         fence_proxy_async_shared()
         bar_sync(1 + half, 128)
-        if (warp & 3) == 0 and elect_sync(FULL):
+        if (warp & 3) == 0 and elect_sync(FULL_MASK):
             tma_store_2d(map_y, 0, column + 64 * half, row, smem, out)
             bulk_commit_group()
             wait_read()  # a block must not end before its copies have read what they copy
 
-    return finish
+    return store_tile
 
 
 @cache
 def make_epilogue(tokens, stages):
     tile, wait, fma = make_wgmma_tile(tokens, "e4m3"), make_wgmma_wait(tokens, 0), make_fma(tokens)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    stage_bytes, zeros = TILE_BYTES + tokens * LINE, (np.float32(0),) * (tokens // 2)
-    finish, out_at = make_finish(tokens), stages * stage_bytes
-    readable = (out_at + 2 * tokens * 128) // 8
-    writable = readable + stages
+    stage_bytes, zeros = TILE_BYTES + tokens * BLOCK_K, (np.float32(0),) * (tokens // 2)
+    store_tile, out_offset = make_store_tile(tokens), stages * stage_bytes
+    full = (out_offset + 2 * tokens * 128) // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, map_y, y_scale, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.y * tokens), int32(cuda.blockIdx.x * 128)
-        open_ring(bars, readable, writable, stages)
-        k_blocks, stage = int32((k + LINE - 1) >> 7), int32(0)
+        init_barriers(barriers, full, empty, stages)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
                     load_tile(
                         smem,
                         stage * stage_bytes,
@@ -1023,24 +1036,24 @@ def make_epilogue(tokens, stages):
                         row,
                         column,
                         0,
-                        bars,
-                        readable + stage,
+                        barriers,
+                        full + stage,
                         stage_bytes,
                     )
-                    stage, phase = following(stage, phase, stages)
+                    stage, phase = advance(stage, phase, stages)
         else:
             request_registers()
-            total, half, phase = zeros, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = zeros, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * stage_bytes + half)
                 b = wgmma_descriptor(smem, stage * stage_bytes + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, y_scale[0])
-                stage, phase = following(stage, phase, stages)
-            finish(smem, out_at, map_y, total, row, column, warp, lane)
+                stage, phase = advance(stage, phase, stages)
+            store_tile(smem, out_offset, map_y, total, row, column, warp, lane)
 
     return kernel, stages * (stage_bytes + 16) + 2 * tokens * 128
 
@@ -1098,7 +1111,7 @@ def short_k(p):
         p.out.view(torch.int32),
         len(p.x),
         N,
-        K - LINE,
+        K - BLOCK_K,
         shared_bytes=shared_bytes,
     )
     return p.out
@@ -1136,22 +1149,22 @@ dense.plot(floor_us=DENSE_FLOOR)
 WEIGHTS = [topic.random_weight(GROUPS, N, K, device=DEVICE) for _ in range(1 if simulator.ENABLED else topic.SETS)]
 SIZES = {"main": ROWS, "few": FEW_ROWS, "many": MANY_ROWS}
 RECORDED = {"main": 2048, "few": 32, "many": 8192}  # what a GPU measures here, and what is recorded
-ALL_SAYS = {which: f"{rows} tokens" for which, rows in RECORDED.items()}
-SAYS = {which: ALL_SAYS[which] for which in ("few", "many")}
-PROBLEMS, RIGHT, FLOOR = {}, {}, {}
+LABELS = {which: f"{rows} tokens" for which, rows in RECORDED.items()}
+OTHER_LABELS = {which: LABELS[which] for which in ("few", "many")}
+PROBLEMS, EXPECTED, FLOOR = {}, {}, {}
 for which, rows in SIZES.items():
-    lengths = topic.lengths_of(GROUPS, rows)
-    PROBLEMS[which] = [topic.problem(weight, lengths) for weight in WEIGHTS]
+    lengths = topic.random_lengths(GROUPS, rows)
+    PROBLEMS[which] = [topic.make_problem(weight, lengths) for weight in WEIGHTS]
     for p in PROBLEMS[which]:
         p.maps, p.made = {}, {}
         p.ends = lengths.cumsum(0).tolist()
-    RIGHT[which] = right_of(PROBLEMS[which][0])
-    FLOOR[which] = topic.floor(topic.lengths_of(32, RECORDED[which]), 4096, 7168)
+    EXPECTED[which] = expected_output(PROBLEMS[which][0])
+    FLOOR[which] = topic.lower_bound(topic.random_lengths(32, RECORDED[which]), 4096, 7168)
     print(f"{which:<5} {lengths.tolist()}; {RECORDED[which]} tokens in 32 groups: floor {FLOOR[which][0]:.1f} us")
 
 ladder = Ladder(
     "grouped_gemm_ladder",
-    lambda output: check(output, RIGHT["main"]),
+    lambda output: check(output, EXPECTED["main"]),
     title="Grouped GEMM, step by step: 32 groups, 2048 tokens, N 4096, K 7168",
     reference_name="torch",
     config={"num_groups": GROUPS, "n": N, "k": K},
@@ -1160,25 +1173,25 @@ ladder = Ladder(
 us = ladder.us  # a step's median time, measured now or recorded
 
 
-def once(run, which="main"):
+def calls_of(run, which="main"):
     return [lambda p=p: run(p) for p in PROBLEMS[which]]
 
 
 def kernel_us(run, which):
     """The kernel time for another number of tokens, of a step that is right there too; None in the simulator."""
-    wrong = check(run(poisoned(PROBLEMS[which][0])), RIGHT[which])
-    assert not wrong, f"{SAYS.get(which, which)}: {wrong}"
-    stats = kernel_time(once(run, which), launches=10, replays=15)
+    wrong = check(run(poisoned(PROBLEMS[which][0])), EXPECTED[which])
+    assert not wrong, f"{OTHER_LABELS.get(which, which)}: {wrong}"
+    stats = kernel_time(calls_of(run, which), launches=10, replays=15)
     return stats and round(stats.median, 2)
 
 
 def measure(name, run, prediction, **more):
     """Check and time ``run(problem)`` for the main number of tokens and for the others."""
-    more |= {f"{which}_us": kernel_us(run, which) for which in SAYS}
+    more |= {f"{which}_us": kernel_us(run, which) for which in OTHER_LABELS}
     floor, count, flops = FLOOR["main"]
     more |= dict(floor_us=floor, bytes=count, flops=flops, prediction_us=prediction)
     poisoned(PROBLEMS["main"][0])
-    calls = once(run)
+    calls = calls_of(run)
     ladder.step(name, calls[0], timed=calls, dtype="e4m3", **more)
 
 
@@ -1192,10 +1205,10 @@ def keep(field, figures):
 
 def look_back_at_groups(name, before=None, predicted=None):
     look_back(name, before, predicted, ladder)
-    for which, says in SAYS.items():
+    for which, label in OTHER_LABELS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
-            print(f"    {says}: {now:.0f} us" + (f" (before: {then:.0f} us)" if then else ""))
+            print(f"    {label}: {now:.0f} us" + (f" (before: {then:.0f} us)" if then else ""))
 
 
 # %% [markdown]
@@ -1211,7 +1224,7 @@ def look_back_at_groups(name, before=None, predicted=None):
 
 # %%
 def run_loop(p):
-    return topic.loop_of_scaled_mm(p, list(zip([0, *p.ends], p.ends, strict=False))), "fewer bits"
+    return topic.scaled_mm_loop(p, list(zip([0, *p.ends], p.ends, strict=False))), "fewer bits"
 
 
 measure("torch", run_loop, 435)
@@ -1251,25 +1264,25 @@ draw.tile_starts([5, 3, 9, 2], 4)
 def make_padded(tokens, stages):
     tile, wait, fma = make_wgmma_tile(tokens, "e4m3"), make_wgmma_wait(tokens, 0), make_fma(tokens)
     release_registers, request_registers = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
-    stage_bytes, zeros = TILE_BYTES + tokens * LINE, (np.float32(0),) * (tokens // 2)
-    finish, out_at = make_finish(tokens), stages * stage_bytes
-    readable = (out_at + 2 * tokens * 128) // 8
-    writable = readable + stages
+    stage_bytes, zeros = TILE_BYTES + tokens * BLOCK_K, (np.float32(0),) * (tokens // 2)
+    store_tile, out_offset = make_store_tile(tokens), stages * stage_bytes
+    full = (out_offset + 2 * tokens * 128) // 8
+    empty = full + stages
 
     @cuda.jit
     def kernel(map_x, map_weight, map_y, group_of_tile, y_scale, k):
-        smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+        smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         row, column = int32(cuda.blockIdx.x * tokens), int32(cuda.blockIdx.y * 128)
-        open_ring(bars, readable, writable, stages)
+        init_barriers(barriers, full, empty, stages)
         g = group_of_tile[cuda.blockIdx.x]
-        k_blocks, stage = int32((k + LINE - 1) >> 7) if g >= 0 else int32(0), int32(0)
+        k_blocks, stage = int32((k + BLOCK_K - 1) >> 7) if g >= 0 else int32(0), int32(0)
         if warp >= 8:
             release_registers()
-            if warp == 8 and elect_sync(FULL):
+            if warp == 8 and elect_sync(FULL_MASK):
                 phase = uint32(1)
                 for block in range(k_blocks):
-                    mbarrier_wait_parity(bars, writable + stage, phase)
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
                     load_tile(
                         smem,
                         stage * stage_bytes,
@@ -1279,24 +1292,24 @@ def make_padded(tokens, stages):
                         row,
                         column,
                         g,
-                        bars,
-                        readable + stage,
+                        barriers,
+                        full + stage,
                         stage_bytes,
                     )
-                    stage, phase = following(stage, phase, stages)
+                    stage, phase = advance(stage, phase, stages)
         elif g >= 0:
             request_registers()
-            total, half, phase = zeros, int32((warp >> 2) * (64 * LINE)), uint32(0)
+            total, half, phase = zeros, int32((warp >> 2) * (64 * BLOCK_K)), uint32(0)
             for _ in range(k_blocks):
-                mbarrier_wait_parity(bars, readable + stage, phase)
+                mbarrier_wait_parity(barriers, full + stage, phase)
                 a = wgmma_descriptor(smem, stage * stage_bytes + half)
                 b = wgmma_descriptor(smem, stage * stage_bytes + TILE_BYTES)
                 product = wait(tile(a, b))
                 if lane == 0:
-                    mbarrier_arrive(bars, writable + stage)
+                    mbarrier_arrive(barriers, empty + stage)
                 total = fma(total, product, y_scale[g])
-                stage, phase = following(stage, phase, stages)
-            finish(smem, out_at, map_y, total, row, column, warp, lane)
+                stage, phase = advance(stage, phase, stages)
+            store_tile(smem, out_offset, map_y, total, row, column, warp, lane)
 
     return kernel, stages * (stage_bytes + 16) + 2 * tokens * 128
 
@@ -1314,7 +1327,7 @@ class Padded:
         self.rows = torch.arange(len(p.x), dtype=torch.int32, device=DEVICE)
         self.starts = torch.arange(self.tiles, device=DEVICE) * tokens
         self.group_of_tile = torch.empty(self.tiles, dtype=torch.int32, device=DEVICE)
-        maps = (self.x.view(FP8), (tokens, LINE)), (p.weight, (1, 128, LINE)), (self.y, (tokens, 64))
+        maps = (self.x.view(FP8), (tokens, BLOCK_K)), (p.weight, (1, 128, BLOCK_K)), (self.y, (tokens, 64))
         self.maps = [TensorMap(tensor, box, swizzle=128) for tensor, box in maps]
         self.kernel, self.shared_bytes = make_padded(tokens, STAGES)
 
@@ -1430,18 +1443,18 @@ Markdown("```python\n" + inspect.getsource(update_grouped_tma.make_update_groupe
 
 # %%
 ARTICLE = {"a": 3, "b": 0, "c": 4, "d": 2}  # tiles of four groups
-counted = topic.problem(SMALL.weight, torch.tensor([16 * tiles for tiles in ARTICLE.values()], dtype=torch.int32))
-scan = Run(
+counted = topic.make_problem(SMALL.weight, torch.tensor([16 * tiles for tiles in ARTICLE.values()], dtype=torch.int32))
+scan = HpcOpsGroupGemm(
     counted.x,
     counted.weight,
     counted.seqlens,
     counted.cu_seqlens,
     counted.y_scale,
     counted.out,
-    group_gemm.Constants(tokens=16),
+    group_gemm.HpcOpsConfig(tile_m=16),
     1,
 )
-scan.update()
+scan.update_maps()
 EXCLUSIVE, AGGREGATE = scan.cu_tiles.tolist()[:-1], scan.cu_tiles.tolist()[-1]
 values = list(ARTICLE.values())
 print("input:    ", values)
@@ -1453,7 +1466,7 @@ print("inclusive:", [a + b for a, b in zip(EXCLUSIVE, values, strict=True)])
 # **TMA for X.** In hpc-ops the copy is `tma_a.with(td_x, readable[s])`: the original descriptor, but with another one's
 # bytes and a barrier. There is one coordinate tensor `tAg` for all groups. Is that right? Yes: it only yields
 # coordinates, and `itile_m` counts **from the group's first row**, since the map starts there. In our kernel this is
-# `tma_load_2d(smem, to, maps, td_x, at, m * tokens, ...)`, where `maps, td_x` names the group's map.
+# `tma_load_2d(smem.u8, offset, maps, td_x, k, m * tile_m, ...)`, where `maps, td_x` names the group's map.
 #
 # **TMA for W.** The matrices need no map for each group. One tensor of three dimensions has them all, and the group is
 # a coordinate. But the copy's box has two dimensions: `make_tma_copy(SM90_TMA_LOAD{}, w, take<0, 2>(SLayoutW{}))`. The
@@ -1468,22 +1481,22 @@ print("inclusive:", [a + b for a, b in zip(EXCLUSIVE, values, strict=True)])
 # %%
 @cuda.jit
 def load_a_box(map_weight, out, k, n, g):
-    smem, bars = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
+    smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
     if cuda.threadIdx.x == 0:
-        mbarrier_init(bars, 128, 1)
+        mbarrier_init(barriers, 128, 1)
         fence_mbarrier_init()
-        mbarrier_arrive_expect_tx(bars, 128, 8 * 128)
-        tma_load_3d(smem, 0, map_weight, 0, k, n, g, bars, 128)
+        mbarrier_arrive_expect_tx(barriers, 128, 8 * 128)
+        tma_load_3d(smem, 0, map_weight, 0, k, n, g, barriers, 128)
     cuda.syncthreads()
-    mbarrier_wait_parity(bars, 128, uint32(0))
+    mbarrier_wait_parity(barriers, 128, uint32(0))
     for i in range(cuda.threadIdx.x, 8 * 128, 32):
         out[i] = smem[i]
 
 
 box = torch.zeros(8, 128, dtype=torch.uint8, device=DEVICE)
 launch(load_a_box, 1, 32, TensorMap(SMALL.weight, (1, 8, 128)), box, 128, 40, 2, shared_bytes=1032)
-BOX_RIGHT = torch.equal(box, SMALL.weight[2, 40:48, 128:].view(torch.uint8))
-print("box (1, 8, 128) at k 128, n 40, group 2, is weight[2, 40:48, 128:256]:", BOX_RIGHT)
+BOX_MATCHES = torch.equal(box, SMALL.weight[2, 40:48, 128:].view(torch.uint8))
+print("box (1, 8, 128) at k 128, n 40, group 2, is weight[2, 40:48, 128:256]:", BOX_MATCHES)
 try:
     OTHER_BOX = TensorMap(SMALL.weight, (4, 8, 1)) and "TMA takes it"
 except ValueError as error:
@@ -1500,7 +1513,9 @@ print("box (4, 8, 1):", OTHER_BOX)
 # anything. These are its producer and its consumers:
 
 # %%
-Markdown("```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_load, group_gemm.make_multiply))) + "```")
+Markdown(
+    "```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_producer, group_gemm.make_consumer))) + "```"
+)
 
 # %% [markdown]
 # The article's pseudocode in our words: the prologue makes barriers and copies the scheduler's table to shared memory
@@ -1510,7 +1525,7 @@ Markdown("```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_loa
 # waits until TMA has read the last one.
 #
 # **Schedulers.** How do 132 blocks share the tiles? Block `b` computes tiles `b`, `b + 132`, `b + 264`, and so on. What
-# tile number `i` is, is the scheduler's affair. `across` is the number of tiles along N, and `g` the group.
+# tile number `i` is, is the scheduler's affair. `n_tiles` is the number of tiles along N, and `g` the group.
 #
 # - **Horizontal.** `m, n = divmod(i, across)`: neighbouring blocks have the same tokens and different columns. The
 #   group is found by walking through `tiles`, from where the last search ended (线性扫描, a linear scan).
@@ -1525,23 +1540,23 @@ Markdown("```python\n" + "\n".join(map(inspect.getsource, (schedulers.horizontal
 
 
 # %%
-def walk(name, tiles, across, blocks):
+def schedule(name, tiles, n_tiles, blocks):
     """Each block's tiles, (group, m, n), in its order."""
     table, groups = list(tiles), len(tiles)
     if name == "vertical":
         table = [sum(tiles[:g]) for g in range(groups + 1)]
-    walks = [[] for _ in range(blocks)]
+    schedules = [[] for _ in range(blocks)]
     for first in range(blocks):
         block, g, before = first, 0, 0
         while g < groups:
-            g, before, m, n = getattr(schedulers, name)(table, 0, groups, across, block, g, before)
+            g, before, m, n = getattr(schedulers, name)(table, 0, groups, n_tiles, block, g, before)
             if g < groups:
-                walks[first].append((int(g), int(m), int(n)))
+                schedules[first].append((int(g), int(m), int(n)))
             block += blocks
-    return walks
+    return schedules
 
 
-draw.schedules({name: walk(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}, 3)
+draw.schedules({name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}, 3)
 
 # %% [markdown]
 # Every tile is computed once; the tests try this for random lengths. In the last **wave** some blocks are idle
@@ -1557,8 +1572,8 @@ def waves(lengths, n, tokens, blocks=132):
 
 
 for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (2048, 32, 7168), (512, 8, 7168)):
-    lengths = topic.lengths_of(groups, rows)
-    tiles, count, busy = waves(lengths, n, tokens_of_tile(rows // groups))
+    lengths = topic.random_lengths(groups, rows)
+    tiles, count, busy = waves(lengths, n, select_tile_m(rows // groups))
     print(f"{rows:5} tokens, {groups:2} groups, N {n}: {tiles:5} tiles, {count:3} waves, {100 * busy:.0f} % busy")
 
 # %% [markdown]
@@ -1568,29 +1583,29 @@ for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (204
 
 
 # %%
-def document_step(name, tokens=16 if simulator.ENABLED else 64, **options):
-    """``run(problem)`` for the document's two kernels."""
-    layout = group_gemm.Layout(group_gemm.Constants(tokens=tokens))
-    room = 227 * 1024 - 4 * 257 - 128 - 2 * layout.half_bytes
-    stages = STAGES if simulator.ENABLED else min(8, room // layout.stage_bytes)
+def hpc_ops_step(name, tokens=16 if simulator.ENABLED else 64, **options):
+    """``run(problem)`` for our Numba port of hpc-ops' two kernels."""
+    layout = group_gemm.SharedMemoryLayout(group_gemm.HpcOpsConfig(tile_m=tokens))
+    available = 227 * 1024 - 4 * 257 - 128 - 2 * layout.output_bytes
+    stages = STAGES if simulator.ENABLED else min(8, available // layout.stage_bytes)
     dependent = options.pop("dependent", False)
-    constants = group_gemm.Constants(tokens=tokens, stages=stages, **options)
+    config = group_gemm.HpcOpsConfig(tile_m=tokens, stages=stages, **options)
 
     def run(p):
         if name not in p.made:
             tensors = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale, p.out
-            p.made[name] = Run(*tensors, constants, dependent=dependent)
+            p.made[name] = HpcOpsGroupGemm(*tensors, config, dependent=dependent)
         return p.made[name]()
 
     return run
 
 
-run_horizontal = document_step("horizontal", schedule="horizontal")
+run_horizontal = hpc_ops_step("horizontal", schedule="horizontal")
 measure("maps for groups, horizontal", run_horizontal, 320)
 
 # %%
 look_back_at_groups("maps for groups, horizontal", "padding, one map", 320)
-update_us = kernel_time([lambda p=p: p.made["horizontal"].update() for p in PROBLEMS["main"]])
+update_us = kernel_time([lambda p=p: p.made["horizontal"].update_maps() for p in PROBLEMS["main"]])
 if update_us:
     ladder.rows[-1]["update_us"] = round(update_us.median, 2)
 if us("maps for groups, horizontal", "update_us"):
@@ -1609,7 +1624,7 @@ if us("maps for groups, horizontal", "update_us"):
 # **Prediction.** Weights come once from memory in both orders. The same time: 320 us.
 
 # %%
-run_vertical = document_step("vertical", schedule="vertical")
+run_vertical = hpc_ops_step("vertical", schedule="vertical")
 measure("vertical", run_vertical, 320)
 print("hpc-ops takes", {True: "horizontal", False: "vertical"}[use_horizontal(4096, 7168)])
 
@@ -1631,7 +1646,7 @@ look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 
 # %%
 prediction = round((us("vertical") or 320) - 3)
-measure("PDL", document_step("dependent", dependent=True), prediction, lost=True)
+measure("PDL", hpc_ops_step("dependent", dependent=True), prediction, lost=True)
 
 # %%
 look_back_at_groups("PDL", "vertical", prediction)
@@ -1668,14 +1683,14 @@ look_back_at_groups("PDL", "vertical", prediction)
 TOKENS = (8,) if simulator.ENABLED else (8, 16, 32, 48, 64, 96, 128)
 BY_TILE = {}
 for tokens in TOKENS:
-    run = document_step(f"tokens {tokens}", tokens=tokens)
+    run = hpc_ops_step(f"tokens {tokens}", tokens=tokens)
     BY_TILE[tokens] = {which: kernel_us(run, which) for which in SIZES}
 for row in ladder.rows:
     if row["step"] == "vertical" and not simulator.ENABLED:
         row["by_tile"] = {str(tokens): own for tokens, own in BY_TILE.items()}
 KNOWN_TILES = (ladder.row("vertical") or {}).get("by_tile", {})
 for tokens, own in KNOWN_TILES.items():
-    print(f"kTileM {tokens:>3}: " + ", ".join(f"{ALL_SAYS[which]} {time:.0f} us" for which, time in own.items()))
+    print(f"kTileM {tokens:>3}: " + ", ".join(f"{LABELS[which]} {time:.0f} us" for which, time in own.items()))
 if not KNOWN_TILES:
     print("no figure is recorded yet")
 
@@ -1691,11 +1706,11 @@ AVERAGES = {"few": 1, "main": 64, "many": 256}
 for which, average in AVERAGES.items():
     if KNOWN_TILES:
         print(
-            f"{average:3} tokens a group: the article takes {tokens_of_tile(average)}, the fastest is "
+            f"{average:3} tokens a group: the article takes {select_tile_m(average)}, the fastest is "
             f"{best_tile(which)}; up to 64 it is {best_tile(which, 64)}"
         )
 best = best_tile("main") or TOKENS[-1]
-run_adapted = document_step(f"tokens {best}", tokens=best)
+run_adapted = hpc_ops_step(f"tokens {best}", tokens=best)
 measure("kTileM chosen", run_adapted, 300)
 
 # %%
@@ -1723,7 +1738,7 @@ look_back_at_groups("kTileM chosen", "vertical", 300)
 # **Prediction.** The producer acquires one map less for each group. Nothing that can be measured.
 
 # %%
-run_whole_x = document_step("whole x", tokens=best, whole_x=True)
+run_whole_x = hpc_ops_step("whole x", tokens=best, whole_x=True)
 prediction = round(us("kTileM chosen") or 300)
 measure("one map for X", run_whole_x, prediction)
 
@@ -1753,40 +1768,28 @@ look_back_at_groups("one map for X", "kTileM chosen", prediction)
 # run at the same time share tokens and weights, so the L2 reads both once. A group's tokens are spread evenly over its
 # tiles, in multiples of 8, so that no tile is nearly empty.
 #
-# (One thing is still left out of the package's kernel here, by changing its source: the subject of the next step.)
+# (One thing is still left out of the package's kernel here, by `warp_uniform=False`: the subject of the next step.)
 #
 # **Prediction.** Every group fits into one tile of 96. 32 tiles of tokens times 32 of columns, 56 turns, 28 KB: 1.6 GB
 # through the L2 at 7 TB/s, and 940 MB out of memory at 4.3. Either takes some 230 us; with two ends that show, 250.
 
 # %%
 BLOCKS = 2 if simulator.ENABLED else torch.cuda.get_device_properties(0).multi_processor_count
-SMALL_TILES = simulator.ENABLED
 
 
-def form(tokens, sizes, stages, **more):
-    """The package's constants; in the simulator everything is small."""
-    given = dict(tokens=16, sizes=(16,), stages=3) if SMALL_TILES else dict(tokens=tokens, sizes=sizes, stages=stages)
-    return Constants(**given, **more)
+def package_config(subtile_m, mma_n, stages, **more):
+    """The package's configuration; in the simulator everything is small."""
+    small = dict(subtile_m=16, mma_n=(16,), stages=3)
+    given = small if simulator.ENABLED else dict(subtile_m=subtile_m, mma_n=mma_n, stages=stages)
+    return GemmConfig(**given, **more)
 
 
-@cache
-def kernel_with(constants, *changes):
-    """The package's kernel with passages of its source replaced."""
-    text = inspect.getsource(final_kernel)
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-        text = text.replace(old, new)
-    space = dict(vars(final_kernel))
-    exec(compile(text, "the kernel, changed", "exec"), space)
-    return space["make_kernel"](constants)
-
-
-def package_step(constants, *changes):
-    """``run(problem)`` for the package's kernel of one form."""
+def package_step(config):
+    """``run(problem)`` for the package's kernel in one configuration."""
 
     def run(p):
-        kernel, shared_bytes = kernel_with(constants, *changes)
-        boxes = (p.x, (Layout(constants).box_tokens, 128)), (p.weight, (1, 128, 128))
+        kernel, shared_bytes = final_kernel.make_kernel(config)
+        boxes = (p.x, (SharedMemoryLayout(config).x_box_rows, 128)), (p.weight, (1, 128, 128))
         maps = [TensorMap(tensor, box, swizzle=128) for tensor, box in boxes]
         out = p.out.view(torch.int32)
         sizes = len(p.weight), len(p.x), 0, p.weight.shape[1], p.x.shape[1]
@@ -1805,7 +1808,7 @@ def package_step(constants, *changes):
             *sizes,
             *unused,
             shared_bytes=shared_bytes,
-            cluster=constants.cluster if constants.cluster > 1 else None,
+            cluster=config.cluster_size if config.cluster_size > 1 else None,
             dependent=True,
         )
         return p.out
@@ -1813,16 +1816,8 @@ def package_step(constants, *changes):
     return run
 
 
-NOT_AGREED = (
-    ("smem, bars, floats = uniform_array(smem), uniform_array(bars), uniform_array(floats)", "pass"),
-    ("warp = uniform(warp)", "pass"),
-    ("stage, parity = uniform(stage), uint32(uniform(int32(parity)))", "pass"),
-    ("uniform(row),", "row,"),
-    ("uniform(int32(counts & 0xFFFF)),", "int32(counts & 0xFFFF),"),
-    ("uniform(int32(counts >> 16)),", "int32(counts >> 16),"),
-)
-ONE_PART = form(96, (96, 64), 7)
-measure("no maps for groups", package_step(ONE_PART, *NOT_AGREED), 250)
+ONE_SUBTILE = package_config(96, (96, 64), 7)
+measure("no maps for groups", package_step(ONE_SUBTILE._replace(warp_uniform=False)), 250)
 
 # %%
 look_back_at_groups("no maps for groups", "one map for X", 250)
@@ -1845,20 +1840,15 @@ look_back_at_groups("no maps for groups", "one map for X", 250)
 
 
 # %%
-def machine_codes(named, constants):
+def machine_codes(named):
     """The instructions that the compiler makes, in a process of its own; no GPU is needed. {name: MachineCode}."""
-    text = "import inspect\nfrom functools import cache\nfrom moe_numba.grouped_gemm import kernel as final_kernel\n"
-    text += "from moe_numba.grouped_gemm.constants import Constants\n" + inspect.getsource(kernel_with)
-    return compile_apart(
-        text,
-        {
-            name: (f"kernel_with({constants!r}, *{changes!r})[0]", SIGNATURE, THREADS, True)
-            for name, changes in named.items()
-        },
-    )
+    text = "from moe_numba.grouped_gemm.config import GemmConfig\nfrom moe_numba.grouped_gemm.kernel import make_kernel"
+    requests = {name: (f"make_kernel({config!r})[0]", SIGNATURE, THREADS, True) for name, config in named.items()}
+    return compile_apart(text, requests)
 
 
-CODES = machine_codes({"as it was": NOT_AGREED, "agreed": ()}, Constants(tokens=96, sizes=(96, 64), stages=7))
+AGREED = GemmConfig(subtile_m=96, mma_n=(96, 64), stages=7)
+CODES = machine_codes({"as it was": AGREED._replace(warp_uniform=False), "agreed": AGREED})
 for name, code in CODES.items():
     print(
         f"{name:<10} {len(code.opcodes or ())} instructions, {code.count('R2UR')} R2UR, "
@@ -1871,7 +1861,7 @@ for name, code in CODES.items():
 
 # %%
 prediction = round(us("no maps for groups") or 250)
-measure("agreed", package_step(ONE_PART), prediction)
+measure("agreed", package_step(ONE_SUBTILE), prediction)
 
 # %%
 look_back_at_groups("agreed", "no maps for groups", prediction)
@@ -1893,7 +1883,7 @@ look_back_at_groups("agreed", "no maps for groups", prediction)
 # 120 columns a turn are nearly what 8192 tokens need: 400 us.
 
 # %%
-measure("two parts", package_step(form(144, (144, 136, 128, 120), 4, parts=2)), 400, lost=True)
+measure("two parts", package_step(package_config(144, (144, 136, 128, 120), 4, m_subtiles=2)), 400, lost=True)
 
 # %%
 look_back_at_groups("two parts", "agreed", 400)
@@ -1917,12 +1907,12 @@ look_back_at_groups("two parts", "agreed", 400)
 # 8192 tokens, a quarter less; with 2048 tokens nothing, some 250 us.
 
 # %%
-measure("two blocks share tokens", package_step(form(128, (128, 96, 64), 6, cluster=2)), 250)
+measure("two blocks share tokens", package_step(package_config(128, (128, 96, 64), 6, cluster_size=2)), 250)
 
 # %%
 look_back_at_groups("two blocks share tokens", "agreed", 250)
 if took := us("two blocks share tokens", "many_us"):
-    turns = 56 * -(-sum(-(-int(rows) // 128) for rows in topic.lengths_of(32, 8192)) * 32 // 132)
+    turns = 56 * -(-sum(-(-int(rows) // 128) for rows in topic.random_lengths(32, 8192)) * 32 // 132)
     print(f"    8192 tokens: {took / turns:.2f} us a turn; multiplying takes {128**3 / 4096 / 1755:.2f} us at most")
 
 # %% [markdown]
@@ -1968,12 +1958,12 @@ look_back_at_groups("final", "two blocks share tokens", 245)
 ladder.measure_all()
 
 # %%
-GEMM_CONFIG = topic.config_of("gate_up")
+GEMM_CONFIG = topic.row_config("gate_up")
 
 
 def recorded_us(step, rows, shape="gate_up", scaling="tensor", key="kernel_us"):
     """A step's time, or another field, from the record of the whole comparison, or None."""
-    row = GEMM and records.find(GEMM, step=step, size={"rows": rows}, config=topic.config_of(shape, scaling))
+    row = GEMM and records.find(GEMM, step=step, size={"rows": rows}, config=topic.row_config(shape, scaling))
     value = row and row.get(key)
     return value["median"] if isinstance(value, dict) else value
 
@@ -1989,7 +1979,7 @@ ladder.plot(floor_us=FLOOR["main"][0], peers={name: time for name, time in times
 
 
 # %%
-def loses_a_row(p):
+def omits_a_row(p):
     lengths = p.seqlens.clone()
     lengths[lengths.argmax()] -= 1
     return group_gemm_pertensor_fp8(p.x, p.weight, lengths, p.cu_seqlens, p.y_scale, p.average, out=p.out)
@@ -2000,7 +1990,7 @@ def neighbours_scale(p):
 
 
 trial = Ladder("grouped_gemm_trial", ladder.check)
-for wrong_step in (loses_a_row, neighbours_scale):
+for wrong_step in (omits_a_row, neighbours_scale):
     trial.step(wrong_step.__name__, lambda run=wrong_step: run(poisoned(PROBLEMS["main"][0])), expect_wrong=True)
 
 # %% [markdown]
@@ -2040,8 +2030,8 @@ outputs = {
     ),
     "scales by blocks": group_gemm_blockwise_fp8(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale),
 }
-blocks_right = reference.group_gemm_blockwise(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale)
-print("the blockwise kernel:", reference.mismatch(outputs["scales by blocks"], blocks_right) or "right")
+blocks_expected = reference.group_gemm_blockwise(by_block, w_by_block, *lengths_and_starts, x_scale, w_scale)
+print("the blockwise kernel:", reference.mismatch(outputs["scales by blocks"], blocks_expected) or "right")
 for name, y in outputs.items():
     errors = (y.double() - true).norm(dim=1) / true.norm(dim=1)
     print(
@@ -2056,23 +2046,23 @@ for name, y in outputs.items():
 # %%
 def with_blocks(p):
     if not hasattr(p, "x_scale"):
-        topic._add_block_scales([p])
+        topic.add_block_scales([p])
     return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
 
 
 for which in SIZES:
     p = PROBLEMS[which][0]
     if which == "main" or not simulator.ENABLED:
-        wrong = reference.mismatch(with_blocks(poisoned(p)), topic.right_by_blocks(p))
+        wrong = reference.mismatch(with_blocks(poisoned(p)), topic.expected_blockwise(p))
         assert not wrong, f"blockwise, {which}: {wrong}"
-    stats = kernel_time(once(with_blocks, which), launches=10, replays=15)
+    stats = kernel_time(calls_of(with_blocks, which), launches=10, replays=15)
     for row in ladder.rows:
         if row["step"] == "final" and stats:
             row[f"blocks_{which}_us"] = round(stats.median, 2)
     key = "kernel_us" if which == "main" else f"{which}_us"
     if us("final", f"blocks_{which}_us") and us("final", key):
         print(
-            f"{ALL_SAYS[which]}: {us('final', key):.0f} us with one scale a group, "
+            f"{LABELS[which]}: {us('final', key):.0f} us with one scale a group, "
             f"{us('final', f'blocks_{which}_us'):.0f} us by blocks"
         )
 if not us("final", "blocks_main_us"):
@@ -2109,16 +2099,16 @@ def silu_and_mul_fp8(y, scale, gate_up, rows, half):
     row = int32(uint32(warp) // uint32(blocks))
     block = int32(warp - row * blocks)
     if row < rows:
-        at, largest = int64(row) * half + int32(block * 64 + 2 * lane), float32(0)
+        offset, largest = int64(row) * half + int32(block * 64 + 2 * lane), float32(0)
         values = cuda.local.array(4, float32)
         for i in range(2):
-            gates, ups = uint32(gate_up[at + i]), uint32(gate_up[at + (half >> 1) + i])
+            gates, ups = uint32(gate_up[offset + i]), uint32(gate_up[offset + (half >> 1) + i])
             for h in range(2):
                 g = uint_as_float(uint32(gates & uint32(0xFFFF0000)) if h else uint32(gates << uint32(16)))
                 u = uint_as_float(uint32(ups & uint32(0xFFFF0000)) if h else uint32(ups << uint32(16)))
                 values[2 * i + h] = g * rcp_approx(float32(1) + ex2_approx(g * float32(-1.4426950408889634))) * u
                 largest = max(largest, abs(values[2 * i + h]))
-        largest = int_as_float(redux_sync_max_s32(uint32(FULL), float_as_int(largest)))
+        largest = int_as_float(redux_sync_max_s32(uint32(FULL_MASK), float_as_int(largest)))
         by = max(largest, float32(1e-10)) * float32(1 / 448)
         low = cvt_rn_satfinite_e4m3x2_f32(values[1] / by, values[0] / by)
         high = cvt_rn_satfinite_e4m3x2_f32(values[3] / by, values[2] / by)
@@ -2150,14 +2140,14 @@ def two_kernels(p):
     return y, scale
 
 
-def one_kernel(p):
+def fused_silu_and_mul(p):
     given = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale, p.average
     return group_gemm_silu_and_mul_pertensor_fp8(*given, out=activated_outputs(p))
 
 
 def small_activated():
     weight = topic.random_weight(4, 256, 256, device=DEVICE)
-    p = topic.problem(weight, torch.tensor([5, 0, 9, 3], dtype=torch.int32))
+    p = topic.make_problem(weight, torch.tensor([5, 0, 9, 3], dtype=torch.int32))
     p.y_scale *= 0.02  # so that gate is neither all of a step nor nothing
     return p
 
@@ -2170,7 +2160,7 @@ def activation_error(output, p):
 
 
 p = small_activated()
-for name, run in (("two kernels", two_kernels), ("one kernel", one_kernel)):
+for name, run in (("two kernels", two_kernels), ("one kernel", fused_silu_and_mul)):
     error = activation_error(run(p), p)
     print(f"{name}: relative error {100 * error:.1f} %")
     assert error < 0.035
@@ -2182,14 +2172,14 @@ assert wrong_error > 0.1
 TWO_OR_ONE = {}
 if N % 256 == 0:
     for which in SIZES:
-        steps = {"the product": run_package, "two kernels": two_kernels, "one kernel": one_kernel}
-        found = kernel_times({name: once(run, which) for name, run in steps.items()}, launches=10, replays=15)
+        steps = {"the product": run_package, "two kernels": two_kernels, "one kernel": fused_silu_and_mul}
+        found = kernel_times({name: calls_of(run, which) for name, run in steps.items()}, launches=10, replays=15)
         TWO_OR_ONE[which] = {name: round(stats.median, 1) for name, stats in found.items() if stats}
 TWO_OR_ONE = keep("two_or_one", TWO_OR_ONE)
 for which, found in TWO_OR_ONE.items():
     gain = 100 * (1 - found["one kernel"] / found["two kernels"])
     print(
-        f"{ALL_SAYS[which]}: "
+        f"{LABELS[which]}: "
         + ", ".join(f"{name} {time:.0f} us" for name, time in found.items())
         + f"; one saves {gain:+.1f} %"
     )
@@ -2249,11 +2239,11 @@ assert torch.equal(PROBLEMS["main"][0].out, copied)
 GATHERED = {}
 for which in SIZES:
     steps = {"copy, then multiply": copy_and_multiply, "gathered": multiply_gathered}
-    found = kernel_times({name: once(run, which) for name, run in steps.items()}, launches=10, replays=15)
+    found = kernel_times({name: calls_of(run, which) for name, run in steps.items()}, launches=10, replays=15)
     GATHERED[which] = {name: round(stats.median, 1) for name, stats in found.items() if stats}
 GATHERED = keep("gathered", {which: found for which, found in GATHERED.items() if found})
 for which, found in GATHERED.items():
-    print(f"{ALL_SAYS[which]}: " + ", ".join(f"{name} {time:.0f} us" for name, time in found.items()))
+    print(f"{LABELS[which]}: " + ", ".join(f"{name} {time:.0f} us" for name, time in found.items()))
 if not GATHERED:
     print("no figure is recorded yet")
 
@@ -2275,7 +2265,7 @@ if not GATHERED:
 
 
 # %%
-def by_turns():
+def time_per_tile():
     """Microseconds of a tile on one SM, for some numbers of turns; the largest size."""
     p, found = PROBLEMS["many"][0], {}
     tiles = sum(-(-rows // 288) for rows in p.seqlens.tolist()) * (p.weight.shape[1] // 128)
@@ -2291,10 +2281,10 @@ def by_turns():
     return found
 
 
-BY_TURNS = keep("by_turns", {} if simulator.ENABLED else by_turns())
-if BY_TURNS:
-    slope, beside = np.polyfit([int(turns) for turns in BY_TURNS], list(BY_TURNS.values()), 1)
-    print(", ".join(f"{turns} turns {time:.1f} us" for turns, time in BY_TURNS.items()))
+TILE_TIMES = keep("by_turns", {} if simulator.ENABLED else time_per_tile())
+if TILE_TIMES:
+    slope, beside = np.polyfit([int(turns) for turns in TILE_TIMES], list(TILE_TIMES.values()), 1)
+    print(", ".join(f"{turns} turns {time:.1f} us" for turns, time in TILE_TIMES.items()))
     print(
         f"a turn takes {slope:.2f} us, and {beside:.1f} us of a tile are not hidden: "
         f"{100 * beside / (beside + 56 * slope):.0f} % of a tile with K = 7168, "
@@ -2318,24 +2308,24 @@ ladder.save(notebook_sources("notebooks/08_grouped_gemm.py"))
 
 
 # %%
-def sweep(shape, series, says):
+def sweep(shape, series, label):
     """The times of all in ``series``, {label: {tokens: statistics}}, over the number of tokens; or a sentence."""
     if not GEMM or not series:
         return print("The comparison has not been recorded yet; `python -m moe_numba bench grouped_gemm` does it.")
-    floors = records.series(GEMM, over="rows", value="floor_us", step="final", config=topic.config_of(shape))
+    floors = records.series(GEMM, over="rows", value="floor_us", step="final", config=topic.row_config(shape))
     return plots.sweep_figure(
         series,
         xlabel="tokens in 32 groups",
         floor=floors,
         caption=plots.caption(GEMM),
-        title=f"Grouped GEMM, N {topic.SHAPES[shape]['n']}, K {topic.SHAPES[shape]['k']}, {says}",
+        title=f"Grouped GEMM, N {topic.SHAPES[shape]['n']}, K {topic.SHAPES[shape]['k']}, {label}",
     )
 
 
-sweep("gate_up", GEMM and topic.lines(GEMM, "gate_up"), "one scale a group")
+sweep("gate_up", GEMM and topic.series_by_label(GEMM, "gate_up"), "one scale a group")
 
 # %%
-sweep("down", GEMM and topic.lines(GEMM, "down"), "one scale a group")
+sweep("down", GEMM and topic.series_by_label(GEMM, "down"), "one scale a group")
 
 # %% [markdown]
 # Torch's jump at 8192 tokens is not of the size of the problem: its own loop is faster there. (hpc-ops and DeepGEMM
@@ -2343,9 +2333,9 @@ sweep("down", GEMM and topic.lines(GEMM, "down"), "one scale a group")
 
 # %%
 BLOCKWISE = {}
-for scaling, says in (("tensor", ", one scale"), ("block", ", by blocks")) if GEMM else ():
-    own = topic.lines(GEMM, "gate_up", scaling)
-    BLOCKWISE |= {name + says: points for name, points in own.items() if not name.startswith("torch")}
+for scaling, label in (("tensor", ", one scale"), ("block", ", by blocks")) if GEMM else ():
+    own = topic.series_by_label(GEMM, "gate_up", scaling)
+    BLOCKWISE |= {name + label: points for name, points in own.items() if not name.startswith("torch")}
 sweep("gate_up", BLOCKWISE, "one scale a group and scales by blocks")
 
 # %% [markdown]
@@ -2357,7 +2347,7 @@ topic.roofline(GEMM, plots.caption(GEMM)) if GEMM else print("no roofline is rec
 # %%
 for shape in topic.SHAPES if GEMM else ():
     for rows in topic.ROWS:
-        row = records.find(GEMM, step="final", size={"rows": rows}, config=topic.config_of(shape))
+        row = records.find(GEMM, step="final", size={"rows": rows}, config=topic.row_config(shape))
         if row:
             took = row["kernel_us"]["median"]
             print(
@@ -2397,9 +2387,9 @@ claims.append(
     (
         "The loop launches a kernel for each group",
         verdict(
-            LOOP_STARTS["products"] == 3,
-            f"{LOOP_STARTS['products']} products for 3 groups that have tokens, "
-            f"{LOOP_STARTS['copies and fills']} copies and fills, and {LOOP_STARTS['waits of the host']} waits of the host",
+            LOOP_OPERATIONS["products"] == 3,
+            f"{LOOP_OPERATIONS['products']} products for 3 groups that have tokens, "
+            f"{LOOP_OPERATIONS['copies and fills']} copies and fills, and {LOOP_OPERATIONS['waits of the host']} waits of the host",
         ),
     )
 )
@@ -2415,8 +2405,8 @@ claims.append(
         if None in own_maps["few_us"]
         else "more subtle: one map and any first row will do, but it also brings other groups' rows: "
         + ", ".join(
-            f"{old:.0f} -> {new:.0f} us with {says}"
-            for (old, new), says in zip(own_maps.values(), ("2048 tokens", "32"))
+            f"{old:.0f} -> {new:.0f} us with {label}"
+            for (old, new), label in zip(own_maps.values(), ("2048 tokens", "32"))
         ),
     )
 )
@@ -2440,14 +2430,14 @@ claims.append(
     )
 )
 for which, average in AVERAGES.items():
-    says = f"{average} token{'s' * (average > 1)} a group"
+    label = f"{average} token{'s' * (average > 1)} a group"
     claims.append(
         (
-            f"kTileM {tokens_of_tile(average)} is good for {says}",
+            f"kTileM {select_tile_m(average)} is good for {label}",
             verdict(
-                KNOWN_TILES[str(tokens_of_tile(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
+                KNOWN_TILES[str(select_tile_m(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
                 f"the fastest is {best_tile(which)}, {KNOWN_TILES[str(best_tile(which))][which]:.0f} us, and "
-                f"{tokens_of_tile(average)} takes {KNOWN_TILES[str(tokens_of_tile(average))][which]:.0f} us",
+                f"{select_tile_m(average)} takes {KNOWN_TILES[str(select_tile_m(average))][which]:.0f} us",
             )
             if KNOWN_TILES
             else NOT_RECORDED,
@@ -2467,7 +2457,7 @@ claims.append(
 claims.append(
     (
         "A 3-D coordinate and a 2-D box: the box covers the first two dimensions",
-        verdict(BOX_RIGHT, "it has three extents, and the third is 1"),
+        verdict(BOX_MATCHES, "it has three extents, and the third is 1"),
     )
 )
 claims.append(
@@ -2528,7 +2518,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #   that nothing is left.
 # - **Barriers without a fence.** After `mbarrier.init` there is only `__syncthreads`. The copy engine is another proxy;
 #   `fence.mbarrier_init` is for that.
-# - **256 arrivals, or one.** All 256 threads arrive at `writable`: right, but a warp's one arrival would do. The
+# - **256 arrivals, or one.** All 256 threads arrive at `empty`: right, but a warp's one arrival would do. The
 #   article's version has one for each warpgroup: too few (step 5).
 #
 # ## 13. Exercises
@@ -2538,13 +2528,13 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # 1. **Two stages are too few?** Time step 5 with 2, 3, 4 and 6 stages. *Hint: how many stages cover 0.8 us if a turn
 #    takes 0.3?*
 # 2. **A scheduler for the L2.** Write a third scheduler: as vertical, but only within 8 tiles of tokens, then the next
-#    column. *Hint: `divide` twice. `draw.schedules` shows whether it does what you want; `walk` whether each tile comes
+#    column. *Hint: `divide` twice. `draw.schedules` shows whether it does what you want; `schedule` whether each tile comes
 #    once.*
 # 3. **Fewer maps to make.** With `whole_x` half of what `update_grouped_tma` does is for nothing. Leave it out. *Hint:
 #    which lane has nothing to do then? Does the kernel take less time?*
 # 4. **Clipped by TMA, or by threads?** A tile's last rows are cut off by the descriptor in one kernel and by a
 #    comparison in the other. Which costs more with 32 tokens? *Hint: count the bytes that are written.*
-# 5. **An unfair load.** Give the tokens to the groups by Zipf's law (`topic.lengths_of(..., routing="zipf")`). Which
+# 5. **An unfair load.** Give the tokens to the groups by Zipf's law (`topic.random_lengths(..., routing="zipf")`). Which
 #    kTileM is best now? *Hint: the average no longer says what a group looks like.*
 # 6. **Promote less often.** Add up over K = 256 before a promotion (`make_wgmma_tile(..., accumulate=True)`). How much
 #    time does it save, and how large does the error become? *Hint: in the simulator the sums are exact; this one needs
@@ -2567,8 +2557,8 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #
 # ## The final kernel
 #
-# This is what `group_gemm_pertensor_fp8` runs. What a multiplying warp does is in `tile.py` beside it, the tiles'
-# arithmetic in `schedule.py`.
+# This is what `group_gemm_pertensor_fp8` runs. The tile scheduler is in `scheduler.py` beside it, the epilogue
+# in `epilogue.py`.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

@@ -3,13 +3,14 @@
 import pytest
 from test_draw import labelled, problems
 from test_draw_align import spills
-from test_grouped_gemm_document import walk
+from test_hpc_ops import schedule
 
 from moe_numba.course.draw import grouped_gemm as draw
 
 
 def schedules(tiles, across, blocks):
-    return draw.schedules({name: walk(name, tiles, across, blocks) for name in ("horizontal", "vertical")}, len(tiles))
+    found = {name: schedule(name, tiles, across, blocks) for name in ("horizontal", "vertical")}
+    return draw.schedules(found, len(tiles))
 
 
 FIGURES = {

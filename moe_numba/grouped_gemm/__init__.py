@@ -1,4 +1,4 @@
-"""The experts' matrix products: one launch for all groups of rows, FP8 or bf16, on Hopper's tensor cores."""
+"""Grouped GEMM for the experts: one launch for all groups of rows, in FP8 or bf16, on Hopper tensor cores."""
 
 from moe_numba.grouped_gemm.api import (
     group_gemm_bf16,

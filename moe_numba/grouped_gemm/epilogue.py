@@ -1,135 +1,180 @@
-"""The way of a tile's results to global memory: fragments become rows, rounded to bf16, or activated and in FP8."""
+"""Epilogue: a tile's accumulators become rows of y, either rounded to bf16, or activated and quantised to FP8."""
 
 from functools import cache
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.constants import ACTIVATED, CHUNK, LINE, MULTIPLIERS, ROW, STAGING
-from moe_numba.grouped_gemm.schedule import TILE_ROWS
+from moe_numba.grouped_gemm.config import (
+    BLOCK_K_BYTES,
+    BLOCK_N,
+    CONSUMER_WARPS,
+    EPILOGUE_BYTES,
+    EPILOGUE_ROWS,
+    SILU_ROW_BYTES,
+    SILU_ROWS,
+)
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
-from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync
 
-FULL = 0xFFFFFFFF
 LOG2_E = 1.4426950408889634
-FP8_MOST = 448.0  # the largest number of e4m3
+FP8_MAX = 448.0  # the largest e4m3 number
+ALL_CONSUMERS = 1  # named barrier of both consumer warpgroups; each warpgroup's own is 2 + warpgroup
+
+
+class Output(NamedTuple):
+    """The outputs in global memory."""
+
+    y: Any  # int32 pointer: two bf16 or four FP8 elements per integer
+    y_scale: Any  # float32 pointer
+    n: Any  # columns of y
+
+
+class OutputTile(NamedTuple):
+    """What a consumer needs to know of its tile; rows and columns as in y."""
+
+    row: Any
+    rows: Any
+    subtile_rows: Any
+    column: Any
+    scale: Any  # float32, of the group
+
+
+class RowStore(NamedTuple):
+    """A thread's part in storing a tile; see :func:`make_store_rows`."""
+
+    warpgroup: Any
+    write_offset: Any  # where stmatrix writes, u8
+    read_offset: Any  # where the thread reads 16 bytes, i32
+    t: Any  # the thread's row within EPILOGUE_ROWS
+    rows_0: Any  # valid rows of the first subtile
+    rows_1: Any  # valid rows of the second subtile
+    y_index: Any  # of the thread's first 16 bytes in y
+    pitch: Any  # int32 elements from one row of y to the next
+    subtile_pitch: Any  # int32 elements of y from one subtile to the next
 
 
 @cache
-def make_store(n, parts, i=0):
-    """``store(...)``: the chunks of a tile's fragments from the i-th on become rows in global memory, as bf16.
+def make_store_rows(n, m_subtiles, i=0):
+    """Make ``store_rows(smem, y, store, acc_0, acc_1, scale)``, storing accumulators as bf16 from chunk ``i`` on.
 
-    A warpgroup has 64 neighbours of each token's row, 128 bytes. They go through its staging, 16 tokens at a time and
-    from two buffers by turns, so that eight lanes store a whole line. The next chunk is put there before this one is
-    taken: nothing waits for its own words.
+    A consumer warpgroup computes 64 columns, 128 bytes, of each row of y. It transposes 16 rows at a time through its
+    shared-memory buffers, so that eight lanes store a whole 128-byte line. The two buffers alternate: a warp writes the
+    next chunk before it stores the present one, so that it never waits for its own writes.
     """
-    chunks = [(part, first) for part in range(parts) for first in range(0, n, CHUNK)]
-    (part, first), buffer, more = chunks[i], i % 2 * CHUNK * LINE, i + 1 < len(chunks)
+    chunks = [(subtile, first) for subtile in range(m_subtiles) for first in range(0, n, EPILOGUE_ROWS)]
+    (subtile, first), buffer, more = chunks[i], i % 2 * EPILOGUE_ROWS * BLOCK_K_BYTES, i + 1 < len(chunks)
     if more:
-        next_part, next_first = chunks[i + 1]
-        put_next = make_stmatrix_fragment(n, next_first, min(CHUNK, n - next_first), LINE)
-        following, other_buffer = make_store(n, parts, i + 1), CHUNK * LINE - buffer
+        next_subtile, next_first = chunks[i + 1]
+        stmatrix_next = make_stmatrix_fragment(n, next_first, min(EPILOGUE_ROWS, n - next_first), BLOCK_K_BYTES)
+        store_next, other_buffer = make_store_rows(n, m_subtiles, i + 1), EPILOGUE_ROWS * BLOCK_K_BYTES - buffer
 
     @cuda.jit(device=True)
-    def store(smem, words, y, group, put, take, total, other, factor, token, here, beyond, at, pitch, part_pitch):
+    def store_rows(smem, y, store, acc_0, acc_1, scale):
         if more:
-            put_next(smem, int32(put + other_buffer), other if next_part else total, factor)
-        a, b, c, d = ld_shared_s32x4(words, int32(take + buffer // 4))
-        if more or buffer == 0:  # the next tile begins with buffer 0, which may still be read
-            bar_sync(int32(2 + group), 128)
-        if token + first < (beyond if part else here):
-            place = at + int64(first) * pitch + (part_pitch if part else int64(0))
-            st_global_s32x4(y, place, a, b, c, d)
+            stmatrix_next(smem.u8, int32(store.write_offset + other_buffer), acc_1 if next_subtile else acc_0, scale)
+        a, b, c, d = ld_shared_s32x4(smem.i32, int32(store.read_offset + buffer // 4))
+        if more or buffer == 0:  # the next tile starts with buffer 0, which other warps may still read
+            bar_sync(int32(2 + store.warpgroup), 128)
+        if store.t + first < (store.rows_1 if subtile else store.rows_0):
+            y_index = store.y_index + int64(first) * store.pitch + (store.subtile_pitch if subtile else int64(0))
+            st_global_s32x4(y, y_index, a, b, c, d)
         if more:
-            following(
-                smem, words, y, group, put, take, total, other, factor, token, here, beyond, at, pitch, part_pitch
-            )
+            store_next(smem, y, store, acc_0, acc_1, scale)
 
-    return store
+    return store_rows
 
 
 @cache
-def make_activate(n, layout, first=0):
-    """``activate(...)``: silu(gate) * up of the tokens from ``first`` on, as FP8 with a scale for each token.
+def make_store_silu_and_mul(n, layout, first=0):
+    """Make ``store_silu_and_mul(smem, output, warp, lane, gate, up, tile)``, for the rows from ``first`` on.
 
-    All eight warps put 32 tokens' gate and up, rounded to bf16, into the staging as rows; then a warp takes a token, 4
-    of its 128 columns a lane, so that the largest is found by one reduction.
+    Both consumer warpgroups write gate and up of 32 rows, rounded to bf16, to shared memory. Then each warp processes
+    one row at a time, 4 of its 128 columns per lane, so that one warp reduction finds the largest magnitude. The result
+    is FP8 with one scale per row and 128 columns.
     """
-    count, staging_at = min(ACTIVATED, n - first), layout.staging_at
-    put_fragment = make_stmatrix_fragment(n, first, count, ROW)
-    more = first + ACTIVATED < n
-    following = make_activate(n, layout, first + ACTIVATED) if more else None
+    count, epilogue_offset = min(SILU_ROWS, n - first), layout.epilogue_offset
+    stmatrix = make_stmatrix_fragment(n, first, count, SILU_ROW_BYTES)
+    more = first + SILU_ROWS < n
+    store_next = make_store_silu_and_mul(n, layout, first + SILU_ROWS) if more else None
 
     @cuda.jit(device=True)
-    def activate(smem, words, y, y_scale, warp, lane, gate, up, factor, row, rows, column, n_out):
-        bar_sync(1, 32 * MULTIPLIERS)  # what lay there has been read
-        at = int32(staging_at + (lane & 7) * ROW + (lane >> 3 & 1) * 16 + warp * 32)
-        put_fragment(smem, at, gate, factor)
-        put_fragment(smem, int32(at + 2 * TILE_ROWS), up, factor)
-        bar_sync(1, 32 * MULTIPLIERS)
-        for token in range(warp, count, MULTIPLIERS):
-            if first + token < rows:
-                here = int32((staging_at + token * ROW) // 4 + 2 * lane)
+    def store_silu_and_mul(smem, output, warp, lane, gate, up, tile):
+        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)  # all warps have read the previous rows
+        offset = int32(epilogue_offset + (lane & 7) * SILU_ROW_BYTES + (lane >> 3 & 1) * 16 + warp * 32)
+        stmatrix(smem.u8, offset, gate, tile.scale)
+        stmatrix(smem.u8, int32(offset + 2 * BLOCK_N), up, tile.scale)
+        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)
+        for t in range(warp, count, CONSUMER_WARPS):
+            if first + t < tile.rows:
+                source = int32((epilogue_offset + t * SILU_ROW_BYTES) // 4 + 2 * lane)
                 largest = float32(0)
                 values = cuda.local.array(4, float32)
                 for i in range(2):
-                    gates, ups = uint32(words[here + i]), uint32(words[here + 64 + i])
+                    gates, ups = uint32(smem.i32[source + i]), uint32(smem.i32[source + 64 + i])
                     for h in range(2):
                         g = uint_as_float(uint32(gates & uint32(0xFFFF0000)) if h else uint32(gates << uint32(16)))
                         u = uint_as_float(uint32(ups & uint32(0xFFFF0000)) if h else uint32(ups << uint32(16)))
                         value = g * rcp_approx(float32(1) + ex2_approx(g * float32(-LOG2_E))) * u
                         values[2 * i + h] = value
                         largest = max(largest, abs(value))
-                largest = int_as_float(redux_sync_max_s32(uint32(FULL), float_as_int(largest)))
-                scale = max(largest, float32(1e-10)) * float32(1 / FP8_MOST)
-                inverse = rcp_approx(scale)  # a division would be a call, and the multiplications would wait for it
+                largest = int_as_float(redux_sync_max_s32(uint32(FULL_MASK), float_as_int(largest)))
+                scale = max(largest, float32(1e-10)) * float32(1 / FP8_MAX)
+                inverse = rcp_approx(scale)  # a division is a function call, before which all wgmmas must complete
                 low = cvt_rn_satfinite_e4m3x2_f32(values[1] * inverse, values[0] * inverse)
                 high = cvt_rn_satfinite_e4m3x2_f32(values[3] * inverse, values[2] * inverse)
-                place = int64(row + first + token)
-                y[(place * n_out + column) // 4 + lane] = int32(uint32(low | uint32(high << uint32(16))))
+                row = int64(tile.row + first + t)
+                index = (row * output.n + tile.column) // 4 + lane
+                output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 if lane == 0:
-                    y_scale[place * (n_out >> 7) + (column >> 7)] = scale
+                    output.y_scale[row * (output.n >> 7) + (tile.column >> 7)] = scale
         if more:
-            following(smem, words, y, y_scale, warp, lane, gate, up, factor, row, rows, column, n_out)
+            store_next(smem, output, warp, lane, gate, up, tile)
 
-    return activate
+    return store_silu_and_mul
 
 
 @cache
-def make_write(n, constants, layout):
-    """``write(...)``: a tile's results, of one or two products."""
-    if constants.activated:
-        activate = make_activate(n, layout)
+def make_epilogue(n, config, layout):
+    """Make ``epilogue(smem, output, warp, lane, acc_0, acc_1, tile)``; ``n`` is wgmma's N.
+
+    ``acc_0`` and ``acc_1`` are the accumulators of two subtiles, or of gate and up.
+    """
+    if config.silu_and_mul:
+        store_silu_and_mul = make_store_silu_and_mul(n, layout)
 
         @cuda.jit(device=True)
-        def write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor):
-            if column < n_out:
-                activate(smem, words, y, y_scale, warp, lane, total, other, factor, row, rows, column, n_out)
+        def epilogue(smem, output, warp, lane, acc_0, acc_1, tile):
+            if tile.column < output.n:
+                store_silu_and_mul(smem, output, warp, lane, acc_0, acc_1, tile)
 
-        return write
+        return epilogue
 
-    store, staging_at = make_store(n, constants.parts), layout.staging_at
-    put_first = make_stmatrix_fragment(n, 0, min(CHUNK, n), LINE)
+    store_rows, epilogue_offset = make_store_rows(n, config.m_subtiles), layout.epilogue_offset
+    stmatrix_first = make_stmatrix_fragment(n, 0, min(EPILOGUE_ROWS, n), BLOCK_K_BYTES)
 
     @cuda.jit(device=True)
-    def write(smem, words, y, y_scale, warp, lane, total, other, row, rows, part, column, n_out, factor):
-        # A row of the staging is a token's 128 bytes. Its chunks of 16 change places by the number of the row, so that
-        # a column of them, which a warp writes, falls on all banks.
-        group = int32(warp >> 2)
-        staging = int32(staging_at + group * STAGING)
-        chunk = int32(2 * (warp & 3) + (lane >> 3 & 1))
-        put = int32(staging + (lane & 7) * LINE + ((chunk ^ (lane & 7)) << 4))
-        token, chunk = int32(4 * (warp & 3) + (lane >> 3)), int32(lane & 7)
-        take = int32(staging + token * LINE + ((chunk ^ (token & 7)) << 4)) >> 2
-        column, pitch = int32(column + group * 64), int32(n_out >> 1)
-        if column < n_out:
-            put_first(smem, put, total, factor)
-            bar_sync(int32(2 + group), 128)
-            at, part_pitch = (int64(row) + token) * pitch + ((column >> 1) + chunk * 4), int64(part) * pitch
-            here, beyond = int32(min(rows, part)), int32(rows - part)
-            store(smem, words, y, group, put, take, total, other, factor, token, here, beyond, at, pitch, part_pitch)
+    def epilogue(smem, output, warp, lane, acc_0, acc_1, tile):
+        # A buffer row holds 128 bytes of a row of y. Its 16-byte vectors are XORed with the row number, so that the
+        # eight rows of a stmatrix fall into different banks.
+        warpgroup = int32(warp >> 2)
+        buffers = int32(epilogue_offset + warpgroup * EPILOGUE_BYTES)
+        vector = int32(2 * (warp & 3) + (lane >> 3 & 1))
+        write_offset = int32(buffers + (lane & 7) * BLOCK_K_BYTES + ((vector ^ (lane & 7)) << 4))
+        t, vector = int32(4 * (warp & 3) + (lane >> 3)), int32(lane & 7)
+        read_offset = int32(buffers + t * BLOCK_K_BYTES + ((vector ^ (t & 7)) << 4)) >> 2
+        column, pitch = int32(tile.column + warpgroup * 64), int32(output.n >> 1)
+        if column < output.n:
+            stmatrix_first(smem.u8, write_offset, acc_0, tile.scale)
+            bar_sync(int32(2 + warpgroup), 128)
+            y_index = (int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)
+            subtile_pitch = int64(tile.subtile_rows) * pitch
+            rows_0, rows_1 = int32(min(tile.rows, tile.subtile_rows)), int32(tile.rows - tile.subtile_rows)
+            store = RowStore(warpgroup, write_offset, read_offset, t, rows_0, rows_1, y_index, pitch, subtile_pitch)
+            store_rows(smem, output.y, store, acc_0, acc_1, tile.scale)
 
-    return write
+    return epilogue

@@ -219,7 +219,7 @@ def articles():
     from moe_numba.course.articles.deepep import dispatch_layout, launch
     from moe_numba.course.articles.deepep.buffer_layout import Constants
     from moe_numba.course.articles.hpc_ops import launch as group_gemm
-    from moe_numba.course.articles.hpc_ops.group_gemm import Constants as GemmConstants
+    from moe_numba.course.articles.hpc_ops.group_gemm import HpcOpsConfig
 
     new = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype)
 
@@ -251,9 +251,9 @@ def articles():
     for tokens in (16, 32, 64, 128):
         for schedule in ("vertical", "horizontal"):
             for whole_x in (False, True):
-                constants = GemmConstants(tokens=tokens, schedule=schedule, whole_x=whole_x)
+                config = HpcOpsConfig(tile_m=tokens, schedule=schedule, whole_x=whole_x)
                 x, weight = new(64, 128, dtype=torch.float8_e4m3fn), new(2, 128, 128, dtype=torch.float8_e4m3fn)
                 out, scale = new(64, 128, dtype=torch.bfloat16), new(2, dtype=torch.float32)
-                run = lambda: group_gemm.Run(x, weight, new(2), new(3), scale, out, constants)
+                run = lambda: group_gemm.HpcOpsGroupGemm(x, weight, new(2), new(3), scale, out, config)
                 yield f"hpc_ops group_gemm {tokens} {schedule} {whole_x}", lambda: run().multiply()
-        yield f"hpc_ops update_grouped_tma {tokens}", lambda: run().update()
+        yield f"hpc_ops update_grouped_tma {tokens}", lambda: run().update_maps()

@@ -1,9 +1,9 @@
-"""Which form of the grouped GEMM is the fastest for how many rows: how its tables were chosen.
+"""Time every configuration of the grouped GEMM that fits, to choose those in ``grouped_gemm/config.py``.
 
-    python -m moe_numba.course.bench.tune_grouped_gemm [--scaling tensor|block|none] [--rows 32 8192] [--activated]
+    python -m moe_numba.course.bench.tune_grouped_gemm [--scaling tensor|block|none] [--rows 32 8192] [--silu]
 
-For DeepSeek-V3's two products, or with ``--activated`` for the first, it times every form that fits, and prints the
-times in the order of rows. A form that does not give the reference's result has no time.
+It uses the two GEMMs of a DeepSeek-V3 expert, or with ``--silu`` the first with the activation, and prints the times in
+ascending order for each number of rows. A configuration whose result differs from the reference has no time.
 """
 
 import argparse
@@ -13,13 +13,21 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.course.bench.timing import kernel_times
-from moe_numba.course.bench.topics.grouped_gemm import GROUPS, SHAPES, floor, lengths_of, problem, random_weight
-from moe_numba.grouped_gemm import api, configs, reference
-from moe_numba.grouped_gemm.constants import Constants, Layout
+from moe_numba.course.bench.topics.grouped_gemm import (
+    GROUPS,
+    SHAPES,
+    lower_bound,
+    make_problem,
+    random_lengths,
+    random_weight,
+)
+from moe_numba.grouped_gemm import reference
+from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.launch import compile_config, group_gemm
+from moe_numba.runtime.device import H200
 
-SHARED_BYTES = 227 * 1024  # that a block may have
-STAGES = 12  # at most: more are never needed to hide a load
-TILES = [  # tokens of a part, parts, multiplications
+MAX_STAGES = 12  # enough to hide the latency of a load
+TILES = [  # subtile_m, m_subtiles, mma_n
     (16, 1, (16,)),
     (32, 1, (32, 16)),
     (48, 1, (48, 32)),
@@ -33,39 +41,40 @@ TILES = [  # tokens of a part, parts, multiplications
     (144, 2, (144, 128)),
     (144, 2, (144, 136, 128, 120)),
 ]
-ACTIVATED_TILES = [tile for tile in TILES if tile[1] == 1] + [
+SILU_TILES = [tile for tile in TILES if tile[1] == 1] + [
     (112, 1, (112, 104, 96, 88)),
     (128, 1, (128, 120, 112, 104)),
     (136, 1, (136, 128, 120, 112)),
     (144, 1, (144, 136, 128, 120)),
     (144, 1, (144, 136, 128, 120, 112, 104)),
 ]
-PRODUCT = "the product alone, in the form that is chosen"
+WITHOUT_SILU = "without the activation, selected configuration"
 
 
-def candidates(scaling, activated=False):
-    """Every form that fits a block's shared memory, with as many stages as there is room for; and its name."""
+def candidates(scaling, silu_and_mul=False):
+    """Return {name: config} of all configurations that fit into shared memory, each with as many stages as fit."""
     found = {}
-    for tokens, parts, sizes in ACTIVATED_TILES if activated else TILES:
-        for cluster in (1, 2):
-            constants = Constants(
+    for subtile_m, m_subtiles, mma_n in SILU_TILES if silu_and_mul else TILES:
+        for cluster_size in (1, 2):
+            config = GemmConfig(
                 dtype="bf16" if scaling == "none" else "e4m3",
                 scaling=scaling,
-                tokens=tokens,
-                parts=parts,
-                sizes=sizes,
-                activated=activated,
-                cluster=cluster,
+                subtile_m=subtile_m,
+                m_subtiles=m_subtiles,
+                mma_n=mma_n,
+                silu_and_mul=silu_and_mul,
+                cluster_size=cluster_size,
             )
-            fitting = [s for s in range(3, STAGES + 1) if Layout(constants._replace(stages=s)).bytes <= SHARED_BYTES]
+            by_stages = [config._replace(stages=stages) for stages in range(3, MAX_STAGES + 1)]
+            fitting = [config for config in by_stages if SharedMemoryLayout(config).bytes <= H200.shared_bytes]
             if fitting:
-                name = f"{'/'.join(map(str, sizes))}" + f" x {parts}" * (parts > 1) + ", cluster" * (cluster > 1)
-                found[name] = constants._replace(stages=fitting[-1])
+                name = "/".join(map(str, mma_n)) + f" x {m_subtiles}" * (m_subtiles > 1)
+                found[name + ", cluster" * (cluster_size > 1)] = fitting[-1]
     return found
 
 
 def arguments_of(scaling, p):
-    """What the internal function takes for a problem, before the average; quantised where scales come in blocks."""
+    """Return x, weight, group sizes and scales of a problem, as ``launch.group_gemm`` takes them."""
     if scaling != "block":
         return p.x, p.weight, p.seqlens, p.cu_seqlens, None, p.y_scale if scaling == "tensor" else None
     groups, n, k = p.weight.shape
@@ -74,67 +83,68 @@ def arguments_of(scaling, p):
     return p.x, p.weight, p.seqlens, p.cu_seqlens, x_scale, w_scale
 
 
-def wrong(scaling, arguments, out, lengths, activated=False, groups=4):
-    """None, or how the first groups' results differ from the reference."""
+def error_of(scaling, arguments, out, lengths, silu_and_mul=False, groups=4):
+    """Return None, or how the results of the first ``groups`` groups differ from the reference."""
     x, weight, seqlens, starts, x_scale, weight_scale = arguments
     rows = int(lengths[:groups].sum())
-    few = x[:rows], weight[:groups], seqlens[:groups], starts[: groups + 1]
+    first = x[:rows], weight[:groups], seqlens[:groups], starts[: groups + 1]
     if scaling == "block":
-        right = reference.group_gemm_blockwise(*few, x_scale[:rows], weight_scale[:groups])
+        expected = reference.group_gemm_blockwise(*first, x_scale[:rows], weight_scale[:groups])
     else:
-        right = reference.group_gemm(*few, None if scaling == "none" else weight_scale[:groups])
-    if not activated:
-        return reference.mismatch(out[:rows], right)
-    y, scale = (part[:rows] for part in out)
-    right = reference.silu_and_mul(right)
-    error = float((y.double() * scale.repeat_interleave(128, 1) - right).norm() / right.norm())
-    return None if error < 0.035 else f"relative error {error:.2g}; rounding to FP8 makes 0.026"
+        expected = reference.group_gemm(*first, None if scaling == "none" else weight_scale[:groups])
+    if not silu_and_mul:
+        return reference.mismatch(out[:rows], expected)
+    y, scale = (tensor[:rows] for tensor in out)
+    expected = reference.silu_and_mul(expected)
+    error = float((y.double() * scale.repeat_interleave(128, 1) - expected).norm() / expected.norm())
+    return None if error < 0.035 else f"relative error {error:.2g}; rounding to FP8 causes 0.026"
 
 
-def compile_all(every):
-    """Every form's machine code to the disk cache, by as many processes as there are cores."""
+def compile_all(configs):
+    """Compile the configurations into the cubin cache, in one process per core."""
     if not simulator.ENABLED:
         with multiprocessing.get_context("spawn").Pool() as pool:
-            pool.map(configs.compile_for, every, chunksize=1)
+            pool.map(compile_config, configs, chunksize=1)
 
 
-def tune(scaling, activated, rows_wanted, shapes=None, groups=GROUPS, device="cuda"):
-    """``{(shape, rows): {form: microseconds}}``; prints as it goes."""
+def tune(scaling, silu_and_mul, rows_wanted, shapes=None, groups=GROUPS, device="cuda"):
+    """Print the times and return ``{(shape, rows): {configuration: microseconds}}``."""
     dtype, found = torch.bfloat16 if scaling == "none" else reference.FP8, {}
-    compile_all(candidates(scaling, activated).values())
-    shapes = shapes or ({"gate_up": SHAPES["gate_up"]} if activated else SHAPES)
-    for name, shape in shapes.items():
-        weights = [random_weight(groups, shape["n"], shape["k"], dtype, device) for _ in range(2)]
+    configs = candidates(scaling, silu_and_mul)
+    compile_all(configs.values())
+    shapes = shapes or ({"gate_up": SHAPES["gate_up"]} if silu_and_mul else SHAPES)
+    for shape, sides in shapes.items():
+        weights = [random_weight(groups, sides["n"], sides["k"], dtype, device) for _ in range(2)]
         for rows in rows_wanted:
-            lengths, calls = lengths_of(groups, rows), {}
-            all_arguments = [arguments_of(scaling, problem(weight, lengths)) for weight in weights]
-            for form, constants in candidates(scaling, activated).items():
+            lengths, calls = random_lengths(groups, rows), {}
+            all_arguments = [arguments_of(scaling, make_problem(weight, lengths)) for weight in weights]
+            for name, config in configs.items():
                 run = [
-                    lambda a=a, c=constants: api._group_gemm(scaling, *a, None, None, None, activated, c)
+                    lambda a=a, c=config: group_gemm(scaling, *a, silu_and_mul=silu_and_mul, config=c)
                     for a in all_arguments
                 ]
-                out = run[0]()
-                if says := wrong(scaling, all_arguments[0], out, lengths, activated):
-                    print(f"{name}, {rows} rows, {form}: {says}")
+                if error := error_of(scaling, all_arguments[0], run[0](), lengths, silu_and_mul):
+                    print(f"{shape}, {rows} rows, {name}: {error}")
                 else:
-                    calls[form] = run
-            if activated:
-                calls[PRODUCT] = [lambda a=a: api._group_gemm(scaling, *a, None, None, None) for a in all_arguments]
+                    calls[name] = run
+            if silu_and_mul:
+                calls[WITHOUT_SILU] = [lambda a=a: group_gemm(scaling, *a) for a in all_arguments]
             times = {} if simulator.ENABLED else kernel_times(calls, launches=10, replays=7)
-            found[name, rows] = {form: stats.median for form, stats in times.items()}
-            best = sorted(found[name, rows].items(), key=lambda item: item[1])
-            least = floor(lengths, **shape, dtype="bf16" if scaling == "none" else "e4m3")[0]
-            print(f"{name}, {rows} rows, floor {least:.0f} us: " + "; ".join(f"{f} {us:.1f}" for f, us in best))
+            found[shape, rows] = {name: stats.median for name, stats in times.items()}
+            ranked = sorted(found[shape, rows].items(), key=lambda item: item[1])
+            bound = lower_bound(lengths, **sides, dtype="bf16" if scaling == "none" else "e4m3")[0]
+            times_text = "; ".join(f"{name} {us:.1f}" for name, us in ranked)
+            print(f"{shape}, {rows} rows, lower bound {bound:.0f} us: {times_text}")
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scaling", choices=["tensor", "block", "none"], default="tensor")
-    parser.add_argument("--activated", action="store_true", help="gate and up, with the activation behind them")
+    parser.add_argument("--silu", action="store_true", help="gate and up with the activation")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512, 2048, 8192])
     options = parser.parse_args()
-    tune(options.scaling, options.activated, options.rows)
+    tune(options.scaling, options.silu, options.rows)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""The document's two kernels, made ready for one set of tensors: what the notebook and the tests start."""
+"""Launch our Numba port of hpc-ops' two kernels for one set of tensors, in the notebook and the tests."""
 
 import torch
 
 from moe_numba import simulator
 from moe_numba.course.articles.hpc_ops import group_gemm, update_grouped_tma
-from moe_numba.course.articles.hpc_ops.group_gemm import HALF, TILE_K, TILE_N
-from moe_numba.runtime import device as devices
+from moe_numba.course.articles.hpc_ops.group_gemm import TILE_K, TILE_N, WARPGROUP_N
+from moe_numba.course.articles.hpc_ops.update_grouped_tma import MAP_BYTES
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 
 
-class Run:
-    """Calling it starts ``update_grouped_tma`` and the main kernel, on the caller's stream; it gives ``out``.
+class HpcOpsGroupGemm:
+    """A grouped GEMM of fixed tensors; calling it launches both kernels on the caller's stream and returns ``out``.
 
     Parameters
     ----------
@@ -20,30 +21,31 @@ class Run:
     seqlens, cu_seqlens : tensor [groups] and [groups + 1], int32
     y_scale : tensor [groups], float32
     out : tensor [total, n], bfloat16
-    constants : group_gemm.Constants
+    config : group_gemm.HpcOpsConfig
     blocks : int, optional
-        Of the main kernel; as many as the GPU has multiprocessors if not given.
+        CTAs of the main kernel; one per SM if not given.
     dependent : bool
-        Programmatic dependent launch: the main kernel's blocks may start before ``update_grouped_tma`` is done.
+        Programmatic dependent launch: the main kernel's CTAs may start before ``update_grouped_tma`` has finished.
     """
 
-    def __init__(self, x, weight, seqlens, cu_seqlens, y_scale, out, constants, blocks=None, dependent=False):
-        (self.groups, self.n, self.k), self.constants, self.dependent = weight.shape, constants, dependent
-        if self.groups > min(constants.groups, 32 * update_grouped_tma.GROUPS_PER_THREAD):
-            raise ValueError(f"weight has {self.groups} groups; {constants.groups} are allowed, and 256 at most")
+    def __init__(self, x, weight, seqlens, cu_seqlens, y_scale, out, config, blocks=None, dependent=False):
+        (self.groups, self.n, self.k), self.config, self.dependent = weight.shape, config, dependent
+        max_groups = min(config.max_groups, 32 * update_grouped_tma.GROUPS_PER_THREAD)
+        if self.groups > max_groups:
+            raise ValueError(f"weight has {self.groups} groups; at most {max_groups} are allowed")
         self.x, self.seqlens, self.cu_seqlens, self.y_scale, self.out = x, seqlens, cu_seqlens, y_scale, out
-        self.weight, self.blocks = weight, blocks or _multiprocessors(x.device)
-        self.map_x = TensorMap(x, (constants.tokens, TILE_K), swizzle=128)
-        self.map_y = TensorMap(out, (constants.tokens, HALF), swizzle=128)
+        self.weight, self.blocks = weight, blocks or (2 if simulator.ENABLED else gpu_of(x.device).sm_count)
+        self.map_x = TensorMap(x, (config.tile_m, TILE_K), swizzle=128)
+        self.map_y = TensorMap(out, (config.tile_m, WARPGROUP_N), swizzle=128)
         self.map_weight = TensorMap(weight, (1, TILE_N, TILE_K), swizzle=128)
-        room = torch.zeros((2 * self.groups + 1) * update_grouped_tma.MAP, dtype=torch.uint8, device=x.device)
-        self.maps = room[-room.data_ptr() % update_grouped_tma.MAP :][: 2 * self.groups * update_grouped_tma.MAP]
+        maps = torch.zeros((2 * self.groups + 1) * MAP_BYTES, dtype=torch.uint8, device=x.device)
+        self.maps = maps[-maps.data_ptr() % MAP_BYTES :][: 2 * self.groups * MAP_BYTES]
         self.tiles, self.cu_tiles = torch.zeros_like(seqlens), torch.zeros_like(cu_seqlens)
 
-    def update(self):
-        """Start ``update_grouped_tma``."""
+    def update_maps(self):
+        """Launch ``update_grouped_tma``."""
         launch(
-            update_grouped_tma.make_update_grouped_tma(self.constants.tokens),
+            update_grouped_tma.make_update_grouped_tma(self.config.tile_m),
             self.groups + 1,
             update_grouped_tma.THREADS,
             self.map_x,
@@ -62,8 +64,8 @@ class Run:
         )
 
     def multiply(self):
-        """Start the main kernel, with the maps that are there."""
-        kernel, shared_bytes = group_gemm.make_kernel(self.constants)
+        """Launch the main kernel with the present maps and return ``out``."""
+        kernel, shared_bytes = group_gemm.make_kernel(self.config)
         launch(
             kernel,
             self.blocks,
@@ -84,9 +86,5 @@ class Run:
         return self.out
 
     def __call__(self):
-        self.update()
+        self.update_maps()
         return self.multiply()
-
-
-def _multiprocessors(device):
-    return 2 if simulator.ENABLED else devices.gpu_of(device).sm_count

@@ -1,7 +1,7 @@
-"""``update_grouped_tma``, which runs before the document's grouped GEMM: tensor maps for every group, tiles counted.
+"""Our Numba port of hpc-ops' ``update_grouped_tma``, which prepares tensor maps and tile counts for the grouped GEMM.
 
-A map says where a tensor lies. A group's rows begin where those of the group before it end, so the host, which does not
-know the lengths, cannot make their map. Here a copy of a map gets another address and number of rows in shared memory.
+Each group needs tensor maps whose address and number of rows depend on the group sizes, which the host does not know.
+The kernel copies a template map to shared memory, replaces these two fields and writes the map to global memory.
 """
 
 from functools import cache
@@ -14,65 +14,63 @@ from moe_numba.ptx.tensormap import (
     tensormap_cp_fenceproxy,
     tensormap_replace_global_address,
 )
+from moe_numba.ptx.warp import warp_inclusive_scan
 
-GROUPS_PER_THREAD = 8  # of the scan, so 256 groups at most
-MAP = 128  # bytes
-THREADS, SHARED_BYTES = 32, 2 * MAP
-FULL = 0xFFFFFFFF
+GROUPS_PER_THREAD = 8  # in the scan by one warp: at most 256 groups
+MAP_BYTES = 128
+THREADS, SHARED_BYTES = 32, 2 * MAP_BYTES
 
 
 @cache
-def make_update_grouped_tma(tokens):
-    """``update_grouped_tma``: groups + 1 blocks of 32 threads, and 256 bytes of shared memory.
+def make_update_grouped_tma(tile_m):
+    """Make ``update_grouped_tma``, for groups + 1 CTAs of 32 threads and 256 bytes of dynamic shared memory.
 
-    Block g makes group g's maps: that of its tokens at byte ``256 g`` of ``maps``, that of its results 128 bytes on.
-    ``map_x`` and ``map_y`` are the whole tensors' maps. The last block writes each group's tiles of ``tokens`` tokens,
-    and how many there are before each group, with their sum behind.
+    CTA g writes group g's map of x at byte ``256 g`` of ``maps``, and its map of y 128 bytes behind. ``map_x`` and
+    ``map_y`` are the templates. The last CTA writes each group's number of tiles of ``tile_m`` rows to ``tiles``, and
+    their exclusive prefix sum, followed by the total, to ``cu_tiles``.
     """
     replace_rows = make_tensormap_replace_global_dim(1)
 
     @cuda.jit(device=True)
     def count_tiles(seqlens, tiles, cu_tiles, groups):
         lane = int32(cuda.threadIdx.x)
-        first, mine = int32(lane * GROUPS_PER_THREAD), int32(0)
+        first, count = int32(lane * GROUPS_PER_THREAD), int32(0)
         for i in range(GROUPS_PER_THREAD):
             if first + i < groups:
-                count = int32(uint32(seqlens[first + i] + tokens - 1) // uint32(tokens))
-                tiles[first + i] = count
-                mine = int32(mine + count)
-        total = mine
-        for d in range(5):
-            below = cuda.shfl_up_sync(FULL, total, 1 << d)
-            total = int32(total + below) if lane >= (1 << d) else total
-        before = int32(total - mine)
+                group_tiles = int32(uint32(seqlens[first + i] + tile_m - 1) // uint32(tile_m))
+                tiles[first + i] = group_tiles
+                count = int32(count + group_tiles)
+        inclusive = warp_inclusive_scan(count, lane)
+        before = int32(inclusive - count)
         for i in range(GROUPS_PER_THREAD):
             if first + i < groups:
                 cu_tiles[first + i] = before
                 before = int32(before + tiles[first + i])
         if lane == 31:
-            cu_tiles[groups] = total
+            cu_tiles[groups] = inclusive
 
     @cuda.jit
     def update_grouped_tma(map_x, map_y, maps, x, y, seqlens, cu_seqlens, tiles, cu_tiles, groups, n, k):
-        copies = cuda.shared.array(0, uint8, 1024)
+        smem_maps = cuda.shared.array(0, uint8, 1024)
         lane, g = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
         griddepcontrol_launch_dependents()
         if g == groups:
             count_tiles(seqlens, tiles, cu_tiles, groups)
         else:
-            for i in range(lane, MAP, 32):
-                copies[i] = map_x[i]
-                copies[MAP + i] = map_y[i]
+            for i in range(lane, MAP_BYTES, 32):
+                smem_maps[i] = map_x[i]
+                smem_maps[MAP_BYTES + i] = map_y[i]
             cuda.syncwarp()
-            rows, first = max(seqlens[g], int32(1)), int64(cu_seqlens[g])  # of no rows there is no map: it goes unused
+            # A map must have at least one row; the map of an empty group is not used.
+            rows, first = max(seqlens[g], int32(1)), int64(cu_seqlens[g])
             if lane == 0:
-                tensormap_replace_global_address(copies, 0, x, first * k)
-                replace_rows(copies, 0, rows)
+                tensormap_replace_global_address(smem_maps, 0, x, first * k)
+                replace_rows(smem_maps, 0, rows)
             if lane == 1:
-                tensormap_replace_global_address(copies, MAP, y, first * n)
-                replace_rows(copies, MAP, rows)
+                tensormap_replace_global_address(smem_maps, MAP_BYTES, y, first * n)
+                replace_rows(smem_maps, MAP_BYTES, rows)
             cuda.syncwarp()
-            tensormap_cp_fenceproxy(maps, 2 * MAP * g, copies, 0)
-            tensormap_cp_fenceproxy(maps, 2 * MAP * g + MAP, copies, MAP)
+            tensormap_cp_fenceproxy(maps, 2 * MAP_BYTES * g, smem_maps, 0)
+            tensormap_cp_fenceproxy(maps, 2 * MAP_BYTES * g + MAP_BYTES, smem_maps, MAP_BYTES)
 
     return update_grouped_tma

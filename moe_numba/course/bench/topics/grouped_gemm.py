@@ -1,7 +1,7 @@
-"""What is measured of the grouped GEMM: ten sizes of DeepSeek-V3's two products, beside torch and the peers.
+"""Benchmark of the grouped GEMM: ten sizes of the two GEMMs of a DeepSeek-V3 expert, beside torch and the peers.
 
-A peer takes part with ``group_gemm_pertensor(x, weight, seqlens, cu_seqlens, y_scale, out=None)`` or with
-``group_gemm_blockwise(x, weight, seqlens, cu_seqlens, x_scale, w_scale, out=None)``, which give the output.
+A peer provides ``group_gemm_pertensor(x, weight, seqlens, cu_seqlens, y_scale, out=None)`` or
+``group_gemm_blockwise(x, weight, seqlens, cu_seqlens, x_scale, w_scale, out=None)``, which return the output.
 """
 
 from types import SimpleNamespace
@@ -19,16 +19,16 @@ SHAPES = {"gate_up": dict(n=4096, k=7168), "down": dict(n=7168, k=2048)}
 ROWS = [32, 128, 512, 2048, 8192]
 GROUPS, MANY_GROUPS = 32, 256
 MANY_ROWS = {"gate_up": [1024, 16384], "down": [1024, 16384]}
-CALL_ROWS = 128  # what a call costs the host does not depend on the rows
-SIDE = 8192  # of the square matrices of the dense product
+CALL_ROWS = 128  # the host cost of a call does not depend on the number of rows
+SIDE = 8192  # m, n and k of the dense GEMM
 BANDWIDTH = H200.hbm_bandwidth
 RATE = {"e4m3": H200.tensor_flops["float8_e4m3fn"], "bf16": H200.tensor_flops["bfloat16"]}
-SETS = 2  # of weights: by its turn a set is not in the L2 any more
+SETS = 2  # weights alternate between two sets, so that none of a set is left in the L2 cache
 BF16 = torch.bfloat16
 
 
 def measure(peers, quick):
-    """Rows for the record: every step's outputs are checked before it is timed."""
+    """Return the rows of the record; each step's output is checked before it is timed."""
     rows = _measure_dense()
     for shape in list(SHAPES)[: 1 if quick else None]:
         rows += _measure_shape(shape, GROUPS, [128, 2048] if quick else ROWS, peers)
@@ -42,11 +42,10 @@ def measure(peers, quick):
 # Problems
 
 
-def lengths_of(groups, rows, routing="uniform", seed=71):
-    """How many rows each group gets, drawn at random: evenly, by Zipf's law (the second gets half of the first), or one
-    group gets all.
+def random_lengths(groups, rows, routing="uniform", seed=71):
+    """Draw the number of rows of each group: "uniform", by Zipf's law ("zipf"), or all in one group ("one").
 
-    With this seed 23 of 32 groups have rows where there are 32, and 31 where there are 128, which is what to expect.
+    With the default seed 23 of 32 groups are not empty with 32 rows, and 31 with 128 rows, close to the expectation.
     """
     generator = torch.Generator().manual_seed(seed)
     first = torch.zeros(groups)
@@ -55,8 +54,8 @@ def lengths_of(groups, rows, routing="uniform", seed=71):
     return torch.bincount(torch.multinomial(weights, rows, True, generator=generator), minlength=groups).int()
 
 
-def problem(weight, lengths, seed=1):
-    """Random rows for a weight [groups, n, k]; FP8 in a scale for each group, or bf16."""
+def make_problem(weight, lengths, seed=1):
+    """Make random rows for a weight [groups, n, k], in FP8 with a scale per group or in bf16."""
     (groups, n, k), device = weight.shape, weight.device
     seqlens = lengths.to(device)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]).to(device)
@@ -74,15 +73,15 @@ def problem(weight, lengths, seed=1):
 
 
 def random_weight(groups, n, k, dtype=FP8, device="cuda"):
-    """Made group by group: in float32 all of it would be too much."""
+    """Make a weight group by group, because float32 for all groups would need too much memory."""
     weight = torch.empty(groups, n, k, dtype=dtype, device=device)
     for g in range(groups):
         weight[g] = (torch.randn(n, k, device=device) * 0.5).to(dtype)
     return weight
 
 
-def floor(lengths, n, k, dtype="e4m3"):
-    """``us, bytes, flops``: the least time for groups of so many rows, what must be moved, and what be computed."""
+def lower_bound(lengths, n, k, dtype="e4m3"):
+    """Return the lower bound of the time in microseconds, the bytes to move and the operations to compute."""
     rows, active, size = int(lengths.sum()), int((lengths > 0).sum()), 2 if dtype == "bf16" else 1
     count = active * n * k * size + rows * k * size + 2 * rows * n
     flops = 2 * rows * n * k
@@ -92,10 +91,10 @@ def floor(lengths, n, k, dtype="e4m3"):
 # Steps
 
 
-def loop_of_scaled_mm(p, bounds):
-    """The document's loop, for lengths that the host knows, so that a CUDA graph can hold it."""
+def scaled_mm_loop(p, bounds):
+    """Run the article's loop with group bounds that the host knows, so that a CUDA graph can capture it."""
     if not hasattr(p, "scales"):
-        p.scales = [scale.clone() for scale in p.y_scale]  # cuBLAS wants each at a multiple of 16 bytes
+        p.scales = [scale.clone() for scale in p.y_scale]  # cuBLAS needs each at a multiple of 16 bytes
     one = torch.ones((), device=p.x.device)
     for g, (start, end) in enumerate(bounds):
         if end > start:
@@ -112,7 +111,7 @@ def loop_of_scaled_mm(p, bounds):
 
 
 def _steps(problems, bounds, peers):
-    """``{step: (scaling, call)}`` of FP8 with a scale for each group."""
+    """Return {step: call} for FP8 with a scale per group."""
     offs = problems[0].cu_seqlens[1:].contiguous()
     per_row = problems[0].y_scale.repeat_interleave(problems[0].seqlens)
     ones = torch.ones(problems[0].weight.shape[:2], device=offs.device)
@@ -126,7 +125,7 @@ def _steps(problems, bounds, peers):
         arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale, p.average
         return group_gemm_pertensor_fp8(*arguments, out=p.out)
 
-    steps = {"final": final, "torch": grouped, "torch, loop": lambda p: loop_of_scaled_mm(p, bounds)}
+    steps = {"final": final, "torch": grouped, "torch, loop": lambda p: scaled_mm_loop(p, bounds)}
     for peer in peers:
         if hasattr(peer, "group_gemm_pertensor"):
             steps[f"peer:{peer.NAME}"] = lambda p, peer=peer: peer.group_gemm_pertensor(
@@ -159,7 +158,7 @@ def _bf16_steps(problems):
 
 
 def _measure_shape(shape, groups, rows, peers, routing="uniform"):
-    """One product for several numbers of rows; its weights take turns, made once."""
+    """Measure one weight shape for several numbers of rows."""
     n, k = SHAPES[shape]["n"], SHAPES[shape]["k"]
     found = []
     for dtype, kind in (("e4m3", FP8), ("bf16", BF16)):
@@ -167,14 +166,14 @@ def _measure_shape(shape, groups, rows, peers, routing="uniform"):
             continue
         weights = [random_weight(groups, n, k, kind) for _ in range(SETS)]
         for count in rows:
-            lengths = lengths_of(groups, count, routing)
-            problems = [problem(weight, lengths) for weight in weights]
+            lengths = random_lengths(groups, count, routing)
+            problems = [make_problem(weight, lengths) for weight in weights]
             ends = lengths.cumsum(0).tolist()
             bounds = list(zip([0, *ends], ends, strict=False))
             if dtype == "bf16":
                 cases = {"none": _bf16_steps(problems)}
             else:
-                _add_block_scales(problems)
+                add_block_scales(problems)
                 cases = {"tensor": _steps(problems, bounds, peers), "block": _block_steps(peers)}
             for scaling, steps in cases.items():
                 config = {"num_groups": groups, "n": n, "k": k, "scaling": scaling, "routing": routing}
@@ -184,23 +183,24 @@ def _measure_shape(shape, groups, rows, peers, routing="uniform"):
     return found
 
 
-def _add_block_scales(problems):
+def add_block_scales(problems):
+    """Add random block scales to problems."""
     for p in problems:
         groups, n, blocks = len(p.weight), p.weight.shape[1], -(-p.weight.shape[2] // BLOCK)
         p.x_scale = torch.rand(len(p.x), blocks, device=p.x.device) + 0.5
         p.w_scale = torch.rand(groups, -(-n // BLOCK), blocks, device=p.x.device) + 0.5
 
 
-def right_of(p, scaling):
-    """The products in float64."""
-    given = p.x, p.weight, p.seqlens, p.cu_seqlens
+def expected_output(p, scaling):
+    """Return the float64 reference of a problem."""
+    arguments = p.x, p.weight, p.seqlens, p.cu_seqlens
     if scaling == "block":
-        return right_by_blocks(p)
-    return reference.group_gemm(*given, p.y_scale if scaling == "tensor" else None)
+        return expected_blockwise(p)
+    return reference.group_gemm(*arguments, p.y_scale if scaling == "tensor" else None)
 
 
-def right_by_blocks(p):
-    """The reference for block scales, group by group, for want of memory."""
+def expected_blockwise(p):
+    """Return the float64 reference for block scales, computed group by group to save memory."""
     out = torch.full((len(p.x), p.weight.shape[1]), float("nan"), dtype=torch.float64, device=p.x.device)
     one = torch.zeros(1, dtype=torch.int32)
     for g, (start, length) in enumerate(zip(p.cu_seqlens.tolist(), p.seqlens.tolist(), strict=False)):
@@ -213,17 +213,18 @@ def right_by_blocks(p):
 
 def _measure_steps(steps, problems, config, lengths, dtype, peers):
     first, rows = problems[0], int(lengths.sum())
-    right, versions = right_of(first, config["scaling"]), {f"peer:{peer.NAME}": peer.VERSION for peer in peers}
+    expected = expected_output(first, config["scaling"])
+    versions = {f"peer:{peer.NAME}": peer.VERSION for peer in peers}
     for name, step in steps.items():
         first.out.fill_(float("nan"))
-        # torch's fast accumulation adds up all of k in the tensor cores' own, fewer bits.
-        if wrong := reference.mismatch(step(first), right, 1e-2 if name.startswith("torch") else 2e-3):
-            raise AssertionError(f"{name}, {config}, {rows} rows: {wrong}")
-    del right
+        # torch's fast accumulation sums over all of k in the tensor cores, with fewer bits than float32.
+        if error := reference.mismatch(step(first), expected, 1e-2 if name.startswith("torch") else 2e-3):
+            raise AssertionError(f"{name}, {config}, {rows} rows: {error}")
+    del expected
     kernel = kernel_times({n: [lambda p=p, s=s: s(p) for p in problems] for n, s in steps.items()}, launches=20)
     main = rows == CALL_ROWS and config["num_groups"] == GROUPS
     call = call_times({n: (lambda s=s: s(first)) for n, s in steps.items()}) if main else {}
-    floor_us, count, flops = floor(lengths, config["n"], config["k"], dtype)
+    floor_us, count, flops = lower_bound(lengths, config["n"], config["k"], dtype)
     return [
         records.row(
             name,
@@ -242,10 +243,10 @@ def _measure_steps(steps, problems, config, lengths, dtype, peers):
 
 
 def _measure_dense():
-    """One group of 8192 rows, 8192 cubed, where torch has one plain product."""
+    """Measure one group of 8192 rows, a dense GEMM of 8192 x 8192 x 8192, beside ``torch._scaled_mm``."""
     weight = random_weight(1, SIDE, SIDE)
     lengths = torch.tensor([SIDE], dtype=torch.int32)
-    p = problem(weight, lengths)
+    p = make_problem(weight, lengths)
     one = torch.ones((), device="cuda")
 
     def dense(p):
@@ -256,36 +257,36 @@ def _measure_dense():
     return _measure_steps(steps, [p], config, lengths, "e4m3", [])
 
 
-# What is drawn
+# Figures and tables
 
 
-def config_of(shape, scaling="tensor", groups=GROUPS, routing="uniform"):
-    """A row's config for one of ``SHAPES``."""
+def row_config(shape, scaling="tensor", groups=GROUPS, routing="uniform"):
+    """Return the ``config`` of a record's row for one of ``SHAPES``."""
     return {"num_groups": groups, **SHAPES[shape], "scaling": scaling, "routing": routing}
 
 
-def lines(record, shape, scaling="tensor"):
-    """``{label: {rows: statistics}}`` of all who were measured for a shape; hpc-ops and its like by their names."""
+def series_by_label(record, shape, scaling="tensor"):
+    """Return ``{label: {rows: statistics}}`` of all kernels that were measured for a shape."""
     named = {"moe_numba": "final", **{n.removeprefix("peer:"): n for n in records.peers(record)}}
     named |= {"torch": "torch", "torch, loop": "torch, loop"}
-    config = config_of(shape, scaling)
+    config = row_config(shape, scaling)
     found = {label: records.series(record, over="rows", step=step, config=config) for label, step in named.items()}
     return {label: points for label, points in found.items() if points}
 
 
 def figures(record):
-    """A sweep over rows for each shape and scaling, the roofline, and the ladders, if they are recorded."""
+    """Plot a sweep over rows for each shape and scaling, the roofline, and the recorded ladders."""
     made, caption = {}, plots.caption(record)
     for shape in SHAPES:
         for scaling in ("tensor", "block", "none"):
-            if series := lines(record, shape, scaling):
+            if series := series_by_label(record, shape, scaling):
                 floors = records.series(
-                    record, over="rows", value="floor_us", step="final", config=config_of(shape, scaling)
+                    record, over="rows", value="floor_us", step="final", config=row_config(shape, scaling)
                 )
-                kind = {"tensor": "FP8, a scale a group", "block": "FP8, scales of 128 by 128", "none": "bf16"}[scaling]
+                kind = {"tensor": "FP8, a scale per group", "block": "FP8, block scales", "none": "bf16"}[scaling]
                 made[f"sweep-{shape}-{scaling}"] = plots.sweep_figure(
                     series,
-                    xlabel="rows of 32 groups",
+                    xlabel="rows in 32 groups",
                     floor=floors,
                     caption=caption,
                     title=f"Grouped GEMM, N {SHAPES[shape]['n']}, K {SHAPES[shape]['k']}, {kind}: kernel time",
@@ -298,7 +299,7 @@ def figures(record):
             made[topic.removeprefix("grouped_gemm_").replace("_", "-")] = plots.ladder_figure(
                 ladder["rows"],
                 lines={"speed of light": floor_us},
-                title=f"The grouped GEMM's ladder: {title}",
+                title=f"Grouped GEMM step by step: {title}",
                 caption=plots.caption(ladder),
                 reference="torch",
             )
@@ -306,38 +307,38 @@ def figures(record):
 
 
 def roofline(record, caption=""):
-    """TFLOP/s of the package's kernel over operations for each byte; the roof is the data sheet's."""
+    """Plot TFLOP/s of the package's kernel over arithmetic intensity; the roof is that of the data sheet."""
     series, roof = {}, {}
     for shape in SHAPES:
-        for row in records.select(record, step="final", config=config_of(shape)):
+        for row in records.select(record, step="final", config=row_config(shape)):
             intensity = round(row["flops"] / row["bytes"], 1)
             series.setdefault(shape, {})[intensity] = row["flops"] / row["kernel_us"]["median"] / 1e6
             roof[intensity] = row["flops"] / row["floor_us"] / 1e6
     figure = plots.sweep_figure(
         series,
-        xlabel="operations for each byte",
+        xlabel="operations per byte",
         ylabel="TFLOP/s",
         floor=roof,
         caption=caption,
-        title="Grouped GEMM, FP8: how near to the roof",
+        title="Grouped GEMM, FP8: roofline",
     )
     figure.axes[0].set_xticks([4, 8, 16, 32, 64, 128, 256, 512])
     return figure
 
 
 def readme_table(record):
-    """Kernel times, microseconds: this package, the peers, torch, and the floor."""
+    """Return a table of kernel times in microseconds: this package, the peers, torch and the lower bound."""
     peers = records.peers(record)
     columns = [("final", "tensor"), ("final", "block"), *((p, s) for p in peers for s in ("tensor", "block"))]
     columns = [c for c in columns if records.find(record, step=c[0], config={"scaling": c[1]})]
     columns += [("torch", "tensor"), ("torch, loop", "tensor")]
-    says = {"tensor": "", "block": ", by blocks"}
-    names = [("moe_numba" if n == "final" else n.removeprefix("peer:")) + says[s] for n, s in columns]
+    suffix = {"tensor": "", "block": ", by blocks"}
+    names = [("moe_numba" if n == "final" else n.removeprefix("peer:")) + suffix[s] for n, s in columns]
     table = [f"| N x K, rows | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]
     for shape, sides in SHAPES.items():
         for rows in ROWS:
             size = {"rows": rows}
-            found = [records.find(record, step=n, config=config_of(shape, s), size=size) for n, s in columns]
+            found = [records.find(record, step=n, config=row_config(shape, s), size=size) for n, s in columns]
             if not found[0]:
                 continue
             cells = [f"{row['kernel_us']['median']:.0f}" if row else "" for row in found]

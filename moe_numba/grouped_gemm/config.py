@@ -1,0 +1,194 @@
+"""Compile-time configuration and shared-memory layout of the grouped GEMM kernel."""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+BLOCK_N = 128  # rows of weight in a tile
+BLOCK_K_BYTES = 128  # bytes of k in a stage: one row of the 128-byte swizzle, four wgmma k-steps
+CONSUMER_WARPS = 8  # two warpgroups that issue wgmma; each computes 64 of a tile's 128 rows of weight
+WARPS = CONSUMER_WARPS + 4  # and one producer warpgroup
+THREADS = 32 * WARPS
+AUX_PRODUCER_WARPS = 3  # producer warps that load scales or gathered rows, round-robin over the stages
+EPILOGUE_ROWS = 16  # rows of y that one epilogue buffer holds
+EPILOGUE_BYTES = 2 * EPILOGUE_ROWS * BLOCK_K_BYTES  # a consumer warpgroup's two epilogue buffers
+SILU_ROWS = 32  # rows of y that the silu-and-mul epilogue processes at once
+SILU_ROW_BYTES = 2 * 2 * BLOCK_N + 16  # a row's gate and up in bf16, and 16 bytes that spread rows over the banks
+
+
+class GemmConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
+
+    The kernel computes the transposed product, so rows of x are wgmma's N and rows of weight its M. A tile has
+    ``m_subtiles`` subtiles of at most ``subtile_m`` rows of x, each with its own accumulator, by 128 rows of weight.
+    """
+
+    dtype: str = "e4m3"  # of x and weight: "e4m3" or "bf16"
+    scaling: str = "tensor"  # "tensor": one scale per group; "block": 1 x 128 for x, 128 x 128 for weight; "none"
+    subtile_m: int = 128  # maximum rows of x in a subtile
+    m_subtiles: int = 1  # subtiles per tile, 1 or 2
+    mma_n: tuple[int, ...] = (128,)  # wgmma N sizes, descending; a tile uses the smallest that holds its subtile
+    stages: int = 5  # pipeline stages
+    row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
+    max_groups: int = 512
+    silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
+    cluster_size: int = 1  # CTAs with neighbouring tiles of weight that load their rows of x by multicast, 1 or 2
+    gather: bool = False  # rows of x are read through an array of row indices
+    warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
+
+    @property
+    def block_m(self) -> int:
+        """Maximum rows of x in a tile."""
+        return self.subtile_m * self.m_subtiles
+
+
+class SharedMemory(NamedTuple):
+    """Typed views of the dynamic shared memory of a CTA; all begin at the same address."""
+
+    u8: Any
+    i32: Any
+    f32: Any
+    barriers: Any  # uint64
+
+
+@dataclass(frozen=True)
+class SharedMemoryLayout:
+    """Offsets in the dynamic shared memory of a CTA, which begins at a multiple of 1024 bytes.
+
+    The kernel has no static shared memory: the linker does not guarantee a dynamic array's alignment behind static
+    arrays. Offsets count elements of the view that is named.
+    """
+
+    config: GemmConfig
+
+    @property
+    def subtile_bytes(self) -> int:
+        return self.config.subtile_m * BLOCK_K_BYTES
+
+    @property
+    def x_box_rows(self) -> int:
+        """Rows of x in one TMA load: a subtile, or half of one if two CTAs share a single subtile."""
+        return self.config.subtile_m // (self.config.cluster_size if self.config.m_subtiles == 1 else 1)
+
+    @property
+    def weight_tiles(self) -> int:
+        """Tiles of weight in a stage: gate and up, or one."""
+        return 2 if self.config.silu_and_mul else 1
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a consumer warpgroup: one for each subtile, or for gate and up."""
+        return 2 if self.config.silu_and_mul else self.config.m_subtiles
+
+    @property
+    def x_offset(self) -> int:
+        """u8, within a stage: x lies behind the tiles of weight."""
+        return self.weight_tiles * BLOCK_N * BLOCK_K_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_offset + self.config.m_subtiles * self.subtile_bytes
+
+    @property
+    def tma_bytes(self) -> int:
+        """Bytes of a stage that TMA writes."""
+        return self.x_offset if self.config.gather else self.stage_bytes
+
+    @property
+    def epilogue_offset(self) -> int:
+        """u8."""
+        return self.config.stages * self.stage_bytes
+
+    @cached_property
+    def scale_pitch(self) -> int:
+        """f32 elements from one quarter of a subtile's scales to the next, so that quarters start in different banks.
+
+        Thread ``q`` of four holds columns ``8 j + 2 q + i`` of an accumulator, so its scales form one quarter.
+        """
+        count = -(-self.config.subtile_m // 16) * 4
+        return count + 4 * (count % 16 == 0)
+
+    @property
+    def stage_scales(self) -> int:
+        """f32 elements of a stage's scales: 4 quarters for each accumulator."""
+        return 4 * self.scale_pitch * self.accumulators if self.config.scaling == "block" else 0
+
+    @cached_property
+    def scale_offset(self) -> int:
+        """f32."""
+        epilogue_bytes = SILU_ROWS * SILU_ROW_BYTES if self.config.silu_and_mul else 2 * EPILOGUE_BYTES
+        return (self.epilogue_offset + epilogue_bytes) // 4
+
+    @cached_property
+    def full(self) -> int:
+        """barriers: index of the first stage's full barrier, which completes when the stage's data have arrived."""
+        return -(-(self.scale_offset + self.config.stages * self.stage_scales) // 2)
+
+    @property
+    def empty(self) -> int:
+        """barriers: index of the first stage's empty barrier, which completes when the stage may be overwritten."""
+        return self.full + self.config.stages
+
+    @property
+    def tile_info_offset(self) -> int:
+        """i32: 4 per stage, in which the producer describes the tile whose first stage it is."""
+        return -(-2 * (self.empty + self.config.stages) // 4) * 4
+
+    @property
+    def warp_sums_offset(self) -> int:
+        """i32: each warp's sum in the scan over groups."""
+        return self.tile_info_offset + 4 * self.config.stages
+
+    @property
+    def first_tile_offset(self) -> int:
+        """i32: the first tile of each group."""
+        return self.warp_sums_offset + WARPS
+
+    @property
+    def row_index_pitch(self) -> int:
+        """i32 elements from one subtile's row indices to the next's: a multiple of the warp size."""
+        return -(-self.config.subtile_m // 32) * 32
+
+    @property
+    def row_indices(self) -> int:
+        """i32 elements that an auxiliary producer warp has for a tile's row indices."""
+        return self.config.m_subtiles * self.row_index_pitch if self.config.gather else 0
+
+    @cached_property
+    def row_index_offset(self) -> int:
+        """i32, a multiple of 4: the row indices of the auxiliary producer warps, which they read four at a time."""
+        return -(-(self.first_tile_offset + self.config.max_groups + 1) // 4) * 4
+
+    @cached_property
+    def bytes(self) -> int:
+        return 4 * (self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices)
+
+
+# (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.
+CONFIGS = (
+    (10, dict(subtile_m=32, mma_n=(32, 16), stages=10, cluster_size=2)),
+    (40, dict(subtile_m=64, mma_n=(64, 32), stages=8, cluster_size=2)),
+    (120, dict(subtile_m=128, mma_n=(128, 96, 64), stages=6, cluster_size=2)),
+    (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120), stages=4)),
+)
+# With silu_and_mul a stage has two tiles of weight.
+SILU_CONFIGS = (
+    (10, dict(subtile_m=32, mma_n=(32, 16), stages=5, cluster_size=2)),
+    (40, dict(subtile_m=64, mma_n=(64, 32), stages=5)),
+    (120, dict(subtile_m=96, mma_n=(96, 64), stages=4)),
+    (None, dict(subtile_m=144, mma_n=(144, 136, 128, 120), stages=4)),
+)
+# Per-row scales need registers and shared-memory bandwidth, so the largest tiles are smaller with block scaling.
+LARGEST_BLOCK_SCALED = dict(subtile_m=128, mma_n=(128, 96, 64), stages=6)
+LARGEST_BLOCK_SCALED_SILU = dict(subtile_m=96, mma_n=(96, 64), stages=4)
+
+
+@cache
+def select_config(scaling: str, row_layout: str, average: int, silu_and_mul: bool = False) -> GemmConfig:
+    """Select the configuration for groups of ``average`` rows."""
+    configs = SILU_CONFIGS if silu_and_mul else CONFIGS
+    max_average, tile = next((limit, tile) for limit, tile in configs if limit is None or average <= limit)
+    if max_average is None and scaling == "block":
+        tile = LARGEST_BLOCK_SCALED_SILU if silu_and_mul else LARGEST_BLOCK_SCALED
+    dtype = "bf16" if scaling == "none" else "e4m3"
+    return GemmConfig(dtype=dtype, scaling=scaling, row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)

@@ -1,0 +1,323 @@
+"""The grouped GEMM's tile scheduler and shared-memory layout, its kernel on small tiles, and wrong kernels."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wrong_kernels import changed
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from moe_numba.grouped_gemm import epilogue, gather, kernel, reference
+from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout, select_config
+from moe_numba.grouped_gemm.reference import FP8, mismatch
+from moe_numba.grouped_gemm.scheduler import host
+from moe_numba.runtime.device import H200
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import TensorMap
+
+# Tile scheduler and shared-memory layout
+
+
+@given(
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=20).filter(any),
+    subtile_m=st.sampled_from([8, 16, 144, 256]),
+    m_subtiles=st.integers(1, 2),
+    n_tiles=st.integers(1, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_tiles_cover_each_row_once(lengths, subtile_m, m_subtiles, n_tiles):
+    """Each (row, tile of weight) lies in one tile, no tile is empty, and none is larger than allowed."""
+    counts = [int(host.num_tiles(n, subtile_m * m_subtiles)) * n_tiles for n in lengths]
+    first_tiles = [sum(counts[:g]) for g in range(len(lengths))]
+    seen = set()
+    for tile in range(sum(counts)):
+        g = int(host.find_group(first_tiles, 0, len(lengths), tile))
+        assert first_tiles[g] <= tile < first_tiles[g] + counts[g]
+        tiles = counts[g] // n_tiles
+        subtile_rows = int(host.subtile_size(lengths[g], tiles, m_subtiles))
+        assert subtile_rows % 8 == 0 and 0 < subtile_rows <= subtile_m
+        n_tile = int(host.divide(tile - first_tiles[g], tiles))
+        begin = (tile - first_tiles[g] - n_tile * tiles) * subtile_rows * m_subtiles
+        rows = range(begin, min(begin + subtile_rows * m_subtiles, lengths[g]))
+        cells = {(g, row, n_tile) for row in rows}
+        assert cells and not cells & seen and n_tile < n_tiles
+        seen |= cells
+    assert len(seen) == sum(lengths) * n_tiles
+
+
+@pytest.mark.parametrize("scaling, max_groups, m_subtiles", [("tensor", 512, 1), ("block", 64, 2)])
+def test_shared_memory_regions_do_not_overlap(scaling, max_groups, m_subtiles):
+    layout = SharedMemoryLayout(GemmConfig(scaling=scaling, max_groups=max_groups, m_subtiles=m_subtiles, stages=3))
+    starts = [layout.epilogue_offset, layout.scale_offset * 4, layout.full * 8, layout.empty * 8]
+    starts += [4 * layout.tile_info_offset, 4 * layout.warp_sums_offset, 4 * layout.first_tile_offset, layout.bytes]
+    assert starts == sorted(starts) and starts[0] == 3 * layout.stage_bytes
+    assert layout.stage_bytes % 1024 == 0 and layout.scale_pitch % 4 == 0
+    assert layout.full * 2 >= layout.scale_offset + 3 * layout.stage_scales
+    assert layout.tile_info_offset >= 2 * (layout.empty + 3)
+    assert layout.bytes >= 4 * (layout.first_tile_offset + max_groups + 1)
+
+
+@pytest.mark.parametrize("silu_and_mul", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "block", "none"])
+def test_every_config_fits_into_shared_memory(scaling, silu_and_mul):
+    for average in (1, 16, 40, 64, 100, 300):
+        config = select_config(scaling, "lengths", average, silu_and_mul)
+        assert SharedMemoryLayout(config._replace(gather=True)).bytes <= H200.shared_bytes, config
+        assert SharedMemoryLayout(config).bytes <= H200.shared_bytes, config
+        assert config.mma_n[0] == config.subtile_m and list(config.mma_n) == sorted(config.mma_n, reverse=True)
+
+
+# The kernel
+
+
+def make_problem(config, lengths, n, k, device="cpu", seed=0):
+    """Random inputs and the expected output, which is NaN in rows that belong to no group."""
+    torch.manual_seed(seed)
+    lengths, capacity = torch.tensor(lengths, dtype=torch.int32), 0
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    if config.row_layout == "masked":
+        capacity = int(lengths.max()) + 3
+        starts = torch.arange(len(lengths), dtype=torch.int32) * capacity
+    total = capacity * len(lengths) if capacity else int(lengths.sum()) or 4  # a tensor map cannot be of no rows
+    dtype = FP8 if config.dtype == "e4m3" else torch.bfloat16
+    x = (torch.randn(total, k, device=device) * 0.5).to(dtype)
+    weight = (torch.randn(len(lengths), n, k, device=device) * 0.5).to(dtype)
+    x_scale = torch.rand(total, -(-k // 128), device=device) + 0.5
+    weight_scale = torch.rand(len(lengths), -(-n // 128), -(-k // 128), device=device) + 0.5
+    if config.scaling == "block":
+        expected = reference.group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale)
+    else:
+        weight_scale = torch.rand(len(lengths), device=device) + 0.5
+        scales = weight_scale if config.scaling == "tensor" else None
+        expected = reference.group_gemm(x, weight, lengths, starts, scales)
+    return SimpleNamespace(
+        x=x,
+        weight=weight,
+        lengths=lengths.to(device),
+        starts=starts.to(device),
+        x_scale=x_scale,
+        weight_scale=weight_scale,
+        expected=expected,
+        capacity=capacity,
+        indices=None,
+    )
+
+
+def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
+    """Run the kernel on a NaN-filled output with 4 guard rows behind it; ``blocks`` is a multiple of the cluster."""
+    made, shared_bytes = make_kernel(config)
+    indices = p.lengths if p.indices is None else p.indices
+    total, (groups, n, k) = len(p.x if p.indices is None else p.indices), p.weight.shape
+    block_k = 128 // p.x.element_size()
+    y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=p.x.device)
+    lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
+    with simulator.seed(seed):
+        launch(
+            made,
+            blocks,
+            THREADS,
+            TensorMap(p.x, (SharedMemoryLayout(config).x_box_rows, block_k), swizzle=128),
+            TensorMap(p.weight, (1, 128, block_k), swizzle=128),
+            y.view(torch.int32),
+            p.x_scale,  # only written with silu_and_mul
+            *(lengths, p.starts, p.x_scale, p.weight_scale, groups, total, p.capacity, n, k),
+            *(p.x.view(torch.uint8), indices, len(p.x), k * p.x.element_size()),
+            shared_bytes=shared_bytes,
+            cluster=config.cluster_size if config.cluster_size > 1 else None,
+        )
+    assert bool(y[total:].isnan().all()), "rows behind the output were written"
+    return y[:total]
+
+
+PATTERNS = {
+    "empty groups": [0, 3, 0, 0, 9, 0],
+    "one row": [1],
+    "an exact tile, and one row more": [16, 17],
+    "all in one group": [0, 70, 0],
+    "no rows": [0, 0],
+}
+TENSOR = GemmConfig(subtile_m=16, mma_n=(16,), stages=3, max_groups=8)
+CONFIGS = {
+    "tensor": TENSOR._replace(mma_n=(16, 8)),
+    "tensor, not warp-uniform": TENSOR._replace(warp_uniform=False),
+    "tensor, two subtiles": TENSOR._replace(m_subtiles=2, mma_n=(16, 8), stages=2),
+    "block": TENSOR._replace(scaling="block"),
+    "block, two subtiles": TENSOR._replace(scaling="block", subtile_m=24, m_subtiles=2, mma_n=(24, 8)),
+    "bf16": TENSOR._replace(dtype="bf16", scaling="none"),
+    "tensor, cluster": TENSOR._replace(cluster_size=2),
+    "block, two subtiles, cluster": TENSOR._replace(scaling="block", m_subtiles=2, cluster_size=2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_group_sizes(name, pattern, device):
+    p = make_problem(CONFIGS[name], PATTERNS[pattern], 128, 256 if name != "bf16" else 128, device)
+    assert mismatch(run(CONFIGS[name], p), p.expected) is None
+
+
+@pytest.mark.parametrize("name", ["tensor", "block", "bf16", "block, two subtiles, cluster"])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (256, 128), (384, 64)])
+def test_sizes_that_are_no_multiples_of_a_tile(name, n, k, device):
+    p = make_problem(CONFIGS[name], [5, 0, 12], n, k, device)
+    assert mismatch(run(CONFIGS[name], p, blocks=4), p.expected) is None
+
+
+@pytest.mark.parametrize("row_layout", ["offsets", "masked"])
+def test_row_layouts(row_layout, device):
+    config = CONFIGS["tensor"]._replace(row_layout=row_layout)
+    p = make_problem(config, [3, 0, 20], 128, 128, device)
+    assert mismatch(run(config, p), p.expected) is None
+
+
+def test_more_groups_than_threads(device):
+    config = CONFIGS["tensor"]._replace(max_groups=400)
+    p = make_problem(config, [1 if g in (0, 399) else 0 for g in range(400)], 64, 64, device)
+    assert mismatch(run(config, p, blocks=1), p.expected) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_result_does_not_depend_on_thread_order(seed, device):
+    p = make_problem(CONFIGS["block, two subtiles"], [30, 50], 128, 256, device)
+    first = run(CONFIGS["block, two subtiles"], p, seed=0)
+    assert mismatch(first, p.expected) is None
+    assert torch.equal(run(CONFIGS["block, two subtiles"], p, seed=seed), first)
+
+
+@pytest.mark.parametrize("lengths, starts", [([-5, 3], [0, 0]), ([3, 1 << 30], [0, 3]), ([4, 4], [-7, 1 << 30])])
+def test_invalid_group_sizes_stay_in_bounds(lengths, starts, device):
+    p = make_problem(CONFIGS["tensor"], [4, 4], 64, 64, device)
+    p.lengths, p.starts = (torch.tensor(v, dtype=torch.int32, device=device) for v in (lengths, starts))
+    run(CONFIGS["tensor"], p)  # asserts that the guard rows are unchanged
+
+
+# Gathered rows
+
+
+def scatter(p):
+    """The same problem with x and its scales in another order, among rows of NaN that no index names."""
+    count, rows = len(p.x), torch.randperm(len(p.x) + 5)[: len(p.x)].to(p.x.device)
+    for name in ("x", "x_scale"):
+        wide = torch.full((count + 5, getattr(p, name).shape[1]), float("nan"), device=rows.device)
+        wide = wide.to(getattr(p, name).dtype)
+        wide[rows] = getattr(p, name)
+        setattr(p, name, wide)
+    p.indices = rows.int()
+    return p
+
+
+GATHER_CONFIGS = {
+    name: config._replace(gather=True, stages=3) for name, config in CONFIGS.items() if config.cluster_size == 1
+}
+
+
+@pytest.mark.parametrize("name", GATHER_CONFIGS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gather(name, pattern, device):
+    k = 256 if name != "bf16" else 128
+    p = scatter(make_problem(GATHER_CONFIGS[name], PATTERNS[pattern], 128, k, device))
+    assert mismatch(run(GATHER_CONFIGS[name], p), p.expected) is None
+
+
+@pytest.mark.parametrize("name", ["tensor", "block, two subtiles", "bf16"])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320)])
+def test_gather_with_sizes_that_are_no_multiples_of_a_tile(name, n, k, device):
+    p = scatter(make_problem(GATHER_CONFIGS[name], [5, 0, 12, 40], n, k, device))
+    assert mismatch(run(GATHER_CONFIGS[name], p, blocks=3), p.expected) is None
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_gather_does_not_depend_on_thread_order(seed, device):
+    p = scatter(make_problem(GATHER_CONFIGS["block, two subtiles"], [30, 50], 128, 640, device))
+    first = run(GATHER_CONFIGS["block, two subtiles"], p)
+    assert mismatch(first, p.expected) is None
+    assert torch.equal(run(GATHER_CONFIGS["block, two subtiles"], p, seed=seed), first)
+
+
+def test_configs_that_cannot_gather():
+    with pytest.raises(ValueError, match="cluster_size is 2; with gather it must be 1"):
+        kernel.make_kernel(GATHER_CONFIGS["tensor"]._replace(cluster_size=2))
+    with pytest.raises(ValueError, match="stages is 2; with block scaling or gather it must be 3 or more"):
+        kernel.make_kernel(GATHER_CONFIGS["tensor"]._replace(stages=2))
+
+
+# Wrong kernels
+
+RELEASE = "            if release:\n                release_stage(smem.barriers, empty + stage)\n"
+WRONG = {
+    "a stage is read before it is full": (
+        kernel,
+        "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            offset",
+        "            offset",
+    ),
+    "a stage is filled while it is read": (
+        kernel,
+        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
+        "                mbarrier_arrive_expect",
+    ),
+    "too few bytes are expected": (kernel, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
+    "a stage is released before wgmma has read it": (
+        kernel,
+        f"product = wait(wgmma(a, b))\n{RELEASE}",
+        f"product = wgmma(a, b)\n{RELEASE}            product = wait(product)\n",
+    ),
+    "rows of the next group are stored": (epilogue, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
+    "the wrong group's weight is loaded": (kernel, "k, column, g, barriers", "k, column, int32(0), barriers"),
+    "the last stage is left out": (kernel, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
+    "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
+    "an epilogue buffer is read before all four warps wrote it": (
+        epilogue,
+        "acc_0, tile.scale)\n            bar_sync(int32(2 + warpgroup), 128)\n",
+        "acc_0, tile.scale)\n",
+    ),
+    "gathered rows are not waited for": (gather, "    cp_async_wait_all()\n", ""),
+    "gathered rows are not fenced": (gather, "    fence_proxy_async_shared()\n", ""),
+    "gathered rows are fenced before they arrive": (
+        gather,
+        "    cp_async_wait_all()\n    fence_proxy_async_shared()\n",
+        "    fence_proxy_async_shared()\n    cp_async_wait_all()\n",
+    ),
+    "gathered rows are not swizzled": (gather, "((vector ^ t) << 4)", "(vector << 4)"),
+    "a row is copied by another row's index": (gather, "x, b, min_index", "x, a, min_index"),
+    "an index beyond x is used": (gather, "index if index < source.x_rows else int32(-1)", "index"),
+}
+ON_A_GPU = {  # the others would hang a GPU, or could be right by chance
+    "rows of the next group are stored",
+    "the wrong group's weight is loaded",
+    "the last stage is left out",
+    "the epilogue does not undo its swizzle",
+    "gathered rows are not swizzled",
+    "a row is copied by another row's index",
+}
+
+
+def make_wrong_kernel(module, right, wrong):
+    """``make_kernel`` built with a changed source of the kernel, the epilogue or the gather module."""
+    made = changed(module, right, wrong)
+    if module is kernel:
+        return made["make_kernel"]
+    copy = changed(kernel, "", "")  # with empty caches
+    copy.update({name: made[name] for name in (made.keys() & copy.keys()) if name.startswith(("make_", "wait_"))})
+    return copy["make_kernel"]
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
+def test_wrong_kernels_are_rejected(what, device):
+    make_kernel, config = make_wrong_kernel(*WRONG[what]), CONFIGS["tensor"]
+    p = make_problem(config, [5, 11], 128, 768, device)
+    if WRONG[what][0] is gather:
+        p, config = scatter(p), GATHER_CONFIGS["tensor"]
+        if "beyond x" in what:
+            p.indices[3], p.expected[3] = len(p.x), 0
+    for seed in range(8):
+        try:
+            out = run(config, p, blocks=1, seed=seed, make_kernel=make_kernel)
+        except (simulator.SimulatorError, AssertionError):
+            return
+        if mismatch(out, p.expected):
+            return
+    pytest.fail(f"the check accepts a kernel in which {what}")
