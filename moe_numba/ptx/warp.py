@@ -6,7 +6,7 @@ again for each instruction.
 """
 
 import numpy as np
-from numba import cuda
+from numba import cuda, int32
 
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import instruction
@@ -39,6 +39,15 @@ FULL_MASK = 0xFFFFFFFF  # all 32 lanes
 def uniform(value):
     """An int32 that is the same in all lanes, which must all come: lane 0's."""
     return cuda.shfl_sync(FULL_MASK, value, 0)
+
+
+@cuda.jit(device=True)
+def warp_inclusive_scan(value, lane):
+    """Return the sum of the int32 ``value`` over lanes 0 to ``lane``. All 32 lanes of the warp must call it."""
+    for d in range(5):
+        below = cuda.shfl_up_sync(FULL_MASK, value, 1 << d)
+        value = int32(value + below) if lane >= (1 << d) else value
+    return value
 
 
 def uniform_array(array):
