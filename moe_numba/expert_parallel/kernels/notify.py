@@ -25,7 +25,7 @@ from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_relaxe
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.special_registers import globaltimer
-from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.ptx.warp import warp_inclusive_scan
 
 _LOADS_IN_FLIGHT = 4  # per thread
 
@@ -82,12 +82,7 @@ def make_notify_dispatch(num_ranks, threads):
             own = int32(0)
             for c in range(first, last):
                 own = int32(own + counts[c])
-            total = own
-            for s in range(5):
-                lower = cuda.shfl_up_sync(FULL_MASK, total, 1 << s)
-                if t >= 1 << s:
-                    total = int32(total + lower)
-            total = int32(total - own)
+            total = int32(warp_inclusive_scan(own, t) - own)
             for c in range(first, last):
                 total = int32(total + counts[c])
                 counts[c] = total
