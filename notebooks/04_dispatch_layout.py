@@ -70,7 +70,7 @@ from moe_numba.course.draw import dispatch_layout as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.source_diff import Count, diff
 from moe_numba.expert_parallel import get_dispatch_layout
-from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER, make_layout_kernel
+from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER_SIZE, make_layout_kernel
 from moe_numba.expert_parallel.reference import dispatch_layout
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import atom_add_s32, pointer_from_address
@@ -471,13 +471,13 @@ torch.manual_seed(0)
 draw.private_counters(uniform_routing(8, 8, 2, "cpu"), num_experts=8, experts_of_block=4, threads=4)
 
 # %%
-BLOCKS = deepep_layout.blocks_for(256, 8)
+BLOCKS = deepep_layout.num_blocks(256, 8)
 print(
-    f"256 experts, 8 ranks: {deepep_layout.blocks_for(256, 0)} blocks count experts, "
-    f"{BLOCKS - deepep_layout.blocks_for(256, 0)} counts ranks"
+    f"256 experts, 8 ranks: {deepep_layout.num_blocks(256, 0)} blocks count experts, "
+    f"{BLOCKS - deepep_layout.num_blocks(256, 0)} counts ranks"
 )
 for experts, ranks in ((256, 8), (64, 4), (384, 8), (256, 16)):
-    print(f"    {experts} experts, {ranks:2} ranks: {deepep_layout.blocks_for(experts, ranks)} blocks")
+    print(f"    {experts} experts, {ranks:2} ranks: {deepep_layout.num_blocks(experts, ranks)} blocks")
 print(f"tables: {256 * 32 * 4} bytes for experts, {256 * 8 * 4} for ranks")
 
 # %% [markdown]
@@ -485,7 +485,7 @@ print(f"tables: {256 * 32 * 4} bytes for experts, {256 * 8 * 4} for ranks")
 # nothing must be zero before, and one launch is enough. The kernel, in Numba:
 
 # %%
-Markdown("```python\n" + inspect.getsource(deepep_layout.make_document_kernel) + "```")
+Markdown("```python\n" + inspect.getsource(deepep_layout.make_layout_kernel) + "```")
 
 # %% [markdown]
 # **The banks.** Shared memory has 32 **banks** of 4-byte words. Word `w` lies in bank `w % 32`, and a bank serves one
@@ -600,8 +600,8 @@ def show(*changes):
 
 
 WIDER = (
-    ("rows = cuda.shared.array((threads, EXPERTS_OF_BLOCK), int32)", "rows = cuda.shared.array((threads, 33), int32)"),
-    ("rows = cuda.shared.array((threads, RANKS_OF_BLOCK), int32)", "rows = cuda.shared.array((threads, 9), int32)"),
+    ("rows = cuda.shared.array((threads, EXPERTS_PER_BLOCK), int32)", "rows = cuda.shared.array((threads, 33), int32)"),
+    ("rows = cuda.shared.array((threads, RANKS_PER_BLOCK), int32)", "rows = cuda.shared.array((threads, 9), int32)"),
 )
 show(*WIDER)
 
@@ -631,15 +631,15 @@ look_back("rows of 33 words", "private counters", prediction)
 
 # %%
 ATOMIC = (
-    ("cuda.shared.array((threads, EXPERTS_OF_BLOCK), int32)", "cuda.shared.array((1, EXPERTS_OF_BLOCK), int32)"),
-    ("cuda.shared.array((threads, RANKS_OF_BLOCK), int32)", "cuda.shared.array((1, RANKS_OF_BLOCK), int32)"),
+    ("cuda.shared.array((threads, EXPERTS_PER_BLOCK), int32)", "cuda.shared.array((1, EXPERTS_PER_BLOCK), int32)"),
+    ("cuda.shared.array((threads, RANKS_PER_BLOCK), int32)", "cuda.shared.array((1, RANKS_PER_BLOCK), int32)"),
     (
-        "        for j in range(EXPERTS_OF_BLOCK):\n            rows[t, j] = int32(0)\n",
-        "        if t < EXPERTS_OF_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n",
+        "        for j in range(EXPERTS_PER_BLOCK):\n            rows[t, j] = int32(0)\n",
+        "        if t < EXPERTS_PER_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n",
     ),
     (
-        "        for j in range(RANKS_OF_BLOCK):\n            rows[t, j] = int32(0)\n",
-        "        if t < RANKS_OF_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n",
+        "        for j in range(RANKS_PER_BLOCK):\n            rows[t, j] = int32(0)\n",
+        "        if t < RANKS_PER_BLOCK:\n            rows[0, t] = int32(0)\n        cuda.syncthreads()\n",
     ),
     ("rows[t, int32(expert - begin)] += int32(1)", "cuda.atomic.add(rows, (0, int32(expert - begin)), int32(1))"),
     ("rows[t, j] += flag", "cuda.atomic.add(rows, (0, j), flag)"),
@@ -701,7 +701,7 @@ for says, (private, wide, atomic) in private_or_atomic().items():
 # stays as long as it was, and the block that counts ranks stays as it was.
 
 # %%
-FOUR = (("EXPERTS_OF_BLOCK, RANKS_OF_BLOCK = 256, 32, 8", "EXPERTS_OF_BLOCK, RANKS_OF_BLOCK = 256, 4, 8"),)
+FOUR = (("EXPERTS_PER_BLOCK, RANKS_PER_BLOCK = 256, 32, 8", "EXPERTS_PER_BLOCK, RANKS_PER_BLOCK = 256, 4, 8"),)
 show(*FOUR)
 small_table = sum(draw.turns([t * 4 + j for t in range(32)]) for j in range(4)) * 8 / CLOCK_MHZ
 prediction = guess("private counters", small_table - CLEARING_US[32], 20)
@@ -736,8 +736,8 @@ look_back("4 experts a block", "private counters", prediction)
 @cache
 def make_cluster(num_experts, ranks, topk, threads):
     numbers = num_experts + ranks
-    share = -(-numbers // CLUSTER)  # counters that a block adds up
-    all_shares = CLUSTER * share
+    share = -(-numbers // CLUSTER_SIZE)  # counters that a block adds up
+    all_shares = CLUSTER_SIZE * share
 
     @cuda.jit
     def kernel(topk_idx, per_rank, per_expert, is_token_in_rank, num_tokens):
@@ -751,7 +751,7 @@ def make_cluster(num_experts, ranks, topk, threads):
         token = int64(block * threads + t)
         while token < num_tokens:
             count_token(topk_idx, is_token_in_rank, counts, token, num_experts, ranks, topk)
-            token += CLUSTER * threads
+            token += CLUSTER_SIZE * threads
         cuda.syncthreads()
         barrier_cluster_wait()
         for i in range(t, numbers, threads):
@@ -762,7 +762,7 @@ def make_cluster(num_experts, ranks, topk, threads):
         barrier_cluster_wait()
         if t < share and block * share + t < numbers:
             total, i = int32(0), int32(block * share + t)
-            for other in range(CLUSTER):
+            for other in range(CLUSTER_SIZE):
                 total = int32(total + shares[other * share + t])
             if i < num_experts:
                 per_expert[i] = total
@@ -778,7 +778,7 @@ diff(make_shared_atomics, make_cluster)
 # %%
 def run_cluster(ids, outputs):
     kernel = make_cluster(EXPERTS, RANKS, TOPK, 2 * THREADS)
-    launch(kernel, CLUSTER, 2 * THREADS, ids, *outputs, len(ids), cluster=CLUSTER)
+    launch(kernel, CLUSTER_SIZE, 2 * THREADS, ids, *outputs, len(ids), cluster=CLUSTER_SIZE)
     return outputs
 
 
@@ -811,8 +811,8 @@ MANY_THREADS = 4 * THREADS
 
 def run_teams(ids, outputs):
     kernel = make_layout_kernel(EXPERTS, RANKS, TOPK, MANY_THREADS)
-    options = {"launch_bounds": MANY_THREADS, "cluster": CLUSTER}
-    launch(kernel, CLUSTER, MANY_THREADS, ids, *outputs, np.uint32(len(ids)), **options)
+    options = {"launch_bounds": MANY_THREADS, "cluster": CLUSTER_SIZE}
+    launch(kernel, CLUSTER_SIZE, MANY_THREADS, ids, *outputs, np.uint32(len(ids)), **options)
     return outputs
 
 
@@ -1144,8 +1144,9 @@ def machine_code():
     for old, new in ATOMIC:
         atomic = atomic.replace(old, new)
     types = ("int64*", "int32*", "int32*", "uint8*", *["int32"] * 4)
-    requests = {name: (f"make_{name}_kernel(256)", types, 256, False) for name in ("document", "atomic")}
-    codes = compile_apart(source + atomic.replace("make_document_kernel", "make_atomic_kernel"), requests)
+    names = {"document": "make_layout_kernel", "atomic": "make_atomic_kernel"}
+    requests = {name: (f"{function}(256)", types, 256, False) for name, function in names.items()}
+    codes = compile_apart(source + atomic.replace("make_layout_kernel", "make_atomic_kernel"), requests)
     return {
         name: {
             "atomics": code.count("ATOMS", "ATOM", "ATOMG", "RED"),
@@ -1196,7 +1197,7 @@ claims.append(
     (
         "A block counts 32 experts, or 8 ranks; the grid has a block for each part",
         verdict(
-            (deepep_layout.EXPERTS_OF_BLOCK, deepep_layout.RANKS_OF_BLOCK, BLOCKS) == (32, 8, 9),
+            (deepep_layout.EXPERTS_PER_BLOCK, deepep_layout.RANKS_PER_BLOCK, BLOCKS) == (32, 8, 9),
             f"{BLOCKS} blocks for 256 experts and 8 ranks, of an H200's 132 multiprocessors",
         ),
     )

@@ -52,8 +52,13 @@ from moe_numba.course.articles.deepep import dispatch as deepep_dispatch
 from moe_numba.course.articles.deepep import launch as deepep_launch
 from moe_numba.course.articles.deepep import notify as deepep_notify
 from moe_numba.course.articles.deepep import polling, simulate
-from moe_numba.course.articles.deepep.buffer_layout import SIGNALS_BYTES, Constants, dispatch_regions, least_bytes
-from moe_numba.course.articles.deepep.simulate import GaveUp, dispatch_all, virtual_ranks
+from moe_numba.course.articles.deepep.buffer_layout import (
+    SIGNALS_BYTES,
+    DeepEPConfig,
+    dispatch_offsets,
+    min_buffer_bytes,
+)
+from moe_numba.course.articles.deepep.simulate import RankTimeoutError, dispatch_all, virtual_ranks
 from moe_numba.course.bench import Stats, plots, records
 from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, played
@@ -67,10 +72,10 @@ from moe_numba.course.ladder import Ladder
 from moe_numba.course.sizes import dispatch_sizes
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config, senders_without_rings
+from moe_numba.expert_parallel.config import Config, num_direct_senders
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.kernels import dispatch as final_kernel
-from moe_numba.expert_parallel.kernels import dispatch_direct, notify, progress
+from moe_numba.expert_parallel.kernels import dispatch_direct, notify, progress, token_slot
 from moe_numba.expert_parallel.kernels.channels import next_channel
 from moe_numba.expert_parallel.transport import LocalGroup
 from moe_numba.ptx.atomics import (
@@ -497,8 +502,8 @@ from moe_numba.course.articles.deepep import simulate, launch as deepep_launch
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.course.articles.deepep.dispatch import FAULTS
-from moe_numba.course.articles.deepep.simulate import GaveUp, dispatch_all, virtual_ranks
-from moe_numba.course.articles.deepep.buffer_layout import Constants, least_bytes
+from moe_numba.course.articles.deepep.simulate import RankTimeoutError, dispatch_all, virtual_ranks
+from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, min_buffer_bytes
 from moe_numba.expert_parallel.transport import LocalGroup
 from moe_numba.runtime.launch import launch
 from moe_numba.ptx.atomics import *
@@ -900,7 +905,7 @@ look_back(FEW, "naive, all SMs", prediction)
 #
 # ## 5. The article's way: `notify_dispatch`
 #
-# The article's kernels are in the package, as `document_notify` and `document_dispatch`; what follows are pieces of
+# The article's kernels are in the package, as `articles/deepep/notify.py` and `dispatch.py`; what follows are pieces of
 # them. DeepEP starts them with a macro, `SETUP_LAUNCH_CONFIG`, which asks for a **cooperative** launch: all blocks are
 # resident at the same time, or none. They wait for other ranks' blocks, so none may still be in the queue. (The macro
 # asks for clusters of two blocks as well; nothing uses them. Another, `SWITCH_RANKS`, picks the kernel for 2, 4 or 8
@@ -932,7 +937,7 @@ print(
 # part of rank `r`'s own experts. The second time: all have written.
 
 # %%
-show(deepep_notify.make_notify_dispatch, "here = barrier_block(signals", "mine = pointer")
+show(deepep_notify.make_notify_dispatch, "arrived = barrier_block(signals", "local = pointer")
 
 # %% [markdown]
 # Now the rank has a matrix with a row from each rank. Thread `j` adds up column `j` on the spot: that is
@@ -942,7 +947,7 @@ show(deepep_notify.make_notify_dispatch, "here = barrier_block(signals", "mine =
 # is cleared: the queues' flags will lie there. The third meeting: all flags are clear.
 
 # %%
-show(deepep_notify.make_notify_dispatch, "mine = pointer", "@cuda.jit")
+show(deepep_notify.make_notify_dispatch, "local = pointer", "@cuda.jit")
 
 # %% [markdown]
 # **The meeting itself** (`barrier_block`) needs no numbering and no clearing. A rank adds 1024 to its own signal for
@@ -984,8 +989,8 @@ def try_notify(ids, alignment):
     """What each rank counted, and what each rank's host sees after notify_dispatch."""
     ids = [torch.tensor(rows) for rows in ids]
     layouts = [reference.dispatch_layout(rows, 2, 4) for rows in ids]
-    c = Constants(2, 2, 2, 2, 32, 2, 0, 4, 1)
-    with virtual_ranks(2, least_bytes(c)) as ranks, simulator.seed(0), simulator.weak_memory():
+    c = DeepEPConfig(2, 2, 2, 2, 32, 2, 0, 4, 1)
+    with virtual_ranks(2, min_buffer_bytes(c)) as ranks, simulator.seed(0), simulator.weak_memory():
         found = simulate.notify_all(ranks, c, [layout[2] for layout in layouts], ids, alignment)
     counted = [[layout[0].tolist(), layout[1].tolist()] for layout in layouts]
     return counted, [[int(counter), per_expert.tolist()] for _, _, counter, per_expert in found]
@@ -1003,7 +1008,7 @@ for rank in range(2):
 # source rank one, as in the article's pictures for two ranks and four channels.
 
 # %%
-draw.queues(Constants(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
+draw.queues(DeepEPConfig(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
 
 # %% [markdown]
 # ## 6. The article's way: `dispatch`
@@ -1061,7 +1066,7 @@ show(deepep_dispatch.make_send, "while token < last", "return send")
 # numbers into the receiver's own, or -1; scales go by turns, for there may be more of them than lanes.
 
 # %%
-show(deepep_dispatch.make_send_row, "def send_row", "return send_row")
+show(deepep_dispatch.make_send_row, "def send_row", "if config.on_row")
 
 # %%
 show(polling.make_copy_row, "def copy_row", "return copy_row")
@@ -1113,7 +1118,7 @@ HTML(draw.animation(SHORT))
 
 # %%
 def constants_for(sms, chunk=None):
-    return Constants(RANKS, sms // 2, HERE.ring, chunk or HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
+    return DeepEPConfig(RANKS, sms // 2, HERE.ring, chunk or HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
 
 
 def document_step(sms, chunk=None, with_counts=False):
@@ -1128,10 +1133,10 @@ def document_step(sms, chunk=None, with_counts=False):
 
     @contextmanager
     def make(transport):
-        rank, device, size = transport.rank, transport.device, least_bytes(c)
+        rank, device, size = transport.rank, transport.device, min_buffer_bytes(c)
         shared = transport.allocate(size + SIGNALS_BYTES)
         signals = (shared.addresses.view(torch.int64) + size).view(torch.uint64)
-        status = torch.zeros(polling.STATUS, dtype=torch.int32, device=device)
+        status = torch.zeros(polling.STATUS_WORDS, dtype=torch.int32, device=device)
         r = deepep_launch.Rank(rank, shared.addresses, signals, status, start=transport.launch)
         share, chosen = -(-TOKENS // c.channels), LAYOUTS[rank][2]
         parts = [chosen[i * share : (i + 1) * share].sum(dim=0) for i in range(c.channels)]
@@ -1184,7 +1189,7 @@ look_back(DOCUMENT, FEW, prediction)
 # **Prediction.** With half the blocks, half the rate, until the link is full.
 
 # %%
-RINGS = dict(zip(("the ring, fewer SMs", DOCUMENT, "the ring, more SMs"), HERE.document_sweep))
+RINGS = dict(zip(("the ring, fewer SMs", DOCUMENT, "the ring, more SMs"), HERE.deepep_sweep))
 for name, sms in RINGS.items():
     if name != DOCUMENT:
         prediction = us(DOCUMENT) and max(us(DOCUMENT) * RINGS[DOCUMENT] / sms, FLOOR_US or 0)
@@ -1277,7 +1282,7 @@ for what in TOLD:
 # and they wait for different things at the same time.
 
 # %%
-show(final_kernel.make_fill, "def fill(", "@cuda.jit")
+show(token_slot.make_pack_token, "def pack_token(", "return pack_token")
 
 # %% [markdown]
 # **Who is faster takes more.** Where the link is full, multiprocessors do not all get the same part of it. With equal
@@ -1286,7 +1291,7 @@ show(final_kernel.make_fill, "def fill(", "@cuda.jit")
 # what it said of its last channel has been passed on. By whom? See below.)
 
 # %%
-show(next_channel, "asked = ")
+show(next_channel, "taken = ")
 
 # %% [markdown]
 # Warps take channels in ascending order, those that send and those that receive. So on each rank some warp has the
@@ -1311,7 +1316,7 @@ show(progress.make_publish, "def publish", "return publish")
 # memory, and the receiver polls its own tail. Nobody polls across the link, as in the ping-pong of section 3.
 
 # %%
-show(final_kernel.make_send, "# Space in all the rings", "if t == end")
+show(final_kernel.make_send, "# Wait for space in all rings", "if token == end")
 
 # %% [markdown]
 # **Own rows are shared.** Rows that stay on their rank take no ring. But somebody has to carry them, and section 2 said
@@ -1320,7 +1325,7 @@ show(final_kernel.make_send, "# Space in all the rings", "if t == end")
 # has come.
 
 # %%
-show(final_kernel.make_receive, "elif t < end", "else:")
+show(final_kernel.make_receive, "elif token < end", "else:")
 
 # %% [markdown]
 # **Counters run on.** Heads and tails are never cleared: a launch goes on where the last one ended (`state` keeps where
@@ -1392,7 +1397,7 @@ look_back("final", FEW)
 # `num_sms` says. More of them only get in one another's way.)
 
 # %%
-show(dispatch_direct.make_direct, "while t < end:", "if follows:")
+show(dispatch_direct.make_dispatch_direct, "while token < end:", "if has_next:")
 
 # %% [markdown]
 # Two things are lost. `recv_x` must lie where other ranks can write: in an **output** that all ranks have made together
@@ -1407,7 +1412,7 @@ show(dispatch_direct.make_direct, "while t < end:", "if follows:")
 # the link is, as before. And 10 us for the two meetings.
 
 # %%
-STRAIGHT, SENDING = "straight to an output", senders_without_rings(SMS)
+STRAIGHT, SENDING = "straight to an output", num_direct_senders(SMS)
 
 
 def straight_us(sms):
@@ -1636,10 +1641,10 @@ def try_fault(fault, seeds):
     chosen = [torch.ones(tokens, 2, dtype=torch.bool) for tokens in (9, 7)]
     x = [torch.randn(len(rows), 16).bfloat16() for rows in chosen]
     want, found = reference.dispatch(x, chosen), []
-    c = Constants(2, 1, 2, 2, 32, 0, 0, 2, 2, fault=fault)
+    c = DeepEPConfig(2, 1, 2, 2, 32, 0, 0, 2, 2, fault=fault)
     for number in range(seeds):
         try:
-            with virtual_ranks(2, least_bytes(c)) as ranks, simulator.seed(number), simulator.weak_memory():
+            with virtual_ranks(2, min_buffer_bytes(c)) as ranks, simulator.seed(number), simulator.weak_memory():
                 got = dispatch_all(ranks, c, x, chosen)
             wrong = [int((a[0].view(torch.int16) != b.x.view(torch.int16)).any(dim=1).sum()) for a, b in zip(got, want)]
             found.append(f"{wrong[0]} rows of rank 0 and {wrong[1]} of rank 1" if any(wrong) else None)
@@ -1675,12 +1680,12 @@ Markdown(
 # %%
 def try_alone(patience_ns):
     """What is said when rank 1 does not come."""
-    c, said, known = Constants(2, 1, 2, 2, 32, 0, 0, 2, 1), {}, torch.zeros(2, 2, dtype=torch.int32)
+    c, said, known = DeepEPConfig(2, 1, 2, 2, 32, 0, 0, 2, 1), {}, torch.zeros(2, 2, dtype=torch.int32)
     for name, patience in (("the article's, with patience", patience_ns), ("without", 0)):
         try:
-            with virtual_ranks(2, least_bytes(c), patience) as ranks, simulator.seed(0):
+            with virtual_ranks(2, min_buffer_bytes(c), patience) as ranks, simulator.seed(0):
                 simulate.on_all(ranks[:1], lambda r: deepep_launch.cached_notify_dispatch(r, c, known))
-        except (GaveUp, simulator.Deadlock) as error:
+        except (RankTimeoutError, simulator.Deadlock) as error:
             said[name] = "\n    ".join([type(error).__name__ + ": ", *str(error).splitlines()[:3]])
 
     def work(transport):
@@ -1789,8 +1794,8 @@ claims.append(
         ),
     )
 )
-c8 = Constants(8, 12, 256, 6, 14336, 8, 0, 256)
-at8, queues8 = dispatch_regions(c8), 8 * 12
+c8 = DeepEPConfig(8, 12, 256, 6, 14336, 8, 0, 256)
+at8, queues8 = dispatch_offsets(c8), 8 * 12
 claims.append(
     (
         "num_memset_int = channels * ranks * 4 clears start, end, head and tail",
@@ -1854,7 +1859,7 @@ claims.append(
     (
         "notify's matrix of expert counts shares its place with the flags, and is cleared for them",
         verdict(
-            "counts, queues_end = at.start // 4" in inspect.getsource(deepep_notify.make_notify_dispatch),
+            "counts, queues_end = offsets.start // 4" in inspect.getsource(deepep_notify.make_notify_dispatch),
             f"both begin at byte {at8.start}",
         ),
     )
@@ -1973,7 +1978,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # memory.
 #
 # 1. **The smallest ring.** A ring must hold a chunk. What happens with a ring of `chunk - 1` rows?
-#    *Hint: `document_run` refuses it. Take the check away and read what the simulator says.*
+#    *Hint: `deepep/launch.py` refuses it. Take the check away and read what the simulator says.*
 # 2. **A chunk of one.** Play `EXAMPLE` with chunks of 1 and of 4, in rings of 4. How many tails are published?
 #    *Hint: count the moments called "tail" in what `play` gives. What does each of them cost on a GPU?*
 # 3. **A fence in place of a release.** Let the sender call `fence_acq_rel_sys` and store the tail relaxed. Is it right?

@@ -62,9 +62,22 @@ from moe_numba.course.articles.deepep import combine as deepep_combine
 from moe_numba.course.articles.deepep import launch as deepep_launch
 from moe_numba.course.articles.deepep import notify as deepep_notify
 from moe_numba.course.articles.deepep import simulate
-from moe_numba.course.articles.deepep.buffer_layout import Constants, combine_regions, least_bytes, least_ring
+from moe_numba.course.articles.deepep.buffer_layout import (
+    DeepEPConfig,
+    combine_offsets,
+    min_buffer_bytes,
+    min_ring_slots,
+)
 from moe_numba.course.articles.deepep.notify import NO_HEAD
-from moe_numba.course.articles.deepep.polling import BARRIER, STATUS, at_least, explain, make_copy_row, make_wait
+from moe_numba.course.articles.deepep.polling import (
+    BARRIER,
+    STATUS_WORDS,
+    WaitContext,
+    at_least,
+    explain,
+    make_copy_row,
+    make_wait,
+)
 from moe_numba.course.bench import kernel_times, plots, records
 from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
@@ -73,18 +86,21 @@ from moe_numba.course.draw import combine as draw
 from moe_numba.course.ladder import Ladder, short
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config, channels_of
+from moe_numba.expert_parallel.config import Config, num_channels
 from moe_numba.expert_parallel.kernels import combine as final_kernel
 from moe_numba.expert_parallel.kernels import reduce
-from moe_numba.expert_parallel.kernels.buffer_layout import LOST, regions, taken
-from moe_numba.expert_parallel.kernels.channels import ask_no_more, first_channel, first_token, next_channel, prepare
-from moe_numba.expert_parallel.kernels.progress import FULL, leave_word, make_publish
-from moe_numba.expert_parallel.kernels.timeout import COMBINE_ROWS, since, warp_gives_up
+from moe_numba.expert_parallel.kernels.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
+from moe_numba.expert_parallel.kernels.buffer_layout import ABORTED, buffer_layout, received_counters
+from moe_numba.expert_parallel.kernels.bulk_pipeline import init_smem
+from moe_numba.expert_parallel.kernels.channels import first_channel, first_token, next_channel, retire_warp
+from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
+from moe_numba.expert_parallel.kernels.timeout import COMBINE_ROWS, start_of_wait, warp_abort_if_timed_out
 from moe_numba.expert_parallel.transport import LocalGroup
 from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32, st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_wait, ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
+from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few blocks, on purpose
@@ -132,7 +148,7 @@ handle = inputs.handles_of(SMALL, CHANNELS)[0]
 print("rank_prefix_matrix, the same on all ranks:", handle.rank_prefix_matrix.tolist())
 print("recv_channel_prefix_matrix of rank 0:     ", handle.recv_channel_prefix_matrix.tolist())
 print("recv_src_idx of rank 0:                   ", handle.recv_src_idx.tolist())
-for channel, tokens in enumerate(inputs.document_ranges(4, CHANNELS)):
+for channel, tokens in enumerate(inputs.channel_ranges(4, CHANNELS)):
     for token in tokens:
         print(f"rank 0, channel {channel}, token {token}: send_head {handle.send_head[token].tolist()}")
 
@@ -372,7 +388,7 @@ piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n   
 @contextmanager
 def made_by_document(transport, constants, handles, call):
     """``call(rank, handle, ...)`` on a rank with a buffer of its own."""
-    rank, give_back = inputs.document_rank(transport, least_bytes(combine=constants))
+    rank, give_back = inputs.deepep_rank(transport, min_buffer_bytes(combine=constants))
     handle = deepep_launch.Handle(*(tensor.to(transport.device, copy=True) for tensor in handles[transport.rank]))
 
     yield lambda *given: call(rank, handle, *given)
@@ -382,7 +398,7 @@ def made_by_document(transport, constants, handles, call):
 
 
 def make_gaps(transport):
-    constants = Constants(RANKS, 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
+    constants = DeepEPConfig(RANKS, 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
 
     def call(rank, handle):
         deepep_launch.cached_notify_combine(rank, constants, handle)
@@ -587,7 +603,7 @@ def make_meeting(ranks):
         lane = int32(cuda.threadIdx.x)
         if lane < ranks:
             st_release_sys_s32(pointer_from_address(peers[lane], mine), rank, number)
-            wait(mine, lane, number, number, rank, -1, lane, patience, status)
+            wait(mine, lane, number, number, -1, lane, WaitContext(rank, patience, status))
 
     return meeting
 
@@ -639,7 +655,7 @@ def make_push_and_sum(at_once, only_push=False):
     def make(transport):
         r, device, numbers = transport.rank, transport.device, itertools.count(1)
         shared = transport.allocate(4 * FIRST + TOKENS * RANKS * ROW_BYTES)
-        mine, status = shared.local.view(torch.int32), torch.zeros(STATUS, dtype=torch.int32, device=device)
+        mine, status = shared.local.view(torch.int32), torch.zeros(STATUS_WORDS, dtype=torch.int32, device=device)
         patience = np.int64(0 if simulator.ENABLED else 10**10)
         src_idx, prefix = RECEIVED[r].src_idx.to(device), RECEIVED[r].rank_prefix_matrix.to(device)
         is_in, start = IS_IN[r].to(device), transport.launch
@@ -795,7 +811,7 @@ Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
 # %%
 @cache
 def document_constants(num_sms):
-    return Constants(RANKS, num_sms // 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
+    return DeepEPConfig(RANKS, num_sms // 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
 
 
 @cache
@@ -846,7 +862,7 @@ look_back("the document's rings", "more loads at once", prediction)
 # The sender is the package's. These are its turns:
 
 # %%
-piece(final_kernel.make_send, "            while cuda.any_sync(", "                # What was sent before has")
+piece(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
 
 # %% [markdown]
 # With one change, here and in steps 5 and 6: a rank sends its *own rows* to itself, through rings as well. The change
@@ -864,15 +880,15 @@ def changed(*changes):
     return made
 
 
-def buffer_with(make_combine=final_kernel.make_combine, channels_of_a_warp=1):
+def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
     """What makes a ``Buffer`` with another combine kernel, and so many channels (None: as many as it takes itself)."""
 
     def make(*arguments, **options):
         buffer = Buffer(*arguments, **options)
-        buffer._channels_of_a_warp = channels_of_a_warp
-        kernel = buffer._link.kernel
+        buffer._channels_per_warp = channels_per_warp
+        prepare = buffer._runtime.prepare_kernel
         ours = lambda make: make_combine if make is final_kernel.make_combine else make
-        buffer._link.kernel = lambda make, *rest: kernel(ours(make), *rest)
+        buffer._runtime.prepare_kernel = lambda make, *rest: prepare(ours(make), *rest)
         return buffer
 
     return make
@@ -888,7 +904,7 @@ SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 # %%
 @cache
 def make_add_up(shape, at_once, as_pairs):
-    ranks, row_words, stride = shape.num_ranks, shape.record.row, shape.record.stride
+    ranks, row_words, stride = shape.num_ranks, shape.slot.row, shape.slot.stride
     pieces, held, places_held = row_words // 4, 4 * ranks * at_once, max(2, ranks)
 
     @cuda.jit(device=True)
@@ -897,7 +913,7 @@ def make_add_up(shape, at_once, as_pairs):
         begins, words = cuda.local.array(places_held, int64), cuda.local.array(held, int32)
         sums = cuda.local.array(8, float32)
         for r in range(ranks):
-            place = cuda.shfl_sync(FULL, places, r)
+            place = cuda.shfl_sync(FULL_MASK, places, r)
             begins[r] = first_ring + int64(r) * ring_words + int64(place) * stride
         for first in range(lane, pieces, 32 * at_once):
             for u in range(at_once):  # all these loads are on their way at once
@@ -940,64 +956,52 @@ def make_add_up(shape, at_once, as_pairs):
 @cache
 def make_receive(shape, at_once, as_pairs):
     ranks, warps, slots = shape.num_ranks, shape.warps, shape.slots
-    progress_at, done_at = shape.progress, shape.done
-    tail_at, taken_at, add_up = regions(ranks).tail(True), taken(True), make_add_up(shape, at_once, as_pairs)
+    progress_offset, done_offset = shape.progress_offset, shape.done_offset
+    tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
+    add_up = make_add_up(shape, at_once, as_pairs)
 
     @cuda.jit(device=True)
-    def receive(
-        smem,
-        words,
-        channel,
-        channels,
-        rank,
-        rings_at,
-        ring_words,
-        mine,
-        state,
-        status,
-        patience,
-        tokens,
-        send_head,
-        out,
-    ):
+    def receive(smem_i32, smem_u64, channel, channels, ctx, rings, tensors):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        source, here = lane if lane < ranks else int32(0), lane < ranks
-        ask_no_more(smem, state, done_at, warps, lane)  # for other channels: that is step 8
+        local, send_head = ctx.local, tensors.send_head
+        source, has_ring = lane if lane < ranks else int32(0), lane < ranks
+        retire_warp(smem_i32, ctx.state, done_offset, warps, lane)  # taking other channels: that is step 8
         if channel >= channels:
             return
-        t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-        first_ring, word = rings_at + int64(channel * ranks) * ring_words, int32(progress_at + warp * ranks + lane)
-        first = uint32(state[taken_at + channel * ranks + source])
-        got, tail, ready = first, first, int32(1)
-        follows = send_head[int64(t) * ranks + source] if here and t < end else int32(-1)
-        while t < end:
-            nth = follows
-            wanted, start, waits = uint32(first + uint32(nth)), uint64(0), int32(1)
-            while waits != 0:
-                missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
+        token = first_token(channel, channels, tensors.num_tokens)
+        end = first_token(channel + 1, channels, tensors.num_tokens)
+        first_ring = rings.offset + int64(channel * ranks) * rings.stride
+        progress_slot = int32(progress_offset + warp * ranks + lane)
+        base = uint32(ctx.state[received_offset + channel * ranks + source])
+        head, tail, ready = base, base, int32(1)
+        next_position = send_head[int64(token) * ranks + source] if has_ring and token < end else int32(-1)
+        while token < end:
+            position = next_position
+            wanted, start, waiting = uint32(base + uint32(position)), uint64(0), int32(1)
+            while waiting != 0:
+                missing = has_ring and position >= 0 and int32(uint32(tail - wanted)) <= 0
                 if missing:
-                    tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
+                    tail = uint32(ld_acquire_sys_s32(local, tail_offset + channel * ranks + source))
                     missing = int32(uint32(tail - wanted)) <= 0
-                waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
-                if waits != 0:
-                    start = since(start)
-                    if warp_gives_up(
-                        start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail
-                    ):
-                        waits = ready = int32(0)
+                waiting = int32(1 if cuda.any_sync(FULL_MASK, missing) else 0)
+                if waiting != 0:
+                    start = start_of_wait(start)
+                    if warp_abort_if_timed_out(start, missing, ctx, COMBINE_ROWS, channel, lane, wanted, tail):
+                        waiting = ready = int32(0)
             if ready == 0:
                 break
             cuda.syncwarp()  # what a lane has acquired, all lanes read
-            mask = uint32(cuda.ballot_sync(FULL, nth >= 0))
-            follows = send_head[int64(t + 1) * ranks + source] if here and t + 1 < end else int32(-1)
-            add_up(mine, first_ring, ring_words, int32(uint32(nth) % uint32(slots)), mask, out, t, lane)
+            mask = uint32(cuda.ballot_sync(FULL_MASK, position >= 0))
+            next_position = send_head[int64(token + 1) * ranks + source] if has_ring and token + 1 < end else int32(-1)
+            slot = int32(uint32(position) % uint32(slots))
+            add_up(local, first_ring, rings.stride, slot, mask, tensors.out, token, lane)
             cuda.syncwarp()  # all have read
-            if here and nth >= 0:
-                got = uint32(wanted + uint32(1))
-                leave_word(words, word, channel, got)
-            t = int32(t + 1)
-        if here:
-            state[taken_at + channel * ranks + source] = int32(got)
+            if has_ring and position >= 0:
+                head = uint32(wanted + uint32(1))
+                post_progress(smem_u64, progress_slot, channel, head)
+            token = int32(token + 1)
+        if has_ring:
+            ctx.state[received_offset + channel * ranks + source] = int32(head)
 
     return receive
 
@@ -1010,86 +1014,57 @@ def make_receive(shape, at_once, as_pairs):
 # %%
 @cache
 def make_channels_kernel(shape, at_once, as_pairs=False):
-    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
-    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
-    tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
+    ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
     send, receive = changed(SENT_TO_ITSELF)["make_send"](shape), make_receive(shape, at_once, as_pairs)
     publish = make_publish(shape)
 
     @cuda.jit
     def combine(
-        mine,
+        local,
         peers,
         state,
         status,
-        patience,
+        timeout_ns,
         rank,
         senders,
         channels,
-        rings_at,
+        rings_offset,
         ring_words,
         x,
-        weights,
+        topk_weights,
         rank_prefix,
         channel_prefix,
         recv_channel_prefix,
         send_head,
-        tokens,
+        num_tokens,
         bias_0,
         bias_1,
         out,
         out_weights,
     ):
-        smem, words = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory
+        smem_i32, smem_u64 = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
+        rings = RingMemory(rings_offset, ring_words)
+        prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
+        tensors = CombineTensors(x, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        prepare(smem, words, bar, progress_at, told_at, done_at, warps, ranks)
-        if ld_volatile_s32(state, LOST) != 0:
-            pass  # something went wrong before
+        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        if ld_volatile_s32(state, ABORTED) != 0:
+            pass  # the rank has aborted in an earlier kernel
         elif warp == warps:
-            publish(smem, words, lane, rank, head_at if receives else tail_at, mine, peers)
+            publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
         else:
             if receives:
-                receive(
-                    smem,
-                    words,
-                    channel,
-                    channels,
-                    rank,
-                    rings_at,
-                    ring_words,
-                    mine,
-                    state,
-                    status,
-                    patience,
-                    tokens,
-                    send_head,
-                    out,
-                )
+                receive(smem_i32, smem_u64, channel, channels, ctx, rings, tensors)
             else:
-                send(
-                    smem,
-                    words,
-                    channel,
-                    channels,
-                    blocks,
-                    rank,
-                    rings_at,
-                    ring_words,
-                    mine,
-                    peers,
-                    state,
-                    status,
-                    patience,
-                    x,
-                    weights,
-                    rank_prefix,
-                    recv_channel_prefix,
-                )
+                send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
             cuda.syncwarp()
             if lane == 0:
-                st_release_cta_shared_s32(smem, done_at + warp, 1)
+                st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
 
     return combine
 
@@ -1129,7 +1104,7 @@ def make_package(num_sms=HERE.num_sms, kind=Buffer):
     return make
 
 
-channels = channels_of(HERE.num_sms, RANKS, ROW_BYTES, of_a_warp=1)
+channels = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
 print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms // 2} in the document")
 
 # %% [markdown]
@@ -1250,14 +1225,14 @@ look_back("two rows as pairs", "several pieces", prediction)
 piece(final_kernel.make_receive, "                own = cuda.shfl_sync", "                wanted = ")
 
 # %%
-piece(final_kernel.make_receive, "                add_up(smem", "                t = int32(t + 1)")
+piece(final_kernel.make_receive, "                reduce_token(", "                token = int32(token + 1)")
 
 # %% [markdown]
-# Where a token may have more than two rows, or biases are added, `add_up` has a `float32` sum for each element, and two
+# Where a token may have more than two rows, or biases are added, `reduce_token` has a `float32` sum for each element, and two
 # rows at a time are on their way:
 
 # %%
-piece(reduce.make_add_many, "            rest = mask", "            for w in range(held):")
+piece(reduce.make_reduce_token_general, "            remaining = mask", "            for w in range(num_words):")
 
 # %% [markdown]
 # **Prediction.** What the wire has to carry is the same, so where the wire is the limit nothing is gained: the time of
@@ -1299,10 +1274,10 @@ WRITTEN_DOWN = (
 )
 
 
-def ends_of(channels_of_a_warp):
+def ends_of(channels_per_warp):
     """When rank 0's sending warps are done: the first, the mean, and the last, in microseconds."""
     config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN)["make_combine"]
-    kind, ends = buffer_with(lambda shape, biases: kernel(shape, 0), channels_of_a_warp), [None] * RANKS
+    kind, ends = buffer_with(lambda shape, biases: kernel(shape, 0), channels_per_warp), [None] * RANKS
 
     @contextmanager
     def make(transport):
@@ -1312,7 +1287,7 @@ def ends_of(channels_of_a_warp):
             yield lambda: buffer.combine(Y[r], handle, bias=ends[r], config=config)[0]
 
     rank_times(GROUP, {"": make}, launches=3, samples=1)  # of the last launch: the first one waits for the other ranks
-    sending = channels_of(HERE.num_sms, RANKS, ROW_BYTES, of_a_warp=1)
+    sending = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
     us = ends[0].view(torch.int32).flatten()[:sending].double() / 1000
     return TIMED and [round(float(t), 1) for t in (us.min(), us.mean(), us.max())]
 
@@ -1331,7 +1306,7 @@ print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "e
 # until the publisher has told what it left of its last channel, before it leaves word of another one:
 
 # %%
-piece(next_channel, "    asked = ", None)
+piece(next_channel, "    taken = ", None)
 
 # %% [markdown]
 # Can ranks lock up now, when a warp has other channels to serve first? No. Warps take channels in ascending order. So
@@ -1360,7 +1335,7 @@ if DEALT_OUT:
 # and carry out zeros. (The result is wrong, so this is no step.)
 
 # %%
-NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL, nth >= 0))", "uint32(0)")
+NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
 NOT_ADDED_US = fact(
     "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], None)))
 )
@@ -1383,7 +1358,7 @@ else:
 def sm_sweep():
     """{line: {num_sms: statistics}}; None where nothing is timed, and all only runs."""
     makes = {("moe_numba", n): make_package(n) for n in HERE.sweep}
-    makes |= {("the document's rings", n): make_document(n) for n in HERE.document_sweep}
+    makes |= {("the document's rings", n): make_document(n) for n in HERE.deepep_sweep}
     for name, make in makes.items():
         wrong = check(outputs_of(GROUP, poisoned(make)))
         assert not wrong, f"{name}: {wrong}"
@@ -1486,8 +1461,8 @@ from moe_numba.expert_parallel.kernels import combine as final_kernel
 from moe_numba.course.articles.deepep import simulate
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.config import Config
-from moe_numba.course.articles.deepep.buffer_layout import Constants, combine_regions, least_bytes
-from moe_numba.expert_parallel.kernels.buffer_layout import regions
+from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, combine_offsets, min_buffer_bytes
+from moe_numba.expert_parallel.kernels.buffer_layout import buffer_layout
 from moe_numba.expert_parallel.transport import LocalGroup
 KEPT = []  # buffers whose ranks have lost one another
 """
@@ -1523,9 +1498,9 @@ def lock_up(cases):
         reducers = 2 * warps - 1
         chosen = [torch.ones(3 * reducers, 2, dtype=torch.bool)] * 2
         handles = inputs.handles_of(chosen, 1)
-        c = Constants(2, 1, ring, chunk, 16, 0, 0, 2, warps, fault="short ring")
+        c = DeepEPConfig(2, 1, ring, chunk, 16, 0, 0, 2, warps, fault="short ring")
         y = [torch.ones(len(h.recv_src_idx), 8).bfloat16() for h in handles]
-        with simulate.virtual_ranks(2, least_bytes(combine=c)) as ranks, simulator.seed(seed):
+        with simulate.virtual_ranks(2, min_buffer_bytes(combine=c)) as ranks, simulator.seed(seed):
             try:
                 simulate.combine_all(ranks, c, y, handles)
                 hung = False
@@ -1533,7 +1508,7 @@ def lock_up(cases):
                 hung = True
             buffer = int(ranks[0].buffers[0])
             like = simulator.pointer(torch.zeros(1, dtype=torch.int32))
-            flags = [simulator.ranks.pointer_at(buffer + offset, like)[1] for offset in combine_regions(c)[:2]]
+            flags = [simulator.ranks.pointer_at(buffer + offset, like)[1] for offset in combine_offsets(c)[:2]]
         found.append({"hung": hung, "head": int(flags[0]), "tail": int(flags[1])})
     return found
 
@@ -1585,10 +1560,10 @@ stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] ==
 # and so does the package's `Config`, that it may be good for DeepEP too:
 
 # %%
-c = Constants(8)
+c = DeepEPConfig(8)
 print(
     f"DeepEP's combine on 8 ranks: {c.warps * c.ranks - 1} adding warps; the ring must have chunk + "
-    f"{least_ring(c) - c.chunk} rows"
+    f"{min_ring_slots(c) - c.chunk} rows"
 )
 for ring in (25, 26):
     try:
@@ -1612,9 +1587,9 @@ for ring in (25, 26):
 
 # %%
 WAITING = (
-    "                goes = left > 0 and uint32(put - head) < room\n",
-    "                full = cuda.any_sync(FULL, left > 0 and uint32(put - head) >= room)\n"
-    "                goes = left > 0 and not full\n",
+    "                can_send = rows_left > 0 and uint32(tail - head) < capacity\n",
+    "                full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
+    "                can_send = rows_left > 0 and not full\n",
 )
 KEPT = []  # buffers whose ranks have lost one another
 
@@ -1641,17 +1616,17 @@ def three_ranks(changes):
             is_token_in_rank=chosen[r],
             config=config,
         )
-        heads[r], buffer._link.timeout = handle[5], 0.004
+        heads[r], buffer._runtime.timeout = handle[5], 0.004
         out = buffer.combine(y, handle, config=config)[0]
         return bool((out[:, 0] == chosen[r].sum(dim=1)).all())
 
-    right, flags, said = LocalGroup(3).run(work), regions(3), []
+    right, flags, said = LocalGroup(3).run(work), buffer_layout(3), []
     for buffer in buffers:
         try:
-            buffer._link.check_alive()
+            buffer._runtime.check_alive()
         except TimeoutError as error:
             said.append(str(error))
-    words = [buffer._link._mine for buffer in buffers]
+    words = [buffer._runtime._local for buffer in buffers]
     KEPT.extend(buffers)
     return {
         "right": right,
@@ -1826,9 +1801,9 @@ def faults(names):
     y = [torch.randn(len(h.recv_src_idx), 16, generator=generator).bfloat16() for h in handles]
     wanted = list(inputs.sums_of(y, inputs.received_by(chosen), [8, 7]))
     for name in names:
-        c, wrong = Constants(2, 1, 4, 2, 32, 0, 0, 2, 2, fault=name), []
+        c, wrong = DeepEPConfig(2, 1, 4, 2, 32, 0, 0, 2, 2, fault=name), []
         for seed in range(6):
-            with simulate.virtual_ranks(2, least_bytes(combine=c)) as ranks:
+            with simulate.virtual_ranks(2, min_buffer_bytes(combine=c)) as ranks:
                 with simulator.seed(seed), simulator.weak_memory():
                     got = simulate.combine_all(ranks, c, y, handles)
             pairs = zip(got, wanted, strict=True)
@@ -1870,7 +1845,7 @@ def left_alone(timeout):
         )
         buffer.combine(y, handle, config=config)
         if transport.rank == 0:
-            buffer._link.timeout = timeout
+            buffer._runtime.timeout = timeout
             buffer.combine(y, handle, config=config)  # alone
             try:
                 buffer.combine(y, handle, config=config)

@@ -10,10 +10,11 @@ from wrong_kernels import changed
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, reference
-from moe_numba.expert_parallel.config import channels_of
-from moe_numba.expert_parallel.kernels import channels, combine, dispatch, notify
-from moe_numba.expert_parallel.kernels.buffer_layout import MOST_CHANNELS, Record
-from moe_numba.expert_parallel.runtime import Link
+from moe_numba.expert_parallel.config import num_channels
+from moe_numba.expert_parallel.kernels import bulk_pipeline, combine, dispatch, notify
+from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS
+from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.expert_parallel.runtime import Runtime
 from moe_numba.expert_parallel.transport import LocalGroup
 
 FP8 = torch.float8_e4m3fn
@@ -308,7 +309,7 @@ def test_a_rank_that_does_not_come():
             return
         with pytest.raises(TimeoutError, match=f"notify: rank {rank} waited for the counts of rank 1"):
             send(buffer, rank, world)
-        with pytest.raises(TimeoutError, match="of no more use"):
+        with pytest.raises(TimeoutError, match="can no longer be used"):
             send(buffer, rank, world)
 
     run(3, work, timeout=IMPATIENT)
@@ -359,7 +360,7 @@ def test_more_tokens_than_the_worst_case():
         send(buffer, rank, world, num_worst_tokens=2)
         if not simulator.ENABLED:
             torch.cuda.synchronize()
-        error, match = (ValueError, "there is room for 2") if rank == 0 else (TimeoutError, "rank 0")
+        error, match = (ValueError, "the output has 2 rows") if rank == 0 else (TimeoutError, "rank 0")
         with pytest.raises(error, match=match):
             send(buffer, rank, world)
 
@@ -407,7 +408,7 @@ def test_what_is_refused():
         refused(
             ValueError, "topk_idx has shape", buffer.dispatch, x, **layout, topk_idx=number.long(), topk_weights=weights
         )
-        wide = torch.zeros(2, MOST_CHANNELS + 1, dtype=torch.int32, device=device)
+        wide = torch.zeros(2, MAX_CHANNELS + 1, dtype=torch.int32, device=device)
         refused(ValueError, "has 1057 channels; 1 to 1056", buffer.dispatch, x, (handle[0], wide, wide, *handle[3:]))
         refused(ValueError, "allocate_on_comm_stream needs", buffer.dispatch, x, **layout, allocate_on_comm_stream=True)
         refused(ValueError, "expert_alignment is 0", buffer.dispatch, x, **layout, expert_alignment=0)
@@ -472,8 +473,8 @@ def test_rings_of_one_row(seed):
     ranks, tokens = (2, [9, 14]) if simulator.ENABLED else (4, [900, 1400, 1, 640])
     config = SMALL if simulator.ENABLED else Config(24, 6, 28)
     world = make_world(tokens, seed)
-    right, channels = right_of(world), channels_of(config.num_sms, ranks, 2 * HIDDEN)
-    stride = max(Record(HIDDEN // 2, 0, 2).stride, Record(HIDDEN // 2, 2, source=False).stride)
+    right, channels = right_of(world), num_channels(config.num_sms, ranks, 2 * HIDDEN)
+    stride = max(TokenSlot(HIDDEN // 2, 0, 2).stride, TokenSlot(HIDDEN // 2, 2, has_src_idx=False).stride)
     least = 2 * 4 * channels * ranks * stride
 
     def work(transport):
@@ -532,12 +533,12 @@ def fails_under_some_seed(monkeypatch, module, name, fault, new_out=lambda buffe
 
 
 FAULTS = {
-    "the last rows are announced before they are there": (dispatch, "copied", lambda: None),
-    "the rows before are announced before they are there": (dispatch, "copied_but_last", lambda: None),
-    "a row is overwritten before it is sent": (channels, "read", lambda: None),
+    "the last rows are announced before they are there": (dispatch, "bulk_wait_all", lambda: None),
+    "the rows before are announced before they are there": (dispatch, "bulk_wait_all_but_one", lambda: None),
+    "a row is overwritten before it is sent": (bulk_pipeline, "bulk_wait_read", lambda: None),
     "the receiver does not acquire": (dispatch, "ld_acquire_sys_s32", "relaxed"),
-    "combine announces the last rows before they are there": (combine, "copied", lambda: None),
-    "combine announces rows before they are there": (combine, "copied_but_last", lambda: None),
+    "combine announces the last rows before they are there": (combine, "bulk_wait_all", lambda: None),
+    "combine announces rows before they are there": (combine, "bulk_wait_all_but_one", lambda: None),
     "combine does not acquire": (combine, "ld_acquire_sys_s32", "relaxed"),
     "the exchange does not acquire": (notify, "ld_acquire_sys_s32", "relaxed"),
     "the exchange does not release": (notify, "st_release_sys_s32", "relaxed store"),
@@ -592,7 +593,7 @@ def test_what_a_late_rank_has_not_taken_is_not_overwritten(then):
 
 @pytest.mark.skipif(simulator.ENABLED, reason="where kernels run together none runs ahead")
 def test_a_sender_that_does_not_wait_for_the_last_launch_is_found_out(monkeypatch):
-    right, wrong = "room = uint32(1)", "room = uint32(slots)"
+    right, wrong = "capacity = uint32(1)", "capacity = uint32(slots)"
     assert inspect.getsource(dispatch).count(right) == 1
     monkeypatch.setattr(dispatch, "make_dispatch", changed(dispatch, right, wrong)["make_dispatch"])
     assert not what_comes_to_a_late_rank("shorter rows")
@@ -600,5 +601,5 @@ def test_a_sender_that_does_not_wait_for_the_last_launch_is_found_out(monkeypatc
 
 @pytest.mark.skipif(simulator.ENABLED, reason="where kernels run together none runs ahead")
 def test_ranks_that_do_not_meet_where_rings_move_are_found_out(monkeypatch):
-    monkeypatch.setattr(Link, "guarded", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(Runtime, "with_barriers_if_layout_changed", lambda *_: contextlib.nullcontext())
     assert not what_comes_to_a_late_rank("more channels")

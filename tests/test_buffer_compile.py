@@ -6,18 +6,18 @@ from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
 from moe_numba.expert_parallel.kernels.combine import make_combine
-from moe_numba.expert_parallel.kernels.dispatch_direct import make_direct
+from moe_numba.expert_parallel.kernels.dispatch_direct import make_dispatch_direct
 from moe_numba.expert_parallel.kernels.dispatch import make_dispatch
 from moe_numba.expert_parallel.kernels.notify import make_barrier, make_notify_dispatch
-from moe_numba.expert_parallel.kernels.buffer_layout import Record
-from moe_numba.expert_parallel.kernels.channels import Rings
+from moe_numba.expert_parallel.kernels.channels import RingShape
+from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 """
 WARPS, THREADS = 15, 512
 ROWS = {"bf16": "3584, 0, 8", "fp8": "1792, 56, 8", "plain": "3584", "wide topk": "3584, 0, 32"}
 
 
-def rings(ranks, record):
-    return f"Rings({ranks}, {WARPS}, 4, Record({record}))"
+def shape(ranks, slot):
+    return f"RingShape({ranks}, {WARPS}, 4, TokenSlot({slot}))"
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def reports():
     from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
 
     requests = {
-        f"dispatch {name} {ranks}": (f"make_dispatch({rings(ranks, row)})", dispatch.SIGNATURE, THREADS, False)
+        f"dispatch {name} {ranks}": (f"make_dispatch({shape(ranks, row)})", dispatch.SIGNATURE, THREADS, False)
         for name, row in ROWS.items()
         for ranks in ((2, 8) if name == "bf16" else (8,))
     }
     requests |= {
         f"combine {ranks} {biases}": (
-            f"make_combine({rings(ranks, '3584, 8, source=False')}, {biases})",
+            f"make_combine({shape(ranks, '3584, 8, has_src_idx=False')}, {biases})",
             combine.SIGNATURE,
             THREADS,
             False,
@@ -39,7 +39,12 @@ def reports():
         for ranks, biases in ((8, 0), (8, 2), (2, 0), (5, 1), (1, 0))
     }
     requests |= {
-        f"direct {name}": (f"make_direct({rings(8, ROWS[name])})", dispatch_direct.SIGNATURE, 32 * WARPS, False)
+        f"direct {name}": (
+            f"make_dispatch_direct({shape(8, ROWS[name])})",
+            dispatch_direct.SIGNATURE,
+            32 * WARPS,
+            False,
+        )
         for name in ("bf16", "fp8", "plain")
     }
     requests["notify"] = ("make_notify_dispatch(8, 512)", notify.NOTIFY_SIGNATURE, 512, False)

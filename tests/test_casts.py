@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import casts_reference, fp8_cast
+from moe_numba.expert_parallel import fp8_cast, reference
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.kernels import fp8_cast as cast_kernels
 from moe_numba.runtime.sass import compile_apart
@@ -57,7 +57,7 @@ def poisoned(right):
 
 
 def check_to_fp8(x):
-    right = casts_reference.per_token_cast_to_fp8(x)
+    right = reference.per_token_cast_to_fp8(x)
     out, buffers = zip(*map(poisoned, right), strict=True)
     assert per_token_cast_to_fp8(x, out=out) is out
     for results in (out, per_token_cast_to_fp8(x)):
@@ -68,7 +68,7 @@ def check_to_fp8(x):
 
 
 def check_back(x_fp8, scales):
-    right = casts_reference.per_token_cast_back(x_fp8, scales)
+    right = reference.per_token_cast_back(x_fp8, scales)
     out, buffer = poisoned(right)
     assert per_token_cast_back(x_fp8, scales, out=out) is out
     assert mismatch(out, right) is mismatch(per_token_cast_back(x_fp8, scales), right) is None
@@ -152,7 +152,7 @@ def test_every_code_comes_back(device):
 
 @pytest.mark.parametrize("hidden", [256, 136, 1280])
 def test_scales_in_any_strides(hidden, device):
-    values, scales = casts_reference.per_token_cast_to_fp8(some(5, hidden, device))
+    values, scales = reference.per_token_cast_to_fp8(some(5, hidden, device))
     right = check_back(values, scales)
     columns = scales.shape[1]
     wide = torch.full((11, 3 * columns), float("nan"), device=device)
@@ -182,7 +182,7 @@ def test_scales_that_are_packed_exponents(hidden, device):
 @pytest.fixture
 def fresh():
     """Kernels are made anew, and so with a part that was replaced; and once more after the test."""
-    factories = cast_kernels.make_place, cast_kernels.make_cast_to_fp8, cast_kernels.make_cast_back
+    factories = cast_kernels.make_element_offset, cast_kernels.make_cast_to_fp8, cast_kernels.make_cast_back
     for factory in factories:
         factory.cache_clear()
     yield
@@ -201,11 +201,11 @@ def approximate(x):
     "name, wrong",
     [
         ("rcp_rn", approximate),
-        ("FP8_MOST", 440.0),
-        ("AMAX_LEAST_BITS", 0x3DCCCCCD),  # 0.1
+        ("FP8_MAX", 440.0),
+        ("AMAX_MIN_BITS", 0x3DCCCCCD),  # 0.1
         ("redux_sync_max_s32", lambda mask, value: value),
         ("cvt_rn_satfinite_e4m3x2_f32", lambda high, low: cast_kernels.uint32(0x7E7E)),
-        ("make_place", lambda hidden, wide: lambda group, lane, groups: cast_kernels.int64(-1)),
+        ("make_element_offset", lambda hidden, wide: lambda group, lane, groups: cast_kernels.int64(-1)),
     ],
 )
 def test_a_wrong_cast_to_fp8_is_found(name, wrong, device, monkeypatch, fresh):
@@ -226,14 +226,14 @@ def test_a_wrong_cast_to_fp8_is_found(name, wrong, device, monkeypatch, fresh):
     ],
 )
 def test_a_wrong_cast_back_is_found(name, wrong, device, monkeypatch, fresh):
-    values, scales = casts_reference.per_token_cast_to_fp8(some(5, 256, device))
+    values, scales = reference.per_token_cast_to_fp8(some(5, 256, device))
     monkeypatch.setattr(cast_kernels, name, wrong)
     with pytest.raises((AssertionError, simulator.errors.OutOfBounds)):
         check_back(values, scales)
 
 
 def test_the_check_sees_an_element_that_was_not_written(device):
-    right = casts_reference.per_token_cast_to_fp8(some(2, 128, device))[0]
+    right = reference.per_token_cast_to_fp8(some(2, 128, device))[0]
     given = right.clone()
     given.view(torch.uint8)[1, 77] ^= 1
     assert mismatch(given, right) == "1 differ, first [1, 77]"
@@ -297,7 +297,12 @@ KERNELS = {
     for hidden in (7168, 136)
     for dtype, signature in fp8_cast._TO_FP8.values()
 } | {
-    f"back, {hidden}, {packed}": (f"make_cast_back({hidden}, {packed})", fp8_cast._BACK, cast_kernels.THREADS, False)
+    f"back, {hidden}, {packed}": (
+        f"make_cast_back({hidden}, {packed})",
+        fp8_cast._BACK_SIGNATURE,
+        cast_kernels.THREADS,
+        False,
+    )
     for hidden in (7168, 136)
     for packed in (False, True)
 }
@@ -346,10 +351,10 @@ def test_beyond_32_bits():
     row = some(1, 2056, "cuda")
     x = row.repeat(1_200_000, 1)
     values, scales = per_token_cast_to_fp8(x)
-    right, right_scales = casts_reference.per_token_cast_to_fp8(row)
+    right, right_scales = reference.per_token_cast_to_fp8(row)
     assert (values.view(torch.uint8) == right.view(torch.uint8)).all() and (scales == right_scales).all()
     del x
-    assert (per_token_cast_back(values, scales) == casts_reference.per_token_cast_back(right, right_scales)).all()
+    assert (per_token_cast_back(values, scales) == reference.per_token_cast_back(right, right_scales)).all()
 
 
 @pytest.mark.gpu
@@ -363,9 +368,9 @@ def test_graph_replays_on_changed_inputs():
         per_token_cast_back(*out, out=back)
     for seed in range(3):
         x.copy_(some(64, 7168, "cuda", seed=seed + 1))
-        right = casts_reference.per_token_cast_to_fp8(x)
+        right = reference.per_token_cast_to_fp8(x)
         for tensor in (*out, back):
             tensor.view(torch.uint8).fill_(0xA5)
         graph.replay()
         assert [mismatch(*pair) for pair in zip(out, right, strict=True)] == [None, None]
-        assert mismatch(back, casts_reference.per_token_cast_back(*right)) is None
+        assert mismatch(back, reference.per_token_cast_back(*right)) is None

@@ -21,9 +21,9 @@ from test_buffer import (
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config
 from moe_numba.expert_parallel import config as configurations
-from moe_numba.expert_parallel.config import channels_of, most_warps, senders_of
+from moe_numba.expert_parallel.config import max_warps, num_channels, num_senders
 from moe_numba.expert_parallel.kernels import channels, dispatch
-from moe_numba.expert_parallel.kernels.channels import channel_of, first_token, shares
+from moe_numba.expert_parallel.kernels.channels import channel_of, first_token, split_tokens
 from moe_numba.runtime.launch import launch
 
 
@@ -31,7 +31,7 @@ from moe_numba.runtime.launch import launch
 def deal(first, channel, channels, tokens):
     for c in range(channels + 1):
         first[c] = first_token(int32(c), channels, tokens)
-    each, longer = shares(channels, tokens)
+    each, longer = split_tokens(channels, tokens)
     for t in range(tokens):
         channel[t] = channel_of(int32(t), each, longer)
 
@@ -53,7 +53,7 @@ def test_every_token_has_a_channel(channels, device):
 
 @pytest.fixture
 def four_for_each(monkeypatch):
-    monkeypatch.setattr(Buffer, "_channels_of_a_warp", 4)
+    monkeypatch.setattr(Buffer, "_channels_per_warp", 4)
 
 
 @pytest.mark.parametrize("ranks, seed", [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
@@ -64,7 +64,7 @@ def test_warps_take_channel_after_channel(ranks, seed, four_for_each):
 
     def work(buffer, rank):
         given = send(buffer, rank, world)
-        assert given[4][1].shape[1] == 4 * senders_of(SMALL.num_sms, ranks) * most_warps(2 * HIDDEN)
+        assert given[4][1].shape[1] == 4 * num_senders(SMALL.num_sms, ranks) * max_warps(2 * HIDDEN)
         check_received(given, right[rank], rank, world.experts // ranks)
         again = buffer.dispatch(to(buffer.transport.device, world.x[rank]), given[4], config=SMALL)
         assert same(again[0], right[rank].x)
@@ -76,8 +76,8 @@ def test_warps_take_channel_after_channel(ranks, seed, four_for_each):
 
 
 FAULTS = {
-    "the next launch's channels are taken already": (dispatch, "ask_no_more"),
-    "a channel's last word is lost": (channels, "wait_until_told"),
+    "the next launch's channels are taken already": (dispatch, "retire_warp"),
+    "a channel's last word is lost": (channels, "wait_published"),
 }
 
 
@@ -88,19 +88,19 @@ def test_a_wrong_kernel_is_found_out(name, four_for_each, monkeypatch):
 
 
 def test_few_senders_have_a_channel_for_each_warp():
-    of_a_warp = [channels_of(sms, 4, 14336) // most_warps(14336) for sms in (16, 20, 24)]
+    of_a_warp = [num_channels(sms, 4, 14336) // max_warps(14336) for sms in (16, 20, 24)]
     assert of_a_warp == [8, 4 * 10, 4 * 10]
 
 
 def test_as_many_send_as_fill_the_link():
-    assert [senders_of(24, ranks) for ranks in (1, 2, 3, 4, 8)] == [12, 12, 10, 10, 9]
-    assert [senders_of(sms, 8) for sms in (2, 8, 18, 20, 132)] == [1, 4, 9, 9, 9]
+    assert [num_senders(24, ranks) for ranks in (1, 2, 3, 4, 8)] == [12, 12, 10, 10, 9]
+    assert [num_senders(sms, 8) for sms in (2, 8, 18, 20, 132)] == [1, 4, 9, 9, 9]
 
 
 @pytest.fixture
 def two_senders(monkeypatch):
-    monkeypatch.setattr(configurations, "_FILL_THE_LINK", 1)
-    caches = senders_of, configurations.channels_of, configurations.slots_of
+    monkeypatch.setattr(configurations, "_SATURATING_SMS", 1)
+    caches = num_senders, configurations.num_channels, configurations.slots_per_ring
     for cached in caches:
         cached.cache_clear()
     yield
@@ -114,7 +114,7 @@ def test_fewer_senders_than_receivers(ranks, seed, two_senders):
     """There and back, twice with one handle; combine also with fewer multiprocessors."""
     config = Config(6, 1, 64) if simulator.ENABLED else Config(24, 6, 256)
     fewer = Config(4, 1, 64) if simulator.ENABLED else Config(12, 6, 256)
-    assert senders_of(config.num_sms, ranks) == senders_of(fewer.num_sms, ranks) == 2
+    assert num_senders(config.num_sms, ranks) == num_senders(fewer.num_sms, ranks) == 2
     world = make_world([(7, 4, 9)[r] * SCALE for r in range(ranks)], seed)
     right, generator = right_of(world), torch.Generator().manual_seed(seed)
     y = [torch.randn(len(r.src_idx), HIDDEN, generator=generator).bfloat16() for r in right]

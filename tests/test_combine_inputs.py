@@ -7,7 +7,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.course import combine_inputs as inputs
-from moe_numba.course.articles.deepep.buffer_layout import Constants, least_bytes
+from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, min_buffer_bytes
 from moe_numba.course.articles.deepep.simulate import dispatch_all, virtual_ranks
 from moe_numba.expert_parallel import reference
 
@@ -18,8 +18,8 @@ def test_handles_are_those_of_the_document(num_tokens, channels):
     ranks = len(num_tokens)
     topk_idx = inputs.random_routing(num_tokens, 4 * ranks, 2, seed=1, holes=0.2)
     chosen = [layout[2] for layout in inputs.layouts_of(topk_idx, 4 * ranks)]
-    c = Constants(ranks, channels, 4, 2, 32, 0, 0, 4 * ranks, 2)
-    with virtual_ranks(ranks, least_bytes(c)) as all_ranks:
+    c = DeepEPConfig(ranks, channels, 4, 2, 32, 0, 0, 4 * ranks, 2)
+    with virtual_ranks(ranks, min_buffer_bytes(c)) as all_ranks:
         x = [torch.randn(tokens, 16).bfloat16() for tokens in num_tokens]
         got = [result[3] for result in dispatch_all(all_ranks, c, x, chosen)]
     for theirs, mine in zip(got, inputs.handles_of(chosen, channels), strict=True):
@@ -47,7 +47,7 @@ def test_routing_has_holes():
 
 def test_ranges_cover_all_tokens():
     for tokens in (0, 1, 7, 12):
-        assert [t for part in inputs.document_ranges(tokens, 5) for t in part] == list(range(tokens))
+        assert [t for part in inputs.channel_ranges(tokens, 5) for t in part] == list(range(tokens))
 
 
 @pytest.mark.parametrize(

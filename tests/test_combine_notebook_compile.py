@@ -26,10 +26,10 @@ OWN = {
     **{f"make_sum_kernel({ranks}, 3584, {n})": SUM for ranks, n in ((2, 1), (2, 2), (2, 4), (2, 8), (8, 1), (8, 2))},
 }
 SHAPE = """
-from moe_numba.expert_parallel.config import Config, rings_for
-from moe_numba.expert_parallel.kernels.buffer_layout import Record
+from moe_numba.expert_parallel.config import Config, make_ring_shape
+from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 
-SHAPE = rings_for(Config(24, 10, 256), {ranks}, 15, 720, Record(3584, 0, 0, source=False), 1 << 28)[0]
+SHAPE = make_ring_shape(Config(24, 10, 256), {ranks}, 15, 720, TokenSlot(3584, 0, 0, has_src_idx=False), 1 << 28)[0]
 """
 # As the notebook launches them: without launch bounds.
 COMPILE = """

@@ -26,7 +26,7 @@ from test_buffer import (
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.kernels import dispatch_direct
-from moe_numba.expert_parallel.runtime import Link
+from moe_numba.expert_parallel.runtime import Runtime
 
 
 def new_output(buffer, rows, fp8=False):
@@ -121,7 +121,7 @@ def test_too_many_rows_are_refused_and_nothing_is_written_beyond():
             torch.cuda.synchronize()
         if rank == 1:
             assert (out.src_idx[4:] == -7).all()
-        error, match = (ValueError, "there is room for 4") if rank else (TimeoutError, "rank 0 waited for rank 1")
+        error, match = (ValueError, "the output has 4 rows") if rank else (TimeoutError, "rank 0 waited for rank 1")
         with pytest.raises(error, match=match):
             send(buffer, rank, world, num_worst_tokens=4, out=out)
 
@@ -142,13 +142,13 @@ def test_outputs_that_are_refused():
         out, few = new_output(buffer, 8), new_output(buffer, 2)
         refused(TypeError, "out is Tensor", send, buffer, rank, world, out=out.x)
         refused(ValueError, "out has rows of", send, buffer, rank, fp8, out=out)
-        refused(ValueError, "9 are to come", send, buffer, rank, world, num_worst_tokens=9, out=out)
+        refused(ValueError, "9 will arrive", send, buffer, rank, world, num_worst_tokens=9, out=out)
         handle = send(buffer, rank, world, out=out)[4]
         x = to(buffer.transport.device, world.x[0])
-        refused(ValueError, "room for 2 rows", buffer.dispatch, x, handle, out=few)
+        refused(ValueError, "capacity for 2 rows", buffer.dispatch, x, handle, out=few)
         scales = buffer.new_output(8, HIDDEN, FP8, num_scales=1, num_topk=2)
         refused(ValueError, "out has 1 scales", send, buffer, rank, fp8, out=scales)
-        refused(ValueError, "experts of a row", send, buffer, rank, world, out=buffer.new_output(8, HIDDEN))
+        refused(ValueError, "experts per row", send, buffer, rank, world, out=buffer.new_output(8, HIDDEN))
         other = Buffer(buffer.transport, 1 << 16)
         out.close()
         refused(ValueError, "was closed", send, other, rank, world, out=out)
@@ -161,7 +161,7 @@ def test_outputs_that_are_not_alike_are_refused():
     """Or rows would go beyond the smaller one."""
 
     def work(buffer, rank):
-        refused(ValueError, "what new_output is asked for is .* on the ranks", new_output, buffer, 8 * (1 + rank))
+        refused(ValueError, "the argument tuple of new_output is .* on the ranks", new_output, buffer, 8 * (1 + rank))
 
     run(2, work)
 
@@ -172,26 +172,26 @@ def test_outputs_that_are_not_alike_are_refused():
 @pytest.mark.skipif(not simulator.ENABLED, reason="a GPU's memory is not weak at will")
 def test_rows_that_are_on_their_way_when_the_kernel_ends_are_found_out(monkeypatch):
     assert fails_under_some_seed(
-        monkeypatch, dispatch_direct, "copied", lambda: None, lambda buffer: new_output(buffer, 16)
+        monkeypatch, dispatch_direct, "bulk_wait_all", lambda: None, lambda buffer: new_output(buffer, 16)
     )
 
 
-def only_before(link, has_met=False):
-    """Ranks meet, but not afterwards."""
-    if not has_met:
-        link._barrier()
+def only_before(runtime, has_synchronized=False):
+    """No barrier after the operation."""
+    if not has_synchronized:
+        runtime._barrier()
     return contextlib.nullcontext()
 
 
-def only_after(link, has_met=False):
-    """Ranks meet afterwards only."""
+def only_after(runtime, has_synchronized=False):
+    """No barrier before the operation."""
     after = contextlib.ExitStack()
-    after.callback(link._barrier)
+    after.callback(runtime._barrier)
     return after
 
 
 @pytest.mark.skipif(simulator.ENABLED, reason="where kernels run together none runs ahead")
-@pytest.mark.parametrize("meet, tokens", [(only_before, [6000, 1]), (only_after, [13 * SCALE, 8 * SCALE])])
-def test_ranks_that_do_not_meet_are_found_out(monkeypatch, meet, tokens):
-    monkeypatch.setattr(Link, "between_meetings", meet)
+@pytest.mark.parametrize("with_barriers, tokens", [(only_before, [6000, 1]), (only_after, [13 * SCALE, 8 * SCALE])])
+def test_ranks_that_do_not_meet_are_found_out(monkeypatch, with_barriers, tokens):
+    monkeypatch.setattr(Runtime, "with_barriers", with_barriers)
     assert not all(map(all, what_is_read_late(make_world(tokens))))

@@ -163,7 +163,7 @@ def test_refusals(change, error, sentence, device):
 
 
 def test_too_many_tokens_are_refused(device, monkeypatch):
-    monkeypatch.setattr(dispatch_layout, "_MOST_ELEMENTS", 11)
+    monkeypatch.setattr(dispatch_layout, "_MAX_ELEMENTS", 11)
     with pytest.raises(ValueError, match="topk_idx has 3 tokens; at most 2 are allowed"):
         get_dispatch_layout(torch.zeros(3, 4).long().to(device), 8, 2)
 
@@ -188,14 +188,18 @@ WRONG = {
         "cuda.atomic.add(counts, uint32(num_experts + rank), 1)\n                    ranks = uint32(ranks | (",
     ),
     "the last token is forgotten": (layout_kernel, "if token < num_tokens and m", "if token + 1 < num_tokens and m"),
-    "lanes do not tell each other enough": (layout_kernel, "in range(team_bits):", "in range(team_bits - 1):"),
-    "warps do not add up their tokens": (layout_kernel, "in range(team_bits, 5):", "in range(team_bits, 4):"),
+    "lanes do not tell each other enough": (layout_kernel, "in range(lane_bits):", "in range(lane_bits - 1):"),
+    "warps do not add up their tokens": (layout_kernel, "in range(lane_bits, 5):", "in range(lane_bits, 4):"),
     "counts do not start at zero": (layout_kernel, "counts[i] = int32(0)", "pass"),
-    "a block's counts are left out": (layout_kernel, "for other in range(CLUSTER)", "for other in range(CLUSTER - 1)"),
+    "a block's counts are left out": (
+        layout_kernel,
+        "for other in range(CLUSTER_SIZE)",
+        "for other in range(CLUSTER_SIZE - 1)",
+    ),
     "the end of the counts is left out": (
         layout_kernel,
-        "share = -(-numbers // CLUSTER)",
-        "share = numbers // CLUSTER",
+        "share = -(-num_counters // CLUSTER_SIZE)",
+        "share = num_counters // CLUSTER_SIZE",
     ),
     "counts are sent before they are complete": (
         layout_kernel,

@@ -6,7 +6,7 @@ from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
 from moe_numba.expert_parallel.kernels.dispatch_layout import make_layout_kernel
-from moe_numba.course.articles.deepep.dispatch_layout import make_document_kernel
+from moe_numba.course.articles.deepep.dispatch_layout import make_layout_kernel as make_deepep_layout_kernel
 """
 POINTERS = ("int64*", "int32*", "int32*", "uint8*")
 SIZES = {"deepseek_v3": (256, 8, 8), "one_rank": (8, 1, 1), "three_ranks": (24, 3, 2), "largest": (1024, 8, 32)}
@@ -15,7 +15,7 @@ SIZES = {"deepseek_v3": (256, 8, 8), "one_rank": (8, 1, 1), "three_ranks": (24, 
 @pytest.fixture(scope="module")
 def reports():
     requests = {n: (f"make_layout_kernel(*{s}, 1024)", (*POINTERS, "uint32"), 1024, True) for n, s in SIZES.items()}
-    requests["document"] = ("make_document_kernel(256)", (*POINTERS, *["int32"] * 4), 256, True)
+    requests["document"] = ("make_deepep_layout_kernel(256)", (*POINTERS, *["int32"] * 4), 256, True)
     return compile_apart(SOURCE, requests)
 
 

@@ -1,4 +1,4 @@
-"""The document's ring buffers, played by several ranks in the simulator, under many seeds and weak memory."""
+"""Our port of DeepEP's dispatch and combine: several ranks in the simulator, under many seeds and weak memory."""
 
 import contextlib
 import random
@@ -11,13 +11,19 @@ from moe_numba import simulator
 from moe_numba.course.articles.deepep import combine, dispatch, launch, simulate
 from moe_numba.course.articles.deepep.buffer_layout import (
     ALIGNMENT,
-    Constants,
-    combine_regions,
-    dispatch_regions,
-    least_bytes,
-    least_ring,
+    DeepEPConfig,
+    combine_offsets,
+    dispatch_offsets,
+    min_buffer_bytes,
+    min_ring_slots,
 )
-from moe_numba.course.articles.deepep.simulate import GaveUp, combine_all, dispatch_all, notify_all, virtual_ranks
+from moe_numba.course.articles.deepep.simulate import (
+    RankTimeoutError,
+    combine_all,
+    dispatch_all,
+    notify_all,
+    virtual_ranks,
+)
 from moe_numba.expert_parallel import reference
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated: set MOE_NUMBA_SIMULATE=1")
@@ -60,24 +66,26 @@ def make_inputs(num_tokens, seed=0, hidden=16, fp8=False, only=None, everywhere=
     return Inputs(x, topk_idx, topk_weights, is_token_in_rank, experts)
 
 
-def make_constants(inputs, ring=5, chunk=2, channels=CHANNELS, warps=None, with_experts=True, fault=""):
+def make_config(inputs, ring=5, chunk=2, channels=CHANNELS, warps=None, with_experts=True, fault=""):
     """For a dispatch with these inputs: small rings, which tokens go round."""
     ranks, first = len(inputs.x), inputs.x[0]
     values, scales = first if isinstance(first, tuple) else (first, torch.empty(0, 0))
     topk = inputs.topk_idx[0].shape[1] if with_experts else 0
     warps = warps or (1 if ranks > 2 else 2)
     row_bytes = values.shape[1] * values.element_size()
-    return Constants(ranks, channels, ring, chunk, row_bytes, topk, scales.shape[1], inputs.experts, warps, fault=fault)
+    return DeepEPConfig(
+        ranks, channels, ring, chunk, row_bytes, topk, scales.shape[1], inputs.experts, warps, fault=fault
+    )
 
 
-def make_combine_constants(c, hidden=16, biases=0, **changes):
+def make_combine_config(c, hidden=16, biases=0, **changes):
     c = c._replace(row_bytes=2 * hidden, scales=0, biases=biases, fault="", **changes)
-    return c if "ring" in changes else c._replace(ring=least_ring(c))
+    return c if "ring" in changes else c._replace(ring=min_ring_slots(c))
 
 
 @contextlib.contextmanager
-def world(seed, *constants, patience=0):
-    with virtual_ranks(constants[0].ranks, least_bytes(*constants), patience) as ranks:
+def world(seed, *configs, timeout_ns=0):
+    with virtual_ranks(configs[0].ranks, min_buffer_bytes(*configs), timeout_ns) as ranks:
         with simulator.seed(seed), simulator.weak_memory():
             yield ranks
 
@@ -151,25 +159,25 @@ def there_and_back(inputs, c, back, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_go_there_and_come_back(num_tokens, seed):
     inputs = make_inputs(num_tokens, seed)
-    c = make_constants(inputs, ring=2)
+    c = make_config(inputs, ring=2)
     assert any(tokens % CHANNELS for tokens in num_tokens), "a channel has fewer tokens than the others"
     assert max(chosen.sum(dim=0).max() for chosen in inputs.is_token_in_rank) > CHANNELS * c.ring, "rings go round"
     assert any((chosen == -1).any() for chosen in inputs.topk_idx)
-    assert there_and_back(inputs, c, make_combine_constants(c), seed) == []
+    assert there_and_back(inputs, c, make_combine_config(c), seed) == []
 
 
 @pytest.mark.parametrize("num_tokens, only", [([11, 7], 1), ([0, 0], None), ([0, 9], 0), ([6, 0, 5], 1)])
 def test_skewed_and_empty_ranks(num_tokens, only):
     inputs = make_inputs(num_tokens, only=only)
-    c = make_constants(inputs)
-    assert there_and_back(inputs, c, make_combine_constants(c), seed=5) == []
+    c = make_config(inputs)
+    assert there_and_back(inputs, c, make_combine_config(c), seed=5) == []
 
 
 @pytest.mark.parametrize("channels, chunk, ring, warps", [(1, 3, 3, 1), (3, 1, 1, 2), (1, 5, 8, 3)])
 def test_other_channels_chunks_and_rings(channels, chunk, ring, warps):
     inputs = make_inputs([10, 7], seed=1)
-    c = make_constants(inputs, ring, chunk, channels, warps)
-    assert there_and_back(inputs, c, make_combine_constants(c), seed=1) == []
+    c = make_config(inputs, ring, chunk, channels, warps)
+    assert there_and_back(inputs, c, make_combine_config(c), seed=1) == []
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -178,15 +186,15 @@ def test_random_worlds(seed):
     ranks = draw.choice((1, 2, 3))
     inputs = make_inputs([draw.randrange(14) for _ in range(ranks)], seed, everywhere=draw.random() < 0.5)
     chunk = draw.randint(1, 4)
-    c = make_constants(inputs, chunk + draw.randrange(3), chunk, draw.randint(1, 3), draw.randint(1 + (ranks == 1), 2))
-    assert there_and_back(inputs, c, make_combine_constants(c), seed) == []
+    c = make_config(inputs, chunk + draw.randrange(3), chunk, draw.randint(1, 3), draw.randint(1 + (ranks == 1), 2))
+    assert there_and_back(inputs, c, make_combine_config(c), seed) == []
 
 
 @pytest.mark.parametrize("hidden", [32, 560])
 def test_fp8_with_scales_column_after_column_and_without_experts(hidden):
     """560 bytes are more than a warp has lanes for, and no multiple of that; so are 70 scales."""
     inputs = make_inputs([7, 4], seed=2, hidden=hidden, fp8=True)
-    c = make_constants(inputs, with_experts=False)
+    c = make_config(inputs, with_experts=False)
     assert inputs.x[0][1].stride() == (1, 7) and c.row_bytes == hidden
     with world(0, c) as ranks:
         got = dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank)
@@ -198,8 +206,8 @@ def test_fp8_with_scales_column_after_column_and_without_experts(hidden):
 def test_wide_rows_come_back(hidden):
     """1032 bf16 are more than four vectors of a lane, and no multiple of it."""
     inputs = make_inputs([3, 4], seed=3, hidden=hidden)
-    c = make_constants(inputs)
-    assert there_and_back(inputs, c, make_combine_constants(c, hidden), seed=2) == []
+    c = make_config(inputs)
+    assert there_and_back(inputs, c, make_combine_config(c, hidden), seed=2) == []
 
 
 @pytest.mark.parametrize("biases", [0, 1, 2])
@@ -207,8 +215,8 @@ def test_wide_rows_come_back(hidden):
 def test_biases_are_added_first_and_the_sum_is_rounded_once(biases, with_weights):
     inputs = make_inputs([5, 8], seed=4, everywhere=True)
     inputs.is_token_in_rank[0][2], inputs.topk_idx[0][2] = False, -1  # a token that goes nowhere
-    c = make_constants(inputs)
-    back = make_combine_constants(c, biases=biases, topk=c.topk * with_weights)
+    c = make_config(inputs)
+    back = make_combine_config(c, biases=biases, topk=c.topk * with_weights)
     given = [tuple(torch.randn(len(x), 16).bfloat16() for _ in range(biases)) for x in inputs.x]
     with world(biases, c, back) as ranks:
         got = dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank, inputs.topk_idx, inputs.topk_weights)
@@ -223,8 +231,8 @@ def test_biases_are_added_first_and_the_sum_is_rounded_once(biases, with_weights
 
 def test_a_handle_serves_again_and_again_on_one_buffer():
     inputs = make_inputs([8, 5], seed=6)
-    c = make_constants(inputs, with_experts=False)
-    back = make_combine_constants(c)
+    c = make_config(inputs, with_experts=False)
+    back = make_combine_config(c)
     with world(3, c, back) as ranks:
         first = dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank)
         handles = [g[3] for g in first]
@@ -241,7 +249,7 @@ def test_a_handle_serves_again_and_again_on_one_buffer():
 
 def test_what_a_handle_holds():
     inputs = make_inputs([9, 4], seed=7)
-    c = make_constants(inputs)
+    c = make_config(inputs)
     with world(0, c) as ranks:
         noted = notify_all(ranks, c, inputs.is_token_in_rank, inputs.topk_idx, expert_alignment=4)
         got = dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank, inputs.topk_idx, inputs.topk_weights)
@@ -265,7 +273,7 @@ def test_what_a_handle_holds():
 
 def test_the_gaps_of_send_head_say_what_is_needed_next():
     inputs = make_inputs([70, 3], seed=8)  # more tokens of a channel than a warp has lanes
-    c = make_combine_constants(make_constants(inputs))
+    c = make_combine_config(make_config(inputs))
     heads = torch.where(torch.rand(70, 2, generator=torch.Generator().manual_seed(0)) < 0.1, 1, -1)
     heads = torch.where(heads > 0, torch.arange(70)[:, None] % 35 // 2, -1).to(torch.int32)
     heads[40:, 1] = -1
@@ -297,21 +305,21 @@ def shows(inputs, c, back, seeds):
 @pytest.mark.parametrize("fault", dispatch.FAULTS)
 def test_a_faulty_dispatch_shows_under_some_seed(fault):
     inputs = make_inputs([12, 9], seed=9, everywhere=True)
-    c = make_constants(inputs, ring=2, channels=1, fault=fault)
-    assert shows(inputs, c, make_combine_constants(c), range(12))
+    c = make_config(inputs, ring=2, channels=1, fault=fault)
+    assert shows(inputs, c, make_combine_config(c), range(12))
 
 
 @pytest.mark.parametrize("fault", [fault for fault in combine.FAULTS if fault != "short ring"])
 def test_a_faulty_combine_shows_under_some_seed(fault):
     inputs = make_inputs([12, 9], seed=9, everywhere=True)
-    c = make_constants(inputs, ring=3, channels=1)
-    back = make_combine_constants(c)._replace(fault=fault)
+    c = make_config(inputs, ring=3, channels=1)
+    back = make_combine_config(c)._replace(fault=fault)
     assert shows(inputs, c, back, range(12))
 
 
 def test_queues_that_were_not_cleared_show():
     inputs = make_inputs([8, 5], seed=6)
-    c = make_constants(inputs, with_experts=False)
+    c = make_config(inputs, with_experts=False)
     other = inputs._replace(x=[2 * x for x in inputs.x])
     with world(3, c) as ranks:
         handles = [g[3] for g in dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank)]
@@ -326,8 +334,8 @@ def test_queues_that_were_not_cleared_show():
 
 def test_a_ring_of_one_row_too_few_locks_up_combine_under_some_seed():
     inputs = make_inputs([9, 9], seed=9, everywhere=True)
-    c = make_constants(inputs, channels=1)
-    enough = make_combine_constants(c)
+    c = make_config(inputs, channels=1)
+    enough = make_combine_config(c)
     reducers = enough.warps * enough.ranks - 1
     assert enough.ring == enough.chunk + reducers - 1 and reducers == 3
     short = enough._replace(ring=enough.ring - 1, fault="short ring")
@@ -341,11 +349,11 @@ def test_a_ring_of_one_row_too_few_locks_up_combine_under_some_seed():
 
 def test_rings_that_may_lock_up_are_refused():
     inputs = make_inputs([3, 3])
-    c = make_constants(inputs)
+    c = make_config(inputs)
     with world(0, c) as ranks:
-        with pytest.raises(ValueError, match="the ring has 1 rows; it must have 2"):
+        with pytest.raises(ValueError, match="ring is 1; it must be 2 or more"):
             dispatch_all(ranks, c._replace(ring=1), inputs.x, inputs.is_token_in_rank)
-        with pytest.raises(ValueError, match="the ring has 3 rows; it must have 4"):
+        with pytest.raises(ValueError, match="ring is 3; it must be 4 or more"):
             combine_all(ranks, c._replace(ring=3), inputs.x, [None, None])
         with pytest.raises(ValueError, match="fault is 'plain head'"):
             dispatch_all(ranks, c._replace(fault="plain head"), inputs.x, inputs.is_token_in_rank)
@@ -409,44 +417,46 @@ def test_the_checker_refuses_sums_that_are_wrong():
 
 def alone(ranks, start):
     """Start something on rank 0 only."""
-    with pytest.raises(GaveUp) as error:
+    with pytest.raises(RankTimeoutError) as error:
         simulate.on_all(ranks[:1], start)
     assert ranks[0].status[6] > 0
     return str(error.value)
 
 
-PATIENCE = 1_000_000  # nanoseconds: a thousand steps of the simulator
+TIMEOUT_NS = 1_000_000  # a thousand steps of the simulator
 
 
 def test_who_waits_for_a_rank_that_does_not_come_gives_up_and_says_for_whom():
     inputs = make_inputs([9, 9], seed=11, everywhere=True)
-    c = make_constants(inputs, channels=1)
-    back = make_combine_constants(c)
+    c = make_config(inputs, channels=1)
+    back = make_combine_config(c)
     with world(0, c, back) as ranks:
         got = dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank, inputs.topk_idx, inputs.topk_weights)
         handles = [g[3] for g in got]
         simulate.on_all(ranks, lambda r: launch.cached_notify_combine(r, back, handles[r.rank]))
-        impatient = [r._replace(patience=PATIENCE, status=torch.zeros_like(r.status)) for r in ranks]
+        impatient = [r._replace(timeout_ns=TIMEOUT_NS, status=torch.zeros_like(r.status)) for r in ranks]
         y = [g[0] for g in got]
         said = alone(impatient, lambda r: launch.combine(r, back, y[0], handles[0], got[0][2]))
-        assert "rank 0 gave up waiting for rank 1: a " in said and "(channel 0, head" in said
+        assert (
+            "rank 0 timed out waiting for rank 1: no " in said or "a token's row" in said and "(channel 0, head" in said
+        )
     with world(0, c, back) as ranks:
         known = [(m[0], m[1], int(m[2])) for m in notify_all(ranks, c, inputs.is_token_in_rank)]
-        impatient = [r._replace(patience=PATIENCE) for r in ranks]
+        impatient = [r._replace(timeout_ns=TIMEOUT_NS) for r in ranks]
         mine = inputs.x[0], inputs.is_token_in_rank[0], *known[0], inputs.topk_idx[0], inputs.topk_weights[0]
         said = alone(impatient, lambda r: launch.dispatch(r, c, *mine))
-        assert "rank 0 gave up waiting for rank 1: a sender" in said
-    with world(0, c, patience=PATIENCE) as ranks:
+        assert "rank 0 timed out waiting for rank 1: the sender" in said
+    with world(0, c, timeout_ns=TIMEOUT_NS) as ranks:
         matrix = torch.zeros(2, 2, dtype=torch.int32)
         said = alone(ranks, lambda r: launch.cached_notify_dispatch(r, c, matrix))
-        assert "rank 0 gave up waiting for rank 1: a rank did not come to the barrier" in said
+        assert "rank 0 timed out waiting for rank 1: the rank did not reach the barrier" in said
         assert "head 1024" in said and "channel" not in said
 
 
 def test_patience_lets_ranks_that_do_come_alone():
     inputs = make_inputs([6, 5], seed=12)
-    c = make_constants(inputs)
-    with world(0, c, patience=10**12) as ranks:
+    c = make_config(inputs)
+    with world(0, c, timeout_ns=10**12) as ranks:
         got = dispatch_all(ranks, c, inputs.x, inputs.is_token_in_rank, inputs.topk_idx, inputs.topk_weights)
         assert differences(got, inputs) == []
 
@@ -456,18 +466,18 @@ def test_patience_lets_ranks_that_do_come_alone():
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sections_are_aligned_and_do_not_overlap(ranks):
-    c = Constants(ranks, channels=3, ring=7, row_bytes=48, topk=3, scales=5, experts=8 * ranks)
+    c = DeepEPConfig(ranks, channels=3, ring=7, row_bytes=48, topk=3, scales=5, experts=8 * ranks)
     rows = c.ring * c.channels * ranks
-    at = dispatch_regions(c)
+    at = dispatch_offsets(c)
     queues = [4 * 3 * ranks] * 4
     sizes = [4 * ranks**2, *queues, 48 * rows, 4 * rows, 24 * rows, 12 * rows, 20 * rows]
     for start, size, end in zip(at[:-1], sizes, at[1:], strict=True):
         assert start % ALIGNMENT == 0 and start + size <= end < start + size + ALIGNMENT
-    at = combine_regions(c)
+    at = combine_offsets(c)
     for start, size, end in zip(at[:-1], [*queues[:2], 48 * rows, 4 * rows, 12 * rows], at[1:], strict=True):
         assert start % ALIGNMENT == 0 and start + size <= end < start + size + ALIGNMENT
 
 
 def test_the_size_of_deepeps_default():
-    assert round(least_bytes(Constants(8)) / 1e6) == 355
-    assert least_bytes(Constants(1, 1, 1, 1, 16, 0, experts=4096)) == 128 + 4 * 4096
+    assert round(min_buffer_bytes(DeepEPConfig(8)) / 1e6) == 355
+    assert min_buffer_bytes(DeepEPConfig(1, 1, 1, 1, 16, 0, experts=4096)) == 128 + 4 * 4096

@@ -1,4 +1,4 @@
-"""What the compiler makes of the document's kernels at the sizes of the document; no GPU is needed."""
+"""Machine code of our port of DeepEP's kernels at the article's sizes; no GPU is needed."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from moe_numba.course.articles.deepep.combine import make_combine
 from moe_numba.course.articles.deepep.dispatch import make_dispatch
 from moe_numba.course.articles.deepep.notify import make_cached_notify_combine, make_cached_notify_dispatch
 from moe_numba.course.articles.deepep.notify import make_notify_dispatch
-from moe_numba.course.articles.deepep.buffer_layout import Constants
+from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
 
-BF16 = Constants(8)
-FP8 = Constants(8, row_bytes=7168, scales=56)
-BACK = Constants(8, chunk=4, biases=2)
+BF16 = DeepEPConfig(8)
+FP8 = DeepEPConfig(8, row_bytes=7168, scales=56)
+BACK = DeepEPConfig(8, chunk=4, biases=2)
 """
-OTHERS = ("int32", "int64", "int32*")  # rank, patience, status
+OTHERS = ("int32", "int64", "int32*")  # rank, timeout_ns, status
 RANKS = ("uint64*", "uint64*", *OTHERS)
 EXPERTS = ("int64*", "float32*")
 NOTIFY = ("int32*", "int32*", "uint8*", "int32", *["int32*"] * 4, "int32", *RANKS)

@@ -10,7 +10,7 @@ from test_draw import labelled, problems, said
 from test_draw_align import spills, values_of
 
 from moe_numba import simulator
-from moe_numba.course.articles.deepep.buffer_layout import Constants
+from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
 from moe_numba.course.draw import dispatch
 from moe_numba.course.draw.ring_trace import Moment, Ring, decode, play, replay
 from moe_numba.course.draw.scans import WIDTH
@@ -49,7 +49,7 @@ def test_the_order_of_rows(example, channels):
 
 @pytest.mark.parametrize("ranks, channels, ring", [(2, 4, 4), (3, 4, 256), (1, 1, 8)])
 def test_the_queues_of_a_buffer(ranks, channels, ring):
-    figure = dispatch.queues(Constants(ranks, channels, ring, 2, 32, 2, 0, 6, 2))
+    figure = dispatch.queues(DeepEPConfig(ranks, channels, ring, 2, 32, 2, 0, 6, 2))
     assert all_fit(figure)
     assert len(labelled(figure, "slot")) == ranks * channels * min(ring, 8)
     assert len(labelled(figure, "section")) == 6
@@ -82,7 +82,7 @@ def test_a_seed_plays_the_same_again():
 def test_a_trace_of_something_else_says_nothing():
     with simulator.trace() as events:
         pass
-    assert decode(events, Constants(2)) == []
+    assert decode(events, DeepEPConfig(2)) == []
 
 
 def test_a_ring_in_words():
@@ -120,12 +120,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="number of ranks is 1"):
         dispatch.order(EXAMPLE[:1], 2)
     with pytest.raises(ValueError, match="channels is 5"):
-        dispatch.queues(Constants(2, 5, 4, 2, 32, 2, 0, 4, 1))
+        dispatch.queues(DeepEPConfig(2, 5, 4, 2, 32, 2, 0, 4, 1))
 
 
-def test_playing_leaves_the_kernels_as_they_were():
-    from moe_numba.course.articles.deepep import dispatch
-
-    before = dispatch.make_send_row
-    assert play([[[1, 0]], [[0, 1]]], channels=1)["received"] == [[[0, 0]], [[1, 0]]]
-    assert dispatch.make_send_row is before
+def test_each_row_is_traced_once():
+    played = play([[[1, 0]], [[0, 1]]], channels=1)
+    assert played["received"] == [[[0, 0]], [[1, 0]]]
+    assert sum(moment[0] == "row" for moment in played["moments"]) == 2

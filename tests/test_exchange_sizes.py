@@ -26,7 +26,7 @@ def test_the_sizes_of_the_notebook_on_dispatch_fit_the_kernels():
     here = dispatch_sizes()
     threads = 32 * here.warps * here.ranks
     assert 64 <= threads <= 1024 and here.num_experts % here.ranks == 0 and here.chunk <= here.ring
-    assert here.sms in here.sweep and here.document_sweep[1] == here.sms
-    assert here.document_sweep[0] < here.sms < here.document_sweep[2]
-    assert all(sms % 2 == 0 for sms in (*here.sweep, *here.document_sweep)) and 2 * here.hidden % 16 == 0
+    assert here.sms in here.sweep and here.deepep_sweep[1] == here.sms
+    assert here.deepep_sweep[0] < here.sms < here.deepep_sweep[2]
+    assert all(sms % 2 == 0 for sms in (*here.sweep, *here.deepep_sweep)) and 2 * here.hidden % 16 == 0
     assert here.devices is None or len(here.devices) == here.ranks

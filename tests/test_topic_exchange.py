@@ -28,17 +28,17 @@ def rows(ranks, rate):
         return records.row(step, size={"tokens": tokens}, kernel=Stats(us, us, us), wire_gbps=gbps, **more)
 
     for sms in dispatch_combine_measure.SMS:
-        for i, wanted in enumerate(exchange.EXCHANGES.values()):
+        for i, wanted in enumerate(exchange.STEPS.values()):
             yield row(us=100 * ranks + sms + i, gbps=rate + sms + i, sms=sms, **wanted)
     yield row("final, with notify", 100 * ranks + 99, rate, sms=24, operation="dispatch", dtype="bf16")
     for blocks in dispatch_combine_measure.BLOCKS_OF_PUSH:
         yield row("plain push", 50, rate + blocks, sms=blocks, operation="push", dtype="bf16")
         if ranks > 2:
             yield row("push to all", 70, rate + blocks - 10, sms=blocks, operation="push", dtype="bf16")
-    for step in exchange.OTHER_WAYS:
+    for step in exchange.NCCL_STEPS:
         yield row(step, 500 + ranks, rate - 50, operation="dispatch", dtype="bf16")
     for tokens in dispatch_combine_measure.DECODE_TOKENS:
-        for i, step in enumerate(exchange.FEW.values()):
+        for i, step in enumerate(exchange.DECODE_STEPS.values()):
             yield row(step, 10 * tokens + i, tokens=tokens, sms=24, operation="there and back", dtype="bf16")
 
 
@@ -87,9 +87,9 @@ def test_the_table_has_a_column_for_each_number_of_gpus(record):
 
 
 def test_the_table_leaves_out_what_a_record_lacks(record):
-    record["rows"] = [row for row in record["rows"] if row["step"] != exchange.OTHER_WAYS[-1]]
+    record["rows"] = [row for row in record["rows"] if row["step"] != exchange.NCCL_STEPS[-1]]
     table = exchange.readme_table(record)
-    assert exchange.OTHER_WAYS[-1] not in table and exchange.OTHER_WAYS[-2] in table
+    assert exchange.NCCL_STEPS[-1] not in table and exchange.NCCL_STEPS[-2] in table
 
 
 def test_figures_show_the_largest_group(record):
@@ -190,7 +190,7 @@ def test_rows_that_are_not_what_was_sent_are_found(world, change):
 
 
 def test_rows_that_are_missing_are_found(world):
-    assert "rows came, not" in wrong_rows(exchanged(*world)[0][1:], sent_to(0, *world))
+    assert "rows were received, not" in wrong_rows(exchanged(*world)[0][1:], sent_to(0, *world))
 
 
 def test_an_exchange_that_does_nothing_leaves_no_rows():

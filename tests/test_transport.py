@@ -81,7 +81,7 @@ def lined_up(monkeypatch):
 
     def run(works, is_shared):
         log, group = [], LocalGroup(len(works))
-        group.is_shared, group.starts, group.starting = is_shared, [0] * len(works), threading.Condition()
+        group.is_shared, group.starts, group.start_condition = is_shared, [0] * len(works), threading.Condition()
         note = lambda kernel, *_, **options: lambda *_: log.append((kernel, options))
         monkeypatch.setattr(transport, "launcher", note)
 
@@ -131,5 +131,5 @@ def test_ranks_with_gpus_of_their_own_wait_for_the_first_start_alone(lined_up):
 
 def test_who_does_not_come_is_waited_for_with_patience(lined_up):
     begin = time.monotonic()
-    log = lined_up([lambda log, launch: launch("kernel", patience=0.05), lambda log, launch: None], True)
+    log = lined_up([lambda log, launch: launch("kernel", timeout=0.05), lambda log, launch: None], True)
     assert log == [("kernel", {})] and 0.1 <= time.monotonic() - begin < 5

@@ -1,4 +1,4 @@
-"""What notebook 06 combines: sizes, what all ranks bring, what must come out, and the document's ranks."""
+"""Inputs of notebook 06: sizes, routing, handles, expected sums, and ranks of our port of DeepEP's kernels."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.course.articles.deepep import launch
 from moe_numba.course.articles.deepep.buffer_layout import SIGNALS_BYTES
-from moe_numba.course.articles.deepep.polling import STATUS
+from moe_numba.course.articles.deepep.polling import STATUS_WORDS
 from moe_numba.course.sizes import reachable_gpus
 from moe_numba.expert_parallel import reference
 
@@ -15,9 +15,9 @@ CHUNKS = {1: 10, 2: 10, 3: 9, 4: 9, 5: 4, 6: 4, 7: 4, 8: 4}  # DeepEP's for comb
 
 
 def combine_sizes():
-    """DeepSeek-V3's on as many GPUs as reach one another (or two ranks on one); small ones in the simulator.
+    """Return DeepSeek-V3's sizes on peer-accessible GPUs (or two ranks on one GPU); small ones in the simulator.
 
-    ``devices`` has a GPU for each rank; ranks that share one are virtual, and nothing is timed between them.
+    ``devices`` has a GPU for each rank. If ranks share a GPU, nothing is timed.
     """
     if simulator.ENABLED:
         return SimpleNamespace(
@@ -32,7 +32,7 @@ def combine_sizes():
             chunk=2,
             warps=2,
             sweep=(),
-            document_sweep=(),
+            deepep_sweep=(),
             loads=(2,),
             blocks=2,
             threads=64,
@@ -53,7 +53,7 @@ def combine_sizes():
         chunk=CHUNKS[ranks],
         warps=24 // ranks,
         sweep=(4, 8, 12, 16, 20, 24, 32, 48),
-        document_sweep=(8, 24, 48),
+        deepep_sweep=(8, 24, 48),
         loads=(1, 2, 4, 8),
         blocks=132,
         threads=512,
@@ -64,7 +64,7 @@ def combine_sizes():
 
 
 def random_routing(num_tokens, num_experts, topk, seed=0, holes=0.0):
-    """Each rank's topk_idx: distinct experts for each token, and -1 for a part of them."""
+    """Return each rank's topk_idx: distinct experts per token, a fraction ``holes`` of which is -1."""
     generator, found = torch.Generator().manual_seed(seed), []
     for tokens in num_tokens:
         chosen = torch.rand(tokens, num_experts, generator=generator).topk(topk, dim=1).indices
@@ -73,42 +73,42 @@ def random_routing(num_tokens, num_experts, topk, seed=0, holes=0.0):
 
 
 def layouts_of(topk_idx, num_experts):
-    """Each rank's (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)."""
+    """Return each rank's (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)."""
     return [reference.dispatch_layout(chosen, len(topk_idx), num_experts) for chosen in topk_idx]
 
 
 def received_by(is_token_in_rank):
-    """What each rank has received, but for the rows themselves: see ``reference.Received``."""
+    """Return each rank's ``reference.Received``, without the rows."""
     return reference.dispatch([chosen[:, :1] for chosen in is_token_in_rank], is_token_in_rank)
 
 
-def document_ranges(num_tokens, channels):
-    """The tokens of each channel, as the document deals them out: the last channels may have fewer, or none."""
+def channel_ranges(num_tokens, channels):
+    """Return the tokens of each channel, split as in DeepEP: the last channels may have fewer tokens, or none."""
     share = -(-num_tokens // channels)
     return [range(min(c * share, num_tokens), min((c + 1) * share, num_tokens)) for c in range(channels)]
 
 
 def handles_of(is_token_in_rank, channels):
-    """The handles that the document's dispatch would give, in torch."""
+    """Compute in torch the handles that DeepEP's dispatch would return."""
     ranks, received = len(is_token_in_rank), received_by(is_token_in_rank)
     channel_prefix, send_head = [], []
     for chosen in is_token_in_rank:
         head, counts = torch.full(chosen.shape, -1, dtype=torch.int32), []
-        for tokens in document_ranges(len(chosen), channels):
+        for tokens in channel_ranges(len(chosen), channels):
             part = chosen[tokens.start : tokens.stop].int()
             head[tokens.start : tokens.stop] = (part.cumsum(dim=0) - 1).where(part > 0, -1)
             counts.append(part.sum(dim=0))
         channel_prefix.append(torch.stack(counts).cumsum(dim=0).T.to(torch.int32).contiguous())
         send_head.append(head)
     handles = []
-    for rank, (chosen, there) in enumerate(zip(is_token_in_rank, received, strict=True)):
+    for rank, (chosen, result) in enumerate(zip(is_token_in_rank, received, strict=True)):
         before = [torch.cat([channel_prefix[s][rank].new_zeros(1), channel_prefix[s][rank][:-1]]) for s in range(ranks)]
         handles.append(
             launch.Handle(
-                there.rank_prefix_matrix,
+                result.rank_prefix_matrix,
                 channel_prefix[rank],
                 torch.stack(before),
-                there.src_idx,
+                result.src_idx,
                 chosen,
                 send_head[rank],
             )
@@ -117,24 +117,24 @@ def handles_of(is_token_in_rank, channels):
 
 
 def sums_of(y, received, num_tokens, biases=None):
-    """Each rank's sums, to the last bit: biases, then rows in the order of the ranks, in float32, rounded once."""
+    """Yield each rank's sums, bit for bit: biases, then rows in rank order, in float32, rounded once."""
     for rank, tokens in enumerate(num_tokens):
         total = torch.zeros(tokens, y[rank].shape[1], device=y[0].device)
         for bias in biases[rank] if biases else ():
             total += bias.to(total.device).float()
-        for peer, there in enumerate(received):
-            first = int(there.rank_prefix_matrix[rank - 1, peer]) if rank else 0
-            rows = slice(first, int(there.rank_prefix_matrix[rank, peer]))
-            total[there.src_idx[rows].long().to(total.device)] += y[peer][rows].to(total.device).float()
+        for peer, at_peer in enumerate(received):
+            first = int(at_peer.rank_prefix_matrix[rank - 1, peer]) if rank else 0
+            rows = slice(first, int(at_peer.rank_prefix_matrix[rank, peer]))
+            total[at_peer.src_idx[rows].long().to(total.device)] += y[peer][rows].to(total.device).float()
         yield total.bfloat16()
 
 
-def document_rank(transport, size_bytes, patience_s=10):
-    """A ``launch.Rank`` with a new buffer of so many bytes, and what gives the buffer back."""
+def deepep_rank(transport, size_bytes, timeout_s=10):
+    """Return a ``launch.Rank`` with a new buffer of ``size_bytes``, and a function that frees the buffer."""
     shared = transport.allocate(size_bytes + SIGNALS_BYTES)
     signals = (shared.addresses.view(torch.int64) + size_bytes).view(torch.uint64)
-    status = torch.zeros(STATUS, dtype=torch.int32, device=transport.device)
-    # The simulator finds out by itself that a wait is in vain.
-    patience = 0 if simulator.ENABLED else int(patience_s * 1e9)
-    rank = launch.Rank(transport.rank, shared.addresses, signals, status, patience, transport.launch)
+    status = torch.zeros(STATUS_WORDS, dtype=torch.int32, device=transport.device)
+    # The simulator detects deadlocks itself.
+    timeout_ns = 0 if simulator.ENABLED else int(timeout_s * 1e9)
+    rank = launch.Rank(transport.rank, shared.addresses, signals, status, timeout_ns, transport.launch)
     return rank, shared.close

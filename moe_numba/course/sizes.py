@@ -1,4 +1,4 @@
-"""What the notebooks on dispatch and combine run here: large on GPUs, a few short rows in the simulator."""
+"""Sizes of the dispatch notebook: DeepSeek-V3's on GPUs, a few short rows in the simulator."""
 
 from types import SimpleNamespace
 
@@ -8,16 +8,16 @@ from moe_numba import simulator
 
 
 def reachable_gpus():
-    """How many GPUs there are, if all of them reach one another's memory; else 1."""
+    """Return the number of GPUs if all of them can access one another's memory, otherwise 1."""
     gpus = torch.cuda.device_count()
-    reach = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
-    return gpus if reach else 1
+    all_reachable = all(torch.cuda.can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
+    return gpus if all_reachable else 1
 
 
 def dispatch_sizes():
-    """What the notebook on dispatch runs here: DeepSeek-V3's rows on all GPUs, a few short ones in the simulator.
+    """Return the sizes: DeepSeek-V3's rows on all GPUs, a few short ones in the simulator.
 
-    ``devices`` has a GPU for each rank; ranks that share one are virtual, and nothing is timed then.
+    ``devices`` has a GPU for each rank. If ranks share a GPU, nothing is timed.
     """
     if simulator.ENABLED:
         return SimpleNamespace(
@@ -30,7 +30,7 @@ def dispatch_sizes():
             hidden=16,
             sms=4,
             sweep=(2, 4),
-            document_sweep=(2, 4, 6),
+            deepep_sweep=(2, 4, 6),
             ring=4,
             chunk=2,
             warps=1,
@@ -43,8 +43,8 @@ def dispatch_sizes():
             samples=1,
         )
     shared, ranks = reachable_gpus() < 2, min(8, max(2, reachable_gpus()))
-    # Ranks wait for one another's blocks, of which a multiprocessor holds one: those of all must fit at once.
-    room = torch.cuda.get_device_properties(0).multi_processor_count // (ranks if shared else 1)
+    # Ranks wait for one another's CTAs, and an SM holds one CTA: those of all ranks on a GPU must be resident at once.
+    max_sms = torch.cuda.get_device_properties(0).multi_processor_count // (ranks if shared else 1)
     return SimpleNamespace(
         device="cuda",
         devices=[0] * ranks if shared else list(range(ranks)),
@@ -54,8 +54,8 @@ def dispatch_sizes():
         tokens=4096,
         hidden=7168,
         sms=24,
-        sweep=tuple(sms for sms in (4, 8, 12, 16, 24, 32, 48) if sms <= room),
-        document_sweep=(8, 24, 48),
+        sweep=tuple(sms for sms in (4, 8, 12, 16, 24, 32, 48) if sms <= max_sms),
+        deepep_sweep=(8, 24, 48),
         ring=256,
         chunk=24 if ranks == 2 else 6,
         warps=24 // ranks,

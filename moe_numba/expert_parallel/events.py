@@ -1,4 +1,6 @@
-"""Events: what one stream waits for on another, with DeepEP's names."""
+"""CUDA events between streams, with DeepEP's names."""
+
+from collections.abc import Callable
 
 import torch
 
@@ -6,15 +8,15 @@ from moe_numba import simulator
 
 
 class EventHandle:
-    """A point on the stream that is current when it is made; in the simulator, what lets the kernels run."""
+    """An event recorded on the current stream; in the simulator, a function that runs the pending kernels."""
 
-    def __init__(self, run=lambda: None):
+    def __init__(self, run: Callable[[], object] = lambda: None):
         self._run, self._event = run, None
         if not simulator.ENABLED:
             self._event = torch.cuda.current_stream().record_event()
 
-    def current_stream_wait(self):
-        """What is launched on the current stream from now on waits for this point."""
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event."""
         if self._event is None:
             self._run()
         else:
@@ -22,20 +24,20 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event that a call gives back; ``with event:`` runs the body first and then lets the stream wait for it."""
+    """The event that a call returns; ``with event:`` runs the body and then makes the current stream wait for it."""
 
-    def __init__(self, event=None):
+    def __init__(self, event: EventHandle | None = None):
         self.event = event
 
-    def current_stream_wait(self):
-        """What is launched on the current stream from now on waits for the event."""
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event."""
         if self.event is None:
-            raise ValueError("this EventOverlap has no event: the call that gave it was not made with async_finish")
+            raise ValueError("this EventOverlap has no event: the call that returned it did not have async_finish")
         self.event.current_stream_wait()
 
-    def __enter__(self):
+    def __enter__(self) -> "EventOverlap":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         if self.event is not None:
             self.current_stream_wait()

@@ -1,14 +1,14 @@
-"""The casts to FP8 and back: the public functions, which check, allocate and launch."""
+"""``per_token_cast_to_fp8`` and ``per_token_cast_back``: check, allocate and launch."""
 
 import torch
 
 from moe_numba.expert_parallel.kernels.fp8_cast import (
-    BACK_GROUPS,
     GROUP,
+    GROUPS_PER_WARP_BACK,
     THREADS,
+    groups_per_warp,
     make_cast_back,
     make_cast_to_fp8,
-    to_fp8_groups,
 )
 from moe_numba.runtime.launch import address, current_stream, launcher
 from moe_numba.runtime.validate import (
@@ -16,54 +16,56 @@ from moe_numba.runtime.validate import (
     check_aligned,
     check_device,
     check_out,
+    check_tensor,
     make_outputs,
     to_caller_library,
 )
 
 FP8 = torch.float8_e4m3fn
-_MOST_TOKENS, _MOST_HIDDEN = 1 << 31, 1 << 20
+_MAX_TOKENS, _MAX_HIDDEN = 1 << 31, 1 << 20
 _WARPS = THREADS // 32
 _TO_FP8 = {
     torch.bfloat16: ("bfloat16", ("uint16*", "uint64*", "float32*", "int64")),
     torch.float32: ("float32", ("float32*", "uint32*", "float32*", "int64")),
 }
-_BACK = ("uint8*", "int32*", "uint16*", "int64", "int64", "int64")
+_BACK_SIGNATURE = ("uint8*", "int32*", "uint16*", "int64", "int64", "int64")
 
 
-def per_token_cast_to_fp8(x, out=None):
-    """Cast tokens to FP8, with a scale for each 128 neighbours of a token, in one launch.
+def per_token_cast_to_fp8(
+    x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast tokens to FP8, with one scale per 128 consecutive elements of a token, in one launch.
 
     Parameters
     ----------
-    x : tensor [tokens, hidden], bfloat16 or float32
-        Contiguous, at an address that is a multiple of 16. Hidden is a multiple of 8; if it is none of 128, the last
-        scale of a token is that of the elements that are left.
+    x : torch.Tensor [tokens, hidden], bfloat16 or float32
+        Contiguous, 16-byte aligned. ``hidden`` is a multiple of 8; if it is not a multiple of 128, the last group of a
+        token has the remaining elements.
     out : (values, scales), optional
-        Contiguous tensors to write into, the values at a multiple of 16; the call then neither allocates nor
-        synchronises.
+        Contiguous tensors to write into, the values 16-byte aligned; the call then neither allocates nor synchronises.
 
     Returns
     -------
-    values : tensor [tokens, hidden], float8_e4m3fn
-        ``x * (448 / amax)``, rounded to the nearest, of two to the even one. amax is the largest size among the 128,
-        and at least 1e-4: what is smaller than that does not become 448.
-    scales : tensor [tokens, hidden / 128], float32
-        ``amax / 448``; hidden / 128 is rounded up. Both are in ``x``'s library.
+    values : torch.Tensor [tokens, hidden], float8_e4m3fn
+        ``x * (448 / amax)``, rounded to nearest even. amax is the largest magnitude in the group, but at least 1e-4:
+        the elements of a group below that are not scaled up to 448.
+    scales : torch.Tensor [tokens, hidden / 128], float32
+        ``amax / 448``; hidden / 128 is rounded up. Both results are arrays of ``x``'s library.
 
     Raises
     ------
     ValueError, TypeError
-        Naming the argument, what it was and what is allowed.
+        An argument is invalid; the message names it, its value and what is allowed.
     UnsupportedDeviceError
         The GPU is older than compute capability 9.0.
 
     Notes
     -----
-    After DeepEP's function of this name (tests/utils.py), with the bits that torch gives it on a GPU: 448 / amax is the
-    rounded reciprocal times 448, and amax / 448 a product with the rounded 1 / 448.
+    After DeepEP's function of this name (tests/utils.py), bitwise equal to its results with torch on a GPU: 448 / amax
+    is the rounded reciprocal times 448, and amax / 448 is a multiplication by the rounded 1 / 448.
 
-    Where one of the 128 is NaN, all of them and their scale become NaN. Where one is infinite, the scale is infinite,
-    what is infinite becomes NaN and the others zero. Other groups are as ever.
+    If an element is NaN, its whole group and the scale become NaN. If one is infinite, the scale is infinite, infinite
+    elements become NaN and the others zero. Other groups are not affected.
     """
     given, x = x, as_tensor(x, "x")
     if x.dtype not in _TO_FP8:
@@ -75,7 +77,7 @@ def per_token_cast_to_fp8(x, out=None):
     if tokens:
         device, (dtype, signature) = x.device.index or 0, _TO_FP8[x.dtype]
         launcher(make_cast_to_fp8(dtype, hidden), signature, device, dependent=True)(
-            -(-tokens * per_row // (_WARPS * to_fp8_groups(dtype))),
+            -(-tokens * per_row // (_WARPS * groups_per_warp(dtype))),
             THREADS,
             current_stream(device),
             address(x),
@@ -85,35 +87,35 @@ def per_token_cast_to_fp8(x, out=None):
     return out if out is not None else tuple(to_caller_library(tensor, given) for tensor in results)
 
 
-def per_token_cast_back(x_fp8, x_scales, out=None):
-    """Cast tokens from FP8 to bfloat16, each 128 neighbours multiplied with their scale, in one launch.
+def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Cast tokens from FP8 to bfloat16, with one scale per 128 consecutive elements, in one launch.
 
     Parameters
     ----------
-    x_fp8 : tensor [tokens, hidden], float8_e4m3fn
-        Contiguous, at an address that is a multiple of 16; hidden is a multiple of 8.
-    x_scales : tensor [tokens, hidden / 128], float32, or [tokens, hidden / 512], int32
-        In any strides, such as column after column; the number of columns is rounded up. An int32 is four scales that
-        are powers of two, the first in its lowest byte: each byte is the exponent of a float32.
-    out : tensor [tokens, hidden], bfloat16, optional
-        Contiguous, at a multiple of 16, to write into; the call then neither allocates nor synchronises.
+    x_fp8 : torch.Tensor [tokens, hidden], float8_e4m3fn
+        Contiguous, 16-byte aligned; ``hidden`` is a multiple of 8.
+    x_scales : torch.Tensor [tokens, hidden / 128], float32, or [tokens, hidden / 512], int32
+        Any strides, for example column-major; the number of columns is rounded up. An int32 packs four scales that are
+        powers of two, the first in the lowest byte: each byte is the exponent of a float32.
+    out : torch.Tensor [tokens, hidden], bfloat16, optional
+        Contiguous, 16-byte aligned, to write into; the call then neither allocates nor synchronises.
 
     Returns
     -------
-    tensor [tokens, hidden], bfloat16
-        In ``x_fp8``'s library. The product is reckoned in float32 and rounded once; NaN stays NaN.
+    torch.Tensor [tokens, hidden], bfloat16
+        An array of ``x_fp8``'s library. Multiplied in float32 and rounded once; NaN stays NaN.
 
     Raises
     ------
     ValueError, TypeError
-        Naming the argument, what it was and what is allowed.
+        An argument is invalid; the message names it, its value and what is allowed.
     UnsupportedDeviceError
         The GPU is older than compute capability 9.0.
 
     Notes
     -----
-    After DeepEP's function of this name (tests/utils.py). That reads the exponents of int32 scales as signed, so that a
-    scale of 2 or more would be negative; here they are unsigned.
+    After DeepEP's function of this name (tests/utils.py), which reads the exponents of int32 scales as signed, so that
+    a scale of 2 or more becomes negative; here they are unsigned.
     """
     given, x, scales = x_fp8, as_tensor(x_fp8, "x_fp8"), as_tensor(x_scales, "x_scales")
     if x.dtype != FP8:
@@ -135,8 +137,8 @@ def per_token_cast_back(x_fp8, x_scales, out=None):
         check_aligned("out", result)
     if tokens:
         device = x.device.index or 0
-        launcher(make_cast_back(hidden, packed), _BACK, device, dependent=True)(
-            -(-tokens * per_row // (_WARPS * BACK_GROUPS)),
+        launcher(make_cast_back(hidden, packed), _BACK_SIGNATURE, device, dependent=True)(
+            -(-tokens * per_row // (_WARPS * GROUPS_PER_WARP_BACK)),
             THREADS,
             current_stream(device),
             address(x),
@@ -149,15 +151,13 @@ def per_token_cast_back(x_fp8, x_scales, out=None):
 
 
 def _check_rows(name, x):
-    """The tokens and hidden of an input, which must be as the kernels read it."""
-    if x.dim() != 2 or not x.is_contiguous():
-        shape = f"shape {tuple(x.shape)}, strides {x.stride()}"
-        raise ValueError(f"{name} has {shape}; it must be [tokens, hidden], contiguous")
+    """Check the shape, device and alignment of an input; return its tokens and hidden."""
+    check_tensor(name, x, shape=("tokens", "hidden"), contiguous=True)
     check_device(x.device, (9, 0), name)
     tokens, hidden = x.shape
-    if hidden % 8 or not 8 <= hidden <= _MOST_HIDDEN:
-        raise ValueError(f"{name}'s hidden is {hidden}; multiples of 8 from 8 to {_MOST_HIDDEN} are allowed")
-    if tokens > _MOST_TOKENS:
-        raise ValueError(f"{name} has {tokens} tokens; at most {_MOST_TOKENS} are allowed")
+    if hidden % 8 or not 8 <= hidden <= _MAX_HIDDEN:
+        raise ValueError(f"{name}'s hidden is {hidden}; multiples of 8 from 8 to {_MAX_HIDDEN} are allowed")
+    if tokens > _MAX_TOKENS:
+        raise ValueError(f"{name} has {tokens} tokens; at most {_MAX_TOKENS} are allowed")
     check_aligned(name, x)
     return tokens, hidden

@@ -1,32 +1,36 @@
-"""Expert parallelism in torch: the ground truth.
+"""Reference implementation of expert parallelism in torch: dispatch layout, dispatch, combine, and the FP8 casts.
 
-A **rank** is a GPU of the group. Experts lie on the ranks in equal consecutive parts.
+A **rank** is a GPU of the group. Each rank holds an equal range of consecutive experts.
 """
 
 from typing import NamedTuple
 
 import torch
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+GROUP = 128  # elements that share a scale
+AMAX_MIN = 1e-4
+
 
 def dispatch_layout(topk_idx, num_ranks, num_experts):
-    """Count the tokens of each rank and of each expert, and say which token goes to which rank.
+    """Count the tokens that go to each rank and to each expert.
 
     Parameters
     ----------
-    topk_idx : tensor [tokens, topk], int64
-        The experts of each token; what is not in 0..num_experts-1 is no expert.
+    topk_idx : torch.Tensor [tokens, topk], int64
+        The experts of each token; values outside 0..num_experts-1 are ignored.
     num_ranks, num_experts : int
         ``num_experts`` is a multiple of ``num_ranks``.
 
     Returns
     -------
-    num_tokens_per_rank : tensor [num_ranks], int32
-        A token counts once for a rank, however many of its experts are there.
-    num_tokens_per_expert : tensor [num_experts], int32
-    is_token_in_rank : tensor [tokens, num_ranks], bool
+    num_tokens_per_rank : torch.Tensor [num_ranks], int32
+        A token counts once per rank, even if several of its experts are on that rank.
+    num_tokens_per_expert : torch.Tensor [num_experts], int32
+    is_token_in_rank : torch.Tensor [tokens, num_ranks], bool
     """
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
-    experts = topk_idx.where(is_expert, num_experts)  # one more expert, on one more rank, for what is no expert
+    experts = topk_idx.where(is_expert, num_experts)  # invalid entries map to an extra expert on an extra rank
     num_tokens_per_expert = torch.bincount(experts.flatten(), minlength=num_experts + 1)[:num_experts]
 
     is_token_in_rank = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
@@ -36,25 +40,25 @@ def dispatch_layout(topk_idx, num_ranks, num_experts):
 
 
 class Received(NamedTuple):
-    """What a rank has after a dispatch: rows by source rank, and those of one rank in the order of its tokens."""
+    """The result of a dispatch on one rank: rows ordered by source rank, then by token."""
 
-    x: object  # [rows, hidden], or a tuple of such tensors
-    topk_idx: torch.Tensor | None  # [rows, topk], int64: numbers of this rank's own experts, or -1
+    x: torch.Tensor | tuple[torch.Tensor, ...]  # [rows, hidden], or a tuple of such tensors
+    topk_idx: torch.Tensor | None  # [rows, topk], int64: indices of this rank's own experts, or -1
     topk_weights: torch.Tensor | None  # [rows, topk], 0 where topk_idx is -1
-    src_idx: torch.Tensor  # [rows], int32: which of its rank's tokens a row is
-    rank_prefix_matrix: torch.Tensor  # [ranks, ranks], int32: (i, j) is how many rows rank j has of ranks 0 to i
+    src_idx: torch.Tensor  # [rows], int32: the token's index on its source rank
+    rank_prefix_matrix: torch.Tensor  # [ranks, ranks], int32: (i, j) is the number of rows from ranks 0 to i to rank j
 
 
 def dispatch(x, is_token_in_rank, topk_idx=None, topk_weights=None, num_experts=None):
-    """Send each token to the ranks that it names; all arguments are lists with an entry for each rank.
+    """Send each token to its destination ranks; all arguments are lists with one entry per rank.
 
     Parameters
     ----------
-    x : list of tensor [tokens, hidden], or of tuples of tensors that go together, such as values and scales
-    is_token_in_rank : list of tensor [tokens, ranks], bool
-    topk_idx, topk_weights : list of tensor [tokens, topk], optional
+    x : list of torch.Tensor [tokens, hidden], or list of tuples of tensors such as (values, scales)
+    is_token_in_rank : list of torch.Tensor [tokens, ranks], bool
+    topk_idx, topk_weights : list of torch.Tensor [tokens, topk], optional
     num_experts : int, optional
-        Of all ranks; needed with ``topk_idx``.
+        Experts of all ranks; required with ``topk_idx``.
 
     Returns
     -------
@@ -78,45 +82,84 @@ def dispatch(x, is_token_in_rank, topk_idx=None, topk_weights=None, num_experts=
         if topk_idx is not None:
             experts = num_experts // ranks
             own_idx, own_weights = gather(topk_idx, sources) - rank * experts, gather(topk_weights, sources)
-            is_own = (own_idx >= 0) & (own_idx < experts)
-            own_idx, own_weights = own_idx.where(is_own, -1), own_weights.where(is_own, 0)
+            is_local = (own_idx >= 0) & (own_idx < experts)
+            own_idx, own_weights = own_idx.where(is_local, -1), own_weights.where(is_local, 0)
         src_idx = torch.cat(sources).to(torch.int32)
         results.append(Received(rows, own_idx, own_weights, src_idx, rank_prefix_matrix))
     return results
 
 
 def combine(y, received, num_tokens, topk_weights=None, biases=None):
-    """Bring each token's rows back, and add them up; arguments are lists with an entry for each rank.
+    """Send rows back to their source ranks and sum each token's rows; arguments are lists with one entry per rank.
 
     Parameters
     ----------
-    y : list of tensor [rows, hidden]
-        For each row that a rank received, what came of it.
+    y : list of torch.Tensor [rows, hidden]
+        The expert output for each row that a rank received.
     received : list of Received
     num_tokens : list of int
-        How many tokens each rank had.
-    topk_weights : list of tensor [rows, topk], optional
-    biases : list of tuples of tensors [tokens, hidden], optional
-        What is added to each token.
+        Tokens of each rank.
+    topk_weights : list of torch.Tensor [rows, topk], optional
+    biases : list of tuples of torch.Tensor [tokens, hidden], optional
+        Added to each token.
 
     Returns
     -------
-    list of (tensor [tokens, hidden], float64; tensor [tokens, topk], float64, or None)
+    list of (torch.Tensor [tokens, hidden], float64; torch.Tensor [tokens, topk], float64, or None)
     """
     results = []
-    for rank, tokens in enumerate(num_tokens):
-        total = torch.zeros(tokens, y[rank].shape[1], dtype=torch.float64, device=y[rank].device)
+    for rank, count in enumerate(num_tokens):
+        total = torch.zeros(count, y[rank].shape[1], dtype=torch.float64, device=y[rank].device)
         for bias in biases[rank] if biases else ():
             total += bias
         weights = None
         if topk_weights is not None:
-            weights = torch.zeros(tokens, topk_weights[rank].shape[1], dtype=torch.float64, device=total.device)
-        for peer, there in enumerate(received):
-            first = int(there.rank_prefix_matrix[rank - 1, peer]) if rank else 0
-            rows = slice(first, int(there.rank_prefix_matrix[rank, peer]))
-            tokens_there = there.src_idx[rows].long()
-            total.index_add_(0, tokens_there, y[peer][rows].double())
+            weights = torch.zeros(count, topk_weights[rank].shape[1], dtype=torch.float64, device=total.device)
+        for peer, at_peer in enumerate(received):
+            first = int(at_peer.rank_prefix_matrix[rank - 1, peer]) if rank else 0
+            rows = slice(first, int(at_peer.rank_prefix_matrix[rank, peer]))
+            tokens = at_peer.src_idx[rows].long()
+            total.index_add_(0, tokens, y[peer][rows].double())
             if weights is not None:
-                weights.index_add_(0, tokens_there, topk_weights[peer][rows].double())
+                weights.index_add_(0, tokens, topk_weights[peer][rows].double())
         results.append((total, weights))
     return results
+
+
+def per_token_cast_to_fp8(x):
+    """Cast [tokens, hidden] to e4m3, with float32 scales [tokens, hidden / 128] (rounded up).
+
+    After DeepEP's test utilities, for any ``hidden``: each group of 128 consecutive elements of a token shares a scale,
+    and the last group is padded with zeros, which do not change the maximum. In torch, ``448 / amax`` is the rounded
+    reciprocal times 448. ``amax / 448`` is a multiplication by the rounded 1 / 448 on a GPU, but a division on a CPU.
+    This function spells out the GPU's operations, so that the results are the same on both.
+    """
+    groups = _groups(x.float())
+    amax = groups.abs().amax(2).clamp(min=AMAX_MIN)
+    inverse = amax.reciprocal() * FP8_MAX
+    values = (groups * inverse[:, :, None]).to(FP8)
+    return values.flatten(1)[:, : x.shape[1]].contiguous(), amax * (1 / FP8_MAX)
+
+
+def per_token_cast_back(x_fp8, x_scales):
+    """Cast back to bfloat16: multiply each value by its scale in float32, and round once."""
+    groups = _groups(x_fp8.float())
+    scales = as_floats(x_scales)[:, : groups.shape[1], None]
+    return (groups * scales).flatten(1)[:, : x_fp8.shape[1]].bfloat16()
+
+
+def as_floats(scales):
+    """Convert scales to float32; an int32 packs the exponents of four powers of two.
+
+    DeepEP reads the exponents as signed bytes, so that a scale of 2 or more would become negative; here they are
+    unsigned, as in a float32.
+    """
+    if scales.dtype != torch.int32:
+        return scales
+    return (scales.contiguous().view(torch.uint8).int() << 23).view(torch.float32)
+
+
+def _groups(x):
+    """Reshape [tokens, hidden] to [tokens, groups, 128], padded with zeros."""
+    tokens, hidden = x.shape
+    return torch.nn.functional.pad(x, (0, -hidden % GROUP)).view(tokens, -(-hidden // GROUP), GROUP)

@@ -1,31 +1,35 @@
-"""What all calls of a ``Buffer`` have in common: shared memory, the rank's state, kernels, streams, and giving up."""
+"""State that all calls of a ``Buffer`` share: shared memory, status, kernels, launch plans and streams."""
 
 import contextlib
+from functools import partial
 
 import torch
 
 from moe_numba import simulator
+from moe_numba.expert_parallel.config import make_ring_shape, max_warps, num_channels, num_direct_senders, num_senders
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.kernels import notify
-from moe_numba.expert_parallel.kernels.buffer_layout import MOST_CHANNELS, MOST_EXPERTS, STATE_WORDS, regions
-from moe_numba.expert_parallel.kernels.timeout import SENTENCES, STATUS_WORDS, WRONG_COUNTS
-from moe_numba.expert_parallel.transport import alike
+from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
+from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS, MAX_EXPERTS, STATE_WORDS, buffer_layout
+from moe_numba.expert_parallel.kernels.channels import RingShape
+from moe_numba.expert_parallel.kernels.timeout import COUNT_ERRORS, MESSAGES, STATUS_WORDS
+from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.launch import address, current_stream
 from moe_numba.runtime.validate import check_device
 
-_THREADS = 32 if simulator.ENABLED else 512  # of a block that counts
+_NOTIFY_THREADS = 32 if simulator.ENABLED else 512  # per CTA
 
 
-class Link:
-    """A rank's end of the connection to all others.
+class Runtime:
+    """A rank's memory and kernels for the exchange of tokens with its peers.
 
     Parameters
     ----------
     transport : see ``expert_parallel.transport``
     num_bytes : int
-        Shared memory for rows on their way.
+        Shared memory for rings.
     timeout : float
-        Seconds that a wait for another rank may take.
+        Seconds after which a wait for another rank ends in an error.
     """
 
     def __init__(self, transport, num_bytes, timeout):
@@ -33,145 +37,146 @@ class Link:
         check_device(device, (9, 0), "group's device")
         self.transport, self.timeout = transport, timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
-        self.rings = regions(self.num_ranks).rings  # where rows are on their way, in words
-        self.half = num_bytes // 8  # words for the rings of dispatch, and for those of combine
-        alike(transport, "num_nvl_bytes", num_bytes)
-        self.shared = transport.allocate(4 * self.rings + num_bytes)
-        self._mine = self.shared.local.view(torch.int32)
+        self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
+        self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
+        check_same_on_all_ranks(transport, "num_nvl_bytes", num_bytes)
+        self.shared = transport.allocate(4 * self.rings_offset + num_bytes)
+        self._local = self.shared.local.view(torch.int32)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
-        # The host reads these while kernels run.
+        # The host polls these while kernels run.
         pinned = {} if simulator.ENABLED else {"pin_memory": True}
         self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, **pinned)
-        self._counters = torch.zeros(1 + MOST_EXPERTS, dtype=torch.int32, **pinned)
+        self._counters = torch.zeros(1 + MAX_EXPERTS, dtype=torch.int32, **pinned)
         self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
-        self._nothing = torch.zeros(4, dtype=torch.int32, device=device)
-        kept = self._mine, self.shared.addresses, self._state, self._status, self._nothing
-        *self._common, self._at_nothing = map(address, kept)  # what every kernel takes first
+        self._placeholder = torch.zeros(4, dtype=torch.int32, device=device)
+        common = self._local, self.shared.addresses, self._state, self._status, self._placeholder
+        *self._common_arguments, self._placeholder_ptr = map(address, common)
         self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
-        self._last_stream, self._kept, self._usual = None, {}, {}
+        self._last_stream, self._cache, self._first_channels = None, {}, {}
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
         transport.gather(None)
 
     def close(self):
-        """Give the memory back; all ranks must call it."""
+        """Free the shared memory; all ranks must call it."""
         if self.shared is None:
             return
         if not simulator.ENABLED:
             torch.cuda.synchronize(self.transport.device)
         self.transport.gather(None)
-        shared, self.shared, self._mine = self.shared, None, None
+        shared, self.shared, self._local = self.shared, None, None
         shared.close()
 
-    def at(self, tensor):
-        """What a kernel takes for a tensor, which may be None, or empty."""
-        return self._at_nothing if tensor is None else address(tensor) or self._at_nothing
+    def ptr(self, tensor):
+        """Return the address of a tensor, or of a placeholder if the tensor is None or empty."""
+        return self._placeholder_ptr if tensor is None else address(tensor) or self._placeholder_ptr
 
     def check_alive(self):
-        """Raise what this rank has given up for, if it has."""
+        """Raise an error if the buffer was destroyed, or if this rank has aborted."""
         if self.shared is None:
             raise RuntimeError("this buffer was destroyed")
-        what, rank, channel, peer, head, tail = self._status_view[:6].tolist()
-        if what:
-            sentence = SENTENCES[what].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
-            if what in WRONG_COUNTS:
-                raise ValueError(f"{sentence}. Rank {rank} gave up; this buffer is of no more use")
-            raise TimeoutError(f"{sentence}. Rank {rank} gave up ({self.timeout:g} s); this buffer is of no more use")
+        code, rank, channel, peer, head, tail = self._status_view[:6].tolist()
+        if code:
+            message = MESSAGES[code].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
+            if code in COUNT_ERRORS:
+                raise ValueError(f"{message}. Rank {rank} has aborted; this buffer can no longer be used")
+            raise TimeoutError(
+                f"{message}. Rank {rank} has aborted after {self.timeout:g} s; this buffer can no longer be used"
+            )
 
-    def kept(self, make, *arguments):
-        """``make(self, *arguments)``, made once."""
+    def cached(self, make, *arguments):
+        """Return ``make(self, *arguments)``, computed once per set of arguments."""
         key = make, arguments
-        if key not in self._kept:
-            self._kept[key] = make(self, *arguments)
-        return self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = make(self, *arguments)
+        return self._cache[key]
 
-    def kernel(self, make, constants, signature, block, shared_bytes=0):
-        """What starts ``make(*constants)``: ``start(grid, *arguments)``; all of these kernels take the same first."""
-        ready = self.transport.ready(
+    def prepare_kernel(self, make, constants, signature, block, shared_bytes=0):
+        """Compile ``make(*constants)``; return ``start(grid, *arguments)``, which adds the `RankContext` first."""
+        start = self.transport.prepare_kernel(
             make(*constants), signature, self.timeout, launch_bounds=block, shared_bytes=shared_bytes, dependent=True
         )
-        return lambda grid, *arguments: ready(
-            grid, block, *self._common, int(self.timeout * 1e9), self.rank, *arguments
-        )
+        timeout_ns = int(self.timeout * 1e9)
+        return lambda grid, *arguments: start(grid, block, *self._common_arguments, timeout_ns, self.rank, *arguments)
 
-    def notify(
-        self,
-        per_rank,
-        per_expert,
-        is_in_rank,
-        tokens,
-        experts,
-        channels,
-        alignment,
-        worst,
-        room,
-        rank_prefix,
-        channel_prefix,
-        recv_channel_prefix,
-    ):
-        """Tell the others what comes, and learn what comes here: the number of rows, and for each expert.
+    def notify(self, layout, tokens, experts, channels, alignment, num_worst_tokens, capacity, prefix):
+        """Exchange the counts with all ranks, and compute the prefix matrices.
 
-        If more come than there is ``room`` for, the rank gives up. With ``worst`` the host does not wait.
+        Parameters
+        ----------
+        layout : (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
+        tokens, experts, channels : int
+            Of this rank.
+        alignment : int
+            The counts per expert are rounded up to a multiple of this.
+        num_worst_tokens : int
+            If not 0, the host does not wait for the counts.
+        capacity : int
+            Rows of the output; if more arrive, the rank aborts.
+        prefix : tensors
+            rank_prefix_matrix, channel_prefix_matrix and recv_channel_prefix_matrix, which the kernel writes.
+
+        Returns
+        -------
+        (int, list of int)
+            Rows that this rank receives and tokens of each expert; ``(num_worst_tokens, [])`` if that is not 0.
         """
-        if channels > MOST_CHANNELS or experts > MOST_EXPERTS:
+        if channels > MAX_CHANNELS or experts > MAX_EXPERTS:
             raise ValueError(
-                f"{experts} experts of a rank and {channels} channels; at most {MOST_EXPERTS} and "
-                f"{MOST_CHANNELS} are allowed"
+                f"{experts} experts of a rank and {channels} channels; at most {MAX_EXPERTS} and "
+                f"{MAX_CHANNELS} are allowed"
             )
-        waits = not worst
+        waits = not num_worst_tokens
         if waits:
             self._counters_view[0] = -1  # the kernel writes it last
-        self.kept(_notify)(
+        self.cached(_notify)(
             self.num_ranks + 1,
-            self.at(per_rank),
-            self.at(per_expert),
-            self.at(is_in_rank),
+            *map(self.ptr, layout),
             tokens,
             experts,
             channels,
             alignment,
-            room,
-            self.at(rank_prefix),
-            self.at(channel_prefix),
-            self.at(recv_channel_prefix),
+            capacity,
+            *map(self.ptr, prefix),
             address(self._counters),
             int(waits),
         )
         if not waits:
-            return worst, []
-        come = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
-        if not self.transport.wait(come, self.timeout + 5):
-            raise TimeoutError(f"rank {self.rank}: the notify kernel did not start, or did not end, in time")
+            return num_worst_tokens, []
+        has_finished = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
+        if not self.transport.wait(has_finished, self.timeout + 5):
+            raise TimeoutError(f"rank {self.rank}: the notify kernel did not start or did not end in time")
         self.check_alive()
         return int(self._counters_view[0]), self._counters_view[1 : 1 + experts].tolist()
 
-    def guarded(self, is_combine, channels, has_met=False):
-        """A context for an operation: where its rings lie otherwise than usual, all ranks meet before and after it.
+    def with_barriers_if_layout_changed(self, is_combine, channels, has_synchronized=False):
+        """Return a context with barriers around an operation whose rings are not where the first call had them.
 
-        Where the rings of an operation lie follows from the number of channels. As long as it stays that of the first
-        call, a ring's two ends settle between them when it is empty. A meeting afterwards, too, lets captured graphs,
-        of which the host does not know when they run, take the usual case for granted. With ``has_met`` all ranks have
-        just met.
+        The number of channels determines where an operation's rings are. While it stays that of the first call, the
+        two ends of a ring agree without a barrier on when it is empty. The barrier after the operation also restores
+        the usual state for captured graphs, whose execution the host does not see. With ``has_synchronized`` all ranks
+        have just executed a barrier.
         """
-        unusual = self._usual.setdefault(is_combine, channels) != channels
-        return self.between_meetings(has_met) if unusual else contextlib.nullcontext()
+        has_changed = self._first_channels.setdefault(is_combine, channels) != channels
+        return self.with_barriers(has_synchronized) if has_changed else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def between_meetings(self, has_met=False):
-        """Around an operation before and after which all ranks must meet."""
-        if not has_met:
+    def with_barriers(self, has_synchronized=False):
+        """Launch a barrier before an operation, unless all ranks have just executed one, and another one after it."""
+        if not has_synchronized:
             self._barrier()
         yield
         self._barrier()
 
     def _barrier(self):
-        self.kept(_barrier)(1)
+        self.cached(_barrier)(1)
 
     @contextlib.contextmanager
     def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
-        """Run a call on its stream, after all it must wait for; gives what makes the call's event.
+        """Run a call on its stream, after everything it must wait for.
 
-        That is a function of all tensors that the call touches, so that they live as long as it needs them.
+        Yields a function that returns the call's event. It takes all tensors that the call uses, and keeps their memory
+        from being reused too early.
         """
         if allocate_on_comm_stream and not (async_finish and previous_event is not None):
             raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
@@ -181,12 +186,12 @@ class Link:
             yield lambda *_: EventOverlap(event) if async_finish else EventOverlap(event.current_stream_wait())
             return
         device, last = self.transport.device, self._last_stream
-        aside = async_finish or previous_event is not None
-        if not aside and last is not None and last.cuda_stream == current_stream(device.index):
-            yield lambda *tensors: EventOverlap()  # nothing to wait for: the usual case, and a fast one
+        use_comm_stream = async_finish or previous_event is not None
+        if not use_comm_stream and last is not None and last.cuda_stream == current_stream(device.index):
+            yield lambda *tensors: EventOverlap()  # fast path: there is nothing to wait for
             return
         current = torch.cuda.current_stream(device)
-        stream = self.comm_stream if aside else current
+        stream = self.comm_stream if use_comm_stream else current
         with torch.cuda.device(device):
             if not torch.cuda.is_current_stream_capturing():
                 if last is not None and last != stream:
@@ -215,10 +220,49 @@ class Link:
                 yield finish
 
 
-def _notify(link):
-    ranks = link.num_ranks
-    return link.kernel(notify.make_notify_dispatch, (ranks, _THREADS), notify.NOTIFY_SIGNATURE, _THREADS)
+def _notify(runtime):
+    constants = runtime.num_ranks, _NOTIFY_THREADS
+    return runtime.prepare_kernel(notify.make_notify_dispatch, constants, notify.NOTIFY_SIGNATURE, _NOTIFY_THREADS)
 
 
-def _barrier(link):
-    return link.kernel(notify.make_barrier, (link.num_ranks,), notify.BARRIER_SIGNATURE, 32)
+def _barrier(runtime):
+    return runtime.prepare_kernel(notify.make_barrier, (runtime.num_ranks,), notify.BARRIER_SIGNATURE, 32)
+
+
+# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`.
+
+
+def plan_ring_dispatch(runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp):
+    """Prepare dispatch through rings; return the number of channels, and a function that starts the kernel."""
+    slot, ranks = TokenSlot(hidden * dtype.itemsize // 4, scales, topk), runtime.num_ranks
+    channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp)
+    shape, ring_words = make_ring_shape(
+        config, ranks, max_warps(2 * hidden), channels, slot, runtime.ring_words, dtype.itemsize
+    )
+    start = runtime.prepare_kernel(
+        dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, shape.threads, shape.shared_bytes
+    )
+    senders = num_senders(config.num_sms, ranks)
+    return channels, partial(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words)
+
+
+def plan_direct_dispatch(runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp):
+    """Prepare dispatch to a `SymmetricOutput`; return the number of channels, and a function that starts the kernel."""
+    blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden)
+    channels = channels or (channels_per_warp or 4) * blocks * warps  # four, as with rings where the link is saturated
+    shape = RingShape(runtime.num_ranks, warps, 0, TokenSlot(hidden * dtype.itemsize // 4, scales, topk))
+    start = runtime.prepare_kernel(
+        dispatch_direct.make_dispatch_direct, (shape,), dispatch_direct.SIGNATURE, 32 * warps, shape.shared_bytes
+    )
+    return channels, partial(start, blocks, channels)
+
+
+def plan_combine(runtime, config, hidden, topk, channels, biases):
+    """Prepare combine; return a function that starts the kernel."""
+    ranks, slot = runtime.num_ranks, TokenSlot(hidden // 2, topk, 0, has_src_idx=False)
+    shape, ring_words = make_ring_shape(config, ranks, max_warps(2 * hidden), channels, slot, runtime.ring_words)
+    start = runtime.prepare_kernel(
+        combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
+    )
+    rings_offset = runtime.rings_offset + runtime.ring_words
+    return partial(start, config.num_sms, num_senders(config.num_sms, ranks), channels, rings_offset, ring_words)

@@ -1,104 +1,109 @@
-"""How ranks reach one another's memory: one interface, three backends.
+"""Transports: how ranks access one another's memory. One interface, three backends.
 
-A **transport** knows its rank, gathers small values from all ranks, allocates **shared** memory (a buffer on each
-rank's GPU, and the addresses at which a kernel of this rank finds all of them), and starts kernels that wait for those
+A **transport** knows its rank, gathers small values from all ranks, allocates **shared memory** (a buffer on each
+rank's GPU, and the addresses at which this rank's kernels access all of them), and starts kernels that wait for kernels
 of other ranks.
 
-- ``SymmetricMemory``: torch's, for a ``torch.distributed`` group of processes. The default.
-- ``CudaIpc``: CUDA's handles through CuPy, for the same groups: the document's way.
-- ``LocalGroup``: ranks that are threads of one process, on several GPUs, on one, or in the simulator.
+- ``SymmetricMemory``: torch's symmetric memory, for a ``torch.distributed`` group of processes. The default.
+- ``CudaIpc``: CUDA IPC handles through CuPy, for the same groups, as in DeepEP.
+- ``LocalGroup``: ranks that are threads of one process, on several GPUs, on one GPU, or in the simulator.
 """
 
 import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from moe_numba import simulator
 from moe_numba.runtime.launch import current_stream, launcher, signature_of
 
-_PATIENCE = 100.0  # seconds
-COMPILING = threading.Lock()  # ranks that are threads need each kernel once, and Numba one thread
+_TIMEOUT_S = 100.0
+COMPILE_LOCK = threading.Lock()  # Numba's compiler is not thread-safe, and ranks may be threads
 
 
 @dataclass
-class Shared:
-    """Memory that all ranks of a group reach."""
+class SharedMemory:
+    """Memory that all ranks of a group can access."""
 
-    local: torch.Tensor  # [bytes] uint8, this rank's
-    addresses: torch.Tensor  # [num_ranks] uint64 on this rank's device: everybody's, as this rank's kernels reach them
-    _close: object = field(default=lambda: None, repr=False)
+    local: torch.Tensor  # uint8 [bytes], this rank's part
+    addresses: torch.Tensor  # uint64 [num_ranks] on this rank's device: the address of each rank's part on this device
+    _close: Callable[[], object] = field(default=lambda: None, repr=False)
 
-    def close(self):
-        """Give the memory back. No kernel of any rank may use it any more: synchronise all ranks first."""
+    def close(self) -> None:
+        """Free the memory. No kernel of any rank may use it any more: synchronise all ranks first."""
         close, self._close, self.local = self._close, lambda: None, None
         close()
 
 
-def alike(transport, name, value):
-    """Refuse what is not the same on all ranks."""
+def check_same_on_all_ranks(transport, name, value):
+    """Raise ValueError on all ranks unless the value is equal on all of them."""
     values = transport.gather(value)
     if any(other != value for other in values):
         raise ValueError(f"{name} is {', '.join(map(str, values))} on the ranks; it must be the same on all")
 
 
 class _Transport:
-    """What all backends have in common."""
+    """Common part of all backends."""
 
     def __init__(self):
-        self._started = {}
+        self._prepared = {}
 
-    def ready(self, kernel, signature, patience=_PATIENCE, **options):
-        """Make a kernel ready that waits for those of other ranks; all ranks must do so, and start it, in one order.
+    def prepare_kernel(self, kernel, signature, timeout=_TIMEOUT_S, **options):
+        """Compile and load a kernel that waits for kernels of other ranks.
+
+        All ranks must prepare and start such kernels in the same order.
 
         Parameters
         ----------
         kernel, signature, **options : as for ``moe_numba.runtime.launch.launcher``
-        patience : float
-            Seconds to wait for ranks that do not come to the same start. Then this one starts nevertheless: how long
-            its kernel waits for them is its own affair.
+        timeout : float
+            Seconds to wait for ranks that do not reach the same start. This rank then starts its kernel anyway; the
+            kernel has a timeout of its own.
 
         Returns
         -------
-        ``start(grid, block, *arguments)``, on the current stream.
+        Callable
+            ``start(grid, block, *arguments)`` launches the kernel on the current stream.
         """
         device = self.device.index or 0
-        with COMPILING:
+        with COMPILE_LOCK:
             start = launcher(kernel, signature, device, **options)
         return lambda grid, block, *arguments: start(grid, block, current_stream(device), *arguments)
 
     def launch(self, kernel, grid, block, *args, **options):
-        """``moe_numba.runtime.launch.launch`` for a kernel that waits for those of other ranks."""
+        """Launch a kernel that waits for kernels of other ranks; as ``moe_numba.runtime.launch.launch``."""
         signature, values = signature_of(args)
         key = kernel, signature, tuple(options.items())
-        if key not in self._started:
-            self._started[key] = self.ready(kernel, signature, **options)
-        self._started[key](grid, block, *values)
+        if key not in self._prepared:
+            self._prepared[key] = self.prepare_kernel(kernel, signature, **options)
+        self._prepared[key](grid, block, *values)
 
 
-class _Processes(_Transport):
-    """What the backends for a group of processes have in common."""
+class _ProcessGroupTransport(_Transport):
+    """Common part of the backends for a ``torch.distributed`` process group."""
 
-    def __init__(self, group, device=None):
+    def __init__(self, group: object, device: int | None = None):
         import torch.distributed as dist
 
         super().__init__()
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
 
-    def gather(self, value):
-        """Everybody's value, in the order of the ranks; all ranks must call it."""
+    def gather(self, value: Any) -> list:
+        """Return the values of all ranks, in rank order; all ranks must call it."""
         import torch.distributed as dist
 
         values = [None] * self.num_ranks
         dist.all_gather_object(values, value, self.group)
         return values
 
-    def wait(self, ready, seconds):
-        """Wait until ``ready()`` is true, without holding the GIL; gives False after so many seconds."""
+    def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait until ``ready()`` is true, without holding the GIL; return False after ``seconds``."""
         return _poll(ready, seconds)
 
     def _addresses(self, values):
@@ -110,22 +115,22 @@ def _poll(ready, seconds):
     while not ready():
         if time.monotonic() > end:
             return False
-        os.sched_yield()  # other threads may run; time.sleep(0) lasts 50 microseconds on Linux
+        os.sched_yield()  # lets other threads run; time.sleep(0) takes 50 us on Linux
     return True
 
 
-class SymmetricMemory(_Processes):
-    """Torch's symmetric memory: file descriptors of CUDA's virtual memory, exchanged by torch.
+class SymmetricMemory(_ProcessGroupTransport):
+    """Transport over torch's symmetric memory (CUDA virtual memory, shared by file descriptors).
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
     device : int, optional
-        This rank's GPU; the current one if not given.
+        This rank's GPU; by default the current one.
     """
 
-    def allocate(self, num_bytes):
-        """Zeroed memory of so many bytes on each rank; all ranks must ask for the same."""
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
         import torch.distributed._symmetric_memory as symmetric
 
         local = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -133,16 +138,16 @@ class SymmetricMemory(_Processes):
         local.zero_()
         torch.cuda.synchronize(self.device)
         peers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.num_ranks)]
-        self.gather(None)  # all are zeroed
-        kept = [handle, peers]
-        return Shared(local, self._addresses([peer.data_ptr() for peer in peers]), kept.clear)
+        self.gather(None)  # the memory of all ranks is zeroed
+        references = [handle, peers]
+        return SharedMemory(local, self._addresses([peer.data_ptr() for peer in peers]), references.clear)
 
 
-class CudaIpc(_Processes):
-    """CUDA's inter-process handles: each rank opens those of the others; parameters as for `SymmetricMemory`."""
+class CudaIpc(_ProcessGroupTransport):
+    """Transport over CUDA IPC: each rank opens the handles of the others; parameters as for `SymmetricMemory`."""
 
-    def allocate(self, num_bytes):
-        """Zeroed memory of so many bytes on each rank; all ranks must ask for the same."""
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
         import cupy
 
         runtime = cupy.cuda.runtime
@@ -150,7 +155,7 @@ class CudaIpc(_Processes):
             own = runtime.malloc(num_bytes)
             runtime.memset(own, 0, num_bytes)
             runtime.deviceSynchronize()
-            handles = self.gather(runtime.ipcGetMemHandle(own))  # all are zeroed
+            handles = self.gather(runtime.ipcGetMemHandle(own))  # the memory of all ranks is zeroed
             addresses = [
                 own if rank == self.rank else runtime.ipcOpenMemHandle(handle) for rank, handle in enumerate(handles)
             ]
@@ -164,32 +169,32 @@ class CudaIpc(_Processes):
                 for rank, address in enumerate(addresses):
                     if rank != self.rank:
                         runtime.ipcCloseMemHandle(address)
-                self.gather(None)  # nobody has it open any more
+                self.gather(None)  # all ranks have closed their handles
                 runtime.free(own)
 
-        return Shared(local, self._addresses(addresses), close)
+        return SharedMemory(local, self._addresses(addresses), close)
 
 
 class LocalGroup:
-    """Several ranks of one process: ``LocalGroup(4).run(work)`` calls ``work(transport)`` for each of them.
+    """Several ranks in one process: ``LocalGroup(4).run(work)`` calls ``work(transport)`` for each of them.
 
     Parameters
     ----------
     num_ranks : int
     devices : sequence of int, optional
-        The GPU of each rank; as many GPUs as there are, by turns, if not given. Ranks that share a GPU run on streams
-        of their own. So all their blocks must fit at once. In the simulator ranks take turns on the host, and their
-        kernels run together when all of them wait.
+        The GPU of each rank; by default all GPUs, round-robin. Ranks that share a GPU run on separate streams, so all
+        their CTAs must be resident at once. In the simulator the ranks' host functions alternate, and their kernels
+        run together when all ranks wait.
 
     Notes
     -----
-    What the host asks of a GPU (memory, a kernel's code) may have to wait until all that runs there is done. If that
-    waits for a kernel which a rank on the same GPU has not started yet, it never is. So such ranks start their kernels
-    together: each when all are about to, and none does anything else before all have. Those with GPUs of their own
-    need this only for the first start.
+    A host call (an allocation, loading a kernel) may block until all work of the GPU has finished. If that work waits
+    for a kernel that another rank on the same GPU has not launched yet, this is a deadlock. Ranks that share a GPU
+    therefore launch together: each rank launches when all are about to, and continues when all have launched. Ranks
+    with GPUs of their own need this only for the first launch of a kernel.
     """
 
-    def __init__(self, num_ranks, devices=None):
+    def __init__(self, num_ranks: int, devices: Sequence[int] | None = None):
         self.num_ranks = num_ranks
         if simulator.ENABLED:
             self.devices = [torch.device("cpu")] * num_ranks
@@ -200,15 +205,15 @@ class LocalGroup:
                 raise ValueError(f"devices has {len(indices)} entries; it must have one for each of {num_ranks} ranks")
             self.devices = [torch.device("cuda", i) for i in indices]
         self.values = [None] * num_ranks
-        self.is_shared = len(set(self.devices)) < num_ranks  # a GPU has several ranks
+        self.is_shared = len(set(self.devices)) < num_ranks  # some GPU has several ranks
 
-    def run(self, work):
-        """``work(transport)`` of every rank, at the same time; gives what they return. The first error is raised."""
+    def run(self, work: Callable[["_LocalRank"], Any]) -> list:
+        """Run ``work(transport)`` for all ranks concurrently; return the results by rank, or raise the first error."""
         return (self._run_simulated if simulator.ENABLED else self._run_threads)(work)
 
     def _run_threads(self, work):
-        self._meeting = threading.Barrier(self.num_ranks)
-        self.starts, self.starting = [0] * self.num_ranks, threading.Condition()
+        self._thread_barrier = threading.Barrier(self.num_ranks)
+        self.starts, self.start_condition = [0] * self.num_ranks, threading.Condition()
         _enable_peer_access({device.index for device in self.devices})
         results, errors = [None] * self.num_ranks, []
 
@@ -218,13 +223,13 @@ class LocalGroup:
                 with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
                     results[rank] = work(_ThreadRank(self, rank))
                     torch.cuda.current_stream().synchronize()
-            except BaseException as error:  # whatever it is, nobody else sees it
+            except BaseException as error:  # an exception of a thread is otherwise lost
                 errors.append(error)
-                self._meeting.abort()  # who waits for this rank goes on, with an error of its own
+                self._thread_barrier.abort()  # ranks that wait for this one continue with a BrokenBarrierError
             finally:
-                with self.starting:
+                with self.start_condition:
                     self.starts[rank] = float("inf")
-                    self.starting.notify_all()
+                    self.start_condition.notify_all()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
         for thread in threads:
@@ -240,30 +245,30 @@ class LocalGroup:
 
         results = [None] * self.num_ranks
         self.ranks = [_SimulatedRank(self, rank, greenlet.getcurrent()) for rank in range(self.num_ranks)]
-        going = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
+        running = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
         try:
-            while going:
-                able = [r for r in going if r.awaited is None or r.awaited()]
-                if not able:
-                    able = list(going)
-                    for r in able:
-                        r.in_vain = True
-                with simulator.together():  # what they launch runs when each of them waits, or is done
-                    for r in able:
+            while running:
+                ready = [r for r in running if r.condition is None or r.condition()]
+                if not ready:  # no rank can continue: all waits time out
+                    ready = list(running)
+                    for r in ready:
+                        r.timed_out = True
+                with simulator.together():  # the kernels run when each of these ranks waits, or has finished
+                    for r in ready:
                         with simulator.on_rank(r.rank):
-                            going[r].switch()
-                        if going[r].dead:
-                            del going[r]
+                            running[r].switch()
+                        if running[r].dead:
+                            del running[r]
         finally:
-            for r, strand in going.items():  # a rank has failed: no other may go on to wait for it
+            for r, coroutine in running.items():  # a rank has failed: the others must not wait for it
                 r.abandoned = True
                 with contextlib.suppress(Exception):
-                    strand.throw()
+                    coroutine.throw()
         return results
 
 
 def _enable_peer_access(indices):
-    """Kernels of each of these GPUs may reach the others' memory from now on."""
+    """Enable access from kernels of each of these GPUs to the memory of the others."""
     from cuda.bindings import runtime
 
     for own in indices:
@@ -284,21 +289,21 @@ class _LocalRank(_Transport):
         super().__init__()
         self.group, self.rank, self.num_ranks, self.device = group, rank, group.num_ranks, group.devices[rank]
 
-    def gather(self, value):
-        """Everybody's value, in the order of the ranks; all ranks must call it."""
+    def gather(self, value: Any) -> list:
+        """Return the values of all ranks, in rank order; all ranks must call it."""
         self.group.values[self.rank] = value
-        self._meet()
+        self._barrier()
         values = list(self.group.values)
-        self._meet()  # all have read them
+        self._barrier()  # all ranks have read the values
         return values
 
-    def ready(self, kernel, signature, patience=_PATIENCE, **options):  # noqa: D102
+    def prepare_kernel(self, kernel, signature, timeout=_TIMEOUT_S, **options):  # noqa: D102
         if self.group.is_shared:
-            options.pop("cooperative", None)  # it would keep the grids of other ranks away
-        return super().ready(kernel, signature, patience, **options)
+            options.pop("cooperative", None)  # a cooperative grid would exclude the grids of the other ranks
+        return super().prepare_kernel(kernel, signature, timeout, **options)
 
-    def allocate(self, num_bytes):
-        """Zeroed memory of so many bytes on each rank; all ranks must ask for the same."""
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
         local = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         close = lambda: None
         if simulator.ENABLED:
@@ -307,57 +312,58 @@ class _LocalRank(_Transport):
         else:
             torch.cuda.synchronize(self.device)
         addresses = self.gather(local.data_ptr())
-        return Shared(local, torch.tensor(addresses, dtype=torch.uint64).to(self.device), close)
+        return SharedMemory(local, torch.tensor(addresses, dtype=torch.uint64).to(self.device), close)
 
 
 class _ThreadRank(_LocalRank):
-    def ready(self, kernel, signature, patience=_PATIENCE, **options):  # noqa: D102
-        start = super().ready(kernel, signature, patience, **options)
+    def prepare_kernel(self, kernel, signature, timeout=_TIMEOUT_S, **options):  # noqa: D102
+        start = super().prepare_kernel(kernel, signature, timeout, **options)
         if not self.group.is_shared:
-            self._line_up(patience)
+            self._wait_for_starts(timeout)
             return start
 
         def start_together(grid, block, *arguments):
-            self._line_up(patience)
+            self._wait_for_starts(timeout)
             start(grid, block, *arguments)
-            self._line_up(patience)
+            self._wait_for_starts(timeout)
 
         return start_together
 
-    def _line_up(self, seconds):
-        """Wait until all ranks have come as often as this one, or have ended; for so many seconds at most."""
+    def _wait_for_starts(self, seconds):
+        """Wait until all ranks have called this as often as this one, or have ended; for at most ``seconds``."""
         group = self.group
-        with group.starting:
+        with group.start_condition:
             group.starts[self.rank] += 1
-            group.starting.notify_all()
-            group.starting.wait_for(lambda: min(group.starts) >= group.starts[self.rank], seconds)
+            group.start_condition.notify_all()
+            group.start_condition.wait_for(lambda: min(group.starts) >= group.starts[self.rank], seconds)
 
-    def _meet(self):
-        self.group._meeting.wait(_PATIENCE)
+    def _barrier(self):
+        self.group._thread_barrier.wait(_TIMEOUT_S)
 
-    def wait(self, ready, seconds):
-        """Wait until ``ready()`` is true, without holding the GIL; gives False after so many seconds."""
+    def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait until ``ready()`` is true, without holding the GIL; return False after ``seconds``."""
         return _poll(ready, seconds)
 
 
 class _SimulatedRank(_LocalRank):
-    awaited, in_vain, meetings = None, False, 0  # what it waits for; that all do; how often it came to meet the others
-    abandoned = False
+    condition, timed_out = None, False  # what the rank waits for; whether no rank can continue
+    barriers = 0  # that the rank has reached
+    abandoned = False  # another rank has failed
 
-    def __init__(self, group, rank, host):
+    def __init__(self, group, rank, scheduler):
         super().__init__(group, rank)
-        self._host = host
+        self._scheduler = scheduler
 
-    def _meet(self):
-        self.meetings += 1
-        if not self.wait(lambda: all(other.meetings >= self.meetings for other in self.group.ranks), None):
-            raise TimeoutError(f"rank {self.rank} waits for the others, who wait for something else or have ended")
+    def _barrier(self):
+        self.barriers += 1
+        if not self.wait(lambda: all(other.barriers >= self.barriers for other in self.group.ranks), None):
+            raise TimeoutError(f"rank {self.rank} waits for the others, which wait for something else or have ended")
 
     def wait(self, ready, seconds):
-        """Let the other ranks go on, and the kernels run, until ``ready()``; False where all ranks wait in vain."""
+        """Run the other ranks and the kernels until ``ready()``; return False if no rank can continue."""
         if self.abandoned:
             raise RuntimeError(f"rank {self.rank} cannot go on: another rank has failed")
-        self.awaited = ready
-        self._host.switch()
-        in_vain, self.awaited, self.in_vain = self.in_vain, None, False
-        return not in_vain
+        self.condition = ready
+        self._scheduler.switch()
+        timed_out, self.condition, self.timed_out = self.timed_out, None, False
+        return not timed_out

@@ -169,19 +169,18 @@ def grouped_gemm():
 def expert_parallel():
     import torch
 
-    from moe_numba.expert_parallel import plans
-    from moe_numba.expert_parallel import runtime as links
+    from moe_numba.expert_parallel import runtime
     from moe_numba.expert_parallel.config import Config
     from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
     from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
     from moe_numba.runtime.launch import launcher
 
-    def link(ranks):
-        def kernel(make, constants, signature, block, shared_bytes=0):
+    def fake(ranks):
+        def prepare_kernel(make, constants, signature, block, shared_bytes=0):
             options = dict(launch_bounds=block, shared_bytes=shared_bytes, dependent=True)
             return lambda *_: launcher(make(*constants), signature, 0, **options)(1, block, 0)
 
-        return SimpleNamespace(num_ranks=ranks, rings=1024, half=1 << 27, kernel=kernel)
+        return SimpleNamespace(num_ranks=ranks, rings_offset=1024, ring_words=1 << 27, prepare_kernel=prepare_kernel)
 
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     for experts, ranks, topk in ((256, 8, 8), (384, 8, 8), (64, 4, 6), (256, 2, 8)):
@@ -200,16 +199,19 @@ def expert_parallel():
                 lambda: per_token_cast_back(torch.empty(4, hidden, dtype=fp8), scales),
             )
     for ranks in (1, 2, 4, 8):
-        yield f"notify {ranks}", lambda: links._notify(link(ranks))()
-        yield f"barrier {ranks}", lambda: links._barrier(link(ranks))()
+        yield f"notify {ranks}", lambda: runtime._notify(fake(ranks))()
+        yield f"barrier {ranks}", lambda: runtime._barrier(fake(ranks))()
         for sms in (4, 16, 24, 48):
             for name, dtype, scales, topk in (("bf16", bf16, 0, 8), ("fp8", fp8, 56, 8), ("plain", bf16, 0, 0)):
                 given = Config(num_sms=sms), 7168, dtype, scales, topk, None, None
-                yield f"dispatch {ranks} {sms} {name}", lambda: plans.through_rings(link(ranks), *given)[1]()
-                yield f"dispatch, out= {ranks} {sms} {name}", lambda: plans.straight(link(ranks), *given)[1]()
+                yield f"dispatch {ranks} {sms} {name}", lambda: runtime.plan_ring_dispatch(fake(ranks), *given)[1]()
+                yield (
+                    f"dispatch, out= {ranks} {sms} {name}",
+                    lambda: runtime.plan_direct_dispatch(fake(ranks), *given)[1](),
+                )
             for topk, biases in ((8, 0), (0, 0), (8, 2)):
                 given = Config(num_sms=sms), 7168, topk, 128, biases
-                yield f"combine {ranks} {sms} {topk} {biases}", lambda: plans.back(link(ranks), *given)()
+                yield f"combine {ranks} {sms} {topk} {biases}", lambda: runtime.plan_combine(fake(ranks), *given)()
 
 
 @case
@@ -217,7 +219,7 @@ def articles():
     import torch
 
     from moe_numba.course.articles.deepep import dispatch_layout, launch
-    from moe_numba.course.articles.deepep.buffer_layout import Constants
+    from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
     from moe_numba.course.articles.hpc_ops import launch as group_gemm
     from moe_numba.course.articles.hpc_ops.group_gemm import HpcOpsConfig
 
@@ -225,8 +227,8 @@ def articles():
 
     def calls(r, to_fp8):
         ranks, tokens, rows = len(r.buffers), 4, 4
-        there = Constants(ranks, row_bytes=7168, scales=56) if to_fp8 else Constants(ranks)
-        back = Constants(ranks, chunk=4, biases=2)
+        config = DeepEPConfig(ranks, row_bytes=7168, scales=56) if to_fp8 else DeepEPConfig(ranks)
+        combine_config = DeepEPConfig(ranks, chunk=4, biases=2)
         x = new(tokens, 7168, dtype=torch.float8_e4m3fn if to_fp8 else torch.bfloat16)
         x = (x, new(tokens, 56, dtype=torch.float32)) if to_fp8 else x
         is_in, prefix = new(tokens, ranks, dtype=torch.bool), new(ranks, ranks)
@@ -235,11 +237,11 @@ def articles():
         given = prefix, new(ranks, 12), rows, new(tokens, 8, dtype=torch.int64), weights
         y = new(rows, 7168, dtype=torch.bfloat16)
         handle = launch.Handle(prefix, new(ranks, 12), new(ranks, 12), new(rows), is_in, new(tokens, ranks))
-        yield "notify_dispatch", lambda: launch.notify_dispatch(r, there, layout, new(1), new(256 // ranks))
-        yield "cached_notify_dispatch", lambda: launch.cached_notify_dispatch(r, there, prefix)
-        yield "dispatch", lambda: launch.dispatch(r, there, x, is_in, *given)
-        yield "cached_notify_combine", lambda: launch.cached_notify_combine(r, back, handle)
-        yield "combine", lambda: launch.combine(r, back, y, handle, weights, (y, y))
+        yield "notify_dispatch", lambda: launch.notify_dispatch(r, config, layout, new(1), new(256 // ranks))
+        yield "cached_notify_dispatch", lambda: launch.cached_notify_dispatch(r, config, prefix)
+        yield "dispatch", lambda: launch.dispatch(r, config, x, is_in, *given)
+        yield "cached_notify_combine", lambda: launch.cached_notify_combine(r, combine_config, handle)
+        yield "combine", lambda: launch.combine(r, combine_config, y, handle, weights, (y, y))
 
     for ranks in (2, 4, 8):
         r = launch.Rank(0, new(ranks, dtype=torch.uint64), new(ranks, dtype=torch.uint64), new(8))

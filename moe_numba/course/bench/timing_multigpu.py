@@ -1,7 +1,7 @@
-"""Times of what several ranks do together: those of the slowest one.
+"""Times steps that several ranks run together; the slowest rank's time counts.
 
-A step is given as ``make(transport)``, a context manager. On entering, a rank of a ``LocalGroup`` makes what it needs;
-what it gets is ``step()``, which launches on the rank's current stream and gives outputs.
+A step is given as ``make(transport)``, a context manager. On entering, a rank of a ``LocalGroup`` allocates what it
+needs; the context yields ``step()``, which launches on the rank's current stream and returns outputs.
 
     @contextmanager
     def make(transport):
@@ -28,23 +28,23 @@ from moe_numba.ptx.atomics import ld_acquire_sys_s32
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import address
 
-_PATIENCE_NS = 5_000_000_000
+_TIMEOUT_NS = 5_000_000_000
 
 
 def can_time(group):
-    """Whether each rank has a GPU of its own."""
+    """Return whether each rank has a GPU of its own."""
     return not simulator.ENABLED and not group.is_shared
 
 
 def settle(transport):
-    """Wait until all that the ranks launched is done, everywhere; in the simulator this is when it runs."""
+    """Wait until all kernels of all ranks have finished; in the simulator they run here."""
     if not simulator.ENABLED:
         torch.cuda.current_stream().synchronize()
     transport.gather(None)
 
 
 def outputs_of(group, make):
-    """What each rank's step gives when it is called once."""
+    """Call each rank's step once, and return the outputs."""
 
     def work(transport):
         with ExitStack() as stack:
@@ -58,21 +58,22 @@ def outputs_of(group, make):
 
 
 def rank_times(group, named, *, launches=10, samples=20):
-    """Time on the GPUs for one call of a step, between events on each rank's stream; the slowest rank's counts.
+    """Measure the GPU time of one call of a step, between events on each rank's stream, of the slowest rank.
 
     Parameters
     ----------
     group : LocalGroup
     named : dict
-        ``{name: make}``; they are timed by turns.
+        ``{name: make}``; the steps are timed interleaved.
     launches : int
-        Calls between two events. Until all ranks have queued them, a gate holds all streams: the host is not timed.
+        Calls between two events. A gate holds all streams until all ranks have queued them: the host is not timed.
     samples : int
-        How often.
+        Repetitions.
 
     Returns
     -------
-    ``{name: Stats}``, or None for each name where nothing can be timed; then each step runs once.
+    dict
+        ``{name: Stats}``, or ``{name: None}`` where nothing can be timed; then each step runs once.
     """
     if not can_time(group):
         for make in named.values():
@@ -92,7 +93,7 @@ def rank_times(group, named, *, launches=10, samples=20):
 
 
 def host_times(group, named, *, repeats=30):
-    """Time on the host from the call of a step until its GPU is done, of the slowest rank; as `rank_times`."""
+    """Measure the host time from a step's call until its GPU has finished, of the slowest rank; as `rank_times`."""
     if not can_time(group):
         return rank_times(group, named)
 
@@ -114,7 +115,7 @@ def host_times(group, named, *, repeats=30):
 
 
 def measure(transport, steps, launches, samples, clock):
-    """One rank's part: microseconds for a call of each step, ``{name: [samples]}``."""
+    """Measure on one rank the microseconds per call of each step: ``{name: [samples]}``."""
     times = {name: [] for name in steps}
     for number, name in enumerate(_rounds(steps, samples), start=1):
         clock.hold(number)
@@ -122,24 +123,24 @@ def measure(transport, steps, launches, samples, clock):
         for _ in range(launches):
             steps[name]()
         end = clock.mark()
-        transport.gather(None)  # all have queued their calls
+        transport.gather(None)  # all ranks have queued their calls
         clock.open(number)
         times[name].append(clock.elapsed_us(begin, end) / launches)
         transport.gather(None)
     return times
 
 
-def slowest(of_ranks):
-    """``{name: Stats}`` from each rank's ``{name: [samples]}``: of each sample the slowest rank's time counts."""
-    return {name: Stats.of(np.max([times[name] for times in of_ranks], axis=0)) for name in of_ranks[0]}
+def slowest(rank_samples):
+    """Return ``{name: Stats}`` of the maximum over ranks per sample, from each rank's ``{name: [samples]}``."""
+    return {name: Stats.of(np.max([times[name] for times in rank_samples], axis=0)) for name in rank_samples[0]}
 
 
 def _work(transport, named, measure):
-    """Make the steps of one rank, run them until nothing is new to them, and measure."""
+    """Make the steps of one rank, warm them up, and measure."""
     with ExitStack() as stack:
         steps = {name: stack.enter_context(make(transport)) for name, make in named.items()}
         stack.callback(settle, transport)
-        for _ in range(3):  # compiled, loaded, and all memory asked for
+        for _ in range(3):  # compile, load, and allocate all memory
             for step in steps.values():
                 step()
                 settle(transport)
@@ -147,22 +148,22 @@ def _work(transport, named, measure):
 
 
 @cuda.jit
-def _wait_at_gate(gate, number, patience):
+def _wait_at_gate(gate, number, timeout_ns):
     start = globaltimer()
     while ld_acquire_sys_s32(gate, 0) < number:
-        if uint64(globaltimer() - start) > patience:
+        if uint64(globaltimer() - start) > timeout_ns:
             break
 
 
 class _Clock:
-    """Events on a rank's stream, and the gate in the host's memory before which all streams wait."""
+    """Events on a rank's stream, and a gate in host memory at which all streams wait."""
 
     def __init__(self, transport, gate):
         self.gate = gate
-        self.wait = transport.ready(_wait_at_gate, ("int32*", "int32", "uint64"))
+        self.wait = transport.prepare_kernel(_wait_at_gate, ("int32*", "int32", "uint64"))
 
     def hold(self, number):
-        self.wait(1, 1, address(self.gate), number, _PATIENCE_NS)
+        self.wait(1, 1, address(self.gate), number, _TIMEOUT_NS)
 
     def mark(self):
         event = torch.cuda.Event(enable_timing=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.animation import FuncAnimation, PillowWriter
 
-from moe_numba.course.articles.deepep.buffer_layout import dispatch_regions
+from moe_numba.course.articles.deepep.buffer_layout import dispatch_offsets
 from moe_numba.course.bench.plots import STYLE
 from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, note, text
 from moe_numba.course.draw.dispatch_layout import RANK_COLOURS
@@ -95,7 +95,7 @@ def queues(constants):
     """What a rank's buffer holds during a dispatch: the sections with their offsets, and the rings one by one."""
     ranks, channels = constants.ranks, constants.channels
     check("ranks", ranks, 1, 3), check("channels", channels, 1, 4)
-    at = dispatch_regions(constants)
+    at = dispatch_offsets(constants)
     names = ("rank_prefix", "start", "end", "head", "tail", "x")
     figure, axes = canvas(
         WIDTH,

@@ -1,6 +1,6 @@
-"""What the document's dispatch does to its rings, moment by moment: played in the simulator, and told in numbers.
+"""Traces what DeepEP's dispatch (our port) does to its rings, run in the simulator.
 
-``draw.rings`` draws it. What `play` gives can be written as JSON, so that a process of its own may play.
+``draw.dispatch`` draws the trace. The result of `play` can be serialised as JSON, so that another process may run it.
 """
 
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.course.articles.deepep import dispatch, simulate
-from moe_numba.course.articles.deepep.buffer_layout import Constants, dispatch_regions, least_bytes
+from moe_numba.course.articles.deepep import simulate
+from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, dispatch_offsets, min_buffer_bytes
 
 _FLAGS = "start", "end", "head", "tail"
 
@@ -17,17 +17,17 @@ _FLAGS = "start", "end", "head", "tail"
 class Moment(NamedTuple):
     """One change of the ring that leads from a channel of ``source`` to ``rank``, in whose buffer it lies."""
 
-    what: str  # "start", "end", "tail", "head": stored there; "row": a row has been written
+    what: str  # "start", "end", "tail", "head": the flag that was stored; "row": a row was written
     rank: int
     source: int
     channel: int
-    value: int  # what was stored; of a row its slot
-    token: int = -1  # of a row: which of the source's tokens it is
+    value: int  # the stored value, or the row's slot
+    token: int = -1  # the row's token on the source rank
 
 
-def decode(events, constants):
-    """The moments in a trace of the document's dispatch, in their order."""
-    at, queues = dispatch_regions(constants), constants.ranks * constants.channels
+def decode(events, config):
+    """Return the moments in a trace of DeepEP's dispatch, in order."""
+    offsets, queues = dispatch_offsets(config), config.ranks * config.channels
     found = []
     for event in events:
         details = event.details
@@ -35,41 +35,33 @@ def decode(events, constants):
             found.append(Moment("row", *(details[name] for name in ("rank", "source", "channel", "slot", "token"))))
         elif event.what == "store" and details["buffer"].startswith("the buffer of rank "):
             for name in _FLAGS:
-                queue = details["index"] - getattr(at, name) // 4
+                queue = details["index"] - getattr(offsets, name) // 4
                 if 0 <= queue < queues:
-                    rank, (channel, source) = int(details["buffer"].split()[-1]), divmod(queue, constants.ranks)
+                    rank, (channel, source) = int(details["buffer"].split()[-1]), divmod(queue, config.ranks)
                     found.append(Moment(name, rank, source, channel, details["value"]))
     return found
 
 
 def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault=""):
-    """Let two or more virtual ranks dispatch their tokens, and record what happens to the rings.
+    """Run a dispatch on two or more virtual ranks, and record what happens to the rings.
 
     ``is_token_in_rank`` has for each rank a list of rows of 0 and 1. The result is a dict of lists and numbers:
     ``moments``, the ``matrices`` of each rank's handle, ``received`` (each rank's rows, as (source, token)), and the
     arguments.
     """
     ranks = len(is_token_in_rank)
-    constants = Constants(ranks, channels, ring, chunk, 16, 0, 0, ranks, warps, fault=fault)
+    config = DeepEPConfig(ranks, channels, ring, chunk, 16, 0, 0, ranks, warps, fault=fault, on_row=_note_row)
     chosen = [torch.tensor(rows, dtype=torch.bool).view(-1, ranks) for rows in is_token_in_rank]
     x = [torch.full((len(c), 8), 100.0 * r, dtype=torch.bfloat16) for r, c in enumerate(chosen)]
-    original = dispatch.make_send_row
-    dispatch.make_send_row = lambda c: _telling(original(c), c)
-    caches = dispatch.make_send, dispatch.make_dispatch
-    for cache in caches:  # what was made before says nothing about its rows
-        cache.cache_clear()
-    # What lies in torch.empty, and so what is news to whom, would change a seed's course. Now it is filled.
+    # The contents of torch.empty would influence the order of events under a seed: fill new tensors.
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        with simulate.virtual_ranks(ranks, least_bytes(constants)) as everybody:
+        with simulate.virtual_ranks(ranks, min_buffer_bytes(config)) as virtual_ranks:
             with simulator.seed(seed), simulator.weak_memory(), simulator.trace() as events:
-                got = simulate.dispatch_all(everybody, constants, x, chosen)
+                got = simulate.dispatch_all(virtual_ranks, config, x, chosen)
     finally:
         torch.use_deterministic_algorithms(before)
-        dispatch.make_send_row = original
-        for cache in caches:
-            cache.cache_clear()
     handles = [g[3] for g in got]
     received = []
     for r, h in enumerate(handles):
@@ -78,7 +70,7 @@ def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault="
         received.append([[s, t] for s, t in zip(sources, h.recv_src_idx.tolist(), strict=True)])
     names = "rank_prefix_matrix", "channel_prefix_matrix", "recv_channel_prefix_matrix", "send_head"
     return {
-        "moments": [list(moment) for moment in decode(events, constants)],
+        "moments": [list(moment) for moment in decode(events, config)],
         "matrices": [{name: getattr(h, name).tolist() for name in names} for h in handles],
         "received": received,
         "is_token_in_rank": [c.int().tolist() for c in chosen],
@@ -89,20 +81,13 @@ def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault="
     }
 
 
-def _telling(send_row, constants):
-    """``send_row``, which also notes into the trace that a row has been written."""
-
-    def send_row_and_tell(*arguments):
-        send_row(*arguments)
-        slot, token, peer, lane = int(arguments[3]), *map(int, arguments[-3:])
-        if lane == 0:
-            queue, place = divmod(slot, constants.ring)
-            channel, source = divmod(queue, constants.ranks)
-            simulator.thread().note(
-                "row", {"rank": peer, "source": source, "channel": channel, "slot": place, "token": token}
-            )
-
-    return send_row_and_tell
+def _note_row(config, slot, token, peer, lane):
+    """Add an event to the trace when a row has been written."""
+    if lane == 0:
+        queue, position = divmod(slot, config.ring)
+        channel, source = divmod(queue, config.ranks)
+        details = {"rank": peer, "source": source, "channel": channel, "slot": position, "token": token}
+        simulator.thread().note("row", details)
 
 
 class Ring:

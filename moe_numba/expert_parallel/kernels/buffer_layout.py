@@ -1,115 +1,83 @@
-"""Where everything lies in the buffer that each rank shares with the others; in words of 4 bytes.
+"""Memory map of the buffer that each rank shares with its peers, and of the rank's private state, in 4-byte words.
 
-    ready    [N]                     exchanges that rank s has sent this rank counts for, as a running number
-    arrived  [N]                     barriers that rank s has come to
-    counts   [2][N][...]             what rank s sends: tokens for each rank, for each expert here, up to each channel
-    flags    2 x (tail, head)[C, N]  of the rings for dispatch, and of those for combine
-    rings    2 x [C, N][slots]       rows on their way
+    notify_flags   [N]                  sequence number of the last notify for which rank s has sent its counts
+    barrier_flags  [N]                  sequence number of the last barrier that rank s has reached
+    counts         [2][N][...]          counts from rank s: tokens per rank, per local expert, and per-channel prefix
+    ring_flags     2 x (tail, head)[C, N]  of the rings of dispatch, then of those of combine
+    rings          2 x [C, N][slots]    token slots
 
-A ring leads from one channel of rank s to the same channel of this rank. Its *tail*, how many rows have been put into
-it, lies here, where the receiver polls it. Its *head*, how many have been taken out, lies on rank s, where the sender
-polls it: nobody polls across the link. Both count on from launch to launch, so nothing is ever cleared.
+A ring leads from one channel of rank s to the same channel of this rank. Its *tail* (rows written so far) is stored on
+the receiving rank, where the receiver polls it. Its *head* (rows consumed so far) is stored on rank s, where the sender
+polls it, so no rank polls across NVLink. Both counters continue from launch to launch; neither is ever cleared.
 
-What no other rank touches is the rank's own **state**: how far its own ends of the rings are, and how many exchanges
-and barriers it has been to.
+The rank's **state** is private memory: the progress of its own ends of the rings, and the numbers of notifies and
+barriers it has executed.
 """
 
 from dataclasses import dataclass
 from functools import cache
 
-MOST_RANKS, MOST_CHANNELS, MOST_EXPERTS = 8, 1056, 1024  # 66 blocks of 16 warps; experts of one rank
-MOST_TOPK = 32  # a lane for each
-MOST_ROWS = (1 << 31) - 1
-LINE = 32  # words: sections start at multiples of 128 bytes
+MAX_RANKS, MAX_CHANNELS, MAX_EXPERTS = 8, 1056, 1024  # 66 CTAs of 16 warps; experts of one rank
+MAX_TOPK = 32  # one lane per expert
+MAX_ROWS = (1 << 31) - 1
+ALIGNMENT_WORDS = 32  # sections start at multiples of 128 bytes
 
 
-def lines(words):
-    """Words, rounded up to whole lines."""
-    return -(-words // LINE) * LINE
+def align_words(words):
+    """Round a number of words up to a multiple of 128 bytes."""
+    return -(-words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
 
 
 @dataclass(frozen=True)
-class Regions:
-    """The offsets, in words, for so many ranks."""
+class BufferLayout:
+    """Offsets of the sections of the shared buffer, in words."""
 
     num_ranks: int
-    ready: int
-    arrived: int
+    notify_flags: int
+    barrier_flags: int
     counts: int
-    counts_stride: int  # of one source rank
-    flags: int
-    flags_stride: int  # of one kind: tail, head
+    counts_stride: int  # per source rank
+    ring_flags: int
+    ring_flags_stride: int  # size of one array of tails or heads
     rings: int
 
     def tail(self, combine):
-        """Tails of one operation's rings, [channel, source rank]."""
-        return self.flags + 2 * combine * self.flags_stride
+        """Offset of the tails of one operation's rings, [channel, source rank]."""
+        return self.ring_flags + 2 * combine * self.ring_flags_stride
 
     def head(self, combine):
-        """Heads of the rings that lead away from here, [channel, destination rank]."""
-        return self.tail(combine) + self.flags_stride
+        """Offset of the heads of one operation's outgoing rings, [channel, destination rank]."""
+        return self.tail(combine) + self.ring_flags_stride
 
 
 @cache
-def regions(num_ranks):
-    """The offsets in a shared buffer of a group of so many ranks."""
-    ready, arrived = 0, lines(num_ranks)
-    counts = arrived + lines(num_ranks)
-    counts_stride = lines(num_ranks + MOST_EXPERTS + MOST_CHANNELS)
-    flags, flags_stride = counts + 2 * num_ranks * counts_stride, lines(MOST_CHANNELS * num_ranks)
-    return Regions(num_ranks, ready, arrived, counts, counts_stride, flags, flags_stride, flags + 4 * flags_stride)
+def buffer_layout(num_ranks):
+    """Compute the layout of the shared buffer for a group of ``num_ranks`` ranks."""
+    notify_flags, barrier_flags = 0, align_words(num_ranks)
+    counts = barrier_flags + align_words(num_ranks)
+    counts_stride = align_words(num_ranks + MAX_EXPERTS + MAX_CHANNELS)
+    flags, stride = counts + 2 * num_ranks * counts_stride, align_words(MAX_CHANNELS * num_ranks)
+    return BufferLayout(
+        num_ranks, notify_flags, barrier_flags, counts, counts_stride, flags, stride, flags + 4 * stride
+    )
 
 
-# The state, in words: whether this rank has given up, its barriers, and the exchanges of each block of the notify. Then
-# how many channels senders and receivers have asked for in this launch, and how many blocks ask for no more.
-LOST, BARRIERS, EXCHANGES = 0, 1, 2
-ASKED, AT_END = LINE, LINE + 2
-_ENDS = 2 * LINE
+# Private state, in words: whether this rank has aborted, the number of barriers, and the number of notifies (one
+# counter for each CTA of the notify kernel). Then, for the current launch, the next channel of the senders and of the
+# receivers (one counter each), and the number of CTAs whose warps have all retired.
+ABORTED, BARRIER_COUNT, NOTIFY_COUNTS = 0, 1, 2
+NEXT_CHANNEL, BLOCKS_DONE = ALIGNMENT_WORDS, ALIGNMENT_WORDS + 2
+_RING_COUNTERS = 2 * ALIGNMENT_WORDS
 
 
-def sent(combine):
-    """How many rows this rank has put into each ring that leads away, [channel, destination rank]."""
-    return _ENDS + 2 * combine * MOST_CHANNELS * MOST_RANKS
+def sent_counters(combine):
+    """Offset in the state of the rows written to each outgoing ring, [channel, destination rank]."""
+    return _RING_COUNTERS + 2 * combine * MAX_CHANNELS * MAX_RANKS
 
 
-def taken(combine):
-    """How many rows this rank has taken out of each ring that leads here, [channel, source rank]."""
-    return sent(combine) + MOST_CHANNELS * MOST_RANKS
+def received_counters(combine):
+    """Offset in the state of the rows consumed from each incoming ring, [channel, source rank]."""
+    return sent_counters(combine) + MAX_CHANNELS * MAX_RANKS
 
 
-STATE_WORDS = _ENDS + 4 * MOST_CHANNELS * MOST_RANKS
-
-
-@dataclass(frozen=True)
-class Record:
-    """A row as it travels: the row itself, then what goes with it, in words."""
-
-    row: int
-    scales: int = 0
-    topk: int = 0  # an expert and a weight each
-    source: bool = True  # with the token's index on its own rank
-
-    @property
-    def experts(self):
-        """Where the experts' numbers begin."""
-        return self.row + self.scales
-
-    @property
-    def weights(self):
-        """Where their weights begin."""
-        return self.experts + self.topk
-
-    @property
-    def source_index(self):
-        """Where the token's index is."""
-        return self.weights + self.topk
-
-    @property
-    def words(self):
-        """All of it, a multiple of 16 bytes, as bulk copies have it."""
-        return -(-(self.source_index + self.source) // 4) * 4
-
-    @property
-    def stride(self):
-        """From slot to slot."""
-        return lines(self.words)
+STATE_WORDS = _RING_COUNTERS + 4 * MAX_CHANNELS * MAX_RANKS

@@ -1,326 +1,277 @@
-"""The combine kernel: rows travel back through rings, and a token's rows are added up on the token's own rank.
+"""Combine kernel: sends rows back through rings and sums each token's rows on the token's own rank.
 
-As in dispatch warps have channels, one after the other, and the first blocks send. A sending warp serves its channel's
-rings by turns, and passes over one that is full: if it waited there, ranks could wait for one another in a circle. A
-receiving warp takes its tokens in order, waits until a token's rows are there from all ranks that got it, and adds them
-up in the order of the ranks, in float32, rounded once: the same bits at every call. A rank's own rows take no ring.
+As in dispatch, a warp works on one channel after the other, and the first CTAs send. A sending warp serves its
+channel's rings round-robin and skips full ones: if it waited for one ring, ranks could wait for one another in a cycle.
+A receiving warp takes its tokens in order, waits until a token's rows have arrived from all ranks that received the
+token, and sums them in rank order, in float32, rounded once: the result is bitwise reproducible. A rank's own rows do
+not pass through a ring.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.kernels.buffer_layout import LOST, lines, regions, sent, taken
+from moe_numba.expert_parallel.kernels.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
+from moe_numba.expert_parallel.kernels.buffer_layout import (
+    ABORTED,
+    align_words,
+    buffer_layout,
+    received_counters,
+    sent_counters,
+)
+from moe_numba.expert_parallel.kernels.bulk_pipeline import (
+    bulk_wait_all,
+    bulk_wait_all_but_one,
+    bulk_wait_read,
+    init_smem,
+    make_row_loader,
+)
 from moe_numba.expert_parallel.kernels.channels import (
-    ask_no_more,
-    copied,
-    copied_but_last,
     first_channel,
+    first_row_at_peer,
     first_token,
-    make_fetch,
-    next_channel_when_told,
-    prepare,
-    read,
-    rows_before,
+    next_channel_after_publish,
+    retire_warp,
     rows_of_channel,
 )
-from moe_numba.expert_parallel.kernels.progress import FULL, leave_word, make_publish
-from moe_numba.expert_parallel.kernels.reduce import make_add_up, make_add_weights
-from moe_numba.expert_parallel.kernels.timeout import COMBINE_ROWS, COMBINE_SPACE, since, warp_gives_up
+from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
+from moe_numba.expert_parallel.kernels.reduce import make_reduce_token, make_reduce_weights
+from moe_numba.expert_parallel.kernels.timeout import (
+    COMBINE_ROWS,
+    COMBINE_SPACE,
+    start_of_wait,
+    warp_abort_if_timed_out,
+)
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
 from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
+from moe_numba.ptx.warp import FULL_MASK
 
 
 @cache
 def make_send(shape):
-    """``send``: what a warp of the first blocks does."""
-    ranks, warps, slots, record = shape.num_ranks, shape.warps, shape.slots, shape.record
-    progress_at, told_at, done_at, (fetch, land) = shape.progress, shape.told, shape.done, make_fetch(shape.bar)
-    head_at, sent_at = regions(ranks).head(True), sent(True)
-    row_words, topk, stride, stage_words = record.row, record.scales, record.stride, lines(record.words)
-    row_bytes, record_bytes, weights_at = 4 * record.row, 4 * record.words, record.row
+    """Make ``send``, the work of a warp of a sending CTA. Lane r handles the ring to rank r."""
+    ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    head_offset, sent_offset = buffer_layout(ranks).head(True), sent_counters(True)
+    row_words, topk, slot_stride, staging_words = slot.row, slot.scales, slot.stride, align_words(slot.words)
+    row_bytes, slot_bytes, weights_offset = 4 * slot.row, 4 * slot.words, slot.row
+    load_row, wait_row = make_row_loader(shape.barrier_offset)
 
     @cuda.jit(device=True)
-    def send(
-        smem,
-        bars,
-        channel,
-        channels,
-        blocks,
-        rank,
-        rings_at,
-        ring_words,
-        mine,
-        peers,
-        state,
-        status,
-        patience,
-        x,
-        weights,
-        rank_prefix,
-        recv_channel_prefix,
-    ):
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        to, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        theirs = pointer_from_address(peers[to], mine)
-        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
-        stage, parity, follows = int32(warp * stage_words), uint32(0), True
-        while follows and channel < channels:
-            left, row, after = rows_of_channel(rank_prefix, recv_channel_prefix, to, rank, ranks, channel, channels)
-            follows = cuda.any_sync(FULL, here and after > 0) != 0
-            if not follows:
-                ask_no_more(smem, state, done_at, warps, lane)
-            first = uint32(state[sent_at + channel * ranks + to])
-            put, head = first, uint32(first - uint32(slots))  # how much was taken out is asked for before the first row
-            room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
-            left, start = left if here else int32(0), uint64(0)
-            while cuda.any_sync(FULL, left > 0):
-                if left > 0 and uint32(put - head) >= room:
-                    head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
-                    fence_proxy_async()  # this lane's copies come after what it has just seen
-                goes = left > 0 and uint32(put - head) < room
-                mask = uint32(cuda.ballot_sync(FULL, goes))
-                for d in range(ranks):  # a row for each rank that has space
+    def send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors):
+        lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
+        peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
+        remote = pointer_from_address(ctx.peers[peer], ctx.local)
+        progress_slot = int32(progress_offset + warp * ranks + lane)
+        published_slot = int32(published_offset + warp * ranks + lane)
+        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        while has_next and channel < channels:
+            rows_left, row, later_rows = rows_of_channel(prefix, peer, rank, ranks, channel, channels)
+            has_next = cuda.any_sync(FULL_MASK, has_ring and later_rows > 0) != 0
+            if not has_next:
+                retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+            base = uint32(ctx.state[sent_offset + channel * ranks + peer])
+            tail, head = base, uint32(base - uint32(slots))  # the head is unknown: read it before the first row
+            capacity = uint32(1)  # the last launch may have used other slots: wait until the ring is empty
+            rows_left, start = rows_left if has_ring else int32(0), uint64(0)
+            while cuda.any_sync(FULL_MASK, rows_left > 0):
+                if rows_left > 0 and uint32(tail - head) >= capacity:
+                    head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))
+                    fence_proxy_async()  # orders this lane's bulk copies after the acquire
+                can_send = rows_left > 0 and uint32(tail - head) < capacity
+                mask = uint32(cuda.ballot_sync(FULL_MASK, can_send))
+                for d in range(ranks):  # one row to each rank whose ring has space
                     if mask >> uint32(d) & uint32(1):
-                        from_row = int64(cuda.shfl_sync(FULL, row, d))
-                        fetch(smem, bars, warp, lane, stage, x, from_row * row_words, row_bytes)
+                        from_row = int64(cuda.shfl_sync(FULL_MASK, row, d))
+                        x_offset = from_row * row_words
+                        load_row(smem_i32, smem_u64, warp, lane, staging, tensors.x, x_offset, row_bytes)
                         for i in range(lane, topk, 32):
-                            smem[int32(stage + weights_at + i)] = weights[from_row * topk + i]
+                            smem_i32[int32(staging + weights_offset + i)] = tensors.topk_weights[from_row * topk + i]
                         fence_proxy_async_shared()
-                        parity = land(bars, warp, parity)
+                        phase = wait_row(smem_u64, warp, phase)
                         if lane == d:
-                            slot = int64(uint32(put - first) % uint32(slots)) * stride
-                            ring = rings_at + int64(channel * ranks + rank) * ring_words
-                            bulk_store(theirs, ring + slot, smem, stage, record_bytes)
+                            slot_offset = int64(uint32(tail - base) % uint32(slots)) * slot_stride
+                            ring = rings.offset + int64(channel * ranks + rank) * rings.stride
+                            bulk_store(remote, ring + slot_offset, smem_i32, staging, slot_bytes)
                             bulk_commit_group()
-                            room = uint32(slots)
-                # What was sent before has arrived, but perhaps not the last row.
-                if goes:
-                    copied_but_last()
-                elif here:
-                    copied()
-                if here:
-                    leave_word(bars, word, channel, put)
-                if goes:
-                    put, left, row = uint32(put + uint32(1)), int32(left - 1), int32(row + 1)
+                            capacity = uint32(slots)
+                # The earlier stores have completed, except perhaps the last one.
+                if can_send:
+                    bulk_wait_all_but_one()
+                elif has_ring:
+                    bulk_wait_all()
+                if has_ring:
+                    post_progress(smem_u64, progress_slot, channel, tail)
+                if can_send:
+                    tail, rows_left, row = uint32(tail + uint32(1)), int32(rows_left - 1), int32(row + 1)
                 cuda.syncwarp()
                 if mask != uint32(0):
                     start = uint64(0)
                 else:
-                    start, full = since(start), left > 0
-                    if warp_gives_up(
-                        start, patience, full, state, status, COMBINE_SPACE, rank, channel, lane, head, put
-                    ):
-                        follows = False
+                    start, full = start_of_wait(start), rows_left > 0
+                    if warp_abort_if_timed_out(start, full, ctx, COMBINE_SPACE, channel, lane, head, tail):
+                        has_next = False
                         break
-            if here:
-                copied()
-                leave_word(bars, word, channel, put)
-                state[sent_at + channel * ranks + to] = int32(put)
-            if follows:
-                channel = next_channel_when_told(state, False, blocks, warps, bars, word, told, here, lane)
-        if follows:
-            ask_no_more(smem, state, done_at, warps, lane)
+            if has_ring:
+                bulk_wait_all()
+                post_progress(smem_u64, progress_slot, channel, tail)
+                ctx.state[sent_offset + channel * ranks + peer] = int32(tail)
+            if has_next:
+                channel = next_channel_after_publish(
+                    ctx.state, False, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
+                )
+        if has_next:
+            retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
 
     return send
 
 
 @cache
 def make_receive(shape, biases):
-    """``receive``: what a warp of the other blocks does."""
-    ranks, warps, slots, row_words = shape.num_ranks, shape.warps, shape.slots, shape.record.row
-    progress_at, told_at, done_at, (fetch, land) = shape.progress, shape.told, shape.done, make_fetch(shape.bar)
-    tail_at, taken_at = regions(ranks).tail(True), taken(True)
-    row_bytes, stride, stage_words = 4 * row_words, shape.record.stride, lines(shape.record.words)
-    add_up, add_weights = make_add_up(shape, biases), make_add_weights(shape)
+    """Make ``receive``, the work of a warp of a receiving CTA. Lane r handles the ring from rank r."""
+    ranks, warps, slots, row_words = shape.num_ranks, shape.warps, shape.slots, shape.slot.row
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
+    row_bytes, slot_stride, staging_words = 4 * row_words, shape.slot.stride, align_words(shape.slot.words)
+    reduce_token, reduce_weights = make_reduce_token(shape, biases), make_reduce_weights(shape)
+    load_row, wait_row = make_row_loader(shape.barrier_offset)
 
     @cuda.jit(device=True)
-    def receive(
-        smem,
-        bars,
-        channel,
-        channels,
-        blocks,
-        rank,
-        rings_at,
-        ring_words,
-        mine,
-        state,
-        status,
-        patience,
-        x,
-        weights,
-        tokens,
-        rank_prefix,
-        channel_prefix,
-        send_head,
-        bias_0,
-        bias_1,
-        out,
-        out_weights,
-    ):
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        source, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
-        stage, parity, follows = int32(warp * stage_words), uint32(0), True
-        while follows and channel < channels:
-            t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            follows = end < tokens
-            if not follows:
-                ask_no_more(smem, state, done_at, warps, lane)
-            before = rows_before(rank_prefix, channel_prefix, rank, rank, ranks, channel, channels)
-            first = uint32(state[taken_at + channel * ranks + source])
-            got, tail, ring = first, first, rings_at + int64(channel * ranks + lane) * ring_words
-            upcoming = send_head[int64(t) * ranks + source] if lane < ranks and t < end else int32(-1)
-            while t < end:
-                nth = upcoming
-                own = cuda.shfl_sync(FULL, nth, rank)
-                own_row = int64(before + own)
+    def receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors):
+        lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
+        local, send_head = ctx.local, tensors.send_head
+        source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
+        progress_slot = int32(progress_offset + warp * ranks + lane)
+        published_slot = int32(published_offset + warp * ranks + lane)
+        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        while has_next and channel < channels:
+            token = first_token(channel, channels, tensors.num_tokens)
+            end = first_token(channel + 1, channels, tensors.num_tokens)
+            has_next = end < tensors.num_tokens
+            if not has_next:
+                retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels)
+            base = uint32(ctx.state[received_offset + channel * ranks + source])
+            head, tail, ring = base, base, rings.offset + int64(channel * ranks + lane) * rings.stride
+            next_position = send_head[int64(token) * ranks + source] if lane < ranks and token < end else int32(-1)
+            while token < end:
+                position = next_position  # of the token's row in the ring, or -1
+                own = cuda.shfl_sync(FULL_MASK, position, rank)
+                own_row = int64(first_own_row + own)
                 if own >= 0:
-                    fetch(smem, bars, warp, lane, stage, x, own_row * row_words, row_bytes)
+                    load_row(smem_i32, smem_u64, warp, lane, staging, tensors.x, own_row * row_words, row_bytes)
                 else:
-                    read()  # the last sum is on its way
-                wanted = uint32(first + uint32(nth))
-                start, waits, ready = uint64(0), int32(1), int32(1)
-                while waits != 0:
-                    missing = here and nth >= 0 and int32(uint32(tail - wanted)) <= 0
+                    bulk_wait_read()  # the store of the previous sum has read the staging buffer
+                wanted = uint32(base + uint32(position))
+                start, waiting, ready = uint64(0), int32(1), int32(1)
+                while waiting != 0:
+                    missing = has_ring and position >= 0 and int32(uint32(tail - wanted)) <= 0
                     if missing:
-                        tail = uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source))
+                        tail = uint32(ld_acquire_sys_s32(local, tail_offset + channel * ranks + source))
                         missing = int32(uint32(tail - wanted)) <= 0
-                    waits = int32(1 if cuda.any_sync(FULL, missing) else 0)
-                    if waits != 0:
-                        start = since(start)
-                        if warp_gives_up(
-                            start, patience, missing, state, status, COMBINE_ROWS, rank, channel, lane, wanted, tail
-                        ):
-                            waits = ready = int32(0)
-                upcoming = send_head[int64(t + 1) * ranks + source] if lane < ranks and t + 1 < end else int32(-1)
+                    waiting = int32(1 if cuda.any_sync(FULL_MASK, missing) else 0)
+                    if waiting != 0:
+                        start = start_of_wait(start)
+                        if warp_abort_if_timed_out(start, missing, ctx, COMBINE_ROWS, channel, lane, wanted, tail):
+                            waiting = ready = int32(0)
+                next_position = (
+                    send_head[int64(token + 1) * ranks + source] if lane < ranks and token + 1 < end else int32(-1)
+                )
                 if own >= 0:
-                    parity = land(bars, warp, parity)
+                    phase = wait_row(smem_u64, warp, phase)
                 if ready == 0:
-                    follows = False
+                    has_next = False
                     break
-                cuda.syncwarp()  # what one lane has acquired all may read
-                mask, to = uint32(cuda.ballot_sync(FULL, nth >= 0)), int64(t) * row_words
-                begins = ring + int64(uint32(nth) % uint32(slots)) * stride
-                add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, to)
-                add_weights(mine, begins, mask, rank, lane, weights, own_row, out_weights, t)
+                cuda.syncwarp()  # makes the rows that one lane has acquired visible to all lanes
+                mask, out_offset = uint32(cuda.ballot_sync(FULL_MASK, position >= 0)), int64(token) * row_words
+                row_offset = ring + int64(uint32(position) % uint32(slots)) * slot_stride
+                reduce_token(
+                    smem_i32, staging, local, row_offset, mask, rank, lane, tensors.bias_0, tensors.bias_1, out_offset
+                )
+                reduce_weights(
+                    local, row_offset, mask, rank, lane, tensors.topk_weights, own_row, tensors.out_weights, token
+                )
                 fence_proxy_async_shared()
-                cuda.syncwarp()  # all have read the rows, and the sum is whole
+                cuda.syncwarp()  # all lanes have read the rows and written the sum
                 if lane == 0:
-                    bulk_store(out, to, smem, stage, row_bytes)
+                    bulk_store(tensors.out, out_offset, smem_i32, staging, row_bytes)
                     bulk_commit_group()
-                if here and nth >= 0:
-                    got = uint32(wanted + uint32(1))
-                    leave_word(bars, word, channel, got)
-                t = int32(t + 1)
-            if here:
-                state[taken_at + channel * ranks + source] = int32(got)
-            if follows:
-                channel = next_channel_when_told(state, True, blocks, warps, bars, word, told, here, lane)
-        if follows:
-            ask_no_more(smem, state, done_at, warps, lane)
-        copied()
+                if has_ring and position >= 0:
+                    head = uint32(wanted + uint32(1))
+                    post_progress(smem_u64, progress_slot, channel, head)
+                token = int32(token + 1)
+            if has_ring:
+                ctx.state[received_offset + channel * ranks + source] = int32(head)
+            if has_next:
+                channel = next_channel_after_publish(
+                    ctx.state, True, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
+                )
+        if has_next:
+            retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+        bulk_wait_all()
 
     return receive
 
 
 @cache
 def make_combine(shape, biases):
-    """The kernel, for blocks of ``shape.threads`` threads; with so many biases, 0 to 2.
+    """Make the kernel, for CTAs of ``shape.threads`` threads and 0 to 2 biases.
 
-    The first ``senders`` blocks send, half at most.
+    The first ``senders`` CTAs send, at most half of them.
     """
-    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
-    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
-    tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
+    ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
     send, receive, publish = make_send(shape), make_receive(shape, biases), make_publish(shape)
 
     @cuda.jit
     def combine(
-        mine,
+        local,
         peers,
         state,
         status,
-        patience,
+        timeout_ns,
         rank,
         senders,
         channels,
-        rings_at,
+        rings_offset,
         ring_words,
         x,
-        weights,
+        topk_weights,
         rank_prefix,
         channel_prefix,
         recv_channel_prefix,
         send_head,
-        tokens,
+        num_tokens,
         bias_0,
         bias_1,
         out,
         out_weights,
     ):
-        smem = cuda.shared.array(0, int32, 128)
-        bars = cuda.shared.array(0, uint64, 128)
+        smem_i32 = cuda.shared.array(0, int32, 128)
+        smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
+        rings = RingMemory(rings_offset, ring_words)
+        prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
+        tensors = CombineTensors(x, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        prepare(smem, bars, bar, progress_at, told_at, done_at, warps, ranks)
-        if ld_volatile_s32(state, LOST) != 0:
-            pass  # something went wrong before
+        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        if ld_volatile_s32(state, ABORTED) != 0:
+            pass  # the rank has aborted in an earlier kernel
         elif warp == warps:
-            publish(smem, bars, lane, rank, head_at if receives else tail_at, mine, peers)
+            publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
         else:
             if receives:
-                receive(
-                    smem,
-                    bars,
-                    channel,
-                    channels,
-                    blocks,
-                    rank,
-                    rings_at,
-                    ring_words,
-                    mine,
-                    state,
-                    status,
-                    patience,
-                    x,
-                    weights,
-                    tokens,
-                    rank_prefix,
-                    channel_prefix,
-                    send_head,
-                    bias_0,
-                    bias_1,
-                    out,
-                    out_weights,
-                )
+                receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
             else:
-                send(
-                    smem,
-                    bars,
-                    channel,
-                    channels,
-                    blocks,
-                    rank,
-                    rings_at,
-                    ring_words,
-                    mine,
-                    peers,
-                    state,
-                    status,
-                    patience,
-                    x,
-                    weights,
-                    rank_prefix,
-                    recv_channel_prefix,
-                )
+                send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
             cuda.syncwarp()
             if lane == 0:
-                st_release_cta_shared_s32(smem, done_at + warp, 1)
+                st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
 
     return combine
 

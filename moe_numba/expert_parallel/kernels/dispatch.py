@@ -1,444 +1,327 @@
-"""The dispatch kernel: rows travel through rings to the ranks that hold their experts.
+"""Dispatch kernel: sends each token's row through per-channel ring buffers to the ranks that hold its experts.
 
-A warp has a channel. The first blocks send, the others receive; a sending warp's tokens are neighbours, and their rows
-arrive in a warp that has the same channel, on each rank. The document has a block for a channel, a group of warps for
-each rank in it, and each group reads the token anew, in words. Here one thread asks for the whole row once (a bulk
-copy, to shared memory), what belongs to the row is put behind it, and then a lane for each rank sends the **record** on
-its way in one piece. Many warps wait at the same time, so that neither a round trip nor a fence is seen.
+Each warp works on one channel. The first CTAs send, the others receive; a channel's rows arrive in the warp that
+receives the same channel on each rank. DeepEP's kernel has one CTA per channel and one group of warps per destination
+rank in it, and every group reads the token again, with loads and stores. Here one thread loads the whole row once with
+a TMA bulk copy, the warp appends the metadata in shared memory, and one lane per destination rank stores the **packed
+token** to the peer's token slot with one bulk copy. Many warps wait at the same time, which hides round trips and
+fences.
 
-Where the link is full, multiprocessors do not all get the same part of it. So there are more channels than warps then,
-and who is done takes the next channel that nobody has begun with. Warps take them in ascending order. So the lowest
-channel that is not done is with a warp on every rank, which waits for no other one: ranks cannot wait for one another
-in a circle.
+When the link is saturated, SMs do not all get the same share of its bandwidth. There are then more channels than warps,
+and idle warps take the next channel (dynamic load balancing). Warps take channels in ascending order, so on every rank
+some warp works on the lowest unfinished channel, and that warp waits for no other channel: the ranks cannot deadlock.
 
-What stays on its rank takes no ring: it goes from shared memory to where it belongs. A multiprocessor writes some
-50 GB/s and no more, whether to its own memory or to another GPU's. So receivers carry half of these rows, when nothing
-has come.
+A rank's own rows do not pass through a ring: they go from shared memory directly to the output. One SM writes about
+50 GB/s, to local or to peer memory. Receivers therefore copy half of these rows, while no rows arrive.
+
+Channels: `channels.py`. Bulk copies: `bulk_pipeline.py`. Publishing of heads and tails: `progress.py`. Memory map:
+`buffer_layout.py`.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.kernels.buffer_layout import LOST, lines, regions, sent, taken
+from moe_numba.expert_parallel.kernels.arguments import (
+    PrefixMatrices,
+    RankContext,
+    RecvTensors,
+    RingMemory,
+    TokenInputs,
+)
+from moe_numba.expert_parallel.kernels.buffer_layout import (
+    ABORTED,
+    align_words,
+    buffer_layout,
+    received_counters,
+    sent_counters,
+)
+from moe_numba.expert_parallel.kernels.bulk_pipeline import (
+    bulk_wait_all,
+    bulk_wait_all_but_one,
+    init_smem,
+    make_row_loader,
+)
 from moe_numba.expert_parallel.kernels.channels import (
-    ask_no_more,
-    copied,
-    copied_but_last,
     first_channel,
+    first_row_at_peer,
     first_token,
-    make_fetch,
-    next_channel_when_told,
-    prepare,
-    rows_before,
+    next_channel_after_publish,
+    retire_warp,
     rows_of_channel,
 )
-from moe_numba.expert_parallel.kernels.progress import FULL, leave_word, make_publish
-from moe_numba.expert_parallel.kernels.timeout import ROWS, SPACE, since, warp_gives_up
-from moe_numba.expert_parallel.kernels.token_slot import make_fill, make_fill_up, make_keep
+from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
+from moe_numba.expert_parallel.kernels.timeout import (
+    DISPATCH_ROWS,
+    DISPATCH_SPACE,
+    start_of_wait,
+    warp_abort_if_timed_out,
+)
+from moe_numba.expert_parallel.kernels.token_slot import make_pack_token, make_pad_tail, make_unpack_token
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
 from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async
 from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
+from moe_numba.ptx.warp import FULL_MASK
 
 
 @cache
 def make_send(shape):
-    """``send``: what a warp of the first blocks does."""
-    ranks, warps, slots, record = shape.num_ranks, shape.warps, shape.slots, shape.record
-    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
-    head_at, sent_at = regions(ranks).head(False), sent(False)
-    stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
-    fill, keep, (_, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
+    """Make ``send``, the work of a warp of a sending CTA. Lane r handles the ring to rank r."""
+    ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    head_offset, sent_offset = buffer_layout(ranks).head(False), sent_counters(False)
+    slot_stride, slot_bytes, staging_words = slot.stride, 4 * slot.words, align_words(slot.words)
+    pack_token, unpack_token = make_pack_token(shape), make_unpack_token(slot)
+    _, wait_row = make_row_loader(shape.barrier_offset)
 
     @cuda.jit(device=True)
-    def send(
-        smem,
-        bars,
-        channel,
-        channels,
-        blocks,
-        rank,
-        rings_at,
-        ring_words,
-        mine,
-        peers,
-        state,
-        status,
-        patience,
-        x,
-        scales,
-        token_stride,
-        scale_stride,
-        experts,
-        weights,
-        is_token_in_rank,
-        tokens,
-        experts_per_rank,
-        rank_prefix,
-        channel_prefix,
-        recv_x,
-        recv_scales,
-        recv_experts,
-        recv_weights,
-        recv_source,
-        send_head,
-    ):
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        to, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        theirs = pointer_from_address(peers[to], mine)
-        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
-        stage, parity, follows = int32(warp * stage_words), uint32(0), True
-        while follows and channel < channels:
-            t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            follows = end < tokens
-            if not follows:
-                ask_no_more(smem, state, done_at, warps, lane)
-            before = rows_before(rank_prefix, channel_prefix, rank, rank, ranks, channel, channels)
-            first = uint32(state[sent_at + channel * ranks + to])
-            put, kept = first, int32(0)
-            head = uint32(first - uint32(slots))  # how much has been taken out is asked for before the first row
-            room = uint32(1)  # rows of the last launch may have lain otherwise: the first waits until all are gone
-            goes = lane < ranks and t < end and is_token_in_rank[int64(t) * ranks + to] != 0
-            went = False
-            while t < end:
-                # Space in all the rings that this row goes to.
-                start, waits = uint64(0), int32(1)
-                while waits != 0:
-                    full = here and goes and uint32(put - head) >= room
+    def send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv, send_head):
+        lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
+        peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
+        remote = pointer_from_address(ctx.peers[peer], ctx.local)
+        progress_slot = int32(progress_offset + warp * ranks + lane)
+        published_slot = int32(published_offset + warp * ranks + lane)
+        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        while has_next and channel < channels:
+            token = first_token(channel, channels, inputs.num_tokens)
+            end = first_token(channel + 1, channels, inputs.num_tokens)
+            has_next = end < inputs.num_tokens
+            if not has_next:
+                retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels)
+            base = uint32(ctx.state[sent_offset + channel * ranks + peer])
+            tail, own_rows = base, int32(0)
+            head = uint32(base - uint32(slots))  # the head is unknown: read it before the first row
+            capacity = uint32(1)  # the last launch may have used other slots: wait until the ring is empty
+            selected = lane < ranks and token < end and inputs.is_token_in_rank[int64(token) * ranks + peer] != 0
+            store_pending = False
+            while token < end:
+                # Wait for space in all rings that this row goes to.
+                start, waiting = uint64(0), int32(1)
+                while waiting != 0:
+                    full = has_ring and selected and uint32(tail - head) >= capacity
                     if full:
-                        head = uint32(ld_acquire_sys_s32(mine, head_at + channel * ranks + to))
-                        fence_proxy_async()  # this lane's copies come after what it has just seen
-                        full = uint32(put - head) >= room
-                    waits = int32(1 if cuda.any_sync(FULL, full) else 0)
-                    if waits != 0:
-                        if here and start == uint64(0):  # who waits has told all
-                            copied()
-                            leave_word(bars, word, channel, put)
-                            went = False
-                        start = since(start)
-                        if warp_gives_up(start, patience, full, state, status, SPACE, rank, channel, lane, head, put):
-                            waits, follows = int32(0), False
-                            end = t
-                if t == end:
+                        head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))
+                        fence_proxy_async()  # orders this lane's bulk copies after the acquire
+                        full = uint32(tail - head) >= capacity
+                    waiting = int32(1 if cuda.any_sync(FULL_MASK, full) else 0)
+                    if waiting != 0:
+                        if has_ring and start == uint64(0):  # post all rows before waiting
+                            bulk_wait_all()
+                            post_progress(smem_u64, progress_slot, channel, tail)
+                            store_pending = False
+                        start = start_of_wait(start)
+                        if warp_abort_if_timed_out(start, full, ctx, DISPATCH_SPACE, channel, lane, head, tail):
+                            waiting, has_next = int32(0), False
+                            end = token
+                if token == end:
                     break
-                fill(smem, bars, warp, lane, stage, t, x, scales, token_stride, scale_stride, experts, weights)
+                pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs)
                 if lane < ranks:
-                    send_head[int64(t) * ranks + to] = int32(uint32(put - first)) if goes else int32(-1)
-                next_goes = lane < ranks and t + 1 < end and is_token_in_rank[int64(t + 1) * ranks + to] != 0
-                # Meanwhile what was sent before has arrived, but perhaps not the last row.
-                if here and went:
-                    copied_but_last()
-                    leave_word(bars, word, channel, put - uint32(1))
-                elif here:
-                    copied()
-                    leave_word(bars, word, channel, put)
-                parity = land(bars, warp, parity)
-                went = here and goes
-                if went:
-                    slot = int64(uint32(put - first) % uint32(slots)) * stride
-                    ring = rings_at + int64(channel * ranks + rank) * ring_words
-                    bulk_store(theirs, ring + slot, smem, stage, record_bytes)
+                    send_head[int64(token) * ranks + peer] = int32(uint32(tail - base)) if selected else int32(-1)
+                next_selected = (
+                    lane < ranks and token + 1 < end and inputs.is_token_in_rank[int64(token + 1) * ranks + peer] != 0
+                )
+                # Meanwhile the earlier stores have completed, except perhaps the last one.
+                if has_ring and store_pending:
+                    bulk_wait_all_but_one()
+                    post_progress(smem_u64, progress_slot, channel, tail - uint32(1))
+                elif has_ring:
+                    bulk_wait_all()
+                    post_progress(smem_u64, progress_slot, channel, tail)
+                phase = wait_row(smem_u64, warp, phase)
+                store_pending = has_ring and selected
+                if store_pending:
+                    slot_offset = int64(uint32(tail - base) % uint32(slots)) * slot_stride
+                    ring = rings.offset + int64(channel * ranks + rank) * rings.stride
+                    bulk_store(remote, ring + slot_offset, smem_i32, staging, slot_bytes)
                     bulk_commit_group()
-                    room = uint32(slots)
-                if cuda.shfl_sync(FULL, int32(1 if goes else 0), rank) != 0:
-                    if kept & 1 == 0:
-                        keep(
-                            smem,
-                            stage,
-                            lane,
-                            rank,
-                            int64(before + kept),
-                            rank,
-                            experts_per_rank,
-                            recv_x,
-                            recv_scales,
-                            recv_experts,
-                            recv_weights,
-                            recv_source,
-                        )
-                    kept = int32(kept + 1)
-                if goes:
-                    put = uint32(put + uint32(1))
-                goes = next_goes
-                t = int32(t + 1)
-            if here:
-                copied()
-                leave_word(bars, word, channel, put)
-                state[sent_at + channel * ranks + to] = int32(put)
-            if follows:
-                channel = next_channel_when_told(state, False, blocks, warps, bars, word, told, here, lane)
-        if follows:
-            ask_no_more(smem, state, done_at, warps, lane)
-        copied()  # what stayed here
+                    capacity = uint32(slots)
+                if cuda.shfl_sync(FULL_MASK, int32(1 if selected else 0), rank) != 0:
+                    if own_rows & 1 == 0:
+                        row = int64(first_own_row + own_rows)
+                        unpack_token(smem_i32, staging, lane, rank, row, rank, inputs.experts_per_rank, recv)
+                    own_rows = int32(own_rows + 1)
+                if selected:
+                    tail = uint32(tail + uint32(1))
+                selected = next_selected
+                token = int32(token + 1)
+            if has_ring:
+                bulk_wait_all()
+                post_progress(smem_u64, progress_slot, channel, tail)
+                ctx.state[sent_offset + channel * ranks + peer] = int32(tail)
+            if has_next:
+                channel = next_channel_after_publish(
+                    ctx.state, False, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
+                )
+        if has_next:
+            retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+        bulk_wait_all()  # own rows, which lane `rank` stored
 
     return send
 
 
 @cache
 def make_receive(shape):
-    """``receive``: what a warp of the other blocks does."""
-    ranks, warps, slots, record = shape.num_ranks, shape.warps, shape.slots, shape.record
-    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
-    tail_at, taken_at = regions(ranks).tail(False), taken(False)
-    stride, record_bytes, stage_words = record.stride, 4 * record.words, lines(record.words)
-    fill, keep, (fetch, land) = make_fill(shape), make_keep(record), make_fetch(shape.bar)
+    """Make ``receive``, the work of a warp of a receiving CTA. Lane r handles the ring from rank r."""
+    ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    tail_offset, received_offset = buffer_layout(ranks).tail(False), received_counters(False)
+    slot_stride, slot_bytes, staging_words = slot.stride, 4 * slot.words, align_words(slot.words)
+    pack_token, unpack_token = make_pack_token(shape), make_unpack_token(slot)
+    load_row, wait_row = make_row_loader(shape.barrier_offset)
 
     @cuda.jit(device=True)
-    def receive(
-        smem,
-        bars,
-        channel,
-        channels,
-        blocks,
-        rank,
-        rings_at,
-        ring_words,
-        mine,
-        state,
-        status,
-        patience,
-        x,
-        scales,
-        token_stride,
-        scale_stride,
-        experts,
-        weights,
-        is_token_in_rank,
-        tokens,
-        experts_per_rank,
-        rank_prefix,
-        channel_prefix,
-        recv_channel_prefix,
-        recv_x,
-        recv_scales,
-        recv_experts,
-        recv_weights,
-        recv_source,
-    ):
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        source, here = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        word, told = int32(progress_at + warp * ranks + lane), int32(told_at + warp * ranks + lane)
-        stage, parity, follows = int32(warp * stage_words), uint32(0), True
-        while follows and channel < channels:
-            t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            left, row, after = rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, channel, channels)
-            follows = end < tokens or cuda.any_sync(FULL, here and after > 0) != 0
-            if not follows:
-                ask_no_more(smem, state, done_at, warps, lane)
-            before = rows_before(rank_prefix, channel_prefix, rank, rank, ranks, channel, channels)
-            first = uint32(state[taken_at + channel * ranks + source])
-            got, left, kept = first, left if here else int32(0), int32(0)
+    def receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv):
+        lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
+        source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
+        progress_slot = int32(progress_offset + warp * ranks + lane)
+        published_slot = int32(published_offset + warp * ranks + lane)
+        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        while has_next and channel < channels:
+            token = first_token(channel, channels, inputs.num_tokens)
+            end = first_token(channel + 1, channels, inputs.num_tokens)
+            rows_left, row, later_rows = rows_of_channel(prefix, source, rank, ranks, channel, channels)
+            has_next = end < inputs.num_tokens or cuda.any_sync(FULL_MASK, has_ring and later_rows > 0) != 0
+            if not has_next:
+                retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels)
+            base = uint32(ctx.state[received_offset + channel * ranks + source])
+            head, rows_left, own_rows = base, rows_left if has_ring else int32(0), int32(0)
             start = uint64(0)
-            while cuda.any_sync(FULL, left > 0) or t < end:
-                come = int32(0)
-                if left > 0:
-                    come = int32(uint32(ld_acquire_sys_s32(mine, tail_at + channel * ranks + source)) - got)
-                mask = uint32(cuda.ballot_sync(FULL, come > 0))
+            while cuda.any_sync(FULL_MASK, rows_left > 0) or token < end:
+                arrived = int32(0)
+                if rows_left > 0:
+                    tail = ld_acquire_sys_s32(ctx.local, tail_offset + channel * ranks + source)
+                    arrived = int32(uint32(tail) - head)
+                mask = uint32(cuda.ballot_sync(FULL_MASK, arrived > 0))
                 if mask != uint32(0):
-                    fence_proxy_async()  # copies see what other ranks' copies wrote, as this thread does since then
+                    fence_proxy_async()  # orders this thread's bulk loads after the acquire
                     for s in range(ranks):
                         if mask >> uint32(s) & uint32(1):
-                            count, to_row = cuda.shfl_sync(FULL, come, s), cuda.shfl_sync(FULL, row, s)
-                            base = uint32(cuda.shfl_sync(FULL, int32(uint32(got - first)), s))
+                            count, first_row = cuda.shfl_sync(FULL_MASK, arrived, s), cuda.shfl_sync(FULL_MASK, row, s)
+                            first_slot = uint32(cuda.shfl_sync(FULL_MASK, int32(uint32(head - base)), s))
                             for i in range(count):
-                                slot = int64(uint32(base + uint32(i)) % uint32(slots)) * stride
-                                ring = rings_at + int64(channel * ranks + s) * ring_words
-                                fetch(smem, bars, warp, lane, stage, mine, ring + slot, record_bytes)
-                                parity = land(bars, warp, parity)
-                                keep(
-                                    smem,
-                                    stage,
-                                    lane,
-                                    0,
-                                    int64(to_row + i),
-                                    rank,
-                                    experts_per_rank,
-                                    recv_x,
-                                    recv_scales,
-                                    recv_experts,
-                                    recv_weights,
-                                    recv_source,
+                                slot_offset = int64(uint32(first_slot + uint32(i)) % uint32(slots)) * slot_stride
+                                ring = rings.offset + int64(channel * ranks + s) * rings.stride
+                                load_row(
+                                    smem_i32, smem_u64, warp, lane, staging, ctx.local, ring + slot_offset, slot_bytes
                                 )
-                                cuda.syncwarp()  # all have read what the next row will overwrite
-                    if come > 0:
-                        got, left, row = uint32(got + uint32(come)), int32(left - come), int32(row + come)
-                        leave_word(bars, word, channel, got)
+                                phase = wait_row(smem_u64, warp, phase)
+                                to_row = int64(first_row + i)
+                                unpack_token(smem_i32, staging, lane, 0, to_row, rank, inputs.experts_per_rank, recv)
+                                cuda.syncwarp()  # all lanes have read what the next row overwrites
+                    if arrived > 0:
+                        head, rows_left = uint32(head + uint32(arrived)), int32(rows_left - arrived)
+                        row = int32(row + arrived)
+                        post_progress(smem_u64, progress_slot, channel, head)
                     start = uint64(0)
-                elif t < end:  # nothing has come: every second of the rows that stay here
-                    if is_token_in_rank[int64(t) * ranks + rank] != 0:
-                        if kept & 1:
-                            fill(
-                                smem,
-                                bars,
-                                warp,
-                                lane,
-                                stage,
-                                t,
-                                x,
-                                scales,
-                                token_stride,
-                                scale_stride,
-                                experts,
-                                weights,
-                            )
-                            parity = land(bars, warp, parity)
-                            keep(
-                                smem,
-                                stage,
-                                lane,
-                                0,
-                                int64(before + kept),
-                                rank,
-                                experts_per_rank,
-                                recv_x,
-                                recv_scales,
-                                recv_experts,
-                                recv_weights,
-                                recv_source,
-                            )
+                elif token < end:  # no rows have arrived: copy every second own row
+                    if inputs.is_token_in_rank[int64(token) * ranks + rank] != 0:
+                        if own_rows & 1:
+                            pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs)
+                            phase = wait_row(smem_u64, warp, phase)
+                            to_row = int64(first_own_row + own_rows)
+                            unpack_token(smem_i32, staging, lane, 0, to_row, rank, inputs.experts_per_rank, recv)
                             cuda.syncwarp()
-                        kept = int32(kept + 1)
-                    t = int32(t + 1)
+                        own_rows = int32(own_rows + 1)
+                    token = int32(token + 1)
                 else:
-                    start, tail = since(start), uint32(got + uint32(come))
-                    if warp_gives_up(start, patience, left > 0, state, status, ROWS, rank, channel, lane, got, tail):
-                        follows = False
+                    start, seen = start_of_wait(start), uint32(head + uint32(arrived))
+                    if warp_abort_if_timed_out(start, rows_left > 0, ctx, DISPATCH_ROWS, channel, lane, head, seen):
+                        has_next = False
                         break
-            if here:
-                state[taken_at + channel * ranks + source] = int32(got)
-            if follows:
-                channel = next_channel_when_told(state, True, blocks, warps, bars, word, told, here, lane)
-        if follows:
-            ask_no_more(smem, state, done_at, warps, lane)
-        copied()
+            if has_ring:
+                ctx.state[received_offset + channel * ranks + source] = int32(head)
+            if has_next:
+                channel = next_channel_after_publish(
+                    ctx.state, True, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
+                )
+        if has_next:
+            retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+        bulk_wait_all()
 
     return receive
 
 
 @cache
 def make_dispatch(shape):
-    """The kernel, for blocks of ``shape.threads`` threads, of which the first ``senders`` send, half at most."""
-    ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
-    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
-    tail_at, head_at = regions(ranks).tail(False), regions(ranks).head(False)
+    """Make the kernel, for CTAs of ``shape.threads`` threads; the first ``senders`` CTAs send, at most half of them."""
+    ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    tail_offset, head_offset = buffer_layout(ranks).tail(False), buffer_layout(ranks).head(False)
     send, receive, publish = make_send(shape), make_receive(shape), make_publish(shape)
-    fill_up = make_fill_up(shape.record)
+    pad_tail = make_pad_tail(shape.slot)
 
     @cuda.jit
     def dispatch(
-        mine,
+        local,
         peers,
         state,
         status,
-        patience,
+        timeout_ns,
         rank,
         senders,
         channels,
-        rings_at,
+        rings_offset,
         ring_words,
         x,
         scales,
         token_stride,
         scale_stride,
-        experts,
-        weights,
+        topk_idx,
+        topk_weights,
         is_token_in_rank,
-        tokens,
+        num_tokens,
         experts_per_rank,
         rank_prefix,
         channel_prefix,
         recv_channel_prefix,
         recv_x,
         recv_scales,
-        recv_experts,
-        recv_weights,
-        recv_source,
+        recv_topk_idx,
+        recv_topk_weights,
+        recv_src_idx,
         send_head,
-        worst,
+        num_recv_rows,
     ):
-        smem = cuda.shared.array(0, int32, 128)
-        bars = cuda.shared.array(0, uint64, 128)
+        smem_i32 = cuda.shared.array(0, int32, 128)
+        smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
+        rings = RingMemory(rings_offset, ring_words)
+        prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
+        inputs = TokenInputs(
+            x,
+            scales,
+            token_stride,
+            scale_stride,
+            topk_idx,
+            topk_weights,
+            is_token_in_rank,
+            num_tokens,
+            experts_per_rank,
+        )
+        recv = RecvTensors(recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        prepare(smem, bars, bar, progress_at, told_at, done_at, warps, ranks)
-        if ld_volatile_s32(state, LOST) != 0:
-            pass  # the counts are not to be trusted
+        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        if ld_volatile_s32(state, ABORTED) != 0:
+            pass  # the counts may be wrong
         elif warp == warps:
-            publish(smem, bars, lane, rank, head_at if receives else tail_at, mine, peers)
+            publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
         else:
             if receives:
-                receive(
-                    smem,
-                    bars,
-                    channel,
-                    channels,
-                    blocks,
-                    rank,
-                    rings_at,
-                    ring_words,
-                    mine,
-                    state,
-                    status,
-                    patience,
-                    x,
-                    scales,
-                    token_stride,
-                    scale_stride,
-                    experts,
-                    weights,
-                    is_token_in_rank,
-                    tokens,
-                    experts_per_rank,
-                    rank_prefix,
-                    channel_prefix,
-                    recv_channel_prefix,
-                    recv_x,
-                    recv_scales,
-                    recv_experts,
-                    recv_weights,
-                    recv_source,
-                )
+                receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv)
             else:
-                send(
-                    smem,
-                    bars,
-                    channel,
-                    channels,
-                    blocks,
-                    rank,
-                    rings_at,
-                    ring_words,
-                    mine,
-                    peers,
-                    state,
-                    status,
-                    patience,
-                    x,
-                    scales,
-                    token_stride,
-                    scale_stride,
-                    experts,
-                    weights,
-                    is_token_in_rank,
-                    tokens,
-                    experts_per_rank,
-                    rank_prefix,
-                    channel_prefix,
-                    recv_x,
-                    recv_scales,
-                    recv_experts,
-                    recv_weights,
-                    recv_source,
-                    send_head,
-                )
+                send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv, send_head)
             cuda.syncwarp()
             if lane == 0:
-                st_release_cta_shared_s32(smem, done_at + warp, 1)
+                st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
             if receives:
                 nth = warp * blocks + cuda.blockIdx.x - senders
-                fill_up(recv_experts, rank_prefix, rank, ranks, worst, nth, blocks * warps, lane)
+                pad_tail(recv_topk_idx, rank_prefix, rank, ranks, num_recv_rows, nth, blocks * warps, lane)
 
     return dispatch
 

@@ -1,128 +1,138 @@
-"""The dispatch kernel without rings: rows go straight to their place in the output of the rank that gets them.
+"""Direct dispatch kernel: writes each row directly to its place in the receiving rank's output, without rings.
 
-Where a row belongs is known before the first one goes: all ranks have exchanged their counts, and a warp walks its
-channel's tokens in order. So nobody receives, nothing is carried twice, and no kernel waits for another one's. All
-blocks send. But outputs must lie where other ranks can write, and all ranks must meet before, so that what lies there
-is not needed any more, and afterwards, so that all has come.
+The place of a row is known before the first row is sent: all ranks have exchanged their counts, and a warp visits its
+channel's tokens in order. No CTA receives, no row is copied twice, and no kernel waits for a peer's kernel. All CTAs
+send. In return, outputs must be symmetric memory, and all ranks execute a barrier before the kernel, so that no rank
+still reads the previous contents, and another one after it, so that all rows have arrived.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.kernels.buffer_layout import LOST, lines
+from moe_numba.expert_parallel.kernels.arguments import PrefixMatrices, RecvTensors, TokenInputs
+from moe_numba.expert_parallel.kernels.buffer_layout import ABORTED, align_words
+from moe_numba.expert_parallel.kernels.bulk_pipeline import bulk_wait_all, init_smem, make_row_loader
 from moe_numba.expert_parallel.kernels.channels import (
-    ask_no_more,
-    copied,
     first_channel,
+    first_row_at_peer,
     first_token,
-    make_fetch,
     next_channel,
-    prepare,
-    rows_before,
+    retire_warp,
 )
-from moe_numba.expert_parallel.kernels.progress import FULL
-from moe_numba.expert_parallel.kernels.token_slot import make_fill, make_fill_up, make_keep
+from moe_numba.expert_parallel.kernels.token_slot import make_pack_token, make_pad_tail, make_unpack_token
 from moe_numba.ptx.atomics import ld_volatile_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
+from moe_numba.ptx.warp import FULL_MASK
 
 
 @cache
-def make_direct(shape):
-    """The kernel, for blocks of ``32 * shape.warps`` threads."""
-    ranks, warps, bar, record = shape.num_ranks, shape.warps, shape.bar, shape.record
-    progress_at, told_at, done_at, stage_words = shape.progress, shape.told, shape.done, lines(record.words)
-    fill, keep, fill_up, (_, land) = make_fill(shape), make_keep(record), make_fill_up(record), make_fetch(bar)
+def make_dispatch_direct(shape):
+    """Make the kernel, for CTAs of ``32 * shape.warps`` threads."""
+    ranks, warps, barrier_offset, slot = shape.num_ranks, shape.warps, shape.barrier_offset, shape.slot
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    pack_token, unpack_token, pad_tail = make_pack_token(shape), make_unpack_token(slot), make_pad_tail(slot)
+    staging_words, (_, wait_row) = align_words(slot.words), make_row_loader(barrier_offset)
 
     @cuda.jit
-    def direct(
-        mine,
+    def dispatch_direct(
+        local,
         peers,
         state,
         status,
-        patience,
+        timeout_ns,
         rank,
         channels,
         outputs,
-        scales_at,
-        experts_at,
-        weights_at,
-        source_at,
-        room,
+        scales_offset,
+        topk_idx_offset,
+        topk_weights_offset,
+        src_idx_offset,
+        capacity,
         x,
         scales,
         token_stride,
         scale_stride,
-        experts,
-        weights,
+        topk_idx,
+        topk_weights,
         is_token_in_rank,
-        tokens,
+        num_tokens,
         experts_per_rank,
         rank_prefix,
         channel_prefix,
         recv_channel_prefix,
         recv_x,
         recv_scales,
-        recv_experts,
-        recv_weights,
-        recv_source,
+        recv_topk_idx,
+        recv_topk_weights,
+        recv_src_idx,
         send_head,
-        worst,
+        num_recv_rows,
     ):
-        smem = cuda.shared.array(0, int32, 128)
-        bars = cuda.shared.array(0, uint64, 128)
+        smem_i32 = cuda.shared.array(0, int32, 128)
+        smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        to, stage, parity, follows = lane if lane < ranks else int32(0), int32(warp * stage_words), uint32(0), True
+        prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
+        inputs = TokenInputs(
+            x,
+            scales,
+            token_stride,
+            scale_stride,
+            topk_idx,
+            topk_weights,
+            is_token_in_rank,
+            num_tokens,
+            experts_per_rank,
+        )
+        peer, staging, phase = lane if lane < ranks else int32(0), int32(warp * staging_words), uint32(0)
+        has_next = True
         _, blocks, channel = first_channel(int32(cuda.gridDim.x), warp)
         griddepcontrol_wait()
-        griddepcontrol_launch_dependents()  # the meeting afterwards may take its place; it waits for our end
-        prepare(smem, bars, bar, progress_at, told_at, done_at, warps, ranks)
-        if ld_volatile_s32(state, LOST) != 0:
-            channel = channels  # the counts are not to be trusted
-        while follows and channel < channels:
-            t, end = first_token(channel, channels, tokens), first_token(channel + 1, channels, tokens)
-            follows = end < tokens
-            if not follows:
-                ask_no_more(smem, state, done_at, warps, lane)
-            first, put = rows_before(rank_prefix, channel_prefix, rank, to, ranks, channel, channels), int32(0)
-            goes = lane < ranks and t < end and is_token_in_rank[int64(t) * ranks + to] != 0
-            while t < end:
-                fill(smem, bars, warp, lane, stage, t, x, scales, token_stride, scale_stride, experts, weights)
+        griddepcontrol_launch_dependents()  # the barrier kernel may become resident; it waits for this grid to end
+        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        if ld_volatile_s32(state, ABORTED) != 0:
+            channel = channels  # the counts may be wrong
+        while has_next and channel < channels:
+            token, end = first_token(channel, channels, num_tokens), first_token(channel + 1, channels, num_tokens)
+            has_next = end < num_tokens
+            if not has_next:
+                retire_warp(smem_i32, state, done_offset, warps, lane)
+            first_row, sent = first_row_at_peer(prefix, rank, peer, ranks, channel, channels), int32(0)
+            selected = lane < ranks and token < end and is_token_in_rank[int64(token) * ranks + peer] != 0
+            while token < end:
+                pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs)
                 if lane < ranks:
-                    send_head[int64(t) * ranks + to] = put if goes else int32(-1)
-                next_goes = lane < ranks and t + 1 < end and is_token_in_rank[int64(t + 1) * ranks + to] != 0
-                # Who has not room for all that comes tells its host; nobody writes beyond.
-                mask = uint32(cuda.ballot_sync(FULL, goes and first + put < room))
-                parity = land(bars, warp, parity)
+                    send_head[int64(token) * ranks + peer] = sent if selected else int32(-1)
+                next_selected = (
+                    lane < ranks and token + 1 < end and is_token_in_rank[int64(token + 1) * ranks + peer] != 0
+                )
+                # Writes are clipped to the output's capacity; a rank whose output is too small aborts in notify.
+                mask = uint32(cuda.ballot_sync(FULL_MASK, selected and first_row + sent < capacity))
+                phase = wait_row(smem_u64, warp, phase)
                 for d in range(ranks):
                     if mask >> uint32(d) & uint32(1):
-                        row, there = int64(cuda.shfl_sync(FULL, int32(first + put), d)), outputs[d]
-                        keep(
-                            smem,
-                            stage,
-                            lane,
-                            d,
-                            row,
-                            d,
-                            experts_per_rank,
-                            pointer_from_address(there, recv_x),
-                            pointer_from_address(uint64(there + scales_at), recv_scales),
-                            pointer_from_address(uint64(there + experts_at), recv_experts),
-                            pointer_from_address(uint64(there + weights_at), recv_weights),
-                            pointer_from_address(uint64(there + source_at), recv_source),
+                        row, output = int64(cuda.shfl_sync(FULL_MASK, int32(first_row + sent), d)), outputs[d]
+                        recv = RecvTensors(
+                            pointer_from_address(output, recv_x),
+                            pointer_from_address(uint64(output + scales_offset), recv_scales),
+                            pointer_from_address(uint64(output + topk_idx_offset), recv_topk_idx),
+                            pointer_from_address(uint64(output + topk_weights_offset), recv_topk_weights),
+                            pointer_from_address(uint64(output + src_idx_offset), recv_src_idx),
                         )
-                if goes:
-                    put = int32(put + 1)
-                goes = next_goes
-                t = int32(t + 1)
-            if follows:
+                        unpack_token(smem_i32, staging, lane, d, row, d, experts_per_rank, recv)
+                if selected:
+                    sent = int32(sent + 1)
+                selected = next_selected
+                token = int32(token + 1)
+            if has_next:
                 channel = next_channel(state, False, blocks, warps, lane)
-        if follows:
-            ask_no_more(smem, state, done_at, warps, lane)
-        copied()
-        fill_up(recv_experts, rank_prefix, rank, ranks, worst, warp * blocks + cuda.blockIdx.x, blocks * warps, lane)
+        if has_next:
+            retire_warp(smem_i32, state, done_offset, warps, lane)
+        bulk_wait_all()
+        nth = warp * blocks + cuda.blockIdx.x
+        pad_tail(recv_topk_idx, rank_prefix, rank, ranks, num_recv_rows, nth, blocks * warps, lane)
 
-    return direct
+    return dispatch_direct
 
 
 SIGNATURE = (

@@ -1,68 +1,62 @@
-"""What ranks tell one another before rows travel: how many come (`notify_dispatch`), or only "I am here" (`barrier`).
+"""Kernels that run before rows are exchanged: `notify_dispatch` exchanges the counts, `barrier` only synchronises.
 
-Block d counts what goes to rank d, sends the counts there, and raises a flag. The last block waits for the flags of
-all ranks and adds up what came. Counts lie in one of two places, by turns, and flags are running numbers: who is at
-exchange n + 1 has seen the flags of all for exchange n, so nobody reads any more what exchange n - 1 left. Nothing is
-cleared, and no barrier is needed before or after, where the document has three.
+CTA d counts what goes to rank d, sends the counts there, and raises a flag. The last CTA waits for the flags of all
+ranks and sums the counts. The counts are double-buffered, and flags are sequence numbers: a rank at notify n + 1 has
+seen the flags of all ranks for notify n, so no rank still reads the counts of notify n - 1. Nothing is cleared, and no
+barrier is needed before or after, where DeepEP's kernel has three.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64
 
+from moe_numba.expert_parallel.kernels.arguments import RankContext
 from moe_numba.expert_parallel.kernels.buffer_layout import (
-    BARRIERS,
-    EXCHANGES,
-    LOST,
-    MOST_CHANNELS,
-    MOST_EXPERTS,
-    regions,
+    ABORTED,
+    BARRIER_COUNT,
+    MAX_CHANNELS,
+    MAX_EXPERTS,
+    NOTIFY_COUNTS,
+    buffer_layout,
 )
-from moe_numba.expert_parallel.kernels.channels import channel_of, shares
-from moe_numba.expert_parallel.kernels.progress import FULL
-from moe_numba.expert_parallel.kernels.timeout import BARRIER, COUNTS, MISCOUNT, TOO_MANY, give_up, out_of_patience
+from moe_numba.expert_parallel.kernels.channels import channel_of, split_tokens
+from moe_numba.expert_parallel.kernels.timeout import BARRIER, COUNT_MISMATCH, COUNTS, TOO_MANY_ROWS, abort, timed_out
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_relaxed_sys_s32, st_release_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.special_registers import globaltimer
+from moe_numba.ptx.warp import warp_inclusive_scan
 
-_AT_ONCE = 4  # loads on their way
+_LOADS_IN_FLIGHT = 4  # per thread
 
 
 @cuda.jit(device=True)
-def wait_for_flag(mine, at, wanted, state, status, patience, what, rank, peer):
-    """Wait until a running number of another rank is what is wanted, or more."""
+def wait_flag(ctx, offset, expected, code, peer):
+    """Wait until the sequence number that a peer stores at ``offset`` is ``expected`` or more."""
     start = globaltimer()
-    come = ld_acquire_sys_s32(mine, at)
-    while int32(come - wanted) < 0:
-        if out_of_patience(start, patience, state):
-            give_up(state, status, what, rank, int32(-1), peer, wanted, come)
+    found = ld_acquire_sys_s32(ctx.local, offset)
+    while int32(found - expected) < 0:
+        if timed_out(start, ctx):
+            abort(ctx, code, int32(-1), peer, expected, found)
             break
-        come = ld_acquire_sys_s32(mine, at)
+        found = ld_acquire_sys_s32(ctx.local, offset)
 
 
 @cache
 def make_notify_dispatch(num_ranks, threads):
-    """The kernel, for ``num_ranks + 1`` blocks of so many threads.
+    """Make the kernel, for ``num_ranks + 1`` CTAs of ``threads`` threads.
 
-    The host's counters, where it has any, are told the rows that come, and for each expert how many of them, rounded up
-    to a multiple of ``alignment``.
+    With ``has_counters`` it writes to ``counters``, in host memory, the number of rows that this rank receives, and for
+    each local expert the number of its tokens, rounded up to a multiple of ``alignment``.
     """
-    ready_at, counts_at, counts_stride = (
-        regions(num_ranks).ready,
-        regions(num_ranks).counts,
-        regions(num_ranks).counts_stride,
-    )
+    layout = buffer_layout(num_ranks)
+    flags_offset, counts_offset, counts_stride = layout.notify_flags, layout.counts, layout.counts_stride
 
     @cuda.jit(device=True)
-    def tell(
-        to,
-        mine,
-        peers,
-        state,
-        status,
-        rank,
-        exchange,
+    def send_counts(
+        peer,
+        ctx,
+        sequence,
         tokens_per_rank,
         tokens_per_expert,
         is_token_in_rank,
@@ -71,110 +65,93 @@ def make_notify_dispatch(num_ranks, threads):
         channels,
         channel_prefix,
     ):
-        """Count the tokens of each channel that go to a rank, and send what it must know."""
-        counts = cuda.shared.array(MOST_CHANNELS, int32)
+        """Count the tokens of each channel that go to a peer, and write the counts to the peer's buffer."""
+        counts = cuda.shared.array(MAX_CHANNELS, int32)
         t = int32(cuda.threadIdx.x)
         for c in range(t, channels, threads):
             counts[c] = int32(0)
         cuda.syncthreads()
-        each, longer = shares(channels, tokens)
+        each, longer = split_tokens(channels, tokens)
         for token in range(t, tokens, threads):
-            if is_token_in_rank[int64(token) * num_ranks + to] != 0:
+            if is_token_in_rank[int64(token) * num_ranks + peer] != 0:
                 cuda.atomic.add(counts, channel_of(token, each, longer), int32(1))
         cuda.syncthreads()
-        if t < 32:  # one warp adds up, a lane some neighbours
-            part = int32((channels + 31) // 32 | 1)  # odd: no two lanes of a bank
-            first, last = min(channels, int32(t * part)), min(channels, int32((t + 1) * part))
+        if t < 32:  # one warp computes the inclusive prefix sum; each lane has consecutive channels
+            per_lane = int32((channels + 31) // 32 | 1)  # odd: avoids bank conflicts
+            first, last = min(channels, int32(t * per_lane)), min(channels, int32((t + 1) * per_lane))
             own = int32(0)
             for c in range(first, last):
                 own = int32(own + counts[c])
-            total = own
-            for s in range(5):
-                lower = cuda.shfl_up_sync(FULL, total, 1 << s)
-                if t >= 1 << s:
-                    total = int32(total + lower)
-            total = int32(total - own)
+            total = int32(warp_inclusive_scan(own, t) - own)
             for c in range(first, last):
                 total = int32(total + counts[c])
                 counts[c] = total
         cuda.syncthreads()
-        theirs = pointer_from_address(peers[to], mine)
-        at = counts_at + int32((exchange & 1) * num_ranks + rank) * counts_stride
+        remote = pointer_from_address(ctx.peers[peer], ctx.local)
+        offset = counts_offset + int32((sequence & 1) * num_ranks + ctx.rank) * counts_stride
         for r in range(t, num_ranks, threads):
-            st_relaxed_sys_s32(theirs, at + r, tokens_per_rank[r])
+            st_relaxed_sys_s32(remote, offset + r, tokens_per_rank[r])
         for e in range(t, experts, threads):
-            st_relaxed_sys_s32(theirs, at + num_ranks + e, tokens_per_expert[int32(to * experts + e)])
+            st_relaxed_sys_s32(remote, offset + num_ranks + e, tokens_per_expert[int32(peer * experts + e)])
         for c in range(t, channels, threads):
-            channel_prefix[int32(to * channels + c)] = counts[c]
-            st_relaxed_sys_s32(theirs, at + num_ranks + MOST_EXPERTS + c, counts[int32(c - 1)] if c > 0 else int32(0))
+            channel_prefix[int32(peer * channels + c)] = counts[c]
+            before = counts[int32(c - 1)] if c > 0 else int32(0)
+            st_relaxed_sys_s32(remote, offset + num_ranks + MAX_EXPERTS + c, before)
         cuda.syncthreads()
         if t == 0:
             counted = counts[int32(channels - 1)]
-            if counted != tokens_per_rank[to]:
-                give_up(state, status, MISCOUNT, rank, int32(-1), to, tokens_per_rank[to], counted)
-            st_release_sys_s32(theirs, ready_at + rank, exchange)
+            if counted != tokens_per_rank[peer]:
+                abort(ctx, COUNT_MISMATCH, int32(-1), peer, tokens_per_rank[peer], counted)
+            st_release_sys_s32(remote, flags_offset + ctx.rank, sequence)
 
     @cuda.jit(device=True)
-    def learn(
-        mine,
-        state,
-        status,
-        patience,
-        rank,
-        exchange,
-        experts,
-        channels,
-        alignment,
-        capacity,
-        rank_prefix,
-        recv_channel_prefix,
-        counters,
-        has_counters,
+    def receive_counts(
+        ctx, sequence, experts, channels, alignment, capacity, rank_prefix, recv_channel_prefix, counters, has_counters
     ):
-        """Wait for what all ranks tell this one, and add it up."""
-        t = int32(cuda.threadIdx.x)
+        """Wait for the counts of all ranks, and compute the prefix matrices and the host's counters."""
+        local, t = ctx.local, int32(cuda.threadIdx.x)
         if t < num_ranks:
-            wait_for_flag(mine, ready_at + t, exchange, state, status, patience, COUNTS, rank, t)
+            wait_flag(ctx, flags_offset + t, sequence, COUNTS, t)
         cuda.syncthreads()
-        at = counts_at + int32((exchange & 1) * num_ranks) * counts_stride
+        offset = counts_offset + int32((sequence & 1) * num_ranks) * counts_stride
         for r in range(t, num_ranks, threads):
             total = int32(0)
             for s in range(num_ranks):
-                total = int32(total + mine[at + s * counts_stride + r])
+                total = int32(total + local[offset + s * counts_stride + r])
                 rank_prefix[int32(s * num_ranks + r)] = total
-        some = cuda.local.array(_AT_ONCE, int32)
-        for first in range(t, num_ranks * channels, _AT_ONCE * threads):
-            for u in range(_AT_ONCE):
+        loaded = cuda.local.array(_LOADS_IN_FLIGHT, int32)
+        for first in range(t, num_ranks * channels, _LOADS_IN_FLIGHT * threads):
+            for u in range(_LOADS_IN_FLIGHT):
                 i = int32(first + u * threads)
                 if i < num_ranks * channels:
                     s = int32(i // channels)
-                    some[u] = mine[at + s * counts_stride + num_ranks + MOST_EXPERTS + (i - s * channels)]
-            for u in range(_AT_ONCE):
+                    loaded[u] = local[offset + s * counts_stride + num_ranks + MAX_EXPERTS + (i - s * channels)]
+            for u in range(_LOADS_IN_FLIGHT):
                 i = int32(first + u * threads)
                 if i < num_ranks * channels:
-                    recv_channel_prefix[i] = some[u]
+                    recv_channel_prefix[i] = loaded[u]
         if has_counters != 0:
             for e in range(t, experts, threads):
                 total = int32(0)
                 for s in range(num_ranks):
-                    total = int32(total + mine[at + s * counts_stride + num_ranks + e])
+                    total = int32(total + local[offset + s * counts_stride + num_ranks + e])
                 counters[int32(1 + e)] = int32((total + alignment - 1) // alignment * alignment)
             fence_acq_rel_sys()
         cuda.syncthreads()
         if t == 0:
-            total = rank_prefix[int32((num_ranks - 1) * num_ranks + rank)]
+            total = rank_prefix[int32((num_ranks - 1) * num_ranks + ctx.rank)]
             if total > capacity:
-                give_up(state, status, TOO_MANY, rank, int32(-1), rank, capacity, total)
+                abort(ctx, TOO_MANY_ROWS, int32(-1), ctx.rank, capacity, total)
             elif has_counters != 0:
                 st_release_sys_s32(counters, 0, total)
 
     @cuda.jit
     def notify_dispatch(
-        mine,
+        local,
         peers,
         state,
         status,
-        patience,
+        timeout_ns,
         rank,
         tokens_per_rank,
         tokens_per_expert,
@@ -190,22 +167,19 @@ def make_notify_dispatch(num_ranks, threads):
         counters,
         has_counters,
     ):
+        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         griddepcontrol_wait()
-        griddepcontrol_launch_dependents()  # the dispatch may take its place meanwhile; it waits for our end
+        griddepcontrol_launch_dependents()  # dispatch may become resident; it waits for this grid to end
         block = int32(cuda.blockIdx.x)
-        exchange = int32(state[int32(EXCHANGES + block)] + 1)
+        sequence = int32(state[int32(NOTIFY_COUNTS + block)] + 1)
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            state[int32(EXCHANGES + block)] = exchange
+            state[int32(NOTIFY_COUNTS + block)] = sequence
         if block < num_ranks:
-            tell(
+            send_counts(
                 block,
-                mine,
-                peers,
-                state,
-                status,
-                rank,
-                exchange,
+                ctx,
+                sequence,
                 tokens_per_rank,
                 tokens_per_expert,
                 is_token_in_rank,
@@ -215,13 +189,9 @@ def make_notify_dispatch(num_ranks, threads):
                 channel_prefix,
             )
         else:
-            learn(
-                mine,
-                state,
-                status,
-                patience,
-                rank,
-                exchange,
+            receive_counts(
+                ctx,
+                sequence,
                 experts,
                 channels,
                 alignment,
@@ -243,26 +213,27 @@ NOTIFY_SIGNATURE = (
 
 @cache
 def make_barrier(num_ranks):
-    """The kernel, for one block of 32 threads: no rank is beyond it before all have come.
+    """Make the barrier kernel, for one CTA of 32 threads.
 
-    Who has given up does not come: what the others would find is not what they wait for.
+    A rank that has aborted does not arrive, because the data that its peers expect is missing.
     """
-    arrived_at = regions(num_ranks).arrived
+    flags_offset = buffer_layout(num_ranks).barrier_flags
 
     @cuda.jit
-    def barrier(mine, peers, state, status, patience, rank):
+    def barrier(local, peers, state, status, timeout_ns, rank):
+        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         lane = int32(cuda.threadIdx.x)
-        number = int32(state[BARRIERS] + 1)
+        sequence = int32(state[BARRIER_COUNT] + 1)
         cuda.syncwarp()
         if lane < num_ranks:
-            if ld_volatile_s32(state, LOST) == 0:
-                st_release_sys_s32(pointer_from_address(peers[lane], mine), arrived_at + rank, number)
-            wait_for_flag(mine, arrived_at + lane, number, state, status, patience, BARRIER, rank, lane)
+            if ld_volatile_s32(state, ABORTED) == 0:
+                st_release_sys_s32(pointer_from_address(peers[lane], local), flags_offset + rank, sequence)
+            wait_flag(ctx, flags_offset + lane, sequence, BARRIER, lane)
         cuda.syncwarp()
         if lane == 0:
-            state[BARRIERS] = number
+            state[BARRIER_COUNT] = sequence
 
     return barrier
 

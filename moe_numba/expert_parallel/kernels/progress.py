@@ -1,11 +1,12 @@
-"""What the last warp of every block does: it tells the other ranks how far the block's channels are.
+"""Progress of rings: copy warps post it in shared memory, and the CTA's publisher warp stores it to the peers.
 
-A release at system scope holds a thread up for more than a microsecond, for it waits until everything that its whole
-multiprocessor has written is known everywhere. A warp that carries rows would lose more by that than by carrying them.
-So they only leave word in shared memory, and one warp, which carries nothing, fences once for all of them.
+A release at system scope stalls a thread for more than a microsecond, because it waits until all writes of the SM are
+visible to every GPU. If copy warps did that, they would lose more time than the copies take. Copy warps therefore post
+their progress in shared memory, and one publisher warp per CTA issues a single system-scope fence on their behalf.
 
-A word has 8 bytes: a channel, and how far one of its rings is. They are stored as one, so that a channel is never taken
-for another. Before a warp goes on to another channel it waits until the last one's word is told.
+A progress value has 8 bytes: a channel and the number of rows of one ring. It is stored with one instruction, so that
+the channel and the count always match. Before a warp starts another channel, it waits until its progress on the
+previous one has been published.
 """
 
 from functools import cache
@@ -21,51 +22,50 @@ from moe_numba.ptx.atomics import (
 )
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import pointer_from_address
-
-FULL = 0xFFFFFFFF
-
-
-@cuda.jit(device=True)
-def leave_word(words, at, channel, count):
-    """Leave word how far a ring of a channel is."""
-    st_release_cta_shared_u64(words, at, uint64(uint64(channel + 1) << uint64(32) | uint64(uint32(count))))
+from moe_numba.ptx.warp import FULL_MASK
 
 
 @cuda.jit(device=True)
-def wait_until_told(words, at, told):
-    """Before word of another channel is left: what was left of the last one must be known."""
-    while poll_acquire_cta_shared_u64(words, told) != words[at]:
+def post_progress(smem_u64, slot, channel, count):
+    """Post the number of rows written to, or consumed from, a ring of a channel."""
+    st_release_cta_shared_u64(smem_u64, slot, uint64(uint64(channel + 1) << uint64(32) | uint64(uint32(count))))
+
+
+@cuda.jit(device=True)
+def wait_published(smem_u64, slot, published_slot):
+    """Wait until the publisher warp has published the progress in ``slot``."""
+    while poll_acquire_cta_shared_u64(smem_u64, published_slot) != smem_u64[slot]:
         pass
 
 
 @cache
 def make_publish(shape):
-    """``publish``, until all warps are done: word that each left goes to a flag of the rank concerned."""
+    """Make ``publish``: store new progress to the peers' flags until all copy warps of the CTA are done."""
     ranks, items, warps = shape.num_ranks, shape.warps * shape.num_ranks, shape.warps
-    progress_at, told_at, done_at = shape.progress, shape.told, shape.done
-    rounds = -(-items // 32)
+    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    items_per_lane = -(-items // 32)
 
     @cuda.jit(device=True)
-    def publish(smem, words, lane, rank, flags_at, mine, peers):
-        now = cuda.local.array(rounds, uint64)
-        going = int32(1)
-        while going != 0:
-            done = lane >= warps or poll_acquire_cta_shared_s32(smem, done_at + lane) != 0
-            going = int32(0 if cuda.all_sync(FULL, done) else 1)
-            news = False
-            for j in range(rounds):
+    def publish(smem_i32, smem_u64, lane, rank, flags_offset, local, peers):
+        progress = cuda.local.array(items_per_lane, uint64)
+        running = int32(1)
+        while running != 0:
+            done = lane >= warps or poll_acquire_cta_shared_s32(smem_i32, done_offset + lane) != 0
+            running = int32(0 if cuda.all_sync(FULL_MASK, done) else 1)
+            changed = False
+            for j in range(items_per_lane):
                 item = int32(32 * j + lane)
                 if item < items:
-                    now[j] = ld_acquire_cta_shared_u64(words, progress_at + item)
-                    news = news or now[j] != words[int32(told_at + item)]
-            if cuda.any_sync(FULL, news):
+                    progress[j] = ld_acquire_cta_shared_u64(smem_u64, progress_offset + item)
+                    changed = changed or progress[j] != smem_u64[int32(published_offset + item)]
+            if cuda.any_sync(FULL_MASK, changed):
                 fence_acq_rel_sys()
-                for j in range(rounds):
+                for j in range(items_per_lane):
                     item = int32(32 * j + lane)
-                    if item < items and now[j] != words[int32(told_at + item)]:
-                        channel, to = int32(int32(now[j] >> uint64(32)) - 1), int32(item % ranks)
-                        theirs = pointer_from_address(peers[to], mine)
-                        st_relaxed_sys_s32(theirs, flags_at + channel * ranks + rank, int32(uint32(now[j])))
-                        st_release_cta_shared_u64(words, told_at + item, now[j])
+                    if item < items and progress[j] != smem_u64[int32(published_offset + item)]:
+                        channel, peer = int32(int32(progress[j] >> uint64(32)) - 1), int32(item % ranks)
+                        remote = pointer_from_address(peers[peer], local)
+                        st_relaxed_sys_s32(remote, flags_offset + channel * ranks + rank, int32(uint32(progress[j])))
+                        st_release_cta_shared_u64(smem_u64, published_offset + item, progress[j])
 
     return publish

@@ -1,103 +1,112 @@
-"""How combine adds up a token's rows: in the order of the ranks, in float32, rounded once.
+"""Reduction of combine: sums a token's rows in rank order, in float32, rounded once to bfloat16.
 
-A warp adds up a token. The rank's own row lies in the warp's stage when it begins, and the sum takes its place there:
-both travel by bulk copies, since a multiprocessor's warps can neither load nor store as fast. Other ranks' rows are
-loaded from their rings.
+One warp reduces one token. The rank's own row is already in the warp's staging buffer, and the sum replaces it there;
+both use TMA bulk copies, which are faster than the loads and stores of an SM's warps. Rows of other ranks are loaded
+from their rings.
 """
 
 from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.expert_parallel.kernels.progress import FULL
 from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import ld_global_s32x4, ld_shared_s32x4, st_shared_s32x4
+from moe_numba.ptx.warp import FULL_MASK
 
 
-def make_add_up(shape, biases):
-    """``add_up``: the sum of a token's rows, with so many biases; ``begins`` is of lane r where rank r's row begins."""
-    return make_add_pair(shape) if shape.num_ranks <= 2 and not biases else make_add_many(shape, biases)
+def make_reduce_token(shape, biases):
+    """Make ``reduce_token``, which sums a token's rows and ``biases`` biases; lane r passes the offset of rank r's row.
+
+    At most two rows without biases are summed in bfloat16, everything else in float32; the results are equal.
+    """
+    if shape.num_ranks <= 2 and not biases:
+        return make_reduce_token_two_ranks(shape)
+    return make_reduce_token_general(shape, biases)
 
 
-def _pieces(row_words, most):
-    """A row's pieces of 16 bytes, and how many a lane takes at once: if it can be, so many that all lanes have some."""
-    pieces = row_words // 4
-    most = min(most, -(-pieces // 32))
-    fitting = [n for n in range(-(-most // 2), most + 1) if pieces % (32 * n) == 0]
-    return pieces, max(fitting, default=most)
+def _vectors(row_words, max_per_lane):
+    """Return a row's number of 16-byte vectors, and how many a lane loads at once.
+
+    The second number divides the row evenly among the lanes if possible.
+    """
+    vectors = row_words // 4
+    max_per_lane = min(max_per_lane, -(-vectors // 32))
+    even = [n for n in range(-(-max_per_lane // 2), max_per_lane + 1) if vectors % (32 * n) == 0]
+    return vectors, max(even, default=max_per_lane)
 
 
 @cache
-def _make_parts(row_words, most):
-    """``ask``, ``own`` and ``keep``: some pieces of a row from a ring; from the stage; and to it.
+def _make_row_access(row_words, max_per_lane):
+    """Make ``load_ring``, ``load_staging`` and ``store_staging``, which move some 16-byte vectors of a row.
 
-    A lane takes every 32nd piece from ``first`` on. Also how many pieces a row has, and a lane takes at once.
+    A lane accesses every 32nd vector from ``first`` on. Also returns the numbers of vectors of a row, and of a lane.
     """
-    pieces, at_once = _pieces(row_words, most)
-    all_have_all = pieces % (32 * at_once) == 0
+    vectors, per_lane = _vectors(row_words, max_per_lane)
+    is_even = vectors % (32 * per_lane) == 0
 
-    def reader(load):
+    def make_load(load):
         @cuda.jit(device=True)
-        def read_pieces(words, source, begin, first):
-            at = begin + 4 * first
-            for u in range(at_once):
-                if all_have_all or first + 32 * u < pieces:
-                    a, b, c, d = load(source, at + 128 * u)
+        def load_vectors(words, source, row_offset, first):
+            offset = row_offset + 4 * first
+            for u in range(per_lane):
+                if is_even or first + 32 * u < vectors:
+                    a, b, c, d = load(source, offset + 128 * u)
                     words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
 
-        return read_pieces
+        return load_vectors
 
     @cuda.jit(device=True)
-    def keep(smem, stage, first, words):
-        at = int32(stage + 4 * first)
-        for u in range(at_once):
-            if all_have_all or first + 32 * u < pieces:
-                st_shared_s32x4(smem, at + 128 * u, words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
+    def store_staging(smem_i32, staging, first, words):
+        offset = int32(staging + 4 * first)
+        for u in range(per_lane):
+            if is_even or first + 32 * u < vectors:
+                a, b, c, d = words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3]
+                st_shared_s32x4(smem_i32, offset + 128 * u, a, b, c, d)
 
-    return reader(ld_global_s32x4), reader(ld_shared_s32x4), keep, pieces, at_once
+    return make_load(ld_global_s32x4), make_load(ld_shared_s32x4), store_staging, vectors, per_lane
 
 
 @cache
-def make_add_pair(shape):
-    """Two rows at most: added as they are, two elements at a time, for that rounds once as well."""
-    ask, own, keep, pieces, at_once = _make_parts(shape.record.row, 8)
-    held, has_peer = 4 * at_once, shape.num_ranks == 2
+def make_reduce_token_two_ranks(shape):
+    """Make ``reduce_token`` for at most two rows: packed bfloat16 additions, which round once as well."""
+    load_ring, load_staging, store_staging, vectors, per_lane = _make_row_access(shape.slot.row, 8)
+    num_words, has_peer = 4 * per_lane, shape.num_ranks == 2
 
     @cuda.jit(device=True)
-    def add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, bias_at):
-        some = cuda.local.array(held, int32)
-        other = cuda.local.array(held, int32)
+    def reduce_token(smem_i32, staging, local, row_offset, mask, rank, lane, bias_0, bias_1, bias_offset):
+        own_words = cuda.local.array(num_words, int32)
+        peer_words = cuda.local.array(num_words, int32)
         peer = int32(1 - rank) if has_peer else int32(0)
-        is_here = mask >> uint32(rank) & uint32(1) != uint32(0)
-        is_there = has_peer and mask >> uint32(peer) & uint32(1) != uint32(0)
-        begin = cuda.shfl_sync(FULL, begins, peer)
-        for base in range(0, pieces, 32 * at_once):
+        has_own_row = mask >> uint32(rank) & uint32(1) != uint32(0)
+        has_peer_row = has_peer and mask >> uint32(peer) & uint32(1) != uint32(0)
+        peer_offset = cuda.shfl_sync(FULL_MASK, row_offset, peer)
+        for base in range(0, vectors, 32 * per_lane):
             first = int32(base + lane)
-            for w in range(held):
-                some[w] = other[w] = int32(0)
-            if is_there:
-                ask(other, mine, begin, first)
-            if is_here:
-                own(some, smem, stage, first)
-            for w in range(held):
-                total = add_rn_bf16x2(uint32(some[w]), uint32(0))  # a sum is 0, not -0, even of -0 alone
-                if is_there:
-                    total = add_rn_bf16x2(total, uint32(other[w]))
-                some[w] = int32(total)
-            keep(smem, stage, first, some)
+            for w in range(num_words):
+                own_words[w] = peer_words[w] = int32(0)
+            if has_peer_row:
+                load_ring(peer_words, local, peer_offset, first)
+            if has_own_row:
+                load_staging(own_words, smem_i32, staging, first)
+            for w in range(num_words):
+                total = add_rn_bf16x2(uint32(own_words[w]), uint32(0))  # turns -0 into 0, as a sum that begins at 0
+                if has_peer_row:
+                    total = add_rn_bf16x2(total, uint32(peer_words[w]))
+                own_words[w] = int32(total)
+            store_staging(smem_i32, staging, first, own_words)
 
-    return add_up
+    return reduce_token
 
 
 @cache
-def make_add_many(shape, biases):
-    """A float32 sum for each element: biases first, then two rows at a time are on their way."""
-    ask, own, keep, pieces, at_once = _make_parts(shape.record.row, 4)
-    held, summed = 4 * at_once, 8 * at_once
+def make_reduce_token_general(shape, biases):
+    """Make ``reduce_token`` with one float32 sum per element: biases first, then rows, two of them in flight."""
+    load_ring, load_staging, store_staging, vectors, per_lane = _make_row_access(shape.slot.row, 4)
+    num_words, num_sums = 4 * per_lane, 8 * per_lane
 
     @cuda.jit(device=True)
-    def lowest(mask):
+    def lowest_rank(mask):
         return int32(cuda.ffs(mask) - 1)
 
     @cuda.jit(device=True)
@@ -105,68 +114,68 @@ def make_add_many(shape, biases):
         return uint32(mask & (mask - uint32(1)))
 
     @cuda.jit(device=True)
-    def take(words, smem, stage, mine, begins, r, rank, first):
-        begin = cuda.shfl_sync(FULL, begins, r)
+    def load_row(words, smem_i32, staging, local, row_offset, r, rank, first):
+        offset = cuda.shfl_sync(FULL_MASK, row_offset, r)
         if r != rank:
-            ask(words, mine, begin, first)
+            load_ring(words, local, offset, first)
         else:
-            own(words, smem, stage, first)
+            load_staging(words, smem_i32, staging, first)
 
     @cuda.jit(device=True)
     def add(sums, words):
-        for w in range(held):
+        for w in range(num_words):
             sums[2 * w] += uint_as_float(uint32(words[w]) << uint32(16))
             sums[2 * w + 1] += uint_as_float(uint32(words[w]) & uint32(0xFFFF0000))
 
     @cuda.jit(device=True)
-    def add_up(smem, stage, mine, begins, mask, rank, lane, bias_0, bias_1, bias_at):
-        some = cuda.local.array(held, int32)
-        other = cuda.local.array(held, int32)
-        sums = cuda.local.array(summed, float32)
-        for base in range(0, pieces, 32 * at_once):
+    def reduce_token(smem_i32, staging, local, row_offset, mask, rank, lane, bias_0, bias_1, bias_offset):
+        words_0 = cuda.local.array(num_words, int32)
+        words_1 = cuda.local.array(num_words, int32)
+        sums = cuda.local.array(num_sums, float32)
+        for base in range(0, vectors, 32 * per_lane):
             first = int32(base + lane)
-            for j in range(summed):
+            for j in range(num_sums):
                 sums[j] = float32(0)
             if biases > 0:
-                ask(some, bias_0, bias_at, first)
+                load_ring(words_0, bias_0, bias_offset, first)
                 if biases > 1:
-                    ask(other, bias_1, bias_at, first)
-                add(sums, some)
+                    load_ring(words_1, bias_1, bias_offset, first)
+                add(sums, words_0)
                 if biases > 1:
-                    add(sums, other)
-            rest = mask
-            while rest != uint32(0):
-                take(some, smem, stage, mine, begins, lowest(rest), rank, first)
-                rest = without_lowest(rest)
-                two = rest != uint32(0)
-                if two:
-                    take(other, smem, stage, mine, begins, lowest(rest), rank, first)
-                    rest = without_lowest(rest)
-                add(sums, some)
-                if two:
-                    add(sums, other)
-            for w in range(held):
-                some[w] = int32(cvt_rn_bf16x2_f32(sums[2 * w + 1], sums[2 * w]))
-            keep(smem, stage, first, some)
+                    add(sums, words_1)
+            remaining = mask
+            while remaining != uint32(0):
+                load_row(words_0, smem_i32, staging, local, row_offset, lowest_rank(remaining), rank, first)
+                remaining = without_lowest(remaining)
+                has_second = remaining != uint32(0)
+                if has_second:
+                    load_row(words_1, smem_i32, staging, local, row_offset, lowest_rank(remaining), rank, first)
+                    remaining = without_lowest(remaining)
+                add(sums, words_0)
+                if has_second:
+                    add(sums, words_1)
+            for w in range(num_words):
+                words_0[w] = int32(cvt_rn_bf16x2_f32(sums[2 * w + 1], sums[2 * w]))
+            store_staging(smem_i32, staging, first, words_0)
 
-    return add_up
+    return reduce_token
 
 
 @cache
-def make_add_weights(shape):
-    """``add_weights``: the sum of what came with a token's rows."""
-    ranks, topk, weights_at = shape.num_ranks, shape.record.scales, shape.record.row
+def make_reduce_weights(shape):
+    """Make ``reduce_weights``, which sums the weights that came with a token's rows."""
+    ranks, topk, weights_offset = shape.num_ranks, shape.slot.scales, shape.slot.row
 
     @cuda.jit(device=True)
-    def add_weights(mine, begins, mask, rank, lane, weights, own_row, out_weights, token):
+    def reduce_weights(local, row_offset, mask, rank, lane, weights, own_row, out_weights, token):
         if topk > 0:
             total = float32(0)
             for r in range(ranks):
-                begin = cuda.shfl_sync(FULL, begins, r)
+                offset = cuda.shfl_sync(FULL_MASK, row_offset, r)
                 if lane < topk and mask >> uint32(r) & uint32(1):
-                    bits = weights[own_row * topk + lane] if r == rank else mine[begin + weights_at + lane]
+                    bits = weights[own_row * topk + lane] if r == rank else local[offset + weights_offset + lane]
                     total += uint_as_float(uint32(bits))
             if lane < topk:
                 out_weights[int64(token) * topk + lane] = total
 
-    return add_weights
+    return reduce_weights

@@ -1,100 +1,127 @@
-"""A row as dispatch sends it: how a token and what belongs to it become a record, and a record becomes a row."""
+"""Token slots of dispatch: packs a token and its metadata into a slot, unpacks a slot into the output tensors."""
 
+from dataclasses import dataclass
 from functools import cache
 
 from numba import cuda, int32, int64
 
-from moe_numba.expert_parallel.kernels.channels import make_fetch
+from moe_numba.expert_parallel.kernels.buffer_layout import align_words
+from moe_numba.expert_parallel.kernels.bulk_pipeline import make_row_loader
 from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
 from moe_numba.ptx.fence import fence_proxy_async_shared
 
-_MOST_NUMBER = (1 << 31) - 1
+_MAX_EXPERT = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class TokenSlot:
+    """Layout of a packed token: the row, followed by its metadata; sizes and offsets in words."""
+
+    row: int
+    scales: int = 0
+    topk: int = 0  # experts, and as many weights
+    has_src_idx: bool = True  # whether the token's index on its source rank follows
+
+    @property
+    def topk_idx(self):
+        """Offset of the experts."""
+        return self.row + self.scales
+
+    @property
+    def topk_weights(self):
+        """Offset of the experts' weights."""
+        return self.topk_idx + self.topk
+
+    @property
+    def src_idx(self):
+        """Offset of the token's index on its source rank."""
+        return self.topk_weights + self.topk
+
+    @property
+    def words(self):
+        """Size of a packed token, rounded up to 16 bytes as TMA bulk copies require."""
+        return -(-(self.src_idx + self.has_src_idx) // 4) * 4
+
+    @property
+    def stride(self):
+        """Distance from slot to slot."""
+        return align_words(self.words)
 
 
 @cache
-def make_fill(shape):
-    """``fill``: a token's row, and behind it what belongs to it, come to a warp's stage."""
-    record, (fetch, _) = shape.record, make_fetch(shape.bar)
-    row_words, scale_words, topk, row_bytes = record.row, record.scales, record.topk, 4 * record.row
-    experts_at, weights_at, source_at = record.experts, record.weights, record.source_index
-    rounds = -(-scale_words // 32)
-    held = max(1, rounds)
+def make_pack_token(shape):
+    """Make ``pack_token``: start the bulk load of a token's row to the staging buffer, and write its metadata there."""
+    slot, (load_row, _) = shape.slot, make_row_loader(shape.barrier_offset)
+    row_words, scale_words, topk, row_bytes = slot.row, slot.scales, slot.topk, 4 * slot.row
+    experts_offset, weights_offset, source_offset = slot.topk_idx, slot.topk_weights, slot.src_idx
+    scales_per_lane = -(-scale_words // 32)
+    num_registers = max(1, scales_per_lane)
 
     @cuda.jit(device=True)
-    def fill(smem, bars, warp, lane, stage, t, x, scales, token_stride, scale_stride, experts, weights):
-        # What is small is asked for first, so that it comes while the last row goes.
-        some = cuda.local.array(held, int32)
+    def pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs):
+        # Load the metadata first: its latency overlaps with the store of the previous row.
+        scales = cuda.local.array(num_registers, int32)
         expert, weight = int32(-1), int32(0)
-        for j in range(rounds):
+        for j in range(scales_per_lane):
             if lane + 32 * j < scale_words:
-                some[j] = scales[t * token_stride + (lane + 32 * j) * scale_stride]
+                scales[j] = inputs.scales[token * inputs.token_stride + (lane + 32 * j) * inputs.scale_stride]
         if lane < topk:
-            number = experts[int64(t) * topk + lane]
-            expert = int32(number) if 0 <= number and number <= _MOST_NUMBER else int32(-1)
-            weight = weights[int64(t) * topk + lane]
-        fetch(smem, bars, warp, lane, stage, x, int64(t) * row_words, row_bytes)
-        for j in range(rounds):
+            number = inputs.topk_idx[int64(token) * topk + lane]
+            expert = int32(number) if 0 <= number and number <= _MAX_EXPERT else int32(-1)
+            weight = inputs.topk_weights[int64(token) * topk + lane]
+        load_row(smem_i32, smem_u64, warp, lane, staging, inputs.x, int64(token) * row_words, row_bytes)
+        for j in range(scales_per_lane):
             if lane + 32 * j < scale_words:
-                smem[int32(stage + row_words + lane + 32 * j)] = some[j]
+                smem_i32[int32(staging + row_words + lane + 32 * j)] = scales[j]
         if lane < topk:
-            smem[int32(stage + experts_at + lane)] = expert
-            smem[int32(stage + weights_at + lane)] = weight
+            smem_i32[int32(staging + experts_offset + lane)] = expert
+            smem_i32[int32(staging + weights_offset + lane)] = weight
         if lane == 0:
-            smem[int32(stage + source_at)] = t
+            smem_i32[int32(staging + source_offset)] = token
         fence_proxy_async_shared()
 
-    return fill
+    return pack_token
 
 
 @cache
-def make_keep(record):
-    """``keep``: from shared memory to where a row belongs, with what came with it."""
-    row_words, scale_words, topk, row_bytes = record.row, record.scales, record.topk, 4 * record.row
-    experts_at, weights_at, source_at = record.experts, record.weights, record.source_index
+def make_unpack_token(slot):
+    """Make ``unpack_token``: copy a packed token from the staging buffer to its row of the output tensors.
+
+    Lane ``store_lane`` issues the bulk store of the row. Experts become local to ``rank``; others become -1.
+    """
+    row_words, scale_words, topk, row_bytes = slot.row, slot.scales, slot.topk, 4 * slot.row
+    experts_offset, weights_offset, source_offset = slot.topk_idx, slot.topk_weights, slot.src_idx
 
     @cuda.jit(device=True)
-    def keep(
-        smem,
-        stage,
-        lane,
-        carrier,
-        row,
-        rank,
-        experts_per_rank,
-        recv_x,
-        recv_scales,
-        recv_experts,
-        recv_weights,
-        recv_source,
-    ):
-        if lane == carrier:
-            bulk_store(recv_x, row * row_words, smem, stage, row_bytes)
+    def unpack_token(smem_i32, staging, lane, store_lane, row, rank, experts_per_rank, recv):
+        if lane == store_lane:
+            bulk_store(recv.x, row * row_words, smem_i32, staging, row_bytes)
             bulk_commit_group()
         for i in range(lane, scale_words, 32):
-            recv_scales[row * scale_words + i] = smem[int32(stage + row_words + i)]
+            recv.scales[row * scale_words + i] = smem_i32[int32(staging + row_words + i)]
         for i in range(lane, topk, 32):
-            expert = int32(smem[int32(stage + experts_at + i)] - rank * experts_per_rank)
-            is_here = 0 <= expert and expert < experts_per_rank
-            recv_experts[row * topk + i] = int64(expert) if is_here else int64(-1)
-            weight = smem[int32(stage + weights_at + i)]
-            recv_weights[row * topk + i] = weight if is_here else int32(0)
+            expert = int32(smem_i32[int32(staging + experts_offset + i)] - rank * experts_per_rank)
+            is_local = 0 <= expert and expert < experts_per_rank
+            recv.topk_idx[row * topk + i] = int64(expert) if is_local else int64(-1)
+            weight = smem_i32[int32(staging + weights_offset + i)]
+            recv.topk_weights[row * topk + i] = weight if is_local else int32(0)
         if lane == 0:
-            recv_source[row] = smem[int32(stage + source_at)]
+            recv.src_idx[row] = smem_i32[int32(staging + source_offset)]
 
-    return keep
+    return unpack_token
 
 
 @cache
-def make_fill_up(record):
-    """``fill_up``: a warp's part of the rows beyond those that came, in which no expert is here."""
-    topk = record.topk
+def make_pad_tail(slot):
+    """Make ``pad_tail``: set the experts of the output rows beyond the received ones to -1."""
+    topk = slot.topk
 
     @cuda.jit(device=True)
-    def fill_up(recv_experts, rank_prefix, rank, ranks, worst, warp, warps, lane):
+    def pad_tail(recv_topk_idx, rank_prefix, rank, ranks, num_rows, warp, warps, lane):
         if topk > 0:
-            at = int64(int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk + warp * 32 + lane)
-            while at < int64(worst) * topk:
-                recv_experts[at] = int64(-1)
-                at += int64(warps * 32)
+            offset = int64(int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk + warp * 32 + lane)
+            while offset < int64(num_rows) * topk:
+                recv_topk_idx[offset] = int64(-1)
+                offset += int64(warps * 32)
 
-    return fill_up
+    return pad_tail

@@ -1,42 +1,44 @@
-"""Where things lie in a rank's buffer while the document's kernels run: offsets in bytes.
+"""Configuration of our Numba port of DeepEP's kernels, and the byte offsets of the sections of a rank's buffer.
 
-Rank r's buffer holds a **queue** for each channel c and each source rank s, number ``c * ranks + s``, which s fills and
-r empties: a ring of rows and what goes with them, and a head and a tail. The sections follow one another, each from a
-multiple of 128 bytes on. DeepEP pads nothing: its rows are aligned for some numbers of ranks only.
+Rank r's buffer holds a **queue** for each channel c and each source rank s, with index ``c * ranks + s``, which s fills
+and r empties: a ring of rows with their metadata, a head and a tail. Sections are aligned to 128 bytes. DeepEP does not
+pad them, so its rows are aligned only for some numbers of ranks.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 ALIGNMENT = 128
-SIGNALS_BYTES = ALIGNMENT  # of the barrier: an int32 for each rank
+SIGNALS_BYTES = ALIGNMENT  # of the barrier: one int32 per rank
 
 
-class Constants(NamedTuple):
-    """What the kernels of one operation, dispatch or combine, are compiled for."""
+class DeepEPConfig(NamedTuple):
+    """Compile-time configuration of the kernels of one operation, dispatch or combine."""
 
     ranks: int  # 1 to 8
-    channels: int = 12  # half the blocks
-    ring: int = 256  # rows of a queue
-    chunk: int = 6  # rows that are sent before the tail is published
+    channels: int = 12  # half of the CTAs
+    ring: int = 256  # slots of a queue
+    chunk: int = 6  # rows sent before the tail is published
     row_bytes: int = 14336  # a multiple of 16
-    topk: int = 8  # 0 to 32; without experts' indices and weights 0
-    scales: int = 0  # of a row, float32; dispatch only
+    topk: int = 8  # 0 to 32; 0 without experts and weights
+    scales: int = 0  # float32 per row; dispatch only
     experts: int = 256  # of all ranks; dispatch only
-    warps: int = 3  # of a block, for each rank
+    warps: int = 3  # per CTA and rank
     biases: int = 0  # 0 to 2; combine only
-    fault: str = ""  # what is done wrong, to be shown
+    fault: str = ""  # a deliberate mistake, for demonstrations: see FAULTS
+    on_row: Callable | None = None  # simulator only: called by dispatch when a lane has written its part of a row
 
     @property
     def threads(self):
-        """Of a block."""
+        """Threads of a CTA."""
         return 32 * self.warps * self.ranks
 
 
-class Dispatch(NamedTuple):
-    """Offsets in bytes, and the end of it all."""
+class DispatchOffsets(NamedTuple):
+    """Byte offsets of the sections of a dispatch, and their total size."""
 
     rank_prefix: int  # int32 [ranks, ranks]
-    start: int  # int32 [queues], as all four of them
+    start: int  # int32 [queues], as the next three
     end: int
     head: int
     tail: int
@@ -48,8 +50,8 @@ class Dispatch(NamedTuple):
     size: int
 
 
-class Combine(NamedTuple):
-    """Offsets in bytes, and the end of it all."""
+class CombineOffsets(NamedTuple):
+    """Byte offsets of the sections of a combine, and their total size."""
 
     head: int  # int32 [queues]
     tail: int
@@ -59,49 +61,50 @@ class Combine(NamedTuple):
     size: int
 
 
-def padded(size):
-    """The next multiple of 128."""
+def align_up(size):
+    """Round a size up to a multiple of 128."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _offsets(*sizes):
-    at = [0]
+def _prefix_sum(*sizes):
+    offsets = [0]
     for size in sizes:
-        at.append(at[-1] + padded(size))
-    return at
+        offsets.append(offsets[-1] + align_up(size))
+    return offsets
 
 
-def dispatch_regions(c):
-    """The sections of a dispatch."""
-    queues = c.ranks * c.channels
-    rows = queues * c.ring
-    ring = (rows * c.row_bytes, 4 * rows, 8 * rows * c.topk, 4 * rows * c.topk, 4 * rows * c.scales)
-    return Dispatch(*_offsets(4 * c.ranks**2, *[4 * queues] * 4, *ring))
+def dispatch_offsets(config):
+    """Compute the offsets of a dispatch."""
+    queues = config.ranks * config.channels
+    rows = queues * config.ring
+    ring = (rows * config.row_bytes, 4 * rows, 8 * rows * config.topk, 4 * rows * config.topk, 4 * rows * config.scales)
+    return DispatchOffsets(*_prefix_sum(4 * config.ranks**2, *[4 * queues] * 4, *ring))
 
 
-def combine_regions(c):
-    """The sections of a combine, which takes the place of the dispatch before it."""
-    queues = c.ranks * c.channels
-    rows = queues * c.ring
-    return Combine(*_offsets(*[4 * queues] * 2, rows * c.row_bytes, 4 * rows, 4 * rows * c.topk))
+def combine_offsets(config):
+    """Compute the offsets of a combine, which overwrites the sections of the dispatch before it."""
+    queues = config.ranks * config.channels
+    rows = queues * config.ring
+    return CombineOffsets(*_prefix_sum(*[4 * queues] * 2, rows * config.row_bytes, 4 * rows, 4 * rows * config.topk))
 
 
-def notify_bytes(c):
-    """What notify_dispatch needs: after the prefix matrix, each source rank's counts of this rank's experts."""
-    return dispatch_regions(c).start + padded(4 * c.experts)
+def notify_bytes(config):
+    """Return the bytes that notify_dispatch uses: prefix matrix, then the counts of this rank's experts by source."""
+    return dispatch_offsets(config).start + align_up(4 * config.experts)
 
 
-def least_bytes(dispatch=None, combine=None):
-    """The least size of a buffer for a dispatch, a combine, or the one and then the other; signals not included."""
-    sizes = [max(dispatch_regions(dispatch).size, notify_bytes(dispatch))] if dispatch else []
-    return max(sizes + ([combine_regions(combine).size] if combine else []))
+def min_buffer_bytes(dispatch=None, combine=None):
+    """Return the minimum size of a buffer for a dispatch, a combine, or one after the other; without signals."""
+    sizes = [max(dispatch_offsets(dispatch).size, notify_bytes(dispatch))] if dispatch else []
+    return max(sizes + ([combine_offsets(combine).size] if combine else []))
 
 
-def least_ring(combine):
-    """The fewest rows of a combine's ring with which it cannot lock up.
+def min_ring_slots(combine):
+    """Return the minimum number of ring slots with which a combine cannot deadlock.
 
-    Each of a block's ``reducers`` has a token. The head may be as many rows less one behind what they have read, while
-    the sender waits for room for a whole chunk. DeepEP asks for chunk + 1 rows, and may hang.
+    Each of a CTA's ``reducers`` warps holds a token. The head may trail the rows that have been read by
+    ``reducers - 1`` rows, while the sender waits for space for a whole chunk. DeepEP requires only chunk + 1 slots, and
+    may deadlock.
     """
     reducers = combine.warps * combine.ranks - 1
     return combine.chunk + reducers - 1

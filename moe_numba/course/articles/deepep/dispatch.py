@@ -1,24 +1,25 @@
-"""The document's dispatch: rows travel through rings in the receivers' buffers, and from there to their places.
+"""Our Numba port of DeepEP's intranode dispatch kernel: rows pass through rings in the receivers' buffers.
 
-Blocks come in pairs, a pair for a channel: the even one sends the channel's tokens, the odd one receives. A few warps
-of a block serve one rank. The sender asks for room for a chunk, fills the slots that follow its **tail**, and publishes
-the tail; the receiver copies what lies between its **head** and the tail to where it belongs, and publishes the head.
+CTAs form pairs, one pair per channel: the even CTA sends the channel's tokens, the odd one receives. A group of warps
+in a CTA serves one rank. The sender waits for space for a chunk, fills the slots from its **tail** on, and publishes
+the tail. The receiver copies the rows between its **head** and the tail to their final place, and publishes the head.
 
-Where this differs from DeepEP, it mends: flags are released and acquired where DeepEP polls by ``volatile``; rings are
-read by ordinary loads, not by those for memory that nobody writes; the warps of a rank meet once after they have read
-which rows will come, so that they give up together or not at all.
+Differences from DeepEP: flags use release and acquire where DeepEP polls with ``volatile`` loads; rings are read with
+ordinary loads instead of non-coherent ones (``ld.global.nc``); and the warps of a rank synchronise once after reading
+which rows will arrive, so that they time out together or not at all.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.course.articles.deepep.buffer_layout import dispatch_regions
+from moe_numba.course.articles.deepep.buffer_layout import dispatch_offsets
 from moe_numba.course.articles.deepep.polling import (
-    FULL,
     OFFSETS,
-    ROOM,
     ROWS,
+    SPACE,
+    WaitContext,
     at_least,
     make_channel_range,
     make_copy_row,
@@ -27,284 +28,224 @@ from moe_numba.course.articles.deepep.polling import (
 )
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_relaxed_sys_s32, st_release_sys_s32
 from moe_numba.ptx.memory import ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address
+from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_sync
 
 FAULTS = ("plain tail", "tail first", "no barrier", "relaxed poll", "early head")
 
 
+class TokenInputs(NamedTuple):
+    """The tokens that this rank sends."""
+
+    x: object  # int32*, rows in words
+    scales: object  # float32*, with the two strides that follow
+    token_stride: object  # int64
+    column_stride: object  # int64
+    topk_idx: object  # int64*
+    topk_weights: object  # float32*
+    is_token_in_rank: object  # uint8*
+    channel_prefix: object  # int32*
+    num_tokens: object  # int32
+
+
+class RecvTensors(NamedTuple):
+    """The output tensors of this rank."""
+
+    x: object  # int32*
+    scales: object  # float32*
+    topk_idx: object  # int64*
+    topk_weights: object  # float32*
+    src_idx: object  # int32*
+
+
 @cache
-def make_send_row(constants):
-    """``send_row(...)``: a warp puts a token and what goes with it into a slot, which counts over all queues."""
-    topk, scales, row_words = constants.topk, constants.scales, constants.row_bytes // 4
-    experts = constants.experts // constants.ranks  # of a rank
-    at = dispatch_regions(constants)
-    x_at, src_idx_at, topk_idx_at = at.x // 4, at.src_idx // 4, at.topk_idx // 8  # in elements
-    weights_at, scales_at = at.topk_weights // 4, at.scales // 4
-    copy_row = make_copy_row(constants.row_bytes, ld_nc_na_s32x4)
+def make_send_row(config):
+    """Make ``send_row(...)``: a warp copies a token and its metadata to a slot, whose index counts over all queues."""
+    topk, scales, row_words = config.topk, config.scales, config.row_bytes // 4
+    experts = config.experts // config.ranks  # of a rank
+    offsets = dispatch_offsets(config)
+    x_offset, src_idx_offset, topk_idx_offset = offsets.x // 4, offsets.src_idx // 4, offsets.topk_idx // 8  # elements
+    weights_offset, scales_offset = offsets.topk_weights // 4, offsets.scales // 4
+    copy_row = make_copy_row(config.row_bytes, ld_nc_na_s32x4)
 
     @cuda.jit(device=True)
-    def send_row(
-        words,
-        indices,
-        floats,
-        slot,
-        x,
-        x_scales,
-        token_stride,
-        column_stride,
-        topk_idx,
-        topk_weights,
-        token,
-        peer,
-        lane,
-    ):
-        copy_row(words, x_at + slot * row_words, x, token * row_words, lane)
+    def send_row(buf_i32, buf_i64, buf_f32, slot, inputs, token, peer, lane):
+        copy_row(buf_i32, x_offset + slot * row_words, inputs.x, token * row_words, lane)
         if lane == 0:
-            words[src_idx_at + slot] = int32(token)
+            buf_i32[src_idx_offset + slot] = int32(token)
         if lane < topk:
-            expert = topk_idx[token * topk + lane] - int64(peer * experts)
-            is_there = expert >= 0 and expert < experts
-            indices[topk_idx_at + slot * topk + lane] = expert if is_there else int64(-1)
-            weight = topk_weights[token * topk + lane]
-            floats[weights_at + slot * topk + lane] = weight if is_there else float32(0)
+            expert = inputs.topk_idx[token * topk + lane] - int64(peer * experts)
+            is_at_peer = expert >= 0 and expert < experts
+            buf_i64[topk_idx_offset + slot * topk + lane] = expert if is_at_peer else int64(-1)
+            weight = inputs.topk_weights[token * topk + lane]
+            buf_f32[weights_offset + slot * topk + lane] = weight if is_at_peer else float32(0)
         for i in range(lane, scales, 32):
-            floats[scales_at + slot * scales + i] = x_scales[token * token_stride + i * column_stride]
+            scale = inputs.scales[token * inputs.token_stride + i * inputs.column_stride]
+            buf_f32[scales_offset + slot * scales + i] = scale
 
-    return send_row
+    if config.on_row is None:
+        return send_row
+
+    def traced_send_row(buf_i32, buf_i64, buf_f32, slot, inputs, token, peer, lane):
+        send_row(buf_i32, buf_i64, buf_f32, slot, inputs, token, peer, lane)
+        config.on_row(config, int(slot), int(token), int(peer), int(lane))
+
+    return traced_send_row
 
 
 @cache
-def make_send(constants):
-    """``send(...)``: the even block of a channel. A rank's warps take tokens in turn, and all walk past all of them."""
-    ranks, ring, chunk, warps = constants.ranks, constants.ring, constants.chunk, constants.warps
-    channels, fault = constants.channels, constants.fault
-    at = dispatch_regions(constants)
-    start_at, end_at, head_at, tail_at = at.start // 4, at.end // 4, at.head // 4, at.tail // 4
-    channel_range, send_row = make_channel_range(channels), make_send_row(constants)
-    wait_room = make_wait(ld_acquire_sys_s32, at_least, ROOM)
+def make_send(config):
+    """Make ``send(...)``, the even CTA of a channel. A rank's warps visit all tokens, and send them round-robin."""
+    ranks, ring, chunk, warps = config.ranks, config.ring, config.chunk, config.warps
+    channels, fault = config.channels, config.fault
+    offsets = dispatch_offsets(config)
+    start_offset, end_offset = offsets.start // 4, offsets.end // 4
+    head_offset, tail_offset = offsets.head // 4, offsets.tail // 4
+    channel_range, send_row = make_channel_range(channels), make_send_row(config)
+    wait_space = make_wait(ld_acquire_sys_s32, at_least, SPACE)
 
     @cuda.jit(device=True)
-    def send(
-        given_up,
-        x,
-        x_scales,
-        token_stride,
-        column_stride,
-        topk_idx,
-        topk_weights,
-        is_token_in_rank,
-        channel_prefix,
-        send_head,
-        num_tokens,
-        channel,
-        peer,
-        warp,
-        lane,
-        peers,
-        rank,
-        patience,
-        status,
-    ):
-        address, queue = peers[peer], int64(channel * ranks + rank)
-        words = pointer_from_address(address, send_head)
-        indices, floats = pointer_from_address(address, topk_idx), pointer_from_address(address, topk_weights)
-        leads = warp == 0 and lane == 0
-        if leads:  # 0 stands for "not written yet", so n is sent as -n - 1
-            before = channel_prefix[peer * channels + channel - 1] if channel > 0 else int32(0)
-            st_relaxed_sys_s32(words, start_at + queue, int32(-before - 1))
-            st_relaxed_sys_s32(words, end_at + queue, int32(-channel_prefix[peer * channels + channel] - 1))
-        token, last = channel_range(num_tokens, channel)
+    def send(aborted, inputs, send_head, channel, peer, warp, lane, peers, ctx):
+        address, queue = peers[peer], int64(channel * ranks + ctx.rank)
+        buf_i32 = pointer_from_address(address, send_head)
+        buf_i64 = pointer_from_address(address, inputs.topk_idx)
+        buf_f32 = pointer_from_address(address, inputs.topk_weights)
+        prefix, is_leader = inputs.channel_prefix, warp == 0 and lane == 0
+        if is_leader:  # 0 means "not written yet", so n is sent as -n - 1
+            before = prefix[peer * channels + channel - 1] if channel > 0 else int32(0)
+            st_relaxed_sys_s32(buf_i32, start_offset + queue, int32(-before - 1))
+            st_relaxed_sys_s32(buf_i32, end_offset + queue, int32(-prefix[peer * channels + channel] - 1))
+        token, last = channel_range(inputs.num_tokens, channel)
         tail = int32(0)
         while token < last:
             if lane == 0:
                 limit = int32(tail + chunk - ring)
-                there, _ = wait_room(words, head_at + queue, limit, tail, rank, channel, peer, patience, status)
-                if not there:
-                    given_up[peer] = int32(1)
+                ok, _ = wait_space(buf_i32, head_offset + queue, limit, tail, channel, peer, ctx)
+                if not ok:
+                    aborted[peer] = int32(1)
             cuda.syncwarp()
-            has_room, sent = given_up[peer] == 0, int32(0)
+            has_space, sent = aborted[peer] == 0, int32(0)
             while sent < chunk and token < last:
-                chosen = is_token_in_rank[token * ranks + peer] != 0
+                selected = inputs.is_token_in_rank[token * ranks + peer] != 0
                 if int32(uint32(token) % uint32(warps)) == warp and lane == 0:
-                    send_head[token * ranks + peer] = tail if chosen else int32(-1)
-                if chosen:
+                    send_head[token * ranks + peer] = tail if selected else int32(-1)
+                if selected:
                     slot = queue * ring + int64(uint32(tail) % uint32(ring))
                     tail = int32(tail + 1)
-                    if fault == "tail first" and leads:
-                        st_release_sys_s32(words, tail_at + queue, tail)
-                    if int32(uint32(tail) % uint32(warps)) == warp and has_room:
-                        send_row(
-                            words,
-                            indices,
-                            floats,
-                            slot,
-                            x,
-                            x_scales,
-                            token_stride,
-                            column_stride,
-                            topk_idx,
-                            topk_weights,
-                            token,
-                            peer,
-                            lane,
-                        )
+                    if fault == "tail first" and is_leader:
+                        st_release_sys_s32(buf_i32, tail_offset + queue, tail)
+                    if int32(uint32(tail) % uint32(warps)) == warp and has_space:
+                        send_row(buf_i32, buf_i64, buf_f32, slot, inputs, token, peer, lane)
                     sent = int32(sent + 1)
                 token += 1
             if fault != "no barrier":
                 bar_sync(1 + peer, 32 * warps)
-            if leads and given_up[peer] == 0:  # of any warp: then rows are missing, and nobody must read them
+            if is_leader and aborted[peer] == 0:  # if any warp has aborted, rows are missing and must not be read
                 if fault == "plain tail":
-                    words[tail_at + queue] = tail
+                    buf_i32[tail_offset + queue] = tail
                 else:
-                    st_release_sys_s32(words, tail_at + queue, tail)
+                    st_release_sys_s32(buf_i32, tail_offset + queue, tail)
 
     return send
 
 
 @cache
-def make_receive_rows(constants):
-    """``receive_rows(...)``: the warps of a rank copy what lies from head on to its final place."""
-    ring, topk, scales, row_words = constants.ring, constants.topk, constants.scales, constants.row_bytes // 4
-    warps, threads = constants.warps, 32 * constants.warps
-    at = dispatch_regions(constants)
-    x_at, src_idx_at, topk_idx_at = at.x // 4, at.src_idx // 4, at.topk_idx // 8  # in elements
-    weights_at, scales_at = at.topk_weights // 4, at.scales // 4
-    copy_row = make_copy_row(constants.row_bytes, ld_global_s32x4)
+def make_receive_rows(config):
+    """Make ``receive_rows(...)``: the warps of a rank copy ``rows`` rows from the head on to their final place."""
+    ring, topk, scales, row_words = config.ring, config.topk, config.scales, config.row_bytes // 4
+    warps, threads = config.warps, 32 * config.warps
+    offsets = dispatch_offsets(config)
+    x_offset, src_idx_offset, topk_idx_offset = offsets.x // 4, offsets.src_idx // 4, offsets.topk_idx // 8  # elements
+    weights_offset, scales_offset = offsets.topk_weights // 4, offsets.scales // 4
+    copy_row = make_copy_row(config.row_bytes, ld_global_s32x4)
 
     @cuda.jit(device=True)
-    def receive_rows(
-        words,
-        indices,
-        floats,
-        queue,
-        head,
-        rows,
-        to,
-        recv_x,
-        recv_scales,
-        recv_topk_idx,
-        recv_topk_weights,
-        recv_src_idx,
-        warp,
-        lane,
-    ):
+    def receive_rows(buf_i32, buf_i64, buf_f32, queue, head, rows, dst_row, recv, warp, lane):
         first, thread = queue * ring, 32 * warp + lane
         for i in range(warp, rows, warps):
             slot = first + int64(uint32(head + i) % uint32(ring))
-            copy_row(recv_x, (to + i) * row_words, words, x_at + slot * row_words, lane)
+            copy_row(recv.x, (dst_row + i) * row_words, buf_i32, x_offset + slot * row_words, lane)
         for i in range(thread, rows, threads):
             slot = first + int64(uint32(head + i) % uint32(ring))
-            recv_src_idx[to + i] = words[src_idx_at + slot]
+            recv.src_idx[dst_row + i] = buf_i32[src_idx_offset + slot]
         if topk > 0:
             for i in range(thread, rows * topk, threads):
                 row, k = i // topk, i % topk
                 slot = first + int64(uint32(head + row) % uint32(ring))
-                recv_topk_idx[(to + row) * topk + k] = indices[topk_idx_at + slot * topk + k]
-                recv_topk_weights[(to + row) * topk + k] = floats[weights_at + slot * topk + k]
+                recv.topk_idx[(dst_row + row) * topk + k] = buf_i64[topk_idx_offset + slot * topk + k]
+                recv.topk_weights[(dst_row + row) * topk + k] = buf_f32[weights_offset + slot * topk + k]
         if scales > 0:
             for i in range(thread, rows * scales, threads):
                 row, k = i // scales, i % scales
                 slot = first + int64(uint32(head + row) % uint32(ring))
-                recv_scales[(to + row) * scales + k] = floats[scales_at + slot * scales + k]
+                recv.scales[(dst_row + row) * scales + k] = buf_f32[scales_offset + slot * scales + k]
 
     return receive_rows
 
 
 @cache
-def make_receive(constants):
-    """``receive(...)``: the odd block of a channel. One thread of a rank's polls the tail, for all of them."""
-    ranks, channels, warps, fault = constants.ranks, constants.channels, constants.warps, constants.fault
-    at = dispatch_regions(constants)
-    start_at, end_at, head_at, tail_at = at.start // 4, at.end // 4, at.head // 4, at.tail // 4
-    receive_rows = make_receive_rows(constants)
+def make_receive(config):
+    """Make ``receive(...)``, the odd CTA of a channel. One thread per rank polls the tail for all warps of the rank."""
+    ranks, channels, warps, fault = config.ranks, config.channels, config.warps, config.fault
+    offsets = dispatch_offsets(config)
+    start_offset, end_offset = offsets.start // 4, offsets.end // 4
+    head_offset, tail_offset = offsets.head // 4, offsets.tail // 4
+    receive_rows = make_receive_rows(config)
     wait_offset = make_wait(ld_acquire_sys_s32, other_than, OFFSETS)
     wait_rows = make_wait(ld_relaxed_sys_s32 if fault == "relaxed poll" else ld_acquire_sys_s32, other_than, ROWS)
 
     @cuda.jit(device=True)
-    def receive(
-        given_up,
-        tails,
-        topk_idx,
-        topk_weights,
-        recv_x,
-        recv_scales,
-        recv_topk_idx,
-        recv_topk_weights,
-        recv_src_idx,
-        recv_channel_prefix,
-        channel,
-        peer,
-        warp,
-        lane,
-        peers,
-        rank,
-        patience,
-        status,
-    ):
-        address, queue = peers[rank], int64(channel * ranks + peer)
-        words = pointer_from_address(address, recv_src_idx)
-        indices, floats = pointer_from_address(address, topk_idx), pointer_from_address(address, topk_weights)
+    def receive(aborted, tails, inputs, recv, recv_channel_prefix, channel, peer, warp, lane, peers, ctx):
+        address, queue = peers[ctx.rank], int64(channel * ranks + peer)
+        buf_i32 = pointer_from_address(address, recv.src_idx)
+        buf_i64 = pointer_from_address(address, inputs.topk_idx)
+        buf_f32 = pointer_from_address(address, inputs.topk_weights)
         start = end = int32(0)
         if lane == 0:
-            there, start = wait_offset(words, start_at + queue, 0, 0, rank, channel, peer, patience, status)
-            if there:
-                there, end = wait_offset(words, end_at + queue, 0, 0, rank, channel, peer, patience, status)
-            if not there:
-                given_up[peer] = int32(1)
+            ok, start = wait_offset(buf_i32, start_offset + queue, 0, 0, channel, peer, ctx)
+            if ok:
+                ok, end = wait_offset(buf_i32, end_offset + queue, 0, 0, channel, peer, ctx)
+            if not ok:
+                aborted[peer] = int32(1)
         bar_sync(1 + peer, 32 * warps)
-        start, end = cuda.shfl_sync(FULL, start, 0), cuda.shfl_sync(FULL, end, 0)
-        rows_left, to, head = int32(0), int64(0), int32(0)
-        if given_up[peer] == 0:
-            rows_left, to = int32(start - end), int64(-start - 1)
+        start, end = cuda.shfl_sync(FULL_MASK, start, 0), cuda.shfl_sync(FULL_MASK, end, 0)
+        rows_left, dst_row, head = int32(0), int64(0), int32(0)
+        if aborted[peer] == 0:
+            rows_left, dst_row = int32(start - end), int64(-start - 1)
             if warp == 0 and lane == 0:
-                recv_channel_prefix[peer * channels + channel] = int32(to)
+                recv_channel_prefix[peer * channels + channel] = int32(dst_row)
             if peer > 0:
-                to += words[(peer - 1) * ranks + rank]  # of the prefix matrix: what comes from the ranks before
+                dst_row += buf_i32[(peer - 1) * ranks + ctx.rank]  # rank_prefix: the rows from lower ranks
         while rows_left > 0:
             if warp == 0 and lane == 0:
-                there, tail = wait_rows(words, tail_at + queue, head, head, rank, channel, peer, patience, status)
-                tails[peer] = tail if there else int32(-1)
+                ok, tail = wait_rows(buf_i32, tail_offset + queue, head, head, channel, peer, ctx)
+                tails[peer] = tail if ok else int32(-1)
             bar_sync(1 + peer, 32 * warps)
             tail = tails[peer]
             rows = int32(tail - head) if tail >= 0 else rows_left
             if fault == "early head" and warp == 0 and lane == 0 and tail >= 0:
-                st_release_sys_s32(words, head_at + queue, tail)
+                st_release_sys_s32(buf_i32, head_offset + queue, tail)
             if tail >= 0:
-                receive_rows(
-                    words,
-                    indices,
-                    floats,
-                    queue,
-                    head,
-                    rows,
-                    to,
-                    recv_x,
-                    recv_scales,
-                    recv_topk_idx,
-                    recv_topk_weights,
-                    recv_src_idx,
-                    warp,
-                    lane,
-                )
-            head, to, rows_left = int32(head + rows), to + rows, int32(rows_left - rows)
+                receive_rows(buf_i32, buf_i64, buf_f32, queue, head, rows, dst_row, recv, warp, lane)
+            head, dst_row, rows_left = int32(head + rows), dst_row + rows, int32(rows_left - rows)
             bar_sync(1 + peer, 32 * warps)
             if warp == warps - 1 and lane == 0 and tail >= 0 and fault != "early head":
-                st_release_sys_s32(words, head_at + queue, head)
+                st_release_sys_s32(buf_i32, head_offset + queue, head)
 
     return receive
 
 
 @cache
-def make_dispatch(constants):
-    """The kernel, for ``2 * channels`` blocks of ``constants.threads``, all resident at once.
+def make_dispatch(config):
+    """Make the kernel, for ``2 * channels`` CTAs of ``config.threads``, all resident at once.
 
-    Rows are given as int32. ``x_scales``, read in strides of elements, and ``recv_scales`` are used if there are
-    scales, the four tensors of experts if topk is not 0. Beside what was received it writes what a handle keeps:
-    ``recv_channel_prefix`` [ranks, channels], the rows from a rank before each channel's, and ``send_head``
-    [num_tokens, ranks], where in its queue a token went, or -1.
+    Rows are int32 words. ``x_scales`` (with strides in elements) and ``recv_scales`` are used if there are scales, the
+    four tensors of experts if topk is not 0. Besides the received rows the kernel writes two tensors of the handle:
+    ``recv_channel_prefix`` [ranks, channels], the rows from a rank before each of its channels, and ``send_head``
+    [num_tokens, ranks], the position of a token in its queue, or -1.
     """
-    ranks, warps = constants.ranks, constants.warps
-    send, receive = make_send(constants), make_receive(constants)
+    ranks, warps = config.ranks, config.warps
+    send, receive = make_send(config), make_receive(config)
 
     @cuda.jit
     def dispatch(
@@ -326,58 +267,32 @@ def make_dispatch(constants):
         num_tokens,
         peers,
         rank,
-        patience,
+        timeout_ns,
         status,
     ):
-        given_up, tails = cuda.shared.array(ranks, int32), cuda.shared.array(ranks, int32)
+        aborted, tails = cuda.shared.array(ranks, int32), cuda.shared.array(ranks, int32)
         thread, block = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
         if thread < ranks:
-            given_up[thread] = int32(0)
+            aborted[thread] = int32(0)
         cuda.syncthreads()
+        inputs = TokenInputs(
+            x,
+            x_scales,
+            token_stride,
+            column_stride,
+            topk_idx,
+            topk_weights,
+            is_token_in_rank,
+            channel_prefix,
+            num_tokens,
+        )
+        recv = RecvTensors(recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx)
+        ctx = WaitContext(rank, timeout_ns, status)
         channel, lane = block // 2, thread % 32
         peer, warp = thread // (32 * warps), thread // 32 % warps
         if block % 2 == 0:
-            send(
-                given_up,
-                x,
-                x_scales,
-                token_stride,
-                column_stride,
-                topk_idx,
-                topk_weights,
-                is_token_in_rank,
-                channel_prefix,
-                send_head,
-                num_tokens,
-                channel,
-                peer,
-                warp,
-                lane,
-                peers,
-                rank,
-                patience,
-                status,
-            )
+            send(aborted, inputs, send_head, channel, peer, warp, lane, peers, ctx)
         else:
-            receive(
-                given_up,
-                tails,
-                topk_idx,
-                topk_weights,
-                recv_x,
-                recv_scales,
-                recv_topk_idx,
-                recv_topk_weights,
-                recv_src_idx,
-                recv_channel_prefix,
-                channel,
-                peer,
-                warp,
-                lane,
-                peers,
-                rank,
-                patience,
-                status,
-            )
+            receive(aborted, tails, inputs, recv, recv_channel_prefix, channel, peer, warp, lane, peers, ctx)
 
     return dispatch

@@ -1,11 +1,12 @@
-"""Starting the document's kernels for one rank; nothing but the constants is checked."""
+"""Launches our port of DeepEP's kernels on one rank. Only the configuration is checked."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from moe_numba.course.articles.deepep.buffer_layout import least_ring
+from moe_numba.course.articles.deepep.buffer_layout import min_ring_slots
 from moe_numba.course.articles.deepep.combine import FAULTS as COMBINE_FAULTS
 from moe_numba.course.articles.deepep.combine import make_combine
 from moe_numba.course.articles.deepep.dispatch import FAULTS as DISPATCH_FAULTS
@@ -21,38 +22,39 @@ from moe_numba.runtime.launch import launch
 
 
 class Rank(NamedTuple):
-    """A rank, and what of the others it can reach."""
+    """A rank, and the memory of its peers."""
 
     rank: int
     buffers: torch.Tensor  # [ranks], uint64: the address of each rank's buffer
-    signals: torch.Tensor  # [ranks], uint64: and of its signals, int32 [ranks], zero beforehand
-    status: torch.Tensor  # [STATUS], int32, zero beforehand: see `document_waits`
-    patience: int = 10_000_000_000  # nanoseconds until a thread gives up; 0: never
-    start: object = launch  # ranks of one process must not wait in a kernel while another still loads its own
+    signals: torch.Tensor  # [ranks], uint64: the address of each rank's signals, int32 [ranks], zero beforehand
+    status: torch.Tensor  # [STATUS_WORDS], int32, zero beforehand: see ``polling``
+    timeout_ns: int = 10_000_000_000  # 0: no timeout
+    start: Callable = launch  # a transport's ``launch`` where ranks are threads of one process
 
 
 class Handle(NamedTuple):
-    """What one dispatch lets the next one, and combine, know."""
+    """What a dispatch returns for later dispatches with the same layout, and for combine."""
 
     rank_prefix_matrix: torch.Tensor  # [ranks, ranks], int32
-    channel_prefix_matrix: torch.Tensor  # [ranks, channels], int32: of what this rank sends
-    recv_channel_prefix_matrix: torch.Tensor  # [ranks, channels], int32: of what it received
+    channel_prefix_matrix: torch.Tensor  # [ranks, channels], int32: rows that this rank sends
+    recv_channel_prefix_matrix: torch.Tensor  # [ranks, channels], int32: rows that it received
     recv_src_idx: torch.Tensor  # [rows], int32
     is_token_in_rank: torch.Tensor  # [tokens, ranks], bool
     send_head: torch.Tensor  # [tokens, ranks], int32
 
 
-def notify_dispatch(r, constants, layout, counter, expert_counter, expert_alignment=1):
-    """Give rank_prefix_matrix and channel_prefix_matrix; ``counter`` [1] and ``expert_counter`` get what will come.
+def notify_dispatch(r, config, layout, counter, expert_counter, expert_alignment=1):
+    """Exchange the counts; return rank_prefix_matrix and channel_prefix_matrix.
 
-    ``layout`` is (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank).
+    ``layout`` is (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank). The kernel writes the number of rows
+    that this rank receives to ``counter`` [1], and the tokens of each of its experts to ``expert_counter``.
     """
-    _check(constants)
-    device, n = r.buffers.device, constants.ranks
-    channel_prefix = torch.empty(n, constants.channels, dtype=torch.int32, device=device)
+    _check(config)
+    device, n = r.buffers.device, config.ranks
+    channel_prefix = torch.empty(n, config.channels, dtype=torch.int32, device=device)
     rank_prefix = torch.empty(n, n, dtype=torch.int32, device=device)
     r.start(
-        make_notify_dispatch(constants),
+        make_notify_dispatch(config),
         1 + n,
         THREADS,
         *layout,
@@ -62,44 +64,44 @@ def notify_dispatch(r, constants, layout, counter, expert_counter, expert_alignm
         counter,
         expert_counter,
         expert_alignment,
-        *_others(r),
+        *_common_arguments(r),
         cooperative=True,
     )
     return rank_prefix, channel_prefix
 
 
-def cached_notify_dispatch(r, constants, rank_prefix):
-    """The same for counts that are known."""
-    _check(constants)
-    r.start(make_cached_notify_dispatch(constants), 1, THREADS, rank_prefix, *_others(r))
+def cached_notify_dispatch(r, config, rank_prefix):
+    """Clear the queues for a dispatch whose counts are known."""
+    _check(config)
+    r.start(make_cached_notify_dispatch(config), 1, THREADS, rank_prefix, *_common_arguments(r))
 
 
-def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, rows, topk_idx=None, topk_weights=None):
-    """Start the transfer of ``x``, or (values, scales); ``rows`` is how many come.
+def dispatch(r, config, x, is_token_in_rank, rank_prefix, channel_prefix, rows, topk_idx=None, topk_weights=None):
+    """Send ``x``, or (values, scales); ``rows`` is the number of rows that this rank receives.
 
-    Gives recv_x (or a tuple), recv_topk_idx, recv_topk_weights and a Handle.
+    Returns recv_x (or a tuple), recv_topk_idx, recv_topk_weights and a Handle.
     """
-    _check(constants)
-    device, c = r.buffers.device, constants
+    _check(config)
+    device, c = r.buffers.device, config
     values, scales = x if isinstance(x, tuple) else (x, None)
     if values.shape[1] * values.element_size() != c.row_bytes:
         raise ValueError(f"a row of x has {values.shape[1] * values.element_size()} bytes, not {c.row_bytes}")
     given = (scales.shape[1] if scales is not None else 0), (topk_idx.shape[1] if topk_idx is not None else 0)
     if given != (c.scales, c.topk):
-        raise ValueError(f"constants have {c.scales} scales and topk {c.topk}, but {given} were given")
+        raise ValueError(f"config has {c.scales} scales and topk {c.topk}, but the arguments have {given}")
 
-    def made(*shape, dtype=torch.int32):
+    def new(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device=device)
 
-    recv_values = made(rows, values.shape[1], dtype=values.dtype)
-    recv_scales = made(rows, c.scales, dtype=torch.float32)
-    recv_topk_idx, recv_topk_weights = made(rows, c.topk, dtype=torch.int64), made(rows, c.topk, dtype=torch.float32)
-    src_idx, recv_channel_prefix = made(rows), made(c.ranks, c.channels)
-    send_head = made(len(values), c.ranks)
+    recv_values = new(rows, values.shape[1], dtype=values.dtype)
+    recv_scales = new(rows, c.scales, dtype=torch.float32)
+    recv_topk_idx, recv_topk_weights = new(rows, c.topk, dtype=torch.int64), new(rows, c.topk, dtype=torch.float32)
+    src_idx, recv_channel_prefix = new(rows), new(c.ranks, c.channels)
+    send_head = new(len(values), c.ranks)
     if scales is None:
-        scales = made(1, 1, dtype=torch.float32)
+        scales = new(1, 1, dtype=torch.float32)
     if topk_idx is None:
-        topk_idx, topk_weights = made(1, dtype=torch.int64), made(1, dtype=torch.float32)
+        topk_idx, topk_weights = new(1, dtype=torch.int64), new(1, dtype=torch.float32)
     r.start(
         make_dispatch(c),
         2 * c.channels,
@@ -120,7 +122,7 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
         send_head,
         len(values),
         r.buffers,
-        *_others(r)[2:],
+        *_common_arguments(r)[2:],
         cooperative=True,
         launch_bounds=c.threads,
     )
@@ -128,30 +130,33 @@ def dispatch(r, constants, x, is_token_in_rank, rank_prefix, channel_prefix, row
     return (recv_values, recv_scales) if c.scales else recv_values, recv_topk_idx, recv_topk_weights, handle
 
 
-def cached_notify_combine(r, constants, handle):
-    """Clear the queues for a combine, and fill the gaps in ``handle.send_head``."""
-    _check(constants, combine=True)
+def cached_notify_combine(r, config, handle):
+    """Clear the queues for a combine, and replace the -1 entries of ``handle.send_head``."""
+    _check(config, combine=True)
     r.start(
-        make_cached_notify_combine(constants),
-        1 + constants.channels,
-        notify_combine_threads(constants.ranks),
+        make_cached_notify_combine(config),
+        1 + config.channels,
+        notify_combine_threads(config.ranks),
         handle.send_head,
         len(handle.send_head),
-        *_others(r),
+        *_common_arguments(r),
         cooperative=True,
     )
 
 
-def combine(r, constants, y, handle, topk_weights=None, biases=()):
-    """Start the way back of ``y`` [rows, hidden], bfloat16. Gives the sums by token, and those of the weights."""
-    _check(constants, combine=True)
-    device, c, tokens = y.device, constants, len(handle.send_head)
+def combine(r, config, y, handle, topk_weights=None, biases=()):
+    """Send back ``y`` [rows, hidden], bfloat16; return the sums per token, and those of the weights or None."""
+    _check(config, combine=True)
+    device, c, tokens = y.device, config, len(handle.send_head)
     if len(biases) != c.biases or (topk_weights is not None) != bool(c.topk):
-        raise ValueError(f"constants have {c.biases} biases and topk {c.topk}, which is not what was given")
+        raise ValueError(
+            f"config has {c.biases} biases and topk {c.topk}, but the arguments have {len(biases)} biases and "
+            f"{'no ' if topk_weights is None else ''}weights"
+        )
     out = torch.empty(tokens, y.shape[1], dtype=torch.bfloat16, device=device)
     out_weights = torch.empty(tokens, c.topk, dtype=torch.float32, device=device)
-    nothing = torch.empty(8, dtype=torch.bfloat16, device=device)
-    first, second = (*biases, nothing, nothing)[:2]
+    placeholder = torch.empty(8, dtype=torch.bfloat16, device=device)
+    bias_0, bias_1 = (*biases, placeholder, placeholder)[:2]
     r.start(
         make_combine(c),
         2 * c.channels,
@@ -164,19 +169,19 @@ def combine(r, constants, y, handle, topk_weights=None, biases=()):
         handle.send_head,
         _words(out),
         out_weights,
-        _words(first),
-        _words(second),
+        _words(bias_0),
+        _words(bias_1),
         tokens,
         r.buffers,
-        *_others(r)[2:],
+        *_common_arguments(r)[2:],
         cooperative=True,
         launch_bounds=c.threads,
     )
     return out, out_weights if c.topk else None
 
 
-def _others(r):
-    return r.buffers, r.signals, r.rank, np.int64(r.patience), r.status
+def _common_arguments(r):
+    return r.buffers, r.signals, r.rank, np.int64(r.timeout_ns), r.status
 
 
 def _words(tensor):
@@ -185,10 +190,10 @@ def _words(tensor):
 
 def _check(c, combine=False):
     if not 1 <= c.ranks <= 8 or c.row_bytes % 16 or c.topk > 32 or c.experts % c.ranks or not 64 <= c.threads <= 1024:
-        raise ValueError(f"these constants cannot be: {c}")
+        raise ValueError(f"{c} is not a valid configuration")
     faults = COMBINE_FAULTS if combine else DISPATCH_FAULTS
     if c.fault not in ("", *faults):
-        raise ValueError(f"fault is {c.fault!r}; {faults} are known")
-    least = least_ring(c) if combine else c.chunk
-    if c.ring < least and c.fault != "short ring":
-        raise ValueError(f"the ring has {c.ring} rows; it must have {least}, or it may lock up")
+        raise ValueError(f"fault is {c.fault!r}; it must be one of {faults}")
+    required = min_ring_slots(c) if combine else c.chunk
+    if c.ring < required and c.fault != "short ring":
+        raise ValueError(f"ring is {c.ring}; it must be {required} or more, otherwise the kernels may deadlock")

@@ -1,6 +1,6 @@
-"""What is measured of exchanges between GPUs: dispatch and combine over multiprocessors, beside NCCL and a plain push.
+"""Benchmark of dispatch and combine over the number of SMs, with NCCL and a plain push as baselines.
 
-Each row says its ``operation``. ``across_ranks`` measures them, for groups of as many GPUs as there are.
+``dispatch_combine_measure`` measures the rows, for groups of up to as many GPUs as there are.
 """
 
 import torch
@@ -10,16 +10,16 @@ from moe_numba.course.bench.topics import dispatch_combine_measure
 
 NUMBERS_OF_RANKS = (2, 4, 8)
 
-EXCHANGES = {
+STEPS = {
     "dispatch, bfloat16": dict(step="final", operation="dispatch", dtype="bf16"),
     "dispatch, FP8": dict(step="final", operation="dispatch", dtype="e4m3"),
     "dispatch into an output, bfloat16": dict(step="straight", operation="dispatch", dtype="bf16"),
     "dispatch into an output, FP8": dict(step="straight", operation="dispatch", dtype="e4m3"),
     "combine, bfloat16": dict(step="final", operation="combine", dtype="bf16"),
 }
-OTHER_WAYS = ("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
+NCCL_STEPS = ("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
 LADDERS = {"dispatch": "ring_buffer_dispatch_ladder", "combine": "combine_ladder"}
-FEW = {
+DECODE_STEPS = {
     "as called": "final",
     "without waiting for counts": "final, worst",
     "in a CUDA graph": "final, graph",
@@ -29,27 +29,27 @@ FEW = {
 
 
 def measure(peers, quick):
-    """Rows for the record: what arrives is checked before it is timed."""
+    """Return the record's rows; received rows are checked before a step is timed."""
     return dispatch_combine_measure.measure(NUMBERS_OF_RANKS, quick)
 
 
 def out_of_reach(row):
-    """Whether a row needs more GPUs than there are."""
+    """Return whether a row needs more GPUs than there are."""
     return row["config"]["ranks"] > torch.cuda.device_count()
 
 
 def numbers_of_ranks(record):
-    """Of how many GPUs the record knows exchanges, ascending."""
+    """Return the group sizes in the record, ascending."""
     return sorted({row["config"]["ranks"] for row in records.select(record, operation="dispatch")})
 
 
 def _as_of(record, ranks):
-    """The record with the commit and the date with which groups of so many GPUs were measured."""
+    """Return the record with the commit and date at which groups of this size were measured."""
     return record | records.find(record, config={"ranks": ranks}).get("measured", {})
 
 
 def figures(record):
-    """Of the largest group the bandwidth over multiprocessors, and few tokens there and back; notebooks' ladders."""
+    """Draw bandwidth over SMs and few-token times of the largest group, and the notebooks' ladders."""
     ranks = numbers_of_ranks(record)[-1]
     caption = plots.caption(_as_of(record, ranks))
 
@@ -58,13 +58,13 @@ def figures(record):
         found = {row["config"]["num_sms"]: row["wire_gbps"] for row in rows if "num_sms" in row["config"]}
         return {sms: rate for sms, rate in found.items() if sms <= max(dispatch_combine_measure.SMS)}
 
-    lines = {name: found for name, wanted in EXCHANGES.items() if (found := rates(**wanted))}
+    lines = {name: found for name, wanted in STEPS.items() if (found := rates(**wanted))}
     lines["plain push"] = rates(step="plain push")
-    if to_all := rates(step="push to all"):  # with two ranks it is the same
+    if to_all := rates(step="push to all"):  # with two ranks it equals the plain push
         lines["push to all others"] = to_all
     there = {
         name: records.series(record, step=step, operation="there and back", config={"ranks": ranks})
-        for name, step in FEW.items()
+        for name, step in DECODE_STEPS.items()
     }
     made = {
         "bandwidth": plots.sweep_figure(
@@ -92,12 +92,12 @@ def figures(record):
 
 
 def readme_table(record):
-    """Kernel time and wire bandwidth by the number of GPUs; then few tokens, there and back."""
+    """Format kernel time and wire bandwidth per group size, then dispatch and combine of few tokens."""
     numbers, few = numbers_of_ranks(record), dispatch_combine_measure.MAIN_SMS
-    rows = {f"{name}, {few} multiprocessors": (wanted, few) for name, wanted in EXCHANGES.items()}
-    rows["dispatch into an output, bfloat16, 12 multiprocessors"] = EXCHANGES["dispatch into an output, bfloat16"], 12
+    rows = {f"{name}, {few} multiprocessors": (wanted, few) for name, wanted in STEPS.items()}
+    rows["dispatch into an output, bfloat16, 12 multiprocessors"] = STEPS["dispatch into an output, bfloat16"], 12
     rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
-    rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in OTHER_WAYS}
+    rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in NCCL_STEPS}
     rows["plain push, 132 multiprocessors"] = dict(step="plain push"), 132
     rows["push to all others, 132 multiprocessors"] = dict(step="push to all"), 132
     lines = [f"| {dispatch_combine_measure.TOKENS} tokens each | {' | '.join(f'{n} GPUs' for n in numbers)} |"]
@@ -107,12 +107,16 @@ def readme_table(record):
         for ranks in numbers:
             row = records.find(record, **wanted, config={"ranks": ranks} | ({"num_sms": sms} if sms else {}))
             cells.append(f"{row['kernel_us']['median']:.0f} us, {row['wire_gbps']:.0f} GB/s" if row else "")
-        if any(cells):  # an older record lacks what was not yet measured
+        if any(cells):  # older records lack some steps
             lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", f"| few tokens, {numbers[-1]} GPUs | {' | '.join(FEW)} |", "|---|" + "---:|" * len(FEW)]
+    lines += [
+        "",
+        f"| few tokens, {numbers[-1]} GPUs | {' | '.join(DECODE_STEPS)} |",
+        "|---|" + "---:|" * len(DECODE_STEPS),
+    ]
     for tokens in dispatch_combine_measure.DECODE_TOKENS:
         wanted = dict(operation="there and back", config={"ranks": numbers[-1]}, size={"tokens": tokens})
-        found = [records.find(record, step=step, **wanted) for step in FEW.values()]
+        found = [records.find(record, step=step, **wanted) for step in DECODE_STEPS.values()]
         if all(found):
             times = (f"{row['kernel_us']['median']:.0f}" for row in found)
             lines.append(f"| {tokens} | {' | '.join(times)} |")

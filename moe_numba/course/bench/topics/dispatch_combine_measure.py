@@ -1,7 +1,7 @@
-"""Dispatch and combine between GPUs, a process for each: the package, NCCL, and a plain push as the ceiling, timed.
+"""Measures dispatch and combine with one process per GPU: the package, NCCL, and a plain push as the upper limit.
 
-Every sample is that of the slowest rank. *Kernel time* is that of many calls one after the other, with the host ahead
-of the GPU; *call time* is between CUDA events around one call, after all ranks have met.
+Every sample is the slowest rank's. *Kernel time* is measured over many back-to-back calls, with the host ahead of the
+GPU; *call time* between CUDA events around one call, after a barrier of all ranks.
 """
 
 import json
@@ -26,16 +26,15 @@ PARTS = ("push", "large", "nccl", "decode")
 
 
 def measure(numbers_of_ranks, quick=False, parts=PARTS):
-    """Rows for the record, for as many GPUs as there are.
+    """Return the record's rows for all group sizes for which there are enough GPUs.
 
     Parameters
     ----------
     numbers_of_ranks : sequence of int
-        Those for which there are not enough GPUs are left out.
     quick : bool
-        A few configurations only.
+        Measure only a few configurations.
     parts : sequence of str
-        What is measured: "push", a plain push; "large", many tokens; "nccl", NCCL; "decode", few tokens.
+        "push", a plain push; "large", many tokens; "nccl", NCCL; "decode", few tokens.
     """
     if isinstance(parts, str) or not set(parts) <= set(PARTS):
         raise ValueError(f"parts is {parts!r}; it must be a sequence of names out of {', '.join(PARTS)}")
@@ -61,7 +60,7 @@ def _work(rank, ranks, port, quick, parts, found):
 
 
 class _Bench:
-    """What one rank does."""
+    """The benchmark on one rank."""
 
     def __init__(self, rank, ranks, quick):
         self.rank, self.ranks, self.quick, self.device = rank, ranks, quick, torch.device("cuda", rank)
@@ -73,7 +72,7 @@ class _Bench:
         self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
 
     def _tokens_of(self, rank):
-        """What a rank sends; every rank knows it, to check what it gets."""
+        """Return the tokens of a rank; every rank can compute them, to check what it receives."""
         generator = torch.Generator(self.device).manual_seed(rank)
         return torch.randn(TOKENS, HIDDEN, device=self.device, generator=generator).bfloat16()
 
@@ -84,7 +83,7 @@ class _Bench:
         return per_token_cast_to_fp8(self.x)
 
     def rows(self, parts):
-        """The rows of this number of ranks, the same on every rank."""
+        """Return the rows of this group size, the same on every rank."""
         found = []
         if "push" in parts:
             found += self._with_buffer(self._push)
@@ -96,11 +95,11 @@ class _Bench:
         if "decode" in parts:
             for tokens in (1, 128) if self.quick else DECODE_TOKENS:
                 found += self._with_buffer(self._decode, tokens)
-                found += self._with_buffer(self._decode_straight, tokens)
+                found += self._with_buffer(self._decode_direct, tokens)
         return found
 
     def _with_buffer(self, measure, *arguments):
-        """With a new one each time: one that has seen other configurations needs barriers."""
+        """Run a part with a new buffer: one that was used with other configurations needs barriers."""
         import torch.distributed as dist
 
         from moe_numba.expert_parallel import Buffer
@@ -110,9 +109,9 @@ class _Bench:
         self.buffer.destroy()
         return found
 
-    # How a step is timed
+    # Timing
 
-    def _meet(self):
+    def _barrier(self):
         import torch.distributed as dist
 
         torch.cuda.synchronize()
@@ -120,7 +119,7 @@ class _Bench:
         torch.cuda.synchronize()
 
     def _slowest(self, samples):
-        """The statistics of samples, each the longest of all ranks."""
+        """Return the statistics of the maximum over ranks of each sample."""
         import torch.distributed as dist
 
         samples = torch.tensor(samples, device=self.device)
@@ -132,7 +131,7 @@ class _Bench:
             call()
         samples = []
         for _ in range(repeats):
-            self._meet()
+            self._barrier()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(batch):
@@ -143,18 +142,18 @@ class _Bench:
         return self._slowest(samples)
 
     def kernel(self, call):
-        """Many calls one after the other."""
+        """Measure many back-to-back calls."""
         return self._time(call, 9, 20)
 
     def call(self, call):
-        """One call, after all ranks have met."""
+        """Measure one call, after a barrier."""
         return self._time(call, 20, 1)
 
     def _largest(self, number):
-        """The largest of all ranks' numbers."""
+        """Return the maximum over ranks."""
         return int(self._slowest([float(number)]).median)
 
-    # What is timed
+    # Steps
 
     def _config(self, sms):
         from moe_numba.expert_parallel import Buffer, Config
@@ -166,7 +165,7 @@ class _Bench:
         return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
 
     def _large(self, sms):
-        """Dispatch in both types, through rings and straight to an output, and combine, on so many multiprocessors."""
+        """Measure dispatch in both dtypes, through rings and to an output, and combine, on ``sms`` SMs."""
         config, layout = self._config(sms), self._layout(self.topk_idx)
         own = int(layout["is_token_in_rank"][:, self.rank].sum())
         found, main = [], sms == MAIN_SMS
@@ -181,8 +180,8 @@ class _Bench:
                 self._check(x, cached(), config, layout)
                 found.append(self._row(step, "dispatch", sms, dtype, cached, wire, main))
                 if main:
-                    travels = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights)
-                    whole = partial(self.buffer.dispatch, x, **layout, **travels, **options)
+                    metadata = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights)
+                    whole = partial(self.buffer.dispatch, x, **layout, **metadata, **options)
                     found.append(self._row(f"{step}, with notify", "dispatch", sms, dtype, whole, wire, main))
                 if dtype == "bf16" and step == "final":
                     back = partial(self.buffer.combine, given[0], given[4], config=config)
@@ -191,26 +190,26 @@ class _Bench:
         return found
 
     def _new_output(self, x):
-        """With room for as many tokens of all ranks."""
+        """Allocate an output for the tokens of all ranks."""
         values, scales = x if isinstance(x, tuple) else (x, None)
         num_scales = 0 if scales is None else scales.shape[1]
         return self.buffer.new_output(self.ranks * len(values), HIDDEN, values.dtype, num_scales, TOPK)
 
     def _check(self, x, given, config, layout):
-        """The own rows bit for bit; of all rows that their sums come back right, which are exact in both types."""
-        ours, prefix = given[4][3], given[4][0][:, self.rank].tolist()
+        """Check own rows bit for bit, and all rows by the sums that combine returns, exact in both dtypes."""
+        src_idx, prefix = given[4][3], given[4][0][:, self.rank].tolist()
         rows = slice(prefix[self.rank - 1] if self.rank else 0, prefix[self.rank])
         pairs = list(zip(x, given[0], strict=True)) if isinstance(x, tuple) else [(x, given[0])]
-        for mine, theirs in pairs:
-            if not torch.equal(theirs[rows].view(torch.uint8), mine[ours[rows].long()].view(torch.uint8)):
+        for sent, received in pairs:
+            if not torch.equal(received[rows].view(torch.uint8), sent[src_idx[rows].long()].view(torch.uint8)):
                 raise AssertionError("a rank's own rows are not what was sent")
         self._check_back(self.buffer.combine(pairs[0][1].bfloat16(), given[4], config=config)[0], layout, pairs[0][0])
 
     def _check_back(self, out, layout, x):
-        """What comes back is the token, as often as it went."""
-        times = layout["is_token_in_rank"].sum(1, keepdim=True)
-        if not torch.equal(out, (x.float() * times).bfloat16()):
-            raise AssertionError("what came back is not the sum of what was sent")
+        """Check that each combined token is the token times the number of ranks that it was sent to."""
+        copies = layout["is_token_in_rank"].sum(1, keepdim=True)
+        if not torch.equal(out, (x.float() * copies).bfloat16()):
+            raise AssertionError("the combined rows are not the sums of the sent rows")
 
     def _row(self, step, operation, sms, dtype, call, wire, with_call=False, **more):
         kernel = self.kernel(call)
@@ -227,69 +226,69 @@ class _Bench:
         )
 
     def _push(self):
-        """The ceiling: 16-byte stores into the next rank's buffer, and into all others'."""
+        """Measure the upper limit: 16-byte stores into the next rank's buffer, and into those of all other ranks."""
         from moe_numba.course.bench.baselines.peer_push import push
 
         size, found = self.x.numel() * 2, []
         shared = self.buffer.transport.allocate(size * max(1, self.ranks - 1))
-        steps = {self.ranks - 1: "push to all"} | {1: "plain push"}  # with two ranks the same
+        steps = {self.ranks - 1: "push to all"} | {1: "plain push"}  # the same with two ranks
         for others, step in steps.items():
             for blocks in BLOCKS_OF_PUSH:
                 call = partial(push, shared.addresses, self.rank, others, self.x, blocks)
                 found.append(self._row(step, "push", blocks, "bf16", call, others * size))
-            self._meet()
-            for nth, came in enumerate(shared.local.view(torch.bfloat16).split(self.x.numel())[:others]):
-                if not torch.equal(came.view_as(self.x), self._tokens_of((self.rank - 1 - nth) % self.ranks)):
+            self._barrier()
+            for nth, received in enumerate(shared.local.view(torch.bfloat16).split(self.x.numel())[:others]):
+                if not torch.equal(received.view_as(self.x), self._tokens_of((self.rank - 1 - nth) % self.ranks)):
                     raise AssertionError(f"{step}: what rank {(self.rank - 1 - nth) % self.ranks} sent did not arrive")
             shared.local.zero_()
-            self._meet()
+            self._barrier()
         shared.close()
         return found
 
     def _nccl(self):
-        """What dispatch sends, by torch's all_to_all_single: the rows alone, without what goes with them."""
+        """Measure torch's all_to_all_single on the rows that dispatch sends, without their metadata."""
         import torch.distributed as dist
 
         from moe_numba.expert_parallel.reference import dispatch_layout
 
         exchange = dist.all_to_all_single
         is_in_rank = dispatch_layout(self.topk_idx, self.ranks, self.experts)[2]
-        everybodys = [None] * self.ranks
-        dist.all_gather_object(everybodys, [chosen.nonzero().flatten().tolist() for chosen in is_in_rank.T])
+        all_sent = [None] * self.ranks
+        dist.all_gather_object(all_sent, [chosen.nonzero().flatten().tolist() for chosen in is_in_rank.T])
         wanted = [
             self._tokens_of(source)[torch.tensor(sent[self.rank], dtype=torch.int64, device=self.device)]
-            for source, sent in enumerate(everybodys)
+            for source, sent in enumerate(all_sent)
         ]
         receives, sends, order = known = all_to_all_counts(is_in_rank, poisoned(exchange))
         picked, out = self.x[order], torch.empty(sum(receives), HIDDEN, dtype=torch.bfloat16, device=self.device)
         wire = self._largest((sum(sends) - sends[self.rank]) * 2 * HIDDEN)
 
-        def only(exchange):
+        def only_exchange(exchange):
             exchange(out, picked, receives, sends)
             return out
 
-        # The last one waits for the host in each call. Its kernel time is that of calls one after the other, as all
-        # here, and has these waits in it; the package's dispatch with notify waits for its counts in the same way.
-        ways = {
-            "NCCL all_to_all_single": only,
+        # The last step synchronises with the host in each call. Its kernel time, measured over back-to-back calls as
+        # all others, includes these waits; the package's dispatch with notify waits for its counts in the same way.
+        steps = {
+            "NCCL all_to_all_single": only_exchange,
             "index_select and NCCL": lambda exchange: all_to_all_rows(self.x, *known, exchange),
             "counts, index_select and NCCL": lambda exchange: all_to_all_rows(
                 self.x, *all_to_all_counts(is_in_rank, exchange), exchange
             ),
         }
-        for step, way in ways.items():
-            if wrong := wrong_rows(way(poisoned(exchange)), wanted):
+        for step, run in steps.items():
+            if wrong := wrong_rows(run(poisoned(exchange)), wanted):
                 raise AssertionError(f"{step}, rank {self.rank}: {wrong}")
         return [
-            self._row(step, "dispatch", None, "bf16", lambda way=way: way(exchange), wire, True)
-            for step, way in ways.items()
+            self._row(step, "dispatch", None, "bf16", lambda run=run: run(exchange), wire, True)
+            for step, run in steps.items()
         ]
 
     def _decode(self, tokens):
-        """There and back with few tokens: as a user calls it, without waiting on the host, and in a graph; and NCCL."""
+        """Measure dispatch and combine of few tokens: with and without waiting for counts, in a graph, and NCCL."""
         import torch.distributed as dist
 
-        without_host = self._there_and_back(tokens, num_worst_tokens=self.ranks * tokens)
+        without_host = self._dispatch_and_combine(tokens, num_worst_tokens=self.ranks * tokens)
         x = self.x[:tokens]
         send = x.repeat(self.ranks, 1)
         got, back = torch.empty_like(send), torch.empty_like(send)
@@ -303,23 +302,23 @@ class _Bench:
         if wrong := wrong_rows(got, sent) or wrong_rows(back, [x] * self.ranks):
             raise AssertionError(f"NCCL, rank {self.rank}, {tokens} tokens: {wrong}")
         steps = {
-            "final": self._there_and_back(tokens),
+            "final": self._dispatch_and_combine(tokens),
             "final, worst": without_host,
             "final, graph": self._graph_of(without_host),
             "NCCL, every token": nccl,
         }
         return self._decode_rows(steps, tokens)
 
-    def _decode_straight(self, tokens):
-        """The same into an output, in a graph."""
+    def _decode_direct(self, tokens):
+        """Measure dispatch to an output and combine of few tokens, in a graph."""
         out = self._new_output(self.x[:tokens])
-        call = self._there_and_back(tokens, num_worst_tokens=self.ranks * tokens, out=out)
+        call = self._dispatch_and_combine(tokens, num_worst_tokens=self.ranks * tokens, out=out)
         found = self._decode_rows({"straight, graph": self._graph_of(call)}, tokens)
         out.close()
         return found
 
-    def _there_and_back(self, tokens, **options):
-        """A dispatch and a combine of so many tokens, once checked."""
+    def _dispatch_and_combine(self, tokens, **options):
+        """Return a function that dispatches and combines ``tokens`` tokens, after checking it once."""
         idx, weights, x = (t[:tokens].contiguous() for t in (self.topk_idx, self.topk_weights, self.x))
         config, layout = self._config(MAIN_SMS), self._layout(idx)
 
@@ -331,8 +330,8 @@ class _Bench:
         return call
 
     def _graph_of(self, call):
-        """What replays it from a CUDA graph."""
-        self._meet()
+        """Capture a call in a CUDA graph, and return the function that replays it."""
+        self._barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()

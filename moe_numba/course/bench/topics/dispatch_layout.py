@@ -1,7 +1,4 @@
-"""What is measured of expert parallelism: the dispatch layout over tokens, beside torch and the document's kernel.
-
-Each row says its ``operation``; each operation has a function of its own that measures it.
-"""
+"""Benchmark of the dispatch layout over the number of tokens, with torch and our port of DeepEP's kernel as peers."""
 
 from types import SimpleNamespace
 
@@ -24,7 +21,7 @@ STEPS = {"moe_numba": "final", "the document's kernel": "document", "torch": "to
 
 
 def sizes():
-    """What a notebook runs here: DeepSeek-V3's routing on a GPU, a small one with few tokens in the simulator."""
+    """Return the notebook's sizes: DeepSeek-V3's routing on a GPU, a small one with few tokens in the simulator."""
     if simulator.ENABLED:
         small = dict(num_experts=64, topk=4, ranks=4)
         return SimpleNamespace(device="cpu", **small, tokens=96, few=8, many=128, threads=64, sweep=(1, 33))
@@ -32,17 +29,17 @@ def sizes():
 
 
 def uniform_routing(tokens, num_experts, topk, device=DEVICE):
-    """Distinct experts for each token, all equally likely: int64 [tokens, topk]."""
+    """Draw distinct experts for each token, all equally likely: int64 [tokens, topk]."""
     return torch.rand(tokens, num_experts, device=device).topk(topk, dim=1).indices.contiguous()
 
 
 def layout_bytes(tokens, topk, num_experts, ranks):
-    """Bytes to move at least: the ids read once, flags and counts written once."""
+    """Return the minimum number of bytes to move: ids read once, flags and counts written once."""
     return 8 * tokens * topk + tokens * ranks + 4 * (num_experts + ranks)
 
 
 def measure(peers, quick):
-    """Rows for the record: every step's outputs are checked before it is timed."""
+    """Return the record's rows; every step's outputs are checked before it is timed."""
     bandwidth = copy_bandwidth()
     rows = empty_kernel()
     for tokens in [64, 4096] if quick else TOKENS:
@@ -54,7 +51,7 @@ def measure(peers, quick):
 
 
 def measure_layout(config, tokens, bandwidth):
-    """Rows of the dispatch layout: the package's kernel, the document's, and torch."""
+    """Return the rows of one size: the package's kernel, our port of DeepEP's kernel, and torch."""
     experts, topk, ranks = config["num_experts"], config["topk"], config["ranks"]
     inputs = rotating(lambda: uniform_routing(tokens, experts, topk, DEVICE), tokens * topk * 8)
     out = layout_outputs(tokens, experts, ranks)
@@ -73,7 +70,7 @@ def measure_layout(config, tokens, bandwidth):
                 raise AssertionError(f"{name}, {config}, {tokens} tokens: the layout is wrong")
     calls = {n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items() if n != "final"}
     kernel = kernel_times(calls)
-    kernel["final"] = kernel["final, out="]  # an allocation inside a graph is not the kernel's
+    kernel["final"] = kernel["final, out="]  # an allocation in a graph would be counted
     call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
     count = layout_bytes(tokens, topk, experts, ranks)
     more = dict(
@@ -90,7 +87,7 @@ def measure_layout(config, tokens, bandwidth):
 
 
 def layout_outputs(tokens, num_experts, ranks, device=None):
-    """Outputs that no kernel would leave as they are."""
+    """Allocate poisoned outputs."""
     shapes = ((ranks,), torch.int32), ((num_experts,), torch.int32), ((tokens, ranks), torch.bool)
     out = tuple(torch.empty(shape, dtype=dtype, device=device or DEVICE) for shape, dtype in shapes)
     for tensor in out:
@@ -99,7 +96,7 @@ def layout_outputs(tokens, num_experts, ranks, device=None):
 
 
 def torch_layout(topk_idx, num_experts, ranks):
-    """What a user would write with torch, for valid ids: nothing waits for the GPU, so that a graph can hold it."""
+    """Compute the layout as a torch user would, for valid ids; without host synchronisation, for CUDA graphs."""
     flat = topk_idx.flatten()
     per_expert = torch.zeros(num_experts, dtype=torch.int32, device=flat.device)
     per_expert.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
@@ -109,7 +106,7 @@ def torch_layout(topk_idx, num_experts, ranks):
 
 
 def figures(record):
-    """The layout over tokens; the ladder, if recorded."""
+    """Draw the layout over tokens, and the ladder if recorded."""
     made, caption = {}, plots.caption(record)
     empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
     wanted = dict(operation="layout", config=DEEPSEEK_V3)
@@ -132,7 +129,7 @@ def figures(record):
 
 
 def readme_table(record):
-    """Kernel times of the layout, microseconds: this package, the document's kernel, torch, and the floor."""
+    """Format the kernel times in microseconds: the package, our port of DeepEP's kernel, torch, the lower bound."""
     lines = [f"| tokens | {' | '.join(STEPS)} | speed of light |", "|---|" + "---:|" * (len(STEPS) + 1)]
     for tokens in TOKENS:
         wanted = dict(operation="layout", config=DEEPSEEK_V3, size={"tokens": tokens})
