@@ -60,8 +60,8 @@ def make_ids(tokens, topk, experts, device, dtype=torch.int32, invalid=0.0, seed
 
 def make_map(experts, device, seed=0):
     """An expert map with about half of the experts on this rank."""
-    here = torch.rand(experts, generator=torch.Generator().manual_seed(seed)) < 0.5
-    return torch.where(here, here.cumsum(0) - 1, -1).to(device, torch.int32)
+    is_local = torch.rand(experts, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return torch.where(is_local, is_local.cumsum(0) - 1, -1).to(device, torch.int32)
 
 
 def force(which, patch, where=api):
@@ -132,8 +132,8 @@ def test_reference_against_lists(call):
 def test_reference_by_hand():
     out = reference.moe_align_block_size(torch.tensor(IDS), BLOCK_SIZE, EXPERTS)
     assert [tensor.tolist() for tensor in out] == [SORTED + [12] * 8, [-1, 0, 1, 2, 2, 4, -1, -1], [24]]
-    here = torch.tensor([-1, 0, 1, -1, 2])
-    options = dict(expert_map=here, ignore_invalid_experts=True, pad_sorted_ids=False)
+    expert_map = torch.tensor([-1, 0, 1, -1, 2])
+    options = dict(expert_map=expert_map, ignore_invalid_experts=True, pad_sorted_ids=False)
     out = reference.moe_align_block_size(torch.tensor(IDS), BLOCK_SIZE, EXPERTS, **options)
     assert [tensor.tolist() for tensor in out] == [SORTED[8:] + [12] * 11, [0, 1, 1, 2, -1, -1, -1], [16]]
 
@@ -178,9 +178,9 @@ CORRUPTIONS = {  # name: (output, {position: new value}, options that allow it)
 }
 
 
-@pytest.mark.parametrize("what", CORRUPTIONS)
-def test_checker_rejects_wrong_outputs(what, device):
-    which, values, allowed_by = CORRUPTIONS[what]
+@pytest.mark.parametrize("case", CORRUPTIONS)
+def test_checker_rejects_wrong_outputs(case, device):
+    which, values, allowed_by = CORRUPTIONS[case]
     ids = torch.tensor(IDS, device=device)
     out = align(ids, BLOCK_SIZE, EXPERTS, longer=3)
     assert mismatch(*out, ids, BLOCK_SIZE, EXPERTS) is None
@@ -290,8 +290,8 @@ def test_allocated_outputs(device, each_kernel):
             out = moe_align_block_size(ids, 16, 32, **options)
         finally:
             torch.use_deterministic_algorithms(False)
-        right = reference.moe_align_block_size(ids, 16, 32, **options)
-        assert all(torch.equal(a, b) and a.device == ids.device for a, b in zip(out, right, strict=True))
+        expected = reference.moe_align_block_size(ids, 16, 32, **options)
+        assert all(torch.equal(a, b) and a.device == ids.device for a, b in zip(out, expected, strict=True))
 
 
 @pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0), (3, 0.02)])
@@ -304,9 +304,9 @@ def test_thread_orders(seed, preempt, device, each_kernel):
 @pytest.mark.parametrize("slots", [1, 7, 8, 9, 31, 32, 33])
 def test_small_kernel(slots, device):
     for experts, block_size, invalid in ((1, 3, 0.5), (5, 1, 0.2), (256, 16, 0.0), (300, 64, 0.2)):
-        ids, here = make_ids(slots, 1, experts, device, invalid=invalid, seed=slots), make_map(experts, device)
+        ids, expert_map = make_ids(slots, 1, experts, device, invalid=invalid, seed=slots), make_map(experts, device)
         check(ids, block_size, experts, longer=slots % 3)
-        check(ids, block_size, experts, expert_map=here, shift=slots % 4, ignore_invalid_experts=True)
+        check(ids, block_size, experts, expert_map=expert_map, shift=slots % 4, ignore_invalid_experts=True)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -380,8 +380,8 @@ def slots(count):
 )
 def test_invalid_arguments(change, error, message, device):
     arguments = dict(topk_ids=torch.zeros(4, 2, device=device).int(), block_size=16, num_experts=8)
-    for here in (None, make_map(8, device)):  # cached plans must not let invalid arguments pass
-        moe_align_block_size(**arguments, expert_map=here)
+    for expert_map in (None, make_map(8, device)):  # cached plans must not let invalid arguments pass
+        moe_align_block_size(**arguments, expert_map=expert_map)
     arguments |= {name: value(device) if callable(value) else value for name, value in change.items()}
     if "out" in change:
         which, corrupted = arguments["out"]
@@ -464,10 +464,10 @@ def changed(module, right, wrong, monkeypatch):
     return fresh
 
 
-@pytest.mark.parametrize("what", WRONG | RACES if simulator.ENABLED else WRONG)
-def test_checker_rejects_wrong_kernels(what, monkeypatch, device):
+@pytest.mark.parametrize("case", WRONG | RACES if simulator.ENABLED else WRONG)
+def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
     """The checker must reject one of ten inputs and thread orders."""
-    module, which, right, wrong = (WRONG | RACES)[what]
+    module, which, right, wrong = (WRONG | RACES)[case]
     wrong_api = changed(module, right, wrong, monkeypatch)
     force(which, monkeypatch, wrong_api)
     for seed in range(10):
@@ -483,15 +483,15 @@ def test_checker_rejects_wrong_kernels(what, monkeypatch, device):
             return
         if mismatch(*out, ids, 16, 100):
             return
-    pytest.fail(f"the checker accepted a wrong kernel: {what}")
+    pytest.fail(f"the checker accepted a wrong kernel: {case}")
 
 
 # On a GPU: large inputs, streams, graphs
 
 
 def check_exact(ids, block_size, experts, **options):
-    right = reference.moe_align_block_size(ids, block_size, experts, **options)
-    same = [torch.equal(a, b) for a, b in zip(align(ids, block_size, experts, **options), right, strict=True)]
+    expected = reference.moe_align_block_size(ids, block_size, experts, **options)
+    same = [torch.equal(a, b) for a, b in zip(align(ids, block_size, experts, **options), expected, strict=True)]
     assert all(same), f"{same}: {tuple(ids.shape)} ids, block {block_size}, {options}"
 
 
@@ -541,7 +541,7 @@ class Job:
 
     def change(self, seed):
         self.ids.copy_(make_ids(len(self.ids), 8, 256, "cuda", invalid=0.1, seed=seed))
-        self.right = reference.moe_align_block_size(self.ids, 16, 256)
+        self.expected = reference.moe_align_block_size(self.ids, 16, 256)
 
     def call(self):
         moe_align_block_size(self.ids, 16, 256, out=self.out)
@@ -553,9 +553,9 @@ class Job:
     def repeat(self, start):
         with torch.cuda.stream(self.stream):
             start()
-            for mine, right in zip(self.out, self.right):
-                self.wrong += (mine != right).sum()
-                mine.fill_(POISON)
+            for actual, expected in zip(self.out, self.expected):
+                self.wrong += (actual != expected).sum()
+                actual.fill_(POISON)
 
 
 @pytest.mark.gpu

@@ -75,11 +75,11 @@ def matrices(count, hidden=12, wide=8, seed=1):
 def test_layer_output_is_unchanged(tokens, policy, shared, replicas, scale, device):
     x = torch.randn(tokens, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weights, ids = routing(tokens, "cpu")
-    every = matrices(EXPERTS + shared)
-    before = reference.forward_normal(x, weights, ids, every[:EXPERTS], every[EXPERTS:], scale)
+    matrices_of_all = matrices(EXPERTS + shared)
+    before = reference.forward_normal(x, weights, ids, matrices_of_all[:EXPERTS], matrices_of_all[EXPERTS:], scale)
     fused = fuse_routing(weights.to(device), ids.to(device), EXPERTS, shared * replicas, scale, policy)
-    kept = every[:EXPERTS] + [own for own in every[EXPERTS:] for _ in range(replicas)]
-    after = reference.moe_experts(x, *(t.cpu() for t in fused), kept) * scale
+    replicated = matrices_of_all[:EXPERTS] + [m for m in matrices_of_all[EXPERTS:] for _ in range(replicas)]
+    after = reference.moe_experts(x, *(t.cpu() for t in fused), replicated) * scale
     # 1 / scale is rounded to float32 once.
     torch.testing.assert_close(after, before, rtol=0, atol=1e-6 * float(before.abs().max()) if tokens else 0)
 

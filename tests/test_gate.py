@@ -113,8 +113,8 @@ def test_softmax_and_sigmoid_differ(device):
 @pytest.mark.parametrize("limit", [0, 1, 6, 9, 100])
 def test_padding(limit, kind, device, each_kernel):
     logits, bias = make_inputs(9, 256, device)
-    given = limit if kind is int else torch.tensor([limit], dtype=kind, device=device)
-    options = dict(num_expert_group=8, topk_group=4, num_token_non_padded=given)
+    value = limit if kind is int else torch.tensor([limit], dtype=kind, device=device)
+    options = dict(num_expert_group=8, topk_group=4, num_token_non_padded=value)
     check(logits, bias, 8, **options)
     weights, ids = route(logits, bias, 8, **options)
     assert (ids[limit:] == -1).all() and (weights[limit:] == 0).all() and (ids[:limit] >= 0).all()
@@ -134,13 +134,13 @@ def test_no_tokens(device):
 
 def test_no_out_of_bounds_writes(device, each_kernel):
     logits, bias = make_inputs(7, 256, device)
-    around = torch.full((3, 7 * 9), 12345.0, device=device)
-    beside = torch.full((3, 7 * 9), 12345, dtype=torch.int32, device=device)
-    out = around[1].view(7, 9), beside[1].view(7, 9)
+    weight_buffers = torch.full((3, 7 * 9), 12345.0, device=device)
+    id_buffers = torch.full((3, 7 * 9), 12345, dtype=torch.int32, device=device)
+    out = weight_buffers[1].view(7, 9), id_buffers[1].view(7, 9)
     options = dict(num_expert_group=8, topk_group=4, num_fused_shared_experts=1)
     biased_grouped_topk(logits, bias, 9, out=out, **options)
     assert mismatch(*out, logits, bias, 9, **options) is None
-    assert (around[::2] == 12345).all() and (beside[::2] == 12345).all()
+    assert (weight_buffers[::2] == 12345).all() and (id_buffers[::2] == 12345).all()
 
 
 def test_numpy_and_cupy_arrays(device):
@@ -357,41 +357,32 @@ def test_wrong_device():
 # The checker must reject wrong outputs and wrong kernels.
 
 
-def corruption(name):
-    def off_by_one(weights, ids):
-        ids[1, 3] = (ids[1, 3] + 1) % 256
-
-    def twice(weights, ids):
-        ids[2, 0] = ids[2, 1]
-
-    def out_of_range(weights, ids):
-        ids[0, 7] = 256
-
-    def unwritten_id(weights, ids):
-        ids[3, 2] = -7
-
-    def unwritten_weight(weights, ids):
-        weights[3, 2] = float("nan")
-
-    def another_order(weights, ids):
-        weights[1], ids[1] = weights[1].flip(0), ids[1].flip(0)
-
-    def not_normalised(weights, ids):
-        weights[2] *= 1.01
-
-    return locals()[name]
+def scale_weights(weights, ids):
+    weights[2] *= 1.01
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["off_by_one", "twice", "out_of_range", "unwritten_id", "unwritten_weight", "another_order", "not_normalised"],
-)
-def test_checker_rejects_wrong_outputs(what, device):
+def reverse_columns(weights, ids):
+    weights[1], ids[1] = weights[1].flip(0), ids[1].flip(0)
+
+
+CORRUPTIONS = {
+    "id off by one": lambda weights, ids: ids[1, 3].copy_((ids[1, 3] + 1) % 256),
+    "repeated id": lambda weights, ids: ids[2, 0].copy_(ids[2, 1]),
+    "id out of range": lambda weights, ids: ids[0, 7].fill_(256),
+    "unwritten id": lambda weights, ids: ids[3, 2].fill_(-7),
+    "unwritten weight": lambda weights, ids: weights[3, 2].fill_(float("nan")),
+    "wrong order": reverse_columns,
+    "not normalised": scale_weights,
+}
+
+
+@pytest.mark.parametrize("case", CORRUPTIONS)
+def test_checker_rejects_wrong_outputs(case, device):
     logits, bias = make_inputs(5, 256, device)
     options = dict(num_expert_group=8, topk_group=4)
     weights, ids = route(logits, bias, 8, **options)
     assert mismatch(weights, ids, logits, bias, 8, **options) is None
-    corruption(what)(weights, ids)
+    CORRUPTIONS[case](weights, ids)
     assert mismatch(weights, ids, logits, bias, 8, **options)
 
 
@@ -402,7 +393,7 @@ WRONG = {  # name: (module, source text, its replacement)
         "rival_key == group_key and rival_group > group",
     ),
     "one group too many is kept": (kernel, ">= topk_group:", "> topk_group:"),
-    "an expert too high": (
+    "expert ids are one too high": (
         kernel,
         "experts_per_lane + cuda.ffs(match_mask) - 1",
         "experts_per_lane + cuda.ffs(match_mask)",
@@ -422,10 +413,10 @@ WRONG = {  # name: (module, source text, its replacement)
 RACES = {"no barrier before the redistribution"}  # lanes of a GPU mostly run in lockstep, which hides races
 
 
-@pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what not in RACES])
-def test_checker_rejects_wrong_kernels(what, monkeypatch, device):
+@pytest.mark.parametrize("case", [case for case in WRONG if simulator.ENABLED or case not in RACES])
+def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
     """Change one thing in the kernel: the checker must reject one of ten thread orders."""
-    module, right, wrong = WRONG[what]
+    module, right, wrong = WRONG[case]
     name = "make_kernel" if module is kernel else "make_4tokens_kernel"
     monkeypatch.setattr(module, name, changed(module, right, wrong)[name])
     force_kernel(module is kernel_4tokens, monkeypatch)
@@ -444,7 +435,7 @@ def test_checker_rejects_wrong_kernels(what, monkeypatch, device):
             return
         if mismatch(weights, ids, logits, bias, 8, num_expert_group=8, topk_group=4):
             return
-    pytest.fail(f"the checker accepted a wrong kernel: {what}")
+    pytest.fail(f"the checker accepted a wrong kernel: {case}")
 
 
 # On a GPU: large inputs, graphs, streams

@@ -193,11 +193,11 @@ def test_custom_grouped_gemm(device):
 
 def test_moe_numba_grouped_gemm(device):
     layer = Layer(SMALL, torch.bfloat16, device)
-    own, x = layer.with_grouped_gemm(torch_layer.moe_numba_grouped_gemm), layer.tokens(5)
-    assert own.gate_up is layer.gate_up and layer.grouped is torch_grouped_gemm
+    with_moe_numba, x = layer.with_grouped_gemm(torch_layer.moe_numba_grouped_gemm), layer.tokens(5)
+    assert with_moe_numba.gate_up is layer.gate_up and layer.grouped is torch_grouped_gemm
     expected = layer.expected(x)
-    assert mismatch(own.separate(x), expected, torch.bfloat16) is None
-    assert mismatch(own.fused(x, *own.route(x, 1)), expected, torch.bfloat16) is None
+    assert mismatch(with_moe_numba.separate(x), expected, torch.bfloat16) is None
+    assert mismatch(with_moe_numba.fused(x, *with_moe_numba.route(x, 1)), expected, torch.bfloat16) is None
     ends = torch.tensor([0, 3] + [5] * 15, dtype=torch.int32, device=device)
     out = torch_layer.moe_numba_grouped_gemm(x, None, layer.gate_up, ends)
     assert mismatch(out, torch_grouped_gemm(x, None, layer.gate_up, ends).double(), torch.bfloat16) is None
@@ -300,9 +300,11 @@ def test_rows_figures_and_table(small_topic):
     assert len(records.select(record, step="layer: separate")) == 2 * (2 + 1)
     for row in record["rows"]:
         if row["step"].startswith(("layer", "GEMMs")):
-            own = row["step"].endswith("own GEMM")
-            assert row["bytes"] > 0 and row["flops"] > 0 and row["floor_us"] > 0 and ("tile_rows" in row) != own
-            assert not own or row["dtype"] == "bfloat16"
+            is_moe_numba = row["step"].endswith("own GEMM")
+            assert (
+                row["bytes"] > 0 and row["flops"] > 0 and row["floor_us"] > 0 and ("tile_rows" in row) != is_moe_numba
+            )
+            assert not is_moe_numba or row["dtype"] == "bfloat16"
     assert len(records.select(record, step="layer: 1 shared, own GEMM")) == 2 + 1
     rows = [records.find(record, step=f"layer: {n}", size={"tokens": 4}, dtype="bfloat16") for n in topic.VARIANTS]
     assert rows[0]["flops"] == rows[1]["flops"] == rows[2]["flops"]

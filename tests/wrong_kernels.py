@@ -1,10 +1,10 @@
-"""How a test gets the kernel of a module in which one thing is wrong."""
+"""Wrong variants of kernels, made by replacing source text; checkers must reject them."""
 
 import inspect
 
 
 def changed(module, right, wrong):
-    """What a module defines when something in its source is replaced."""
+    """Execute a module's source with ``right`` replaced by ``wrong``; return its namespace."""
     source = inspect.getsource(module)
     assert right in source, right
     made = {"__name__": f"{module.__name__}_wrong"}

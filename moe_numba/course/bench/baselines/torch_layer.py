@@ -182,9 +182,9 @@ class Layer:
         """Copy the layer with its weights, so that the copy's weights are not in the caches."""
         other = copy.copy(self)
         for name in ("gate_up", "down"):
-            own = getattr(self, name)
-            scales = None if own.scales is None else own.scales.clone()
-            setattr(other, name, Matrices(own.values.clone(), scales))
+            matrices = getattr(self, name)
+            scales = None if matrices.scales is None else matrices.scales.clone()
+            setattr(other, name, Matrices(matrices.values.clone(), scales))
         return other
 
     def with_grouped_gemm(self, grouped):

@@ -56,12 +56,12 @@ def measure_matmul_flops(dtype):
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=DEVICE).to(dtype) for _ in range(2))
     one = torch.ones((), device=DEVICE)
 
-    def product():
+    def matmul():
         if dtype == torch_layer.FP8:
             return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
         return a @ b.t()
 
-    us = kernel_times({"": product}, launches=5, replays=10)[""].median
+    us = kernel_times({"": matmul}, launches=5, replays=10)[""].median
     return 2 * MATMUL_SIZE**3 / (us * 1e-6)
 
 
@@ -190,8 +190,9 @@ def _measure_layer(model, layers, tokens, bandwidth, rate, gemms):
     timing_options = dict(launches=len(layers), replays=12) if tokens >= 1024 else {}
     kernel = kernel_times({**calls, **alone}, **timing_options)
     main = tokens == CALL_TOKENS and model == "tp8"
-    call = call_times({n: own[0] for n, own in calls.items()}) if main else {}
-    kernel_counts = {n: torch_layer.count_kernels(own[0]) for n, own in calls.items()} if main else {}
+    first_calls = {n: calls_of_layers[0] for n, calls_of_layers in calls.items()} if main else {}
+    call = call_times(first_calls) if main else {}
+    kernel_counts = {n: torch_layer.count_kernels(first_call) for n, first_call in first_calls.items()}
     config = {
         "model": model,
         "num_experts": shape.num_experts,
@@ -237,18 +238,18 @@ def _grouped_gemms(layer, x, replicas):
         layer.shape.num_experts,
     )
     hidden = layer.quantise_if_fp8(torch_layer.swiglu(layer.grouped(rows, scales, gate_up, ends)))
-    own, own_hidden = layer.quantise_if_fp8(x), None
+    rows_of_all, shared_hidden = layer.quantise_if_fp8(x), None
     if not replicas:
-        own_hidden = layer.quantise_if_fp8(
-            torch_layer.swiglu(torch_layer.torch_dense_gemm(*own, layer.gate_up, shared))
+        shared_hidden = layer.quantise_if_fp8(
+            torch_layer.swiglu(torch_layer.torch_dense_gemm(*rows_of_all, layer.gate_up, shared))
         )
 
     def run():
         layer.grouped(rows, scales, gate_up, ends)
         layer.grouped(*hidden, down, ends)
         if not replicas:
-            torch_layer.torch_dense_gemm(*own, layer.gate_up, shared)
-            torch_layer.torch_dense_gemm(*own_hidden, layer.down, shared)
+            torch_layer.torch_dense_gemm(*rows_of_all, layer.gate_up, shared)
+            torch_layer.torch_dense_gemm(*shared_hidden, layer.down, shared)
 
     return run
 
@@ -331,8 +332,8 @@ def readme_table(record):
             rows = {name: records.find(record, step=f"layer: {name}", **wanted) for name in VARIANTS}
             saved = 100 * (1 - us["1 shared"] / us["separate"])
             cells = [f"{us['separate']:.1f}", f"**{us['1 shared']:.1f}**", f"{us['8 replicas']:.1f}", f"{saved:.1f} %"]
-            own = records.find(record, step="layer: 1 shared, own GEMM", **wanted)
-            cells.append(f"{own['kernel_us']['median']:.1f}" if own else "")
+            fused_gemm = records.find(record, step="layer: 1 shared, own GEMM", **wanted)
+            cells.append(f"{fused_gemm['kernel_us']['median']:.1f}" if fused_gemm else "")
             lines.append(f"| {tokens}, {dtype} | {' | '.join(cells)} | {rows['1 shared']['floor_us']:.1f} |")
             if "launches" in rows["separate"]:
                 kernel_counts[dtype] = rows["separate"]["launches"], rows["1 shared"]["launches"]
@@ -343,10 +344,10 @@ def readme_table(record):
     append = [records.find(record, step=s, config=config, size={"tokens": CALL_TOKENS}) for s in ("final", "torch")]
     lines.append("")
     if all(append) and kernel_counts:
-        own, peer = (row["kernel_us"]["median"] for row in append)
+        append_us, torch_us = (row["kernel_us"]["median"] for row in append)
         lines.append(
-            f"Kernels per layer: {counts}. Appending the column for {CALL_TOKENS} tokens takes "
-            f"{own:.2f} us with `fuse_routing` and {peer:.2f} us with torch; the gate can also write it itself."
+            f"Kernels per layer: {counts}. Appending the column for {CALL_TOKENS} tokens takes {append_us:.2f} us "
+            f"with `fuse_routing` and {torch_us:.2f} us with torch; the gate can also write it itself."
         )
         lines.append("")
     lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
