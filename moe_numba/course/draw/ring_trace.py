@@ -98,7 +98,7 @@ def _telling(send_row, constants):
         if lane == 0:
             queue, place = divmod(slot, constants.ring)
             channel, source = divmod(queue, constants.ranks)
-            simulator.thread().note(
+            simulator.thread().record_event(
                 "row", {"rank": peer, "source": source, "channel": channel, "slot": place, "token": token}
             )
 
