@@ -589,6 +589,6 @@ def test_copies_and_barriers_are_in_the_trace():
     copies = [e.details["event"] for e in events if e.what == "async copy"]
     assert copies.count("starts") == copies.count("lands") == 6
     waits = [e for e in events if e.what == "mbarrier.wait"]
-    assert len(waits) == 6 + 6 * 32 and {e.details["parity"] for e in waits} == {0, 1}
+    assert len(waits) == 6 + 6 * 32 and {e.details["phase_bit"] for e in waits} == {0, 1}
     assert len([e for e in events if e.what == "mbarrier.arrive"]) == 6 + 6 * 32
     assert np.all(np.diff([e.step for e in events]) >= 0)

@@ -51,7 +51,7 @@ def outcomes(kernel, *, threads=128, seeds=6):
 
 
 def assert_refused(error, kernel, *patterns, only_some=False, **options):
-    """Assert that every seed (or only_some) raises this error with these patterns."""
+    """Assert that every seed (or some) raises this error with these patterns."""
     check_refused(error, outcomes(kernel, **options), *patterns, every=not only_some)
 
 

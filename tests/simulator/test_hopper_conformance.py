@@ -320,7 +320,7 @@ def stored_width(width):
 def test_a_store_is_clipped_to_the_tensor(dtype, width, box, swizzle, start, device):
     shape = (30, 160) if len(box) == 2 else (4, 7, 160)
     size, data = math.prod(box), random_bytes(*box)
-    right = np.full([n + 2 * 256 for n in shape], 7, np.uint8)  # with a margin for the stored_width part
+    right = np.full([n + 2 * 256 for n in shape], 7, np.uint8)  # with a margin for the clipped part
     right[tuple(slice(256 + s, 256 + s + b) for s, b in zip(start, box))] = data
     right = right[(slice(256, -256),) * len(box)]
     right[..., stored_width(width) :] = 7

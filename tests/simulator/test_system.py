@@ -33,7 +33,7 @@ def addresses_of(*buffers):
 
 
 def seeded_weak_memory(seed):
-    """Return a context with a seed and seeded_weak_memory memory in the simulator; empty on a GPU."""
+    """Return a context with a seed and weak memory in the simulator; empty on a GPU."""
     stack = contextlib.ExitStack()
     if simulator.ENABLED:
         stack.enter_context(simulator.seed(seed))

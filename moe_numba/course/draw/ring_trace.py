@@ -87,7 +87,7 @@ def _note_row(config, slot, token, peer, lane):
         queue, position = divmod(slot, config.ring)
         channel, source = divmod(queue, config.ranks)
         details = {"rank": peer, "source": source, "channel": channel, "slot": position, "token": token}
-        simulator.thread().note("row", details)
+        simulator.thread().record_event("row", details)
 
 
 class Ring:

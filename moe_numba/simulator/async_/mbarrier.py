@@ -123,7 +123,7 @@ class MBarrier:
         while not self.test(phase):
             self.waiting.append(t)
             t.park(self._wait_conditions[phase])
-        self._record_event("mbarrier.wait", parity=int(phase))
+        self._record_event("mbarrier.wait", phase_bit=int(phase))
 
     def _record_event(self, what, **details):
         t = thread()

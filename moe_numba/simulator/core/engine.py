@@ -5,6 +5,7 @@ synchronisation is built on `rendezvous`, or on the pair `Thread.park` and `Worl
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import greenlet
@@ -21,7 +22,7 @@ from moe_numba.simulator.core.errors import (
     source_location,
     wait_report,
 )
-from moe_numba.simulator.core.scheduler import Event
+from moe_numba.simulator.core.scheduler import Event, World
 from moe_numba.simulator.core.shared import SharedLayout, SharedMemory
 
 
@@ -274,7 +275,17 @@ class Cluster:
 class Grid:
     """One launch: a kernel, its arguments and all its blocks."""
 
-    def __init__(self, world, kernel, grid_dim, block_dim, args, shared_bytes=0, cluster=None, cooperative=False):
+    def __init__(
+        self,
+        world: World,
+        kernel: Callable,
+        grid_dim: tuple[int, int, int],
+        block_dim: tuple[int, int, int],
+        args: Sequence,
+        shared_bytes: int = 0,
+        cluster: tuple[int, int, int] | None = None,
+        cooperative: bool = False,
+    ):
         self.world, self.kernel, self.name = world, kernel, kernel.__name__
         self.grid_dim, self.block_dim, self.cluster_dim = Dim3(*grid_dim), Dim3(*block_dim), Dim3(*cluster or (1, 1, 1))
         self.args, self.cooperative = args, cooperative
@@ -292,11 +303,12 @@ class Grid:
         self.rank, self.label = None, ""  # set where several ranks run together; the label precedes blocks in messages
         self.active = len(self.blocks)  # blocks that have not ended, plus async copies that have not completed
 
-    def memory_changed(self):
+    def memory_changed(self) -> None:
         """Record a change of memory that some thread may be polling for."""
         self.world.changes += 1
 
-    def threads(self):
+    def threads(self) -> list[Thread]:
+        """Return all threads, in the order of blocks, warps and lanes."""
         return [t for block in self.blocks for warp in block.warps for t in warp.threads]
 
     def __str__(self):

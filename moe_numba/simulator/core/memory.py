@@ -109,19 +109,19 @@ class Pointer:
             self.array[i] = convert(value, self.array.dtype)
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return self.array.dtype
 
     @property
-    def address(self):
+    def address(self) -> int:
         """Byte address of the first element."""
         if self._address is None:
             self._address = self.array.__array_interface__["data"][0]
         return self._address
 
     @property
-    def bytes(self):
-        """The same memory as bytes."""
+    def bytes(self) -> np.ndarray:
+        """View of the same memory as bytes."""
         if self._bytes is None:
             self._bytes = self.array.view(np.uint8)
         return self._bytes
@@ -129,7 +129,7 @@ class Pointer:
     def __len__(self):
         return self.size
 
-    def offset(self, n):
+    def offset(self, n: int) -> "Pointer":
         """Return the pointer `n` elements further on."""
         if not 0 <= n <= self.size:
             raise self._out_of_bounds(n)
@@ -137,7 +137,7 @@ class Pointer:
 
     __add__ = __radd__ = offset
 
-    def view(self, dtype):
+    def view(self, dtype) -> "Pointer":
         """Return a pointer to the same bytes as elements of another type."""
         dtype = as_dtype(dtype)
         if self.address % dtype.itemsize:
@@ -147,7 +147,7 @@ class Pointer:
         usable = self.array.nbytes // dtype.itemsize * dtype.itemsize
         return type(self)(self.bytes[:usable].view(dtype), self.name, self.allocation)
 
-    def load_vector(self, index, dtype, count):
+    def load_vector(self, index: int, dtype, count: int) -> tuple:
         """Load `count` elements of `dtype` in one access, from element `index` of this pointer."""
         if type(dtype) is not np.dtype:
             dtype = as_dtype(dtype)
@@ -155,7 +155,7 @@ class Pointer:
             before_access(self, index, False, dtype.itemsize * count)
         return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
-    def store_vector(self, index, values, dtype=None):
+    def store_vector(self, index: int, values: tuple, dtype=None) -> None:
         """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values."""
         dtype = as_dtype(dtype or values[0].dtype)
         values = np.array([convert(v, dtype) for v in values], dtype)
@@ -220,7 +220,7 @@ class Array:
             raise self._out_of_bounds(i) from error
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return self.array.dtype
 
     def _check_not_negative(self, i):
@@ -233,13 +233,13 @@ class Array:
         return OutOfBounds(f"{thread_prefix()}index {index} is outside {self}")
 
     @property
-    def address(self):
+    def address(self) -> int:
         """Byte address of the first element."""
         if self._address is None:
             self._address = self.array.__array_interface__["data"][0]
         return self._address
 
-    def pointer(self):
+    def pointer(self) -> Pointer:
         """Return a flat pointer to the same memory."""
         return Pointer(reachable_view(self.array), self.name, self.allocation)
 

@@ -86,7 +86,8 @@ class World:
         self.watching += 1
         memory.watching += 1
 
-    def add(self, grid):
+    def add(self, grid) -> None:
+        """Start a grid: all of its threads may run."""
         self.grids.append(grid)
         if grid.uses_async or self.preempt:
             self.watch_accesses()
@@ -112,6 +113,7 @@ class World:
         return self.rng.choice((-1.0, 2.0, 2.0, self.rng.random()))
 
     def wake(self, threads):
+        """Make threads ready to run."""
         for t in threads:
             t.waits = None
             warp = t.block.warps[t.warp]
@@ -120,7 +122,7 @@ class World:
                 warp.queued = True
                 self.schedule(warp)
 
-    def run(self):
+    def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
         try:

@@ -10,6 +10,7 @@ different ranks concurrently. One seed determines how their warps interleave.
 """
 
 import contextlib
+from collections.abc import Iterator
 
 import greenlet
 
@@ -22,7 +23,7 @@ _buffers = {}  # address of a registered buffer -> Pointer to its bytes
 
 
 @contextlib.contextmanager
-def together():
+def together() -> Iterator[None]:
     """Queue the launches within this context, and run them as kernels of concurrent ranks when it is left."""
     if settings["ranks"] is not None:
         raise SimulatorError("simulator.together() is used within itself: all launches of its ranks run as one")
