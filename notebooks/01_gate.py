@@ -47,6 +47,7 @@ from moe_numba.course.bench import kernel_time, plots, records, rotating
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import define
 from moe_numba.course.source_diff import Count, diff
 from moe_numba.gate.device_functions import sorting_network as batcher_network
 from moe_numba.gate.kernel import Constants
@@ -1940,9 +1941,8 @@ print("expert 0 is chosen for", int((ids == 0).any(dim=1).sum()), "of", TOKENS, 
 
 # %%
 source = inspect.getsource(document_dynamic.py_func).replace("document_dynamic", "racy")
-space = dict(globals())
-exec("\n".join(line for line in source.splitlines() if "syncwarp" not in line), space)  # the same, less one line
-racy = space["racy"]
+source = "\n".join(line for line in source.splitlines() if "syncwarp" not in line)  # the same, less one line
+racy = define(source, globals())["racy"]
 
 
 def seeds_that_fail(kernel, seeds=8):

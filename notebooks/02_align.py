@@ -45,11 +45,7 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 import contextlib
 import importlib.util
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from functools import cache
 
@@ -64,6 +60,7 @@ from moe_numba.course.bench import kernel_time, kernel_times, plots, records
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import align as draw
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import in_simulator
 from moe_numba.course.source_diff import Count, diff
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime.compile import compile_kernel
@@ -1225,34 +1222,7 @@ look_back("0x4 two-level scan", "0x3 Blelloch scan", prediction)
 # first as the article has it, then mended. Where a GPU runs this notebook, the simulator runs in a process of its own.
 
 # %%
-PRELUDE = """
-import moe_numba, torch
-from functools import cache
-from numba import cuda, int32, uint32
-from moe_numba import simulator
-from moe_numba.align.reference import mismatch, sizes
-from moe_numba.runtime.launch import launch
-from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
-DEVICE, EXPERTS, TOPK, TOKENS, BLOCK, THREADS, FULL = "cpu", 64, 4, 64, 16, 128, 0xFFFFFFFF
-"""
-
-
-def in_simulator(main, *functions):
-    """What main() gives, run in the simulator with the functions it uses: here, or else in a process of its own."""
-    if simulator.ENABLED:
-        return main()
-    program = [PRELUDE, "import json"]
-    for function in (*functions, main):
-        source = inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
-        program.append(f"exec(compile({source!r}, 'notebook', 'exec'))")
-    program.append(f"print(json.dumps({main.__name__}()))")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    done = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    *lines, result = done.stdout.splitlines()
-    print(*lines, sep="\n", end="\n" if lines else "")
-    return json.loads(result)
+SMALL_SIZES = dict(DEVICE="cpu", EXPERTS=64, TOPK=4, TOKENS=64, BLOCK=16, THREADS=128)
 
 
 def simulate_main(make, ids, num_experts=64, block_size=16, **options):
@@ -1279,29 +1249,7 @@ def race():
             print(f"    seed {seed}: {fault}")
 
 
-MAIN = (
-    random_ids,
-    round_up,
-    fill,
-    fill_singly,
-    next_pow2,
-    up_sweep,
-    down_sweep,
-    find_expert,
-    search_experts,
-    count_slots,
-    warp_exclusive_scan,
-    total_over_block,
-    block_exclusive_scan,
-    make_baseline,
-    make_padding,
-    make_blelloch,
-    make_two_level,
-    count_and_sort,
-    run_main,
-    simulate_main,
-)
-in_simulator(race, *MAIN)
+in_simulator(race, constants=SMALL_SIZES)
 
 # %% [markdown]
 # One `syncthreads` mends it. Only `expert_ids` come out wrong, and only some of them: the GEMM would multiply those
@@ -1329,7 +1277,7 @@ def count_barriers():
     return found
 
 
-BARRIERS = in_simulator(count_barriers, *MAIN)
+BARRIERS = in_simulator(count_barriers, constants=SMALL_SIZES)
 
 # %% [markdown]
 # Three barriers each belong to the other parts of the kernel: two to the counting, and one after `scan_buf` is filled
@@ -1531,7 +1479,7 @@ def try_two_branches():
         print(f"{type(error).__name__}: {error}")
 
 
-in_simulator(try_two_branches, barriers_in_two_branches)
+in_simulator(try_two_branches)
 
 # %% [markdown]
 # The remedy costs nothing: all threads walk through the same three barriers, and what they do between them depends on
@@ -2450,7 +2398,7 @@ def faults():
     return found
 
 
-FOUND = in_simulator(faults, *MAIN)
+FOUND = in_simulator(faults, constants=SMALL_SIZES)
 
 
 def ours(ids, num_experts, block_size=16, **options):

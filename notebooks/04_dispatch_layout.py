@@ -47,7 +47,6 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 # %%
 import inspect
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -67,6 +66,7 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
 from moe_numba.course.draw import dispatch_layout as draw
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import changed_module, in_simulator, source_of
 from moe_numba.course.source_diff import Count, diff
 from moe_numba.expert_parallel import get_dispatch_layout
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER, make_layout_kernel
@@ -583,12 +583,7 @@ if us("private counters"):
 # %%
 def changed(*changes):
     """The document's source with some lines changed, as a module of its own; gives its get_dispatch_layout."""
-    source, made = inspect.getsource(deepep_layout), {"__name__": "changed"}
-    for old, new in changes:
-        assert old in source, old
-        source = source.replace(old, new)
-    exec(compile(source, "<changed>", "exec"), made)
-    function = made["get_dispatch_layout"]
+    function = changed_module(deepep_layout, *changes).get_dispatch_layout
     return lambda ids, outputs: function(ids, outputs[1].numel(), outputs[0].numel(), out=outputs)
 
 
@@ -1021,10 +1016,6 @@ cupy.cuda.runtime.ipcCloseMemHandle(address)
 """
 
 
-def source_of(function):
-    return inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
-
-
 def across_processes(cupy):
     """What a kernel of a second process stored into this one's buffer, and how the handle fared here."""
     runtime = cupy.cuda.runtime
@@ -1300,16 +1291,6 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 
 
 # %%
-PRELUDE = """
-import inspect, json
-import moe_numba, torch
-from moe_numba import simulator
-from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
-from moe_numba.expert_parallel.reference import dispatch_layout
-from moe_numba.course.bench.topics.dispatch_layout import layout_outputs, uniform_routing
-DEVICE, EXPERTS, TOPK, RANKS = "cpu", 64, 4, 4
-NAMES = "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
-"""
 CUT = ("expert = topk_idx[token * num_topk + j]", "expert = int32(topk_idx[token * num_topk + j])")
 FAULTS = {
     "as it is": (),
@@ -1319,6 +1300,9 @@ FAULTS = {
     "no look at an id's lower end": (("begin <= expert and expert < end:", "expert < end:"),),
     "ids cut to 32 bits, as in the article's code": (CUT,),
 }
+
+
+SMALL_SIZES = dict(DEVICE="cpu", EXPERTS=64, TOPK=4, RANKS=4)
 
 
 def faults(changes_of):
@@ -1342,21 +1326,7 @@ def faults(changes_of):
     return found
 
 
-def in_simulator(main, argument, *functions):
-    """What main(argument) gives, run in the simulator with the functions it uses: here, or in a process of its own."""
-    if simulator.ENABLED:
-        return main(argument)
-    program = [PRELUDE, *map(source_of, (*functions, main))]
-    program.append(f"print(json.dumps({main.__name__}({argument!r})))")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    environment.pop("NUMBA_ENABLE_CUDASIM", None)
-    done = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-for name, said in in_simulator(faults, FAULTS, check, changed).items():
+for name, said in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
     print(f"{name}: {said}")
 
 # %% [markdown]

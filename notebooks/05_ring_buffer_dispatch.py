@@ -34,10 +34,6 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 
 # %%
 import inspect
-import json
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from contextlib import contextmanager
@@ -63,6 +59,7 @@ from moe_numba.course.bench.topics.dispatch_layout import uniform_routing
 from moe_numba.course.draw import dispatch as draw
 from moe_numba.course.draw.ring_trace import play
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import in_simulator
 from moe_numba.course.sizes import dispatch_sizes
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
@@ -485,45 +482,7 @@ print(
 # of its own.
 
 # %%
-PRELUDE = """
-import json
-from functools import cache
-import moe_numba, torch
-from numba import cuda, int32
-from moe_numba import simulator
-from moe_numba.course.draw.ring_trace import play
-from moe_numba.course.articles.deepep import simulate, launch as deepep_launch
-from moe_numba.expert_parallel import reference
-from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.course.articles.deepep.dispatch import FAULTS
-from moe_numba.course.articles.deepep.simulate import GaveUp, dispatch_all, virtual_ranks
-from moe_numba.course.articles.deepep.buffer_layout import Constants, least_bytes
-from moe_numba.expert_parallel.transport import LocalGroup
-from moe_numba.runtime.launch import launch
-from moe_numba.ptx.atomics import *
-from moe_numba.ptx.fence import *
-from moe_numba.ptx.memory import *
-FLAGS, ROOM = 32, 64
-"""
-
-
-def source_of(function):
-    return inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
-
-
-def in_simulator(main, *arguments, functions=()):
-    """What main(*arguments) gives, run in the simulator: here, or in a process of its own."""
-    if simulator.ENABLED:
-        return main(*arguments)
-    sources = [source_of(f) for f in (*functions, main) if f is not play]
-    call = f"print(json.dumps({main.__name__}(*json.loads({json.dumps(arguments)!r}))))"
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    environment.pop("NUMBA_ENABLE_CUDASIM", None)
-    command = [sys.executable, "-c", "\n".join([PRELUDE, *sources, call])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
+BY_NAME = "from moe_numba.ptx.atomics import *"  # `PAIRS` names them by strings
 
 
 def try_messages(pairs, seeds):
@@ -552,7 +511,7 @@ PAIRS = [
     ["st_relaxed_sys_s32", "ld_acquire_sys_s32"],
     ["st_release_sys_s32", "ld_relaxed_sys_s32"],
 ]
-for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, functions=[make_message, is_torn])):
+for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, setup=BY_NAME)):
     print(f"{', '.join(pair)}: the message was torn under {torn} of {SEEDS} seeds")
 
 # %% [markdown]
@@ -1646,7 +1605,7 @@ def try_fault(fault, seeds):
 
 
 SEEDS_OF_FAULTS = 6
-FOUND = in_simulator(try_faults, list(WHAT), SEEDS_OF_FAULTS, functions=[try_fault])
+FOUND = in_simulator(try_faults, list(WHAT), SEEDS_OF_FAULTS)
 lines = []
 for fault, found in FOUND.items():
     seeds = [str(i) for i, said in enumerate(found) if said]

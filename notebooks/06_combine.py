@@ -40,11 +40,7 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 # %%
 import inspect
 import itertools
-import json
-import os
 import random
-import subprocess
-import sys
 import textwrap
 import warnings
 from contextlib import contextmanager
@@ -70,6 +66,7 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
 from moe_numba.course.draw import combine as draw
 from moe_numba.course.ladder import Ladder, short
+from moe_numba.course.simulate import changed_module, in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.config import Config, channels_of
@@ -854,13 +851,8 @@ piece(final_kernel.make_send, "            while cuda.any_sync(", "             
 
 # %%
 def changed(*changes):
-    """What the combine kernel's module defines, with some lines changed."""
-    source, made = inspect.getsource(final_kernel), {"__name__": "changed"}
-    for old, new in changes:
-        assert old in source, old
-        source = source.replace(old, new)
-    exec(compile(source, "<changed>", "exec"), made)
-    return made
+    """The combine kernel's module, with some lines changed."""
+    return changed_module(final_kernel, *changes)
 
 
 def buffer_with(make_combine=final_kernel.make_combine, channels_of_a_warp=1):
@@ -1012,7 +1004,7 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
     ranks, warps, bar = shape.num_ranks, shape.warps, shape.bar
     progress_at, told_at, done_at = shape.progress, shape.told, shape.done
     tail_at, head_at = regions(ranks).tail(True), regions(ranks).head(True)
-    send, receive = changed(SENT_TO_ITSELF)["make_send"](shape), make_receive(shape, at_once, as_pairs)
+    send, receive = changed(SENT_TO_ITSELF).make_send(shape), make_receive(shape, at_once, as_pairs)
     publish = make_publish(shape)
 
     @cuda.jit
@@ -1300,7 +1292,7 @@ WRITTEN_DOWN = (
 
 def ends_of(channels_of_a_warp):
     """When rank 0's sending warps are done: the first, the mean, and the last, in microseconds."""
-    config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN)["make_combine"]
+    config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN).make_combine
     kind, ends = buffer_with(lambda shape, biases: kernel(shape, 0), channels_of_a_warp), [None] * RANKS
 
     @contextmanager
@@ -1361,7 +1353,7 @@ if DEALT_OUT:
 # %%
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL, nth >= 0))", "uint32(0)")
 NOT_ADDED_US = fact(
-    "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], None)))
+    "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED).make_combine, None)))
 )
 if NOT_ADDED_US:
     print(
@@ -1473,38 +1465,6 @@ ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else
 #
 # All of this is played in the simulator, which knows when nobody can go on. Where a GPU runs this notebook, the
 # simulator runs in a process of its own.
-
-
-# %%
-PRELUDE = """
-import inspect, itertools, json
-import moe_numba, torch
-from moe_numba import simulator
-from moe_numba.course import combine_inputs as inputs
-from moe_numba.expert_parallel.kernels import combine as final_kernel
-from moe_numba.course.articles.deepep import simulate
-from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config
-from moe_numba.course.articles.deepep.buffer_layout import Constants, combine_regions, least_bytes
-from moe_numba.expert_parallel.kernels.buffer_layout import regions
-from moe_numba.expert_parallel.transport import LocalGroup
-KEPT = []  # buffers whose ranks have lost one another
-"""
-
-
-def in_simulator(main, argument, *functions):
-    """What main(argument) gives, run in the simulator with the functions it uses: here, or in a process of its own."""
-    if simulator.ENABLED:
-        return json.loads(json.dumps(main(argument)))
-    program = [PRELUDE, *map(inspect.getsource, (*functions, main))]
-    program.append(f"print(json.dumps({main.__name__}({argument!r})))")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    environment.pop("NUMBA_ENABLE_CUDASIM", None)
-    done = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
 
 # %% [markdown]
 # ### A ring that is too short
@@ -1624,7 +1584,7 @@ def three_ranks(changes):
     for rank in range(3):
         early[rank, :, (rank + 1) % 3] = True
     chosen = [torch.cat([early[rank], torch.ones(3, 3, dtype=torch.bool)]).repeat(2, 1) for rank in range(3)]
-    kind, slots, heads = buffer_with(changed(*changes)["make_combine"]), 2, [None] * 3
+    kind, slots, heads = buffer_with(changed(*changes).make_combine), 2, [None] * 3
     config, buffers = Config(2, 1, 23), [None] * 3
 
     def work(transport):
@@ -1667,7 +1627,7 @@ def three_ranks_of(senders):
 
 
 SENDERS = {"as it is": (), "a sender that waits": (WAITING,)}
-THREE = in_simulator(three_ranks_of, SENDERS, changed, buffer_with, three_ranks)
+THREE = in_simulator(three_ranks_of, SENDERS)
 for name, found in THREE.items():
     print(f"{name}: {'all sums are right' if all(found['right']) and not found['said'] else 'the ranks gave up'}")
     for sentence in found["said"]:

@@ -61,6 +61,7 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.draw import grouped_gemm as draw
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import changed_module
 from moe_numba.course.source_diff import diff
 from moe_numba.grouped_gemm import kernel as final_kernel
 from moe_numba.grouped_gemm import reference
@@ -1772,13 +1773,7 @@ def form(tokens, sizes, stages, **more):
 @cache
 def kernel_with(constants, *changes):
     """The package's kernel with passages of its source replaced."""
-    text = inspect.getsource(final_kernel)
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-        text = text.replace(old, new)
-    space = dict(vars(final_kernel))
-    exec(compile(text, "the kernel, changed", "exec"), space)
-    return space["make_kernel"](constants)
+    return changed_module(final_kernel, *changes).make_kernel(constants)
 
 
 def package_step(constants, *changes):
@@ -1847,7 +1842,8 @@ look_back_at_groups("no maps for groups", "one map for X", 250)
 # %%
 def machine_codes(named, constants):
     """The instructions that the compiler makes, in a process of its own; no GPU is needed. {name: MachineCode}."""
-    text = "import inspect\nfrom functools import cache\nfrom moe_numba.grouped_gemm import kernel as final_kernel\n"
+    text = "from functools import cache\nfrom moe_numba.grouped_gemm import kernel as final_kernel\n"
+    text += "from moe_numba.course.simulate import changed_module\n"
     text += "from moe_numba.grouped_gemm.constants import Constants\n" + inspect.getsource(kernel_with)
     return compile_apart(
         text,

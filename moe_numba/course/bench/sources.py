@@ -15,7 +15,10 @@ LEFT_OUT = (
     "moe_numba/course/draw",
     "moe_numba/course/bench/topics/",  # only a topic's own record depends on it: see topic_sources
     *(f"moe_numba/course/bench/{name}.py" for name in ("__init__", "code_hash", "plots", "records", "sources")),
-    *(f"moe_numba/course/{name}.py" for name in ("__init__", "executed", "execute", "ladder", "source_diff")),
+    *(
+        f"moe_numba/course/{name}.py"
+        for name in ("__init__", "executed", "execute", "ladder", "simulate", "source_diff")
+    ),
     "moe_numba/runtime/sass.py",
 )
 
