@@ -91,7 +91,6 @@ from numba import cuda, float32
 from moe_numba import doctor, simulator
 from moe_numba.course.bench import Stats, call_time, kernel_time, kernel_times, plots, records, rotating
 from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.ladder import short
 from moe_numba.course.simulate import in_simulator
 from moe_numba.runtime.launch import address, current_stream, launch, launcher
 
@@ -311,7 +310,7 @@ def tell(name, kernel=None, call=None, **more):
     if row is None:
         print(f"{name}: ran, not timed; no figure is recorded yet")
         return None
-    times = [f"{short(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
+    times = [f"{records.format_us(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
     print(f"{name}: {', '.join(times)}{' (recorded on an H200)' if SIMULATED else ''}")
     return row
 

@@ -264,7 +264,7 @@ def bound(run):
 
 def look_back(name, before=None, predicted=None):
     """Say in one sentence what the step gained, and how far off the prediction was."""
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
 
 
 def with_few(run, tokens=64):
@@ -853,7 +853,7 @@ diff(make_document_static, make_in_registers)
 # %%
 in_registers = make_in_registers(EXPERTS, GROUPS, KEPT, TOPK)
 prediction = 0.67 * (us("article, static") or 32)
-measure("in registers", run_arrays(in_registers, 4), prediction_us=round(prediction), lost=True)
+measure("in registers", run_arrays(in_registers, 4), prediction_us=round(prediction), slower=True)
 
 # %%
 look_back("in registers", "article, static", prediction)

@@ -342,7 +342,7 @@ def guess(before, change, default):
 
 def look_back(name, before=None, predicted=None):
     """Say what the step gained for each size, and how far off the prediction was."""
-    ladder.look_back(name, before, predicted)
+    ladder.report(name, before, predicted)
     for which, says in SAYS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
@@ -428,7 +428,7 @@ def cupy_align(ids, outputs=None):
 if simulator.ENABLED or cupy is None:
     print("CuPy needs a GPU, and to be installed; here this step is left out.")
 else:
-    measure("CuPy, one sort", cupy_align, graph=False, lost=True)
+    measure("CuPy, one sort", cupy_align, graph=False, slower=True)
 if importlib.util.find_spec("cuda.compute") is None:
     print("cuda.compute (package cuda-cccl) is not installed; it would run the same CUB sort.")
 else:
@@ -1404,7 +1404,7 @@ def make_filling_first(num_experts):
     return make_one_pass(num_experts, fill_first=True)
 
 
-measure("0x4, filling first", main_step(make_filling_first), lost=True, prediction_us=round(prediction, 1))
+measure("0x4, filling first", main_step(make_filling_first), slower=True, prediction_us=round(prediction, 1))
 prediction = guess("0x4, filling first", -FILL_US, prediction)
 
 

@@ -59,6 +59,7 @@ from moe_numba.align.reference import mismatch as align_mismatch
 from moe_numba.course.bench import call_times, kernel_times, plots, records
 from moe_numba.course.bench.baselines import torch_layer
 from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, own_grouped
+from moe_numba.course.bench.layer_figure import layer_bars
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
 from moe_numba.course.draw import shared_experts as draw
@@ -357,7 +358,7 @@ def measure(name, forward, predicted, others=OTHERS, **more):
 
 def look_back(name, before=None, predicted=None):
     """What the step gained in each setting, and how many kernels it starts."""
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     row, old = ladder.row(name), ladder.row(before) if before else None
     if row and "launches" in row:
         print(f"    {row['launches']} kernels" + (f" (before: {old['launches']})" if old else ""))
@@ -513,7 +514,7 @@ prediction = (us("ninth column by torch") or prediction) + weights_us(replicas_r
 print(f"{replicas_read:.1f} of 8 replicas are read; prediction: {prediction:.0f} us")
 measure("8 replicas", partial(folded_by_torch, replicas=REPLICAS), prediction)
 if not simulator.ENABLED:
-    ladder.rows[-1].update({"lost": True} if us("8 replicas") > us("ninth column by torch") else {})
+    ladder.rows[-1].update({"slower": True} if us("8 replicas") > us("ninth column by torch") else {})
 
 # %%
 look_back("8 replicas", "ninth column by torch", prediction)
@@ -874,7 +875,7 @@ def bars(what, dtype, model="tp8"):
         return print("The layers have not been recorded yet; `python -m moe_numba bench shared_experts` does it.")
     says = {"layer": "The layer", "GEMMs": "Its matrix products alone"}[what]
     ranks = {"tp8": "an eighth of 256 experts", "ep8": "32 whole experts"}[model]
-    return draw.layer_bars(times, "separate", title=f"{says}: {ranks}, {dtype}", caption=plots.caption(SHARED))
+    return layer_bars(times, "separate", title=f"{says}: {ranks}, {dtype}", caption=plots.caption(SHARED))
 
 
 bars("GEMMs", "bfloat16")

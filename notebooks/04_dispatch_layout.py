@@ -261,7 +261,7 @@ def lost_unless_fastest(name):
     """Draw the step that was just measured in grey if an earlier one is as fast."""
     earlier = [us(row["step"]) for row in ladder.rows if row["step"] != name and "kernel_us" in row]
     if not simulator.ENABLED and us(name) >= min(earlier):
-        ladder.rows[-1]["lost"] = True
+        ladder.rows[-1]["slower"] = True
 
 
 def guess(before, change, default):
@@ -271,7 +271,7 @@ def guess(before, change, default):
 
 def look_back(name, before=None, predicted=None):
     """Say what the step gained for each size, and how far off the prediction was."""
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     for which, says in SAYS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
@@ -304,7 +304,7 @@ with Count() as count:
     torch_layout(IDS)
 prediction = 2.0 * len(count.names)
 print(len(count.names), "operations:", ", ".join(count.names))
-measure("torch, bincount", lambda ids, outputs: dispatch_layout(ids, RANKS, EXPERTS), graph=False, lost=True)
+measure("torch, bincount", lambda ids, outputs: dispatch_layout(ids, RANKS, EXPERTS), graph=False, slower=True)
 measure("torch", torch_layout, prediction, operations=len(count.names))
 
 # %%

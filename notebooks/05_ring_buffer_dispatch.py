@@ -573,7 +573,7 @@ WIRE_SHARE = FACTS["wire_share"] if TIMED else RECORDED.get("wire_share")
 
 
 def look_back(name, before=None, predicted=None):
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     if rate := us(name, "wire_gbps"):
         sms = us(name, "num_sms")
         print(
@@ -1144,7 +1144,7 @@ RINGS = dict(zip(("the ring, fewer SMs", DOCUMENT, "the ring, more SMs"), HERE.d
 for name, sms in RINGS.items():
     if name != DOCUMENT:
         prediction = us(DOCUMENT) and max(us(DOCUMENT) * RINGS[DOCUMENT] / sms, FLOOR_US or 0)
-        measure(name, document_step(sms), prediction, lost=True, num_sms=sms)
+        measure(name, document_step(sms), prediction, slower=True, num_sms=sms)
         look_back(name, DOCUMENT, prediction)
 
 # %% [markdown]

@@ -65,7 +65,7 @@ from moe_numba.course.bench import kernel_times, plots, records
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
 from moe_numba.course.draw import combine as draw
-from moe_numba.course.ladder import Ladder, short
+from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import changed_module, in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
@@ -479,7 +479,7 @@ def measure(name, make, predicted=None):
 
 
 def look_back(name, before=None, predicted=None):
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     if us(name):
         print(f"    {WIRE_BYTES / us(name) / 1000:.0f} GB/s on the wire, of {LINK / 1e9:.0f}; {WHEN}")
 
@@ -1966,8 +1966,8 @@ def faster(claim, new, old):
         now
         and then
         and (
-            f"{short(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
-            f"{short(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}"
+            f"{records.format_us(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
+            f"{records.format_us(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}"
         )
     )
     claims.append((claim, verdict(now < 0.98 * then, said) if said else NOT_RECORDED))
@@ -1983,7 +1983,7 @@ claims.append(
         "With 24 multiprocessors it is nearly as fast as the push with all of them",
         verdict(
             step_us["final"] < 1.1 * push_us,
-            f"{short(step_us['final'])} us; the push alone, with nothing added up, {short(push_us)} us; {WHEN}",
+            f"{records.format_us(step_us['final'])} us; the push alone, with nothing added up, {records.format_us(push_us)} us; {WHEN}",
         )
         if push_us
         else NOT_RECORDED,

@@ -249,7 +249,7 @@ copies = Ladder(
 copies.step("threads", by_threads, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
 # %%
-copies.look_back("threads", predicted=COPY_US)
+copies.report("threads", predicted=COPY_US)
 print(f"with three passes over the bytes in place of two we should have predicted {1.5 * COPY_US:.1f} us")
 
 # %% [markdown]
@@ -304,7 +304,7 @@ def by_tma():
 copies.step("TMA", by_tma, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
 # %%
-copies.look_back("TMA", "threads", COPY_US)
+copies.report("TMA", "threads", COPY_US)
 
 # %% [markdown]
 # **Look back.** A block is a single warp now, and one lane of it does all there is to do. It never sees the bytes.
@@ -870,7 +870,7 @@ def measure(name, launch_it, prediction_us=None, **more):
 
 def look_back(name, before=None, predicted=None, tile=None):
     """What a step gained, its rate and its error; with a tile's rows and columns, what it loads in a second."""
-    ladder.look_back(name, before, predicted)
+    ladder.report(name, before, predicted)
     if row := ladder.row(name):
         us = row["kernel_us"]["median"]
         print(f"    {row['flops'] / us / 1e6:.0f} TFLOP/s, relative error {row['error']:.2e}")
@@ -884,8 +884,8 @@ def look_back(name, before=None, predicted=None, tile=None):
 
 def lost_unless_faster(name, than):
     """Draw the step that was just measured in grey if it is no faster than an earlier one."""
-    if not simulator.ENABLED and ladder.us(name) >= ladder.us(than):
-        ladder.rows[-1]["lost"] = True
+    if not simulator.ENABLED and ladder.median_us(name) >= ladder.median_us(than):
+        ladder.rows[-1]["slower"] = True
 
 
 measure("torch", by_cublas)
@@ -1036,7 +1036,7 @@ def linked_door():
     gemm_linked[GRID_64, 128, stream(), SHARED_MEMORY](*GLOBAL_MAPS, LINES.view(-1), K_BLOCKS, PITCH)
 
 
-prediction = ladder.us("TMA carries") or predicted_us(64, 1)
+prediction = ladder.median_us("TMA carries") or predicted_us(64, 1)
 measure("linked door", linked_door, prediction)
 lost_unless_faster("linked door", "TMA carries")
 
@@ -1180,7 +1180,7 @@ look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 # **Prediction.** Of a tile's time the start and the stores go: perhaps a tenth.
 
 # %%
-prediction = 0.9 * (ladder.us("loaders and multipliers") or prediction)
+prediction = 0.9 * (ladder.median_us("loaders and multipliers") or prediction)
 measure("persistent", partial(run_gemm, 128, 6, HERE.sms), prediction)
 
 # %%
@@ -1226,8 +1226,8 @@ look_back("128 x 256", "persistent", prediction, (128, 256))
 # beside the 512 of the tensor cores. Two warpgroups can overlap that. We expect 10 % more time than step 6.
 
 # %%
-prediction = 1.1 * (ladder.us("persistent") or predicted_us(128, 2))
-measure("exact sums", partial(run_gemm, 128, 6, HERE.sms, exact=True), prediction, lost=True)
+prediction = 1.1 * (ladder.median_us("persistent") or predicted_us(128, 2))
+measure("exact sums", partial(run_gemm, 128, 6, HERE.sms, exact=True), prediction, slower=True)
 
 # %%
 look_back("exact sums", "persistent", prediction)
@@ -1344,7 +1344,7 @@ ladder.plot(floor_us=FLOOR_US)
 # %%
 for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["rows"]]:
     if row := ladder.row(name):
-        rate, best = row["flops"] / row["kernel_us"]["median"] / 1e6, ladder.us("torch")
+        rate, best = row["flops"] / row["kernel_us"]["median"] / 1e6, ladder.median_us("torch")
         print(
             f"{name:<26} {rate:5.0f} TFLOP/s, {100 * best / row['kernel_us']['median']:4.0f} % of cuBLAS, "
             f"relative error {row['error']:.2e}"

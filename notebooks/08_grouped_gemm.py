@@ -346,7 +346,7 @@ def rates(ladder, name):
 
 
 def look_back(name, before=None, predicted=None, ladder=dense):
-    ladder.look_back(name, before, predicted)
+    ladder.report(name, before, predicted)
     rates(ladder, name)
 
 
@@ -937,7 +937,7 @@ for name, run in (("warp specialization", run_specialised), ("transposed MMA", t
     for row in dense.rows:
         if row["step"] == name and stats:
             row["sixteen_us"] = round(stats.median, 3)
-    if took := dense.us(name, "sixteen_us"):
+    if took := dense.median_us(name, "sixteen_us"):
         print(f"16 tokens, {name}: {took:.1f} us, {4096 * 7168 / took / 1e3:.0f} GB/s of weights")
 
 # %% [markdown]
@@ -1074,7 +1074,7 @@ diff(make_transposed, make_epilogue)
 
 # %%
 look_back("stmatrix and TMA store", "transposed MMA", 31)
-if took := dense.us("stmatrix and TMA store"):
+if took := dense.median_us("stmatrix and TMA store"):
     print(f"    {took / 56:.2f} us for each of the 56 turns; multiplying takes {128**3 / 4096 / 1755:.2f} us of it")
 
 # %% [markdown]
@@ -1354,7 +1354,7 @@ diff(make_epilogue, make_padded)
 # %%
 measure("padding, one map", run_padded, 313)
 if not simulator.ENABLED and us("padding, one map") > us("torch"):
-    ladder.rows[-1]["lost"] = True  # drawn in grey
+    ladder.rows[-1]["slower"] = True  # drawn in grey
 
 # %%
 look_back_at_groups("padding, one map", "torch", 313)
@@ -1632,7 +1632,7 @@ look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 
 # %%
 prediction = round((us("vertical") or 320) - 3)
-measure("PDL", document_step("dependent", dependent=True), prediction, lost=True)
+measure("PDL", document_step("dependent", dependent=True), prediction, slower=True)
 
 # %%
 look_back_at_groups("PDL", "vertical", prediction)
@@ -1889,7 +1889,7 @@ look_back_at_groups("agreed", "no maps for groups", prediction)
 # 120 columns a turn are nearly what 8192 tokens need: 400 us.
 
 # %%
-measure("two parts", package_step(form(144, (144, 136, 128, 120), 4, parts=2)), 400, lost=True)
+measure("two parts", package_step(form(144, (144, 136, 128, 120), 4, parts=2)), 400, slower=True)
 
 # %%
 look_back_at_groups("two parts", "agreed", 400)
@@ -2428,10 +2428,10 @@ claims.append(
     (
         "The transposition is very friendly to small M (16 tokens)",
         verdict(
-            dense.us("transposed MMA", "sixteen_us") < dense.us("warp specialization", "sixteen_us"),
-            f"{dense.us('warp specialization', 'sixteen_us'):.1f} -> {dense.us('transposed MMA', 'sixteen_us'):.1f} us",
+            dense.median_us("transposed MMA", "sixteen_us") < dense.median_us("warp specialization", "sixteen_us"),
+            f"{dense.median_us('warp specialization', 'sixteen_us'):.1f} -> {dense.median_us('transposed MMA', 'sixteen_us'):.1f} us",
         )
-        if dense.us("transposed MMA", "sixteen_us")
+        if dense.median_us("transposed MMA", "sixteen_us")
         else NOT_RECORDED,
     )
 )

@@ -267,7 +267,7 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     steps = Ladder("gate", check, "Gate", root=tmp_path, size={"tokens": 4096})
     steps.step("torch eager", Step(RIGHT, 600.0))
     steps.step("one thread", Step(RIGHT, 60.0))
-    steps.step("a detour", Step(RIGHT, 90.0), lost=True)
+    steps.step("a detour", Step(RIGHT, 90.0), slower=True)
     steps.step("broken", Step(0 * RIGHT), expect_wrong=True)
     steps.step("wide loads", Step(RIGHT, 12.4), prediction_us=14, bytes=1000)
     steps.step("waits", Step(RIGHT, 5.0), graph=False)
@@ -283,7 +283,7 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     record = records.read("gate", root=tmp_path)
     assert records.find(record, step="wide loads")["kernel_us"]["median"] == 10
     assert records.find(record, step="wide loads")["bytes"] == 1000
-    assert records.find(record, step="a detour")["lost"] and "refused" in records.find(record, step="broken")
+    assert records.find(record, step="a detour")["slower"] and "refused" in records.find(record, step="broken")
     figure = steps.plot(floor_us=2.0, peers={"triton": 11.0})
     assert "measured now on NVIDIA H200" in texts(figure) and "speed of light 2.00" in texts(figure)
 
@@ -323,7 +323,7 @@ def some_rows(low=6.9):
         row("torch eager", 178.0),
         row("1 one thread a token", 96.0),
         row("2 a warp a token, registers only", 31.2),
-        row("3 two tokens a warp", 39.9, lost=True),
+        row("3 two tokens a warp", 39.9, slower=True),
         records.row("missing barrier", refused="it is wrong"),
         records.row("waits for the GPU", call=Stats(30, 29, 31)),
         row("final", low),

@@ -8,8 +8,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import FancyArrowPatch
 
-from moe_numba.course.draw import canvas, text
 from moe_numba.course.draw import gate as draw
+from moe_numba.course.draw.canvas import canvas, text
 from moe_numba.gate.reference import biased_grouped_topk
 
 NETWORK = [  # Batcher's for 8 values

@@ -12,7 +12,8 @@ from test_draw import labelled, problems, said, words_of
 
 from moe_numba.align import reference
 from moe_numba.course.draw import align as draw
-from moe_numba.course.draw import box, canvas, scans
+from moe_numba.course.draw import scans
+from moe_numba.course.draw.canvas import box, canvas
 
 VALUES = [3, 1, 7, 0, 4, 1, 6, 3]  # the document's
 EXCLUSIVE = [0, 3, 4, 11, 11, 15, 16, 22]

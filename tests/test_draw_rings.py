@@ -11,9 +11,9 @@ from test_draw_align import spills, values_of
 
 from moe_numba import simulator
 from moe_numba.course.articles.deepep.buffer_layout import Constants
+from moe_numba.course.bench.style import WIDTH
 from moe_numba.course.draw import dispatch
 from moe_numba.course.draw.ring_trace import Moment, Ring, decode, play, replay
-from moe_numba.course.draw.scans import WIDTH
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="what is drawn is played in the simulator")
 

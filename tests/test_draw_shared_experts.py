@@ -5,6 +5,7 @@ import torch
 from test_draw import labelled, problems, said
 from test_draw_align import spills
 
+from moe_numba.course.bench.layer_figure import layer_bars
 from moe_numba.course.draw import shared_experts as draw
 from moe_numba.gate.reference import biased_grouped_topk
 from moe_numba.shared_experts import memory_cost, reference
@@ -54,9 +55,9 @@ FIGURES = {
     "schedules flat": lambda: draw.schedules([1] * 12, 3),
     "memory": lambda: draw.memory(EXTRA, MARKS),
     "memory without marks": lambda: draw.memory({1: 0.0, 2: 0.5}, {}),
-    "bars": lambda: draw.layer_bars(times(), "apart", title="The layer", caption=CAPTION),
-    "bars, eight sizes": lambda: draw.layer_bars(times(2**i for i in range(8)), "apart", title="T", caption=CAPTION),
-    "bars, one variant": lambda: draw.layer_bars(times((64,), ("apart", "one"), (4123.4, 3999.0)), "apart", title="T"),
+    "bars": lambda: layer_bars(times(), "apart", title="The layer", caption=CAPTION),
+    "bars, eight sizes": lambda: layer_bars(times(2**i for i in range(8)), "apart", title="T", caption=CAPTION),
+    "bars, one variant": lambda: layer_bars(times((64,), ("apart", "one"), (4123.4, 3999.0)), "apart", title="T"),
 }
 
 
@@ -133,7 +134,7 @@ def test_the_memory_is_the_packages_count():
 
 
 def test_bars_are_parts_of_the_base():
-    figure = draw.layer_bars(times(), "apart", title="The layer", caption=CAPTION)
+    figure = layer_bars(times(), "apart", title="The layer", caption=CAPTION)
     heights = [bar.get_height() for bar in labelled(figure, "part")]
     (line,) = labelled(figure, "base")
     base = line.get_ydata()[0] - 0.95
@@ -149,7 +150,7 @@ def test_bars_are_parts_of_the_base():
         (lambda: draw.schedules([1], 9), "workers is 9.*2 to 8"),
         (lambda: draw.schedules([65], 2), "number of tiles is 65"),
         (lambda: draw.memory({}, {}), "number of bars is 0"),
-        (lambda: draw.layer_bars(times(range(1, 12)), "apart"), "number of sizes is 11"),
+        (lambda: layer_bars(times(range(1, 12)), "apart"), "number of sizes is 11"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, words):

@@ -66,7 +66,7 @@ class Ladder:
         note=None,
         size=None,
         dtype="float32",
-        lost=False,
+        slower=False,
         floor_us=None,
         config=None,
         timed=None,
@@ -115,7 +115,7 @@ class Ladder:
             "floor_us": floor_us,
             "prediction_us": prediction_us,
             "note": note,
-            "lost": lost or None,
+            "slower": slower or None,
             **more,
         }
         outputs = call()
@@ -150,12 +150,15 @@ class Ladder:
 
     def line(self, row):
         """One measured step: its times, what they gain, what was predicted. Ratios compare kernel times."""
-        times = {key[:-3]: short(row[key]["median"]) + " us" if key in row else "-" for key in ("kernel_us", "call_us")}
+        times = {
+            key[:-3]: records.format_us(row[key]["median"]) + " us" if key in row else "-"
+            for key in ("kernel_us", "call_us")
+        }
         parts = [f"{row['step']:<24}" + "   ".join(f"{time:>8} {name}" for name, time in times.items())]
-        reference = find_step(self.rows, self.reference_name)
-        compared = {"previous": previous(self.rows, row), self.reference_name.split()[0]: reference}
+        reference = records.find_step(self.rows, self.reference_name)
+        compared = {"previous": records.previous_step(self.rows, row), self.reference_name.split()[0]: reference}
         for label, other in compared.items():
-            if ratio := gain(other, row):
+            if ratio := records.speedup(other, row):
                 parts.append(f"x{ratio} {label}")
         if "prediction_us" in row:
             parts.append(f"(predicted {row['prediction_us']:g} us)")
@@ -183,29 +186,31 @@ class Ladder:
             if "refused" not in row:
                 print(self.line(row))
 
-    final = measure_all
-
     def row(self, name):
         """A step's row: measured just now, or recorded earlier on a GPU, or None."""
         rows = self.record["rows"] if self.untimed and self.record else self.rows
         return next((row for row in rows if row["step"] == name and ("kernel_us" in row or "call_us" in row)), None)
 
-    def us(self, name, what="kernel_us"):
+    def median_us(self, name, what="kernel_us"):
         """A step's median time, in microseconds, or None; ``what`` names the field of its row."""
         value = (self.row(name) or {}).get(what)
         return value["median"] if isinstance(value, dict) else value
 
-    def look_back(self, name, before=None, predicted=None, floor_us=None):
+    def report(self, name, before=None, predicted=None, floor_us=None):
         """Say in one sentence what a step gained, and how far off the prediction (microseconds) was."""
-        now, then = self.us(name), self.us(before) if before else None
+        now, then = self.median_us(name), self.median_us(before) if before else None
         if now is None:
             return print(f"{name}: no figure is recorded yet")
         text = f"{name}: {now:.1f} us"
         if floor_us:
-            text += f", {now / floor_us:.1f} times the floor"
+            text += f", {now / floor_us:.1f} times the lower bound"
         if then:
             same = 0.98 < then / now < 1.02
-            text += f"; as fast as '{before}'" if same else f"; {_times(then / now)} times the speed of '{before}'"
+            text += (
+                f"; as fast as '{before}'"
+                if same
+                else f"; {records.format_slowdown(then / now)} times the speed of '{before}'"
+            )
         if predicted:
             ratio = now / predicted
             text += "; the prediction was good" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
@@ -246,33 +251,7 @@ class Ladder:
             return "no GPU's figures are recorded"
         gpu = self.record["gpu"].removeprefix("NVIDIA ")
         sizes = ", ".join(f"{key}={value}" for key, value in row["size"].items())
-        times = [f"{short(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
+        times = [
+            f"{records.format_us(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row
+        ]
         return f"{gpu} recorded{f' ({sizes})' if sizes else ''}: {', '.join(times) or 'refused'}"
-
-
-def short(us):
-    """Microseconds with three digits that matter: 2.31, 12.4, 178."""
-    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
-
-
-def find_step(rows, name):
-    """The row of a step, or None."""
-    return next((row for row in rows if row["step"] == name), None)
-
-
-def previous(rows, row):
-    """The step before ``row`` on the way up: the last one that has a kernel time and was not lost."""
-    before = rows[: rows.index(row)]
-    return next((r for r in reversed(before) if "kernel_us" in r and not r.get("lost")), None)
-
-
-def _times(ratio):
-    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
-
-
-def gain(other, row):
-    """How many times faster ``row``'s kernel is than ``other``'s, as text; None for itself or where a time lacks."""
-    if other is None or other is row or "kernel_us" not in other or "kernel_us" not in row:
-        return None
-    ratio = other["kernel_us"]["median"] / row["kernel_us"]["median"]
-    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else _times(ratio)

@@ -16,12 +16,9 @@ from pathlib import Path
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats, call_time, call_times, kernel_time, kernel_times, rotating
-from moe_numba.course.ladder import Ladder, WrongResult
 
 __all__ = [
-    "Ladder",
     "Stats",
-    "WrongResult",
     "call_time",
     "call_times",
     "kernel_time",

@@ -1,51 +1,30 @@
 """The figures, drawn from rows of records alone. Nothing here needs a GPU, and pyplot's state is left alone."""
 
-import io
 import textwrap
 from pathlib import Path
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullLocator
 
 from moe_numba.course.bench import records
-from moe_numba.course.ladder import find_step, gain, previous, short
-
-# Okabe and Ito's colours, which colour-blind readers tell apart.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-INK, GREY, PALE = "#222222", "#777777", "#B8B8B8"
-BROWN = "#9A6400"  # orange's darker sister, legible as text
-COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)
-WIDTH, ROW, COLUMN = 9.2, 0.34, 0.88  # inches: a bar figure, one of its rows, one of its columns of numbers
-
-STYLE = {
-    "font.family": "DejaVu Sans",  # matplotlib brings it along, so a figure looks the same everywhere
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": PALE,
-    "axes.labelcolor": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "grid.color": "#E6E6E6",
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "savefig.dpi": 150,
-    "svg.hashsalt": "moe_numba",  # the same rows give the same file
-}
-
-
-class Picture(Figure):
-    """A figure that a notebook shows although pyplot never saw it."""
-
-    def _repr_png_(self):
-        data = io.BytesIO()
-        with matplotlib.rc_context(STYLE):
-            self.savefig(data, format="png", dpi=110)
-        return data.getvalue()
+from moe_numba.course.bench.records import find_step, format_us, previous_step, speedup
+from moe_numba.course.bench.style import (
+    BLUE,
+    BROWN,
+    COLOURS,
+    COLUMN,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    PURPLE,
+    ROW,
+    STYLE,
+    WIDTH,
+    Picture,
+)
 
 
 def save(figure, path):
@@ -94,7 +73,7 @@ def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch ea
         for y, row in enumerate(rows):
             stats = row.get("kernel_us")
             if stats:
-                colour = PALE if row.get("lost") else ORANGE if row is torch_row else BLUE
+                colour = PALE if row.get("slower") else ORANGE if row is torch_row else BLUE
                 axes.barh(y, stats["median"], height=0.62, color=colour)
                 _whisker(axes, y, stats)
             else:
@@ -116,8 +95,8 @@ def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch ea
             rows,
             {
                 "µs": lambda row: _us(row.get("kernel_us")),
-                "× previous": lambda row: gain(previous(rows, row), row),
-                f"× {reference.split()[0]}": lambda row: gain(torch_row, row),
+                "× previous": lambda row: speedup(previous_step(rows, row), row),
+                f"× {reference.split()[0]}": lambda row: speedup(torch_row, row),
             },
         )
         levels = _vertical_lines(figure, axes, lines)
@@ -132,7 +111,7 @@ def split_figure(rows, *, title="", caption=""):
         for key, offset, colour in (("kernel_us", -0.19, BLUE), ("call_us", 0.19, ORANGE)):
             for y, row in enumerate(rows):
                 if key in row:
-                    alpha = 0.4 if row.get("lost") else 1
+                    alpha = 0.4 if row.get("slower") else 1
                     axes.barh(y + offset, row[key]["median"], height=0.34, color=colour, alpha=alpha)
                     _whisker(axes, y + offset, row[key])
         _time_axis(axes, rows, ["kernel_us", "call_us"], [], "µs")
@@ -198,7 +177,7 @@ def _bars(rows, columns):
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        if row.get("lost") or "refused" in row:
+        if row.get("slower") or "refused" in row:
             label.set_color(GREY)
     left, right = _widest(figure, [row["step"] for row in rows]) + 0.3, COLUMN * columns + 0.15
     width = max(WIDTH, left + 3 + right)  # names that long widen the figure, rather than squeeze the bars
@@ -262,7 +241,7 @@ def _columns(axes, rows, columns, colours=(INK, INK, INK)):
             fontsize=8.5,
         )
         for y, row in enumerate(rows):
-            quiet = row.get("lost") or "refused" in row
+            quiet = row.get("slower") or "refused" in row
             axes.annotate(
                 text(row) or "–",
                 (1, y),
@@ -283,7 +262,7 @@ def _vertical_lines(figure, axes, lines):
         colour = GREEN if label == "speed of light" else BROWN if label.startswith("torch") else PURPLE
         axes.axvline(value, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, zorder=3)
         text = axes.annotate(
-            f"{label} {short(value)}",
+            f"{label} {format_us(value)}",
             (value, 1),
             (0, 5),
             xycoords=("data", "axes fraction"),
@@ -312,10 +291,10 @@ def _name_ends(figure, axes, ends):
     places = list(wanted)
     for _ in range(200):  # neighbours that are too close share the push; it settles in a few rounds
         for i in range(1, len(places)):
-            short = height - (places[i] - places[i - 1])
-            if short > 0:
-                places[i - 1] -= short / 2
-                places[i] += short / 2
+            missing = height - (places[i] - places[i - 1])
+            if missing > 0:
+                places[i - 1] -= missing / 2
+                places[i] += missing / 2
     column = axes.bbox.x1 + 16 * figure.dpi / 72
     for (label, x, y, colour), place in zip(ends, places, strict=True):
         end = to_pixels.transform((x, y))
@@ -340,7 +319,7 @@ def _renderer(figure):
 
 
 def _us(stats):
-    return stats and short(stats["median"])
+    return stats and format_us(stats["median"])
 
 
 def _unit(label):

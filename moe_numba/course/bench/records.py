@@ -133,6 +133,42 @@ def series(record, over="tokens", value="kernel_us", **wanted):
     return dict(sorted(found.items()))
 
 
+def format_us(us: float) -> str:
+    """Format microseconds with three significant digits: 2.31, 12.4, 178."""
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def format_ratio(ratio: float) -> str:
+    """Format a speed ratio with one or two significant digits: 12, 1.3, 0.97, 0.04."""
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else format_slowdown(ratio)
+
+
+def format_slowdown(ratio: float) -> str:
+    """Format a ratio with two decimals, or one significant digit below 0.1."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
+
+
+def find_step(rows: list[dict], name: str) -> dict | None:
+    """Return the row of a step."""
+    return next((row for row in rows if row["step"] == name), None)
+
+
+def previous_step(rows: list[dict], row: dict) -> dict | None:
+    """Return the last row before ``row`` that has a kernel time and is not marked as slower."""
+    before = rows[: rows.index(row)]
+    return next((r for r in reversed(before) if "kernel_us" in r and not r.get("slower")), None)
+
+
+def speedup(other: dict | None, row: dict) -> str | None:
+    """Format how many times faster the kernel of ``row`` is than that of ``other``.
+
+    Returns None if ``other`` is missing or ``row`` itself, or if one of the two has no kernel time.
+    """
+    if other is None or other is row or "kernel_us" not in other or "kernel_us" not in row:
+        return None
+    return format_ratio(other["kernel_us"]["median"] / row["kernel_us"]["median"])
+
+
 def sources(paths, root=None):
     """Hash files: ``{path: hash}``, paths relative to the repository.
 

@@ -8,17 +8,15 @@ import moe_numba
 from moe_numba.course.bench import records
 from moe_numba.course.bench.code_hash import code_cells, hash_file
 
-# How a notebook is simulated or drawn, and a record written, does not change what was measured; all else does.
 TIMING = "moe_numba.course.bench.timing"
-LEFT_OUT = (
+_BENCH = ("__init__", "code_hash", "layer_figure", "plots", "records", "sources", "style")
+_COURSE = ("__init__", "executed", "execute", "ladder", "simulate", "source_diff")
+LEFT_OUT = (  # these files draw, record or simulate: they cannot change what was measured
     "moe_numba/simulator",
     "moe_numba/course/draw",
     "moe_numba/course/bench/topics/",  # only a topic's own record depends on it: see topic_sources
-    *(f"moe_numba/course/bench/{name}.py" for name in ("__init__", "code_hash", "plots", "records", "sources")),
-    *(
-        f"moe_numba/course/{name}.py"
-        for name in ("__init__", "executed", "execute", "ladder", "simulate", "source_diff")
-    ),
+    *(f"moe_numba/course/bench/{name}.py" for name in _BENCH),
+    *(f"moe_numba/course/{name}.py" for name in _COURSE),
     "moe_numba/runtime/sass.py",
 )
 

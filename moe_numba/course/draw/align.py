@@ -3,22 +3,22 @@
 import numpy as np
 
 from moe_numba.align import reference
-from moe_numba.course.draw import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    RED,
+from moe_numba.course.bench.style import BLUE, GREY, INK, ORANGE, PALE, RED, WIDTH
+from moe_numba.course.draw.canvas import (
+    WHITE,
     arrow,
     box,
     canvas,
+    cell,
+    check_range,
     ink_on,
     lane_colour,
     note,
+    plural,
     text,
+    tint,
 )
-from moe_numba.course.draw.scans import WHITE, WIDTH, blelloch, cell, check, count, tint, two_level_scan, warp_scan
+from moe_numba.course.draw.scans import blelloch, two_level_scan, warp_scan
 
 __all__ = ["bitmask_rank", "blelloch", "hand_over", "problem", "two_level_scan", "warp_scan", "who_writes", "writers"]
 
@@ -32,10 +32,14 @@ def _align(topk_ids, block_size, num_experts):
 def problem(topk_ids, block_size, num_experts):
     """What goes in and what comes out: slots by token and choice, and the same slots in blocks of one expert."""
     tokens, topk = topk_ids.shape
-    check("the number of tokens", tokens, 1, 12), check("topk", topk, 1, 4), check("block_size", block_size, 1, 8)
+    (
+        check_range("the number of tokens", tokens, 1, 12),
+        check_range("topk", topk, 1, 4),
+        check_range("block_size", block_size, 1, 8),
+    )
     sorted_ids, expert_ids, total = map(list, _align(topk_ids, block_size, num_experts))
     numel, used, blocks = topk_ids.numel(), total[0] // block_size, len(expert_ids)
-    check("the number of blocks", blocks, 1, 14)
+    check_range("the number of blocks", blocks, 1, 14)
     tall, token_tall = min(0.36, 2.6 / blocks), min(0.36, 2.6 / tokens)
     top = max(tall * blocks, token_tall * tokens) + 0.78
     figure, axes = canvas(WIDTH, top + 0.95, f"{tokens} tokens, top-{topk}: {numel} slots in blocks of {block_size}")
@@ -86,11 +90,11 @@ def problem(topk_ids, block_size, num_experts):
         if b < used and expert not in expert_ids[:b]:
             end = (b + expert_ids[:used].count(expert)) * block_size
             slots = sum(slot < numel for slot in sorted_ids[b * block_size : end])
-            words = f"{count(slots, 'slot')}, {end - b * block_size - slots} padding"
+            words = f"{plural(slots, 'slot')}, {end - b * block_size - slots} padding"
             text(axes, right + 0.98, y + tall / 2, words, size=8.5, colour=GREY, ha="left")
     y = top - used * tall
     axes.plot([left, right + 0.85], [y, y], color=INK, linewidth=1.6, label="end of use")
-    words = f"num_tokens_post_pad = {total[0]}: {count(used, 'block')} above the line"
+    words = f"num_tokens_post_pad = {total[0]}: {plural(used, 'block')} above the line"
     text(axes, left, top - blocks * tall - 0.22, words, ha="left")
     note(
         axes,
@@ -121,10 +125,11 @@ def writers(topk_ids, block_size, num_experts, blocks):
 
 def who_writes(topk_ids, block_size, num_experts, blocks):
     """The kernel for few slots: which thread block writes which element of sorted_token_ids."""
-    check("blocks", blocks, 1, 4), check("the number of slots", topk_ids.numel(), 1, 42)
-    check("block_size", block_size, 3, 16)
+    check_range("blocks", blocks, 1, 4)
+    check_range("the number of slots", topk_ids.numel(), 1, 42)
+    check_range("block_size", block_size, 3, 16)
     elements, chunk = writers(topk_ids, block_size, num_experts, blocks), -(-topk_ids.numel() // blocks)
-    check("the length of sorted_token_ids", len(elements), 1, 126)
+    check_range("the length of sorted_token_ids", len(elements), 1, 126)
     _, expert_ids, (used,) = _align(topk_ids, block_size, num_experts)
     lines = -(-len(elements) // (42 // block_size * block_size))
     a_line = -(-len(elements) // (lines * block_size)) * block_size
@@ -155,9 +160,9 @@ def who_writes(topk_ids, block_size, num_experts, blocks):
     for block in range(blocks):
         x, colour = left + block * (3 * part + 0.15), lane_colour(block)
         kinds = [kind for _, kind, of in elements if of == block]
-        text(axes, x, 0.83, f"block {block}: {count(len(kinds), 'element')}", ha="left", size=8.5)
+        text(axes, x, 0.83, f"block {block}: {plural(len(kinds), 'element')}", ha="left", size=8.5)
         for k, (kind, fill) in enumerate((("slot", colour), ("padding", tint(colour, 0.35)), ("tail", WHITE))):
-            words = count(kinds.count(kind), kind) if kind == "slot" else f"{kinds.count(kind)} {kind}"
+            words = plural(kinds.count(kind), kind) if kind == "slot" else f"{kinds.count(kind)} {kind}"
             cell(axes, x + k * part, 0.42, part, 0.26, words, fill=fill, edge=colour, size=8)
     note(axes, left, 0.15, "No element has two writers: there is no fill to overwrite, and no block waits for another.")
     return figure
@@ -167,7 +172,8 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
     """A stable rank from a bitmask: the set bits below a slot's own; the slot is the expert's last if none is given."""
     ids = [int(i) for i in topk_ids_of_chunk]
     mine = [at for at, i in enumerate(ids) if i == expert]
-    check("the number of slots", len(ids), 1, 32), check("word_bits", word_bits, 4, 32)
+    check_range("the number of slots", len(ids), 1, 32)
+    check_range("word_bits", word_bits, 4, 32)
     if not mine or slot not in (None, *mine):
         raise ValueError(f"slot is {slot}, but must be one of expert {expert}'s, which are {mine}")
     slot = mine[-1] if slot is None else slot
@@ -239,7 +245,11 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
 
 def hand_over(blocks, experts, block_size=4, seed=0):
     """The kernel for many slots: each block's counts in global memory, and where a block places its slots."""
-    check("blocks", blocks, 2, 5), check("experts", experts, 2, 8), check("block_size", block_size, 1, 16)
+    (
+        check_range("blocks", blocks, 2, 5),
+        check_range("experts", experts, 2, 8),
+        check_range("block_size", block_size, 1, 16),
+    )
     ids = np.random.default_rng(seed).integers(0, experts, (blocks, 2 * experts))
     counts = np.stack([np.bincount(row, minlength=experts) for row in ids])
     g = blocks // 2

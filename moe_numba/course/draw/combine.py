@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from moe_numba.course.draw import GREEN, GREY, ORANGE, PALE, RED, SKY, arrow, box, canvas, note, text
+from moe_numba.course.bench.style import GREEN, GREY, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
 from moe_numba.course.draw.dispatch_layout import RANK_COLOURS
-from moe_numba.course.draw.scans import WHITE, WIDTH, cell, check, count, tint
 from moe_numba.expert_parallel import reference
 
 __all__ = ["circle", "gaps", "problem", "stuck", "sum_in_steps"]
@@ -15,14 +15,15 @@ __all__ = ["circle", "gaps", "problem", "stuck", "sum_in_steps"]
 def problem(is_token_in_rank, home=0):
     """What each of two or three ranks received, and which of these rows belong to each token of rank ``home``."""
     ranks = len(is_token_in_rank)
-    check("the number of ranks", ranks, 2, 3), check("home", home, 0, ranks - 1)
+    check_range("the number of ranks", ranks, 2, 3)
+    check_range("home", home, 0, ranks - 1)
     for chosen in is_token_in_rank:
-        check("tokens", len(chosen), 1, 5)
+        check_range("tokens", len(chosen), 1, 5)
     received = reference.dispatch([chosen[:, :1] for chosen in is_token_in_rank], is_token_in_rank)
-    check("rows of a rank", max(len(there.src_idx) for there in received), 1, 11)
+    check_range("rows of a rank", max(len(there.src_idx) for there in received), 1, 11)
     tokens, tall, wide, step = len(is_token_in_rank[home]), 0.32, 0.42, 0.78
     height = 1.45 + max(ranks * step, (tokens + 1) * tall + 0.4)
-    figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows lie on {count(ranks, 'rank')}")
+    figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows lie on {plural(ranks, 'rank')}")
     top, table = height - 0.78, WIDTH - 0.35 - (ranks + 1) * 0.62
     places = torch.full((tokens, ranks), -1)
     for rank, there in enumerate(received):
@@ -92,7 +93,7 @@ def problem(is_token_in_rank, home=0):
 
 def sum_in_steps(values):
     """One element of a few rows, added up in bfloat16 step by step, and in float32 with one rounding at the end."""
-    check("the number of values", len(values), 2, 8)
+    check_range("the number of values", len(values), 2, 8)
     rows = torch.tensor(values).bfloat16()
     narrow, wide, steps = rows[0], rows[0].float(), []
     steps.append((rows[0].item(), narrow.item(), wide.item()))
@@ -128,7 +129,7 @@ def sum_in_steps(values):
 
 def gaps(before, after, none):
     """A rank's column of send_head in one channel, before and after its gaps were filled; ``none``: nothing follows."""
-    check("the number of tokens", len(before), 2, 14)
+    check_range("the number of tokens", len(before), 2, 14)
     wide, tall, left = min(0.62, 7.4 / len(before)), 0.36, 1.6
     figure, axes = canvas(WIDTH, 2.65, "Filling the gaps: from the last token to the first")
     x = [left + (i + 0.5) * wide for i in range(len(before))]
@@ -179,11 +180,12 @@ def gaps(before, after, none):
 
 def stuck(ring, chunk, head, tail, warps, tokens):
     """A ring that has locked up. ``warps``: for each that adds up, the places it has read, and the one it waits for."""
-    check("ring", ring, 2, 10), check("the number of warps", len(warps), 1, 6)
+    check_range("ring", ring, 2, 10)
+    check_range("the number of warps", len(warps), 1, 6)
     wide, tall, left = 0.62, 0.42, 1.75
     height = 2.75 + 0.36 * len(warps)
     free = ring - (tail - head)
-    title = f"A ring of {ring} rows, chunks of {chunk}, {count(len(warps), 'adding warp')}"
+    title = f"A ring of {ring} rows, chunks of {chunk}, {plural(len(warps), 'adding warp')}"
     figure, axes = canvas(WIDTH, height, title)
     y = height - 1.3
     for slot in range(ring):
@@ -229,7 +231,7 @@ def stuck(ring, chunk, head, tail, warps, tokens):
 
 def circle(waits):
     """Who waits for whom: ``waits`` is [(who, why)], each waits for the next one, and the last one for the first."""
-    check("the number of those who wait", len(waits), 3, 8)
+    check_range("the number of those who wait", len(waits), 3, 8)
     height, n = 3.75, len(waits)
     figure, axes = canvas(WIDTH, height, "A circle of waits")
     middle, across, up = (WIDTH / 2, 1.75), 3.35, 1.15

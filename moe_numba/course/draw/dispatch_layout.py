@@ -1,7 +1,7 @@
 """Pictures of expert parallelism: who sends what to whom, private counters, the banks that they lie in, the buffer."""
 
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, note, text
-from moe_numba.course.draw.scans import WHITE, WIDTH, cell, check, count, tint
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
 from moe_numba.expert_parallel import reference
 
 __all__ = ["banks", "buffer_map", "buffer_parts", "private_counters", "problem", "turns"]
@@ -13,8 +13,12 @@ PEERS = 8  # GPUs of a host, as DeepEP's buffer has room for
 def problem(topk_idx_of_ranks, num_experts):
     """Tokens of two or three ranks, their experts, the layout that each rank counts, and who sends how many to whom."""
     ranks, (tokens, topk) = len(topk_idx_of_ranks), topk_idx_of_ranks[0].shape
-    check("the number of ranks", ranks, 2, 3), check("tokens", tokens, 1, 6), check("topk", topk, 1, 3)
-    check("num_experts", num_experts, ranks, 8)
+    (
+        check_range("the number of ranks", ranks, 2, 3),
+        check_range("tokens", tokens, 1, 6),
+        check_range("topk", topk, 1, 3),
+    )
+    check_range("num_experts", num_experts, ranks, 8)
     each, tall = num_experts // ranks, 0.26
     group = max(tokens, 3) * tall + 0.98
     height = ranks * group + 0.85
@@ -106,11 +110,14 @@ def problem(topk_idx_of_ranks, num_experts):
 def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
     """The document's way to count: each thread counts its own tokens in a row of its own, then columns are added up."""
     tokens, topk = topk_idx.shape
-    check("tokens", tokens, 1, 12), check("topk", topk, 1, 4), check("threads", threads, 2, 6)
-    check("experts_of_block", experts_of_block, 1, 8), check("num_experts", num_experts, 1, 64)
+    check_range("tokens", tokens, 1, 12)
+    check_range("topk", topk, 1, 4)
+    check_range("threads", threads, 2, 6)
+    check_range("experts_of_block", experts_of_block, 1, 8)
+    check_range("num_experts", num_experts, 1, 64)
     begin = block * experts_of_block
     experts = list(range(begin, min(begin + experts_of_block, num_experts)))
-    check("the number of the block's experts", len(experts), 1, 8)
+    check_range("the number of the block's experts", len(experts), 1, 8)
     rows = [[0] * len(experts) for _ in range(threads)]
     for token, ids in enumerate(topk_idx.tolist()):
         for expert in ids:
@@ -197,9 +204,10 @@ def turns(words, banks=32):
 
 def banks(num_banks=8, widths=(8, 9), column=2):
     """In which bank each counter of each thread lies, for rows of so many words; one column is marked."""
-    check("num_banks", num_banks, 4, 8), check("the number of widths", len(widths), 1, 2)
+    check_range("num_banks", num_banks, 4, 8)
+    check_range("the number of widths", len(widths), 1, 2)
     for width in widths:
-        check("a width", width, column + 1, 9)
+        check_range("a width", width, column + 1, 9)
     tall, wide = 0.28, 0.36
     height = 1.75 + num_banks * tall
     figure, axes = canvas(WIDTH, height, f"{num_banks} banks, {num_banks} threads: the bank of each counter")
@@ -228,7 +236,7 @@ def banks(num_banks=8, widths=(8, 9), column=2):
                     label="marked" if j == column else "word",
                     colour=None if j == column else GREY,
                 )
-        words = f"all threads at column {column}: {count(needed, 'turn')}"
+        words = f"all threads at column {column}: {plural(needed, 'turn')}"
         text(axes, left, top - num_banks * tall - 0.2, words, ha="left", size=8.5)
     note(axes, 0.15, 0.15, "A bank gives one word in a turn. A word's bank is its number, modulo the number of banks.")
     return figure
@@ -251,7 +259,7 @@ def buffer_parts(num_nvl_bytes):
 
 def buffer_map(num_nvl_bytes):
     """The allocation to scale: once as a whole, and its last bytes again, which a whole has no room to show."""
-    check("num_nvl_bytes", num_nvl_bytes, 128, (1 << 31) - 1)
+    check_range("num_nvl_bytes", num_nvl_bytes, 128, (1 << 31) - 1)
     parts = buffer_parts(num_nvl_bytes)
     small = {name: part for name, part in parts.items() if name != "data"}
     total, rest = sum(size for _, size in parts.values()), sum(size for _, size in small.values())

@@ -2,26 +2,9 @@
 
 import numpy as np
 
-from moe_numba.course.draw import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    RED,
-    SKY,
-    arrow,
-    box,
-    canvas,
-    ink_on,
-    lane_colour,
-    note,
-    text,
-)
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import arrow, box, canvas, ink_on, lane_colour, note, text
 from moe_numba.gate.reference import biased_grouped_topk
-
-WIDTH = 9.2  # inches, that of the measured figures
 
 # How one warp of 32 lanes splits its work: name -> (tokens of the warp, lanes for a token)
 LAYOUTS = {"a thread for a token": (32, 1), "a thread for a group": None, "a warp for a token": (1, 32)}

@@ -1,7 +1,7 @@
 """Pictures of the grouped GEMM: groups and their weights, where tiles begin, and which block computes which tile."""
 
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, ink_on, note, text
-from moe_numba.course.draw.scans import WHITE, WIDTH, check, count, tint
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
 
 __all__ = ["problem", "schedules", "swapped", "tile_starts"]
 
@@ -14,8 +14,9 @@ def _colour(group):
 
 def problem(lengths):
     """Rows of x in groups, each with a matrix of its own, and the rows of y that they make."""
-    check("the number of groups", len(lengths), 2, 6), check("rows", sum(lengths), 1, 32)
-    figure, axes = canvas(WIDTH, 3.9, f"{count(len(lengths), 'group')}, {len(lengths)} matrices, one output")
+    check_range("the number of groups", len(lengths), 2, 6)
+    check_range("rows", sum(lengths), 1, 32)
+    figure, axes = canvas(WIDTH, 3.9, f"{plural(len(lengths), 'group')}, {len(lengths)} matrices, one output")
     tall, top = 2.6 / sum(lengths), 3.2
     each = 2.6 / len(lengths)
     for left, words in ((0.6, "x [M, K]"), (4.0, "weight [groups, N, K]"), (7.0, "y [M, N]")):
@@ -41,10 +42,11 @@ def problem(lengths):
 
 def tile_starts(lengths, tile):
     """Where tiles begin: one map over all rows, rows padded to whole tiles, and a map for each group."""
-    check("the number of groups", len(lengths), 1, 6), check("tile", tile, 2, 16)
+    check_range("the number of groups", len(lengths), 1, 6)
+    check_range("tile", tile, 2, 16)
     padded = [-(-length // tile) * tile for length in lengths]
     most = max(sum(padded), sum(lengths))
-    check("rows", most, 1, 64)
+    check_range("rows", most, 1, 64)
     figure, axes = canvas(WIDTH, 3.5, f"Where tiles of {tile} rows begin")
     left, wide = 2.6, (WIDTH - 2.8) / most
     owners = [g for g, length in enumerate(lengths) for _ in range(length)]
@@ -92,7 +94,7 @@ def tile_starts(lengths, tile):
 
 def swapped(rows):
     """How much of the tensor cores' work is for nothing, with tokens as M and as N; ``rows`` are group sizes."""
-    check("the number of sizes", len(rows), 1, 8)
+    check_range("the number of sizes", len(rows), 1, 8)
     figure, axes = canvas(WIDTH, 3.6, "Rows that are multiplied, for groups of so many tokens")
     left, bottom, tall, group = 0.8, 0.8, 2.1, (WIDTH - 1.0) / len(rows)
     ways = {"tokens are M: 64 at least": (64, ORANGE), "tokens are N: 8 at least": (8, BLUE)}
@@ -114,9 +116,10 @@ def swapped(rows):
 
 def schedules(found, groups):
     """Who computes which tile, when: ``{name: [a block's tiles (g, m, n), for each block]}``, in equal times."""
-    check("the number of schedules", len(found), 1, 3)
+    check_range("the number of schedules", len(found), 1, 3)
     blocks = len(next(iter(found.values())))
-    check("blocks", blocks, 1, 8), check("groups", groups, 1, 6)
+    check_range("blocks", blocks, 1, 8)
+    check_range("groups", groups, 1, 6)
     row = 0.3
     figure, axes = canvas(WIDTH, 0.9 + len(found) * (row * blocks + 0.5), "Which block computes which tile, and when")
     left, top = 0.9, 0.45 + len(found) * (row * blocks + 0.5)
@@ -124,7 +127,7 @@ def schedules(found, groups):
         waves = max(map(len, walks))
         wide = min(1.1, (WIDTH - left - 1.6) / max(waves, 1))
         idle = sum(waves - len(own) for own in walks)
-        text(axes, left, top - 0.15, f"{name}: {count(waves, 'wave')}", ha="left", weight="bold")
+        text(axes, left, top - 0.15, f"{name}: {plural(waves, 'wave')}", ha="left", weight="bold")
         for block, own in enumerate(walks):
             y = top - 0.3 - row * (block + 1)
             text(axes, left - 0.08, y + 0.15, f"block {block}", size=8, colour=GREY, ha="right")
@@ -160,7 +163,7 @@ def schedules(found, groups):
                         label="idle",
                     )
         side = left + waves * wide + 0.15
-        text(axes, side, top - 0.5, f"{count(sum(map(len, walks)), 'tile')},", size=8.5, ha="left")
+        text(axes, side, top - 0.5, f"{plural(sum(map(len, walks)), 'tile')},", size=8.5, ha="left")
         text(axes, side, top - 0.7, f"{idle} idle at the end", size=8.5, colour=RED if idle else GREY, ha="left")
         top -= row * blocks + 0.5
     note(axes, 0.15, 0.17, "x1.0 w1.2: tokens' tile 0 of group 1 times its weights' tile 2. A colour is a group.")

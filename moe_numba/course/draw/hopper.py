@@ -1,9 +1,8 @@
 """Pictures of what Hopper's instructions see: the swizzle, a descriptor's bits, a fragment; and those of time."""
 
-from moe_numba.course.bench.plots import PURPLE
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, ink_on, note, text
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, text, tint
 from moe_numba.course.draw.hopper_time import barrier_life, ring, ring_spans, tile_schedule
-from moe_numba.course.draw.scans import WHITE, WIDTH, cell, check, tint
 
 __all__ = [
     "banks",
@@ -69,7 +68,8 @@ def swizzle(rows=8, column=0):
 
     ``column`` is the chunk whose way is outlined: one column before, all columns after.
     """
-    check("rows", rows, 8, 16), check("column", column, 0, 7)
+    check_range("rows", rows, 8, 16)
+    check_range("column", column, 0, 7)
     tall, wide, left = 0.27, 0.47, 0.75
     height = rows * tall + 1.65
     figure, axes = canvas(WIDTH, height, "The 128-byte swizzle: chunk c of row r goes to place c xor (r mod 8)")
@@ -193,7 +193,7 @@ def holder(row, column):
 
 def fragment(lane=5):
     """The fragment: which thread holds which element of a 64 x 16 tile; one lane's elements are outlined."""
-    check("lane", lane, 0, 31)
+    check_range("lane", lane, 0, 31)
     figure, axes = canvas(WIDTH, 5.05, "A wgmma's results: who holds what of a 64 x 16 tile")
     top, small, left = 4.2, 0.054, 0.82
     for warp in range(4):

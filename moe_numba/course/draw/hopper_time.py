@@ -5,24 +5,8 @@ A trace (``simulator.trace``) has no clock. What is drawn from left to right is 
 
 from typing import NamedTuple
 
-from moe_numba.course.draw import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    RED,
-    SKY,
-    arrow,
-    box,
-    canvas,
-    ink_on,
-    note,
-    text,
-)
-from moe_numba.course.draw.scans import WHITE, WIDTH, check, count, tint
+from moe_numba.course.bench.style import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
 
 __all__ = ["Span", "barrier_life", "barrier_steps", "ring", "ring_spans", "tile_schedule"]
 
@@ -70,8 +54,8 @@ def barrier_steps(events, barrier, arrivals):
 def barrier_life(events, barrier, arrivals):
     """An mbarrier's life: after each event its phase, the arrivals that it waits for, and the bytes."""
     steps = barrier_steps(events, barrier, arrivals)
-    check("the number of events", len(steps), 1, 12)
-    figure, axes = canvas(WIDTH, 3.5, f"The life of mbarrier {barrier}: {count(arrivals, 'arrival')} a phase")
+    check_range("the number of events", len(steps), 1, 12)
+    figure, axes = canvas(WIDTH, 3.5, f"The life of mbarrier {barrier}: {plural(arrivals, 'arrival')} a phase")
     left, wide = 1.25, (WIDTH - 1.4) / len(steps)
     most, each = max(due for *_, due in steps) or 1, min(0.5, 0.6 / arrivals)
     for y, name in ((2.62, "event"), (1.95, "arrivals due"), (1.02, "bytes due"), (0.55, "phase")):
@@ -153,12 +137,13 @@ def ring_spans(events, full, empty, stages):
 def ring(events, full, empty, stages):
     """A ring of stages: which load, and which multiplication, is in which stage when."""
     spans = ring_spans(events, full, empty, stages)
-    check("stages", stages, 1, 8), check("the number of loads and uses", len(spans), 1, 48)
+    check_range("stages", stages, 1, 8)
+    check_range("the number of loads and uses", len(spans), 1, 48)
     moments = sorted({m for span in spans for m in (span.start, span.end)})
     place = {moment: i for i, moment in enumerate(moments)}
     tall, left = 0.62, 0.85
     height = 1.45 + stages * tall
-    figure, axes = canvas(WIDTH, height, f"A ring of {count(stages, 'stage')}: loads above, multiplications below")
+    figure, axes = canvas(WIDTH, height, f"A ring of {plural(stages, 'stage')}: loads above, multiplications below")
     wide = (WIDTH - left - 0.2) / len(moments)
     for stage in range(stages):
         y = height - 0.6 - (stage + 1) * tall
@@ -199,12 +184,13 @@ def tile_schedule(tiles, unit="us", title=None):
     """Which block computes which tile when: ``(block, start, length, group)`` each. Grey: a block without work."""
     tiles = sorted((int(b), float(s), float(n), int(g)) for b, s, n, g in tiles)
     blocks = max(tile[0] for tile in tiles) + 1
-    check("the number of blocks", blocks, 1, 132), check("the number of tiles", len(tiles), 1, 2000)
+    check_range("the number of blocks", blocks, 1, 132)
+    check_range("the number of tiles", len(tiles), 1, 2000)
     end = max(start + length for _, start, length, _ in tiles)
     tall = min(0.32, 4.2 / blocks)
     busy = sum(length for _, _, length, _ in tiles) / (end * blocks)
     height = 1.5 + blocks * tall
-    title = title or f"{count(len(tiles), 'tile')} on {count(blocks, 'block')}: busy {100 * busy:.0f} % of the time"
+    title = title or f"{plural(len(tiles), 'tile')} on {plural(blocks, 'block')}: busy {100 * busy:.0f} % of the time"
     figure, axes = canvas(WIDTH, height, title)
     left, top = 0.85, height - 0.6
     scale = (WIDTH - left - 0.25) / end

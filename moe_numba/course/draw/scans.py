@@ -1,49 +1,9 @@
 """Pictures of prefix sums: Blelloch's scan, a warp's, and a block's in two levels."""
 
 import numpy as np
-from matplotlib.colors import to_hex, to_rgb
 
-from moe_numba.course.draw import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    arrow,
-    box,
-    canvas,
-    ink_on,
-    lane_colour,
-    note,
-    text,
-)
-
-WIDTH = 9.2  # inches, that of the measured figures
-WHITE = "#FFFFFF"
-
-
-def check(name, value, least, most):
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}, but a picture has room for {least} to {most}")
-
-
-def tint(colour, part=0.28):
-    """A colour thinned with white, so that dark words can be read on it."""
-    return to_hex([1 - part * (1 - channel) for channel in to_rgb(colour)])
-
-
-def cell(axes, x, y, wide, tall, value, small="", *, fill=WHITE, edge=INK, colour=None, size=9, label="cell"):
-    """A box around a value; below the value, in small print, where it comes from."""
-    colour, words = colour or ink_on(fill), "" if small else str(value)
-    box(axes, x, y, wide, tall, words, fill=fill, edge=edge, colour=colour, size=size, label=label)
-    if small:
-        text(axes, x + wide / 2, y + 0.68 * tall, str(value), size=size, colour=colour)
-        text(axes, x + wide / 2, y + 0.25 * tall, small, size=6.5, colour=colour)
-
-
-def count(n, what):
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, canvas, cell, check_range, lane_colour, note, plural, text, tint
 
 
 def blelloch_steps(values):
@@ -77,7 +37,7 @@ def blelloch(values):
     sweeps = blelloch_steps(values)
     rows, step, tall, wide = len(sweeps[0]), 0.82, 0.37, 3.5 / n
     top = 0.3 + step * rows
-    title = f"Blelloch's scan of {n} numbers: {count(rows - 1, 'step')} up, {count(rows - 1, 'step')} down"
+    title = f"Blelloch's scan of {n} numbers: {plural(rows - 1, 'step')} up, {plural(rows - 1, 'step')} down"
     figure, axes = canvas(WIDTH, top + 0.7, title)
     heads = "up: a[bi] = a[ai] + a[bi]", "down: a[ai], a[bi] = a[bi], a[ai] + a[bi]"
     for side, (sweep, head) in enumerate(zip(sweeps, heads, strict=True)):
@@ -139,9 +99,9 @@ def warp_scan_steps(values):
 def warp_scan(values):
     """How ``shfl_up`` rounds give every lane the sum of the lanes below it, with no barrier at all."""
     lanes, steps = len(values), warp_scan_steps(values)
-    check("the number of values", lanes, 2, 16)
+    check_range("the number of values", lanes, 2, 16)
     rows, step, tall = len(steps), min(0.76, 3.1 / (len(steps) - 1)), 0.37
-    title = f"A warp's scan: {count(lanes, 'lane')}, {count(rows - 2, 'shuffle')}, no barrier"
+    title = f"A warp's scan: {plural(lanes, 'lane')}, {plural(rows - 2, 'shuffle')}, no barrier"
     figure, axes = canvas(WIDTH, 0.98 + step * (rows - 1) + tall, title)
     left, wide = 1.2, (WIDTH - 1.35) / lanes
     inside, x = min(0.6, 0.92 * wide), [left + (lane + 0.5) * wide for lane in range(lanes)]
@@ -169,7 +129,8 @@ def warp_scan(values):
 
 def two_level_scan(warps=4, lanes=4, seed=0):
     """A block's scan out of warps' scans: numbers from 1 to 9, in so many warps of so many lanes."""
-    check("lanes", lanes, 2, 8), check("warps", warps, 2, min(lanes, 24 // lanes))
+    check_range("lanes", lanes, 2, 8)
+    check_range("warps", warps, 2, min(lanes, 24 // lanes))
     values = np.random.default_rng(seed).integers(1, 10, (warps, lanes))
     inside, sums = values.cumsum(1) - values, values.sum(1)
     before = sums.cumsum() - sums

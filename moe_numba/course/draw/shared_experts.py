@@ -2,17 +2,18 @@
 
 import textwrap
 
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, ink_on, note, text
-from moe_numba.course.draw.scans import WHITE, WIDTH, check, count, tint
+from moe_numba.course.bench.style import BLUE, GREY, INK, ORANGE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
 
-__all__ = ["columns", "deal", "layer_bars", "load", "memory", "problem", "schedules"]
+__all__ = ["columns", "deal", "load", "memory", "problem", "schedules"]
 
 
 def problem(topk_weights, topk_ids, num_experts, scale):
     """One token's way through the layer: a separate MLP and a sum of routed experts, then one sum over all."""
     pairs = sorted((int(i), float(w)) for i, w in zip(topk_ids, topk_weights, strict=True))
-    check("topk", len(pairs), 1, 8), check("num_experts", num_experts, len(pairs), 512)
-    figure, axes = canvas(WIDTH, 4.6, f"One token, {count(len(pairs), 'routed expert')} and the shared one")
+    check_range("topk", len(pairs), 1, 8)
+    check_range("num_experts", num_experts, len(pairs), 512)
+    figure, axes = canvas(WIDTH, 4.6, f"One token, {plural(len(pairs), 'routed expert')} and the shared one")
     _way(axes, 2.3, "before", pairs, num_experts, scale, separate=True)
     _way(axes, 0.55, "after", pairs, num_experts, scale, separate=False)
     note(
@@ -83,7 +84,7 @@ def load(panels, num_experts, tile_rows):
 
     The dashed line is the fullest routed expert; the longest column of tiles is marked.
     """
-    check("the number of panels", len(panels), 1, 3)
+    check_range("the number of panels", len(panels), 1, 3)
     tall, left, right = 1.25, 0.75, 2.75
     height = 0.5 + len(panels) * (tall + 0.62)
     figure, axes = canvas(WIDTH, height, f"Rows of each expert, and its column of tiles of {tile_rows} rows")
@@ -119,8 +120,8 @@ def load(panels, num_experts, tile_rows):
         fullest = counts.index(max(counts))
         lines = [
             f"fullest: expert {fullest}",
-            f"{counts[fullest]} rows, {count(tiles[fullest], 'tile')}",
-            f"fullest routed: {max(routed)} rows, {count(max(tiles[:num_experts]), 'tile')}",
+            f"{counts[fullest]} rows, {plural(tiles[fullest], 'tile')}",
+            f"fullest routed: {max(routed)} rows, {plural(max(tiles[:num_experts]), 'tile')}",
             f"tiles of all: {sum(tiles)}",
         ]
         for place, words in enumerate(lines):
@@ -155,7 +156,8 @@ def deal(tiles, workers, whole_columns):
 
 def schedules(tiles, workers, shared=()):
     """The same tiles twice: a worker that takes an expert's whole column, and workers that take tile by tile."""
-    check("workers", workers, 2, 8), check("the number of tiles", sum(tiles), 1, 64)
+    check_range("workers", workers, 2, 8)
+    check_range("the number of tiles", sum(tiles), 1, 64)
     figure, axes = canvas(WIDTH, 1.5 + 0.34 * workers, "The longest column: does it matter?")
     both = {"an expert's column at once": deal(tiles, workers, True), "tile by tile": deal(tiles, workers, False)}
     ends = {name: max(start + length for _, start, length, _ in pieces) for name, pieces in both.items()}
@@ -189,7 +191,7 @@ def schedules(tiles, workers, shared=()):
 
 def memory(extra_gib, marks):
     """Memory of a rank over the number of replicas, GiB, and dashed lines with names."""
-    check("the number of bars", len(extra_gib), 1, 16)
+    check_range("the number of bars", len(extra_gib), 1, 16)
     figure, axes = canvas(WIDTH, 3.4, "What replicas of the shared expert add to a rank")
     left, bottom, room, tall = 0.85, 0.75, WIDTH - 3.4, 1.95
     most = max([*extra_gib.values(), *marks.values(), 1e-9]) * 1.08
@@ -211,47 +213,4 @@ def memory(extra_gib, marks):
         at = max([y, *(before + 0.17 * (rows + len(lines)) / 2 + 0.05 for before, rows in placed[-1:])])
         placed.append((at, len(lines)))
         text(axes, left + room + 0.15, at, "\n".join(lines), size=8.5, colour=RED, ha="left")
-    return figure
-
-
-def layer_bars(times, base, *, title="", caption=""):
-    """Times of variants as parts of the base's, a group of bars for each size: ``{size: {name: microseconds}}``."""
-    names = [name for name in next(iter(times.values())) if name != base]
-    check("the number of sizes", len(times), 1, 10), check("the number of variants", len(names), 1, 3)
-    figure, axes = canvas(WIDTH, 3.9, title)
-    left, bottom, room, tall = 0.75, 0.95, WIDTH - 0.95, 1.95
-    parts = {size: {name: own[name] / own[base] for name in names} for size, own in times.items()}
-    most = max([1.0, *(part for own in parts.values() for part in own.values())]) * 1.02
-    group = room / len(times)
-    colours = dict(zip(names, (BLUE, ORANGE, GREEN), strict=False))
-    axes.plot([left, left + room], [bottom, bottom], color=INK, linewidth=0.8)
-    for place, (size, own) in enumerate(times.items()):
-        x, wide = left + place * group, 0.8 * group / len(names)
-        for at, name in enumerate(names):
-            part = parts[size][name]
-            start = x + 0.1 * group + at * wide
-            box(axes, start, bottom, 0.94 * wide, tall * part / most, fill=colours[name], edge="none", label="part")
-            fill = colours[name]
-            text(
-                axes,
-                start + 0.47 * wide,
-                bottom + tall * part / most - 0.12,
-                f"{100 * (part - 1):+.1f}",
-                size=7.5,
-                colour=ink_on(fill),
-            )
-        text(axes, x + group / 2, bottom - 0.14, str(size), size=8.5)
-        text(axes, x + group / 2, bottom - 0.32, f"{own[base]:.0f} us", size=8, colour=GREY)
-    y = bottom + tall / most
-    axes.plot([left, left + room], [y, y], color=PALE, linewidth=1.1, linestyle="--", label="base", zorder=0)
-    text(axes, 0.6, y, "100 %", size=8, colour=GREY, ha="right")
-    text(axes, left - 0.08, bottom - 0.14, "tokens", size=8, colour=GREY, ha="right")
-    text(axes, left - 0.08, bottom - 0.32, "before", size=8, colour=GREY, ha="right")
-    x = left
-    for name in names:
-        box(axes, x, 3.22, 0.16, 0.16, fill=colours[name], edge="none")
-        text(axes, x + 0.24, 3.3, name, size=8.5, ha="left")
-        x += 2.6
-    note(axes, 0.15, 0.4, f"Kernel time as a part of '{base}'; numbers in bars: per cent more (+) or less (-).")
-    text(axes, 0.15, 0.15, caption, size=7.5, colour=GREY, ha="left")
     return figure

@@ -263,7 +263,7 @@ def layer_times(record, model, dtype, what="layer"):
 
 def figures(record):
     """The routing over tokens, and layers with the shared expert folded in, as parts of the layer before."""
-    from moe_numba.course.draw import shared_experts as draw
+    from moe_numba.course.bench.layer_figure import layer_bars
 
     caption, made = plots.caption(record), {}
     empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
@@ -285,7 +285,7 @@ def figures(record):
             for what in TITLES:
                 if times := layer_times(record, model, dtype, what):
                     title = f"{TITLES[what]}, {model.upper()}, {dtype}"
-                    made[f"{what.lower()}-{model}-{dtype}"] = draw.layer_bars(
+                    made[f"{what.lower()}-{model}-{dtype}"] = layer_bars(
                         times, "separate", title=title, caption=caption
                     )
     ladder = records.recorded("shared_experts_ladder", records.folder(record["gpu"]))
