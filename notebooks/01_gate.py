@@ -247,7 +247,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, **OPTIONS, "topk": TOPK},
     size={"tokens": TOKENS},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 
 
 def measure(name, run, **more):

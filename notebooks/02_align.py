@@ -301,7 +301,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": TOKENS},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 OTHERS = {"few": FEW, "one": ONE, "skewed": SKEWED}
 SAYS = {"few": "64 tokens", "one": "1 token", "skewed": "4096 tokens to the same experts"}
 

@@ -330,7 +330,7 @@ ladder = Ladder(
     },
     size={"tokens": HERE.decode},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 
 
 def measure(name, forward, predicted, others=OTHERS, **more):

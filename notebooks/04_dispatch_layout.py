@@ -225,7 +225,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, "topk": TOPK, "ranks": RANKS},
     size={"tokens": HERE.tokens},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 RUNS = {}  # the steps by name: run(ids, outputs)
 
 

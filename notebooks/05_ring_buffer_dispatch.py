@@ -288,7 +288,7 @@ ladder = Ladder(
     size={"tokens": TOKENS, "hidden": HIDDEN},
     untimed=None if TIMED else "virtual ranks",
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 RECORDED = {} if TIMED else ladder.row("final") or {}
 if RECORDED:
     size = RECORDED["size"]

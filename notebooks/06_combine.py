@@ -419,7 +419,7 @@ ladder = Ladder(
     size={"tokens": TOKENS, "hidden": HIDDEN},
     untimed=None if TIMED else "virtual ranks",
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 RECORDED = {} if TIMED else ladder.row("final") or {}
 SHOWN_RANKS = RECORDED["config"]["ranks"] if RECORDED else RANKS  # times are of so many
 ladder.title = f"Combine, step by step: 4096 tokens a rank of 7168, {SHOWN_RANKS} ranks"

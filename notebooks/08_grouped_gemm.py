@@ -1158,7 +1158,7 @@ ladder = Ladder(
     config={"num_groups": GROUPS, "n": N, "k": K},
     size={"rows": ROWS},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 
 
 def once(run, which="main"):

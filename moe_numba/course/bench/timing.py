@@ -74,7 +74,7 @@ def kernel_times(named, *, launches=None, replays=30):
         graphs[name].replay()  # the first replay uploads the graph
     events = {name: [] for name in graphs}
     # Nothing here waits for the GPU: each replay is queued while the one before it runs, and the host is not timed.
-    for name in _rounds(graphs, replays):
+    for name in shuffled_rounds(graphs, replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graphs[name].replay()
@@ -145,7 +145,7 @@ def _run_once(calls, names):
     return dict.fromkeys(names)
 
 
-def _rounds(names, count):
+def shuffled_rounds(names, count):
     """Every name ``count`` times, in rounds, each in an order of its own (the same on every run)."""
     shuffle, order = random.Random(0).shuffle, list(names)
     for _ in range(count):
@@ -233,7 +233,7 @@ def _call_times(named, repeats, batch, synchronize, clock):
         batch_us(call, 2)
         counts[name] = max(1, min(batch, int(CALL_BUDGET_S * 1e6 / repeats / whole_call_us(call))))
     with _no_gc():
-        for name in _rounds(named, repeats):
+        for name in shuffled_rounds(named, repeats):
             samples[name].append(batch_us(named[name], counts[name]))
     synchronize()
     return {name: Stats.of(values) for name, values in samples.items()}

@@ -23,7 +23,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, uint64
 
-from moe_numba.course.bench.timing import Stats, _no_gc, _rounds
+from moe_numba.course.bench.timing import Stats, _no_gc, shuffled_rounds
 from moe_numba.ptx.atomics import ld_acquire_sys_s32
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import address
@@ -98,7 +98,7 @@ def host_times(group, named, *, repeats=30):
 
     def measure_host(transport, steps):
         times = {name: [] for name in steps}
-        for name in _rounds(steps, repeats):
+        for name in shuffled_rounds(steps, repeats):
             transport.gather(None)
             begin = time.perf_counter_ns()
             steps[name]()
@@ -116,7 +116,7 @@ def host_times(group, named, *, repeats=30):
 def measure(transport, steps, launches, samples, clock):
     """One rank's part: microseconds for a call of each step, ``{name: [samples]}``."""
     times = {name: [] for name in steps}
-    for number, name in enumerate(_rounds(steps, samples), start=1):
+    for number, name in enumerate(shuffled_rounds(steps, samples), start=1):
         clock.hold(number)
         begin = clock.mark()
         for _ in range(launches):

@@ -6,6 +6,7 @@ Each row says its ``operation``. ``across_ranks`` measures them, for groups of a
 import torch
 
 from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.topics import dispatch_combine_measure
 
 NUMBERS_OF_RANKS = (2, 4, 8)
@@ -114,7 +115,7 @@ def readme_table(record):
         wanted = dict(operation="there and back", config={"ranks": numbers[-1]}, size={"tokens": tokens})
         found = [records.find(record, step=step, **wanted) for step in FEW.values()]
         if all(found):
-            times = (f"{row['kernel_us']['median']:.0f}" for row in found)
+            times = bold_best([f"{row['kernel_us']['median']:.0f}" for row in found])
             lines.append(f"| {tokens} | {' | '.join(times)} |")
     lines.append("")
     caption = plots.provenance(record)

@@ -9,6 +9,7 @@ from moe_numba import biased_grouped_topk
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines import torch_layer
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.shared_experts import fuse_routing, reference
 
@@ -303,7 +304,7 @@ def figures(record):
 
 def readme_table(record):
     """The layer before and after, microseconds and kernels, and what appending the column costs."""
-    heads = ["shared expert apart", "folded in", "folded in, 8 replicas", "saved", "folded in, own products"]
+    heads = ["shared expert apart", "folded in", "folded in, 8 replicas", "folded in, own GEMM", "saved"]
     lines = [f"| tokens, weights | {' | '.join(heads)} | speed of light |", "|---|" + "---:|" * (len(heads) + 1)]
     starts = {}
     for dtype in map(torch_layer.NAMES.get, DTYPES):
@@ -311,9 +312,10 @@ def readme_table(record):
             wanted = dict(config={"model": "tp8"}, size={"tokens": tokens}, dtype=dtype)
             rows = {name: records.find(record, step=f"layer: {name}", **wanted) for name in VARIANTS}
             saved = 100 * (1 - us["1 shared"] / us["separate"])
-            cells = [f"{us['separate']:.1f}", f"**{us['1 shared']:.1f}**", f"{us['8 replicas']:.1f}", f"{saved:.1f} %"]
+            cells = [f"{us['separate']:.1f}", f"{us['1 shared']:.1f}", f"{us['8 replicas']:.1f}", f"{saved:.1f} %"]
             own = records.find(record, step="layer: 1 shared, own GEMM", **wanted)
-            cells.append(f"{own['kernel_us']['median']:.1f}" if own else "")
+            cells.insert(3, f"{own['kernel_us']['median']:.1f}" if own else "")
+            cells = bold_best(cells, slice(4))
             lines.append(f"| {tokens}, {dtype} | {' | '.join(cells)} | {rows['1 shared']['floor_us']:.1f} |")
             if "launches" in rows["separate"]:
                 starts[dtype] = rows["separate"]["launches"], rows["1 shared"]["launches"]
