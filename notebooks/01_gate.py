@@ -394,7 +394,7 @@ if row := ladder.row("torch.compile"):
 # times.
 
 # %%
-draw.who_holds_what("a thread for a token")
+draw.work_split("a thread for a token")
 
 # %% [markdown]
 # **Prediction.** A thread runs about 256 x 20 instructions for the sigmoids and 8 x 256 x 4 for the picks, 13000 in
@@ -531,7 +531,7 @@ for experts, groups in ((256, 8), (256, 16), (128, 4), (128, 8)):
 draw.thread_model(EXPERTS, GROUPS)
 
 # %%
-draw.who_holds_what("a thread for a group")
+draw.work_split("a thread for a group")
 
 # %% [markdown]
 # #### The two kernel interfaces (接口)
@@ -1070,7 +1070,7 @@ look_back("wide loads", "pointers", prediction)
 # memory any more, and the eight results leave in one store.
 
 # %%
-draw.who_holds_what("a warp for a token")
+draw.work_split("a warp for a token")
 
 # %% [markdown]
 # **Prediction.** Here is the catch. A lane has a quarter of the experts but does just as many shuffles: the rest of

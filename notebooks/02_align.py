@@ -1623,7 +1623,7 @@ print(f"0x5: {ORDERS} different results in {RUNS} runs")
 #   result is stable, and the same in every run.
 
 # %%
-draw.who_writes(random_ids(6, 4, 2).cpu(), block_size=4, num_experts=4, blocks=2)
+draw.element_writers(random_ids(6, 4, 2).cpu(), block_size=4, num_experts=4, blocks=2)
 
 # %%
 draw.bitmask_rank([2, 0, 3, 2, 1, 2, 0, 2, 3, 1, 2, 0, 1, 2, 3, 0], expert=2)
@@ -1826,7 +1826,7 @@ look_back("eight loads at once", "each element once", prediction)
 #   the next multiple of that number.
 
 # %%
-draw.hand_over(blocks=3, experts=4)
+draw.exchange_counts(blocks=3, experts=4)
 
 # %% [markdown]
 # **Prediction.** Counting is one slot a thread now. The hand-over is a write, an atomic addition, a poll and the loads

@@ -846,14 +846,14 @@ draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 # %%
 def units(counts, tile_rows, whole_columns, across=4):
     """How many tiles' time 132 multiprocessors need."""
-    tiles = [column for column in draw.columns(counts, tile_rows) for _ in range(across)]
-    return max(start + length for _, start, length, _ in draw.deal(tiles, 132, whole_columns))
+    tiles = [column for column in draw.tiles_per_expert(counts, tile_rows) for _ in range(across)]
+    return max(start + length for _, start, length, _ in draw.list_schedule(tiles, 132, whole_columns))
 
 
 LONGEST = {}
 for tile_rows in (64, 128):
     for name, counts in LOADS.items():
-        tiles = draw.columns(counts, tile_rows)
+        tiles = draw.tiles_per_expert(counts, tile_rows)
         LONGEST[name, tile_rows] = max(tiles)
         print(
             f"tiles of {tile_rows:3} rows, {name:<29} longest column {max(tiles):2}, all {sum(tiles)}; rounds with "

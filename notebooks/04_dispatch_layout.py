@@ -520,8 +520,8 @@ def turns_of_counting(ids, width, experts_of_block=32, threads=256):
 def turns_of_block(ids, width, columns=32, threads=256):
     """Turns of the banks in a block that counts experts, by what they are needed for."""
     warps = threads // 32
-    clearing = sum(draw.turns([t * width + j for t in range(32)]) for j in range(columns)) * warps
-    adding = sum(draw.turns([i * width + t for t in range(columns)]) for i in range(threads))
+    clearing = sum(draw.wavefronts([t * width + j for t in range(32)]) for j in range(columns)) * warps
+    adding = sum(draw.wavefronts([i * width + t for t in range(columns)]) for i in range(threads))
     return {"clearing": clearing, "counting": turns_of_counting(ids, width, columns, threads), "adding up": adding}
 
 
@@ -697,7 +697,7 @@ for says, (private, wide, atomic) in private_or_atomic().items():
 # %%
 FOUR = (("EXPERTS_OF_BLOCK, RANKS_OF_BLOCK = 256, 32, 8", "EXPERTS_OF_BLOCK, RANKS_OF_BLOCK = 256, 4, 8"),)
 show(*FOUR)
-small_table = sum(draw.turns([t * 4 + j for t in range(32)]) for j in range(4)) * 8 / CLOCK_MHZ
+small_table = sum(draw.wavefronts([t * 4 + j for t in range(32)]) for j in range(4)) * 8 / CLOCK_MHZ
 prediction = guess("private counters", small_table - CLEARING_US[32], 20)
 measure("4 experts a block", changed(*FOUR), prediction)
 lost_unless_fastest("4 experts a block")

@@ -123,7 +123,7 @@ EXAMPLE = [
     [[0, 1], [1, 0], [1, 1], [1, 0], [0, 1], [1, 0], [1, 0], [1, 1]],
 ]  # is_token_in_rank of rank 0, and of rank 1
 CHANNELS = 4
-draw.order(EXAMPLE, CHANNELS)
+draw.row_order(EXAMPLE, CHANNELS)
 
 # %% [markdown]
 # The order on the right is part of the contract: rows by the **rank** (源rank) they come from, those of one rank by

@@ -337,7 +337,7 @@ print("send_head:", column)
 filled = fill_gaps(column, tell=True)
 
 # %%
-draw.gaps(column, filled, NO_HEAD)
+draw.head_gaps(column, filled, NO_HEAD)
 
 # %% [markdown]
 # (A gap before place 0 stays -1.) If it is done twice nothing changes, since what is negative is made anew. So a handle
@@ -1531,7 +1531,7 @@ def stuck_picture(case):
         later = [place for place in own if place >= tail]
         states.append(([place for place in own if place < tail], later[0] if later else None))
     assert head == min(read[-1] + 1 if read else 0 for read, _ in states), "the head is not the least"
-    return draw.stuck(ring, chunk, head, tail, states, tokens)
+    return draw.deadlocked_ring(ring, chunk, head, tail, states, tokens)
 
 
 stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] == case[1] + 2 * case[0] - 3))
@@ -1666,7 +1666,7 @@ def waits_in_a_circle(found, rank=0):
 
 
 CIRCLE = waits_in_a_circle(THREE["a sender that waits"]) if THREE["a sender that waits"]["said"] else None
-draw.circle(CIRCLE) if CIRCLE else print("no circle was found")
+draw.wait_cycle(CIRCLE) if CIRCLE else print("no circle was found")
 
 # %% [markdown]
 # So a sender of combine must not wait for one ring while another has space. Longer rings only need longer runs of

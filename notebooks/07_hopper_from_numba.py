@@ -1126,7 +1126,7 @@ EVENTS = [SimpleNamespace(**event) for event in in_simulator(play_ring, setup=SE
 RING_FULL = 3 * 192 * 128 // 8
 for span in draw.ring_spans(EVENTS, RING_FULL, RING_FULL + 3, 3)[:8]:
     print(
-        f"k = {3 * span.turn + span.stage}: stage {span.stage} is {'loaded' if span.what == 'load' else 'used  '} "
+        f"k = {3 * span.iteration + span.stage}: stage {span.stage} is {'loaded' if span.what == 'load' else 'used  '} "
         f"from event {span.start} to {span.end}"
     )
 draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)

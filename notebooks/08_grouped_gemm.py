@@ -793,7 +793,7 @@ look_back("warp specialization", "a ring of stages", 31)
 # transposition very clever (非常巧妙): the granularity of M becomes fine at one stroke.
 
 # %%
-draw.swapped([1, 8, 16, 32, 48, 64, 100, 128])
+draw.padded_work([1, 8, 16, 32, 48, 64, 100, 128])
 
 # %% [markdown]
 # In the kernel the two descriptors change places. A tile now has `tokens` tokens, a constant of the factory, and 128

@@ -13,7 +13,7 @@ WHITE = "#FFFFFF"
 
 
 def canvas(width, height, title):
-    """A picture of so many inches with its title at the top, and the axes to draw on."""
+    """Create a picture of the given size in inches with a title; return the figure and its axes."""
     with matplotlib.rc_context(STYLE):
         figure = Picture(figsize=(width, height))
         axes = figure.add_axes((0, 0, 1, 1))
@@ -25,24 +25,24 @@ def canvas(width, height, title):
 
 
 def text(axes, x, y, words, *, size=9, colour=INK, ha="center", va="center", **more):
-    """Words at a place; DejaVu Sans, as in the measured figures."""
+    """Draw text in DejaVu Sans, the font of the measured figures."""
     return axes.text(x, y, words, fontsize=size, color=colour, ha=ha, va=va, family="DejaVu Sans", **more)
 
 
 def note(axes, x, y, words):
-    """A quiet sentence that starts at a place."""
+    """Draw a grey, left-aligned caption."""
     return text(axes, x, y, words, size=8.5, colour=GREY, ha="left")
 
 
 def box(axes, x, y, width, height, words="", *, fill="white", edge=INK, colour=INK, size=9, line=0.8, **more):
-    """A rectangle by its lower left corner, with words in its middle."""
+    """Draw a rectangle from its lower left corner, with centred text."""
     axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge, linewidth=line, **more))
     if words:
         text(axes, x + width / 2, y + height / 2, words, size=size, colour=colour)
 
 
 def arrow(axes, start, end, *, colour=GREY, bend=0.0, line=1.1, style="-|>", **more):
-    """An arrow between two places."""
+    """Draw an arrow between two points."""
     axes.add_patch(
         FancyArrowPatch(
             start,
@@ -60,28 +60,29 @@ def arrow(axes, start, end, *, colour=GREY, bend=0.0, line=1.1, style="-|>", **m
 
 
 def lane_colour(lane):
-    """One of six colours: neighbouring lanes differ."""
+    """Return a lane's colour; neighbouring lanes differ."""
     return COLOURS[lane % len(COLOURS)]
 
 
 def ink_on(fill):
-    """White or dark ink, whichever can be read on a colour."""
+    """Return white or dark ink, whichever is readable on the given colour."""
     red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "white"
 
 
-def check_range(name, value, least, most):
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}, but a picture has room for {least} to {most}")
+def check_range(name, value, minimum, maximum):
+    """Raise ``ValueError`` unless ``minimum <= value <= maximum``."""
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} is {value}; this picture can show {minimum} to {maximum}")
 
 
 def tint(colour, part=0.28):
-    """A colour thinned with white, so that dark words can be read on it."""
+    """Mix a colour with white, so that dark text is readable on it."""
     return to_hex([1 - part * (1 - channel) for channel in to_rgb(colour)])
 
 
 def cell(axes, x, y, wide, tall, value, small="", *, fill=WHITE, edge=INK, colour=None, size=9, label="cell"):
-    """A box around a value; below the value, in small print, where it comes from."""
+    """Draw a box around a value, with an optional note in small print below the value."""
     colour, words = colour or ink_on(fill), "" if small else str(value)
     box(axes, x, y, wide, tall, words, fill=fill, edge=edge, colour=colour, size=size, label=label)
     if small:
@@ -90,4 +91,5 @@ def cell(axes, x, y, wide, tall, value, small="", *, fill=WHITE, edge=INK, colou
 
 
 def plural(n, what):
+    """Return "1 row" or "2 rows"."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -1,4 +1,4 @@
-"""Pictures of the document's dispatch: who receives what in which order, where flags and rings lie, a dispatch in time.
+"""Pictures of our Numba port of DeepEP's dispatch: order of rows, buffer layout, and a dispatch over time.
 
 What moves is played in the simulator by ``draw.ring_trace``; here it is only drawn.
 """
@@ -16,17 +16,17 @@ from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_
 from moe_numba.course.draw.dispatch_layout import RANK_COLOURS
 from moe_numba.course.draw.ring_trace import replay
 
-__all__ = ["animation", "order", "queues", "say", "timeline"]
+__all__ = ["animation", "row_order", "queues", "describe", "timeline"]
 
 STATES = {"free": WHITE, "written": tint(RED, 0.35), "full": tint(SKY, 0.7)}
 
 
-def order(is_token_in_rank, channels):
-    """Tokens of two ranks and where they go; and the rows that each rank receives: by rank, by channel, by token."""
-    ranks, most = len(is_token_in_rank), max(map(len, is_token_in_rank))
+def row_order(is_token_in_rank, channels):
+    """Draw the destinations of two ranks' tokens and the rows that each rank receives, by rank, channel and token."""
+    ranks, max_tokens = len(is_token_in_rank), max(map(len, is_token_in_rank))
     (
         check_range("the number of ranks", ranks, 2, 2),
-        check_range("tokens", most, 1, 8),
+        check_range("tokens", max_tokens, 1, 8),
         check_range("channels", channels, 1, 8),
     )
     tall, group = 0.42, 1.35
@@ -97,7 +97,7 @@ def order(is_token_in_rank, channels):
 
 
 def queues(constants):
-    """What a rank's buffer holds during a dispatch: the sections with their offsets, and the rings one by one."""
+    """Draw a rank's buffer during a dispatch: its sections with their offsets, and each ring."""
     ranks, channels = constants.ranks, constants.channels
     check_range("ranks", ranks, 1, 3)
     check_range("channels", channels, 1, 4)
@@ -167,7 +167,7 @@ def queues(constants):
 
 
 def timeline(played):
-    """Tail and head of each ring over the order of events: what is between the two is in the ring."""
+    """Draw tail and head of each ring over the order of events; the rows between the two are in the ring."""
     moments = played["moments"]
     keys = sorted({tuple(m[1:4]) for m in moments})
     check_range("the number of rings", len(keys), 1, 8)
@@ -186,8 +186,8 @@ def timeline(played):
             rows.append((i, len(rows) + 1))
     for place, (rank, source, channel) in enumerate(keys):
         line, y = lines[rank, source, channel], height - 0.62 - (place + 1) * tall
-        most = max(*line["tail"], 1)
-        up = (tall - 0.16) / most
+        max_tokens = max(*line["tail"], 1)
+        up = (tall - 0.16) / max_tokens
         text(
             axes,
             0.15,
@@ -198,7 +198,7 @@ def timeline(played):
             weight="bold",
             colour=RANK_COLOURS[source],
         )
-        text(axes, 0.15, y + 0.14, f"channel {channel}, {plural(most, 'row')}", ha="left", size=8, colour=GREY)
+        text(axes, 0.15, y + 0.14, f"channel {channel}, {plural(max_tokens, 'row')}", ha="left", size=8, colour=GREY)
         axes.plot([left, WIDTH - 0.3], [y, y], color=PALE, linewidth=0.8)
         xs = [left + i * scale for i in range(len(moments))]
         tail, head = ([y + value * up for value in line[name]] for name in ("tail", "head"))
@@ -219,20 +219,20 @@ def timeline(played):
     return figure
 
 
-def say(moment):
-    """A moment in words."""
-    who = f"rank {moment.source}, channel {moment.channel}"
+def describe(moment):
+    """Describe a moment in one sentence."""
+    sender = f"rank {moment.source}, channel {moment.channel}"
     if moment.what == "row":
-        return f"{who}: token {moment.token} is written into slot {moment.value} at rank {moment.rank}"
+        return f"{sender}: token {moment.token} is written into slot {moment.value} at rank {moment.rank}"
     if moment.what == "head":
         return f"rank {moment.rank}, channel {moment.channel}: has taken {moment.value} from rank {moment.source}: head"
     if moment.what == "tail":
-        return f"{who}: publishes tail {moment.value} at rank {moment.rank}"
-    return f"{who}: {moment.what} {moment.value} at rank {moment.rank} stands for {-moment.value - 1}"
+        return f"{sender}: publishes tail {moment.value} at rank {moment.rank}"
+    return f"{sender}: {moment.what} {moment.value} at rank {moment.rank} encodes {-moment.value - 1}"
 
 
 def _snapshots(played):
-    """What each picture of the animation shows: a sentence, the ring that changed, and all rings as plain values."""
+    """Return for each frame of the animation a sentence, the ring that changed, and all rings as plain values."""
     for moment, rings in replay(played):
         shown = {
             key: (
@@ -244,7 +244,7 @@ def _snapshots(played):
             )
             for key, ring in rings.items()
         }
-        yield say(moment), (moment.rank, moment.source, moment.channel), shown
+        yield describe(moment), (moment.rank, moment.source, moment.channel), shown
 
 
 def _draw_snapshot(axes, played, snapshot, number, total):
@@ -306,12 +306,12 @@ def _draw_snapshot(axes, played, snapshot, number, total):
 
 
 def _range(start, end):
-    """The rows that a channel sends, as its flags say: ``start`` and ``end`` are -n - 1, or 0: not known yet."""
+    """Return the row range of a channel from its flags: counts are encoded as -n - 1; 0 means "not written yet"."""
     return f"{-start - 1}..{-end - 1}" if start and end else "?"
 
 
 def animation(played, seconds=0.45, dpi=72):
-    """The rings in motion, as HTML with a GIF in it: a picture for each moment. Two ranks."""
+    """Return an HTML image with an animated GIF of the rings, one frame per moment, for two ranks."""
     check_range("ranks", played["ranks"], 2, 2)
     check_range("the number of moments", len(played["moments"]), 1, 160)
     check_range("ring", played["ring"], 1, 6)

@@ -1,6 +1,6 @@
-"""What the document's dispatch does to its rings, moment by moment: played in the simulator, and told in numbers.
+"""Records what our Numba port of DeepEP's dispatch does to its rings, by running it in the simulator.
 
-``draw.rings`` draws it. What `play` gives can be written as JSON, so that a process of its own may play.
+``draw.dispatch`` draws it. The result of `play` can be written as JSON, so it can come from another process.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _FLAGS = "start", "end", "head", "tail"
 
 
 class Moment(NamedTuple):
-    """One change of the ring that leads from a channel of ``source`` to ``rank``, in whose buffer it lies."""
+    """One change of the ring from a channel of ``source`` to ``rank``; the ring lies in the buffer of ``rank``."""
 
     what: str  # "start", "end", "tail", "head": stored there; "row": a row has been written
     rank: int
@@ -26,7 +26,7 @@ class Moment(NamedTuple):
 
 
 def decode(events, constants):
-    """The moments in a trace of the document's dispatch, in their order."""
+    """Decode a trace of the dispatch into moments, in order."""
     at, queues = dispatch_regions(constants), constants.ranks * constants.channels
     found = []
     for event in events:
@@ -43,7 +43,7 @@ def decode(events, constants):
 
 
 def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault=""):
-    """Let two or more virtual ranks dispatch their tokens, and record what happens to the rings.
+    """Run a dispatch of two or more virtual ranks and record every change of the rings.
 
     ``is_token_in_rank`` has for each rank a list of rows of 0 and 1. The result is a dict of lists and numbers:
     ``moments``, the ``matrices`` of each rank's handle, ``received`` (each rank's rows, as (source, token)), and the
@@ -54,9 +54,9 @@ def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault="
     chosen = [torch.tensor(rows, dtype=torch.bool).view(-1, ranks) for rows in is_token_in_rank]
     x = [torch.full((len(c), 8), 100.0 * r, dtype=torch.bfloat16) for r, c in enumerate(chosen)]
     original = dispatch.make_send_row
-    dispatch.make_send_row = lambda c: _telling(original(c), c)
+    dispatch.make_send_row = lambda c: _recording(original(c), c)
     caches = dispatch.make_send, dispatch.make_dispatch
-    for cache in caches:  # what was made before says nothing about its rows
+    for cache in caches:  # kernels built earlier record no rows
         cache.cache_clear()
     # What lies in torch.empty, and so what is news to whom, would change a seed's course. Now it is filled.
     before = torch.are_deterministic_algorithms_enabled()
@@ -89,8 +89,8 @@ def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault="
     }
 
 
-def _telling(send_row, constants):
-    """``send_row``, which also notes into the trace that a row has been written."""
+def _recording(send_row, constants):
+    """Wrap ``send_row`` so that it adds an event to the trace for each row written."""
 
     def send_row_and_tell(*arguments):
         send_row(*arguments)
@@ -106,7 +106,7 @@ def _telling(send_row, constants):
 
 
 class Ring:
-    """One ring as the moments change it: its flags, and which token lies in which slot."""
+    """The state of one ring: its flags and the token in each slot."""
 
     def __init__(self, size):
         self.slots = [None] * size  # tokens
@@ -114,7 +114,7 @@ class Ring:
         self.start = self.end = self.head = self.tail = 0
 
     def take(self, moment):
-        """Change as the moment says."""
+        """Apply a moment."""
         if moment.what == "row":
             self.slots[moment.value] = moment.token
             self.ahead.add(moment.value)
@@ -124,16 +124,16 @@ class Ring:
             self.ahead -= self.full()
 
     def full(self):
-        """The slots between head and tail."""
+        """Return the slots between head and tail."""
         return {i % len(self.slots) for i in range(self.head, self.tail)}
 
     def state(self, slot):
-        """Of a slot: "written", but not published yet; "full", until the head says that it was taken; or "free"."""
+        """Return the state of a slot: "written" (not yet published), "full" (until the head passes it) or "free"."""
         return "written" if slot in self.ahead else "full" if slot in self.full() else "free"
 
 
 def replay(played):
-    """After each moment: (moment, {(rank, source, channel): Ring}). The rings are changed in place."""
+    """Yield (moment, {(rank, source, channel): Ring}) after each moment; the rings are modified in place."""
     every = [
         (r, s, c) for r in range(played["ranks"]) for c in range(played["channels"]) for s in range(played["ranks"])
     ]

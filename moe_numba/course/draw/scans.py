@@ -1,4 +1,4 @@
-"""Pictures of prefix sums: Blelloch's scan, a warp's, and a block's in two levels."""
+"""Pictures of prefix sums: Blelloch's scan, a warp scan and a two-level block scan."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from moe_numba.course.draw.canvas import WHITE, arrow, canvas, cell, check_range
 
 
 def blelloch_steps(values):
-    """The rows of Blelloch's scan: two sweeps of (name, numbers, pairs (ai, bi), what each stored number is)."""
+    """Compute Blelloch's scan: two sweeps of (name, numbers, pairs (ai, bi), meaning of each stored number)."""
     a, offset = list(values), 1
     up = [("start", list(a), [], {})]
     while offset < len(a):
@@ -30,7 +30,7 @@ def blelloch_steps(values):
 
 
 def blelloch(values):
-    """Blelloch's exclusive scan of 2, 4 or 8 numbers: on the left sums go up, on the right they come down."""
+    """Draw Blelloch's exclusive scan of 2, 4 or 8 numbers: the up-sweep on the left, the down-sweep on the right."""
     n = len(values)
     if n not in (2, 4, 8):
         raise ValueError(f"values has {n} numbers, but must have 2, 4 or 8")
@@ -84,7 +84,7 @@ def blelloch(values):
 
 
 def warp_scan_steps(values):
-    """The rows of a warp's scan: (name, numbers, how far below they come from, what each number is)."""
+    """Compute a warp scan: (name, numbers, shuffle distance, meaning of each number) per row."""
     now, offset = list(values), 1
     steps = [("start", list(now), 0, [""] * len(now))]
     while offset < len(now):
@@ -97,7 +97,7 @@ def warp_scan_steps(values):
 
 
 def warp_scan(values):
-    """How ``shfl_up`` rounds give every lane the sum of the lanes below it, with no barrier at all."""
+    """Draw the ``shfl_up`` rounds after which every lane holds the sum of the lanes below it, without a barrier."""
     lanes, steps = len(values), warp_scan_steps(values)
     check_range("the number of values", lanes, 2, 16)
     rows, step, tall = len(steps), min(0.76, 3.1 / (len(steps) - 1)), 0.37
@@ -122,13 +122,13 @@ def warp_scan(values):
         axes,
         0.15,
         0.14,
-        "A dash: there is no lane so far below, and the sum stays. At the end each lane subtracts its own number.",
+        "A dash: no lane exists at that distance, and the sum stays. At the end each lane subtracts its own number.",
     )
     return figure
 
 
 def two_level_scan(warps=4, lanes=4, seed=0):
-    """A block's scan out of warps' scans: numbers from 1 to 9, in so many warps of so many lanes."""
+    """Draw a block scan made of warp scans, for ``warps`` warps of ``lanes`` lanes and random numbers from 1 to 9."""
     check_range("lanes", lanes, 2, 8)
     check_range("warps", warps, 2, min(lanes, 24 // lanes))
     values = np.random.default_rng(seed).integers(1, 10, (warps, lanes))
@@ -149,7 +149,7 @@ def two_level_scan(warps=4, lanes=4, seed=0):
         text(axes, 0.15, y + tall / 2 + (0.09 if quiet else 0), name, ha="left", weight="bold", size=8.5)
         text(axes, 0.15, y + tall / 2 - (0.09 if name else 0), quiet, ha="left", colour=GREY, size=8)
     for w in range(warps):
-        first, mine, colour = left + w * (lanes * wide + gap), left + (w + 0.5) * wide, lane_colour(w)
+        first, middle_x, colour = left + w * (lanes * wide + gap), left + (w + 0.5) * wide, lane_colour(w)
         middle, last = first + lanes * wide / 2, first + (lanes - 0.5) * wide
         text(axes, middle, start_y + tall + 0.14, f"warp {w}", size=8.5, colour=GREY)
         for lane in range(lanes):
@@ -158,10 +158,10 @@ def two_level_scan(warps=4, lanes=4, seed=0):
             cell(axes, x, inside_y, wide, tall, inside[w, lane], fill=tint(colour))
             cell(axes, x, last_y, wide, tall, inside[w, lane] + before[w], fill=tint(colour), label="result")
         text(axes, last + wide / 2, inside_y - 0.12, f"sum {sums[w]}", size=8, ha="right")
-        arrow(axes, (last, inside_y - 0.22), (mine, sums_y + tall), colour=colour, label="sum")
-        cell(axes, mine - wide / 2, sums_y, wide, tall, sums[w], fill=colour)
-        cell(axes, mine - wide / 2, before_y, wide, tall, before[w], fill=colour)
-        arrow(axes, (mine, before_y), (middle, last_y + tall + 0.21), colour=colour, label="before")
+        arrow(axes, (last, inside_y - 0.22), (middle_x, sums_y + tall), colour=colour, label="sum")
+        cell(axes, middle_x - wide / 2, sums_y, wide, tall, sums[w], fill=colour)
+        cell(axes, middle_x - wide / 2, before_y, wide, tall, before[w], fill=colour)
+        arrow(axes, (middle_x, before_y), (middle, last_y + tall + 0.21), colour=colour, label="before")
         text(axes, middle, last_y + tall + 0.11, f"+ {before[w]}", size=8)
     for y in (2.4, 1.16):
         axes.plot([0.15, WIDTH - 0.15], [y, y], color=INK, linewidth=1.2, linestyle="--", label="barrier")
@@ -170,6 +170,6 @@ def two_level_scan(warps=4, lanes=4, seed=0):
         axes,
         0.15,
         0.15,
-        "Inside a warp nothing waits. If other threads read the result from shared memory, a third barrier follows.",
+        "No barrier inside a warp. If other threads read the result from shared memory, a third barrier follows.",
     )
     return figure
