@@ -94,7 +94,8 @@ def _bench(options):
         raise UserError(error) from error
     rows, env = topic.measure(peers, options.quick), records.environment()
     if hasattr(topic, "out_of_reach"):
-        rows += records.staying(records.recorded(options.topic, records.folder(env["gpu"])), topic.out_of_reach, env)
+        earlier = records.recorded(options.topic, records.folder(env["gpu"]))
+        rows += records.carried_over(earlier, topic.out_of_reach, env)
     print_table(rows, options.topic)
     sources = sources.topic_sources(options.topic)
     print(f"written to {records.write(options.topic, rows, sources, results=options.out, env=env)}")

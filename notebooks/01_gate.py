@@ -48,7 +48,7 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import define
-from moe_numba.course.source_diff import Count, diff
+from moe_numba.course.source_diff import OpCounter, diff
 from moe_numba.gate.device_functions import sorting_network as batcher_network
 from moe_numba.gate.kernel import Constants
 from moe_numba.gate.reference import biased_grouped_topk as reference
@@ -288,7 +288,7 @@ def torch_eager(x):
     return *biased_grouped_topk_impl(x, x, bias, TOPK, True, GROUPS, KEPT), "any order"
 
 
-with Count() as count:
+with OpCounter() as count:
     torch_eager(logits)
 print(len(count.names), "operations:", ", ".join(count.names))
 

@@ -61,7 +61,7 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import align as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import in_simulator
-from moe_numba.course.source_diff import Count, diff
+from moe_numba.course.source_diff import OpCounter, diff
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime.compile import compile_kernel
 from moe_numba.runtime.launch import launch
@@ -377,7 +377,7 @@ def torch_align(ids, outputs=None):
     return sorted_token_ids, expert_ids.int(), ends[-1:].int()
 
 
-with Count() as count:
+with OpCounter() as count:
     torch_align(IDS)
 prediction = 2.0 * (len(count.names) + 10)
 print(len(count.names), "operations:", ", ".join(count.names))

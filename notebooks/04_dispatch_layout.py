@@ -67,7 +67,7 @@ from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_o
 from moe_numba.course.draw import dispatch_layout as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import changed_module, in_simulator, source_of
-from moe_numba.course.source_diff import Count, diff
+from moe_numba.course.source_diff import OpCounter, diff
 from moe_numba.expert_parallel import get_dispatch_layout
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER, make_layout_kernel
 from moe_numba.expert_parallel.reference import dispatch_layout
@@ -300,7 +300,7 @@ def torch_layout(ids, outputs=None):
     return is_in.sum(dim=0, dtype=torch.int32), per_expert[:EXPERTS], is_in
 
 
-with Count() as count:
+with OpCounter() as count:
     torch_layout(IDS)
 prediction = 2.0 * len(count.names)
 print(len(count.names), "operations:", ", ".join(count.names))

@@ -1,4 +1,4 @@
-"""Timing on a turned clock, the ladder's lines and refusals, the figures' labels, the doctor."""
+"""Timing with a fake clock, the ladder, figures and the doctor."""
 
 import itertools
 import sys
@@ -24,7 +24,7 @@ def simulated(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A GPU that takes as many microseconds as the step says, for code that runs where there is none."""
+    """Replace the GPU and its timing: a step takes the microseconds that it declares."""
     import torch
 
     monkeypatch.setattr(simulator, "ENABLED", False)
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 
 class Step:
-    """A call that gives ``outputs`` and pretends to take ``us`` microseconds."""
+    """A call that returns ``outputs`` and is reported to take ``us`` microseconds."""
 
     def __init__(self, outputs, us=1.0):
         self.outputs, self.us, self.runs = outputs, us, 0
@@ -76,7 +76,7 @@ def test_stats():
     assert (stats.median, stats.p10, stats.p90) == (50, 10, 90)
 
 
-def test_call_time_on_a_turned_clock():
+def test_call_time_with_a_fake_clock():
     now, log = [0], []
 
     def call(name, us):
@@ -104,7 +104,7 @@ def test_garbage_collection_is_off_while_timing():
 
 
 class FakeGPU:
-    """torch.cuda's part in timing: a kernel takes the time it asks for, a graph's start 3 us, eager calls are free."""
+    """Replaces torch.cuda: a kernel takes its declared time, a graph launch 3 us, an eager call nothing."""
 
     def __init__(self, monkeypatch):
         import torch
@@ -160,7 +160,7 @@ def test_kernel_time_on_a_fake_gpu(monkeypatch):
     found = bench.kernel_times(named)
     assert {name: stats.median for name, stats in found.items()} == pytest.approx({"short": 2, "long": 1000}, rel=0.01)
     timed = gpu.replays[-60:]
-    assert all({replay[0] for replay in timed[i : i + 2]} == {"set 0", "long"} for i in range(0, 60, 2)), "by turns"
+    assert all({replay[0] for replay in timed[i : i + 2]} == {"set 0", "long"} for i in range(0, 60, 2)), "interleaved"
     (short,) = {len(replay) for replay in timed if replay[0] == "set 0"}
     assert short == 500 and timed[0][:5] in (["set 0", "set 1", "set 2", "set 3", "set 0"], ["long"] * 5)
     assert bench.kernel_time(gpu.kernel("", 5.0), launches=10, replays=3).median == pytest.approx(5.3)
@@ -232,12 +232,12 @@ def test_simulator_says_what_is_recorded_and_what_ran(simulated, tmp_path, capsy
     steps.step("narrow loads", Step(RIGHT))
     first, second = capsys.readouterr().out.splitlines()
     assert first.split() == (
-        "wide loads right; simulator: ran, not timed H200 recorded (tokens=4096): 12.4 us kernel, 18.0 us call".split()
+        "wide loads correct; not timed (simulator) H200 recorded (tokens=4096): 12.4 us kernel, 18.0 us call".split()
     )
-    assert "right; simulator: ran, not timed" in second and "no GPU's figures are recorded" in second
+    assert "correct; not timed (simulator)" in second and "no times are recorded" in second
     steps.measure_all()
     steps.save(["kernel.py"])
-    assert "nothing is written" in capsys.readouterr().out
+    assert "no record is written" in capsys.readouterr().out
     assert "not measured here: recorded on NVIDIA H200" in texts(steps.plot())
     (tmp_path / "kernel.py").write_text("changed")
     assert "changed since" in texts(steps.plot())

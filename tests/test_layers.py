@@ -11,7 +11,6 @@ USERS_OF_COURSE = {"moe_numba.__main__", "moe_numba.doctor"}  # they import it i
 PRIVATE_USES = {  # to be removed one by one
     "moe_numba.course.bench.fingerprint_cases: moe_numba.expert_parallel.runtime._barrier",
     "moe_numba.course.bench.fingerprint_cases: moe_numba.expert_parallel.runtime._notify",
-    "moe_numba.course.bench.timing_multigpu: moe_numba.course.bench.timing._no_gc",
     "moe_numba.course.bench.topics.align: moe_numba.align.api._Plan",
     "moe_numba.course.bench.tune_grouped_gemm: moe_numba.grouped_gemm.api._group_gemm",
     "moe_numba.simulator.core.kernel: moe_numba.simulator.core.scheduler._settings",

@@ -155,7 +155,7 @@ def test_a_ladder_that_must_not_time_says_why(measured, capsys, tmp_path):
     steps.save([])
     assert steps.plot() is None and steps.median_us("own") is None
     said = capsys.readouterr().out
-    assert "right; one GPU: ran, not timed" in said and "one GPU: nothing was timed, so nothing is written" in said
+    assert "correct; not timed (one GPU)" in said and "not timed (one GPU): no record is written" in said
 
 
 @only_simulated

@@ -114,7 +114,7 @@ def test_changed_source_is_stale(repository):
     assert "moe_numba/gate/kernel.py has changed" in sentence
     (repository / "moe_numba" / "gate" / "kernel.py").unlink()
     (sentence,) = records.stale(record, repository)
-    assert "gone" in sentence
+    assert "missing" in sentence
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_bench_without_a_gpu(toy_topic, monkeypatch, capsys, simulated, cuda):
     assert "bench needs a GPU" in capsys.readouterr().err
 
 
-def test_bench_leaves_rows_that_are_out_of_reach(toy_topic, monkeypatch):
+def test_bench_carries_over_rows_that_are_out_of_reach(toy_topic, monkeypatch):
     assert cli.main(["bench", "toy"]) == 0
     first = records.recorded("toy", root=toy_topic)
     toy = bench.topic("toy")

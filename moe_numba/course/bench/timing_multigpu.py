@@ -23,7 +23,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, uint64
 
-from moe_numba.course.bench.timing import Stats, _no_gc, shuffled_rounds
+from moe_numba.course.bench.timing import Stats, no_garbage_collection, shuffled_rounds
 from moe_numba.ptx.atomics import ld_acquire_sys_s32
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import address
@@ -79,7 +79,7 @@ def rank_times(group, named, *, launches=10, samples=20):
             outputs_of(group, make)
         return dict.fromkeys(named)
     gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    with _no_gc():
+    with no_garbage_collection():
         return slowest(
             group.run(
                 lambda transport: _work(
@@ -107,7 +107,7 @@ def host_times(group, named, *, repeats=30):
             transport.gather(None)
         return times
 
-    with _no_gc():
+    with no_garbage_collection():
         return slowest(
             group.run(lambda transport: _work(transport, named, lambda steps: measure_host(transport, steps)))
         )
