@@ -1,7 +1,7 @@
-"""``python -m moe_numba doctor``: what this machine can do, found out by doing it.
+"""``python -m moe_numba doctor``: report what this machine can run, by compiling and launching a small kernel.
 
-The trial runs in a process of its own: the simulator, once it is on, hides the compiler, and a driver that cannot be
-loaded should not take this process with it.
+The trial runs in its own process: the simulator hides the compiler from the process in which it is on, and a driver
+that fails to load must not end this process.
 """
 
 import json
@@ -9,11 +9,11 @@ import os
 import subprocess
 import sys
 
-LABEL = 12  # characters, of a line's first column
+LABEL = 12  # width of the first column, in characters
 
 
-def report():
-    """The lines that ``python -m moe_numba doctor`` prints."""
+def report() -> list[str]:
+    """Return the lines that ``python -m moe_numba doctor`` prints."""
     from moe_numba import simulator
     from moe_numba.course.bench import records
 
@@ -27,75 +27,78 @@ def report():
     return [f"{label:<{LABEL}}{text}" for label, text in lines]
 
 
-def probe(timeout_s=120):
-    """Try in a fresh process what ``_trial`` tries, and give what it found; an ``error`` if it died."""
+def probe(timeout_s: float = 120) -> dict:
+    """Run ``_trial`` in a new process and return its findings, with an ``error`` if the process died."""
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "MOE_NUMBA_SIMULATE": "0"}
-    # -P: this file's folder must not come first on the path, where its neighbours would hide other packages.
+    # -P keeps this file's folder off the module path, where its neighbours would hide other packages.
     command = [sys.executable, "-P", __file__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
         return json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"gpus": [], "error": f"the trial took more than {timeout_s} s"}
-    except (IndexError, json.JSONDecodeError):  # it died before it could answer
+        return {"gpus": [], "error": f"the trial did not finish within {timeout_s} s"}
+    except (IndexError, json.JSONDecodeError):  # the process died before it printed a result
         return {"gpus": [], "error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
 def _results_line():
-    """How many recorded results are older than the code."""
+    """Count the recorded results that are older than the code."""
     from moe_numba.course.bench import sources
 
     try:
         found = len(list(sources.stale_results()))
     except FileNotFoundError:
-        return "the recorded results come with a clone of the repository, not with the package"
-    return f"{found} are older than the code: `make stale` names them" if found else "none is older than the code"
+        return "not installed: the records of measurements are part of the repository, not of the package"
+    return f"{found} are older than the code; `make stale` lists them" if found else "all match the code"
 
 
 def _gpu_line(found, why_simulated):
     if not found["gpus"]:
-        return "no GPU: simulator"
+        return "none: kernels run in the simulator"
     text = "; ".join(f"{name}, compute capability {major}.{minor}" for name, (major, minor) in found["gpus"])
     if not found.get("torch", True):
-        text += "; torch cannot reach it (is it a build for CPUs?)"
-    return text + (f"; the simulator is on all the same ({why_simulated})" if why_simulated else "")
+        text += "; torch cannot use it (is this a CPU build of torch?)"
+    return text + (f"; kernels run in the simulator nevertheless ({why_simulated})" if why_simulated else "")
 
 
 def _sm_90a_line(found):
     if "cubin_bytes" not in found:
-        return f"cannot be compiled here: {found['error']}"
-    text = f"compiles (a wgmma.fence, {found['cubin_bytes']} bytes of machine code)"
+        return f"the compiler fails: {found['error']}"
+    text = f"the compiler works (wgmma.fence, {found['cubin_bytes']} bytes of machine code)"
     if "launched" not in found:
-        return f"{text}; not launched: {found.get('error') or 'it needs a GPU of compute capability 9.0'}"
-    return f"{text}; launched, and gave {'the right' if found['launched'] else 'a WRONG'} answer"
+        return f"{text}; not launched: {found.get('error') or 'needs a GPU of compute capability 9.0'}"
+    return f"{text}; launched: {'correct' if found['launched'] else 'WRONG'} result"
 
 
 def _consequences(found, simulated):
-    """What will therefore run, in sentences."""
+    """Yield what can run here, a sentence each."""
     hopper = bool(found.get("launched"))
     if simulated or not found["gpus"]:
-        yield "notebooks and tests run in the simulator, on small sizes: right results, no times"
-        yield "times and figures are those recorded on an H200 (docs/results); bench needs a GPU"
+        yield "notebooks and tests run in the simulator at small sizes; results are checked, times are not measured"
+        yield "notebooks show times recorded on an H200 (docs/results); bench needs a GPU"
     elif hopper:
-        yield "everything: all kernels, bench, pytest -m gpu" + (" and -m multigpu" if len(found["gpus"]) > 1 else "")
+        yield "all kernels, bench, pytest -m gpu" + (" and -m multigpu" if len(found["gpus"]) > 1 else "")
     else:
-        yield "the kernels that need no Hopper instruction, and bench for them"
-        yield "TMA and wgmma kernels (grouped_gemm) refuse this GPU; MOE_NUMBA_SIMULATE=1 runs them in the simulator"
+        yield "kernels without Hopper instructions, and their benchmarks"
+        yield "grouped_gemm and other TMA or wgmma kernels refuse this GPU; MOE_NUMBA_SIMULATE=1 simulates them"
     if "cubin_bytes" in found:
-        yield "every kernel can be compiled for sm_90a, so the tests of registers and instructions run too"
+        yield "tests that compile for sm_90a (registers, instructions)"
     else:
-        yield "the tests that compile for sm_90a cannot run"
+        yield "tests that compile for sm_90a cannot run"
 
 
 def _trial():
-    """Compile and link for sm_90a; launch where a GPU allows. Gives gpus, torch, cubin_bytes, launched, error."""
+    """Compile and link a kernel for sm_90a, and launch it on a Hopper GPU if there is one.
+
+    Returns a dict with ``gpus`` and, as far as the trial came, ``torch``, ``cubin_bytes``, ``launched`` and ``error``.
+    """
     found = {"gpus": []}
     try:
         import numpy as np
         from numba import cuda
 
         if cuda.is_available():
-            # A GPU's attributes are there without making a context on it.
+            # Reading a GPU's attributes creates no context.
             found["gpus"] = [(_text(gpu.name), tuple(gpu.compute_capability)) for gpu in cuda.list_devices()]
             import torch
 
@@ -106,14 +109,14 @@ def _trial():
         if hopper:
             cuda.select_device(hopper[0])
             found["launched"] = _launch(code, entry, np.zeros(1, np.int32))
-    except Exception as error:  # whatever fails, the report says so
+    except Exception as error:  # the report shows whatever failed
         lines = str(error).strip().splitlines()
         found["error"] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     return found
 
 
 def _compile():
-    """A kernel with an instruction that only sm_90a has, as machine code: PTX alone would not prove anything."""
+    """Compile a kernel with an instruction that only sm_90a has to machine code; PTX alone would prove nothing."""
     from llvmlite import ir
     from numba import cuda, types
     from numba.cuda.extending import intrinsic
@@ -144,7 +147,7 @@ def _compile():
 
 
 def _launch(code, entry, out):
-    """Whether the kernel wrote what it should."""
+    """Launch the kernel; return whether it wrote the expected value."""
     from numba import cuda
 
     try:
@@ -152,7 +155,7 @@ def _launch(code, entry, out):
     except ImportError:
         from cuda.core.experimental import Device, LaunchConfig, launch
 
-    on_gpu = cuda.to_device(out)  # makes the primary context, which cuda.core shares
+    on_gpu = cuda.to_device(out)  # creates the primary context, which cuda.core shares
     device = Device(cuda.get_current_device().id)
     device.set_current()
     stream = device.create_stream()

@@ -82,10 +82,6 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
 # %%
-import inspect
-import os
-import subprocess
-import sys
 import time
 
 import matplotlib
@@ -95,7 +91,7 @@ from numba import cuda, float32
 from moe_numba import doctor, simulator
 from moe_numba.course.bench import Stats, call_time, kernel_time, kernel_times, plots, records, rotating
 from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.ladder import short
+from moe_numba.course.simulate import in_simulator
 from moe_numba.runtime.launch import address, current_stream, launch, launcher
 
 SIMULATED = simulator.ENABLED
@@ -129,22 +125,8 @@ print("\n".join(doctor.report()))
 # writes may arrive in another order, unless the code asks for the right one.
 #
 # The next cells run kernels with a mistake in them. On a GPU a mistake may hang or break the whole process, so we run
-# them in the simulator, and in a process of its own. This function starts that process. It hands over the source of
-# the kernels and of a function that starts them.
-
-
-# %%
-def in_simulator(main, *kernels):
-    """Run main(), which launches these kernels, in a new process with the simulator."""
-    program = ["import moe_numba, torch", "from moe_numba import simulator", "from numba import cuda, float32"]
-    for function in (*kernels, main):
-        source = inspect.getsource(getattr(function, "py_func", function))
-        program.append(f"exec(compile({source!r}, 'line', 'exec'))")
-    program.append(f"{main.__name__}()")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    command = [sys.executable, "-c", "\n".join(program)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    print(done.stdout or done.stderr, end="")
+# them in the simulator, and in a process of its own. `in_simulator` starts that process. It hands over the source of a
+# function and of the kernels that the function starts.
 
 
 # %% [markdown]
@@ -176,11 +158,11 @@ def try_missing_lanes():
             print(f"{count} lanes: {type(error).__name__}: {error}")
 
 
-in_simulator(try_missing_lanes, sum_of_lanes)
+in_simulator(try_missing_lanes)
 
 # %% [markdown]
 # With 32 lanes the sum is right. With 24 the simulator stops as soon as one of the missing lanes has reached the
-# kernel's end. It says which lane that is, which operation names it, and where others wait. `line:7` is the seventh
+# kernel's end. It says which lane that is, which operation names it, and where others wait. `cell:7` is the seventh
 # line of the function, counted from `@cuda.jit`: the shuffle. On a GPU the result would be undefined: it may even look
 # right.
 #
@@ -221,7 +203,7 @@ def try_seeds():
             print(f"barrier={barrier}, seed {seed}: wrong are {where}; the result begins {out[:3].tolist()}")
 
 
-in_simulator(try_seeds, reverse)
+in_simulator(try_seeds)
 
 # %% [markdown]
 # Without the barrier the result depends on the order: each seed gets other elements wrong. This is a **race**. The
@@ -250,7 +232,7 @@ def try_preemption():
             print(f"preempt={preempt}, seed {seed}: {count.item()} of 64 threads counted")
 
 
-in_simulator(try_preemption, count_threads)
+in_simulator(try_preemption)
 
 # %% [markdown]
 # Another seed, another result: that is how a race shows itself. The tests of this project run each kernel under several
@@ -328,7 +310,7 @@ def tell(name, kernel=None, call=None, **more):
     if row is None:
         print(f"{name}: ran, not timed; no figure is recorded yet")
         return None
-    times = [f"{short(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
+    times = [f"{records.format_us(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
     print(f"{name}: {', '.join(times)}{' (recorded on an H200)' if SIMULATED else ''}")
     return row
 

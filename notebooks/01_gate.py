@@ -48,7 +48,8 @@ from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.source_diff import Count, diff
+from moe_numba.course.simulate import define
+from moe_numba.course.source_diff import OpCounter, diff
 from moe_numba.gate.device_functions import sorting_network as batcher_network
 from moe_numba.gate.kernel import GateConfig
 from moe_numba.gate.reference import biased_grouped_topk as reference
@@ -247,7 +248,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, **OPTIONS, "topk": TOPK},
     size={"tokens": TOKENS},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 
 
 def measure(name, run, **more):
@@ -264,7 +265,7 @@ def bound(run):
 
 def look_back(name, before=None, predicted=None):
     """Say in one sentence what the step gained, and how far off the prediction was."""
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
 
 
 def with_few(run, tokens=64):
@@ -288,7 +289,7 @@ def torch_eager(x):
     return *biased_grouped_topk_impl(x, x, bias, TOPK, True, GROUPS, KEPT), "any order"
 
 
-with Count() as count:
+with OpCounter() as count:
     torch_eager(logits)
 print(len(count.names), "operations:", ", ".join(count.names))
 
@@ -394,7 +395,7 @@ if row := ladder.row("torch.compile"):
 # times.
 
 # %%
-draw.who_holds_what("a thread for a token")
+draw.work_split("a thread for a token")
 
 # %% [markdown]
 # **Prediction.** A thread runs about 256 x 20 instructions for the sigmoids and 8 x 256 x 4 for the picks, 13000 in
@@ -531,7 +532,7 @@ for experts, groups in ((256, 8), (256, 16), (128, 4), (128, 8)):
 draw.thread_model(EXPERTS, GROUPS)
 
 # %%
-draw.who_holds_what("a thread for a group")
+draw.work_split("a thread for a group")
 
 # %% [markdown]
 # #### The two kernel interfaces (接口)
@@ -853,7 +854,7 @@ diff(make_document_static, make_in_registers)
 # %%
 in_registers = make_in_registers(EXPERTS, GROUPS, KEPT, TOPK)
 prediction = 0.67 * (us("article, static") or 32)
-measure("in registers", run_arrays(in_registers, 4), prediction_us=round(prediction), lost=True)
+measure("in registers", run_arrays(in_registers, 4), prediction_us=round(prediction), slower=True)
 
 # %%
 look_back("in registers", "article, static", prediction)
@@ -1070,7 +1071,7 @@ look_back("wide loads", "pointers", prediction)
 # memory any more, and the eight results leave in one store.
 
 # %%
-draw.who_holds_what("a warp for a token")
+draw.work_split("a warp for a token")
 
 # %% [markdown]
 # **Prediction.** Here is the catch. A lane has a quarter of the experts but does just as many shuffles: the rest of
@@ -1947,9 +1948,8 @@ print("expert 0 is chosen for", int((ids == 0).any(dim=1).sum()), "of", TOKENS, 
 
 # %%
 source = inspect.getsource(document_dynamic.py_func).replace("document_dynamic", "racy")
-space = dict(globals())
-exec("\n".join(line for line in source.splitlines() if "syncwarp" not in line), space)  # the same, less one line
-racy = space["racy"]
+source = "\n".join(line for line in source.splitlines() if "syncwarp" not in line)  # the same, less one line
+racy = define(source, globals())["racy"]
 
 
 def seeds_that_fail(kernel, seeds=8):

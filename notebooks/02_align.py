@@ -45,11 +45,7 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 import contextlib
 import importlib.util
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from functools import cache
 
@@ -65,7 +61,8 @@ from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import align as draw
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.source_diff import Count, diff
+from moe_numba.course.simulate import in_simulator
+from moe_numba.course.source_diff import OpCounter, diff
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime.compile import compile_kernel
 from moe_numba.runtime.launch import launch
@@ -305,7 +302,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": TOKENS},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 OTHERS = {"few": FEW, "one": ONE, "skewed": SKEWED}
 SAYS = {"few": "64 tokens", "one": "1 token", "skewed": "4096 tokens to the same experts"}
 
@@ -346,7 +343,7 @@ def guess(before, change, default):
 
 def look_back(name, before=None, predicted=None):
     """Say what the step gained for each size, and how far off the prediction was."""
-    ladder.look_back(name, before, predicted)
+    ladder.report(name, before, predicted)
     for which, says in SAYS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
@@ -381,7 +378,7 @@ def torch_align(ids, outputs=None):
     return sorted_token_ids, expert_ids.int(), ends[-1:].int()
 
 
-with Count() as count:
+with OpCounter() as count:
     torch_align(IDS)
 prediction = 2.0 * (len(count.names) + 10)
 print(len(count.names), "operations:", ", ".join(count.names))
@@ -432,7 +429,7 @@ def cupy_align(ids, outputs=None):
 if simulator.ENABLED or cupy is None:
     print("CuPy needs a GPU, and to be installed; here this step is left out.")
 else:
-    measure("CuPy, one sort", cupy_align, graph=False, lost=True)
+    measure("CuPy, one sort", cupy_align, graph=False, slower=True)
 if importlib.util.find_spec("cuda.compute") is None:
     print("cuda.compute (package cuda-cccl) is not installed; it would run the same CUB sort.")
 else:
@@ -1226,34 +1223,7 @@ look_back("0x4 two-level scan", "0x3 Blelloch scan", prediction)
 # first as the article has it, then mended. Where a GPU runs this notebook, the simulator runs in a process of its own.
 
 # %%
-PRELUDE = """
-import moe_numba, torch
-from functools import cache
-from numba import cuda, int32, uint32
-from moe_numba import simulator
-from moe_numba.align.reference import mismatch, sizes
-from moe_numba.runtime.launch import launch
-from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
-DEVICE, EXPERTS, TOPK, TOKENS, BLOCK, THREADS, FULL = "cpu", 64, 4, 64, 16, 128, 0xFFFFFFFF
-"""
-
-
-def in_simulator(main, *functions):
-    """What main() gives, run in the simulator with the functions it uses: here, or else in a process of its own."""
-    if simulator.ENABLED:
-        return main()
-    program = [PRELUDE, "import json"]
-    for function in (*functions, main):
-        source = inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
-        program.append(f"exec(compile({source!r}, 'notebook', 'exec'))")
-    program.append(f"print(json.dumps({main.__name__}()))")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    done = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    *lines, result = done.stdout.splitlines()
-    print(*lines, sep="\n", end="\n" if lines else "")
-    return json.loads(result)
+SMALL_SIZES = dict(DEVICE="cpu", EXPERTS=64, TOPK=4, TOKENS=64, BLOCK=16, THREADS=128)
 
 
 def simulate_main(make, ids, num_experts=64, block_size=16, **options):
@@ -1280,29 +1250,7 @@ def race():
             print(f"    seed {seed}: {fault}")
 
 
-MAIN = (
-    random_ids,
-    round_up,
-    fill,
-    fill_singly,
-    next_pow2,
-    up_sweep,
-    down_sweep,
-    find_expert,
-    search_experts,
-    count_slots,
-    warp_exclusive_scan,
-    total_over_block,
-    block_exclusive_scan,
-    make_baseline,
-    make_padding,
-    make_blelloch,
-    make_two_level,
-    count_and_sort,
-    run_main,
-    simulate_main,
-)
-in_simulator(race, *MAIN)
+in_simulator(race, constants=SMALL_SIZES)
 
 # %% [markdown]
 # One `syncthreads` mends it. Only `expert_ids` come out wrong, and only some of them: the GEMM would multiply those
@@ -1330,7 +1278,7 @@ def count_barriers():
     return found
 
 
-BARRIERS = in_simulator(count_barriers, *MAIN)
+BARRIERS = in_simulator(count_barriers, constants=SMALL_SIZES)
 
 # %% [markdown]
 # Three barriers each belong to the other parts of the kernel: two to the counting, and one after `scan_buf` is filled
@@ -1457,7 +1405,7 @@ def make_filling_first(num_experts):
     return make_one_pass(num_experts, fill_first=True)
 
 
-measure("0x4, filling first", main_step(make_filling_first), lost=True, prediction_us=round(prediction, 1))
+measure("0x4, filling first", main_step(make_filling_first), slower=True, prediction_us=round(prediction, 1))
 prediction = guess("0x4, filling first", -FILL_US, prediction)
 
 
@@ -1532,7 +1480,7 @@ def try_two_branches():
         print(f"{type(error).__name__}: {error}")
 
 
-in_simulator(try_two_branches, barriers_in_two_branches)
+in_simulator(try_two_branches)
 
 # %% [markdown]
 # The remedy costs nothing: all threads walk through the same three barriers, and what they do between them depends on
@@ -1676,7 +1624,7 @@ print(f"0x5: {ORDERS} different results in {RUNS} runs")
 #   result is stable, and the same in every run.
 
 # %%
-draw.who_writes(random_ids(6, 4, 2).cpu(), block_size=4, num_experts=4, blocks=2)
+draw.element_writers(random_ids(6, 4, 2).cpu(), block_size=4, num_experts=4, blocks=2)
 
 # %%
 draw.bitmask_rank([2, 0, 3, 2, 1, 2, 0, 2, 3, 1, 2, 0, 1, 2, 3, 0], expert=2)
@@ -1879,7 +1827,7 @@ look_back("eight loads at once", "each element once", prediction)
 #   the next multiple of that number.
 
 # %%
-draw.hand_over(blocks=3, experts=4)
+draw.exchange_counts(blocks=3, experts=4)
 
 # %% [markdown]
 # **Prediction.** Counting is one slot a thread now. The hand-over is a write, an atomic addition, a poll and the loads
@@ -2451,7 +2399,7 @@ def faults():
     return found
 
 
-FOUND = in_simulator(faults, *MAIN)
+FOUND = in_simulator(faults, constants=SMALL_SIZES)
 
 
 def ours(ids, num_experts, block_size=16, **options):

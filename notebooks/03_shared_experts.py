@@ -60,6 +60,7 @@ from moe_numba.course.bench import call_times, kernel_times, plots, records
 from moe_numba.course.bench.baselines import torch_layer
 from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, moe_numba_grouped_gemm
+from moe_numba.course.bench.layer_figure import layer_bars
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
 from moe_numba.course.draw import shared_experts as draw
@@ -332,7 +333,7 @@ ladder = Ladder(
     },
     size={"tokens": HERE.decode},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 
 
 def measure(name, forward, predicted, others=OTHERS, **more):
@@ -360,7 +361,7 @@ def measure(name, forward, predicted, others=OTHERS, **more):
 
 def look_back(name, before=None, predicted=None):
     """What the step gained in each setting, and how many kernels it starts."""
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     row, old = ladder.row(name), ladder.row(before) if before else None
     if row and "launches" in row:
         print(f"    {row['launches']} kernels" + (f" (before: {old['launches']})" if old else ""))
@@ -516,7 +517,7 @@ prediction = (us("ninth column by torch") or prediction) + weights_us(replicas_r
 print(f"{replicas_read:.1f} of 8 replicas are read; prediction: {prediction:.0f} us")
 measure("8 replicas", partial(folded_by_torch, replicas=REPLICAS), prediction)
 if not simulator.ENABLED:
-    ladder.rows[-1].update({"lost": True} if us("8 replicas") > us("ninth column by torch") else {})
+    ladder.rows[-1].update({"slower": True} if us("8 replicas") > us("ninth column by torch") else {})
 
 # %%
 look_back("8 replicas", "ninth column by torch", prediction)
@@ -848,14 +849,14 @@ draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 # %%
 def units(counts, tile_rows, whole_columns, across=4):
     """How many tiles' time 132 multiprocessors need."""
-    tiles = [column for column in draw.columns(counts, tile_rows) for _ in range(across)]
-    return max(start + length for _, start, length, _ in draw.deal(tiles, 132, whole_columns))
+    tiles = [column for column in draw.tiles_per_expert(counts, tile_rows) for _ in range(across)]
+    return max(start + length for _, start, length, _ in draw.list_schedule(tiles, 132, whole_columns))
 
 
 LONGEST = {}
 for tile_rows in (64, 128):
     for name, counts in LOADS.items():
-        tiles = draw.columns(counts, tile_rows)
+        tiles = draw.tiles_per_expert(counts, tile_rows)
         LONGEST[name, tile_rows] = max(tiles)
         print(
             f"tiles of {tile_rows:3} rows, {name:<29} longest column {max(tiles):2}, all {sum(tiles)}; rounds with "
@@ -877,7 +878,7 @@ def bars(what, dtype, model="tp8"):
         return print("The layers have not been recorded yet; `python -m moe_numba bench shared_experts` does it.")
     says = {"layer": "The layer", "GEMMs": "Its matrix products alone"}[what]
     ranks = {"tp8": "an eighth of 256 experts", "ep8": "32 whole experts"}[model]
-    return draw.layer_bars(times, "separate", title=f"{says}: {ranks}, {dtype}", caption=plots.caption(SHARED))
+    return layer_bars(times, "separate", title=f"{says}: {ranks}, {dtype}", caption=plots.caption(SHARED))
 
 
 bars("GEMMs", "bfloat16")

@@ -47,7 +47,6 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 # %%
 import inspect
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -68,7 +67,8 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
 from moe_numba.course.draw import dispatch_layout as draw
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.source_diff import Count, diff
+from moe_numba.course.simulate import changed_module, in_simulator, source_of
+from moe_numba.course.source_diff import OpCounter, diff
 from moe_numba.expert_parallel import get_dispatch_layout
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER_SIZE, make_layout_kernel
 from moe_numba.expert_parallel.reference import dispatch_layout
@@ -226,7 +226,7 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, "topk": TOPK, "ranks": RANKS},
     size={"tokens": HERE.tokens},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 RUNS = {}  # the steps by name: run(ids, outputs)
 
 
@@ -262,7 +262,7 @@ def lost_unless_fastest(name):
     """Draw the step that was just measured in grey if an earlier one is as fast."""
     earlier = [us(row["step"]) for row in ladder.rows if row["step"] != name and "kernel_us" in row]
     if not simulator.ENABLED and us(name) >= min(earlier):
-        ladder.rows[-1]["lost"] = True
+        ladder.rows[-1]["slower"] = True
 
 
 def guess(before, change, default):
@@ -272,7 +272,7 @@ def guess(before, change, default):
 
 def look_back(name, before=None, predicted=None):
     """Say what the step gained for each size, and how far off the prediction was."""
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     for which, says in SAYS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
@@ -301,11 +301,11 @@ def torch_layout(ids, outputs=None):
     return is_in.sum(dim=0, dtype=torch.int32), per_expert[:EXPERTS], is_in
 
 
-with Count() as count:
+with OpCounter() as count:
     torch_layout(IDS)
 prediction = 2.0 * len(count.names)
 print(len(count.names), "operations:", ", ".join(count.names))
-measure("torch, bincount", lambda ids, outputs: dispatch_layout(ids, RANKS, EXPERTS), graph=False, lost=True)
+measure("torch, bincount", lambda ids, outputs: dispatch_layout(ids, RANKS, EXPERTS), graph=False, slower=True)
 measure("torch", torch_layout, prediction, operations=len(count.names))
 
 # %%
@@ -521,8 +521,8 @@ def turns_of_counting(ids, width, experts_of_block=32, threads=256):
 def turns_of_block(ids, width, columns=32, threads=256):
     """Turns of the banks in a block that counts experts, by what they are needed for."""
     warps = threads // 32
-    clearing = sum(draw.turns([t * width + j for t in range(32)]) for j in range(columns)) * warps
-    adding = sum(draw.turns([i * width + t for t in range(columns)]) for i in range(threads))
+    clearing = sum(draw.wavefronts([t * width + j for t in range(32)]) for j in range(columns)) * warps
+    adding = sum(draw.wavefronts([i * width + t for t in range(columns)]) for i in range(threads))
     return {"clearing": clearing, "counting": turns_of_counting(ids, width, columns, threads), "adding up": adding}
 
 
@@ -584,12 +584,7 @@ if us("private counters"):
 # %%
 def changed(*changes):
     """The document's source with some lines changed, as a module of its own; gives its get_dispatch_layout."""
-    source, made = inspect.getsource(deepep_layout), {"__name__": "changed"}
-    for old, new in changes:
-        assert old in source, old
-        source = source.replace(old, new)
-    exec(compile(source, "<changed>", "exec"), made)
-    function = made["get_dispatch_layout"]
+    function = changed_module(deepep_layout, *changes).get_dispatch_layout
     return lambda ids, outputs: function(ids, outputs[1].numel(), outputs[0].numel(), out=outputs)
 
 
@@ -703,7 +698,7 @@ for says, (private, wide, atomic) in private_or_atomic().items():
 # %%
 FOUR = (("EXPERTS_PER_BLOCK, RANKS_PER_BLOCK = 256, 32, 8", "EXPERTS_PER_BLOCK, RANKS_PER_BLOCK = 256, 4, 8"),)
 show(*FOUR)
-small_table = sum(draw.turns([t * 4 + j for t in range(32)]) for j in range(4)) * 8 / CLOCK_MHZ
+small_table = sum(draw.wavefronts([t * 4 + j for t in range(32)]) for j in range(4)) * 8 / CLOCK_MHZ
 prediction = guess("private counters", small_table - CLEARING_US[32], 20)
 measure("4 experts a block", changed(*FOUR), prediction)
 lost_unless_fastest("4 experts a block")
@@ -1022,10 +1017,6 @@ cupy.cuda.runtime.ipcCloseMemHandle(address)
 """
 
 
-def source_of(function):
-    return inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
-
-
 def across_processes(cupy):
     """What a kernel of a second process stored into this one's buffer, and how the handle fared here."""
     runtime = cupy.cuda.runtime
@@ -1302,16 +1293,6 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 
 
 # %%
-PRELUDE = """
-import inspect, json
-import moe_numba, torch
-from moe_numba import simulator
-from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
-from moe_numba.expert_parallel.reference import dispatch_layout
-from moe_numba.course.bench.topics.dispatch_layout import layout_outputs, uniform_routing
-DEVICE, EXPERTS, TOPK, RANKS = "cpu", 64, 4, 4
-NAMES = "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
-"""
 CUT = ("expert = topk_idx[token * num_topk + j]", "expert = int32(topk_idx[token * num_topk + j])")
 FAULTS = {
     "as it is": (),
@@ -1321,6 +1302,9 @@ FAULTS = {
     "no look at an id's lower end": (("begin <= expert and expert < end:", "expert < end:"),),
     "ids cut to 32 bits, as in the article's code": (CUT,),
 }
+
+
+SMALL_SIZES = dict(DEVICE="cpu", EXPERTS=64, TOPK=4, RANKS=4)
 
 
 def faults(changes_of):
@@ -1344,21 +1328,7 @@ def faults(changes_of):
     return found
 
 
-def in_simulator(main, argument, *functions):
-    """What main(argument) gives, run in the simulator with the functions it uses: here, or in a process of its own."""
-    if simulator.ENABLED:
-        return main(argument)
-    program = [PRELUDE, *map(source_of, (*functions, main))]
-    program.append(f"print(json.dumps({main.__name__}({argument!r})))")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    environment.pop("NUMBA_ENABLE_CUDASIM", None)
-    done = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-for name, said in in_simulator(faults, FAULTS, check, changed).items():
+for name, said in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
     print(f"{name}: {said}")
 
 # %% [markdown]

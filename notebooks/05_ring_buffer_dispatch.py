@@ -34,10 +34,6 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 
 # %%
 import inspect
-import json
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from contextlib import contextmanager
@@ -69,6 +65,7 @@ from moe_numba.course.bench.topics.dispatch_layout import uniform_routing
 from moe_numba.course.draw import dispatch as draw
 from moe_numba.course.draw.ring_trace import play
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import in_simulator
 from moe_numba.course.sizes import dispatch_sizes
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
@@ -132,7 +129,7 @@ EXAMPLE = [
     [[0, 1], [1, 0], [1, 1], [1, 0], [0, 1], [1, 0], [1, 0], [1, 1]],
 ]  # is_token_in_rank of rank 0, and of rank 1
 CHANNELS = 4
-draw.order(EXAMPLE, CHANNELS)
+draw.row_order(EXAMPLE, CHANNELS)
 
 # %% [markdown]
 # The order on the right is part of the contract: rows by the **rank** (源rank) they come from, those of one rank by
@@ -297,7 +294,7 @@ ladder = Ladder(
     size={"tokens": TOKENS, "hidden": HIDDEN},
     untimed=None if TIMED else "virtual ranks",
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 RECORDED = {} if TIMED else ladder.row("final") or {}
 if RECORDED:
     size = RECORDED["size"]
@@ -491,45 +488,7 @@ print(
 # of its own.
 
 # %%
-PRELUDE = """
-import json
-from functools import cache
-import moe_numba, torch
-from numba import cuda, int32
-from moe_numba import simulator
-from moe_numba.course.draw.ring_trace import play
-from moe_numba.course.articles.deepep import simulate, launch as deepep_launch
-from moe_numba.expert_parallel import reference
-from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.course.articles.deepep.dispatch import FAULTS
-from moe_numba.course.articles.deepep.simulate import RankTimeoutError, dispatch_all, virtual_ranks
-from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, min_buffer_bytes
-from moe_numba.expert_parallel.transport import LocalGroup
-from moe_numba.runtime.launch import launch
-from moe_numba.ptx.atomics import *
-from moe_numba.ptx.fence import *
-from moe_numba.ptx.memory import *
-FLAGS, ROOM = 32, 64
-"""
-
-
-def source_of(function):
-    return inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
-
-
-def in_simulator(main, *arguments, functions=()):
-    """What main(*arguments) gives, run in the simulator: here, or in a process of its own."""
-    if simulator.ENABLED:
-        return main(*arguments)
-    sources = [source_of(f) for f in (*functions, main) if f is not play]
-    call = f"print(json.dumps({main.__name__}(*json.loads({json.dumps(arguments)!r}))))"
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    environment.pop("NUMBA_ENABLE_CUDASIM", None)
-    command = [sys.executable, "-c", "\n".join([PRELUDE, *sources, call])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
+BY_NAME = "from moe_numba.ptx.atomics import *"  # `PAIRS` names them by strings
 
 
 def try_messages(pairs, seeds):
@@ -558,7 +517,7 @@ PAIRS = [
     ["st_relaxed_sys_s32", "ld_acquire_sys_s32"],
     ["st_release_sys_s32", "ld_relaxed_sys_s32"],
 ]
-for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, functions=[make_message, is_torn])):
+for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, setup=BY_NAME)):
     print(f"{', '.join(pair)}: the message was torn under {torn} of {SEEDS} seeds")
 
 # %% [markdown]
@@ -620,7 +579,7 @@ WIRE_SHARE = FACTS["wire_share"] if TIMED else RECORDED.get("wire_share")
 
 
 def look_back(name, before=None, predicted=None):
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     if rate := us(name, "wire_gbps"):
         sms = us(name, "num_sms")
         print(
@@ -1193,7 +1152,7 @@ RINGS = dict(zip(("the ring, fewer SMs", DOCUMENT, "the ring, more SMs"), HERE.d
 for name, sms in RINGS.items():
     if name != DOCUMENT:
         prediction = us(DOCUMENT) and max(us(DOCUMENT) * RINGS[DOCUMENT] / sms, FLOOR_US or 0)
-        measure(name, document_step(sms), prediction, lost=True, num_sms=sms)
+        measure(name, document_step(sms), prediction, slower=True, num_sms=sms)
         look_back(name, DOCUMENT, prediction)
 
 # %% [markdown]
@@ -1654,7 +1613,7 @@ def try_fault(fault, seeds):
 
 
 SEEDS_OF_FAULTS = 6
-FOUND = in_simulator(try_faults, list(WHAT), SEEDS_OF_FAULTS, functions=[try_fault])
+FOUND = in_simulator(try_faults, list(WHAT), SEEDS_OF_FAULTS)
 lines = []
 for fault, found in FOUND.items():
     seeds = [str(i) for i, said in enumerate(found) if said]

@@ -40,11 +40,7 @@ print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the ker
 # %%
 import inspect
 import itertools
-import json
-import os
 import random
-import subprocess
-import sys
 import textwrap
 import warnings
 from contextlib import contextmanager
@@ -83,7 +79,8 @@ from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
 from moe_numba.course.draw import combine as draw
-from moe_numba.course.ladder import Ladder, short
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import changed_module, in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.config import Config, num_channels
@@ -357,7 +354,7 @@ print("send_head:", column)
 filled = fill_gaps(column, tell=True)
 
 # %%
-draw.gaps(column, filled, NO_HEAD)
+draw.head_gaps(column, filled, NO_HEAD)
 
 # %% [markdown]
 # (A gap before place 0 stays -1.) If it is done twice nothing changes, since what is negative is made anew. So a handle
@@ -439,7 +436,7 @@ ladder = Ladder(
     size={"tokens": TOKENS, "hidden": HIDDEN},
     untimed=None if TIMED else "virtual ranks",
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 RECORDED = {} if TIMED else ladder.row("final") or {}
 SHOWN_RANKS = RECORDED["config"]["ranks"] if RECORDED else RANKS  # times are of so many
 ladder.title = f"Combine, step by step: 4096 tokens a rank of 7168, {SHOWN_RANKS} ranks"
@@ -499,7 +496,7 @@ def measure(name, make, predicted=None):
 
 
 def look_back(name, before=None, predicted=None):
-    ladder.look_back(name, before, predicted, FLOOR_US)
+    ladder.report(name, before, predicted, FLOOR_US)
     if us(name):
         print(f"    {WIRE_BYTES / us(name) / 1000:.0f} GB/s on the wire, of {LINK / 1e9:.0f}; {WHEN}")
 
@@ -871,13 +868,8 @@ piece(final_kernel.make_send, "            while cuda.any_sync(", "             
 
 # %%
 def changed(*changes):
-    """What the combine kernel's module defines, with some lines changed."""
-    source, made = inspect.getsource(final_kernel), {"__name__": "changed"}
-    for old, new in changes:
-        assert old in source, old
-        source = source.replace(old, new)
-    exec(compile(source, "<changed>", "exec"), made)
-    return made
+    """The combine kernel's module, with some lines changed."""
+    return changed_module(final_kernel, *changes)
 
 
 def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
@@ -1017,7 +1009,7 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
     ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
-    send, receive = changed(SENT_TO_ITSELF)["make_send"](shape), make_receive(shape, at_once, as_pairs)
+    send, receive = changed(SENT_TO_ITSELF).make_send(shape), make_receive(shape, at_once, as_pairs)
     publish = make_publish(shape)
 
     @cuda.jit
@@ -1276,7 +1268,7 @@ WRITTEN_DOWN = (
 
 def ends_of(channels_per_warp):
     """When rank 0's sending warps are done: the first, the mean, and the last, in microseconds."""
-    config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN)["make_combine"]
+    config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN).make_combine
     kind, ends = buffer_with(lambda shape, biases: kernel(shape, 0), channels_per_warp), [None] * RANKS
 
     @contextmanager
@@ -1337,7 +1329,7 @@ if DEALT_OUT:
 # %%
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
 NOT_ADDED_US = fact(
-    "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED)["make_combine"], None)))
+    "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED).make_combine, None)))
 )
 if NOT_ADDED_US:
     print(
@@ -1450,38 +1442,6 @@ ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else
 # All of this is played in the simulator, which knows when nobody can go on. Where a GPU runs this notebook, the
 # simulator runs in a process of its own.
 
-
-# %%
-PRELUDE = """
-import inspect, itertools, json
-import moe_numba, torch
-from moe_numba import simulator
-from moe_numba.course import combine_inputs as inputs
-from moe_numba.expert_parallel.kernels import combine as final_kernel
-from moe_numba.course.articles.deepep import simulate
-from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config
-from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, combine_offsets, min_buffer_bytes
-from moe_numba.expert_parallel.kernels.buffer_layout import buffer_layout
-from moe_numba.expert_parallel.transport import LocalGroup
-KEPT = []  # buffers whose ranks have lost one another
-"""
-
-
-def in_simulator(main, argument, *functions):
-    """What main(argument) gives, run in the simulator with the functions it uses: here, or in a process of its own."""
-    if simulator.ENABLED:
-        return json.loads(json.dumps(main(argument)))
-    program = [PRELUDE, *map(inspect.getsource, (*functions, main))]
-    program.append(f"print(json.dumps({main.__name__}({argument!r})))")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    environment.pop("NUMBA_ENABLE_CUDASIM", None)
-    done = subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 # %% [markdown]
 # ### A ring that is too short
 #
@@ -1547,7 +1507,7 @@ def stuck_picture(case):
         later = [place for place in own if place >= tail]
         states.append(([place for place in own if place < tail], later[0] if later else None))
     assert head == min(read[-1] + 1 if read else 0 for read, _ in states), "the head is not the least"
-    return draw.stuck(ring, chunk, head, tail, states, tokens)
+    return draw.deadlocked_ring(ring, chunk, head, tail, states, tokens)
 
 
 stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] == case[1] + 2 * case[0] - 3))
@@ -1600,7 +1560,7 @@ def three_ranks(changes):
     for rank in range(3):
         early[rank, :, (rank + 1) % 3] = True
     chosen = [torch.cat([early[rank], torch.ones(3, 3, dtype=torch.bool)]).repeat(2, 1) for rank in range(3)]
-    kind, slots, heads = buffer_with(changed(*changes)["make_combine"]), 2, [None] * 3
+    kind, slots, heads = buffer_with(changed(*changes).make_combine), 2, [None] * 3
     config, buffers = Config(2, 1, 23), [None] * 3
 
     def work(transport):
@@ -1643,7 +1603,7 @@ def three_ranks_of(senders):
 
 
 SENDERS = {"as it is": (), "a sender that waits": (WAITING,)}
-THREE = in_simulator(three_ranks_of, SENDERS, changed, buffer_with, three_ranks)
+THREE = in_simulator(three_ranks_of, SENDERS)
 for name, found in THREE.items():
     print(f"{name}: {'all sums are right' if all(found['right']) and not found['said'] else 'the ranks gave up'}")
     for sentence in found["said"]:
@@ -1682,7 +1642,7 @@ def waits_in_a_circle(found, rank=0):
 
 
 CIRCLE = waits_in_a_circle(THREE["a sender that waits"]) if THREE["a sender that waits"]["said"] else None
-draw.circle(CIRCLE) if CIRCLE else print("no circle was found")
+draw.wait_cycle(CIRCLE) if CIRCLE else print("no circle was found")
 
 # %% [markdown]
 # So a sender of combine must not wait for one ring while another has space. Longer rings only need longer runs of
@@ -1982,8 +1942,8 @@ def faster(claim, new, old):
         now
         and then
         and (
-            f"{short(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
-            f"{short(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}"
+            f"{records.format_us(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
+            f"{records.format_us(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}"
         )
     )
     claims.append((claim, verdict(now < 0.98 * then, said) if said else NOT_RECORDED))
@@ -1999,7 +1959,7 @@ claims.append(
         "With 24 multiprocessors it is nearly as fast as the push with all of them",
         verdict(
             step_us["final"] < 1.1 * push_us,
-            f"{short(step_us['final'])} us; the push alone, with nothing added up, {short(push_us)} us; {WHEN}",
+            f"{records.format_us(step_us['final'])} us; the push alone, with nothing added up, {records.format_us(push_us)} us; {WHEN}",
         )
         if push_us
         else NOT_RECORDED,

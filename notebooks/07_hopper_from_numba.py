@@ -40,11 +40,6 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
 # %%
-import inspect
-import json
-import os
-import subprocess
-import sys
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -59,6 +54,7 @@ from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import hopper as draw
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
@@ -254,7 +250,7 @@ copies = Ladder(
 copies.step("threads", by_threads, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
 # %%
-copies.look_back("threads", predicted=COPY_US)
+copies.report("threads", predicted=COPY_US)
 print(f"with three passes over the bytes in place of two we should have predicted {1.5 * COPY_US:.1f} us")
 
 # %% [markdown]
@@ -309,7 +305,7 @@ def by_tma():
 copies.step("TMA", by_tma, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
 # %%
-copies.look_back("TMA", "threads", COPY_US)
+copies.report("TMA", "threads", COPY_US)
 
 # %% [markdown]
 # **Look back.** A block is a single warp now, and one lane of it does all there is to do. It never sees the bytes.
@@ -331,17 +327,17 @@ copies.look_back("TMA", "threads", COPY_US)
 #
 # **Idea.** An mbarrier goes from **phase** to phase. A phase ends when all arrivals have come *and* no bytes are due. A
 # waiting thread names the phase by its **parity**: 0 for the first phase, 1 for the second, 0 again. Let us watch one.
-# The simulator can record what happens (`simulator.trace`), in a process of its own. This function starts it.
+# The simulator can record what happens (`simulator.trace`), in a process of its own, which `in_simulator` starts.
 
 # %%
-PRELUDE = """
+SETUP = """
 import moe_numba, torch, numpy as np
 from functools import cache
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba import simulator
+from moe_numba.course.simulate import define
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
-from moe_numba.runtime.launch import launch
 from moe_numba.ptx.accumulators import *
 from moe_numba.ptx.cp_async import *
 from moe_numba.ptx.conversions import *
@@ -361,27 +357,6 @@ add_tile, wait_tile = make_wgmma_tile(64, "e4m3", accumulate=True), make_wgmma_w
 ZEROS = (np.float32(0),) * 32
 stream = lambda: 0
 """
-
-
-def text_of(function):
-    """A function's source; or the text itself."""
-    return function if isinstance(function, str) else inspect.getsource(getattr(function, "py_func", function))
-
-
-def in_simulator(main, *functions):
-    """Run main() in a new process that simulates; print what it prints, and give what it returns."""
-    program = [PRELUDE, "import json"]
-    program += [f"exec(compile({text_of(f)!r}, 'line', 'exec'))" for f in (*functions, main)]
-    program.append(f"print(json.dumps({main.__name__}(), default=str))")
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
-    command = [sys.executable, "-c", "\n".join(program)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    *printed, last = done.stdout.splitlines()
-    print("\n".join(printed), end="\n" if printed else "")
-    return json.loads(last)
-
 
 # %% [markdown]
 # The first kernel loads boxes of `TILE` bytes, one after another into the same place, and puts each into `out`. How
@@ -425,7 +400,7 @@ def count_bytes():
     return kept
 
 
-EVENTS = [SimpleNamespace(**event) for event in in_simulator(count_bytes, load_boxes)]
+EVENTS = [SimpleNamespace(**event) for event in in_simulator(count_bytes, setup=SETUP)]
 
 # %%
 draw.barrier_life([e for e in EVENTS if "mbarrier" in e.what or "copy" in e.what], 2048, 1)
@@ -629,16 +604,9 @@ assert torch.equal(again.view(64, 64), out)
 POINTERS, ARRAYS = ["uint8*", "uint8*", "float32*"], ["uint8[]", "uint8[]", "float32[]"]
 
 
-def changed(function, old, new, name=None):
-    """A function's source with one passage replaced, and another name if one is given."""
-    text = text_of(function)
-    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-    return text.replace(old, new).replace(f"def {function.__name__}", f"def {name or function.__name__}")
-
-
 def compiled(requests, *functions):
     """What the compiler makes of kernels: name -> (expression, signature, threads, lto)."""
-    return compile_apart(PRELUDE + "\n".join(map(text_of, functions)), requests)
+    return compile_apart(SETUP + "\n".join(map(source_of, functions)), requests)
 
 
 def table(codes, columns):
@@ -661,7 +629,7 @@ COLUMNS = {
 }
 BY_LINK = """    acc = cuda.local.array(32, float32)
     wgmma_step_m64n64k128_e4m3(ffi.from_buffer(acc), ffi.from_buffer(smem), int32(0), int32(TILE), int32(0))"""
-CPP_VARIANT = changed(first_wgmma, "    acc = wait_tile(add_tile(ZEROS, a, b))", BY_LINK, "cpp_variant")
+CPP_VARIANT = changed_source(first_wgmma, "    acc = wait_tile(add_tile(ZEROS, a, b))", BY_LINK, "cpp_variant")
 INTERFACE_CODES = compiled(
     {
         f"{door}, {'with' if lto else 'without'} LTO": (kernel, signature, 128, lto)
@@ -676,7 +644,7 @@ INTERFACE_CODES = compiled(
     first_wgmma,
     CPP_VARIANT,
     first_linked_wgmma,
-    changed(first_linked_wgmma, "ffi.from_buffer(out)", "out", "into_an_array"),
+    changed_source(first_linked_wgmma, "ffi.from_buffer(out)", "out", "into_an_array"),
 )
 table(INTERFACE_CODES, COLUMNS)
 
@@ -831,9 +799,9 @@ VARIANTS = {
 }
 sources, requests = [], {}
 for i, (variant, changes) in enumerate(VARIANTS.items()):
-    parts = {f: text_of(f) for f in GEMM_PARTS} | {f: changed(f, old, new) for f, old, new in changes}
+    parts = {f: source_of(f) for f in GEMM_PARTS} | {f: changed_source(f, old, new) for f, old, new in changes}
     text = "\n".join(parts.values())
-    sources.append(f"space_{i} = dict(globals())\nexec(compile({text!r}, 'variant', 'exec'), space_{i})\n")
+    sources.append(f"space_{i} = define({text!r}, globals())\n")
     for lto in (True, False) if i < 2 else (True,):
         name = f"{variant}, {'with' if lto else 'without'} LTO"
         requests[name] = f"space_{i}['make_gemm'](128, 6)", GEMM_SIGNATURE, 384, lto
@@ -909,7 +877,7 @@ def measure(name, launch_it, prediction_us=None, **more):
 
 def look_back(name, before=None, predicted=None, tile=None):
     """What a step gained, its rate and its error; with a tile's rows and columns, what it loads in a second."""
-    ladder.look_back(name, before, predicted)
+    ladder.report(name, before, predicted)
     if row := ladder.row(name):
         us = row["kernel_us"]["median"]
         print(f"    {row['flops'] / us / 1e6:.0f} TFLOP/s, relative error {row['error']:.2e}")
@@ -923,8 +891,8 @@ def look_back(name, before=None, predicted=None, tile=None):
 
 def lost_unless_faster(name, than):
     """Draw the step that was just measured in grey if it is no faster than an earlier one."""
-    if not simulator.ENABLED and ladder.us(name) >= ladder.us(than):
-        ladder.rows[-1]["lost"] = True
+    if not simulator.ENABLED and ladder.median_us(name) >= ladder.median_us(than):
+        ladder.rows[-1]["slower"] = True
 
 
 measure("torch", by_cublas)
@@ -1077,7 +1045,7 @@ def gemm_through_cpp():
     gemm_linked[GRID_64, 128, stream(), SHARED_MEMORY](*GLOBAL_MAPS, LINES.view(-1), K_BLOCKS, PITCH)
 
 
-prediction = ladder.us("TMA carries") or predicted_us(64, 1)
+prediction = ladder.median_us("TMA carries") or predicted_us(64, 1)
 measure("linked door", gemm_through_cpp, prediction)
 lost_unless_faster("linked door", "TMA carries")
 
@@ -1163,11 +1131,11 @@ def play_ring():
     return [event._asdict() for event in events if "mbarrier" in event.what or "copy" in event.what]
 
 
-EVENTS = [SimpleNamespace(**event) for event in in_simulator(play_ring, *GEMM_PARTS)]
+EVENTS = [SimpleNamespace(**event) for event in in_simulator(play_ring, setup=SETUP)]
 RING_FULL = 3 * 192 * 128 // 8
 for span in draw.ring_spans(EVENTS, RING_FULL, RING_FULL + 3, 3)[:8]:
     print(
-        f"k = {3 * span.turn + span.stage}: stage {span.stage} is {'loaded' if span.what == 'load' else 'used  '} "
+        f"k = {3 * span.iteration + span.stage}: stage {span.stage} is {'loaded' if span.what == 'load' else 'used  '} "
         f"from event {span.start} to {span.end}"
     )
 draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
@@ -1221,7 +1189,7 @@ look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 # **Prediction.** Of a tile's time the start and the stores go: perhaps a tenth.
 
 # %%
-prediction = 0.9 * (ladder.us("loaders and multipliers") or prediction)
+prediction = 0.9 * (ladder.median_us("loaders and multipliers") or prediction)
 measure("persistent", partial(run_gemm, 128, 6, SIZES.sms), prediction)
 
 # %%
@@ -1267,8 +1235,8 @@ look_back("128 x 256", "persistent", prediction, (128, 256))
 # beside the 512 of the tensor cores. Two warpgroups can overlap that. We expect 10 % more time than step 6.
 
 # %%
-prediction = 1.1 * (ladder.us("persistent") or predicted_us(128, 2))
-measure("exact sums", partial(run_gemm, 128, 6, SIZES.sms, exact=True), prediction, lost=True)
+prediction = 1.1 * (ladder.median_us("persistent") or predicted_us(128, 2))
+measure("exact sums", partial(run_gemm, 128, 6, SIZES.sms, exact=True), prediction, slower=True)
 
 # %%
 look_back("exact sums", "persistent", prediction)
@@ -1385,7 +1353,7 @@ ladder.plot(floor_us=LOWER_BOUND_US)
 # %%
 for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["rows"]]:
     if row := ladder.row(name):
-        rate, best = row["flops"] / row["kernel_us"]["median"] / 1e6, ladder.us("torch")
+        rate, best = row["flops"] / row["kernel_us"]["median"] / 1e6, ladder.median_us("torch")
         print(
             f"{name:<26} {rate:5.0f} TFLOP/s, {100 * best / row['kernel_us']['median']:4.0f} % of cuBLAS, "
             f"relative error {row['error']:.2e}"
@@ -1508,8 +1476,8 @@ assert all(BOXES.values())
 
 
 # %%
-def try_cases():
-    """What the simulator says to each of CASES: (name, sources, call)."""
+def try_cases(cases):
+    """What the simulator says to each of the cases: (name, sources, call)."""
 
     def boxes():
         x = (torch.arange(128 * 128) % 251).to(torch.uint8).view(128, 128)
@@ -1540,10 +1508,8 @@ def try_cases():
         return bool((out.view(torch.bfloat16) == k).all())
 
     found = {}
-    for name, sources, call in CASES:
-        space = dict(globals()) | {"boxes": boxes, "product": product}
-        for text in sources:
-            exec(compile(text, "line", "exec"), space)
+    for name, sources, call in cases:
+        space = define("\n".join(sources), globals() | {"boxes": boxes, "product": product})
         try:
             found[name] = "right" if eval(call, space) else "WRONG"
         except simulator.SimulatorError as error:
@@ -1554,7 +1520,7 @@ def try_cases():
 EXPECT = "            mbarrier_arrive_expect_tx(barriers, BARRIER, announced)\n"
 ORDER = "            tma_load_2d(smem, 0, map_x, 0, 0, int32(box * 64), barriers, BARRIER)\n"
 STORE = make_store
-SMALL = [text_of(STORE), "store_64 = make_store(64)"]
+SMALL = [source_of(STORE), "store_64 = make_store(64)"]
 BY_TMA, BY_THREADS = (
     "product('gemm_by_tma', (2, 2), 128, SHARED_MEMORY)",
     ("product('gemm_by_threads', (2, 2), 128, SHARED_MEMORY, True)"),
@@ -1563,26 +1529,26 @@ BY_GEMM = "product('make_gemm', 1, 384, 3 * (256 * 128 + 16), False, 1, 1)"
 
 
 def parts_with(function, old, new):
-    return [changed(f, old, new) if f is function else text_of(f) for f in GEMM_PARTS]
+    return [changed_source(f, old, new) if f is function else source_of(f) for f in GEMM_PARTS]
 
 
 CASES = [
     (
         "the tile is read before its barrier",
-        [changed(load_boxes, "mbarrier_wait_parity(barriers, BARRIER, uint32(box & 1))", "pass")],
+        [changed_source(load_boxes, "mbarrier_wait_parity(barriers, BARRIER, uint32(box & 1))", "pass")],
         "boxes()",
     ),
-    ("always the same parity", [*SMALL, changed(gemm_by_tma, "uint32(k & 1)", "uint32(0)")], BY_TMA),
+    ("always the same parity", [*SMALL, changed_source(gemm_by_tma, "uint32(k & 1)", "uint32(0)")], BY_TMA),
     (
         "no fence between the proxies",
-        [*SMALL, text_of(copy_tile), changed(gemm_by_threads, "fence_proxy_async_shared()", "pass")],
+        [*SMALL, source_of(copy_tile), changed_source(gemm_by_threads, "fence_proxy_async_shared()", "pass")],
         BY_THREADS,
     ),
     (
         "the results are read before the wait",
         [
             *SMALL,
-            changed(
+            changed_source(
                 gemm_by_tma,
                 "wait_tile(add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE)))",
                 "add_tile(acc, wgmma_descriptor(smem, 0), wgmma_descriptor(smem, TILE))",
@@ -1602,21 +1568,21 @@ CASES = [
     ),
     (
         "the bytes are announced after the copy is ordered",
-        [changed(load_boxes, EXPECT + ORDER, ORDER + EXPECT)],
+        [changed_source(load_boxes, EXPECT + ORDER, ORDER + EXPECT)],
         "boxes()",
     ),
     (
         "a map is used that was not acquired",
         [
             "set_address, set_extent = linked.tensormap_replace_global_address, linked.make_tensormap_replace_global_dim(1)",
-            text_of(make_maps),
-            changed(load_groups, "fence_proxy_tensormap_acquire_sys(maps, pick[group] * 128)", "pass"),
-            text_of(groups_by_maps),
+            source_of(make_maps),
+            changed_source(load_groups, "fence_proxy_tensormap_acquire_sys(maps, pick[group] * 128)", "pass"),
+            source_of(groups_by_maps),
         ],
         "all(groups_by_maps().values())",
     ),
 ]
-REFUSED = in_simulator(try_cases, f"CASES = {CASES!r}")
+REFUSED = in_simulator(try_cases, CASES, setup=SETUP)
 for name, said in REFUSED.items():
     print(f"{name}:\n    {said}\n")
 

@@ -351,7 +351,7 @@ def rates(ladder, name):
 
 
 def look_back(name, before=None, predicted=None, ladder=dense):
-    ladder.look_back(name, before, predicted)
+    ladder.report(name, before, predicted)
     rates(ladder, name)
 
 
@@ -801,7 +801,7 @@ look_back("warp specialization", "a ring of stages", 31)
 # transposition very clever (非常巧妙): the granularity of M becomes fine at one stroke.
 
 # %%
-draw.swapped([1, 8, 16, 32, 48, 64, 100, 128])
+draw.padded_work([1, 8, 16, 32, 48, 64, 100, 128])
 
 # %% [markdown]
 # In the kernel the two descriptors change places. A tile now has `tokens` tokens, a constant of the factory, and 128
@@ -949,7 +949,7 @@ for name, run in (("warp specialization", run_specialised), ("transposed MMA", t
     for row in dense.rows:
         if row["step"] == name and stats:
             row["sixteen_us"] = round(stats.median, 3)
-    if took := dense.us(name, "sixteen_us"):
+    if took := dense.median_us(name, "sixteen_us"):
         print(f"16 tokens, {name}: {took:.1f} us, {4096 * 7168 / took / 1e3:.0f} GB/s of weights")
 
 # %% [markdown]
@@ -1086,7 +1086,7 @@ diff(make_transposed, make_epilogue)
 
 # %%
 look_back("stmatrix and TMA store", "transposed MMA", 31)
-if took := dense.us("stmatrix and TMA store"):
+if took := dense.median_us("stmatrix and TMA store"):
     print(f"    {took / 56:.2f} us for each of the 56 turns; multiplying takes {128**3 / 4096 / 1755:.2f} us of it")
 
 # %% [markdown]
@@ -1170,7 +1170,7 @@ ladder = Ladder(
     config={"num_groups": GROUPS, "n": N, "k": K},
     size={"rows": ROWS},
 )
-us = ladder.us  # a step's median time, measured now or recorded
+us = ladder.median_us  # a step's median time, measured now or recorded
 
 
 def calls_of(run, which="main"):
@@ -1366,7 +1366,7 @@ diff(make_epilogue, make_padded)
 # %%
 measure("padding, one map", run_padded, 313)
 if not simulator.ENABLED and us("padding, one map") > us("torch"):
-    ladder.rows[-1]["lost"] = True  # drawn in grey
+    ladder.rows[-1]["slower"] = True  # drawn in grey
 
 # %%
 look_back_at_groups("padding, one map", "torch", 313)
@@ -1646,7 +1646,7 @@ look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 
 # %%
 prediction = round((us("vertical") or 320) - 3)
-measure("PDL", hpc_ops_step("dependent", dependent=True), prediction, lost=True)
+measure("PDL", hpc_ops_step("dependent", dependent=True), prediction, slower=True)
 
 # %%
 look_back_at_groups("PDL", "vertical", prediction)
@@ -1883,7 +1883,7 @@ look_back_at_groups("agreed", "no maps for groups", prediction)
 # 120 columns a turn are nearly what 8192 tokens need: 400 us.
 
 # %%
-measure("two parts", package_step(package_config(144, (144, 136, 128, 120), 4, m_subtiles=2)), 400, lost=True)
+measure("two parts", package_step(package_config(144, (144, 136, 128, 120), 4, m_subtiles=2)), 400, slower=True)
 
 # %%
 look_back_at_groups("two parts", "agreed", 400)
@@ -2422,10 +2422,10 @@ claims.append(
     (
         "The transposition is very friendly to small M (16 tokens)",
         verdict(
-            dense.us("transposed MMA", "sixteen_us") < dense.us("warp specialization", "sixteen_us"),
-            f"{dense.us('warp specialization', 'sixteen_us'):.1f} -> {dense.us('transposed MMA', 'sixteen_us'):.1f} us",
+            dense.median_us("transposed MMA", "sixteen_us") < dense.median_us("warp specialization", "sixteen_us"),
+            f"{dense.median_us('warp specialization', 'sixteen_us'):.1f} -> {dense.median_us('transposed MMA', 'sixteen_us'):.1f} us",
         )
-        if dense.us("transposed MMA", "sixteen_us")
+        if dense.median_us("transposed MMA", "sixteen_us")
         else NOT_RECORDED,
     )
 )

@@ -1,6 +1,6 @@
-"""Chooses the mode first of all, and leaves out the tests that this machine cannot run."""
+"""Chooses GPU or simulator before Numba is imported, and deselects tests that need more GPUs than there are."""
 
-import moe_numba  # noqa: F401, I001  before anything imports Numba: this chooses the simulator or the GPU
+import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
 import os
 
@@ -10,7 +10,7 @@ from moe_numba import simulator
 
 
 def gpus():
-    """How many GPUs the tests may use: none in the simulator."""
+    """Return the number of GPUs that tests may use: 0 in the simulator."""
     if simulator.ENABLED:
         return 0
     import torch
@@ -19,7 +19,7 @@ def gpus():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect what needs more GPUs than there are: not skipped, for nobody here can do anything about it."""
+    """Deselect the tests that need more GPUs than there are; a skip would look like a problem of the machine."""
     found = gpus()
 
     def needs(item):
@@ -33,11 +33,11 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """For ``-n auto``: on a GPU the tests run one by one, so that they do not spoil each other's times and memory."""
+    """For ``-n auto``: one test at a time on a GPU, so that tests do not compete for memory."""
     return len(os.sched_getaffinity(0)) if simulator.ENABLED else 0
 
 
 @pytest.fixture
 def device():
-    """Where tensors live: "cuda", or "cpu" in the simulator."""
+    """Return the device of tensors: "cuda", or "cpu" in the simulator."""
     return "cpu" if simulator.ENABLED else "cuda"

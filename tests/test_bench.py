@@ -1,4 +1,4 @@
-"""Timing on a turned clock, the ladder's lines and refusals, the figures' labels, the doctor."""
+"""Timing with a fake clock, the ladder, figures and the doctor."""
 
 import itertools
 import sys
@@ -24,7 +24,7 @@ def simulated(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A GPU that takes as many microseconds as the step says, for code that runs where there is none."""
+    """Replace the GPU and its timing: a step takes the microseconds that it declares."""
     import torch
 
     monkeypatch.setattr(simulator, "ENABLED", False)
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 
 class Step:
-    """A call that gives ``outputs`` and pretends to take ``us`` microseconds."""
+    """A call that returns ``outputs`` and is reported to take ``us`` microseconds."""
 
     def __init__(self, outputs, us=1.0):
         self.outputs, self.us, self.runs = outputs, us, 0
@@ -76,7 +76,7 @@ def test_stats():
     assert (stats.median, stats.p10, stats.p90) == (50, 10, 90)
 
 
-def test_call_time_on_a_turned_clock():
+def test_call_time_with_a_fake_clock():
     now, log = [0], []
 
     def call(name, us):
@@ -104,7 +104,7 @@ def test_garbage_collection_is_off_while_timing():
 
 
 class FakeGPU:
-    """torch.cuda's part in timing: a kernel takes the time it asks for, a graph's start 3 us, eager calls are free."""
+    """Replaces torch.cuda: a kernel takes its declared time, a graph launch 3 us, an eager call nothing."""
 
     def __init__(self, monkeypatch):
         import torch
@@ -160,7 +160,7 @@ def test_kernel_time_on_a_fake_gpu(monkeypatch):
     found = bench.kernel_times(named)
     assert {name: stats.median for name, stats in found.items()} == pytest.approx({"short": 2, "long": 1000}, rel=0.01)
     timed = gpu.replays[-60:]
-    assert all({replay[0] for replay in timed[i : i + 2]} == {"set 0", "long"} for i in range(0, 60, 2)), "by turns"
+    assert all({replay[0] for replay in timed[i : i + 2]} == {"set 0", "long"} for i in range(0, 60, 2)), "interleaved"
     (short,) = {len(replay) for replay in timed if replay[0] == "set 0"}
     assert short == 500 and timed[0][:5] in (["set 0", "set 1", "set 2", "set 3", "set 0"], ["long"] * 5)
     assert bench.kernel_time(gpu.kernel("", 5.0), launches=10, replays=3).median == pytest.approx(5.3)
@@ -232,12 +232,12 @@ def test_simulator_says_what_is_recorded_and_what_ran(simulated, tmp_path, capsy
     steps.step("narrow loads", Step(RIGHT))
     first, second = capsys.readouterr().out.splitlines()
     assert first.split() == (
-        "wide loads right; simulator: ran, not timed H200 recorded (tokens=4096): 12.4 us kernel, 18.0 us call".split()
+        "wide loads correct; not timed (simulator) H200 recorded (tokens=4096): 12.4 us kernel, 18.0 us call".split()
     )
-    assert "right; simulator: ran, not timed" in second and "no GPU's figures are recorded" in second
+    assert "correct; not timed (simulator)" in second and "no times are recorded" in second
     steps.measure_all()
     steps.save(["kernel.py"])
-    assert "nothing is written" in capsys.readouterr().out
+    assert "no record is written" in capsys.readouterr().out
     assert "not measured here: recorded on NVIDIA H200" in texts(steps.plot())
     (tmp_path / "kernel.py").write_text("changed")
     assert "changed since" in texts(steps.plot())
@@ -267,7 +267,7 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     steps = Ladder("gate", check, "Gate", root=tmp_path, size={"tokens": 4096})
     steps.step("torch eager", Step(RIGHT, 600.0))
     steps.step("one thread", Step(RIGHT, 60.0))
-    steps.step("a detour", Step(RIGHT, 90.0), lost=True)
+    steps.step("a detour", Step(RIGHT, 90.0), slower=True)
     steps.step("broken", Step(0 * RIGHT), expect_wrong=True)
     steps.step("wide loads", Step(RIGHT, 12.4), prediction_us=14, bytes=1000)
     steps.step("waits", Step(RIGHT, 5.0), graph=False)
@@ -283,7 +283,7 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     record = records.read("gate", root=tmp_path)
     assert records.find(record, step="wide loads")["kernel_us"]["median"] == 10
     assert records.find(record, step="wide loads")["bytes"] == 1000
-    assert records.find(record, step="a detour")["lost"] and "refused" in records.find(record, step="broken")
+    assert records.find(record, step="a detour")["slower"] and "refused" in records.find(record, step="broken")
     figure = steps.plot(floor_us=2.0, peers={"triton": 11.0})
     assert "measured now on NVIDIA H200" in texts(figure) and "speed of light 2.00" in texts(figure)
 
@@ -323,7 +323,7 @@ def some_rows(low=6.9):
         row("torch eager", 178.0),
         row("1 one thread a token", 96.0),
         row("2 a warp a token, registers only", 31.2),
-        row("3 two tokens a warp", 39.9, lost=True),
+        row("3 two tokens a warp", 39.9, slower=True),
         records.row("missing barrier", refused="it is wrong"),
         records.row("waits for the GPU", call=Stats(30, 29, 31)),
         row("final", low),
@@ -410,7 +410,7 @@ def test_doctor_on_this_machine():
     lines = doctor.report()
     assert [line.split()[0] for line in lines[:4]] == ["GPU", "versions", "sm_90a", "runs"]
     assert "numba-cuda" in lines[1]
-    assert "compiles" in lines[2], "the toolkit's wheels are part of the test environment"
+    assert "the compiler works" in lines[2], "the toolkit's wheels are part of the test environment"
     if simulator.ENABLED:
         assert "simulator" in lines[0] and "not launched" in lines[2] and "in the simulator" in lines[3]
     assert max(map(len, lines)) < 200
@@ -425,21 +425,21 @@ H200 = [["NVIDIA H200", [9, 0]]]
         (
             {"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True},
             False,
-            ["9.0", "right answer", "everything"],
+            ["9.0", "correct result", "all kernels"],
         ),
         ({"gpus": H200 * 2, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["-m multigpu"]),
         (
             {"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": False},
             False,
-            ["a WRONG answer", "refuse this GPU"],
+            ["WRONG result", "refuse this GPU"],
         ),
-        ({"gpus": H200, "torch": False, "cubin_bytes": 9, "launched": True}, False, ["torch cannot reach it"]),
-        ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, True, ["simulator is on all the same"]),
-        ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "no Hopper"]),
+        ({"gpus": H200, "torch": False, "cubin_bytes": 9, "launched": True}, False, ["torch cannot use it"]),
+        ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, True, ["in the simulator nevertheless"]),
+        ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "without"]),
         (
             {"gpus": [], "error": "no NVVM"},
             True,
-            ["no GPU: simulator", "cannot be compiled here: no NVVM", "cannot run"],
+            ["none: kernels run in the simulator", "the compiler fails: no NVVM", "cannot run"],
         ),
     ],
 )

@@ -101,12 +101,12 @@ def source(repository):
 
 @pytest.fixture
 def committed(source, repository, monkeypatch):
-    """A good committed copy, made without running anything."""
+    """A valid committed copy, made without running anything."""
     notebook = executed.read(source)
     for count, cell in enumerate(executed.code_cells(notebook), start=1):
         cell.execution_count = count
     monkeypatch.setattr(execute.records, "environment", lambda: dict(ABOUT))
-    executed.keep(notebook, source, repository)
+    executed.save_executed(notebook, source, repository)
     return source.with_suffix(".ipynb")
 
 
@@ -182,12 +182,12 @@ def test_changed_code_is_found_and_says_how_to_refresh(source, committed, reposi
     problem = executed.stale_problems(source, repository)[0]
     assert "01_small.py#code has changed" in problem and "--in-place --only 01_small" in problem
     with pytest.raises(executed.NotebookFailed, match="code cells have changed"):
-        executed.renew_prose(source)
-    executed.renew_prose(source, with_code=True)
+        executed.update_prose(source)
+    executed.update_prose(source, with_code=True)
     assert executed.pair_problems(source) == [] and executed.stale_problems(source, repository) == [problem]
     source.write_text(NOTEBOOK + "\n# %%\n3\n")
     with pytest.raises(executed.NotebookFailed, match="code cells have changed"):
-        executed.renew_prose(source, with_code=True)
+        executed.update_prose(source, with_code=True)
 
 
 def test_changed_prose_is_found_and_renewed_without_a_gpu(source, committed, repository):
@@ -204,7 +204,7 @@ def test_a_changed_package_source_is_found(source, repository, monkeypatch):
     kernel.write_text("THREADS = 32\n")
     source.write_text("# %%\nfrom moe_numba.kernel import THREADS\n")
     monkeypatch.setattr(execute.records, "environment", lambda: dict(ABOUT))
-    executed.keep(executed.read(source), source, repository)
+    executed.save_executed(executed.read(source), source, repository)
     assert executed.stale_problems(source, repository) == []
     kernel.write_text("THREADS = 64\n")
     assert "moe_numba/kernel.py has changed" in executed.stale_problems(source, repository)[0]
@@ -261,7 +261,7 @@ def spoil_page(notebook):
         (spoil_count, "not executed once each"),
         (spoil_gpu, "names no GPU"),
         (spoil_metadata, "names no GPU"),
-        (spoil_times, "carries the times"),
+        (spoil_times, "contains execution times"),
         (spoil_error, "ended in ValueError"),
         (spoil_path, "/home/someone/kernel.py"),
         (spoil_page, "/tmp/trace.json"),

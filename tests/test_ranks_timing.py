@@ -139,9 +139,10 @@ def test_a_ladder_takes_times_that_a_step_gives_itself(measured, capsys, tmp_pat
     (tmp_path / "docs" / "results").mkdir(parents=True)
     steps = Ladder("toy", lambda out: None if out == 1 else "it is wrong", root=tmp_path)
     steps.step("own", lambda: 1, kernel=lambda: Stats(30.0, 29.0, 31.0), bytes=5)
-    assert steps.us("own") == 30.0 and "call_us" not in steps.rows[0] and "30.0 us kernel" in capsys.readouterr().out
+    assert steps.median_us("own") == 30.0 and "call_us" not in steps.rows[0]
+    assert "30.0 us kernel" in capsys.readouterr().out
     steps.measure_all({"own": Stats(20.0, 19.0, 21.0)})
-    assert steps.us("own") == 20.0 and steps.rows[0]["bytes"] == 5 and "call_us" not in steps.rows[0]
+    assert steps.median_us("own") == 20.0 and steps.rows[0]["bytes"] == 5 and "call_us" not in steps.rows[0]
     with pytest.raises(WrongResult):
         steps.step("wrong", lambda: 2, kernel=lambda: pytest.fail("timed before it was right"))
 
@@ -152,9 +153,9 @@ def test_a_ladder_that_must_not_time_says_why(measured, capsys, tmp_path):
     steps.step("own", lambda: 1, kernel=lambda: pytest.fail("timed"))
     steps.measure_all()
     steps.save([])
-    assert steps.plot() is None and steps.us("own") is None
+    assert steps.plot() is None and steps.median_us("own") is None
     said = capsys.readouterr().out
-    assert "right; one GPU: ran, not timed" in said and "one GPU: nothing was timed, so nothing is written" in said
+    assert "correct; not timed (one GPU)" in said and "not timed (one GPU): no record is written" in said
 
 
 @only_simulated

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from moe_numba import __main__ as cli
 from moe_numba import simulator
-from moe_numba.course import bench
-from moe_numba.course.bench import Stats, code_hash, plots, records, sources
+from moe_numba.course import bench, readme, topics
+from moe_numba.course.bench import Stats, code_hash, plots, records, sources, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
@@ -114,7 +114,7 @@ def test_changed_source_is_stale(repository):
     assert "moe_numba/gate/kernel.py has changed" in sentence
     (repository / "moe_numba" / "gate" / "kernel.py").unlink()
     (sentence,) = records.stale(record, repository)
-    assert "gone" in sentence
+    assert "missing" in sentence
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_bench_without_a_gpu(toy_topic, monkeypatch, capsys, simulated, cuda):
     assert "bench needs a GPU" in capsys.readouterr().err
 
 
-def test_bench_leaves_rows_that_are_out_of_reach(toy_topic, monkeypatch):
+def test_bench_carries_over_rows_that_are_out_of_reach(toy_topic, monkeypatch):
     assert cli.main(["bench", "toy"]) == 0
     first = records.recorded("toy", root=toy_topic)
     toy = bench.topic("toy")
@@ -253,13 +253,13 @@ def test_bench_plot_and_readme(toy_topic, capsys):
     assert cli.main(["plot", "toy", "--out", str(toy_topic / "figures")]) == 0
     assert sorted(path.name for path in (toy_topic / "figures").iterdir()) == ["toy-ladder.png", "toy-ladder.svg"]
 
-    readme = toy_topic / "README.md"
-    readme.write_text("before\n")
+    page = toy_topic / "README.md"
+    page.write_text("before\n")
     assert cli.main(["plot", "toy", "--readme"]) == 2, "no markers"
-    readme.write_text("before\n<!-- toy:begin -->\nold\n<!-- toy:end -->\nafter\n")
-    assert cli.main(["plot", "toy", "--check"]) == 1 and "old" in readme.read_text()
+    page.write_text("before\n<!-- toy:begin -->\nold\n<!-- toy:end -->\nafter\n")
+    assert cli.main(["plot", "toy", "--check"]) == 1 and "old" in page.read_text()
     assert cli.main(["plot", "toy", "--readme"]) == 0
-    assert readme.read_text() == "before\n<!-- toy:begin -->\n| NVIDIA H200 |\n<!-- toy:end -->\nafter\n"
+    assert page.read_text() == "before\n<!-- toy:begin -->\n| NVIDIA H200 |\n<!-- toy:end -->\nafter\n"
     assert cli.main(["plot", "toy", "--readme", "--check"]) == 0
     capsys.readouterr()
     (toy_topic / "moe_numba" / "gate" / "kernel.py").write_text("a = 2")
@@ -306,10 +306,21 @@ def test_record_of_the_repository(path):
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDS if path.stem in bench.topic_names()], ids=name)
-def test_readme_table_and_figures_of_the_record(path):
-    """Each topic's figures can be drawn, and the README's table is the one that the record gives."""
-    record, module = json.loads(path.read_text()), bench.topic(path.stem)
-    assert all(module.figures(record).values())
-    readme = (ROOT / "README.md").read_text()
-    if path.parent.name == "h200" and f"<!-- {path.stem}:begin -->" in readme:
-        assert cli.replace_block(readme, path.stem, module.readme_table(record)) == readme
+def test_figures_of_the_record(path):
+    record = json.loads(path.read_text())
+    assert all(bench.topic(path.stem).figures(record).values())
+
+
+def test_generated_blocks_are_up_to_date():
+    assert readme.regenerate(check=True) == []
+
+
+def test_the_table_of_topics_names_every_notebook_record_and_bench_topic():
+    assert [topic.notebook for topic in topics.TOPICS] == sorted(p.stem for p in (ROOT / "notebooks").glob("*.py"))
+    named = {name for topic in topics.TOPICS for name in (topic.bench, *topic.records) if name}
+    assert named == {path.stem for path in RECORDS} and set(topics.BENCH_TOPICS) == set(bench.topic_names())
+
+
+def test_the_best_of_a_row_is_bold():
+    assert tables.bold_best(["2.0", "1.5", "", "1.5 (torch)"]) == ["2.0", "**1.5**", "", "**1.5 (torch)**"]
+    assert tables.bold_best(["3", "2", "8 %"], slice(1)) == ["**3**", "2", "8 %"] and tables.bold_best([""]) == [""]

@@ -83,7 +83,7 @@ def test_the_table_has_a_column_for_each_number_of_gpus(record):
     assert lines[11] == "| counts, index_select and NCCL, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
     assert lines[12] == "| plain push, 132 multiprocessors | 50 us, 332 GB/s | 50 us, 382 GB/s |"
     assert lines[13] == "| push to all others, 132 multiprocessors |  | 70 us, 372 GB/s |"
-    assert lines[-3] == "| 128 | 1280 | 1281 | 1282 | 1283 | 1284 |"
+    assert lines[-3] == "| 128 | **1280** | 1281 | 1282 | 1283 | 1284 |"
 
 
 def test_the_table_leaves_out_what_a_record_lacks(record):
@@ -103,9 +103,9 @@ def test_figures_show_the_largest_group(record):
 def test_what_needs_more_gpus_stays_and_says_when_it_was_measured(record, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     now = record | {"commit": "1" * 7, "date": "2026-11-23"}
-    stayed = records.staying(record, exchange.out_of_reach, now)
+    stayed = records.carried_over(record, exchange.out_of_reach, now)
     assert {row["config"]["ranks"] for row in stayed} == {4} and len(stayed) == len([*rows(4, 250)])
-    again = records.staying(now | {"rows": stayed}, exchange.out_of_reach, now)
+    again = records.carried_over(now | {"rows": stayed}, exchange.out_of_reach, now)
     assert again == stayed and all(row["measured"] == {"commit": "0" * 7, "date": "2026-11-22"} for row in stayed)
     new = now | {"rows": [*rows(2, 210), *stayed]}
     assert exchange.readme_table(new).endswith(
@@ -113,8 +113,8 @@ def test_what_needs_more_gpus_stays_and_says_when_it_was_measured(record, monkey
     )
     caption = [text.get_text() for text in exchange.figures(new)["bandwidth"].texts]
     assert any("commit 0000000, 2026-11-22" in text for text in caption), "of four GPUs"
-    assert not records.staying(record, exchange.out_of_reach, now | {"driver": "2"}), "with another driver"
-    assert not records.staying(None, exchange.out_of_reach, now)
+    assert not records.carried_over(record, exchange.out_of_reach, now | {"driver": "2"}), "with another driver"
+    assert not records.carried_over(None, exchange.out_of_reach, now)
 
 
 def test_no_gpu_no_rows(monkeypatch):

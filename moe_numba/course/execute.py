@@ -1,8 +1,8 @@
-"""Runs the notebooks: as pages to read, or as the executed copies that are committed (see ``copies``).
+"""Executes the notebooks: as pages to read, or as the committed copies (see ``executed``).
 
-python -m moe_numba.course.execute execute                        every notebook, as pages under build/
-python -m moe_numba.course.execute execute --in-place --only 01   the committed copy (on a GPU)
-python -m moe_numba.course.execute prose                          new prose into the committed copies, outputs kept
+python -m moe_numba.course.execute execute                        write pages of all notebooks to build/
+python -m moe_numba.course.execute execute --in-place --only 01   write the committed copy (on a GPU)
+python -m moe_numba.course.execute prose                          update the prose of the committed copies, keep outputs
 """
 
 import argparse
@@ -21,7 +21,7 @@ import nbformat
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
-from moe_numba.course.executed import BINARY, NotebookFailed, code_cells, find, keep, read, renew_prose
+from moe_numba.course.executed import BINARY, NotebookFailed, code_cells, find, read, save_executed, update_prose
 
 CELL_LIMIT_S = 600
 TRACEBACK_LINES = 25
@@ -31,21 +31,26 @@ TRACEBACK_LINES = 25
 
 
 def execute(path, root=None, *, report=None, env=None):
-    """Run one source top to bottom in a fresh kernel of this interpreter.
+    """Run one notebook from top to bottom in a new Jupyter kernel of this interpreter.
 
     Parameters
     ----------
     path : path of a py:percent notebook
     root : path, optional
-        The repository; its name does not appear in the outputs.
+        The repository; its path is removed from the outputs.
     report : callable, optional
         ``report(name, done, total, text)``, called before each code cell and at the end.
     env : dict, optional
-        Environment variables for the kernel, over this process's own.
+        Environment variables of the kernel, in addition to this process's.
 
     Returns
     -------
-    The executed notebook. A cell that fails raises ``NotebookFailed``.
+    The executed notebook.
+
+    Raises
+    ------
+    NotebookFailed
+        A cell failed.
     """
     return asyncio.run(_execute(Path(path), records.repository(root), report or (lambda *_: None), env or {}))
 
@@ -58,13 +63,13 @@ async def _execute(path, root, report, env):
 
     notebook, started = read(path), time.monotonic()
     numbers = {cell.id: number for number, cell in enumerate(code_cells(notebook), start=1)}
-    total, at = len(numbers), {}
+    total, current = len(numbers), {}
 
     def before(cell, cell_index):
-        at.update(cell=cell, number=numbers[cell.id], heading=_heading(notebook, cell_index))
-        report(path.stem, at["number"] - 1, total, f"cell {at['number']}/{total}  '{at['heading']}'")
+        current.update(cell=cell, number=numbers[cell.id], heading=_heading(notebook, cell_index))
+        report(path.stem, current["number"] - 1, total, f"cell {current['number']}/{total}  '{current['heading']}'")
 
-    # With no folders to search, "python3" is this very interpreter, whatever else the user has installed.
+    # Without folders to search, "python3" is this interpreter.
     specs = KernelSpecManager(kernel_dirs=[])
     client = NotebookClient(
         notebook,
@@ -77,37 +82,37 @@ async def _execute(path, root, report, env):
     )
     try:
         await client.async_execute(env=_kernel_environment(env), cleanup_kc=True)
-    except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # the last: no kernel, or a dead one
-        if not at:
+    except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # RuntimeError: dead kernel
+        if not current:
             raise NotebookFailed(f"{path.stem}: the kernel did not start: {error}") from error
-        report(path.stem, at["number"] - 1, total, f"cell {at['number']}/{total} failed")
-        traces = [output.traceback for output in at["cell"].outputs if output.output_type == "error"]
+        report(path.stem, current["number"] - 1, total, f"cell {current['number']}/{total} failed")
+        traces = [output.traceback for output in current["cell"].outputs if output.output_type == "error"]
         lines = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traces[-1] if traces else [str(error)])).strip().splitlines()
         raise NotebookFailed(
-            f"{path.stem}: cell {at['number']}/{total} '{at['heading']}' failed\n\n"
-            + textwrap.indent(at["cell"].source, "    ")
+            f"{path.stem}: cell {current['number']}/{total} '{current['heading']}' failed\n\n"
+            + textwrap.indent(current["cell"].source, "    ")
             + "\n\n"
             + "\n".join(lines[-TRACEBACK_LINES:])
         ) from error
     report(path.stem, total, total, f"{total} cells in {time.monotonic() - started:.0f} s")
-    notebook.metadata.language_info.pop("version", None)  # the metadata's own "versions" says it
+    notebook.metadata.language_info.pop("version", None)  # already in the metadata's "versions"
     return _without_machine(notebook, root)
 
 
 def _kernel_environment(extra):
     env = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline", **extra}
-    # The kernel's moe_numba makes its own choice, as in a reader's Jupyter; only a choice to simulate is handed on.
+    # The kernel chooses GPU or simulator itself, as in a reader's Jupyter; only MOE_NUMBA_SIMULATE=1 is passed on.
     env.pop("NUMBA_ENABLE_CUDASIM", None)
     if simulator.ENABLED:
         env["MOE_NUMBA_SIMULATE"] = "1"
-    package = str(Path(__file__).resolve().parents[2])  # it need not be installed
+    package = str(Path(__file__).resolve().parents[2])  # it may not be installed
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
-    env["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # silences a warning of the debugger that nobody asked for
+    env["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # silences a warning of the debugger
     return env
 
 
 def _heading(notebook, index):
-    """The nearest heading at or above a cell."""
+    """Return the nearest heading at or above a cell."""
     for cell in reversed(notebook.cells[: index + 1]):
         if cell.cell_type == "markdown":
             if found := re.findall(r"^#{1,6}\s+(.+?)\s*$", cell.source, re.MULTILINE):
@@ -116,7 +121,7 @@ def _heading(notebook, index):
 
 
 def _without_machine(notebook, root):
-    """Take this machine's folders out of the outputs: they say nothing to a reader elsewhere."""
+    """Remove this machine's paths from the outputs."""
     names = [
         (re.escape(str(root)) + r"\b/?", ""),
         (r"/tmp/ipykernel_\d+/\d+\.py", "cell"),
@@ -142,12 +147,12 @@ def _without_machine(notebook, root):
 
 @contextmanager
 def progress():
-    """``report`` for ``execute``: a bar for each notebook in a terminal, a line for each cell in a log."""
+    """Yield ``report`` for ``execute``: a progress bar per notebook in a terminal, a line per cell in a log."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
     except ImportError:
-        Console = None  # the bars are no reason to refuse to run
+        Console = None  # progress bars are optional
     if Console is None or not Console(stderr=True).is_terminal:
         yield lambda name, done, total, text: print(f"{name}  {text}", file=sys.stderr, flush=True)
         return
@@ -163,8 +168,8 @@ def progress():
         yield report
 
 
-def publish(notebook, name, out):
-    """Write the executed copy, its figures, and a page that needs no other file; give the page's path."""
+def write_page(notebook, name, out):
+    """Write the executed copy, its figures and a self-contained HTML page; return the page's path."""
     from nbconvert import HTMLExporter
 
     out.mkdir(parents=True, exist_ok=True)
@@ -179,7 +184,7 @@ def publish(notebook, name, out):
                     figures.mkdir(exist_ok=True)
                     data = value.encode() if ending == "svg" else base64.b64decode(value)
                     (figures / f"cell_{number:02d}_{place}.{ending}").write_bytes(data)
-                    break  # the same figure in two formats is one figure
+                    break  # one file per figure
     return out / f"{name}.html"
 
 
@@ -196,15 +201,15 @@ async def _execute_all(paths, root, report, jobs):
     return await asyncio.gather(*map(one, paths), return_exceptions=True)
 
 
-def main(argv=None):
-    """``python -m moe_numba.course.execute``; gives the exit status."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m moe_numba.course.execute", description=__doc__.split("\n")[0])
     parser.add_argument("command", choices=["execute", "prose"])
-    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="notebooks whose names begin so")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="notebooks whose names begin with NAME")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the executed copies and pages")
     parser.add_argument("--in-place", action="store_true", help="write notebooks/NN_topic.ipynb, and no pages")
-    parser.add_argument("--with-code", action="store_true", help="prose: also take changed code, which stays stale")
-    parser.add_argument("--root", type=Path, help="the repository, when it is not the one around this package")
+    parser.add_argument("--with-code", action="store_true", help="prose: also update changed code; it stays stale")
+    parser.add_argument("--root", type=Path, help="the repository (default: the one that contains this package)")
     options = parser.parse_args(argv)
 
     root = records.repository(options.root)
@@ -215,13 +220,13 @@ def main(argv=None):
     if options.command == "prose":
         try:
             for path in paths:
-                renew_prose(path, options.with_code)
+                update_prose(path, options.with_code)
         except NotebookFailed as error:
             print(error, file=sys.stderr)
             return 1
         return 0
 
-    # In the simulator each core can take a notebook; on a GPU they would spoil each other's times.
+    # One notebook per core in the simulator; one at a time on a GPU, so that they do not disturb each other's times.
     jobs = len(os.sched_getaffinity(0)) if simulator.ENABLED else 1
     with progress() as report:
         results = asyncio.run(_execute_all(paths, root, report, jobs))
@@ -232,17 +237,17 @@ def main(argv=None):
         elif isinstance(result, BaseException):
             raise result
         elif options.in_place:
-            keep(result, path, root)
+            save_executed(result, path, root)
             pages.append(path.with_suffix(".ipynb"))
         else:
-            pages.append(publish(result, path.stem, options.out))
+            pages.append(write_page(result, path.stem, options.out))
     for error in failed:
         print(f"\n{error}", file=sys.stderr)
     if pages:
-        print(f"\nExecuted {'in the simulator, at small sizes' if simulator.ENABLED else 'on the GPU'}. Look at:")
+        print(f"\nExecuted {'in the simulator, at small sizes' if simulator.ENABLED else 'on the GPU'}. Pages:")
         print(*(f"  {page}" for page in pages), sep="\n")
         if not options.in_place:
-            print(f"The notebooks and their figures lie beside them, in {options.out}/.")
+            print(f"The executed notebooks and their figures are in {options.out}/ as well.")
     return 1 if failed else 0
 
 

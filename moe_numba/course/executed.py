@@ -1,11 +1,13 @@
-"""The notebooks as files: the sources, their executed copies, and whether the two still belong together.
+"""Notebook files: sources, executed copies, and checks that the two agree.
 
-``notebooks/NN_topic.py`` (py:percent) is what is written and reviewed. ``notebooks/NN_topic.ipynb`` is made from it on
-a GPU and committed with its outputs. Its metadata says which GPU, which versions, and the SHA-256 of the code it ran.
-The functions that end in ``_problems`` return sentences, an empty list when all is well: tests hold them.
+``notebooks/NN_topic.py`` (py:percent) is the source. ``notebooks/NN_topic.ipynb`` is its copy, executed on a GPU and
+committed with its outputs; its metadata contains the GPU, the versions and the SHA-256 of the executed code. Functions
+that end in ``_problems`` return a sentence per problem.
 """
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import jupytext
 import nbformat
@@ -18,17 +20,17 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users)\b[^\s\"'<>]*
 
 
 class NotebookFailed(Exception):
-    """A notebook that did not run to its end; the message shows where and why."""
+    """A notebook failed; the message contains the cell and the traceback."""
 
 
-def find(root=None, only=()):
-    """The sources ``notebooks/*.py``, sorted; with ``only``, those whose names begin with one of these."""
+def find(root: Path | str | None = None, only: Sequence[str] = ()) -> list[Path]:
+    """Return the sources ``notebooks/*.py``, sorted; with ``only``, those whose names begin with one of these."""
     paths = sorted((records.repository(root) / "notebooks").glob("*.py"))
     return [path for path in paths if not only or path.stem.startswith(tuple(only))]
 
 
-def read(path):
-    """A py:percent source as a notebook without outputs. The cells' ids are fixed, so that diffs stay small."""
+def read(path: Path):
+    """Read a py:percent source as a notebook without outputs; fixed cell ids keep diffs small."""
     notebook = jupytext.read(path)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
@@ -42,12 +44,12 @@ def read(path):
 
 
 def code_cells(notebook):
-    """The code cells that have something to run."""
+    """Return the non-empty code cells."""
     return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
 
 
-def keep(notebook, path, root=None):
-    """Write the committed copy beside its source, with what it was executed on and the hashes of what it ran."""
+def save_executed(notebook, path: Path, root: Path | str | None = None) -> None:
+    """Write the executed copy next to its source, with the environment and the hashes of the executed code."""
     root = records.repository(root)
     name = f"{path.relative_to(root).as_posix()}#code"
     paths = [name, *package_sources("\n".join(cell.source for cell in code_cells(notebook)), root)]
@@ -55,11 +57,11 @@ def keep(notebook, path, root=None):
     nbformat.write(notebook, path.with_suffix(".ipynb"))
 
 
-def renew_prose(path, with_code=False):
-    """Take new prose into the committed copy and keep its outputs; ``NotebookFailed`` when the code changed too.
+def update_prose(path: Path, with_code: bool = False) -> None:
+    """Copy new prose into the committed copy and keep its outputs.
 
-    Changed code is taken ``with_code``, if the number of code cells is the same. The hashes of what was executed stay,
-    so that the copy is stale until it is executed again.
+    ``with_code`` also copies changed code, if the number of code cells is the same. The hashes of the executed code
+    remain, so that the copy is stale until it is executed again. Raises ``NotebookFailed`` for other changes of code.
     """
     old, new = nbformat.read(path.with_suffix(".ipynb"), as_version=4), read(path)
     sources = [[cell.source for cell in code_cells(notebook)] for notebook in (old, new)]
@@ -71,11 +73,11 @@ def renew_prose(path, with_code=False):
     nbformat.write(new, path.with_suffix(".ipynb"))
 
 
-# Judging the committed copies
+# Checks of the committed copies
 
 
-def pair_problems(path):
-    """Whether the committed copy has the cells of its source."""
+def pair_problems(path: Path) -> list[str]:
+    """Check that the committed copy has the cells of its source."""
     copy = path.with_suffix(".ipynb")
     if not copy.is_file():
         return [f"{path.stem} has no executed copy: {_refresh(path.stem)}"]
@@ -87,8 +89,8 @@ def pair_problems(path):
     return []
 
 
-def stale_problems(path, root=None):
-    """Whether the committed copy was executed with the code that stands here now."""
+def stale_problems(path: Path, root: Path | str | None = None) -> list[str]:
+    """Check that the committed copy was executed with the current code."""
     about = nbformat.read(path.with_suffix(".ipynb"), as_version=4).metadata.get("moe_numba", {})
     if f"notebooks/{path.name}#code" not in about.get("sources", {}):
         return [f"{path.stem} does not say which code it was executed with: {_refresh(path.stem)}"]
@@ -96,8 +98,8 @@ def stale_problems(path, root=None):
     return [f"{problem}: {_refresh(path.stem)}" for problem in records.stale(record, root)]
 
 
-def format_problems(notebook):
-    """Whether an executed notebook is fit to be committed."""
+def format_problems(notebook) -> list[str]:
+    """Check that an executed notebook may be committed: run once on a GPU, without errors or local paths."""
     problems, cells = [], code_cells(notebook)
     if notebook.metadata.get("moe_numba", {}).get("gpu", records.SIMULATOR) == records.SIMULATOR:
         problems.append("the metadata names no GPU: the committed outputs come from one")
@@ -105,14 +107,14 @@ def format_problems(notebook):
         problems.append("the cells were not executed once each, from top to bottom")
     for number, cell in enumerate(cells, start=1):
         if "execution" in cell.metadata:
-            problems.append(f"cell {number} carries the times of its execution, which change at every run")
+            problems.append(f"cell {number} contains execution times, which change on every run")
         for output in cell.outputs:
             if output.output_type == "error":
                 problems.append(f"cell {number} ended in {output.ename}")
             texts = [output.get("text", "")]
             texts += [str(value) for kind, value in output.get("data", {}).items() if kind not in BINARY]
             for place in MACHINE_PATH.findall("\n".join(texts)):
-                problems.append(f"cell {number} shows a folder of the machine it ran on: {place}")
+                problems.append(f"cell {number} contains a path of the machine it ran on: {place}")
     return problems
 
 

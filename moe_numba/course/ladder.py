@@ -1,54 +1,58 @@
-"""The steps of a notebook: each checked, timed and told in one line; in the end all are drawn and recorded."""
+"""The step ladder of a notebook: checks, times, prints, records and plots each step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
-from moe_numba.course.bench.timing import call_time, call_times, kernel_time, kernel_times
+from moe_numba.course.bench.timing import Stats, call_time, call_times, kernel_time, kernel_times
 
 
 class WrongResult(AssertionError):
-    """A step's output is not the reference's: the step has no time."""
+    """The outputs of a step differ from the reference; the step is not timed."""
 
 
 class Ladder:
-    """Measures the steps of one notebook, in teaching order.
+    """Checks, times, prints and records the steps of a notebook, in teaching order.
 
-    On a GPU a line tells what was measured here and now. In the simulator it says that nothing was timed and shows
-    the recorded GPU's figures, called recorded.
+    On a GPU each step prints its measured times. In the simulator it prints that nothing was timed, and the times that
+    a GPU recorded earlier.
 
     Parameters
     ----------
     topic : str
-        Names the record, ``docs/results/<gpu>/<topic>.json``: one of its own, such as "gate_ladder", because
-        ``python -m moe_numba bench gate`` writes "gate".
+        Name of the record, ``docs/results/<gpu>/<topic>.json``, such as "gate_ladder". The names of bench topics are
+        taken: ``python -m moe_numba bench gate`` writes "gate".
     check : callable
-        ``check(outputs)`` gives None for a right result, or a sentence saying what is wrong with it. Poisoning the
-        outputs before a step is the notebook's part.
-    title : str
-        Of the figure.
+        ``check(outputs)`` returns None for a correct result, or a sentence that describes the error. The notebook
+        poisons the outputs before a step.
+    title : str, optional
+        Title of the figure.
     reference_name : str
-        The step that the others are compared with; by its first word, as "x torch".
-    config, size : dict
-        Recorded with every step that gives none of its own.
+        The step that all others are compared with. Its first word labels the ratio: "x torch".
+    config, size : dict, optional
+        Recorded with every step that has none of its own.
     gpu : str
-        Whose record the simulator shows: a folder of ``docs/results``.
+        The folder of ``docs/results`` whose record the simulator shows.
     root : path, optional
-        The repository, when it is not the one this package lies in.
+        The repository, if it is not the one that contains this package.
     untimed : str, optional
-        Why nothing is timed here, though there is a GPU: "one GPU". Figures are then shown as in the simulator.
+        Why nothing is timed although there is a GPU, such as "one GPU". Recorded times are shown instead.
     """
 
     def __init__(
         self,
-        topic,
-        check,
-        title=None,
-        reference_name="torch eager",
+        topic: str,
+        check: Callable[[Any], str | None],
+        title: str | None = None,
+        reference_name: str = "torch eager",
         *,
-        config=None,
-        size=None,
-        gpu="h200",
-        root=None,
-        untimed=None,
+        config: dict | None = None,
+        size: dict | None = None,
+        gpu: str = "h200",
+        root: Path | str | None = None,
+        untimed: str | None = None,
     ):
         self.topic, self.check, self.title, self.reference_name = topic, check, title or topic, reference_name
         self.config, self.size, self.root = config or {}, size or {}, root
@@ -59,54 +63,56 @@ class Ladder:
 
     def step(
         self,
-        name,
-        call,
+        name: str,
+        call: Callable,
         *,
-        prediction_us=None,
-        note=None,
-        size=None,
-        dtype="float32",
-        lost=False,
-        floor_us=None,
-        config=None,
-        timed=None,
-        graph=True,
-        slow=False,
-        expect_wrong=False,
-        kernel=None,
-        **more,
-    ):
-        """Run one step, check it, time it (on a GPU) and print one line.
+        prediction_us: float | None = None,
+        note: str | None = None,
+        size: dict | None = None,
+        dtype: str = "float32",
+        slower: bool = False,
+        floor_us: float | None = None,
+        config: dict | None = None,
+        timed: Callable | list[Callable] | None = None,
+        graph: bool = True,
+        slow: bool = False,
+        expect_wrong: bool = False,
+        kernel: Callable[[], Stats] | None = None,
+        **more: Any,
+    ) -> None:
+        """Run a step, check its result, time it on a GPU, and print one line.
 
         Parameters
         ----------
         name : str
-            Unique in the ladder.
+            Unique in the ladder. A cell that runs again replaces its step.
         call : callable
             Runs the step on torch's current stream and returns its outputs.
-        prediction_us : float
-            The kernel time that the notebook predicted, microseconds.
-        lost : bool
-            An attempt that did not pay: drawn in grey, and not what the next step is compared with.
-        timed : callable or list of callables
-            What kernel time is taken of, in place of ``call``: one for each of ``rotating``'s sets of inputs.
+        prediction_us : float, optional
+            The kernel time that the notebook predicted, in microseconds.
+        slower : bool
+            Marks an attempt that gained nothing. It is drawn in grey, and the next step is not compared with it.
+        floor_us : float, optional
+            Lower bound of the kernel time, in microseconds.
+        timed : callable or list of callables, optional
+            What kernel time is measured of, instead of ``call``: one callable per set of inputs from ``rotating``.
         graph : bool
-            False for a step that a CUDA graph cannot hold, because it waits for the GPU: it has only a call time.
+            False if a CUDA graph cannot capture the step, because it synchronises. It then has only a call time.
         slow : bool
-            A step of many milliseconds: kernel time is taken of five launches, once and for all.
+            For steps of many milliseconds: kernel time is measured of five launches, and not again later.
         expect_wrong : bool
-            The step is there to be refused. It prints why instead of raising; a check that lets it pass raises.
+            The check must reject the step. Its reason is printed instead of raised.
         kernel : callable, optional
-            Gives the kernel time itself, as ``Stats``: of several GPUs, say. The step then has no call time.
+            Measures the kernel time itself, for example of several GPUs. The step then has no call time.
         **more
             Further fields of the row: ``bytes``, ``flops``, ...
 
         Raises
         ------
         WrongResult
-            The check found fault with the outputs.
+            The check rejected the outputs, or accepted those of a step with ``expect_wrong``.
         """
-        self.rows = [row for row in self.rows if row["step"] != name]  # a cell that is run again replaces its step
+        self.rows = [row for row in self.rows if row["step"] != name]
         self._calls.pop(name, None)
         fields = {
             "config": config or self.config,
@@ -115,14 +121,14 @@ class Ladder:
             "floor_us": floor_us,
             "prediction_us": prediction_us,
             "note": note,
-            "lost": lost or None,
+            "slower": slower or None,
             **more,
         }
         outputs = call()
         if not simulator.ENABLED:
             import torch
 
-            torch.cuda.synchronize()  # a fault in this step's kernel surfaces here, not in a later one
+            torch.cuda.synchronize()  # report an error of this step's kernel here, not in a later step
         wrong = self.check(outputs)
         del outputs
         if wrong:
@@ -132,42 +138,45 @@ class Ladder:
                 raise WrongResult(f"{name}: {wrong}")
             return
         if expect_wrong:
-            raise WrongResult(f"{name} was expected to be wrong, and the check let it pass: the check is too weak")
+            raise WrongResult(f"{name} was expected to be wrong, but the check accepted it: the check is too weak")
         if kernel is None:
             self._calls[name] = (timed or call if graph and not slow else None, call)
         if self.untimed:
             self.rows.append(records.row(name, **fields))
-            print(f"{name:<24} right; {self.untimed}: ran, not timed   {self._recorded(name, dtype)}")
+            print(f"{name:<24} correct; not timed ({self.untimed})   {self._recorded(name, dtype)}")
             return
         if kernel is not None:
             self.rows.append(records.row(name, kernel=kernel(), **fields))
             print(self.line(self.rows[-1]))
             return
-        often = {"launches": 1, "replays": 5} if slow else {}
-        kernel = kernel_time(timed or call, **often) if graph else None
+        few_launches = {"launches": 1, "replays": 5} if slow else {}
+        kernel = kernel_time(timed or call, **few_launches) if graph else None
         self.rows.append(records.row(name, kernel=kernel, call=call_time(call), **fields))
         print(self.line(self.rows[-1]))
 
-    def line(self, row):
-        """One measured step: its times, what they gain, what was predicted. Ratios compare kernel times."""
-        times = {key[:-3]: short(row[key]["median"]) + " us" if key in row else "-" for key in ("kernel_us", "call_us")}
+    def line(self, row: dict) -> str:
+        """Format one measured step: times, speedups over the previous step and the reference, prediction."""
+        times = {
+            key[:-3]: records.format_us(row[key]["median"]) + " us" if key in row else "-"
+            for key in ("kernel_us", "call_us")
+        }
         parts = [f"{row['step']:<24}" + "   ".join(f"{time:>8} {name}" for name, time in times.items())]
-        reference = find_step(self.rows, self.reference_name)
-        compared = {"previous": previous(self.rows, row), self.reference_name.split()[0]: reference}
+        reference = records.find_step(self.rows, self.reference_name)
+        compared = {"previous": records.previous_step(self.rows, row), self.reference_name.split()[0]: reference}
         for label, other in compared.items():
-            if ratio := gain(other, row):
+            if ratio := records.speedup(other, row):
                 parts.append(f"x{ratio} {label}")
         if "prediction_us" in row:
             parts.append(f"(predicted {row['prediction_us']:g} us)")
         return "   ".join(parts)
 
-    def measure_all(self, given=None):
-        """Time all right steps again, by turns, so that they share the clock's drift; print every line anew.
+    def measure_all(self, given: dict[str, Stats] | None = None) -> None:
+        """Time all correct steps again, interleaved, so that clock drift affects all alike; print every line.
 
-        ``given``, ``{step: Stats}``, are kernel times of steps that give their own, taken by turns as well.
+        ``given`` holds the kernel times of steps that measure their own, also interleaved: ``{step: Stats}``.
         """
         if self.untimed:
-            print(f"{self.untimed}: ran, not timed")
+            print(f"not timed ({self.untimed})")
             return
         kernels = kernel_times({name: timed for name, (timed, _) in self._calls.items() if timed is not None})
         calls = call_times({name: call for name, (_, call) in self._calls.items()})
@@ -177,52 +186,57 @@ class Ladder:
                 rest = {key: value for key, value in row.items() if key not in ("step", "kernel_us", "call_us")}
                 self.rows[i] = records.row(name, kernel=kernels.get(name), call=calls.get(name), **rest)
                 if "kernel_us" in row and name not in kernels:
-                    self.rows[i]["kernel_us"] = row["kernel_us"]  # a slow step's
+                    self.rows[i]["kernel_us"] = row["kernel_us"]  # of a slow step
         self._environment = records.environment()
         for row in self.rows:
             if "refused" not in row:
                 print(self.line(row))
 
-    final = measure_all
-
-    def row(self, name):
-        """A step's row: measured just now, or recorded earlier on a GPU, or None."""
+    def row(self, name: str) -> dict | None:
+        """Return a step's row, measured now or recorded earlier on a GPU."""
         rows = self.record["rows"] if self.untimed and self.record else self.rows
         return next((row for row in rows if row["step"] == name and ("kernel_us" in row or "call_us" in row)), None)
 
-    def us(self, name, what="kernel_us"):
-        """A step's median time, in microseconds, or None; ``what`` names the field of its row."""
+    def median_us(self, name: str, what: str = "kernel_us") -> float | None:
+        """Return a step's median time in microseconds; ``what`` names the field of its row."""
         value = (self.row(name) or {}).get(what)
         return value["median"] if isinstance(value, dict) else value
 
-    def look_back(self, name, before=None, predicted=None, floor_us=None):
-        """Say in one sentence what a step gained, and how far off the prediction (microseconds) was."""
-        now, then = self.us(name), self.us(before) if before else None
+    def report(
+        self, name: str, before: str | None = None, predicted: float | None = None, floor_us: float | None = None
+    ) -> None:
+        """Print a step's time, its gain over step ``before``, and the ratio to the predicted microseconds."""
+        now, earlier = self.median_us(name), self.median_us(before) if before else None
         if now is None:
-            return print(f"{name}: no figure is recorded yet")
+            return print(f"{name}: no time is recorded yet")
         text = f"{name}: {now:.1f} us"
         if floor_us:
-            text += f", {now / floor_us:.1f} times the floor"
-        if then:
-            same = 0.98 < then / now < 1.02
-            text += f"; as fast as '{before}'" if same else f"; {_times(then / now)} times the speed of '{before}'"
+            text += f", {now / floor_us:.1f} times the lower bound"
+        if earlier:
+            same = 0.98 < earlier / now < 1.02
+            text += (
+                f"; as fast as '{before}'"
+                if same
+                else f"; {records.format_slowdown(earlier / now)} times the speed of '{before}'"
+            )
         if predicted:
             ratio = now / predicted
-            text += "; the prediction was good" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
+            text += "; the prediction holds" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
         print(text + ".")
 
-    def save(self, sources, *, results=None):
-        """Write the record, with the hashes of ``sources``; in the simulator say that nothing is written."""
+    def save(self, sources: list[str], *, results: Path | None = None) -> None:
+        """Write the record with the hashes of ``sources``; if nothing was timed, print that and write nothing."""
         if self.untimed:
-            print(f"{self.untimed}: nothing was timed, so nothing is written")
+            print(f"not timed ({self.untimed}): no record is written")
             return
         path = records.write(self.topic, self.rows, sources, self.root, results=results, env=self._environment)
         print(f"{len(self.rows)} rows written to {path}")
 
-    def plot(self, *, floor_us=None, peers=None):
-        """The step ladder as a figure, with a line for the floor and one for each of ``peers``, ``{name: us}``.
+    def plot(self, *, floor_us: float | None = None, peers: dict[str, float] | None = None):
+        """Draw the ladder, with lines for the lower bound and for each of ``peers``, ``{name: microseconds}``.
 
-        In the simulator it is drawn from the record; the caption says which. None when there is neither.
+        If nothing was timed, the figure is drawn from the record and its caption says so. Returns None if there is no
+        record either.
         """
         from moe_numba.course.bench import plots
 
@@ -233,7 +247,7 @@ class Ladder:
             caption = plots.caption(self.record, "not measured here: recorded on", self.root)
             rows = self.record["rows"]
         else:
-            print(f"{self.untimed}: nothing was timed, and {self.topic} has no record to draw from")
+            print(f"not timed ({self.untimed}), and there is no record {self.topic} to draw")
             return None
         lines = dict(peers or {})
         if floor_us is not None:
@@ -243,36 +257,10 @@ class Ladder:
     def _recorded(self, name, dtype):
         row = self.record and records.find(self.record, step=name, dtype=dtype)
         if not row:
-            return "no GPU's figures are recorded"
+            return "no times are recorded"
         gpu = self.record["gpu"].removeprefix("NVIDIA ")
         sizes = ", ".join(f"{key}={value}" for key, value in row["size"].items())
-        times = [f"{short(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
+        times = [
+            f"{records.format_us(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row
+        ]
         return f"{gpu} recorded{f' ({sizes})' if sizes else ''}: {', '.join(times) or 'refused'}"
-
-
-def short(us):
-    """Microseconds with three digits that matter: 2.31, 12.4, 178."""
-    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
-
-
-def find_step(rows, name):
-    """The row of a step, or None."""
-    return next((row for row in rows if row["step"] == name), None)
-
-
-def previous(rows, row):
-    """The step before ``row`` on the way up: the last one that has a kernel time and was not lost."""
-    before = rows[: rows.index(row)]
-    return next((r for r in reversed(before) if "kernel_us" in r and not r.get("lost")), None)
-
-
-def _times(ratio):
-    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
-
-
-def gain(other, row):
-    """How many times faster ``row``'s kernel is than ``other``'s, as text; None for itself or where a time lacks."""
-    if other is None or other is row or "kernel_us" not in other or "kernel_us" not in row:
-        return None
-    ratio = other["kernel_us"]["median"] / row["kernel_us"]["median"]
-    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else _times(ratio)

@@ -1,20 +1,21 @@
-"""What a reader asks of code: in which lines two kernels differ, and which operations torch carries out."""
+"""Source diffs of kernels, and a counter of torch operations."""
 
 import difflib
 import inspect
+from collections.abc import Callable
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def diff(old, new):
+def diff(old: Callable, new: Callable) -> None:
     """Print the lines in which two functions or kernels differ."""
     sources = [inspect.getsource(inspect.unwrap(getattr(f, "py_func", f))).splitlines() for f in (old, new)]
     changed = [line for line in difflib.unified_diff(*sources, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")]
     print("\n".join(changed))
 
 
-class Count(TorchDispatchMode):
-    """Collects the operations that compute something (``names``): a view only looks at the same memory anew."""
+class OpCounter(TorchDispatchMode):
+    """Collects the names of torch operations that compute something, without views (``names``)."""
 
     def __init__(self):
         super().__init__()

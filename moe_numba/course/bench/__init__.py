@@ -1,11 +1,9 @@
-"""Measuring: what the notebooks, the README and ``python -m moe_numba bench`` draw from.
+"""Benchmarks: ``timing`` measures, ``records`` stores in ``docs/results/<gpu>/<topic>.json``, ``plots`` draws.
 
-``timing`` takes times, ``records`` keeps them in ``docs/results/<gpu>/<topic>.json``, ``plots`` draws them, and
-``Ladder`` does all three for the steps of a notebook. A topic that the command line can measure is one module
-``topics/<name>.py``, with
+A topic of ``python -m moe_numba bench`` is a module ``topics/<name>.py`` with
 
-- ``measure(peers, quick) -> rows``, on a GPU (the rows come from ``records.row``),
-- ``figures(record) -> {name: Figure}`` and, for the README, ``readme_table(record) -> str``, both without a GPU.
+- ``measure(peers, quick) -> rows``, which needs a GPU and makes its rows with ``records.row``,
+- ``figures(record) -> {name: Figure}`` and ``readme_table(record) -> str``, which need none.
 """
 
 import importlib
@@ -13,15 +11,13 @@ import importlib.util
 import pkgutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats, call_time, call_times, kernel_time, kernel_times, rotating
-from moe_numba.course.ladder import Ladder, WrongResult
 
 __all__ = [
-    "Ladder",
     "Stats",
-    "WrongResult",
     "call_time",
     "call_times",
     "kernel_time",
@@ -34,8 +30,8 @@ __all__ = [
 ]
 
 
-def topic_names():
-    """The names that ``topic`` knows, sorted."""
+def topic_names() -> list[str]:
+    """Return the names of all bench topics, sorted."""
     from moe_numba.course.bench import topics
 
     return sorted(
@@ -43,18 +39,18 @@ def topic_names():
     )
 
 
-def topic(name):
-    """The module ``topics.<name>``; ``ValueError`` with the known names when there is none."""
+def topic(name: str) -> ModuleType:
+    """Return the module of a topic; raise ``ValueError`` with the known names if there is none."""
     if name not in topic_names():
-        raise ValueError(f"there is no topic {name!r}; the topics are: {', '.join(topic_names()) or 'none yet'}")
+        raise ValueError(f"there is no topic {name!r}; the topics are: {', '.join(topic_names())}")
     return importlib.import_module(f"{__name__}.topics.{name}")
 
 
-def load_peers(folder):
-    """Import each ``*.py`` in ``folder``: other projects' kernels, to be measured beside this one's.
+def load_peers(folder: Path | str) -> list[ModuleType]:
+    """Import every ``*.py`` of a folder: other projects' kernels, measured in the same run.
 
-    A peer names itself with ``NAME`` and ``VERSION`` and has one function for each topic it takes part in. One that
-    cannot be imported (its package is not installed) is left out, and standard error says so.
+    A peer defines ``NAME``, ``VERSION`` and one function per topic that it supports. A peer that fails to import,
+    because its package is not installed, is reported on standard error and left out.
 
     Returns
     -------
@@ -71,7 +67,7 @@ def load_peers(folder):
         sys.modules[name] = module  # Triton and dataclasses look their module up by name
         try:
             spec.loader.exec_module(module)
-        except Exception as error:  # whatever a foreign package raises, the others are still measured
+        except Exception as error:  # the other peers are measured whatever this one raises
             del sys.modules[name]
             print(f"peer {path.name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
             continue

@@ -7,10 +7,11 @@ py:percent notebook by its code cells alone. So documentation may be edited free
 import ast
 import hashlib
 import re
+from pathlib import Path
 
 
-def hash_file(root, path):
-    """The SHA-256 of a file's code, or None if it is missing.
+def hash_file(root: Path, path: str) -> str | None:
+    """Return the SHA-256 of a file's code, or None if the file is missing.
 
     Parameters
     ----------
@@ -35,9 +36,9 @@ def hash_file(root, path):
     return hashlib.sha256(data).hexdigest()
 
 
-def canonical(code):
-    """Python code as text that is the same for all code with the same effect and the same in all Python versions."""
-    # Jupyter's own commands are no Python: keep each as a string.
+def canonical(code: str) -> str:
+    """Return text that is equal for code with the same AST, in all Python versions."""
+    # Jupyter commands are not Python: keep each as a string.
     code = re.sub(r"^(\s*)([%!].*)$", lambda m: f"{m[1]}{m[2]!r} + ''", code, flags=re.MULTILINE)
     return _dump(ast.parse(code))
 
@@ -61,12 +62,12 @@ def _dump(node):
 
 
 def _is_docstring(node):
-    """A string that is a statement has no effect: a docstring, or a comment in its place."""
+    """Return whether a statement is only a string, which has no effect."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def code_cells(text):
-    """The code cells of a py:percent notebook, without markers, prose, header and blank ends."""
+def code_cells(text: str) -> list[str]:
+    """Return the code cells of a py:percent notebook, without header, markers, prose and blank ends."""
     lines = text.splitlines()
     if lines and lines[0] == "# ---":  # jupytext's header
         lines = lines[lines.index("# ---", 1) + 1 :]

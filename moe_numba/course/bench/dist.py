@@ -1,25 +1,26 @@
-"""Ranks that are processes of this machine, each with a GPU of its own: where they meet, and torch's group of them."""
+"""Process groups of ranks on one node, one GPU per rank."""
 
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 
-def free_port():
-    """A port of this machine that nobody uses now: where the ranks of a group find one another."""
+def free_port() -> int:
+    """Return an unused port for the rendezvous of a process group."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 @contextmanager
-def process_group(rank, ranks, port):
-    """Be one of ``ranks`` processes, on the GPU of the rank's number: torch's default group, over NCCL.
+def process_group(rank: int, ranks: int, port: int) -> Iterator[None]:
+    """Join torch's default process group over NCCL, on the GPU with the rank's number.
 
-    All ranks must enter, with one port (`free_port`). After an error the group is left as it is: to end it in good
-    order would mean to wait for the others.
+    All ranks must enter with the same port (`free_port`). After an error the group is not destroyed, because that
+    would wait for the other ranks.
     """
     import torch.distributed as dist
 

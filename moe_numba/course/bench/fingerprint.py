@@ -1,4 +1,4 @@
-"""Fingerprints of all machine code: one hash per kernel that the public functions launch on an H200.
+"""Hashes the machine code of every kernel that the public functions launch on an H200.
 
 Usage, without a GPU::
 
@@ -109,9 +109,9 @@ def compile_all(only=()):
 
 
 def restamp(root=None):
-    """Take the present sources into all records and notebooks whose own code is what was run.
+    """Update the source hashes of all records and notebooks whose own code is unchanged.
 
-    The machine code of the package's kernels must have been checked before. Kernels in a notebook's cells are not in
+    Check the machine code of the package's kernels first. Kernels in a notebook's cells are not in
     the fingerprints, so a notebook whose cells have changed, and the records that it wrote, must be executed again.
     """
     import nbformat
@@ -120,7 +120,7 @@ def restamp(root=None):
     for file, record in all_results(root):
         own = [name for name in record["sources"] if name.endswith("#code")]
         if any(hash_file(root, name) != record["sources"][name] for name in own):
-            print(f"{record['topic']}: the notebook's code has changed: execute it again")
+            print(f"{record['topic']}: the notebook's code has changed; execute it again")
             continue
         sources = records.sources(result_sources(record, root), root)
         if sources == record["sources"]:
@@ -135,6 +135,7 @@ def restamp(root=None):
 
 
 def path(root=None):
+    """Return the file of the stored fingerprints."""
     return records.repository(root) / "docs" / "results" / "fingerprints.json"
 
 
@@ -146,7 +147,7 @@ def differences(old, new):
             yield f"{name}: {what}"
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run the command; exit status 1 if a check finds a difference."""
     parser = argparse.ArgumentParser(prog="make fingerprint", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with the file, and write nothing")

@@ -1,6 +1,5 @@
-"""The figures, drawn from rows of records alone. Nothing here needs a GPU, and pyplot's state is left alone."""
+"""Draws figures from the rows of records. Needs no GPU and does not touch pyplot's state."""
 
-import io
 import textwrap
 from pathlib import Path
 
@@ -10,46 +9,27 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullLocator
 
 from moe_numba.course.bench import records
-from moe_numba.course.ladder import find_step, gain, previous, short
-
-# Okabe and Ito's colours, which colour-blind readers tell apart.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-INK, GREY, PALE = "#222222", "#777777", "#B8B8B8"
-BROWN = "#9A6400"  # orange's darker sister, legible as text
-COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)
-WIDTH, ROW, COLUMN = 9.2, 0.34, 0.88  # inches: a bar figure, one of its rows, one of its columns of numbers
-
-STYLE = {
-    "font.family": "DejaVu Sans",  # matplotlib brings it along, so a figure looks the same everywhere
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": PALE,
-    "axes.labelcolor": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "grid.color": "#E6E6E6",
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "savefig.dpi": 150,
-    "svg.hashsalt": "moe_numba",  # the same rows give the same file
-}
+from moe_numba.course.bench.records import find_step, format_us, previous_step, speedup
+from moe_numba.course.bench.style import (
+    BLUE,
+    BROWN,
+    COLOURS,
+    COLUMN,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    PURPLE,
+    ROW,
+    STYLE,
+    WIDTH,
+    Picture,
+)
 
 
-class Picture(Figure):
-    """A figure that a notebook shows although pyplot never saw it."""
-
-    def _repr_png_(self):
-        data = io.BytesIO()
-        with matplotlib.rc_context(STYLE):
-            self.savefig(data, format="png", dpi=110)
-        return data.getvalue()
-
-
-def save(figure, path):
-    """Write ``path``.svg and ``path``.png, without dates in them; gives the two paths."""
+def save(figure: Figure, path: Path | str) -> list[Path]:
+    """Write ``path``.svg and ``path``.png without dates; return the two paths."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [path.with_name(path.name + suffix) for suffix in (".svg", ".png")]
@@ -59,32 +39,39 @@ def save(figure, path):
     return written
 
 
-def caption(record, verb="recorded on", root=None):
-    """The provenance of a figure's record, and whether the code has changed since it was measured."""
+def caption(record: dict, verb: str = "recorded on", root: Path | str | None = None) -> str:
+    """Return the provenance of a record, and whether its code has changed since."""
     changed = "sources" in record and records.has_changed(record, root)
     return provenance(record, verb) + ("; code changed since" if changed else "")
 
 
-def provenance(record, verb="recorded on"):
-    """ "recorded on NVIDIA H200, driver 580.95, numba-cuda 0.30.4, commit 1a2b3c4, 2026-11-20"."""
+def provenance(record: dict, verb: str = "recorded on") -> str:
+    """Return "recorded on NVIDIA H200, driver 580.95, numba-cuda 0.30.4, commit 1a2b3c4, 2026-11-20"."""
     versions = record["versions"]
     known = [f"{name} {versions[name]}" for name in ("numba-cuda", "torch") if name in versions]
     parts = [f"{verb} {record['gpu']}", f"driver {record['driver']}", *known, f"commit {record['commit'][:7]}"]
     return ", ".join([*parts, record["date"][:10]])
 
 
-def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch eager"):
-    """Kernel times as horizontal bars, top to bottom in teaching order.
+def ladder_figure(
+    rows: list[dict],
+    *,
+    lines: dict[str, float] | None = None,
+    title: str = "",
+    caption: str = "",
+    reference: str = "torch eager",
+) -> Picture:
+    """Draw kernel times as horizontal bars, top to bottom in teaching order.
 
-    Beside each bar stands its time, and how many times faster it is than the step before and than ``reference``. Lost
-    steps are grey; refused ones have no bar. Whiskers reach from the 10th to the 90th percentile.
+    Columns show each step's time and its speedup over the previous step and over ``reference``. Slower steps are grey;
+    rejected ones have no bar. Whiskers span the 10th to 90th percentile.
 
     Parameters
     ----------
     rows : list of rows of a record
     lines : dict
-        ``{label: microseconds}``: dashed lines for the best peer and for the speed of light. The reference step has
-        its line without being asked for.
+        ``{label: microseconds}``: dashed lines for the best peer and the speed of light. The reference step always
+        has a line.
     """
     lines, torch_row = dict(lines or {}), find_step(rows, reference)
     if torch_row and "kernel_us" in torch_row:
@@ -94,7 +81,7 @@ def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch ea
         for y, row in enumerate(rows):
             stats = row.get("kernel_us")
             if stats:
-                colour = PALE if row.get("lost") else ORANGE if row is torch_row else BLUE
+                colour = PALE if row.get("slower") else ORANGE if row is torch_row else BLUE
                 axes.barh(y, stats["median"], height=0.62, color=colour)
                 _whisker(axes, y, stats)
             else:
@@ -116,8 +103,8 @@ def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch ea
             rows,
             {
                 "µs": lambda row: _us(row.get("kernel_us")),
-                "× previous": lambda row: gain(previous(rows, row), row),
-                f"× {reference.split()[0]}": lambda row: gain(torch_row, row),
+                "× previous": lambda row: speedup(previous_step(rows, row), row),
+                f"× {reference.split()[0]}": lambda row: speedup(torch_row, row),
             },
         )
         levels = _vertical_lines(figure, axes, lines)
@@ -125,14 +112,14 @@ def ladder_figure(rows, *, lines=None, title="", caption="", reference="torch ea
     return figure
 
 
-def split_figure(rows, *, title="", caption=""):
-    """Kernel time and call time of each step, one bar under the other: what the GPU takes, and what Python takes."""
+def split_figure(rows: list[dict], *, title: str = "", caption: str = "") -> Picture:
+    """Draw kernel time and call time of each step, one bar below the other."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _bars(rows, columns=2)
         for key, offset, colour in (("kernel_us", -0.19, BLUE), ("call_us", 0.19, ORANGE)):
             for y, row in enumerate(rows):
                 if key in row:
-                    alpha = 0.4 if row.get("lost") else 1
+                    alpha = 0.4 if row.get("slower") else 1
                     axes.barh(y + offset, row[key]["median"], height=0.34, color=colour, alpha=alpha)
                     _whisker(axes, y + offset, row[key])
         _time_axis(axes, rows, ["kernel_us", "call_us"], [], "µs")
@@ -146,15 +133,23 @@ def split_figure(rows, *, title="", caption=""):
     return figure
 
 
-def sweep_figure(series, *, xlabel="tokens", ylabel="us", floor=None, title="", caption=""):
-    """Lines over a size, each named at its right end.
+def sweep_figure(
+    series: dict[str, dict],
+    *,
+    xlabel: str = "tokens",
+    ylabel: str = "us",
+    floor: dict | None = None,
+    title: str = "",
+    caption: str = "",
+) -> Picture:
+    """Draw one line per label over a size, labelled at the right end.
 
     Parameters
     ----------
     series : dict
-        ``{label: {x: statistics or number}}``, as ``records.series`` gives them; the band is p10 to p90.
+        ``{label: {x: statistics or number}}``, as returned by ``records.series``; the band spans p10 to p90.
     floor : dict, optional
-        ``{x: number}``, drawn dashed as "speed of light".
+        Lower bound, ``{x: number}``, drawn dashed as "speed of light".
     """
     with matplotlib.rc_context(STYLE):
         figure = Picture(figsize=(WIDTH, 4.8))
@@ -175,7 +170,7 @@ def sweep_figure(series, *, xlabel="tokens", ylabel="us", floor=None, title="", 
             ends.append(("speed of light", xs[-1], floor[xs[-1]], INK))
         sizes = sorted({x for points in series.values() for x in points})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes[::-1][:: 1 + len(sizes) // 10])  # not all where they would touch, but the last
+        axes.set_xticks(sizes[::-1][:: 1 + len(sizes) // 10])  # every n-th if they are many, and always the last
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel(xlabel)
@@ -183,14 +178,14 @@ def sweep_figure(series, *, xlabel="tokens", ylabel="us", floor=None, title="", 
         _plain_numbers(axes.yaxis)
         axes.set_ylabel(_unit(ylabel))
         low, high = axes.get_ylim()
-        axes.grid(axis="y", which="major" if high > 20 * low else "both")  # a short axis has few decades, or none
+        axes.grid(axis="y", which="major" if high > 20 * low else "both")  # a short axis has at most one decade
         _headings(figure, title, caption)
         _name_ends(figure, axes, ends)
     return figure
 
 
 def _bars(rows, columns):
-    """Axes with a row for each step, as wide as the longest name and the columns of numbers leave it."""
+    """Make axes with one row per step, between the names on the left and ``columns`` columns of numbers."""
     figure = Picture(figsize=(WIDTH, 4))
     axes = figure.add_axes((0.3, 0.3, 0.4, 0.4))
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -198,17 +193,17 @@ def _bars(rows, columns):
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        if row.get("lost") or "refused" in row:
+        if row.get("slower") or "refused" in row:
             label.set_color(GREY)
     left, right = _widest(figure, [row["step"] for row in rows]) + 0.3, COLUMN * columns + 0.15
-    width = max(WIDTH, left + 3 + right)  # names that long widen the figure, rather than squeeze the bars
+    width = max(WIDTH, left + 3 + right)  # long names widen the figure and leave the bars 3 inches
     figure.set_figwidth(width)
     axes.set_position((left / width, 0.3, (width - left - right) / width, 0.4))
     return figure, axes
 
 
 def _finish(figure, axes, title, caption, rows, levels):
-    """Give the figure its height: title, ``levels`` of names above the bars, the rows, the axis, the caption."""
+    """Set the figure's height: title, ``levels`` lines of names above the bars, rows, axis and caption."""
     below, above = 0.9, 0.55 + 0.18 * levels
     height = below + ROW * rows + above
     box = axes.get_position()
@@ -220,12 +215,12 @@ def _finish(figure, axes, title, caption, rows, levels):
 def _headings(figure, title, caption):
     width, height = figure.get_size_inches()
     figure.text(0.15 / width, 1 - 0.12 / height, title, va="top", ha="left", fontsize=12, fontweight="bold")
-    caption = textwrap.fill(caption, int(14.5 * (width - 0.3)))  # so many characters of this size go into an inch
+    caption = textwrap.fill(caption, int(14.5 * (width - 0.3)))  # 14.5 characters of this size per inch
     figure.text(0.15 / width, 0.1 / height, caption, va="bottom", ha="left", fontsize=7.5, color=GREY)
 
 
 def _time_axis(axes, rows, keys, more, label):
-    """Linear from zero, or logarithmic when the values span more than a factor of ten."""
+    """Scale the axis linearly from zero, or logarithmically if the values span more than a factor of ten."""
     stats = [row[key] for row in rows for key in keys if key in row]
     low, high = min([s["median"] for s in stats] + more, default=1), max([s["p90"] for s in stats] + more, default=1)
     if high > 10 * low:
@@ -238,7 +233,7 @@ def _time_axis(axes, rows, keys, more, label):
 
 
 def _plain_numbers(axis):
-    """20 and 3000 on a logarithmic axis, not powers of ten; between the decades only where the axis is short."""
+    """Label a logarithmic axis with plain numbers, between the decades only if it is short."""
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(LogFormatter())
 
@@ -248,7 +243,7 @@ def _whisker(axes, y, stats):
 
 
 def _columns(axes, rows, columns, colours=(INK, INK, INK)):
-    """Numbers right of the bars, aligned: on a row of its own, no label can meet a bar, a line or another label."""
+    """Write aligned columns of numbers to the right of the bars."""
     for number, ((head, text), colour) in enumerate(zip(columns.items(), colours, strict=False)):
         x = 72 * COLUMN * (number + 0.85)  # points right of the axes
         axes.annotate(
@@ -262,7 +257,7 @@ def _columns(axes, rows, columns, colours=(INK, INK, INK)):
             fontsize=8.5,
         )
         for y, row in enumerate(rows):
-            quiet = row.get("lost") or "refused" in row
+            quiet = row.get("slower") or "refused" in row
             axes.annotate(
                 text(row) or "–",
                 (1, y),
@@ -277,13 +272,13 @@ def _columns(axes, rows, columns, colours=(INK, INK, INK)):
 
 
 def _vertical_lines(figure, axes, lines):
-    """Dashed lines, named above the bars; a name that would meet another moves up a level. Gives the levels used."""
+    """Draw dashed lines named above the bars; return the number of text lines that avoid overlaps."""
     levels, renderer = [], _renderer(figure)
     for label, value in sorted(lines.items(), key=lambda line: line[1]):
         colour = GREEN if label == "speed of light" else BROWN if label.startswith("torch") else PURPLE
         axes.axvline(value, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, zorder=3)
         text = axes.annotate(
-            f"{label} {short(value)}",
+            f"{label} {format_us(value)}",
             (value, 1),
             (0, 5),
             xycoords=("data", "axes fraction"),
@@ -293,7 +288,7 @@ def _vertical_lines(figure, axes, lines):
             color=colour,
         )
         box = text.get_window_extent(renderer).padded(4)
-        shift = max(axes.bbox.x0 - box.x0, 0) + min(axes.bbox.x1 - box.x1, 0)  # a name stays above the bars
+        shift = max(axes.bbox.x0 - box.x0, 0) + min(axes.bbox.x1 - box.x1, 0)  # keep the name above the axes
         left, right = box.x0 + shift, box.x1 + shift
         free = (i for i, level in enumerate(levels) if all(right < start or end < left for start, end in level))
         level = next(free, len(levels))
@@ -305,17 +300,17 @@ def _vertical_lines(figure, axes, lines):
 
 
 def _name_ends(figure, axes, ends):
-    """Each line's name right of the axes at its end's height, pushed apart where they would overlap."""
+    """Write each line's name to the right of its end; names that would overlap are pushed apart."""
     to_pixels, height = axes.transData, 13 * figure.dpi / 72
     ends = sorted(ends, key=lambda end: end[2])
     wanted = [to_pixels.transform((x, y))[1] for _, x, y, _ in ends]
     places = list(wanted)
-    for _ in range(200):  # neighbours that are too close share the push; it settles in a few rounds
+    for _ in range(200):  # neighbours that are too close both move by half; this converges in a few iterations
         for i in range(1, len(places)):
-            short = height - (places[i] - places[i - 1])
-            if short > 0:
-                places[i - 1] -= short / 2
-                places[i] += short / 2
+            missing = height - (places[i] - places[i - 1])
+            if missing > 0:
+                places[i - 1] -= missing / 2
+                places[i] += missing / 2
     column = axes.bbox.x1 + 16 * figure.dpi / 72
     for (label, x, y, colour), place in zip(ends, places, strict=True):
         end = to_pixels.transform((x, y))
@@ -325,7 +320,7 @@ def _name_ends(figure, axes, ends):
 
 
 def _widest(figure, labels):
-    """The width in inches that the longest label takes, and a little more: its pixels vary with the resolution."""
+    """Return the width of the longest label in inches, with a margin, because it varies with the resolution."""
     texts, renderer = [figure.text(0, 0, label) for label in labels], _renderer(figure)
     width = max((text.get_window_extent(renderer).width for text in texts), default=0)
     for text in texts:
@@ -340,7 +335,7 @@ def _renderer(figure):
 
 
 def _us(stats):
-    return stats and short(stats["median"])
+    return stats and format_us(stats["median"])
 
 
 def _unit(label):

@@ -1,8 +1,8 @@
-"""What was measured, where, and by which code: ``docs/results/<gpu>/<topic>.json``.
+"""Reads and writes records of measurements: ``docs/results/<gpu>/<topic>.json``.
 
-A record holds a hash of the code of every file that the measurement depends on (see ``code_hash``), so that a figure
-older than its code is found without a GPU (``stale``). One line per row makes a new measurement a readable diff. All
-times are microseconds.
+A record contains a hash of every file that the measurement depends on (see ``code_hash``), so that ``stale`` finds
+results older than their code without a GPU. Each row is one line of the file, so that a new measurement is a readable
+diff. All times are in microseconds.
 """
 
 import importlib.metadata
@@ -12,40 +12,46 @@ import platform
 import re
 import subprocess
 import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from moe_numba.course.bench.code_hash import hash_file
+from moe_numba.course.bench.timing import Stats
 
 SIMULATOR = "simulator"
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
 
 
-def repository(root=None):
-    """The folder that holds ``docs/results``; an installed package has none, which is a ``FileNotFoundError``."""
+def repository(root: Path | str | None = None) -> Path:
+    """Return the repository, by default the one that contains this package.
+
+    Raises ``FileNotFoundError`` if there is none, as for an installed package.
+    """
     root = Path(root) if root is not None else Path(__file__).resolve().parents[3]
     if not ((root / "docs" / "results").is_dir() or (root / "pyproject.toml").is_file()):
         raise FileNotFoundError(
-            f"{root} is not moe_numba's repository: the records (docs/results) come with a clone, not with the package"
+            f"{root} is not a clone of moe_numba's repository, which contains the records (docs/results)"
         )
     return root
 
 
-def folder(gpu):
-    """``"NVIDIA H200"`` -> ``"h200"``: the name of a GPU's folder under ``docs/results``."""
+def folder(gpu: str) -> str:
+    """Return the name of a GPU's folder in ``docs/results``: "h200" for "NVIDIA H200"."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
 
 
-def environment():
-    """GPU, driver, versions, commit and date (UTC) of this process; the GPU is "simulator" where there is none."""
+def environment() -> dict:
+    """Return GPU, driver, versions, commit and date (UTC) of this process; without a GPU ``gpu`` is "simulator"."""
     from moe_numba import simulator
 
     return {
         "gpu": (not simulator.ENABLED and _gpu()) or SIMULATOR,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
         "versions": versions(),
-        # A machine that holds a copy of the files, with an older history or none, is told the commit by GIT_COMMIT.
+        # GIT_COMMIT names the commit on machines that have the files without the history.
         "commit": os.environ.get("GIT_COMMIT")
         or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
         or "unknown",
@@ -53,34 +59,44 @@ def environment():
     }
 
 
-def versions():
-    """The versions that a kernel's speed may depend on; what is not installed is left out."""
+def versions() -> dict[str, str]:
+    """Return the versions that may affect a kernel's speed, of the packages that are installed."""
     found = {"python": platform.python_version()}
     for name in ("torch", "numba", "numba-cuda", "cuda-core", "numpy"):
         found[name] = version(name)
     found["cupy"] = version("cupy-cuda13x") or version("cupy-cuda12x") or version("cupy")
-    # Numba compiles with the toolkit's wheels where they are installed, and torch names its own toolkit otherwise.
+    # Numba compiles with the toolkit's wheels if they are installed; torch reports its own toolkit otherwise.
     found["cuda"] = version("cuda-toolkit") or version("nvidia-nvvm") or _torch_cuda()
     return {name: version for name, version in found.items() if version}
 
 
-def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, floor_us=None, **more):
-    """One row of a record; numbers are kept to six digits.
+def row(
+    step: str,
+    *,
+    config: dict | None = None,
+    size: dict | None = None,
+    dtype: str | None = None,
+    kernel: Stats | None = None,
+    call: Stats | None = None,
+    floor_us: float | None = None,
+    **more: Any,
+) -> dict:
+    """Make one row of a record, with floats rounded to six digits.
 
     Parameters
     ----------
     step : str
         A step of a ladder, ``"final"`` for the package's own kernel, ``"peer:<name>"`` for another project's.
     config, size : dict
-        By the public function's argument names: ``{"num_experts": 256}``, ``{"tokens": 4096}``.
+        Keys are the public function's argument names: ``{"num_experts": 256}``, ``{"tokens": 4096}``.
     dtype : str
-        ``"float32"``.
+        Such as "float32".
     kernel, call : Stats
         Kernel time and call time, microseconds.
     floor_us : float
-        What the chip's limits allow at best, microseconds.
+        Lower bound from the chip's limits, microseconds.
     **more
-        ``bytes``, ``flops``, ``wire_gbps``, ``operation``, ``note``, ... None is left out.
+        ``bytes``, ``flops``, ``wire_gbps``, ``operation``, ``note``, ... Fields that are None are left out.
     """
     fields = {
         "step": step,
@@ -99,21 +115,21 @@ def row(step, *, config=None, size=None, dtype=None, kernel=None, call=None, flo
     }
 
 
-def recorded(topic, gpu="h200", root=None):
-    """A record, or None where there is none: what a notebook shows beside its own figures."""
+def recorded(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict | None:
+    """Return a record, or None if there is none."""
     try:
         return read(topic, gpu, root)
     except FileNotFoundError:
         return None
 
 
-def peers(record):
-    """The steps of other projects' kernels, without their variants ("peer:name, out=")."""
+def peers(record: dict) -> list[str]:
+    """Return the steps of other projects' kernels, without variants such as "peer:name, out="."""
     return sorted({row["step"] for row in record["rows"] if row["step"].startswith("peer:") and "," not in row["step"]})
 
 
-def select(record, **wanted):
-    """The rows that have all of ``wanted``; of a dictionary (``size={"tokens": 64}``) every key given must agree."""
+def select(record: dict, **wanted: Any) -> list[dict]:
+    """Return the rows that match all of ``wanted``; a dictionary (``size={"tokens": 64}``) may name some keys."""
 
     def agrees(have, value):
         return value.items() <= (have or {}).items() if isinstance(value, dict) else have == value
@@ -122,21 +138,57 @@ def select(record, **wanted):
     return [row for row in record["rows"] if all(agrees(row.get(name), value) for name, value in wanted.items())]
 
 
-def find(record, **wanted):
-    """The first row that ``select`` gives, or None."""
+def find(record: dict, **wanted: Any) -> dict | None:
+    """Return the first row that ``select`` finds."""
     return next(iter(select(record, **wanted)), None)
 
 
-def series(record, over="tokens", value="kernel_us", **wanted):
-    """``{tokens: value}`` of the selected rows, ascending: one line of ``plots.sweep_figure``."""
+def series(record: dict, over: str = "tokens", value: str = "kernel_us", **wanted: Any) -> dict:
+    """Return ``{tokens: value}`` of the selected rows in ascending order: one line of ``plots.sweep_figure``."""
     found = {row["size"][over]: row[value] for row in select(record, **wanted) if over in row["size"] and value in row}
     return dict(sorted(found.items()))
 
 
-def sources(paths, root=None):
-    """Hash files: ``{path: hash}``, paths relative to the repository.
+def format_us(us: float) -> str:
+    """Format microseconds with three significant digits: 2.31, 12.4, 178."""
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
 
-    A folder stands for the Python files in it and below, ``notebooks/NN_topic.py#code`` for a notebook's code cells.
+
+def format_ratio(ratio: float) -> str:
+    """Format a speed ratio with one or two significant digits: 12, 1.3, 0.97, 0.04."""
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else format_slowdown(ratio)
+
+
+def format_slowdown(ratio: float) -> str:
+    """Format a ratio with two decimals, or one significant digit below 0.1."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
+
+
+def find_step(rows: list[dict], name: str) -> dict | None:
+    """Return the row of a step."""
+    return next((row for row in rows if row["step"] == name), None)
+
+
+def previous_step(rows: list[dict], row: dict) -> dict | None:
+    """Return the last row before ``row`` that has a kernel time and is not marked as slower."""
+    before = rows[: rows.index(row)]
+    return next((r for r in reversed(before) if "kernel_us" in r and not r.get("slower")), None)
+
+
+def speedup(other: dict | None, row: dict) -> str | None:
+    """Format how many times faster the kernel of ``row`` is than that of ``other``.
+
+    Returns None if ``other`` is missing or ``row`` itself, or if one of the two has no kernel time.
+    """
+    if other is None or other is row or "kernel_us" not in other or "kernel_us" not in row:
+        return None
+    return format_ratio(other["kernel_us"]["median"] / row["kernel_us"]["median"])
+
+
+def sources(paths: Iterable[Path | str], root: Path | str | None = None) -> dict[str, str]:
+    """Hash files: ``{path: hash}``, with paths relative to the repository.
+
+    A folder means all Python files below it; ``notebooks/NN_topic.py#code`` means the code cells of a notebook.
     """
     root, found = repository(root), {}
     for path in map(str, paths):
@@ -148,12 +200,22 @@ def sources(paths, root=None):
     return found
 
 
-def write(topic, rows, sources_paths, root=None, *, results=None, env=None):
-    """Write a record and give its path: ``docs/results/<gpu>/<topic>.json``, or under ``results`` instead of
-    ``docs/results``. Refuses rows without a GPU: the simulator's times mean nothing."""
+def write(
+    topic: str,
+    rows: Iterable[dict],
+    sources_paths: Iterable[Path | str],
+    root: Path | str | None = None,
+    *,
+    results: Path | str | None = None,
+    env: dict | None = None,
+) -> Path:
+    """Write a record and return its path, ``docs/results/<gpu>/<topic>.json``.
+
+    ``results`` replaces ``docs/results``. Raises ``ValueError`` for invalid rows and without a GPU.
+    """
     env = env or environment()
     if env["gpu"] == SIMULATOR:
-        raise ValueError("nothing is recorded without a GPU: the simulator has no times")
+        raise ValueError("records are not written without a GPU: the simulator measures no times")
     results = Path(results) if results is not None else repository(root) / "docs" / "results"
     record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
     if wrong := invalid(record):
@@ -164,18 +226,18 @@ def write(topic, rows, sources_paths, root=None, *, results=None, env=None):
     return path
 
 
-def read(topic, gpu="h200", root=None):
-    """The record of a topic; ``FileNotFoundError`` says where it should have been."""
+def read(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict:
+    """Return the record of a topic; raise ``FileNotFoundError`` with its path if there is none."""
     path = repository(root) / "docs" / "results" / gpu / f"{topic}.json"
     if not path.is_file():
-        raise FileNotFoundError(f"nothing is recorded at {path}; on a GPU, `python -m moe_numba bench` records")
+        raise FileNotFoundError(f"there is no record {path}; `python -m moe_numba bench` writes it on a GPU")
     return json.loads(path.read_text())
 
 
-def staying(record, out_of_reach, env):
-    """The rows of an earlier record, if there is one, that this machine cannot measure anew: with when they were.
+def carried_over(record: dict | None, out_of_reach: Callable[[dict], bool], env: dict) -> list[dict]:
+    """Return the rows of an earlier record that this machine cannot measure again, with their commit and date.
 
-    They stay only if the GPU, its driver and all versions are those of ``env``.
+    The result is empty unless GPU, driver and all versions are those of ``env``.
     """
     if record is None or any(record[name] != env[name] for name in ("gpu", "driver", "versions")):
         return []
@@ -183,33 +245,33 @@ def staying(record, out_of_reach, env):
     return [{"measured": when, **row} for row in record["rows"] if out_of_reach(row)]
 
 
-def stale(record, root=None):
-    """Why the record no longer belongs to the code beside it: a list of sentences, empty when it does."""
+def stale(record: dict, root: Path | str | None = None) -> list[str]:
+    """List the sources that changed since the record was measured, a sentence each."""
     root, found = repository(root), []
     for path, recorded in record["sources"].items():
         now = hash_file(root, path)
         if now is None:
-            found.append(f"{record['topic']}: {path}, which the record was measured with, is gone")
+            found.append(f"{record['topic']}: {path}, a source of the record, is missing")
         elif now != recorded:
             found.append(f"{record['topic']}: {path} has changed since the record was measured ({record['date'][:10]})")
     return found
 
 
-def has_changed(record, root=None):
-    """Whether code that the record depends on has changed; False where there is no repository to compare with."""
+def has_changed(record: dict, root: Path | str | None = None) -> bool:
+    """Return whether code that the record depends on has changed; False without a repository to compare with."""
     try:
         return bool(stale(record, root))
     except FileNotFoundError:
         return False
 
 
-def invalid(record):
-    """What is wrong with a record's shape: a list of sentences, empty for a good one."""
+def invalid(record: dict) -> list[str]:
+    """List what is wrong with a record's format, a sentence each."""
     wrong = [f"the field {name!r} is missing" for name in FIELDS if name not in record]
     if wrong:
         return wrong
     if not record["sources"]:
-        wrong.append("the record names no sources, so nobody could tell when it is out of date")
+        wrong.append("the record names no sources, so it could never be found out of date")
     if not record["rows"]:
         wrong.append("the record has no rows")
     for number, row in enumerate(record["rows"]):
@@ -234,8 +296,8 @@ def _times(stats):
     return None if stats is None else {name: round(value, 3) for name, value in asdict(stats).items()}
 
 
-def dump(record):
-    """The text of a record's file."""
+def dump(record: dict) -> str:
+    """Format a record as the text of its file."""
     fields = []
     for name, value in record.items():
         if name == "rows":
@@ -246,7 +308,8 @@ def dump(record):
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def version(package):
+def version(package: str) -> str | None:
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -268,7 +331,7 @@ def _gpu():
 
 
 def _output(*command):
-    """The first line that a program prints, or None where it is missing or fails."""
+    """Return the first line that a program prints, or None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,32 +1,35 @@
-"""Which of the package's files a piece of code depends on: the ones whose change makes its recorded results old."""
+"""Finds the package's files that a measurement depends on; a change of one of them makes its results stale."""
 
 import ast
 import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import moe_numba
 from moe_numba.course.bench import records
 from moe_numba.course.bench.code_hash import code_cells, hash_file
 
-# How a notebook is simulated or drawn, and a record written, does not change what was measured; all else does.
 TIMING = "moe_numba.course.bench.timing"
-LEFT_OUT = (
+_BENCH = ("__init__", "code_hash", "layer_figure", "plots", "records", "sources", "style")
+_COURSE = ("__init__", "executed", "execute", "ladder", "simulate", "source_diff")
+LEFT_OUT = (  # these files draw, record or simulate: they cannot change what was measured
     "moe_numba/simulator",
     "moe_numba/course/draw",
     "moe_numba/course/bench/topics/",  # only a topic's own record depends on it: see topic_sources
-    *(f"moe_numba/course/bench/{name}.py" for name in ("__init__", "code_hash", "plots", "records", "sources")),
-    *(f"moe_numba/course/{name}.py" for name in ("__init__", "executed", "execute", "ladder", "source_diff")),
+    *(f"moe_numba/course/bench/{name}.py" for name in _BENCH),
+    *(f"moe_numba/course/{name}.py" for name in _COURSE),
     "moe_numba/runtime/sass.py",
 )
 
 
-def package_sources(code, root=None):
-    """The package's files that this code's results depend on, found by following imports from file to file.
+def package_sources(code: str, root: Path | str | None = None) -> list[str]:
+    """Return the package's files that the results of ``code`` depend on, by following imports from file to file.
 
-    ``from moe_numba import name`` leads to the file that ``name`` comes from, not to all that moe_numba exports.
+    ``from moe_numba import name`` leads to the file that defines ``name``, not to everything that moe_numba exports.
     """
     root = records.repository(root)
-    code = re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE)  # Jupyter's own commands
+    code = re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE)  # Jupyter commands
     found, todo = _files(TIMING, root), list(_imports(code, "", root))
     while todo:
         for file in _files(todo.pop(), root):
@@ -38,30 +41,30 @@ def package_sources(code, root=None):
     return sorted(found)
 
 
-def notebook_sources(path, root=None):
-    """What a notebook's record is measured with: its code cells, and the package's files that these depend on."""
+def notebook_sources(path: str, root: Path | str | None = None) -> list[str]:
+    """Return the sources of a notebook's record: its code cells, and the package's files that they depend on."""
     root = records.repository(root)
     code = "\n".join(code_cells((root / path).read_text()))
     return [f"{path}#code", *package_sources(code, root)]
 
 
-def topic_sources(name, root=None):
-    """What a topic's record is measured with: its module, and the package's files that this depends on."""
+def topic_sources(name: str, root: Path | str | None = None) -> list[str]:
+    """Return the sources of a topic's record: its module, and the package's files that it depends on."""
     root = records.repository(root)
     own = f"moe_numba/course/bench/topics/{name}.py"
     return [own, *package_sources((root / own).read_text(), root)]
 
 
-def result_sources(record, root=None):
-    """What a record, or an executed notebook's metadata, depends on now: that of its notebook or else of its topic."""
+def result_sources(record: dict, root: Path | str | None = None) -> list[str]:
+    """Return the current sources of a record or of an executed notebook's metadata."""
     notebook = next((name.removesuffix("#code") for name in record["sources"] if name.endswith("#code")), None)
     if notebook is None:
         return topic_sources(record["topic"], root)
     return notebook_sources(notebook, root) if (records.repository(root) / notebook).is_file() else []
 
 
-def all_results(root=None):
-    """(path, record) of every record, and (path, metadata) of every executed notebook."""
+def all_results(root: Path | str | None = None) -> Iterator[tuple[Path, dict]]:
+    """Yield (path, record) of every record and (path, metadata) of every executed notebook."""
     root = records.repository(root)
     for path in sorted(root.glob("docs/results/*/*.json")):
         yield path, json.loads(path.read_text())
@@ -70,8 +73,8 @@ def all_results(root=None):
         yield path, {"topic": path.name, "commit": "unknown", "sources": {}, **about}
 
 
-def stale_results(root=None):
-    """One sentence for each record and executed notebook that is older than the code it depends on."""
+def stale_results(root: Path | str | None = None) -> Iterator[str]:
+    """Yield a sentence for each record and executed notebook that is older than its sources."""
     root = records.repository(root)
     for _, record in all_results(root):
         now = {name: hash_file(root, name) for name in record["sources"]}
@@ -80,18 +83,18 @@ def stale_results(root=None):
         if changed or not record["sources"]:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             what = f"measured at commit {record['commit'][:7]}, code changed since: {', '.join(changed[:3])}{more}"
-            yield f"{record['topic']}: " + (what if record["sources"] else "does not say which code it depends on")
+            yield f"{record['topic']}: " + (what if record["sources"] else "names no sources")
 
 
 def _files(module, root):
-    """The file of one of moe_numba's modules, as a set of none or one."""
+    """Return the file of a module of moe_numba as a set, empty if there is none."""
     path = module.replace(".", "/")
     names = (f"{path}.py", f"{path}/__init__.py") if module.split(".")[0] == "moe_numba" else ()
     return {name for name in names if (root / name).is_file()}
 
 
 def _imports(code, package, root):
-    """The modules of moe_numba that code imports by name, wherever in it the import stands."""
+    """Yield the modules of moe_numba that code imports, at any level."""
     tree, aliases = ast.parse(code), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -109,13 +112,13 @@ def _imports(code, package, root):
 
 
 def _absolute(node, package):
-    """The module that an ImportFrom names."""
+    """Return the absolute name of the module of an ImportFrom node."""
     above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
     return ".".join([*above, *filter(None, [node.module])])
 
 
 def _origin(module, name, root):
-    """The module that ``from module import name`` really reads: a submodule, or where a package has the name from."""
+    """Return the module that defines ``name`` in ``from module import name``: a submodule, or a package's source."""
     if _files(f"{module}.{name}", root):
         return f"{module}.{name}"
     for file in _files(module, root):
@@ -125,6 +128,6 @@ def _origin(module, name, root):
                     for given in node.names:
                         if name == (given.asname or given.name) and _absolute(node, module) != module:
                             return _origin(_absolute(node, module), given.name, root)
-    if module == "moe_numba":  # it may load its names on first use: then only the name itself knows
+    if module == "moe_numba":  # lazily loaded names are found through the object itself
         return getattr(getattr(moe_numba, name, None), "__module__", module)
     return module

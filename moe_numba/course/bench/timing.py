@@ -1,24 +1,26 @@
-"""Two times for every kernel, in microseconds.
+"""Measures kernel time and call time, in microseconds.
 
-**Kernel time** is what the GPU spends: many launches inside one CUDA graph, so that the host is out of the picture.
-It contains the gap between two graph nodes (about half a microsecond), as it would in a serving stack's graph.
-**Call time** is what the host spends in the Python call: what a user pays who calls the function eagerly.
+**Kernel time** is the GPU's time per launch, from many launches in one CUDA graph, so that the CPU does not matter. It
+includes the gap between two graph nodes (about half a microsecond), as in a serving stack's graph. **Call time** is the
+CPU's time per Python call, the cost of calling the function eagerly.
 
-In the simulator there is no time to take: every function here runs its calls once and gives None.
+The simulator measures no times: there each function runs its calls once and returns None.
 """
 
 import gc
 import random
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from moe_numba import simulator
 
 REPLAY_US = 1500  # long enough to drown the cost of starting a graph, short enough to repeat
-CALL_BUDGET_S = 1.0  # for one function's call time
+CALL_BUDGET_S = 1.0  # per function, for call time
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,24 @@ class Stats:
     p90: float
 
     @classmethod
-    def of(cls, samples):
-        """The statistics of ``samples``, microseconds each."""
+    def of(cls, samples: Iterable[float]) -> "Stats":
+        """Compute the statistics of samples in microseconds."""
         median, p10, p90 = np.percentile(samples, [50, 10, 90])
         return cls(float(median), float(p10), float(p90))
 
 
-def kernel_time(calls, *, launches=None, replays=30):
-    """Time on the GPU for one launch.
+def kernel_time(calls: Callable | list[Callable], *, launches: int | None = None, replays: int = 30) -> Stats | None:
+    """Measure the GPU time of one launch.
 
     Parameters
     ----------
     calls : callable or list of callables
-        Each launches once on torch's current stream. A list takes turns: give one callable for each set of inputs
-        (see ``rotating``) when the bandwidth of the memory, not of the L2, is to be measured.
+        Each launches once on torch's current stream. A list is called round-robin: pass one callable per set of
+        inputs (see ``rotating``) to measure DRAM bandwidth instead of L2 bandwidth.
     launches : int, optional
-        Launches in one graph; by default as many as take about 1.5 ms, between 20 and 500.
+        Launches in one graph; by default as many as take about 1.5 ms, from 20 to 500.
     replays : int
-        How often the graph is timed.
+        Number of timed replays of the graph.
 
     Returns
     -------
@@ -56,10 +58,12 @@ def kernel_time(calls, *, launches=None, replays=30):
     return kernel_times({"": calls}, launches=launches, replays=replays)[""]
 
 
-def kernel_times(named, *, launches=None, replays=30):
-    """``kernel_time`` of several kernels, ``{name: calls}``, replayed by turns so that clock drift hits all alike.
+def kernel_times(
+    named: dict[str, Callable | list[Callable]], *, launches: int | None = None, replays: int = 30
+) -> dict[str, Stats | None]:
+    """Measure ``kernel_time`` of several kernels, interleaved so that clock drift affects all alike.
 
-    Every round goes through the names in a new order: none always runs behind the same neighbour.
+    Each round replays the names in a new random order, so that no kernel always follows the same one.
     """
     named = {name: [calls] if callable(calls) else list(calls) for name, calls in named.items()}
     if simulator.ENABLED:
@@ -73,8 +77,8 @@ def kernel_times(named, *, launches=None, replays=30):
         graphs[name] = _capture(calls, counts[name])
         graphs[name].replay()  # the first replay uploads the graph
     events = {name: [] for name in graphs}
-    # Nothing here waits for the GPU: each replay is queued while the one before it runs, and the host is not timed.
-    for name in _rounds(graphs, replays):
+    # No synchronisation in this loop: each replay is queued while the previous one runs, so CPU time does not count.
+    for name in shuffled_rounds(graphs, replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graphs[name].replay()
@@ -87,11 +91,11 @@ def kernel_times(named, *, launches=None, replays=30):
     }
 
 
-def call_time(call, *, repeats=40, batch=50):
-    """Time on the host for one Python call, as an eager user pays it.
+def call_time(call: Callable, *, repeats: int = 40, batch: int = 50) -> Stats | None:
+    """Measure the CPU time of one eager Python call.
 
-    ``batch`` calls follow each other without waiting for the GPU, which is idle when the batch begins; the time of
-    one is the batch's by ``batch``. A function that takes long gets smaller batches, to stay near a second in all.
+    Each sample is the mean of ``batch`` calls without synchronisation, beginning with an idle GPU. Slow functions get
+    smaller batches, so that the whole measurement takes about a second.
 
     Returns
     -------
@@ -100,8 +104,8 @@ def call_time(call, *, repeats=40, batch=50):
     return call_times({"": call}, repeats=repeats, batch=batch)[""]
 
 
-def call_times(named, *, repeats=40, batch=50):
-    """``call_time`` of several functions, ``{name: call}``, batches by turns."""
+def call_times(named: dict[str, Callable], *, repeats: int = 40, batch: int = 50) -> dict[str, Stats | None]:
+    """Measure ``call_time`` of several functions with interleaved batches."""
     if simulator.ENABLED:
         return _run_once(named.values(), named)
     import torch
@@ -109,17 +113,17 @@ def call_times(named, *, repeats=40, batch=50):
     return _call_times(named, repeats, batch, torch.cuda.synchronize, time.perf_counter_ns)
 
 
-def rotating(make, bytes_per_set, total=None):
-    """Enough sets of inputs that none is still in the L2 when its turn comes again.
+def rotating(make: Callable[[], Any], bytes_per_set: int, total: int | None = None) -> list:
+    """Make enough sets of inputs that none is still in the L2 when it is used again.
 
     Parameters
     ----------
     make : callable
         Makes one set.
     bytes_per_set : int
-        What a kernel reads of one set, in bytes.
+        Bytes that a kernel reads of one set.
     total : int, optional
-        Bytes of all sets together; by default more than twice the L2 (H200: 60 MB, so 128 MB).
+        Bytes of all sets; by default more than twice the L2 (H200: 60 MB, so 128 MB).
 
     Returns
     -------
@@ -130,7 +134,7 @@ def rotating(make, bytes_per_set, total=None):
     if total is None:
         import torch
 
-        # A little over twice: the L2 keeps no exact order of who came last.
+        # A little more than twice, because the L2 does not evict in exact LRU order.
         total = int(2.14 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
     return [make() for _ in range(_sets(bytes_per_set, total))]
 
@@ -145,8 +149,8 @@ def _run_once(calls, names):
     return dict.fromkeys(names)
 
 
-def _rounds(names, count):
-    """Every name ``count`` times, in rounds, each in an order of its own (the same on every run)."""
+def shuffled_rounds(names: Iterable[str], count: int) -> Iterator[str]:
+    """Yield every name ``count`` times, in rounds of random order (the same order on every run)."""
     shuffle, order = random.Random(0).shuffle, list(names)
     for _ in range(count):
         shuffle(order)
@@ -154,8 +158,8 @@ def _rounds(names, count):
 
 
 @contextmanager
-def _no_gc():
-    """A garbage collection takes longer than a launch; one during a capture may free what the capture forbids."""
+def no_garbage_collection():
+    """Disable garbage collection: it takes longer than a launch, and may free memory during a capture, which fails."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -166,7 +170,7 @@ def _no_gc():
 
 
 def _warm_up(calls):
-    """Compile, load and allocate outside the capture, on a side stream as torch's graphs ask for."""
+    """Compile, load and allocate before the capture, on a side stream as torch's graphs require."""
     import torch
 
     side = torch.cuda.Stream()
@@ -183,15 +187,15 @@ def _capture(calls, launches):
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads (NCCL's watchdog) may go on calling CUDA meanwhile.
-    with _no_gc(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # thread_local: other threads (NCCL's watchdog) may call CUDA during the capture.
+    with no_garbage_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(launches):
             calls[i % len(calls)]()
     return graph
 
 
 def _estimate_us(calls):
-    """A first guess at one launch's time, from one short graph: an eager loop would measure the host."""
+    """Estimate the time of one launch from one short graph; an eager loop would measure the CPU."""
     import torch
 
     launches = max(20, len(calls))
@@ -206,14 +210,14 @@ def _estimate_us(calls):
 
 
 def _choose_launches(estimate_us, sets):
-    """About REPLAY_US worth of launches, 20 to 500, and whole turns so that every set counts the same."""
+    """Return the launches that take about REPLAY_US: 20 to 500, a multiple of the number of sets if possible."""
     launches = max(20, min(500, round(REPLAY_US / max(estimate_us, 1e-3))))
-    turns = max(1, min(-(-launches // sets), 500 // sets))
-    return turns * sets
+    rounds = max(1, min(-(-launches // sets), 500 // sets))
+    return rounds * sets
 
 
 def _call_times(named, repeats, batch, synchronize, clock):
-    """The host's part, with the clock (nanoseconds) as an argument so that a test can turn its hands."""
+    """Measure call times; tests pass their own ``synchronize`` and ``clock``, which returns nanoseconds."""
 
     def batch_us(call, count):
         synchronize()
@@ -222,7 +226,7 @@ def _call_times(named, repeats, batch, synchronize, clock):
             call()
         return (clock() - start) / 1000 / count
 
-    def whole_call_us(call):  # the GPU's work included: it is what fills the time between two batches
+    def whole_call_us(call):  # including the GPU's work, which fills the time between two batches
         start = clock()
         call()
         synchronize()
@@ -232,8 +236,8 @@ def _call_times(named, repeats, batch, synchronize, clock):
     for name, call in named.items():
         batch_us(call, 2)
         counts[name] = max(1, min(batch, int(CALL_BUDGET_S * 1e6 / repeats / whole_call_us(call))))
-    with _no_gc():
-        for name in _rounds(named, repeats):
+    with no_garbage_collection():
+        for name in shuffled_rounds(named, repeats):
             samples[name].append(batch_us(named[name], counts[name]))
     synchronize()
     return {name: Stats.of(values) for name, values in samples.items()}

@@ -23,7 +23,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, uint64
 
-from moe_numba.course.bench.timing import Stats, _no_gc, _rounds
+from moe_numba.course.bench.timing import Stats, no_garbage_collection, shuffled_rounds
 from moe_numba.ptx.atomics import ld_acquire_sys_s32
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import address
@@ -80,7 +80,7 @@ def rank_times(group, named, *, launches=10, samples=20):
             outputs_of(group, make)
         return dict.fromkeys(named)
     gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    with _no_gc():
+    with no_garbage_collection():
         return slowest(
             group.run(
                 lambda transport: _work(
@@ -99,7 +99,7 @@ def host_times(group, named, *, repeats=30):
 
     def measure_host(transport, steps):
         times = {name: [] for name in steps}
-        for name in _rounds(steps, repeats):
+        for name in shuffled_rounds(steps, repeats):
             transport.gather(None)
             begin = time.perf_counter_ns()
             steps[name]()
@@ -108,7 +108,7 @@ def host_times(group, named, *, repeats=30):
             transport.gather(None)
         return times
 
-    with _no_gc():
+    with no_garbage_collection():
         return slowest(
             group.run(lambda transport: _work(transport, named, lambda steps: measure_host(transport, steps)))
         )
@@ -117,7 +117,7 @@ def host_times(group, named, *, repeats=30):
 def measure(transport, steps, launches, samples, clock):
     """Measure on one rank the microseconds per call of each step: ``{name: [samples]}``."""
     times = {name: [] for name in steps}
-    for number, name in enumerate(_rounds(steps, samples), start=1):
+    for number, name in enumerate(shuffled_rounds(steps, samples), start=1):
         clock.hold(number)
         begin = clock.mark()
         for _ in range(launches):

@@ -1,26 +1,35 @@
-"""Pictures of the alignment: the problem, who writes what, a rank from a bitmask, counts handed over, and the scans."""
+"""Pictures of the alignment: inputs and outputs, writers, ranks from bitmasks, the exchange of counts, scans."""
 
 import numpy as np
 
 from moe_numba.align import reference
-from moe_numba.course.draw import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    RED,
+from moe_numba.course.bench.style import BLUE, GREY, INK, ORANGE, PALE, RED, WIDTH
+from moe_numba.course.draw.canvas import (
+    WHITE,
     arrow,
     box,
     canvas,
+    cell,
+    check_range,
     ink_on,
     lane_colour,
     note,
+    plural,
     text,
+    tint,
 )
-from moe_numba.course.draw.scans import WHITE, WIDTH, blelloch, cell, check, count, tint, two_level_scan, warp_scan
+from moe_numba.course.draw.scans import blelloch, two_level_scan, warp_scan
 
-__all__ = ["bitmask_rank", "blelloch", "hand_over", "problem", "two_level_scan", "warp_scan", "who_writes", "writers"]
+__all__ = [
+    "bitmask_rank",
+    "blelloch",
+    "exchange_counts",
+    "problem",
+    "two_level_scan",
+    "warp_scan",
+    "element_writers",
+    "list_writers",
+]
 
 EMPTY = "#F4F4F4"
 
@@ -30,12 +39,16 @@ def _align(topk_ids, block_size, num_experts):
 
 
 def problem(topk_ids, block_size, num_experts):
-    """What goes in and what comes out: slots by token and choice, and the same slots in blocks of one expert."""
+    """Draw the input (slots by token and choice) and the output (the same slots in blocks of one expert)."""
     tokens, topk = topk_ids.shape
-    check("the number of tokens", tokens, 1, 12), check("topk", topk, 1, 4), check("block_size", block_size, 1, 8)
+    (
+        check_range("the number of tokens", tokens, 1, 12),
+        check_range("topk", topk, 1, 4),
+        check_range("block_size", block_size, 1, 8),
+    )
     sorted_ids, expert_ids, total = map(list, _align(topk_ids, block_size, num_experts))
     numel, used, blocks = topk_ids.numel(), total[0] // block_size, len(expert_ids)
-    check("the number of blocks", blocks, 1, 14)
+    check_range("the number of blocks", blocks, 1, 14)
     tall, token_tall = min(0.36, 2.6 / blocks), min(0.36, 2.6 / tokens)
     top = max(tall * blocks, token_tall * tokens) + 0.78
     figure, axes = canvas(WIDTH, top + 0.95, f"{tokens} tokens, top-{topk}: {numel} slots in blocks of {block_size}")
@@ -86,11 +99,11 @@ def problem(topk_ids, block_size, num_experts):
         if b < used and expert not in expert_ids[:b]:
             end = (b + expert_ids[:used].count(expert)) * block_size
             slots = sum(slot < numel for slot in sorted_ids[b * block_size : end])
-            words = f"{count(slots, 'slot')}, {end - b * block_size - slots} padding"
+            words = f"{plural(slots, 'slot')}, {end - b * block_size - slots} padding"
             text(axes, right + 0.98, y + tall / 2, words, size=8.5, colour=GREY, ha="left")
     y = top - used * tall
     axes.plot([left, right + 0.85], [y, y], color=INK, linewidth=1.6, label="end of use")
-    words = f"num_tokens_post_pad = {total[0]}: {count(used, 'block')} above the line"
+    words = f"num_tokens_post_pad = {total[0]}: {plural(used, 'block')} above the line"
     text(axes, left, top - blocks * tall - 0.22, words, ha="left")
     note(
         axes,
@@ -101,10 +114,10 @@ def problem(topk_ids, block_size, num_experts):
     return figure
 
 
-def writers(topk_ids, block_size, num_experts, blocks):
-    """For each element of sorted_token_ids: its value, what it is ("slot", "padding", "tail"), its thread block.
+def list_writers(topk_ids, block_size, num_experts, blocks):
+    """List value, kind ("slot", "padding" or "tail") and writing thread block of each element of sorted_token_ids.
 
-    A block places its chunk of the slots; expert e's padding falls to block e % blocks; the tail is shared out evenly.
+    A block places its chunk of the slots; expert e's padding falls to block e % blocks; the tail is split evenly.
     """
     sorted_ids, expert_ids, (used,) = _align(topk_ids, block_size, num_experts)
     numel, elements = topk_ids.numel(), []
@@ -119,19 +132,20 @@ def writers(topk_ids, block_size, num_experts, blocks):
     return elements
 
 
-def who_writes(topk_ids, block_size, num_experts, blocks):
-    """The kernel for few slots: which thread block writes which element of sorted_token_ids."""
-    check("blocks", blocks, 1, 4), check("the number of slots", topk_ids.numel(), 1, 42)
-    check("block_size", block_size, 3, 16)
-    elements, chunk = writers(topk_ids, block_size, num_experts, blocks), -(-topk_ids.numel() // blocks)
-    check("the length of sorted_token_ids", len(elements), 1, 126)
+def element_writers(topk_ids, block_size, num_experts, blocks):
+    """Draw which thread block of the medium kernel writes which element of sorted_token_ids."""
+    check_range("blocks", blocks, 1, 4)
+    check_range("the number of slots", topk_ids.numel(), 1, 42)
+    check_range("block_size", block_size, 3, 16)
+    elements, chunk = list_writers(topk_ids, block_size, num_experts, blocks), -(-topk_ids.numel() // blocks)
+    check_range("the length of sorted_token_ids", len(elements), 1, 126)
     _, expert_ids, (used,) = _align(topk_ids, block_size, num_experts)
     lines = -(-len(elements) // (42 // block_size * block_size))
     a_line = -(-len(elements) // (lines * block_size)) * block_size
     tall, left = 0.27, 0.15
     wide = min(0.37, (WIDTH - 2 * left) / max(a_line, topk_ids.numel()))
     height = 2.6 + 0.58 * lines
-    figure, axes = canvas(WIDTH, height, f"Who writes what: {blocks} thread blocks, and one writer for each element")
+    figure, axes = canvas(WIDTH, height, f"{blocks} thread blocks: each element has one writer")
     y = height - 1.12
     text(axes, left, y + tall + 0.31, "topk_ids", ha="left", weight="bold")
     note(axes, left + 0.8, y + tall + 0.31, "Every block counts all slots. It places those of its own chunk.")
@@ -141,7 +155,7 @@ def who_writes(topk_ids, block_size, num_experts, blocks):
         text(axes, x + wide / 2, y + tall + 0.09, str(slot), size=6.5, colour=GREY)
     y -= 0.25
     text(axes, left, y, "sorted_token_ids", ha="left", weight="bold")
-    note(axes, left + 1.45, y, f"Block e % {blocks} writes the padding of expert e. The tail is shared out evenly.")
+    note(axes, left + 1.45, y, f"Block e % {blocks} writes the padding of expert e. The tail is split evenly.")
     for i, (value, kind, block) in enumerate(elements):
         colour, x, at = lane_colour(block), left + i % a_line * wide, y - 0.67 - i // a_line * 0.58
         fill = {"slot": colour, "padding": tint(colour, 0.35), "tail": WHITE}[kind]
@@ -155,23 +169,27 @@ def who_writes(topk_ids, block_size, num_experts, blocks):
     for block in range(blocks):
         x, colour = left + block * (3 * part + 0.15), lane_colour(block)
         kinds = [kind for _, kind, of in elements if of == block]
-        text(axes, x, 0.83, f"block {block}: {count(len(kinds), 'element')}", ha="left", size=8.5)
+        text(axes, x, 0.83, f"block {block}: {plural(len(kinds), 'element')}", ha="left", size=8.5)
         for k, (kind, fill) in enumerate((("slot", colour), ("padding", tint(colour, 0.35)), ("tail", WHITE))):
-            words = count(kinds.count(kind), kind) if kind == "slot" else f"{kinds.count(kind)} {kind}"
+            words = plural(kinds.count(kind), kind) if kind == "slot" else f"{kinds.count(kind)} {kind}"
             cell(axes, x + k * part, 0.42, part, 0.26, words, fill=fill, edge=colour, size=8)
-    note(axes, left, 0.15, "No element has two writers: there is no fill to overwrite, and no block waits for another.")
+    note(axes, left, 0.15, "Each element has one writer, so no fill is overwritten and no block waits for another.")
     return figure
 
 
 def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
-    """A stable rank from a bitmask: the set bits below a slot's own; the slot is the expert's last if none is given."""
+    """Draw a stable rank computed from a bitmask: the number of set bits below the slot's own bit.
+
+    ``slot`` defaults to the last slot of the expert.
+    """
     ids = [int(i) for i in topk_ids_of_chunk]
-    mine = [at for at, i in enumerate(ids) if i == expert]
-    check("the number of slots", len(ids), 1, 32), check("word_bits", word_bits, 4, 32)
-    if not mine or slot not in (None, *mine):
-        raise ValueError(f"slot is {slot}, but must be one of expert {expert}'s, which are {mine}")
-    slot = mine[-1] if slot is None else slot
-    rank, own, words = mine.index(slot), slot // word_bits, -(-len(ids) // word_bits)
+    slots = [at for at, i in enumerate(ids) if i == expert]
+    check_range("the number of slots", len(ids), 1, 32)
+    check_range("word_bits", word_bits, 4, 32)
+    if not slots or slot not in (None, *slots):
+        raise ValueError(f"slot is {slot}, but must be one of expert {expert}'s slots {slots}")
+    slot = slots[-1] if slot is None else slot
+    rank, own, words = slots.index(slot), slot // word_bits, -(-len(ids) // word_bits)
     figure, axes = canvas(WIDTH, 3.6, f"A rank from a bitmask: slot {slot} of a chunk, routed to expert {expert}")
     left, gap, tall = 1.55, 0.2, 0.3
     wide = min(0.5, (WIDTH - left - 0.15 - gap * (words - 1)) / len(ids))
@@ -215,15 +233,15 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
         first, last = word * word_bits, min((word + 1) * word_bits, len(ids))
         says, colour = f"word {word}: above", GREY
         if word <= own:
-            parts.append(sum(first <= at < min(slot, last) for at in mine))
+            parts.append(sum(first <= at < min(slot, last) for at in slots))
             lower = f" & {(1 << slot - first) - 1:#x}" if word == own else ""
             says, colour = f"popc(word {word}{lower}) = {parts[-1]}", BLUE
         axes.plot([x[first], x[last - 1] + wide], [1.9, 1.9], color=colour, linewidth=1.6)
         text(axes, (x[first] + x[last - 1] + wide) / 2, 1.73, says, size=8.5, colour=colour)
     added = " + ".join(map(str, parts)) + (f" = {rank}" if own else "")
     text(axes, left, 1.32, f"rank of slot {slot} = {added}", ha="left", weight="bold")
-    each = min(0.5, (WIDTH - left - 0.15) / len(mine))
-    for r, at in enumerate(mine):
+    each = min(0.5, (WIDTH - left - 0.15) / len(slots))
+    for r, at in enumerate(slots):
         fill = RED if at == slot else BLUE if at < slot else WHITE
         cell(axes, left + r * each, 0.5, each, tall, at, fill=fill, edge=PALE, label="ranked", size=8)
         text(axes, left + (r + 0.5) * each, 0.92, str(r), size=8, colour=GREY)
@@ -237,9 +255,13 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
     return figure
 
 
-def hand_over(blocks, experts, block_size=4, seed=0):
-    """The kernel for many slots: each block's counts in global memory, and where a block places its slots."""
-    check("blocks", blocks, 2, 5), check("experts", experts, 2, 8), check("block_size", block_size, 1, 16)
+def exchange_counts(blocks, experts, block_size=4, seed=0):
+    """Draw the large kernel: each block's counts in global memory, and where a block places its slots."""
+    (
+        check_range("blocks", blocks, 2, 5),
+        check_range("experts", experts, 2, 8),
+        check_range("block_size", block_size, 1, 16),
+    )
     ids = np.random.default_rng(seed).integers(0, experts, (blocks, 2 * experts))
     counts = np.stack([np.bincount(row, minlength=experts) for row in ids])
     g = blocks // 2
@@ -266,7 +288,7 @@ def hand_over(blocks, experts, block_size=4, seed=0):
         text(axes, left - 0.12, top - (block + 0.5) * tall, f"block {block}", ha="right", size=8.5)
     note(axes, right, top - 0.5 * tall, f"Each block counts its chunk of {ids.shape[1]} slots, and stores a row.")
     axes.plot([0.15, WIDTH - 0.15], [below + 0.25] * 2, color=INK, linewidth=1.2, linestyle="--")
-    note(axes, right, below + 0.56, "The hand-over: each block adds 1 to a counter (release),")
+    note(axes, right, below + 0.56, "Grid-wide barrier: each block adds 1 to a counter (release),")
     note(axes, right, below + 0.38, f"and waits until all {blocks} have (acquire).")
     names = f"before block {g}", "total", "padded", "start"
     whys = "the blue rows", "all rows", f"in whole blocks of {block_size}", "the padded totals of the experts before"

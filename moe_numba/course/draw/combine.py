@@ -1,28 +1,29 @@
-"""Pictures of combine: where a token's rows lie, a sum's steps, gaps that are filled, and what locks up."""
+"""Pictures of combine: placement of a token's rows, rounding of the sum, gaps in the heads, and deadlocks."""
 
 import math
 
 import torch
 
-from moe_numba.course.draw import GREEN, GREY, ORANGE, PALE, RED, SKY, arrow, box, canvas, note, text
+from moe_numba.course.bench.style import GREEN, GREY, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
 from moe_numba.course.draw.dispatch_layout import RANK_COLOURS
-from moe_numba.course.draw.scans import WHITE, WIDTH, cell, check, count, tint
 from moe_numba.expert_parallel import reference
 
-__all__ = ["circle", "gaps", "problem", "stuck", "sum_in_steps"]
+__all__ = ["wait_cycle", "head_gaps", "problem", "deadlocked_ring", "sum_in_steps"]
 
 
 def problem(is_token_in_rank, home=0):
-    """What each of two or three ranks received, and which of these rows belong to each token of rank ``home``."""
+    """Draw the rows that two or three ranks received, and which of them belong to each token of rank ``home``."""
     ranks = len(is_token_in_rank)
-    check("the number of ranks", ranks, 2, 3), check("home", home, 0, ranks - 1)
+    check_range("the number of ranks", ranks, 2, 3)
+    check_range("home", home, 0, ranks - 1)
     for chosen in is_token_in_rank:
-        check("tokens", len(chosen), 1, 5)
+        check_range("tokens", len(chosen), 1, 5)
     received = reference.dispatch([chosen[:, :1] for chosen in is_token_in_rank], is_token_in_rank)
-    check("rows of a rank", max(len(there.src_idx) for there in received), 1, 11)
+    check_range("rows of a rank", max(len(there.src_idx) for there in received), 1, 11)
     tokens, tall, wide, step = len(is_token_in_rank[home]), 0.32, 0.42, 0.78
     height = 1.45 + max(ranks * step, (tokens + 1) * tall + 0.4)
-    figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows lie on {count(ranks, 'rank')}")
+    figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows lie on {plural(ranks, 'rank')}")
     top, table = height - 0.78, WIDTH - 0.35 - (ranks + 1) * 0.62
     places = torch.full((tokens, ranks), -1)
     for rank, there in enumerate(received):
@@ -31,8 +32,8 @@ def problem(is_token_in_rank, home=0):
         ends = [0, *there.rank_prefix_matrix[:, rank].tolist()]
         for row, token in enumerate(there.src_idx.tolist()):
             source = next(s for s in range(ranks) if row < ends[s + 1])
-            mine = source == home
-            if mine:
+            local = source == home
+            if local:
                 places[token, rank] = row
             cell(
                 axes,
@@ -41,11 +42,11 @@ def problem(is_token_in_rank, home=0):
                 wide,
                 tall,
                 f"{source}:{token}",
-                fill=RANK_COLOURS[source] if mine else WHITE,
-                edge=WHITE if mine else PALE,
-                colour=None if mine else GREY,
+                fill=RANK_COLOURS[source] if local else WHITE,
+                edge=WHITE if local else PALE,
+                colour=None if local else GREY,
                 size=8,
-                label="own row" if mine else "row",
+                label="own row" if local else "row",
             )
         if ends[home] < ends[home + 1]:
             first, last = 0.15 + ends[home] * wide, 0.15 + ends[home + 1] * wide
@@ -91,8 +92,8 @@ def problem(is_token_in_rank, home=0):
 
 
 def sum_in_steps(values):
-    """One element of a few rows, added up in bfloat16 step by step, and in float32 with one rounding at the end."""
-    check("the number of values", len(values), 2, 8)
+    """Draw a sum accumulated in bfloat16, with a rounding per step, and in float32, with one rounding at the end."""
+    check_range("the number of values", len(values), 2, 8)
     rows = torch.tensor(values).bfloat16()
     narrow, wide, steps = rows[0], rows[0].float(), []
     steps.append((rows[0].item(), narrow.item(), wide.item()))
@@ -126,9 +127,12 @@ def sum_in_steps(values):
     return figure
 
 
-def gaps(before, after, none):
-    """A rank's column of send_head in one channel, before and after its gaps were filled; ``none``: nothing follows."""
-    check("the number of tokens", len(before), 2, 14)
+def head_gaps(before, after, none):
+    """Draw one rank's column of send_head for a channel, before and after its gaps are filled.
+
+    ``none`` encodes that no row follows.
+    """
+    check_range("the number of tokens", len(before), 2, 14)
     wide, tall, left = min(0.62, 7.4 / len(before)), 0.36, 1.6
     figure, axes = canvas(WIDTH, 2.65, "Filling the gaps: from the last token to the first")
     x = [left + (i + 0.5) * wide for i in range(len(before))]
@@ -177,13 +181,14 @@ def gaps(before, after, none):
     return figure
 
 
-def stuck(ring, chunk, head, tail, warps, tokens):
-    """A ring that has locked up. ``warps``: for each that adds up, the places it has read, and the one it waits for."""
-    check("ring", ring, 2, 10), check("the number of warps", len(warps), 1, 6)
+def deadlocked_ring(ring, chunk, head, tail, warps, tokens):
+    """Draw a deadlocked ring. ``warps`` lists for each reducing warp the slots it has read and the one it waits for."""
+    check_range("ring", ring, 2, 10)
+    check_range("the number of warps", len(warps), 1, 6)
     wide, tall, left = 0.62, 0.42, 1.75
     height = 2.75 + 0.36 * len(warps)
     free = ring - (tail - head)
-    title = f"A ring of {ring} rows, chunks of {chunk}, {count(len(warps), 'adding warp')}"
+    title = f"A ring of {ring} rows, chunks of {chunk}, {plural(len(warps), 'adding warp')}"
     figure, axes = canvas(WIDTH, height, title)
     y = height - 1.3
     for slot in range(ring):
@@ -223,13 +228,13 @@ def stuck(ring, chunk, head, tail, warps, tokens):
         text(axes, left + 2.1, row + 0.14, said, ha="left", size=9, colour=RED if needs == head else GREEN)
         if waits is not None:
             text(axes, WIDTH - 0.15, row + 0.14, f"waits for place {waits}", ha="right", size=9)
-    note(axes, 0.15, 0.17, "Red slots have been read, all of them. But the head is the least of what the warps say.")
+    note(axes, 0.15, 0.17, "All red slots have been read, but the head is the minimum of the warps' positions.")
     return figure
 
 
-def circle(waits):
-    """Who waits for whom: ``waits`` is [(who, why)], each waits for the next one, and the last one for the first."""
-    check("the number of those who wait", len(waits), 3, 8)
+def wait_cycle(waits):
+    """Draw a cycle of waits: each of ``waits``, pairs (name, reason), waits for the next, the last for the first."""
+    check_range("the number of waits", len(waits), 3, 8)
     height, n = 3.75, len(waits)
     figure, axes = canvas(WIDTH, height, "A circle of waits")
     middle, across, up = (WIDTH / 2, 1.75), 3.35, 1.15
@@ -238,7 +243,7 @@ def circle(waits):
         (middle[0] + across * math.sin(2 * math.pi * i / n), middle[1] + up * math.cos(2 * math.pi * i / n))
         for i in range(n)
     ]
-    for i, (who, why) in enumerate(waits):
+    for i, (name, why) in enumerate(waits):
         (x, y), (to_x, to_y) = spots[i], spots[(i + 1) % n]
         box(
             axes,
@@ -246,9 +251,9 @@ def circle(waits):
             y - tall / 2,
             wide,
             tall,
-            who,
-            fill=tint(ORANGE if "sends" in who else SKY),
-            label="who",
+            name,
+            fill=tint(ORANGE if "sends" in name else SKY),
+            label="waiter",
             size=9,
         )
         length = math.hypot(to_x - x, to_y - y)

@@ -1,4 +1,4 @@
-"""Pictures of the document's dispatch: who receives what in which order, where flags and rings lie, a dispatch in time.
+"""Pictures of our Numba port of DeepEP's dispatch: order of rows, buffer layout, and a dispatch over time.
 
 What moves is played in the simulator by ``draw.ring_trace``; here it is only drawn.
 """
@@ -11,24 +11,29 @@ import matplotlib
 from matplotlib.animation import FuncAnimation, PillowWriter
 
 from moe_numba.course.articles.deepep.buffer_layout import dispatch_offsets
-from moe_numba.course.bench.plots import STYLE
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, note, text
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, STYLE, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
 from moe_numba.course.draw.dispatch_layout import RANK_COLOURS
 from moe_numba.course.draw.ring_trace import replay
-from moe_numba.course.draw.scans import WHITE, WIDTH, cell, check, count, tint
 
-__all__ = ["animation", "order", "queues", "say", "timeline"]
+__all__ = ["animation", "row_order", "queues", "describe", "timeline"]
 
 STATES = {"free": WHITE, "written": tint(RED, 0.35), "full": tint(SKY, 0.7)}
 
 
-def order(is_token_in_rank, channels):
-    """Tokens of two ranks and where they go; and the rows that each rank receives: by rank, by channel, by token."""
-    ranks, most = len(is_token_in_rank), max(map(len, is_token_in_rank))
-    check("the number of ranks", ranks, 2, 2), check("tokens", most, 1, 8), check("channels", channels, 1, 8)
+def row_order(is_token_in_rank, channels):
+    """Draw the destinations of two ranks' tokens and the rows that each rank receives, by rank, channel and token."""
+    ranks, max_tokens = len(is_token_in_rank), max(map(len, is_token_in_rank))
+    (
+        check_range("the number of ranks", ranks, 2, 2),
+        check_range("tokens", max_tokens, 1, 8),
+        check_range("channels", channels, 1, 8),
+    )
     tall, group = 0.42, 1.35
     height = ranks * group + 1.0
-    figure, axes = canvas(WIDTH, height, f"{ranks} ranks, {count(channels, 'channel')}: which rows lie where in recv_x")
+    figure, axes = canvas(
+        WIDTH, height, f"{ranks} ranks, {plural(channels, 'channel')}: which rows lie where in recv_x"
+    )
     left, right, wide = 0.9, 4.75, 0.32
     most_rows = max(sum(chosen[r] for rows in is_token_in_rank for chosen in rows) for r in range(ranks))
     narrow = min(0.27, (WIDTH - 0.3 - right - 0.1 * channels) / max(most_rows, 1))
@@ -92,16 +97,17 @@ def order(is_token_in_rank, channels):
 
 
 def queues(constants):
-    """What a rank's buffer holds during a dispatch: the sections with their offsets, and the rings one by one."""
+    """Draw a rank's buffer during a dispatch: its sections with their offsets, and each ring."""
     ranks, channels = constants.ranks, constants.channels
-    check("ranks", ranks, 1, 3), check("channels", channels, 1, 4)
+    check_range("ranks", ranks, 1, 3)
+    check_range("channels", channels, 1, 4)
     at = dispatch_offsets(constants)
     names = ("rank_prefix", "start", "end", "head", "tail", "x")
     figure, axes = canvas(
         WIDTH,
         3.75,
-        f"A rank's buffer: {count(ranks, 'rank')}, {count(channels, 'channel')}, "
-        f"rings of {count(constants.ring, 'row')}",
+        f"A rank's buffer: {plural(ranks, 'rank')}, {plural(channels, 'channel')}, "
+        f"rings of {plural(constants.ring, 'row')}",
     )
     left, y, tall, small = 0.15, 2.55, 0.4, 1.02
     text(axes, left, y + tall + 0.3, "sections, with the byte at which each begins (not to scale)", ha="left", size=8.5)
@@ -161,13 +167,14 @@ def queues(constants):
 
 
 def timeline(played):
-    """Tail and head of each ring over the order of events: what is between the two is in the ring."""
+    """Draw tail and head of each ring over the order of events; the rows between the two are in the ring."""
     moments = played["moments"]
     keys = sorted({tuple(m[1:4]) for m in moments})
-    check("the number of rings", len(keys), 1, 8), check("the number of moments", len(moments), 1, 400)
+    check_range("the number of rings", len(keys), 1, 8)
+    check_range("the number of moments", len(moments), 1, 400)
     tall, left = 0.62, 1.75
     height = 1.35 + len(keys) * tall
-    title = f"A dispatch in time: rings of {count(played['ring'], 'row')}, chunks of {played['chunk']}"
+    title = f"A dispatch in time: rings of {plural(played['ring'], 'row')}, chunks of {played['chunk']}"
     figure, axes = canvas(WIDTH, height, title)
     scale = (WIDTH - left - 0.3) / len(moments)
     lines = {key: {"tail": [], "head": [], "row": []} for key in keys}
@@ -179,8 +186,8 @@ def timeline(played):
             rows.append((i, len(rows) + 1))
     for place, (rank, source, channel) in enumerate(keys):
         line, y = lines[rank, source, channel], height - 0.62 - (place + 1) * tall
-        most = max(*line["tail"], 1)
-        up = (tall - 0.16) / most
+        max_tokens = max(*line["tail"], 1)
+        up = (tall - 0.16) / max_tokens
         text(
             axes,
             0.15,
@@ -191,7 +198,7 @@ def timeline(played):
             weight="bold",
             colour=RANK_COLOURS[source],
         )
-        text(axes, 0.15, y + 0.14, f"channel {channel}, {count(most, 'row')}", ha="left", size=8, colour=GREY)
+        text(axes, 0.15, y + 0.14, f"channel {channel}, {plural(max_tokens, 'row')}", ha="left", size=8, colour=GREY)
         axes.plot([left, WIDTH - 0.3], [y, y], color=PALE, linewidth=0.8)
         xs = [left + i * scale for i in range(len(moments))]
         tail, head = ([y + value * up for value in line[name]] for name in ("tail", "head"))
@@ -212,20 +219,20 @@ def timeline(played):
     return figure
 
 
-def say(moment):
-    """A moment in words."""
-    who = f"rank {moment.source}, channel {moment.channel}"
+def describe(moment):
+    """Describe a moment in one sentence."""
+    sender = f"rank {moment.source}, channel {moment.channel}"
     if moment.what == "row":
-        return f"{who}: token {moment.token} is written into slot {moment.value} at rank {moment.rank}"
+        return f"{sender}: token {moment.token} is written into slot {moment.value} at rank {moment.rank}"
     if moment.what == "head":
         return f"rank {moment.rank}, channel {moment.channel}: has taken {moment.value} from rank {moment.source}: head"
     if moment.what == "tail":
-        return f"{who}: publishes tail {moment.value} at rank {moment.rank}"
-    return f"{who}: {moment.what} {moment.value} at rank {moment.rank} stands for {-moment.value - 1}"
+        return f"{sender}: publishes tail {moment.value} at rank {moment.rank}"
+    return f"{sender}: {moment.what} {moment.value} at rank {moment.rank} encodes {-moment.value - 1}"
 
 
 def _snapshots(played):
-    """What each picture of the animation shows: a sentence, the ring that changed, and all rings as plain values."""
+    """Return for each frame of the animation a sentence, the ring that changed, and all rings as plain values."""
     for moment, rings in replay(played):
         shown = {
             key: (
@@ -237,7 +244,7 @@ def _snapshots(played):
             )
             for key, ring in rings.items()
         }
-        yield say(moment), (moment.rank, moment.source, moment.channel), shown
+        yield describe(moment), (moment.rank, moment.source, moment.channel), shown
 
 
 def _draw_snapshot(axes, played, snapshot, number, total):
@@ -299,22 +306,23 @@ def _draw_snapshot(axes, played, snapshot, number, total):
 
 
 def _range(start, end):
-    """The rows that a channel sends, as its flags say: ``start`` and ``end`` are -n - 1, or 0: not known yet."""
+    """Return the row range of a channel from its flags: counts are encoded as -n - 1; 0 means "not written yet"."""
     return f"{-start - 1}..{-end - 1}" if start and end else "?"
 
 
 def animation(played, seconds=0.45, dpi=72):
-    """The rings in motion, as HTML with a GIF in it: a picture for each moment. Two ranks."""
-    check("ranks", played["ranks"], 2, 2), check("the number of moments", len(played["moments"]), 1, 160)
-    check("ring", played["ring"], 1, 6)
+    """Return an HTML image with an animated GIF of the rings, one frame per moment, for two ranks."""
+    check_range("ranks", played["ranks"], 2, 2)
+    check_range("the number of moments", len(played["moments"]), 1, 160)
+    check_range("ring", played["ring"], 1, 6)
     shots = list(_snapshots(played))
     height = 1.6 + 0.4 * len(shots[0][2]) / 2
     with matplotlib.rc_context(STYLE):
         figure, axes = canvas(
             WIDTH,
             height,
-            f"Two ranks, {count(played['channels'], 'channel')}, rings of "
-            f"{count(played['ring'], 'row')}: token numbers in their slots",
+            f"Two ranks, {plural(played['channels'], 'channel')}, rings of "
+            f"{plural(played['ring'], 'row')}: token numbers in their slots",
         )
         still = len(axes.texts)
 

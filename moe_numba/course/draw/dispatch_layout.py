@@ -1,24 +1,28 @@
-"""Pictures of expert parallelism: who sends what to whom, private counters, the banks that they lie in, the buffer."""
+"""Pictures of the dispatch layout: token destinations, private counters, shared-memory banks, the buffer."""
 
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, note, text
-from moe_numba.course.draw.scans import WHITE, WIDTH, cell, check, count, tint
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
 from moe_numba.expert_parallel import reference
 
-__all__ = ["banks", "buffer_map", "buffer_parts", "private_counters", "problem", "turns"]
+__all__ = ["banks", "buffer_map", "buffer_parts", "private_counters", "problem", "wavefronts"]
 
 RANK_COLOURS = (BLUE, ORANGE, GREEN)
-PEERS = 8  # GPUs of a host, as DeepEP's buffer has room for
+PEERS = 8  # GPUs of a node, the most that DeepEP's buffer supports
 
 
 def problem(topk_idx_of_ranks, num_experts):
-    """Tokens of two or three ranks, their experts, the layout that each rank counts, and who sends how many to whom."""
+    """Draw tokens of two or three ranks, their experts, each rank's layout and the number of tokens per destination."""
     ranks, (tokens, topk) = len(topk_idx_of_ranks), topk_idx_of_ranks[0].shape
-    check("the number of ranks", ranks, 2, 3), check("tokens", tokens, 1, 6), check("topk", topk, 1, 3)
-    check("num_experts", num_experts, ranks, 8)
+    (
+        check_range("the number of ranks", ranks, 2, 3),
+        check_range("tokens", tokens, 1, 6),
+        check_range("topk", topk, 1, 3),
+    )
+    check_range("num_experts", num_experts, ranks, 8)
     each, tall = num_experts // ranks, 0.26
     group = max(tokens, 3) * tall + 0.98
     height = ranks * group + 0.85
-    figure, axes = canvas(WIDTH, height, f"{ranks} ranks, {num_experts} experts: who sends which tokens to whom")
+    figure, axes = canvas(WIDTH, height, f"{ranks} ranks, {num_experts} experts: destinations of the tokens")
     places = [(height - 0.75 - (r + 0.5) * group + 0.3) for r in range(ranks)]
     for rank, topk_idx in enumerate(topk_idx_of_ranks):
         per_rank, per_expert, is_in = (t.tolist() for t in reference.dispatch_layout(topk_idx, ranks, num_experts))
@@ -104,13 +108,16 @@ def problem(topk_idx_of_ranks, num_experts):
 
 
 def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
-    """The document's way to count: each thread counts its own tokens in a row of its own, then columns are added up."""
+    """Draw DeepEP's counting: each thread counts its tokens in a private row, then the columns are summed."""
     tokens, topk = topk_idx.shape
-    check("tokens", tokens, 1, 12), check("topk", topk, 1, 4), check("threads", threads, 2, 6)
-    check("experts_of_block", experts_of_block, 1, 8), check("num_experts", num_experts, 1, 64)
+    check_range("tokens", tokens, 1, 12)
+    check_range("topk", topk, 1, 4)
+    check_range("threads", threads, 2, 6)
+    check_range("experts_of_block", experts_of_block, 1, 8)
+    check_range("num_experts", num_experts, 1, 64)
     begin = block * experts_of_block
     experts = list(range(begin, min(begin + experts_of_block, num_experts)))
-    check("the number of the block's experts", len(experts), 1, 8)
+    check_range("the number of the block's experts", len(experts), 1, 8)
     rows = [[0] * len(experts) for _ in range(threads)]
     for token, ids in enumerate(topk_idx.tolist()):
         for expert in ids:
@@ -134,7 +141,7 @@ def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
         for r in range(rounds):
             token = r * threads + thread
             for k, expert in enumerate(topk_idx[token].tolist() if token < tokens else ()):
-                mine = expert in experts
+                counted = expert in experts
                 cell(
                     axes,
                     left + r * (topk * wide + 0.12) + k * wide,
@@ -142,10 +149,10 @@ def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
                     wide,
                     tall - 0.04,
                     expert,
-                    fill=SKY if mine else WHITE,
+                    fill=SKY if counted else WHITE,
                     edge=PALE,
                     size=8,
-                    colour=None if mine else GREY,
+                    colour=None if counted else GREY,
                     label="choice",
                 )
         arrow(axes, (counters - 0.6, y + tall / 2), (counters - 0.12, y + tall / 2), colour=GREY)
@@ -187,8 +194,8 @@ def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
     return figure
 
 
-def turns(words, banks=32):
-    """How often the banks must take turns for one access of a warp: the most different words that lie in one bank."""
+def wavefronts(words, banks=32):
+    """Count the wavefronts of a shared-memory access: the maximum number of distinct words in one bank."""
     found = [0] * banks
     for word in set(words):
         found[word % banks] += 1
@@ -196,17 +203,18 @@ def turns(words, banks=32):
 
 
 def banks(num_banks=8, widths=(8, 9), column=2):
-    """In which bank each counter of each thread lies, for rows of so many words; one column is marked."""
-    check("num_banks", num_banks, 4, 8), check("the number of widths", len(widths), 1, 2)
+    """Draw the bank of each thread's counters for the given row widths, in words; one column is marked."""
+    check_range("num_banks", num_banks, 4, 8)
+    check_range("the number of widths", len(widths), 1, 2)
     for width in widths:
-        check("a width", width, column + 1, 9)
+        check_range("a width", width, column + 1, 9)
     tall, wide = 0.28, 0.36
     height = 1.75 + num_banks * tall
     figure, axes = canvas(WIDTH, height, f"{num_banks} banks, {num_banks} threads: the bank of each counter")
     top = height - 1.0
     for side, width in enumerate(widths):
         left = 1.05 + side * (WIDTH / 2)
-        needed = turns([thread * width + column for thread in range(num_banks)], num_banks)
+        needed = wavefronts([thread * width + column for thread in range(num_banks)], num_banks)
         text(axes, left, top + 0.37, f"rows of {width} words", ha="left", weight="bold")
         for j in range(width):
             text(axes, left + (j + 0.5) * wide, top + 0.12, str(j), size=7.5, colour=GREY)
@@ -228,14 +236,19 @@ def banks(num_banks=8, widths=(8, 9), column=2):
                     label="marked" if j == column else "word",
                     colour=None if j == column else GREY,
                 )
-        words = f"all threads at column {column}: {count(needed, 'turn')}"
+        words = f"all threads at column {column}: {plural(needed, 'wavefront')}"
         text(axes, left, top - num_banks * tall - 0.2, words, ha="left", size=8.5)
-    note(axes, 0.15, 0.15, "A bank gives one word in a turn. A word's bank is its number, modulo the number of banks.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "A bank delivers one word per wavefront. Bank of a word: its index modulo the number of banks.",
+    )
     return figure
 
 
 def buffer_parts(num_nvl_bytes):
-    """The parts of DeepEP's allocation on each GPU, ``{name: (offset, bytes)}``, for eight GPUs of a host."""
+    """Return the parts of DeepEP's allocation on each of eight GPUs of a node: ``{name: (offset, bytes)}``."""
     parts, offset = {}, 0
     sizes = {
         "data": num_nvl_bytes,
@@ -250,8 +263,8 @@ def buffer_parts(num_nvl_bytes):
 
 
 def buffer_map(num_nvl_bytes):
-    """The allocation to scale: once as a whole, and its last bytes again, which a whole has no room to show."""
-    check("num_nvl_bytes", num_nvl_bytes, 128, (1 << 31) - 1)
+    """Draw the allocation to scale, and its last bytes enlarged."""
+    check_range("num_nvl_bytes", num_nvl_bytes, 128, (1 << 31) - 1)
     parts = buffer_parts(num_nvl_bytes)
     small = {name: part for name, part in parts.items() if name != "data"}
     total, rest = sum(size for _, size in parts.values()), sum(size for _, size in small.values())
@@ -291,7 +304,7 @@ def buffer_map(num_nvl_bytes):
         axes,
         left,
         0.17,
-        "Below: one entry for each GPU of the host. "
+        "Below: one entry for each GPU of the node. "
         "The pointers are those that the host got by opening the others' handles.",
     )
     return figure

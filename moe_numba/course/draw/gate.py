@@ -1,34 +1,17 @@
-"""Pictures of the gate: the problem, who holds what, shuffles, ranks, sorting and picking."""
+"""Pictures of the gate: the problem, split of work among lanes, shuffles, ranks, sorting and top-k."""
 
 import numpy as np
 
-from moe_numba.course.draw import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    RED,
-    SKY,
-    arrow,
-    box,
-    canvas,
-    ink_on,
-    lane_colour,
-    note,
-    text,
-)
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import arrow, box, canvas, ink_on, lane_colour, note, plural, text
 from moe_numba.gate.reference import biased_grouped_topk
-
-WIDTH = 9.2  # inches, that of the measured figures
 
 # How one warp of 32 lanes splits its work: name -> (tokens of the warp, lanes for a token)
 LAYOUTS = {"a thread for a token": (32, 1), "a thread for a group": None, "a warp for a token": (1, 32)}
 
 
 def problem(logits, bias, num_groups, topk_group, topk):
-    """One token's biased scores as bars: the groups that are kept, and the experts that are chosen of them."""
+    """Draw one token's biased scores as bars, with the groups that are kept and the experts that are chosen."""
     choice = (logits.float().sigmoid() + bias).double()
     options = {"num_expert_group": num_groups, "topk_group": topk_group}
     weights, ids = biased_grouped_topk(logits[None].float(), bias, topk, **options)
@@ -74,15 +57,15 @@ def problem(logits, bias, num_groups, topk_group, topk):
     return figure
 
 
-def who_holds_what(layout, num_experts=256, num_groups=8):
-    """Which lane of one warp holds which experts of which token; ``layout`` is one of ``LAYOUTS``."""
+def work_split(layout, num_experts=256, num_groups=8):
+    """Draw which lane of a warp holds which experts of which token; ``layout`` is one of ``LAYOUTS``."""
     if layout not in LAYOUTS:
         raise ValueError(f"the layout is {layout!r}, but must be one of {', '.join(LAYOUTS)}")
     tokens, lanes = LAYOUTS[layout] or (32 // num_groups, num_groups)
     held, tall = num_experts // lanes, {32: 0.075, 1: 0.4}.get(tokens, 0.3)
     left, width, below = 1.0, WIDTH - 1.2, 0.72
     height = below + tokens * tall + 0.55
-    figure, axes = canvas(WIDTH, height, f"Who holds what: {layout}")
+    figure, axes = canvas(WIDTH, height, f"Split of work: {layout}")
     for token in range(tokens):
         y = below + (tokens - 1 - token) * tall
         for i in range(lanes):
@@ -110,19 +93,15 @@ def who_holds_what(layout, num_experts=256, num_groups=8):
         if group < num_groups:
             text(axes, x + width / num_groups / 2, below - 0.15, f"group {group}", size=8, colour=GREY)
     share = f"{held} experts" if lanes != num_groups else f"one group, {held} experts"
-    words = f"A warp works on {_count(tokens, 'token')}. A lane holds {share}."
+    words = f"A warp works on {plural(tokens, 'token')}. A lane holds {share}."
     if lanes > num_groups:
-        words += f" A group is {_count(lanes // num_groups, 'lane')}."
+        words += f" A group is {plural(lanes // num_groups, 'lane')}."
     note(axes, left, 0.2, words)
     return figure
 
 
-def _count(n, what):
-    return f"one {what}" if n == 1 else f"{n} {what}s"
-
-
 def butterfly(values, what="highest"):
-    """How ``shfl_xor`` rounds give every lane the lowest or highest of all values; a power of two of them."""
+    """Draw the ``shfl_xor`` rounds after which every lane holds the lowest or highest of 2**n values."""
     choose, lanes = {"lowest": min, "highest": max}[what], len(values)
     rounds = lanes.bit_length() - 1
     title = f"A butterfly: {lanes} lanes find the {what} value in {rounds} rounds"
@@ -150,7 +129,7 @@ def butterfly(values, what="highest"):
 
 
 def thread_model(num_experts, num_groups, warps=6):
-    """The article's grid, block and warp: who works on which token and group."""
+    """Draw the thread model of SGLang's kernel: token and group of each block, warp and lane."""
     rows, held = max(1, 32 // num_groups), num_experts // num_groups
     title = f"The thread model: {num_experts} experts in {num_groups} groups"
     figure, axes = canvas(WIDTH, 0.28 * warps + 2.8, title)
@@ -184,7 +163,7 @@ def thread_model(num_experts, num_groups, warps=6):
 
 
 def rank_by_counting(sums, kept):
-    """All groups against all: a mark in a group's row for each group that is better; few marks, and it is kept."""
+    """Draw a rank by counting: each group counts the groups that are better, and stays if they are few."""
     n = len(sums)
     cell, left = 0.42, 1.7
     height = 1.5 + cell * n
@@ -192,13 +171,13 @@ def rank_by_counting(sums, kept):
     top = height - 0.95
     text(axes, left + n * cell / 2, top + 0.42, "is this group better?", size=8.5, colour=GREY)
     text(axes, left + n * cell + 0.6, top + 0.16, "better", size=8.5, colour=GREY)
-    for i, mine in enumerate(sums):
+    for i, own in enumerate(sums):
         y = top - (i + 1) * cell
         text(axes, left + (i + 0.5) * cell, top + 0.16, str(i), size=8.5)
-        better = [theirs > mine or (theirs == mine and j < i) for j, theirs in enumerate(sums)]
+        better = [other > own or (other == own and j < i) for j, other in enumerate(sums)]
         stays = sum(better) < kept
         colour, word = (BLUE, "kept") if stays else (GREY, "out")
-        text(axes, left - 0.12, y + cell / 2, f"group {i}: {mine:.3f}", size=8.5, ha="right", colour=colour)
+        text(axes, left - 0.12, y + cell / 2, f"group {i}: {own:.3f}", size=8.5, ha="right", colour=colour)
         for j in range(n):
             fill = "#DDDDDD" if i == j else RED if better[j] else "white"
             words, label = ("yes", "better") if better[j] else ("", "cell")
@@ -207,7 +186,7 @@ def rank_by_counting(sums, kept):
         text(axes, left + n * cell + 1.1, y + cell / 2, word, ha="left", colour=colour)
     lanes = max(1, 32 // n)
     asks = -(-n // lanes)
-    note(axes, left, 0.25, f"{_count(lanes, 'lane')} to a row; each makes {asks} of its {n} comparisons.")
+    note(axes, left, 0.25, f"{plural(lanes, 'lane')} to a row; each makes {asks} of its {n} comparisons.")
     return figure
 
 
@@ -238,8 +217,8 @@ FLOW = {  # each column's steps; the last of a column that loops asks whether it
 
 
 def flow_chart():
-    """The phases of the article's kernel, in columns, with its two loops."""
-    figure, axes = canvas(WIDTH, 4.65, "The article's kernel as a flow chart")
+    """Draw the phases of SGLang's kernel in columns, with its two loops."""
+    figure, axes = canvas(WIDTH, 4.65, "SGLang's kernel as a flow chart")
     wide, tall, gap, top = 1.95, 0.42, 0.2, 3.22
     for column, (name, steps) in enumerate(FLOW.items()):
         x, colour = 0.2 + column * (wide + 0.33), (BLUE, GREEN, RED, INK)[column]
@@ -257,15 +236,15 @@ def flow_chart():
             text(axes, x + 0.02, last - 0.33, "no", size=8, colour=colour, ha="left")
             text(axes, x + wide - 0.02, last - 0.33, "yes", size=8, colour=GREY, ha="right")
         if column + 1 < len(FLOW):
-            turn, next_x, high = x + wide + 0.14, x + 0.33 + 1.5 * wide, top + tall + 0.42
-            axes.plot([x + wide, turn, turn, next_x], [last, last, high, high], color=GREY, linewidth=1.1)
+            corner, next_x, high = x + wide + 0.14, x + 0.33 + 1.5 * wide, top + tall + 0.42
+            axes.plot([x + wide, corner, corner, next_x], [last, last, high, high], color=GREY, linewidth=1.1)
             arrow(axes, (next_x, high), (next_x, high - 0.13), colour=GREY)
-    note(axes, 0.2, 0.15, "If there is no such token, the article's thread returns. Ours goes on and stores nothing.")
+    note(axes, 0.2, 0.15, "If there is no such token, SGLang's thread returns. Ours continues and stores nothing.")
     return figure
 
 
 def sorting_network(values, pairs):
-    """Values move from left to right; a bar compares two wires, and the larger value leaves on the upper one."""
+    """Draw a sorting network: values move to the right, and a comparator puts the larger one on the upper wire."""
     n, stages, free = len(values), [], [0] * len(values)
     for i, j in pairs:  # as far left as the wires allow
         stage = max(free[i : j + 1])
@@ -296,12 +275,12 @@ def sorting_network(values, pairs):
             text(axes, x[stage] + 0.05, y[i] + 0.09, f"{now[i]:.2f}", size=7, colour=RED, ha="left")
     for i in range(n):
         text(axes, right + 0.08, y[i], f"{now[i]:.2f}", ha="left", weight="bold")
-    note(axes, left, 0.14, "In colour: the two values change places. The small number is the one that moves up.")
+    note(axes, left, 0.14, "Red: the two values are swapped. The small number is the one that moves up.")
     return figure
 
 
 def pick_loop(lanes, picks, title="The pick loop"):
-    """Lanes sort their values; each pick: redux finds the highest front, ballot and ffs its lane, which drops it."""
+    """Draw top-k by picks from sorted lanes: redux finds the maximum, ballot and ffs its lane, which drops it."""
     lanes, depth = [sorted(lane, reverse=True) for lane in lanes], max(map(len, lanes))
     rows, wide = len(lanes), (WIDTH - 0.4) / picks
     cell = min(0.5, (wide - 0.95) / depth)

@@ -1,9 +1,9 @@
 """Pictures of the grouped GEMM: groups and their weights, where tiles begin, and which block computes which tile."""
 
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, ink_on, note, text
-from moe_numba.course.draw.scans import WHITE, WIDTH, check, count, tint
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
 
-__all__ = ["problem", "schedules", "swapped", "tile_starts"]
+__all__ = ["problem", "schedules", "padded_work", "tile_starts"]
 
 _COLOURS = (BLUE, ORANGE, GREEN, SKY, RED, "#CC79A7")
 
@@ -13,9 +13,10 @@ def _colour(group):
 
 
 def problem(lengths):
-    """Rows of x in groups, each with a matrix of its own, and the rows of y that they make."""
-    check("the number of groups", len(lengths), 2, 6), check("rows", sum(lengths), 1, 32)
-    figure, axes = canvas(WIDTH, 3.9, f"{count(len(lengths), 'group')}, {len(lengths)} matrices, one output")
+    """Draw the rows of x in groups, the weight of each group, and the rows of y."""
+    check_range("the number of groups", len(lengths), 2, 6)
+    check_range("rows", sum(lengths), 1, 32)
+    figure, axes = canvas(WIDTH, 3.9, f"{plural(len(lengths), 'group')}, {len(lengths)} matrices, one output")
     tall, top = 2.6 / sum(lengths), 3.2
     each = 2.6 / len(lengths)
     for left, words in ((0.6, "x [M, K]"), (4.0, "weight [groups, N, K]"), (7.0, "y [M, N]")):
@@ -40,13 +41,14 @@ def problem(lengths):
 
 
 def tile_starts(lengths, tile):
-    """Where tiles begin: one map over all rows, rows padded to whole tiles, and a map for each group."""
-    check("the number of groups", len(lengths), 1, 6), check("tile", tile, 2, 16)
+    """Draw where tiles begin: with one tensor map, with rows padded to whole tiles, and with one map per group."""
+    check_range("the number of groups", len(lengths), 1, 6)
+    check_range("tile", tile, 2, 16)
     padded = [-(-length // tile) * tile for length in lengths]
-    most = max(sum(padded), sum(lengths))
-    check("rows", most, 1, 64)
+    largest = max(sum(padded), sum(lengths))
+    check_range("rows", largest, 1, 64)
     figure, axes = canvas(WIDTH, 3.5, f"Where tiles of {tile} rows begin")
-    left, wide = 2.6, (WIDTH - 2.8) / most
+    left, wide = 2.6, (WIDTH - 2.8) / largest
     owners = [g for g, length in enumerate(lengths) for _ in range(length)]
     filled = [g if r < lengths[g] else None for g in range(len(lengths)) for r in range(padded[g])]
     starts = [sum(lengths[:g]) for g in range(len(lengths))]
@@ -90,33 +92,35 @@ def tile_starts(lengths, tile):
     return figure
 
 
-def swapped(rows):
-    """How much of the tensor cores' work is for nothing, with tokens as M and as N; ``rows`` are group sizes."""
-    check("the number of sizes", len(rows), 1, 8)
-    figure, axes = canvas(WIDTH, 3.6, "Rows that are multiplied, for groups of so many tokens")
+def padded_work(rows):
+    """Draw the padded part of the tensor cores' work, with tokens as M and as N; ``rows`` are group sizes."""
+    check_range("the number of sizes", len(rows), 1, 8)
+    figure, axes = canvas(WIDTH, 3.6, "Rows that are multiplied, by group size")
     left, bottom, tall, group = 0.8, 0.8, 2.1, (WIDTH - 1.0) / len(rows)
-    ways = {"tokens are M: 64 at least": (64, ORANGE), "tokens are N: 8 at least": (8, BLUE)}
-    most = max(-(-r // 64) * 64 for r in rows)
+    variants = {"tokens are M: 64 at least": (64, ORANGE), "tokens are N: 8 at least": (8, BLUE)}
+    largest = max(-(-r // 64) * 64 for r in rows)
     for place, r in enumerate(rows):
         x = left + place * group
-        for side, (step, colour) in enumerate(ways.values()):
+        for side, (step, colour) in enumerate(variants.values()):
             paid, at = -(-r // step) * step, x + (0.1 + 0.4 * side) * group
-            box(axes, at, bottom, 0.36 * group, tall * paid / most, fill=tint(colour, 0.3), edge=colour, label="paid")
-            box(axes, at, bottom, 0.36 * group, tall * r / most, fill=colour, edge=colour, label="used")
-            text(axes, at + 0.18 * group, bottom + tall * paid / most + 0.1, f"{paid}", size=8)
+            wide = 0.36 * group
+            box(axes, at, bottom, wide, tall * paid / largest, fill=tint(colour, 0.3), edge=colour, label="paid")
+            box(axes, at, bottom, wide, tall * r / largest, fill=colour, edge=colour, label="used")
+            text(axes, at + 0.18 * group, bottom + tall * paid / largest + 0.1, f"{paid}", size=8)
         text(axes, x + 0.48 * group, bottom - 0.15, f"{r}", size=8.5)
     axes.plot([left, WIDTH - 0.2], [bottom, bottom], color=INK, linewidth=0.8)
-    for side, (words, (_, colour)) in enumerate(ways.items()):
+    for side, (words, (_, colour)) in enumerate(variants.items()):
         text(axes, left + 3.0 * side, bottom - 0.4, words, colour=colour, ha="left", weight="bold")
-    note(axes, 0.15, 0.17, "Dark: rows that are there. Pale: zeros that are multiplied all the same.")
+    note(axes, 0.15, 0.17, "Dark: rows of the group. Pale: padding that is multiplied as well.")
     return figure
 
 
 def schedules(found, groups):
-    """Who computes which tile, when: ``{name: [a block's tiles (g, m, n), for each block]}``, in equal times."""
-    check("the number of schedules", len(found), 1, 3)
+    """Draw schedules of equal tiles: ``{name: [tiles (g, m, n) of each block]}``."""
+    check_range("the number of schedules", len(found), 1, 3)
     blocks = len(next(iter(found.values())))
-    check("blocks", blocks, 1, 8), check("groups", groups, 1, 6)
+    check_range("blocks", blocks, 1, 8)
+    check_range("groups", groups, 1, 6)
     row = 0.3
     figure, axes = canvas(WIDTH, 0.9 + len(found) * (row * blocks + 0.5), "Which block computes which tile, and when")
     left, top = 0.9, 0.45 + len(found) * (row * blocks + 0.5)
@@ -124,7 +128,7 @@ def schedules(found, groups):
         waves = max(map(len, walks))
         wide = min(1.1, (WIDTH - left - 1.6) / max(waves, 1))
         idle = sum(waves - len(own) for own in walks)
-        text(axes, left, top - 0.15, f"{name}: {count(waves, 'wave')}", ha="left", weight="bold")
+        text(axes, left, top - 0.15, f"{name}: {plural(waves, 'wave')}", ha="left", weight="bold")
         for block, own in enumerate(walks):
             y = top - 0.3 - row * (block + 1)
             text(axes, left - 0.08, y + 0.15, f"block {block}", size=8, colour=GREY, ha="right")
@@ -160,7 +164,7 @@ def schedules(found, groups):
                         label="idle",
                     )
         side = left + waves * wide + 0.15
-        text(axes, side, top - 0.5, f"{count(sum(map(len, walks)), 'tile')},", size=8.5, ha="left")
+        text(axes, side, top - 0.5, f"{plural(sum(map(len, walks)), 'tile')},", size=8.5, ha="left")
         text(axes, side, top - 0.7, f"{idle} idle at the end", size=8.5, colour=RED if idle else GREY, ha="left")
         top -= row * blocks + 0.5
     note(axes, 0.15, 0.17, "x1.0 w1.2: tokens' tile 0 of group 1 times its weights' tile 2. A colour is a group.")

@@ -1,9 +1,8 @@
-"""Pictures of what Hopper's instructions see: the swizzle, a descriptor's bits, a fragment; and those of time."""
+"""Pictures of Hopper's instructions: swizzle, wgmma descriptor, accumulator fragment, mbarriers and rings."""
 
-from moe_numba.course.bench.plots import PURPLE
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, ink_on, note, text
-from moe_numba.course.draw.hopper_time import barrier_life, ring, ring_spans, tile_schedule
-from moe_numba.course.draw.scans import WHITE, WIDTH, cell, check, tint
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, text, tint
+from moe_numba.course.draw.hopper_time import barrier_life, ring, ring_spans
 
 __all__ = [
     "banks",
@@ -16,15 +15,14 @@ __all__ = [
     "ring",
     "ring_spans",
     "swizzle",
-    "tile_schedule",
 ]
 
 EIGHT = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "#8C8C8C", "#F0E442")  # one for each chunk of a row
 
 
 def problem():
-    """What Hopper added: a copy engine, barriers that count bytes, and tensor cores that read shared memory."""
-    figure, axes = canvas(WIDTH, 3.9, "A multiprocessor before Hopper, and with it")
+    """Draw what Hopper adds: a copy engine, barriers that count bytes, tensor cores that read shared memory."""
+    figure, axes = canvas(WIDTH, 3.9, "An SM before Hopper, and on Hopper")
     middle = WIDTH / 2
     axes.plot([middle, middle], [0.68, 3.4], color=PALE, linewidth=1)
     for x, name, new in (
@@ -58,7 +56,7 @@ def problem():
         axes,
         0.2,
         0.4,
-        "Orange: who moves the bytes. An mbarrier in shared memory tells when a copy has landed: "
+        "Orange: the unit that moves the bytes. An mbarrier in shared memory signals that a copy is complete: "
         "it counts arrivals, and bytes.",
     )
     return figure
@@ -69,7 +67,8 @@ def swizzle(rows=8, column=0):
 
     ``column`` is the chunk whose way is outlined: one column before, all columns after.
     """
-    check("rows", rows, 8, 16), check("column", column, 0, 7)
+    check_range("rows", rows, 8, 16)
+    check_range("column", column, 0, 7)
     tall, wide, left = 0.27, 0.47, 0.75
     height = rows * tall + 1.65
     figure, axes = canvas(WIDTH, height, "The 128-byte swizzle: chunk c of row r goes to place c xor (r mod 8)")
@@ -114,13 +113,13 @@ def swizzle(rows=8, column=0):
 
 
 def banks(column, swizzled):
-    """The banks of shared memory in which one chunk of each of 8 rows of 128 bytes lies."""
+    """Return the shared-memory banks of one chunk in each of 8 rows of 128 bytes."""
     places = [(row, column ^ row if swizzled else column) for row in range(8)]
     return {(128 * row + 16 * place + byte) // 4 % 32 for row, place in places for byte in range(16)}
 
 
 def descriptor_fields(value):
-    """A wgmma descriptor taken apart: name, first bit, bits, the field, and what it means; see the PTX ISA."""
+    """Decode a wgmma descriptor: name, first bit, bits, field and meaning; see the PTX ISA."""
     fields = (
         ("address", 0, 14, 16),
         ("leading bytes", 16, 14, 16),
@@ -137,7 +136,7 @@ def descriptor_fields(value):
 
 
 def descriptor(value):
-    """The 64 bits of a wgmma descriptor, from bit 63 on the left to bit 0, with their fields."""
+    """Draw the 64 bits of a wgmma descriptor, bit 63 on the left, with their fields."""
     figure, axes = canvas(WIDTH, 2.75, f"A wgmma descriptor: {int(value):#018x}")
     wide, left, tall, colours = 0.262, 0.15, 0.26, dict(zip((62, 49, 32, 16, 0), (RED, GREY, GREEN, SKY, BLUE)))
     parts = {first: (name, bits, field, means) for name, first, bits, field, means in descriptor_fields(value)}
@@ -184,7 +183,7 @@ def descriptor(value):
 
 
 def holder(row, column):
-    """Who holds an element of a 64 x n tile of results: thread of the warpgroup, and the number in its fragment."""
+    """Return the thread of the warpgroup that holds an element of a 64 x n accumulator, and the fragment index."""
     warp, low = divmod(row, 16)
     h, quad = divmod(low, 8)
     j, inside = divmod(column, 8)
@@ -192,9 +191,9 @@ def holder(row, column):
 
 
 def fragment(lane=5):
-    """The fragment: which thread holds which element of a 64 x 16 tile; one lane's elements are outlined."""
-    check("lane", lane, 0, 31)
-    figure, axes = canvas(WIDTH, 5.05, "A wgmma's results: who holds what of a 64 x 16 tile")
+    """Draw which thread holds which element of a 64 x 16 accumulator; one lane's elements are outlined."""
+    check_range("lane", lane, 0, 31)
+    figure, axes = canvas(WIDTH, 5.05, "wgmma accumulator fragment of a 64 x 16 tile")
     top, small, left = 4.2, 0.054, 0.82
     for warp in range(4):
         y, fill = top - (warp + 1) * 16 * small, tint((BLUE, ORANGE, GREEN, RED)[warp])

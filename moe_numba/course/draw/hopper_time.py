@@ -1,96 +1,80 @@
-"""Pictures of time: an mbarrier's life and a ring of stages, from a simulator's trace; and a schedule of tiles.
+"""Pictures of simulator traces: the phases of an mbarrier and the stages of a pipeline.
 
 A trace (``simulator.trace``) has no clock. What is drawn from left to right is the order of its events.
 """
 
 from typing import NamedTuple
 
-from moe_numba.course.draw import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    RED,
-    SKY,
-    arrow,
-    box,
-    canvas,
-    ink_on,
-    note,
-    text,
-)
-from moe_numba.course.draw.scans import WHITE, WIDTH, check, count, tint
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, ORANGE, PALE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
 
-__all__ = ["Span", "barrier_life", "barrier_steps", "ring", "ring_spans", "tile_schedule"]
+__all__ = ["Span", "barrier_life", "barrier_steps", "ring", "ring_spans"]
 
 
 def _number(name):
-    """The index of a barrier, from what the simulator calls it: "mbarrier 3 of ..."."""
+    """Parse a barrier's index from the simulator's name for it: "mbarrier 3 of ..."."""
     return int(name.split()[1])
 
 
 def _copies(events):
-    """Copy -> the barrier it reports to: the one whose bytes its thread announced last before it."""
+    """Map each copy to its barrier: the one to which its thread last announced bytes."""
     announced, barriers = {}, {}
     for event in events:
-        who = tuple(event.block), event.warp, event.lane
+        thread = tuple(event.block), event.warp, event.lane
         if event.what == "mbarrier.arrive" and event.details["bytes"]:
-            announced[who] = _number(event.details["barrier"])
+            announced[thread] = _number(event.details["barrier"])
         if event.what == "async copy" and event.details["event"] == "starts":
-            barriers[event.details["copy"]] = announced.get(who)
+            barriers[event.details["copy"]] = announced.get(thread)
     return barriers
 
 
 def barrier_steps(events, barrier, arrivals):
-    """What happens to one barrier: (what, who, phase, arrivals pending, bytes pending) after each event.
+    """List the events of one barrier: (event, thread, phase, pending arrivals, pending bytes).
 
     ``arrivals`` is its count. Kernels announce bytes before they start the copies.
     """
     copies, phase, pending, due, steps = _copies(events), 0, arrivals, 0, []
     for event in events:
-        who = f"warp {event.warp} lane {event.lane}"
+        thread = f"warp {event.warp} lane {event.lane}"
         if event.what == "mbarrier.arrive" and _number(event.details["barrier"]) == barrier:
             due, pending = due + event.details["bytes"], pending - 1
             what = f"arrive, expect {event.details['bytes']}" if event.details["bytes"] else "arrive"
         elif event.what == "async copy" and copies.get(event.details["copy"]) == barrier:
             if event.details["event"] != "lands":
                 continue
-            due, what, who = due - event.details["bytes"], f"{event.details['bytes']} bytes land", "TMA"
+            due, what, thread = due - event.details["bytes"], f"{event.details['bytes']} bytes land", "TMA"
         else:
             continue
-        steps.append((what, who, phase, pending, due))
+        steps.append((what, thread, phase, pending, due))
         if pending == 0 and due == 0:
             phase, pending = phase + 1, arrivals
     return steps
 
 
 def barrier_life(events, barrier, arrivals):
-    """An mbarrier's life: after each event its phase, the arrivals that it waits for, and the bytes."""
+    """Draw an mbarrier over time: its phase, pending arrivals and pending bytes after each event."""
     steps = barrier_steps(events, barrier, arrivals)
-    check("the number of events", len(steps), 1, 12)
-    figure, axes = canvas(WIDTH, 3.5, f"The life of mbarrier {barrier}: {count(arrivals, 'arrival')} a phase")
+    check_range("the number of events", len(steps), 1, 12)
+    figure, axes = canvas(WIDTH, 3.5, f"The life of mbarrier {barrier}: {plural(arrivals, 'arrival')} a phase")
     left, wide = 1.25, (WIDTH - 1.4) / len(steps)
-    most, each = max(due for *_, due in steps) or 1, min(0.5, 0.6 / arrivals)
+    largest, each = max(due for *_, due in steps) or 1, min(0.5, 0.6 / arrivals)
     for y, name in ((2.62, "event"), (1.95, "arrivals due"), (1.02, "bytes due"), (0.55, "phase")):
         text(axes, left - 0.1, y, name, ha="right", weight="bold", size=8.5)
     begun = 0
-    for i, (what, who, phase, pending, due) in enumerate(steps):
+    for i, (what, thread, phase, pending, due) in enumerate(steps):
         x, ends = left + i * wide, pending == 0 and due == 0
         size = 8 if wide > 0.9 else 6.5
         words = what.replace(", ", ",\n").replace(" land", "\nland")
         text(axes, x + wide / 2, 2.77, words, size=size)
-        text(axes, x + wide / 2, 2.45, who, size=size - 0.5, colour=GREY)
+        text(axes, x + wide / 2, 2.45, thread, size=size - 0.5, colour=GREY)
         for k in range(pending):
             box(axes, x + 0.06, 1.72 + k * each, wide - 0.12, each * 0.85, fill=ORANGE, edge=WHITE, label="arrival")
         if not pending:
             text(axes, x + wide / 2, 1.88, "0", size=8, colour=GREY)
         if due:
             fill = BLUE if due > 0 else RED
-            box(axes, x + 0.06, 0.86, wide - 0.12, 0.55 * abs(due) / most, fill=fill, edge=WHITE, label="bytes")
-        text(axes, x + wide / 2, 0.93 + 0.55 * abs(due) / most if due else 0.95, str(due), size=7, colour=GREY)
+            box(axes, x + 0.06, 0.86, wide - 0.12, 0.55 * abs(due) / largest, fill=fill, edge=WHITE, label="bytes")
+        text(axes, x + wide / 2, 0.93 + 0.55 * abs(due) / largest if due else 0.95, str(due), size=7, colour=GREY)
         if ends or i == len(steps) - 1:
             start, end = left + begun * wide, x + wide
             fill = GREEN if phase % 2 else SKY
@@ -103,27 +87,27 @@ def barrier_life(events, barrier, arrivals):
         axes,
         0.15,
         0.17,
-        "Red line: no arrival and no byte is due any more, so the phase ends, "
+        "Red line: no arrival and no byte is pending, so the phase ends, "
         "and the next one begins with all its arrivals due.",
     )
     return figure
 
 
 class Span(NamedTuple):
-    """Something that goes on in a stage, from one event to another; ``turn`` counts the stage's uses."""
+    """A load or a use of a stage, from one event to another; ``iteration`` counts the stage's uses."""
 
     what: str
     stage: int
-    turn: int
+    iteration: int
     start: int
     end: int
 
 
 def ring_spans(events, full, empty, stages):
-    """Loads and uses of a ring's stages, from a block's trace; ``full`` and ``empty`` are the first barriers' indices.
+    """List loads and uses of a ring's stages from a block's trace; ``full`` and ``empty`` index the first barriers.
 
     A stage is loaded from the arrival that announces its bytes until the last of them lands, and then used from the
-    first wait for it until the last arrival that gives it back.
+    first wait for it until the last arrival that releases it.
     """
     copies, spans, open_ = _copies(events), [], {}
     loaded, used = [0] * stages, [0] * stages
@@ -138,27 +122,28 @@ def ring_spans(events, full, empty, stages):
             if index is not None and full <= index < full + stages:
                 open_["load", index - full, loaded[index - full] - 1][1] = at
         elif event.what == "mbarrier.wait" and full <= index < full + stages:
-            turn = event.details["phase"] - 1
-            open_.setdefault(("use", index - full, turn), [at, at])
+            iteration = event.details["phase"] - 1
+            open_.setdefault(("use", index - full, iteration), [at, at])
         elif event.what == "mbarrier.arrive" and empty <= index < empty + stages:
-            stage, turn = index - empty, event.details["phase"]
-            used[stage] = max(used[stage], turn + 1)
-            if ("use", stage, turn) in open_:
-                open_["use", stage, turn][1] = at
-    for (what, stage, turn), (start, end) in open_.items():
-        spans.append(Span(what, stage, turn, start, end))
+            stage, iteration = index - empty, event.details["phase"]
+            used[stage] = max(used[stage], iteration + 1)
+            if ("use", stage, iteration) in open_:
+                open_["use", stage, iteration][1] = at
+    for (what, stage, iteration), (start, end) in open_.items():
+        spans.append(Span(what, stage, iteration, start, end))
     return sorted(spans, key=lambda span: (span.start, span.stage))
 
 
 def ring(events, full, empty, stages):
-    """A ring of stages: which load, and which multiplication, is in which stage when."""
+    """Draw which load and which MMA occupies each stage of a ring over time."""
     spans = ring_spans(events, full, empty, stages)
-    check("stages", stages, 1, 8), check("the number of loads and uses", len(spans), 1, 48)
+    check_range("stages", stages, 1, 8)
+    check_range("the number of loads and uses", len(spans), 1, 48)
     moments = sorted({m for span in spans for m in (span.start, span.end)})
     place = {moment: i for i, moment in enumerate(moments)}
     tall, left = 0.62, 0.85
     height = 1.45 + stages * tall
-    figure, axes = canvas(WIDTH, height, f"A ring of {count(stages, 'stage')}: loads above, multiplications below")
+    figure, axes = canvas(WIDTH, height, f"A ring of {plural(stages, 'stage')}: loads above, multiplications below")
     wide = (WIDTH - left - 0.2) / len(moments)
     for stage in range(stages):
         y = height - 0.6 - (stage + 1) * tall
@@ -168,7 +153,7 @@ def ring(events, full, empty, stages):
             if span.stage == stage:
                 load, x = span.what == "load", left + place[span.start] * wide
                 length = (place[span.end] - place[span.start] + 1) * wide
-                step = span.turn * stages + stage
+                step = span.iteration * stages + stage
                 words = f"k {step}" if length > 0.34 else str(step)
                 box(
                     axes,
@@ -189,71 +174,7 @@ def ring(events, full, empty, stages):
         axes,
         0.15,
         0.22,
-        "Orange: bytes are under way. Blue: the tile is read. In one row the two never overlap; "
-        "in different rows they should.",
-    )
-    return figure
-
-
-def tile_schedule(tiles, unit="us", title=None):
-    """Which block computes which tile when: ``(block, start, length, group)`` each. Grey: a block without work."""
-    tiles = sorted((int(b), float(s), float(n), int(g)) for b, s, n, g in tiles)
-    blocks = max(tile[0] for tile in tiles) + 1
-    check("the number of blocks", blocks, 1, 132), check("the number of tiles", len(tiles), 1, 2000)
-    end = max(start + length for _, start, length, _ in tiles)
-    tall = min(0.32, 4.2 / blocks)
-    busy = sum(length for _, _, length, _ in tiles) / (end * blocks)
-    height = 1.5 + blocks * tall
-    title = title or f"{count(len(tiles), 'tile')} on {count(blocks, 'block')}: busy {100 * busy:.0f} % of the time"
-    figure, axes = canvas(WIDTH, height, title)
-    left, top = 0.85, height - 0.6
-    scale = (WIDTH - left - 0.25) / end
-    done = [0.0] * blocks
-    for block, start, length, group in tiles:
-        x, y, fill = left + start * scale, top - (block + 1) * tall, COLOURS[group % len(COLOURS)]
-        words = str(group) if length * scale > 0.3 and tall > 0.2 else ""
-        box(
-            axes,
-            x,
-            y,
-            length * scale,
-            tall,
-            words,
-            fill=fill,
-            edge=WHITE,
-            line=0.6 if tall > 0.1 else 0.2,
-            size=7.5,
-            colour=ink_on(fill),
-            label="tile",
-        )
-        done[block] = max(done[block], start + length)
-    for block, last in enumerate(done):
-        y = top - (block + 1) * tall
-        if end - last > 1e-9 * end:
-            box(
-                axes,
-                left + last * scale,
-                y,
-                (end - last) * scale,
-                tall,
-                fill=tint(GREY, 0.3),
-                edge=WHITE,
-                line=0.2,
-                label="idle",
-            )
-        if blocks <= 16 or block % 16 == 0:
-            words = f"block {block}" if blocks <= 16 else str(block)
-            text(axes, left - 0.08, y + tall / 2, words, ha="right", size=7.5, colour=GREY)
-    bottom = top - blocks * tall
-    axes.plot([left, WIDTH - 0.25], [bottom - 0.05] * 2, color=INK, linewidth=0.8)
-    for i in range(5):
-        x = left + i / 4 * end * scale
-        text(axes, x, bottom - 0.19, f"{end * i / 4:.3g}", size=7.5, colour=GREY)
-    text(axes, left - 0.25, bottom - 0.19, unit, size=7.5, colour=GREY, ha="right")
-    note(
-        axes,
-        0.15,
-        0.2,
-        f"A box: a tile; colour and number: its group. Grey: {100 * (1 - busy):.0f} % of the blocks' time is idle.",
+        "Orange: bytes are under way. Blue: the tile is read. They never overlap in one stage; "
+        "they should overlap in different stages.",
     )
     return figure

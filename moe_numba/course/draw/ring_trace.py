@@ -1,6 +1,6 @@
-"""Traces what DeepEP's dispatch (our port) does to its rings, run in the simulator.
+"""Records what our Numba port of DeepEP's dispatch does to its rings, by running it in the simulator.
 
-``draw.dispatch`` draws the trace. The result of `play` can be serialised as JSON, so that another process may run it.
+``draw.dispatch`` draws it. The result of `play` can be written as JSON, so it can come from another process.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _FLAGS = "start", "end", "head", "tail"
 
 
 class Moment(NamedTuple):
-    """One change of the ring that leads from a channel of ``source`` to ``rank``, in whose buffer it lies."""
+    """One change of the ring from a channel of ``source`` to ``rank``; the ring lies in the buffer of ``rank``."""
 
     what: str  # "start", "end", "tail", "head": the flag that was stored; "row": a row was written
     rank: int
@@ -43,7 +43,7 @@ def decode(events, config):
 
 
 def play(is_token_in_rank, ring=4, chunk=2, channels=2, warps=1, seed=0, fault=""):
-    """Run a dispatch on two or more virtual ranks, and record what happens to the rings.
+    """Run a dispatch of two or more virtual ranks and record every change of the rings.
 
     ``is_token_in_rank`` has for each rank a list of rows of 0 and 1. The result is a dict of lists and numbers:
     ``moments``, the ``matrices`` of each rank's handle, ``received`` (each rank's rows, as (source, token)), and the
@@ -91,7 +91,7 @@ def _note_row(config, slot, token, peer, lane):
 
 
 class Ring:
-    """One ring as the moments change it: its flags, and which token lies in which slot."""
+    """The state of one ring: its flags and the token in each slot."""
 
     def __init__(self, size):
         self.slots = [None] * size  # tokens
@@ -99,7 +99,7 @@ class Ring:
         self.start = self.end = self.head = self.tail = 0
 
     def take(self, moment):
-        """Change as the moment says."""
+        """Apply a moment."""
         if moment.what == "row":
             self.slots[moment.value] = moment.token
             self.ahead.add(moment.value)
@@ -109,16 +109,16 @@ class Ring:
             self.ahead -= self.full()
 
     def full(self):
-        """The slots between head and tail."""
+        """Return the slots between head and tail."""
         return {i % len(self.slots) for i in range(self.head, self.tail)}
 
     def state(self, slot):
-        """Of a slot: "written", but not published yet; "full", until the head says that it was taken; or "free"."""
+        """Return the state of a slot: "written" (not yet published), "full" (until the head passes it) or "free"."""
         return "written" if slot in self.ahead else "full" if slot in self.full() else "free"
 
 
 def replay(played):
-    """After each moment: (moment, {(rank, source, channel): Ring}). The rings are changed in place."""
+    """Yield (moment, {(rank, source, channel): Ring}) after each moment; the rings are modified in place."""
     every = [
         (r, s, c) for r in range(played["ranks"]) for c in range(played["channels"]) for s in range(played["ranks"])
     ]

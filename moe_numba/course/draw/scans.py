@@ -1,53 +1,13 @@
-"""Pictures of prefix sums: Blelloch's scan, a warp's, and a block's in two levels."""
+"""Pictures of prefix sums: Blelloch's scan, a warp scan and a two-level block scan."""
 
 import numpy as np
-from matplotlib.colors import to_hex, to_rgb
 
-from moe_numba.course.draw import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    arrow,
-    box,
-    canvas,
-    ink_on,
-    lane_colour,
-    note,
-    text,
-)
-
-WIDTH = 9.2  # inches, that of the measured figures
-WHITE = "#FFFFFF"
-
-
-def check(name, value, least, most):
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}, but a picture has room for {least} to {most}")
-
-
-def tint(colour, part=0.28):
-    """A colour thinned with white, so that dark words can be read on it."""
-    return to_hex([1 - part * (1 - channel) for channel in to_rgb(colour)])
-
-
-def cell(axes, x, y, wide, tall, value, small="", *, fill=WHITE, edge=INK, colour=None, size=9, label="cell"):
-    """A box around a value; below the value, in small print, where it comes from."""
-    colour, words = colour or ink_on(fill), "" if small else str(value)
-    box(axes, x, y, wide, tall, words, fill=fill, edge=edge, colour=colour, size=size, label=label)
-    if small:
-        text(axes, x + wide / 2, y + 0.68 * tall, str(value), size=size, colour=colour)
-        text(axes, x + wide / 2, y + 0.25 * tall, small, size=6.5, colour=colour)
-
-
-def count(n, what):
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, canvas, cell, check_range, lane_colour, note, plural, text, tint
 
 
 def blelloch_steps(values):
-    """The rows of Blelloch's scan: two sweeps of (name, numbers, pairs (ai, bi), what each stored number is)."""
+    """Compute Blelloch's scan: two sweeps of (name, numbers, pairs (ai, bi), meaning of each stored number)."""
     a, offset = list(values), 1
     up = [("start", list(a), [], {})]
     while offset < len(a):
@@ -70,14 +30,14 @@ def blelloch_steps(values):
 
 
 def blelloch(values):
-    """Blelloch's exclusive scan of 2, 4 or 8 numbers: on the left sums go up, on the right they come down."""
+    """Draw Blelloch's exclusive scan of 2, 4 or 8 numbers: the up-sweep on the left, the down-sweep on the right."""
     n = len(values)
     if n not in (2, 4, 8):
         raise ValueError(f"values has {n} numbers, but must have 2, 4 or 8")
     sweeps = blelloch_steps(values)
     rows, step, tall, wide = len(sweeps[0]), 0.82, 0.37, 3.5 / n
     top = 0.3 + step * rows
-    title = f"Blelloch's scan of {n} numbers: {count(rows - 1, 'step')} up, {count(rows - 1, 'step')} down"
+    title = f"Blelloch's scan of {n} numbers: {plural(rows - 1, 'step')} up, {plural(rows - 1, 'step')} down"
     figure, axes = canvas(WIDTH, top + 0.7, title)
     heads = "up: a[bi] = a[ai] + a[bi]", "down: a[ai], a[bi] = a[bi], a[ai] + a[bi]"
     for side, (sweep, head) in enumerate(zip(sweeps, heads, strict=True)):
@@ -124,7 +84,7 @@ def blelloch(values):
 
 
 def warp_scan_steps(values):
-    """The rows of a warp's scan: (name, numbers, how far below they come from, what each number is)."""
+    """Compute a warp scan: (name, numbers, shuffle distance, meaning of each number) per row."""
     now, offset = list(values), 1
     steps = [("start", list(now), 0, [""] * len(now))]
     while offset < len(now):
@@ -137,11 +97,11 @@ def warp_scan_steps(values):
 
 
 def warp_scan(values):
-    """How ``shfl_up`` rounds give every lane the sum of the lanes below it, with no barrier at all."""
+    """Draw the ``shfl_up`` rounds after which every lane holds the sum of the lanes below it, without a barrier."""
     lanes, steps = len(values), warp_scan_steps(values)
-    check("the number of values", lanes, 2, 16)
+    check_range("the number of values", lanes, 2, 16)
     rows, step, tall = len(steps), min(0.76, 3.1 / (len(steps) - 1)), 0.37
-    title = f"A warp's scan: {count(lanes, 'lane')}, {count(rows - 2, 'shuffle')}, no barrier"
+    title = f"A warp's scan: {plural(lanes, 'lane')}, {plural(rows - 2, 'shuffle')}, no barrier"
     figure, axes = canvas(WIDTH, 0.98 + step * (rows - 1) + tall, title)
     left, wide = 1.2, (WIDTH - 1.35) / lanes
     inside, x = min(0.6, 0.92 * wide), [left + (lane + 0.5) * wide for lane in range(lanes)]
@@ -162,14 +122,15 @@ def warp_scan(values):
         axes,
         0.15,
         0.14,
-        "A dash: there is no lane so far below, and the sum stays. At the end each lane subtracts its own number.",
+        "A dash: no lane exists at that distance, and the sum stays. At the end each lane subtracts its own number.",
     )
     return figure
 
 
 def two_level_scan(warps=4, lanes=4, seed=0):
-    """A block's scan out of warps' scans: numbers from 1 to 9, in so many warps of so many lanes."""
-    check("lanes", lanes, 2, 8), check("warps", warps, 2, min(lanes, 24 // lanes))
+    """Draw a block scan made of warp scans, for ``warps`` warps of ``lanes`` lanes and random numbers from 1 to 9."""
+    check_range("lanes", lanes, 2, 8)
+    check_range("warps", warps, 2, min(lanes, 24 // lanes))
     values = np.random.default_rng(seed).integers(1, 10, (warps, lanes))
     inside, sums = values.cumsum(1) - values, values.sum(1)
     before = sums.cumsum() - sums
@@ -188,7 +149,7 @@ def two_level_scan(warps=4, lanes=4, seed=0):
         text(axes, 0.15, y + tall / 2 + (0.09 if quiet else 0), name, ha="left", weight="bold", size=8.5)
         text(axes, 0.15, y + tall / 2 - (0.09 if name else 0), quiet, ha="left", colour=GREY, size=8)
     for w in range(warps):
-        first, mine, colour = left + w * (lanes * wide + gap), left + (w + 0.5) * wide, lane_colour(w)
+        first, middle_x, colour = left + w * (lanes * wide + gap), left + (w + 0.5) * wide, lane_colour(w)
         middle, last = first + lanes * wide / 2, first + (lanes - 0.5) * wide
         text(axes, middle, start_y + tall + 0.14, f"warp {w}", size=8.5, colour=GREY)
         for lane in range(lanes):
@@ -197,10 +158,10 @@ def two_level_scan(warps=4, lanes=4, seed=0):
             cell(axes, x, inside_y, wide, tall, inside[w, lane], fill=tint(colour))
             cell(axes, x, last_y, wide, tall, inside[w, lane] + before[w], fill=tint(colour), label="result")
         text(axes, last + wide / 2, inside_y - 0.12, f"sum {sums[w]}", size=8, ha="right")
-        arrow(axes, (last, inside_y - 0.22), (mine, sums_y + tall), colour=colour, label="sum")
-        cell(axes, mine - wide / 2, sums_y, wide, tall, sums[w], fill=colour)
-        cell(axes, mine - wide / 2, before_y, wide, tall, before[w], fill=colour)
-        arrow(axes, (mine, before_y), (middle, last_y + tall + 0.21), colour=colour, label="before")
+        arrow(axes, (last, inside_y - 0.22), (middle_x, sums_y + tall), colour=colour, label="sum")
+        cell(axes, middle_x - wide / 2, sums_y, wide, tall, sums[w], fill=colour)
+        cell(axes, middle_x - wide / 2, before_y, wide, tall, before[w], fill=colour)
+        arrow(axes, (middle_x, before_y), (middle, last_y + tall + 0.21), colour=colour, label="before")
         text(axes, middle, last_y + tall + 0.11, f"+ {before[w]}", size=8)
     for y in (2.4, 1.16):
         axes.plot([0.15, WIDTH - 0.15], [y, y], color=INK, linewidth=1.2, linestyle="--", label="barrier")
@@ -209,6 +170,6 @@ def two_level_scan(warps=4, lanes=4, seed=0):
         axes,
         0.15,
         0.15,
-        "Inside a warp nothing waits. If other threads read the result from shared memory, a third barrier follows.",
+        "No barrier inside a warp. If other threads read the result from shared memory, a third barrier follows.",
     )
     return figure

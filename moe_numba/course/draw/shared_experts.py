@@ -1,20 +1,21 @@
-"""Pictures of the shared expert: a token's way before and after, the load of each expert, schedules, and bars."""
+"""Pictures of shared-expert fusion: the layer before and after, load per expert, schedules and memory."""
 
 import textwrap
 
-from moe_numba.course.draw import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, arrow, box, canvas, ink_on, note, text
-from moe_numba.course.draw.scans import WHITE, WIDTH, check, count, tint
+from moe_numba.course.bench.style import BLUE, GREY, INK, ORANGE, RED, SKY, WIDTH
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
 
-__all__ = ["columns", "deal", "layer_bars", "load", "memory", "problem", "schedules"]
+__all__ = ["tiles_per_expert", "list_schedule", "load", "memory", "problem", "schedules"]
 
 
 def problem(topk_weights, topk_ids, num_experts, scale):
-    """One token's way through the layer: a separate MLP and a sum of routed experts, then one sum over all."""
+    """Draw one token in the layer: first a separate MLP beside the routed experts, then one sum over all experts."""
     pairs = sorted((int(i), float(w)) for i, w in zip(topk_ids, topk_weights, strict=True))
-    check("topk", len(pairs), 1, 8), check("num_experts", num_experts, len(pairs), 512)
-    figure, axes = canvas(WIDTH, 4.6, f"One token, {count(len(pairs), 'routed expert')} and the shared one")
-    _way(axes, 2.3, "before", pairs, num_experts, scale, separate=True)
-    _way(axes, 0.55, "after", pairs, num_experts, scale, separate=False)
+    check_range("topk", len(pairs), 1, 8)
+    check_range("num_experts", num_experts, len(pairs), 512)
+    figure, axes = canvas(WIDTH, 4.6, f"One token, {plural(len(pairs), 'routed expert')} and the shared one")
+    _variant(axes, 2.3, "before", pairs, num_experts, scale, separate=True)
+    _variant(axes, 0.55, "after", pairs, num_experts, scale, separate=False)
     note(
         axes,
         0.15,
@@ -25,8 +26,8 @@ def problem(topk_weights, topk_ids, num_experts, scale):
     return figure
 
 
-def _way(axes, y, name, pairs, num_experts, scale, separate):
-    """A row of the picture; ``y`` is the lower edge of the boxes with the weights."""
+def _variant(axes, y, name, pairs, num_experts, scale, separate):
+    """Draw one variant of the layer; ``y`` is the lower edge of the boxes with the weights."""
     left, wide, tall, strip = 1.55, 5.1, 0.3, 0.34
     experts = num_experts + (not separate)
     chosen = dict(pairs) | ({} if separate else {num_experts: 1 / scale})
@@ -73,28 +74,28 @@ def _way(axes, y, name, pairs, num_experts, scale, separate):
     box(axes, out, middle - 0.17, 0.6, 0.34, "out", fill=tint(GREY))
 
 
-def columns(counts, tile_rows):
-    """How many tiles each expert's rows fill."""
+def tiles_per_expert(counts, tile_rows):
+    """Return the number of tiles of each expert."""
     return [-(-int(rows) // tile_rows) for rows in counts]
 
 
 def load(panels, num_experts, tile_rows):
-    """Rows of each expert as bars, a panel for each routing: ``{name: counts}``, shared experts after the routed ones.
+    """Draw the rows of each expert as bars, one panel per routing: ``{name: counts}``, shared experts last.
 
     The dashed line is the fullest routed expert; the longest column of tiles is marked.
     """
-    check("the number of panels", len(panels), 1, 3)
+    check_range("the number of panels", len(panels), 1, 3)
     tall, left, right = 1.25, 0.75, 2.75
     height = 0.5 + len(panels) * (tall + 0.62)
     figure, axes = canvas(WIDTH, height, f"Rows of each expert, and its column of tiles of {tile_rows} rows")
-    most = max(max(counts) for counts in panels.values())
-    room = WIDTH - left - right
+    largest = max(max(counts) for counts in panels.values())
+    width = WIDTH - left - right
     for panel, (name, counts) in enumerate(panels.items()):
         counts = [int(rows) for rows in counts]
         y = height - 0.5 - (panel + 1) * (tall + 0.62) + 0.4
         routed, shared = counts[:num_experts], counts[num_experts:]
-        thin = room / (len(routed) + 5 * max(len(panel) - num_experts for panel in panels.values()) + 3)
-        axes.plot([left, left + room], [y, y], color=INK, linewidth=0.8)
+        thin = width / (len(routed) + 5 * max(len(panel) - num_experts for panel in panels.values()) + 3)
+        axes.plot([left, left + width], [y, y], color=INK, linewidth=0.8)
         text(axes, left, y + tall + 0.13, name, ha="left", weight="bold")
         for expert, rows in enumerate(counts):
             extra = expert >= num_experts
@@ -104,29 +105,29 @@ def load(panels, num_experts, tile_rows):
                 x,
                 y,
                 (4 if extra else 0.8) * thin,
-                tall * rows / most,
+                tall * rows / largest,
                 fill=ORANGE if extra else BLUE,
                 edge="none",
                 label="shared" if extra else "routed",
             )
-        for rows in (0, most):
-            text(axes, left - 0.07, y + tall * rows / most, str(rows), size=7.5, colour=GREY, ha="right")
-        line = y + tall * max(routed) / most
-        axes.plot([left, left + room], [line, line], color=RED, linewidth=0.9, linestyle="--", label="fullest routed")
+        for rows in (0, largest):
+            text(axes, left - 0.07, y + tall * rows / largest, str(rows), size=7.5, colour=GREY, ha="right")
+        line = y + tall * max(routed) / largest
+        axes.plot([left, left + width], [line, line], color=RED, linewidth=0.9, linestyle="--", label="fullest routed")
         text(axes, left, y - 0.13, f"expert 0 to {num_experts - 1}", size=8, colour=GREY, ha="left")
-        text(axes, left + room, y - 0.13, "shared", size=8, colour=GREY, ha="right")
-        tiles = columns(counts, tile_rows)
+        text(axes, left + width, y - 0.13, "shared", size=8, colour=GREY, ha="right")
+        tiles = tiles_per_expert(counts, tile_rows)
         fullest = counts.index(max(counts))
         lines = [
             f"fullest: expert {fullest}",
-            f"{counts[fullest]} rows, {count(tiles[fullest], 'tile')}",
-            f"fullest routed: {max(routed)} rows, {count(max(tiles[:num_experts]), 'tile')}",
+            f"{counts[fullest]} rows, {plural(tiles[fullest], 'tile')}",
+            f"fullest routed: {max(routed)} rows, {plural(max(tiles[:num_experts]), 'tile')}",
             f"tiles of all: {sum(tiles)}",
         ]
         for place, words in enumerate(lines):
             text(
                 axes,
-                left + room + 0.15,
+                left + width + 0.15,
                 y + tall - 0.1 - 0.27 * place,
                 words,
                 ha="left",
@@ -135,12 +136,12 @@ def load(panels, num_experts, tile_rows):
                 weight="bold" if place == 1 else "normal",
             )
         if not shared:
-            text(axes, left + room, y + 0.2, "none", size=8, colour=GREY, ha="right")
+            text(axes, left + width, y + 0.2, "none", size=8, colour=GREY, ha="right")
     return figure
 
 
-def deal(tiles, workers, whole_columns):
-    """Who computes what when: (worker, start, length, expert) for each piece of work, given to whoever is free first.
+def list_schedule(tiles, workers, whole_columns):
+    """List (worker, start, length, expert) of each piece of work; the next piece goes to the first free worker.
 
     A piece is an expert's whole column of tiles, or one tile; all tiles take one unit of time.
     """
@@ -154,10 +155,12 @@ def deal(tiles, workers, whole_columns):
 
 
 def schedules(tiles, workers, shared=()):
-    """The same tiles twice: a worker that takes an expert's whole column, and workers that take tile by tile."""
-    check("workers", workers, 2, 8), check("the number of tiles", sum(tiles), 1, 64)
+    """Draw two schedules of the same tiles: whole columns per SM, and single tiles per SM."""
+    check_range("workers", workers, 2, 8)
+    check_range("the number of tiles", sum(tiles), 1, 64)
     figure, axes = canvas(WIDTH, 1.5 + 0.34 * workers, "The longest column: does it matter?")
-    both = {"an expert's column at once": deal(tiles, workers, True), "tile by tile": deal(tiles, workers, False)}
+    variants = {"an expert's column at once": True, "tile by tile": False}
+    both = {name: list_schedule(tiles, workers, whole) for name, whole in variants.items()}
     ends = {name: max(start + length for _, start, length, _ in pieces) for name, pieces in both.items()}
     unit = (WIDTH - 0.3 - 2 * 0.8 - 0.3) / 2 / max(ends.values())
     for side, (name, pieces) in enumerate(both.items()):
@@ -183,75 +186,32 @@ def schedules(tiles, workers, shared=()):
                 )
         x = left + ends[name] * unit
         axes.plot([x, x], [top + 0.05, top - 0.34 * workers], color=RED, linewidth=1.3, label="end")
-    note(axes, 0.15, 0.17, "A box is a tile, its number the expert. Orange: shared. An SM is a multiprocessor.")
+    note(axes, 0.15, 0.17, "A box is a tile, its number the expert. Orange: shared.")
     return figure
 
 
 def memory(extra_gib, marks):
-    """Memory of a rank over the number of replicas, GiB, and dashed lines with names."""
-    check("the number of bars", len(extra_gib), 1, 16)
+    """Draw a rank's additional memory over the number of replicas, in GiB, with named reference lines."""
+    check_range("the number of bars", len(extra_gib), 1, 16)
     figure, axes = canvas(WIDTH, 3.4, "What replicas of the shared expert add to a rank")
-    left, bottom, room, tall = 0.85, 0.75, WIDTH - 3.4, 1.95
-    most = max([*extra_gib.values(), *marks.values(), 1e-9]) * 1.08
-    wide = room / len(extra_gib)
-    axes.plot([left, left + room], [bottom, bottom], color=INK, linewidth=0.8)
+    left, bottom, width, tall = 0.85, 0.75, WIDTH - 3.4, 1.95
+    largest = max([*extra_gib.values(), *marks.values(), 1e-9]) * 1.08
+    wide = width / len(extra_gib)
+    axes.plot([left, left + width], [bottom, bottom], color=INK, linewidth=0.8)
     for place, (replicas, gib) in enumerate(extra_gib.items()):
         x = left + place * wide
-        box(axes, x + 0.15 * wide, bottom, 0.7 * wide, tall * gib / most, fill=BLUE, edge="none", label="extra")
-        inside = tall * gib / most > 0.2
+        box(axes, x + 0.15 * wide, bottom, 0.7 * wide, tall * gib / largest, fill=BLUE, edge="none", label="extra")
+        inside = tall * gib / largest > 0.2
         text(axes, x + wide / 2, bottom + 0.12, f"{gib:.2f}", size=8, colour=WHITE if inside else INK)
         text(axes, x + wide / 2, bottom - 0.13, str(replicas), size=8.5)
-    text(axes, left + room / 2, bottom - 0.33, "replicas", size=8.5, colour=GREY)
+    text(axes, left + width / 2, bottom - 0.33, "replicas", size=8.5, colour=GREY)
     text(axes, 0.35, bottom + tall / 2, "GiB more than before", size=8.5, colour=GREY, rotation=90)
     placed = []
     for name, gib in sorted(marks.items(), key=lambda mark: mark[1]):
-        y = bottom + tall * gib / most
-        axes.plot([left, left + room + 0.1], [y, y], color=RED, linewidth=1, linestyle="--", label="mark")
+        y = bottom + tall * gib / largest
+        axes.plot([left, left + width + 0.1], [y, y], color=RED, linewidth=1, linestyle="--", label="mark")
         lines = textwrap.wrap(f"{gib:.2f}: {name}", 32)
         at = max([y, *(before + 0.17 * (rows + len(lines)) / 2 + 0.05 for before, rows in placed[-1:])])
         placed.append((at, len(lines)))
-        text(axes, left + room + 0.15, at, "\n".join(lines), size=8.5, colour=RED, ha="left")
-    return figure
-
-
-def layer_bars(times, base, *, title="", caption=""):
-    """Times of variants as parts of the base's, a group of bars for each size: ``{size: {name: microseconds}}``."""
-    names = [name for name in next(iter(times.values())) if name != base]
-    check("the number of sizes", len(times), 1, 10), check("the number of variants", len(names), 1, 3)
-    figure, axes = canvas(WIDTH, 3.9, title)
-    left, bottom, room, tall = 0.75, 0.95, WIDTH - 0.95, 1.95
-    parts = {size: {name: own[name] / own[base] for name in names} for size, own in times.items()}
-    most = max([1.0, *(part for own in parts.values() for part in own.values())]) * 1.02
-    group = room / len(times)
-    colours = dict(zip(names, (BLUE, ORANGE, GREEN), strict=False))
-    axes.plot([left, left + room], [bottom, bottom], color=INK, linewidth=0.8)
-    for place, (size, own) in enumerate(times.items()):
-        x, wide = left + place * group, 0.8 * group / len(names)
-        for at, name in enumerate(names):
-            part = parts[size][name]
-            start = x + 0.1 * group + at * wide
-            box(axes, start, bottom, 0.94 * wide, tall * part / most, fill=colours[name], edge="none", label="part")
-            fill = colours[name]
-            text(
-                axes,
-                start + 0.47 * wide,
-                bottom + tall * part / most - 0.12,
-                f"{100 * (part - 1):+.1f}",
-                size=7.5,
-                colour=ink_on(fill),
-            )
-        text(axes, x + group / 2, bottom - 0.14, str(size), size=8.5)
-        text(axes, x + group / 2, bottom - 0.32, f"{own[base]:.0f} us", size=8, colour=GREY)
-    y = bottom + tall / most
-    axes.plot([left, left + room], [y, y], color=PALE, linewidth=1.1, linestyle="--", label="base", zorder=0)
-    text(axes, 0.6, y, "100 %", size=8, colour=GREY, ha="right")
-    text(axes, left - 0.08, bottom - 0.14, "tokens", size=8, colour=GREY, ha="right")
-    text(axes, left - 0.08, bottom - 0.32, "before", size=8, colour=GREY, ha="right")
-    x = left
-    for name in names:
-        box(axes, x, 3.22, 0.16, 0.16, fill=colours[name], edge="none")
-        text(axes, x + 0.24, 3.3, name, size=8.5, ha="left")
-        x += 2.6
-    note(axes, 0.15, 0.4, f"Kernel time as a part of '{base}'; numbers in bars: per cent more (+) or less (-).")
-    text(axes, 0.15, 0.15, caption, size=7.5, colour=GREY, ha="left")
+        text(axes, left + width + 0.15, at, "\n".join(lines), size=8.5, colour=RED, ha="left")
     return figure

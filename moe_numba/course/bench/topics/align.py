@@ -6,6 +6,7 @@ from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_
 from moe_numba.align import api, reference
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.runtime.launch import launcher
 
@@ -207,7 +208,7 @@ def readme_table(record):
             if not rows[0]:
                 continue
             cells = [f"{r['kernel_us']['median']:.2f}" if r and "kernel_us" in r else "" for r in rows]
-            cells[0] = f"**{cells[0]}**"
+            cells = bold_best(cells)
             floor = rows[0]["floor_us"]
             cells.append(f"{floor:.2f}" if floor >= 0.01 else "< 0.01")
             lines.append(f"| {tokens}, {block_size} | {' | '.join(cells)} |")

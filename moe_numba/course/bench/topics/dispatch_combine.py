@@ -6,6 +6,7 @@
 import torch
 
 from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.topics import dispatch_combine_measure
 
 NUMBERS_OF_RANKS = (2, 4, 8)
@@ -118,7 +119,7 @@ def readme_table(record):
         wanted = dict(operation="there and back", config={"ranks": numbers[-1]}, size={"tokens": tokens})
         found = [records.find(record, step=step, **wanted) for step in DECODE_STEPS.values()]
         if all(found):
-            times = (f"{row['kernel_us']['median']:.0f}" for row in found)
+            times = bold_best([f"{row['kernel_us']['median']:.0f}" for row in found])
             lines.append(f"| {tokens} | {' | '.join(times)} |")
     lines.append("")
     caption = plots.provenance(record)

@@ -8,6 +8,7 @@ from moe_numba import simulator
 from moe_numba.course.articles.deepep import dispatch_layout
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.expert_parallel import get_dispatch_layout, reference
 
@@ -136,7 +137,7 @@ def readme_table(record):
         rows = [records.find(record, step=step, **wanted) for step in STEPS.values()]
         if all(rows):
             cells = [f"{row['kernel_us']['median']:.2f}" for row in rows]
-            cells[0] = f"**{cells[0]}**"
+            cells = bold_best(cells)
             floor = rows[0]["floor_us"]
             lines.append(f"| {tokens} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |")
     lines.append("")

@@ -5,6 +5,7 @@ import torch
 from moe_numba import biased_grouped_topk
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import H200, copy_bandwidth, empty_kernel
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
 
@@ -169,7 +170,7 @@ def readme_table(record):
             if not rows[0]:
                 continue
             cells = [f"{r['kernel_us']['median']:.2f}" if r and "kernel_us" in r else "" for r in rows]
-            cells[0] = f"**{cells[0]}**"
+            cells = bold_best(cells)
             floor = rows[0]["floor_us"]
             lines.append(
                 f"| {tokens}, {dtype} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |"

@@ -10,6 +10,7 @@ import torch
 
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
@@ -342,7 +343,7 @@ def readme_table(record):
             if not found[0]:
                 continue
             cells = [f"{row['kernel_us']['median']:.0f}" if row else "" for row in found]
-            cells[0] = f"**{cells[0]}**"
+            cells = bold_best(cells)
             table.append(f"| {sides['n']} x {sides['k']}, {rows} | {' | '.join(cells)} | {found[0]['floor_us']:.0f} |")
     table += ["", f"32 groups, rows drawn evenly at random. Kernel time in microseconds, {plots.provenance(record)}."]
     return "\n".join(table)

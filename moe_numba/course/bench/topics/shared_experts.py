@@ -9,6 +9,7 @@ from moe_numba import biased_grouped_topk
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines import torch_layer
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.shared_experts import fuse_routing, reference
 
@@ -283,7 +284,7 @@ def layer_times(record, model, dtype, what="layer"):
 
 def figures(record):
     """Draw the sweeps of the routing and the gate, layer times relative to the separate layer, and the ladder."""
-    from moe_numba.course.draw import shared_experts as draw
+    from moe_numba.course.bench.layer_figure import layer_bars
 
     caption, made = plots.caption(record), {}
     empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
@@ -305,7 +306,7 @@ def figures(record):
             for what in TITLES:
                 if times := layer_times(record, model, dtype, what):
                     title = f"{TITLES[what]}, {model.upper()}, {dtype}"
-                    made[f"{what.lower()}-{model}-{dtype}"] = draw.layer_bars(
+                    made[f"{what.lower()}-{model}-{dtype}"] = layer_bars(
                         times, "separate", title=title, caption=caption
                     )
     ladder = records.recorded("shared_experts_ladder", records.folder(record["gpu"]))
@@ -323,7 +324,7 @@ def figures(record):
 
 def readme_table(record):
     """Return a table of layer times before and after the fusion, and the time of the append."""
-    heads = ["separate shared expert", "fused", "fused, 8 replicas", "saved", "fused, moe_numba GEMM"]
+    heads = ["separate shared expert", "fused", "fused, 8 replicas", "fused, moe_numba GEMM", "saved"]
     lines = [f"| tokens, weights | {' | '.join(heads)} | speed of light |", "|---|" + "---:|" * (len(heads) + 1)]
     kernel_counts = {}
     for dtype in map(torch_layer.NAMES.get, DTYPES):
@@ -331,9 +332,10 @@ def readme_table(record):
             wanted = dict(config={"model": "tp8"}, size={"tokens": tokens}, dtype=dtype)
             rows = {name: records.find(record, step=f"layer: {name}", **wanted) for name in VARIANTS}
             saved = 100 * (1 - us["1 shared"] / us["separate"])
-            cells = [f"{us['separate']:.1f}", f"**{us['1 shared']:.1f}**", f"{us['8 replicas']:.1f}", f"{saved:.1f} %"]
+            cells = [f"{us['separate']:.1f}", f"{us['1 shared']:.1f}", f"{us['8 replicas']:.1f}", f"{saved:.1f} %"]
             fused_gemm = records.find(record, step="layer: 1 shared, own GEMM", **wanted)
-            cells.append(f"{fused_gemm['kernel_us']['median']:.1f}" if fused_gemm else "")
+            cells.insert(3, f"{fused_gemm['kernel_us']['median']:.1f}" if fused_gemm else "")
+            cells = bold_best(cells, slice(4))
             lines.append(f"| {tokens}, {dtype} | {' | '.join(cells)} | {rows['1 shared']['floor_us']:.1f} |")
             if "launches" in rows["separate"]:
                 kernel_counts[dtype] = rows["separate"]["launches"], rows["1 shared"]["launches"]

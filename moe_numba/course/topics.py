@@ -1,0 +1,120 @@
+"""The course's topics in one table, from which README.md and docs/index.md are generated.
+
+A bench topic is a module ``bench/topics/<name>.py`` that ``python -m moe_numba bench <name>`` measures.
+"""
+
+from typing import NamedTuple
+
+
+class Topic(NamedTuple):
+    """One notebook of the course and what belongs to it."""
+
+    notebook: str  # the file name in notebooks/, without its ending
+    title: str  # what the notebook builds: a sentence for a table
+    source: str = ""  # the project whose kernel the notebook follows
+    bench: str = ""  # the bench topic, whose record and README block have the same name
+    measures: str = ""  # what the bench topic measures, for the list of commands
+    records: tuple[str, ...] = ()  # the records that the notebook itself writes
+
+
+TOPICS = (
+    Topic(
+        "00_start_here",
+        "how to read the course; the simulator; how kernel time and call time are measured",
+        records=("start_here",),
+    ),
+    Topic(
+        "01_gate",
+        "the gate: choose each token's experts",
+        "SGLang's `moe_fused_gate`",
+        "gate",
+        "the gate",
+        ("gate_ladder",),
+    ),
+    Topic(
+        "02_align",
+        "the alignment: sort token slots by expert and pad each expert to whole blocks",
+        "SGLang's `moe_align_block_size`",
+        "align",
+        "the alignment",
+        ("align_ladder",),
+    ),
+    Topic(
+        "03_shared_experts",
+        "shared-expert fusion: route the shared expert like a routed one",
+        "SGLang",
+        "shared_experts",
+        "a whole layer, with the shared expert separate and fused",
+        ("shared_experts_ladder",),
+    ),
+    Topic(
+        "04_dispatch_layout",
+        "the dispatch layout: count the tokens that each rank sends to each rank and expert",
+        "DeepEP, intranode",
+        "dispatch_layout",
+        "the dispatch layout",
+        ("dispatch_layout_ladder",),
+    ),
+    Topic(
+        "05_ring_buffer_dispatch",
+        "dispatch: send token rows over NVLink through ring buffers",
+        "DeepEP, intranode",
+        "dispatch_combine",
+        "dispatch and combine, on two GPUs or more",
+        ("ring_buffer_dispatch_ladder",),
+    ),
+    Topic(
+        "06_combine",
+        "combine: return the experts' results and reduce them per token",
+        "DeepEP, intranode",
+        records=("combine_ladder",),
+    ),
+    Topic(
+        "07_hopper_from_numba",
+        "TMA, mbarriers and wgmma from Numba, through intrinsics and through linked CUDA C++",
+        records=("hopper_ladder", "hopper_copy"),
+    ),
+    Topic(
+        "08_grouped_gemm",
+        "the experts' FP8 grouped GEMM, with TMA and wgmma",
+        "Tencent's hpc-ops",
+        "grouped_gemm",
+        "the grouped GEMM",
+        ("grouped_gemm_dense_ladder", "grouped_gemm_ladder"),
+    ),
+)
+BENCH_TOPICS = tuple(topic.bench for topic in TOPICS if topic.bench)
+
+
+class Headline(NamedTuple):
+    """One line of the README's first table: the package's step of a record beside the best of the others."""
+
+    label: str
+    record: str
+    where: dict  # config, size and dtype of the rows
+    ours: str = "final"
+    others: tuple[str, ...] = ()  # steps; the peers of the record are always included
+    notes: dict = {}  # {step: name in the table}
+
+
+def _headlines():
+    gate = dict(config={"num_experts": 256, "num_expert_group": 8}, dtype="float32")
+    align = {"num_experts": 256, "block_size": 16}
+    for tokens in (64, 16384):
+        where = gate | {"size": {"tokens": tokens}}
+        yield Headline(f"gate, {tokens} tokens", "gate", where, others=("torch eager", "torch.compile"))
+    for tokens in (64, 16384):
+        where = {"config": align, "size": {"tokens": tokens}}
+        yield Headline(f"alignment, {tokens} tokens, blocks of 16", "align", where, others=("torch",))
+    for rows in (128, 8192):
+        config = {"num_groups": 32, "n": 4096, "k": 7168, "scaling": "tensor", "routing": "uniform"}
+        where = {"config": config, "size": {"rows": rows}}
+        label = f"FP8 grouped GEMM, 32 experts, {rows} rows"
+        yield Headline(label, "grouped_gemm", where, others=("torch", "torch, loop"))
+    where = {"config": {"ranks": 4, "num_experts": 256}, "size": {"tokens": 4096}}
+    names = {"counts, index_select and NCCL": "torch and NCCL"}
+    label = "dispatch with its exchange of counts, 4 GPUs, 4096 tokens each"
+    yield Headline(label, "dispatch_combine", where, "final, with notify", tuple(names), names)
+
+
+HEADLINES = tuple(_headlines())

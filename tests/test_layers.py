@@ -1,0 +1,116 @@
+"""The structure of the package: import cycles, layers, private names and generated code."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+USERS_OF_COURSE = {"moe_numba.__main__", "moe_numba.doctor"}  # they import it inside functions
+PRIVATE_USES = {  # to be removed one by one
+    "moe_numba.course.bench.fingerprint_cases: moe_numba.expert_parallel.runtime._barrier",
+    "moe_numba.course.bench.fingerprint_cases: moe_numba.expert_parallel.runtime._notify",
+    "moe_numba.course.bench.topics.align: moe_numba.align.api._Plan",
+    "moe_numba.course.bench.tune_grouped_gemm: moe_numba.grouped_gemm.api._group_gemm",
+    "moe_numba.simulator.core.kernel: moe_numba.simulator.core.scheduler._settings",
+    "moe_numba.simulator.memory_model.ranks: moe_numba.simulator.core.scheduler._setting",
+    "moe_numba.simulator.memory_model.ranks: moe_numba.simulator.core.scheduler._settings",
+    "moe_numba.simulator.memory_model.weak: moe_numba.simulator.core.scheduler._setting",
+}
+
+
+@cache
+def modules():
+    """Map every module of the package to its syntax tree."""
+    found = {}
+    for path in sorted((ROOT / "moe_numba").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
+
+
+def package_of(module):
+    is_package = (ROOT / module.replace(".", "/") / "__init__.py").is_file()
+    return module if is_package else module.rpartition(".")[0]
+
+
+def statements(tree, nested):
+    """Yield the import statements that run when the module is imported; with ``nested`` those of functions too."""
+    todo = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif nested or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)]
+
+
+def imports(module, nested=False):
+    """Yield (module, name or None) for what a module imports from the package."""
+    for node in statements(modules()[module], nested):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name.split(".")[0] == "moe_numba")
+            continue
+        base = package_of(module).split(".")
+        base = base[: len(base) - node.level + 1] if node.level else []
+        source = ".".join([*base, *filter(None, [node.module])])
+        if source.split(".")[0] == "moe_numba":
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                yield (submodule, None) if submodule in modules() else (source, alias.name)
+
+
+def test_there_is_no_import_cycle():
+    graph = {module: {target for target, _ in imports(module) if target != module} for module in modules()}
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            pytest.fail("import cycle: " + " -> ".join([*path[path.index(module) :], module]))
+        if module not in done:
+            path.append(module)
+            for target in graph.get(module, ()):
+                visit(target)
+            done.add(path.pop())
+
+    for module in graph:
+        visit(module)
+
+
+def test_only_the_course_imports_the_course():
+    for module in modules():
+        if not module.startswith("moe_numba.course"):
+            uses = {target for target, _ in imports(module, nested=True) if target.startswith("moe_numba.course")}
+            assert not uses or module in USERS_OF_COURSE, (module, uses)
+            assert not any(target.startswith("moe_numba.course") for target, _ in imports(module)), module
+
+
+def private_uses(module):
+    """Yield the private names of other modules of the package that a module imports or accesses."""
+    aliases = {}
+    for node in statements(modules()[module], nested=True):
+        for alias in node.names:
+            aliases[alias.asname or alias.name] = alias.name
+    found = {(target, name) for target, name in imports(module, nested=True)}
+    for target, name in found:
+        if name and name.startswith("_") and not name.startswith("__"):
+            yield f"{module}: {target}.{name}"
+    named = {
+        name: target for target, name in ((t, t.rpartition(".")[2]) for t, n in found if n is None) if target != module
+    }
+    named |= {alias: named[name] for alias, name in aliases.items() if name in named}
+    for node in ast.walk(modules()[module]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in named:
+            if node.attr.startswith("_") and not node.attr.startswith("__"):
+                yield f"{module}: {named[node.value.id]}.{node.attr}"
+
+
+def test_no_private_name_is_used_by_another_module():
+    assert {use for module in modules() for use in private_uses(module)} <= PRIVATE_USES
+
+
+def test_no_module_runs_generated_text():
+    for module, tree in modules().items():
+        calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "id")}
+        assert "exec" not in calls, module
