@@ -96,8 +96,9 @@ class Runtime:
         start = self.transport.prepare_kernel(
             make(*constants), signature, self.timeout, launch_bounds=block, shared_bytes=shared_bytes, dependent=True
         )
-        timeout_ns = int(self.timeout * 1e9)
-        return lambda grid, *arguments: start(grid, block, *self._common_arguments, timeout_ns, self.rank, *arguments)
+        return lambda grid, *arguments: start(
+            grid, block, *self._common_arguments, int(self.timeout * 1e9), self.rank, *arguments
+        )
 
     def notify(self, layout, tokens, experts, channels, alignment, num_worst_tokens, capacity, prefix):
         """Exchange the counts with all ranks, and compute the prefix matrices.
