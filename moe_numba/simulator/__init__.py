@@ -41,7 +41,8 @@ _EXPORTS = {
         "OutOfBounds",
         "Misaligned",
     ),
-    "engine": ("thread", "Grid"),
+    "engine": ("thread",),
+    "grid": ("Grid",),
     "scheduler": ("seed", "trace", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
@@ -52,8 +53,8 @@ _EXPORTS = {
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PACKAGES = {
     "core": (
-        *("arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats", "kernel"),
-        *("memory", "pointer_wrapping", "scheduler", "shared", "warp"),
+        *("arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats", "grid"),
+        *("kernel", "memory", "pointer_wrapping", "scheduler", "shared", "warp"),
     ),
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),

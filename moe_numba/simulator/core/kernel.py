@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import greenlet
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.engine import Grid, Thread
+from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import SimulatorError
+from moe_numba.simulator.core.grid import Grid
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
 from moe_numba.simulator.core.scheduler import World, settings
 

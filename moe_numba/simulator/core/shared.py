@@ -166,7 +166,7 @@ class SharedMemory:
         """Raise an AsyncRace if asynchronous operations still use this memory when the block ends."""
         for warp in self.block.warps:
             for wgmma in warp.wgmma_groups:
-                raise AsyncRace(f"{warp} ends, but has not waited for {wgmma.what}, which it started at {wgmma.site}")
+                raise AsyncRace(f"{warp} ends, but has not waited for {wgmma.what}, which it issued at {wgmma.site}")
         for allocation in self.allocations.values():
             if allocation.detector is not None:
                 allocation.detector.check_end_of_block()
