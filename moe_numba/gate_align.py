@@ -35,7 +35,7 @@ WARPS_PER_CTA = 8  # one token per warp
 MAX_TOKENS = CTAS_PER_CLUSTER * WARPS_PER_CTA
 _MIN_CLUSTERS = 1 if simulator.ENABLED else 4
 
-_plans = {}
+_plans: dict = {}
 
 
 @cache

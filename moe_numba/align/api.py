@@ -48,12 +48,16 @@ class LargeConfig(NamedTuple):
     max_ctas: int
 
 
-_MEDIUM_CONFIGS = (MediumConfig(1024, 512, 2, 64), MediumConfig(8192, 512, 8, 64), MediumConfig(1 << 31, 1024, 8, 128))
+_MEDIUM_CONFIGS: tuple[MediumConfig, ...] = (
+    MediumConfig(1024, 512, 2, 64),
+    MediumConfig(8192, 512, 8, 64),
+    MediumConfig(1 << 31, 1024, 8, 128),
+)
 _LARGE_CONFIG = LargeConfig(512, 8, 128)
 if simulator.ENABLED:  # fewer threads, since the simulator runs them one after another
     _MEDIUM_CONFIGS, _LARGE_CONFIG = (MediumConfig(1 << 31, 64, 2, 3),), LargeConfig(64, 2, 8)
 
-_plans = {}
+_plans: dict = {}
 
 
 def moe_align_block_size(

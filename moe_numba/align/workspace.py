@@ -9,7 +9,8 @@ from moe_numba.runtime.launch import current_stream
 _POOL_BYTES = 16 << 20  # preallocated for captures, per device and size
 _MAX_POOL_WORKSPACES = 64
 
-_workspaces, _pools = {}, {}
+_workspaces: dict = {}
+_pools: dict = {}
 
 
 def workspace(device, num_elements):

@@ -1,5 +1,7 @@
 """``Buffer``: dispatch and combine within a node, with DeepEP's names, arguments and return values."""
 
+from typing import Any
+
 import torch
 
 from moe_numba.expert_parallel import checks, runtime, transport
@@ -53,7 +55,7 @@ class Buffer:
 
     def __init__(
         self,
-        group: object,
+        group: Any,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         *,
@@ -276,13 +278,14 @@ class Buffer:
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         if handle is None:
             checks.check_layout(*layout, tokens, self.group_size, x.device)
+            assert num_tokens_per_expert is not None  # check_layout has refused None
             experts, channels, recv_src_idx = num_tokens_per_expert.shape[0] // self.group_size, None, None
         else:
             if topk_idx is not None or num_worst_tokens or any(part is not None for part in layout):
                 raise ValueError("with a handle no layout, topk_idx, topk_weights or num_worst_tokens may be given")
             checks.check_handle(handle, self.group_size, x.device, tokens)
             experts, channels, recv_src_idx = 1, handle[1].shape[1], handle[3]
-        known_rows = num_worst_tokens if handle is None else recv_src_idx.shape[0]
+        known_rows = num_worst_tokens if recv_src_idx is None else recv_src_idx.shape[0]
         capacity = num_worst_tokens or MAX_ROWS
         if out is not None:
             checks.check_output(out, self.transport, x, scales, topk, known_rows)
@@ -301,6 +304,7 @@ class Buffer:
             # Prepare everything that needs no counts before the host waits for them.
             new = lambda *size: torch.empty(size, dtype=torch.int32, device=x.device)
             strides = (0, 0) if scales is None else scales.stride()
+            prefix: Any
             if handle is None:
                 prefix = new(self.group_size, self.group_size), *(new(self.group_size, channels) for _ in range(2))
                 send_head = new(tokens, self.group_size)
@@ -325,6 +329,7 @@ class Buffer:
             else:
                 received, counts = known_rows, []
             has_synchronized = handle is None  # notify synchronises all ranks
+            outputs: Any
             if out is None:
                 outputs = alloc_recv_tensors(received, x, scales, topk, recv_src_idx)
                 barriers = rt.with_barriers_if_layout_changed(False, channels, has_synchronized)
@@ -337,12 +342,12 @@ class Buffer:
                 outputs = [tensor if tensor is None else tensor[:received] for tensor in outputs]
             recv_x, recv_scales, recv_topk_idx, recv_topk_weights, src_idx = outputs
             recv_src_idx = src_idx if handle is None else recv_src_idx
-            handle = *prefix, recv_src_idx, is_token_in_rank, send_head
+            new_handle: tuple = *prefix, recv_src_idx, is_token_in_rank, send_head
             event = finish(
-                x, scales, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert, *outputs[:4], *handle
+                x, scales, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert, *outputs[:4], *new_handle
             )
         recv_x = recv_x if scales is None else (recv_x, recv_scales)
-        return recv_x, recv_topk_idx, recv_topk_weights, counts, handle, event
+        return recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle, event
 
     def combine(
         self,

@@ -30,7 +30,7 @@ COMPILE_LOCK = threading.Lock()  # Numba's compiler is not thread-safe, and rank
 class SharedMemory:
     """Memory that all ranks of a group can access."""
 
-    local: torch.Tensor  # uint8 [bytes], this rank's part
+    local: Any  # torch.Tensor, uint8 [bytes], this rank's part
     addresses: torch.Tensor  # uint64 [num_ranks] on this rank's device: the address of each rank's part on this device
     _close: Callable[[], object] = field(default=lambda: None, repr=False)
 
@@ -87,7 +87,7 @@ class _Transport:
 class _ProcessGroupTransport(_Transport):
     """Common part of the backends for a ``torch.distributed`` process group."""
 
-    def __init__(self, group: object, device: int | None = None):
+    def __init__(self, group: Any, device: int | None = None):
         import torch.distributed as dist
 
         super().__init__()
@@ -288,6 +288,9 @@ class _LocalRank(_Transport):
     def __init__(self, group, rank):
         super().__init__()
         self.group, self.rank, self.num_ranks, self.device = group, rank, group.num_ranks, group.devices[rank]
+
+    def _barrier(self):
+        raise NotImplementedError
 
     def gather(self, value: Any) -> list:
         """Return the values of all ranks, in rank order; all ranks must call it."""

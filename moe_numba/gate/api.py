@@ -28,7 +28,7 @@ _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp rou
 _MAX_BLOCKS = 1 << 20
 MIN_TOKENS_FOR_4TOKENS_KERNEL = 4096  # from here on the kernel with four tokens per warp is faster
 
-_plans = {}
+_plans: dict = {}
 
 
 class GateOptions(NamedTuple):

@@ -1,5 +1,7 @@
 """Public functions of the grouped GEMM."""
 
+from typing import Any
+
 import torch
 
 from moe_numba.grouped_gemm.launch import group_gemm
@@ -60,7 +62,7 @@ def group_gemm_pertensor_fp8(
     so the kernel never accesses memory out of bounds. It runs on the caller's current stream, and can be captured in a
     CUDA graph after one call has compiled it.
     """
-    options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -108,7 +110,7 @@ def group_gemm_blockwise_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
-    options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 
@@ -150,7 +152,7 @@ def group_gemm_bf16(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
-    options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
 
@@ -198,7 +200,9 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
-    options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True)
+    options: dict[str, Any] = dict(
+        average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
+    )
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -246,5 +250,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     group_gemm_blockwise_fp8 : Describes the scales.
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
-    options = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True)
+    options: dict[str, Any] = dict(
+        average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
+    )
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)

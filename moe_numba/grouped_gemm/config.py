@@ -165,22 +165,22 @@ class SharedMemoryLayout:
 
 
 # (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.
-CONFIGS = (
+CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (10, dict(subtile_m=32, mma_n=(32, 16), stages=10, cluster_size=2)),
     (40, dict(subtile_m=64, mma_n=(64, 32), stages=8, cluster_size=2)),
     (120, dict(subtile_m=128, mma_n=(128, 96, 64), stages=6, cluster_size=2)),
     (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120), stages=4)),
 )
 # With silu_and_mul a stage has two tiles of weight.
-SILU_CONFIGS = (
+SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (10, dict(subtile_m=32, mma_n=(32, 16), stages=5, cluster_size=2)),
     (40, dict(subtile_m=64, mma_n=(64, 32), stages=5)),
     (120, dict(subtile_m=96, mma_n=(96, 64), stages=4)),
     (None, dict(subtile_m=144, mma_n=(144, 136, 128, 120), stages=4)),
 )
 # Per-row scales need registers and shared-memory bandwidth, so the largest tiles are smaller with block scaling.
-LARGEST_BLOCK_SCALED = dict(subtile_m=128, mma_n=(128, 96, 64), stages=6)
-LARGEST_BLOCK_SCALED_SILU = dict(subtile_m=96, mma_n=(96, 64), stages=4)
+LARGEST_BLOCK_SCALED: dict[str, Any] = dict(subtile_m=128, mma_n=(128, 96, 64), stages=6)
+LARGEST_BLOCK_SCALED_SILU: dict[str, Any] = dict(subtile_m=96, mma_n=(96, 64), stages=4)
 
 
 @cache

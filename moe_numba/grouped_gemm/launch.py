@@ -14,8 +14,10 @@ from moe_numba.runtime.launch import address, cached_cubin, current_stream, laun
 from moe_numba.runtime.tensor_map import encode_tensor_map
 from moe_numba.runtime.validate import as_tensor, make_outputs, to_caller_library
 
-SIGNATURE = (TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5)
-SIGNATURE += ("uint8*", "int32*", "int32", "int32")  # x, row_indices, x_rows, row_bytes: used with gather only
+SIGNATURE = (
+    *(TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5),
+    *("uint8*", "int32*", "int32", "int32"),  # x, row_indices, x_rows, row_bytes: used with gather only
+)
 _MAX_TILES = (1 << 31) - 1
 
 

@@ -24,7 +24,7 @@ _TYPES = {
     torch.int32: "INT32",
 }
 _CACHE_SIZE = 4096
-_values = {}
+_values: dict = {}
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 

@@ -2,6 +2,6 @@
 
 from moe_numba.shared_experts.api import fuse_routing
 from moe_numba.shared_experts.checkpoint import fuse_checkpoint
-from moe_numba.shared_experts.memory_cost import memory_cost
+from moe_numba.shared_experts.memory_estimate import memory_cost
 
 __all__ = ["fuse_checkpoint", "fuse_routing", "memory_cost"]
