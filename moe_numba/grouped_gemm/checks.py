@@ -20,10 +20,11 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     lengths : torch.Tensor
     starts : torch.Tensor or None
     """
-    check_tensor("x", x, dtype=dtype)
-    if x.dim() not in (2, 3):
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must have 2 or 3 dimensions")
-    check_tensor("weight", weight, dtype=dtype, shape=("groups", "n", "k"))
+    for name, tensor, dims in (("x", x, "2 or 3"), ("weight", weight, "3")):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}")
+        if str(tensor.dim()) not in dims:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")
     check_device(x.device, (9, 0), "x")
     check_hopper(x.device)
     groups, n, k = weight.shape
@@ -48,7 +49,8 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     else:
         row_layout, sizes = "lengths", [("seqlens", seqlens, groups), ("cu_seqlens", cu_seqlens, groups + 1)]
     tensors = [_check_array(name, array, (size,), torch.int32, x.device) for name, array, size in sizes]
-    check_tensor("weight", weight, device=(x.device, "x"))
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device}; it must be where x is, on {x.device}")
     return row_layout, tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
@@ -66,7 +68,8 @@ def check_scale(name, array, shape, device):
 
 def check_indices(array, x):
     """Return ``gather_indices`` as a tensor."""
-    indices = _check_array("gather_indices", array, ("rows",), torch.int32, x.device)
+    indices = as_tensor(array, "gather_indices")
+    _check_array("gather_indices", indices, (indices.numel(),), torch.int32, x.device)
     if x.dim() == 3:
         raise ValueError("gather_indices is given: x must be [tokens, k], not masked")
     return indices
@@ -83,5 +86,7 @@ def check_average(average, total_rows, groups):
 
 def _check_array(name, array, shape, dtype, device):
     tensor = as_tensor(array, name)
-    check_tensor(name, tensor, dtype=dtype, shape=shape, contiguous=True, device=(device, "x"))
+    # Compare first, because check_tensor adds several microseconds to every call.
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        check_tensor(name, tensor, dtype=dtype, shape=shape, contiguous=True, device=(device, "x"))
     return tensor

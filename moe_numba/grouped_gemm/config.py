@@ -103,7 +103,8 @@ class SharedMemoryLayout:
     def scale_pitch(self) -> int:
         """f32 elements from one quarter of a subtile's scales to the next, so that quarters start in different banks.
 
-        Thread ``q`` of four holds columns ``8 j + 2 q + i`` of an accumulator, so its scales form one quarter.
+        Thread ``q`` of four holds columns ``8 j + 2 q + i`` of an accumulator. Their scales form quarter ``q``, ordered
+        by j and i.
         """
         count = -(-self.config.subtile_m // 16) * 4
         return count + 4 * (count % 16 == 0)
