@@ -1,4 +1,4 @@
-"""What the compiler makes of dispatch, combine and what goes before them, at DeepSeek-V3's sizes; no GPU is needed."""
+"""Machine code of notify, dispatch and combine at DeepSeek-V3's sizes; no GPU is needed."""
 
 import pytest
 
@@ -52,25 +52,27 @@ def reports():
     return compile_apart(SOURCE, requests)
 
 
-def test_everything_stays_in_registers(reports):
+def test_nothing_spills(reports):
     for name, report in reports.items():
         assert report.spilled_bytes == report.stack_bytes == 0, name
         assert report.registers <= 128 and not report.complaints, name
 
 
-def test_they_are_made_of_the_instructions_they_should_be(reports):
-    """Rows go by bulk copies, and only the warp that carries nothing fences for the whole system."""
+def test_instructions(reports):
+    """Rows use bulk copies, and only the publisher warp issues system-scope fences."""
     report = reports["dispatch bf16 8"]
     if report.opcodes is None:
         pytest.skip("there is no nvdisasm")
     assert reports["direct bf16"].count("FENCE.VIEW.ASYNC") == 2
     assert report.count("UBLKCP") >= 5 and report.count("SYNCS.PHASECHK") >= 3
-    assert reports["combine 8 0"].count("LDG.E.128") == 8, "four pieces of two rows are on their way at once"
-    pair = reports["combine 2 0"]  # 4 words in each of 7 pieces: 0 and the row that travelled are added to them
-    assert pair.count("LDG.E.128") == 7 and pair.count("HADD2", "HFMA2") >= 2 * 4 * 7, "two rows are added as pairs"
+    assert reports["combine 8 0"].count("LDG.E.128") == 8, "four vectors of two rows are in flight at once"
+    pair = reports["combine 2 0"]  # 7 vectors of 4 words: 0 and the peer's row are added to each word
+    assert pair.count("LDG.E.128") == 7 and pair.count("HADD2", "HFMA2") >= 2 * 4 * 7, (
+        "two rows are added in packed bfloat16"
+    )
     for name in ("dispatch bf16 8", "combine 8 0"):
-        # One for the warp that tells the others, and two for a thread that gives up.
+        # One in the publisher warp, and two where a thread aborts.
         assert reports[name].count("MEMBAR.ALL.SYS") == 3, name
-        # Between what threads do and what bulk copies do; no other test would see one of these missing.
+        # Proxy fences between loads or stores and bulk copies; no other test detects a missing one.
         assert reports[name].count("FENCE.VIEW.ASYNC") == 5, name
         assert reports[name].count("LDL") == reports[name].count("STL") == 0, name

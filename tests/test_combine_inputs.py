@@ -1,4 +1,4 @@
-"""What notebook 06 is built on: handles made in torch, sums to the last bit, sizes for the GPUs there are."""
+"""Inputs of notebook 06: handles computed in torch, bitwise sums, sizes for the available GPUs."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from moe_numba.expert_parallel import reference
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated: set MOE_NUMBA_SIMULATE=1")
 @pytest.mark.parametrize("num_tokens, channels", [([9, 5], 2), ([4, 0, 7], 3), ([6], 1)])
-def test_handles_are_those_of_the_document(num_tokens, channels):
+def test_handles_equal_those_of_deepeps_dispatch(num_tokens, channels):
     ranks = len(num_tokens)
     topk_idx = inputs.random_routing(num_tokens, 4 * ranks, 2, seed=1, holes=0.2)
     chosen = [layout[2] for layout in inputs.layouts_of(topk_idx, 4 * ranks)]
@@ -27,7 +27,7 @@ def test_handles_are_those_of_the_document(num_tokens, channels):
             assert given.dtype == right.dtype and torch.equal(given, right), name
 
 
-def test_sums_are_the_references_rounded_once():
+def test_sums_are_the_reference_rounded_once():
     topk_idx = inputs.random_routing([7, 5], 8, 2, holes=0.3)
     received = inputs.received_by([layout[2] for layout in inputs.layouts_of(topk_idx, 8)])
     y = [torch.randn(len(there.src_idx), 16).bfloat16() for there in received]
@@ -54,7 +54,7 @@ def test_ranges_cover_all_tokens():
     "gpus, reach, ranks, devices",
     [(1, True, 2, [0, 0]), (2, True, 2, [0, 1]), (2, False, 2, [0, 0]), (3, True, 2, [0, 1]), (5, True, 4, range(4))],
 )
-def test_a_rank_has_a_gpu_of_its_own_where_that_can_be(gpus, reach, ranks, devices, monkeypatch):
+def test_ranks_have_their_own_gpus_if_possible(gpus, reach, ranks, devices, monkeypatch):
     monkeypatch.setattr(inputs, "simulator", SimpleNamespace(ENABLED=False))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reach)

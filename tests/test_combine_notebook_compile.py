@@ -1,4 +1,4 @@
-"""What the compiler makes of notebook 06's own kernels, and of those it changes; no GPU is needed."""
+"""Machine code of notebook 06's kernels, and of the package's kernels that it changes; no GPU is needed."""
 
 import ast
 import inspect
@@ -69,7 +69,7 @@ def test_the_notebooks_kernels_fit_512_threads(expression, logs):
 
 
 @pytest.mark.parametrize("ranks, at_once, as_pairs", [(2, 1, False), (2, 8, False), (2, 4, True), (8, 2, False)])
-def test_the_kernel_whose_channels_are_warps_stays_in_registers(ranks, at_once, as_pairs):
+def test_the_notebooks_combine_kernel_does_not_spill(ranks, at_once, as_pairs):
     source = "\n".join(["import inspect", "import moe_numba", IMPORTS, *CELLS, SHAPE.format(ranks=ranks)])
     expression = f"make_channels_kernel(SHAPE, {at_once}, {as_pairs})"
     report = compile_apart(source, {"": (expression, combine.SIGNATURE, 512, False)})[""]

@@ -1,4 +1,4 @@
-"""The dispatch layout: which rank each token goes to, and how many go to each rank and each expert."""
+"""Dispatch layout: flags of each token's ranks, and counts per rank and per expert."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
 from moe_numba.expert_parallel import dispatch_layout, get_dispatch_layout, reference
 from moe_numba.expert_parallel.kernels import dispatch_layout as layout_kernel
 
-KERNELS = {"package": get_dispatch_layout, "document": deepep_layout.get_dispatch_layout}
+KERNELS = {"package": get_dispatch_layout, "deepep": deepep_layout.get_dispatch_layout}
 NAMES = ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank")
 TOKENS = (0, 1, 31, 33, 300)
 BAD_IDS = (-1, -2, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40, -(1 << 32), -(1 << 63), (1 << 63) - 1)
 
 
 def some(tokens, topk, experts, device, invalid=0.2, seed=0):
-    """Different experts for each token where there are enough, and -1 here and there."""
+    """Draw distinct experts for each token where there are enough, some of them -1."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, max(experts, topk), generator=random).argsort(dim=1)[:, :topk] % experts
     ids[torch.rand(tokens, topk, generator=random) < invalid] = -1
@@ -24,7 +24,7 @@ def some(tokens, topk, experts, device, invalid=0.2, seed=0):
 
 
 def poisoned(tokens, experts, ranks, device):
-    """Outputs in the middle of larger buffers, and the buffers' bytes; all poison."""
+    """Return poisoned outputs inside larger buffers, and the bytes of these buffers."""
     shapes = ((ranks,), torch.int32), ((experts,), torch.int32), ((tokens, ranks), torch.bool)
     out, buffers = [], []
     for shape, dtype in shapes:
@@ -36,7 +36,7 @@ def poisoned(tokens, experts, ranks, device):
 
 
 def mismatch(given, ids, experts, ranks):
-    """Say what is wrong with a layout, or None if nothing is. Flags are compared as bytes: one is 0 or 1."""
+    """Return what is wrong with a layout, or None. Flags are compared as bytes, 0 or 1."""
     for name, mine, right in zip(NAMES, given, reference.dispatch_layout(ids, ranks, experts), strict=True):
         if mine.shape != right.shape or mine.dtype != right.dtype:
             return f"{name} is {mine.dtype} {tuple(mine.shape)}, not {right.dtype} {tuple(right.shape)}"
@@ -52,7 +52,7 @@ def check(ids, experts, ranks, function=get_dispatch_layout):
     assert all((edge == 0xCD).all() for edges in buffers for edge in edges), "written outside of the outputs"
 
 
-def test_the_reference_on_a_routing_worked_out_by_hand():
+def test_the_reference_on_a_small_example():
     ids = torch.tensor([[0, 1, 5], [2, -1, 2], [-1, -1, -1], [7, 4, 3]])
     per_rank, per_expert, is_in = reference.dispatch_layout(ids, 4, 8)
     assert per_rank.tolist() == [1, 2, 2, 1]
@@ -73,7 +73,7 @@ def test_the_reference_bit_for_bit(experts, ranks, topk, which, device):
 @pytest.mark.parametrize(
     "experts, ranks, topk", [(5, 5, 3), (7, 7, 32), (12, 6, 5), (1024, 8, 32), (1, 1, 1), (33, 1, 17)]
 )
-def test_odd_sizes_and_the_largest(experts, ranks, topk, which, device):
+def test_odd_and_maximum_sizes(experts, ranks, topk, which, device):
     for tokens in (1, 70):
         check(some(tokens, topk, experts, device), experts, ranks, KERNELS[which])
 
@@ -92,7 +92,7 @@ def test_skewed_routings(which, device):
 
 
 @pytest.mark.parametrize("which", KERNELS)
-def test_ids_that_are_no_experts_count_nowhere(which, device):
+def test_invalid_experts_are_not_counted(which, device):
     ids = some(40, 8, 24, "cpu")
     ids.view(-1)[:: 320 // len(BAD_IDS)][: len(BAD_IDS)] = torch.tensor(BAD_IDS)
     ids[-1, -1], ids[-2] = 24, 24
@@ -116,7 +116,7 @@ def test_outputs_are_allocated_or_used_again(device):
         assert get_dispatch_layout(ids, 256, 8, out=out) is out and mismatch(out, ids, 256, 8) is None
 
 
-def test_numpy_comes_back_as_it_came():
+def test_numpy_in_numpy_out():
     if not simulator.ENABLED:
         pytest.skip("NumPy's arrays are not on a GPU")
     ids = some(9, 2, 8, "cpu")
@@ -152,7 +152,7 @@ OUTPUTS = [torch.zeros(2).int(), torch.zeros(8).int(), torch.zeros(3, 2).bool()]
         (dict(out=[*OUTPUTS[:2], torch.zeros(2, 3).bool().T]), ValueError, "out's is_token_in_rank"),
     ],
 )
-def test_refusals(change, error, sentence, device):
+def test_invalid_arguments(change, error, sentence, device):
     def here(value):
         return value.to(device) if isinstance(value, torch.Tensor) and value.device.type != "meta" else value
 
@@ -168,35 +168,35 @@ def test_too_many_tokens_are_refused(device, monkeypatch):
         get_dispatch_layout(torch.zeros(3, 4).long().to(device), 8, 2)
 
 
-# A kernel with one of these changes must be found out.
+# A kernel with one of these changes must be rejected.
 WRONG = {
-    "what is no expert is counted": (
+    "invalid experts are counted": (
         layout_kernel,
         "chosen[k] < uint32(num_experts)",
         "chosen[k] <= uint32(num_experts)",
     ),
-    "negative ids are let in": (layout_kernel, "if expert >= 0 and", "if"),
+    "negative ids are accepted": (layout_kernel, "if expert >= 0 and", "if"),
     "ids are cut to 32 bits": (
         layout_kernel,
         "if expert >= 0",
         "expert = int64(int32(expert))\n                    if expert >= 0",
     ),
-    "the last rank is forgotten": (layout_kernel, "member < uint32(num_ranks):", "member < uint32(num_ranks - 1):"),
-    "a token counts for a rank as often as it has experts there": (
+    "the last rank has no flags": (layout_kernel, "member < uint32(num_ranks):", "member < uint32(num_ranks - 1):"),
+    "a token counts several times for a rank": (
         layout_kernel,
         "ranks = uint32(ranks | (",
         "cuda.atomic.add(counts, uint32(num_experts + rank), 1)\n                    ranks = uint32(ranks | (",
     ),
-    "the last token is forgotten": (layout_kernel, "if token < num_tokens and m", "if token + 1 < num_tokens and m"),
-    "lanes do not tell each other enough": (layout_kernel, "in range(lane_bits):", "in range(lane_bits - 1):"),
-    "warps do not add up their tokens": (layout_kernel, "in range(lane_bits, 5):", "in range(lane_bits, 4):"),
-    "counts do not start at zero": (layout_kernel, "counts[i] = int32(0)", "pass"),
-    "a block's counts are left out": (
+    "the last token is skipped": (layout_kernel, "if token < num_tokens and m", "if token + 1 < num_tokens and m"),
+    "the reduction in a lane group is incomplete": (layout_kernel, "in range(lane_bits):", "in range(lane_bits - 1):"),
+    "the reduction in a warp is incomplete": (layout_kernel, "in range(lane_bits, 5):", "in range(lane_bits, 4):"),
+    "counts start at undefined values": (layout_kernel, "counts[i] = int32(0)", "pass"),
+    "one CTA's counts are ignored": (
         layout_kernel,
         "for other in range(CLUSTER_SIZE)",
         "for other in range(CLUSTER_SIZE - 1)",
     ),
-    "the end of the counts is left out": (
+    "the last counters are ignored": (
         layout_kernel,
         "share = -(-num_counters // CLUSTER_SIZE)",
         "share = num_counters // CLUSTER_SIZE",
@@ -206,27 +206,27 @@ WRONG = {
         "launch_dependents()\n        cuda.syncthreads()\n",
         "launch_dependents()\n        cuda.syncwarp()\n",
     ),
-    "a thread counts before another has cleared": (
+    "counting starts before all counters are cleared": (
         layout_kernel,
         "        cuda.syncthreads()\n        griddepcontrol_wait()",
         "        griddepcontrol_wait()",
     ),
-    "shares are added up before they are there": (
+    "shares are summed before they arrive": (
         layout_kernel,
         "        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
         "        cuda.syncthreads()\n",
     ),
-    "columns are added up before they are complete": (deepep_layout, "        cuda.syncthreads()\n", ""),
+    "columns are summed before they are complete": (deepep_layout, "        cuda.syncthreads()\n", ""),
     "a flag is a count": (deepep_layout, "int32(1) if is_in_rank[j] > 0 else int32(0)", "is_in_rank[j]"),
     "all threads share a row": (deepep_layout, "rows[t, int32", "rows[0, int32"),
 }
-ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start at", "the end of", "share a row"))]
-# The others would come out right by luck, or end the process.
+ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start at", "last counters", "share a row"))]
+# On a GPU the others may produce right results by chance, or end the process.
 
 
 @pytest.mark.parametrize("what", WRONG if simulator.ENABLED else ON_A_GPU)
 def test_wrong_kernels_are_rejected(what, monkeypatch, device):
-    """The first run, or some order of the simulator's threads, must show it."""
+    """The first run, or some thread order of the simulator, must fail."""
     module, right, wrong = WRONG[what]
     made = changed(module, right, wrong)
     monkeypatch.setattr(dispatch_layout, "make_layout_kernel", made.get("make_layout_kernel"))
@@ -242,10 +242,10 @@ def test_wrong_kernels_are_rejected(what, monkeypatch, device):
             return
         if mismatch(out, ids.to(device), 100, 5) or any((e != 0xCD).any() for edges in buffers for e in edges):
             return
-    pytest.fail(f"the check let a kernel pass in which {what}")
+    pytest.fail(f"the check accepts a kernel in which {what}")
 
 
-# On a GPU: large, and the things that a simulator has not.
+# On a GPU: large sizes, graphs, streams.
 
 
 @pytest.mark.gpu
@@ -260,7 +260,7 @@ def test_many_tokens(tokens, which):
 
 @pytest.mark.gpu
 def test_flags_beyond_two_gigabytes():
-    """The index of a flag needs more than 32 bits."""
+    """The offset of a flag needs more than 32 bits."""
     ids = (torch.arange(300_000_000, device="cuda") % 24)[:, None]
     per_rank, per_expert, is_in = get_dispatch_layout(ids, 24, 8)
     assert (per_expert == 12_500_000).all() and (per_rank == 37_500_000).all()
@@ -285,7 +285,7 @@ def test_graph_replays_on_changed_inputs(tokens):
 
 
 @pytest.mark.gpu
-def test_it_runs_on_the_callers_stream_and_does_not_wait():
+def test_it_runs_asynchronously_on_the_callers_stream():
     ids = some(4096, 8, 256, "cuda")
     out = get_dispatch_layout(ids, 256, 8)
     torch.cuda.synchronize()

@@ -6,8 +6,18 @@ import time
 
 import pytest
 import torch
-from test_buffer import NUM_BYTES, SMALL, WIDE, check_combined, check_received, make_world, right_of, send, to
-from test_direct import new_output
+from buffer_helpers import (
+    NUM_BYTES,
+    SMALL,
+    WIDE,
+    check_combined,
+    check_received,
+    make_inputs,
+    reference_dispatch,
+    send,
+    to_device,
+)
+from test_dispatch_direct import new_output
 
 from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.expert_parallel import Buffer, CudaIpc, SymmetricMemory
@@ -51,13 +61,13 @@ def random_worlds(rank, ranks, kind, rounds):
     generator = torch.Generator().manual_seed(5)
     for i in range(rounds):
         most = int(torch.randint(1, 300, (), generator=generator))
-        world = make_world(torch.randint(0, most + 1, (ranks,), generator=generator).tolist(), i, fp8=i % 3 == 0)
-        right, config, buffer = right_of(world), (SMALL, WIDE)[i % 2], buffers[i // 2 % 2]
+        world = make_inputs(torch.randint(0, most + 1, (ranks,), generator=generator).tolist(), i, fp8=i % 3 == 0)
+        right, config, buffer = reference_dispatch(world), (SMALL, WIDE)[i % 2], buffers[i // 2 % 2]
         out = outs[i // 2 % 2][i % 3 == 0] if i % 5 < 2 else None
         given = send(buffer, rank, world, config, out=out)
         check_received(given, right[rank], rank, world.experts // ranks)
         y = [torch.randn(len(r.src_idx), 64, generator=generator).bfloat16() for r in right]
-        back = buffer.combine(to(buffer.transport.device, y[rank]), given[4], given[2], config=config)[:2]
+        back = buffer.combine(to_device(buffer.transport.device, y[rank]), given[4], given[2], config=config)[:2]
         if i % 10 == 0:
             everybodys = [None] * ranks
             dist.all_gather_object(everybodys, tuple(part.cpu() for part in back))
@@ -123,10 +133,10 @@ def in_graphs(rank, ranks, straight):
         torch.cuda.synchronize()
         check(*results)
         if i % 5 == 0:
-            world = make_world([37 * i % 50 + r for r in range(ranks)], i, fp8=i % 2 == 0)
+            world = make_inputs([37 * i % 50 + r for r in range(ranks)], i, fp8=i % 2 == 0)
             for config in (WIDE, SMALL):
                 given = send(buffer, rank, world, config)
-                check_received(given, right_of(world)[rank], rank, world.experts // ranks)
+                check_received(given, reference_dispatch(world)[rank], rank, world.experts // ranks)
     buffer.destroy()
 
 
@@ -140,12 +150,12 @@ def late(rank, ranks):
     import torch.distributed as dist
 
     buffer = Buffer(dist.group.WORLD, NUM_BYTES, timeout=20)
-    world = make_world([50] * ranks)
+    world = make_inputs([50] * ranks)
     for i in range(2 * ranks):
         if i % ranks == rank:
             time.sleep(0.3)
         given = send(buffer, rank, world)
-        check_received(given, right_of(world)[rank], rank, world.experts // ranks)
+        check_received(given, reference_dispatch(world)[rank], rank, world.experts // ranks)
         if (i + 1) % ranks == rank:
             time.sleep(0.3)
         buffer.combine(given[0], given[4], config=SMALL)
@@ -160,7 +170,7 @@ def one_dies(rank, ranks, when):
     """Rank 1 ends without a word; the others raise in time, and can end."""
     import torch.distributed as dist
 
-    world = make_world([50] * ranks)
+    world = make_inputs([50] * ranks)
     patient = Buffer(dist.group.WORLD, NUM_BYTES, timeout=60)  # while kernels are compiled
     patient.combine((given := send(patient, rank, world))[0], given[4], config=SMALL)
     patient.destroy()

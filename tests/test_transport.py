@@ -1,4 +1,4 @@
-"""Ranks of one process: what they have of one another."""
+"""Transports of ranks in one process: gather, shared memory, errors, and joint launches."""
 
 import threading
 import time
@@ -10,16 +10,16 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import LocalGroup, transport
 
 
-def test_gather_gives_everybodys_value_in_order():
+def test_gather_returns_all_values_in_rank_order():
     given = LocalGroup(3).run(lambda t: [t.gather(10 * i + t.rank) for i in range(3)])
     assert given == [[[0, 1, 2], [10, 11, 12], [20, 21, 22]]] * 3
 
 
-def test_results_come_in_the_order_of_the_ranks():
+def test_results_are_in_rank_order():
     assert LocalGroup(4).run(lambda t: (t.rank, t.num_ranks)) == [(rank, 4) for rank in range(4)]
 
 
-def test_memory_is_zeroed_and_everybody_knows_where_it_is():
+def test_memory_is_zeroed_and_all_ranks_know_its_addresses():
     def work(transport):
         shared = transport.allocate(4096)
         assert shared.local.dtype == torch.uint8 and shared.local.shape == (4096,) and not shared.local.any()
@@ -43,8 +43,8 @@ def test_the_error_of_a_rank_is_raised():
         LocalGroup(3).run(work)
 
 
-def test_the_others_may_clean_up():
-    """What they do in the end, and even that they wait for one another there, hides no error."""
+def test_the_other_ranks_run_their_finally_blocks():
+    """Even if they gather there, the first error is raised."""
     ended = []
 
     def work(transport):
@@ -63,21 +63,21 @@ def test_the_others_may_clean_up():
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="threads wait longer")
-def test_who_waits_for_nobody_is_told_so():
+def test_a_wait_that_cannot_end_times_out():
     with pytest.raises(TimeoutError, match="rank 0 waits for the others"):
         LocalGroup(2).run(lambda t: t.gather(None) if t.rank == 0 else None)
     assert LocalGroup(2).run(lambda t: t.wait(lambda: False, 0.1)) == [False, False]
 
 
 @pytest.mark.skipif(simulator.ENABLED, reason="in the simulator there are no GPUs")
-def test_as_many_devices_as_ranks():
+def test_one_device_per_rank():
     with pytest.raises(ValueError, match="devices has 1 entries"):
         LocalGroup(2, devices=[0])
 
 
 @pytest.fixture
-def lined_up(monkeypatch):
-    """``lined_up(works, is_shared)``: each rank's ``work(rank, launch)``, where a launch is an entry of the log."""
+def log_of(monkeypatch):
+    """``log_of(works, is_shared)`` runs each rank's ``work(log, launch)``; a launch adds an entry to the log."""
 
     def run(works, is_shared):
         log, group = [], LocalGroup(len(works))
@@ -111,25 +111,25 @@ def three_times(rank):
 
 
 def in_rounds(log, *entries):
-    """Whether these entries, of all, came in three rounds: each three times, then the next one."""
+    """Return whether the log has these entries in rounds: each of them three times, then the next one."""
     return [entry for entry in log if entry in entries] == 3 * [entry for entry in entries for _ in range(3)]
 
 
-def test_ranks_that_share_a_gpu_start_together(lined_up):
-    """Each kernel when all are about to start it; and nobody does anything else before all have."""
-    log = lined_up([three_times(rank) for rank in range(3)], True)
+def test_ranks_that_share_a_gpu_launch_together(log_of):
+    """All ranks reach a launch before one of them launches, and all have launched before one continues."""
+    log = log_of([three_times(rank) for rank in range(3)], True)
     start = "kernel", {}  # not as a cooperative launch
     assert in_rounds(log, "before", start) and in_rounds(log, start, "after") and len(log) == 27
 
 
-def test_ranks_with_gpus_of_their_own_wait_for_the_first_start_alone(lined_up):
-    log = lined_up([three_times(rank) for rank in range(3)], False)
+def test_ranks_with_their_own_gpus_wait_only_before_the_first_launch(log_of):
+    log = log_of([three_times(rank) for rank in range(3)], False)
     start = ("kernel", {"cooperative": True})
     assert log[:3] == 3 * ["before"] and start not in log[:3]
     assert log.count(start) == 9 and not in_rounds(log, "before", start)
 
 
-def test_who_does_not_come_is_waited_for_with_patience(lined_up):
+def test_a_missing_rank_delays_a_launch_by_the_timeout(log_of):
     begin = time.monotonic()
-    log = lined_up([lambda log, launch: launch("kernel", timeout=0.05), lambda log, launch: None], True)
+    log = log_of([lambda log, launch: launch("kernel", timeout=0.05), lambda log, launch: None], True)
     assert log == [("kernel", {})] and 0.1 <= time.monotonic() - begin < 5

@@ -1,4 +1,4 @@
-"""Times of several ranks: who runs what in which order, whose time counts, and what a ladder makes of it."""
+"""Multi-GPU timing: order of the steps, the slowest rank's time, and its use by a ladder."""
 
 import threading
 from contextlib import contextmanager
@@ -23,42 +23,42 @@ only_simulated = pytest.mark.skipif(not simulator.ENABLED, reason="these ranks a
 
 
 @cuda.jit
-def tell(peers, mine, rank, number):
-    st_release_sys_s32(pointer_from_address(peers[1 - rank], mine), 0, number)
-    while ld_acquire_sys_s32(mine, 0) < number:
+def signal(peers, local, rank, number):
+    st_release_sys_s32(pointer_from_address(peers[1 - rank], local), 0, number)
+    while ld_acquire_sys_s32(local, 0) < number:
         pass
 
 
 @contextmanager
-def talk(transport, log):
+def make_signal(transport, log):
     start, shared = transport.launch, transport.allocate(128)
-    mine, calls = shared.local.view(torch.int32), [0]
+    local, calls = shared.local.view(torch.int32), [0]
     log.append(("made", transport.rank))
 
     def step():
         calls[0] += 1
         log.append(("call", transport.rank))
-        start(tell, 1, 1, shared.addresses, mine, transport.rank, calls[0])
-        return mine
+        start(signal, 1, 1, shared.addresses, local, transport.rank, calls[0])
+        return local
 
     yield step
-    log.append(("left", transport.rank, int(mine[0])))
+    log.append(("left", transport.rank, int(local[0])))
     shared.close()
 
 
 @only_simulated
-def test_each_rank_runs_its_step_and_leaves_when_all_are_done():
+def test_ranks_leave_when_all_steps_have_finished():
     log = []
-    outputs = timing_multigpu.outputs_of(LocalGroup(2), lambda transport: talk(transport, log))
+    outputs = timing_multigpu.outputs_of(LocalGroup(2), lambda transport: make_signal(transport, log))
     assert [int(out[0]) for out in outputs] == [1, 1]
     assert [entry for entry in log if entry[0] == "call"] == [("call", 0), ("call", 1)]
     assert sorted(log[-2:]) == [("left", 0, 1), ("left", 1, 1)]
 
 
 @only_simulated
-def test_in_the_simulator_every_step_runs_once_and_has_no_time():
+def test_simulated_steps_run_once_and_are_not_timed():
     log = []
-    make = lambda transport: talk(transport, log)
+    make = lambda transport: make_signal(transport, log)
     group = LocalGroup(2)
     assert not timing_multigpu.can_time(group)
     for times in (timing_multigpu.rank_times, timing_multigpu.host_times):
@@ -72,12 +72,12 @@ def test_in_the_simulator_every_step_runs_once_and_has_no_time():
 def test_two_gpus_are_timed(times):
     group = LocalGroup(2, [0, 1])
     assert timing_multigpu.can_time(group) and not timing_multigpu.can_time(LocalGroup(2, [0, 0]))
-    found = times(group, {name: lambda transport: talk(transport, []) for name in ("a", "b")})
+    found = times(group, {name: lambda transport: make_signal(transport, []) for name in ("a", "b")})
     assert all(0.5 < stats.p10 <= stats.median < 1000 for stats in found.values()), found
 
 
 class FakeClock:
-    """A rank's clock: each of its calls takes ``step_us``, once the gate is open."""
+    """A rank's clock, which counts simulated microseconds."""
 
     def __init__(self, now, log):
         self.now, self.log = now, log
@@ -99,7 +99,7 @@ class FakeClock:
 def test_the_slowest_rank_counts(launches, samples):
     """Rank 1 is slower with "a", rank 0 with "b"."""
     cost, found, log = {"a": (2.0, 5.0), "b": (7.0, 1.0)}, [None, None], []
-    meeting = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def run(rank):
         now = [0.0]
@@ -107,7 +107,7 @@ def test_the_slowest_rank_counts(launches, samples):
         def step(name):
             now[0] += cost[name][rank]
 
-        transport = SimpleNamespace(gather=lambda value: meeting.wait(10))
+        transport = SimpleNamespace(gather=lambda value: barrier.wait(10))
         steps = {name: lambda name=name: step(name) for name in cost}
         clock = FakeClock(now, log if rank == 0 else [])
         found[rank] = timing_multigpu.measure(transport, steps, launches, samples, clock)
@@ -122,20 +122,20 @@ def test_the_slowest_rank_counts(launches, samples):
     assert log == [entry for n in numbers for entry in (("hold", n), ("open", n))], "each gate is opened, in order"
 
 
-def test_of_each_sample_the_slowest_rank_counts():
+def test_the_maximum_over_ranks_is_taken_per_sample():
     assert timing_multigpu.slowest([{"a": [1.0, 9.0, 1.0]}, {"a": [3.0, 2.0, 3.0]}])["a"].median == 3.0
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """As on a GPU whose clock stands still."""
+    """Pretend to be on a GPU, with constant times."""
     monkeypatch.setattr(simulator, "ENABLED", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(ladder, "kernel_times", lambda named: {name: Stats(1, 1, 1) for name in named})
     monkeypatch.setattr(ladder, "call_times", lambda named: {name: Stats(2, 2, 2) for name in named})
 
 
-def test_a_ladder_takes_times_that_a_step_gives_itself(measured, capsys, tmp_path):
+def test_a_ladder_accepts_a_steps_own_times(measured, capsys, tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     steps = Ladder("toy", lambda out: None if out == 1 else "it is wrong", root=tmp_path)
     steps.step("own", lambda: 1, kernel=lambda: Stats(30.0, 29.0, 31.0), bytes=5)
@@ -147,7 +147,7 @@ def test_a_ladder_takes_times_that_a_step_gives_itself(measured, capsys, tmp_pat
         steps.step("wrong", lambda: 2, kernel=lambda: pytest.fail("timed before it was right"))
 
 
-def test_a_ladder_that_must_not_time_says_why(measured, capsys, tmp_path):
+def test_an_untimed_ladder_reports_the_reason(measured, capsys, tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     steps = Ladder("toy", lambda out: None, root=tmp_path, untimed="one GPU")
     steps.step("own", lambda: 1, kernel=lambda: pytest.fail("timed"))
@@ -159,9 +159,9 @@ def test_a_ladder_that_must_not_time_says_why(measured, capsys, tmp_path):
 
 
 @only_simulated
-def test_a_trace_tells_of_stores_to_flags():
+def test_a_trace_contains_stores_to_flags():
     with simulator.trace() as events:
-        timing_multigpu.outputs_of(LocalGroup(2), lambda transport: talk(transport, []))
+        timing_multigpu.outputs_of(LocalGroup(2), lambda transport: make_signal(transport, []))
     stores = [(event.rank, event.details) for event in events if event.what == "store"]
     wanted = {"index": 0, "value": 1, "release": True}
     assert sorted(stores, key=lambda s: s[0]) == [

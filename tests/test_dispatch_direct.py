@@ -1,26 +1,26 @@
-"""Dispatch straight into outputs that the ranks share, in the simulator or on GPUs, against the reference."""
+"""Direct dispatch to outputs in symmetric memory, in the simulator or on GPUs, against the reference."""
 
 import contextlib
 
 import pytest
 import torch
-from test_buffer import (
+from buffer_helpers import (
     FP8,
     HIDDEN,
-    IMPATIENT,
     SCALE,
+    SHORT_TIMEOUT,
     SMALL,
     WIDE,
+    bitwise_equal,
     check_combined,
     check_received,
     fails_under_some_seed,
-    make_world,
+    make_inputs,
+    reference_dispatch,
     refused,
-    right_of,
     run,
-    same,
     send,
-    to,
+    to_device,
 )
 
 from moe_numba import simulator
@@ -30,107 +30,111 @@ from moe_numba.expert_parallel.runtime import Runtime
 
 
 def new_output(buffer, rows, fp8=False):
-    """For what ranks of a world send, see ``make_world``."""
+    """Allocate an output for the rows of ``make_inputs``."""
     return buffer.new_output(rows, HIDDEN, FP8 if fp8 else torch.bfloat16, HIDDEN // 8 if fp8 else 0, num_topk=2)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("ranks, seed", [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
-def test_rows_come_to_their_place(ranks, seed, fp8):
-    """With counts, with a handle, for the worst case, and back by combine."""
-    world = make_world([(17, 4, 9, 0)[r] * SCALE for r in range(ranks)], seed, fp8=fp8)
-    right, worst = right_of(world), 20 * ranks * SCALE
+def test_dispatch_to_an_output(ranks, seed, fp8):
+    """With counts, with a handle, with num_worst_tokens, and back with combine."""
+    inputs = make_inputs([(17, 4, 9, 0)[r] * SCALE for r in range(ranks)], seed, fp8=fp8)
+    right, worst = reference_dispatch(inputs), 20 * ranks * SCALE
 
     def work(buffer, rank):
         out = new_output(buffer, worst, fp8)
-        given = send(buffer, rank, world, out=out)
-        check_received(given, right[rank], rank, world.experts // ranks)
+        given = send(buffer, rank, inputs, out=out)
+        check_received(given, right[rank], rank, inputs.experts // ranks)
         here = given[0][0] if fp8 else given[0]
         assert here.data_ptr() == out.x.data_ptr() or not len(here)
         back = None if fp8 else buffer.combine(here, given[4], given[2], config=SMALL)[:2]
-        x, config = to(buffer.transport.device, world.x[rank]), WIDE if seed else SMALL
+        x, config = to_device(buffer.transport.device, inputs.x[rank]), WIDE if seed else SMALL
         out.x.view(torch.uint8).fill_(77)
         again = buffer.dispatch(x, given[4], config=config, out=out)
-        assert same(again[0], right[rank].x)
+        assert bitwise_equal(again[0], right[rank].x)
         check_received(
-            send(buffer, rank, world, num_worst_tokens=worst, out=out), right[rank], rank, world.experts // ranks, worst
+            send(buffer, rank, inputs, num_worst_tokens=worst, out=out),
+            right[rank],
+            rank,
+            inputs.experts // ranks,
+            worst,
         )
         out.close()
         return back
 
     backs = run(ranks, work, seed)
     if not fp8:
-        check_combined(backs, world, right, [r.x for r in right], [r.topk_weights for r in right])
+        check_combined(backs, inputs, right, [r.x for r in right], [r.topk_weights for r in right])
 
 
-def test_rings_and_outputs_by_turns():
-    """A handle is good for both ways, and what came by one stays when something comes by the other."""
-    world, other = (make_world([13 * SCALE, 8 * SCALE], seed) for seed in (0, 1))
-    right, right_other = right_of(world), right_of(other)
+def test_rings_and_outputs_interleaved():
+    """A handle works for both kernels, and neither kernel overwrites the results of the other."""
+    inputs, other = (make_inputs([13 * SCALE, 8 * SCALE], seed) for seed in (0, 1))
+    right, right_other = reference_dispatch(inputs), reference_dispatch(other)
 
     def work(buffer, rank):
         device, outs = buffer.transport.device, [new_output(buffer, 21 * SCALE) for _ in range(2)]
-        by_rings = send(buffer, rank, world)
-        straight = send(buffer, rank, other, out=outs[0])
-        x, x_other = to(device, world.x[rank]), to(device, other.x[rank])
+        by_rings = send(buffer, rank, inputs)
+        direct = send(buffer, rank, other, out=outs[0])
+        x, x_other = to_device(device, inputs.x[rank]), to_device(device, other.x[rank])
         crossed = buffer.dispatch(x, by_rings[4], config=SMALL, out=outs[1])
-        back = buffer.dispatch(x_other, straight[4], config=SMALL)
+        back = buffer.dispatch(x_other, direct[4], config=SMALL)
         for given in (by_rings, crossed):
-            assert same(given[0], right[rank].x) and same(given[4][3], right[rank].src_idx)
-        for given in (straight, back):
-            assert same(given[0], right_other[rank].x)
+            assert bitwise_equal(given[0], right[rank].x) and bitwise_equal(given[4][3], right[rank].src_idx)
+        for given in (direct, back):
+            assert bitwise_equal(given[0], right_other[rank].x)
         for out in outs:
             out.close()
 
     run(2, work)
 
 
-def what_is_read_late(world):
-    """Whether each rank finds its own rows in an output that it reads late, when others are at the next dispatch."""
-    right = right_of(world)
+def late_reads_are_right(inputs):
+    """Return whether each rank finds its rows in an output that it reads while peers start the next dispatch."""
+    right = reference_dispatch(inputs)
 
     def work(buffer, rank):
-        out = new_output(buffer, sum(map(len, world.topk_idx)))
-        x = to(buffer.transport.device, world.x[rank])
-        handle, found = send(buffer, rank, world, out=out)[4], []
+        out = new_output(buffer, sum(map(len, inputs.topk_idx)))
+        x = to_device(buffer.transport.device, inputs.x[rank])
+        handle, found = send(buffer, rank, inputs, out=out)[4], []
         for factor in (1, 2, 4):
             given = buffer.dispatch(x * factor, handle, config=SMALL, out=out)
             if not simulator.ENABLED and rank == 0:
-                torch.cuda._sleep(20_000_000)  # some ten milliseconds
+                torch.cuda._sleep(20_000_000)  # about ten milliseconds
             found.append(given[0].clone())
         out.close()
-        return [same(x, right[rank].x * factor) for x, factor in zip(found, (1, 2, 4), strict=True)]
+        return [bitwise_equal(x, right[rank].x * factor) for x, factor in zip(found, (1, 2, 4), strict=True)]
 
     return run(2, work)
 
 
-def test_what_is_still_read_is_not_overwritten():
-    assert all(map(all, what_is_read_late(make_world([13 * SCALE, 8 * SCALE]))))
+def test_an_output_is_not_overwritten_while_it_is_read():
+    assert all(map(all, late_reads_are_right(make_inputs([13 * SCALE, 8 * SCALE]))))
 
 
-def test_too_many_rows_are_refused_and_nothing_is_written_beyond():
-    world = make_world([9 * SCALE, 9 * SCALE], only=1)
+def test_too_many_rows_are_refused_and_writes_are_clipped():
+    inputs = make_inputs([9 * SCALE, 9 * SCALE], only=1)
 
     def work(buffer, rank):
         out = new_output(buffer, 8)
-        out.num_rows = 4  # the others are there to see whether somebody writes to them
+        out.num_rows = 4  # the other rows show writes beyond the capacity
         out.src_idx.fill_(-7)
         buffer.transport.gather(None)
-        send(buffer, rank, world, num_worst_tokens=4, out=out)
+        send(buffer, rank, inputs, num_worst_tokens=4, out=out)
         if not simulator.ENABLED:
             torch.cuda.synchronize()
         if rank == 1:
             assert (out.src_idx[4:] == -7).all()
         error, match = (ValueError, "the output has 4 rows") if rank else (TimeoutError, "rank 0 waited for rank 1")
         with pytest.raises(error, match=match):
-            send(buffer, rank, world, num_worst_tokens=4, out=out)
+            send(buffer, rank, inputs, num_worst_tokens=4, out=out)
 
-    run(2, work, timeout=IMPATIENT)
+    run(2, work, timeout=SHORT_TIMEOUT)
 
 
-def test_outputs_that_are_refused():
-    world = make_world([6], topk=2)
-    fp8 = make_world([6], topk=2, fp8=True)
+def test_invalid_outputs():
+    inputs = make_inputs([6], topk=2)
+    fp8 = make_inputs([6], topk=2, fp8=True)
 
     def work(buffer, rank):
         refused(ValueError, "num_rows is 0", buffer.new_output, 0, HIDDEN)
@@ -140,25 +144,25 @@ def test_outputs_that_are_refused():
         refused(TypeError, "scale_dtype is torch.int8", buffer.new_output, 8, HIDDEN, scale_dtype=torch.int8)
         refused(ValueError, "num_topk is 33", buffer.new_output, 8, HIDDEN, num_topk=33)
         out, few = new_output(buffer, 8), new_output(buffer, 2)
-        refused(TypeError, "out is Tensor", send, buffer, rank, world, out=out.x)
+        refused(TypeError, "out is Tensor", send, buffer, rank, inputs, out=out.x)
         refused(ValueError, "out has rows of", send, buffer, rank, fp8, out=out)
-        refused(ValueError, "9 will arrive", send, buffer, rank, world, num_worst_tokens=9, out=out)
-        handle = send(buffer, rank, world, out=out)[4]
-        x = to(buffer.transport.device, world.x[0])
+        refused(ValueError, "9 will arrive", send, buffer, rank, inputs, num_worst_tokens=9, out=out)
+        handle = send(buffer, rank, inputs, out=out)[4]
+        x = to_device(buffer.transport.device, inputs.x[0])
         refused(ValueError, "capacity for 2 rows", buffer.dispatch, x, handle, out=few)
         scales = buffer.new_output(8, HIDDEN, FP8, num_scales=1, num_topk=2)
         refused(ValueError, "out has 1 scales", send, buffer, rank, fp8, out=scales)
-        refused(ValueError, "experts per row", send, buffer, rank, world, out=buffer.new_output(8, HIDDEN))
+        refused(ValueError, "experts per row", send, buffer, rank, inputs, out=buffer.new_output(8, HIDDEN))
         other = Buffer(buffer.transport, 1 << 16)
         out.close()
-        refused(ValueError, "was closed", send, other, rank, world, out=out)
+        refused(ValueError, "was closed", send, other, rank, inputs, out=out)
         out.close()
 
     run(1, work)
 
 
-def test_outputs_that_are_not_alike_are_refused():
-    """Or rows would go beyond the smaller one."""
+def test_outputs_of_different_sizes_are_refused():
+    """Rows would be written beyond the end of the smaller one."""
 
     def work(buffer, rank):
         refused(ValueError, "the argument tuple of new_output is .* on the ranks", new_output, buffer, 8 * (1 + rank))
@@ -166,11 +170,11 @@ def test_outputs_that_are_not_alike_are_refused():
     run(2, work)
 
 
-# Kernels that are wrong must be found out
+# Wrong kernels must be rejected
 
 
-@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU's memory is not weak at will")
-def test_rows_that_are_on_their_way_when_the_kernel_ends_are_found_out(monkeypatch):
+@pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's weak memory")
+def test_a_kernel_that_ends_before_its_bulk_copies_is_rejected(monkeypatch):
     assert fails_under_some_seed(
         monkeypatch, dispatch_direct, "bulk_wait_all", lambda: None, lambda buffer: new_output(buffer, 16)
     )
@@ -190,8 +194,8 @@ def only_after(runtime, has_synchronized=False):
     return after
 
 
-@pytest.mark.skipif(simulator.ENABLED, reason="where kernels run together none runs ahead")
+@pytest.mark.skipif(simulator.ENABLED, reason="simulated ranks do not run ahead")
 @pytest.mark.parametrize("with_barriers, tokens", [(only_before, [6000, 1]), (only_after, [13 * SCALE, 8 * SCALE])])
-def test_ranks_that_do_not_meet_are_found_out(monkeypatch, with_barriers, tokens):
+def test_missing_barriers_are_rejected(monkeypatch, with_barriers, tokens):
     monkeypatch.setattr(Runtime, "with_barriers", with_barriers)
-    assert not all(map(all, what_is_read_late(make_world(tokens))))
+    assert not all(map(all, late_reads_are_right(make_inputs(tokens))))

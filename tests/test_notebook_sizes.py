@@ -1,4 +1,4 @@
-"""The sizes that the notebooks on dispatch and combine run are ones that their kernels take."""
+"""The sizes of the dispatch and combine notebooks are valid for their kernels."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from moe_numba.course.sizes import dispatch_sizes
 @pytest.mark.parametrize(
     "gpus, multiprocessors, devices, most", [(1, 132, [0, 0], 48), (1, 78, [0, 0], 32), (3, 78, [0, 1, 2], 48)]
 )
-def test_blocks_of_ranks_that_share_a_gpu_fit_at_once(monkeypatch, gpus, multiprocessors, devices, most):
+def test_ctas_of_ranks_that_share_a_gpu_are_resident_at_once(monkeypatch, gpus, multiprocessors, devices, most):
     known = SimpleNamespace(multi_processor_count=multiprocessors)
     monkeypatch.setattr(simulator, "ENABLED", False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -22,7 +22,7 @@ def test_blocks_of_ranks_that_share_a_gpu_fit_at_once(monkeypatch, gpus, multipr
     assert here.devices == devices and here.sweep[-1] == most
 
 
-def test_the_sizes_of_the_notebook_on_dispatch_fit_the_kernels():
+def test_dispatch_sizes_are_valid():
     here = dispatch_sizes()
     threads = 32 * here.warps * here.ranks
     assert 64 <= threads <= 1024 and here.num_experts % here.ranks == 0 and here.chunk <= here.ring

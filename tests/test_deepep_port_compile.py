@@ -38,27 +38,27 @@ def reports():
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_everything_stays_in_registers(name, reports):
-    """768 threads may have 80 each."""
+def test_nothing_spills(name, reports):
+    """768 threads can have 80 registers each."""
     report = reports[name]
     assert report.spilled_bytes == report.stack_bytes == 0 and report.registers <= 80 and not report.complaints
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_ranks_hand_over_at_system_scope(name, reports):
+def test_flags_use_system_scope(name, reports):
     report = reports[name]
     if report.opcodes is None:
         pytest.skip("there is no nvdisasm")
     assert report.count("MEMBAR.ALL.SYS") and report.count("LDG.E.STRONG.SYS")  # releases, and polls
-    assert report.count("LD") == report.count("ST") == 0  # a peer's address is a global one
+    assert report.count("LD") == report.count("ST") == 0  # peers' memory is accessed as global memory
     assert not [code for code in report.opcodes if ".F64" in code or code.startswith(("DADD", "DMUL", "DSETP"))]
 
 
 @pytest.mark.parametrize("name", ["dispatch", "dispatch_fp8", "combine"])
-def test_rows_travel_in_vectors(name, reports):
+def test_rows_are_copied_in_16_byte_vectors(name, reports):
     report = reports[name]
     if report.opcodes is None:
         pytest.skip("there is no nvdisasm")
     assert report.count("STG.E.NA.128") and report.count("STG.E.STRONG.SYS")
-    assert report.count("LDG.E.128") >= 8  # from rings, which others write: not by way of the constant cache
+    assert report.count("LDG.E.128") >= 8  # from rings, which peers write: coherent loads
     assert report.count("LDG.E.NA.LTC256B.128.CONSTANT")  # from the caller's tensors

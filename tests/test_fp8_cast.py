@@ -1,4 +1,4 @@
-"""The casts to FP8 and back: every bit as the reference has it."""
+"""Casts to FP8 and back: bitwise equal to the reference."""
 
 import pytest
 import torch
@@ -13,17 +13,17 @@ FP8 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float32]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SHAPES = [(0, 128), (1, 128), (5, 256), (3, 8), (7, 136), (1, 7168), (33, 128), (2, 2184)]
-SIMULATED = pytest.mark.skipif(not simulator.ENABLED, reason="replaces a part of the kernel in the simulator")
+SIMULATED = pytest.mark.skipif(not simulator.ENABLED, reason="replaces a function of the kernel in the simulator")
 
 
-def documents_cast_to_fp8(x):
+def deepep_cast_to_fp8(x):
     m, n = x.shape
     x_view = x.view(m, -1, 128)
     x_amax = x_view.abs().float().amax(dim=2).view(m, -1).clamp(1e-4)
     return (x_view * (448.0 / x_amax.unsqueeze(2))).to(FP8).view(m, n), (x_amax / 448.0).view(m, -1)
 
 
-def documents_cast_back(x_fp8, x_scales):
+def deepep_cast_back(x_fp8, x_scales):
     if x_scales.dtype == torch.int:
         x_scales = x_scales.view(dtype=torch.int8).to(torch.int) << 23
         x_scales = x_scales.view(dtype=torch.float)
@@ -32,7 +32,7 @@ def documents_cast_back(x_fp8, x_scales):
 
 
 def some(tokens, hidden, device, dtype=torch.bfloat16, seed=0):
-    """Numbers of all sizes: a factor for each token, and one for each element."""
+    """Draw numbers of many magnitudes: a random factor per token and per element."""
     random = torch.Generator(device).manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=random, device=device)
     for shape in ((tokens, 1), (tokens, hidden)):
@@ -41,7 +41,7 @@ def some(tokens, hidden, device, dtype=torch.bfloat16, seed=0):
 
 
 def mismatch(given, right):
-    """None, or a sentence saying what is wrong; any NaN is as good as another."""
+    """Return None, or what differs; all NaNs are equal."""
     if given.shape != right.shape or given.dtype != right.dtype:
         return f"it is {given.dtype} {tuple(given.shape)}; it must be {right.dtype} {tuple(right.shape)}"
     bits = BITS[given.element_size()]
@@ -51,7 +51,7 @@ def mismatch(given, right):
 
 
 def poisoned(right):
-    """An output in the middle of a larger buffer, and the buffer; all poison."""
+    """Return a poisoned output inside a larger buffer, and the buffer."""
     buffer = torch.full((right.nbytes + 64,), 0xA5, dtype=torch.uint8, device=right.device)
     return buffer[32:-32].view(right.dtype).view(right.shape), buffer
 
@@ -85,19 +85,19 @@ def test_the_reference_bit_for_bit(tokens, hidden, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_documents_own_functions(dtype, device):
-    """Their scales are a division on a CPU, and so may differ in the last bit; on a GPU they are the same."""
+def test_deepeps_functions(dtype, device):
+    """On a CPU their scales are a division, and may differ in the last bit; on a GPU they are equal."""
     x = some(40, 256, device, dtype)
     values, scales = per_token_cast_to_fp8(x)
-    right, right_scales = documents_cast_to_fp8(x)
+    right, right_scales = deepep_cast_to_fp8(x)
     assert mismatch(values, right) is None
     torch.testing.assert_close(scales, right_scales, rtol=2**-23 if device == "cpu" else 0, atol=0)
-    assert mismatch(per_token_cast_back(values, scales), documents_cast_back(values, scales)) is None
+    assert mismatch(per_token_cast_back(values, scales), deepep_cast_back(values, scales)) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_comes_back_is_near(dtype, device):
-    """e4m3 has 4 significant bits and steps of 2^-9 near zero, bfloat16 has 8 bits: half a step of each may be lost."""
+def test_round_trip_error(dtype, device):
+    """e4m3 has 4 significant bits and steps of 2^-9 near zero, bfloat16 has 8 bits: the error is half a step each."""
     x = some(9, 1152, device, dtype)
     values, scales = per_token_cast_to_fp8(x)
     error = (per_token_cast_back(values, scales).float() - x.float()).abs()
@@ -107,7 +107,7 @@ def test_what_comes_back_is_near(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_and_what_is_below_the_least_maximum(dtype, device):
+def test_zeros_and_values_below_the_minimum_amax(dtype, device):
     x = torch.zeros(3, 256, dtype=dtype, device=device)
     x[1], x[2, :128], x[2, 128:] = -0.0, 5e-5, torch.finfo(dtype).smallest_normal / 4  # the last is subnormal
     values, scales = check_to_fp8(x)
@@ -119,7 +119,7 @@ def test_zeros_and_what_is_below_the_least_maximum(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_huge_numbers(dtype, device):
-    """The reciprocal of what is above 2^126 is subnormal, and must not be taken for zero."""
+    """The reciprocal of a value above 2^126 is subnormal, and must not be flushed to zero."""
     most = torch.finfo(dtype).max
     x = some(4, 256, device, dtype)
     x[0, 3], x[1, 200], x[2, :] = most, -most, most
@@ -143,7 +143,7 @@ def test_nan_and_infinity_stay_in_their_group(dtype, device):
     check_back(values, scales)
 
 
-def test_every_code_comes_back(device):
+def test_every_e4m3_code(device):
     """All 256 values of e4m3, with scales from subnormal to infinite."""
     codes = torch.arange(256, device=device).to(torch.uint8).view(FP8)
     scales = torch.tensor([1.0, 0.3, 1e-40, 3e38, 0.0, -1.7, float("inf"), float("nan")], device=device)
@@ -175,13 +175,13 @@ def test_scales_that_are_packed_exponents(hidden, device):
     assert mismatch(check_back(values, packed.t().contiguous().t()), right) is None
     assert mismatch(right[2, :128], (values[2, :128].float() * 2).bfloat16()) is None
     if hidden % 512 == 0:
-        small = (packed.view(torch.uint8) & 0x7F).view(torch.int32)  # whose exponents are no negative bytes
-        assert mismatch(per_token_cast_back(values, small), documents_cast_back(values, small)) is None
+        small = (packed.view(torch.uint8) & 0x7F).view(torch.int32)  # DeepEP reads larger exponents as negative
+        assert mismatch(per_token_cast_back(values, small), deepep_cast_back(values, small)) is None
 
 
 @pytest.fixture
 def fresh():
-    """Kernels are made anew, and so with a part that was replaced; and once more after the test."""
+    """Clear the caches of the kernel factories before and after the test."""
     factories = cast_kernels.make_element_offset, cast_kernels.make_cast_to_fp8, cast_kernels.make_cast_back
     for factory in factories:
         factory.cache_clear()
@@ -191,7 +191,7 @@ def fresh():
 
 
 def approximate(x):
-    """A reciprocal that flushes subnormals, and is one step too small."""
+    """A reciprocal that flushes subnormals, and is one ulp too small."""
     y = torch.tensor(1.0 / float(x)).nextafter(torch.tensor(0.0)).numpy()[()]
     return y if abs(y) >= 2**-126 else y * 0
 
@@ -208,7 +208,7 @@ def approximate(x):
         ("make_element_offset", lambda hidden, wide: lambda group, lane, groups: cast_kernels.int64(-1)),
     ],
 )
-def test_a_wrong_cast_to_fp8_is_found(name, wrong, device, monkeypatch, fresh):
+def test_wrong_casts_to_fp8_are_rejected(name, wrong, device, monkeypatch, fresh):
     monkeypatch.setattr(cast_kernels, name, wrong)
     x = some(5, 256, device)
     x[0] *= 1e-6
@@ -225,14 +225,14 @@ def test_a_wrong_cast_to_fp8_is_found(name, wrong, device, monkeypatch, fresh):
         ("GROUP", 256),
     ],
 )
-def test_a_wrong_cast_back_is_found(name, wrong, device, monkeypatch, fresh):
+def test_wrong_casts_back_are_rejected(name, wrong, device, monkeypatch, fresh):
     values, scales = reference.per_token_cast_to_fp8(some(5, 256, device))
     monkeypatch.setattr(cast_kernels, name, wrong)
     with pytest.raises((AssertionError, simulator.errors.OutOfBounds)):
         check_back(values, scales)
 
 
-def test_the_check_sees_an_element_that_was_not_written(device):
+def test_the_check_detects_one_wrong_element(device):
     right = reference.per_token_cast_to_fp8(some(2, 128, device))[0]
     given = right.clone()
     given.view(torch.uint8)[1, 77] ^= 1
@@ -278,19 +278,19 @@ def moved(arguments, device):
 
 
 @pytest.mark.parametrize("change, error, sentence", TO_FP8_REFUSALS)
-def test_refusals_to_cast_to_fp8(change, error, sentence, device):
+def test_invalid_arguments_of_cast_to_fp8(change, error, sentence, device):
     with pytest.raises(error, match=sentence):
         per_token_cast_to_fp8(**moved(dict(x=torch.zeros(3, 128)) | change, device))
 
 
 @pytest.mark.parametrize("change, error, sentence", BACK_REFUSALS)
-def test_refusals_to_cast_back(change, error, sentence, device):
+def test_invalid_arguments_of_cast_back(change, error, sentence, device):
     arguments = dict(x_fp8=torch.zeros(3, 128).to(FP8), x_scales=torch.zeros(3, 1)) | change
     with pytest.raises(error, match=sentence):
         per_token_cast_back(**moved(arguments, device))
 
 
-# What the compiler makes of them; no GPU is needed.
+# Machine code; no GPU is needed.
 
 KERNELS = {
     f"{dtype}, {hidden}": (f"make_cast_to_fp8({dtype!r}, {hidden})", signature, cast_kernels.THREADS, False)
@@ -315,7 +315,7 @@ def reports():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_machine_code(name, reports):
-    """All loads are under way at once, which takes registers, and nothing spills; what is moved is moved in lines."""
+    """All loads are in flight at once without spills, and accesses are coalesced."""
     report = reports[name]
     assert report.spilled_bytes == report.stack_bytes == 0 and report.registers <= 64
     if report.opcodes is None:
@@ -327,13 +327,13 @@ def test_the_machine_code(name, reports):
     else:
         assert report.count("LDG.E.128.CONSTANT") == 4
         assert report.count("REDUX.MAX.S32") == (8 if "bfloat16" in name else 4)
-        assert report.count("CALL") <= 1  # the reciprocal of a huge number, once for all groups
+        assert report.count("CALL") <= 1  # the slow path of the reciprocal, once for all groups
         loads = [i for i, opcode in enumerate(report.opcodes) if opcode.startswith("LDG.E.128")]
         assert not {"REDUX", "STG"} & {opcode.split(".")[0] for opcode in report.opcodes[loads[0] : loads[-1]]}
     assert bool(report.count("STG.E.64")) == ("bfloat16" in name)
 
 
-# On a GPU: large, and in graphs.
+# On a GPU: large sizes and graphs.
 
 
 @pytest.mark.gpu
@@ -347,7 +347,7 @@ def test_large(tokens, hidden, dtype):
 
 @pytest.mark.gpu
 def test_beyond_32_bits():
-    """2.4e9 elements: the last tokens lie where 32 bits do not reach."""
+    """2.4e9 elements: the offsets of the last tokens need more than 32 bits."""
     row = some(1, 2056, "cuda")
     x = row.repeat(1_200_000, 1)
     values, scales = per_token_cast_to_fp8(x)

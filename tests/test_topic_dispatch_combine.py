@@ -1,4 +1,4 @@
-"""The topic of exchanges: what its figures and tables make of rows; the rows themselves come from several GPUs."""
+"""Benchmark topic dispatch_combine: figures and tables from rows, and its baselines."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def rows(ranks, rate):
 
 
 @pytest.mark.parametrize("others, blocks", [(1, 2), (2, 2), (2, 5), (3, 4)])
-def test_a_push_reaches_the_next_ranks(others, blocks):
+def test_push_writes_to_the_next_ranks(others, blocks):
     source = lambda rank: torch.arange(4 * 3000, dtype=torch.int32) + 100_000 * rank
 
     def work(transport):
@@ -56,11 +56,11 @@ def test_a_push_reaches_the_next_ranks(others, blocks):
         return found
 
     for rank, found in enumerate(LocalGroup(4).run(work)):
-        for nth, came in enumerate(found):
-            assert torch.equal(came, source((rank - 1 - nth) % 4) if nth < others else torch.zeros_like(came))
+        for nth, received in enumerate(found):
+            assert torch.equal(received, source((rank - 1 - nth) % 4) if nth < others else torch.zeros_like(received))
 
 
-def test_a_push_needs_a_block_for_each_rank():
+def test_push_needs_a_block_per_rank():
     with pytest.raises(ValueError, match="others is 2 and blocks 1; 1 to 3"):
         push(torch.zeros(4, dtype=torch.uint64), 0, 2, torch.zeros(4), 1)
 
@@ -71,7 +71,7 @@ def record():
     return known | {"rows": [*rows(2, 200), *rows(4, 250)]}
 
 
-def test_the_table_has_a_column_for_each_number_of_gpus(record):
+def test_the_table_has_a_column_per_group_size(record):
     lines = exchange.readme_table(record).splitlines()
     assert lines[0] == "| 4096 tokens each | 2 GPUs | 4 GPUs |"
     assert lines[2] == "| dispatch, bfloat16, 24 multiprocessors | 224 us, 224 GB/s | 424 us, 274 GB/s |"
@@ -86,7 +86,7 @@ def test_the_table_has_a_column_for_each_number_of_gpus(record):
     assert lines[-3] == "| 128 | **1280** | 1281 | 1282 | 1283 | 1284 |"
 
 
-def test_the_table_leaves_out_what_a_record_lacks(record):
+def test_the_table_omits_missing_steps(record):
     record["rows"] = [row for row in record["rows"] if row["step"] != exchange.NCCL_STEPS[-1]]
     table = exchange.readme_table(record)
     assert exchange.NCCL_STEPS[-1] not in table and exchange.NCCL_STEPS[-2] in table
@@ -100,7 +100,7 @@ def test_figures_show_the_largest_group(record):
     assert dispatch.get_ydata()[list(dispatch_combine_measure.SMS).index(24)] == 274, "of four GPUs"
 
 
-def test_what_needs_more_gpus_stays_and_says_when_it_was_measured(record, monkeypatch):
+def test_rows_of_larger_groups_are_kept_with_their_commit_and_date(record, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     now = record | {"commit": "1" * 7, "date": "2026-11-23"}
     stayed = records.carried_over(record, exchange.out_of_reach, now)
@@ -117,7 +117,7 @@ def test_what_needs_more_gpus_stays_and_says_when_it_was_measured(record, monkey
     assert not records.carried_over(None, exchange.out_of_reach, now)
 
 
-def test_no_gpu_no_rows(monkeypatch):
+def test_rows_need_enough_gpus(monkeypatch):
     monkeypatch.setattr(dispatch_combine_measure, "_measure_ranks", lambda ranks, quick, parts: [(ranks, parts)])
     for gpus, measured in ((1, []), (2, [2]), (8, [2, 4, 8])):
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
@@ -131,12 +131,12 @@ def test_unknown_parts_are_refused(parts):
         dispatch_combine_measure.measure([2], parts=parts)
 
 
-# Dispatch as everyone can write it
+# Dispatch with torch and NCCL
 
 
 @pytest.fixture
 def world():
-    """Tokens of three ranks, and who gets them; rank 1 has none, and nobody sends to rank 2 but rank 2."""
+    """Tokens of three ranks and their destinations; rank 1 has none, and only rank 2 sends to rank 2."""
     torch.manual_seed(0)
     x = [torch.randn(tokens, 8).bfloat16() for tokens in (7, 0, 5)]
     chosen = [torch.rand(len(rows), 3) < 0.5 for rows in x]
@@ -145,7 +145,7 @@ def world():
 
 
 def exchanged(x, chosen, change=lambda output: None):
-    """What each rank gets; ``change`` spoils what an exchange of rows has brought."""
+    """Return what each rank receives; ``change`` corrupts the received rows."""
 
     def work(transport):
         def exchange(output, *rest):
@@ -162,10 +162,10 @@ def exchanged(x, chosen, change=lambda output: None):
 
 
 def sent_to(rank, x, chosen):
-    return [rows[who[:, rank]] for rows, who in zip(x, chosen, strict=True)]
+    return [rows[selected[:, rank]] for rows, selected in zip(x, chosen, strict=True)]
 
 
-def test_an_all_to_all_brings_what_dispatch_brings(world):
+def test_all_to_all_equals_dispatch(world):
     for rank, (given, want) in enumerate(zip(exchanged(*world), reference.dispatch(*world), strict=True)):
         assert torch.equal(given, want.x)
         assert wrong_rows(given, sent_to(rank, *world)) is None
@@ -184,16 +184,16 @@ def one_bit(output):
 
 
 @pytest.mark.parametrize("change", [swap, not_written, one_bit])
-def test_rows_that_are_not_what_was_sent_are_found(world, change):
-    said = [wrong_rows(given, sent_to(rank, *world)) for rank, given in enumerate(exchanged(*world, change))]
-    assert all(said) and "are not those that it sent" in said[0], said
+def test_wrong_rows_are_rejected(world, change):
+    errors = [wrong_rows(given, sent_to(rank, *world)) for rank, given in enumerate(exchanged(*world, change))]
+    assert all(errors) and "are not those that it sent" in errors[0], errors
 
 
-def test_rows_that_are_missing_are_found(world):
+def test_missing_rows_are_rejected(world):
     assert "rows were received, not" in wrong_rows(exchanged(*world)[0][1:], sent_to(0, *world))
 
 
-def test_an_exchange_that_does_nothing_leaves_no_rows():
+def test_poisoned_detects_an_exchange_that_writes_nothing():
     output = torch.ones(4, 2).bfloat16()
     poisoned(lambda output, given: None)(output, output.clone())
     assert output.isnan().all()

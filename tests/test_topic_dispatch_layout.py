@@ -1,4 +1,4 @@
-"""What is measured of expert parallelism: rows, figures and the table, with a clock that stands still."""
+"""Benchmark topic dispatch_layout: rows, figures and the table, with fake times."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ ABOUT = dict(driver="1", versions={}, commit="1234567", date="2026-01-01T00:00:0
 
 @pytest.fixture
 def small(monkeypatch, device):
-    """The topic with few tokens and experts, and times that are made up; each step runs once."""
+    """The topic with few tokens and experts, and fake times; each step runs once."""
     times = iter(range(10, 10**6))
 
     def timed(named, **_):
@@ -41,7 +41,7 @@ def test_the_command_line_knows_the_topic():
     assert "dispatch_layout" in topic_names()
 
 
-def test_the_topics_rows_figures_and_table(small):
+def test_rows_figures_and_table(small):
     record = {"topic": "dispatch_layout", "gpu": "NVIDIA Toy", **ABOUT, "rows": topic.measure([], False)}
     assert records.invalid(record) == []
     rows = records.select(record, operation="layout")
@@ -58,13 +58,13 @@ def test_the_topics_rows_figures_and_table(small):
     assert table.count("\n| ") == 2 and "NVIDIA Toy" in table and "the document's kernel" in table
 
 
-def test_quick_is_less(small, monkeypatch):
+def test_quick_measures_fewer_sizes(small, monkeypatch):
     monkeypatch.setattr(topic, "measure_layout", lambda config, tokens, bandwidth: [tokens])
     assert topic.measure([], True)[1:] == [64, 4096]
 
 
 @pytest.mark.parametrize("experts, ranks, topk", [(64, 4, 4), (6, 3, 6), (8, 1, 2)])
-def test_the_torch_way_to_count(experts, ranks, topk, device):
+def test_torch_layout(experts, ranks, topk, device):
     for tokens in (0, 1, 70):
         ids = topic.uniform_routing(tokens, experts, topk, device)
         assert ids.shape == (tokens, topk) and ids.dtype == torch.int64 and ids.is_contiguous()
@@ -80,6 +80,6 @@ def test_a_wrong_step_is_not_timed(small, monkeypatch):
         topic.measure_layout(topic.DEEPSEEK_V3, 5, 1e12)
 
 
-def test_sizes_fit_the_kernels():
+def test_sizes_are_valid():
     here = topic.sizes()
     assert here.num_experts % here.ranks == 0 and here.topk <= here.num_experts and here.few < here.tokens <= here.many
