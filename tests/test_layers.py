@@ -8,16 +8,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 USERS_OF_COURSE = {"moe_numba.__main__", "moe_numba.doctor"}  # they import it inside functions
-PRIVATE_USES = {  # to be removed one by one
-    "moe_numba.course.bench.fingerprint_cases: moe_numba.expert_parallel.runtime._barrier",
-    "moe_numba.course.bench.fingerprint_cases: moe_numba.expert_parallel.runtime._notify",
-    "moe_numba.course.bench.topics.align: moe_numba.align.api._Plan",
-    "moe_numba.course.bench.tune_grouped_gemm: moe_numba.grouped_gemm.api._group_gemm",
-    "moe_numba.simulator.core.kernel: moe_numba.simulator.core.scheduler._settings",
-    "moe_numba.simulator.memory_model.ranks: moe_numba.simulator.core.scheduler._setting",
-    "moe_numba.simulator.memory_model.ranks: moe_numba.simulator.core.scheduler._settings",
-    "moe_numba.simulator.memory_model.weak: moe_numba.simulator.core.scheduler._setting",
-}
 
 
 @cache
@@ -107,7 +97,7 @@ def private_uses(module):
 
 
 def test_no_private_name_is_used_by_another_module():
-    assert {use for module in modules() for use in private_uses(module)} <= PRIVATE_USES
+    assert {use for module in modules() for use in private_uses(module)} == set()
 
 
 def test_no_module_runs_generated_text():

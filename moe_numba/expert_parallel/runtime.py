@@ -130,7 +130,7 @@ class Runtime:
         waits = not num_worst_tokens
         if waits:
             self._counters_view[0] = -1  # the kernel writes it last
-        self.cached(_notify)(
+        self.cached(plan_notify)(
             self.num_ranks + 1,
             *map(self.ptr, layout),
             tokens,
@@ -170,7 +170,7 @@ class Runtime:
         self._barrier()
 
     def _barrier(self):
-        self.cached(_barrier)(1)
+        self.cached(plan_barrier)(1)
 
     @contextlib.contextmanager
     def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
@@ -221,12 +221,12 @@ class Runtime:
                 yield finish
 
 
-def _notify(runtime):
+def plan_notify(runtime):
     constants = runtime.num_ranks, _NOTIFY_THREADS
     return runtime.prepare_kernel(notify.make_notify_dispatch, constants, notify.NOTIFY_SIGNATURE, _NOTIFY_THREADS)
 
 
-def _barrier(runtime):
+def plan_barrier(runtime):
     return runtime.prepare_kernel(notify.make_barrier, (runtime.num_ranks,), notify.BARRIER_SIGNATURE, 32)
 
 

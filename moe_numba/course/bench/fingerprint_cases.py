@@ -199,8 +199,8 @@ def expert_parallel():
                 lambda: per_token_cast_back(torch.empty(4, hidden, dtype=fp8), scales),
             )
     for ranks in (1, 2, 4, 8):
-        yield f"notify {ranks}", lambda: runtime._notify(fake(ranks))()
-        yield f"barrier {ranks}", lambda: runtime._barrier(fake(ranks))()
+        yield f"notify {ranks}", lambda: runtime.plan_notify(fake(ranks))()
+        yield f"barrier {ranks}", lambda: runtime.plan_barrier(fake(ranks))()
         for sms in (4, 16, 24, 48):
             for name, dtype, scales, topk in (("bf16", bf16, 0, 8), ("fp8", fp8, 56, 8), ("plain", bf16, 0, 0)):
                 given = Config(num_sms=sms), 7168, dtype, scales, topk, None, None
