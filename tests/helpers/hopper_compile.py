@@ -61,7 +61,8 @@ def compile_whole(kernels):
 
     A kernel is (module, name, arguments of the factory or None, signature).
     """
-    paths = os.pathsep.join(map(str, [TESTS.parent, TESTS, TESTS / "ptx", TESTS / "simulator"]))
+    folders = [TESTS.parent, TESTS, TESTS / "ptx", TESTS / "simulator", os.environ.get("PYTHONPATH")]
+    paths = os.pathsep.join(str(folder) for folder in folders if folder)
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, disassembler()],
         input=json.dumps(kernels),
