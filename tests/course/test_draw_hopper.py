@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from draw_checks import labelled, said, values_of
+from helpers.figures import labelled, said, values_of
 
 from moe_numba import simulator
 from moe_numba.course.draw import hopper as draw

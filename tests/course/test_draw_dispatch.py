@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from draw_checks import labelled, said, values_of
+from helpers.figures import labelled, said, values_of
 from PIL import Image
 
 from moe_numba import simulator

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draw_checks import labelled, said, values_of
+from helpers.figures import labelled, said, values_of
 
 from moe_numba.course.draw import combine as draw
 from moe_numba.expert_parallel import reference

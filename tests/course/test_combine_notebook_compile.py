@@ -15,7 +15,7 @@ from moe_numba.course.bench import code_hash
 from moe_numba.expert_parallel.kernels import combine
 from moe_numba.runtime.sass import compile_apart
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "notebooks" / "06_combine.py").read_text()
 CELLS = [cell for cell in code_hash.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
 IMPORTS = re.search(r"^from contextlib.*?(?=^warnings)", TEXT, re.M | re.S)[0]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from buffer_helpers import (
+from helpers.expert_parallel import (
     HIDDEN,
     SCALE,
     SMALL,

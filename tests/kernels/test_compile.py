@@ -11,7 +11,7 @@ import pytest
 
 from moe_numba.runtime.sass import disassembler
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GATE = (
     "float32*",
     "int32*",

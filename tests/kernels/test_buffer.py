@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from buffer_helpers import (
+from helpers.expert_parallel import (
     FP8,
     HIDDEN,
     NUM_BYTES,
@@ -25,7 +25,7 @@ from buffer_helpers import (
     send,
     to_device,
 )
-from wrong_kernels import changed
+from helpers.wrong_kernels import changed
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config

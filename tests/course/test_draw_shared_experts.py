@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draw_checks import labelled, said
+from helpers.figures import labelled, said
 
 from moe_numba.course.bench.layer_figure import layer_bars
 from moe_numba.course.draw import shared_experts as draw

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from draw_checks import colours_of, labelled, said, values_of
+from helpers.figures import colours_of, labelled, said, values_of
 
 from moe_numba.align import reference
 from moe_numba.course.draw import align as draw

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wrong_kernels import changed
+from helpers.wrong_kernels import changed
 
 from moe_numba import simulator
 from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout

@@ -169,3 +169,8 @@ def fails_under_some_seed(monkeypatch, module, name, fault, new_out=lambda buffe
         except (AssertionError, simulator.SimulatorError, TimeoutError):
             return True
     return False
+
+
+def new_output(buffer, rows, fp8=False):
+    """Allocate an output for the rows of ``make_inputs``."""
+    return buffer.new_output(rows, HIDDEN, FP8 if fp8 else torch.bfloat16, HIDDEN // 8 if fp8 else 0, num_topk=2)

@@ -16,7 +16,7 @@ from moe_numba import simulator
 from moe_numba.course import bench, readme, topics
 from moe_numba.course.bench import Stats, code_hash, plots, records, sources, tables
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",

@@ -6,9 +6,9 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
+from helpers.wrong_kernels import changed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from wrong_kernels import changed
 
 import moe_numba
 from moe_numba import biased_grouped_topk, simulator

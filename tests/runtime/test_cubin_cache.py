@@ -11,7 +11,7 @@ import pytest
 from moe_numba.runtime import cubin_cache
 from moe_numba.runtime.compile import entry_source
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # Run in its own process, because a process has either Numba's compiler or its simulator.
 COMPILE_TWO_KERNELS = """

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from draw_checks import labelled, said, words_of
+from helpers.figures import labelled, said, words_of
 from matplotlib.patches import FancyArrowPatch
 
 from moe_numba.course.draw import gate as draw

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from buffer_helpers import (
+from helpers.expert_parallel import (
     FP8,
     HIDDEN,
     SCALE,
@@ -16,6 +16,7 @@ from buffer_helpers import (
     check_received,
     fails_under_some_seed,
     make_inputs,
+    new_output,
     reference_dispatch,
     refused,
     run,
@@ -27,11 +28,6 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.kernels import dispatch_direct
 from moe_numba.expert_parallel.runtime import Runtime
-
-
-def new_output(buffer, rows, fp8=False):
-    """Allocate an output for the rows of ``make_inputs``."""
-    return buffer.new_output(rows, HIDDEN, FP8 if fp8 else torch.bfloat16, HIDDEN // 8 if fp8 else 0, num_topk=2)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

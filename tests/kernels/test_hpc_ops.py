@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.hopper import hopper
+from helpers.schedules import schedule
+from helpers.wrong_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wrong_kernels import changed
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -26,23 +27,6 @@ simulated = pytest.mark.skipif(not simulator.ENABLED, reason="undefined on a GPU
 
 
 # The schedulers
-
-
-def schedule(name, tiles, n_tiles, blocks, schedulers=host):
-    """Each CTA's tiles, (group, m, n), in order."""
-    table, groups = list(tiles), len(tiles)
-    if name == "vertical":
-        table = [sum(tiles[:g]) for g in range(groups + 1)]
-    schedules = []
-    for block in range(blocks):
-        tile, g, tiles_before, own = block, 0, 0, []
-        while g < groups:
-            g, tiles_before, m, n = getattr(schedulers, name)([-1, *table], 1, groups, n_tiles, tile, g, tiles_before)
-            if g < groups:
-                own.append((int(g), int(m), int(n)))
-            tile += blocks
-        schedules.append(own)
-    return schedules
 
 
 @pytest.mark.parametrize("name", ["horizontal", "vertical"])

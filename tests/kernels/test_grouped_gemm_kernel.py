@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.wrong_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wrong_kernels import changed
 
 from moe_numba import simulator  # before numba: it chooses the engine
 

@@ -1,7 +1,7 @@
 """The pictures of the grouped GEMM: what is drawn agrees with the references."""
 
-from draw_checks import labelled
-from test_hpc_ops import schedule
+from helpers.figures import labelled
+from helpers.schedules import schedule
 
 from moe_numba.course.draw import grouped_gemm as draw
 

