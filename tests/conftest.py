@@ -9,6 +9,33 @@ import pytest
 from moe_numba import simulator
 
 
+# Left out by ``make test-fast``: whole modules, and single tests, that take more than about 8 s of one core.
+SLOW_MODULES = {
+    "test_buffer_compile",
+    "test_channels",
+    "test_combine_notebook_compile",
+    "test_deepep_port_compile",
+    "test_dispatch_direct",
+    "test_grouped_gemm_compile",
+    "test_grouped_gemm_kernel",
+    "test_hpc_ops",
+    "test_torch_layer",
+}
+SLOW_TESTS = {
+    "test_alignment_uses_no_local_or_generic_memory",
+    "test_deepseek_v3",
+    "test_dispatch_and_combine",
+    "test_doctor_elsewhere",
+    "test_doctor_on_this_machine",
+    "test_gather_indices_match_gathered_rows",
+    "test_runs_in_the_simulator",
+    "test_the_machine_code",
+    "test_tuner_tries_configs_that_fit",
+    "test_with_lto_both_interfaces_compile_alike",
+    "test_wrong_kernels_are_rejected",
+}
+
+
 def gpus():
     """Return the number of GPUs that tests may use: 0 in the simulator."""
     if simulator.ENABLED:
@@ -18,6 +45,7 @@ def gpus():
     return torch.cuda.device_count()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Deselect the tests that need more GPUs than there are; a skip would look like a problem of the machine."""
     found = gpus()
@@ -25,6 +53,9 @@ def pytest_collection_modifyitems(config, items):
     def needs(item):
         return 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
 
+    for item in items:
+        if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_TESTS:
+            item.add_marker("slow")
     beyond = [item for item in items if needs(item) > found]
     if beyond:
         config.hook.pytest_deselected(items=beyond)
