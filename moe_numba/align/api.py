@@ -10,7 +10,7 @@ from moe_numba.align import device_functions, kernel_large, kernel_medium, kerne
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.launch import address, current_stream, launcher, refuse_recording
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     as_tensor,
@@ -132,7 +132,10 @@ def moe_align_block_size(
         plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, bool(ignore_invalid_experts))
     shape = ids.numel(), block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
     outputs = make_align_outputs(out if out is None else check_out_tuple(out, 3), *shape, device)
-    plan.launch(ids.contiguous(), expert_map, outputs)
+    if not ids.is_contiguous():
+        refuse_recording(f"topk_ids has strides {ids.stride()}; for a prepared call it must be contiguous")
+        ids = ids.contiguous()
+    plan.launch(ids, expert_map, outputs)
     return return_outputs(outputs, out, topk_ids)
 
 

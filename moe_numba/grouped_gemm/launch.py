@@ -9,8 +9,9 @@ from moe_numba.grouped_gemm.checks import check_average, check_indices, check_in
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.runtime.compile import TENSOR_MAP
+from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of
-from moe_numba.runtime.launch import address, cached_cubin, current_stream, launcher
+from moe_numba.runtime.launch import address, current_stream, launcher
 from moe_numba.runtime.tensor_map import encode_tensor_map
 from moe_numba.runtime.validate import as_tensor, make_outputs, to_caller_library
 
@@ -111,18 +112,13 @@ def get_launcher(config: GemmConfig, device: int):
         shared_bytes=shared_bytes,
         cluster=config.cluster_size if config.cluster_size > 1 else None,
         dependent=True,
-        cache_key=_cache_key(config),
     )
 
 
 def compile_config(config: GemmConfig) -> None:
     """Compile the kernel of a configuration into the cubin cache on disk; no GPU is needed."""
     kernel, _ = make_kernel(config)
-    cached_cubin(kernel, SIGNATURE, launch_bounds=THREADS, cache_key=_cache_key(config))
-
-
-def _cache_key(config):
-    return ("grouped_gemm", *config)
+    machine_code(kernel, SIGNATURE, launch_bounds=THREADS)
 
 
 @cache
