@@ -2,6 +2,8 @@
 
 import ctypes
 import struct
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -171,6 +173,21 @@ def test_a_prepared_call_reads_its_inputs_again(device):
     prepared = prepare(lambda: launch(copy_bits, 1, 4, numbers.view(torch.int32), out) or out)
     numbers += 1
     assert prepared() is out and torch.equal(out.view(torch.float32), numbers)
+
+
+@pytest.mark.gpu
+def test_importing_the_package_leaves_cuda_to_forked_processes():
+    """A process that has initialised CUDA cannot use it after a fork."""
+    code = """
+import os, moe_numba, torch
+from moe_numba import biased_grouped_topk
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.zeros(1, device="cuda").item() == 0 else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
