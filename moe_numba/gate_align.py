@@ -23,12 +23,13 @@ from moe_numba.align.api import (
     map_key,
 )
 from moe_numba.gate import kernel as gate_kernel
-from moe_numba.gate.api import GateOptions, get_plan, limit_argument
+from moe_numba.gate.api import get_plan, limit_argument
 from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import as_tensor, check_int, check_out_tuple, make_outputs, return_outputs
+from moe_numba.runtime.validate import check_int, check_out_tuple, make_outputs
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
 WARPS_PER_CTA = 8  # one token per warp
@@ -36,6 +37,7 @@ MAX_TOKENS = CTAS_PER_CLUSTER * WARPS_PER_CTA
 _MIN_CLUSTERS = 1 if simulator.ENABLED else 4
 
 _plans: dict = {}
+_FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @cache
@@ -274,8 +276,8 @@ def biased_grouped_topk_align(
     expert_map: torch.Tensor | None = None,
     pad_sorted_ids: bool = True,
     ignore_invalid_experts: bool = False,
-    out: tuple[torch.Tensor, ...] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    out: _FiveTensors | None = None,
+) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
     Up to 64 tokens and 32 expert groups it takes one launch, otherwise two. The results are bit-identical to those of
@@ -306,12 +308,14 @@ def biased_grouped_topk_align(
     UnsupportedDeviceError
         If the GPU is older than compute capability 9.0, or has too little shared memory for the experts.
     """
-    x = as_tensor(gating_output, "gating_output")
-    bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
-    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
-    check_int("block_size", block_size)  # before the look-up: 16.0 would find the plan for 16, and True the plan for 1
-    limit = limit_argument(num_token_non_padded, x.device)
-    options = GateOptions(
+    if not isinstance(gating_output, torch.Tensor):
+        return call_with_tensors(biased_grouped_topk_align, "gating_output", locals())
+    x, bias = gating_output, correction_bias
+    # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
+    block_size, ignore_invalid_experts = check_int("block_size", block_size), bool(ignore_invalid_experts)
+    gate_plan = get_plan(
+        x,
+        bias,
         topk,
         renormalize,
         num_expert_group,
@@ -320,22 +324,24 @@ def biased_grouped_topk_align(
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
         scoring,
+        num_token_non_padded,
     )
-    gate_plan = get_plan(x, bias, options, num_token_non_padded)
-    key = gate_plan, block_size, map_key(expert_map), bool(ignore_invalid_experts)
+    limit = limit_argument(num_token_non_padded, x.device)
+    key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, bool(ignore_invalid_experts))
-    tokens, num_experts = x.shape[0], plan.num_experts
+        plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, ignore_invalid_experts)
+    tokens, topk, num_experts = x.shape[0], gate_plan.shape[3], plan.num_experts
     given = None if out is None else check_out_tuple(out, 5)
     routing = ("topk_weights", (tokens, topk), torch.float32), ("topk_ids", (tokens, topk), torch.int32)
     weights, ids = make_outputs(given and given[:2], routing, x.device)
     shape = tokens * topk, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
     aligned = make_align_outputs(given and given[2:], *shape, x.device)
-    outputs = [weights, ids, *aligned]
+    sorted_token_ids, expert_ids, num_tokens_post_pad = aligned
+    outputs = weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad
     if plan.can_fuse and 0 < tokens <= MAX_TOKENS:
         plan.launch(x, bias, limit, expert_map, outputs)
     else:
         gate_plan.launch(x, bias, weights, ids, limit)
         moe_align_block_size(ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts, aligned)
-    return return_outputs(outputs, out, gating_output)
+    return outputs if out is None else out

@@ -10,16 +10,9 @@ from moe_numba.align import device_functions, kernel_large, kernel_medium, kerne
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher, refuse_recording
-from moe_numba.runtime.validate import (
-    UnsupportedDeviceError,
-    as_tensor,
-    check_device,
-    check_int,
-    check_out_tuple,
-    check_tensor,
-    return_outputs,
-)
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_int, check_out_tuple, check_tensor
 
 ID_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 _MAX_EXPERTS, _MAX_ELEMENTS = 8192, 1 << 30
@@ -120,23 +113,23 @@ def moe_align_block_size(
     more than 1053 experts) the CTAs are independent. Beyond, they exchange counts through a workspace per stream and
     capture (150 KB for 256 experts).
     """
-    ids = as_tensor(topk_ids, "topk_ids")
-    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
+    if not isinstance(topk_ids, torch.Tensor):
+        return call_with_tensors(moe_align_block_size, "topk_ids", locals())
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
-    check_int("block_size", block_size)
-    check_int("num_experts", num_experts)
+    block_size, num_experts = check_int("block_size", block_size), check_int("num_experts", num_experts)
+    ids, ignore_invalid_experts = topk_ids, bool(ignore_invalid_experts)
     device = ids.device
-    key = (ids.dtype, device, block_size, num_experts, map_key(expert_map), bool(ignore_invalid_experts))
+    key = (ids.dtype, device, block_size, num_experts, map_key(expert_map), ignore_invalid_experts)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, bool(ignore_invalid_experts))
+        plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, ignore_invalid_experts)
     shape = ids.numel(), block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
     outputs = make_align_outputs(out if out is None else check_out_tuple(out, 3), *shape, device)
     if not ids.is_contiguous():
         refuse_recording(f"topk_ids has strides {ids.stride()}; for a prepared call it must be contiguous")
         ids = ids.contiguous()
     plan.launch(ids, expert_map, outputs)
-    return return_outputs(outputs, out, topk_ids)
+    return tuple(outputs) if out is None else out
 
 
 def map_key(expert_map):

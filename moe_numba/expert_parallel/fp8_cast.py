@@ -10,16 +10,9 @@ from moe_numba.expert_parallel.kernels.fp8_cast import (
     make_cast_back,
     make_cast_to_fp8,
 )
+from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import (
-    as_tensor,
-    check_aligned,
-    check_device,
-    check_out,
-    check_tensor,
-    make_outputs,
-    to_caller_library,
-)
+from moe_numba.runtime.validate import check_aligned, check_device, check_out, check_tensor, make_outputs
 
 FP8 = torch.float8_e4m3fn
 _MAX_TOKENS, _MAX_HIDDEN = 1 << 31, 1 << 20
@@ -67,7 +60,8 @@ def per_token_cast_to_fp8(
     If an element is NaN, its whole group and the scale become NaN. If one is infinite, the scale is infinite, infinite
     elements become NaN and the others zero. Other groups are not affected.
     """
-    given, x = x, as_tensor(x, "x")
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(per_token_cast_to_fp8, "x", locals())
     if x.dtype not in _TO_FP8:
         raise TypeError(f"x is {x.dtype}; it must be torch.bfloat16 or torch.float32")
     tokens, hidden = _check_rows("x", x)
@@ -84,7 +78,7 @@ def per_token_cast_to_fp8(
             *map(address, results),
             tokens * per_row,
         )
-    return out if out is not None else tuple(to_caller_library(tensor, given) for tensor in results)
+    return tuple(results) if out is None else out
 
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -117,7 +111,9 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     After DeepEP's function of this name (tests/utils.py), which reads the exponents of int32 scales as signed, so that
     a scale of 2 or more becomes negative; here they are unsigned.
     """
-    given, x, scales = x_fp8, as_tensor(x_fp8, "x_fp8"), as_tensor(x_scales, "x_scales")
+    if not isinstance(x_fp8, torch.Tensor):
+        return call_with_tensors(per_token_cast_back, "x_fp8", locals())
+    x, scales = x_fp8, as_tensor(x_scales, "x_scales")
     if x.dtype != FP8:
         raise TypeError(f"x_fp8 is {x.dtype}; it must be {FP8}")
     if scales.dtype not in (torch.float32, torch.int32):
@@ -147,7 +143,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
             tokens * per_row,
             *scales.stride(),
         )
-    return out if out is not None else to_caller_library(result, given)
+    return result if out is None else out
 
 
 def _check_rows(name, x):

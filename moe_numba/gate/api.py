@@ -9,17 +9,9 @@ from moe_numba import simulator
 from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import (
-    as_tensor,
-    check_choice,
-    check_device,
-    check_factor,
-    check_int,
-    check_tensor,
-    make_outputs,
-    return_outputs,
-)
+from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -110,10 +102,11 @@ def biased_grouped_topk(
     are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the call
     once an earlier call has compiled the kernel.
     """
-    x = as_tensor(gating_output, "gating_output")
-    bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
-    limit = limit_argument(num_token_non_padded, x.device)
-    options = GateOptions(
+    if not isinstance(gating_output, torch.Tensor):
+        return call_with_tensors(biased_grouped_topk, "gating_output", locals())
+    plan = get_plan(
+        gating_output,
+        correction_bias,
         topk,
         renormalize,
         num_expert_group,
@@ -122,19 +115,42 @@ def biased_grouped_topk(
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
         scoring,
+        num_token_non_padded,
     )
-    plan = get_plan(x, bias, options, num_token_non_padded)
-    shape = x.shape[0], topk
-    outputs = make_outputs(out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), x.device)
-    plan.launch(x, bias, *outputs, limit)
-    return return_outputs(outputs, out, gating_output)
+    limit = limit_argument(num_token_non_padded, gating_output.device)
+    shape = gating_output.shape[0], plan.shape[3]
+    weights, ids = make_outputs(
+        out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), gating_output.device
+    )
+    plan.launch(gating_output, correction_bias, weights, ids, limit)
+    return (weights, ids) if out is None else out
 
 
-def get_plan(x, bias, options, num_token_non_padded):
-    """Return the cached :class:`GatePlan` for these tensors and :class:`GateOptions`."""
+def get_plan(
+    x,
+    bias,
+    topk,
+    renormalize,
+    num_expert_group,
+    topk_group,
+    num_fused_shared_experts,
+    routed_scaling_factor,
+    apply_routed_scaling_factor_on_output,
+    scoring,
+    num_token_non_padded,
+):
+    """Return the cached :class:`GatePlan` for these arguments of :func:`biased_grouped_topk`."""
     # Check types before the look-up: 8.0 would find the plan for 8, and True the plan for 1.
-    for name in ("topk", "num_expert_group", "topk_group", "num_fused_shared_experts"):
-        check_int(name, getattr(options, name))
+    options = (
+        check_int("topk", topk),
+        bool(renormalize),
+        check_int("num_expert_group", num_expert_group),
+        check_int("topk_group", topk_group),
+        check_int("num_fused_shared_experts", num_fused_shared_experts),
+        routed_scaling_factor,
+        bool(apply_routed_scaling_factor_on_output),
+        scoring,
+    )
     limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
     key = (
         x.shape[1:],
@@ -148,7 +164,7 @@ def get_plan(x, bias, options, num_token_non_padded):
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = GatePlan(x, bias, options, limit_dtype)
+        plan = _plans[key] = GatePlan(x, bias, GateOptions(*options), limit_dtype)
     return plan
 
 
@@ -160,7 +176,7 @@ class GatePlan:
         num_experts = x.shape[1]
         _check_options(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
-        scale, renormalize = options.routed_scaling_factor, bool(options.renormalize)
+        scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
         self.row_stride, self.device = x.stride(0), x.device.index or 0
         output_scale = float(scale) if options.apply_routed_scaling_factor_on_output else 1.0

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from moe_numba.grouped_gemm.launch import group_gemm
+from moe_numba.runtime.dlpack import call_with_tensors
 
 
 def group_gemm_pertensor_fp8(
@@ -62,6 +63,8 @@ def group_gemm_pertensor_fp8(
     so the kernel never accesses memory out of bounds. It runs on the caller's current stream, and can be captured in a
     CUDA graph after one call has compiled it.
     """
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_pertensor_fp8, "x", locals())
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
@@ -110,6 +113,8 @@ def group_gemm_blockwise_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_blockwise_fp8, "x", locals())
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
@@ -152,6 +157,8 @@ def group_gemm_bf16(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_bf16, "x", locals())
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
@@ -200,6 +207,8 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_silu_and_mul_pertensor_fp8, "x", locals())
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
@@ -250,6 +259,8 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     group_gemm_blockwise_fp8 : Describes the scales.
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_silu_and_mul_blockwise_fp8, "x", locals())
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )

@@ -1,11 +1,12 @@
 """Checks of what callers pass to public functions. Every error names the argument, its value and what is allowed."""
 
-import importlib
+import numbers
 
 import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.dlpack import as_tensor
 
 
 class UnsupportedDeviceError(RuntimeError):
@@ -35,23 +36,6 @@ def check_device(device, capability, name):
             f"{gpu.name} has compute capability {found[0]}.{found[1]}; "
             f"{capability[0]}.{capability[1]} or newer is needed"
         )
-
-
-def as_tensor(array, name):
-    """Wrap an array of any library that supports DLPack in a torch tensor, ordered with the caller's stream."""
-    if isinstance(array, torch.Tensor):
-        return array
-    if not hasattr(array, "__dlpack__"):
-        raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that supports DLPack")
-    if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
-        raise ValueError(f"{name} has strides {array.strides}; none may be negative")
-    return torch.from_dlpack(array)
-
-
-def to_caller_library(tensor, like):
-    """Convert a result to the library of the caller's array: CuPy for CuPy, NumPy for NumPy, else torch."""
-    library = type(like).__module__.partition(".")[0]
-    return importlib.import_module(library).from_dlpack(tensor) if library in ("cupy", "numpy") else tensor
 
 
 def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
@@ -104,13 +88,16 @@ def check_aligned(name, tensor):
 
 
 def check_int(name, value, least=None, most=None):
-    """Refuse what is not an int (a bool, a float), or not from ``least`` to ``most``."""
+    """Return an integer (also NumPy's) as an int; refuse a bool, a float, and what is not in the bounds."""
     if type(value) is not int:
-        raise TypeError(f"{name} is {value!r}; it must be an int")
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} is {value!r}; it must be an int")
+        value = int(value)
     if most is None and least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more")
     if most is not None and not least <= value <= most:
         raise ValueError(f"{name} is {value}; {least} to {most} are allowed")
+    return value
 
 
 def check_choice(name, value, choices):
@@ -166,12 +153,3 @@ def make_outputs(out, wanted, device, aligned=()):
         if name in aligned:
             check_aligned(f"out's {name}", tensor)
     return results
-
-
-def return_outputs(outputs, out, like):
-    """Return the caller's ``out`` as it was passed, or new outputs in the library of the array ``like``."""
-    if out is not None:
-        return out
-    if isinstance(like, torch.Tensor):
-        return tuple(outputs)
-    return tuple(to_caller_library(tensor, like) for tensor in outputs)

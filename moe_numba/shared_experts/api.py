@@ -2,17 +2,9 @@
 
 import torch
 
+from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import (
-    as_tensor,
-    check_choice,
-    check_device,
-    check_factor,
-    check_int,
-    check_tensor,
-    make_outputs,
-    return_outputs,
-)
+from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, num_columns
 
@@ -74,7 +66,9 @@ def fuse_routing(
     -----
     After SGLang's shared-experts fusion (pull request 4918), which chooses replicas with ``torch.randint``.
     """
-    weights, ids = as_tensor(topk_weights, "topk_weights"), as_tensor(topk_ids, "topk_ids")
+    if not isinstance(topk_ids, torch.Tensor):
+        return call_with_tensors(fuse_routing, "topk_ids", locals())
+    weights, ids = as_tensor(topk_weights, "topk_weights"), topk_ids
     check_tensor("topk_ids", ids, dtype=torch.int32, shape=("tokens", "topk"), contiguous=True)
     check_device(ids.device, (9, 0), "topk_ids")
     place = ids.device, "topk_ids"
@@ -109,4 +103,4 @@ def fuse_routing(
             seed >> 32,
             1.0 / routed_scaling_factor,
         )
-    return return_outputs(outputs, out, topk_ids)
+    return tuple(outputs) if out is None else out

@@ -14,9 +14,10 @@ from numba import cuda, int32
 from moe_numba import simulator
 from moe_numba.ptx.memory import atom_add_s32
 from moe_numba.runtime import launch as launch_module
+from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import launch, launcher
 from moe_numba.runtime.prepare import prepare
-from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, check_device, to_caller_library
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_int
 
 
 @cuda.jit
@@ -92,11 +93,31 @@ def test_the_wrong_device_is_refused():
         check_device(wrong, (8, 0), "logits")
 
 
-def test_dlpack_round_trip():
-    array = np.arange(4.0)
-    tensor = as_tensor(array, "x")
-    assert tensor.tolist() == [0, 1, 2, 3] and type(to_caller_library(tensor, array)) is np.ndarray
-    assert as_tensor(tensor, "x") is tensor and to_caller_library(tensor, tensor) is tensor
+def test_arrays_of_another_library_become_tensors_and_results_are_of_that_library():
+    def function(x, y, factor, out=None):
+        assert isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and factor == 2
+        return x + y if out is None else out[0].copy_(x + y)
+
+    x, y = np.arange(4.0), torch.ones(4)
+    result = call_with_tensors(function, "x", dict(x=x, y=y, factor=2))
+    assert type(result) is np.ndarray and result.tolist() == [1, 2, 3, 4]
+    out = (np.zeros(4),)
+    assert call_with_tensors(function, "x", dict(x=x, y=y, factor=2, out=out)) is out
+    assert out[0].tolist() == [1, 2, 3, 4]
+    assert as_tensor(y, "y") is y
+    with pytest.raises(TypeError, match="x is list; it must be a tensor, or an array that supports DLPack"):
+        call_with_tensors(function, "x", dict(x=[1.0], y=y, factor=2))
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
+def test_integers_of_any_library_are_accepted(value):
+    assert type(check_int("n", value, 1, 5)) is int
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 3.0, "3", None, torch.tensor(3)])
+def test_what_is_no_integer_is_refused(value):
+    with pytest.raises(TypeError, match="n is .*; it must be an int"):
+        check_int("n", value, 1, 5)
 
 
 @cuda.jit
