@@ -313,6 +313,7 @@ def biased_grouped_topk_align(
     x, bias = gating_output, correction_bias
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
     block_size, ignore_invalid_experts = check_int("block_size", block_size), bool(ignore_invalid_experts)
+    limit = limit_argument(num_token_non_padded, x.device)
     gate_plan = get_plan(
         x,
         bias,
@@ -326,7 +327,6 @@ def biased_grouped_topk_align(
         scoring,
         num_token_non_padded,
     )
-    limit = limit_argument(num_token_non_padded, x.device)
     key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:

@@ -1,5 +1,6 @@
 """Public function of the gate: checks its arguments, chooses a kernel and launches it."""
 
+import numbers
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import call_with_tensors
-from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import Outputs
+from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -19,6 +21,8 @@ _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
 _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
 _MAX_BLOCKS = 1 << 20
 MIN_TOKENS_FOR_4TOKENS_KERNEL = 4096  # from here on the kernel with four tokens per warp is faster
+
+_MAX_SIZES = 4096  # numbers of tokens that a plan remembers
 
 _plans: dict = {}
 
@@ -104,6 +108,7 @@ def biased_grouped_topk(
     """
     if not isinstance(gating_output, torch.Tensor):
         return call_with_tensors(biased_grouped_topk, "gating_output", locals())
+    limit = limit_argument(num_token_non_padded, gating_output.device)
     plan = get_plan(
         gating_output,
         correction_bias,
@@ -117,11 +122,7 @@ def biased_grouped_topk(
         scoring,
         num_token_non_padded,
     )
-    limit = limit_argument(num_token_non_padded, gating_output.device)
-    shape = gating_output.shape[0], plan.shape[3]
-    weights, ids = make_outputs(
-        out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), gating_output.device
-    )
+    weights, ids = plan.outputs(gating_output.shape[0])(out)
     plan.launch(gating_output, correction_bias, weights, ids, limit)
     return (weights, ids) if out is None else out
 
@@ -141,14 +142,18 @@ def get_plan(
 ):
     """Return the cached :class:`GatePlan` for these arguments of :func:`biased_grouped_topk`."""
     # Check types before the look-up: 8.0 would find the plan for 8, and True the plan for 1.
+    if not (type(topk) is type(num_expert_group) is type(topk_group) is type(num_fused_shared_experts) is int):
+        topk, num_expert_group = check_int("topk", topk), check_int("num_expert_group", num_expert_group)
+        topk_group = check_int("topk_group", topk_group)
+        num_fused_shared_experts = check_int("num_fused_shared_experts", num_fused_shared_experts)
     options = (
-        check_int("topk", topk),
-        bool(renormalize),
-        check_int("num_expert_group", num_expert_group),
-        check_int("topk_group", topk_group),
-        check_int("num_fused_shared_experts", num_fused_shared_experts),
+        topk,
+        True if renormalize else False,  # not bool(...): a call takes longer than all of this
+        num_expert_group,
+        topk_group,
+        num_fused_shared_experts,
         routed_scaling_factor,
-        bool(apply_routed_scaling_factor_on_output),
+        True if apply_routed_scaling_factor_on_output else False,
         scoring,
     )
     limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
@@ -178,7 +183,7 @@ class GatePlan:
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
         scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
-        self.row_stride, self.device = x.stride(0), x.device.index or 0
+        self.row_stride, self._device, self.device = x.stride(0), x.device, x.device.index or 0
         output_scale = float(scale) if options.apply_routed_scaling_factor_on_output else 1.0
         self.trailing_arguments = (1.0 / scale, output_scale)
         self.signature = (
@@ -199,6 +204,18 @@ class GatePlan:
             self.trailing_arguments += (*self.shape[:4], topk - shared, int(renormalize))
         self.kernel_types = options.scoring, dtype, bias_dtype
         self.limit_on_device = bool(limit_dtype)
+        self._outputs, self._launches = {}, {}
+
+    def outputs(self, tokens):
+        """Return the :class:`Outputs` for a number of tokens."""
+        outputs = self._outputs.get(tokens)
+        if outputs is None:
+            if len(self._outputs) >= _MAX_SIZES:
+                self._outputs.clear()
+            shape = tokens, self.shape[3]
+            wanted = ("weights", shape, torch.float32), ("ids", shape, torch.int32)
+            outputs = self._outputs[tokens] = Outputs(wanted, self._device)
+        return outputs
 
     @cached_property
     def one_token_per_warp(self):
@@ -234,14 +251,16 @@ class GatePlan:
     def launch(self, x, bias, weights, ids, limit):
         """Launch the kernel for the number of tokens in ``x``, if there are any."""
         num_tokens = x.shape[0]
+        launch = self._launches.get(num_tokens)
+        if launch is None:
+            launch = self._launch_for(num_tokens)
+        start, grid, threads = launch
         if not num_tokens:
             return
-        large = num_tokens >= MIN_TOKENS_FOR_4TOKENS_KERNEL
-        start, threads, tokens_per_block, max_blocks = self.four_tokens_per_warp if large else self.one_token_per_warp
         start(
-            min(-(-num_tokens // tokens_per_block), max_blocks),
+            grid,
             threads,
-            current_stream(self.device),
+            None,
             address(x),
             address(x if bias is None else bias),
             address(weights),
@@ -251,6 +270,18 @@ class GatePlan:
             limit,
             *self.trailing_arguments,
         )
+
+    def _launch_for(self, num_tokens):
+        """Return (launcher, blocks, threads per block) for a number of tokens."""
+        if num_tokens > _MAX_TOKENS:
+            raise ValueError(f"gating_output has {num_tokens} tokens; at most {_MAX_TOKENS} are allowed")
+        large = num_tokens >= MIN_TOKENS_FOR_4TOKENS_KERNEL
+        start, threads, tokens_per_block, max_blocks = self.four_tokens_per_warp if large else self.one_token_per_warp
+        if len(self._launches) >= _MAX_SIZES:
+            self._launches.clear()
+        launch = start, min(-(-num_tokens // tokens_per_block), max_blocks), threads
+        self._launches[num_tokens] = launch
+        return launch
 
 
 def _pointer(dtype):
@@ -267,11 +298,9 @@ def _load_bytes(tensor, experts_per_lane, group_size):
 def _check_tensors(x, bias):
     check_tensor("gating_output", x, dtype=tuple(_DTYPES), shape=("tokens", "num_experts"))
     check_device(x.device, (9, 0), "gating_output")
-    tokens, num_experts = x.shape
+    num_experts = x.shape[1]
     if not 1 <= num_experts <= _MAX_EXPERTS:
         raise ValueError(f"gating_output has {num_experts} experts; 1 to {_MAX_EXPERTS} are allowed")
-    if tokens > _MAX_TOKENS:
-        raise ValueError(f"gating_output has {tokens} tokens; at most {_MAX_TOKENS} are allowed")
     if num_experts > 1 and x.stride(1) != 1:
         raise ValueError(f"gating_output has column stride {x.stride(1)}; it must be 1 (rows may be strided)")
     if bias is not None:
@@ -303,10 +332,8 @@ def limit_argument(num_token_non_padded, device):
     limit = num_token_non_padded
     if limit is None:
         return _MAX_TOKENS
-    if type(limit) is int:
-        if limit < 0:
-            raise ValueError(f"num_token_non_padded is {limit}; it must be 0 or more")
-        return min(limit, _MAX_TOKENS)
+    if isinstance(limit, numbers.Integral):
+        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS)
     if type(limit) is not torch.Tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
         given = f"{limit.dtype} {tuple(limit.shape)}" if isinstance(limit, torch.Tensor) else type(limit).__name__
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")

@@ -41,6 +41,10 @@ _CONFIG_STREAM_OFFSET, _CONFIG_PACKED_BYTES, _CONFIG_BYTES = 32, 40, 56
 _CONFIG_ATTRIBUTES_FORMAT = "=QI4x"
 _ATTRIBUTE_FORMAT, _ATTRIBUTE_BYTES = "=I4x3I52x", 72
 
+# Looked up once, because every launch calls them; None without CUDA.
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 _LAUNCHERS_LOCK = threading.RLock()
 _recordings: dict = {}  # thread -> _Recording
 
@@ -110,10 +114,15 @@ class Launcher:
         return state
 
     def __call__(self, grid, block, stream, *values):
-        """Launch ``grid`` blocks of ``block`` threads (each an int or a tuple) on ``stream``, a raw stream handle."""
-        if torch._C._cuda_getDevice() != self.device:
+        """Launch ``grid`` blocks of ``block`` threads (each an int or a tuple).
+
+        ``stream`` is a raw stream handle, or None for the caller's current stream.
+        """
+        if _current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(grid, block, stream, *values)
+        if stream is None:
+            stream = _current_raw_stream(self.device)
         try:
             state = self._thread.state
         except AttributeError:
@@ -136,7 +145,7 @@ class Launcher:
         device, function, start, bound_threads = self.device, self._function, self._launch, set()
 
         def launch_prepared(stream, kept=kept):
-            if torch._C._cuda_getDevice() != device:
+            if _current_device() != device:
                 with torch.cuda.device(device):
                     return launch_prepared(stream)
             if threading.get_ident() not in bound_threads:
@@ -240,7 +249,7 @@ class _SimulatedLauncher:
             for v, t, p in zip(values, self._types, self._is_pointer, strict=True)
         ]
         simulator.run(self._kernel, grid, block, arguments, **self._options)
-        _record(self, grid, block, stream, values)
+        _record(self, grid, block, 0, values)
 
     def prepare(self, grid, block, *values):
         """As `Launcher.prepare`."""
@@ -285,7 +294,8 @@ def launcher(
     Returns
     -------
     callable
-        ``launch(grid, block, stream, *values)``; a pointer's value is its address, a tensor map's its 128 bytes.
+        ``launch(grid, block, stream, *values)``, where ``stream`` is a raw handle or None for the current stream, a
+        pointer's value is its address and a tensor map's its 128 bytes.
     """
     options = launch_bounds, shared_bytes, cluster, cooperative, dependent
     with _LAUNCHERS_LOCK:
@@ -355,7 +365,7 @@ def _type_and_value(value):
 
 def current_stream(device):
     """The raw handle of torch's current stream on a device. It changes under graph capture: ask at every call."""
-    return 0 if simulator.ENABLED or devices.target() else torch._C._cuda_getCurrentRawStream(device)
+    return 0 if simulator.ENABLED or devices.target() else _current_raw_stream(device)
 
 
 def _arch(device):
