@@ -1,6 +1,7 @@
 """Public function of the gate: checks its arguments, chooses a kernel and launches it."""
 
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from moe_numba.runtime.validate import (
     check_choice,
     check_device,
     check_factor,
+    check_flag,
     check_int,
     check_tensor,
     make_outputs,
@@ -53,7 +55,7 @@ def biased_grouped_topk(
     num_expert_group: int = 1,
     topk_group: int = 1,
     num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
@@ -81,8 +83,8 @@ def biased_grouped_topk(
     num_fused_shared_experts : int
         Shared experts appended as the last columns. Their ids are num_experts, num_experts + 1, ... and their weights
         are sum / routed_scaling_factor, which is 1 / routed_scaling_factor after renormalisation.
-    routed_scaling_factor : float
-        Finite and not zero.
+    routed_scaling_factor : float or None
+        Finite and not zero. None is 1.
     apply_routed_scaling_factor_on_output : bool
         Multiply all weights by routed_scaling_factor.
     num_token_non_padded : int or tensor of one int32 or int64, optional
@@ -114,7 +116,7 @@ def biased_grouped_topk(
     x = as_tensor(gating_output, "gating_output")
     bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
     limit = limit_argument(num_token_non_padded, x.device)
-    options = GateOptions(
+    options = check_options(
         topk,
         renormalize,
         num_expert_group,
@@ -125,17 +127,38 @@ def biased_grouped_topk(
         scoring,
     )
     plan = get_plan(x, bias, options, num_token_non_padded)
-    shape = x.shape[0], topk
+    shape = x.shape[0], options.topk
     outputs = make_outputs(out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), x.device)
     plan.launch(x, bias, *outputs, limit)
     return return_outputs(outputs, out, gating_output)
 
 
+def check_options(
+    topk,
+    renormalize,
+    num_expert_group,
+    topk_group,
+    num_fused_shared_experts,
+    routed_scaling_factor,
+    apply_routed_scaling_factor_on_output,
+    scoring,
+):
+    """Return :class:`GateOptions` of Python's types. Check them before the look-up: 8.0 would find the plan for 8."""
+    check_choice("scoring", scoring, SCORINGS)
+    return GateOptions(
+        check_int("topk", topk, 1, _MAX_TOPK),
+        check_flag("renormalize", renormalize),
+        check_int("num_expert_group", num_expert_group),
+        check_int("topk_group", topk_group),
+        check_int("num_fused_shared_experts", num_fused_shared_experts),
+        check_factor("routed_scaling_factor", routed_scaling_factor),
+        check_flag("apply_routed_scaling_factor_on_output", apply_routed_scaling_factor_on_output),
+        scoring,
+    )
+
+
 def get_plan(x, bias, options, num_token_non_padded):
     """Return the cached :class:`GatePlan` for these tensors and :class:`GateOptions`."""
-    # Check types before the look-up: 8.0 would find the plan for 8, and True the plan for 1.
-    for name in ("topk", "num_expert_group", "topk_group", "num_fused_shared_experts"):
-        check_int(name, getattr(options, name))
     limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
     key = (
         x.shape[1:],
@@ -159,12 +182,12 @@ class GatePlan:
     def __init__(self, x, bias, options, limit_dtype):
         _check_tensors(x, bias)
         num_experts = x.shape[1]
-        _check_options(num_experts, options)
+        _check_groups(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
-        scale, renormalize = options.routed_scaling_factor, bool(options.renormalize)
+        scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
         self.row_stride, self.device = x.stride(0), x.device.index or 0
-        output_scale = float(scale) if options.apply_routed_scaling_factor_on_output else 1.0
+        output_scale = scale if options.apply_routed_scaling_factor_on_output else 1.0
         self.trailing_arguments = (1.0 / scale, output_scale)
         self.signature = (
             *(_pointer(dtype), _pointer(bias_dtype or dtype), "float32*", "int32*", "int32", "int64"),
@@ -264,9 +287,8 @@ def _check_tensors(x, bias):
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
 
 
-def _check_options(num_experts, options):
+def _check_groups(num_experts, options):
     topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
-    check_int("topk", topk, 1, _MAX_TOPK)
     if not 1 <= groups <= num_experts or num_experts % groups:
         raise ValueError(f"num_expert_group is {groups}; it must divide the {num_experts} experts")
     if not 1 <= options.topk_group <= groups:
@@ -279,8 +301,6 @@ def _check_options(num_experts, options):
             f"topk is {topk}: {topk - shared} routed experts; the {options.topk_group} groups that are kept have "
             f"{candidates}"
         )
-    check_choice("scoring", options.scoring, SCORINGS)
-    check_factor("routed_scaling_factor", options.routed_scaling_factor)
 
 
 def limit_argument(num_token_non_padded, device):
@@ -288,10 +308,8 @@ def limit_argument(num_token_non_padded, device):
     limit = num_token_non_padded
     if limit is None:
         return _MAX_TOKENS
-    if type(limit) is int:
-        if limit < 0:
-            raise ValueError(f"num_token_non_padded is {limit}; it must be 0 or more")
-        return min(limit, _MAX_TOKENS)
+    if isinstance(limit, Integral):
+        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS)
     if type(limit) is not torch.Tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
         given = f"{limit.dtype} {tuple(limit.shape)}" if isinstance(limit, torch.Tensor) else type(limit).__name__
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")
