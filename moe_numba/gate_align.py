@@ -15,7 +15,8 @@ from moe_numba import simulator
 from moe_numba.align import device_functions, kernel_small, moe_align_block_size
 from moe_numba.align import kernel_medium as align_kernel
 from moe_numba.align.api import (
-    ID_TYPES,
+    MAP_TYPES,
+    MAX_NARROW_ELEMENTS,
     check_align_arguments,
     check_shared_memory,
     launch_arguments,
@@ -23,12 +24,12 @@ from moe_numba.align.api import (
     map_key,
 )
 from moe_numba.gate import kernel as gate_kernel
-from moe_numba.gate.api import GateOptions, get_plan, limit_argument
+from moe_numba.gate.api import check_options, get_plan, limit_argument
 from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import as_tensor, check_int, check_out_tuple, make_outputs, return_outputs
+from moe_numba.runtime.validate import as_tensor, check_flag, check_int, check_out_tuple, make_outputs, return_outputs
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
 WARPS_PER_CTA = 8  # one token per warp
@@ -113,6 +114,7 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
 @cache
 def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map):
     """Make the kernel for clusters; see :class:`moe_numba.gate.kernel.GateConfig`."""
+    device_functions.check_launch_shape(32 * WARPS_PER_CTA, capacity)
     topk, threads = gate_config.topk, 32 * WARPS_PER_CTA
     max_slots = MAX_TOKENS * topk
     lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
@@ -205,7 +207,7 @@ class FusedPlan:
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
         self.capacity = device_functions.capacity_for(self.num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
-        self.map_type = "int32*" if expert_map is None else ID_TYPES[expert_map.dtype]
+        self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.can_fuse = gate_plan.config is not None
 
     def _launcher(self, kernel, **options):
@@ -267,7 +269,7 @@ def biased_grouped_topk_align(
     num_expert_group: int = 1,
     topk_group: int = 1,
     num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
@@ -278,8 +280,9 @@ def biased_grouped_topk_align(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 64 tokens and 32 expert groups it takes one launch, otherwise two. The results are bit-identical to those of
-    the two functions.
+    Up to 64 tokens it takes one launch, unless the shape has more than 32 expert groups, or groups that divide among so
+    few lanes of a warp that a lane would hold more than 32 experts; otherwise two. The results are bit-identical to
+    those of the two functions.
 
     Parameters
     ----------
@@ -309,9 +312,12 @@ def biased_grouped_topk_align(
     x = as_tensor(gating_output, "gating_output")
     bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
-    check_int("block_size", block_size)  # before the look-up: 16.0 would find the plan for 16, and True the plan for 1
+    # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
+    block_size = check_int("block_size", block_size)
+    ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
+    pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
     limit = limit_argument(num_token_non_padded, x.device)
-    options = GateOptions(
+    options = check_options(
         topk,
         renormalize,
         num_expert_group,
@@ -322,18 +328,19 @@ def biased_grouped_topk_align(
         scoring,
     )
     gate_plan = get_plan(x, bias, options, num_token_non_padded)
-    key = gate_plan, block_size, map_key(expert_map), bool(ignore_invalid_experts)
+    key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, bool(ignore_invalid_experts))
-    tokens, num_experts = x.shape[0], plan.num_experts
+        plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, ignore_invalid_experts)
+    tokens, num_experts, topk = x.shape[0], plan.num_experts, options.topk
     given = None if out is None else check_out_tuple(out, 5)
     routing = ("topk_weights", (tokens, topk), torch.float32), ("topk_ids", (tokens, topk), torch.int32)
     weights, ids = make_outputs(given and given[:2], routing, x.device)
     shape = tokens * topk, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
     aligned = make_align_outputs(given and given[2:], *shape, x.device)
     outputs = [weights, ids, *aligned]
-    if plan.can_fuse and 0 < tokens <= MAX_TOKENS:
+    is_narrow = max(aligned[0].numel(), aligned[1].numel()) <= MAX_NARROW_ELEMENTS
+    if plan.can_fuse and 0 < tokens <= MAX_TOKENS and is_narrow:
         plan.launch(x, bias, limit, expert_map, outputs)
     else:
         gate_plan.launch(x, bias, weights, ids, limit)
