@@ -1,7 +1,7 @@
 """Public function of the gate: checks its arguments, chooses a kernel and launches it."""
 
-import numbers
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -13,15 +13,17 @@ from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs
-from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor
+from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_flag, check_int, check_tensor
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
 _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
-_MAX_BLOCKS = 1 << 20
+# In the simulator so few that small inputs reach the second iteration of the kernels' loops
+_MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
 MIN_TOKENS_FOR_4TOKENS_KERNEL = 4096  # from here on the kernel with four tokens per warp is faster
 
+_OPTION_TYPES = int, bool, int, int, int, float, bool, str
 _MAX_SIZES = 4096  # numbers of tokens that a plan remembers
 
 _plans: dict = {}
@@ -48,7 +50,7 @@ def biased_grouped_topk(
     num_expert_group: int = 1,
     topk_group: int = 1,
     num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
@@ -76,8 +78,8 @@ def biased_grouped_topk(
     num_fused_shared_experts : int
         Shared experts appended as the last columns. Their ids are num_experts, num_experts + 1, ... and their weights
         are sum / routed_scaling_factor, which is 1 / routed_scaling_factor after renormalisation.
-    routed_scaling_factor : float
-        Finite and not zero.
+    routed_scaling_factor : float or None
+        Finite and not zero. None is 1.
     apply_routed_scaling_factor_on_output : bool
         Multiply all weights by routed_scaling_factor.
     num_token_non_padded : int or tensor of one int32 or int64, optional
@@ -112,6 +114,7 @@ def biased_grouped_topk(
     plan = get_plan(
         gating_output,
         correction_bias,
+        num_token_non_padded,
         topk,
         renormalize,
         num_expert_group,
@@ -120,16 +123,13 @@ def biased_grouped_topk(
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
         scoring,
-        num_token_non_padded,
     )
     weights, ids = plan.outputs(gating_output.shape[0])(out)
     plan.launch(gating_output, correction_bias, weights, ids, limit)
     return (weights, ids) if out is None else out
 
 
-def get_plan(
-    x,
-    bias,
+def check_options(
     topk,
     renormalize,
     num_expert_group,
@@ -138,24 +138,26 @@ def get_plan(
     routed_scaling_factor,
     apply_routed_scaling_factor_on_output,
     scoring,
-    num_token_non_padded,
 ):
-    """Return the cached :class:`GatePlan` for these arguments of :func:`biased_grouped_topk`."""
-    # Check types before the look-up: 8.0 would find the plan for 8, and True the plan for 1.
-    if not (type(topk) is type(num_expert_group) is type(topk_group) is type(num_fused_shared_experts) is int):
-        topk, num_expert_group = check_int("topk", topk), check_int("num_expert_group", num_expert_group)
-        topk_group = check_int("topk_group", topk_group)
-        num_fused_shared_experts = check_int("num_fused_shared_experts", num_fused_shared_experts)
-    options = (
-        topk,
-        True if renormalize else False,  # not bool(...): a call takes longer than all of this
-        num_expert_group,
-        topk_group,
-        num_fused_shared_experts,
-        routed_scaling_factor,
-        True if apply_routed_scaling_factor_on_output else False,
+    """Return :class:`GateOptions` of Python's types."""
+    check_choice("scoring", scoring, SCORINGS)
+    return GateOptions(
+        check_int("topk", topk, 1, _MAX_TOPK),
+        check_flag("renormalize", renormalize),
+        check_int("num_expert_group", num_expert_group),
+        check_int("topk_group", topk_group),
+        check_int("num_fused_shared_experts", num_fused_shared_experts),
+        check_factor("routed_scaling_factor", routed_scaling_factor),
+        check_flag("apply_routed_scaling_factor_on_output", apply_routed_scaling_factor_on_output),
         scoring,
     )
+
+
+def get_plan(x, bias, num_token_non_padded, *options):
+    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`."""
+    # Python's types need no check before the look-up; others do, because 8.0 would find the plan for 8.
+    if tuple(map(type, options)) != _OPTION_TYPES:
+        options = check_options(*options)
     limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
     key = (
         x.shape[1:],
@@ -169,7 +171,7 @@ def get_plan(
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = GatePlan(x, bias, GateOptions(*options), limit_dtype)
+        plan = _plans[key] = GatePlan(x, bias, check_options(*options), limit_dtype)
     return plan
 
 
@@ -179,21 +181,21 @@ class GatePlan:
     def __init__(self, x, bias, options, limit_dtype):
         _check_tensors(x, bias)
         num_experts = x.shape[1]
-        _check_options(num_experts, options)
+        _check_groups(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
         scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
         self.row_stride, self._device, self.device = x.stride(0), x.device, x.device.index or 0
-        output_scale = float(scale) if options.apply_routed_scaling_factor_on_output else 1.0
+        output_scale = scale if options.apply_routed_scaling_factor_on_output else 1.0
         self.trailing_arguments = (1.0 / scale, output_scale)
         self.signature = (
             *(_pointer(dtype), _pointer(bias_dtype or dtype), "float32*", "int32*", "int32", "int64"),
             *(_LIMIT_TYPES[limit_dtype] if limit_dtype else "int32", "float32", "float32"),
         )
         self.shape = (num_experts, num_groups, options.topk_group, topk, shared)
-        lanes_per_group, experts_per_lane = kernel.lane_layout(num_experts, num_groups)
-        self.config = None  # more than 32 groups: only the generic kernel, which takes shapes as arguments
-        if lanes_per_group:
+        self.config = None  # only the generic kernel, which takes shapes as arguments, supports this shape
+        if kernel.supports(num_experts, num_groups):
+            _, experts_per_lane = kernel.lane_layout(num_experts, num_groups)
             group_size = num_experts // num_groups
             load_bytes = _load_bytes(x, experts_per_lane, group_size)
             bias_load_bytes = 4 if bias is None else _load_bytes(bias, experts_per_lane, group_size)
@@ -308,9 +310,8 @@ def _check_tensors(x, bias):
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
 
 
-def _check_options(num_experts, options):
+def _check_groups(num_experts, options):
     topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
-    check_int("topk", topk, 1, _MAX_TOPK)
     if not 1 <= groups <= num_experts or num_experts % groups:
         raise ValueError(f"num_expert_group is {groups}; it must divide the {num_experts} experts")
     if not 1 <= options.topk_group <= groups:
@@ -323,8 +324,6 @@ def _check_options(num_experts, options):
             f"topk is {topk}: {topk - shared} routed experts; the {options.topk_group} groups that are kept have "
             f"{candidates}"
         )
-    check_choice("scoring", options.scoring, SCORINGS)
-    check_factor("routed_scaling_factor", options.routed_scaling_factor)
 
 
 def limit_argument(num_token_non_padded, device):
@@ -332,7 +331,7 @@ def limit_argument(num_token_non_padded, device):
     limit = num_token_non_padded
     if limit is None:
         return _MAX_TOKENS
-    if isinstance(limit, numbers.Integral):
+    if isinstance(limit, Integral):
         return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS)
     if type(limit) is not torch.Tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
         given = f"{limit.dtype} {tuple(limit.shape)}" if isinstance(limit, torch.Tensor) else type(limit).__name__
