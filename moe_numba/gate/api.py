@@ -17,7 +17,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
 _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
-_MAX_BLOCKS = 1 << 20
+# In the simulator so few that small inputs reach the second iteration of the kernels' loops
+_MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
 MIN_TOKENS_FOR_4TOKENS_KERNEL = 4096  # from here on the kernel with four tokens per warp is faster
 
 _plans: dict = {}
@@ -186,9 +187,9 @@ class GatePlan:
             *(_LIMIT_TYPES[limit_dtype] if limit_dtype else "int32", "float32", "float32"),
         )
         self.shape = (num_experts, num_groups, options.topk_group, topk, shared)
-        lanes_per_group, experts_per_lane = kernel.lane_layout(num_experts, num_groups)
-        self.config = None  # more than 32 groups: only the generic kernel, which takes shapes as arguments
-        if lanes_per_group:
+        self.config = None  # only the generic kernel, which takes shapes as arguments, supports this shape
+        if kernel.supports(num_experts, num_groups):
+            _, experts_per_lane = kernel.lane_layout(num_experts, num_groups)
             group_size = num_experts // num_groups
             load_bytes = _load_bytes(x, experts_per_lane, group_size)
             bias_load_bytes = 4 if bias is None else _load_bytes(bias, experts_per_lane, group_size)
