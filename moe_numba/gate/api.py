@@ -1,6 +1,7 @@
 """Public function of the gate: checks its arguments, chooses a kernel and launches it."""
 
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,15 @@ from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
+from moe_numba.runtime.validate import (
+    check_choice,
+    check_device,
+    check_factor,
+    check_flag,
+    check_int,
+    check_tensor,
+    make_outputs,
+)
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -45,7 +54,7 @@ def biased_grouped_topk(
     num_expert_group: int = 1,
     topk_group: int = 1,
     num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
@@ -73,8 +82,8 @@ def biased_grouped_topk(
     num_fused_shared_experts : int
         Shared experts appended as the last columns. Their ids are num_experts, num_experts + 1, ... and their weights
         are sum / routed_scaling_factor, which is 1 / routed_scaling_factor after renormalisation.
-    routed_scaling_factor : float
-        Finite and not zero.
+    routed_scaling_factor : float or None
+        Finite and not zero. None is 1.
     apply_routed_scaling_factor_on_output : bool
         Multiply all weights by routed_scaling_factor.
     num_token_non_padded : int or tensor of one int32 or int64, optional
@@ -142,14 +151,15 @@ def get_plan(
 ):
     """Return the cached :class:`GatePlan` for these arguments of :func:`biased_grouped_topk`."""
     # Check types before the look-up: 8.0 would find the plan for 8, and True the plan for 1.
+    check_choice("scoring", scoring, SCORINGS)
     options = (
         check_int("topk", topk),
-        bool(renormalize),
+        check_flag("renormalize", renormalize),
         check_int("num_expert_group", num_expert_group),
         check_int("topk_group", topk_group),
         check_int("num_fused_shared_experts", num_fused_shared_experts),
-        routed_scaling_factor,
-        bool(apply_routed_scaling_factor_on_output),
+        check_factor("routed_scaling_factor", routed_scaling_factor),
+        check_flag("apply_routed_scaling_factor_on_output", apply_routed_scaling_factor_on_output),
         scoring,
     )
     limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
@@ -175,12 +185,12 @@ class GatePlan:
     def __init__(self, x, bias, options, limit_dtype):
         _check_tensors(x, bias)
         num_experts = x.shape[1]
-        _check_options(num_experts, options)
+        _check_groups(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
         scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
         self.row_stride, self.device = x.stride(0), x.device.index or 0
-        output_scale = float(scale) if options.apply_routed_scaling_factor_on_output else 1.0
+        output_scale = scale if options.apply_routed_scaling_factor_on_output else 1.0
         self.trailing_arguments = (1.0 / scale, output_scale)
         self.signature = (
             *(_pointer(dtype), _pointer(bias_dtype or dtype), "float32*", "int32*", "int32", "int64"),
@@ -280,7 +290,7 @@ def _check_tensors(x, bias):
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
 
 
-def _check_options(num_experts, options):
+def _check_groups(num_experts, options):
     topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
     check_int("topk", topk, 1, _MAX_TOPK)
     if not 1 <= groups <= num_experts or num_experts % groups:
@@ -295,8 +305,6 @@ def _check_options(num_experts, options):
             f"topk is {topk}: {topk - shared} routed experts; the {options.topk_group} groups that are kept have "
             f"{candidates}"
         )
-    check_choice("scoring", options.scoring, SCORINGS)
-    check_factor("routed_scaling_factor", options.routed_scaling_factor)
 
 
 def limit_argument(num_token_non_padded, device):
@@ -304,10 +312,8 @@ def limit_argument(num_token_non_padded, device):
     limit = num_token_non_padded
     if limit is None:
         return _MAX_TOKENS
-    if type(limit) is int:
-        if limit < 0:
-            raise ValueError(f"num_token_non_padded is {limit}; it must be 0 or more")
-        return min(limit, _MAX_TOKENS)
+    if isinstance(limit, Integral):
+        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS)
     if type(limit) is not torch.Tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
         given = f"{limit.dtype} {tuple(limit.shape)}" if isinstance(limit, torch.Tensor) else type(limit).__name__
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")

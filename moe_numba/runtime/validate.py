@@ -2,6 +2,7 @@
 
 import numbers
 
+import numpy as np
 import torch
 
 from moe_numba import simulator
@@ -100,16 +101,32 @@ def check_int(name, value, least=None, most=None):
     return value
 
 
+def check_flag(name, value):
+    """Return a bool, NumPy's too, or 0 or 1, as a bool; refuse everything else."""
+    if type(value) is bool:
+        return value
+    if not isinstance(value, np.bool_) and not (type(value) is int and value in (0, 1)):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
 def check_choice(name, value, choices):
-    """Refuse what is not one of ``choices``."""
+    """Refuse what is not one of ``choices``, which are strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
 def check_factor(name, value):
-    """Refuse a factor that is zero, infinite or NaN."""
-    if not 0 < abs(value) < float("inf"):
+    """Return a number as a float, 1.0 for None; refuse what is no number, and what is zero, infinite or NaN."""
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not 0 < abs(float(value)) < float("inf"):
         raise ValueError(f"{name} is {value}; it must be finite and not zero")
+    return float(value)
 
 
 def check_out_tuple(out, count):

@@ -338,6 +338,22 @@ def test_peer_bug_duplicated_maximum(device, each_kernel):
         (dict(topk=0), ValueError, "topk is 0; 1 to 32 are allowed"),
         (dict(topk=33), ValueError, "topk is 33; 1 to 32 are allowed"),
         (dict(topk=2.0), TypeError, "topk is 2.0; it must be an int"),
+        (dict(topk=True), TypeError, "topk is True; it must be an int"),
+        (dict(topk=np.float32(2)), TypeError, r"topk is np.float32\(2.0\); it must be an int"),
+        (dict(num_expert_group="1"), TypeError, "num_expert_group is '1'; it must be an int"),
+        (dict(topk_group=None), TypeError, "topk_group is None; it must be an int"),
+        (dict(num_fused_shared_experts=0.0), TypeError, "num_fused_shared_experts is 0.0; it must be an int"),
+        (dict(renormalize="yes"), TypeError, "renormalize is 'yes'; it must be True or False"),
+        (dict(renormalize=[1]), TypeError, r"renormalize is \[1\]; it must be True or False"),
+        (
+            dict(apply_routed_scaling_factor_on_output=None),
+            TypeError,
+            "apply_routed_scaling_factor_on_output is None; it must be True or False",
+        ),
+        (dict(scoring=["sigmoid"]), TypeError, r"scoring is \['sigmoid'\]; it must be one of sigmoid"),
+        (dict(routed_scaling_factor="2"), TypeError, "routed_scaling_factor is '2'; it must be a number"),
+        (dict(num_token_non_padded=1.0), TypeError, "num_token_non_padded is float; it must be an int"),
+        (dict(num_token_non_padded=True), TypeError, "num_token_non_padded is True; it must be an int"),
         (dict(num_expert_group=5), ValueError, "num_expert_group is 5; it must divide the 64 experts"),
         (
             dict(num_expert_group=4, topk_group=5),
@@ -383,6 +399,19 @@ def test_invalid_arguments(change, error, message, device):
 
     with pytest.raises(error, match=message):
         biased_grouped_topk(**{name: on_device(value) for name, value in arguments.items()})
+
+
+def test_numpy_numbers(device):
+    """They find the plan of Python's numbers; no scaling factor is one of 1, as in SGLang."""
+    logits, bias = make_inputs(5, 64, device)
+    options = dict(num_expert_group=8, topk_group=4, num_fused_shared_experts=1, num_token_non_padded=3)
+    expected = route(logits, bias, 5, routed_scaling_factor=1.0, **options)
+    plans = len(api._plans)
+    numbers = {name: np.int64(value) for name, value in options.items()}
+    for scale, flag in ((np.float64(1), np.bool_(True)), (None, 1), (1, True)):
+        given = biased_grouped_topk(logits, bias, np.uint8(5), flag, routed_scaling_factor=scale, **numbers)
+        assert all(map(torch.equal, given, expected))
+    assert len(api._plans) == plans
 
 
 def test_wrong_device():
