@@ -15,7 +15,8 @@ from moe_numba import simulator
 from moe_numba.align import device_functions, kernel_small, moe_align_block_size
 from moe_numba.align import kernel_medium as align_kernel
 from moe_numba.align.api import (
-    ID_TYPES,
+    MAP_TYPES,
+    MAX_NARROW_ELEMENTS,
     check_align_arguments,
     check_shared_memory,
     launch_arguments,
@@ -29,7 +30,7 @@ from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, 
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import check_int, check_out_tuple, make_outputs
+from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple, make_outputs
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
 WARPS_PER_CTA = 8  # one token per warp
@@ -115,6 +116,7 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
 @cache
 def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map):
     """Make the kernel for clusters; see :class:`moe_numba.gate.kernel.GateConfig`."""
+    device_functions.check_launch_shape(32 * WARPS_PER_CTA, capacity)
     topk, threads = gate_config.topk, 32 * WARPS_PER_CTA
     max_slots = MAX_TOKENS * topk
     lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
@@ -207,7 +209,7 @@ class FusedPlan:
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
         self.capacity = device_functions.capacity_for(self.num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
-        self.map_type = "int32*" if expert_map is None else ID_TYPES[expert_map.dtype]
+        self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.can_fuse = gate_plan.config is not None
 
     def _launcher(self, kernel, **options):
@@ -269,7 +271,7 @@ def biased_grouped_topk_align(
     num_expert_group: int = 1,
     topk_group: int = 1,
     num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
@@ -280,8 +282,9 @@ def biased_grouped_topk_align(
 ) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 64 tokens and 32 expert groups it takes one launch, otherwise two. The results are bit-identical to those of
-    the two functions.
+    Up to 64 tokens it takes one launch, unless the shape has more than 32 expert groups, or groups that divide among so
+    few lanes of a warp that a lane would hold more than 32 experts; otherwise two. The results are bit-identical to
+    those of the two functions.
 
     Parameters
     ----------
@@ -312,7 +315,8 @@ def biased_grouped_topk_align(
         return call_with_tensors(biased_grouped_topk_align, "gating_output", locals())
     x, bias = gating_output, correction_bias
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
-    block_size, ignore_invalid_experts = check_int("block_size", block_size), bool(ignore_invalid_experts)
+    block_size, pad_sorted_ids = check_int("block_size", block_size), check_flag("pad_sorted_ids", pad_sorted_ids)
+    ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
     gate_plan = get_plan(
         x,
         bias,
@@ -339,7 +343,8 @@ def biased_grouped_topk_align(
     aligned = make_align_outputs(given and given[2:], *shape, x.device)
     sorted_token_ids, expert_ids, num_tokens_post_pad = aligned
     outputs = weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad
-    if plan.can_fuse and 0 < tokens <= MAX_TOKENS:
+    is_narrow = max(sorted_token_ids.numel(), expert_ids.numel()) <= MAX_NARROW_ELEMENTS
+    if plan.can_fuse and 0 < tokens <= MAX_TOKENS and is_narrow:
         plan.launch(x, bias, limit, expert_map, outputs)
     else:
         gate_plan.launch(x, bias, weights, ids, limit)
