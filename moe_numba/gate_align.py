@@ -314,6 +314,7 @@ def biased_grouped_topk_align(
     if not isinstance(gating_output, torch.Tensor):
         return call_with_tensors(biased_grouped_topk_align, "gating_output", locals())
     x, bias = gating_output, correction_bias
+    limit = limit_argument(num_token_non_padded, x.device)
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
     block_size, pad_sorted_ids = check_int("block_size", block_size), check_flag("pad_sorted_ids", pad_sorted_ids)
     ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
@@ -330,7 +331,6 @@ def biased_grouped_topk_align(
         scoring,
         num_token_non_padded,
     )
-    limit = limit_argument(num_token_non_padded, x.device)
     key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:

@@ -114,6 +114,7 @@ def biased_grouped_topk(
     """
     if not isinstance(gating_output, torch.Tensor):
         return call_with_tensors(biased_grouped_topk, "gating_output", locals())
+    limit = limit_argument(num_token_non_padded, gating_output.device)
     plan = get_plan(
         gating_output,
         correction_bias,
@@ -127,7 +128,6 @@ def biased_grouped_topk(
         scoring,
         num_token_non_padded,
     )
-    limit = limit_argument(num_token_non_padded, gating_output.device)
     shape = gating_output.shape[0], plan.shape[3]
     weights, ids = make_outputs(
         out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), gating_output.device
