@@ -18,16 +18,18 @@ from moe_numba.align.api import (
     ID_TYPES,
     check_align_arguments,
     check_shared_memory,
+    fake_align,
     launch_arguments,
     make_align_outputs,
     map_key,
 )
 from moe_numba.gate import kernel as gate_kernel
-from moe_numba.gate.api import GateOptions, get_plan, limit_argument
+from moe_numba.gate.api import GateOptions, fake_topk, get_plan, limit_argument
 from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import as_tensor, check_int, check_out_tuple, make_outputs, return_outputs
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
@@ -258,6 +260,7 @@ class FusedPlan:
         )
 
 
+@torch_op
 def biased_grouped_topk_align(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -306,6 +309,8 @@ def biased_grouped_topk_align(
     UnsupportedDeviceError
         If the GPU is older than compute capability 9.0, or has too little shared memory for the experts.
     """
+    if needs_dispatch(gating_output):
+        return call_op("biased_grouped_topk_align", locals())
     x = as_tensor(gating_output, "gating_output")
     bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
@@ -339,3 +344,12 @@ def biased_grouped_topk_align(
         gate_plan.launch(x, bias, weights, ids, limit)
         moe_align_block_size(ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts, aligned)
     return return_outputs(outputs, out, gating_output)
+
+
+@register_fake(biased_grouped_topk_align)
+def _fake_topk_align(call):
+    """Check the arguments of a call and return its outputs."""
+    given, aligned = (None, None) if call.out is None else (call.out[:2], call.out[2:])
+    weights, ids = fake_topk(call.replace(out=given))
+    num_experts = call.gating_output.shape[1] + call.num_fused_shared_experts
+    return [weights, ids, *fake_align(call.replace(topk_ids=ids, num_experts=num_experts, out=aligned))]

@@ -11,6 +11,7 @@ from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     as_tensor,
@@ -60,6 +61,7 @@ if simulator.ENABLED:  # fewer threads, since the simulator runs them one after 
 _plans: dict = {}
 
 
+@torch_op
 def moe_align_block_size(
     topk_ids: torch.Tensor,
     block_size: int,
@@ -120,6 +122,8 @@ def moe_align_block_size(
     more than 1053 experts) the CTAs are independent. Beyond, they exchange counts through a workspace per stream and
     capture (150 KB for 256 experts).
     """
+    if needs_dispatch(topk_ids):
+        return call_op("moe_align_block_size", locals())
     ids = as_tensor(topk_ids, "topk_ids")
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
@@ -276,3 +280,14 @@ def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, igno
                 f"it must be contiguous int32 ({needed},) on {device}" + (", or longer" if most > 1 else "")
             )
     return out
+
+
+@register_fake(moe_align_block_size)
+def fake_align(call):
+    """Check the arguments of a call and return its outputs."""
+    ids = call.topk_ids
+    check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
+    check_device(ids.device, (9, 0), "topk_ids")
+    check_align_arguments(call.block_size, call.num_experts, call.expert_map, ids.device)
+    shape = ids.numel(), call.block_size, call.num_experts, call.pad_sorted_ids, call.ignore_invalid_experts
+    return make_align_outputs(call.out, *shape, ids.device)

@@ -10,6 +10,7 @@ from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import (
     as_tensor,
     check_choice,
@@ -44,6 +45,7 @@ class GateOptions(NamedTuple):
     scoring: str
 
 
+@torch_op
 def biased_grouped_topk(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -110,6 +112,8 @@ def biased_grouped_topk(
     are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the call
     once an earlier call has compiled the kernel.
     """
+    if needs_dispatch(gating_output):
+        return call_op("biased_grouped_topk", locals())
     x = as_tensor(gating_output, "gating_output")
     bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
     limit = limit_argument(num_token_non_padded, x.device)
@@ -296,3 +300,15 @@ def limit_argument(num_token_non_padded, device):
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")
     check_tensor("num_token_non_padded", limit, device=(device, "gating_output"))
     return address(limit)
+
+
+@register_fake(biased_grouped_topk)
+def fake_topk(call):
+    """Check the arguments of a call and return its outputs."""
+    x, limit = call.gating_output, call.num_token_non_padded
+    _check_tensors(x, call.correction_bias)
+    _check_options(x.shape[1], GateOptions(*(getattr(call, name) for name in GateOptions._fields)))
+    if limit is not None:
+        check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))
+    shape = x.shape[0], call.topk
+    return make_outputs(call.out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), x.device)

@@ -4,7 +4,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, check_device, check_tensor
+from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, check_device, check_tensor, is_fake
 
 _MAX_GROUPS = 512
 _MAX_AVERAGE = 1 << 20
@@ -56,14 +56,31 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
 
 def check_hopper(device):
     """Refuse GPUs other than Hopper: only compute capability 9.0 has wgmma."""
-    if not simulator.ENABLED and devices.gpu_of(device).capability != (9, 0):
+    if not simulator.ENABLED and not is_fake(device) and devices.gpu_of(device).capability != (9, 0):
         name, (major, minor), *_ = devices.gpu_of(device)
         raise UnsupportedDeviceError(f"{name} has compute capability {major}.{minor}; 9.0 (Hopper) is needed")
 
 
-def check_scale(name, array, shape, device):
-    """Return the scales as a tensor."""
-    return _check_array(name, array, shape, torch.float32, device)
+def check_scales(scaling, x, weight, x_scale, weight_scale):
+    """Return the scales of x and of the weight (or of the product) as tensors, or None."""
+    groups, n, k = weight.shape
+    if scaling == "tensor":
+        weight_scale = _check_array("y_scale", weight_scale, (groups,), torch.float32, x.device)
+    elif scaling == "block":
+        k_blocks = -(-k // 128)
+        x_scale = _check_array("x_scale", x_scale, (*x.shape[:-1], k_blocks), torch.float32, x.device)
+        shape = groups, -(-n // 128), k_blocks
+        weight_scale = _check_array("w_scale", weight_scale, shape, torch.float32, x.device)
+    return x_scale, weight_scale
+
+
+def describe_outputs(shape, n, silu_and_mul):
+    """Return name, shape and dtype of each output; ``shape`` is that of the rows."""
+    if not silu_and_mul:
+        return [("y", (*shape, n), torch.bfloat16)]
+    if n % 256:
+        raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 256")
+    return [("y", (*shape, n // 2), torch.float8_e4m3fn), ("scale", (*shape, n // 256), torch.float32)]
 
 
 def check_indices(array, x):

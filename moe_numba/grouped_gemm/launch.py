@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import check_average, check_indices, check_inputs, check_scale
+from moe_numba.grouped_gemm.checks import check_average, check_indices, check_inputs, check_scales, describe_outputs
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.runtime.compile import TENSOR_MAP
@@ -46,20 +46,11 @@ def group_gemm(
     row_layout, lengths, starts = check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype)
     groups, n, k = weight.shape
     indices = None if gather_indices is None else check_indices(gather_indices, x)
-    if scaling == "tensor":
-        weight_scale = check_scale("y_scale", weight_scale, (groups,), x.device)
-    elif scaling == "block":
-        k_blocks = -(-k // 128)
-        x_scale = check_scale("x_scale", x_scale, (*x.shape[:-1], k_blocks), x.device)
-        weight_scale = check_scale("w_scale", weight_scale, (groups, -(-n // 128), k_blocks), x.device)
+    x_scale, weight_scale = check_scales(scaling, x, weight, x_scale, weight_scale)
     shape = x.shape[:-1] if indices is None else indices.shape
     total_rows = shape.numel()
-    if silu_and_mul:
-        if n % 256:
-            raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 256")
-        n //= 2
-    wanted = [("y", (*shape, n), torch.float8_e4m3fn if silu_and_mul else torch.bfloat16)]
-    wanted += [("scale", (*shape, n // 128), torch.float32)] * silu_and_mul
+    wanted = describe_outputs(shape, n, silu_and_mul)
+    n //= 1 + silu_and_mul
     outputs = make_outputs(out, wanted, x.device, aligned=[name for name, _, _ in wanted])
     if total_rows:
         config = config or select_config(scaling, row_layout, check_average(average, total_rows, groups), silu_and_mul)
@@ -97,6 +88,20 @@ def group_gemm(
         return out
     results = tuple(to_caller_library(tensor, caller_x) for tensor in outputs)
     return results if silu_and_mul else results[0]
+
+
+def fake_group_gemm(scaling: str, call, silu_and_mul: bool = False):
+    """Check the arguments of a public function's call and return its outputs."""
+    x, weight, out = call.x, call.weight, call.out
+    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
+    check_inputs(x, weight, call.seqlens, call.cu_seqlens, call.offs, dtype)
+    if scaling == "tensor":
+        check_scales(scaling, x, weight, None, call.y_scale)
+    elif scaling == "block":
+        check_scales(scaling, x, weight, call.x_scale, call.w_scale)
+    shape = x.shape[:-1] if call.gather_indices is None else check_indices(call.gather_indices, x).shape
+    outputs = make_outputs(out, describe_outputs(shape, weight.shape[1], silu_and_mul), x.device)
+    return outputs if silu_and_mul else outputs[0]
 
 
 @cache

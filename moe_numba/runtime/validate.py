@@ -7,6 +7,8 @@ import torch
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
 
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+
 
 class UnsupportedDeviceError(RuntimeError):
     """The GPU lacks what a kernel needs."""
@@ -22,6 +24,8 @@ def check_device(device, capability, name):
     capability : (int, int)
         Least compute capability.
     """
+    if is_fake(device):
+        return
     if simulator.ENABLED:
         if device.type != "cpu":
             raise ValueError(f"{name} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
@@ -35,6 +39,11 @@ def check_device(device, capability, name):
             f"{gpu.name} has compute capability {found[0]}.{found[1]}; "
             f"{capability[0]}.{capability[1]} or newer is needed"
         )
+
+
+def is_fake(device):
+    """Whether tensors on a device have no data: it is the meta device, or FakeTensorMode is active."""
+    return torch._C._get_dispatch_mode(_FAKE_MODE) is not None or device.type == "meta"
 
 
 def as_tensor(array, name):
@@ -105,7 +114,7 @@ def check_aligned(name, tensor):
 
 def check_int(name, value, least=None, most=None):
     """Refuse what is not an int (a bool, a float), or not from ``least`` to ``most``."""
-    if type(value) is not int:
+    if type(value) is not int and not isinstance(value, torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be an int")
     if most is None and least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more")

@@ -3,6 +3,7 @@
 import torch
 
 from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import (
     as_tensor,
     check_choice,
@@ -21,6 +22,7 @@ _MAX_ELEMENTS, _MAX_EXPERTS = 1 << 30, 1 << 20
 _SIGNATURE = ("float32*", "int32*", "float32*", "int32*", *("int32",) * 5, "uint32", "uint32", "float32")
 
 
+@torch_op
 def fuse_routing(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -74,21 +76,11 @@ def fuse_routing(
     -----
     After SGLang's shared-experts fusion (pull request 4918), which chooses replicas with ``torch.randint``.
     """
+    if needs_dispatch(topk_weights):
+        return call_op("fuse_routing", locals())
     weights, ids = as_tensor(topk_weights, "topk_weights"), as_tensor(topk_ids, "topk_ids")
-    check_tensor("topk_ids", ids, dtype=torch.int32, shape=("tokens", "topk"), contiguous=True)
-    check_device(ids.device, (9, 0), "topk_ids")
-    place = ids.device, "topk_ids"
-    check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
-    tokens, topk = ids.shape
-    check_int("topk, the columns of topk_ids,", topk, 1)
-    check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
-    check_int("num_fused_shared_experts", num_fused_shared_experts, 1, _MAX_EXPERTS)
-    check_factor("routed_scaling_factor", routed_scaling_factor)
-    check_choice("policy", policy, POLICIES)
-    check_int("seed", seed, 0, 2**64 - 1)
-    width = topk + num_columns(num_fused_shared_experts, policy)
-    if tokens * width > _MAX_ELEMENTS:
-        raise ValueError(f"topk_ids has {tokens} tokens; at most {_MAX_ELEMENTS // width} are allowed")
+    arguments = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
+    (tokens, topk), width = ids.shape, _check(weights, ids, *arguments)
     shape = tokens, width
     outputs = make_outputs(out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)
     if tokens:
@@ -110,3 +102,31 @@ def fuse_routing(
             1.0 / routed_scaling_factor,
         )
     return return_outputs(outputs, out, topk_ids)
+
+
+def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed):
+    """Check the arguments; return the columns of the results."""
+    check_tensor("topk_ids", ids, dtype=torch.int32, shape=("tokens", "topk"), contiguous=True)
+    check_device(ids.device, (9, 0), "topk_ids")
+    place = ids.device, "topk_ids"
+    check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
+    tokens, topk = ids.shape
+    check_int("topk, the columns of topk_ids,", topk, 1)
+    check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
+    check_int("num_fused_shared_experts", num_fused_shared_experts, 1, _MAX_EXPERTS)
+    check_factor("routed_scaling_factor", routed_scaling_factor)
+    check_choice("policy", policy, POLICIES)
+    check_int("seed", seed, 0, 2**64 - 1)
+    width = topk + num_columns(num_fused_shared_experts, policy)
+    if tokens * width > _MAX_ELEMENTS:
+        raise ValueError(f"topk_ids has {tokens} tokens; at most {_MAX_ELEMENTS // width} are allowed")
+    return width
+
+
+@register_fake(fuse_routing)
+def _fake_fuse_routing(call):
+    """Check the arguments of a call and return its outputs."""
+    ids, scale = call.topk_ids, call.routed_scaling_factor
+    experts = call.num_experts, call.num_fused_shared_experts
+    shape = ids.shape[0], _check(call.topk_weights, ids, *experts, scale, call.policy, call.seed)
+    return make_outputs(call.out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)
