@@ -310,7 +310,11 @@ def biased_grouped_topk_align(
         If the GPU is older than compute capability 9.0, or has too little shared memory for the experts.
     """
     if needs_dispatch(gating_output):
-        return call_op("biased_grouped_topk_align", locals())
+        tensors, sizes = (gating_output, correction_bias), (topk, block_size)
+        gate = renormalize, num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor
+        more = apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
+        align = expert_map, pad_sorted_ids, ignore_invalid_experts, out
+        return call_op("biased_grouped_topk_align", *tensors, *sizes, *gate, *more, *align)
     x = as_tensor(gating_output, "gating_output")
     bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")

@@ -123,7 +123,8 @@ def moe_align_block_size(
     capture (150 KB for 256 experts).
     """
     if needs_dispatch(topk_ids):
-        return call_op("moe_align_block_size", locals())
+        options = block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts
+        return call_op("moe_align_block_size", topk_ids, *options, out)
     ids = as_tensor(topk_ids, "topk_ids")
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.

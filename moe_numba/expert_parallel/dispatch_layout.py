@@ -59,7 +59,7 @@ def get_dispatch_layout(
     captured in a CUDA graph after a first call with these numbers of experts and ranks has compiled its kernel.
     """
     if needs_dispatch(topk_idx):
-        return call_op("get_dispatch_layout", locals())
+        return call_op("get_dispatch_layout", topk_idx, num_experts, num_ranks, out)
     ids = as_tensor(topk_idx, "topk_idx")
     _check(ids, num_experts, num_ranks)
     (tokens, topk), device = ids.shape, ids.device

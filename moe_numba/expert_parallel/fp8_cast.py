@@ -70,7 +70,7 @@ def per_token_cast_to_fp8(
     elements become NaN and the others zero. Other groups are not affected.
     """
     if needs_dispatch(x):
-        return call_op("per_token_cast_to_fp8", locals())
+        return call_op("per_token_cast_to_fp8", x, out)
     given, x = x, as_tensor(x, "x")
     tokens, hidden = _check_cast_to_fp8(x)
     check_aligned("x", x)
@@ -121,7 +121,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     a scale of 2 or more becomes negative; here they are unsigned.
     """
     if needs_dispatch(x_fp8, x_scales):
-        return call_op("per_token_cast_back", locals())
+        return call_op("per_token_cast_back", x_fp8, x_scales, out)
     given, x, scales = x_fp8, as_tensor(x_fp8, "x_fp8"), as_tensor(x_scales, "x_scales")
     tokens, hidden = _check_cast_back(x, scales)
     check_aligned("x_fp8", x)

@@ -113,7 +113,9 @@ def biased_grouped_topk(
     once an earlier call has compiled the kernel.
     """
     if needs_dispatch(gating_output):
-        return call_op("biased_grouped_topk", locals())
+        experts = topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts
+        weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
+        return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
     x = as_tensor(gating_output, "gating_output")
     bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
     limit = limit_argument(num_token_non_padded, x.device)

@@ -65,7 +65,8 @@ def group_gemm_pertensor_fp8(
     CUDA graph after one call has compiled it.
     """
     if needs_dispatch(x, weight, y_scale):
-        return call_op("group_gemm_pertensor_fp8", locals())
+        groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
@@ -116,7 +117,8 @@ def group_gemm_blockwise_fp8(
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
-        return call_op("group_gemm_blockwise_fp8", locals())
+        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
@@ -161,7 +163,8 @@ def group_gemm_bf16(
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
     if needs_dispatch(x, weight):
-        return call_op("group_gemm_bf16", locals())
+        groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
+        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
@@ -212,7 +215,8 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
     if needs_dispatch(x, weight, y_scale):
-        return call_op("group_gemm_silu_and_mul_pertensor_fp8", locals())
+        groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
@@ -265,7 +269,8 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
-        return call_op("group_gemm_silu_and_mul_blockwise_fp8", locals())
+        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_silu_and_mul_blockwise_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )

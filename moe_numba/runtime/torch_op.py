@@ -6,22 +6,23 @@ transforms must go through it. So a public function is written like this::
     @torch_op
     def function(x: torch.Tensor, ..., out: torch.Tensor | None = None) -> torch.Tensor:
         if needs_dispatch(x):
-            return call_op("function", locals())
+            return call_op("function", x, ..., out)
         ...
 
 
     @register_fake(function)
-    def _function(x, ..., out=None):
-        ...  # check the arguments, and return the outputs
+    def _fake_function(call):
+        ...  # check call.x and the other arguments; return the outputs
 """
 
 import inspect
 import threading
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
+from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,10 +35,21 @@ OPS: list[str] = []  # the names of all ops that are registered
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-# Of each function: the parameters that must be tensors, and those that may be an int or a tensor.
+# Of each function: all parameters, those that must be tensors, and those that may be an int or a tensor.
+_parameters: dict[str, tuple[str, ...]] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
 _int_or_tensor: dict[str, tuple[str, ...]] = {}
 _INT_OR_TENSOR = int | torch.Tensor | None
+_SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    _INT_OR_TENSOR: "Tensor?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    bool: "bool",
+    str: "str",
+}
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -78,14 +90,16 @@ def needs_dispatch(x, *others) -> bool:
     return isinstance(x, torch.Tensor) and not _state.in_op
 
 
-def call_op(name: str, arguments: dict[str, Any]):
-    """Call the op of a public function with the function's arguments; return what the function returns."""
-    op, out = getattr(torch.ops.moe_numba, name), arguments.pop("out", None)
+def call_op(name: str, *args) -> Any:
+    """Call the op of a public function with all arguments of the function; return what the function returns."""
+    op, arguments = getattr(torch.ops.moe_numba, name), dict(zip(_parameters[name], args, strict=True))
+    out = arguments.pop("out", None)
+    if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
+        _check_no_grad(name, arguments)
     for key in _int_or_tensor[name]:
-        value = arguments[key]
-        if value is not None and not isinstance(value, torch.Tensor):
+        if isinstance(arguments[key], int | torch.SymInt):
             device = arguments[_required_tensors[name][0]].device
-            arguments[key] = torch.full((1,), value, dtype=torch.int64, device=device)
+            arguments[key] = torch.full((1,), arguments[key], dtype=torch.int64, device=device)
     if out is None:
         return op.default(**arguments)
     op.out(**arguments, out=out)
@@ -102,17 +116,18 @@ def torch_op(function: Callable[P, R]) -> Callable[P, R]:
     """
     name, signature = function.__name__, inspect.signature(function)
     parameters = signature.parameters
-    names = tuple(parameters)
+    names = _parameters[name] = tuple(parameters)
     _required_tensors[name] = tuple(n for n in names if parameters[n].annotation is torch.Tensor)
-    _int_or_tensor[name] = tuple(n for n in parameters if parameters[n].annotation == _INT_OR_TENSOR)
+    _int_or_tensor[name] = tuple(n for n in names if parameters[n].annotation == _INT_OR_TENSOR)
 
     def implementation(*args, **kwargs):
-        _check_no_grad(name, dict(zip(names, args)))
-        _state.in_op = True
+        if _is_grad_enabled():
+            _check_no_grad(name, dict(zip(names, args)))
+        before, _state.in_op = _state.in_op, True
         try:
             return function(*args, **kwargs)
         finally:
-            _state.in_op = False
+            _state.in_op = before
 
     def out_implementation(*args, **kwargs):
         implementation(*args, **kwargs)
@@ -169,30 +184,29 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
 
 def _schema(signature, with_out):
     """The schema of an op, or of its overload with ``out``, from the signature of the function."""
-    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    single = signature.return_annotation is torch.Tensor
+    arguments = []
     for parameter in signature.parameters.values():
-        annotation, default = parameter.annotation, parameter.default
         if parameter.name == "out":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            if not with_out:
-                continue
-            annotation = torch.Tensor if signature.return_annotation is torch.Tensor else Sequence[torch.Tensor]
-            default = inspect.Parameter.empty
-        elif annotation == _INT_OR_TENSOR:
-            annotation = torch.Tensor | None
-        parameters.append(parameter.replace(annotation=annotation, default=default, kind=kind))
-
-    def prototype():
-        pass
-
-    returns = None if with_out else signature.return_annotation
-    prototype.__signature__ = signature.replace(parameters=parameters, return_annotation=returns)  # type: ignore
-    return torch.library.infer_schema(prototype, mutates_args=("out",) if with_out else ())
+            arguments += ["*", "Tensor(a!) out" if single else "Tensor(a!)[] out"][: 1 + with_out]
+            continue
+        argument = f"{_SCHEMA_TYPES[parameter.annotation]} {parameter.name}"
+        if parameter.default is not inspect.Parameter.empty:
+            argument += f"={parameter.default!r}"
+        arguments.append(argument)
+    if arguments[-1] == "*":
+        arguments.pop()
+    returns = "" if with_out else ", ".join(["Tensor"] * (1 if single else len(get_args(signature.return_annotation))))
+    return f"({', '.join(arguments)}) -> ({returns})"
 
 
 def _check_no_grad(name, arguments):
     """Refuse tensors that require grad: the result would silently lose its gradient."""
-    if _is_grad_enabled():
-        for parameter in _required_tensors[name]:
-            if arguments[parameter].requires_grad:
-                raise ValueError(f"{parameter} requires grad; {name} has no backward: use torch.no_grad() or detach()")
+    for parameter in _required_tensors[name]:
+        tensor = arguments[parameter]
+        if not isinstance(tensor, torch.Tensor):
+            continue  # the schema refuses it
+        if _is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(f"{parameter} requires grad; {name} has no backward: use torch.no_grad() or detach()")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(f"{parameter} has a tangent; {name} has no forward-mode derivative: use detach()")

@@ -77,7 +77,8 @@ def fuse_routing(
     After SGLang's shared-experts fusion (pull request 4918), which chooses replicas with ``torch.randint``.
     """
     if needs_dispatch(topk_weights):
-        return call_op("fuse_routing", locals())
+        options = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
+        return call_op("fuse_routing", topk_weights, topk_ids, *options, out)
     weights, ids = as_tensor(topk_weights, "topk_weights"), as_tensor(topk_ids, "topk_ids")
     arguments = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
     (tokens, topk), width = ids.shape, _check(weights, ids, *arguments)
