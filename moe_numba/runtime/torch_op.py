@@ -28,17 +28,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NAMESPACE = "moe_numba"
-OPS: list[str] = []  # the names of all ops that are registered
+OPS: dict[str, tuple[str, ...]] = {}  # all ops that are registered, and the parameters of their functions
 
 # FRAGMENT, so that other code can add ops to the namespace. Not torch.library.custom_op: its Autograd kernel is Python,
 # and triples the cost of a call.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-# Of each function: all parameters, those that must be tensors, and those that may be an int or a tensor.
-_parameters: dict[str, tuple[str, ...]] = {}
+# Of each function: the parameters that must be tensors, and those that may be an int or a tensor.
 _required_tensors: dict[str, tuple[str, ...]] = {}
 _int_or_tensor: dict[str, tuple[str, ...]] = {}
+_with_fake: set[str] = set()  # ops that have a fake implementation
 _INT_OR_TENSOR = int | torch.Tensor | None
 _SCHEMA_TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
@@ -92,7 +92,7 @@ def needs_dispatch(x, *others) -> bool:
 
 def call_op(name: str, *args) -> Any:
     """Call the op of a public function with all arguments of the function; return what the function returns."""
-    op, arguments = getattr(torch.ops.moe_numba, name), dict(zip(_parameters[name], args, strict=True))
+    op, arguments = getattr(torch.ops.moe_numba, name), dict(zip(OPS[name], args, strict=True))
     out = arguments.pop("out", None)
     if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
         _check_no_grad(name, arguments)
@@ -115,8 +115,10 @@ def torch_op(function: Callable[P, R]) -> Callable[P, R]:
     type; :func:`call_op` converts.
     """
     name, signature = function.__name__, inspect.signature(function)
+    if name in OPS:  # the module is executed again, for example by importlib.reload; ops cannot be replaced
+        return function
     parameters = signature.parameters
-    names = _parameters[name] = tuple(parameters)
+    names = OPS[name] = tuple(parameters)
     _required_tensors[name] = tuple(n for n in names if parameters[n].annotation is torch.Tensor)
     _int_or_tensor[name] = tuple(n for n in names if parameters[n].annotation == _INT_OR_TENSOR)
 
@@ -142,7 +144,6 @@ def torch_op(function: Callable[P, R]) -> Callable[P, R]:
         for device in ("CPU", "CUDA"):
             _library.impl(qualified, out_implementation if with_out else implementation, device)
         _library.impl(qualified, refuse_vmap, "FuncTorchBatched")
-    OPS.append(name)
     return function
 
 
@@ -165,6 +166,10 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
     defaults = {n: parameter.default for n, parameter in parameters.items()}
 
     def register(fake):
+        if name in _with_fake:
+            return fake
+        _with_fake.add(name)
+
         def functional(*args, **kwargs):
             call = Call(**defaults | dict(zip(names, args)) | kwargs)
             _check_no_grad(name, vars(call))

@@ -14,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_numba
 from moe_numba import simulator
+from moe_numba.course.simulate import changed_module
 from moe_numba.integrations.torch_ops import OPS
 from moe_numba.runtime.torch_op import needs_dispatch
+from moe_numba.runtime.validate import check_device
 
 NOT_TENSOR_FUNCTIONS = {"Buffer", "Config", "UnsupportedDeviceError", "fuse_checkpoint", "memory_cost", "simulator"}
 EXPERTS = 4
@@ -141,6 +143,14 @@ def test_schemas_have_the_names_order_and_defaults_of_the_function(name):
                 assert argument.default_value == default
 
 
+def test_executing_a_module_again_keeps_the_ops(device):
+    copy = changed_module(moe_numba.gate.api, ("_MAX_TOPK, ", "_MAX_TOPK, ")).biased_grouped_topk
+    function, op, args, kwargs = call_of("biased_grouped_topk", device)
+    assert copy is not function
+    assert equal(copy(*args, **kwargs), function(*args, **kwargs))
+    assert equal(op(*args, **kwargs), function(*args, **kwargs))
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_functions_pass_all_arguments_to_their_op(name, monkeypatch):
     function = getattr(moe_numba, name)
@@ -215,6 +225,13 @@ def test_meta_tensors(case, device):
     if len(tensors_in(args)) > 1:
         with pytest.raises(ValueError, match="is on meta; it must be (where|on|\\()|it must be .* on meta"):
             function(to(args[0], "meta"), *args[1:], **kwargs)
+
+
+def test_wrong_device():
+    right, wrong = ("cpu", "cuda") if simulator.ENABLED else ("cuda", "cpu")
+    check_device(torch.device(right), (9, 0), "x")
+    with pytest.raises(ValueError, match=f"x is on {wrong}; .* must be on"):
+        check_device(torch.device(wrong), (9, 0), "x")
 
 
 WRONG = {  # call, number of the argument or name of the option, wrong value
