@@ -17,20 +17,21 @@ from moe_numba.align import kernel_medium as align_kernel
 from moe_numba.align.api import (
     MAP_TYPES,
     MAX_NARROW_ELEMENTS,
+    AlignOutputs,
     check_align_arguments,
     check_shared_memory,
-    launch_arguments,
-    make_align_outputs,
+    fake_align,
     map_key,
 )
 from moe_numba.gate import kernel as gate_kernel
-from moe_numba.gate.api import get_plan, limit_argument
+from moe_numba.gate.api import fake_topk, get_plan, limit_argument
 from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.runtime.dlpack import call_with_tensors
-from moe_numba.runtime.launch import address, current_stream, launcher
-from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple, make_outputs
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import remember
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
 WARPS_PER_CTA = 8  # one token per warp
@@ -211,6 +212,26 @@ class FusedPlan:
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.can_fuse = gate_plan.config is not None
+        self._outputs, self._launches = {}, {}
+        self._aligned_outputs = AlignOutputs(block_size, self.num_experts, ignore_invalid_experts, device)
+
+    def outputs(self, tokens, pad_sorted_ids):
+        """Return a function that allocates the five outputs, or checks those of the caller."""
+        key = tokens, pad_sorted_ids
+        return self._outputs.get(key) or remember(self._outputs, key, self._outputs_for(tokens, pad_sorted_ids))
+
+    def _outputs_for(self, tokens, pad_sorted_ids):
+        topk = self.gate_plan.shape[3]
+        routing = self.gate_plan.outputs(tokens)
+        aligned = self._aligned_outputs(tokens * topk, pad_sorted_ids)
+
+        def outputs(out):
+            if out is None:
+                return *routing(None), *aligned(None)
+            out = tuple(check_out_tuple(out, 5))
+            return *routing(out[:2]), *aligned(out[2:])
+
+        return outputs
 
     def _launcher(self, kernel, **options):
         signature = (*self.gate_plan.signature, self.map_type, "int32*", "int32*", "int32*", *("int32",) * 6)
@@ -235,33 +256,46 @@ class FusedPlan:
 
     def launch(self, x, bias, limit, expert_map, outputs):
         """Launch the fused kernel."""
-        weights, ids, *aligned = outputs
-        numel = ids.numel()
-        if numel <= kernel_small.MAX_SLOTS:
-            launch = self.single_cta if aligned[0].data_ptr() % 16 else self.single_cta_aligned
-            threads, ctas = 32 * numel, 1
-        else:
-            launch, threads = self.cluster, 32 * WARPS_PER_CTA
-            max_slots_per_cta = min(32 * align_kernel.mask_words_for(self.capacity), threads)
-            ctas = CTAS_PER_CLUSTER * max(_MIN_CLUSTERS, -(-numel // (max_slots_per_cta * CTAS_PER_CLUSTER)))
-        expert_map = ids if expert_map is None else expert_map
-        sizes = numel, self.num_experts, self.block_size, -(-numel // ctas)
-        launch(
+        weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad = outputs
+        tokens = x.shape[0]
+        is_aligned = not sorted_token_ids.data_ptr() & 15
+        key = tokens, sorted_token_ids.numel(), expert_ids.numel(), is_aligned
+        launch = self._launches.get(key) or remember(self._launches, key, self._launch_for(*key))
+        start, ctas, threads, sizes = launch
+        start(
             ctas,
             threads,
-            current_stream(self.device),
+            None,
             address(x),
             address(x if bias is None else bias),
             address(weights),
             address(ids),
-            x.shape[0],
+            tokens,
             self.gate_plan.row_stride,
             limit,
             *self.gate_plan.trailing_arguments,
-            *launch_arguments(expert_map, aligned, *sizes),
+            address(ids if expert_map is None else expert_map),
+            address(sorted_token_ids),
+            address(expert_ids),
+            address(num_tokens_post_pad),
+            *sizes,
         )
 
+    def _launch_for(self, tokens, length, num_blocks, is_aligned):
+        """Return launcher, CTAs, threads per CTA, and the numbers that the kernel gets."""
+        numel = tokens * self.gate_plan.shape[3]
+        if numel <= kernel_small.MAX_SLOTS:
+            start = self.single_cta_aligned if is_aligned else self.single_cta
+            threads, ctas = 32 * numel, 1
+        else:
+            start, threads = self.cluster, 32 * WARPS_PER_CTA
+            max_slots_per_cta = min(32 * align_kernel.mask_words_for(self.capacity), threads)
+            ctas = CTAS_PER_CLUSTER * max(_MIN_CLUSTERS, -(-numel // (max_slots_per_cta * CTAS_PER_CLUSTER)))
+        sizes = numel, self.num_experts, self.block_size, -(-numel // ctas), length, num_blocks
+        return start, ctas, threads, sizes
 
+
+@torch_op
 def biased_grouped_topk_align(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -311,13 +345,18 @@ def biased_grouped_topk_align(
     UnsupportedDeviceError
         If the GPU is older than compute capability 9.0, or has too little shared memory for the experts.
     """
-    if not isinstance(gating_output, torch.Tensor):
-        return call_with_tensors(biased_grouped_topk_align, "gating_output", locals())
+    if needs_dispatch(gating_output):
+        tensors, sizes = (gating_output, correction_bias), (topk, block_size)
+        gate = renormalize, num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor
+        more = apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
+        align = expert_map, pad_sorted_ids, ignore_invalid_experts, out
+        return call_op("biased_grouped_topk_align", *tensors, *sizes, *gate, *more, *align)
     x, bias = gating_output, correction_bias
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
-    block_size = check_int("block_size", block_size)
-    ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
-    pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
+    if not (type(block_size) is int and type(pad_sorted_ids) is type(ignore_invalid_experts) is bool):
+        block_size = check_int("block_size", block_size)
+        pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
+        ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
     limit = limit_argument(num_token_non_padded, x.device)
     gate_plan = get_plan(
         x,
@@ -336,18 +375,24 @@ def biased_grouped_topk_align(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, ignore_invalid_experts)
-    tokens, topk, num_experts = x.shape[0], gate_plan.shape[3], plan.num_experts
-    given = None if out is None else check_out_tuple(out, 5)
-    routing = ("topk_weights", (tokens, topk), torch.float32), ("topk_ids", (tokens, topk), torch.int32)
-    weights, ids = make_outputs(given and given[:2], routing, x.device)
-    shape = tokens * topk, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
-    aligned = make_align_outputs(given and given[2:], *shape, x.device)
-    sorted_token_ids, expert_ids, num_tokens_post_pad = aligned
-    outputs = weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad
-    is_narrow = max(sorted_token_ids.numel(), expert_ids.numel()) <= MAX_NARROW_ELEMENTS
+    tokens = x.shape[0]
+    outputs = plan.outputs(tokens, pad_sorted_ids)(out)
+    is_narrow = max(outputs[2].numel(), outputs[3].numel()) <= MAX_NARROW_ELEMENTS
     if plan.can_fuse and 0 < tokens <= MAX_TOKENS and is_narrow:
         plan.launch(x, bias, limit, expert_map, outputs)
     else:
+        weights, ids, *aligned = outputs
         gate_plan.launch(x, bias, weights, ids, limit)
-        moe_align_block_size(ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts, aligned)
+        moe_align_block_size(
+            ids, block_size, plan.num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts, tuple(aligned)
+        )
     return outputs if out is None else out
+
+
+@register_fake(biased_grouped_topk_align)
+def _fake_topk_align(call):
+    """Check the arguments of a call and return its outputs."""
+    given, aligned = (None, None) if call.out is None else (call.out[:2], call.out[2:])
+    weights, ids = fake_topk(call.replace(out=given))
+    num_experts = call.gating_output.shape[1] + call.num_fused_shared_experts
+    return [weights, ids, *fake_align(call.replace(topk_ids=ids, num_experts=num_experts, out=aligned))]

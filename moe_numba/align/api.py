@@ -10,8 +10,9 @@ from moe_numba.align import device_functions, kernel_large, kernel_medium, kerne
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.dlpack import call_with_tensors
-from moe_numba.runtime.launch import address, current_stream, launcher, refuse_recording
+from moe_numba.runtime.launch import address, launcher, refuse_recording
+from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     check_device,
@@ -19,6 +20,7 @@ from moe_numba.runtime.validate import (
     check_int,
     check_out_tuple,
     check_tensor,
+    make_outputs,
 )
 
 MAP_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -64,6 +66,7 @@ if simulator.ENABLED:  # fewer threads, since the simulator runs them one after 
 _plans: dict = {}
 
 
+@torch_op
 def moe_align_block_size(
     topk_ids: torch.Tensor,
     block_size: int,
@@ -124,20 +127,22 @@ def moe_align_block_size(
     once a call of this size has compiled its kernel. Up to 16384 slots (8448 for more than 1053 experts) the CTAs are
     independent. Beyond, they exchange counts through a workspace per stream and capture (150 KB for 256 experts).
     """
-    if not isinstance(topk_ids, torch.Tensor):
-        return call_with_tensors(moe_align_block_size, "topk_ids", locals())
-    # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
-    block_size, num_experts = check_int("block_size", block_size), check_int("num_experts", num_experts)
-    ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
-    pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
+    if needs_dispatch(topk_ids):
+        options = block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts
+        return call_op("moe_align_block_size", topk_ids, *options, out)
     ids = topk_ids
-    device = ids.device
-    key = (ids.dtype, device, block_size, num_experts, map_key(expert_map), ignore_invalid_experts)
+    # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
+    if not (
+        type(block_size) is type(num_experts) is int and type(pad_sorted_ids) is type(ignore_invalid_experts) is bool
+    ):
+        block_size, num_experts = check_int("block_size", block_size), check_int("num_experts", num_experts)
+        pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
+        ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
+    key = ids.dtype, ids.device, block_size, num_experts, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, ignore_invalid_experts)
-    shape = ids.numel(), block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
-    outputs = make_align_outputs(out if out is None else check_out_tuple(out, 3), *shape, device)
+    outputs = plan.outputs(ids.numel(), pad_sorted_ids)(out)
     if not ids.is_contiguous():
         refuse_recording(f"topk_ids has strides {ids.stride()}; for a prepared call it must be contiguous")
         ids = ids.contiguous()
@@ -166,7 +171,8 @@ class AlignPlan:
         self.max_large_ctas = _LARGE_CONFIG.max_ctas
         if not simulator.ENABLED:  # a cooperative launch: all CTAs must be resident
             self.max_large_ctas = min(self.max_large_ctas, devices.gpu_of(ids.device).sm_count)
-        self._launchers = {}
+        self._launchers, self._launches = {}, {}
+        self.outputs = AlignOutputs(block_size, num_experts, ignore_invalid_experts, ids.device)
 
     def _cached(self, compile_kernel, config):
         if config not in self._launchers:
@@ -230,28 +236,59 @@ class AlignPlan:
 
     def launch(self, ids, expert_map, outputs):
         """Launch the kernel for the number of slots in ``ids``."""
-        numel, workspaces = ids.numel(), ()
-        wide = max(outputs[0].numel(), outputs[1].numel()) > MAX_NARROW_ELEMENTS
+        sorted_token_ids, expert_ids, num_tokens_post_pad = outputs
+        is_aligned = not sorted_token_ids.data_ptr() & 15
+        key = ids.numel(), sorted_token_ids.numel(), expert_ids.numel(), is_aligned
+        launch = self._launches.get(key) or remember(self._launches, key, self._launch_for(*key))
+        start, ctas, threads, workspace_words, sizes = launch
+        start(
+            ctas,
+            threads,
+            None,
+            address(ids),
+            address(ids if expert_map is None else expert_map),
+            address(sorted_token_ids),
+            address(expert_ids),
+            address(num_tokens_post_pad),
+            *((address(workspace(self.device, workspace_words)),) if workspace_words else ()),
+            *sizes,
+        )
+
+    def _launch_for(self, numel, length, num_blocks, is_aligned):
+        """Return launcher, CTAs, threads per CTA, size of the workspace, and the numbers that the kernel gets."""
+        wide, workspace_words = max(length, num_blocks) > MAX_NARROW_ELEMENTS, 0
         if numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS) and not wide:
-            launch, ctas, threads, slots_per_cta = self._small(numel, outputs[0].data_ptr() % 16 == 0)
+            start, ctas, threads, slots_per_cta = self._small(numel, is_aligned)
         elif self.num_experts > _MAX_COUNTED_EXPERTS:
-            launch, ctas, threads, slots_per_cta = self._pairwise(numel)
+            start, ctas, threads, slots_per_cta = self._pairwise(numel)
         elif numel <= MEDIUM_MAX_SLOTS and numel <= 2 * self.max_large_ctas * self.medium_slots_per_cta and not wide:
-            launch, ctas, threads, slots_per_cta = self._medium(numel)
+            start, ctas, threads, slots_per_cta = self._medium(numel)
         else:
-            launch, ctas, threads, slots_per_cta, words = self._large(numel, wide)
-            workspaces = (address(workspace(self.device, words)),)
-        expert_map = ids if expert_map is None else expert_map
-        sizes = numel, self.num_experts, self.block_size, slots_per_cta
-        arguments = launch_arguments(expert_map, outputs, *sizes, *workspaces)
-        launch(ctas, threads, current_stream(self.device), address(ids), *arguments)
+            start, ctas, threads, slots_per_cta, workspace_words = self._large(numel, wide)
+        sizes = numel, self.num_experts, self.block_size, slots_per_cta, length, num_blocks
+        return start, ctas, threads, workspace_words, sizes
 
 
-def launch_arguments(expert_map, outputs, numel, num_experts, block_size, slots_per_cta, *workspaces):
-    """Return the kernel arguments after the ids."""
-    length, num_blocks = outputs[0].numel(), outputs[1].numel()
-    pointers = address(expert_map), *map(address, outputs), *workspaces
-    return *pointers, numel, num_experts, block_size, slots_per_cta, length, num_blocks
+class AlignOutputs:
+    """The three outputs of an alignment with given options."""
+
+    def __init__(self, block_size, num_experts, ignore_invalid_experts, device):
+        self._options, self._device = (block_size, num_experts, ignore_invalid_experts), device
+        self._outputs: dict = {}
+
+    def __call__(self, numel, pad_sorted_ids):
+        """Return the :class:`Outputs` for a number of slots."""
+        key = numel, pad_sorted_ids
+        return self._outputs.get(key) or remember(self._outputs, key, self._make(numel, pad_sorted_ids))
+
+    def _make(self, numel, pad_sorted_ids):
+        block_size, num_experts, ignore_invalid_experts = self._options
+        shape = numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
+        return Outputs(
+            describe_outputs(*shape),
+            self._device,
+            check=lambda out: make_align_outputs(check_out_tuple(out, 3), *shape, self._device),
+        )
 
 
 def check_align_arguments(block_size, num_experts, expert_map, device):
@@ -275,22 +312,25 @@ def check_shared_memory(num_bytes, num_experts, device):
         )
 
 
-def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
-    """Allocate the three outputs, or check the tensors in ``out``, which may be longer than needed."""
+def describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts):
+    """Return name, shape and dtype of each output."""
     length, num_blocks = sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     if length > _MAX_ELEMENTS:  # slots and lengths are int32
         raise ValueError(
             f"block_size is {block_size}: with {numel} slots and {num_experts} experts sorted_token_ids would have "
             f"{length} elements; at most {_MAX_ELEMENTS} are allowed"
         )
+    shapes = ("sorted_token_ids", length), ("expert_ids", num_blocks), ("num_tokens_post_pad", 1)
+    return [(name, (count,), torch.int32) for name, count in shapes]
+
+
+def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
+    """Allocate the three outputs, or check the tensors in ``out``, which may be longer than needed."""
+    wanted = describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     if out is None:
-        return [torch.empty(n, dtype=torch.int32, device=device) for n in (length, num_blocks, 1)]
-    wanted = (
-        ("sorted_token_ids", length, _MAX_ELEMENTS),
-        ("expert_ids", num_blocks, _MAX_ELEMENTS),
-        ("num_tokens_post_pad", 1, 1),
-    )
-    for tensor, (name, needed, most) in zip(out, wanted, strict=True):
+        return make_outputs(None, wanted, device)
+    for tensor, (name, (needed,), _) in zip(out, wanted, strict=True):
+        most = 1 if name == "num_tokens_post_pad" else _MAX_ELEMENTS
         flat = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
         if not flat or tensor.device != device or not needed <= tensor.numel() <= most:
             raise ValueError(
@@ -298,3 +338,14 @@ def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, igno
                 f"it must be contiguous int32 ({needed},) on {device}" + (", or longer" if most > 1 else "")
             )
     return out
+
+
+@register_fake(moe_align_block_size)
+def fake_align(call):
+    """Check the arguments of a call and return its outputs."""
+    ids = call.topk_ids
+    check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
+    check_device(ids.device, (9, 0), "topk_ids")
+    check_align_arguments(call.block_size, call.num_experts, call.expert_map, ids.device)
+    shape = ids.numel(), call.block_size, call.num_experts, call.pad_sorted_ids, call.ignore_invalid_experts
+    return make_align_outputs(call.out, *shape, ids.device)

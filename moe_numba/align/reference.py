@@ -15,8 +15,9 @@ def sizes(numel, block_size, num_experts, pad_sorted_ids=True, ignore_invalid_ex
     length = numel + buckets * (block_size - 1)
     if pad_sorted_ids:
         length = -(-length // block_size) * block_size
-    if numel < buckets:
-        length = min(length, numel * block_size)
+    # With fewer slots than buckets, a block for each slot. No branch: numel is symbolic while torch.compile traces.
+    least = torch.sym_min if isinstance(numel, torch.SymInt) else min
+    length = least(length, numel * block_size)
     return length, -(-length // block_size)
 
 

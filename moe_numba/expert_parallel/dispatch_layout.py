@@ -5,8 +5,8 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, MAX_TOPK
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER_SIZE, make_layout_kernel
-from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_device, check_int, check_tensor, make_outputs
 
 _THREADS = 64 if simulator.ENABLED else 1024  # per CTA; the simulator runs threads one after the other
@@ -15,6 +15,7 @@ _MAX_EXPERTS = 1024
 _MAX_ELEMENTS = (1 << 31) - 1  # counts are int32
 
 
+@torch_op
 def get_dispatch_layout(
     topk_idx: torch.Tensor,
     num_experts: int,
@@ -57,17 +58,12 @@ def get_dispatch_layout(
     DeepEP's ``Buffer.get_dispatch_layout`` within a node. It runs on torch's current stream, on eight SMs, and can be
     captured in a CUDA graph after a first call with these numbers of experts and ranks has compiled its kernel.
     """
-    if not isinstance(topk_idx, torch.Tensor):
-        return call_with_tensors(get_dispatch_layout, "topk_idx", locals())
+    if needs_dispatch(topk_idx):
+        return call_op("get_dispatch_layout", topk_idx, num_experts, num_ranks, out)
     ids = topk_idx
     _check(ids, num_experts, num_ranks)
     (tokens, topk), device = ids.shape, ids.device
-    wanted = (
-        ("num_tokens_per_rank", (num_ranks,), torch.int32),
-        ("num_tokens_per_expert", (num_experts,), torch.int32),
-        ("is_token_in_rank", (tokens, num_ranks), torch.bool),
-    )
-    results = make_outputs(out, wanted, device)
+    results = make_outputs(out, _outputs(tokens, num_experts, num_ranks), device)
     index = device.index or 0
     kernel = make_layout_kernel(num_experts, num_ranks, topk, _THREADS)
     launcher(kernel, _SIGNATURE, index, launch_bounds=_THREADS, cluster=CLUSTER_SIZE, dependent=True)(
@@ -87,3 +83,19 @@ def _check(ids, num_experts, num_ranks):
     check_int("num_ranks", num_ranks, 1, MAX_RANKS)
     if num_experts % num_ranks:
         raise ValueError(f"num_experts is {num_experts}; it must be a multiple of num_ranks, {num_ranks}")
+
+
+def _outputs(tokens, num_experts, num_ranks):
+    return (
+        ("num_tokens_per_rank", (num_ranks,), torch.int32),
+        ("num_tokens_per_expert", (num_experts,), torch.int32),
+        ("is_token_in_rank", (tokens, num_ranks), torch.bool),
+    )
+
+
+@register_fake(get_dispatch_layout)
+def _fake_layout(call):
+    """Check the arguments of a call and return its outputs."""
+    ids, sizes = call.topk_idx, (call.num_experts, call.num_ranks)
+    _check(ids, *sizes)
+    return make_outputs(call.out, _outputs(ids.shape[0], *sizes), ids.device)

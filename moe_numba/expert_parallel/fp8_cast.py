@@ -10,8 +10,9 @@ from moe_numba.expert_parallel.kernels.fp8_cast import (
     make_cast_back,
     make_cast_to_fp8,
 )
-from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
+from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_out, check_tensor, make_outputs
 
 FP8 = torch.float8_e4m3fn
@@ -24,6 +25,7 @@ _TO_FP8 = {
 _BACK_SIGNATURE = ("uint8*", "int32*", "uint16*", "int64", "int64", "int64")
 
 
+@torch_op
 def per_token_cast_to_fp8(
     x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,14 +62,12 @@ def per_token_cast_to_fp8(
     If an element is NaN, its whole group and the scale become NaN. If one is infinite, the scale is infinite, infinite
     elements become NaN and the others zero. Other groups are not affected.
     """
-    if not isinstance(x, torch.Tensor):
-        return call_with_tensors(per_token_cast_to_fp8, "x", locals())
-    if x.dtype not in _TO_FP8:
-        raise TypeError(f"x is {x.dtype}; it must be torch.bfloat16 or torch.float32")
-    tokens, hidden = _check_rows("x", x)
+    if needs_dispatch(x):
+        return call_op("per_token_cast_to_fp8", x, out)
+    tokens, hidden = _check_cast_to_fp8(x)
+    check_aligned("x", x)
     per_row = -(-hidden // GROUP)
-    wanted = (("values", (tokens, hidden), FP8), ("scales", (tokens, per_row), torch.float32))
-    results = make_outputs(out, wanted, x.device, aligned=("values",))
+    results = make_outputs(out, _values_and_scales(tokens, hidden), x.device, aligned=("values",))
     if tokens:
         device, (dtype, signature) = x.device.index or 0, _TO_FP8[x.dtype]
         launcher(make_cast_to_fp8(dtype, hidden), signature, device, dependent=True)(
@@ -81,6 +81,7 @@ def per_token_cast_to_fp8(
     return tuple(results) if out is None else out
 
 
+@torch_op
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Cast tokens from FP8 to bfloat16, with one scale per 128 consecutive elements, in one launch.
 
@@ -111,20 +112,12 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     After DeepEP's function of this name (tests/utils.py), which reads the exponents of int32 scales as signed, so that
     a scale of 2 or more becomes negative; here they are unsigned.
     """
-    if not isinstance(x_fp8, torch.Tensor):
-        return call_with_tensors(per_token_cast_back, "x_fp8", locals())
+    if needs_dispatch(x_fp8, x_scales):
+        return call_op("per_token_cast_back", x_fp8, x_scales, out)
     x, scales = x_fp8, as_tensor(x_scales, "x_scales")
-    if x.dtype != FP8:
-        raise TypeError(f"x_fp8 is {x.dtype}; it must be {FP8}")
-    if scales.dtype not in (torch.float32, torch.int32):
-        raise TypeError(f"x_scales is {scales.dtype}; it must be torch.float32 or torch.int32")
-    tokens, hidden = _check_rows("x_fp8", x)
+    tokens, hidden = _check_cast_back(x, scales)
+    check_aligned("x_fp8", x)
     per_row, packed = -(-hidden // GROUP), scales.dtype == torch.int32
-    shape = (tokens, -(-per_row // 4) if packed else per_row)
-    if scales.shape != shape or scales.device != x.device:
-        raise ValueError(
-            f"x_scales is {scales.dtype} {tuple(scales.shape)} on {scales.device}; it must be {shape} on {x.device}"
-        )
     if out is None:
         result = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     else:
@@ -147,7 +140,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
 
 
 def _check_rows(name, x):
-    """Check the shape, device and alignment of an input; return its tokens and hidden."""
+    """Check the shape and device of an input; return its tokens and hidden."""
     check_tensor(name, x, shape=("tokens", "hidden"), contiguous=True)
     check_device(x.device, (9, 0), name)
     tokens, hidden = x.shape
@@ -155,5 +148,44 @@ def _check_rows(name, x):
         raise ValueError(f"{name}'s hidden is {hidden}; multiples of 8 from 8 to {_MAX_HIDDEN} are allowed")
     if tokens > _MAX_TOKENS:
         raise ValueError(f"{name} has {tokens} tokens; at most {_MAX_TOKENS} are allowed")
-    check_aligned(name, x)
     return tokens, hidden
+
+
+def _check_cast_to_fp8(x):
+    """Check the input; return its tokens and hidden."""
+    if x.dtype not in _TO_FP8:
+        raise TypeError(f"x is {x.dtype}; it must be torch.bfloat16 or torch.float32")
+    return _check_rows("x", x)
+
+
+def _check_cast_back(x, scales):
+    """Check the inputs; return the tokens and hidden of x."""
+    if x.dtype != FP8:
+        raise TypeError(f"x_fp8 is {x.dtype}; it must be {FP8}")
+    if scales.dtype not in (torch.float32, torch.int32):
+        raise TypeError(f"x_scales is {scales.dtype}; it must be torch.float32 or torch.int32")
+    tokens, hidden = _check_rows("x_fp8", x)
+    per_row = -(-hidden // GROUP)
+    shape = (tokens, -(-per_row // 4) if scales.dtype == torch.int32 else per_row)
+    if scales.shape != shape or scales.device != x.device:
+        raise ValueError(
+            f"x_scales is {scales.dtype} {tuple(scales.shape)} on {scales.device}; it must be {shape} on {x.device}"
+        )
+    return tokens, hidden
+
+
+def _values_and_scales(tokens, hidden):
+    return ("values", (tokens, hidden), FP8), ("scales", (tokens, -(-hidden // GROUP)), torch.float32)
+
+
+@register_fake(per_token_cast_to_fp8)
+def _fake_cast_to_fp8(call):
+    """Check the arguments of a call and return its outputs."""
+    return make_outputs(call.out, _values_and_scales(*_check_cast_to_fp8(call.x)), call.x.device)
+
+
+@register_fake(per_token_cast_back)
+def _fake_cast_back(call):
+    """Check the arguments of a call and return its output."""
+    shape = _check_cast_back(call.x_fp8, call.x_scales)
+    return make_outputs(call.out, (("tensor", shape, torch.bfloat16),), call.x_fp8.device)[0]

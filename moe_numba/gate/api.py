@@ -10,10 +10,18 @@ from moe_numba import simulator
 from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs
-from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_flag, check_int, check_tensor
+from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.validate import (
+    check_choice,
+    check_device,
+    check_factor,
+    check_flag,
+    check_int,
+    check_tensor,
+    make_outputs,
+)
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -24,7 +32,6 @@ _MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
 MIN_TOKENS_FOR_4TOKENS_KERNEL = 4096  # from here on the kernel with four tokens per warp is faster
 
 _OPTION_TYPES = int, bool, int, int, int, float, bool, str
-_MAX_SIZES = 4096  # numbers of tokens that a plan remembers
 
 _plans: dict = {}
 
@@ -42,6 +49,7 @@ class GateOptions(NamedTuple):
     scoring: str
 
 
+@torch_op
 def biased_grouped_topk(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -85,7 +93,7 @@ def biased_grouped_topk(
     num_token_non_padded : int or tensor of one int32 or int64, optional
         Rows from this one on are padding: id -1, weight 0. The kernel reads a tensor, so the host does not wait.
     scoring : {"sigmoid", "softmax", "sqrtsoftplus"}
-    out : (weights, ids), optional
+    out : (topk_weights, topk_ids), optional
         Contiguous tensors to write into. The call then neither allocates nor synchronises.
 
     Returns
@@ -108,8 +116,10 @@ def biased_grouped_topk(
     are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the call
     once an earlier call has compiled the kernel.
     """
-    if not isinstance(gating_output, torch.Tensor):
-        return call_with_tensors(biased_grouped_topk, "gating_output", locals())
+    if needs_dispatch(gating_output):
+        experts = topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts
+        weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
+        return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
     limit = limit_argument(num_token_non_padded, gating_output.device)
     plan = get_plan(
         gating_output,
@@ -210,14 +220,11 @@ class GatePlan:
 
     def outputs(self, tokens):
         """Return the :class:`Outputs` for a number of tokens."""
-        outputs = self._outputs.get(tokens)
-        if outputs is None:
-            if len(self._outputs) >= _MAX_SIZES:
-                self._outputs.clear()
-            shape = tokens, self.shape[3]
-            wanted = ("weights", shape, torch.float32), ("ids", shape, torch.int32)
-            outputs = self._outputs[tokens] = Outputs(wanted, self._device)
-        return outputs
+        return self._outputs.get(tokens) or remember(self._outputs, tokens, self._outputs_for(tokens))
+
+    def _outputs_for(self, tokens):
+        shape = tokens, self.shape[3]
+        return Outputs((("topk_weights", shape, torch.float32), ("topk_ids", shape, torch.int32)), self._device)
 
     @cached_property
     def one_token_per_warp(self):
@@ -253,9 +260,7 @@ class GatePlan:
     def launch(self, x, bias, weights, ids, limit):
         """Launch the kernel for the number of tokens in ``x``, if there are any."""
         num_tokens = x.shape[0]
-        launch = self._launches.get(num_tokens)
-        if launch is None:
-            launch = self._launch_for(num_tokens)
+        launch = self._launches.get(num_tokens) or remember(self._launches, num_tokens, self._launch_for(num_tokens))
         start, grid, threads = launch
         if not num_tokens:
             return
@@ -279,11 +284,7 @@ class GatePlan:
             raise ValueError(f"gating_output has {num_tokens} tokens; at most {_MAX_TOKENS} are allowed")
         large = num_tokens >= MIN_TOKENS_FOR_4TOKENS_KERNEL
         start, threads, tokens_per_block, max_blocks = self.four_tokens_per_warp if large else self.one_token_per_warp
-        if len(self._launches) >= _MAX_SIZES:
-            self._launches.clear()
-        launch = start, min(-(-num_tokens // tokens_per_block), max_blocks), threads
-        self._launches[num_tokens] = launch
-        return launch
+        return start, min(-(-num_tokens // tokens_per_block), max_blocks), threads
 
 
 def _pointer(dtype):
@@ -338,3 +339,15 @@ def limit_argument(num_token_non_padded, device):
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")
     check_tensor("num_token_non_padded", limit, device=(device, "gating_output"))
     return address(limit)
+
+
+@register_fake(biased_grouped_topk)
+def fake_topk(call):
+    """Check the arguments of a call and return its outputs."""
+    x, limit = call.gating_output, call.num_token_non_padded
+    _check_tensors(x, call.correction_bias)
+    _check_groups(x.shape[1], check_options(*(getattr(call, name) for name in GateOptions._fields)))
+    if limit is not None:
+        check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))
+    shape = x.shape[0], call.topk
+    return make_outputs(call.out, (("topk_weights", shape, torch.float32), ("topk_ids", shape, torch.int32)), x.device)

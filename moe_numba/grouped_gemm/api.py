@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from moe_numba.grouped_gemm.launch import group_gemm
-from moe_numba.runtime.dlpack import call_with_tensors
+from moe_numba.grouped_gemm.launch import fake_group_gemm, group_gemm
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 
 
+@torch_op
 def group_gemm_pertensor_fp8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -63,12 +64,14 @@ def group_gemm_pertensor_fp8(
     so the kernel never accesses memory out of bounds. It runs on the caller's current stream, and can be captured in a
     CUDA graph after one call has compiled it.
     """
-    if not isinstance(x, torch.Tensor):
-        return call_with_tensors(group_gemm_pertensor_fp8, "x", locals())
+    if needs_dispatch(x, weight, y_scale):
+        groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
+@torch_op
 def group_gemm_blockwise_fp8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -113,12 +116,14 @@ def group_gemm_blockwise_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
-    if not isinstance(x, torch.Tensor):
-        return call_with_tensors(group_gemm_blockwise_fp8, "x", locals())
+    if needs_dispatch(x, weight, x_scale, w_scale):
+        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 
+@torch_op
 def group_gemm_bf16(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -157,12 +162,14 @@ def group_gemm_bf16(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
     """
-    if not isinstance(x, torch.Tensor):
-        return call_with_tensors(group_gemm_bf16, "x", locals())
+    if needs_dispatch(x, weight):
+        groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
+        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
 
+@torch_op
 def group_gemm_silu_and_mul_pertensor_fp8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -207,14 +214,16 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
-    if not isinstance(x, torch.Tensor):
-        return call_with_tensors(group_gemm_silu_and_mul_pertensor_fp8, "x", locals())
+    if needs_dispatch(x, weight, y_scale):
+        groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
+@torch_op
 def group_gemm_silu_and_mul_blockwise_fp8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -259,9 +268,17 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     group_gemm_blockwise_fp8 : Describes the scales.
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
-    if not isinstance(x, torch.Tensor):
-        return call_with_tensors(group_gemm_silu_and_mul_blockwise_fp8, "x", locals())
+    if needs_dispatch(x, weight, x_scale, w_scale):
+        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_silu_and_mul_blockwise_fp8", x, weight, *groups, out, gather_indices)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+
+
+register_fake(group_gemm_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call))
+register_fake(group_gemm_blockwise_fp8)(lambda call: fake_group_gemm("block", call))
+register_fake(group_gemm_bf16)(lambda call: fake_group_gemm("none", call))
+register_fake(group_gemm_silu_and_mul_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call, silu_and_mul=True))
+register_fake(group_gemm_silu_and_mul_blockwise_fp8)(lambda call: fake_group_gemm("block", call, silu_and_mul=True))

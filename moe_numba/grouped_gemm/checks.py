@@ -4,7 +4,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_tensor
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_tensor, is_fake
 
 _MAX_GROUPS = 512
 
@@ -54,14 +54,29 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
 
 def check_hopper(device):
     """Refuse GPUs other than Hopper: only compute capability 9.0 has wgmma."""
-    if not simulator.ENABLED and devices.gpu_of(device).capability != (9, 0):
+    if not simulator.ENABLED and not is_fake(device) and devices.gpu_of(device).capability != (9, 0):
         name, (major, minor), *_ = devices.gpu_of(device)
         raise UnsupportedDeviceError(f"{name} has compute capability {major}.{minor}; 9.0 (Hopper) is needed")
 
 
-def check_scale(name, tensor, shape, device):
-    """Check scales."""
-    _check_array(name, tensor, shape, torch.float32, device)
+def check_scales(scaling, x, weight, x_scale, weight_scale):
+    """Check the scales of x and of the weight (or of the product)."""
+    groups, n, k = weight.shape
+    if scaling == "tensor":
+        _check_array("y_scale", weight_scale, (groups,), torch.float32, x.device)
+    elif scaling == "block":
+        k_blocks = -(-k // 128)
+        _check_array("x_scale", x_scale, (*x.shape[:-1], k_blocks), torch.float32, x.device)
+        _check_array("w_scale", weight_scale, (groups, -(-n // 128), k_blocks), torch.float32, x.device)
+
+
+def describe_outputs(shape, n, silu_and_mul):
+    """Return name, shape and dtype of each output; ``shape`` is that of the rows."""
+    if not silu_and_mul:
+        return [("y", (*shape, n), torch.bfloat16)]
+    if n % 256:
+        raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 256")
+    return [("y", (*shape, n // 2), torch.float8_e4m3fn), ("scale", (*shape, n // 256), torch.float32)]
 
 
 def check_indices(indices, x):

@@ -5,14 +5,15 @@ from functools import cache
 import torch
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import check_indices, check_inputs, check_scale
+from moe_numba.grouped_gemm.checks import check_indices, check_inputs, check_scales, describe_outputs
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.tensor_map import tensor_map_template
 from moe_numba.runtime.validate import check_int, make_outputs
 
@@ -23,7 +24,6 @@ SIGNATURE = (
 _MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
 
 
-_MAX_PLANS = 4096
 _plans: dict = {}
 
 
@@ -59,10 +59,8 @@ def group_gemm(
         key = (scaling, average, silu_and_mul, config, *map(_tensor_key, tensors))
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = GemmPlan(scaling, tensors, average, silu_and_mul, config)
-    outputs = make_outputs(out, plan.wanted, plan.device, aligned=plan.aligned)
+        plan = remember(_plans, key, GemmPlan(scaling, tensors, average, silu_and_mul, config))
+    outputs = plan.outputs(out)
     if plan.start is not None:
         plan.launch(tensors, outputs)
     if out is not None:
@@ -88,22 +86,13 @@ class GemmPlan:
         groups, n, k = weight.shape
         if indices is not None:
             check_indices(indices, x)
-        if scaling == "tensor":
-            check_scale("y_scale", weight_scale, (groups,), x.device)
-        elif scaling == "block":
-            k_blocks = -(-k // 128)
-            check_scale("x_scale", x_scale, (*x.shape[:-1], k_blocks), x.device)
-            check_scale("w_scale", weight_scale, (groups, -(-n // 128), k_blocks), x.device)
+        check_scales(scaling, x, weight, x_scale, weight_scale)
         shape = x.shape[:-1] if indices is None else indices.shape
         total_rows = shape.numel()
-        if silu_and_mul:
-            if n % 256:
-                raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 256")
-            n //= 2
-        self.device, self.start = x.device, None
-        self.wanted = [("y", (*shape, n), torch.float8_e4m3fn if silu_and_mul else torch.bfloat16)]
-        self.wanted += [("scale", (*shape, n // 128), torch.float32)] * silu_and_mul
-        self.aligned = [name for name, _, _ in self.wanted]
+        wanted = describe_outputs(shape, n, silu_and_mul)
+        n //= 1 + silu_and_mul
+        self.outputs = Outputs(wanted, x.device, aligned=[name for name, _, _ in wanted])
+        self.start = None
         if not total_rows:
             return
         average = -(-total_rows // groups) if average is None else average
@@ -112,8 +101,7 @@ class GemmPlan:
             config = config._replace(gather=True, cluster_size=1)
         if groups * -(-total_rows // config.block_m) * -(-n // BLOCK_N) > _MAX_TILES:
             raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
-        self.device_index = x.device.index or 0
-        self.start, self.grid = get_launcher(config, self.device_index), _grid_size(x.device)
+        self.start, self.grid = get_launcher(config, x.device.index or 0), _grid_size(x.device)
         block_k, x_box_rows = 128 // x.element_size(), SharedMemoryLayout(config).x_box_rows
         rows = x.view(-1, k) if x.dim() == 3 else x
         # Gathering from no rows: a tensor map cannot be of an empty tensor.
@@ -134,7 +122,7 @@ class GemmPlan:
         self.start(
             self.grid,
             THREADS,
-            current_stream(self.device_index),
+            None,
             self.x_map(rows),
             self.weight_map(weight),
             address(outputs[0]),
@@ -148,6 +136,22 @@ class GemmPlan:
             lengths if indices is None else address(indices),
             *self.gather_sizes,
         )
+
+
+def fake_group_gemm(scaling: str, call, silu_and_mul: bool = False):
+    """Check the arguments of a public function's call and return its outputs."""
+    x, weight, out = call.x, call.weight, call.out
+    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
+    check_inputs(x, weight, call.seqlens, call.cu_seqlens, call.offs, dtype)
+    if scaling == "tensor":
+        check_scales(scaling, x, weight, None, call.y_scale)
+    elif scaling == "block":
+        check_scales(scaling, x, weight, call.x_scale, call.w_scale)
+    if call.gather_indices is not None:
+        check_indices(call.gather_indices, x)
+    shape = x.shape[:-1] if call.gather_indices is None else call.gather_indices.shape
+    outputs = make_outputs(out, describe_outputs(shape, weight.shape[1], silu_and_mul), x.device)
+    return outputs if silu_and_mul else outputs[0]
 
 
 @cache

@@ -46,3 +46,12 @@ class Outputs:
 
 
 _empty_like = torch.empty_like
+_MAX_REMEMBERED = 4096
+
+
+def remember(cache, key, value):
+    """Add an entry to a cache of what calls of a certain size need, and return it; a full cache starts again."""
+    if len(cache) >= _MAX_REMEMBERED:
+        cache.clear()
+    cache[key] = value
+    return value

@@ -9,6 +9,8 @@ from moe_numba import simulator
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
 
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+
 
 class UnsupportedDeviceError(RuntimeError):
     """The GPU lacks what a kernel needs."""
@@ -24,6 +26,8 @@ def check_device(device, capability, name):
     capability : (int, int)
         Least compute capability.
     """
+    if is_fake(device):
+        return
     if simulator.ENABLED:
         if device.type != "cpu":
             raise ValueError(f"{name} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
@@ -37,6 +41,11 @@ def check_device(device, capability, name):
             f"{gpu.name} has compute capability {found[0]}.{found[1]}; "
             f"{capability[0]}.{capability[1]} or newer is needed"
         )
+
+
+def is_fake(device):
+    """Whether tensors on a device have no data: it is the meta device, or FakeTensorMode is active."""
+    return torch._C._get_dispatch_mode(_FAKE_MODE) is not None or device.type == "meta"
 
 
 def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
@@ -90,7 +99,7 @@ def check_aligned(name, tensor):
 
 def check_int(name, value, least=None, most=None):
     """Return an integer (also NumPy's) as an int; refuse a bool, a float, and what is not in the bounds."""
-    if type(value) is not int:
+    if type(value) is not int and not isinstance(value, torch.SymInt):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name} is {value!r}; it must be an int")
         value = int(value)

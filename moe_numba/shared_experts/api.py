@@ -2,8 +2,9 @@
 
 import torch
 
-from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
+from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, num_columns
@@ -14,6 +15,7 @@ _ID_TYPES = {torch.uint8: "uint8*", torch.int16: "int16*", torch.int32: "int32*"
 _NUMBERS = *("int32",) * 5, "uint32", "uint32", "float32"
 
 
+@torch_op
 def fuse_routing(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -67,23 +69,13 @@ def fuse_routing(
     -----
     After SGLang's shared-experts fusion (pull request 4918), which chooses replicas with ``torch.randint``.
     """
-    if not isinstance(topk_ids, torch.Tensor):
-        return call_with_tensors(fuse_routing, "topk_ids", locals())
-    weights, ids = as_tensor(topk_weights, "topk_weights"), topk_ids
-    check_tensor("topk_ids", ids, dtype=tuple(_ID_TYPES), shape=("tokens", "topk"), contiguous=True)
-    check_device(ids.device, (9, 0), "topk_ids")
-    place = ids.device, "topk_ids"
-    check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
+    if needs_dispatch(topk_weights):
+        options = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
+        return call_op("fuse_routing", topk_weights, topk_ids, *options, out)
+    weights, ids = topk_weights, as_tensor(topk_ids, "topk_ids")
+    arguments = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
+    width, num_experts, num_fused_shared_experts, routed_scaling_factor, seed = _check(weights, ids, *arguments)
     tokens, topk = ids.shape
-    check_int("topk, the columns of topk_ids,", topk, 1)
-    num_experts = check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
-    num_fused_shared_experts = check_int("num_fused_shared_experts", num_fused_shared_experts, 1, _MAX_EXPERTS)
-    routed_scaling_factor = check_factor("routed_scaling_factor", routed_scaling_factor)
-    check_choice("policy", policy, POLICIES)
-    seed = check_int("seed", seed, 0, 2**64 - 1)
-    width = topk + num_columns(num_fused_shared_experts, policy)
-    if tokens * width > _MAX_ELEMENTS:
-        raise ValueError(f"topk_ids has {tokens} tokens; at most {_MAX_ELEMENTS // width} are allowed")
     shape = tokens, width
     outputs = make_outputs(out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)
     if tokens:
@@ -106,3 +98,31 @@ def fuse_routing(
             1.0 / routed_scaling_factor,
         )
     return tuple(outputs) if out is None else out
+
+
+def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed):
+    """Check the arguments; return the columns of the results, and the numbers as Python's."""
+    check_tensor("topk_ids", ids, dtype=tuple(_ID_TYPES), shape=("tokens", "topk"), contiguous=True)
+    check_device(ids.device, (9, 0), "topk_ids")
+    place = ids.device, "topk_ids"
+    check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
+    tokens, topk = ids.shape
+    check_int("topk, the columns of topk_ids,", topk, 1)
+    num_experts = check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
+    num_fused_shared_experts = check_int("num_fused_shared_experts", num_fused_shared_experts, 1, _MAX_EXPERTS)
+    routed_scaling_factor = check_factor("routed_scaling_factor", routed_scaling_factor)
+    check_choice("policy", policy, POLICIES)
+    seed = check_int("seed", seed, 0, 2**64 - 1)
+    width = topk + num_columns(num_fused_shared_experts, policy)
+    if tokens * width > _MAX_ELEMENTS:
+        raise ValueError(f"topk_ids has {tokens} tokens; at most {_MAX_ELEMENTS // width} are allowed")
+    return width, num_experts, num_fused_shared_experts, routed_scaling_factor, seed
+
+
+@register_fake(fuse_routing)
+def _fake_fuse_routing(call):
+    """Check the arguments of a call and return its outputs."""
+    ids, scale = call.topk_ids, call.routed_scaling_factor
+    experts = call.num_experts, call.num_fused_shared_experts
+    shape = ids.shape[0], _check(call.topk_weights, ids, *experts, scale, call.policy, call.seed)[0]
+    return make_outputs(call.out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)

@@ -381,9 +381,13 @@ def test_peer_bug_duplicated_maximum(device, each_kernel):
         (
             dict(out=(torch.zeros(4, 3), torch.zeros(4, 4).int())),
             ValueError,
-            "out's weights is .* it must be contiguous",
+            "out's topk_weights is .* it must be contiguous",
         ),
-        (dict(out=(torch.zeros(4, 4), torch.zeros(4, 4).long())), ValueError, "out's ids is .* it must be contiguous"),
+        (
+            dict(out=(torch.zeros(4, 4), torch.zeros(4, 4).long())),
+            ValueError,
+            "out's topk_ids is .* it must be contiguous",
+        ),
     ],
 )
 def test_invalid_arguments(change, error, message, device):
@@ -414,10 +418,10 @@ def test_numpy_numbers(device):
     assert len(api._plans) == plans
 
 
+@pytest.mark.gpu
 def test_wrong_device():
-    elsewhere = torch.empty(4, 64, device="meta" if simulator.ENABLED else "cpu")
-    with pytest.raises(ValueError, match="gating_output is on .* it must be on"):
-        biased_grouped_topk(elsewhere, None, 4)
+    with pytest.raises(ValueError, match="gating_output is on cpu; it must be on a CUDA GPU"):
+        biased_grouped_topk(torch.empty(4, 64), None, 4)
 
 
 # The checker must reject wrong outputs and wrong kernels.

@@ -363,9 +363,9 @@ def test_only_hopper_is_supported(capability, allowed, monkeypatch):
     monkeypatch.setattr(checks, "simulator", SimpleNamespace(ENABLED=False))
     monkeypatch.setattr(devices, "gpu_of", lambda device: devices.GPU("some GPU", capability, 132, 0))
     if allowed:
-        return checks.check_hopper("cuda")
+        return checks.check_hopper(torch.device("cuda"))
     with pytest.raises(UnsupportedDeviceError, match=rf"some GPU has compute capability {capability[0]}.0; 9.0"):
-        checks.check_hopper("cuda")
+        checks.check_hopper(torch.device("cuda"))
 
 
 # Tuning

@@ -1,0 +1,228 @@
+"""Public functions as PyTorch ops: ``torch.ops.moe_numba.*``, for torch.compile, torch.export and fake tensors.
+
+An ordinary call does not go through PyTorch's dispatcher, which costs some microseconds. A call that PyTorch traces or
+transforms must go through it. So a public function is written like this::
+
+    @torch_op
+    def function(x: torch.Tensor, ..., out: torch.Tensor | None = None) -> torch.Tensor:
+        if needs_dispatch(x):
+            return call_op("function", x, ..., out)
+        ...
+
+
+    @register_fake(function)
+    def _fake_function(call):
+        ...  # check call.x and the other arguments; return the outputs
+"""
+
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, get_args
+
+import torch
+from torch.autograd import forward_ad
+
+from moe_numba.runtime.dlpack import call_with_tensors
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NAMESPACE = "moe_numba"
+OPS: dict[str, tuple[str, ...]] = {}  # all ops that are registered, and the parameters of their functions
+
+# FRAGMENT, so that other code can add ops to the namespace. Not torch.library.custom_op: its Autograd kernel is Python,
+# and triples the cost of a call.
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Of each function: the parameters that must be tensors, and those that may be an int or a tensor.
+_functions: dict[str, Callable] = {}
+_required_tensors: dict[str, tuple[str, ...]] = {}
+_int_or_tensor: dict[str, tuple[str, ...]] = {}
+_with_fake: set[str] = set()  # ops that have a fake implementation
+_INT_OR_TENSOR = int | torch.Tensor | None
+_SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    _INT_OR_TENSOR: "Tensor?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+}
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_interpreter = torch._C._functorch.peek_interpreter_stack
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class _State(threading.local):
+    in_op = False  # whether this thread runs the implementation of an op
+
+
+_state = _State()
+
+
+def needs_dispatch(x, *others) -> bool:
+    """Whether a call needs more than a launch on torch tensors; the first statement of a public function.
+
+    True if ``x`` is an array of another library. True if the call must go through PyTorch's dispatcher: under torch.compile, torch.export, FakeTensorMode and any other TorchDispatchMode, and inside transforms of
+    torch.func; if ``x`` is a meta tensor or of a subclass; and if a tensor requires grad, which the op refuses.
+
+    Parameters
+    ----------
+    x : torch.Tensor or array of another library
+        The first tensor of the call.
+    *others : torch.Tensor or array of another library
+        Other tensors that results depend on differentiably.
+    """
+    if _is_dynamo_compiling():  # Dynamo replaces the call by True and does not trace the rest
+        return True
+    if type(x) in _PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
+        if not x.requires_grad:
+            for tensor in others:
+                if type(tensor) in _PLAIN_TYPES and tensor.requires_grad:
+                    break
+            else:
+                return False
+        if not _is_grad_enabled():
+            return False
+    return not _state.in_op
+
+
+def call_op(name: str, *args) -> Any:
+    """Call the op of a public function with all arguments of the function; return what the function returns.
+
+    If the first argument is an array of another library, call the function with tensors.
+    """
+    op, arguments = getattr(torch.ops.moe_numba, name), dict(zip(OPS[name], args, strict=True))
+    if not isinstance(args[0], torch.Tensor):
+        return call_with_tensors(_functions[name], OPS[name][0], arguments)
+    out = arguments.pop("out", None)
+    if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
+        _check_no_grad(name, arguments)
+    for key in _int_or_tensor[name]:
+        if isinstance(arguments[key], int | torch.SymInt):
+            device = arguments[_required_tensors[name][0]].device
+            arguments[key] = torch.full((1,), arguments[key], dtype=torch.int64, device=device)
+    if out is None:
+        return op.default(**arguments)
+    op.out(**arguments, out=out)
+    return out
+
+
+def torch_op(function: Callable[P, R]) -> Callable[P, R]:
+    """Register a public function as the op ``moe_numba::<name>``; return the function.
+
+    The op has the function's parameters without ``out``; those after ``out`` are keyword-only. A function with ``out``
+    has a second overload, ``<name>.out``: there it is a keyword-only argument, which the op writes to, and the op
+    returns nothing. Where the function takes an int or a tensor the op takes a tensor, because schemas have no such
+    type; :func:`call_op` converts.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    if name in OPS:  # the module is executed again, for example by importlib.reload; ops cannot be replaced
+        return function
+    parameters = signature.parameters
+    names = OPS[name] = tuple(parameters)
+    _functions[name] = function
+    _required_tensors[name] = tuple(n for n in names if parameters[n].annotation is torch.Tensor)
+    _int_or_tensor[name] = tuple(n for n in names if parameters[n].annotation == _INT_OR_TENSOR)
+
+    def implementation(*args, **kwargs):
+        if _is_grad_enabled():
+            _check_no_grad(name, dict(zip(names, args)))
+        before, _state.in_op = _state.in_op, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _state.in_op = before
+
+    def out_implementation(*args, **kwargs):
+        implementation(*args, **kwargs)
+
+    def refuse_vmap(*args, **kwargs):
+        raise NotImplementedError(f"{name} does not support torch.vmap: pass all tokens in one call")
+
+    for with_out, qualified in ((False, name), (True, f"{name}.out")):
+        if with_out and "out" not in parameters:
+            continue
+        _library.define(qualified + _schema(signature, with_out), tags=_TAGS)
+        for device in ("CPU", "CUDA"):
+            _library.impl(qualified, out_implementation if with_out else implementation, device)
+        _library.impl(qualified, refuse_vmap, "FuncTorchBatched")
+    return function
+
+
+class Call(types.SimpleNamespace):
+    """The arguments of a call of a public function, by name."""
+
+    def replace(self, **changes):
+        """Return a copy with other arguments."""
+        return Call(**vars(self) | changes)
+
+
+def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callable[[Call], Any]]:
+    """Register the fake implementation of a public function's op; a decorator.
+
+    It takes a :class:`Call` with fake tensors, whose sizes may be symbolic. It checks the arguments as far as that
+    needs no data, and returns the outputs: new ones, or those in ``out``.
+    """
+    name, parameters = public.__name__, inspect.signature(public).parameters
+    names = [n for n in parameters if n != "out"]
+    defaults = {n: parameter.default for n, parameter in parameters.items()}
+
+    def register(fake):
+        if name in _with_fake:
+            return fake
+        _with_fake.add(name)
+
+        def functional(*args, **kwargs):
+            call = Call(**defaults | dict(zip(names, args)) | kwargs)
+            _check_no_grad(name, vars(call))
+            outputs = fake(call)
+            return tuple(outputs) if isinstance(outputs, list) else outputs
+
+        def with_out(*args, **kwargs):
+            functional(*args, **kwargs)
+
+        torch.library.register_fake(f"{NAMESPACE}::{name}", functional, lib=_library)
+        if "out" in parameters:
+            torch.library.register_fake(f"{NAMESPACE}::{name}.out", with_out, lib=_library)
+        return fake
+
+    return register
+
+
+def _schema(signature, with_out):
+    """The schema of an op, or of its overload with ``out``, from the signature of the function."""
+    single = signature.return_annotation is torch.Tensor
+    arguments = []
+    for parameter in signature.parameters.values():
+        if parameter.name == "out":
+            arguments += ["*", "Tensor(a!) out" if single else "Tensor(a!)[] out"][: 1 + with_out]
+            continue
+        argument = f"{_SCHEMA_TYPES[parameter.annotation]} {parameter.name}"
+        if parameter.default is not inspect.Parameter.empty:
+            argument += f"={parameter.default!r}"
+        arguments.append(argument)
+    if arguments[-1] == "*":
+        arguments.pop()
+    returns = "" if with_out else ", ".join(["Tensor"] * (1 if single else len(get_args(signature.return_annotation))))
+    return f"({', '.join(arguments)}) -> ({returns})"
+
+
+def _check_no_grad(name, arguments):
+    """Refuse tensors that require grad: the result would silently lose its gradient."""
+    for parameter in _required_tensors[name]:
+        tensor = arguments[parameter]
+        if not isinstance(tensor, torch.Tensor):
+            continue  # the schema refuses it
+        if _is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(f"{parameter} requires grad; {name} has no backward: use torch.no_grad() or detach()")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(f"{parameter} has a tangent; {name} has no forward-mode derivative: use detach()")
