@@ -165,6 +165,34 @@ class SharedMemoryLayout:
         return 4 * (self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices)
 
 
+_MAX_SHARED_BYTES = 227 * 1024  # per CTA on a Hopper GPU
+
+
+def check_config(config: GemmConfig) -> None:
+    """Refuse a configuration that the kernel does not support."""
+    sizes = config.mma_n
+    is_descending = all(large > small for large, small in zip(sizes, sizes[1:]))
+    if not sizes or sizes[0] != config.subtile_m or not is_descending or any(n % 8 or not 8 <= n <= 256 for n in sizes):
+        raise ValueError(
+            f"mma_n is {sizes}; it must descend from subtile_m ({config.subtile_m}) in multiples of 8, from 256 to 8"
+        )
+    if config.m_subtiles not in (1, 2) or (config.silu_and_mul and config.m_subtiles == 2):
+        raise ValueError(f"m_subtiles is {config.m_subtiles}; it must be 1 or 2, and with silu_and_mul 1")
+    if config.cluster_size not in (1, 2):
+        raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
+    if config.cluster_size == 2 and config.gather:
+        raise ValueError("cluster_size is 2; with gather it must be 1, because each CTA copies its own rows")
+    if config.cluster_size == 2 and config.m_subtiles == 1 and config.subtile_m % 16:
+        raise ValueError(f"subtile_m is {config.subtile_m}; with cluster_size 2 it must be a multiple of 16")
+    if (config.scaling == "block" or config.gather) and config.stages < AUX_PRODUCER_WARPS:
+        # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
+        raise ValueError(
+            f"stages is {config.stages}; with block scaling or gather it must be {AUX_PRODUCER_WARPS} or more"
+        )
+    if (num_bytes := SharedMemoryLayout(config).bytes) > _MAX_SHARED_BYTES:
+        raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {_MAX_SHARED_BYTES}")
+
+
 # (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.
 CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (10, dict(subtile_m=32, mma_n=(32, 16), stages=10, cluster_size=2)),

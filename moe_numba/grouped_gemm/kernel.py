@@ -21,6 +21,7 @@ from moe_numba.grouped_gemm.config import (
     CONSUMER_WARPS,
     SharedMemory,
     SharedMemoryLayout,
+    check_config,
 )
 from moe_numba.grouped_gemm.epilogue import Output, OutputTile, make_epilogue
 from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
@@ -349,13 +350,7 @@ def identity(value):
 def make_kernel(config):
     """Make the kernel, for any number of CTAs of 384 threads; return it and its dynamic shared memory in bytes."""
     uses_aux = config.scaling == "block" or config.gather
-    if uses_aux and config.stages < AUX_PRODUCER_WARPS:
-        # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
-        raise ValueError(
-            f"stages is {config.stages}; with block scaling or gather it must be {AUX_PRODUCER_WARPS} or more"
-        )
-    if config.gather and config.cluster_size == 2:
-        raise ValueError("cluster_size is 2; with gather it must be 1, because each CTA copies its own rows")
+    check_config(config)
     layout = SharedMemoryLayout(config)
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
     by_tensor, full_arrivals, cluster_size = config.scaling == "tensor", 2 if uses_aux else 1, config.cluster_size

@@ -85,6 +85,11 @@ def make_count_tokens(num_experts, num_ranks, topk, threads):
 @cache
 def make_layout_kernel(num_experts, num_ranks, topk, threads):
     """Make the kernel, for one cluster of ``CLUSTER_SIZE`` CTAs. Each CTA sums a share of the counters."""
+    if not 1 <= num_ranks <= 8 or num_experts % num_ranks or not 1 <= topk <= 32 or threads % 32 or threads > 1024:
+        raise ValueError(
+            f"{num_experts} experts, {num_ranks} ranks, top-{topk}, {threads} threads: the kernel supports 1 to 8 "
+            "ranks with equally many experts, top-1 to top-32, and a multiple of 32 threads up to 1024"
+        )
     num_counters = num_experts + num_ranks
     share = -(-num_counters // CLUSTER_SIZE)
     all_shares = CLUSTER_SIZE * share

@@ -42,6 +42,8 @@ def make_element_offset(hidden, vector):
 
     ``GROUP // vector`` lanes share a group; the next lanes have the next group.
     """
+    if hidden < 1 or hidden % vector:
+        raise ValueError(f"hidden is {hidden}; it must be a multiple of the {vector} elements of a load")
     per_row, lanes = -(-hidden // GROUP), GROUP // vector
 
     @cuda.jit(device=True)

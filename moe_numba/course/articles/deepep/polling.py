@@ -125,6 +125,8 @@ def make_copy_row(row_bytes, load, unroll=4):
 
     A lane has ``unroll`` 16-byte loads in flight.
     """
+    if row_bytes % 16:
+        raise ValueError(f"row_bytes is {row_bytes}; it must be a multiple of 16")
     vectors, num_words = row_bytes // 16, 4 * unroll
 
     @cuda.jit(device=True)

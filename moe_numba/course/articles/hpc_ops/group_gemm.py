@@ -240,6 +240,10 @@ def make_kernel(config):
     ``update_grouped_tma``. ``map_x`` and ``cu_seqlens`` are used with ``whole_x`` only.
     """
     layout = SharedMemoryLayout(config)
+    if config.tile_m % 8 or not 8 <= config.tile_m <= 256 or layout.bytes > 227 * 1024:
+        raise ValueError(
+            f"{config}: tile_m must be a multiple of 8 up to 256, and {layout.bytes} bytes of shared memory fit 232448"
+        )
     stages, full, empty, tiles_offset = config.stages, layout.full, layout.empty, layout.tiles_offset
     vertical = config.schedule == "vertical"
     producer, consumer = make_producer(config, layout), make_consumer(config, layout)
