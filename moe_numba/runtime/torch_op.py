@@ -71,8 +71,9 @@ _state = _State()
 def needs_dispatch(x, *others) -> bool:
     """Whether a call needs more than a launch on torch tensors; the first statement of a public function.
 
-    True if ``x`` is an array of another library. True if the call must go through PyTorch's dispatcher: under torch.compile, torch.export, FakeTensorMode and any other TorchDispatchMode, and inside transforms of
-    torch.func; if ``x`` is a meta tensor or of a subclass; and if a tensor requires grad, which the op refuses.
+    True if ``x`` is an array of another library, or if the call must go through PyTorch's dispatcher: under
+    torch.compile, torch.export, FakeTensorMode and any other TorchDispatchMode; inside transforms of torch.func; if
+    ``x`` is a meta tensor or of a subclass; and if a tensor requires grad, which the op refuses.
 
     Parameters
     ----------
