@@ -82,11 +82,12 @@ def needs_dispatch(x, *others) -> bool:
     if type(x) in _PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
         if not _is_grad_enabled():
             return False
-        for tensor in (x, *others):
-            if type(tensor) in _PLAIN_TYPES and tensor.requires_grad:
-                break
-        else:
-            return False
+        if not x.requires_grad:
+            for tensor in others:
+                if type(tensor) in _PLAIN_TYPES and tensor.requires_grad:
+                    break
+            else:
+                return False
     return isinstance(x, torch.Tensor) and not _state.in_op
 
 
