@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         group_gemm_silu_and_mul_blockwise_fp8,
         group_gemm_silu_and_mul_pertensor_fp8,
     )
+    from moe_numba.runtime.prepare import prepare
     from moe_numba.runtime.validate import UnsupportedDeviceError
     from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost
 
@@ -48,6 +49,7 @@ _HOME = {
     "group_gemm_bf16": "grouped_gemm",
     "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
     "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
+    "prepare": "runtime.prepare",
     "UnsupportedDeviceError": "runtime.validate",
 }
 
@@ -69,6 +71,7 @@ __all__ = [
     "moe_align_block_size",
     "per_token_cast_back",
     "per_token_cast_to_fp8",
+    "prepare",
     "simulator",
 ]
 

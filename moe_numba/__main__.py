@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -84,6 +85,8 @@ def _bench(options):
     from moe_numba.course.bench import records, sources
 
     topic = _topic(options.topic)
+    if options.out is not None:
+        _make_folder(options.out)  # fail before measuring, not after
     if simulator.ENABLED or not torch.cuda.is_available():
         raise UserError("bench needs a GPU: kernels run in the simulator here, which measures no times (see `doctor`)")
     try:
@@ -114,10 +117,20 @@ def _plot(options):
         print(f"out of date: {sentence}", file=sys.stderr)
     if options.readme or options.check:
         return _plot_readme(options.topic, topic.readme_table(record), options.check)
+    _make_folder(options.out)
     for name, figure in topic.figures(record).items():
         for path in plots.save(figure, options.out / f"{options.topic}-{name}"):
             print(path)
     return 0
+
+
+def _make_folder(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"--out is {path}, where nothing can be written: {error.strerror}") from error
 
 
 def _plot_readme(topic, table, check):

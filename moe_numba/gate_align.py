@@ -15,7 +15,8 @@ from moe_numba import simulator
 from moe_numba.align import device_functions, kernel_small, moe_align_block_size
 from moe_numba.align import kernel_medium as align_kernel
 from moe_numba.align.api import (
-    ID_TYPES,
+    MAP_TYPES,
+    MAX_NARROW_ELEMENTS,
     check_align_arguments,
     check_shared_memory,
     fake_align,
@@ -24,13 +25,14 @@ from moe_numba.align.api import (
     map_key,
 )
 from moe_numba.gate import kernel as gate_kernel
-from moe_numba.gate.api import GateOptions, fake_topk, get_plan, limit_argument
+from moe_numba.gate.api import fake_topk, get_plan, limit_argument
 from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
-from moe_numba.runtime.validate import as_tensor, check_int, check_out_tuple, make_outputs, return_outputs
+from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple, make_outputs
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
 WARPS_PER_CTA = 8  # one token per warp
@@ -38,6 +40,7 @@ MAX_TOKENS = CTAS_PER_CLUSTER * WARPS_PER_CTA
 _MIN_CLUSTERS = 1 if simulator.ENABLED else 4
 
 _plans: dict = {}
+_FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @cache
@@ -115,6 +118,7 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
 @cache
 def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map):
     """Make the kernel for clusters; see :class:`moe_numba.gate.kernel.GateConfig`."""
+    device_functions.check_launch_shape(32 * WARPS_PER_CTA, capacity)
     topk, threads = gate_config.topk, 32 * WARPS_PER_CTA
     max_slots = MAX_TOKENS * topk
     lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
@@ -207,7 +211,7 @@ class FusedPlan:
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
         self.capacity = device_functions.capacity_for(self.num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
-        self.map_type = "int32*" if expert_map is None else ID_TYPES[expert_map.dtype]
+        self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.can_fuse = gate_plan.config is not None
 
     def _launcher(self, kernel, **options):
@@ -270,19 +274,20 @@ def biased_grouped_topk_align(
     num_expert_group: int = 1,
     topk_group: int = 1,
     num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
     expert_map: torch.Tensor | None = None,
     pad_sorted_ids: bool = True,
     ignore_invalid_experts: bool = False,
-    out: tuple[torch.Tensor, ...] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    out: _FiveTensors | None = None,
+) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 64 tokens and 32 expert groups it takes one launch, otherwise two. The results are bit-identical to those of
-    the two functions.
+    Up to 64 tokens it takes one launch, unless the shape has more than 32 expert groups, or groups that divide among so
+    few lanes of a warp that a lane would hold more than 32 experts; otherwise two. The results are bit-identical to
+    those of the two functions.
 
     Parameters
     ----------
@@ -315,12 +320,18 @@ def biased_grouped_topk_align(
         more = apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
         align = expert_map, pad_sorted_ids, ignore_invalid_experts, out
         return call_op("biased_grouped_topk_align", *tensors, *sizes, *gate, *more, *align)
-    x = as_tensor(gating_output, "gating_output")
-    bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
-    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
-    check_int("block_size", block_size)  # before the look-up: 16.0 would find the plan for 16, and True the plan for 1
+    if not isinstance(gating_output, torch.Tensor):
+        return call_with_tensors(biased_grouped_topk_align, "gating_output", locals())
+    x, bias = gating_output, correction_bias
+    # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
+    block_size = check_int("block_size", block_size)
+    ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
+    pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
     limit = limit_argument(num_token_non_padded, x.device)
-    options = GateOptions(
+    gate_plan = get_plan(
+        x,
+        bias,
+        num_token_non_padded,
         topk,
         renormalize,
         num_expert_group,
@@ -330,30 +341,31 @@ def biased_grouped_topk_align(
         apply_routed_scaling_factor_on_output,
         scoring,
     )
-    gate_plan = get_plan(x, bias, options, num_token_non_padded)
-    key = gate_plan, block_size, map_key(expert_map), bool(ignore_invalid_experts)
+    key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, bool(ignore_invalid_experts))
-    tokens, num_experts = x.shape[0], plan.num_experts
+        plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, ignore_invalid_experts)
+    tokens, topk, num_experts = x.shape[0], gate_plan.shape[3], plan.num_experts
     given = None if out is None else check_out_tuple(out, 5)
     routing = ("topk_weights", (tokens, topk), torch.float32), ("topk_ids", (tokens, topk), torch.int32)
     weights, ids = make_outputs(given and given[:2], routing, x.device)
     shape = tokens * topk, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
     aligned = make_align_outputs(given and given[2:], *shape, x.device)
-    outputs = [weights, ids, *aligned]
-    if plan.can_fuse and 0 < tokens <= MAX_TOKENS:
+    sorted_token_ids, expert_ids, num_tokens_post_pad = aligned
+    outputs = weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad
+    is_narrow = max(sorted_token_ids.numel(), expert_ids.numel()) <= MAX_NARROW_ELEMENTS
+    if plan.can_fuse and 0 < tokens <= MAX_TOKENS and is_narrow:
         plan.launch(x, bias, limit, expert_map, outputs)
     else:
         gate_plan.launch(x, bias, weights, ids, limit)
         moe_align_block_size(ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts, aligned)
-    return return_outputs(outputs, out, gating_output)
+    return outputs if out is None else out
 
 
 @register_fake(biased_grouped_topk_align)
 def _fake_topk_align(call):
     """Check the arguments of a call and return its outputs."""
-    given, aligned = (None, None) if call.out is None else (call.out[:2], call.out[2:])
-    weights, ids = fake_topk(call.replace(out=given))
+    routing, aligned = (None, None) if call.out is None else (call.out[:2], call.out[2:])
+    weights, ids = fake_topk(call.replace(out=routing))
     num_experts = call.gating_output.shape[1] + call.num_fused_shared_experts
     return [weights, ids, *fake_align(call.replace(topk_ids=ids, num_experts=num_experts, out=aligned))]

@@ -27,6 +27,7 @@ SLOW_TESTS = {
     "test_dispatch_and_combine",
     "test_doctor_elsewhere",
     "test_doctor_on_this_machine",
+    "test_gate_notebook_runs_with_other_sizes",
     "test_gather_indices_match_gathered_rows",
     "test_runs_in_the_simulator",
     "test_the_machine_code",

@@ -6,25 +6,29 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.align import device_functions, kernel_large, kernel_medium, kernel_small
+from moe_numba.align import device_functions, kernel_large, kernel_medium, kernel_pairwise, kernel_small
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.dlpack import call_with_tensors
+from moe_numba.runtime.launch import address, current_stream, launcher, refuse_recording
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
-    as_tensor,
     check_device,
+    check_flag,
     check_int,
     check_out_tuple,
     check_tensor,
-    return_outputs,
 )
 
-ID_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
-_MAX_EXPERTS, _MAX_ELEMENTS = 8192, 1 << 30
-_MAX_SLOTS_PER_CTA = (1 << 16) - 1  # the large kernel publishes 16-bit counts
+MAP_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
+ID_TYPES = {torch.uint8: "uint8*", torch.int16: "int16*"} | MAP_TYPES
+_MAX_EXPERTS = kernel_small.DROP_BUCKET - 1
+_MAX_COUNTED_EXPERTS = 8192  # beyond, shared memory cannot hold a count per expert
+_MAX_ELEMENTS = (1 << 31) - 1
+# Beyond either, the large kernel publishes 32-bit counts and has 64-bit row numbers. All other kernels stay below.
+MAX_NARROW_SLOTS_PER_CTA, MAX_NARROW_ELEMENTS = (1 << 16) - 1, 1 << 30
 
 # The small kernel serves up to SMALL_MAX_SLOTS slots, the medium kernel up to MEDIUM_MAX_SLOTS. Beyond, the exchange of
 # counts in the large kernel costs less than counting all slots in every CTA.
@@ -78,12 +82,13 @@ def moe_align_block_size(
 
     Parameters
     ----------
-    topk_ids : tensor of int32 or int64, any shape
+    topk_ids : tensor of uint8, int16, int32 or int64, any shape
         Expert of each slot. Ids outside 0..num_experts-1 are invalid. A non-contiguous tensor is copied first.
     block_size : int
         Rows per block, which is the tile height of the grouped GEMM that follows; 1 or more.
     num_experts : int
-        Number of experts that ``topk_ids`` refers to, 1 to 8192; with an ``expert_map``, the experts of all ranks.
+        Number of experts that ``topk_ids`` refers to, 1 to 8192, or to 2**30 - 1 with at most 1024 slots; with an
+        ``expert_map``, the experts of all ranks.
     expert_map : tensor [num_experts] of int32 or int64, optional
         For expert parallelism: the local id of each expert, or -1 for experts of other ranks. ``expert_ids`` are then
         local ids.
@@ -101,7 +106,7 @@ def moe_align_block_size(
     sorted_token_ids : tensor of int32
         Slots by expert. Padding and the unused tail are ``topk_ids.numel()``. The length depends only on shapes:
         ``numel + buckets * (block_size - 1)``, where buckets is num_experts + 1 (num_experts if invalid slots are
-        ignored). With fewer slots than buckets it is at most ``numel * block_size``.
+        ignored). With fewer slots than buckets it is at most ``numel * block_size``. It may not exceed 2**31 - 1.
     expert_ids : tensor of int32
         Expert of each block; -1 in the unused tail.
     num_tokens_post_pad : tensor [1] of int32
@@ -118,27 +123,31 @@ def moe_align_block_size(
     Notes
     -----
     Named after the function of SGLang and vLLM. It runs on torch's current stream. A CUDA graph can capture the call
-    once a call of this size has compiled its kernel. At most 8 million slots are supported. Up to 16384 slots (8448 for
-    more than 1053 experts) the CTAs are independent. Beyond, they exchange counts through a workspace per stream and
-    capture (150 KB for 256 experts).
+    once a call of this size has compiled its kernel. Up to 16384 slots (8448 for more than 1053 experts) the CTAs are
+    independent. Beyond, they exchange counts through a workspace per stream and capture (150 KB for 256 experts).
     """
     if needs_dispatch(topk_ids):
         options = block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts
         return call_op("moe_align_block_size", topk_ids, *options, out)
-    ids = as_tensor(topk_ids, "topk_ids")
-    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
+    if not isinstance(topk_ids, torch.Tensor):
+        return call_with_tensors(moe_align_block_size, "topk_ids", locals())
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
-    check_int("block_size", block_size)
-    check_int("num_experts", num_experts)
+    block_size, num_experts = check_int("block_size", block_size), check_int("num_experts", num_experts)
+    ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
+    pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
+    ids = topk_ids
     device = ids.device
-    key = (ids.dtype, device, block_size, num_experts, map_key(expert_map), bool(ignore_invalid_experts))
+    key = (ids.dtype, device, block_size, num_experts, map_key(expert_map), ignore_invalid_experts)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, bool(ignore_invalid_experts))
+        plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, ignore_invalid_experts)
     shape = ids.numel(), block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
     outputs = make_align_outputs(out if out is None else check_out_tuple(out, 3), *shape, device)
-    plan.launch(ids.contiguous(), expert_map, outputs)
-    return return_outputs(outputs, out, topk_ids)
+    if not ids.is_contiguous():
+        refuse_recording(f"topk_ids has strides {ids.stride()}; for a prepared call it must be contiguous")
+        ids = ids.contiguous()
+    plan.launch(ids, expert_map, outputs)
+    return tuple(outputs) if out is None else out
 
 
 def map_key(expert_map):
@@ -154,9 +163,9 @@ class AlignPlan:
         check_device(ids.device, (9, 0), "topk_ids")
         check_align_arguments(block_size, num_experts, expert_map, ids.device)
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
-        self.capacity = device_functions.capacity_for(num_experts)
+        self.capacity = device_functions.capacity_for(min(num_experts, _MAX_COUNTED_EXPERTS))
         self.options = ignore_invalid_experts, expert_map is not None
-        map_type = "int32*" if expert_map is None else ID_TYPES[expert_map.dtype]
+        map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.pointers = (ID_TYPES[ids.dtype], map_type, "int32*", "int32*", "int32*")
         self.medium_slots_per_cta = 32 * kernel_medium.mask_words_for(self.capacity)
         self.max_large_ctas = _LARGE_CONFIG.max_ctas
@@ -177,15 +186,19 @@ class AlignPlan:
     def _compile_small(self, aligned):
         return self._launcher(kernel_small.make_small_kernel(aligned, *self.options), launch_bounds=1024)
 
+    def _compile_pairwise(self, _):
+        return self._launcher(kernel_pairwise.make_pairwise_kernel(*self.options), launch_bounds=1024)
+
     def _compile_medium(self, config):
         kernel = kernel_medium.make_medium_kernel(config.threads, config.batch, self.capacity, *self.options)
         shared_bytes = kernel_medium.shared_bytes(self.capacity)
         return self._launcher(kernel, launch_bounds=config.threads, shared_bytes=shared_bytes)
 
     def _compile_large(self, config):
+        config, wide = config
         shape = config.threads, self.capacity, config.slots_per_thread
         return self._launcher(
-            kernel_large.make_large_kernel(*shape, *self.options),
+            kernel_large.make_large_kernel(*shape, *self.options, wide),
             pointers=(*self.pointers, "int32*"),
             launch_bounds=config.threads,
             shared_bytes=kernel_large.shared_bytes(*shape),
@@ -200,29 +213,38 @@ class AlignPlan:
         slots_per_cta = min(-(-numel // config.ctas), self.medium_slots_per_cta, config.threads)
         return self._cached(self._compile_medium, config), -(-numel // slots_per_cta), config.threads, slots_per_cta
 
-    def _large(self, numel):
+    def _pairwise(self, numel):
+        if numel > kernel_pairwise.MAX_SLOTS:
+            raise ValueError(
+                f"num_experts is {self.num_experts}: with {numel} slots at most {_MAX_COUNTED_EXPERTS} are allowed, "
+                f"with up to {kernel_pairwise.MAX_SLOTS} slots {_MAX_EXPERTS}"
+            )
+        return self._cached(self._compile_pairwise, "pairwise"), 1, 32 * max(-(-numel // 32), 1), 0
+
+    def _large(self, numel, wide):
         threads = _LARGE_CONFIG.threads
         # More CTAs have fewer slots each, but more counts to add up.
         ctas = max(min(math.isqrt(numel * 288 // (32 * self.capacity)), self.max_large_ctas), 1)
-        slots_per_cta = -(-numel // (ctas * threads)) * threads
-        if slots_per_cta > _MAX_SLOTS_PER_CTA:
+        slots_per_cta = max(-(-numel // (ctas * threads)), 1) * threads
+        if slots_per_cta > MAX_NARROW_SLOTS_PER_CTA:
             slots_per_cta = -(-numel // (self.max_large_ctas * threads)) * threads
-        if slots_per_cta > _MAX_SLOTS_PER_CTA:
-            max_slots = _MAX_SLOTS_PER_CTA // threads * threads * self.max_large_ctas
-            raise ValueError(f"topk_ids has {numel} slots; at most {max_slots} are allowed")
-        launch = self._cached(self._compile_large, _LARGE_CONFIG)
-        return launch, -(-numel // slots_per_cta), threads, slots_per_cta
+        wide = wide or slots_per_cta > MAX_NARROW_SLOTS_PER_CTA
+        launch = self._cached(self._compile_large, (_LARGE_CONFIG, wide))
+        words = kernel_large.workspace_words(self.max_large_ctas, self.capacity, wide)
+        return launch, max(-(-numel // slots_per_cta), 1), threads, slots_per_cta, words
 
     def launch(self, ids, expert_map, outputs):
         """Launch the kernel for the number of slots in ``ids``."""
         numel, workspaces = ids.numel(), ()
-        if numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS):
+        wide = max(outputs[0].numel(), outputs[1].numel()) > MAX_NARROW_ELEMENTS
+        if numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS) and not wide:
             launch, ctas, threads, slots_per_cta = self._small(numel, outputs[0].data_ptr() % 16 == 0)
-        elif numel <= MEDIUM_MAX_SLOTS and numel <= 2 * self.max_large_ctas * self.medium_slots_per_cta:
+        elif self.num_experts > _MAX_COUNTED_EXPERTS:
+            launch, ctas, threads, slots_per_cta = self._pairwise(numel)
+        elif numel <= MEDIUM_MAX_SLOTS and numel <= 2 * self.max_large_ctas * self.medium_slots_per_cta and not wide:
             launch, ctas, threads, slots_per_cta = self._medium(numel)
         else:
-            launch, ctas, threads, slots_per_cta = self._large(numel)
-            words = kernel_large.workspace_words(self.max_large_ctas, self.capacity)
+            launch, ctas, threads, slots_per_cta, words = self._large(numel, wide)
             workspaces = (address(workspace(self.device, words)),)
         expert_map = ids if expert_map is None else expert_map
         sizes = numel, self.num_experts, self.block_size, slots_per_cta
@@ -242,7 +264,7 @@ def check_align_arguments(block_size, num_experts, expert_map, device):
     check_int("block_size", block_size, 1, _MAX_ELEMENTS)
     check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
     if expert_map is not None:
-        wanted = dict(dtype=tuple(ID_TYPES), shape=(num_experts,), contiguous=True, device=(device, "topk_ids"))
+        wanted = dict(dtype=tuple(MAP_TYPES), shape=(num_experts,), contiguous=True, device=(device, "topk_ids"))
         check_tensor("expert_map", expert_map, **wanted)
 
 
@@ -261,7 +283,7 @@ def check_shared_memory(num_bytes, num_experts, device):
 def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
     """Allocate the three outputs, or check the tensors in ``out``, which may be longer than needed."""
     length, num_blocks = sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
-    if length > _MAX_ELEMENTS:  # int32 indices
+    if length > _MAX_ELEMENTS:  # slots and lengths are int32
         raise ValueError(
             f"block_size is {block_size}: with {numel} slots and {num_experts} experts sorted_token_ids would have "
             f"{length} elements; at most {_MAX_ELEMENTS} are allowed"

@@ -20,6 +20,14 @@ def capacity_for(num_experts):
     return next(c for c in CAPACITIES if num_experts + 3 <= c)
 
 
+def check_launch_shape(threads, capacity):
+    """Refuse what the kernels that count slots cannot be compiled for: partial warps, partial 16-byte vectors."""
+    if threads % 32 or not 32 <= threads <= 1024:
+        raise ValueError(f"threads is {threads}; it must be a multiple of 32 from 32 to 1024")
+    if capacity % 4 or capacity < 4:
+        raise ValueError(f"capacity is {capacity}; it must be a multiple of 4")
+
+
 @cache
 def make_bucket_of(capacity, ignore_invalid_experts, has_map):
     """Make ``bucket_of(expert, expert_map, num_experts)``, the bucket of a slot."""
@@ -145,10 +153,11 @@ def make_assign_blocks(threads, capacity):
 
 
 @cache
-def make_write_padding(threads, capacity, has_map):
+def make_write_padding(threads, capacity, has_map, index=int32):
     """Make ``write_padding(...)``, which writes everything but the slots: padding, expert ids, both tails, the total.
 
-    Buckets are distributed round-robin over the warps of the grid. Each element has exactly one writer.
+    Buckets are distributed round-robin over the warps of the grid. Each element has exactly one writer. ``index`` is
+    the type of row numbers, which exceed the outputs' lengths by up to the number of threads in the grid.
     """
     warps_per_block = threads // 32
     expert_of = make_expert_of(has_map)
@@ -174,27 +183,27 @@ def make_write_padding(threads, capacity, has_map):
         while bucket <= uint32(num_experts):
             start_block, end_block = first_block[bucket], first_block[uint32(bucket + uint32(1))]
             if start_block < end_block:
-                row = int32(
+                row = index(
                     start_block * block_size + counts[bucket] + counts[uint32(bucket + uint32(capacity))] + lane
                 )
-                while row < int32(end_block * block_size):
+                while row < index(end_block * block_size):
                     sorted_token_ids[row] = numel
-                    row = int32(row + 32)
+                    row = index(row + 32)
                 expert = expert_of(bucket, expert_map)
-                row = int32(start_block + lane)
+                row = index(start_block + lane)
                 while row < end_block:
                     expert_ids[row] = expert
-                    row = int32(row + 32)
+                    row = index(row + 32)
             bucket = uint32(bucket + uint32(cuda.gridDim.x * warps_per_block))
         stride = int32(cuda.gridDim.x * threads)
-        row = int32(total_blocks * block_size + block * threads + thread)
+        row = index(total_blocks * block_size + block * threads + thread)
         while row < length:
             sorted_token_ids[row] = numel
-            row = int32(row + stride)
-        row = int32(total_blocks + block * threads + thread)
+            row = index(row + stride)
+        row = index(total_blocks + block * threads + thread)
         while row < num_blocks:
             expert_ids[row] = int32(-1)
-            row = int32(row + stride)
+            row = index(row + stride)
         if block == 0 and thread == 0:
             num_tokens_post_pad[0] = int32(total_blocks * block_size)
 

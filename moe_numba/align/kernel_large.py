@@ -10,6 +10,7 @@ from functools import cache
 from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.align.device_functions import (
+    check_launch_shape,
     make_assign_blocks,
     make_bucket_of,
     make_clear,
@@ -41,24 +42,39 @@ def _sorted_tile_offset(threads, capacity):
     return (5 + 2 * threads // 32 if rounds_for(threads, capacity) == 1 else 6) * capacity
 
 
-def workspace_words(blocks, capacity):
+def workspace_words(blocks, capacity, wide=False):
     """Return the size of the workspace in int32; zero it once, and do not use it in concurrent launches."""
-    return HEADER_WORDS + blocks * capacity
+    return HEADER_WORDS + blocks * _row_words(capacity, wide)
+
+
+def _row_words(capacity, wide):
+    """Return the int32 that a CTA publishes: a 64-bit word for two counts of 16 bits, or for one of 32 bits."""
+    return 2 * capacity if wide else capacity
 
 
 @cache
-def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_experts, has_map):
+def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_experts, has_map, wide=False):
     """Make the kernel. A CTA sorts its ``slots_per_cta`` slots in tiles of up to ``threads * slots_per_thread``.
 
-    ``slots_per_cta`` must be a multiple of ``threads`` and at most 65535, so that a count has 16 bits.
+    ``slots_per_cta`` must be a multiple of ``threads``. Published counts have 16 bits and row numbers 32, so there may
+    be at most 65535 slots per CTA and 2**30 elements per output; with ``wide`` 32 and 64 bits, for any sizes.
     """
+    check_launch_shape(threads, capacity)
+    if not 1 <= slots_per_thread <= (1 << SLOT_BITS) // threads or capacity > 1 << (32 - SLOT_BITS):
+        raise ValueError(
+            f"threads is {threads}, slots_per_thread {slots_per_thread} and capacity {capacity}; a tile has at most "
+            f"{1 << SLOT_BITS} slots of {1 << (32 - SLOT_BITS)} buckets"
+        )
     num_warps, tile_slots = threads // 32, threads * slots_per_thread
     num_rounds = rounds_for(threads, capacity)
     counter_rows = num_warps // num_rounds
     # Offsets in shared memory, in int32
     counts_offset, first_block_offset, tile_start_offset, counters_offset = (i * capacity for i in (1, 3, 4, 5))
     masks_offset, sorted_tile_offset = (5 + counter_rows) * capacity, _sorted_tile_offset(threads, capacity)
-    words_per_row, vectors_per_row = capacity // 2, capacity // 4
+    index = int64 if wide else int32
+    counts_per_word = 1 if wide else 2
+    row_words, counts_per_vector = _row_words(capacity, wide), 2 * counts_per_word
+    words_per_row, vectors_per_row = row_words // 2, row_words // 4
     rows_in_parallel = max(threads // vectors_per_row, 1)
     buckets_per_thread = -(-capacity // threads)
     drop_bucket = capacity - 1
@@ -66,27 +82,29 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
     clear_all, clear_counters = make_clear(threads, sorted_tile_offset), make_clear(threads, counter_rows * capacity)
     scan = make_scan(threads)
     assign_blocks = make_assign_blocks(threads, capacity)
-    write_padding = make_write_padding(threads, capacity, has_map)
+    write_padding = make_write_padding(threads, capacity, has_map, index)
 
     @cuda.jit(device=True)
     def load_tile(topk_ids, expert_map, first, last, num_experts, num_steps, buckets):
         """Load the buckets of a tile: each warp has ``num_steps * 32`` adjacent slots, each lane every 32nd of them."""
-        slot = int32(first + (int32(cuda.threadIdx.x) >> 5) * (32 * num_steps) + int32(cuda.threadIdx.x & 31))
+        slot = index(first + (int32(cuda.threadIdx.x) >> 5) * (32 * num_steps) + int32(cuda.threadIdx.x & 31))
         slot_index = int64(slot)
         for k in range(slots_per_thread):
             buckets[k] = uint32(drop_bucket)
-            if k < num_steps and int32(slot + k * 32) < last:
+            if k < num_steps and index(slot + k * 32) < last:
                 buckets[k] = bucket_of(topk_ids[slot_index + k * 32], expert_map, num_experts)
 
     @cuda.jit(device=True)
     def publish_counts(block_counts, workspace, launch_number):
-        """Publish this CTA's counts; two 16-bit counts and the launch number form one 64-bit word."""
-        row = int64(HEADER_WORDS + cuda.blockIdx.x * capacity)
+        """Publish this CTA's counts; one or two of them and the launch number form one 64-bit word."""
+        row = int64(HEADER_WORDS + cuda.blockIdx.x * row_words)
         for v in range(-(-words_per_row // threads)):
             i = uint32(cuda.threadIdx.x + v * threads)
             if i < uint32(words_per_row):
-                pair = uint32(block_counts[uint32(2 * i)] | (block_counts[uint32(2 * i + 1)] << 16))
-                st_relaxed_gpu_u64(workspace, row + 2 * i, (uint64(launch_number) << uint64(32)) | uint64(pair))
+                word = uint32(block_counts[uint32(counts_per_word * i)])
+                if not wide:
+                    word = uint32(word | (block_counts[uint32(2 * i + 1)] << 16))
+                st_relaxed_gpu_u64(workspace, row + 2 * i, (uint64(launch_number) << uint64(32)) | uint64(word))
 
     @cuda.jit(device=True)
     def sum_counts(workspace, launch_number, counts):
@@ -96,20 +114,20 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
         vector = uint32(thread - uint32(row_in_batch * uint32(vectors_per_row)))
         low = cuda.local.array(LOADS_IN_FLIGHT, uint64)
         high = cuda.local.array(LOADS_IN_FLIGHT, uint64)
-        total = cuda.local.array((2, 4), int32)
+        total = cuda.local.array((2, counts_per_vector), int32)
         tag = uint64(uint64(launch_number) << uint64(32))
         while vector < uint32(vectors_per_row) and row_in_batch < uint32(rows_in_parallel):
-            for c in range(4):
+            for c in range(counts_per_vector):
                 total[0, c] = total[1, c] = int32(0)
             first_row = int32(row_in_batch)
             while first_row < blocks:
-                offset = int64(HEADER_WORDS + first_row * capacity + int32(vector) * 4)
+                offset = int64(HEADER_WORDS + first_row * row_words + int32(vector) * 4)
                 stale = True
                 while stale:
                     for k in range(LOADS_IN_FLIGHT):
                         low[k] = high[k] = tag
                         if int32(first_row + k * rows_in_parallel) < blocks:
-                            low[k], high[k] = ld_relaxed_gpu_u64x2(workspace, offset + k * rows_in_parallel * capacity)
+                            low[k], high[k] = ld_relaxed_gpu_u64x2(workspace, offset + k * rows_in_parallel * row_words)
                     differ = uint64(0)
                     for k in range(LOADS_IN_FLIGHT):
                         differ |= (low[k] ^ tag) | (high[k] ^ tag)
@@ -117,14 +135,16 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
                 for k in range(LOADS_IN_FLIGHT):
                     a, b = uint32(low[k] & uint64(0xFFFFFFFF)), uint32(high[k] & uint64(0xFFFFFFFF))
                     is_lower_block = int32(first_row + k * rows_in_parallel) < block
-                    for c in range(4):
-                        pair = a if c < 2 else b
-                        count = int32(pair >> uint32(16)) if c % 2 else int32(pair & uint32(0xFFFF))
+                    for c in range(counts_per_vector):
+                        word = a if c < counts_per_word else b
+                        count = int32(word)
+                        if not wide:
+                            count = int32(word >> uint32(16)) if c % 2 else int32(word & uint32(0xFFFF))
                         total[0, c] = int32(total[0, c] + (count if is_lower_block else int32(0)))
                         total[1, c] = int32(total[1, c] + count)
                 first_row = int32(first_row + LOADS_IN_FLIGHT * rows_in_parallel)
-            for c in range(4):
-                bucket = uint32(uint32(4) * vector + uint32(c))
+            for c in range(counts_per_vector):
+                bucket = uint32(uint32(counts_per_vector) * vector + uint32(c))
                 cuda.atomic.add(counts, bucket, total[0, c])
                 cuda.atomic.add(counts, uint32(bucket + uint32(capacity)), int32(total[1, c] - total[0, c]))
             vector = uint32(vector + uint32(threads))
@@ -216,18 +236,18 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
         cuda.syncthreads()
         griddepcontrol_wait()
         launch_number = ld_relaxed_gpu_s32(workspace, LAUNCH_COUNT)
-        first = int32(cuda.blockIdx.x * slots_per_cta)
-        last = int32(min(first + slots_per_cta, numel))
+        first = index(cuda.blockIdx.x * slots_per_cta)
+        last = index(min(first + slots_per_cta, numel))
         num_steps = int32(min(uint32(last - first + threads - 1) // uint32(threads), uint32(slots_per_thread)))
 
         # Count this CTA's slots, last tile first. The first tile stays in registers and is sorted while the other CTAs'
         # counts are in flight.
-        tile_first = int32(first + (last - first - 1) // tile_slots * tile_slots)
+        tile_first = index(first + (last - first - 1) // tile_slots * tile_slots)
         while tile_first >= first:
             load_tile(topk_ids, expert_map, tile_first, last, num_experts, num_steps, buckets)
             for k in range(slots_per_thread):
                 cuda.atomic.add(block_counts, buckets[k], int32(1))
-            tile_first = int32(tile_first - tile_slots)
+            tile_first = index(tile_first - tile_slots)
         launch_number = uint32(launch_number + 1)
         cuda.syncthreads()
         publish_counts(block_counts, workspace, launch_number)
@@ -255,7 +275,7 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
                 row = int32(block_counts[uint32(entry >> uint32(SLOT_BITS))] + int32(j))
                 sorted_token_ids[row] = int32(tile_first + int32(entry & uint32(SLOT_MASK)))
                 j = uint32(j + uint32(threads))
-            tile_first = int32(tile_first + tile_slots)
+            tile_first = index(tile_first + tile_slots)
             if tile_first >= last:
                 break
             cuda.syncthreads()

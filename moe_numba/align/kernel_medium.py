@@ -8,7 +8,13 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32
 
-from moe_numba.align.device_functions import make_assign_blocks, make_bucket_of, make_clear, make_write_padding
+from moe_numba.align.device_functions import (
+    check_launch_shape,
+    make_assign_blocks,
+    make_bucket_of,
+    make_clear,
+    make_write_padding,
+)
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import lanemask_lt
 
@@ -133,6 +139,7 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
 @cache
 def make_medium_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
     """Make the kernel. ``slots_per_cta`` is at most ``32 * mask_words_for(capacity)`` and ``threads``."""
+    check_launch_shape(threads, capacity)
     split_smem = make_split_smem(capacity)
     clear = make_clear(threads, capacity * (2 + mask_words_for(capacity)))  # counts and masks
     align = make_align(threads, batch, capacity, ignore_invalid_experts, has_map)

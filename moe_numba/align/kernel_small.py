@@ -12,7 +12,7 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
 MAX_SLOTS = 32
-_DROP_BUCKET = 1 << 30  # bucket of slots that are ignored or out of range; greater than all others
+DROP_BUCKET = 1 << 30  # bucket of slots that are ignored or out of range; greater than all others
 
 
 @cache
@@ -49,7 +49,7 @@ def make_align_small(ignore_invalid_experts, has_map):
 
     ``blocks_of_slot`` are 32 int32 in shared memory. A barrier inside separates the two kinds of writes.
     """
-    bucket_of = make_bucket_of(_DROP_BUCKET + 1, ignore_invalid_experts, has_map)
+    bucket_of = make_bucket_of(DROP_BUCKET + 1, ignore_invalid_experts, has_map)
     expert_of = make_expert_of(has_map)
 
     @cuda.jit(device=True)
@@ -65,14 +65,14 @@ def make_align_small(ignore_invalid_experts, has_map):
         blocks_of_slot,
     ):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        lane_bucket = uint32(_DROP_BUCKET)
+        lane_bucket = uint32(DROP_BUCKET)
         if lane < numel:
             lane_bucket = bucket_of(topk_ids[lane], expert_map, num_experts)
         bucket = uint32(cuda.shfl_sync(FULL_MASK, int32(lane_bucket), warp))
         same_bucket = uint32(cuda.ballot_sync(FULL_MASK, lane_bucket == bucket))
         rank = int32(cuda.popc(uint32(same_bucket & uint32((uint32(1) << uint32(warp)) - uint32(1)))))
         blocks = int32(0)
-        if rank == 0 and bucket < uint32(_DROP_BUCKET):  # a bucket's first slot computes its number of blocks
+        if rank == 0 and bucket < uint32(DROP_BUCKET):  # a bucket's first slot computes its number of blocks
             count = int32(cuda.popc(same_bucket))
             blocks = int32(1) if count <= block_size else int32(uint32(count + block_size - 1) // uint32(block_size))
         if lane == 0:
@@ -84,7 +84,7 @@ def make_align_small(ignore_invalid_experts, has_map):
         if lane < blocks:
             expert_ids[int32(first_block + lane)] = expert_of(bucket, expert_map)
         if lane == 0:
-            if bucket < uint32(_DROP_BUCKET):
+            if bucket < uint32(DROP_BUCKET):
                 sorted_token_ids[int32(first_block * block_size + rank)] = warp
             if warp == 0:
                 num_tokens_post_pad[0] = int32(total * block_size)

@@ -4,7 +4,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.launch import current_stream
+from moe_numba.runtime.launch import bind_recording_to_stream, current_stream
 
 _POOL_BYTES = 16 << 20  # preallocated for captures, per device and size
 _MAX_POOL_WORKSPACES = 64
@@ -27,6 +27,7 @@ def workspace(device, num_elements):
     num_elements : int
         Rounded up to a multiple of 4, so that workspaces are 16-byte aligned.
     """
+    bind_recording_to_stream()
     num_elements = -(-num_elements // 4) * 4
     stream = current_stream(device)
     on_gpu = not simulator.ENABLED and not devices.target()

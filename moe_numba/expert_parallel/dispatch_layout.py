@@ -5,9 +5,10 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, MAX_TOPK
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER_SIZE, make_layout_kernel
+from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
-from moe_numba.runtime.validate import as_tensor, check_device, check_int, check_tensor, make_outputs, to_caller_library
+from moe_numba.runtime.validate import check_device, check_int, check_tensor, make_outputs
 
 _THREADS = 64 if simulator.ENABLED else 1024  # per CTA; the simulator runs threads one after the other
 _SIGNATURE = ("int64*", "int32*", "int32*", "uint8*", "uint32")
@@ -60,7 +61,9 @@ def get_dispatch_layout(
     """
     if needs_dispatch(topk_idx):
         return call_op("get_dispatch_layout", topk_idx, num_experts, num_ranks, out)
-    ids = as_tensor(topk_idx, "topk_idx")
+    if not isinstance(topk_idx, torch.Tensor):
+        return call_with_tensors(get_dispatch_layout, "topk_idx", locals())
+    ids = topk_idx
     _check(ids, num_experts, num_ranks)
     (tokens, topk), device = ids.shape, ids.device
     results = make_outputs(out, _outputs(tokens, num_experts, num_ranks), device)
@@ -69,11 +72,7 @@ def get_dispatch_layout(
     launcher(kernel, _SIGNATURE, index, launch_bounds=_THREADS, cluster=CLUSTER_SIZE, dependent=True)(
         CLUSTER_SIZE, _THREADS, current_stream(index), address(ids), *map(address, results), tokens
     )
-    if out is not None:
-        return out
-    return (
-        tuple(results) if isinstance(topk_idx, torch.Tensor) else tuple(to_caller_library(t, topk_idx) for t in results)
-    )
+    return tuple(results) if out is None else out
 
 
 def _check(ids, num_experts, num_ranks):

@@ -10,17 +10,10 @@ from moe_numba.expert_parallel.kernels.fp8_cast import (
     make_cast_back,
     make_cast_to_fp8,
 )
+from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
-from moe_numba.runtime.validate import (
-    as_tensor,
-    check_aligned,
-    check_device,
-    check_out,
-    check_tensor,
-    make_outputs,
-    to_caller_library,
-)
+from moe_numba.runtime.validate import check_aligned, check_device, check_out, check_tensor, make_outputs
 
 FP8 = torch.float8_e4m3fn
 _MAX_TOKENS, _MAX_HIDDEN = 1 << 31, 1 << 20
@@ -71,7 +64,8 @@ def per_token_cast_to_fp8(
     """
     if needs_dispatch(x):
         return call_op("per_token_cast_to_fp8", x, out)
-    given, x = x, as_tensor(x, "x")
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(per_token_cast_to_fp8, "x", locals())
     tokens, hidden = _check_cast_to_fp8(x)
     check_aligned("x", x)
     per_row = -(-hidden // GROUP)
@@ -86,7 +80,7 @@ def per_token_cast_to_fp8(
             *map(address, results),
             tokens * per_row,
         )
-    return out if out is not None else tuple(to_caller_library(tensor, given) for tensor in results)
+    return tuple(results) if out is None else out
 
 
 @torch_op
@@ -122,7 +116,9 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     """
     if needs_dispatch(x_fp8, x_scales):
         return call_op("per_token_cast_back", x_fp8, x_scales, out)
-    given, x, scales = x_fp8, as_tensor(x_fp8, "x_fp8"), as_tensor(x_scales, "x_scales")
+    if not isinstance(x_fp8, torch.Tensor):
+        return call_with_tensors(per_token_cast_back, "x_fp8", locals())
+    x, scales = x_fp8, as_tensor(x_scales, "x_scales")
     tokens, hidden = _check_cast_back(x, scales)
     check_aligned("x_fp8", x)
     per_row, packed = -(-hidden // GROUP), scales.dtype == torch.int32
@@ -144,7 +140,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
             tokens * per_row,
             *scales.stride(),
         )
-    return out if out is not None else to_caller_library(result, given)
+    return result if out is None else out
 
 
 def _check_rows(name, x):

@@ -1,6 +1,7 @@
 """Public function of the gate: checks its arguments, chooses a kernel and launches it."""
 
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -9,25 +10,30 @@ from moe_numba import simulator
 from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.dlpack import call_with_tensors
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import Outputs
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import (
-    as_tensor,
     check_choice,
     check_device,
     check_factor,
+    check_flag,
     check_int,
     check_tensor,
     make_outputs,
-    return_outputs,
 )
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
 _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
-_MAX_BLOCKS = 1 << 20
+# In the simulator so few that small inputs reach the second iteration of the kernels' loops
+_MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
 MIN_TOKENS_FOR_4TOKENS_KERNEL = 4096  # from here on the kernel with four tokens per warp is faster
+
+_OPTION_TYPES = int, bool, int, int, int, float, bool, str
+_MAX_SIZES = 4096  # numbers of tokens that a plan remembers
 
 _plans: dict = {}
 
@@ -54,7 +60,7 @@ def biased_grouped_topk(
     num_expert_group: int = 1,
     topk_group: int = 1,
     num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
@@ -82,8 +88,8 @@ def biased_grouped_topk(
     num_fused_shared_experts : int
         Shared experts appended as the last columns. Their ids are num_experts, num_experts + 1, ... and their weights
         are sum / routed_scaling_factor, which is 1 / routed_scaling_factor after renormalisation.
-    routed_scaling_factor : float
-        Finite and not zero.
+    routed_scaling_factor : float or None
+        Finite and not zero. None is 1.
     apply_routed_scaling_factor_on_output : bool
         Multiply all weights by routed_scaling_factor.
     num_token_non_padded : int or tensor of one int32 or int64, optional
@@ -114,12 +120,15 @@ def biased_grouped_topk(
     """
     if needs_dispatch(gating_output):
         experts = topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts
-        weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
-        return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
-    x = as_tensor(gating_output, "gating_output")
-    bias = None if correction_bias is None else as_tensor(correction_bias, "correction_bias")
-    limit = limit_argument(num_token_non_padded, x.device)
-    options = GateOptions(
+        more = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
+        return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *more, out)
+    if not isinstance(gating_output, torch.Tensor):
+        return call_with_tensors(biased_grouped_topk, "gating_output", locals())
+    limit = limit_argument(num_token_non_padded, gating_output.device)
+    plan = get_plan(
+        gating_output,
+        correction_bias,
+        num_token_non_padded,
         topk,
         renormalize,
         num_expert_group,
@@ -129,18 +138,40 @@ def biased_grouped_topk(
         apply_routed_scaling_factor_on_output,
         scoring,
     )
-    plan = get_plan(x, bias, options, num_token_non_padded)
-    shape = x.shape[0], topk
-    outputs = make_outputs(out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), x.device)
-    plan.launch(x, bias, *outputs, limit)
-    return return_outputs(outputs, out, gating_output)
+    weights, ids = plan.outputs(gating_output.shape[0])(out)
+    plan.launch(gating_output, correction_bias, weights, ids, limit)
+    return (weights, ids) if out is None else out
 
 
-def get_plan(x, bias, options, num_token_non_padded):
-    """Return the cached :class:`GatePlan` for these tensors and :class:`GateOptions`."""
-    # Check types before the look-up: 8.0 would find the plan for 8, and True the plan for 1.
-    for name in ("topk", "num_expert_group", "topk_group", "num_fused_shared_experts"):
-        check_int(name, getattr(options, name))
+def check_options(
+    topk,
+    renormalize,
+    num_expert_group,
+    topk_group,
+    num_fused_shared_experts,
+    routed_scaling_factor,
+    apply_routed_scaling_factor_on_output,
+    scoring,
+):
+    """Return :class:`GateOptions` of Python's types."""
+    check_choice("scoring", scoring, SCORINGS)
+    return GateOptions(
+        check_int("topk", topk, 1, _MAX_TOPK),
+        check_flag("renormalize", renormalize),
+        check_int("num_expert_group", num_expert_group),
+        check_int("topk_group", topk_group),
+        check_int("num_fused_shared_experts", num_fused_shared_experts),
+        check_factor("routed_scaling_factor", routed_scaling_factor),
+        check_flag("apply_routed_scaling_factor_on_output", apply_routed_scaling_factor_on_output),
+        scoring,
+    )
+
+
+def get_plan(x, bias, num_token_non_padded, *options):
+    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`."""
+    # Python's types need no check before the look-up; others do, because 8.0 would find the plan for 8.
+    if tuple(map(type, options)) != _OPTION_TYPES:
+        options = check_options(*options)
     limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
     key = (
         x.shape[1:],
@@ -154,7 +185,7 @@ def get_plan(x, bias, options, num_token_non_padded):
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = GatePlan(x, bias, options, limit_dtype)
+        plan = _plans[key] = GatePlan(x, bias, check_options(*options), limit_dtype)
     return plan
 
 
@@ -164,21 +195,21 @@ class GatePlan:
     def __init__(self, x, bias, options, limit_dtype):
         _check_tensors(x, bias)
         num_experts = x.shape[1]
-        _check_options(num_experts, options)
+        _check_groups(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
-        scale, renormalize = options.routed_scaling_factor, bool(options.renormalize)
+        scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
-        self.row_stride, self.device = x.stride(0), x.device.index or 0
-        output_scale = float(scale) if options.apply_routed_scaling_factor_on_output else 1.0
+        self.row_stride, self._device, self.device = x.stride(0), x.device, x.device.index or 0
+        output_scale = scale if options.apply_routed_scaling_factor_on_output else 1.0
         self.trailing_arguments = (1.0 / scale, output_scale)
         self.signature = (
             *(_pointer(dtype), _pointer(bias_dtype or dtype), "float32*", "int32*", "int32", "int64"),
             *(_LIMIT_TYPES[limit_dtype] if limit_dtype else "int32", "float32", "float32"),
         )
         self.shape = (num_experts, num_groups, options.topk_group, topk, shared)
-        lanes_per_group, experts_per_lane = kernel.lane_layout(num_experts, num_groups)
-        self.config = None  # more than 32 groups: only the generic kernel, which takes shapes as arguments
-        if lanes_per_group:
+        self.config = None  # only the generic kernel, which takes shapes as arguments, supports this shape
+        if kernel.supports(num_experts, num_groups):
+            _, experts_per_lane = kernel.lane_layout(num_experts, num_groups)
             group_size = num_experts // num_groups
             load_bytes = _load_bytes(x, experts_per_lane, group_size)
             bias_load_bytes = 4 if bias is None else _load_bytes(bias, experts_per_lane, group_size)
@@ -189,6 +220,18 @@ class GatePlan:
             self.trailing_arguments += (*self.shape[:4], topk - shared, int(renormalize))
         self.kernel_types = options.scoring, dtype, bias_dtype
         self.limit_on_device = bool(limit_dtype)
+        self._outputs, self._launches = {}, {}
+
+    def outputs(self, tokens):
+        """Return the :class:`Outputs` for a number of tokens."""
+        outputs = self._outputs.get(tokens)
+        if outputs is None:
+            if len(self._outputs) >= _MAX_SIZES:
+                self._outputs.clear()
+            shape = tokens, self.shape[3]
+            wanted = ("weights", shape, torch.float32), ("ids", shape, torch.int32)
+            outputs = self._outputs[tokens] = Outputs(wanted, self._device)
+        return outputs
 
     @cached_property
     def one_token_per_warp(self):
@@ -224,14 +267,16 @@ class GatePlan:
     def launch(self, x, bias, weights, ids, limit):
         """Launch the kernel for the number of tokens in ``x``, if there are any."""
         num_tokens = x.shape[0]
+        launch = self._launches.get(num_tokens)
+        if launch is None:
+            launch = self._launch_for(num_tokens)
+        start, grid, threads = launch
         if not num_tokens:
             return
-        large = num_tokens >= MIN_TOKENS_FOR_4TOKENS_KERNEL
-        start, threads, tokens_per_block, max_blocks = self.four_tokens_per_warp if large else self.one_token_per_warp
         start(
-            min(-(-num_tokens // tokens_per_block), max_blocks),
+            grid,
             threads,
-            current_stream(self.device),
+            None,
             address(x),
             address(x if bias is None else bias),
             address(weights),
@@ -241,6 +286,18 @@ class GatePlan:
             limit,
             *self.trailing_arguments,
         )
+
+    def _launch_for(self, num_tokens):
+        """Return (launcher, blocks, threads per block) for a number of tokens."""
+        if num_tokens > _MAX_TOKENS:
+            raise ValueError(f"gating_output has {num_tokens} tokens; at most {_MAX_TOKENS} are allowed")
+        large = num_tokens >= MIN_TOKENS_FOR_4TOKENS_KERNEL
+        start, threads, tokens_per_block, max_blocks = self.four_tokens_per_warp if large else self.one_token_per_warp
+        if len(self._launches) >= _MAX_SIZES:
+            self._launches.clear()
+        launch = start, min(-(-num_tokens // tokens_per_block), max_blocks), threads
+        self._launches[num_tokens] = launch
+        return launch
 
 
 def _pointer(dtype):
@@ -257,11 +314,9 @@ def _load_bytes(tensor, experts_per_lane, group_size):
 def _check_tensors(x, bias):
     check_tensor("gating_output", x, dtype=tuple(_DTYPES), shape=("tokens", "num_experts"))
     check_device(x.device, (9, 0), "gating_output")
-    tokens, num_experts = x.shape
+    num_experts = x.shape[1]
     if not 1 <= num_experts <= _MAX_EXPERTS:
         raise ValueError(f"gating_output has {num_experts} experts; 1 to {_MAX_EXPERTS} are allowed")
-    if tokens > _MAX_TOKENS:
-        raise ValueError(f"gating_output has {tokens} tokens; at most {_MAX_TOKENS} are allowed")
     if num_experts > 1 and x.stride(1) != 1:
         raise ValueError(f"gating_output has column stride {x.stride(1)}; it must be 1 (rows may be strided)")
     if bias is not None:
@@ -269,9 +324,8 @@ def _check_tensors(x, bias):
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
 
 
-def _check_options(num_experts, options):
+def _check_groups(num_experts, options):
     topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
-    check_int("topk", topk, 1, _MAX_TOPK)
     if not 1 <= groups <= num_experts or num_experts % groups:
         raise ValueError(f"num_expert_group is {groups}; it must divide the {num_experts} experts")
     if not 1 <= options.topk_group <= groups:
@@ -284,8 +338,6 @@ def _check_options(num_experts, options):
             f"topk is {topk}: {topk - shared} routed experts; the {options.topk_group} groups that are kept have "
             f"{candidates}"
         )
-    check_choice("scoring", options.scoring, SCORINGS)
-    check_factor("routed_scaling_factor", options.routed_scaling_factor)
 
 
 def limit_argument(num_token_non_padded, device):
@@ -293,10 +345,8 @@ def limit_argument(num_token_non_padded, device):
     limit = num_token_non_padded
     if limit is None:
         return _MAX_TOKENS
-    if type(limit) is int:
-        if limit < 0:
-            raise ValueError(f"num_token_non_padded is {limit}; it must be 0 or more")
-        return min(limit, _MAX_TOKENS)
+    if isinstance(limit, Integral):
+        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS)
     if type(limit) is not torch.Tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
         given = f"{limit.dtype} {tuple(limit.shape)}" if isinstance(limit, torch.Tensor) else type(limit).__name__
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")
@@ -309,8 +359,9 @@ def fake_topk(call):
     """Check the arguments of a call and return its outputs."""
     x, limit = call.gating_output, call.num_token_non_padded
     _check_tensors(x, call.correction_bias)
-    _check_options(x.shape[1], GateOptions(*(getattr(call, name) for name in GateOptions._fields)))
+    options = check_options(*(getattr(call, name) for name in GateOptions._fields))
+    _check_groups(x.shape[1], options)
     if limit is not None:
         check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))
-    shape = x.shape[0], call.topk
+    shape = x.shape[0], options.topk
     return make_outputs(call.out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), x.device)

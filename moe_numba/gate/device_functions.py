@@ -5,6 +5,7 @@ from functools import cache
 
 from numba import cuda, float32, int32, uint32
 
+from moe_numba.gate.reference import SCORINGS
 from moe_numba.ptx.arithmetic import (
     ex2_approx,
     float_as_int,
@@ -15,6 +16,7 @@ from moe_numba.ptx.arithmetic import (
 )
 from moe_numba.ptx.memory import load_nc_u16, load_nc_u32x1, load_nc_u32x2, load_nc_u32x4
 from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.runtime.validate import check_choice
 
 EXCLUDED = int32(-(1 << 31))  # key of an expert that cannot be chosen; less than every order_key
 LOG2_E = float32(1.4426950408889634)
@@ -80,6 +82,7 @@ def make_scoring(scoring, experts_per_lane):
     score_one : function
         ``score_one(logit, row_max, inverse_sum)``: the score of one logit.
     """
+    check_choice("scoring", scoring, SCORINGS)
     if scoring == "softmax":
 
         @cuda.jit(device=True)

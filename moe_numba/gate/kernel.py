@@ -7,6 +7,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.gate.device_functions import (
     EXCLUDED,
+    ITEM_BYTES,
     group_score_key,
     make_load,
     make_num_unpadded_tokens,
@@ -17,8 +18,10 @@ from moe_numba.gate.device_functions import (
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt, redux_sync_max_s32
+from moe_numba.runtime.validate import check_choice
 
 WARPS_PER_BLOCK = 4
+MAX_EXPERTS_PER_LANE = 32  # bits of the mask in which a lane finds its picks again
 
 
 class GateConfig(NamedTuple):
@@ -36,11 +39,47 @@ class GateConfig(NamedTuple):
     load_bytes: int = 16  # bytes per load instruction, limited by the alignment of the rows
     bias_load_bytes: int = 16
 
+    def __str__(self):
+        return (
+            f"{self.num_experts} experts, {self.num_expert_group} groups, {self.topk_group} kept, top-{self.topk} with "
+            f"{self.num_fused_shared_experts} shared experts"
+        )
+
 
 def lane_layout(num_experts, num_expert_group):
     """Return (lanes per group, experts per lane); a lane holds adjacent experts of one group."""
     lanes_per_group = 32 // (1 << (num_expert_group - 1).bit_length())
     return lanes_per_group, -(-num_experts // num_expert_group // lanes_per_group) if lanes_per_group else 0
+
+
+def supports(num_experts, num_expert_group):
+    """Return whether a warp can hold a token: at least one lane per group, and at most 32 experts per lane."""
+    lanes_per_group, experts_per_lane = lane_layout(num_experts, num_expert_group)
+    return lanes_per_group > 0 and experts_per_lane <= MAX_EXPERTS_PER_LANE
+
+
+def check_config(config):
+    """Refuse a :class:`GateConfig` whose shape or load widths the kernels in registers do not support."""
+    num_experts, groups, topk_group, topk, shared, *_ = config
+    if not 1 <= groups <= num_experts or num_experts % groups or not 1 <= topk_group <= groups:
+        raise ValueError(f"{config}: the groups must divide the experts, and 1 to all of them can be kept")
+    group_size = num_experts // groups
+    if not 0 <= shared < topk <= 32 or topk - shared > topk_group * group_size:
+        raise ValueError(f"{config}: routed experts must be 1 to {topk_group * group_size} and columns at most 32")
+    if not supports(num_experts, groups):
+        raise ValueError(f"{config}: this kernel supports at most 32 groups, and at most 32 experts per lane")
+    _, experts_per_lane = lane_layout(num_experts, groups)
+    for name, dtype in (("load_bytes", config.dtype), ("bias_load_bytes", config.bias_dtype)):
+        if dtype is not None:
+            check_choice("dtype", dtype, ITEM_BYTES)
+            widths = [w for w in (2, 4, 8, 16) if _is_load_width(w, ITEM_BYTES[dtype], experts_per_lane, group_size)]
+            if getattr(config, name) not in widths:
+                raise ValueError(f"{config}: {name} is {getattr(config, name)}; it must be one of {widths}")
+
+
+def _is_load_width(load_bytes, item_bytes, experts_per_lane, group_size):
+    """Return whether loads of this width cover a lane's experts and are aligned in every group."""
+    return all(n * item_bytes % load_bytes == 0 for n in (experts_per_lane, group_size)) and load_bytes >= item_bytes
 
 
 @cache
@@ -63,7 +102,13 @@ def make_router(config):
         Length of ``scores`` and ``lane_bias``.
     raw_words : int
         Length of the array that ``fetch`` fills.
+
+    Raises
+    ------
+    ValueError
+        If the warp cannot hold the shape; see :func:`check_config`.
     """
+    check_config(config)
     (
         num_experts,
         num_expert_group,

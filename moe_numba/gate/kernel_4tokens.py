@@ -18,7 +18,7 @@ from moe_numba.gate.device_functions import (
     make_sort_descending,
     order_key,
 )
-from moe_numba.gate.kernel import lane_layout
+from moe_numba.gate.kernel import check_config, lane_layout
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4, st_shared_s32x4
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
@@ -27,12 +27,14 @@ WARPS_PER_BLOCK = 4
 TOKENS_PER_WARP = 4
 LANES_PER_TOKEN = 32 // TOKENS_PER_WARP  # while experts are chosen
 LAUNCH_BOUNDS = 32 * WARPS_PER_BLOCK, 6  # at most 80 registers, so that 24 warps per SM hide latency
+_MAX_STATIC_SHARED_BYTES = 48 * 1024
 
 
 def supports(num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts):
     """Return whether this kernel supports a shape.
 
-    It needs four full lanes per group, and candidates that eight lanes can share evenly.
+    It needs four full lanes per group, candidates that eight lanes can share evenly, and keys that fit in static shared
+    memory.
     """
     lanes_per_group, experts_per_lane = lane_layout(num_experts, num_expert_group)
     group_size = num_experts // num_expert_group
@@ -48,12 +50,31 @@ def supports(num_experts, num_expert_group, topk_group, topk, num_fused_shared_e
         and candidates_per_lane <= 16
         and group_size % candidates_per_lane == 0
         and topk - num_fused_shared_experts <= LANES_PER_TOKEN
+        and 4 * WARPS_PER_BLOCK * TOKENS_PER_WARP * num_expert_group * (_group_pitch(group_size) + 1)
+        <= _MAX_STATIC_SHARED_BYTES
     )
+
+
+def _group_pitch(group_size):
+    """Return the keys per group in shared memory; 16 bytes of padding avoid bank conflicts."""
+    return group_size + 4
 
 
 @cache
 def make_4tokens_kernel(config, limit_on_device=False):
-    """Make the kernel that routes four tokens per warp; ``config`` is a :class:`moe_numba.gate.kernel.GateConfig`."""
+    """Make the kernel that routes four tokens per warp; ``config`` is a :class:`moe_numba.gate.kernel.GateConfig`.
+
+    Raises
+    ------
+    ValueError
+        If the kernel does not support the shape; see :func:`supports`.
+    """
+    check_config(config)
+    if not supports(*config[:5]):
+        raise ValueError(
+            f"{config}: the kernel for four tokens per warp supports 8 groups of which some are dropped, at most 8 "
+            "routed experts, and 32, 64, 96 or 128 candidates that divide among 8 lanes without crossing groups"
+        )
     (
         num_experts,
         num_expert_group,
@@ -73,7 +94,7 @@ def make_4tokens_kernel(config, limit_on_device=False):
     candidates_per_lane = topk_group * group_size // LANES_PER_TOKEN
     lanes_per_kept_group = group_size // candidates_per_lane
     max_picks_per_lane = min(candidates_per_lane, routed)
-    group_pitch = group_size + 4  # keys per group in shared memory; 16 bytes of padding avoid bank conflicts
+    group_pitch = _group_pitch(group_size)
     token_pitch = num_expert_group * group_pitch
     num_keys = WARPS_PER_BLOCK * TOKENS_PER_WARP * token_pitch
     has_bias = bias_dtype is not None

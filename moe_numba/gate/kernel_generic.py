@@ -16,6 +16,7 @@ from moe_numba.gate.device_functions import (
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
+from moe_numba.runtime.validate import check_choice
 
 MAX_EXPERTS_PER_LANE = 32  # up to 1024 experts
 
@@ -29,6 +30,8 @@ def shared_bytes(num_experts, num_expert_group):
 def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32", limit_on_device=False):
     """Make the kernel for all shapes; only the scoring and the dtypes are compile-time constants."""
     has_bias = bias_dtype is not None
+    check_choice("dtype", dtype, ITEM_BYTES)
+    check_choice("bias_dtype", bias_dtype or dtype, ITEM_BYTES)
     load_one = make_load(dtype, ITEM_BYTES[dtype], MAX_EXPERTS_PER_LANE)[2]
     load_one_bias = make_load(bias_dtype or dtype, ITEM_BYTES[bias_dtype or dtype], MAX_EXPERTS_PER_LANE)[2]
     score_row, score_one = make_scoring(scoring, MAX_EXPERTS_PER_LANE)

@@ -3,6 +3,8 @@
 import torch
 
 SCORINGS = ("sigmoid", "softmax", "sqrtsoftplus")
+_NO_PADDING = {"num_token_non_padded": None}
+_MAX_PAIRS = 1 << 24  # that the checker compares at once
 
 
 def expert_scores(gating_output, scoring="sigmoid"):
@@ -36,13 +38,15 @@ def top2_per_group(biased, num_expert_group):
     return grouped.gather(-1, argsort_descending(grouped)[..., :2])
 
 
-def choose_experts(biased, count, num_expert_group=1, topk_group=1):
-    """Return the best ``count`` experts of the best ``topk_group`` groups in descending order, [tokens, count].
+def group_scores(biased, num_expert_group):
+    """Return the scores of the groups, [tokens, groups]: the sum of a group's two best scores, or its only one."""
+    return biased if num_expert_group == biased.shape[1] else top2_per_group(biased, num_expert_group).sum(dim=-1)
 
-    A group's score is the sum of its two best scores.
-    """
+
+def choose_experts(biased, count, num_expert_group=1, topk_group=1):
+    """Return the best ``count`` experts of the best ``topk_group`` groups in descending order, [tokens, count]."""
     tokens, num_experts = biased.shape
-    groups = argsort_descending(top2_per_group(biased, num_expert_group).sum(dim=-1))[:, :topk_group]
+    groups = argsort_descending(group_scores(biased, num_expert_group))[:, :topk_group]
     kept = torch.zeros(tokens, num_expert_group, dtype=torch.bool, device=biased.device).scatter_(1, groups, True)
     kept = kept.repeat_interleave(num_experts // num_expert_group, dim=1)
     # Move the experts of dropped groups to the end, behind even the NaN scores of kept groups.
@@ -59,6 +63,7 @@ def expert_weights(
     apply_routed_scaling_factor_on_output=False,
 ):
     """Return the weights [tokens, topk] for the chosen experts' scores [tokens, routed]; shared experts come last."""
+    routed_scaling_factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
     weights = chosen.masked_fill(chosen.isnan(), 0.0)
     total = weights.sum(dim=1, keepdim=True)
     weights = torch.cat([weights, (total / routed_scaling_factor).expand(-1, num_fused_shared_experts)], dim=1)
@@ -109,9 +114,9 @@ def biased_grouped_topk(
 def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e-6, **options):
     """Compare a routing with the float64 reference; return a description of the first error, or None.
 
-    Where the reference's choice depends on a difference below the rounding error of float32 arithmetic (``tolerance``,
-    for scores of about 1), other ids are accepted if they are distinct, in range and as good to within the tolerance.
-    Everywhere else, exact ties included, ids must equal the reference's, in the same order.
+    A value v is certainly better than w if v - w > ``tolerance`` * max(1, abs(w)), or if they are equal and v has the
+    lower index. Other pairs are near ties: float32 arithmetic may order them either way. A routing is accepted if some
+    outcome of the near ties leads to it. Its weights must be those of the experts that it chooses.
 
     Parameters
     ----------
@@ -120,14 +125,16 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
     gating_output, correction_bias, topk, **options
         The arguments of the call to :func:`biased_grouped_topk`.
     tolerance : float
+        Rounding error of float32 arithmetic, for scores of about 1.
 
     Returns
     -------
     str or None
     """
     tokens, num_experts = gating_output.shape
-    routed = topk - options.get("num_fused_shared_experts", 0)
+    num_shared = options.get("num_fused_shared_experts", 0)
     num_groups, topk_group = options.get("num_expert_group", 1), options.get("topk_group", 1)
+    limit = options.get("num_token_non_padded")
     if tuple(ids.shape) != (tokens, topk) or tuple(weights.shape) != (tokens, topk):
         return f"the outputs have shapes {tuple(weights.shape)} and {tuple(ids.shape)}, not {(tokens, topk)}"
     if weights.dtype != torch.float32 or ids.dtype != torch.int32:
@@ -135,39 +142,30 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
     if not weights.isfinite().all():
         return f"token {_first_row(~weights.isfinite())} has a weight that is not finite"
 
-    expected_weights, expected_ids = biased_grouped_topk(
-        gating_output, correction_bias, topk, **{**options, "dtype": torch.float64}
-    )
-    scores = expert_scores(gating_output.double(), options.get("scoring", "sigmoid"))
+    unpadded = tokens if limit is None else min(int(limit), tokens)
+    is_written = (ids[unpadded:] != -1) | (weights[unpadded:] != 0)
+    if is_written.any():
+        return f"token {unpadded + _first_row(is_written)} is padding, but has an id other than -1 or a weight"
+    weights, ids, x = weights[:unpadded], ids[:unpadded].long(), gating_output[:unpadded].double()
+    expected_ids = biased_grouped_topk(x, correction_bias, topk, dtype=torch.float64, **{**options, **_NO_PADDING})[1]
+    scores = expert_scores(x, options.get("scoring", "sigmoid"))
     biased = scores if correction_bias is None else scores + correction_bias.double()
-    differs = (ids != expected_ids).any(dim=1)
-    uncertain = differs & _near_ties(biased, num_groups, topk_group, routed, tolerance) & (expected_ids[:, 0] >= 0)
-    is_wrong = differs & ~uncertain
-    if is_wrong.any():
-        row = _first_row(is_wrong[:, None])
-        return (
-            f"{int(is_wrong.sum())} of {tokens} tokens have wrong ids; the first is token {row}: "
-            f"{ids[row].tolist()} instead of {expected_ids[row].tolist()}"
-        )
-    if uncertain.any():
-        given = ids[uncertain].long()
-        if ((given[:, :routed] < 0) | (given[:, :routed] >= num_experts)).any():
-            return f"an id is not in 0..{num_experts - 1}"
-        if (given.sort(dim=1).values.diff(dim=1) == 0).any():
-            return f"token {_first_row(uncertain[:, None])} names an expert twice"
-        last_expected, given = expected_ids[uncertain, routed - 1 :][:, :1].long(), given[:, :routed]
-        slack = 4 * tolerance * biased[uncertain].gather(1, last_expected).abs().clamp(min=1.0)
-        if (
-            num_groups == 1
-            and (biased[uncertain].gather(1, given) < biased[uncertain].gather(1, last_expected) - slack).any()
-        ):
-            return f"token {_first_row(uncertain[:, None])} was routed to a worse expert than the best available"
-        names = ("renormalize", "routed_scaling_factor", "apply_routed_scaling_factor_on_output")
-        shared = options.get("num_fused_shared_experts", 0)
-        chosen = expert_weights(
-            scores[uncertain].gather(1, given), shared, **{n: options[n] for n in names if n in options}
-        )
-        expected_weights[uncertain] = chosen.to(torch.float32)
+    differs = (ids != expected_ids).any(dim=1).nonzero()[:, 0]
+    chosen = ids[:, : topk - num_shared]
+    # A row that equals the reference needs no explanation; for the others, all pairs of values are compared.
+    pairs_per_row = num_experts * chosen.shape[1] + num_groups**2
+    for rows in differs.split(max(_MAX_PAIRS // pairs_per_row, 1)):
+        bad_shared = (ids[rows, topk - num_shared :] != expected_ids[rows, topk - num_shared :]).any(dim=1)
+        reasons = [("has a wrong id of a shared expert", bad_shared)]
+        reasons += _wrong_choices(biased[rows], chosen[rows], num_groups, topk_group, tolerance)
+        for reason, is_wrong in reasons:
+            if is_wrong.any():
+                row = rows[int(is_wrong.nonzero()[0])]
+                return f"token {int(row)} {reason}: {ids[row].tolist()} instead of {expected_ids[row].tolist()}"
+
+    names = ("renormalize", "routed_scaling_factor", "apply_routed_scaling_factor_on_output")
+    given = {name: options[name] for name in names if name in options}
+    expected_weights = expert_weights(scores.gather(1, chosen), num_shared, **given)
     weight_differs = (weights - expected_weights).abs() > 1e-5 * expected_weights.abs() + 1e-7
     if weight_differs.any():
         row = _first_row(weight_differs)
@@ -175,32 +173,53 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
     return None
 
 
-def _near_ties(biased, num_groups, topk_group, routed, tolerance):
-    """Find rows in which two compared values differ by less than the rounding error of float32 arithmetic."""
+def _wrong_choices(biased, chosen, num_groups, topk_group, tolerance):
+    """Yield (reason, rows): the rows [rows] whose ``chosen`` experts no outcome of the near ties explains."""
+    num_experts = biased.shape[1]
+    out_of_range = ((chosen < 0) | (chosen >= num_experts)).any(dim=1)
+    yield f"has an id that is not in 0..{num_experts - 1}", out_of_range
+    chosen = chosen.clamp(0, num_experts - 1)
+    yield "has an expert twice", (chosen.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
 
-    def has_near_tie(values, count, whole_prefix):
-        """Find near ties of adjacent sorted values around position ``count``, or up to it (``whole_prefix``)."""
-        ordered = values.gather(1, argsort_descending(values))
-        upper, lower, last = ordered[:, :-1], ordered[:, 1:], ordered[:, count - 1 : count]
-        slack = tolerance * lower.abs().clamp(min=1.0)
-        near = (upper > lower) & (upper - lower < slack) & (upper >= last - slack)
-        return (near & (whole_prefix | (lower <= last + slack))).any(dim=1)
+    values = biased.gather(1, chosen)
+    later_is_better = _certainly_better(values, chosen, values, chosen, tolerance).tril(-1)
+    yield "has its experts in the wrong order", later_is_better.flatten(1).any(dim=1)
 
-    if topk_group == num_groups:
-        return has_near_tie(biased, routed, True)
-    top2 = top2_per_group(biased, num_groups)
-    group_scores = top2.sum(dim=-1)
-    order = argsort_descending(group_scores)
-    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, order[:, :topk_group], True)
-    kept = kept.repeat_interleave(biased.shape[1] // num_groups, dim=1)
-    # Equal sums of different pairs may round differently. Equal sums of equal pairs are exact ties.
-    top2 = top2.gather(1, order[:, topk_group - 1 : topk_group + 1, None].expand(-1, -1, top2.shape[-1]))
-    same_sum = (top2[:, 0].sum(-1) == top2[:, 1].sum(-1)) & (top2[:, 0] != top2[:, 1]).any(-1)
-    return (
-        same_sum
-        | has_near_tie(group_scores, topk_group, False)
-        | has_near_tie(biased.masked_fill(~kept, float("-inf")), routed, True)
-    )
+    # Groups: those with fewer than topk_group others that could be better are kept for certain.
+    scores, top2 = group_scores(biased, num_groups), top2_per_group(biased, num_groups)
+    group = torch.arange(num_groups, device=biased.device).expand(len(biased), -1)
+    better = _certainly_better(scores, group, scores, group, tolerance)
+    # Equal sums of different terms may round differently.
+    rounds_alike = (top2[:, :, None] == top2[:, None]).all(dim=-1) | ~scores.isfinite()[:, None]
+    better &= rounds_alike | (scores[:, :, None] != scores[:, None])
+    could_be_better = ~better.mT & ~torch.eye(num_groups, dtype=torch.bool, device=biased.device)
+    kept = could_be_better.sum(dim=1) < topk_group
+    dropped = better.sum(dim=1) >= topk_group
+    group_of_chosen = chosen // (num_experts // num_groups)
+    yield "has an expert of a group that is not kept", dropped.gather(1, group_of_chosen).any(dim=1)
+    # A group that is better than a kept group is kept, too.
+    kept = kept.scatter(1, group_of_chosen, True)
+    kept |= (better & kept[:, None]).any(dim=2)
+    yield f"has experts of more than {topk_group} groups", kept.sum(dim=1) > topk_group
+
+    # Experts: none of a kept group that was not chosen may be better than a chosen one.
+    expert = torch.arange(num_experts, device=biased.device).expand(len(biased), -1)
+    is_missed = _certainly_better(biased, expert, values, chosen, tolerance).any(dim=2)
+    is_missed = is_missed.scatter(1, chosen, False)
+    group_is_missed = is_missed.view(len(biased), num_groups, num_experts // num_groups).any(dim=2)
+    yield "lacks an expert that is better than one that it has", (group_is_missed & kept).any(dim=1)
+    # The remaining kept groups are near ties: they must suffice without a group that would contribute an expert.
+    possible = ~group_is_missed & ~dropped
+    possible &= ~(better & (group_is_missed | dropped)[:, :, None]).any(dim=1)
+    yield "has an expert of a group that is not kept", (possible | kept).sum(dim=1) < topk_group
+
+
+def _certainly_better(values, index, others, other_index, tolerance):
+    """Compare all pairs: whether ``values`` [rows, n] certainly rank before ``others`` [rows, m], as [rows, n, m]."""
+    a, b, a_index, b_index = values[:, :, None], others[:, None], index[:, :, None], other_index[:, None]
+    slack = tolerance * b.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
+    equal = (a == b) | (a.isnan() & b.isnan())
+    return (a - b > slack) & (a > b) | ~a.isnan() & b.isnan() | equal & (a_index < b_index)
 
 
 def _first_row(rows):

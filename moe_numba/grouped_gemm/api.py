@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from moe_numba.grouped_gemm.launch import fake_group_gemm, group_gemm
+from moe_numba.runtime.dlpack import call_with_tensors
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 
 
@@ -67,6 +68,8 @@ def group_gemm_pertensor_fp8(
     if needs_dispatch(x, weight, y_scale):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices)
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_pertensor_fp8, "x", locals())
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
@@ -119,6 +122,8 @@ def group_gemm_blockwise_fp8(
     if needs_dispatch(x, weight, x_scale, w_scale):
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices)
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_blockwise_fp8, "x", locals())
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
@@ -165,6 +170,8 @@ def group_gemm_bf16(
     if needs_dispatch(x, weight):
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
         return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices)
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_bf16, "x", locals())
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
@@ -217,6 +224,8 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     if needs_dispatch(x, weight, y_scale):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices)
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_silu_and_mul_pertensor_fp8, "x", locals())
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
@@ -271,6 +280,8 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     if needs_dispatch(x, weight, x_scale, w_scale):
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_silu_and_mul_blockwise_fp8", x, weight, *groups, out, gather_indices)
+    if not isinstance(x, torch.Tensor):
+        return call_with_tensors(group_gemm_silu_and_mul_blockwise_fp8, "x", locals())
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )

@@ -1,24 +1,31 @@
 """Plan and launch the grouped GEMM: the implementation behind the public functions."""
 
+import math
 from functools import cache
 
 import torch
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import check_average, check_indices, check_inputs, check_scales, describe_outputs
+from moe_numba.grouped_gemm.checks import check_indices, check_inputs, check_scale
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.runtime.compile import TENSOR_MAP
+from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of
-from moe_numba.runtime.launch import address, cached_cubin, current_stream, launcher
-from moe_numba.runtime.tensor_map import encode_tensor_map
-from moe_numba.runtime.validate import as_tensor, make_outputs, to_caller_library
+from moe_numba.runtime.dlpack import as_tensor
+from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.tensor_map import tensor_map_template
+from moe_numba.runtime.validate import check_int, make_outputs
 
 SIGNATURE = (
     *(TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5),
     *("uint8*", "int32*", "int32", "int32"),  # x, row_indices, x_rows, row_bytes: used with gather only
 )
-_MAX_TILES = (1 << 31) - 1
+_MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
+
+
+_MAX_PLANS = 4096
+_plans: dict = {}
 
 
 def group_gemm(
@@ -41,67 +48,125 @@ def group_gemm(
     ``scaling`` is "tensor", "block" or "none". ``config`` replaces the configuration that ``average`` selects; all else
     is as for the public functions.
     """
-    caller_x, x, weight = x, as_tensor(x, "x"), as_tensor(weight, "weight")
-    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
-    row_layout, lengths, starts = check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype)
-    groups, n, k = weight.shape
-    indices = None if gather_indices is None else check_indices(gather_indices, x)
-    x_scale, weight_scale = check_scales(scaling, x, weight, x_scale, weight_scale)
-    shape = x.shape[:-1] if indices is None else indices.shape
-    total_rows = shape.numel()
-    wanted = describe_outputs(shape, n, silu_and_mul)
-    n //= 1 + silu_and_mul
-    outputs = make_outputs(out, wanted, x.device, aligned=[name for name, _, _ in wanted])
-    if total_rows:
-        config = config or select_config(scaling, row_layout, check_average(average, total_rows, groups), silu_and_mul)
-        if indices is not None:
-            config = config._replace(gather=True, cluster_size=1)
-        if groups * -(-total_rows // config.block_m) * -(-n // BLOCK_N) > _MAX_TILES:
-            raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
-        index = x.device.index or 0
-        start, block_k = get_launcher(config, index), 128 // x.element_size()
-        rows = x.view(-1, k) if x.dim() == 3 else x
-        rows = rows if len(rows) else weight[0]  # gathering from no rows: a tensor map cannot be of an empty tensor
-        start(
-            _grid_size(x.device),
-            THREADS,
-            current_stream(index),
-            encode_tensor_map(rows, (SharedMemoryLayout(config).x_box_rows, block_k), swizzle=128),
-            encode_tensor_map(weight, (1, BLOCK_N, block_k), swizzle=128),
-            address(outputs[0]),
-            address(outputs[-1]),
-            address(lengths),
-            address(lengths if starts is None else starts),
-            address(lengths if x_scale is None else x_scale),
-            address(lengths if weight_scale is None else weight_scale),
-            groups,
-            total_rows,
-            x.shape[1] if row_layout == "masked" else 0,
-            n,
-            k,
-            address(rows),
-            address(lengths if indices is None else indices),
-            len(x),
-            0 if indices is None else x.stride(0) * x.element_size(),
-        )
+    if average is not None:  # before the look-up: 8.0 would find the plan for 8
+        average = min(check_int("num_seq_per_group_avg", average, 0), _MAX_AVERAGE)
+    tensors: tuple = (x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices)
+    try:
+        key = (scaling, average, silu_and_mul, config, *map(_tensor_key, tensors))
+    except AttributeError:  # an array of another library
+        scale = "y_scale" if scaling == "tensor" else "w_scale"
+        names = "x", "weight", "seqlens", "cu_seqlens", "x_scale", scale, "offs", "gather_indices"
+        tensors = tuple(a if a is None else as_tensor(a, name) for a, name in zip(tensors, names, strict=True))
+        key = (scaling, average, silu_and_mul, config, *map(_tensor_key, tensors))
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = GemmPlan(scaling, tensors, average, silu_and_mul, config)
+    outputs = make_outputs(out, plan.wanted, plan.device, aligned=plan.aligned)
+    if plan.start is not None:
+        plan.launch(tensors, outputs)
     if out is not None:
         return out
-    results = tuple(to_caller_library(tensor, caller_x) for tensor in outputs)
-    return results if silu_and_mul else results[0]
+    return tuple(outputs) if silu_and_mul else outputs[0]
+
+
+def _tensor_key(tensor):
+    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def check_arguments(scaling, tensors, silu_and_mul):
+    """Check the tensors; return the row layout, and name, shape and dtype of each output."""
+    x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
+    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
+    row_layout = check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype)
+    groups, n, k = weight.shape
+    if indices is not None:
+        check_indices(indices, x)
+    if scaling == "tensor":
+        check_scale("y_scale", weight_scale, (groups,), x.device)
+    elif scaling == "block":
+        k_blocks = -(-k // 128)
+        check_scale("x_scale", x_scale, (*x.shape[:-1], k_blocks), x.device)
+        check_scale("w_scale", weight_scale, (groups, -(-n // 128), k_blocks), x.device)
+    shape = x.shape[:-1] if indices is None else indices.shape
+    if not silu_and_mul:
+        return row_layout, [("y", (*shape, n), torch.bfloat16)]
+    if n % 256:
+        raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 256")
+    values, scales = (*shape, n // 2), (*shape, n // 256)
+    return row_layout, [("y", values, torch.float8_e4m3fn), ("scale", scales, torch.float32)]
 
 
 def fake_group_gemm(scaling: str, call, silu_and_mul: bool = False):
     """Check the arguments of a public function's call and return its outputs."""
-    x, weight, out = call.x, call.weight, call.out
-    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
-    check_inputs(x, weight, call.seqlens, call.cu_seqlens, call.offs, dtype)
-    if scaling == "tensor":
-        check_scales(scaling, x, weight, None, call.y_scale)
-    elif scaling == "block":
-        check_scales(scaling, x, weight, call.x_scale, call.w_scale)
-    shape = x.shape[:-1] if call.gather_indices is None else check_indices(call.gather_indices, x).shape
-    outputs = make_outputs(out, describe_outputs(shape, weight.shape[1], silu_and_mul), x.device)
+    scales = {"tensor": ("", "y_scale"), "block": ("x_scale", "w_scale"), "none": ("", "")}[scaling]
+    x_scale, weight_scale = (getattr(call, name, None) for name in scales)
+    groups = call.seqlens, call.cu_seqlens, x_scale, weight_scale, call.offs
+    _, wanted = check_arguments(scaling, (call.x, call.weight, *groups, call.gather_indices), silu_and_mul)
+    outputs = make_outputs(call.out, wanted, call.x.device)
     return outputs if silu_and_mul else outputs[0]
+
+
+class GemmPlan:
+    """Launch plan for tensors of given shapes, strides and dtypes: the arguments are checked once.
+
+    ``tensors`` are x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs and gather_indices; the others are as
+    for `group_gemm`.
+    """
+
+    def __init__(self, scaling, tensors, average, silu_and_mul, config):
+        x, weight, *_, indices = tensors
+        row_layout, self.wanted = check_arguments(scaling, tensors, silu_and_mul)
+        groups, _, k = weight.shape
+        *shape, n = self.wanted[0][1]
+        total_rows = math.prod(shape)
+        self.device, self.start = x.device, None
+        self.aligned = [name for name, _, _ in self.wanted]
+        if not total_rows:
+            return
+        average = -(-total_rows // groups) if average is None else average
+        config = config or select_config(scaling, row_layout, average, silu_and_mul)
+        if indices is not None:
+            config = config._replace(gather=True, cluster_size=1)
+        if groups * -(-total_rows // config.block_m) * -(-n // BLOCK_N) > _MAX_TILES:
+            raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
+        self.device_index = x.device.index or 0
+        self.start, self.grid = get_launcher(config, self.device_index), _grid_size(x.device)
+        block_k, x_box_rows = 128 // x.element_size(), SharedMemoryLayout(config).x_box_rows
+        rows = x.view(-1, k) if x.dim() == 3 else x
+        # Gathering from no rows: a tensor map cannot be of an empty tensor.
+        self.x_is_empty = not len(rows)
+        self.x_map = tensor_map_template(
+            weight[0] if self.x_is_empty else rows, (x_box_rows, block_k), swizzle=128, name="x"
+        )
+        self.weight_map = tensor_map_template(weight, (1, BLOCK_N, block_k), swizzle=128, name="weight")
+        self.is_masked = row_layout == "masked"
+        self.sizes = groups, total_rows, x.shape[1] if row_layout == "masked" else 0, n, k
+        self.gather_sizes = len(x), 0 if indices is None else x.stride(0) * x.element_size()
+
+    def launch(self, tensors, outputs):
+        """Launch the kernel. A pointer that it does not use is that of the group sizes."""
+        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
+        rows = weight[0] if self.x_is_empty else x.flatten(0, 1) if self.is_masked else x
+        lengths = address(seqlens if offs is None else offs)
+        self.start(
+            self.grid,
+            THREADS,
+            current_stream(self.device_index),
+            self.x_map(rows),
+            self.weight_map(weight),
+            address(outputs[0]),
+            address(outputs[-1]),
+            lengths,
+            lengths if cu_seqlens is None else address(cu_seqlens),
+            lengths if x_scale is None else address(x_scale),
+            lengths if weight_scale is None else address(weight_scale),
+            *self.sizes,
+            address(rows),
+            lengths if indices is None else address(indices),
+            *self.gather_sizes,
+        )
 
 
 @cache
@@ -116,18 +181,13 @@ def get_launcher(config: GemmConfig, device: int):
         shared_bytes=shared_bytes,
         cluster=config.cluster_size if config.cluster_size > 1 else None,
         dependent=True,
-        cache_key=_cache_key(config),
     )
 
 
 def compile_config(config: GemmConfig) -> None:
     """Compile the kernel of a configuration into the cubin cache on disk; no GPU is needed."""
     kernel, _ = make_kernel(config)
-    cached_cubin(kernel, SIGNATURE, launch_bounds=THREADS, cache_key=_cache_key(config))
-
-
-def _cache_key(config):
-    return ("grouped_gemm", *config)
+    machine_code(kernel, SIGNATURE, launch_bounds=THREADS)
 
 
 @cache

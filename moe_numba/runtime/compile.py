@@ -5,6 +5,7 @@ Everything in the package that depends on Numba's compiler internals is here and
 
 import contextlib
 import re
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ __all__ = ["SM_90A", "TENSOR_MAP", "Compiled", "compile_kernel"]
 SM_90A = (9, 0, "a")  # the suffix admits instructions that only Hopper has
 ENTRY = "entry"  # the name of every entry in C++
 TENSOR_MAP = "tensormap"  # in a signature: 128 bytes by value; the kernel gets a pointer to them
+_COMPILER_LOCK = threading.RLock()  # Numba's compiler is not thread-safe
 _C_TYPES = {
     "int32": "int",
     "uint32": "unsigned",
@@ -61,6 +63,11 @@ def compile_kernel(kernel, signature, *, arch=SM_90A, launch_bounds=None, lto=Fa
     Compiled
     """
     launch_bounds = launch_bounds or kernel.targetoptions.get("launch_bounds")
+    with _COMPILER_LOCK:
+        return _compile(kernel, signature, arch, launch_bounds, lto, cpp_entry)
+
+
+def _compile(kernel, signature, arch, launch_bounds, lto, cpp_entry):
     if cpp_entry or TENSOR_MAP in signature:
         return _compile_with_entry(kernel, signature, arch, launch_bounds)
     with _compiling_for(arch):

@@ -1,7 +1,9 @@
 """A cache of machine code on disk.
 
-An entry's key hashes everything that the code depends on: the package's sources, the kernel's configuration and the
-versions of the compilers. Files are added and never changed; deleting them is safe.
+An entry's key hashes everything that the code depends on: the package's sources, the kernel, its signature and the
+versions of the compilers. An entry starts with a digest of its content; a damaged one is made again. Deleting files is
+safe. Machine code runs with all rights of the process, so folders and files that another user could have written are
+not read.
 """
 
 import contextlib
@@ -9,42 +11,110 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import stat
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 
+from moe_numba.runtime.compile import SM_90A, compile_kernel
+from moe_numba.runtime.kernel_key import kernel_key
+
 FOLDER = "MOE_NUMBA_CACHE"  # environment variable: another folder, or "0" for no cache
 _COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
+_DIGEST_BYTES = 32
 
 
 def folder():
-    """The cache folder, or None if the cache is off."""
+    """Return the cache folder, or None if the cache is off."""
     named = os.environ.get(FOLDER)
     if named == "0":
         return None
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_numba"
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "moe_numba"
+
+
+def machine_code(kernel, signature, *, arch=SM_90A, launch_bounds=None, cpp_entry=False):
+    """Return a kernel's cubin and the name of its entry, from the cache or compiled; no GPU is needed.
+
+    Parameters as for :func:`moe_numba.runtime.compile.compile_kernel`. Only kernels of this package are cached.
+    """
+
+    def make():
+        compiled = compile_kernel(kernel, signature, arch=arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
+        return compiled.name.encode() + b"\n" + compiled.code.code
+
+    key = kernel_key(kernel)
+    entry = make() if key is None else load_or_make(f"{key} {signature} {arch} {launch_bounds} {cpp_entry}", make)
+    name, _, cubin = entry.partition(b"\n")
+    return cubin, name.decode()
 
 
 def load_or_make(key, make):
-    """Return the entry of ``key``; on a miss call ``make()`` and store the bytes that it returns."""
+    """Return the entry of ``key``, a string; on a miss call ``make()`` and store the bytes that it returns."""
     where = folder()
-    if where is None or key is None:
+    if where is None or not _make_private(where):
         return make()
-    path = where / f"{hashlib.sha256(f'{_origin()} {key!r}'.encode()).hexdigest()}.cubin"
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    data = make()
-    with contextlib.suppress(OSError):  # a full or read-only disk costs time and nothing else
-        where.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=where, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)  # atomic: another process sees the whole file or none
+    path = where / f"{hashlib.sha256(f'{_origin()} {key}'.encode()).hexdigest()}.cubin"
+    data = _read(path)
+    if data is None:
+        data = make()
+        _write(path, data)
     return data
+
+
+def _make_private(where):
+    """Make the folder if necessary; return whether it belongs to this user and nobody else can write to it."""
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _is_private(where.stat()):
+            return True
+    except OSError:  # a read-only disk costs time and nothing else
+        return False
+    warnings.warn(
+        f"the cache folder {where} belongs to another user, or others can write to it: compiled kernels are not "
+        f"cached (set {FOLDER} to a folder of your own)",
+        stacklevel=2,
+    )
+    return False
+
+
+def _is_private(status):
+    return os.name == "nt" or (status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _read(path):
+    """Return the content of an entry, or None if it is missing, damaged, or not a private regular file."""
+    try:
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not (stat.S_ISREG(status.st_mode) and _is_private(status)):
+                return None
+            entry = file.read()
+    except OSError:
+        return None
+    digest, data = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+    return data if digest == hashlib.sha256(data).digest() else None
+
+
+def _write(path, data):
+    """Write an entry under a temporary name and rename it, so that other processes see all of it or nothing."""
+    with contextlib.suppress(OSError):  # a full disk costs time and nothing else
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(hashlib.sha256(data).digest() + data)
+                file.close()
+                os.replace(file.name, path)
+            except OSError:
+                file.close()
+                os.unlink(file.name)
+                raise
 
 
 @cache
 def _origin():
-    """A digest of the package's sources, and the compilers' versions."""
+    """Return a digest of the package's sources, and the compilers' versions."""
     from cuda.bindings import nvjitlink, nvrtc
 
     digest = hashlib.sha256()

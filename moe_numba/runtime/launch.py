@@ -4,8 +4,10 @@
 of pointers, numbers and tensor maps. A call packs its arguments into one buffer for the driver, in a tenth of the time.
 """
 
+import contextlib
 import ctypes
 import struct
+import sys
 import threading
 from functools import cache
 
@@ -14,8 +16,8 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.compile import ENTRY, SM_90A, TENSOR_MAP, compile_kernel
-from moe_numba.runtime.cubin_cache import load_or_make
+from moe_numba.runtime.compile import TENSOR_MAP
+from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.tensor_map import TensorMap, address
 
 __all__ = ["Launcher", "address", "current_stream", "launch", "launcher", "signature_of"]
@@ -31,6 +33,20 @@ _POINTER_NAMES = {
 # An argument's bytes in the buffer that the driver reads; each is padded to a multiple of 8.
 _FORMATS = {"int32": "i4x", "uint32": "I4x", "int64": "q", "uint64": "Q", "float32": "f4x", "float64": "d"}
 _SHARED_BYTES_WITHOUT_OPT_IN = 48 * 1024
+
+# The driver's CUlaunchConfig: grid, block, shared bytes and stream, packed behind the arguments for each launch; then
+# the attributes, which never change. A CUlaunchAttribute is an id and a union of 64 bytes.
+_CONFIG_FORMAT = "7I4xQ"
+_CONFIG_STREAM_OFFSET, _CONFIG_PACKED_BYTES, _CONFIG_BYTES = 32, 40, 56
+_CONFIG_ATTRIBUTES_FORMAT = "=QI4x"
+_ATTRIBUTE_FORMAT, _ATTRIBUTE_BYTES = "=I4x3I52x", 72
+
+# Looked up once, because every launch calls them; None without CUDA.
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+_LAUNCHERS_LOCK = threading.RLock()
+_recordings: dict = {}  # thread -> _Recording
 
 
 def _format(type_name):
@@ -55,76 +71,154 @@ class Launcher:
         cooperative,
         dependent,
         cpp_entry=False,
-        cache_key=None,
     ):
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        arch = _arch(device)
-        if cache_key is None:
-            compiled = compile_kernel(kernel, signature, arch=arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
-            code, self.name = compiled.code, compiled.name
-        else:
-            code = ObjectCode.from_cubin(
-                cached_cubin(kernel, signature, arch=arch, launch_bounds=launch_bounds, cache_key=cache_key)
-            )
-            self.name = ENTRY
-        self._kernel = code.get_kernel(self.name)  # keeps the code loaded
-        handle = driver.CUkernel(int(self._kernel.handle))
+        cubin, entry = machine_code(
+            kernel, signature, arch=_arch(device), launch_bounds=launch_bounds, cpp_entry=cpp_entry
+        )
+        self.name = kernel.py_func.__name__
+        self._kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)  # keeps the code loaded
+        self._function = int(self._kernel.handle)
         if shared_bytes > _SHARED_BYTES_WITHOUT_OPT_IN:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            handle = driver.CUkernel(self._function)
             (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, handle, driver.CUdevice(device))
             if error:
                 raise ValueError(
                     f"shared_bytes is {shared_bytes}, more than a block of this GPU can have: {error.name}"
                 )
-        self._function = driver.CUfunction(int(handle))
-        self._device = device
-        self._shared_bytes = shared_bytes
+        self.device, self._shared_bytes = device, shared_bytes
         formats = [_format(type_name) for type_name in signature]
-        self._format = struct.Struct("=" + "".join(formats))
         self._offsets = [struct.calcsize("=" + "".join(formats[:i])) for i in range(len(formats))]
-        self._attributes = _attributes(driver, cluster, cooperative, dependent)
-        self._driver = driver
+        self._config_offset = struct.calcsize("=" + "".join(formats))
+        self._pack = struct.Struct("=" + "".join(formats) + _CONFIG_FORMAT).pack_into
+        self._attributes = _attributes(cluster, cooperative, dependent)
+        self._launch = _driver_launch()
         self._thread = threading.local()
 
-    def _prepare(self):
-        """Make this thread's argument buffer and the driver's pointers into it (the driver releases the GIL)."""
-        buffer = ctypes.create_string_buffer(self._format.size)
+    def _buffer(self):
+        """Return a buffer for the arguments and the launch configuration, and the addresses that the driver needs."""
+        buffer = ctypes.create_string_buffer(self._config_offset + _CONFIG_BYTES)
         start = ctypes.addressof(buffer)
         pointers = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
-        config = None
-        if self._attributes:
-            config = self._driver.CUlaunchConfig()
-            config.attrs, config.numAttrs = self._attributes, len(self._attributes)
-            config.sharedMemBytes = self._shared_bytes
-        self._thread.state = state = buffer, pointers, ctypes.addressof(pointers), config
+        attributes = ctypes.addressof(self._attributes), len(self._attributes) // _ATTRIBUTE_BYTES
+        struct.pack_into(_CONFIG_ATTRIBUTES_FORMAT, buffer, self._config_offset + _CONFIG_PACKED_BYTES, *attributes)
+        return buffer, start + self._config_offset, ctypes.addressof(pointers), pointers
+
+    def _prepare_thread(self):
+        """Give this thread a buffer of its own (the driver releases the GIL), and make the GPU's context current."""
+        _bind_context(self.device)
+        self._thread.state = state = self._buffer()
         return state
 
     def __call__(self, grid, block, stream, *values):
-        """Launch ``grid`` blocks of ``block`` threads (each an int or a tuple) on ``stream``, a raw stream handle."""
-        if torch._C._cuda_getDevice() != self._device:
-            with torch.cuda.device(self._device):
+        """Launch ``grid`` blocks of ``block`` threads (each an int or a tuple).
+
+        ``stream`` is a raw stream handle, or None for the caller's current stream.
+        """
+        if _current_device() != self.device:
+            with torch.cuda.device(self.device):
                 return self(grid, block, stream, *values)
+        if stream is None:
+            stream = _current_raw_stream(self.device)
         try:
             state = self._thread.state
         except AttributeError:
-            state = self._prepare()
-        buffer, _, pointers, config = state
-        self._format.pack_into(buffer, 0, *values)
+            state = self._prepare_thread()
+        buffer, config, pointers, _ = state
         gx, gy, gz = (grid, 1, 1) if type(grid) is int else _three(grid)
         bx, by, bz = (block, 1, 1) if type(block) is int else _three(block)
-        if config is None:
-            (error,) = self._driver.cuLaunchKernel(
-                self._function, gx, gy, gz, bx, by, bz, self._shared_bytes, stream, pointers, 0
-            )
-        else:
-            config.gridDimX, config.gridDimY, config.gridDimZ = gx, gy, gz
-            config.blockDimX, config.blockDimY, config.blockDimZ = bx, by, bz
-            config.hStream = stream
-            (error,) = self._driver.cuLaunchKernelEx(config, self._function, pointers, 0)
+        self._pack(buffer, 0, *values, gx, gy, gz, bx, by, bz, self._shared_bytes, stream)
+        error = self._launch(config, self._function, pointers, None)
         if error:
-            raise RuntimeError(f"the launch of {self.name} with grid {grid} and block {block} failed: {error.name}")
+            self._raise(error, grid, block)
+        if _recordings:
+            _record(self, grid, block, stream, values)
+
+    def prepare(self, grid, block, *values):
+        """Return a function that launches with these arguments on the stream that it is called with."""
+        buffer, config, pointers, kept = self._buffer()
+        self._pack(buffer, 0, *values, *_three(grid), *_three(block), self._shared_bytes, 0)
+        stream_field = ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
+        device, function, start, bound_threads = self.device, self._function, self._launch, set()
+
+        def launch_prepared(stream, kept=kept):
+            if _current_device() != device:
+                with torch.cuda.device(device):
+                    return launch_prepared(stream)
+            if threading.get_ident() not in bound_threads:
+                _bind_context(device)
+                bound_threads.add(threading.get_ident())
+            stream_field.value = stream
+            error = start(config, function, pointers, None)
+            if error:
+                self._raise(error, grid, block)
+
+        return launch_prepared
+
+    def _raise(self, error, grid, block):
+        from cuda.bindings import driver
+
+        result = driver.CUresult(error)
+        text = driver.cuGetErrorString(result)[1].decode()
+        raise RuntimeError(
+            f"{result.name} ({text}): launch of {self.name} with grid {grid}, block {block} and {self._shared_bytes} "
+            "bytes of dynamic shared memory"
+        )
+
+
+class _Recording(list):
+    """The launches of a call, as functions that launch them again on the current stream."""
+
+    stream_bound = False  # whether the call uses memory that belongs to its stream
+
+
+@contextlib.contextmanager
+def recording():
+    """Collect the launches of this thread, which are also executed."""
+    thread = threading.get_ident()
+    _recordings[thread] = launches = _Recording()
+    try:
+        yield launches
+    finally:
+        del _recordings[thread]
+
+
+def current_recording():
+    """Return the recording of this thread, or None."""
+    return _recordings.get(threading.get_ident())
+
+
+def refuse_recording(reason):
+    """Raise ValueError if the call is being recorded."""
+    if _recordings and current_recording() is not None:
+        raise ValueError(reason)
+
+
+def bind_recording_to_stream():
+    """Note that the call which is being recorded uses memory that belongs to its stream."""
+    if _recordings and (launches := current_recording()) is not None:
+        launches.stream_bound = True
+
+
+def _record(launcher, grid, block, stream, values):
+    launches = current_recording()
+    if launches is None:
+        return
+    start, device = launcher.prepare(grid, block, *values), launcher.device
+
+    def launch_again():
+        now = current_stream(device)
+        if launches.stream_bound and (now != stream or torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(
+                f"this call was prepared on stream {stream:#x} and uses that stream's workspace; it cannot run on "
+                f"stream {now:#x} or in a capture"
+            )
+        start(now)
+
+    launches.append(launch_again)
 
 
 class _CompileOnlyLauncher:
@@ -140,8 +234,11 @@ class _CompileOnlyLauncher:
 class _SimulatedLauncher:
     """The same call in the simulator."""
 
+    device = 0
+
     def __init__(self, kernel, signature, options):
-        self._kernel, self._options = kernel, options
+        self._kernel = kernel
+        self._options = {name: options[name] for name in ("shared_bytes", "cluster", "cooperative")}
         plain = ["uint8*" if s == TENSOR_MAP else s for s in signature]
         self._types = [np.dtype(s.removesuffix("*")) for s in plain]
         self._is_pointer = [s[-1] == "*" for s in plain]
@@ -152,9 +249,13 @@ class _SimulatedLauncher:
             for v, t, p in zip(values, self._types, self._is_pointer, strict=True)
         ]
         simulator.run(self._kernel, grid, block, arguments, **self._options)
+        _record(self, grid, block, 0, values)
+
+    def prepare(self, grid, block, *values):
+        """As `Launcher.prepare`."""
+        return lambda stream: self(grid, block, stream, *values)
 
 
-@cache
 def launcher(
     kernel,
     signature,
@@ -166,9 +267,8 @@ def launcher(
     cooperative=False,
     dependent=False,
     cpp_entry=False,
-    cache_key=None,
 ):
-    """Compile and load a kernel, once; the way in for public functions.
+    """Compile and load a kernel, once; the way in for public functions. Machine code is cached on disk.
 
     Parameters
     ----------
@@ -190,27 +290,26 @@ def launcher(
         call ``griddepcontrol_wait`` before it touches what that one writes.
     cpp_entry : bool
         As for :func:`moe_numba.runtime.compile.compile_kernel`; implied by a tensor map.
-    cache_key : tuple, optional
-        Identifies a kernel with a tensor map among all that the package makes: its machine code is cached on disk.
 
     Returns
     -------
     callable
-        ``launch(grid, block, stream, *values)``; a pointer's value is its address, a tensor map's its 128 bytes.
+        ``launch(grid, block, stream, *values)``, where ``stream`` is a raw handle or None for the current stream, a
+        pointer's value is its address and a tensor map's its 128 bytes.
     """
+    options = launch_bounds, shared_bytes, cluster, cooperative, dependent
+    with _LAUNCHERS_LOCK:
+        return _make_launcher(kernel, signature, device, options, cpp_entry)
+
+
+@cache
+def _make_launcher(kernel, signature, device, options, cpp_entry):
+    options = dict(zip(("launch_bounds", "shared_bytes", "cluster", "cooperative", "dependent"), options, strict=True))
     if simulator.ENABLED:
-        options = dict(shared_bytes=shared_bytes, cluster=cluster, cooperative=cooperative)
         return _SimulatedLauncher(kernel, signature, options)
-    options = dict(
-        launch_bounds=launch_bounds,
-        shared_bytes=shared_bytes,
-        cluster=cluster,
-        cooperative=cooperative,
-        dependent=dependent,
-    )
     if devices.target():
         return _CompileOnlyLauncher(kernel, signature, options)
-    return Launcher(kernel, signature, device, **options, cpp_entry=cpp_entry, cache_key=cache_key)
+    return Launcher(kernel, signature, device, **options, cpp_entry=cpp_entry)
 
 
 def launch(kernel, grid, block, *args, stream=None, **options):
@@ -266,16 +365,7 @@ def _type_and_value(value):
 
 def current_stream(device):
     """The raw handle of torch's current stream on a device. It changes under graph capture: ask at every call."""
-    return 0 if simulator.ENABLED or devices.target() else torch._C._cuda_getCurrentRawStream(device)
-
-
-def cached_cubin(kernel, signature, *, arch=SM_90A, launch_bounds, cache_key):
-    """The machine code of a kernel with a tensor map, from the cache on disk or compiled; no GPU is needed."""
-
-    def make():
-        return compile_kernel(kernel, signature, arch=arch, launch_bounds=launch_bounds).code.code
-
-    return load_or_make((cache_key, signature, launch_bounds, arch), make)
+    return 0 if simulator.ENABLED or devices.target() else _current_raw_stream(device)
 
 
 def _arch(device):
@@ -292,24 +382,49 @@ def _three(size):
     return (size, 1, 1) if isinstance(size, int) else (tuple(size) + (1, 1))[:3]
 
 
-def _attributes(driver, cluster, cooperative, dependent):
-    """The driver's launch attributes."""
-    ids, values = driver.CUlaunchAttributeID, []
+def _attributes(cluster, cooperative, dependent):
+    """Return the driver's launch attributes, one after another."""
+    from cuda.bindings.driver import CUlaunchAttributeID as ids
+
+    values = []
     if cluster:
-        value = driver.CUlaunchAttributeValue()
-        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = _three(cluster)
-        values.append((ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value))
+        values.append((ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, *_three(cluster)))
     if cooperative:
-        value = driver.CUlaunchAttributeValue()
-        value.cooperative = 1
-        values.append((ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, value))
+        values.append((ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 1, 0, 0))
     if dependent:
-        value = driver.CUlaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        values.append((ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value))
-    attributes = []
-    for name, value in values:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id, attribute.value = name, value
-        attributes.append(attribute)
-    return attributes
+        values.append((ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0))
+    data = b"".join(struct.pack(_ATTRIBUTE_FORMAT, *map(int, value)) for value in values)
+    return (ctypes.c_char * len(data)).from_buffer_copy(data)
+
+
+@cache
+def _driver_launch():
+    """Return the driver's ``cuLaunchKernelEx(config, function, argument pointers, extra)``.
+
+    It is called through ctypes with packed structures: cuda.bindings converts each field from a Python object, which
+    takes several times as long.
+    """
+    start = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
+    start.argtypes, start.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return start
+
+
+def _bind_context(device):
+    """Make a GPU's primary context current in this thread if it has none; a new thread has none."""
+    from cuda.bindings import driver
+
+    error, context = driver.cuCtxGetCurrent()
+    if not error and not int(context):
+        (error,) = driver.cuCtxSetCurrent(_primary_context(device))
+    if error:
+        raise RuntimeError(f"GPU {device}: its context cannot be made current: {error.name}")
+
+
+@cache
+def _primary_context(device):
+    from cuda.bindings import driver
+
+    error, context = driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device))
+    if error:
+        raise RuntimeError(f"GPU {device} has no context: {error.name}")
+    return context

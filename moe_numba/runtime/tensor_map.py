@@ -23,8 +23,9 @@ _TYPES = {
     torch.float32: "FLOAT32",
     torch.int32: "INT32",
 }
-_CACHE_SIZE = 4096
-_values: dict = {}
+_MAX_TEMPLATES = 4096
+_templates: dict = {}
+_ADDRESS_BYTES = 8
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
@@ -56,10 +57,14 @@ def tensor_map(tensor, box, *, swizzle=0):
     TypeError, ValueError
         If TMA cannot address the tensor or the box; names the argument, its value and what is allowed.
     """
-    data = torch.frombuffer(bytearray(_bytes(tensor, box, swizzle)), dtype=torch.uint8)
+    return _on_device(tensor, _encode(tensor, box, swizzle, "tensor"))
+
+
+def _on_device(tensor, encoded):
+    """Return the bytes of a map as a tensor beside ``tensor``."""
     buffer = torch.empty(256, dtype=torch.uint8, device=tensor.device)
     aligned = buffer[-buffer.data_ptr() % 128 :][:128]  # a GPU's allocator aligns anyway, the CPU's does not
-    return aligned.copy_(data)
+    return aligned.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
 
 
 class TensorMap:
@@ -73,55 +78,85 @@ class TensorMap:
 
 
 def encode_tensor_map(tensor, box, *, swizzle=0):
-    """The map's 128 bytes, which a launcher takes for a tensor map; cached. Parameters as for :func:`tensor_map`."""
+    """Return the map's 128 bytes, which a launcher takes for a tensor map. Parameters as for :func:`tensor_map`."""
+    return tensor_map_template(tensor, box, swizzle=swizzle)(tensor)
+
+
+def tensor_map_template(tensor, box, *, swizzle=0, name="tensor"):
+    """Return ``template(tensor)``: the 128 bytes of the map of another tensor of this shape, strides, dtype and device.
+
+    The driver encodes a map once for each kind of tensor; for another address the template replaces the address, which
+    takes a hundredth of the time. Parameters as for :func:`tensor_map`; ``name`` is the tensor's in messages.
+    """
     if simulator.ENABLED:
-        return address(tensor_map(tensor, box, swizzle=swizzle))
-    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tuple(box), swizzle
-    value = _values.get(key)
-    if value is None:
-        if len(_values) >= _CACHE_SIZE:
-            _values.clear()
-        value = _values[key] = _bytes(tensor, box, swizzle)
-    return value
+        return lambda tensor: address(_on_device(tensor, _encode(tensor, box, swizzle, name)))
+    key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tuple(box), swizzle, name
+    template = _templates.get(key)
+    if template is None:
+        if len(_templates) >= _MAX_TEMPLATES:
+            _templates.clear()
+        template = _templates[key] = _make_template(tensor, box, swizzle, name)
+    return template
 
 
-def _bytes(tensor, box, swizzle):
-    extents, strides, box = _checked(tensor, box, swizzle)
-    check_device(tensor.device, (9, 0), "tensor")
+def _make_template(tensor, box, swizzle, name):
+    start, behind = tensor.data_ptr(), _encode(tensor, box, swizzle, name)[_ADDRESS_BYTES:]
+    # PTX (tensormap.replace) says that a map has a global address and not where; so see whether it is in front.
+    moved = _encode(tensor, box, swizzle, name, offset=1 << 20)
+    if moved != (start + (1 << 20)).to_bytes(_ADDRESS_BYTES, "little") + behind:
+        return lambda tensor: _encode(tensor, box, swizzle, name)
+
+    def template(tensor):
+        start = tensor.data_ptr()
+        if start & 15:
+            _check_address(name, tensor)
+        return start.to_bytes(_ADDRESS_BYTES, "little") + behind
+
+    return template
+
+
+def _encode(tensor, box, swizzle, name, offset=0):
+    """Return the 128 bytes of the map of a tensor, moved by ``offset`` bytes."""
+    extents, strides, box = _checked(name, tensor, box, swizzle)
+    check_device(tensor.device, (9, 0), name)
     if devices.target():
         return bytes(128)
     if not simulator.ENABLED:
-        return _encoded(tensor, extents, strides, box, swizzle)
+        return _encode_by_driver(name, tensor, tensor.data_ptr() + offset, extents, strides, box, swizzle)
     simulator.tensor_map.register(tensor)
     return simulator.tensor_map.TensorMap(
         tensor.data_ptr(), tensor.element_size(), extents, strides, box, swizzle
     ).pack()
 
 
-def _checked(tensor, box, swizzle):
+def _check_address(name, tensor):
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}, which is not aligned to 16 bytes")
+
+
+def _checked(name, tensor, box, swizzle):
     """Check the arguments; return extents, strides in bytes without the innermost, and box, all innermost first."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor is {type(tensor).__name__}; it must be a torch tensor")
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch tensor")
     if tensor.dtype not in _TYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _TYPES)
-        raise ValueError(f"tensor is {tensor.dtype}; TMA is set up here for {names}")
+        raise ValueError(f"{name} is {tensor.dtype}; TMA is set up here for {names}")
     if not 1 <= tensor.ndim <= 5:
-        raise ValueError(f"tensor has {tensor.ndim} dimensions; TMA takes 1 to 5")
+        raise ValueError(f"{name} has {tensor.ndim} dimensions; TMA takes 1 to 5")
     if tensor.numel() == 0 or max(tensor.shape) > 1 << 32:
-        raise ValueError(f"tensor has shape {tuple(tensor.shape)}; each extent must be 1 to 2^32")
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"tensor starts at address {tensor.data_ptr():#x}, which is not aligned to 16 bytes")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; each extent must be 1 to 2^32")
+    _check_address(name, tensor)
     size = tensor.element_size()
     extents, strides = list(tensor.shape)[::-1], [stride * size for stride in tensor.stride()[::-1]]
     if extents[0] > 1 and strides[0] != size:
-        raise ValueError(f"tensor has strides {tensor.stride()}; its last dimension must be contiguous")
+        raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
     strides[0] = size
     for i in range(1, tensor.ndim):
         if extents[i] == 1:  # the stride has no effect, but TMA might refuse it
             strides[i] = -(-extents[i - 1] * strides[i - 1] // 16) * 16
         if strides[i] % 16 or not 0 < strides[i] < 1 << 40:
             raise ValueError(
-                f"tensor has strides {tensor.stride()} of {size} bytes: that of dimension {tensor.ndim - 1 - i} is "
+                f"{name} has strides {tensor.stride()} of {size} bytes: that of dimension {tensor.ndim - 1 - i} is "
                 f"{strides[i]} bytes, but must be a multiple of 16, positive and below 2^40"
             )
     if swizzle not in _SWIZZLES:
@@ -139,7 +174,7 @@ def _checked(tensor, box, swizzle):
     return extents, strides[1:], box[::-1]
 
 
-def _encoded(tensor, extents, strides, box, swizzle):
+def _encode_by_driver(name, tensor, start, extents, strides, box, swizzle):
     """Let the driver encode the 128 bytes."""
     import numpy as np
     from cuda.bindings import driver as cu
@@ -149,7 +184,7 @@ def _encoded(tensor, extents, strides, box, swizzle):
         error, described = cu.cuTensorMapEncodeTiled(
             getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[tensor.dtype]}"),
             tensor.ndim,
-            tensor.data_ptr(),
+            start,
             [cu.cuuint64_t(n) for n in extents],
             [cu.cuuint64_t(n) for n in strides or [16]],  # a vector has none, but the driver refuses a null pointer
             [cu.cuuint32_t(n) for n in box],
@@ -160,5 +195,7 @@ def _encoded(tensor, extents, strides, box, swizzle):
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     if error:
-        raise ValueError(f"the driver refuses a tensor map of {tuple(tensor.shape)} with box {box[::-1]}: {error.name}")
+        raise ValueError(
+            f"the driver refuses a tensor map of {name} {tuple(tensor.shape)} with box {box[::-1]}: {error.name}"
+        )
     return np.array([int(word) for word in described.opaque], np.uint64).tobytes()

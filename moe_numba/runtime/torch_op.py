@@ -47,6 +47,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "SymInt",
     int | None: "SymInt?",
     float: "float",
+    float | None: "float?",
     bool: "bool",
     str: "str",
 }

@@ -1,11 +1,13 @@
 """Checks of what callers pass to public functions. Every error names the argument, its value and what is allowed."""
 
-import importlib
+import numbers
 
+import numpy as np
 import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.dlpack import as_tensor
 
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -44,23 +46,6 @@ def check_device(device, capability, name):
 def is_fake(device):
     """Whether tensors on a device have no data: it is the meta device, or FakeTensorMode is active."""
     return torch._C._get_dispatch_mode(_FAKE_MODE) is not None or device.type == "meta"
-
-
-def as_tensor(array, name):
-    """Wrap an array of any library that supports DLPack in a torch tensor, ordered with the caller's stream."""
-    if isinstance(array, torch.Tensor):
-        return array
-    if not hasattr(array, "__dlpack__"):
-        raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that supports DLPack")
-    if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
-        raise ValueError(f"{name} has strides {array.strides}; none may be negative")
-    return torch.from_dlpack(array)
-
-
-def to_caller_library(tensor, like):
-    """Convert a result to the library of the caller's array: CuPy for CuPy, NumPy for NumPy, else torch."""
-    library = type(like).__module__.partition(".")[0]
-    return importlib.import_module(library).from_dlpack(tensor) if library in ("cupy", "numpy") else tensor
 
 
 def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
@@ -113,25 +98,44 @@ def check_aligned(name, tensor):
 
 
 def check_int(name, value, least=None, most=None):
-    """Refuse what is not an int (a bool, a float), or not from ``least`` to ``most``."""
-    if type(value) is not int and not isinstance(value, torch.SymInt):
-        raise TypeError(f"{name} is {value!r}; it must be an int")
+    """Return an integer (also NumPy's) as an int; refuse a bool, a float, and what is not in the bounds."""
+    if type(value) is not int and not isinstance(value, torch.SymInt):  # symbolic while torch.compile traces
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} is {value!r}; it must be an int")
+        value = int(value)
     if most is None and least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more")
     if most is not None and not least <= value <= most:
         raise ValueError(f"{name} is {value}; {least} to {most} are allowed")
+    return value
+
+
+def check_flag(name, value):
+    """Return a bool, NumPy's too, or 0 or 1, as a bool; refuse everything else."""
+    if type(value) is bool:
+        return value
+    if not isinstance(value, np.bool_) and not (type(value) is int and value in (0, 1)):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
 
 
 def check_choice(name, value, choices):
-    """Refuse what is not one of ``choices``."""
+    """Refuse what is not one of ``choices``, which are strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
 def check_factor(name, value):
-    """Refuse a factor that is zero, infinite or NaN."""
-    if not 0 < abs(value) < float("inf"):
+    """Return a number as a float, 1.0 for None; refuse what is no number, and what is zero, infinite or NaN."""
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not 0 < abs(float(value)) < float("inf"):
         raise ValueError(f"{name} is {value}; it must be finite and not zero")
+    return float(value)
 
 
 def check_out_tuple(out, count):
@@ -175,12 +179,3 @@ def make_outputs(out, wanted, device, aligned=()):
         if name in aligned:
             check_aligned(f"out's {name}", tensor)
     return results
-
-
-def return_outputs(outputs, out, like):
-    """Return the caller's ``out`` as it was passed, or new outputs in the library of the array ``like``."""
-    if out is not None:
-        return out
-    if isinstance(like, torch.Tensor):
-        return tuple(outputs)
-    return tuple(to_caller_library(tensor, like) for tensor in outputs)

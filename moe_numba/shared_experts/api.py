@@ -2,24 +2,17 @@
 
 import torch
 
+from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import address, current_stream, launcher
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
-from moe_numba.runtime.validate import (
-    as_tensor,
-    check_choice,
-    check_device,
-    check_factor,
-    check_int,
-    check_tensor,
-    make_outputs,
-    return_outputs,
-)
+from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, num_columns
 
 _THREADS = 128
 _MAX_ELEMENTS, _MAX_EXPERTS = 1 << 30, 1 << 20
-_SIGNATURE = ("float32*", "int32*", "float32*", "int32*", *("int32",) * 5, "uint32", "uint32", "float32")
+_ID_TYPES = {torch.uint8: "uint8*", torch.int16: "int16*", torch.int32: "int32*", torch.int64: "int64*"}
+_NUMBERS = *("int32",) * 5, "uint32", "uint32", "float32"
 
 
 @torch_op
@@ -28,7 +21,7 @@ def fuse_routing(
     topk_ids: torch.Tensor,
     num_experts: int,
     num_fused_shared_experts: int = 1,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float | None = 1.0,
     policy: str = "all",
     seed: int = 0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -42,14 +35,14 @@ def fuse_routing(
     Parameters
     ----------
     topk_weights : tensor [tokens, topk], float32
-    topk_ids : tensor [tokens, topk], int32
+    topk_ids : tensor [tokens, topk], uint8, int16, int32 or int64
         The routing; contiguous. A token whose first id is negative is padding, and gets id -1 and weight 0.
     num_experts : int
         Number of routed experts. Shared experts have the ids from ``num_experts`` on.
     num_fused_shared_experts : int
         Number of distinct shared experts, or of replicas of one shared expert.
-    routed_scaling_factor : float
-        Finite and not zero.
+    routed_scaling_factor : float or None
+        Finite and not zero. None is 1.
     policy : {"all", "round_robin", "random"}
         "all": the shared experts are distinct; append one column for each. "round_robin" and "random": they are
         replicas of one expert, which share its load; append one column with replica ``token % replicas`` or a random
@@ -79,14 +72,17 @@ def fuse_routing(
     if needs_dispatch(topk_weights):
         options = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
         return call_op("fuse_routing", topk_weights, topk_ids, *options, out)
-    weights, ids = as_tensor(topk_weights, "topk_weights"), as_tensor(topk_ids, "topk_ids")
-    arguments = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
-    (tokens, topk), width = ids.shape, _check(weights, ids, *arguments)
-    shape = tokens, width
+    if not isinstance(topk_ids, torch.Tensor):
+        return call_with_tensors(fuse_routing, "topk_ids", locals())
+    weights, ids = as_tensor(topk_weights, "topk_weights"), topk_ids
+    numbers = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
+    num_experts, num_fused_shared_experts, routed_scaling_factor, seed, width = _check(weights, ids, *numbers)
+    (tokens, topk), shape = ids.shape, (ids.shape[0], width)
     outputs = make_outputs(out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)
     if tokens:
         device = ids.device.index or 0
-        launcher(make_fuse_kernel(policy), _SIGNATURE, device, dependent=True)(
+        signature = "float32*", _ID_TYPES[ids.dtype], "float32*", "int32*", *_NUMBERS
+        launcher(make_fuse_kernel(policy, ids.dtype == torch.int64), signature, device, dependent=True)(
             -(-tokens * width // _THREADS),
             _THREADS,
             current_stream(device),
@@ -102,32 +98,32 @@ def fuse_routing(
             seed >> 32,
             1.0 / routed_scaling_factor,
         )
-    return return_outputs(outputs, out, topk_ids)
+    return tuple(outputs) if out is None else out
 
 
 def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed):
-    """Check the arguments; return the columns of the results."""
-    check_tensor("topk_ids", ids, dtype=torch.int32, shape=("tokens", "topk"), contiguous=True)
+    """Check the arguments; return the numbers of Python's types, and the columns of the results."""
+    check_tensor("topk_ids", ids, dtype=tuple(_ID_TYPES), shape=("tokens", "topk"), contiguous=True)
     check_device(ids.device, (9, 0), "topk_ids")
     place = ids.device, "topk_ids"
     check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
     tokens, topk = ids.shape
     check_int("topk, the columns of topk_ids,", topk, 1)
-    check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
-    check_int("num_fused_shared_experts", num_fused_shared_experts, 1, _MAX_EXPERTS)
-    check_factor("routed_scaling_factor", routed_scaling_factor)
+    num_experts = check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
+    num_fused_shared_experts = check_int("num_fused_shared_experts", num_fused_shared_experts, 1, _MAX_EXPERTS)
+    routed_scaling_factor = check_factor("routed_scaling_factor", routed_scaling_factor)
     check_choice("policy", policy, POLICIES)
-    check_int("seed", seed, 0, 2**64 - 1)
+    seed = check_int("seed", seed, 0, 2**64 - 1)
     width = topk + num_columns(num_fused_shared_experts, policy)
     if tokens * width > _MAX_ELEMENTS:
         raise ValueError(f"topk_ids has {tokens} tokens; at most {_MAX_ELEMENTS // width} are allowed")
-    return width
+    return num_experts, num_fused_shared_experts, routed_scaling_factor, seed, width
 
 
 @register_fake(fuse_routing)
 def _fake_fuse_routing(call):
     """Check the arguments of a call and return its outputs."""
-    ids, scale = call.topk_ids, call.routed_scaling_factor
-    experts = call.num_experts, call.num_fused_shared_experts
-    shape = ids.shape[0], _check(call.topk_weights, ids, *experts, scale, call.policy, call.seed)
+    ids, experts = call.topk_ids, (call.num_experts, call.num_fused_shared_experts)
+    *_, width = _check(call.topk_weights, ids, *experts, call.routed_scaling_factor, call.policy, call.seed)
+    shape = ids.shape[0], width
     return make_outputs(call.out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)

@@ -5,6 +5,8 @@ from functools import cache
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.runtime.validate import check_choice
+from moe_numba.shared_experts.reference import POLICIES
 
 
 @cuda.jit(device=True)
@@ -18,8 +20,9 @@ def murmur3_finalizer(word):
 
 
 @cache
-def make_fuse_kernel(policy):
+def make_fuse_kernel(policy, ids_are_int64=False):
     """Make the kernel for a policy: "all", "round_robin" or "random"."""
+    check_choice("policy", policy, POLICIES)
     if policy == "all":
 
         @cuda.jit(device=True)
@@ -40,6 +43,18 @@ def make_fuse_kernel(policy):
                 uint32(murmur3_finalizer(uint32(uint32(token) ^ uint32(seed_low))) + uint32(seed_high))
             )
             return int32((uint64(word) * uint64(num_shared)) >> uint64(32))
+
+    if ids_are_int64:
+
+        @cuda.jit(device=True)
+        def to_int32(expert):  # an id that int32 cannot hold is invalid, and must not wrap around to a valid one
+            return int32(expert) if int64(int32(expert)) == expert else int32(-1)
+
+    else:
+
+        @cuda.jit(device=True)
+        def to_int32(expert):
+            return int32(expert)
 
     @cuda.jit
     def fuse_routing(
@@ -64,7 +79,7 @@ def make_fuse_kernel(policy):
             routing_row = int64(token) * topk
             if column < topk:
                 weights[element] = topk_weights[routing_row + column]
-                ids[element] = topk_ids[routing_row + column]
+                ids[element] = to_int32(topk_ids[routing_row + column])
             else:  # a token with first id -1 is padding
                 padding = topk_ids[routing_row] < 0
                 expert = int32(

@@ -37,6 +37,7 @@ def fuse_routing(
 ):
     """Append shared experts to a routing; see :func:`moe_numba.shared_experts.fuse_routing` for the arguments."""
     tokens, device = len(topk_ids), topk_ids.device
+    routed_scaling_factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
     if policy == "all":
         chosen = torch.arange(num_fused_shared_experts, device=device).expand(tokens, -1)
     elif policy == "round_robin":
@@ -44,7 +45,8 @@ def fuse_routing(
     else:
         chosen = (random_uint32(tokens, seed) * num_fused_shared_experts >> 32)[:, None].to(device)
     padding = topk_ids[:, :1] < 0
-    ids = (chosen + num_experts).masked_fill(padding, -1).to(topk_ids.dtype)
+    ids = (chosen + num_experts).masked_fill(padding, -1).to(torch.int32)
+    topk_ids = topk_ids.long().masked_fill(topk_ids != topk_ids.int(), -1).int()  # invalid if int32 cannot hold it
     weights = torch.full(ids.shape, 1.0 / routed_scaling_factor, dtype=topk_weights.dtype, device=device)
     return torch.cat([topk_weights, weights.masked_fill(padding, 0.0)], dim=1), torch.cat([topk_ids, ids], dim=1)
 

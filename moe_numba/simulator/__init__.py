@@ -62,17 +62,34 @@ _PACKAGES = {
     "memory_model": ("ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
+_INTEGRATED_GPUS = "/dev/nvgpu", "/dev/nvhost-gpu"  # Jetson, whose older systems have no NVML
 __all__ = ["ENABLED", "REASON", *_MODULE_OF]
 
 
 def _gpu_is_present():
-    """Ask the driver through ctypes: importing Numba would fix its mode, and importing torch takes seconds."""
+    """Return whether a GPU is visible to this process.
+
+    NVML answers without initialising CUDA, which would not survive a fork. Importing Numba would fix its mode, and
+    importing torch takes seconds.
+    """
+    count = _count_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not count:
+        return count > 0
+    first = visible.split(",")[0].strip()  # CUDA ignores everything behind an invalid entry
+    return first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < count)
+
+
+def _count_gpus():
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        count = ctypes.c_int(0)
-        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        count = ctypes.c_uint(0)
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return 0
+        nvml.nvmlShutdown()
+        return count.value
     except (OSError, AttributeError):
-        return False
+        return int(any(map(os.path.exists, _INTEGRATED_GPUS)))
 
 
 def _choose_mode():

@@ -251,6 +251,10 @@ def test_bench_plot_and_readme(toy_topic, capsys):
     assert len(json.loads((toy_topic / "out" / "h200" / "toy.json").read_text())["rows"]) == 1
 
     assert cli.main(["plot", "toy", "--out", str(toy_topic / "figures")]) == 0
+    for command in ("plot", "bench"):
+        (toy_topic / "file").write_text("")
+        assert cli.main([command, "toy", "--out", str(toy_topic / "file")]) == 2
+        assert f"--out is {toy_topic / 'file'}, where nothing can be written" in capsys.readouterr().err
     assert sorted(path.name for path in (toy_topic / "figures").iterdir()) == ["toy-ladder.png", "toy-ladder.svg"]
 
     page = toy_topic / "README.md"

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 import moe_numba
 from moe_numba import moe_align_block_size, simulator
-from moe_numba.align import api, reference
+from moe_numba.align import api, kernel_large, kernel_medium, reference
 from moe_numba.align.reference import mismatch, sizes
 
 POISON = -12345
+ALL_IDS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 KERNELS = {"default": (api.SMALL_MAX_SLOTS, api.MEDIUM_MAX_SLOTS), "medium": (0, 1 << 31), "large": (0, 0)}
 MAX_FORCED_MEDIUM_SLOTS = 65535  # upper limit of the medium kernel when forced; lower for more than 285 experts
 
@@ -204,8 +205,7 @@ def test_checker_rejects_wrong_dtypes_and_shapes(device):
 # Each kernel on small inputs
 
 BLOCKS, TOKENS, TOPKS, NUM_EXPERTS = (1, 3, 4, 16, 64, 128), (0, 1, 2, 7, 33), (1, 2, 8), (1, 2, 8, 64, 100, 257)
-DTYPES = (torch.int32, torch.int64)
-GRID = list(itertools.product(BLOCKS, TOKENS, TOPKS, NUM_EXPERTS, DTYPES, (True, False)))
+GRID = list(itertools.product(BLOCKS, TOKENS, TOPKS, NUM_EXPERTS, ALL_IDS, (True, False)))
 SAMPLE = random.Random(0).sample(GRID, 30)
 LARGE = [(16, 33, 8, 1025, torch.int32, True), (4, 7, 8, 8192, torch.int32, True)]
 EDGES = [(4, 20, 8, experts, torch.int32, True) for experts in (93, 94, 285, 286, 541, 542)]  # around the capacities
@@ -301,6 +301,68 @@ def test_thread_orders(seed, preempt, device, each_kernel):
             check(make_ids(tokens, 8, experts, device, invalid=0.1, seed=seed), 4, experts)
 
 
+@pytest.mark.parametrize("dtype", ALL_IDS)
+def test_id_types_of_the_small_kernel(dtype, device):
+    ids = torch.tensor([3, 200, 7, 3, 0, 255, 6], device=device).to(dtype)
+    check(ids, 4, 8)
+    check(ids, 4, 255, expert_map=make_map(255, device), ignore_invalid_experts=True)
+
+
+# Beyond the limits of 16-bit counts, 32-bit row numbers and shared memory
+
+
+def lower_limits(monkeypatch, where=api):
+    """Lower the limits: with fewer slots or rows the large kernel then publishes 32-bit counts."""
+    monkeypatch.setattr(where, "MAX_NARROW_SLOTS_PER_CTA", 64)
+    monkeypatch.setattr(where, "MAX_NARROW_ELEMENTS", 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize("tokens, experts", [(0, 8), (1, 8), (20, 100), (100, 64), (9, 1025)])
+def test_wide_counts_and_rows(tokens, experts, dtype, device, monkeypatch):
+    lower_limits(monkeypatch)
+    made, make = [], kernel_large.make_large_kernel
+    monkeypatch.setattr(kernel_large, "make_large_kernel", lambda *config: made.append(config) or make(*config))
+    monkeypatch.setattr(api, "_plans", {})
+    ids = make_ids(tokens, 8, experts, device, dtype, invalid=0.1)
+    check(ids, 4, experts, longer=101)
+    check(ids, 4, experts, expert_map=make_map(experts, device), ignore_invalid_experts=True, longer=101)
+    assert [config[-1] for config in made] == [True, True]
+
+
+def test_slots_per_cta_decide_on_wide_counts(monkeypatch):
+    """65535 slots per CTA are the most for 16-bit counts; what works with them keeps its kernel."""
+    monkeypatch.setattr(api, "_LARGE_CONFIG", api.LargeConfig(512, 8, 128))
+    plan = api.AlignPlan(torch.zeros(1, dtype=torch.int32), 16, 256, None, False)
+    plan.max_large_ctas = 128
+    monkeypatch.setattr(plan, "_cached", lambda compile_kernel, config: config)
+    for numel, is_wide in ((20_000, False), (8_323_072, False), (8_323_073, True), ((1 << 31) - 1, True)):
+        (_, wide), ctas, threads, slots_per_cta, words = plan._large(numel, False)
+        assert wide == is_wide and (ctas - 1) * slots_per_cta < numel <= ctas * slots_per_cta and ctas <= 128
+        assert slots_per_cta % threads == 0 and (wide or slots_per_cta < 1 << 16)
+        assert words >= 4 + ctas * plan.capacity * (2 if wide else 1)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("experts", [8193, 1_000_000])
+@pytest.mark.parametrize("num_slots", [0, 1, 32, 33, 64, 100])
+def test_any_number_of_experts_for_few_slots(num_slots, experts, ignore, device):
+    ids = make_ids(num_slots, 1, experts, device, invalid=0.1, seed=num_slots)
+    ids[: num_slots // 2] = ids[num_slots // 2 : num_slots // 2 * 2]  # experts with several slots
+    check(ids, 4, experts, ignore_invalid_experts=ignore, longer=3)
+    check(ids, 1, experts, expert_map=make_map(experts, device), ignore_invalid_experts=ignore, shift=1)
+
+
+def test_most_experts(device):
+    """As the reference would need memory for a billion experts, compare with lists."""
+    experts = (1 << 30) - 1
+    ids = [experts - 1, 0, experts, experts - 1, -1] * 8
+    out = moe_align_block_size(torch.tensor(ids, device=device), 4, experts)
+    expected_ids, expected_experts = align_lists(ids, 4, experts)
+    assert out[0].tolist()[: len(expected_ids)] == expected_ids and int(out[2]) == len(expected_ids)
+    assert out[1].tolist()[: len(expected_experts)] == expected_experts
+
+
 @pytest.mark.parametrize("slots", [1, 7, 8, 9, 31, 32, 33])
 def test_small_kernel(slots, device):
     for experts, block_size, invalid in ((1, 3, 0.5), (5, 1, 0.2), (256, 16, 0.0), (300, 64, 0.2)):
@@ -347,15 +409,28 @@ def slots(count):
         (
             dict(topk_ids=lambda _: torch.zeros(4, 2)),
             TypeError,
-            "topk_ids is torch.float32; it must be torch.int32 or torch.int64",
+            "topk_ids is torch.float32; it must be torch.uint8 or torch.int16 or torch.int32 or torch.int64",
         ),
-        (dict(topk_ids=slots(10_000_000)), ValueError, "10000000 slots.* at most"),  # more than 16-bit counts allow
+        (
+            dict(topk_ids=slots((1 << 31) - 1)),
+            ValueError,
+            "2147483647 slots .* 2147483792 elements; at most 2147483647",
+        ),
         (dict(topk_ids=slots(1 << 31)), ValueError, "2147483648 slots.* at most"),  # more than int32 indices allow
         (dict(block_size=0), ValueError, "block_size is 0; 1 to"),
         (dict(block_size=16.0), TypeError, "block_size is 16.0; it must be an int"),
         (dict(block_size=1 << 28), ValueError, "block_size is 268435456"),
-        (dict(num_experts=0), ValueError, "num_experts is 0; 1 to 8192 are allowed"),
-        (dict(num_experts=8193), ValueError, "num_experts is 8193; 1 to 8192 are allowed"),
+        (dict(num_experts=0), ValueError, "num_experts is 0; 1 to 1073741823 are allowed"),
+        (dict(num_experts=1 << 30), ValueError, "num_experts is 1073741824; 1 to 1073741823 are allowed"),
+        (
+            dict(num_experts=8193, topk_ids=slots(1025)),
+            ValueError,
+            "num_experts is 8193: with 1025 slots at most 8192 are allowed, with up to 1024 slots 1073741823",
+        ),
+        (dict(num_experts=True), TypeError, "num_experts is True; it must be an int"),
+        (dict(pad_sorted_ids=2), TypeError, "pad_sorted_ids is 2; it must be True or False"),
+        (dict(ignore_invalid_experts="no"), TypeError, "ignore_invalid_experts is 'no'; it must be True or False"),
+        (dict(topk_ids=np.zeros((4, 2), np.uint16)), TypeError, "topk_ids is torch.uint16; it must be"),
         (dict(num_experts=8.0), TypeError, "num_experts is 8.0; it must be an int"),
         (dict(expert_map=lambda device: make_map(7, device)), ValueError, r"expert_map .*\(7,\).* it must be"),
         (dict(expert_map=lambda device: make_map(8, device)[None]), ValueError, r"expert_map .*\(1, 8\).* it must be"),
@@ -390,6 +465,31 @@ def test_invalid_arguments(change, error, message, device):
         moe_align_block_size(**arguments)
 
 
+def test_numpy_integers_and_flags(device):
+    """They find the plan of Python's ints."""
+    ids = make_ids(9, 8, 32, device)
+    expected = moe_align_block_size(ids, 16, 32, pad_sorted_ids=False)
+    plans = len(api._plans)
+    given = moe_align_block_size(ids, np.int64(16), np.uint8(32), pad_sorted_ids=np.bool_(False))
+    assert all(map(torch.equal, given, expected)) and len(api._plans) == plans
+
+
+@pytest.mark.parametrize(
+    "make, arguments, message",
+    [
+        (kernel_medium.make_medium_kernel, (100, 2, 96, False, False), "threads is 100; it must be a multiple of 32"),
+        (kernel_medium.make_medium_kernel, (2048, 2, 96, False, False), "threads is 2048; it must be a multiple of 32"),
+        (kernel_medium.make_medium_kernel, (64, 2, 98, False, False), "capacity is 98; it must be a multiple of 4"),
+        (kernel_large.make_large_kernel, (48, 96, 8, False, False), "threads is 48; it must be a multiple of 32"),
+        (kernel_large.make_large_kernel, (512, 96, 17, False, False), "slots_per_thread 17 .* at most 8192 slots"),
+        (kernel_large.make_large_kernel, (512, 1 << 20, 8, False, False), "capacity 1048576; .* 524288 buckets"),
+    ],
+)
+def test_factories_refuse_shapes(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(*arguments)
+
+
 # Wrong kernels, each with one change of the source. Only some thread orders of the simulator expose RACES.
 
 WRONG = {  # name: (module, kernel, source text, its replacement)
@@ -417,6 +517,14 @@ WRONG = {  # name: (module, kernel, source text, its replacement)
     ),
     "a block writes too far": ("device_functions", "large", "row < num_blocks:", "row < num_blocks + 1:"),
     "a CTA's own slots count as slots of lower CTAs": ("kernel_large", "large", "< block\n", "<= block\n"),
+    "counts are published with 16 bits": (
+        "kernel_large",
+        "wide",
+        "counts_per_word = 1 if wide",
+        "counts_per_word = 2 if wide",
+    ),
+    "a slot is its own predecessor": ("kernel_pairwise", "pairwise", "slot < thread", "slot <= thread"),
+    "equal buckets are lower": ("kernel_pairwise", "pairwise", "[slot] < bucket", "[slot] <= bucket"),
     "slots in reverse": ("kernel_small", "default", "same_bucket & uint32(", "same_bucket & ~uint32(2 * "),
     "a warp's slots are in reverse": (
         *("kernel_large", "large"),
@@ -430,6 +538,13 @@ RACES = {
         "default",
         "cuda.syncthreads()\n        lane_blocks",
         "lane_blocks",
+    ),
+    "no barrier after the buckets": ("kernel_pairwise", "pairwise", "cuda.syncthreads()\n        count", "count"),
+    "no barrier after the blocks of slots": (
+        "kernel_pairwise",
+        "pairwise",
+        "cuda.syncthreads()\n        total",
+        "total",
     ),
     "no barrier after the counting": (
         "kernel_medium",
@@ -451,7 +566,15 @@ NUM_TOKENS = 80  # top-8: enough for several CTAs in both kernels
 
 def changed(module, right, wrong, monkeypatch):
     """Reload the package's modules with a change in one of them, and return its api module."""
-    for name in ("device_functions", "workspace", "kernel_small", "kernel_medium", "kernel_large", "api"):
+    for name in (
+        "device_functions",
+        "workspace",
+        "kernel_small",
+        "kernel_medium",
+        "kernel_large",
+        "kernel_pairwise",
+        "api",
+    ):
         real = importlib.import_module(f"moe_numba.align.{name}")
         source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
         if name == module:
@@ -468,19 +591,21 @@ def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
     """The checker must reject one of ten inputs and thread orders."""
     module, which, right, wrong = (WRONG | RACES)[case]
     wrong_api = changed(module, right, wrong, monkeypatch)
-    force(which, monkeypatch, wrong_api)
+    experts = 10_000 if which == "pairwise" else 100
+    if which == "wide":
+        lower_limits(monkeypatch, wrong_api)
+    force(which if which in KERNELS else "large", monkeypatch, wrong_api)
     for seed in range(10):
-        ids = make_ids(
-            NUM_TOKENS, 8, 100, device, invalid=0.1, seed=seed
-        )  # new ids each time, so that stale results do not pass
-        ids[NUM_TOKENS // 2] = 100  # invalid by one
+        # New ids each time, so that stale results do not pass
+        ids = make_ids(NUM_TOKENS, 8, 100, device, invalid=0.1, seed=seed)
+        ids[NUM_TOKENS // 2] = experts  # invalid by one
         ids = ids[:4] if module == "kernel_small" else ids
         try:
             with simulator.seed(seed):
-                out = align(ids, 16, 100, longer=99, function=wrong_api.moe_align_block_size)
+                out = align(ids, 16, experts, longer=99, function=wrong_api.moe_align_block_size)
         except (simulator.SimulatorError, AssertionError):
             return
-        if mismatch(*out, ids, 16, 100):
+        if mismatch(*out, ids, 16, experts):
             return
     pytest.fail(f"the checker accepted a wrong kernel: {case}")
 
@@ -522,6 +647,45 @@ def test_large_batches(tokens):
         for block_size, ignore in ((16, False), (128, True)):
             check_exact(ids, block_size, experts, ignore_invalid_experts=ignore)
     check_exact(torch.full_like(ids, 7), 128, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_2_27_slots(dtype):
+    random = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(0, 256, (1 << 27,), generator=random, dtype=torch.int16, device="cuda").to(dtype)
+    check_exact(ids, 128, 250)  # some ids are invalid
+    check_exact(torch.zeros_like(ids), 1, 8)
+
+
+@pytest.mark.gpu
+def test_the_most_slots():
+    """2**31 - 1 slots and rows; checked without the reference, which would need five times the memory."""
+    numel, experts, chunk = (1 << 31) - 1, 5, 1 << 28
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GB")
+    ids = torch.empty(numel, dtype=torch.uint8, device="cuda")
+    for start in range(0, numel, chunk):
+        part = ids[start : start + chunk]
+        part.copy_(torch.arange(start, start + len(part), device="cuda") * 2654435761 // 65536 % experts)
+    sorted_ids, expert_ids, total = moe_align_block_size(ids, 1, experts)
+    assert int(total) == numel and len(sorted_ids) == numel
+    last = -1
+    for start in range(0, numel, chunk):
+        slots = sorted_ids[start : start + chunk].long()
+        of_slots = ids[slots].long()
+        assert torch.equal(of_slots, expert_ids[start : start + chunk].long())
+        key = of_slots * numel + slots  # by expert, then by slot: strictly ascending, so each slot appears once
+        assert int(key[0]) > last and bool((key.diff() > 0).all())
+        last = int(key[-1])
+
+
+@pytest.mark.gpu
+def test_a_million_experts():
+    for num_slots in (1, 64, 1024):
+        ids = make_ids(num_slots, 1, 1_000_000, "cuda", invalid=0.1)
+        check_exact(ids, 16, 1_000_000)
+        check_exact(ids, 16, 1_000_000, expert_map=make_map(1_000_000, "cuda"), ignore_invalid_experts=True)
 
 
 class Job:

@@ -120,6 +120,11 @@ ALIGNERS = {
         *("moe_numba.align.kernel_large", "make_large_kernel", [512, 8224, 8, True, True]),
         *(["int32*", *ALIGN], [512, 1]),
     ],
+    "large_wide": [
+        *("moe_numba.align.kernel_large", "make_large_kernel", [512, 288, 8, False, False, True]),
+        *(["uint8*", *ALIGN], [512, 1]),
+    ],
+    "pairwise": ["moe_numba.align.kernel_pairwise", "make_pairwise_kernel", [True, True], ALIGN, [1024, 1]],
     "fused_single_cta": fused("make_single_cta_kernel", True, bounds=[1024, 1]),
     "fused_cluster": fused("make_cluster_kernel", 288, bounds=[256, 1]),
 }
@@ -137,13 +142,15 @@ def reports():
     return dict(zip(every, compile_all(list(every.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", ["small", "medium", "large", "fused_single_cta", "fused_cluster"])
+@pytest.mark.parametrize(
+    "name", ["small", "medium", "large", "large_wide", "pairwise", "fused_single_cta", "fused_cluster"]
+)
 def test_alignment_uses_no_local_or_generic_memory(name, reports):
     """No stack, and no generic loads and stores."""
     report = reports[name]
     assert report.spilled == report.stack == report.count("LDL") == report.count("STL") == report.count("LD") == 0
     assert report.count("ST") == (8 if name == "fused_cluster" else 0)  # to the shared memory of eight CTAs
-    assert report.registers <= {"large": 128}.get(name, 64)
+    assert report.registers <= {"large": 128, "large_wide": 128}.get(name, 64)
 
 
 @pytest.mark.parametrize("name", ["medium_8192", "large_8192"])

@@ -1,5 +1,6 @@
 """Test fuse_routing: its policies, and that the output of the layer does not change."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,32 @@ def test_equals_reference(policy, tokens, shared, scale, device):
         assert given is out and all(map(torch.equal, out, expected))
         assert all((b[:5] == -7).all() and (b[-5:] == -7).all() for b in buffers)
         assert all(map(torch.equal, fuse_routing(weights, ids, EXPERTS, shared, scale, policy, seed), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_id_types(dtype, device):
+    weights, ids = routing(7, device)
+    ids = ids.to(dtype)
+    if dtype != torch.uint8:
+        ids[5] = -1
+    if dtype == torch.int64:  # truncated to 32 bits these would be experts 3, 0 and 11
+        ids[0, 1:] = torch.tensor([2**32 + 3, 2**40, -(2**32) + 11])
+    expected = reference.fuse_routing(weights, ids, EXPERTS, 2, 2.5)
+    given = fuse_routing(weights, ids, EXPERTS, 2, 2.5)
+    assert all(map(torch.equal, given, expected)) and given[1].dtype == torch.int32
+    assert dtype != torch.int64 or given[1][0, 1:4].tolist() == [-1, -1, -1]
+
+
+def test_numpy_numbers(device):
+    weights, ids = routing(7, device)
+    expected = fuse_routing(weights, ids, EXPERTS, 2, 1.0, "random", 3)
+    given = fuse_routing(weights, ids, np.int64(EXPERTS), np.int32(2), None, "random", np.uint64(3))
+    assert all(map(torch.equal, given, expected))
+
+
+def test_factory_refuses_policies():
+    with pytest.raises(ValueError, match="policy is 'some'; it must be one of all, round_robin, random"):
+        kernel.make_fuse_kernel("some")
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
@@ -120,12 +147,14 @@ def test_checker_rejects_a_weaker_hash(device, monkeypatch):
     "change, error, message",
     [
         (dict(topk_weights=torch.zeros(3, 4).double()), TypeError, "topk_weights is torch.float64"),
-        (dict(topk_ids=torch.zeros(3, 4).long()), TypeError, "topk_ids is torch.int64"),
+        (dict(topk_ids=torch.zeros(3, 4).char()), TypeError, "topk_ids is torch.int8; it must be torch.uint8 or"),
         (dict(topk_weights=torch.zeros(3, 5)), ValueError, r"topk_weights has shape \(3, 5\).*; it must be \[3, 4\]"),
         (dict(topk_ids=torch.zeros(12).int()), ValueError, "topk_ids has shape"),
         (dict(num_experts=0), ValueError, "num_experts is 0"),
         (dict(num_fused_shared_experts=1.0), TypeError, "num_fused_shared_experts is 1.0"),
         (dict(routed_scaling_factor=0.0), ValueError, "routed_scaling_factor is 0.0"),
+        (dict(routed_scaling_factor=[1]), TypeError, r"routed_scaling_factor is \[1\]; it must be a number"),
+        (dict(policy=None), TypeError, "policy is None; it must be one of all"),
         (dict(policy="some"), ValueError, "policy is 'some'; it must be one of all, round_robin, random"),
         (dict(seed=-1), ValueError, "seed is -1"),
         (dict(out=[torch.zeros(3, 4)] * 2), ValueError, "out's weights"),

@@ -6,13 +6,14 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
+from helpers import gate_shapes
 from helpers.wrong_kernels import changed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import moe_numba
 from moe_numba import biased_grouped_topk, simulator
-from moe_numba.gate import api, kernel, kernel_4tokens, reference
+from moe_numba.gate import api, kernel, kernel_4tokens, kernel_generic, reference
 from moe_numba.gate.reference import mismatch
 
 SHAPES = [  # experts, groups, groups kept per token, top-k
@@ -32,6 +33,7 @@ ODD_SHAPES = [
     (7, 7, 3, 3),
     (1, 1, 1, 1),
     (60, 3, 1, 8),
+    (561, 17, 5, 8),  # 33 experts per lane, if a lane held adjacent experts of one group
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -70,6 +72,39 @@ def each_kernel(request, monkeypatch):
 def test_shapes(shape, dtype, device, each_kernel):
     experts, groups, topk_group, topk = shape
     check(*make_inputs(6, experts, device, dtype), topk, num_expert_group=groups, topk_group=topk_group)
+
+
+@pytest.mark.parametrize("lanes_per_group", [0, 1, 2, 4, 8, 16, 32])
+def test_classes_of_shapes(lanes_per_group):
+    """Any group count, with one expert per lane up to more than 32."""
+    assert not gate_shapes.check_shapes(gate_shapes.sample(lanes_per_group, 8 if lanes_per_group else 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lanes_per_group", [0, 1, 2, 4, 8, 16, 32])
+def test_more_shapes_of_each_class(lanes_per_group):
+    """For all shapes run tests/helpers/gate_shapes.py."""
+    assert not gate_shapes.check_shapes(gate_shapes.sample(lanes_per_group, 48, seed=1))
+
+
+@pytest.mark.parametrize("tokens", [9, 41])
+@pytest.mark.parametrize("limit", [None, 38])
+def test_warps_route_several_tokens(tokens, limit, device, each_kernel):
+    """Each warp routes several tokens, one after another; the last tokens are padding."""
+    if simulator.ENABLED:
+        assert tokens > api._MAX_BLOCKS * kernel.WARPS_PER_BLOCK
+    options = dict(num_expert_group=8, topk_group=4, num_token_non_padded=limit)
+    check(*make_inputs(tokens, 256, device), 8, **options)
+    check(*make_inputs(tokens, 96, device), 8, **options | dict(num_expert_group=48, topk_group=20))
+
+
+def test_rows_beyond_2_31_elements(device):
+    """The stride between rows is 2**30, so the third row starts where int32 indices end."""
+    # Only the rows are touched, so that they alone take physical memory on the CPU.
+    memory = torch.empty((1 << 31) + 256, dtype=torch.bfloat16, device=device)
+    logits, (few, bias) = memory.as_strided((3, 256), (1 << 30, 1)), make_inputs(3, 256, device, torch.bfloat16)
+    logits.copy_(few)
+    check(logits, bias, 8, num_expert_group=8, topk_group=4)
 
 
 @pytest.mark.parametrize("shared, flag, renormalize", list(itertools.product((0, 1, 2), (False, True), (False, True))))
@@ -181,14 +216,7 @@ def test_ties_infinities_and_nan(logits, bias, groups, scoring, four_tokens):
         weights, ids = route(logits, bias, 6, **options)
     assert weights.isfinite().all() and ((ids >= 0) & (ids < 128)).all()
     assert all(len(set(row)) == 6 for row in ids.tolist())
-    wrong = mismatch(weights, ids, logits, bias, 6, **options)
-    if wrong and (reference.expert_scores(logits, scoring) + bias).gather(1, ids.long()).isnan().any():
-        # The float64 reference does not see that two scores are equal in float32; the float32 reference does.
-        right_weights, right_ids = reference.biased_grouped_topk(logits, bias, 6, **options)
-        assert torch.equal(ids, right_ids), wrong
-        torch.testing.assert_close(weights, right_weights)
-    else:
-        assert wrong is None
+    assert mismatch(weights, ids, logits, bias, 6, **options) is None
 
 
 def test_group_of_nan(device, each_kernel):
@@ -199,6 +227,15 @@ def test_group_of_nan(device, each_kernel):
     logits[2, :128] = float("nan")  # four groups have none, and four are topk_group
     logits[3, :160] = float("nan")  # five groups have none, so one of them is topk_group
     check(logits, bias, 8, num_expert_group=8, topk_group=4)
+
+
+@pytest.mark.parametrize("groups", [8, 64])
+def test_nan_ranks_below_minus_infinity_in_groups_of_one(groups, device):
+    bias = torch.full((groups,), -float("inf"), device=device)
+    bias[: groups // 2] = float("nan")
+    check(torch.zeros(2, groups, device=device), bias, 3, num_expert_group=groups, topk_group=groups // 2 + 1)
+    ids = route(torch.zeros(1, groups, device=device), bias, 2, num_expert_group=groups, topk_group=2)[1]
+    assert ids.tolist() == [[groups // 2, groups // 2 + 1]]
 
 
 def test_checker_accepts_no_tokens(device):
@@ -301,6 +338,22 @@ def test_peer_bug_duplicated_maximum(device, each_kernel):
         (dict(topk=0), ValueError, "topk is 0; 1 to 32 are allowed"),
         (dict(topk=33), ValueError, "topk is 33; 1 to 32 are allowed"),
         (dict(topk=2.0), TypeError, "topk is 2.0; it must be an int"),
+        (dict(topk=True), TypeError, "topk is True; it must be an int"),
+        (dict(topk=np.float32(2)), TypeError, r"topk is np.float32\(2.0\); it must be an int"),
+        (dict(num_expert_group="1"), TypeError, "num_expert_group is '1'; it must be an int"),
+        (dict(topk_group=None), TypeError, "topk_group is None; it must be an int"),
+        (dict(num_fused_shared_experts=0.0), TypeError, "num_fused_shared_experts is 0.0; it must be an int"),
+        (dict(renormalize="yes"), TypeError, "renormalize is 'yes'; it must be True or False"),
+        (dict(renormalize=[1]), TypeError, r"renormalize is \[1\]; it must be True or False"),
+        (
+            dict(apply_routed_scaling_factor_on_output=None),
+            TypeError,
+            "apply_routed_scaling_factor_on_output is None; it must be True or False",
+        ),
+        (dict(scoring=["sigmoid"]), TypeError, r"scoring is \['sigmoid'\]; it must be one of sigmoid"),
+        (dict(routed_scaling_factor="2"), TypeError, "routed_scaling_factor is '2'; it must be a number"),
+        (dict(num_token_non_padded=1.0), TypeError, "num_token_non_padded is float; it must be an int"),
+        (dict(num_token_non_padded=True), TypeError, "num_token_non_padded is True; it must be an int"),
         (dict(num_expert_group=5), ValueError, "num_expert_group is 5; it must divide the 64 experts"),
         (
             dict(num_expert_group=4, topk_group=5),
@@ -346,6 +399,19 @@ def test_invalid_arguments(change, error, message, device):
 
     with pytest.raises(error, match=message):
         biased_grouped_topk(**{name: on_device(value) for name, value in arguments.items()})
+
+
+def test_numpy_numbers(device):
+    """They find the plan of Python's numbers; no scaling factor is one of 1, as in SGLang."""
+    logits, bias = make_inputs(5, 64, device)
+    options = dict(num_expert_group=8, topk_group=4, num_fused_shared_experts=1, num_token_non_padded=3)
+    expected = route(logits, bias, 5, routed_scaling_factor=1.0, **options)
+    plans = len(api._plans)
+    numbers = {name: np.int64(value) for name, value in options.items()}
+    for scale, flag in ((np.float64(1), np.bool_(True)), (None, 1), (1, True)):
+        given = biased_grouped_topk(logits, bias, np.uint8(5), flag, routed_scaling_factor=scale, **numbers)
+        assert all(map(torch.equal, given, expected))
+    assert len(api._plans) == plans
 
 
 @pytest.mark.gpu
@@ -408,34 +474,97 @@ WRONG = {  # name: (module, source text, its replacement)
     ),
     "tied groups are resolved wrongly": (kernel_4tokens, "group_key - tie_break", "group_key"),
 }
+WRONG_LOOPS = {  # wrong only if a warp routes several tokens
+    "the next row is not loaded": (kernel, "if next_token < num_unpadded:", "if next_token < 0:"),
+    "the same row is loaded again": (kernel, "int64(next_token) * row_stride", "int64(token) * row_stride"),
+    "the stride is too large": (kernel, "token_stride = int32(cuda.gridDim.x *", "token_stride = int32(99 *"),
+    "the bias is overwritten": (kernel, "token = next_token", "lane_bias[0], token = scores[0], next_token"),
+    "each warp routes four tokens": (
+        kernel_4tokens,
+        "token = int32(token + token_stride)",
+        "token = int32(token + num_tokens)",
+    ),
+}
 
 
 RACES = {"no barrier before the redistribution"}  # lanes of a GPU mostly run in lockstep, which hides races
 
 
-@pytest.mark.parametrize("case", [case for case in WRONG if simulator.ENABLED or case not in RACES])
-def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
-    """Change one thing in the kernel: the checker must reject one of ten thread orders."""
-    module, right, wrong = WRONG[case]
+def use_wrong_kernel(module, right, wrong, monkeypatch):
     name = "make_kernel" if module is kernel else "make_4tokens_kernel"
     monkeypatch.setattr(module, name, changed(module, right, wrong)[name])
     force_kernel(module is kernel_4tokens, monkeypatch)
     monkeypatch.setattr(api, "_plans", {})
+
+
+def is_rejected(logits, bias):
+    """Return whether the simulator or the checker finds an error in one of ten thread orders."""
+    for seed in range(10):
+        try:
+            with simulator.seed(seed):
+                weights, ids = route(logits, bias, 8, num_expert_group=8, topk_group=4)
+        except simulator.SimulatorError:
+            return True
+        if mismatch(weights, ids, logits, bias, 8, num_expert_group=8, topk_group=4):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("case", [case for case in WRONG if simulator.ENABLED or case not in RACES])
+def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
+    """Change one thing in the kernel: the checker must reject one of ten thread orders."""
+    use_wrong_kernel(*WRONG[case], monkeypatch)
     logits, bias = make_inputs(8, 256, device)
     logits[4:] = (2 * logits[4:]).round()  # ties that the bias keeps
     logits[6:, :] = logits[6:, :32].repeat(1, 8)  # equal groups
     logits[7, 224:] += 1  # the last group differs
     bias[:] = bias.round()
     bias[:] = torch.where(torch.arange(256, device=device) % 32 < 16, bias[:32].repeat(8), torch.zeros_like(bias))
-    for seed in range(10):
-        try:
-            with simulator.seed(seed):
-                weights, ids = route(logits, bias, 8, num_expert_group=8, topk_group=4)
-        except simulator.SimulatorError:
-            return
-        if mismatch(weights, ids, logits, bias, 8, num_expert_group=8, topk_group=4):
-            return
-    pytest.fail(f"the checker accepted a wrong kernel: {case}")
+    assert is_rejected(logits, bias), f"the checker accepted a wrong kernel: {case}"
+
+
+@pytest.mark.parametrize("case", WRONG_LOOPS)
+def test_checker_rejects_wrong_loops(case, monkeypatch, device):
+    use_wrong_kernel(*WRONG_LOOPS[case], monkeypatch)
+    monkeypatch.setattr(api, "_MAX_BLOCKS", 2)
+    assert is_rejected(*make_inputs(41 if simulator.ENABLED else 20000, 256, device))
+
+
+# Kernel factories refuse what they do not support.
+
+V3 = kernel.GateConfig(256, 8, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "make, config, message",
+    [
+        (
+            kernel.make_kernel,
+            V3._replace(num_experts=960, num_expert_group=6),
+            "960 experts, 6 groups.* 32 experts per lane",
+        ),
+        (kernel.make_kernel, V3._replace(num_experts=1024, num_expert_group=64), "1024 experts, 64 groups"),
+        (kernel.make_kernel, V3._replace(num_expert_group=7), "256 experts, 7 groups, .* must divide"),
+        (kernel.make_kernel, V3._replace(topk_group=9), "8 groups, 9 kept"),
+        (kernel.make_kernel, V3._replace(topk=33), "top-33 .* at most 32"),
+        (kernel.make_kernel, V3._replace(num_experts=96), r"load_bytes is 16; it must be one of \[4\]"),
+        (kernel.make_kernel, V3._replace(num_experts=96, load_bytes=4), "bias_load_bytes is 16"),
+        (kernel_4tokens.make_4tokens_kernel, kernel.GateConfig(128, 4, 2, 6), "128 experts, 4 groups, .* 8 groups"),
+        (kernel_4tokens.make_4tokens_kernel, V3._replace(topk=9), "top-9 .* at most 8 routed"),
+        (kernel_4tokens.make_4tokens_kernel, kernel.GateConfig(1024, 8, 1, 8), "1024 experts"),  # 66 KB of keys
+        (kernel_4tokens.make_4tokens_kernel, V3._replace(num_expert_group=0), "0 groups"),
+    ],
+)
+def test_factories_refuse_shapes(make, config, message):
+    with pytest.raises(ValueError, match=message):
+        make(config)
+
+
+def test_generic_factory_refuses_scorings_and_dtypes():
+    with pytest.raises(ValueError, match="scoring is 'relu'; it must be one of"):
+        kernel_generic.make_generic_kernel("relu")
+    with pytest.raises(ValueError, match="dtype is 'float64'; it must be one of"):
+        kernel_generic.make_generic_kernel(dtype="float64")
 
 
 # On a GPU: large inputs, graphs, streams

@@ -2,10 +2,14 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
 from moe_numba import biased_grouped_topk, biased_grouped_topk_align, gate_align, moe_align_block_size, simulator
+from moe_numba.align import api as align_api
+from moe_numba.gate.kernel import GateConfig
+from moe_numba.gate.reference import mismatch
 
 DEEPSEEK_V3_GROUPS = dict(num_expert_group=8, topk_group=4)
 
@@ -52,6 +56,53 @@ def test_deepseek_v3(tokens, block_size, device):
 def test_shapes(shape, tokens, dtype, device):
     experts, groups, kept, topk = shape
     check(*make_inputs(tokens, experts, device, dtype), topk, 16, dict(num_expert_group=groups, topk_group=kept))
+
+
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("shape", [(960, 6, 3, 8), (561, 17, 5, 8), (1024, 64, 5, 8)], ids=str)
+def test_more_experts_than_a_warp_can_hold(shape, tokens, device):
+    """More than 32 experts per lane, or more than 32 groups: two launches."""
+    experts, groups, kept, topk = shape
+    options = dict(num_expert_group=groups, topk_group=kept)
+    logits, bias = make_inputs(tokens, experts, device)
+    check(logits, bias, topk, 16, options)
+    weights, ids, *_ = biased_grouped_topk_align(logits, bias, topk, 16, **options)
+    assert mismatch(weights, ids, logits, bias, topk, **options) is None
+
+
+def test_numpy_numbers(device):
+    logits, bias = make_inputs(4, 64, device)
+    expected = biased_grouped_topk_align(logits, bias, 4, 16, **DEEPSEEK_V3_GROUPS)
+    groups = {name: np.int32(value) for name, value in DEEPSEEK_V3_GROUPS.items()}
+    options = dict(routed_scaling_factor=None, num_token_non_padded=np.int64(4), ignore_invalid_experts=np.bool_(False))
+    given = biased_grouped_topk_align(logits, bias, np.int64(4), np.int64(16), **groups, **options)
+    assert all(map(torch.equal, given, expected))
+
+
+def test_rows_beyond_32_bits_take_two_launches(device, monkeypatch):
+    """With the limit lowered; the alignment then uses its kernel with 64-bit row numbers."""
+    for module in (gate_align, align_api):
+        monkeypatch.setattr(module, "MAX_NARROW_ELEMENTS", 100)
+    check(*make_inputs(20, 64, device), 4, 16, DEEPSEEK_V3_GROUPS)
+    monkeypatch.setattr(gate_align, "moe_align_block_size", None)
+    with pytest.raises(TypeError, match="not callable"):
+        biased_grouped_topk_align(*make_inputs(20, 64, device), 4, 16)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda config: gate_align.make_single_cta_kernel(config, False, True, False, False), "960 experts, 6 groups"),
+        (lambda config: gate_align.make_cluster_kernel(config, False, 1056, False, False), "960 experts, 6 groups"),
+        (
+            lambda config: gate_align.make_cluster_kernel(config._replace(num_expert_group=3), False, 98, False, False),
+            "capacity is 98; it must be a multiple of 4",
+        ),
+    ],
+)
+def test_factories_refuse_shapes(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(GateConfig(960, 6, 3, 8))
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
@@ -112,6 +163,9 @@ def test_one_launch(device, monkeypatch):
         (dict(topk=0), ValueError, "topk is 0"),
         (dict(block_size=0), ValueError, "block_size is 0"),
         (dict(block_size=16.0), TypeError, "block_size is 16.0"),
+        (dict(topk=4.0), TypeError, "topk is 4.0; it must be an int"),
+        (dict(pad_sorted_ids=None), TypeError, "pad_sorted_ids is None; it must be True or False"),
+        (dict(ignore_invalid_experts=0.0), TypeError, "ignore_invalid_experts is 0.0; it must be True or False"),
         (dict(expert_map=torch.zeros(3, dtype=torch.int32)), ValueError, "expert_map"),
         (dict(num_token_non_padded=-1), ValueError, "num_token_non_padded"),
         (dict(out=[torch.zeros(1)] * 5), ValueError, "out's topk_weights"),

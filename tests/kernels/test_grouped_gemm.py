@@ -216,7 +216,7 @@ BAD = {
     "num_seq_per_group_avg is -1": dict(num_seq_per_group_avg=-1),
     "offs is given": dict(offs=CU_SEQLENS[1:].clone()),
     "cu_seqlens is given": dict(x=X[:18].view(3, 6, 192)),
-    "seqlens is NoneType": dict(seqlens=None),
+    "seqlens is None": dict(seqlens=None),
     "gather_indices is torch.int64": dict(gather_indices=torch.arange(20)),
     "gather_indices has shape (4, 5)": dict(gather_indices=torch.zeros(4, 5, dtype=torch.int32)),
     "gather_indices is given": dict(x=X[:18].view(3, 6, 192), cu_seqlens=None, gather_indices=SEQLENS),
@@ -233,6 +233,32 @@ def test_invalid_arguments_are_refused(message, device):
     if message.startswith("out's y starts"):  # .to() would align it
         arguments["out"] = torch.zeros(20 * 128 + 1, dtype=torch.bfloat16, device=device)[1:].view(20, 128)
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        group_gemm_pertensor_fp8(**arguments)
+
+
+def padded(tensor, columns):
+    """The same values with rows of more columns, of which the last are not used."""
+    wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + columns, dtype=tensor.dtype, device=tensor.device)
+    wide[..., : tensor.shape[-1]] = tensor
+    return wide[..., : tensor.shape[-1]]
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: padded(t, 8), "strides"),
+        (lambda t: t.mT.contiguous().mT, "its last dimension must be contiguous"),
+        (lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape), "starts at address"),
+        (lambda t: t[:1].expand(t.shape), "strides"),
+    ],
+    ids=["rows of 200 bytes", "column-major", "misaligned", "expanded"],
+)
+def test_what_tma_cannot_address_is_refused_by_name(name, change, message, device):
+    arguments = dict(x=X, weight=WEIGHT, seqlens=SEQLENS, cu_seqlens=CU_SEQLENS, y_scale=SCALE)
+    arguments = {key: value.to(device) for key, value in arguments.items()}
+    arguments[name] = change(arguments[name].view(torch.uint8)).view(X.dtype)
+    with pytest.raises(ValueError, match=f"^{name} .*{message}"):
         group_gemm_pertensor_fp8(**arguments)
 
 

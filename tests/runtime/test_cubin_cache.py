@@ -7,25 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from numba import cuda
 
+from moe_numba.align import kernel_medium
 from moe_numba.runtime import cubin_cache
 from moe_numba.runtime.compile import entry_source
+from moe_numba.runtime.kernel_key import kernel_key
 
 ROOT = Path(__file__).parents[2]
 
 # Run in its own process, because a process has either Numba's compiler or its simulator.
 COMPILE_TWO_KERNELS = """
 import json
-from moe_numba.runtime import launch
+from moe_numba.runtime import cubin_cache
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.grouped_gemm.launch import SIGNATURE
-compiled, compile_kernel = [], launch.compile_kernel
-launch.compile_kernel = lambda *a, **k: compiled.append(1) or compile_kernel(*a, **k)
+compiled, compile_kernel = [], cubin_cache.compile_kernel
+cubin_cache.compile_kernel = lambda *a, **k: compiled.append(1) or compile_kernel(*a, **k)
 for rows in (8, 16):
     config = GemmConfig(subtile_m=rows, mma_n=(rows,), stages=3)
-    code = launch.cached_cubin(make_kernel(config)[0], SIGNATURE, launch_bounds=THREADS, cache_key=("test", *config))
-    print(json.dumps([len(compiled), code.hex()]))
+    code, entry = cubin_cache.machine_code(make_kernel(config)[0], SIGNATURE, launch_bounds=THREADS)
+    print(json.dumps([len(compiled), code.hex(), entry]))
 """
 
 
@@ -56,27 +59,103 @@ def test_an_entry_takes_maps_by_value():
 
 
 @pytest.fixture
-def origin(monkeypatch):
+def cache(monkeypatch, tmp_path):
+    """An empty cache folder, and a fixed digest of the sources."""
     monkeypatch.setattr(cubin_cache, "_origin", lambda: "these sources")
+    monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def test_entries_are_cached_by_key_and_sources(tmp_path, monkeypatch, origin):
-    monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path / "new"))
-    assert cubin_cache.load_or_make(("a", 1), lambda: b"one") == b"one"
-    assert cubin_cache.load_or_make(("a", 1), lambda: b"other") == b"one"
-    assert cubin_cache.load_or_make(("a", 2), lambda: b"two") == b"two"
-    assert cubin_cache.load_or_make(None, lambda: b"not kept") == b"not kept"
+def entry_of(folder):
+    return next(folder.iterdir())
+
+
+def test_entries_are_cached_by_key_and_sources(cache, monkeypatch):
+    assert cubin_cache.load_or_make("a 1", lambda: b"one") == b"one"
+    assert cubin_cache.load_or_make("a 1", lambda: b"other") == b"one"
+    assert cubin_cache.load_or_make("a 2", lambda: b"two") == b"two"
     monkeypatch.setattr(cubin_cache, "_origin", lambda: "other sources")
-    assert cubin_cache.load_or_make(("a", 1), lambda: b"made anew") == b"made anew"
+    assert cubin_cache.load_or_make("a 1", lambda: b"made anew") == b"made anew"
     monkeypatch.setenv(cubin_cache.FOLDER, "0")
-    assert cubin_cache.load_or_make(("a", 1), lambda: b"no folder") == b"no folder"
-    assert len(list((tmp_path / "new").iterdir())) == 3
+    assert cubin_cache.load_or_make("a 1", lambda: b"no folder") == b"no folder"
+    assert len(list(cache.iterdir())) == 3
 
 
-def test_an_unusable_folder_disables_the_cache(tmp_path, monkeypatch, origin):
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-1] + b"?"])
+def test_a_damaged_entry_is_made_again(cache, damage):
+    cubin_cache.load_or_make("a", lambda: b"good code")
+    entry_of(cache).write_bytes(damage(entry_of(cache).read_bytes()))
+    assert cubin_cache.load_or_make("a", lambda: b"made again") == b"made again"
+    assert cubin_cache.load_or_make("a", lambda: b"unused") == b"made again"
+
+
+def test_an_entry_that_others_can_write_is_not_loaded(cache):
+    cubin_cache.load_or_make("a", lambda: b"good code")
+    entry_of(cache).chmod(0o666)
+    assert cubin_cache.load_or_make("a", lambda: b"made again") == b"made again"
+    assert not entry_of(cache).stat().st_mode & 0o022
+
+
+def test_a_symbolic_link_is_not_loaded(cache, tmp_path):
+    cubin_cache.load_or_make("a", lambda: b"good code")
+    entry = entry_of(cache)
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    assert cubin_cache.load_or_make("a", lambda: b"made again") == b"made again" and not entry.is_symlink()
+
+
+def test_a_folder_that_others_can_write_is_not_used(cache):
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.warns(UserWarning, match="belongs to another user, or others can write to it"):
+        assert cubin_cache.load_or_make("a", lambda: b"code") == b"code"
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_not_used(cache):
+    cache.mkdir(mode=0o700)
+    os.chown(cache, 12345, -1)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        cubin_cache.load_or_make("a", lambda: b"code")
+    assert not list(cache.iterdir())
+
+
+def test_a_failed_write_leaves_no_temporary_file(cache, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert cubin_cache.load_or_make("a", lambda: b"code") == b"code" and not list(cache.iterdir())
+
+
+def test_an_unusable_folder_disables_the_cache(tmp_path, monkeypatch, cache):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path / "file"))
-    assert cubin_cache.load_or_make(("a", 1), lambda: b"made") == b"made"
+    assert cubin_cache.load_or_make("a", lambda: b"made") == b"made"
+
+
+def test_the_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(cubin_cache.FOLDER, "~/kernels")
+    assert cubin_cache.folder() == tmp_path / "kernels"
     monkeypatch.delenv(cubin_cache.FOLDER)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cubin_cache.folder() == tmp_path / "moe_numba"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cubin_cache.folder() == tmp_path / "xdg" / "moe_numba"
+
+
+def test_keys_tell_kernels_apart(monkeypatch):
+    def key(threads, capacity):
+        return kernel_key(kernel_medium.make_medium_kernel.__wrapped__(threads, 2, capacity, False, False))
+
+    assert key(64, 128) == key(64, 128)  # two kernels of the same factory and configuration
+    assert len({key(64, 128), key(64, 256), key(128, 128)}) == 3
+    before = key(64, 128)
+    monkeypatch.setattr(kernel_medium, "griddepcontrol_wait", kernel_medium.griddepcontrol_launch_dependents)
+    assert key(64, 128) != before  # a device function was replaced
+    assert kernel_key(fill) is None  # a kernel from elsewhere is not cached
+
+
+@cuda.jit
+def fill(out, value):
+    out[cuda.threadIdx.x] = value

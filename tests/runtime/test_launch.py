@@ -1,5 +1,11 @@
 """Kernel launcher: argument types, launch shapes and errors; on a GPU also attributes, streams and limits."""
 
+import ctypes
+import struct
+import subprocess
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +13,11 @@ from numba import cuda, int32
 
 from moe_numba import simulator
 from moe_numba.ptx.memory import atom_add_s32
+from moe_numba.runtime import launch as launch_module
+from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import launch, launcher
-from moe_numba.runtime.validate import UnsupportedDeviceError, as_tensor, check_device, to_caller_library
+from moe_numba.runtime.prepare import prepare
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_int
 
 
 @cuda.jit
@@ -84,11 +93,31 @@ def test_the_wrong_device_is_refused():
         check_device(wrong, (8, 0), "logits")
 
 
-def test_dlpack_round_trip():
-    array = np.arange(4.0)
-    tensor = as_tensor(array, "x")
-    assert tensor.tolist() == [0, 1, 2, 3] and type(to_caller_library(tensor, array)) is np.ndarray
-    assert as_tensor(tensor, "x") is tensor and to_caller_library(tensor, tensor) is tensor
+def test_arrays_of_another_library_become_tensors_and_results_are_of_that_library():
+    def function(x, y, factor, out=None):
+        assert isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and factor == 2
+        return x + y if out is None else out[0].copy_(x + y)
+
+    x, y = np.arange(4.0), torch.ones(4)
+    result = call_with_tensors(function, "x", dict(x=x, y=y, factor=2))
+    assert type(result) is np.ndarray and result.tolist() == [1, 2, 3, 4]
+    out = (np.zeros(4),)
+    assert call_with_tensors(function, "x", dict(x=x, y=y, factor=2, out=out)) is out
+    assert out[0].tolist() == [1, 2, 3, 4]
+    assert as_tensor(y, "y") is y
+    with pytest.raises(TypeError, match="x is list; it must be a tensor, or an array that supports DLPack"):
+        call_with_tensors(function, "x", dict(x=[1.0], y=y, factor=2))
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
+def test_integers_of_any_library_are_accepted(value):
+    assert type(check_int("n", value, 1, 5)) is int
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 3.0, "3", None, torch.tensor(3)])
+def test_what_is_no_integer_is_refused(value):
+    with pytest.raises(TypeError, match="n is .*; it must be an int"):
+        check_int("n", value, 1, 5)
 
 
 @cuda.jit
@@ -140,8 +169,83 @@ def test_too_much_shared_memory_is_refused():
 
 @pytest.mark.gpu
 def test_a_failed_launch_raises():
-    with pytest.raises(RuntimeError, match="with grid 1 and block 2048 failed: CUDA_ERROR_INVALID_VALUE"):
+    message = r"^CUDA_ERROR_INVALID_VALUE \(invalid argument\): launch of store_number with grid 1, block 2048"
+    with pytest.raises(RuntimeError, match=message):
         launch(store_number, 1, 2048, torch.zeros(1, dtype=torch.int64, device="cuda"), np.int64(1))
+
+
+def test_the_packed_configuration_is_the_drivers_structure():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = 2, 3, 4
+    config.blockDimX, config.blockDimY, config.blockDimZ = 5, 6, 7
+    config.sharedMemBytes, config.hStream = 8, 9
+    packed = struct.pack("=" + launch_module._CONFIG_FORMAT, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert ctypes.string_at(config.getPtr(), len(packed)) == packed
+    attribute.id, value = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, attribute.value
+    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = 2, 3, 4
+    attribute.value = value
+    packed = launch_module._attributes((2, 3, 4), False, False).raw
+    assert ctypes.string_at(attribute.getPtr(), 20) == packed[:20] and len(packed) == launch_module._ATTRIBUTE_BYTES
+
+
+def test_a_prepared_call_reads_its_inputs_again(device):
+    out, numbers = torch.zeros(4, dtype=torch.int32, device=device), torch.arange(4.0, device=device)
+    prepared = prepare(lambda: launch(copy_bits, 1, 4, numbers.view(torch.int32), out) or out)
+    numbers += 1
+    assert prepared() is out and torch.equal(out.view(torch.float32), numbers)
+
+
+@pytest.mark.gpu
+def test_importing_the_package_leaves_cuda_to_forked_processes():
+    """A process that has initialised CUDA cannot use it after a fork."""
+    code = """
+import os, moe_numba, torch
+from moe_numba import biased_grouped_topk
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.zeros(1, device="cuda").item() == 0 else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_a_call_from_a_new_thread():
+    """A new thread has no CUDA context until it asks for one."""
+    out = torch.zeros(8, dtype=torch.int64, device="cuda")
+    views, errors = out.split(1), []
+
+    def work(i):
+        try:
+            launch(store_number, 1, 1, views[i], np.int64(i), stream=0)
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and out.tolist() == list(range(8))
+
+
+@pytest.mark.gpu
+def test_a_prepared_call_in_a_graph_and_on_another_stream():
+    source, out = torch.zeros(4, device="cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
+    prepared = prepare(launch, copy_bits, 1, 4, source.view(torch.int32), out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared()
+    for value, run in ((1.0, graph.replay), (2.0, prepared)):
+        source.fill_(value)
+        run()
+        assert out.view(torch.float32).tolist() == [value] * 4
+    with torch.cuda.stream(torch.cuda.Stream()):
+        source.fill_(3.0)
+        prepared()
+        assert out.view(torch.float32).tolist() == [3.0] * 4
 
 
 @pytest.mark.gpu

@@ -19,7 +19,15 @@ from moe_numba.integrations.torch_ops import OPS
 from moe_numba.runtime.torch_op import needs_dispatch
 from moe_numba.runtime.validate import check_device
 
-NOT_TENSOR_FUNCTIONS = {"Buffer", "Config", "UnsupportedDeviceError", "fuse_checkpoint", "memory_cost", "simulator"}
+NOT_TENSOR_FUNCTIONS = {
+    "Buffer",
+    "Config",
+    "UnsupportedDeviceError",
+    "fuse_checkpoint",
+    "memory_cost",
+    "prepare",
+    "simulator",
+}
 EXPERTS = 4
 
 

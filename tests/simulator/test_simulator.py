@@ -54,6 +54,26 @@ def test_both_switches_turn_simulation_on():
         assert in_a_new_process(code, **{name: "1"}).stdout == f"{name}=1 moe_numba.simulator.core.cuda_module\n"
 
 
+def test_a_seed_that_is_no_integer_is_refused():
+    done = in_a_new_process("from moe_numba import simulator; simulator.scheduler", MOE_NUMBA_SEED="abc")
+    assert "ValueError: MOE_NUMBA_SEED is 'abc'; it must be an integer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "visible, gpus, found",
+    [
+        *((None, 0, False), (None, 1, True), ("", 8, False), ("-1", 8, False), ("7", 8, True), ("8", 8, False)),
+        *(("1, 0", 2, True), ("none", 2, False), ("GPU-8f2e", 1, True), ("MIG-8f2e", 1, True), ("0", 0, False)),
+    ],
+)
+def test_visible_gpus(visible, gpus, found, monkeypatch):
+    monkeypatch.setattr(simulator, "_count_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert simulator._gpu_is_present() == found
+
+
 def test_the_simulator_and_ptx_work_without_torch():
     code = """
 import sys

@@ -79,6 +79,11 @@ def align():
         yield f"{slots} slots, map", lambda: call(slots, 256, with_map=True)
         yield f"{slots} slots, ignore", lambda: call(slots, 256, ignore_invalid_experts=True)
         yield f"{slots} slots, map, ignore", lambda: call(slots, 256, with_map=True, ignore_invalid_experts=True)
+    for dtype in (torch.uint8, torch.int16):
+        for slots in (8, 512, 65536):
+            yield f"{slots} slots, {str(dtype)[6:]}", lambda: call(slots, 256, dtype)
+    yield "10000000 slots, 256 experts", lambda: call(10_000_000, 256, torch.uint8)
+    yield "512 slots, 100000 experts", lambda: call(512, 100_000)
     yield "8 slots, unaligned", lambda: call(8, 256, offset=1)
 
 

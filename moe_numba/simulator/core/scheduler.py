@@ -22,8 +22,17 @@ _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if 
 _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
 _REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
 
+
+def _seed_from_environment():
+    text = os.environ.get("MOE_NUMBA_SEED", "0")
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"MOE_NUMBA_SEED is {text!r}; it must be an integer") from None
+
+
 # What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`.
-settings = {"seed": int(os.environ.get("MOE_NUMBA_SEED", "0")), "preempt": 0.0, "events": None}
+settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
 settings |= {"memory_model": None, "ranks": None, "rank": None}
 
 

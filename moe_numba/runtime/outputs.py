@@ -1,0 +1,48 @@
+"""Outputs of public functions: allocated, or those of the caller's ``out`` argument after a check."""
+
+import torch
+
+from moe_numba.runtime.validate import make_outputs
+
+
+class Outputs:
+    """The outputs of calls of one shape; built once and then fast.
+
+    Parameters
+    ----------
+    wanted : sequence of (name, shape, dtype)
+    device : torch.device
+    check : callable, optional
+        ``check(out)`` returns the output tensors of an ``out`` argument that differs from what `wanted` allocates, or
+        raises an error that says what is allowed. Default: :func:`moe_numba.runtime.validate.make_outputs`.
+    aligned : collection of str
+        Names of those that must start at a multiple of 16 bytes, as new ones do.
+    """
+
+    def __init__(self, wanted, device, check=None, aligned=()):
+        self._check = check or (lambda out: make_outputs(out, wanted, device, aligned))
+        # One element each; empty_like takes half the time of empty, which parses more arguments.
+        self._examples = [torch.empty(1, dtype=dtype, device=device).expand(shape) for _, shape, dtype in wanted]
+        new = map(torch.empty_like, self._examples)
+        self._expected = [(t.shape, t.stride(), t.dtype, t.device) for t in new]
+        self._aligned = bool(aligned)
+
+    def __call__(self, out):
+        """Return new output tensors, or those of ``out``: a tensor, or a tuple if there are several."""
+        if out is None:
+            return [_empty_like(example) for example in self._examples]
+        given = (out,) if len(self._expected) == 1 else out
+        if type(given) is tuple and len(given) == len(self._expected):
+            for tensor, expected in zip(given, self._expected):  # noqa: B905
+                if type(tensor) is not torch.Tensor:
+                    break
+                if (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) != expected:
+                    break
+                if self._aligned and tensor.data_ptr() & 15:
+                    break
+            else:
+                return given
+        return self._check(out)
+
+
+_empty_like = torch.empty_like
