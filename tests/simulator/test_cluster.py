@@ -248,8 +248,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def reports():
-    kernels = [["test_cluster", name, None, types] for name, types in KERNELS.items()]
-    return dict(zip(KERNELS, compile_whole(kernels), strict=True))
+    return compile_whole({name: ("test_cluster", name, types) for name, types in KERNELS.items()})
 
 
 def test_every_barrier_is_one_instruction(reports):
@@ -279,7 +278,7 @@ def test_remote_shared_memory_is_accessed_by_generic_address(reports):
     """A block's own shared memory is accessed by STS and LDS, remote shared memory by ST and LD."""
 
     def counts(name):
-        return [reports[name].instructions.count(i) for i in ("ST.E", "LD.E", "ST.E.128", "LD.E.128")]
+        return [reports[name].opcodes.count(i) for i in ("ST.E", "LD.E", "ST.E.128", "LD.E.128")]
 
     assert counts("store_to_next_block") == [1, 0, 0, 0]
     assert counts("load_from_next_block") == [0, 1, 0, 0]
@@ -288,7 +287,7 @@ def test_remote_shared_memory_is_accessed_by_generic_address(reports):
 
 
 def test_nothing_spills(reports):
-    assert all(report.spilled == report.stack == 0 for report in reports.values())
+    assert all(report.spilled_bytes == report.stack_bytes == 0 for report in reports.values())
 
 
 # --- faulty kernels in the simulator --------------------------------------------------------------------------------
