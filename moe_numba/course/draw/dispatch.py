@@ -1,6 +1,6 @@
-"""Pictures of our Numba port of DeepEP's dispatch: order of rows, buffer layout, and a dispatch over time.
+"""Figures of our Numba port of DeepEP's dispatch: order of rows, buffer layout, and a dispatch over time.
 
-What moves is played in the simulator by ``draw.ring_trace``; here it is only drawn.
+``draw.ring_trace`` runs a dispatch in the simulator and records its events, which this module draws.
 """
 
 import base64
@@ -31,9 +31,7 @@ def row_order(is_token_in_rank, channels):
     )
     tall, group = 0.42, 1.35
     height = ranks * group + 1.0
-    figure, axes = canvas(
-        WIDTH, height, f"{ranks} ranks, {plural(channels, 'channel')}: which rows lie where in recv_x"
-    )
+    figure, axes = canvas(WIDTH, height, f"{ranks} ranks, {plural(channels, 'channel')}: order of the rows in recv_x")
     left, right, wide = 0.9, 4.75, 0.32
     most_rows = max(sum(chosen[r] for rows in is_token_in_rank for chosen in rows) for r in range(ranks))
     narrow = min(0.27, (WIDTH - 0.3 - right - 0.1 * channels) / max(most_rows, 1))
@@ -42,10 +40,10 @@ def row_order(is_token_in_rank, channels):
     for rank, rows in enumerate(is_token_in_rank):
         y = height - 1.25 - rank * group
         text(axes, 0.15, y + tall / 2, f"rank {rank}", ha="left", weight="bold", colour=RANK_COLOURS[rank])
-        text(axes, left, y + tall + 0.14, "x: token, and below where it goes", size=8, colour=GREY, ha="left")
+        text(axes, left, y + tall + 0.14, "x: token, and its destination ranks below", size=8, colour=GREY, ha="left")
         for token, chosen in enumerate(rows):
             x = left + token * wide + token // shares[rank] * 0.08
-            to = [r for r, there in enumerate(chosen) if there]
+            destinations = [r for r, is_in in enumerate(chosen) if is_in]
             cell(
                 axes,
                 x,
@@ -53,15 +51,15 @@ def row_order(is_token_in_rank, channels):
                 wide,
                 tall,
                 token,
-                " ".join(map(str, to)) or "-",
+                " ".join(map(str, destinations)) or "-",
                 fill=tint(RANK_COLOURS[rank]),
                 edge=RANK_COLOURS[rank],
                 label="token",
             )
         for channel in range(-(-len(rows) // shares[rank]) if rows else 0):
-            here = len(rows[channel * shares[rank] : (channel + 1) * shares[rank]])
+            count = len(rows[channel * shares[rank] : (channel + 1) * shares[rank]])
             x = left + channel * (shares[rank] * wide + 0.08)
-            text(axes, x + here * wide / 2, y - 0.12, f"c{channel}", size=7.5, colour=GREY)
+            text(axes, x + count * wide / 2, y - 0.12, f"c{channel}", size=7.5, colour=GREY)
         middles[rank] = left + len(rows) * wide + channels * 0.08, y + tall / 2
     for rank in range(ranks):
         y, x, row = height - 1.25 - rank * group, right, 0
@@ -92,32 +90,32 @@ def row_order(is_token_in_rank, channels):
             x += 0.1
         for source in range(ranks):
             arrow(axes, middles[source], (right - 0.1, y + tall / 2), colour=RANK_COLOURS[source], label="sent")
-    note(axes, 0.15, 0.17, "Colour: the rank that a row comes from. Gaps: the ends of channels.")
+    note(axes, 0.15, 0.17, "Colour: the source rank of a row. Gaps separate channels.")
     return figure
 
 
-def queues(constants):
+def queues(config):
     """Draw a rank's buffer during a dispatch: its sections with their offsets, and each ring."""
-    ranks, channels = constants.ranks, constants.channels
+    ranks, channels = config.ranks, config.channels
     check_range("ranks", ranks, 1, 3)
     check_range("channels", channels, 1, 4)
-    at = dispatch_offsets(constants)
+    at = dispatch_offsets(config)
     names = ("rank_prefix", "start", "end", "head", "tail", "x")
     figure, axes = canvas(
         WIDTH,
         3.75,
         f"A rank's buffer: {plural(ranks, 'rank')}, {plural(channels, 'channel')}, "
-        f"rings of {plural(constants.ring, 'row')}",
+        f"rings of {plural(config.ring, 'row')}",
     )
     left, y, tall, small = 0.15, 2.55, 0.4, 1.02
-    text(axes, left, y + tall + 0.3, "sections, with the byte at which each begins (not to scale)", ha="left", size=8.5)
+    text(axes, left, y + tall + 0.3, "sections with their byte offsets (not to scale)", ha="left", size=8.5)
     colours = (GREY, GREEN, GREEN, ORANGE, RED, BLUE)
     for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
         wide = small if name != "x" else WIDTH - 0.3 - 5 * small
         words = name if name != "x" else "x: the rings, then rings of src_idx, topk_idx, topk_weights, scales"
         box(axes, left + i * small, y, wide, tall, words, fill=tint(colour), edge=colour, size=8, label="section")
         text(axes, left + i * small, y + tall + 0.1, f"{getattr(at, name):,}", size=7.5, colour=GREY, ha="left")
-    # A number for each queue in four of the sections, and a ring in the fifth.
+    # Four sections have a flag per queue, the last one a ring per queue.
     total, below = channels * ranks, 1.15
     wide = min(0.8, (WIDTH - 1.4) / total)
     text(axes, left, below + 0.76, "queue", ha="left", size=8.5)
@@ -146,7 +144,7 @@ def queues(constants):
             size=7,
             label="flags",
         )
-        slots = min(constants.ring, 8)
+        slots = min(config.ring, 8)
         for slot in range(slots):
             box(
                 axes,
@@ -161,8 +159,13 @@ def queues(constants):
             )
     text(axes, left, below + 0.38, "int32 each", ha="left", size=8.5)
     text(axes, left, below + 0.05, "a ring", ha="left", size=8.5)
-    drawn = f" Drawn are 8 of {constants.ring} slots." if constants.ring > 8 else ""
-    note(axes, 0.15, 0.15, "Queue number: channel * ranks + source. That rank fills it, this one empties it." + drawn)
+    drawn = f" 8 of {config.ring} slots are drawn." if config.ring > 8 else ""
+    note(
+        axes,
+        0.15,
+        0.15,
+        "Queue number: channel * ranks + source. The source rank writes the queue, this rank reads it." + drawn,
+    )
     return figure
 
 
@@ -174,7 +177,7 @@ def timeline(played):
     check_range("the number of moments", len(moments), 1, 400)
     tall, left = 0.62, 1.75
     height = 1.35 + len(keys) * tall
-    title = f"A dispatch in time: rings of {plural(played['ring'], 'row')}, chunks of {played['chunk']}"
+    title = f"A dispatch over time: rings of {plural(played['ring'], 'row')}, chunks of {played['chunk']}"
     figure, axes = canvas(WIDTH, height, title)
     scale = (WIDTH - left - 0.3) / len(moments)
     lines = {key: {"tail": [], "head": [], "row": []} for key in keys}
@@ -213,8 +216,7 @@ def timeline(played):
         axes,
         0.15,
         0.17,
-        "Red: the tail. Black: the head. Blue: rows in the ring. "
-        "Dot: a row has been written; it counts when the tail says so.",
+        "Red: tail. Black: head. Blue: rows in the ring. Dot: a row is written; the next tail publishes it.",
     )
     return figure
 
@@ -223,9 +225,9 @@ def describe(moment):
     """Describe a moment in one sentence."""
     sender = f"rank {moment.source}, channel {moment.channel}"
     if moment.what == "row":
-        return f"{sender}: token {moment.token} is written into slot {moment.value} at rank {moment.rank}"
+        return f"{sender}: token {moment.token} is written to slot {moment.value} at rank {moment.rank}"
     if moment.what == "head":
-        return f"rank {moment.rank}, channel {moment.channel}: has taken {moment.value} from rank {moment.source}: head"
+        return f"rank {moment.rank}, channel {moment.channel}: publishes head {moment.value} at rank {moment.source}"
     if moment.what == "tail":
         return f"{sender}: publishes tail {moment.value} at rank {moment.rank}"
     return f"{sender}: {moment.what} {moment.value} at rank {moment.rank} encodes {-moment.value - 1}"
@@ -302,7 +304,9 @@ def _draw_snapshot(axes, played, snapshot, number, total):
                 colour=INK if key == changed else GREY,
             )
     text(axes, 0.15, 0.42, sentence, ha="left", size=9.5)
-    note(axes, 0.15, 0.16, f"{number + 1} of {total}.  Pale red: written, not published. Blue: published, not taken.")
+    note(
+        axes, 0.15, 0.16, f"{number + 1} of {total}.  Pale red: written, not published. Blue: published, not yet read."
+    )
 
 
 def _range(start, end):
@@ -336,4 +340,4 @@ def animation(played, seconds=0.45, dpi=72):
             path = Path(folder) / "rings.gif"
             moving.save(path, writer=PillowWriter(fps=1 / seconds), dpi=dpi)
             data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img src="data:image/gif;base64,{data}" alt="rings in motion" />'
+    return f'<img src="data:image/gif;base64,{data}" alt="animation of the rings" />'
