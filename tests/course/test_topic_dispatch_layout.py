@@ -81,5 +81,9 @@ def test_a_wrong_step_is_not_timed(small, monkeypatch):
 
 
 def test_sizes_are_valid():
-    here = topic.sizes()
-    assert here.num_experts % here.ranks == 0 and here.topk <= here.num_experts and here.few < here.tokens <= here.many
+    sizes = topic.sizes()
+    assert (
+        sizes.num_experts % sizes.ranks == 0
+        and sizes.topk <= sizes.num_experts
+        and sizes.few < sizes.tokens <= sizes.many
+    )

@@ -35,22 +35,26 @@ def colours_of(figure, label):
 
 
 def text_boxes(figure):
-    """Return each visible text and its box in pixels; ticks outside the axes' limits exist, but are not drawn."""
+    """Return each visible text and its box, without a margin of a pixel; ticks outside the limits are not drawn."""
     drawn, draw, renderer = [], Text.draw, FigureCanvasAgg(figure).get_renderer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Text, "draw", lambda self, renderer: (drawn.append(self), draw(self, renderer)))
         figure.draw(renderer)
     shown = [text for text in drawn if text.get_visible() and text.get_text().strip()]
-    return [(text.get_text(), text.get_window_extent(renderer)) for text in shown]
+    return [(text.get_text(), text.get_window_extent(renderer).padded(-1)) for text in shown]
 
 
 def cut_off(figure):
     """Return the texts that are not entirely inside the canvas."""
-    edge, inside = figure.bbox, [(text, box.padded(-1)) for text, box in text_boxes(figure)]
-    return [t for t, box in inside if box.x0 < 0 or box.y0 < 0 or box.x1 > edge.x1 or box.y1 > edge.y1]
+    return _cut_off(text_boxes(figure), figure.bbox)
 
 
-def overlapping(figure):
-    """Return the pairs of texts that overlap."""
-    boxes = [(text, box.padded(-1)) for text, box in text_boxes(figure)]
-    return [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
+def misplaced(figure):
+    """Return the texts that are cut off, and the pairs of texts that overlap."""
+    boxes = text_boxes(figure)
+    pairs = itertools.combinations(boxes, 2)
+    return _cut_off(boxes, figure.bbox) + [(a, b) for (a, one), (b, other) in pairs if one.overlaps(other)]
+
+
+def _cut_off(boxes, edge):
+    return [t for t, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > edge.x1 or box.y1 > edge.y1]

@@ -168,7 +168,7 @@ def test_a_missing_arrival_is_a_deadlock_that_names_the_barrier():
     assert_refused(simulator.Deadlock, polls, words, state, line(polls, 5), seeds=2)
 
 
-def test_one_arrival_too_many():
+def test_an_extra_arrival_is_refused():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
@@ -194,7 +194,7 @@ def test_a_phase_bit_is_0_or_1():
     )
 
 
-def test_a_thread_two_phases_behind_deadlocks():
+def test_a_wait_two_phases_late_is_a_deadlock():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
@@ -244,7 +244,7 @@ def make_pipeline(stages=2, iterations=6, expected=64, flip=1, wait_full=1, wait
     return kernel
 
 
-def test_a_correct_pipeline():
+def test_a_correct_pipeline_is_accepted():
     for out in outcomes(make_pipeline(), seeds=16):
         assert torch.equal(out[:96], torch.arange(96.0)) and (out[96:] == -1).all()
 
@@ -261,8 +261,8 @@ def test_a_correct_pipeline():
     ],
     ids=str,
 )
-def test_a_faulty_pipeline(mistake, kinds):
-    """At least some seeds report the mistake."""
+def test_a_faulty_pipeline_is_rejected(mistake, kinds):
+    """Some of the seeds report the mistake."""
     found = [o for o in outcomes(make_pipeline(**mistake), seeds=24) if isinstance(o, Exception)]
     assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
     if "expected" in mistake:
@@ -431,7 +431,7 @@ def make_store(fence=1, sync=1, wait=1, commit=1, fence_all=1):
     return kernel
 
 
-def test_a_correct_store():
+def test_a_correct_store_is_accepted():
     for out in outcomes(make_store()):
         assert torch.equal(out[:128], torch.arange(128.0)) and (out[128:] == -1).all()
 
@@ -447,7 +447,7 @@ def test_a_correct_store():
     ],
     ids=str,
 )
-def test_a_faulty_store(mistake, kinds, words):
+def test_a_faulty_store_is_rejected(mistake, kinds, words):
     found = [o for o in outcomes(make_store(**mistake), seeds=24) if isinstance(o, Exception)]
     assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
     assert all(words in str(e) for e in found)
@@ -489,7 +489,7 @@ def test_a_remote_mbarrier_needs_a_cluster_barrier_first():
     assert_refused(simulator.ClusterError, kernel, "may not have started", blocks=2, cluster=2)
 
 
-def test_a_remote_mbarrier_is_a_separate_one():
+def test_each_block_of_a_cluster_has_its_own_mbarrier():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
