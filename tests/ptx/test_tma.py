@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.hopper import BF16, check_refused, outcomes, simulated
+from helpers.hopper import BF16, aligned_zeros, check_refused, outcomes, simulated
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -136,8 +136,7 @@ def make_load(load, alignment=1024):
 def test_a_wrong_operand_is_refused(error, words, alignment, load):
     def arguments():
         map, x = map_and_tensor()
-        maps = torch.zeros(256 + 128, dtype=torch.uint8)
-        maps = maps[-maps.data_ptr() % 128 :][:256]
+        maps = aligned_zeros(256, torch.uint8)
         maps[:128] = map
         return [maps, x]
 
@@ -172,8 +171,7 @@ def test_a_box_must_start_at_a_multiple_of_16_bytes(dtype, x):
         tensor = torch.zeros(1, 8, 256, dtype=torch.uint8).view(dtype)
         box = 128 // dtype.itemsize
         flat, deep = tensor_map(tensor[0], (8, box)), tensor_map(tensor, (1, 8, box))
-        maps = torch.zeros(256 + 128, dtype=torch.uint8)
-        maps = maps[-maps.data_ptr() % 128 :][:256]
+        maps = aligned_zeros(256, torch.uint8)
         maps[:128], maps[128:] = flat, deep
         return [maps, tensor]
 
@@ -367,9 +365,7 @@ def make_map_writer(modify, acquire=True, other_acquires=False, lanes_differ=Fal
 
 def map_writer_arguments():
     map, x = map_and_tensor()
-    maps_out = torch.zeros(96, dtype=torch.int32)
-    maps_out = maps_out[-maps_out.data_ptr() % 128 // 4 :][:64]
-    return [maps_out, map.view(torch.int32), x, torch.zeros(64, dtype=torch.uint8)]
+    return [aligned_zeros(64, torch.int32), map.view(torch.int32), x, torch.zeros(64, dtype=torch.uint8)]
 
 
 def unmodified(copy):

@@ -133,36 +133,13 @@ def schedules(found, groups):
             y = top - 0.3 - row * (cta + 1)
             text(axes, left - 0.08, y + 0.15, f"CTA {cta}", size=8, colour=GREY, ha="right")
             for wave in range(waves):
+                words, fill, edge, colour, label = "idle", WHITE, PALE, GREY, "idle"
                 if wave < len(own):
                     g, m, n = own[wave]
-                    fill = _colour(g)
-                    box(
-                        axes,
-                        left + wave * wide,
-                        y + 0.02,
-                        wide - 0.03,
-                        row - 0.04,
-                        f"x{g}.{m} w{g}.{n}",
-                        fill=fill,
-                        edge=WHITE,
-                        colour=ink_on(fill),
-                        size=7.5,
-                        label="tile",
-                    )
-                else:
-                    box(
-                        axes,
-                        left + wave * wide,
-                        y + 0.02,
-                        wide - 0.03,
-                        row - 0.04,
-                        "idle",
-                        fill=WHITE,
-                        edge=PALE,
-                        colour=GREY,
-                        size=7.5,
-                        label="idle",
-                    )
+                    words, fill, edge, label = f"x{g}.{m} w{g}.{n}", _colour(g), WHITE, "tile"
+                    colour = ink_on(fill)
+                place = left + wave * wide, y + 0.02, wide - 0.03, row - 0.04
+                box(axes, *place, words, fill=fill, edge=edge, colour=colour, size=7.5, label=label)
         side = left + waves * wide + 0.15
         text(axes, side, top - 0.5, f"{plural(sum(map(len, tiles)), 'tile')},", size=8.5, ha="left")
         text(axes, side, top - 0.7, f"{idle} idle at the end", size=8.5, colour=RED if idle else GREY, ha="left")
