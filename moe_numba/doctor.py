@@ -15,11 +15,11 @@ LABEL = 12  # width of the first column, in characters
 def report() -> list[str]:
     """Return the lines that ``python -m moe_numba doctor`` prints."""
     from moe_numba import simulator
-    from moe_numba.course.bench.environment import versions
+    from moe_numba.course.bench import records
 
     found = probe()
     lines = [("GPU", _gpu_line(found, simulator.REASON if simulator.ENABLED else None))]
-    names = [f"{name} {version}" for name, version in versions().items()]
+    names = [f"{name} {version}" for name, version in records.versions().items()]
     lines.append(("versions", ", ".join(names)))
     lines.append(("sm_90a", _sm_90a_line(found)))
     lines += [("runs" if i == 0 else "", line) for i, line in enumerate(_consequences(found, simulator.ENABLED))]

@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_numba.course.bench.code_hash import hash_file
 from moe_numba.course.bench.environment import SIMULATOR, environment, folder
+from moe_numba.course.bench.environment import versions as versions  # doctor prints them
 from moe_numba.course.bench.timing import Stats
 
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")

@@ -226,13 +226,13 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
     parts = []
     for word in range(words):
         first, last = word * word_bits, min((word + 1) * word_bits, len(ids))
-        says, colour = f"word {word}: above", GREY
+        label, colour = f"word {word}: above", GREY
         if word <= own:
             parts.append(sum(first <= at < min(slot, last) for at in slots))
             lower = f" & {(1 << slot - first) - 1:#x}" if word == own else ""
-            says, colour = f"popc(word {word}{lower}) = {parts[-1]}", BLUE
+            label, colour = f"popc(word {word}{lower}) = {parts[-1]}", BLUE
         axes.plot([x[first], x[last - 1] + wide], [1.9, 1.9], color=colour, linewidth=1.6)
-        text(axes, (x[first] + x[last - 1] + wide) / 2, 1.73, says, size=8.5, colour=colour)
+        text(axes, (x[first] + x[last - 1] + wide) / 2, 1.73, label, size=8.5, colour=colour)
     added = " + ".join(map(str, parts)) + (f" = {rank}" if own else "")
     text(axes, left, 1.32, f"rank of slot {slot} = {added}", ha="left", weight="bold")
     each = min(0.5, (WIDTH - left - 0.15) / len(slots))

@@ -20,17 +20,17 @@ def problem(is_token_in_rank, home=0):
     for chosen in is_token_in_rank:
         check_range("tokens", len(chosen), 1, 5)
     received = reference.dispatch([chosen[:, :1] for chosen in is_token_in_rank], is_token_in_rank)
-    check_range("rows of a rank", max(len(there.src_idx) for there in received), 1, 11)
+    check_range("rows of a rank", max(len(result.src_idx) for result in received), 1, 11)
     tokens, tall, wide, step = len(is_token_in_rank[home]), 0.32, 0.42, 0.78
     height = 1.45 + max(ranks * step, (tokens + 1) * tall + 0.4)
     figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows on {plural(ranks, 'rank')}")
     top, table = height - 0.78, WIDTH - 0.35 - (ranks + 1) * 0.62
     places = torch.full((tokens, ranks), -1)
-    for rank, there in enumerate(received):
+    for rank, result in enumerate(received):
         y = top - rank * step - tall
         text(axes, 0.15, y + tall + 0.13, f"rank {rank} received", ha="left", size=8.5, colour=RANK_COLOURS[rank])
-        ends = [0, *there.rank_prefix_matrix[:, rank].tolist()]
-        for row, token in enumerate(there.src_idx.tolist()):
+        ends = [0, *result.rank_prefix_matrix[:, rank].tolist()]
+        for row, token in enumerate(result.src_idx.tolist()):
             source = next(s for s in range(ranks) if row < ends[s + 1])
             local = source == home
             if local:
@@ -53,7 +53,7 @@ def problem(is_token_in_rank, home=0):
             axes.plot(
                 [first + 0.03, last - 0.03], [y - 0.07] * 2, color=RANK_COLOURS[home], linewidth=2.2, label="section"
             )
-            end = 0.15 + len(there.src_idx) * wide
+            end = 0.15 + len(result.src_idx) * wide
             arrow(
                 axes,
                 (end + 0.08, y + tall / 2),
@@ -151,14 +151,14 @@ def head_gaps(before, after, none):
             label="before",
             size=8.5,
         )
-        says = "none" if new == -none - 1 else new
+        value = "none" if new == -none - 1 else new
         cell(
             axes,
             x[i] - 0.46 * wide,
             lower,
             0.92 * wide,
             tall,
-            says,
+            value,
             edge=PALE,
             label="after",
             size=8.5,

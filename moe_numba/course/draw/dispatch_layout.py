@@ -290,12 +290,12 @@ def buffer_map(num_nvl_bytes):
     axes.plot([left + part, left], [y - 0.08, low + tall + 0.42], color=PALE, linewidth=1)
     axes.plot([left + wide, left + wide], [y - 0.08, low + tall + 0.42], color=PALE, linewidth=1)
     text(axes, left, low + tall + 0.33, f"the last {rest} bytes, enlarged", size=8.5, ha="left")
-    says = {"barrier signals": "int32 x 8", "buffer_ptrs": "pointers x 8", "barrier_signal_ptrs": "pointers x 8"}
+    contents = {"barrier signals": "int32 x 8", "buffer_ptrs": "pointers x 8", "barrier_signal_ptrs": "pointers x 8"}
     for (name, (offset, size)), colour in zip(small.items(), colours, strict=True):
         x, own = left + wide * (offset - num_nvl_bytes) / rest, wide * size / rest
         box(axes, x, low, own, tall, fill=tint(colour), edge=colour, label="part")
         text(axes, x + own / 2, low + 0.28, name, size=8.5)
-        text(axes, x + own / 2, low + 0.12, f"{size} bytes: {says[name]}", size=7.5, colour=INK)
+        text(axes, x + own / 2, low + 0.12, f"{size} bytes: {contents[name]}", size=7.5, colour=INK)
         text(axes, x, low + tall + 0.1, f"+{offset - num_nvl_bytes}", size=7.5, colour=GREY, ha="left")
         each = own / PEERS
         for peer in range(PEERS):

@@ -141,17 +141,17 @@ def load(panels, num_experts, tile_rows):
 
 
 def list_schedule(tiles, workers, whole_columns):
-    """List (worker, start, length, expert) of each piece of work; the next piece goes to the first free worker.
+    """List (worker, start, length, expert) of each work item; the next item goes to the first free worker.
 
-    A piece is an expert's whole column of tiles, or one tile; all tiles take one unit of time.
+    An item is an expert's whole column of tiles, or one tile; all tiles take one unit of time.
     """
-    free, pieces = [0] * workers, []
+    free, items = [0] * workers, []
     for expert, column in enumerate(tiles):
         for length in [column] if whole_columns and column else [1] * (0 if whole_columns else column):
             worker = free.index(min(free))
-            pieces.append((worker, free[worker], length, expert))
+            items.append((worker, free[worker], length, expert))
             free[worker] += length
-    return pieces
+    return items
 
 
 def schedules(tiles, workers, shared=()):
@@ -161,14 +161,14 @@ def schedules(tiles, workers, shared=()):
     figure, axes = canvas(WIDTH, 1.5 + 0.34 * workers, "Makespan of two schedules of the same tiles")
     variants = {"whole columns per SM": True, "single tiles per SM": False}
     both = {name: list_schedule(tiles, workers, whole) for name, whole in variants.items()}
-    ends = {name: max(start + length for _, start, length, _ in pieces) for name, pieces in both.items()}
+    ends = {name: max(start + length for _, start, length, _ in items) for name, items in both.items()}
     unit = (WIDTH - 0.3 - 2 * 0.8 - 0.3) / 2 / max(ends.values())
-    for side, (name, pieces) in enumerate(both.items()):
+    for side, (name, items) in enumerate(both.items()):
         left, top = 0.85 + side * (WIDTH / 2), 0.55 + 0.34 * workers
         text(axes, left, top + 0.22, f"{name}: {ends[name]} units of time", ha="left", weight="bold")
         for worker in range(workers):
             text(axes, left - 0.08, top - 0.34 * worker - 0.17, f"SM {worker}", size=8.5, colour=GREY, ha="right")
-        for worker, start, length, expert in pieces:
+        for worker, start, length, expert in items:
             fill = ORANGE if expert in shared else tint(BLUE if expert % 2 else SKY, 0.55)
             for tile in range(length):
                 box(
