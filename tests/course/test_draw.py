@@ -25,6 +25,9 @@ MAKESPANS = "whole columns per SM: 9 units of time", "single tiles per SM: 4 uni
 MINIMUM = "needs no position below 0: the minimum"
 ROUNDING = {"narrow": [1, 256, 256, 0], "wide": [1, 257, 258, 2], "rounded once": [2]}  # 257 is not a bfloat16 number
 ERRORS = "Bottom: both as bfloat16. Errors: 2 rounded at each step, 0 rounded once."
+# 8 values, and the minima of 2, 4 and 8 lanes
+BUTTERFLY = ["0.62", "0.91", "0.35", "0.77", "0.58", "0.83", "0.49", "0.70"]
+MINIMA = [m for m in ("0.62", "0.35", "0.58", "0.49") for _ in (0, 1)] + ["0.35"] * 4 + ["0.49"] * 4 + ["0.35"] * 8
 SPLIT = "A warp works on {}. A lane holds {}."
 
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
@@ -38,6 +41,8 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
             ("a warp for a token", "1 token", "8 experts. A group is 4 lanes"),
         )
     },
+    "butterfly": (gate.butterfly, ([*map(float, BUTTERFLY)], "lowest"), {"value": BUTTERFLY + MINIMA, "shuffle": 24}),
+    "rank by counting": (gate.rank_by_counting, ([0.5, 0.9, 0.9, 0.1], 2), {"better": 0 + 1 + 2 + 3}, "kept", "out"),
     "pick loop": (gate.pick_loop, (LANES, 2), {"winner": ["0.90"] * 2}, "ballot = 110", "ballot = 100"),
     "tie": (gate.pick_loop, (LANES, 2), {"winner": 2}, *(f"ffs: lane {i} wins, drops its first" for i in (1, 2))),
     "Blelloch's scan": (align.blelloch, (COUNTS,), {"copy": 7, "add": 2 * 14}, "start"),

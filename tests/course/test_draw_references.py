@@ -47,16 +47,9 @@ def check_fusion(figure, _, routing):
     assert words.count("256") == count("shared") == 1 and "0.400" in words and words.count("× 2.5") == 2
 
 
-def test_butterfly_reduces_in_log2_rounds():
-    numbers = [word for word in texts(gate.butterfly(VALUES, "lowest")) if word.startswith("0.")]
-    assert numbers[:8] == [f"{value:.2f}" for value in VALUES] and numbers[24:] == ["0.35"] * 8
-    assert numbers[8:16] == ["0.62", "0.62", "0.35", "0.35", "0.58", "0.58", "0.49", "0.49"]
-
-
 def test_rank_by_counting_keeps_the_lower_group_of_a_tie():
-    figure = gate.rank_by_counting([0.5, 0.9, 0.9, 0.1], 2)
-    words = [word for word in texts(figure) if word in ("kept", "out")]
-    assert words == ["out", "kept", "kept", "out"] and len(labelled(figure, "better")) == 0 + 1 + 2 + 3
+    words = [word for word in texts(gate.rank_by_counting([0.9, 0.5, 0.9, 0.9], 2)) if word in ("kept", "out")]
+    assert words == ["kept", "out", "kept", "out"]
 
 
 def test_sorting_network_sorts():
@@ -108,17 +101,11 @@ def test_scans_equal_an_exclusive_cumsum(values):
 
 
 def test_scans_have_the_articles_intermediate_sums():
-    up, down = scans.blelloch_steps(COUNTS)
-    assert [step[1] for step in up[1:]] == [
-        *([3, 4, 7, 7, 4, 5, 6, 9], [3, 4, 7, 11, 4, 5, 6, 14], [3, 4, 7, 11, 4, 5, 6, 25])
-    ]
-    assert [step[1] for step in down[:3]] == [
-        *([3, 4, 7, 11, 4, 5, 6, 0], [3, 4, 7, 0, 4, 5, 6, 11], [3, 0, 7, 4, 4, 11, 6, 16])
-    ]
-    assert [pairs for _, _, pairs, _ in down[1:3]] == [[(3, 7)], [(1, 3), (5, 7)]]
-    assert [step[1] for step in scans.warp_scan_steps(COUNTS)[1:-1]] == [
-        *([3, 4, 8, 7, 4, 5, 7, 9], [3, 4, 11, 11, 12, 12, 11, 14], [3, 4, 11, 11, 15, 16, 22, 25])
-    ]
+    (up, down), warp = scans.blelloch_steps(COUNTS), scans.warp_scan_steps(COUNTS)
+    rows = lambda steps: [" ".join(map(str, numbers)) for _, numbers, *_ in steps]
+    assert rows(up[1:]) == ["3 4 7 7 4 5 6 9", "3 4 7 11 4 5 6 14", "3 4 7 11 4 5 6 25"]
+    assert rows(down[:3]) == ["3 4 7 11 4 5 6 0", "3 4 7 0 4 5 6 11", "3 0 7 4 4 11 6 16"]
+    assert rows(warp[1:-1]) == ["3 4 8 7 4 5 7 9", "3 4 11 11 12 12 11 14", "3 4 11 11 15 16 22 25"]
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 3, 4])
@@ -127,12 +114,10 @@ def test_every_element_has_one_writer(ctas):
     elements, figure = align.list_writers(ids, 4, 6, ctas), align.element_writers(ids, 4, 6, ctas)
     right, expert_ids, (total,) = (t.tolist() for t in alignment.moe_align_block_size(ids, 4, 6))
     assert [value for value, *_ in elements] == right
-    for i, (value, kind, cta) in enumerate(elements):
-        assert kind == ("slot" if value < 24 else "padding" if i < total else "tail")
-        assert kind == "tail" or cta == (value // chunk if kind == "slot" else expert_ids[i // 4] % ctas)
-    tail = [cta for _, kind, cta in elements if kind == "tail"]
-    shares = [tail.count(cta) for cta in range(ctas)]
-    assert tail == sorted(tail) and max(shares) - min(shares) <= 1
+    for i, (value, kind, cta) in enumerate(elements[:total]):
+        assert (kind, cta) == (("slot", value // chunk) if value < 24 else ("padding", expert_ids[i // 4] % ctas))
+    tail = [cta for _, kind, cta in elements[total:] if kind == "tail"]
+    assert tail == [i * ctas // len(tail) for i in range(len(right) - total)]
     for kind in ("slot", "padding", "tail"):
         assert values_of(figure, kind) == [str(value) for value, of, _ in elements if of == kind]
     assert colours_of(figure, "slot") == [align.lane_colour(c).lower() for _, kind, c in elements if kind == "slot"]
@@ -252,11 +237,7 @@ def test_swizzle_equals_the_simulators():
     places = [(-round(box.get_y(), 3), round(box.get_x(), 3)) for box in labelled(figure, "after")]
     by_place = sorted(zip(places, map(int, values_of(figure, "after"))))
     assert [chunk for _, chunk in by_place] == (chunks % 8).tolist()
-
-
-@pytest.mark.parametrize("column", range(8))
-def test_swizzled_columns_use_all_banks(column):
-    assert len(hopper.banks(column, False)) == 4 and len(hopper.banks(column, True)) == 32
+    assert all((len(hopper.banks(c, False)), len(hopper.banks(c, True))) == (4, 32) for c in range(8))
 
 
 def test_descriptor_shows_bits_and_fields():

@@ -114,7 +114,7 @@ def butterfly(values, what="highest"):
         text(axes, 0.15, y[r], "start" if r == 0 else f"xor {1 << r - 1}", size=9, colour=GREY, ha="left")
         for lane, value in enumerate(values):
             fill = ORANGE if value == answer else "white"
-            box(axes, x[lane] - 0.27, y[r] - 0.13, 0.54, 0.26, f"{value:.2f}", fill=fill, size=8.5)
+            box(axes, x[lane] - 0.27, y[r] - 0.13, 0.54, 0.26, f"{value:.2f}", fill=fill, size=8.5, label="value")
         if r == 0:
             for lane in range(lanes):
                 text(axes, x[lane], y[0] + 0.27, f"lane {lane}", size=8.5, colour=GREY)
