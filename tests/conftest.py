@@ -25,7 +25,7 @@ SLOW_TESTS = {
     "test_alignment_uses_no_local_or_generic_memory",
     "test_deepseek_v3",
     "test_dispatch_and_combine",
-    "test_doctor_elsewhere",
+    "test_doctor_report",
     "test_doctor_on_this_machine",
     "test_gate_notebook_runs_with_other_sizes",
     "test_gather_indices_match_gathered_rows",
@@ -57,9 +57,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_TESTS:
             item.add_marker("slow")
-    beyond = [item for item in items if needs(item) > found]
-    if beyond:
-        config.hook.pytest_deselected(items=beyond)
+    unavailable = [item for item in items if needs(item) > found]
+    if unavailable:
+        config.hook.pytest_deselected(items=unavailable)
         items[:] = [item for item in items if needs(item) <= found]
 
 

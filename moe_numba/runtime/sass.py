@@ -68,8 +68,8 @@ def compile_apart(source, requests):
         Python that defines them, with its imports.
     requests : dict
         Name -> (expression, signature, threads, lto). The expression evaluates to the kernel, such as
-        ``"make_kernel(4)"``; the others are as for :func:`moe_numba.runtime.compile.compile_kernel`, ``threads`` being
-        the launch bound.
+        ``"make_kernel(4)"``; the others are as for :func:`moe_numba.runtime.compile.compile_kernel`. ``threads`` is the
+        launch bound: maximum threads per CTA, (threads, minimum CTAs per SM), or None for the kernel's own bound.
 
     Returns
     -------
@@ -100,7 +100,8 @@ def _serve(module):
 
     space = runpy.run_path(module)
     for name, (expression, signature, threads, lto) in json.load(sys.stdin).items():
-        compiled = compile_kernel(eval(expression, space), tuple(signature), launch_bounds=(threads, 1), lto=lto)
+        bounds = (threads, 1) if isinstance(threads, int) else threads and tuple(threads)
+        compiled = compile_kernel(eval(expression, space), tuple(signature), launch_bounds=bounds, lto=lto)
         print(json.dumps({"name": name, **_report(compiled)}))
 
 

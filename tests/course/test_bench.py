@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import matplotlib
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from helpers.figures import misplaced
 from matplotlib.text import Text
 
 import moe_numba.course.bench as bench
@@ -71,12 +71,12 @@ RIGHT = np.array([1.0, 2, 3])
 # Timing
 
 
-def test_stats():
+def test_stats_are_median_and_percentiles():
     stats = Stats.of(range(101))
     assert (stats.median, stats.p10, stats.p90) == (50, 10, 90)
 
 
-def test_call_time_with_a_fake_clock():
+def test_call_times_are_measured_in_interleaved_batches():
     now, log = [0], []
 
     def call(name, us):
@@ -88,10 +88,10 @@ def test_call_time_with_a_fake_clock():
     assert found == {"fast": Stats(5, 5, 5), "slow": Stats(2000, 2000, 2000)}
     batches = [list(group) for name, group in itertools.groupby(log) if name != "synchronize"]
     sizes = {name: {len(batch) for batch in batches[4:] if batch[0] == name} for name in named}
-    assert sizes == {"fast": {50}, "slow": {12}}, "a slow call gets small batches: a second in all"
-    turns = "".join(batch[0][0] for batch in batches[4:])
-    assert all(set(turns[i : i + 2]) == {"f", "s"} for i in range(0, len(turns), 2)), "every round has both"
-    assert turns != "fs" * 40, "in changing order"
+    assert sizes == {"fast": {50}, "slow": {12}}, "batches of a slow call are shorter: a second in total"
+    order = "".join(batch[0][0] for batch in batches[4:])
+    assert all(set(order[i : i + 2]) == {"f", "s"} for i in range(0, len(order), 2)), "each round times both"
+    assert order != "fs" * 40, "their order varies"
 
 
 def test_garbage_collection_is_off_while_timing():
@@ -154,7 +154,7 @@ class FakeGPU:
         return lambda: self.capturing is not None and self.capturing.append((us, name))
 
 
-def test_kernel_time_on_a_fake_gpu(monkeypatch):
+def test_kernel_times_are_measured_in_interleaved_graphs(monkeypatch):
     gpu = FakeGPU(monkeypatch)
     named = {"short": [gpu.kernel(f"set {i}", 2.0) for i in range(4)], "long": gpu.kernel("long", 1000.0)}
     found = bench.kernel_times(named)
@@ -179,11 +179,11 @@ def test_kernel_time_on_a_fake_gpu(monkeypatch):
         (0, 3, 498),
     ],
 )
-def test_launches_in_a_graph(us, sets, launches):
+def test_number_of_launches_in_a_graph(us, sets, launches):
     assert timing._choose_launches(us, sets) == launches
 
 
-def test_rotating_sets():
+def test_number_of_rotating_input_sets():
     assert timing._sets(2**20, 128 * 2**20) == 64
     assert timing._sets(50 * 2**20, 128 * 2**20) == 3
     assert timing._sets(2**30, 128 * 2**20) == 1
@@ -199,7 +199,7 @@ def test_simulator_runs_once_and_times_nothing(simulated):
 
 
 @pytest.mark.gpu
-def test_times_on_a_gpu():
+def test_times_of_copies_are_plausible():
     import torch
 
     def copy(size):
@@ -220,7 +220,7 @@ def test_times_on_a_gpu():
 # The ladder
 
 
-def test_simulator_says_what_is_recorded_and_what_ran(simulated, tmp_path, capsys):
+def test_simulated_steps_print_the_recorded_times(simulated, tmp_path, capsys):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "kernel.py").write_text("")
     row = records.row(
@@ -238,9 +238,9 @@ def test_simulator_says_what_is_recorded_and_what_ran(simulated, tmp_path, capsy
     steps.measure_all()
     steps.save(["kernel.py"])
     assert "no record is written" in capsys.readouterr().out
-    assert "not measured here: recorded on NVIDIA H200" in texts(steps.plot())
+    assert "not measured here: recorded on NVIDIA H200" in all_text(steps.plot())
     (tmp_path / "kernel.py").write_text("changed")
-    assert "changed since" in texts(steps.plot())
+    assert "changed since" in all_text(steps.plot())
     assert Ladder("unknown", check, root=tmp_path).plot() is None
 
 
@@ -267,52 +267,32 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     steps = Ladder("gate", check, "Gate", root=tmp_path, size={"tokens": 4096})
     steps.step("torch eager", Step(RIGHT, 600.0))
     steps.step("one thread", Step(RIGHT, 60.0))
-    steps.step("a detour", Step(RIGHT, 90.0), slower=True)
+    steps.step("narrow tiles", Step(RIGHT, 90.0), slower=True)
     steps.step("broken", Step(0 * RIGHT), expect_wrong=True)
     steps.step("wide loads", Step(RIGHT, 12.4), prediction_us=14, bytes=1000)
-    steps.step("waits", Step(RIGHT, 5.0), graph=False)
+    steps.step("synchronises", Step(RIGHT, 5.0), graph=False)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "torch eager 600 us kernel 610 us call"
-    assert lines[2] == "a detour 90.0 us kernel 100 us call x0.67 previous x6.7 torch"
+    assert lines[2] == "narrow tiles 90.0 us kernel 100 us call x0.67 previous x6.7 torch"
     assert lines[4] == "wide loads 12.4 us kernel 22.4 us call x4.8 previous x48 torch (predicted 14 us)"
-    assert lines[5] == "waits - kernel 15.0 us call"
-    steps.step("wide loads", Step(RIGHT, 10.0), prediction_us=14, bytes=1000)  # a cell that is run again
+    assert lines[5] == "synchronises - kernel 15.0 us call"
+    steps.step("wide loads", Step(RIGHT, 10.0), prediction_us=14, bytes=1000)  # the cell is executed again
     assert [row["step"] for row in steps.rows].count("wide loads") == 1
     steps.measure_all()
     steps.save(["kernel.py"])
     record = records.read("gate", root=tmp_path)
     assert records.find(record, step="wide loads")["kernel_us"]["median"] == 10
     assert records.find(record, step="wide loads")["bytes"] == 1000
-    assert records.find(record, step="a detour")["slower"] and "refused" in records.find(record, step="broken")
+    assert records.find(record, step="narrow tiles")["slower"] and "refused" in records.find(record, step="broken")
     figure = steps.plot(floor_us=2.0, peers={"triton": 11.0})
-    assert "measured now on NVIDIA H200" in texts(figure) and "speed of light 2.00" in texts(figure)
+    assert "measured now on NVIDIA H200" in all_text(figure) and "speed of light 2.00" in all_text(figure)
 
 
 # The figures
 
 
-def texts(figure):
+def all_text(figure):
     return "\n".join(text.get_text() for text in figure.findobj(Text))
-
-
-def visible(figure):
-    """Each text that is drawn (a tick beyond the axes' limits exists, but is not) and its box in pixels."""
-    drawn, draw = [], Text.draw
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Text, "draw", lambda self, renderer: (drawn.append(self), draw(self, renderer)))
-        figure.draw(renderer)
-    shown = [text for text in drawn if text.get_visible() and text.get_text().strip()]
-    return [(text.get_text(), text.get_window_extent(renderer)) for text in shown]
-
-
-def faults(figure):
-    """Labels that meet or are cut off."""
-    boxes = [(text, box.padded(-1)) for text, box in visible(figure)]
-    assert len(boxes) > 5
-    edge = figure.bbox
-    cut = [text for text, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > edge.x1 or box.y1 > edge.y1]
-    return cut + [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
 def some_rows(low=6.9):
@@ -321,11 +301,11 @@ def some_rows(low=6.9):
 
     return [
         row("torch eager", 178.0),
-        row("1 one thread a token", 96.0),
-        row("2 a warp a token, registers only", 31.2),
-        row("3 two tokens a warp", 39.9, slower=True),
-        records.row("missing barrier", refused="it is wrong"),
-        records.row("waits for the GPU", call=Stats(30, 29, 31)),
+        row("1 one thread per token", 96.0),
+        row("2 one warp per token, registers only", 31.2),
+        row("3 two tokens per warp", 39.9, slower=True),
+        records.row("missing barrier", refused="wrong result"),
+        records.row("synchronises with the host", call=Stats(30, 29, 31)),
         row("final", low),
     ]
 
@@ -341,14 +321,14 @@ CAPTION = plots.caption(ENVIRONMENT, "not measured here: recorded on") + "; code
         {"speed of light": 6.0, "SGLang Triton": 6.5, "FlashInfer": 7.0, "SGLang": 7.2, "torch.compile": 150.0},
     ],
 )
-def test_ladder_figure(lines):
+def test_ladder_figure_shows_times_and_ratios(lines):
     figure = plots.ladder_figure(some_rows(), lines=lines, title="Gate, 4096 tokens", caption=CAPTION)
-    assert faults(figure) == []
+    assert misplaced(figure) == []
     (axes,) = figure.axes
     assert axes.get_xscale() == "log" and axes.get_ylim()[0] > axes.get_ylim()[1], "top to bottom"
-    shown = texts(figure)
+    shown = all_text(figure)
     assert "refused: wrong result" in shown and "no kernel time" in shown and "torch eager 178" in shown
-    for number in ("6.90", "4.5", "26"):  # us, x previous (the lost step does not count), x torch
+    for number in ("6.90", "4.5", "26"):  # us, x previous (the slower step does not count), x torch
         assert number in shown.splitlines()
     colours = [matplotlib.colors.to_hex(bar.get_facecolor()).upper() for bar in axes.patches]
     assert colours == [plots.ORANGE, plots.BLUE, plots.BLUE, plots.PALE, plots.BLUE]
@@ -357,15 +337,15 @@ def test_ladder_figure(lines):
 def test_ladder_figure_is_linear_within_a_factor_of_ten():
     rows = some_rows(low=20.0)[1:]
     figure = plots.ladder_figure(rows, lines={"triton": 50.0}, caption=CAPTION)
-    assert figure.axes[0].get_xscale() == "linear" and faults(figure) == []
+    assert figure.axes[0].get_xscale() == "linear" and misplaced(figure) == []
 
 
-def test_split_figure():
-    assert faults(plots.split_figure(some_rows(), title="Python and the GPU", caption=CAPTION)) == []
+def test_split_figure_has_no_overlapping_text():
+    assert misplaced(plots.split_figure(some_rows(), title="Python and the GPU", caption=CAPTION)) == []
 
 
 @pytest.mark.parametrize("sizes", [[1, 64, 1024, 4096, 16384, 65536], [2**i for i in range(17)]])
-def test_sweep_figure(sizes):
+def test_sweep_figure_names_its_lines(sizes):
     lines = {
         "torch eager": (36, 28),
         "torch.compile": (27, 28),
@@ -381,18 +361,19 @@ def test_sweep_figure(sizes):
     }
     floor = {size: max(1.8, size / 4000) for size in sizes}
     figure = plots.sweep_figure(series, floor=floor, title="Gate over tokens", caption=CAPTION)
-    assert faults(figure) == [] and figure.axes[0].get_legend() is None
-    assert all(name in texts(figure).splitlines() for name in [*series, "speed of light", "µs", "64k"])
+    assert misplaced(figure) == [] and figure.axes[0].get_legend() is None
+    assert all(name in all_text(figure).splitlines() for name in [*series, "speed of light", "µs", "64k"])
 
 
-def test_overlap_is_noticed():
+def test_overlapping_and_cut_off_texts_are_found():
     figure = plots.ladder_figure(some_rows(), caption=CAPTION)
     figure.text(0.05, 0.02, "over the caption")
     figure.text(0.99, 0.5, "cut off")
-    assert "cut off" in faults(figure) and len(faults(figure)) >= 2
+    found = misplaced(figure)
+    assert found[0] == "cut off" and len(found) > 1 and all("over the caption" in pair for pair in found[1:])
 
 
-def test_saved_figures_repeat_and_leave_matplotlib_alone(tmp_path):
+def test_saved_figures_are_reproducible_and_leave_rcparams_unchanged(tmp_path):
     before = dict(matplotlib.rcParams)
     for name in "ab":
         written = plots.save(plots.ladder_figure(some_rows(), caption=CAPTION), tmp_path / name)
@@ -443,13 +424,13 @@ H200 = [["NVIDIA H200", [9, 0]]]
         ),
     ],
 )
-def test_doctor_elsewhere(monkeypatch, found, simulated, expected):
+def test_doctor_report(monkeypatch, found, simulated, expected):
     monkeypatch.setattr(doctor, "probe", lambda: found)
     monkeypatch.setattr(simulator, "ENABLED", simulated)
     text = "\n".join(doctor.report())
     assert all(part in text for part in expected), text
 
 
-def test_doctor_survives_a_trial_that_dies(monkeypatch):
+def test_doctor_reports_a_failed_compiler_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert doctor.probe() == {"gpus": [], "error": "exit code 1"}

@@ -22,15 +22,15 @@ def test_handles_equal_those_of_deepeps_dispatch(num_tokens, channels):
     with virtual_ranks(ranks, min_buffer_bytes(c)) as all_ranks:
         x = [torch.randn(tokens, 16).bfloat16() for tokens in num_tokens]
         got = [result[3] for result in dispatch_all(all_ranks, c, x, chosen)]
-    for theirs, mine in zip(got, inputs.handles_of(chosen, channels), strict=True):
-        for name, right, given in zip(theirs._fields, theirs, mine, strict=True):
-            assert given.dtype == right.dtype and torch.equal(given, right), name
+    for expected, given in zip(got, inputs.handles_of(chosen, channels), strict=True):
+        for name, right, found in zip(expected._fields, expected, given, strict=True):
+            assert found.dtype == right.dtype and torch.equal(found, right), name
 
 
 def test_sums_are_the_reference_rounded_once():
     topk_idx = inputs.random_routing([7, 5], 8, 2, holes=0.3)
     received = inputs.received_by([layout[2] for layout in inputs.layouts_of(topk_idx, 8)])
-    y = [torch.randn(len(there.src_idx), 16).bfloat16() for there in received]
+    y = [torch.randn(len(result.src_idx), 16).bfloat16() for result in received]
     biases = [(torch.randn(tokens, 16).bfloat16(),) for tokens in (7, 5)]
     for given in (None, biases):
         for sums, (total, _) in zip(
@@ -39,7 +39,7 @@ def test_sums_are_the_reference_rounded_once():
             assert torch.allclose(sums.double(), total, rtol=2**-8, atol=1e-5)
 
 
-def test_routing_has_holes():
+def test_random_routing_has_unused_choices():
     whole, holed = (inputs.random_routing([50], 16, 4, holes=part)[0] for part in (0, 0.5))
     assert not (whole < 0).any() and (holed < 0).any()
     assert all(len(set(row)) == 4 for row in whole.tolist())
@@ -51,12 +51,12 @@ def test_ranges_cover_all_tokens():
 
 
 @pytest.mark.parametrize(
-    "gpus, reach, ranks, devices",
+    "gpus, peer_access, ranks, devices",
     [(1, True, 2, [0, 0]), (2, True, 2, [0, 1]), (2, False, 2, [0, 0]), (3, True, 2, [0, 1]), (5, True, 4, range(4))],
 )
-def test_ranks_have_their_own_gpus_if_possible(gpus, reach, ranks, devices, monkeypatch):
+def test_each_rank_has_a_gpu_if_peer_access_is_possible(gpus, peer_access, ranks, devices, monkeypatch):
     monkeypatch.setattr(inputs, "simulator", SimpleNamespace(ENABLED=False))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reach)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peer_access)
     sizes = inputs.combine_sizes()
     assert (sizes.ranks, sizes.devices, sizes.warps * ranks) == (ranks, list(devices), 24)

@@ -20,7 +20,7 @@ TEXT = (ROOT / "notebooks" / "06_combine.py").read_text()
 CELLS = [cell for cell in code_hash.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
 IMPORTS = re.search(r"^from contextlib.*?(?=^warnings)", TEXT, re.M | re.S)[0]
 SUM = ("int32*", "uint8*", "int32", "int32*")
-OWN = {
+KERNELS = {
     "make_push_kernel(2, 14336)": ("int32*", "int32*", "int32*", "int32", "uint64*", "int32"),
     "make_meeting(2)": ("int32*", "uint64*", "int32", "int32", "int64", "int32*"),
     **{f"make_sum_kernel({ranks}, 3584, {n})": SUM for ranks, n in ((2, 1), (2, 2), (2, 4), (2, 8), (8, 1), (8, 2))},
@@ -48,20 +48,20 @@ def constant(name):
     raise LookupError(name)
 
 
-OF_THE_PACKAGE = {name: [constant(name)] for name in ("NOTHING_ADDED", "WAITING")}
-OF_THE_PACKAGE["WRITTEN_DOWN"] = constant("WRITTEN_DOWN")
+PATCHES = {name: [constant(name)] for name in ("NOTHING_ADDED", "WAITING")}
+PATCHES["WRITTEN_DOWN"] = constant("WRITTEN_DOWN")
 
 
 @pytest.fixture(scope="module")
 def logs():
-    program = "\n".join(["import moe_numba", IMPORTS, *CELLS, COMPILE.format(own=OWN)])
+    program = "\n".join(["import moe_numba", IMPORTS, *CELLS, COMPILE.format(own=KERNELS)])
     environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
-@pytest.mark.parametrize("expression", OWN)
+@pytest.mark.parametrize("expression", KERNELS)
 def test_the_notebooks_kernels_fit_512_threads(expression, logs):
     registers = max(map(int, re.findall(r"Used (\d+) registers", logs[expression])))
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", logs[expression])))
@@ -76,21 +76,21 @@ def test_the_notebooks_combine_kernel_does_not_spill(ranks, at_once, as_pairs):
     assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
 
 
-@pytest.mark.parametrize("changes", OF_THE_PACKAGE.values(), ids=OF_THE_PACKAGE)
-def test_the_packages_kernel_can_be_changed(changes):
+@pytest.mark.parametrize("changes", PATCHES.values(), ids=PATCHES)
+def test_the_patched_combine_does_not_spill(changes):
     source = inspect.getsource(combine)
     for old, new in changes:
-        assert source.count(old) == 1, f"notebook 06 changes {old!r}, which combine.py must have once"
+        assert source.count(old) == 1, f"notebook 06 replaces {old!r}, which must occur once in combine.py"
         source = source.replace(old, new)
     source += SHAPE.format(ranks=2)
     report = compile_apart(source, {"": ("make_combine(SHAPE, 0)", combine.SIGNATURE, 512, False)})[""]
     assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
 
 
-def test_the_packages_sender_can_send_to_itself():
+def test_the_patched_line_occurs_once_in_send():
     assert inspect.getsource(combine.make_send).count(constant("SENT_TO_ITSELF")[0]) == 1
 
 
 def test_all_of_the_notebooks_kernels_are_compiled():
     made = set(re.findall(r"^def (make_\w+_kernel|make_meeting)\(", "\n".join(CELLS), re.M))
-    assert made == {expression.partition("(")[0] for expression in OWN} | {"make_channels_kernel"}
+    assert made == {expression.partition("(")[0] for expression in KERNELS} | {"make_channels_kernel"}

@@ -1,114 +1,138 @@
-"""The teaching pictures: what is drawn agrees with the references."""
-
-import io
+"""Figures of the notebooks with fixed examples: all text is inside the canvas, and the drawn values are right."""
 
 import pytest
 import torch
-from helpers.figures import labelled, said, words_of
-from matplotlib.patches import FancyArrowPatch
+from helpers.figures import cut_off, labelled, texts, values_of
+from helpers.schedules import schedule
 
-from moe_numba.course.draw import gate as draw
-from moe_numba.course.draw.canvas import check_range
-from moe_numba.gate.reference import biased_grouped_topk
+from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
+from moe_numba.course.bench.layer_figure import layer_bars
+from moe_numba.course.draw import align, combine, dispatch, dispatch_layout, gate, grouped_gemm, hopper, shared_experts
+from moe_numba.course.draw.canvas import check_range, text
 
-NETWORK = [  # Batcher's for 8 values
-    (0, 1),
-    (2, 3),
-    (4, 5),
-    (6, 7),
-    (0, 2),
-    (1, 3),
-    (4, 6),
-    (5, 7),
-    (1, 2),
-    (5, 6),
-    (0, 4),
-    (1, 5),
-    (2, 6),
-    (3, 7),
-    (2, 4),
-    (3, 5),
-    (1, 2),
-    (3, 4),
-    (5, 6),
-]
-VALUES = [0.62, 0.91, 0.35, 0.77, 0.58, 0.83, 0.49, 0.70]
+LANES, COUNTS = [[0.5, 0.4], [0.9, 0.5], [0.9, 0.1]], [3, 1, 7, 0, 4, 1, 6, 3]
+LOAD = {"separate": [4] * 256, "8 replicas": [4] * 256 + [99, 70, 80, 64, 65, 66, 67, 68]}
+TILES = {name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}
+HEADS, FILLED, NONE = [0, -1, -1, 1, 2, -1, 3, -1], [0, -2, -2, 1, 2, -4, 3], 1 << 25
+GAPS = {"before": HEADS, "after": [*FILLED, "none"]}
+WAITS = [f"rank {r} {what}" for r in (0, 2, 1) for what in ("sends", "receives")]
+TIMES = {size: {"separate": 100.0, "one": 80.0, "eight": 131.0} for size in (1, 64, 1024)}
+DEADLOCK = 3, 2, 0, 2, [([0], 3), ([1], 4), ([], 2)], 9
+WAVEFRONTS = "all threads at column 2: 8 wavefronts", "all threads at column 2: 1 wavefront"
+SMALL_RING, LARGE_RING = DeepEPConfig(2, 4, 4, 2, 32, 2, 0, 6, 2), DeepEPConfig(3, 4, 256, 2, 32, 2, 0, 6, 2)
+LARGEST = "most rows: expert 0", "most rows: expert 256", "99 rows, 2 tiles", "total: 256 tiles"
+MAKESPANS = "whole columns per SM: 9 units of time", "single tiles per SM: 4 units of time"
+MINIMUM = "needs no position below 0: the minimum"
+ROUNDING = {"narrow": [1, 256, 256, 0], "wide": [1, 257, 258, 2], "rounded once": [2]}  # 257 is not a bfloat16 number
+ERRORS = "Bottom: both as bfloat16. Errors: 2 rounded at each step, 0 rounded once."
+# 8 values, and the minima of 2, 4 and 8 lanes
+BUTTERFLY = ["0.62", "0.91", "0.35", "0.77", "0.58", "0.83", "0.49", "0.70"]
+MINIMA = [m for m in ("0.62", "0.35", "0.58", "0.49") for _ in (0, 1)] + ["0.35"] * 4 + ["0.49"] * 4 + ["0.35"] * 8
+SPLIT = "A warp works on {}. A lane holds {}."
+
+FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
+    "flow chart": (gate.flow_chart, (), {"step": 16}, "Sigmoid"),
+    "thread model": (gate.thread_model, (128, 4), {"lane": range(32)}),
+    **{
+        layout: (gate.work_split, (layout,), {"held": 32}, SPLIT.format(tokens, experts))
+        for layout, tokens, experts in (
+            ("a thread for a token", "32 tokens", "256 experts"),
+            ("a thread for a group", "4 tokens", "one group, 32 experts"),
+            ("a warp for a token", "1 token", "8 experts. A group is 4 lanes"),
+        )
+    },
+    "butterfly": (gate.butterfly, ([*map(float, BUTTERFLY)], "lowest"), {"value": BUTTERFLY + MINIMA, "shuffle": 24}),
+    "rank by counting": (gate.rank_by_counting, ([0.5, 0.9, 0.9, 0.1], 2), {"better": 0 + 1 + 2 + 3}, "kept", "out"),
+    "pick loop": (gate.pick_loop, (LANES, 2), {"winner": ["0.90"] * 2}, "ballot = 110", "ballot = 100"),
+    "tie": (gate.pick_loop, (LANES, 2), {"winner": 2}, *(f"ffs: lane {i} wins, drops its first" for i in (1, 2))),
+    "Blelloch's scan": (align.blelloch, (COUNTS,), {"copy": 7, "add": 2 * 14}, "start"),
+    "warp scan": (align.warp_scan, (COUNTS,), {"shuffle": 7 + 6 + 4}, "offset = 4"),
+    "two-level scan": (align.two_level_scan, (), {"barrier": 2, "sum": 4, "before": 4}, "barrier"),
+    "writers": (align.element_writers, (torch.arange(8).view(4, 2), 4, 8, 3), {"slot": range(8), "padding": 24}),
+    "bank conflicts": (dispatch_layout.banks, (), {"marked": [2] * 8 + [2, 3, 4, 5, 6, 7, 0, 1]}, *WAVEFRONTS),
+    "buffer map": (dispatch_layout.buffer_map, (1 << 20,), {"data": 1, "entry": [*range(8)] * 3}),
+    "rings of 4 slots": (dispatch.queues, (SMALL_RING,), {"slot": 8 * 4, "section": 6}, "head", "tail"),
+    "rings of 256 slots": (dispatch.queues, (LARGE_RING,), {"slot": 12 * 8, "section": 6}, "start", "end"),
+    "rounding": (combine.sum_in_steps, ([1.0, 256.0, 1.0, -256.0],), ROUNDING, ERRORS),
+    "gaps in send_head": (combine.head_gaps, (HEADS, [*FILLED, -NONE - 1], NONE), {"filled": 3, **GAPS}),
+    "deadlocked ring": (combine.deadlocked_ring, DEADLOCK, {"slot": [0, 1, "free"]}, "head 0, tail 2: 1 free", MINIMUM),
+    "wait cycle": (combine.wait_cycle, ([(name, "space") for name in WAITS],), {"waiter": WAITS, "waits": 6}),
+    "Hopper": (hopper.problem, (), {"direct": 1}, "TMA"),
+    "swizzle": (hopper.swizzle, (), {"before": [*range(8)] * 8}, "chunk 0 of 8 rows: 4 of 32 banks, 8 wavefronts"),
+    "accumulator fragment": (hopper.fragment, (7,), {"held": 8}, "4 warps"),
+    "grouped GEMM": (grouped_gemm.problem, ([5, 0, 9, 3],), {"row": 2 * 17, "weight": ["W0", "W1", "W2", "W3"]}),
+    "tile starts": (
+        grouped_gemm.tile_starts,
+        ([5, 3, 9, 2], 4),
+        {"mixed": 2, "tile": 17, "row": 66},
+        "one map per group",
+    ),
+    "padded work": (grouped_gemm.padded_work, ([1, 8, 65],), {"paid": 6, "used": 6}, "64", "128", "72"),
+    "tile schedules": (grouped_gemm.schedules, (TILES, 3), {"tile": 2 * 24, "idle": 2}, "1 idle at the end"),
+    "load": (shared_experts.load, (LOAD, 256, 64), {"shared": 8, "routed": 2 * 256}, *LARGEST),
+    "column schedules": (shared_experts.schedules, ([1, 2, 1, 1, 2, 1, 8], 4, {6}), {"tile": 2 * 16}, *MAKESPANS),
+    "memory": (
+        shared_experts.memory,
+        ({1: 0.0, 8: 2.083}, {"58 layers": 1.97}),
+        {"mark": 1},
+        "2.08",
+        "1.97: 58 layers",
+    ),
+    "layer bars": (layer_bars, (TIMES, "separate"), {"part": ["-20.0", "+31.0"] * 3}, "100 us"),
+}
 
 
-def token(experts=256, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(experts, generator=generator), torch.rand(experts, generator=generator) * 0.2
+def check_values(figure, shapes, *words):
+    for label, expected in shapes.items():
+        drawn = len(labelled(figure, label)) if isinstance(expected, int) else values_of(figure, label)
+        assert drawn == (expected if isinstance(expected, int) else [str(value) for value in expected]), label
+    assert set(words) <= set(texts(figure))
 
 
-def test_a_picture_shows_itself_in_a_notebook():
-    assert draw.flow_chart()._repr_png_().startswith(b"\x89PNG")
-    data = io.BytesIO()
-    draw.flow_chart().savefig(data, format="svg")
-    assert b"<svg" in data.getvalue()
+@pytest.mark.parametrize("draw, arguments, expected", [(d, a, e) for d, a, *e in FIGURES.values()], ids=FIGURES)
+def test_figure_shows_its_values_inside_the_canvas(draw, arguments, expected):
+    figure = draw(*arguments)
+    check_values(figure, *expected)
+    assert cut_off(figure) == []
+
+
+@pytest.mark.parametrize("draw, arguments, expected", [(d, a, e) for d, a, *e in FIGURES.values()], ids=FIGURES)
+def test_missing_shapes_and_other_texts_are_rejected(draw, arguments, expected):
+    without_shape, with_other_texts = draw(*arguments), draw(*arguments)
+    labelled(without_shape, next(iter(expected[0])))[-1].remove()
+    for drawn in with_other_texts.axes[0].texts:
+        drawn.set_text("?")
+    for wrong in (without_shape, with_other_texts):
+        with pytest.raises(AssertionError):
+            check_values(wrong, *expected)
+
+
+def test_text_outside_the_canvas_is_found():
+    figure = gate.flow_chart()
+    text(figure.axes[0], 9.1, 1, "beyond the right edge")
+    text(figure.axes[0], 1, 0, "below the lower edge")
+    assert cut_off(figure) == ["beyond the right edge", "below the lower edge"]
+
+
+@pytest.mark.parametrize(
+    "label, values, draw, arguments",
+    [
+        ("part", [32, 64, 64], dispatch_layout.buffer_map, (1 << 20,)),
+        ("shared", LOAD["8 replicas"][256:], shared_experts.load, (LOAD, 256, 64)),
+        ("extra", [0.5, 1.0, 3.5], shared_experts.memory, ({1: 0.5, 2: 1.0, 8: 3.5}, {})),
+        ("part", [80, 131] * 3, layer_bars, (TIMES, "separate")),
+    ],
+)
+def test_bars_are_to_scale(label, values, draw, arguments):
+    sizes = [box.get_width() * box.get_height() for box in labelled(draw(*arguments), label)]
+    assert sizes == pytest.approx([sizes[0] * value / values[0] for value in values])
+
+
+def test_notebooks_show_figures_as_png():
+    assert gate.flow_chart()._repr_png_().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("value", [1, 9])
-def test_values_that_a_picture_cannot_show_are_refused(value):
-    with pytest.raises(ValueError, match=f"warps is {value}; this picture can show 2 to 8"):
+def test_values_out_of_range_are_refused(value):
+    with pytest.raises(ValueError, match=f"warps is {value}; this figure can show 2 to 8"):
         check_range("warps", value, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "make", [draw.flow_chart, lambda: draw.thread_model(256, 8), lambda: draw.thread_model(128, 4)]
-)
-def test_pictures_without_data_can_be_drawn(make):
-    assert len(make().axes[0].patches) > 16
-
-
-def test_the_problem_names_the_experts_that_the_reference_chooses():
-    logits, bias = token()
-    _, ids = biased_grouped_topk(logits[None], bias, 8, num_expert_group=8, topk_group=4)
-    words = said(draw.problem(logits, bias, 8, 4, 8))
-    assert sorted(int(word) for word in words if word.isdigit()) == sorted(ids[0].tolist())
-    assert words.count("kept") == 4 and words.count("out") == 4
-
-
-@pytest.mark.parametrize(
-    "layout, boxes, sentence",
-    [
-        ("a thread for a token", 32, "A warp works on 32 tokens. A lane holds 256 experts."),
-        ("a thread for a group", 32, "A warp works on 4 tokens. A lane holds one group, 32 experts."),
-        ("a warp for a token", 32, "A warp works on 1 token. A lane holds 8 experts. A group is 4 lanes."),
-    ],
-)
-def test_every_layout_uses_each_lane_once(layout, boxes, sentence):
-    figure = draw.work_split(layout)
-    assert len(labelled(figure, "held")) == boxes
-    assert sentence in said(figure)
-
-
-def test_a_butterfly_combines_what_it_shows():
-    figure = draw.butterfly(VALUES, "lowest")
-    arrows = [patch for patch in labelled(figure, "shuffle") if isinstance(patch, FancyArrowPatch)]
-    assert len(arrows) == 3 * 8
-    numbers = [word for word in said(figure) if word.startswith("0.")]
-    assert numbers[:8] == [f"{value:.2f}" for value in VALUES]
-    assert numbers[8:16] == ["0.62", "0.62", "0.35", "0.35", "0.58", "0.58", "0.49", "0.49"]
-    assert numbers[24:] == ["0.35"] * 8
-
-
-def test_ranks_are_counted_and_ties_keep_the_lower_group():
-    figure = draw.rank_by_counting([0.5, 0.9, 0.9, 0.1], 2)
-    assert len(labelled(figure, "better")) == 0 + 1 + 2 + 3
-    words = said(figure)
-    assert [words[words.index(f"group {i}: {value:.3f}") :].index("kept") for i, value in ((1, 0.9), (2, 0.9))]
-    assert words.count("kept") == 2 and words.count("out") == 2
-
-
-def test_a_network_is_drawn_whole_and_sorts():
-    figure = draw.sorting_network(VALUES, NETWORK)
-    assert len(labelled(figure, "comparator")) == 19
-    right = [t.get_text() for t in words_of(figure) if t.get_weight() == "bold" and t.get_text().startswith("0.")]
-    assert right == [f"{value:.2f}" for value in sorted(VALUES, reverse=True)]
-
-
-def test_a_tie_between_lanes_goes_to_the_lower_lane():
-    words = said(draw.pick_loop([[0.5, 0.4], [0.9, 0.5], [0.9, 0.1]], 2))
-    assert "ballot = 110" in words and "ffs: lane 1 wins, drops its first" in words
-    assert "ballot = 100" in words and "ffs: lane 2 wins, drops its first" in words
-    assert len(labelled(draw.pick_loop([[0.5, 0.4], [0.9, 0.5]], 2), "winner")) == 2

@@ -1,4 +1,4 @@
-"""What measurements depend on: hashes of source code, and fingerprints of machine code."""
+"""Hashes of source code and fingerprints of machine code."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ LIMIT = 7  # tokens
 
 def scale(x, factor=2):
     """Multiply."""
-    # Twice, unless told otherwise.
+    # Doubles x by default.
     return x * factor * LIMIT
 '''
 
@@ -29,7 +29,7 @@ def scale(x, factor=2):
         ('"""A module."""', '"""A module with a better\ndocstring."""', False),
         ('    """Multiply."""\n', "", False),
         ("  # tokens", "", False),
-        ("    # Twice, unless told otherwise.\n", "    # Twice.\n\n", False),
+        ("    # Doubles x by default.\n", "    # Doubles x.\n\n", False),
         ("x * factor * LIMIT", "(x\n        * factor * LIMIT)", False),
         ("(x, factor=2)", "(x: float, factor: float = 2) -> float", False),
         ("LIMIT = 7", "LIMIT = 8", True),
@@ -46,7 +46,7 @@ def test_only_code_changes_the_hash_of_a_file(tmp_path, old, new, changed):
     assert (code_hash.hash_file(tmp_path, "a.py") != before) == changed
 
 
-def test_jupyter_commands_are_code(tmp_path):
+def test_jupyter_commands_change_the_hash(tmp_path):
     for text in ("%matplotlib inline\nx = 1\n", "%matplotlib agg\nx = 1\n"):
         (tmp_path / "n.py").write_text(f"# %%\n{text}")
         hashes = {code_hash.hash_file(tmp_path, "n.py#code")} | locals().get("hashes", set())
@@ -91,7 +91,7 @@ print(fingerprint(one, ("int32*",), {"launch_bounds": 64}))
 
 
 @pytest.mark.skipif(disassembler() is None, reason="nvdisasm is not installed")
-def test_names_do_not_change_a_fingerprint_and_code_does():
+def test_fingerprint_depends_on_code_and_not_on_names():
     environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
     code = [sys.executable, "-"]
     done = subprocess.run(code, input=KERNELS, capture_output=True, text=True, env=environment)

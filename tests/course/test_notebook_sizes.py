@@ -12,26 +12,26 @@ from moe_numba.course.sizes import dispatch_sizes
 
 
 @pytest.mark.parametrize(
-    "gpus, multiprocessors, devices, most", [(1, 132, [0, 0], 48), (1, 78, [0, 0], 32), (3, 78, [0, 1, 2], 48)]
+    "gpus, sms, devices, max_sms", [(1, 132, [0, 0], 48), (1, 78, [0, 0], 32), (3, 78, [0, 1, 2], 48)]
 )
-def test_ctas_of_ranks_that_share_a_gpu_are_resident_at_once(monkeypatch, gpus, multiprocessors, devices, most):
-    known = SimpleNamespace(multi_processor_count=multiprocessors)
+def test_ctas_of_ranks_that_share_a_gpu_are_resident_at_once(monkeypatch, gpus, sms, devices, max_sms):
+    properties = SimpleNamespace(multi_processor_count=sms)
     monkeypatch.setattr(simulator, "ENABLED", False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
-    here = dispatch_sizes()
-    assert here.devices == devices and here.sweep[-1] == most
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    sizes = dispatch_sizes()
+    assert sizes.devices == devices and sizes.sweep[-1] == max_sms
 
 
 def test_dispatch_sizes_are_valid():
-    here = dispatch_sizes()
-    threads = 32 * here.warps * here.ranks
-    assert 64 <= threads <= 1024 and here.num_experts % here.ranks == 0 and here.chunk <= here.ring
-    assert here.sms in here.sweep and here.deepep_sweep[1] == here.sms
-    assert here.deepep_sweep[0] < here.sms < here.deepep_sweep[2]
-    assert all(sms % 2 == 0 for sms in (*here.sweep, *here.deepep_sweep)) and 2 * here.hidden % 16 == 0
-    assert here.devices is None or len(here.devices) == here.ranks
+    sizes = dispatch_sizes()
+    threads = 32 * sizes.warps * sizes.ranks
+    assert 64 <= threads <= 1024 and sizes.num_experts % sizes.ranks == 0 and sizes.chunk <= sizes.ring
+    assert sizes.sms in sizes.sweep and sizes.deepep_sweep[1] == sizes.sms
+    assert sizes.deepep_sweep[0] < sizes.sms < sizes.deepep_sweep[2]
+    assert all(sms % 2 == 0 for sms in (*sizes.sweep, *sizes.deepep_sweep)) and 2 * sizes.hidden % 16 == 0
+    assert sizes.devices is None or len(sizes.devices) == sizes.ranks
 
 
 def test_gate_notebook_runs_with_other_sizes(tmp_path):

@@ -1,4 +1,4 @@
-"""Every notebook runs, and every committed copy was executed on a GPU with the code that stands here."""
+"""Every notebook runs, and every committed copy was executed on a GPU with the current code."""
 
 import json
 import re
@@ -33,23 +33,23 @@ def test_copy_has_the_cells_of_its_source(path):
 
 
 @every_notebook
-def test_copy_is_fit_to_be_committed(path):
+def test_copy_has_the_committed_format(path):
     assert executed.format_problems(nbformat.read(path.with_suffix(".ipynb"), as_version=4)) == []
 
 
 @every_notebook
-def test_no_issue_number_becomes_a_heading(path):
-    """A line of prose that begins with "#4530" is a heading to Markdown."""
+def test_issue_numbers_are_not_headings(path):
+    """Markdown renders a line that begins with "#4530" as a heading."""
     for cell in executed.read(path).cells:
         if cell.cell_type == "markdown":
             assert not re.search(r"^[>\s]*#+\d", cell.source, re.M), cell.source
 
 
-def test_no_copy_without_a_source():
+def test_every_copy_has_a_source():
     assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {path.stem for path in SOURCES}
 
 
-# The runner and the judges themselves, on a small repository of their own
+# Execution and its checks, in a small temporary repository
 
 NOTEBOOK = """\
 # ---
@@ -105,7 +105,7 @@ def committed(source, repository, monkeypatch):
     return source.with_suffix(".ipynb")
 
 
-def judged(path):
+def problems_of(path):
     return executed.format_problems(nbformat.read(path, as_version=4))
 
 
@@ -120,7 +120,7 @@ def command(repository, *arguments):
     return subprocess.run(full, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_execute_writes_pages_and_figures_and_says_where(repository):
+def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
     done = command(repository, "execute", "--out", str(repository / "build"))
     assert done.returncode == 0, done.stderr
     assert "01_small  cell 2/3  'Step 1: a figure [in brackets]'" in done.stderr
@@ -129,19 +129,19 @@ def test_execute_writes_pages_and_figures_and_says_where(repository):
     assert "data:image/png;base64" in page and "A small notebook" in page
     assert [path.name for path in (repository / "build" / "01_small_figures").iterdir()] == ["cell_02_0.png"]
     page = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
-    assert "run in notebooks" in executed.code_cells(page)[0].outputs[0].text  # without the machine's folders
+    assert "run in notebooks" in executed.code_cells(page)[0].outputs[0].text  # not the absolute path
     assert page.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
-def test_execute_in_place_makes_a_copy_that_only_lacks_a_gpu(repository, source):
+def test_execute_in_place_makes_a_copy_that_is_valid_on_a_gpu(repository, source):
     assert command(repository, "execute", "--in-place").returncode == 0
     assert executed.pair_problems(source) == [] == executed.stale_problems(source, repository)
-    problems = judged(source.with_suffix(".ipynb"))
+    problems = problems_of(source.with_suffix(".ipynb"))
     simulated = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba.gpu == "simulator"
     assert [problem.split(":")[0] for problem in problems] == ["the metadata names no GPU"] * simulated
 
 
-def test_a_failing_cell_is_shown_and_the_exit_status_is_1(repository, source):
+def test_a_failing_cell_is_printed_and_the_exit_status_is_1(repository, source):
     source.write_text(NOTEBOOK.replace("1 + 1", "one = 1\none / 0  # never works"))
     done = command(repository, "execute", "--out", str(repository / "build"))
     assert done.returncode == 1
@@ -150,28 +150,28 @@ def test_a_failing_cell_is_shown_and_the_exit_status_is_1(repository, source):
     assert done.stderr.strip().endswith("ZeroDivisionError: division by zero")
 
 
-def test_a_dead_kernel_is_a_failure_too(source, repository):
+def test_a_kernel_process_that_exits_is_reported(source, repository):
     source.write_text("# %%\nimport os\n\nos._exit(3)\n")
     with pytest.raises(executed.NotebookFailed, match="cell 1/1 'start' failed"):
         execute.execute(source, repository)
 
 
-def test_no_notebook_of_that_name(repository):
+def test_an_unknown_notebook_is_refused(repository):
     done = command(repository, "execute", "--only", "09")
     assert done.returncode == 1 and "no notebooks 09" in done.stderr
 
 
-def test_a_good_copy_is_accepted(source, committed, repository):
+def test_a_valid_copy_is_accepted(source, committed, repository):
     assert executed.pair_problems(source) == []
     assert executed.stale_problems(source, repository) == []
-    assert judged(committed) == []
+    assert problems_of(committed) == []
 
 
-def test_a_missing_copy_is_found(source):
+def test_a_missing_copy_is_reported(source):
     assert "has no executed copy" in executed.pair_problems(source)[0]
 
 
-def test_changed_code_is_found_and_says_how_to_refresh(source, committed, repository):
+def test_changed_code_is_reported_with_the_command_to_execute(source, committed, repository):
     source.write_text(NOTEBOOK.replace("1 + 1", "1 + 2"))
     assert "code cells" in executed.pair_problems(source)[0]
     problem = executed.stale_problems(source, repository)[0]
@@ -185,15 +185,15 @@ def test_changed_code_is_found_and_says_how_to_refresh(source, committed, reposi
         executed.update_prose(source, with_code=True)
 
 
-def test_changed_prose_is_found_and_renewed_without_a_gpu(source, committed, repository):
+def test_changed_prose_is_reported_and_updated_without_a_gpu(source, committed, repository):
     source.write_text(NOTEBOOK.replace("a figure", "one figure"))
     assert "older prose" in executed.pair_problems(source)[0]
     assert executed.stale_problems(source, repository) == []
     assert command(repository, "prose").returncode == 0
-    assert executed.pair_problems(source) == [] == judged(committed)
+    assert executed.pair_problems(source) == [] == problems_of(committed)
 
 
-def test_a_changed_package_source_is_found(source, repository, monkeypatch):
+def test_a_changed_package_source_is_reported(source, repository, monkeypatch):
     shutil.copytree(ROOT / "moe_numba" / "course", repository / "moe_numba" / "course")
     kernel = repository / "moe_numba" / "kernel.py"
     kernel.write_text("THREADS = 32\n")
@@ -207,7 +207,7 @@ def test_a_changed_package_source_is_found(source, repository, monkeypatch):
     assert "moe_numba/kernel.py" in executed.stale_problems(source, repository)[0]
 
 
-def test_a_copy_that_names_no_code_is_found(source, committed, repository):
+def test_a_copy_without_sources_is_reported(source, committed, repository):
     rewrite(committed, lambda notebook: notebook.metadata.moe_numba.sources.clear())
     assert "does not say which code" in executed.stale_problems(source, repository)[0]
 
@@ -216,68 +216,68 @@ def stream(text):
     return nbformat.v4.new_output("stream", name="stdout", text=text)
 
 
-def spoil_order(notebook):
+def wrong_order(notebook):
     executed.code_cells(notebook)[0].execution_count = 7
 
 
-def spoil_count(notebook):
+def missing_count(notebook):
     executed.code_cells(notebook)[2].execution_count = None
 
 
-def spoil_gpu(notebook):
+def simulated(notebook):
     notebook.metadata.moe_numba.gpu = "simulator"
 
 
-def spoil_metadata(notebook):
+def no_metadata(notebook):
     del notebook.metadata["moe_numba"]
 
 
-def spoil_times(notebook):
+def execution_times(notebook):
     executed.code_cells(notebook)[0].metadata["execution"] = {"iopub.status.busy": "2026-01-01"}
 
 
-def spoil_error(notebook):
+def error_output(notebook):
     executed.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="")]
 
 
-def spoil_path(notebook):
+def local_path(notebook):
     executed.code_cells(notebook)[1].outputs = [stream("loaded /home/someone/kernel.py\n")]
 
 
-def spoil_page(notebook):
+def local_link(notebook):
     data = {"text/html": "<a href='/tmp/trace.json'>trace</a>"}
     executed.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    "fault, message",
     [
-        (spoil_order, "not executed once each"),
-        (spoil_count, "not executed once each"),
-        (spoil_gpu, "names no GPU"),
-        (spoil_metadata, "names no GPU"),
-        (spoil_times, "contains execution times"),
-        (spoil_error, "ended in ValueError"),
-        (spoil_path, "/home/someone/kernel.py"),
-        (spoil_page, "/tmp/trace.json"),
+        (wrong_order, "not executed once each"),
+        (missing_count, "not executed once each"),
+        (simulated, "names no GPU"),
+        (no_metadata, "names no GPU"),
+        (execution_times, "contains execution times"),
+        (error_output, "ended in ValueError"),
+        (local_path, "/home/someone/kernel.py"),
+        (local_link, "/tmp/trace.json"),
     ],
 )
-def test_a_copy_unfit_to_be_committed_is_found(committed, spoil, said):
-    rewrite(committed, spoil)
-    problems = judged(committed)
-    assert len(problems) == 1 and said in problems[0]
+def test_invalid_copies_are_reported(committed, fault, message):
+    rewrite(committed, fault)
+    problems = problems_of(committed)
+    assert len(problems) == 1 and message in problems[0]
 
 
-def test_a_web_address_or_a_picture_is_no_folder_of_a_machine(committed):
+def test_urls_and_images_are_not_local_paths(committed):
     def change(notebook):
         data = {"text/plain": "https://host.org/home/x and a/tmp", "image/png": "+/tmp/x"}
         executed.code_cells(notebook)[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
 
     rewrite(committed, change)
-    assert judged(committed) == []
+    assert problems_of(committed) == []
 
 
-def test_sources_are_followed_from_import_to_import(tmp_path):
+def test_sources_follow_imports(tmp_path):
     files = {
         "__init__": "from .alpha import run\nfrom .beta import other\n",
         "alpha/__init__": "from .api import run\n",

@@ -1,4 +1,4 @@
-"""Records and the command line that writes and draws them; and every record that the repository holds."""
+"""Records, the command line that writes and draws them, and the records in docs/results."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def write(root, paths=("moe_numba/gate", "notebooks/01_gate.py#code"), **more):
     return records.write("gate", rows(), paths, root, env=ENVIRONMENT, **more)
 
 
-def test_round_trip(repository):
+def test_a_record_is_read_as_it_was_written(repository):
     path = write(repository)
     assert path == repository / "docs" / "results" / "h200" / "gate.json"
     record = records.read("gate", root=repository)
@@ -84,16 +84,16 @@ def test_round_trip(repository):
     assert list(record) == list(records.FIELDS)
     text = path.read_text()
     assert text.endswith("}\n")
-    assert sum('"step"' in line for line in text.splitlines()) == len(rows()), "a row is a line"
+    assert sum('"step"' in line for line in text.splitlines()) == len(rows()), "one line per row"
     assert record["rows"][0]["kernel_us"] == {"median": 79.012, "p10": 64, "p90": 128}
     assert "flops" not in record["rows"][0] and "dtype" in record["rows"][-1]
 
 
-def test_written_elsewhere(repository, tmp_path):
+def test_the_results_folder_can_be_changed(repository, tmp_path):
     assert write(repository, results=tmp_path / "out") == tmp_path / "out" / "h200" / "gate.json"
 
 
-def test_find(repository):
+def test_rows_are_found_by_step_config_and_size(repository):
     write(repository)
     record = records.read("gate", root=repository)
     assert records.find(record, step="final", size={"tokens": 1}, dtype="bfloat16")["bytes"] == 64
@@ -102,7 +102,7 @@ def test_find(repository):
     assert len(records.select(record, step="final")) == 4
     line = records.series(record, step="final", dtype="float32")
     assert list(line) == [1, 64] and line[64]["p90"] == 128
-    assert records.series(record, step="peer:triton") == {}, "a row without the value is no point"
+    assert records.series(record, step="peer:triton") == {}, "rows without the value are left out"
 
 
 def test_changed_source_is_stale(repository):
@@ -132,12 +132,12 @@ def test_only_the_code_of_a_notebook_counts(repository, old, new, changed):
     assert bool(records.stale(records.read("gate", root=repository), repository)) == changed
 
 
-def test_code_cells():
+def test_code_cells_leave_out_prose():
     assert code_hash.code_cells(NOTEBOOK) == ["x = 1", "y = 2"]
     assert code_hash.code_cells("import a\n# %% [md]\n# b\n# %%\n\nc\n\n") == ["import a", "c"]
 
 
-def test_refusals(repository, tmp_path):
+def test_invalid_writes_and_reads_are_refused(repository, tmp_path):
     with pytest.raises(ValueError, match="without a GPU"):
         records.write("gate", rows(), ["moe_numba/gate"], repository, env=ENVIRONMENT | {"gpu": records.SIMULATOR})
     with pytest.raises(FileNotFoundError, match="nowhere.py"):
@@ -154,7 +154,7 @@ def test_refusals(repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
         ({"rows": []}, "no rows"),
         ({"rows": [records.row("final")]}, "either a time"),
@@ -166,14 +166,14 @@ def test_refusals(repository, tmp_path):
         ({"sources": {}}, "no sources"),
     ],
 )
-def test_invalid_records_are_refused(change, complaint):
+def test_invalid_records_are_refused(change, message):
     good = {"topic": "gate", **ENVIRONMENT, "sources": {"a": "b"}, "rows": rows()}
     assert records.invalid(good) == []
-    assert complaint in records.invalid(good | change)[0]
+    assert message in records.invalid(good | change)[0]
     assert "missing" in records.invalid({name: value for name, value in good.items() if name != "commit"})[0]
 
 
-def test_environment():
+def test_environment_has_the_versions():
     environment = records.environment()
     assert set(environment) == {"gpu", "driver", "versions", "commit", "date"}
     assert {"python", "torch", "numba", "numba-cuda", "numpy"} <= set(environment["versions"])
@@ -183,7 +183,7 @@ def test_environment():
     ("gpu", "folder"),
     [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA GH200 480GB", "gh200-480gb")],
 )
-def test_folder(gpu, folder):
+def test_folder_of_a_gpu(gpu, folder):
     assert records.folder(gpu) == folder
 
 
@@ -192,7 +192,7 @@ def test_folder(gpu, folder):
 
 @pytest.fixture
 def toy_topic(repository, monkeypatch):
-    """A topic in a repository of its own, on a machine that seems to have a GPU."""
+    """A topic in a temporary repository, with a simulated GPU."""
     module = types.SimpleNamespace(
         measure=lambda peers, quick: (
             rows()[: 1 if quick else None] + [records.row(f"peer:{peer.NAME}", call=Stats(1, 1, 1)) for peer in peers]
@@ -209,21 +209,21 @@ def toy_topic(repository, monkeypatch):
     return repository
 
 
-def test_unknown_topic(capsys):
+def test_an_unknown_topic_is_refused(capsys):
     assert cli.main(["bench", "nonsense"]) == 2 and cli.main(["plot", "nonsense"]) == 2
     error = capsys.readouterr().err
     assert "no topic 'nonsense'; the topics are:" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(("simulated", "cuda"), [(True, True), (True, False), (False, False)])
-def test_bench_without_a_gpu(toy_topic, monkeypatch, capsys, simulated, cuda):
+def test_bench_needs_a_gpu(toy_topic, monkeypatch, capsys, simulated, cuda):
     monkeypatch.setattr(simulator, "ENABLED", simulated)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert cli.main(["bench", "toy"]) == 2
     assert "bench needs a GPU" in capsys.readouterr().err
 
 
-def test_bench_carries_over_rows_that_are_out_of_reach(toy_topic, monkeypatch):
+def test_bench_keeps_rows_that_need_more_gpus(toy_topic, monkeypatch):
     assert cli.main(["bench", "toy"]) == 0
     first = records.recorded("toy", root=toy_topic)
     toy = bench.topic("toy")
@@ -231,12 +231,12 @@ def test_bench_carries_over_rows_that_are_out_of_reach(toy_topic, monkeypatch):
     monkeypatch.setattr(records, "environment", lambda: ENVIRONMENT | {"commit": "later"})
     assert cli.main(["bench", "toy"]) == 0
     second = records.recorded("toy", root=toy_topic)
-    then = {"measured": {"commit": first["commit"], "date": first["date"]}}
-    stayed = [then | row for row in first["rows"] if row["dtype"] == "bfloat16"]
-    assert second["commit"] == "later" and second["rows"] == [*rows()[:1], *stayed] and len(stayed) == 2
+    measured = {"measured": {"commit": first["commit"], "date": first["date"]}}
+    kept = [measured | row for row in first["rows"] if row["dtype"] == "bfloat16"]
+    assert second["commit"] == "later" and second["rows"] == [*rows()[:1], *kept] and len(kept) == 2
 
 
-def test_bench_plot_and_readme(toy_topic, capsys):
+def test_bench_plot_and_readme_commands(toy_topic, capsys):
     peers = toy_topic / "peers"
     assert cli.main(["bench", "toy", "--peers", str(peers)]) == 2, "no such folder"
     peers.mkdir()
@@ -271,13 +271,13 @@ def test_bench_plot_and_readme(toy_topic, capsys):
     assert "out of date: toy: moe_numba/gate/kernel.py has changed" in capsys.readouterr().err
 
 
-def test_a_peer_names_itself(tmp_path):
+def test_a_peer_without_a_name_is_refused(tmp_path):
     (tmp_path / "nameless.py").write_text("VERSION = '1'\n")
     with pytest.raises(ValueError, match="lacks NAME"):
         bench.load_peers(tmp_path)
 
 
-def test_table_has_times_and_floor():
+def test_table_shows_times_and_lower_bound():
     row = records.row(
         "final",
         config={"topk": 8},
@@ -294,7 +294,7 @@ def test_table_has_times_and_floor():
         assert text in line
 
 
-def test_help_runs_as_a_module():
+def test_the_package_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "moe_numba", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and all(command in done.stdout for command in ("doctor", "bench", "plot"))
 
@@ -303,14 +303,14 @@ def test_help_runs_as_a_module():
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=name)
-def test_record_of_the_repository(path):
+def test_record_is_valid(path):
     record = json.loads(path.read_text())
     assert records.invalid(record) == []
     assert record["topic"] == path.stem and records.folder(record["gpu"]) == path.parent.name
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDS if path.stem in bench.topic_names()], ids=name)
-def test_figures_of_the_record(path):
+def test_figures_of_each_record_are_drawn(path):
     record = json.loads(path.read_text())
     assert all(bench.topic(path.stem).figures(record).values())
 

@@ -43,7 +43,7 @@ for count in (0, 1):
 """
 
 
-def test_a_notebook_function_runs_in_a_process_of_its_own(tmp_path):
+def test_a_notebook_function_runs_in_a_separate_process(tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("NUMBA_ENABLE_CUDASIM", None)
@@ -61,7 +61,7 @@ def test_the_simulator_calls_the_function_itself():
     assert in_simulator(lambda pair: {"pair": pair, "type": int}, (1, 2)) == {"pair": [1, 2], "type": "<class 'int'>"}
 
 
-def test_changed_module():
+def test_changed_module_runs_the_new_source():
     changed = changed_module(colorsys, ("def rgb_to_yiq(r, g, b):", "def rgb_to_yiq(g, r, b):"))
     assert changed.rgb_to_yiq(1, 0, 0) == colorsys.rgb_to_yiq(0, 1, 0) != colorsys.rgb_to_yiq(1, 0, 0)
     assert source_of(changed.rgb_to_yiq).startswith("def rgb_to_yiq(g, r, b):")
@@ -73,7 +73,7 @@ def add(a, b):
     return a + b
 
 
-def test_changed_source():
+def test_changed_source_replaces_the_one_occurrence():
     source = changed_source(add, "a + b", "a - b", "subtract")
     assert define(source, {"unused": 1})["subtract"](5, 3) == 2 and changed_source(source, "-", "*").endswith("a * b\n")
     with pytest.raises(ValueError, match="occurs 2 times"):

@@ -47,7 +47,7 @@ def make_signal(transport, log):
 
 
 @only_simulated
-def test_ranks_leave_when_all_steps_have_finished():
+def test_steps_close_after_all_ranks_have_finished():
     log = []
     outputs = timing_multigpu.outputs_of(LocalGroup(2), lambda transport: make_signal(transport, log))
     assert [int(out[0]) for out in outputs] == [1, 1]
@@ -96,7 +96,7 @@ class FakeClock:
 
 
 @pytest.mark.parametrize("launches, samples", [(1, 1), (4, 3)])
-def test_the_slowest_rank_counts(launches, samples):
+def test_times_are_those_of_the_slowest_rank(launches, samples):
     """Rank 1 is slower with "a", rank 0 with "b"."""
     cost, found, log = {"a": (2.0, 5.0), "b": (7.0, 1.0)}, [None, None], []
     barrier = threading.Barrier(2)
@@ -128,23 +128,23 @@ def test_the_maximum_over_ranks_is_taken_per_sample():
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Pretend to be on a GPU, with constant times."""
+    """Replace the GPU and its timing: all times are constant."""
     monkeypatch.setattr(simulator, "ENABLED", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(ladder, "kernel_times", lambda named: {name: Stats(1, 1, 1) for name in named})
     monkeypatch.setattr(ladder, "call_times", lambda named: {name: Stats(2, 2, 2) for name in named})
 
 
-def test_a_ladder_accepts_a_steps_own_times(measured, capsys, tmp_path):
+def test_a_ladder_accepts_given_times(measured, capsys, tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    steps = Ladder("toy", lambda out: None if out == 1 else "it is wrong", root=tmp_path)
+    steps = Ladder("toy", lambda out: None if out == 1 else "wrong", root=tmp_path)
     steps.step("own", lambda: 1, kernel=lambda: Stats(30.0, 29.0, 31.0), bytes=5)
     assert steps.median_us("own") == 30.0 and "call_us" not in steps.rows[0]
     assert "30.0 us kernel" in capsys.readouterr().out
     steps.measure_all({"own": Stats(20.0, 19.0, 21.0)})
     assert steps.median_us("own") == 20.0 and steps.rows[0]["bytes"] == 5 and "call_us" not in steps.rows[0]
     with pytest.raises(WrongResult):
-        steps.step("wrong", lambda: 2, kernel=lambda: pytest.fail("timed before it was right"))
+        steps.step("wrong", lambda: 2, kernel=lambda: pytest.fail("timed a wrong step"))
 
 
 def test_an_untimed_ladder_reports_the_reason(measured, capsys, tmp_path):
@@ -154,8 +154,8 @@ def test_an_untimed_ladder_reports_the_reason(measured, capsys, tmp_path):
     steps.measure_all()
     steps.save([])
     assert steps.plot() is None and steps.median_us("own") is None
-    said = capsys.readouterr().out
-    assert "correct; not timed (one GPU)" in said and "not timed (one GPU): no record is written" in said
+    printed = capsys.readouterr().out
+    assert "correct; not timed (one GPU)" in printed and "not timed (one GPU): no record is written" in printed
 
 
 @only_simulated

@@ -103,11 +103,11 @@ def test_figures_show_the_largest_group(record):
 def test_rows_of_larger_groups_are_kept_with_their_commit_and_date(record, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     now = record | {"commit": "1" * 7, "date": "2026-11-23"}
-    stayed = records.carried_over(record, exchange.out_of_reach, now)
-    assert {row["config"]["ranks"] for row in stayed} == {4} and len(stayed) == len([*rows(4, 250)])
-    again = records.carried_over(now | {"rows": stayed}, exchange.out_of_reach, now)
-    assert again == stayed and all(row["measured"] == {"commit": "0" * 7, "date": "2026-11-22"} for row in stayed)
-    new = now | {"rows": [*rows(2, 210), *stayed]}
+    kept = records.carried_over(record, exchange.out_of_reach, now)
+    assert {row["config"]["ranks"] for row in kept} == {4} and len(kept) == len([*rows(4, 250)])
+    kept_twice = records.carried_over(now | {"rows": kept}, exchange.out_of_reach, now)
+    assert kept_twice == kept and all(row["measured"] == {"commit": "0" * 7, "date": "2026-11-22"} for row in kept)
+    new = now | {"rows": [*rows(2, 210), *kept]}
     assert exchange.readme_table(new).endswith(
         "driver 1, commit 1111111, 2026-11-23; 4 GPUs with commit 0000000, 2026-11-22."
     )

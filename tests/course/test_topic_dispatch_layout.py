@@ -2,39 +2,27 @@
 
 import pytest
 import torch
+from helpers.bench_topics import patch_topic, record_of
 
 from moe_numba.course.articles.deepep import dispatch_layout
-from moe_numba.course.bench import Stats, records, topic_names
+from moe_numba.course.bench import records, topic_names
 from moe_numba.course.bench.topics import dispatch_layout as topic
 from moe_numba.expert_parallel import reference
-
-ABOUT = dict(driver="1", versions={}, commit="1234567", date="2026-01-01T00:00:00Z", sources={"a": "b"})
 
 
 @pytest.fixture
 def small(monkeypatch, device):
-    """The topic with few tokens and experts, and fake times; each step runs once."""
-    times = iter(range(10, 10**6))
-
-    def timed(named, **_):
-        for calls in named.values():
-            (calls if callable(calls) else calls[0])()
-        return {name: Stats(t, t - 1.0, t + 1.0) for name, t in zip(named, times, strict=False)}
-
-    empty = records.row("empty kernel", config={"dependent": True}, kernel=Stats(0.4, 0.3, 0.5))
-    for name, value in {
-        "DEEPSEEK_V3": dict(num_experts=64, topk=4, ranks=4),
-        "OTHERS": [dict(num_experts=6, topk=2, ranks=3)],
-        "TOKENS": [1, 30],
-        "OTHER_TOKENS": [5],
-        "CALL_TOKENS": 30,
-        "DEVICE": device,
-        "kernel_times": timed,
-        "call_times": timed,
-        "copy_bandwidth": lambda: 4e12,
-        "empty_kernel": lambda: [empty],
-    }.items():
-        monkeypatch.setattr(topic, name, value)
+    """Few tokens and experts."""
+    patch_topic(
+        monkeypatch,
+        topic,
+        DEEPSEEK_V3=dict(num_experts=64, topk=4, ranks=4),
+        OTHERS=[dict(num_experts=6, topk=2, ranks=3)],
+        TOKENS=[1, 30],
+        OTHER_TOKENS=[5],
+        CALL_TOKENS=30,
+        DEVICE=device,
+    )
 
 
 def test_the_command_line_knows_the_topic():
@@ -42,8 +30,7 @@ def test_the_command_line_knows_the_topic():
 
 
 def test_rows_figures_and_table(small):
-    record = {"topic": "dispatch_layout", "gpu": "NVIDIA Toy", **ABOUT, "rows": topic.measure([], False)}
-    assert records.invalid(record) == []
+    record = record_of(topic, "dispatch_layout")
     rows = records.select(record, operation="layout")
     assert len(rows) == len(record["rows"]) - 1 == 3 * 3 + 1
     for row in rows:
@@ -81,5 +68,9 @@ def test_a_wrong_step_is_not_timed(small, monkeypatch):
 
 
 def test_sizes_are_valid():
-    here = topic.sizes()
-    assert here.num_experts % here.ranks == 0 and here.topk <= here.num_experts and here.few < here.tokens <= here.many
+    sizes = topic.sizes()
+    assert (
+        sizes.num_experts % sizes.ranks == 0
+        and sizes.topk <= sizes.num_experts
+        and sizes.few < sizes.tokens <= sizes.many
+    )

@@ -1,11 +1,12 @@
-"""Test the torch layer with separate and fused shared experts, its checker, and the benchmark topic."""
+"""The torch layer with separate and fused shared experts, its checker, and the benchmark topic."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from helpers.bench_topics import patch_topic, record_of
 
-from moe_numba.course.bench import Stats, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import torch_layer
 from moe_numba.course.bench.baselines.torch_layer import (
     FP8,
@@ -256,47 +257,33 @@ def test_torch_append(policy):
         assert torch.equal(given[1], expected[1])
 
 
-# The benchmark topic with made-up times
+# The benchmark topic
 
 
 @pytest.fixture
 def small_topic(monkeypatch, device):
-    """Patch the topic to small layers, few tokens and made-up times; each step runs once."""
-    times = iter(range(10, 10**6))
-
-    def timed(named, **_):
-        for calls in named.values():
-            (calls if callable(calls) else calls[0])()
-        return {name: Stats(t, t - 1.0, t + 1.0) for name, t in zip(named, times, strict=False)}
-
-    empty = records.row("empty kernel", config={"dependent": True}, kernel=Stats(0.4, 0.3, 0.5))
-    for name, value in {
-        "MODELS": {"tp8": SMALL, "ep8": replace(SMALL, num_expert_group=1, topk_group=1)},
-        "ROUTING": dict(num_experts=16, topk=4),
-        "GATE": dict(num_experts=16, topk=4, num_expert_group=4, topk_group=2, routed_scaling_factor=2.5),
-        "LAYER_TOKENS": {"tp8": [1, 4], "ep8": [4]},
-        "CALL_TOKENS": 4,
-        "ROUTING_TOKENS": [1, 4],
-        "GATE_TOKENS": [1, 4],
-        "QUICK_TOKENS": [4],
-        "DEVICE": device,
-        "kernel_times": timed,
-        "call_times": timed,
-        "copy_bandwidth": lambda: 4e12,
-        "measure_matmul_flops": lambda dtype: 1e15,
-        "empty_kernel": lambda: [empty],
-    }.items():
-        monkeypatch.setattr(topic, name, value)
+    """Small layers and few tokens."""
+    patch_topic(
+        monkeypatch,
+        topic,
+        MODELS={"tp8": SMALL, "ep8": replace(SMALL, num_expert_group=1, topk_group=1)},
+        ROUTING=dict(num_experts=16, topk=4),
+        GATE=dict(num_experts=16, topk=4, num_expert_group=4, topk_group=2, routed_scaling_factor=2.5),
+        LAYER_TOKENS={"tp8": [1, 4], "ep8": [4]},
+        CALL_TOKENS=4,
+        ROUTING_TOKENS=[1, 4],
+        GATE_TOKENS=[1, 4],
+        QUICK_TOKENS=[4],
+        DEVICE=device,
+        measure_matmul_flops=lambda dtype: 1e15,
+    )
     monkeypatch.setattr(torch_layer, "count_kernels", lambda call: 26)
-    monkeypatch.setattr(
-        torch_layer, "moe_numba_grouped_gemm", torch_grouped_gemm
-    )  # tested above; slow in the simulator
+    # The package's grouped GEMM is tested above, and slow in the simulator.
+    monkeypatch.setattr(torch_layer, "moe_numba_grouped_gemm", torch_grouped_gemm)
 
 
 def test_rows_figures_and_table(small_topic):
-    about = dict(driver="1", versions={}, commit="1234567", date="2026-01-01T00:00:00Z", sources={"a": "b"})
-    record = {"topic": "shared_experts", "gpu": "NVIDIA Toy", **about, "rows": topic.measure([], False)}
-    assert records.invalid(record) == []
+    record = record_of(topic, "shared_experts")
     assert len(records.select(record, step="layer: separate")) == 2 * (2 + 1)
     for row in record["rows"]:
         if row["step"].startswith(("layer", "GEMMs")):

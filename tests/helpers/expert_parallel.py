@@ -111,14 +111,14 @@ def reference_dispatch(inputs):
 def check_received(given, right, rank, experts_per_rank, rows=None):
     """Check what one rank received; with ``rows`` the outputs are padded to that many rows."""
     x, idx, weights, counts, handle, _ = given
-    came = len(right.src_idx)
-    cut = (lambda t: t[:came]) if rows else (lambda t: t)
+    num_rows = len(right.src_idx)
+    cut = (lambda t: t[:num_rows]) if rows else (lambda t: t)
     assert bitwise_equal(tuple(map(cut, x)) if isinstance(x, tuple) else cut(x), right.x)
     assert torch.equal(cut(idx).cpu(), right.topk_idx) and torch.equal(cut(weights).cpu(), right.topk_weights)
     assert torch.equal(cut(handle[3]).cpu(), right.src_idx)
     assert torch.equal(handle[0].cpu(), right.rank_prefix_matrix)
     if rows:
-        assert counts == [] and len(idx) == rows and bool((idx[came:] == -1).all())
+        assert counts == [] and len(idx) == rows and bool((idx[num_rows:] == -1).all())
     else:
         assert counts == [int((right.topk_idx == e).sum()) for e in range(experts_per_rank)]
 

@@ -66,6 +66,13 @@ def random_bytes(*shape):
     return torch.from_numpy(RNG.integers(0, 256, shape, dtype=np.uint8))
 
 
+def aligned_zeros(size, dtype, device="cpu"):
+    """Return zeros at an address that is a multiple of 128 bytes, as tensor maps need."""
+    padding = 128 // dtype.itemsize
+    x = torch.zeros(size + padding, dtype=dtype, device=device)
+    return x[-x.data_ptr() % 128 // dtype.itemsize :][:size]
+
+
 def small_integers(shape, dtype, device):
     """Return random integers from -3 to 3, whose sums of products are exact on a tensor core."""
     return torch.from_numpy(RNG.integers(-3, 4, shape)).float().to(dtype).to(device)

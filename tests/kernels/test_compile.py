@@ -1,145 +1,64 @@
 """Compile kernels for Hopper without a GPU; check registers, spills and instructions."""
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from moe_numba.runtime.sass import disassembler
+from moe_numba.runtime.sass import compile_apart
 
-ROOT = Path(__file__).parents[2]
-GATE = (
-    "float32*",
-    "int32*",
-    "int32",
-    "int64",
-    "int32",
-    "float32",
-    "float32",
-)  # arguments after the logits and the bias
-
-# Run in a separate process: this one may use Numba's simulator instead of its compiler.
-COMPILE = """
-import json, sys, tempfile, subprocess, importlib
+SOURCE = """
+import moe_numba
+from moe_numba import gate_align
+from moe_numba.align import kernel_large, kernel_medium, kernel_pairwise, kernel_small
+from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.kernel import GateConfig
-from moe_numba.runtime.compile import compile_kernel
-for module, factory, constants, signature, launch_bounds in json.load(sys.stdin):
-    make = getattr(importlib.import_module(module), factory)
-    constants = [GateConfig(*c) if isinstance(c, list) else c for c in constants]
-    bounds = tuple(launch_bounds) if launch_bounds else None
-    compiled = compile_kernel(make(*constants), tuple(signature), launch_bounds=bounds)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.code.code)
-        file.flush()
-        sass = subprocess.run([sys.argv[1], "-c", file.name], capture_output=True, text=True, check=True).stdout
-    print(json.dumps({"log": compiled.log, "sass": sass}))
+from moe_numba.shared_experts import kernel as shared_experts
 """
-
-
-def compile_all(kernels):
-    """Compile kernels and return a :class:`Report` for each."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, disassembler()],
-        input=json.dumps(kernels),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [Report(**json.loads(line)) for line in done.stdout.splitlines()]
-
-
-class Report:
-    """Resources and instructions of a kernel, from the log of ptxas and the SASS."""
-
-    def __init__(self, log, sass):
-        self.registers = int(re.search(r"Used (\d+) registers", log)[1])
-        self.spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
-        self.stack = int(re.search(r"(\d+) bytes stack frame", log)[1])
-        self.instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", sass)
-
-    def count(self, prefix):
-        return sum(i == prefix or i.startswith(prefix + ".") for i in self.instructions)
+# arguments after the logits and the bias
+GATE = ("float32*", "int32*", "int32", "int64", "int32", "float32", "float32")
 
 
 def gate(factory, experts, groups, kept, topk, dtype="float32", word_bytes=16, bounds=None):
-    module = {"make_kernel": "kernel", "make_4tokens_kernel": "kernel_4tokens"}[factory]
-    constants = [experts, groups, kept, topk, 0, True, "sigmoid", dtype, "float32", word_bytes, word_bytes]
+    constants = experts, groups, kept, topk, 0, True, "sigmoid", dtype, "float32", word_bytes, word_bytes
     x = "float32*" if dtype == "float32" else "uint16*"
-    return [f"moe_numba.gate.{module}", factory, [constants], [x, "float32*", *GATE], bounds]
+    return f"{factory}(GateConfig{constants})", [x, "float32*", *GATE], bounds, False
 
 
 ROUTERS = {
-    "deepseek_v3": gate("make_kernel", 256, 8, 4, 8),
-    "deepseek_v3_bfloat16": gate("make_kernel", 256, 8, 4, 8, "bfloat16"),
-    "deepseek_v3_float16": gate("make_kernel", 256, 8, 4, 8, "float16"),
-    "kimi_k2": gate("make_kernel", 384, 1, 1, 8),
-    "widest": gate("make_kernel", 1024, 1, 1, 32),
-    "sixteen_groups": gate("make_kernel", 512, 16, 8, 16),
-    "4_tokens": gate("make_4tokens_kernel", 256, 8, 4, 8, bounds=(128, 6)),
-    "4_tokens_bfloat16": gate("make_4tokens_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
+    "deepseek_v3": gate("kernel.make_kernel", 256, 8, 4, 8),
+    "deepseek_v3_bfloat16": gate("kernel.make_kernel", 256, 8, 4, 8, "bfloat16"),
+    "deepseek_v3_float16": gate("kernel.make_kernel", 256, 8, 4, 8, "float16"),
+    "kimi_k2": gate("kernel.make_kernel", 384, 1, 1, 8),
+    "widest": gate("kernel.make_kernel", 1024, 1, 1, 32),
+    "sixteen_groups": gate("kernel.make_kernel", 512, 16, 8, 16),
+    "4_tokens": gate("kernel_4tokens.make_4tokens_kernel", 256, 8, 4, 8, bounds=(128, 6)),
+    "4_tokens_bfloat16": gate("kernel_4tokens.make_4tokens_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
 }
-GENERIC = [
-    "moe_numba.gate.kernel_generic",
-    "make_generic_kernel",
-    [],
-    ["float32*", "float32*", *GATE, *["int32"] * 6],
-    None,
-]
-
+GENERIC = "kernel_generic.make_generic_kernel()", ["float32*", "float32*", *GATE, *["int32"] * 6], None, False
 
 ALIGN = [*["int32*"] * 5, *["int32"] * 6]
-CONFIG = [256, 8, 4, 8, 0, True, "sigmoid", "float32", "float32", 16, 16]
+CONFIG = "GateConfig(256, 8, 4, 8, 0, True, 'sigmoid', 'float32', 'float32', 16, 16)"
 FUSED = ["float32*", "float32*", *GATE, *["int32*"] * 4, *["int32"] * 6]
-
-
-def fused(factory, *constants, bounds):
-    return ["moe_numba.gate_align", factory, [tuple(CONFIG), False, *constants, False, False], FUSED, bounds]
-
-
 ALIGNERS = {
-    "small": ["moe_numba.align.kernel_small", "make_small_kernel", [True, False, False], ALIGN, [1024, 1]],
-    "medium": ["moe_numba.align.kernel_medium", "make_medium_kernel", [512, 8, 288, False, False], ALIGN, [512, 1]],
-    "medium_8192": [
-        "moe_numba.align.kernel_medium",
-        "make_medium_kernel",
-        [1024, 8, 8224, True, True],
-        ALIGN,
-        [1024, 1],
-    ],
-    "large": [
-        *("moe_numba.align.kernel_large", "make_large_kernel", [512, 288, 8, False, False]),
-        *(["int32*", *ALIGN], [512, 1]),
-    ],
-    "large_8192": [
-        *("moe_numba.align.kernel_large", "make_large_kernel", [512, 8224, 8, True, True]),
-        *(["int32*", *ALIGN], [512, 1]),
-    ],
-    "large_wide": [
-        *("moe_numba.align.kernel_large", "make_large_kernel", [512, 288, 8, False, False, True]),
-        *(["uint8*", *ALIGN], [512, 1]),
-    ],
-    "pairwise": ["moe_numba.align.kernel_pairwise", "make_pairwise_kernel", [True, True], ALIGN, [1024, 1]],
-    "fused_single_cta": fused("make_single_cta_kernel", True, bounds=[1024, 1]),
-    "fused_cluster": fused("make_cluster_kernel", 288, bounds=[256, 1]),
+    "small": ("kernel_small.make_small_kernel(True, False, False)", ALIGN, 1024, False),
+    "medium": ("kernel_medium.make_medium_kernel(512, 8, 288, False, False)", ALIGN, 512, False),
+    "medium_8192": ("kernel_medium.make_medium_kernel(1024, 8, 8224, True, True)", ALIGN, 1024, False),
+    "large": ("kernel_large.make_large_kernel(512, 288, 8, False, False)", ["int32*", *ALIGN], 512, False),
+    "large_8192": ("kernel_large.make_large_kernel(512, 8224, 8, True, True)", ["int32*", *ALIGN], 512, False),
+    "large_wide": ("kernel_large.make_large_kernel(512, 288, 8, False, False, True)", ["uint8*", *ALIGN], 512, False),
+    "pairwise": ("kernel_pairwise.make_pairwise_kernel(True, True)", ALIGN, 1024, False),
+    "fused_single_cta": (f"gate_align.make_single_cta_kernel({CONFIG}, False, True, False, False)", FUSED, 1024, False),
+    "fused_cluster": (f"gate_align.make_cluster_kernel({CONFIG}, False, 288, False, False)", FUSED, 256, False),
 }
 
 FUSE_ROUTING = ["float32*", "int32*", "float32*", "int32*", *["int32"] * 5, "uint32", "uint32", "float32"]
 SHARED = {
-    f"shared_{policy}": ["moe_numba.shared_experts.kernel", "make_fuse_kernel", [policy], FUSE_ROUTING, [128, 1]]
+    f"shared_{policy}": (f"shared_experts.make_fuse_kernel({policy!r})", FUSE_ROUTING, 128, False)
     for policy in ("all", "round_robin", "random")
 }
 
 
 @pytest.fixture(scope="module")
 def reports():
-    every = {**ROUTERS, "generic": GENERIC, **ALIGNERS, **SHARED}
-    return dict(zip(every, compile_all(list(every.values())), strict=True))
+    return compile_apart(SOURCE, {**ROUTERS, "generic": GENERIC, **ALIGNERS, **SHARED})
 
 
 @pytest.mark.parametrize(
@@ -148,14 +67,21 @@ def reports():
 def test_alignment_uses_no_local_or_generic_memory(name, reports):
     """No stack, and no generic loads and stores."""
     report = reports[name]
-    assert report.spilled == report.stack == report.count("LDL") == report.count("STL") == report.count("LD") == 0
+    assert (
+        report.spilled_bytes
+        == report.stack_bytes
+        == report.count("LDL")
+        == report.count("STL")
+        == report.count("LD")
+        == 0
+    )
     assert report.count("ST") == (8 if name == "fused_cluster" else 0)  # to the shared memory of eight CTAs
     assert report.registers <= {"large": 128, "large_wide": 128}.get(name, 64)
 
 
 @pytest.mark.parametrize("name", ["medium_8192", "large_8192"])
 def test_alignment_does_not_spill_for_8192_experts(name, reports):
-    assert reports[name].spilled == 0
+    assert reports[name].spilled_bytes == 0
 
 
 @pytest.mark.parametrize("name, batch", [("medium", 8), ("large", 8), ("fused_cluster", 2)])
@@ -178,7 +104,7 @@ def test_cluster_has_two_barriers(reports):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_gate_uses_no_local_memory(name, reports):
     report = reports[name]
-    assert report.spilled == report.stack == report.count("LDL") == report.count("STL") == 0
+    assert report.spilled_bytes == report.stack_bytes == report.count("LDL") == report.count("STL") == 0
     assert report.registers <= {"widest": 168, "4_tokens": 84, "4_tokens_bfloat16": 84}.get(name, 128)
 
 
@@ -214,15 +140,15 @@ def test_dependent_launch(reports):
 
 
 def test_generic_kernel_does_not_spill(reports):
-    assert reports["generic"].spilled == 0
+    assert reports["generic"].spilled_bytes == 0
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_fuse_routing_uses_few_registers(name, reports):
-    assert reports[name].spilled == 0 and reports[name].registers <= 32
+    assert reports[name].spilled_bytes == 0 and reports[name].registers <= 32
 
 
 def test_spills_are_detected():
     """Limited to 32 registers, the same kernel spills."""
-    (report,) = compile_all([gate("make_kernel", 1024, 1, 1, 8, bounds=(1024, 2))])
-    assert report.spilled > 0 and report.registers <= 32
+    report = compile_apart(SOURCE, {"": gate("kernel.make_kernel", 1024, 1, 1, 8, bounds=(1024, 2))})[""]
+    assert report.spilled_bytes > 0 and report.registers <= 32

@@ -1,4 +1,4 @@
-"""Ranks that are processes, a GPU each: random worlds, graphs, a rank that is late and one that dies."""
+"""One process and one GPU per rank: random inputs, CUDA graphs, a late rank, and a rank that exits."""
 
 import faulthandler
 import os
@@ -27,7 +27,7 @@ HIDDEN = 1024
 
 
 def run(work, *arguments, survivors_only=False):
-    """``work(rank, ranks, *arguments)`` in a process for each GPU; gives the exit codes."""
+    """Run ``work(rank, ranks, *arguments)`` in one process per GPU; return the exit codes."""
     port, ranks = free_port(), min(8, torch.cuda.device_count())
     context = torch.multiprocessing.get_context("spawn")
     processes = [
@@ -44,14 +44,17 @@ def run(work, *arguments, survivors_only=False):
 
 
 def _start(work, rank, ranks, port, arguments):
-    faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
+    faulthandler.dump_traceback_later(200, exit=True)  # print where a rank hangs
     torch.set_num_threads(2)  # small tensors, many processes
     with process_group(rank, ranks, port):
         work(rank, ranks, *arguments)
 
 
-def random_worlds(rank, ranks, kind, rounds):
-    """Every process knows what all ranks bring, and checks what it gets; two buffers take turns, each with outputs."""
+def random_inputs(rank, ranks, kind, rounds):
+    """Dispatch and combine random inputs through two alternating buffers, and check what this rank receives.
+
+    Every process draws the inputs of all ranks. Some dispatches write to an output.
+    """
     import torch.distributed as dist
 
     group = {"symmetric": lambda: dist.group.WORLD, "ipc": lambda: CudaIpc(dist.group.WORLD)}[kind]()
@@ -60,18 +63,20 @@ def random_worlds(rank, ranks, kind, rounds):
     outs = [[new_output(buffer, 300 * ranks, fp8) for fp8 in (False, True)] for buffer in buffers]
     generator = torch.Generator().manual_seed(5)
     for i in range(rounds):
-        most = int(torch.randint(1, 300, (), generator=generator))
-        world = make_inputs(torch.randint(0, most + 1, (ranks,), generator=generator).tolist(), i, fp8=i % 3 == 0)
-        right, config, buffer = reference_dispatch(world), (SMALL, WIDE)[i % 2], buffers[i // 2 % 2]
+        max_tokens = int(torch.randint(1, 300, (), generator=generator))
+        inputs = make_inputs(
+            torch.randint(0, max_tokens + 1, (ranks,), generator=generator).tolist(), i, fp8=i % 3 == 0
+        )
+        right, config, buffer = reference_dispatch(inputs), (SMALL, WIDE)[i % 2], buffers[i // 2 % 2]
         out = outs[i // 2 % 2][i % 3 == 0] if i % 5 < 2 else None
-        given = send(buffer, rank, world, config, out=out)
-        check_received(given, right[rank], rank, world.experts // ranks)
+        given = send(buffer, rank, inputs, config, out=out)
+        check_received(given, right[rank], rank, inputs.experts // ranks)
         y = [torch.randn(len(r.src_idx), 64, generator=generator).bfloat16() for r in right]
         back = buffer.combine(to_device(buffer.transport.device, y[rank]), given[4], given[2], config=config)[:2]
         if i % 10 == 0:
-            everybodys = [None] * ranks
-            dist.all_gather_object(everybodys, tuple(part.cpu() for part in back))
-            check_combined(everybodys, world, right, y, [r.topk_weights for r in right])
+            gathered = [None] * ranks
+            dist.all_gather_object(gathered, tuple(part.cpu() for part in back))
+            check_combined(gathered, inputs, right, y, [r.topk_weights for r in right])
     for buffer, own in zip(buffers, outs, strict=True):
         for out in own:
             out.close()
@@ -79,12 +84,12 @@ def random_worlds(rank, ranks, kind, rounds):
 
 
 @pytest.mark.parametrize("kind, rounds", [("symmetric", 1000), ("ipc", 50)])
-def test_random_worlds(kind, rounds):
-    run(random_worlds, kind, rounds)
+def test_random_inputs(kind, rounds):
+    run(random_inputs, kind, rounds)
 
 
-def in_graphs(rank, ranks, straight):
-    """A captured dispatch and combine, replayed with new tokens, and eager calls of other shapes in between."""
+def in_graphs(rank, ranks, to_output):
+    """Replay a captured dispatch and combine with new tokens, with eager calls of other shapes in between."""
     import torch.distributed as dist
 
     buffer, tokens = Buffer(dist.group.WORLD, NUM_BYTES, timeout=20), 64
@@ -92,9 +97,9 @@ def in_graphs(rank, ranks, straight):
     x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
     idx = torch.zeros(tokens, 4, dtype=torch.int64, device=device)
     weights = torch.zeros(tokens, 4, device=device)
-    out = buffer.new_output(ranks * tokens, HIDDEN, num_topk=4) if straight else None
+    out = buffer.new_output(ranks * tokens, HIDDEN, num_topk=4) if to_output else None
 
-    def there_and_back():
+    def dispatch_and_combine():
         per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, 8 * ranks)
         given = buffer.dispatch(
             x,
@@ -107,8 +112,8 @@ def in_graphs(rank, ranks, straight):
             num_worst_tokens=ranks * tokens,
             out=out,
         )
-        sums, their_weights, _ = buffer.combine(given[0], given[4], given[2], config=WIDE)
-        return sums, their_weights, is_in_rank
+        sums, combined_weights, _ = buffer.combine(given[0], given[4], given[2], config=WIDE)
+        return sums, combined_weights, is_in_rank
 
     def new_tokens(i):
         torch.manual_seed(100 * i + rank)
@@ -116,66 +121,66 @@ def in_graphs(rank, ranks, straight):
         idx.copy_(torch.randint(-1, 8 * ranks, (tokens, 4), device=device))
         weights.copy_(torch.rand(tokens, 4, device=device))
 
-    def check(sums, their_weights, is_in_rank):
+    def check(sums, combined_weights, is_in_rank):
         assert torch.equal(sums, (x.float() * is_in_rank.sum(1, keepdim=True)).bfloat16())
-        torch.testing.assert_close(their_weights, weights.where(idx >= 0, 0))
+        torch.testing.assert_close(combined_weights, weights.where(idx >= 0, 0))
 
     new_tokens(0)
-    check(*there_and_back())
+    check(*dispatch_and_combine())
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = there_and_back()
+        results = dispatch_and_combine()
     for i in range(1, 30):
         new_tokens(i)
         graph.replay()
         torch.cuda.synchronize()
         check(*results)
         if i % 5 == 0:
-            world = make_inputs([37 * i % 50 + r for r in range(ranks)], i, fp8=i % 2 == 0)
+            inputs = make_inputs([37 * i % 50 + r for r in range(ranks)], i, fp8=i % 2 == 0)
             for config in (WIDE, SMALL):
-                given = send(buffer, rank, world, config)
-                check_received(given, reference_dispatch(world)[rank], rank, world.experts // ranks)
+                given = send(buffer, rank, inputs, config)
+                check_received(given, reference_dispatch(inputs)[rank], rank, inputs.experts // ranks)
     buffer.destroy()
 
 
-@pytest.mark.parametrize("straight", [False, True], ids=["rings", "output"])
-def test_graphs(straight):
-    run(in_graphs, straight)
+@pytest.mark.parametrize("to_output", [False, True], ids=["rings", "output"])
+def test_dispatch_and_combine_in_cuda_graphs(to_output):
+    run(in_graphs, to_output)
 
 
 def late(rank, ranks):
-    """The others wait, on the GPU and on the host."""
+    """Delay one rank before dispatch or after it; the other ranks wait on the GPU and on the host."""
     import torch.distributed as dist
 
     buffer = Buffer(dist.group.WORLD, NUM_BYTES, timeout=20)
-    world = make_inputs([50] * ranks)
+    inputs = make_inputs([50] * ranks)
     for i in range(2 * ranks):
         if i % ranks == rank:
             time.sleep(0.3)
-        given = send(buffer, rank, world)
-        check_received(given, reference_dispatch(world)[rank], rank, world.experts // ranks)
+        given = send(buffer, rank, inputs)
+        check_received(given, reference_dispatch(inputs)[rank], rank, inputs.experts // ranks)
         if (i + 1) % ranks == rank:
             time.sleep(0.3)
         buffer.combine(given[0], given[4], config=SMALL)
     buffer.destroy()
 
 
-def test_a_rank_that_is_late():
+def test_ranks_wait_for_a_late_rank():
     run(late)
 
 
-def one_dies(rank, ranks, when):
-    """Rank 1 ends without a word; the others raise in time, and can end."""
+def one_exits(rank, ranks, when):
+    """Exit rank 1 without cleaning up; the other ranks raise TimeoutError and exit."""
     import torch.distributed as dist
 
-    world = make_inputs([50] * ranks)
-    patient = Buffer(dist.group.WORLD, NUM_BYTES, timeout=60)  # while kernels are compiled
-    patient.combine((given := send(patient, rank, world))[0], given[4], config=SMALL)
-    patient.destroy()
+    inputs = make_inputs([50] * ranks)
+    warm_up = Buffer(dist.group.WORLD, NUM_BYTES, timeout=60)  # the first calls compile the kernels
+    warm_up.combine((given := send(warm_up, rank, inputs))[0], given[4], config=SMALL)
+    warm_up.destroy()
     buffer = Buffer(dist.group.WORLD, NUM_BYTES, timeout=2)
-    given = send(buffer, rank, world)
+    given = send(buffer, rank, inputs)
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1:
@@ -184,7 +189,7 @@ def one_dies(rank, ranks, when):
         if when == "combine":
             buffer.combine(given[0], given[4], config=SMALL)
             torch.cuda.synchronize()
-        send(buffer, rank, world)
+        send(buffer, rank, inputs)
     except TimeoutError as error:
         assert "rank 1" in str(error)
         os._exit(7)
@@ -192,6 +197,6 @@ def one_dies(rank, ranks, when):
 
 
 @pytest.mark.parametrize("when", ["notify", "combine"])
-def test_a_rank_that_dies(when):
-    codes = run(one_dies, when, survivors_only=True)
+def test_ranks_raise_timeout_errors_if_a_rank_exits(when):
+    codes = run(one_exits, when, survivors_only=True)
     assert codes == [3 if rank == 1 else 7 for rank in range(len(codes))]

@@ -26,7 +26,7 @@ def test_memory_is_zeroed_and_all_ranks_know_its_addresses():
         addresses = shared.addresses.tolist()
         assert addresses[transport.rank] == shared.local.data_ptr() and len(set(addresses)) == 3
         shared.close()
-        shared.close()  # a second time does nothing
+        shared.close()  # closing twice has no effect
         return addresses
 
     given = LocalGroup(3).run(work)
@@ -36,10 +36,10 @@ def test_memory_is_zeroed_and_all_ranks_know_its_addresses():
 def test_the_error_of_a_rank_is_raised():
     def work(transport):
         if transport.rank == 1:
-            raise KeyError("rank 1's own")
+            raise KeyError("error of rank 1")
         transport.gather(None)
 
-    with pytest.raises(KeyError, match="rank 1's own"):
+    with pytest.raises(KeyError, match="error of rank 1"):
         LocalGroup(3).run(work)
 
 
@@ -51,7 +51,7 @@ def test_the_other_ranks_run_their_finally_blocks():
         try:
             transport.gather(None)
             if transport.rank == 1:
-                raise KeyError("rank 1's own")
+                raise KeyError("error of rank 1")
             transport.gather(None)
         finally:
             ended.append(transport.rank)

@@ -45,8 +45,9 @@ def assert_refused(error, kernel, *patterns, every=True, **options):
 
 
 def line(kernel, offset):
-    """Format a kernel's line, counted from its decorator, as in error messages."""
-    return f"{kernel.py_func.__name__}, {THIS_FILE}:{kernel.py_func.__code__.co_firstlineno + offset}"
+    """Format a line of a function, counted from its first one (a kernel's decorator), as in error messages."""
+    function = getattr(kernel, "py_func", kernel)
+    return f"{function.__name__}, {THIS_FILE}:{function.__code__.co_firstlineno + offset}"
 
 
 @cuda.jit(device=True)
@@ -56,6 +57,19 @@ def make_barriers(barriers, count):
             mbarrier_init(barriers, i, count)
         fence_mbarrier_init()
     cuda.syncthreads()
+
+
+def by_one_thread(body):
+    """Make a kernel in which thread 0 calls `body(buffer, x, barriers)` with an mbarrier of one arrival."""
+
+    @cuda.jit
+    def kernel(out, x):
+        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+        make_barriers(barriers, 1)
+        if cuda.threadIdx.x == 0:
+            body(buffer, x, barriers)
+
+    return kernel
 
 
 # --- barriers -------------------------------------------------------------------------------------------------------
@@ -168,7 +182,7 @@ def test_a_missing_arrival_is_a_deadlock_that_names_the_barrier():
     assert_refused(simulator.Deadlock, polls, words, state, line(polls, 5), seeds=2)
 
 
-def test_one_arrival_too_many():
+def test_an_extra_arrival_is_refused():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
@@ -194,7 +208,7 @@ def test_a_phase_bit_is_0_or_1():
     )
 
 
-def test_a_thread_two_phases_behind_deadlocks():
+def test_a_wait_two_phases_late_is_a_deadlock():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)
@@ -244,7 +258,7 @@ def make_pipeline(stages=2, iterations=6, expected=64, flip=1, wait_full=1, wait
     return kernel
 
 
-def test_a_correct_pipeline():
+def test_a_correct_pipeline_is_accepted():
     for out in outcomes(make_pipeline(), seeds=16):
         assert torch.equal(out[:96], torch.arange(96.0)) and (out[96:] == -1).all()
 
@@ -261,8 +275,8 @@ def test_a_correct_pipeline():
     ],
     ids=str,
 )
-def test_a_faulty_pipeline(mistake, kinds):
-    """At least some seeds report the mistake."""
+def test_a_faulty_pipeline_is_rejected(mistake, kinds):
+    """Some of the seeds report the mistake."""
     found = [o for o in outcomes(make_pipeline(**mistake), seeds=24) if isinstance(o, Exception)]
     assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
     if "expected" in mistake:
@@ -312,51 +326,46 @@ def test_a_phase_must_not_complete_before_its_copies():
 
 
 def test_a_block_does_not_end_before_its_loads():
-    @cuda.jit
-    def kernel(out, x):
-        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
-        make_barriers(barriers, 1)
-        if cuda.threadIdx.x == 0:
-            mbarrier_arrive_expect_tx(barriers, 0, 64)
-            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+    def load(buffer, x, barriers):
+        mbarrier_arrive_expect_tx(barriers, 0, 64)
+        bulk_load(buffer, 0, x, 0, 64, barriers, 0)
 
-    assert_refused(
-        simulator.AsyncRace, kernel, "block (0, 0, 0) ends, while in", "may be in flight", every=False, seeds=20
-    )
+    words = "block (0, 0, 0) ends, while in", "may be in flight"
+    assert_refused(simulator.AsyncRace, by_one_thread(load), *words, every=False, seeds=20)
 
 
 def test_conflicting_copies_and_stores_are_refused():
-    @cuda.jit
-    def two_loads(out, x):
-        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
-        make_barriers(barriers, 1)
-        if cuda.threadIdx.x == 0:
-            mbarrier_expect_tx(barriers, 0, 128)
-            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
-            bulk_load(buffer, 12, x, 0, 64, barriers, 0)
+    def two_loads(buffer, x, barriers):
+        mbarrier_expect_tx(barriers, 0, 128)
+        bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+        bulk_load(buffer, 12, x, 0, 64, barriers, 0)
 
-    @cuda.jit
-    def over_a_store(out, x):
-        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
-        make_barriers(barriers, 1)
-        if cuda.threadIdx.x == 0:
-            buffer[5] = float32(1)
-            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+    def over_a_store(buffer, x, barriers):
+        buffer[5] = float32(1)
+        bulk_load(buffer, 0, x, 0, 64, barriers, 0)
 
-    @cuda.jit
-    def under_a_store(out, x):
-        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
-        make_barriers(barriers, 1)
-        if cuda.threadIdx.x == 0:
-            bulk_load(buffer, 0, x, 0, 64, barriers, 0)
-            buffer[5] = float32(1)
+    def under_a_store(buffer, x, barriers):
+        bulk_load(buffer, 0, x, 0, 64, barriers, 0)
+        buffer[5] = float32(1)
 
-    assert_refused(simulator.AsyncRace, two_loads, line(two_loads, 7), "writes bytes from 48 on of", "may be in flight")
     assert_refused(
-        simulator.MissingFence, over_a_store, "writes byte 20 of", "has not called fence_proxy_async_shared since"
+        simulator.AsyncRace,
+        by_one_thread(two_loads),
+        line(two_loads, 3),
+        "writes bytes from 48 on of",
+        "may be in flight",
     )
     assert_refused(
-        simulator.AsyncRace, under_a_store, "writes index 5 of", "which block (0, 0, 0) warp 0 lane 0 issued"
+        simulator.MissingFence,
+        by_one_thread(over_a_store),
+        "writes byte 20 of",
+        "has not called fence_proxy_async_shared since",
+    )
+    assert_refused(
+        simulator.AsyncRace,
+        by_one_thread(under_a_store),
+        "writes index 5 of",
+        "which block (0, 0, 0) warp 0 lane 0 issued",
     )
 
 
@@ -379,14 +388,7 @@ def test_conflicting_copies_and_stores_are_refused():
     ],
 )
 def test_a_wrong_operand_is_refused(error, words, copy):
-    @cuda.jit
-    def kernel(out, x):
-        buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
-        make_barriers(barriers, 1)
-        if cuda.threadIdx.x == 0:
-            copy(buffer, x, barriers)
-
-    assert_refused(getattr(simulator, error), kernel, words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
+    assert_refused(getattr(simulator, error), by_one_thread(copy), words, "block (0, 0, 0) warp 0 lane 0", seeds=2)
 
 
 def test_copies_need_aligned_memory():
@@ -431,7 +433,7 @@ def make_store(fence=1, sync=1, wait=1, commit=1, fence_all=1):
     return kernel
 
 
-def test_a_correct_store():
+def test_a_correct_store_is_accepted():
     for out in outcomes(make_store()):
         assert torch.equal(out[:128], torch.arange(128.0)) and (out[128:] == -1).all()
 
@@ -447,7 +449,7 @@ def test_a_correct_store():
     ],
     ids=str,
 )
-def test_a_faulty_store(mistake, kinds, words):
+def test_a_faulty_store_is_rejected(mistake, kinds, words):
     found = [o for o in outcomes(make_store(**mistake), seeds=24) if isinstance(o, Exception)]
     assert {type(e).__name__ for e in found} <= set(kinds) and len(found) >= 6, found
     assert all(words in str(e) for e in found)
@@ -489,7 +491,7 @@ def test_a_remote_mbarrier_needs_a_cluster_barrier_first():
     assert_refused(simulator.ClusterError, kernel, "may not have started", blocks=2, cluster=2)
 
 
-def test_a_remote_mbarrier_is_a_separate_one():
+def test_each_block_of_a_cluster_has_its_own_mbarrier():
     @cuda.jit
     def kernel(out, x):
         barriers = cuda.shared.array(1, uint64)

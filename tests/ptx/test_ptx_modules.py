@@ -10,7 +10,7 @@ import torch
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
-from helpers.hopper import E4M3, RNG, hopper, small_integers
+from helpers.hopper import E4M3, RNG, aligned_zeros, hopper, small_integers
 from numba import cuda, float32, int32, uint8, uint64
 
 from moe_numba.ptx import cuda_cpp
@@ -73,11 +73,11 @@ def make_map_kernel(interface):
     by = {"intrinsics": intrinsics, "linked": linked}[interface]
     set_address, publish = by.tensormap_replace_global_address, by.tensormap_cp_fenceproxy
     set_width, set_height = by.make_tensormap_replace_global_dim(0), by.make_tensormap_replace_global_dim(1)
-    set_pitch = by.make_tensormap_replace_global_stride(0)
-    acquire = by.fence_proxy_tensormap_acquire_gpu
+    set_stride = by.make_tensormap_replace_global_stride(0)
+    acquire, is_linked = by.fence_proxy_tensormap_acquire_gpu, interface == "linked"
 
     @cuda.jit(launch_bounds=(32, 1))
-    def by_intrinsics(maps, template, out, starts, pitches, widths, heights):
+    def store_rows(maps, template, out, starts, pitches, widths, heights):
         smem = cuda.shared.array(2048, uint8, 1024)
         copy = cuda.shared.array(128, uint8, 128)
         t, g = cuda.threadIdx.x, cuda.blockIdx.x
@@ -86,13 +86,17 @@ def make_map_kernel(interface):
         for i in range(t, 128, 32):
             copy[i] = template[i]
         cuda.syncwarp()
+        if is_linked:
+            descriptor = ffi.from_buffer(copy)
+        else:
+            descriptor = copy
         if t == 0:
-            set_address(copy, 0, ffi.from_buffer(out), starts[g])
-            set_width(copy, 0, widths[g])
-            set_height(copy, 0, heights[g])
-            set_pitch(copy, 0, uint64(pitches[g]))
+            set_address(descriptor, 0, ffi.from_buffer(out), starts[g])
+            set_width(descriptor, 0, widths[g])
+            set_height(descriptor, 0, heights[g])
+            set_stride(descriptor, 0, uint64(pitches[g]))
         cuda.syncwarp()
-        publish(ffi.from_buffer(maps), 128 * g, copy, 0)
+        publish(ffi.from_buffer(maps), 128 * g, descriptor, 0)
         fence_proxy_async_shared()
         cuda.syncwarp()
         if t == 0:
@@ -101,32 +105,7 @@ def make_map_kernel(interface):
             bulk_commit_group()
             wait_stores()
 
-    @cuda.jit(launch_bounds=(32, 1))
-    def by_linked(maps, template, out, starts, pitches, widths, heights):
-        smem = cuda.shared.array(2048, uint8, 1024)
-        copy = cuda.shared.array(128, uint8, 128)
-        t, g = cuda.threadIdx.x, cuda.blockIdx.x
-        for i in range(t, 2048, 32):
-            smem[i] = 16 * g + (i >> 7)
-        for i in range(t, 128, 32):
-            copy[i] = template[i]
-        cuda.syncwarp()
-        if t == 0:
-            set_address(ffi.from_buffer(copy), 0, ffi.from_buffer(out), starts[g])
-            set_width(ffi.from_buffer(copy), 0, widths[g])
-            set_height(ffi.from_buffer(copy), 0, heights[g])
-            set_pitch(ffi.from_buffer(copy), 0, uint64(pitches[g]))
-        cuda.syncwarp()
-        publish(ffi.from_buffer(maps), 128 * g, ffi.from_buffer(copy), 0)
-        fence_proxy_async_shared()
-        cuda.syncwarp()
-        if t == 0:
-            acquire(ffi.from_buffer(maps), 128 * g)
-            tma_store_2d(ffi.from_buffer(maps), 128 * g, 0, 0, smem, 0)
-            bulk_commit_group()
-            wait_stores()
-
-    return by_linked if interface == "linked" else by_intrinsics
+    return store_rows
 
 
 def seeds(count=6):
@@ -172,8 +151,7 @@ def test_maps_are_modified_through_either_interface(interface, device):
     for _ in seeds():
         out = torch.full((int(starts[-1]),), 7, dtype=torch.uint8, device=device)
         template = tensor_map(out[: int(starts[-1]) // 128 * 128].view(-1, 128), (16, 128))
-        maps = torch.zeros(5 * 128, dtype=torch.uint8, device=device)
-        maps = maps[-maps.data_ptr() % 128 :][: 4 * 128]
+        maps = aligned_zeros(4 * 128, torch.uint8, device)
         numbers = [torch.tensor(n, dtype=torch.int32).to(device) for n in (starts, pitches, widths, heights)]
         kernel[4, 32](maps, template, out, *numbers)
         assert (out.cpu().numpy() == expected).all()

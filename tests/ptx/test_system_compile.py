@@ -10,33 +10,28 @@ from numba import cuda
 from moe_numba.ptx import atomics, fence, memory
 
 
-def make_kernel():
-    """Make a kernel with one access of each kind."""
-
-    @cuda.jit(launch_bounds=(32, 1))
-    def every_access(peers, local, out):
-        remote = memory.pointer_from_address(peers[cuda.threadIdx.x], local)
-        a = atomics.ld_acquire_sys_s32(local, 0)
-        b = atomics.ld_relaxed_sys_s32(local, 1)
-        c = atomics.ld_volatile_s32(local, 2)
-        d = atomics.atom_add_relaxed_sys_s32(remote, 3, a)
-        atomics.red_add_relaxed_sys_s32(remote, 4, b)
-        atomics.red_add_release_sys_s32(remote, 5, c)
-        atomics.st_relaxed_sys_s32(remote, 6, d)
-        fence.fence_acq_rel_gpu()
-        memory.st_na_s32x4(remote, 8, *memory.ld_global_s32x4(local, 12))
-        memory.st_na_s32x4(remote, 16, *memory.ld_nc_na_s32x4(out, 20))
-        fence.fence_acq_rel_sys()
-        atomics.st_release_sys_s32(remote, 7, d)
-        remote[24] = a
-
-    return every_access
+@cuda.jit(launch_bounds=(32, 1))
+def every_access(peers, local, out):
+    remote = memory.pointer_from_address(peers[cuda.threadIdx.x], local)
+    a = atomics.ld_acquire_sys_s32(local, 0)
+    b = atomics.ld_relaxed_sys_s32(local, 1)
+    c = atomics.ld_volatile_s32(local, 2)
+    d = atomics.atom_add_relaxed_sys_s32(remote, 3, a)
+    atomics.red_add_relaxed_sys_s32(remote, 4, b)
+    atomics.red_add_release_sys_s32(remote, 5, c)
+    atomics.st_relaxed_sys_s32(remote, 6, d)
+    fence.fence_acq_rel_gpu()
+    memory.st_na_s32x4(remote, 8, *memory.ld_global_s32x4(local, 12))
+    memory.st_na_s32x4(remote, 16, *memory.ld_nc_na_s32x4(out, 20))
+    fence.fence_acq_rel_sys()
+    atomics.st_release_sys_s32(remote, 7, d)
+    remote[24] = a
 
 
 def test_each_access_is_one_instruction():
-    (report,) = compile_whole([["test_system_compile", "make_kernel", [], ["uint64*", "int32*", "int32*"]]])
-    assert report.spilled == 0
-    found = "\n".join(report.instructions)
+    report = compile_whole({"": ("test_system_compile", "every_access", ["uint64*", "int32*", "int32*"])})[""]
+    assert report.spilled_bytes == 0
+    found = "\n".join(report.opcodes)
     assert report.count("LDG.E.STRONG.SYS") >= 3, found  # the ld.acquire, the relaxed one and the volatile one
     assert report.count("STG.E.STRONG.SYS") >= 2, found
     assert report.count("ATOMG.E.ADD.S32.STRONG.SYS") == 1 and report.count("REDG.E.ADD.S32.STRONG.SYS") == 2, found

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.hopper import BF16, check_refused, outcomes, simulated
+from helpers.hopper import BF16, aligned_zeros, check_refused, outcomes, simulated
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -136,8 +136,7 @@ def make_load(load, alignment=1024):
 def test_a_wrong_operand_is_refused(error, words, alignment, load):
     def arguments():
         map, x = map_and_tensor()
-        maps = torch.zeros(256 + 128, dtype=torch.uint8)
-        maps = maps[-maps.data_ptr() % 128 :][:256]
+        maps = aligned_zeros(256, torch.uint8)
         maps[:128] = map
         return [maps, x]
 
@@ -145,7 +144,7 @@ def test_a_wrong_operand_is_refused(error, words, alignment, load):
 
 
 def make_box_store(store):
-    """Make a kernel that fills shared memory with nines, and stores from it by one thread."""
+    """Make a kernel that fills shared memory with nines; one thread issues the store."""
     wait_read = make_bulk_wait_group_read(0)
 
     @cuda.jit
@@ -172,8 +171,7 @@ def test_a_box_must_start_at_a_multiple_of_16_bytes(dtype, x):
         tensor = torch.zeros(1, 8, 256, dtype=torch.uint8).view(dtype)
         box = 128 // dtype.itemsize
         flat, deep = tensor_map(tensor[0], (8, box)), tensor_map(tensor, (1, 8, box))
-        maps = torch.zeros(256 + 128, dtype=torch.uint8)
-        maps = maps[-maps.data_ptr() % 128 :][:256]
+        maps = aligned_zeros(256, torch.uint8)
         maps[:128], maps[128:] = flat, deep
         return [maps, tensor]
 
@@ -330,14 +328,14 @@ def test_a_map_must_refer_to_an_existing_tensor():
     assert_refused(
         simulator.SimulatorError, kernel, freed_tensor, "which is in no tensor that a map was encoded for", seeds=2
     )
-    far = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 32, b, 0))
-    assert_refused(simulator.OutOfBounds, far, too_large, "extends 1024 bytes past the end", seeds=2)
+    past_the_end = make_load(lambda s, m, b: tma_load_2d(s, 0, m, 0, 0, 32, b, 0))
+    assert_refused(simulator.OutOfBounds, past_the_end, too_large, "extends 1024 bytes past the end", seeds=2)
 
 
 # --- maps modified on the device ------------------------------------------------------------------------------------
 
 
-def make_maker(act, acquire=True, other_acquires=False, lanes_differ=False, address=0):
+def make_map_writer(modify, acquire=True, other_acquires=False, lanes_differ=False, address=0):
     """Make a kernel that modifies a map, publishes it and uses it for a load."""
 
     @cuda.jit
@@ -350,7 +348,7 @@ def make_maker(act, acquire=True, other_acquires=False, lanes_differ=False, addr
             cuda.syncwarp()
             if t == 0:
                 tensormap_replace_global_address(copy, 0, x, address)
-                act(copy)
+                modify(copy)
             cuda.syncwarp()
             tensormap_cp_fenceproxy(maps_out, 32 * (t % 2 if lanes_differ else 1), copy, 0)
         cuda.syncthreads()
@@ -365,27 +363,27 @@ def make_maker(act, acquire=True, other_acquires=False, lanes_differ=False, addr
     return kernel
 
 
-def maker_arguments():
+def map_writer_arguments():
     map, x = map_and_tensor()
-    maps_out = torch.zeros(96, dtype=torch.int32)
-    maps_out = maps_out[-maps_out.data_ptr() % 128 // 4 :][:64]
-    return [maps_out, map.view(torch.int32), x, torch.zeros(64, dtype=torch.uint8)]
+    return [aligned_zeros(64, torch.int32), map.view(torch.int32), x, torch.zeros(64, dtype=torch.uint8)]
 
 
-def nothing(copy):
+def unmodified(copy):
     pass
 
 
 @simulated
 def test_a_map_modified_on_the_device_must_be_acquired_by_its_user():
-    for *_, x, out in outcomes(make_maker(nothing, address=128 * 3), maker_arguments):
+    for *_, x, out in outcomes(make_map_writer(unmodified, address=128 * 3), map_writer_arguments):
         assert torch.equal(out, x[3, :64])
     words = (
         "block (0, 0, 0) warp 0 lane 0 uses the tensor map at index 32 of maps_out",
         "fence_proxy_tensormap_acquire_gpu",
     )
-    assert_refused(simulator.MissingFence, make_maker(nothing, acquire=False), maker_arguments, *words)
-    assert_refused(simulator.MissingFence, make_maker(nothing, other_acquires=True), maker_arguments, *words)
+    assert_refused(simulator.MissingFence, make_map_writer(unmodified, acquire=False), map_writer_arguments, *words)
+    assert_refused(
+        simulator.MissingFence, make_map_writer(unmodified, other_acquires=True), map_writer_arguments, *words
+    )
 
 
 @simulated
@@ -397,29 +395,29 @@ def test_a_map_from_an_earlier_launch_must_be_acquired():
         if cuda.threadIdx.x == 0:
             tma_load_2d(smem, 0, maps_out, 32, 0, 0, barrier, 0)
 
-    arguments = maker_arguments()
-    launch(make_maker(nothing), 1, 64, *arguments)
+    arguments = map_writer_arguments()
+    launch(make_map_writer(unmodified), 1, 64, *arguments)
     assert_refused(simulator.MissingFence, uses, lambda: arguments, "which was changed on the device", seeds=2)
 
 
 width, height, third = (make_tensormap_replace_global_dim(i) for i in range(3))
-pitch, second_pitch = make_tensormap_replace_global_stride(0), make_tensormap_replace_global_stride(1)
+stride, second_stride = make_tensormap_replace_global_stride(0), make_tensormap_replace_global_stride(1)
 
 
 @simulated
 @pytest.mark.parametrize(
-    "error, words, act",
+    "error, words, modify",
     [
         ("SimulatorError", "sets dimension 1 to 0; it must be 1 to 2^32", lambda c: height(c, 0, 0)),
         ("SimulatorError", "no dims[2] in a tensor of 2 dimensions", lambda c: third(c, 0, 5)),
-        ("SimulatorError", "no strides[1] in a tensor of 2 dimensions", lambda c: second_pitch(c, 0, 64)),
-        ("Misaligned", "sets strides to 0x88, which is not a multiple of 16", lambda c: pitch(c, 0, 0x88)),
+        ("SimulatorError", "no strides[1] in a tensor of 2 dimensions", lambda c: second_stride(c, 0, 64)),
+        ("Misaligned", "sets strides to 0x88, which is not a multiple of 16", lambda c: stride(c, 0, 0x88)),
         ("OutOfBounds", "128 bytes at index 4 of the shared array", lambda c: width(c, 4, 5)),
-        ("OutOfBounds", "past the end of the memory", lambda c: pitch(c, 0, 4096)),
+        ("OutOfBounds", "past the end of the memory", lambda c: stride(c, 0, 4096)),
     ],
 )
-def test_a_wrong_replacement_is_refused(error, words, act):
-    assert_refused(getattr(simulator, error), make_maker(act), maker_arguments, words, seeds=2)
+def test_a_wrong_replacement_is_refused(error, words, modify):
+    assert_refused(getattr(simulator, error), make_map_writer(modify), map_writer_arguments, words, seeds=2)
 
 
 @simulated
@@ -441,7 +439,11 @@ def test_a_replaced_address_must_be_in_a_registered_tensor():
                 tma_load_2d(smem, 0, maps_out, 32, 0, 0, barrier, 0)
 
     assert_refused(
-        simulator.SimulatorError, kernel, maker_arguments, "which is in no tensor that a map was encoded for", seeds=2
+        simulator.SimulatorError,
+        kernel,
+        map_writer_arguments,
+        "which is in no tensor that a map was encoded for",
+        seeds=2,
     )
 
 
@@ -449,8 +451,8 @@ def test_a_replaced_address_must_be_in_a_registered_tensor():
 def test_the_lanes_of_a_warp_must_publish_the_same_map():
     assert_refused(
         simulator.SimulatorError,
-        make_maker(nothing, lanes_differ=True),
-        maker_arguments,
+        make_map_writer(unmodified, lanes_differ=True),
+        map_writer_arguments,
         "publish different tensor maps",
     )
 

@@ -1,4 +1,4 @@
-"""Faulty uses of wgmma that the simulator must reject; on a GPU they produce wrong results now and then."""
+"""Faulty uses of wgmma that the simulator must reject; on a GPU their results are undefined."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def make_kernel(body, wait_for_tiles=True):
 
 
 @simulated
-def test_a_correct_kernel():
+def test_a_correct_kernel_is_accepted():
     def body(smem, barriers, a, b, out, map_a):
         total = fma(ZEROS, wait(tile(a, b)), np.float32(0.5))
         total = wait(tile_on(total, a, b))

@@ -201,12 +201,12 @@ def test_the_barrier_does_not_wait_for_exited_blocks(arrive_first, device):
 
 @cuda.jit
 def query_cluster_rank(out):
-    here = cuda.shared.array(1, int32)
+    smem = cuda.shared.array(1, int32)
     if cuda.threadIdx.x == 0:
-        st_cluster_s32(here, 0, 0, 10 * cluster_ctarank() + cluster_nctarank())
+        st_cluster_s32(smem, 0, 0, 10 * cluster_ctarank() + cluster_nctarank())
     barrier_cluster_arrive()
     barrier_cluster_wait()
-    out[cuda.grid(1)] = here[0]
+    out[cuda.grid(1)] = smem[0]
 
 
 def test_without_clusters_a_block_is_its_own_cluster(device):
@@ -248,8 +248,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def reports():
-    kernels = [["test_cluster", name, None, types] for name, types in KERNELS.items()]
-    return dict(zip(KERNELS, compile_whole(kernels), strict=True))
+    return compile_whole({name: ("test_cluster", name, types) for name, types in KERNELS.items()})
 
 
 def test_every_barrier_is_one_instruction(reports):
@@ -279,7 +278,7 @@ def test_remote_shared_memory_is_accessed_by_generic_address(reports):
     """A block's own shared memory is accessed by STS and LDS, remote shared memory by ST and LD."""
 
     def counts(name):
-        return [reports[name].instructions.count(i) for i in ("ST.E", "LD.E", "ST.E.128", "LD.E.128")]
+        return [reports[name].opcodes.count(i) for i in ("ST.E", "LD.E", "ST.E.128", "LD.E.128")]
 
     assert counts("store_to_next_block") == [1, 0, 0, 0]
     assert counts("load_from_next_block") == [0, 1, 0, 0]
@@ -288,7 +287,7 @@ def test_remote_shared_memory_is_accessed_by_generic_address(reports):
 
 
 def test_nothing_spills(reports):
-    assert all(report.spilled == report.stack == 0 for report in reports.values())
+    assert all(report.spilled_bytes == report.stack_bytes == 0 for report in reports.values())
 
 
 # --- faulty kernels in the simulator --------------------------------------------------------------------------------
@@ -361,14 +360,14 @@ def test_a_missing_barrier_before_the_exit_fails_under_some_seeds():
 def test_access_to_a_block_that_may_not_have_started_is_refused():
     @cuda.jit
     def store(out):
-        there = cuda.shared.array(4, int32)
-        st_cluster_s32(there, 0, 1 - cluster_ctarank(), 1)
+        smem = cuda.shared.array(4, int32)
+        st_cluster_s32(smem, 0, 1 - cluster_ctarank(), 1)
 
     @cuda.jit
     def load(out):
-        there = cuda.shared.array(4, int32)
+        smem = cuda.shared.array(4, int32)
         barrier_cluster_arrive()
-        ld_cluster_s32(there, 0, 1 - cluster_ctarank())
+        ld_cluster_s32(smem, 0, 1 - cluster_ctarank())
         barrier_cluster_wait()
 
     for kernel in (store, load):
@@ -384,10 +383,10 @@ def accesses(access):
 
     @cuda.jit
     def kernel(out):
-        there = cuda.shared.array(8, int32)
+        smem = cuda.shared.array(8, int32)
         barrier_cluster_arrive()
         barrier_cluster_wait()
-        access(there, out)
+        access(smem, out)
         barrier_cluster_arrive()
         barrier_cluster_wait()
 
@@ -435,14 +434,14 @@ def test_arrivals_and_waits_must_alternate():
 @simulated
 def test_all_lanes_of_a_warp_must_reach_the_barrier():
     @cuda.jit
-    def a_lane_goes(out):
+    def a_lane_exits(out):
         if cuda.threadIdx.x == 39:
             return
         barrier_cluster_arrive()
         barrier_cluster_wait()
 
     @cuda.jit
-    def a_lane_stays_away(out):
+    def a_lane_does_not_arrive(out):
         if cuda.threadIdx.x != 39:
             barrier_cluster_arrive()
         barrier_cluster_wait()
@@ -456,8 +455,8 @@ def test_all_lanes_of_a_warp_must_reach_the_barrier():
         barrier_cluster_wait()
 
     line = two_lines.py_func.__code__.co_firstlineno + 3
-    assert_refused(simulator.MissingLane, a_lane_goes, "lanes 7 are named", "barrier.cluster.arrive", "have exited")
-    assert_refused(simulator.MissingLane, a_lane_stays_away, "barrier.cluster.arrive", "barrier.cluster.wait")
+    assert_refused(simulator.MissingLane, a_lane_exits, "lanes 7 are named", "barrier.cluster.arrive", "have exited")
+    assert_refused(simulator.MissingLane, a_lane_does_not_arrive, "barrier.cluster.arrive", "barrier.cluster.wait")
     assert_refused(simulator.DivergentBarrier, two_lines, "at different lines", f"py:{line}", f"py:{line + 2}")
 
 

@@ -170,9 +170,9 @@ def votes(out, x, mask):
 def test_votes_under_masks(mask, yes):
     x = (yes >> LANES & 1).astype(np.int32)
     out = run(votes, np.int64, x, mask, shape=(32, 4))
-    said = x[(mask >> LANES & 1) == 1]
+    voted = x[(mask >> LANES & 1) == 1]
     ballot = np.uint32(mask & yes).view(np.int32)  # Numba's ballot is an int32
-    right = [said.all(), said.any(), len(set(said)) == 1, ballot]
+    right = [voted.all(), voted.any(), len(set(voted)) == 1, ballot]
     assert (out == np.where((mask >> LANES & 1)[:, None], np.array(right, np.int64), 0)).all()
 
 
@@ -266,7 +266,7 @@ def test_dynamic_shared_memory():
     assert (run(kernel, np.int32, threads=64, shared_bytes=256) == np.arange(64)[::-1] ** 2).all()
 
 
-def test_a_block_waits_for_another():
+def test_blocks_run_concurrently():
     @cuda.jit
     def kernel(out, flag):
         if cuda.threadIdx.x == 0:

@@ -13,7 +13,7 @@ import torch
 from moe_numba import simulator  # noqa: F401  before numba: it selects the simulator or the GPU
 
 # isort: split
-from helpers.hopper import BF16, E4M3, hopper, random_bytes, runs
+from helpers.hopper import BF16, E4M3, aligned_zeros, hopper, random_bytes, runs
 from numba import cuda, float32, uint8, uint32, uint64
 
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
@@ -434,8 +434,7 @@ def test_maps_modified_on_the_device(device):
     def make():
         out = torch.full((int(starts[-1]),), 7, dtype=torch.uint8, device=device)
         template = tensor_map(out[: int(starts[-1]) // 128 * 128].view(-1, 128), (16, 128)).view(torch.uint32)
-        maps = torch.zeros(4 * 32 + 32, dtype=torch.uint32, device=device)
-        maps = maps[-maps.data_ptr() % 128 // 4 :][: 4 * 32]
+        maps = aligned_zeros(4 * 32, torch.uint32, device)
         numbers = [torch.tensor(n, dtype=torch.int32).to(device) for n in (starts, pitches, widths)]
         return [maps, template, out, data.view(-1).to(device), *numbers]
 

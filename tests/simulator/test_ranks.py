@@ -283,7 +283,7 @@ def make_ring(ranks, slots, chunk, messages, fault=""):
     first = 32  # offset of the slots; tails start at 0, heads at 16
 
     @cuda.jit
-    def ring(peers, local, out, me):
+    def ring(peers, local, out, rank):
         warp, lane = cuda.threadIdx.x // 32, cuda.laneid
         if warp < ranks:
             remote = pointer_from_address(peers[warp], local)
@@ -296,13 +296,13 @@ def make_ring(ranks, slots, chunk, messages, fault=""):
                 cuda.syncwarp()
                 if lane < count:
                     row = tail + lane
-                    offset = first + 4 * (me * slots + row % slots)
-                    st_na_s32x4(remote, offset, me, warp, row, 1000 * me + row)
+                    offset = first + 4 * (rank * slots + row % slots)
+                    st_na_s32x4(remote, offset, rank, warp, row, 1000 * rank + row)
                 tail += count
                 if fault != "no syncwarp":
                     cuda.syncwarp()
                 if lane == 0:
-                    st_release_sys_s32(remote, me, tail)
+                    st_release_sys_s32(remote, rank, tail)
         else:
             source = warp - ranks
             remote = pointer_from_address(peers[source], local)
@@ -316,7 +316,7 @@ def make_ring(ranks, slots, chunk, messages, fault=""):
                 tail = cuda.shfl_sync(0xFFFFFFFF, tail, 0)
                 if fault == "early head":
                     if lane == 0:
-                        st_release_sys_s32(remote, 16 + me, tail)
+                        st_release_sys_s32(remote, 16 + rank, tail)
                     cuda.syncwarp()
                 if lane < tail - head:
                     row = head + lane
@@ -326,7 +326,7 @@ def make_ring(ranks, slots, chunk, messages, fault=""):
                 head = tail
                 cuda.syncwarp()
                 if lane == 0 and fault not in ("no head", "early head"):
-                    st_release_sys_s32(remote, 16 + me, head)
+                    st_release_sys_s32(remote, 16 + rank, head)
 
     return ring
 
@@ -340,7 +340,7 @@ def ring_transfer_is_correct(symmetric_buffers, kernel, ranks, slots, messages, 
 
 
 @pytest.mark.parametrize("ranks, slots, chunk, messages", [(2, 4, 3, 11), (3, 5, 2, 7)])
-def test_a_ring_with_few_slots(symmetric_buffers, ranks, slots, chunk, messages):
+def test_a_ring_with_few_slots_transfers_all_rows(symmetric_buffers, ranks, slots, chunk, messages):
     kernel = make_ring(ranks, slots, chunk, messages)
     assert all(ring_transfer_is_correct(symmetric_buffers, kernel, ranks, slots, messages, seed) for seed in SEEDS)
 
@@ -371,13 +371,13 @@ def make_barrier(ranks):
     """Make DeepEP's barrier: each rank adds to its own signals and subtracts from its peers'; it resets itself."""
 
     @cuda.jit(device=True)
-    def barrier(peers, local, me):
+    def barrier(peers, local, rank):
         t = cuda.threadIdx.x
         fence_acq_rel_sys()
         cuda.syncthreads()
         if t < ranks:
             red_add_relaxed_sys_s32(local, t, TAG)
-            red_add_relaxed_sys_s32(pointer_from_address(peers[t], local), me, -TAG)
+            red_add_relaxed_sys_s32(pointer_from_address(peers[t], local), rank, -TAG)
             while ld_volatile_s32(local, t) > 0:
                 pass
             fence_acq_rel_sys()
@@ -391,17 +391,17 @@ def make_rounds(ranks, rounds, skips=-1):
     barrier = make_barrier(ranks)
 
     @cuda.jit
-    def kernel(peers, local, out, me):
+    def kernel(peers, local, out, rank):
         t = cuda.threadIdx.x
         for i in range(rounds):
             if t < ranks:
-                pointer_from_address(peers[t], local)[16 + me] = 100 * i + me
-            if skips != me or i < rounds - 1:
-                barrier(peers, local, me)
+                pointer_from_address(peers[t], local)[16 + rank] = 100 * i + rank
+            if skips != rank or i < rounds - 1:
+                barrier(peers, local, rank)
             if t < ranks:
                 out[i * ranks + t] = local[16 + t]
             if i < rounds - 1:
-                barrier(peers, local, me)
+                barrier(peers, local, rank)
 
     return kernel
 

@@ -157,7 +157,7 @@ def test_stores_convert_as_c_does():
     assert p.array.tolist() == [255, 44, 1, 3]
 
 
-def test_views_offsets_and_vectors():
+def test_views_offsets_and_vectors_share_memory():
     x = torch.arange(16, dtype=torch.int16).to(torch.bfloat16)
     p = simulator.pointer(x)
     words = p.load_vector(np.int32(8), np.uint32, 4)
@@ -240,7 +240,7 @@ def with_dynamic_shared(kernel, shared_bytes):
     return Configured()
 
 
-def test_numba_host_interface():
+def test_numbas_host_interface_copies_arrays():
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
 
     @cuda.jit
@@ -322,7 +322,7 @@ def test_redux_of_both_signs():
     assert (out == [15, FULL_MASK, 0, -16, 0, 64 + 31]).all()
 
 
-def test_shuffle_segments():
+def test_shuffles_stay_within_their_width():
     @cuda.jit
     def kernel(out):
         out[cuda.laneid] = simulator.warp.shuffle("up", FULL_MASK, cuda.laneid, 1, width=8)
@@ -460,7 +460,7 @@ def test_an_exited_thread_is_reported_at_the_barrier():
     assert_refused(simulator.DivergentBarrier, kernel, "exited", "syncthreads", "warp 1", threads=64)
 
 
-def test_grid_sync():
+def test_grid_sync_orders_stores_of_all_blocks():
     @cuda.jit
     def kernel(out, scratch):
         scratch[cuda.blockIdx.x] = cuda.blockIdx.x + 1
@@ -494,7 +494,7 @@ def test_blocks_run_concurrently():
         assert (out == 42).all()
 
 
-def test_a_lock():
+def test_a_spin_lock_is_exclusive():
     @cuda.jit
     def kernel(lock, count):
         if cuda.threadIdx.x == 0:
@@ -661,7 +661,7 @@ def test_atomics_hold_under_preemption():
     assert out.tolist() == [128, 128]
 
 
-def test_trace():
+def test_trace_has_every_warp_operation():
     @cuda.jit
     def kernel(out):
         cuda.syncthreads()

@@ -60,7 +60,7 @@ def accesses(peers, local, out):
     remote[1] = local[11]
 
 
-def test_each_access(device):
+def test_each_access_reads_and_writes_the_peer(device):
     local, remote = (
         torch.arange(12, dtype=torch.int32, device=device),
         torch.zeros(12, dtype=torch.int32, device=device),
@@ -75,13 +75,13 @@ def test_each_access(device):
 @cuda.jit
 def ping_pong(peers, local, out):
     """Two blocks alternately send each other 64 integers and then a flag; the receiver adds 1 to each."""
-    me = cuda.blockIdx.x
-    receive_buffer = memory.pointer_from_address(peers[me], local)
-    remote = memory.pointer_from_address(peers[1 - me], local)
+    rank = cuda.blockIdx.x
+    receive_buffer = memory.pointer_from_address(peers[rank], local)
+    remote = memory.pointer_from_address(peers[1 - rank], local)
     t = cuda.threadIdx.x
     value = t
     for i in range(ROUNDS):
-        if i % 2 == me:
+        if i % 2 == rank:
             remote[16 + t] = value + 1
             cuda.syncthreads()
             if t == 0:
@@ -93,7 +93,7 @@ def ping_pong(peers, local, out):
                     polls += 1
             cuda.syncthreads()
             value = receive_buffer[16 + t] + 1
-    out[64 * me + t] = value
+    out[64 * rank + t] = value
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.code_hash import hash_file
+from moe_numba.course.bench.environment import version
 from moe_numba.course.bench.fingerprint_cases import CASES
 from moe_numba.course.bench.sources import all_results, result_sources
 from moe_numba.runtime.sass import disassemble
@@ -89,7 +90,7 @@ def normalised(text):
 
 def versions():
     """The versions of the compilers, on which machine code depends."""
-    return {name: found for name in VERSIONS if (found := records.version(name))}
+    return {name: found for name in VERSIONS if (found := version(name))}
 
 
 def compile_all(only=()):

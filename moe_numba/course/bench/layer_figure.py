@@ -30,14 +30,13 @@ def layer_bars(times: dict, base: str, *, title: str = "", caption: str = "") ->
             part = parts[size][name]
             start = x + 0.1 * group + at * wide
             box(axes, start, bottom, 0.94 * wide, tall * part / largest, fill=colours[name], edge="none", label="part")
-            fill = colours[name]
             text(
                 axes,
                 start + 0.47 * wide,
                 bottom + tall * part / largest - 0.12,
                 f"{100 * (part - 1):+.1f}",
                 size=7.5,
-                colour=ink_on(fill),
+                colour=ink_on(colours[name]),
             )
         text(axes, x + group / 2, bottom - 0.14, str(size), size=8.5)
         text(axes, x + group / 2, bottom - 0.32, f"{own[base]:.0f} us", size=8, colour=GREY)
@@ -51,6 +50,6 @@ def layer_bars(times: dict, base: str, *, title: str = "", caption: str = "") ->
         box(axes, x, 3.22, 0.16, 0.16, fill=colours[name], edge="none")
         text(axes, x + 0.24, 3.3, name, size=8.5, ha="left")
         x += 2.6
-    note(axes, 0.15, 0.4, f"Kernel time relative to '{base}'; numbers in bars: per cent more (+) or less (-).")
+    note(axes, 0.15, 0.4, f"Kernel time relative to '{base}'; numbers in bars: difference in percent.")
     text(axes, 0.15, 0.15, caption, size=7.5, colour=GREY, ha="left")
     return figure

@@ -1,26 +1,23 @@
 """Draws figures from the rows of records. Needs no GPU and does not touch pyplot's state."""
 
-import textwrap
 from pathlib import Path
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from moe_numba.course.bench import records
+from moe_numba.course.bench.labels import headings, name_ends, number_columns, plain_numbers, vertical_lines, widest
 from moe_numba.course.bench.records import find_step, format_us, previous_step, speedup
 from moe_numba.course.bench.style import (
     BLUE,
     BROWN,
     COLOURS,
     COLUMN,
-    GREEN,
     GREY,
     INK,
     ORANGE,
     PALE,
-    PURPLE,
     ROW,
     STYLE,
     WIDTH,
@@ -98,7 +95,7 @@ def ladder_figure(
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
                 )
         _time_axis(axes, rows, ["kernel_us"], list(lines.values()), "kernel time, µs")
-        _columns(
+        number_columns(
             axes,
             rows,
             {
@@ -107,7 +104,7 @@ def ladder_figure(
                 f"× {reference.split()[0]}": lambda row: speedup(torch_row, row),
             },
         )
-        levels = _vertical_lines(figure, axes, lines)
+        levels = vertical_lines(figure, axes, lines)
         _finish(figure, axes, title, caption, rows=len(rows), levels=levels)
     return figure
 
@@ -123,7 +120,7 @@ def split_figure(rows: list[dict], *, title: str = "", caption: str = "") -> Pic
                     axes.barh(y + offset, row[key]["median"], height=0.34, color=colour, alpha=alpha)
                     _whisker(axes, y + offset, row[key])
         _time_axis(axes, rows, ["kernel_us", "call_us"], [], "µs")
-        _columns(
+        number_columns(
             axes,
             rows,
             {"kernel µs": lambda row: _us(row.get("kernel_us")), "call µs": lambda row: _us(row.get("call_us"))},
@@ -153,7 +150,7 @@ def sweep_figure(
     """
     with matplotlib.rc_context(STYLE):
         figure = Picture(figsize=(WIDTH, 4.8))
-        right = _widest(figure, [*series, "speed of light"]) + 0.35
+        right = widest(figure, [*series, "speed of light"]) + 0.35
         axes = figure.add_axes((0.08, 0.19, 0.92 - right / WIDTH, 0.69))
         ends = []
         for number, (label, points) in enumerate(series.items()):
@@ -175,12 +172,12 @@ def sweep_figure(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel(xlabel)
         axes.set_yscale("log")
-        _plain_numbers(axes.yaxis)
+        plain_numbers(axes.yaxis)
         axes.set_ylabel(_unit(ylabel))
         low, high = axes.get_ylim()
         axes.grid(axis="y", which="major" if high > 20 * low else "both")  # a short axis has at most one decade
-        _headings(figure, title, caption)
-        _name_ends(figure, axes, ends)
+        headings(figure, title, caption)
+        name_ends(figure, axes, ends)
     return figure
 
 
@@ -195,7 +192,7 @@ def _bars(rows, columns):
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         if row.get("slower") or "refused" in row:
             label.set_color(GREY)
-    left, right = _widest(figure, [row["step"] for row in rows]) + 0.3, COLUMN * columns + 0.15
+    left, right = widest(figure, [row["step"] for row in rows]) + 0.3, COLUMN * columns + 0.15
     width = max(WIDTH, left + 3 + right)  # long names widen the figure and leave the bars 3 inches
     figure.set_figwidth(width)
     axes.set_position((left / width, 0.3, (width - left - right) / width, 0.4))
@@ -209,14 +206,7 @@ def _finish(figure, axes, title, caption, rows, levels):
     box = axes.get_position()
     figure.set_figheight(height)
     axes.set_position((box.x0, below / height, box.width, ROW * rows / height))
-    _headings(figure, title, caption)
-
-
-def _headings(figure, title, caption):
-    width, height = figure.get_size_inches()
-    figure.text(0.15 / width, 1 - 0.12 / height, title, va="top", ha="left", fontsize=12, fontweight="bold")
-    caption = textwrap.fill(caption, int(14.5 * (width - 0.3)))  # 14.5 characters of this size per inch
-    figure.text(0.15 / width, 0.1 / height, caption, va="bottom", ha="left", fontsize=7.5, color=GREY)
+    headings(figure, title, caption)
 
 
 def _time_axis(axes, rows, keys, more, label):
@@ -226,112 +216,14 @@ def _time_axis(axes, rows, keys, more, label):
     if high > 10 * low:
         axes.set_xscale("log")
         axes.set_xlim(low / 2, high * 1.15)
-        _plain_numbers(axes.xaxis)
+        plain_numbers(axes.xaxis)
     else:
         axes.set_xlim(0, high * 1.05)
     axes.set_xlabel(label)
 
 
-def _plain_numbers(axis):
-    """Label a logarithmic axis with plain numbers, between the decades only if it is short."""
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_formatter(LogFormatter())
-
-
 def _whisker(axes, y, stats):
     axes.plot([stats["p10"], stats["p90"]], [y, y], color=INK, linewidth=0.9, alpha=0.7, solid_capstyle="butt")
-
-
-def _columns(axes, rows, columns, colours=(INK, INK, INK)):
-    """Write aligned columns of numbers to the right of the bars."""
-    for number, ((head, text), colour) in enumerate(zip(columns.items(), colours, strict=False)):
-        x = 72 * COLUMN * (number + 0.85)  # points right of the axes
-        axes.annotate(
-            head,
-            (1, 1),
-            (x, 5),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            ha="right",
-            color=GREY if colour == INK else colour,
-            fontsize=8.5,
-        )
-        for y, row in enumerate(rows):
-            quiet = row.get("slower") or "refused" in row
-            axes.annotate(
-                text(row) or "–",
-                (1, y),
-                (x, 0),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                color=GREY if quiet else colour,
-                fontweight="normal" if number else "bold",
-            )
-
-
-def _vertical_lines(figure, axes, lines):
-    """Draw dashed lines named above the bars; return the number of text lines that avoid overlaps."""
-    levels, renderer = [], _renderer(figure)
-    for label, value in sorted(lines.items(), key=lambda line: line[1]):
-        colour = GREEN if label == "speed of light" else BROWN if label.startswith("torch") else PURPLE
-        axes.axvline(value, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, zorder=3)
-        text = axes.annotate(
-            f"{label} {format_us(value)}",
-            (value, 1),
-            (0, 5),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8.5,
-            color=colour,
-        )
-        box = text.get_window_extent(renderer).padded(4)
-        shift = max(axes.bbox.x0 - box.x0, 0) + min(axes.bbox.x1 - box.x1, 0)  # keep the name above the axes
-        left, right = box.x0 + shift, box.x1 + shift
-        free = (i for i, level in enumerate(levels) if all(right < start or end < left for start, end in level))
-        level = next(free, len(levels))
-        if level == len(levels):
-            levels.append([])
-        levels[level].append((left, right))
-        text.set_position((shift * 72 / figure.dpi, 5 + 13 * level))
-    return len(levels)
-
-
-def _name_ends(figure, axes, ends):
-    """Write each line's name to the right of its end; names that would overlap are pushed apart."""
-    to_pixels, height = axes.transData, 13 * figure.dpi / 72
-    ends = sorted(ends, key=lambda end: end[2])
-    wanted = [to_pixels.transform((x, y))[1] for _, x, y, _ in ends]
-    places = list(wanted)
-    for _ in range(200):  # neighbours that are too close both move by half; this converges in a few iterations
-        for i in range(1, len(places)):
-            missing = height - (places[i] - places[i - 1])
-            if missing > 0:
-                places[i - 1] -= missing / 2
-                places[i] += missing / 2
-    column = axes.bbox.x1 + 16 * figure.dpi / 72
-    for (label, x, y, colour), place in zip(ends, places, strict=True):
-        end = to_pixels.transform((x, y))
-        where = axes.transAxes.inverted().transform([end, (column - 3, place), (column, place)])
-        axes.plot(where[:2, 0], where[:2, 1], transform=axes.transAxes, color=colour, linewidth=0.6, clip_on=False)
-        axes.text(*where[2], label, transform=axes.transAxes, va="center", color=colour)
-
-
-def _widest(figure, labels):
-    """Return the width of the longest label in inches, with a margin, because it varies with the resolution."""
-    texts, renderer = [figure.text(0, 0, label) for label in labels], _renderer(figure)
-    width = max((text.get_window_extent(renderer).width for text in texts), default=0)
-    for text in texts:
-        text.remove()
-    return 1.03 * width / figure.dpi
-
-
-def _renderer(figure):
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas.get_renderer()
 
 
 def _us(stats):

@@ -5,23 +5,18 @@ results older than their code without a GPU. Each row is one line of the file, s
 diff. All times are in microseconds.
 """
 
-import importlib.metadata
 import json
-import os
-import platform
-import re
-import subprocess
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from moe_numba.course.bench.code_hash import hash_file
+from moe_numba.course.bench.environment import SIMULATOR, environment, folder
+from moe_numba.course.bench.environment import versions as versions  # doctor prints them
 from moe_numba.course.bench.timing import Stats
 
-SIMULATOR = "simulator"
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
 
 
@@ -36,38 +31,6 @@ def repository(root: Path | str | None = None) -> Path:
             f"{root} is not a clone of moe_numba's repository, which contains the records (docs/results)"
         )
     return root
-
-
-def folder(gpu: str) -> str:
-    """Return the name of a GPU's folder in ``docs/results``: "h200" for "NVIDIA H200"."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
-
-
-def environment() -> dict:
-    """Return GPU, driver, versions, commit and date (UTC) of this process; without a GPU ``gpu`` is "simulator"."""
-    from moe_numba import simulator
-
-    return {
-        "gpu": (not simulator.ENABLED and _gpu()) or SIMULATOR,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
-        "versions": versions(),
-        # GIT_COMMIT names the commit on machines that have the files without the history.
-        "commit": os.environ.get("GIT_COMMIT")
-        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
-        or "unknown",
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that may affect a kernel's speed, of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "numba", "numba-cuda", "cuda-core", "numpy"):
-        found[name] = version(name)
-    found["cupy"] = version("cupy-cuda13x") or version("cupy-cuda12x") or version("cupy")
-    # Numba compiles with the toolkit's wheels if they are installed; torch reports its own toolkit otherwise.
-    found["cuda"] = version("cuda-toolkit") or version("nvidia-nvvm") or _torch_cuda()
-    return {name: version for name, version in found.items() if version}
 
 
 def row(
@@ -306,34 +269,3 @@ def dump(record: dict) -> str:
             text = textwrap.indent(json.dumps(value, indent=2), "  ").lstrip()
         fields.append(f"  {json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _torch_cuda():
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch.version.cuda
-
-
-def _gpu():
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def _output(*command):
-    """Return the first line that a program prints, or None if it is missing or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None

@@ -11,7 +11,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.code_hash import code_cells, hash_file
 
 TIMING = "moe_numba.course.bench.timing"
-_BENCH = ("__init__", "code_hash", "layer_figure", "plots", "records", "sources", "style")
+_BENCH = ("__init__", "code_hash", "environment", "labels", "layer_figure", "plots", "records", "sources", "style")
 _COURSE = ("__init__", "executed", "execute", "ladder", "simulate", "source_diff")
 LEFT_OUT = (  # these files draw, record or simulate: they cannot change what was measured
     "moe_numba/simulator",

@@ -4,7 +4,7 @@ import re
 
 
 def bold_best(cells: list[str], columns: slice = slice(None)) -> list[str]:
-    """Return the cells of a table row with the smallest number in bold, whoever's kernel it is.
+    """Return the cells of a table row with the smallest number in bold, regardless of whose kernel it is.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@
 includes the gap between two graph nodes (about half a microsecond), as in a serving stack's graph. **Call time** is the
 CPU's time per Python call, the cost of calling the function eagerly.
 
-The simulator measures no times: there each function runs its calls once and returns None.
+The simulator measures no times: each function runs its calls once and returns None.
 """
 
 import gc

@@ -37,7 +37,7 @@ def can_time(group):
 
 
 def settle(transport):
-    """Wait until all kernels of all ranks have finished; in the simulator they run here."""
+    """Wait until all kernels of all ranks have finished; in the simulator this runs them."""
     if not simulator.ENABLED:
         torch.cuda.current_stream().synchronize()
     transport.gather(None)

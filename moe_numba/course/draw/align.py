@@ -1,4 +1,4 @@
-"""Pictures of the alignment: inputs and outputs, writers, ranks from bitmasks, the exchange of counts, scans."""
+"""Figures of the alignment: inputs and outputs, writers, ranks from bitmasks, the exchange of counts, scans."""
 
 import numpy as np
 
@@ -105,12 +105,7 @@ def problem(topk_ids, block_size, num_experts):
     axes.plot([left, right + 0.85], [y, y], color=INK, linewidth=1.6, label="end of use")
     words = f"num_tokens_post_pad = {total[0]}: {plural(used, 'block')} above the line"
     text(axes, left, top - blocks * tall - 0.22, words, ha="left")
-    note(
-        axes,
-        0.15,
-        0.15,
-        f"Colour: the expert. Pale: padding, and what is past the end; both are {numel}, the number of slots.",
-    )
+    note(axes, 0.15, 0.15, f"Colour: the expert. Pale: padding and tail; both hold {numel}, the number of slots.")
     return figure
 
 
@@ -148,7 +143,7 @@ def element_writers(topk_ids, block_size, num_experts, blocks):
     figure, axes = canvas(WIDTH, height, f"{blocks} thread blocks: each element has one writer")
     y = height - 1.12
     text(axes, left, y + tall + 0.31, "topk_ids", ha="left", weight="bold")
-    note(axes, left + 0.8, y + tall + 0.31, "Every block counts all slots. It places those of its own chunk.")
+    note(axes, left + 0.8, y + tall + 0.31, "Every block counts all slots, and places those of its own chunk.")
     for slot, expert in enumerate(topk_ids.flatten().tolist()):
         x = left + slot * wide
         cell(axes, x, y, wide, tall, expert, fill=lane_colour(slot // chunk), edge=WHITE, size=7.5, label="chunk")
@@ -231,13 +226,13 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
     parts = []
     for word in range(words):
         first, last = word * word_bits, min((word + 1) * word_bits, len(ids))
-        says, colour = f"word {word}: above", GREY
+        label, colour = f"word {word}: above", GREY
         if word <= own:
             parts.append(sum(first <= at < min(slot, last) for at in slots))
             lower = f" & {(1 << slot - first) - 1:#x}" if word == own else ""
-            says, colour = f"popc(word {word}{lower}) = {parts[-1]}", BLUE
+            label, colour = f"popc(word {word}{lower}) = {parts[-1]}", BLUE
         axes.plot([x[first], x[last - 1] + wide], [1.9, 1.9], color=colour, linewidth=1.6)
-        text(axes, (x[first] + x[last - 1] + wide) / 2, 1.73, says, size=8.5, colour=colour)
+        text(axes, (x[first] + x[last - 1] + wide) / 2, 1.73, label, size=8.5, colour=colour)
     added = " + ".join(map(str, parts)) + (f" = {rank}" if own else "")
     text(axes, left, 1.32, f"rank of slot {slot} = {added}", ha="left", weight="bold")
     each = min(0.5, (WIDTH - left - 0.15) / len(slots))
@@ -250,13 +245,13 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
         0.15,
         0.15,
         "Bit 0 of a word is on the left. "
-        "In whatever order threads set their bits, the mask is the same, and so is the rank.",
+        "The mask, and with it the rank, does not depend on the order in which threads set bits.",
     )
     return figure
 
 
 def exchange_counts(blocks, experts, block_size=4, seed=0):
-    """Draw the large kernel: each block's counts in global memory, and where a block places its slots."""
+    """Draw the exchange of counts in the large kernel, and the places that one block computes for its slots."""
     (
         check_range("blocks", blocks, 2, 5),
         check_range("experts", experts, 2, 8),
@@ -271,7 +266,7 @@ def exchange_counts(blocks, experts, block_size=4, seed=0):
     start = padded.cumsum() - padded
     tall, left, wide = 0.24, 1.45, 0.46
     height = 3.5 + tall * blocks
-    figure, axes = canvas(WIDTH, height, f"Counts handed over: where block {g} of {blocks} places its slots")
+    figure, axes = canvas(WIDTH, height, f"Exchange of counts: the places of the slots of block {g} of {blocks}")
     right, top = left + experts * wide + 0.15, height - 0.7
     below = top - blocks * tall - 0.5
     for expert in range(experts):
@@ -286,12 +281,17 @@ def exchange_counts(blocks, experts, block_size=4, seed=0):
             cell(axes, x, below - (row + 1) * tall, wide, tall, numbers[expert], fill=fill, edge=PALE)
     for block in range(blocks):
         text(axes, left - 0.12, top - (block + 0.5) * tall, f"block {block}", ha="right", size=8.5)
-    note(axes, right, top - 0.5 * tall, f"Each block counts its chunk of {ids.shape[1]} slots, and stores a row.")
+    note(
+        axes,
+        right,
+        top - 0.5 * tall,
+        f"Each block counts its chunk of {ids.shape[1]} slots, and stores a row of counts.",
+    )
     axes.plot([0.15, WIDTH - 0.15], [below + 0.25] * 2, color=INK, linewidth=1.2, linestyle="--")
     note(axes, right, below + 0.56, "Grid-wide barrier: each block adds 1 to a counter (release),")
     note(axes, right, below + 0.38, f"and waits until all {blocks} have (acquire).")
     names = f"before block {g}", "total", "padded", "start"
-    whys = "the blue rows", "all rows", f"in whole blocks of {block_size}", "the padded totals of the experts before"
+    whys = "the blue rows", "all rows", f"rounded up to blocks of {block_size}", "exclusive scan of the padded totals"
     for row, (name, why) in enumerate(zip(names, whys, strict=True)):
         y = below - (row + 0.5) * tall
         text(axes, left - 0.12, y, name, ha="right", size=8.5)
@@ -312,7 +312,7 @@ def exchange_counts(blocks, experts, block_size=4, seed=0):
         axes,
         0.15,
         0.15,
-        f"The places of expert {e}, with their blocks; a dash is padding. "
-        "Whichever block is the first to run, the places are the same.",
+        f"The places of expert {e} and the block that writes each; a dash is padding. "
+        "The places do not depend on the order in which blocks run.",
     )
     return figure

@@ -1,4 +1,4 @@
-"""Drawing primitives of the teaching pictures: boxes, text, arrows and cells on a page measured in inches.
+"""Drawing primitives of the course's figures: boxes, text, arrows and cells on a canvas measured in inches.
 
 Coordinates count from the lower left corner, so that text and boxes can be given sizes that fit each other.
 """
@@ -13,7 +13,7 @@ WHITE = "#FFFFFF"
 
 
 def canvas(width, height, title):
-    """Create a picture of the given size in inches with a title; return the figure and its axes."""
+    """Create a figure of the given size in inches with a title; return the figure and its axes."""
     with matplotlib.rc_context(STYLE):
         figure = Picture(figsize=(width, height))
         axes = figure.add_axes((0, 0, 1, 1))
@@ -25,7 +25,7 @@ def canvas(width, height, title):
 
 
 def text(axes, x, y, words, *, size=9, colour=INK, ha="center", va="center", **more):
-    """Draw text in DejaVu Sans, the font of the measured figures."""
+    """Draw text in DejaVu Sans, the font of all figures."""
     return axes.text(x, y, words, fontsize=size, color=colour, ha=ha, va=va, family="DejaVu Sans", **more)
 
 
@@ -73,7 +73,7 @@ def ink_on(fill):
 def check_range(name, value, minimum, maximum):
     """Raise ``ValueError`` unless ``minimum <= value <= maximum``."""
     if not minimum <= value <= maximum:
-        raise ValueError(f"{name} is {value}; this picture can show {minimum} to {maximum}")
+        raise ValueError(f"{name} is {value}; this figure can show {minimum} to {maximum}")
 
 
 def tint(colour, part=0.28):

@@ -1,4 +1,4 @@
-"""Pictures of combine: placement of a token's rows, rounding of the sum, gaps in the heads, and deadlocks."""
+"""Figures of combine: placement of a token's rows, rounding of the sum, gaps in the heads, and deadlocks."""
 
 import math
 
@@ -20,17 +20,17 @@ def problem(is_token_in_rank, home=0):
     for chosen in is_token_in_rank:
         check_range("tokens", len(chosen), 1, 5)
     received = reference.dispatch([chosen[:, :1] for chosen in is_token_in_rank], is_token_in_rank)
-    check_range("rows of a rank", max(len(there.src_idx) for there in received), 1, 11)
+    check_range("rows of a rank", max(len(result.src_idx) for result in received), 1, 11)
     tokens, tall, wide, step = len(is_token_in_rank[home]), 0.32, 0.42, 0.78
     height = 1.45 + max(ranks * step, (tokens + 1) * tall + 0.4)
-    figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows lie on {plural(ranks, 'rank')}")
+    figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows on {plural(ranks, 'rank')}")
     top, table = height - 0.78, WIDTH - 0.35 - (ranks + 1) * 0.62
     places = torch.full((tokens, ranks), -1)
-    for rank, there in enumerate(received):
+    for rank, result in enumerate(received):
         y = top - rank * step - tall
         text(axes, 0.15, y + tall + 0.13, f"rank {rank} received", ha="left", size=8.5, colour=RANK_COLOURS[rank])
-        ends = [0, *there.rank_prefix_matrix[:, rank].tolist()]
-        for row, token in enumerate(there.src_idx.tolist()):
+        ends = [0, *result.rank_prefix_matrix[:, rank].tolist()]
+        for row, token in enumerate(result.src_idx.tolist()):
             source = next(s for s in range(ranks) if row < ends[s + 1])
             local = source == home
             if local:
@@ -53,7 +53,7 @@ def problem(is_token_in_rank, home=0):
             axes.plot(
                 [first + 0.03, last - 0.03], [y - 0.07] * 2, color=RANK_COLOURS[home], linewidth=2.2, label="section"
             )
-            end = 0.15 + len(there.src_idx) * wide
+            end = 0.15 + len(result.src_idx) * wide
             arrow(
                 axes,
                 (end + 0.08, y + tall / 2),
@@ -81,12 +81,12 @@ def problem(is_token_in_rank, home=0):
                 colour=None if row >= 0 else GREY,
                 label="place",
             )
-    text(axes, table + (1 + ranks / 2) * 0.62, top - tokens * tall - 0.16, "row of that rank", size=8, colour=GREY)
+    text(axes, table + (1 + ranks / 2) * 0.62, top - tokens * tall - 0.16, "row index on the rank", size=8, colour=GREY)
     note(
         axes,
         0.15,
         0.17,
-        "A row is source:token. Rows lie in the order of their source ranks: those of one rank are neighbours.",
+        "A row is source:token. Rows are ordered by source rank, so those of one source are contiguous.",
     )
     return figure
 
@@ -103,7 +103,7 @@ def sum_in_steps(values):
     exact, rounded = rows.double().sum().item(), wide.bfloat16().item()
     tall, height = 0.29, 1.75 + 0.29 * len(steps)
     figure, axes = canvas(WIDTH, height, f"One element of {len(steps)} rows: rounded at each step, or once")
-    top, columns = height - 0.85, ((2.0, "the row's"), (4.3, "sum in bfloat16"), (6.7, "sum in float32"))
+    top, columns = height - 0.85, ((2.0, "value of the row"), (4.3, "sum in bfloat16"), (6.7, "sum in float32"))
     for x, words in columns:
         text(axes, x + 0.75, top + 0.14, words, size=8.5, colour=GREY)
     for i, step in enumerate(steps):
@@ -134,7 +134,7 @@ def head_gaps(before, after, none):
     """
     check_range("the number of tokens", len(before), 2, 14)
     wide, tall, left = min(0.62, 7.4 / len(before)), 0.36, 1.6
-    figure, axes = canvas(WIDTH, 2.65, "Filling the gaps: from the last token to the first")
+    figure, axes = canvas(WIDTH, 2.65, "Filling gaps in send_head, from the last token to the first")
     x = [left + (i + 0.5) * wide for i in range(len(before))]
     upper, lower = 1.5, 0.6
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -151,14 +151,14 @@ def head_gaps(before, after, none):
             label="before",
             size=8.5,
         )
-        says = "none" if new == -none - 1 else new
+        value = "none" if new == -none - 1 else new
         cell(
             axes,
             x[i] - 0.46 * wide,
             lower,
             0.92 * wide,
             tall,
-            says,
+            value,
             edge=PALE,
             label="after",
             size=8.5,
@@ -175,8 +175,8 @@ def head_gaps(before, after, none):
         axes,
         0.15,
         0.17,
-        "Blue: the row's place in the queue. Orange: -n - 1, where n is the place of the next row "
-        "that will come. none: there is none.",
+        "Blue: the row's position in the queue. Orange: -n - 1, where n is the position of the next row. "
+        "none: no row follows.",
     )
     return figure
 
@@ -188,7 +188,7 @@ def deadlocked_ring(ring, chunk, head, tail, warps, tokens):
     wide, tall, left = 0.62, 0.42, 1.75
     height = 2.75 + 0.36 * len(warps)
     free = ring - (tail - head)
-    title = f"A ring of {ring} rows, chunks of {chunk}, {plural(len(warps), 'adding warp')}"
+    title = f"A ring of {ring} rows, chunks of {chunk}, {plural(len(warps), 'reducing warp')}"
     figure, axes = canvas(WIDTH, height, title)
     y = height - 1.3
     for slot in range(ring):
@@ -213,21 +213,21 @@ def deadlocked_ring(ring, chunk, head, tail, warps, tokens):
         axes,
         left,
         y - 0.35,
-        f"wants {min(chunk, tokens - tail)} slots and waits until the head moves on",
+        f"needs {min(chunk, tokens - tail)} free slots and waits for the head to advance",
         ha="left",
         size=9,
         colour=RED,
     )
     for i, (read, waits) in enumerate(warps):
         row = y - 0.85 - 0.36 * i
-        text(axes, left - 0.12, row + 0.14, f"adding warp {i + 1}", ha="right", size=8.5)
+        text(axes, left - 0.12, row + 0.14, f"reducing warp {i + 1}", ha="right", size=8.5)
         needs = read[-1] + 1 if read else 0
         words = f"has read {', '.join(map(str, read[-3:]))}" if read else "has read nothing yet"
         text(axes, left, row + 0.14, words, ha="left", size=9)
-        said = f"has no more need of places below {needs}" + (": this is the least" if needs == head else "")
-        text(axes, left + 2.1, row + 0.14, said, ha="left", size=9, colour=RED if needs == head else GREEN)
+        least = f"needs no position below {needs}" + (": the minimum" if needs == head else "")
+        text(axes, left + 2.1, row + 0.14, least, ha="left", size=9, colour=RED if needs == head else GREEN)
         if waits is not None:
-            text(axes, WIDTH - 0.15, row + 0.14, f"waits for place {waits}", ha="right", size=9)
+            text(axes, WIDTH - 0.15, row + 0.14, f"waits for position {waits}", ha="right", size=9)
     note(axes, 0.15, 0.17, "All red slots have been read, but the head is the minimum of the warps' positions.")
     return figure
 
@@ -236,7 +236,7 @@ def wait_cycle(waits):
     """Draw a cycle of waits: each of ``waits``, pairs (name, reason), waits for the next, the last for the first."""
     check_range("the number of waits", len(waits), 3, 8)
     height, n = 3.75, len(waits)
-    figure, axes = canvas(WIDTH, height, "A circle of waits")
+    figure, axes = canvas(WIDTH, height, "A cycle of waits")
     middle, across, up = (WIDTH / 2, 1.75), 3.35, 1.15
     wide, tall = 1.5, 0.4
     spots = [

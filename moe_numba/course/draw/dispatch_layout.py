@@ -1,4 +1,4 @@
-"""Pictures of the dispatch layout: token destinations, private counters, shared-memory banks, the buffer."""
+"""Figures of the dispatch layout: token destinations, private counters, shared-memory banks, the buffer."""
 
 from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
@@ -32,26 +32,26 @@ def problem(topk_idx_of_ranks, num_experts):
         flags, middle = left + topk * wide + 0.55, top - tokens * tall / 2
         text(axes, left + topk * wide / 2, top + 0.12, "topk_idx", size=8, colour=GREY)
         text(axes, flags + ranks * wide / 2, top + 0.12, "is_token_in_rank", size=8, colour=GREY)
-        for token, (experts, is_there) in enumerate(zip(topk_idx.tolist(), is_in, strict=True)):
+        for token, (experts, flags_of_token) in enumerate(zip(topk_idx.tolist(), is_in, strict=True)):
             y = top - (token + 1) * tall
             text(axes, left - 0.08, y + tall / 2, f"token {token}", size=8, colour=GREY, ha="right")
             for k, expert in enumerate(experts):
                 fill = RANK_COLOURS[expert // each] if 0 <= expert < num_experts else WHITE
                 cell(axes, left + k * wide, y, wide, tall, expert, fill=fill, edge=WHITE, label="choice", size=8.5)
-            for to, there in enumerate(is_there):
-                fill = RANK_COLOURS[to] if there else WHITE
+            for to, is_in in enumerate(flags_of_token):
+                fill = RANK_COLOURS[to] if is_in else WHITE
                 cell(
                     axes,
                     flags + to * wide,
                     y,
                     wide,
                     tall,
-                    int(there),
+                    int(is_in),
                     fill=fill,
                     edge=PALE,
                     label="flag",
                     size=8.5,
-                    colour=None if there else GREY,
+                    colour=None if is_in else GREY,
                 )
         low = top - tokens * tall - 0.32
         text(axes, flags - 0.1, low + tall / 2, "num_tokens_per_rank", size=8, colour=GREY, ha="right")
@@ -102,7 +102,7 @@ def problem(topk_idx_of_ranks, num_experts):
         axes,
         0.15,
         0.17,
-        "Colour: the rank that has the expert. A token is sent to a rank once, however many of its experts are there.",
+        "Colour: the rank that holds the expert. A token is sent once to each rank that holds any of its experts.",
     )
     return figure
 
@@ -125,11 +125,11 @@ def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
                 rows[token % threads][expert - begin] += 1
     tall, rounds = 0.3, -(-tokens // threads)
     height = 1.75 + threads * tall + 0.55
-    title = f"Block {block} counts experts {experts[0]} to {experts[-1]}: a row of counters for each thread"
+    title = f"Block {block} counts experts {experts[0]} to {experts[-1]}: one row of counters per thread"
     figure, axes = canvas(WIDTH, height, title)
     top, left = height - 0.95, 1.15
     wide = min(0.34, 3.6 / (rounds * topk))
-    text(axes, left, top + 0.15, "its tokens' experts", ha="left", size=8.5, colour=GREY)
+    text(axes, left, top + 0.15, "experts of its tokens", ha="left", size=8.5, colour=GREY)
     counters = left + rounds * (topk * wide + 0.12) + 0.75
     column = min(0.5, (WIDTH - counters - 1.9) / len(experts))
     text(axes, counters, top + 0.36, "its counters in shared memory", ha="left", size=8.5, colour=GREY)
@@ -184,7 +184,7 @@ def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
             label="sum",
         )
     text(axes, counters - 0.12, y - 0.55, "num_tokens_per_expert", ha="right", size=8.5)
-    note(axes, counters + len(experts) * column + 0.12, y - 0.21, "a thread for each column")
+    note(axes, counters + len(experts) * column + 0.12, y - 0.21, "one thread per column")
     note(
         axes,
         0.15,
@@ -278,7 +278,7 @@ def buffer_map(num_nvl_bytes):
         y,
         part,
         tall,
-        f"data: {num_nvl_bytes:,} bytes, into which the other GPUs write tokens",
+        f"data: {num_nvl_bytes:,} bytes, written by the other GPUs",
         fill=tint(BLUE),
         edge=BLUE,
         label="data",
@@ -289,13 +289,13 @@ def buffer_map(num_nvl_bytes):
     low, colours = 0.95, (RED, ORANGE, GREEN)
     axes.plot([left + part, left], [y - 0.08, low + tall + 0.42], color=PALE, linewidth=1)
     axes.plot([left + wide, left + wide], [y - 0.08, low + tall + 0.42], color=PALE, linewidth=1)
-    text(axes, left, low + tall + 0.33, f"the last {rest} bytes, to a scale of their own", size=8.5, ha="left")
-    says = {"barrier signals": "int32 x 8", "buffer_ptrs": "pointers x 8", "barrier_signal_ptrs": "pointers x 8"}
+    text(axes, left, low + tall + 0.33, f"the last {rest} bytes, enlarged", size=8.5, ha="left")
+    contents = {"barrier signals": "int32 x 8", "buffer_ptrs": "pointers x 8", "barrier_signal_ptrs": "pointers x 8"}
     for (name, (offset, size)), colour in zip(small.items(), colours, strict=True):
         x, own = left + wide * (offset - num_nvl_bytes) / rest, wide * size / rest
         box(axes, x, low, own, tall, fill=tint(colour), edge=colour, label="part")
         text(axes, x + own / 2, low + 0.28, name, size=8.5)
-        text(axes, x + own / 2, low + 0.12, f"{size} bytes: {says[name]}", size=7.5, colour=INK)
+        text(axes, x + own / 2, low + 0.12, f"{size} bytes: {contents[name]}", size=7.5, colour=INK)
         text(axes, x, low + tall + 0.1, f"+{offset - num_nvl_bytes}", size=7.5, colour=GREY, ha="left")
         each = own / PEERS
         for peer in range(PEERS):
@@ -304,7 +304,7 @@ def buffer_map(num_nvl_bytes):
         axes,
         left,
         0.17,
-        "Below: one entry for each GPU of the node. "
-        "The pointers are those that the host got by opening the others' handles.",
+        "Below: one entry per GPU of the node. "
+        "The host obtains the pointers by opening the IPC handles of the other GPUs.",
     )
     return figure

@@ -1,4 +1,4 @@
-"""Pictures of the gate: the problem, split of work among lanes, shuffles, ranks, sorting and top-k."""
+"""Figures of the gate: the problem, split of work among lanes, shuffles, ranks, sorting and top-k."""
 
 import numpy as np
 
@@ -47,13 +47,13 @@ def problem(logits, bias, num_groups, topk_group, topk):
     named = []
     for expert in sorted(weight_of):
         x, y = left + (expert + 0.5) * step, bottom + height * float(choice[expert]) / tallest + 0.04
-        while any(abs(x - at) < 0.13 and abs(y - up) < 0.28 for at, up in named):  # its neighbour's name is in the way
+        while any(abs(x - at) < 0.13 and abs(y - up) < 0.28 for at, up in named):  # avoid the neighbour's label
             y += 0.05
         named.append((x, y))
         text(axes, x, y, str(expert), size=7, colour=RED, va="bottom", rotation=90)
     text(axes, 0.3, bottom + height / 2, "score + bias", colour=GREY, rotation=90)
     text(axes, 0.5, bottom - 0.37, "sum", size=8, colour=GREY, ha="right")
-    note(axes, left, 0.14, "Bars with a number are chosen experts. Below each group: the sum of its two best.")
+    note(axes, left, 0.14, "Bars with a number are chosen experts. Below each group: the sum of its top two.")
     return figure
 
 
@@ -114,7 +114,7 @@ def butterfly(values, what="highest"):
         text(axes, 0.15, y[r], "start" if r == 0 else f"xor {1 << r - 1}", size=9, colour=GREY, ha="left")
         for lane, value in enumerate(values):
             fill = ORANGE if value == answer else "white"
-            box(axes, x[lane] - 0.27, y[r] - 0.13, 0.54, 0.26, f"{value:.2f}", fill=fill, size=8.5)
+            box(axes, x[lane] - 0.27, y[r] - 0.13, 0.54, 0.26, f"{value:.2f}", fill=fill, size=8.5, label="value")
         if r == 0:
             for lane in range(lanes):
                 text(axes, x[lane], y[0] + 0.27, f"lane {lane}", size=8.5, colour=GREY)
@@ -163,20 +163,20 @@ def thread_model(num_experts, num_groups, warps=6):
 
 
 def rank_by_counting(sums, kept):
-    """Draw a rank by counting: each group counts the groups that are better, and stays if they are few."""
+    """Draw a rank by counting: a group is kept if few groups have a higher score."""
     n = len(sums)
     cell, left = 0.42, 1.7
     height = 1.5 + cell * n
-    figure, axes = canvas(WIDTH, height, f"Rank by counting: a group stays if fewer than {kept} are better")
+    figure, axes = canvas(WIDTH, height, f"Rank by counting: a group is kept if fewer than {kept} groups are better")
     top = height - 0.95
-    text(axes, left + n * cell / 2, top + 0.42, "is this group better?", size=8.5, colour=GREY)
+    text(axes, left + n * cell / 2, top + 0.42, "the group of this column is better", size=8.5, colour=GREY)
     text(axes, left + n * cell + 0.6, top + 0.16, "better", size=8.5, colour=GREY)
     for i, own in enumerate(sums):
         y = top - (i + 1) * cell
         text(axes, left + (i + 0.5) * cell, top + 0.16, str(i), size=8.5)
         better = [other > own or (other == own and j < i) for j, other in enumerate(sums)]
-        stays = sum(better) < kept
-        colour, word = (BLUE, "kept") if stays else (GREY, "out")
+        is_kept = sum(better) < kept
+        colour, word = (BLUE, "kept") if is_kept else (GREY, "out")
         text(axes, left - 0.12, y + cell / 2, f"group {i}: {own:.3f}", size=8.5, ha="right", colour=colour)
         for j in range(n):
             fill = "#DDDDDD" if i == j else RED if better[j] else "white"
@@ -185,31 +185,31 @@ def rank_by_counting(sums, kept):
         text(axes, left + n * cell + 0.6, y + cell / 2, str(sum(better)), weight="bold", colour=colour)
         text(axes, left + n * cell + 1.1, y + cell / 2, word, ha="left", colour=colour)
     lanes = max(1, 32 // n)
-    asks = -(-n // lanes)
-    note(axes, left, 0.25, f"{plural(lanes, 'lane')} to a row; each makes {asks} of its {n} comparisons.")
+    comparisons = -(-n // lanes)
+    note(axes, left, 0.25, f"{plural(lanes, 'lane')} per row; each makes {comparisons} of its {n} comparisons.")
     return figure
 
 
 FLOW = {  # each column's steps; the last of a column that loops asks whether it is done
     "prepare": (
-        "Which token, group, first expert?",
-        "Is there such a token?",
+        "Find token, group, first expert",
+        "Token in range?",
         "Load logits and bias",
         "Sigmoid",
         "Add the bias",
     ),
     "choose groups": (
-        "Two best of my group",
+        "Top two of the lane's group",
         "Their sum is the group's score",
         "Lowest group, by shuffles",
         "Exclude it",
         "Enough groups excluded?",
     ),
     "choose experts": (
-        "My best value",
-        "Highest of all, by shuffles",
-        "Its owner stores and clears it",
-        "Add up the weight",
+        "Maximum of the lane",
+        "Maximum of all, by shuffles",
+        "Its lane stores and clears it",
+        "Add its weight to the sum",
         "All topk experts chosen?",
     ),
     "finish": ("Divide by the sum",),
@@ -239,7 +239,12 @@ def flow_chart():
             corner, next_x, high = x + wide + 0.14, x + 0.33 + 1.5 * wide, top + tall + 0.42
             axes.plot([x + wide, corner, corner, next_x], [last, last, high, high], color=GREY, linewidth=1.1)
             arrow(axes, (next_x, high), (next_x, high - 0.13), colour=GREY)
-    note(axes, 0.2, 0.15, "If there is no such token, SGLang's thread returns. Ours continues and stores nothing.")
+    note(
+        axes,
+        0.2,
+        0.15,
+        "If the token is out of range, a thread of SGLang's kernel returns; ours continues and stores nothing.",
+    )
     return figure
 
 

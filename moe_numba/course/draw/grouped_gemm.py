@@ -1,4 +1,4 @@
-"""Pictures of the grouped GEMM: groups and their weights, where tiles begin, and which block computes which tile."""
+"""Figures of the grouped GEMM: groups and their weights, starts of tiles, padding, and the tiles of each CTA."""
 
 from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
@@ -57,13 +57,13 @@ def tile_starts(lengths, tile):
         for start, length in zip(starts, lengths, strict=True)
         for at in range(0, length, tile)
     ]
-    lanes = {
-        "one map, as it is": (owners, [(at, tile) for at in range(0, len(owners), tile)]),
+    panels = {
+        "one map, unpadded": (owners, [(at, tile) for at in range(0, len(owners), tile)]),
         "one map, rows padded": (filled, [(at, tile) for at in range(0, len(filled), tile)]),
-        "a map for each group": (owners, by_group),
+        "one map per group": (owners, by_group),
     }
-    for lane, (name, (rows, tiles)) in enumerate(lanes.items()):
-        y = 2.35 - 0.85 * lane
+    for panel, (name, (rows, tiles)) in enumerate(panels.items()):
+        y = 2.35 - 0.85 * panel
         text(axes, 0.15, y + 0.16, name, ha="left", weight="bold")
         for r, g in enumerate(rows):
             fill = WHITE if g is None else _colour(g)
@@ -95,9 +95,9 @@ def tile_starts(lengths, tile):
 def padded_work(rows):
     """Draw the padded part of the tensor cores' work, with tokens as M and as N; ``rows`` are group sizes."""
     check_range("the number of sizes", len(rows), 1, 8)
-    figure, axes = canvas(WIDTH, 3.6, "Rows that are multiplied, by group size")
+    figure, axes = canvas(WIDTH, 3.6, "Rows that the MMA multiplies, by group size")
     left, bottom, tall, group = 0.8, 0.8, 2.1, (WIDTH - 1.0) / len(rows)
-    variants = {"tokens are M: 64 at least": (64, ORANGE), "tokens are N: 8 at least": (8, BLUE)}
+    variants = {"tokens as M: multiples of 64": (64, ORANGE), "tokens as N: multiples of 8": (8, BLUE)}
     largest = max(-(-r // 64) * 64 for r in rows)
     for place, r in enumerate(rows):
         x = left + place * group
@@ -111,61 +111,38 @@ def padded_work(rows):
     axes.plot([left, WIDTH - 0.2], [bottom, bottom], color=INK, linewidth=0.8)
     for side, (words, (_, colour)) in enumerate(variants.items()):
         text(axes, left + 3.0 * side, bottom - 0.4, words, colour=colour, ha="left", weight="bold")
-    note(axes, 0.15, 0.17, "Dark: rows of the group. Pale: padding that is multiplied as well.")
+    note(axes, 0.15, 0.17, "Dark: rows of the group. Pale: padding.")
     return figure
 
 
 def schedules(found, groups):
-    """Draw schedules of equal tiles: ``{name: [tiles (g, m, n) of each block]}``."""
+    """Draw schedules of equal tiles: ``{name: [tiles (g, m, n) of each CTA]}``."""
     check_range("the number of schedules", len(found), 1, 3)
-    blocks = len(next(iter(found.values())))
-    check_range("blocks", blocks, 1, 8)
+    ctas = len(next(iter(found.values())))
+    check_range("CTAs", ctas, 1, 8)
     check_range("groups", groups, 1, 6)
     row = 0.3
-    figure, axes = canvas(WIDTH, 0.9 + len(found) * (row * blocks + 0.5), "Which block computes which tile, and when")
-    left, top = 0.9, 0.45 + len(found) * (row * blocks + 0.5)
-    for name, walks in found.items():
-        waves = max(map(len, walks))
+    figure, axes = canvas(WIDTH, 0.9 + len(found) * (row * ctas + 0.5), "Tiles of each CTA over time")
+    left, top = 0.9, 0.45 + len(found) * (row * ctas + 0.5)
+    for name, tiles in found.items():
+        waves = max(map(len, tiles))
         wide = min(1.1, (WIDTH - left - 1.6) / max(waves, 1))
-        idle = sum(waves - len(own) for own in walks)
+        idle = sum(waves - len(own) for own in tiles)
         text(axes, left, top - 0.15, f"{name}: {plural(waves, 'wave')}", ha="left", weight="bold")
-        for block, own in enumerate(walks):
-            y = top - 0.3 - row * (block + 1)
-            text(axes, left - 0.08, y + 0.15, f"block {block}", size=8, colour=GREY, ha="right")
+        for cta, own in enumerate(tiles):
+            y = top - 0.3 - row * (cta + 1)
+            text(axes, left - 0.08, y + 0.15, f"CTA {cta}", size=8, colour=GREY, ha="right")
             for wave in range(waves):
+                words, fill, edge, colour, label = "idle", WHITE, PALE, GREY, "idle"
                 if wave < len(own):
                     g, m, n = own[wave]
-                    fill = _colour(g)
-                    box(
-                        axes,
-                        left + wave * wide,
-                        y + 0.02,
-                        wide - 0.03,
-                        row - 0.04,
-                        f"x{g}.{m} w{g}.{n}",
-                        fill=fill,
-                        edge=WHITE,
-                        colour=ink_on(fill),
-                        size=7.5,
-                        label="tile",
-                    )
-                else:
-                    box(
-                        axes,
-                        left + wave * wide,
-                        y + 0.02,
-                        wide - 0.03,
-                        row - 0.04,
-                        "idle",
-                        fill=WHITE,
-                        edge=PALE,
-                        colour=GREY,
-                        size=7.5,
-                        label="idle",
-                    )
+                    words, fill, edge, label = f"x{g}.{m} w{g}.{n}", _colour(g), WHITE, "tile"
+                    colour = ink_on(fill)
+                place = left + wave * wide, y + 0.02, wide - 0.03, row - 0.04
+                box(axes, *place, words, fill=fill, edge=edge, colour=colour, size=7.5, label=label)
         side = left + waves * wide + 0.15
-        text(axes, side, top - 0.5, f"{plural(sum(map(len, walks)), 'tile')},", size=8.5, ha="left")
+        text(axes, side, top - 0.5, f"{plural(sum(map(len, tiles)), 'tile')},", size=8.5, ha="left")
         text(axes, side, top - 0.7, f"{idle} idle at the end", size=8.5, colour=RED if idle else GREY, ha="left")
-        top -= row * blocks + 0.5
-    note(axes, 0.15, 0.17, "x1.0 w1.2: tokens' tile 0 of group 1 times its weights' tile 2. A colour is a group.")
+        top -= row * ctas + 0.5
+    note(axes, 0.15, 0.17, "x1.0 w1.2: tile 0 of the rows of group 1 times tile 2 of its weight. A colour is a group.")
     return figure

@@ -1,7 +1,7 @@
-"""Pictures of Hopper's instructions: swizzle, wgmma descriptor, accumulator fragment, mbarriers and rings."""
+"""Figures of Hopper's instructions: swizzle, wgmma descriptor, accumulator fragment, mbarriers and rings."""
 
 from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, SKY, WIDTH
-from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, text, tint
+from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, plural, text, tint
 from moe_numba.course.draw.hopper_time import barrier_life, ring, ring_spans
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "swizzle",
 ]
 
-EIGHT = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "#8C8C8C", "#F0E442")  # one for each chunk of a row
+CHUNK_COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "#8C8C8C", "#F0E442")  # one for each chunk of a row
 
 
 def problem():
@@ -26,8 +26,8 @@ def problem():
     middle = WIDTH / 2
     axes.plot([middle, middle], [0.68, 3.4], color=PALE, linewidth=1)
     for x, name, new in (
-        (0.2, "before: threads carry everything", False),
-        (middle + 0.2, "Hopper: threads only say what, and wait", True),
+        (0.2, "before: threads copy all data", False),
+        (middle + 0.2, "Hopper: threads issue copies, and wait", True),
     ):
         text(axes, x, 3.4, name, ha="left", weight="bold", colour=BLUE)
         wide = middle - 0.4
@@ -39,11 +39,11 @@ def problem():
             box(axes, at - 0.42, 2.27, 0.84, 0.32, "TMA", fill=ORANGE)
             arrow(axes, (at, 2.75), (at, 2.59), colour=INK), arrow(axes, (at, 2.27), (at, 2.11), colour=INK)
             arrow(axes, (at, 1.75), (at, 1.11), colour=INK, label="direct")
-            box(axes, x + wide - 1.62, 2.27, 1.6, 0.32, "one thread asks", fill=tint(ORANGE))
+            box(axes, x + wide - 1.62, 2.27, 1.6, 0.32, "one thread issues", fill=tint(ORANGE))
             arrow(axes, (x + wide - 1.62, 2.43), (at + 0.42, 2.43))
-            box(axes, x + wide - 1.62, 1.27, 1.6, 0.32, "four warps ask", fill=tint(ORANGE))
+            box(axes, x + wide - 1.62, 1.27, 1.6, 0.32, "four warps issue", fill=tint(ORANGE))
             arrow(axes, (x + wide - 1.62, 1.43), (at + 0.06, 1.43))
-            text(axes, at - 0.5, 2.43, "a whole box", size=8, colour=GREY, ha="right")
+            text(axes, at - 0.5, 2.43, "one box", size=8, colour=GREY, ha="right")
             text(axes, at - 0.1, 1.43, "64 x n x 32 B", size=8, colour=GREY, ha="right")
         else:
             for y, words in ((2.27, "registers of 32 lanes"), (1.27, "registers of 32 lanes")):
@@ -63,17 +63,17 @@ def problem():
 
 
 def swizzle(rows=8, column=0):
-    """The 128-byte swizzle: rows of eight 16-byte chunks, coloured by the chunk they were; before and after.
+    """Draw rows of eight 16-byte chunks without and with the 128-byte swizzle, coloured by chunk.
 
-    ``column`` is the chunk whose way is outlined: one column before, all columns after.
+    ``column`` is the highlighted chunk: one column without the swizzle, all columns with it.
     """
     check_range("rows", rows, 8, 16)
     check_range("column", column, 0, 7)
     tall, wide, left = 0.27, 0.47, 0.75
     height = rows * tall + 1.65
-    figure, axes = canvas(WIDTH, height, "The 128-byte swizzle: chunk c of row r goes to place c xor (r mod 8)")
+    figure, axes = canvas(WIDTH, height, "The 128-byte swizzle: chunk c of row r is stored at c xor (r mod 8)")
     right, top = left + 8 * wide + 0.55, height - 0.95
-    for x, name in ((left, "as threads would write it"), (right, "as TMA writes it")):
+    for x, name in ((left, "without the swizzle"), (right, "with the swizzle")):
         text(axes, x, top + 0.34, name, ha="left", weight="bold")
         for chunk in range(8):
             text(axes, x + (chunk + 0.5) * wide, top + 0.12, f"{16 * chunk}", size=7, colour=GREY)
@@ -83,7 +83,7 @@ def swizzle(rows=8, column=0):
         for chunk in range(8):
             for x, place, name in ((left, chunk, "before"), (right, chunk ^ row % 8, "after")):
                 own = chunk == column
-                fill = EIGHT[chunk] if own else tint(EIGHT[chunk], 0.35)
+                fill = CHUNK_COLOURS[chunk] if own else tint(CHUNK_COLOURS[chunk], 0.35)
                 cell(
                     axes,
                     x + place * wide,
@@ -100,15 +100,10 @@ def swizzle(rows=8, column=0):
     bottom = top - rows * tall
     for x, swizzled in ((left, False), (right, True)):
         used = len(banks(column, swizzled))
-        passes = "1 pass" if used == 32 else f"{32 // used} passes"
-        words = f"chunk {column} of 8 rows: {used} of 32 banks, {passes}"
+        wavefronts = plural(32 // used, "wavefront")
+        words = f"chunk {column} of 8 rows: {used} of 32 banks, {wavefronts}"
         text(axes, x, bottom - 0.2, words, ha="left", size=8.5)
-    note(
-        axes,
-        0.15,
-        0.15,
-        "A box: 16 bytes, four banks of shared memory. The number and the colour say which chunk of its row it is.",
-    )
+    note(axes, 0.15, 0.15, "A box is a chunk of 16 bytes, four banks wide. Number and colour: its index in its row.")
     return figure
 
 
@@ -176,8 +171,8 @@ def descriptor(value):
         axes,
         0.15,
         0.15,
-        "Addresses and distances are counted in units of 16 bytes. Bits without a colour are zero. "
-        "One instruction further along k is + 2.",
+        "Addresses and strides are in units of 16 bytes. Bits without a colour are zero. "
+        "The next instruction along k adds 2.",
     )
     return figure
 
@@ -203,7 +198,7 @@ def fragment(lane=5):
     text(axes, left + 8 * small, top + 0.15, "4 warps", weight="bold")
     x0, wide, tall = 2.55, 0.405, 0.222
     arrow(axes, (left + 16 * small + 0.08, top - 8 * small), (x0 - 0.42, top - 8 * small))
-    words = f"warp 0: the lane, and in small print the number in its fragment; dark: lane {lane}"
+    words = f"warp 0: lane, and in small print the fragment index; dark: lane {lane}"
     text(axes, x0, top + 0.38, words, ha="left", weight="bold", size=8.5)
     for row in range(16):
         text(axes, x0 - 0.08, top - (row + 0.5) * tall, str(row), size=7, colour=GREY, ha="right")

@@ -1,6 +1,6 @@
-"""Pictures of simulator traces: the phases of an mbarrier and the stages of a pipeline.
+"""Figures of simulator traces: the phases of an mbarrier and the stages of a pipeline.
 
-A trace (``simulator.trace``) has no clock. What is drawn from left to right is the order of its events.
+A trace (``simulator.trace``) has no clock: from left to right events are in order, not to scale.
 """
 
 from typing import NamedTuple
@@ -55,10 +55,10 @@ def barrier_life(events, barrier, arrivals):
     """Draw an mbarrier over time: its phase, pending arrivals and pending bytes after each event."""
     steps = barrier_steps(events, barrier, arrivals)
     check_range("the number of events", len(steps), 1, 12)
-    figure, axes = canvas(WIDTH, 3.5, f"The life of mbarrier {barrier}: {plural(arrivals, 'arrival')} a phase")
+    figure, axes = canvas(WIDTH, 3.5, f"Phases of mbarrier {barrier}: {plural(arrivals, 'arrival')} per phase")
     left, wide = 1.25, (WIDTH - 1.4) / len(steps)
     largest, each = max(due for *_, due in steps) or 1, min(0.5, 0.6 / arrivals)
-    for y, name in ((2.62, "event"), (1.95, "arrivals due"), (1.02, "bytes due"), (0.55, "phase")):
+    for y, name in ((2.62, "event"), (1.95, "pending\narrivals"), (1.02, "pending\nbytes"), (0.55, "phase")):
         text(axes, left - 0.1, y, name, ha="right", weight="bold", size=8.5)
     begun = 0
     for i, (what, thread, phase, pending, due) in enumerate(steps):
@@ -87,8 +87,7 @@ def barrier_life(events, barrier, arrivals):
         axes,
         0.15,
         0.17,
-        "Red line: no arrival and no byte is pending, so the phase ends, "
-        "and the next one begins with all its arrivals due.",
+        "Red line: no arrivals and no bytes are pending, so the phase completes and the next one begins.",
     )
     return figure
 
@@ -135,7 +134,7 @@ def ring_spans(events, full, empty, stages):
 
 
 def ring(events, full, empty, stages):
-    """Draw which load and which MMA occupies each stage of a ring over time."""
+    """Draw the loads and MMAs that occupy each stage of a ring over time."""
     spans = ring_spans(events, full, empty, stages)
     check_range("stages", stages, 1, 8)
     check_range("the number of loads and uses", len(spans), 1, 48)
@@ -143,7 +142,7 @@ def ring(events, full, empty, stages):
     place = {moment: i for i, moment in enumerate(moments)}
     tall, left = 0.62, 0.85
     height = 1.45 + stages * tall
-    figure, axes = canvas(WIDTH, height, f"A ring of {plural(stages, 'stage')}: loads above, multiplications below")
+    figure, axes = canvas(WIDTH, height, f"A ring of {plural(stages, 'stage')}: loads above, MMAs below")
     wide = (WIDTH - left - 0.2) / len(moments)
     for stage in range(stages):
         y = height - 0.6 - (stage + 1) * tall
@@ -174,7 +173,7 @@ def ring(events, full, empty, stages):
         axes,
         0.15,
         0.22,
-        "Orange: bytes are under way. Blue: the tile is read. They never overlap in one stage; "
-        "they should overlap in different stages.",
+        "Orange: bytes in flight. Blue: the tile is read. They never overlap in one stage, "
+        "and should overlap in different stages.",
     )
     return figure

@@ -1,4 +1,4 @@
-"""Records what our Numba port of DeepEP's dispatch does to its rings, by running it in the simulator.
+"""Records every change of the rings of our Numba port of DeepEP's dispatch, by running it in the simulator.
 
 ``draw.dispatch`` draws it. The result of `play` can be written as JSON, so it can come from another process.
 """
@@ -95,18 +95,18 @@ class Ring:
 
     def __init__(self, size):
         self.slots = [None] * size  # tokens
-        self.ahead = set()  # slots that are written, but not published yet
+        self.unpublished = set()  # slots that are written, but not published yet
         self.start = self.end = self.head = self.tail = 0
 
-    def take(self, moment):
+    def apply(self, moment):
         """Apply a moment."""
         if moment.what == "row":
             self.slots[moment.value] = moment.token
-            self.ahead.add(moment.value)
+            self.unpublished.add(moment.value)
             return
         setattr(self, moment.what, moment.value)
         if moment.what == "tail":
-            self.ahead -= self.full()
+            self.unpublished -= self.full()
 
     def full(self):
         """Return the slots between head and tail."""
@@ -114,7 +114,7 @@ class Ring:
 
     def state(self, slot):
         """Return the state of a slot: "written" (not yet published), "full" (until the head passes it) or "free"."""
-        return "written" if slot in self.ahead else "full" if slot in self.full() else "free"
+        return "written" if slot in self.unpublished else "full" if slot in self.full() else "free"
 
 
 def replay(played):
@@ -125,5 +125,5 @@ def replay(played):
     rings = {key: Ring(played["ring"]) for key in every}
     for values in played["moments"]:
         moment = Moment(*values)
-        rings[moment.rank, moment.source, moment.channel].take(moment)
+        rings[moment.rank, moment.source, moment.channel].apply(moment)
         yield moment, rings

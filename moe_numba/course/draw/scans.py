@@ -1,4 +1,4 @@
-"""Pictures of prefix sums: Blelloch's scan, a warp scan and a two-level block scan."""
+"""Figures of prefix sums: Blelloch's scan, a warp scan and a two-level block scan."""
 
 import numpy as np
 
@@ -77,8 +77,8 @@ def blelloch(values):
         axes,
         0.15,
         0.15,
-        "In colour: what a step stores, and what it is. Blue: a sum. Green: a copy. "
-        "After each step all threads wait at a barrier.",
+        "Coloured: the elements that a step stores. Blue: a sum. Green: a copy. "
+        "A block-wide barrier follows each step.",
     )
     return figure
 
@@ -122,7 +122,7 @@ def warp_scan(values):
         axes,
         0.15,
         0.14,
-        "A dash: no lane exists at that distance, and the sum stays. At the end each lane subtracts its own number.",
+        "A dash: the source lane is out of range; the sum is unchanged. At the end each lane subtracts its own number.",
     )
     return figure
 
@@ -134,16 +134,16 @@ def two_level_scan(warps=4, lanes=4, seed=0):
     values = np.random.default_rng(seed).integers(1, 10, (warps, lanes))
     inside, sums = values.cumsum(1) - values, values.sum(1)
     before = sums.cumsum() - sums
-    figure, axes = canvas(WIDTH, 4.4, f"A scan in two levels: {warps} warps of {lanes} lanes, two barriers")
+    figure, axes = canvas(WIDTH, 4.4, f"A two-level scan: {warps} warps of {lanes} lanes, two barriers")
     left, gap, tall = 1.75, 0.16, 0.29
     wide = (WIDTH - left - 0.15 - gap * (warps - 1)) / (warps * lanes)
     start_y, inside_y, sums_y, before_y, last_y = 3.5, 2.95, 1.93, 1.48, 0.4
     names = {
         start_y: ("counts", ""),
-        inside_y: ("1. all warps", "scan their own"),
+        inside_y: ("1. all warps", "scan their counts"),
         sums_y: ("2. warp 0", "reads the sums"),
         before_y: ("", "scans them"),
-        last_y: ("3. all warps", "add what is before"),
+        last_y: ("3. all warps", "add their offset"),
     }
     for y, (name, quiet) in names.items():
         text(axes, 0.15, y + tall / 2 + (0.09 if quiet else 0), name, ha="left", weight="bold", size=8.5)

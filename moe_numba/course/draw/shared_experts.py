@@ -1,4 +1,4 @@
-"""Pictures of shared-expert fusion: the layer before and after, load per expert, schedules and memory."""
+"""Figures of shared-expert fusion: the layer before and after, load per expert, schedules and memory."""
 
 import textwrap
 
@@ -13,15 +13,15 @@ def problem(topk_weights, topk_ids, num_experts, scale):
     pairs = sorted((int(i), float(w)) for i, w in zip(topk_ids, topk_weights, strict=True))
     check_range("topk", len(pairs), 1, 8)
     check_range("num_experts", num_experts, len(pairs), 512)
-    figure, axes = canvas(WIDTH, 4.6, f"One token, {plural(len(pairs), 'routed expert')} and the shared one")
+    figure, axes = canvas(WIDTH, 4.6, f"One token, {plural(len(pairs), 'routed expert')} and the shared expert")
     _variant(axes, 2.3, "before", pairs, num_experts, scale, separate=True)
     _variant(axes, 0.55, "after", pairs, num_experts, scale, separate=False)
     note(
         axes,
         0.15,
         0.17,
-        "A thin box is an expert, below it the number and the weight of those chosen. "
-        f"After: expert {num_experts} is the shared one, and its weight is 1 / {scale:g}.",
+        "A thin box is an expert. The chosen experts have their number and weight below. "
+        f"After: the shared expert is expert {num_experts}, with weight 1 / {scale:g}.",
     )
     return figure
 
@@ -44,7 +44,7 @@ def _variant(axes, y, name, pairs, num_experts, scale, separate):
         label = "shared" if shared else "chosen" if expert in chosen else "expert"
         box(axes, x, top, own, strip, fill=fill, edge=WHITE, line=0.2 if experts > 40 else 0.8, label=label)
         places[expert] = x + own / 2
-    words = f"{num_experts} routed experts" + ("" if separate else " and the shared one")
+    words = f"{num_experts} routed experts" + ("" if separate else " and the shared expert")
     text(axes, left, top + strip + 0.13, f"{words}: {len(chosen)} chosen", ha="left", size=8.5, colour=GREY)
     each = wide / 9
     for place, (expert, weight) in enumerate(chosen.items()):
@@ -68,7 +68,7 @@ def _variant(axes, y, name, pairs, num_experts, scale, separate):
         high = y + 1.55
         axes.plot([0.85, 0.85], [middle + 0.17, high], color=GREY, linewidth=1.1)
         arrow(axes, (0.85, high), (left, high))
-        box(axes, left, high - 0.15, 3.2, 0.3, "the shared expert, an MLP of its own", fill=ORANGE, label="separate")
+        box(axes, left, high - 0.15, 3.2, 0.3, "the shared expert, a separate MLP", fill=ORANGE, label="separate")
         axes.plot([left + 3.2, plus], [high, high], color=GREY, linewidth=1.1)
         arrow(axes, (plus, high), (plus, middle + 0.12))
     box(axes, out, middle - 0.17, 0.6, 0.34, "out", fill=tint(GREY))
@@ -82,12 +82,12 @@ def tiles_per_expert(counts, tile_rows):
 def load(panels, num_experts, tile_rows):
     """Draw the rows of each expert as bars, one panel per routing: ``{name: counts}``, shared experts last.
 
-    The dashed line is the fullest routed expert; the longest column of tiles is marked.
+    The dashed line marks the routed expert with the most rows.
     """
     check_range("the number of panels", len(panels), 1, 3)
     tall, left, right = 1.25, 0.75, 2.75
     height = 0.5 + len(panels) * (tall + 0.62)
-    figure, axes = canvas(WIDTH, height, f"Rows of each expert, and its column of tiles of {tile_rows} rows")
+    figure, axes = canvas(WIDTH, height, f"Rows and tiles of each expert, {tile_rows} rows per tile")
     largest = max(max(counts) for counts in panels.values())
     width = WIDTH - left - right
     for panel, (name, counts) in enumerate(panels.items()):
@@ -113,16 +113,16 @@ def load(panels, num_experts, tile_rows):
         for rows in (0, largest):
             text(axes, left - 0.07, y + tall * rows / largest, str(rows), size=7.5, colour=GREY, ha="right")
         line = y + tall * max(routed) / largest
-        axes.plot([left, left + width], [line, line], color=RED, linewidth=0.9, linestyle="--", label="fullest routed")
+        axes.plot([left, left + width], [line, line], color=RED, linewidth=0.9, linestyle="--", label="most routed")
         text(axes, left, y - 0.13, f"expert 0 to {num_experts - 1}", size=8, colour=GREY, ha="left")
         text(axes, left + width, y - 0.13, "shared", size=8, colour=GREY, ha="right")
         tiles = tiles_per_expert(counts, tile_rows)
-        fullest = counts.index(max(counts))
+        largest_expert = counts.index(max(counts))
         lines = [
-            f"fullest: expert {fullest}",
-            f"{counts[fullest]} rows, {plural(tiles[fullest], 'tile')}",
-            f"fullest routed: {max(routed)} rows, {plural(max(tiles[:num_experts]), 'tile')}",
-            f"tiles of all: {sum(tiles)}",
+            f"most rows: expert {largest_expert}",
+            f"{max(counts)} rows, {plural(tiles[largest_expert], 'tile')}",
+            f"routed: at most {max(routed)} rows, {plural(max(tiles[:num_experts]), 'tile')}",
+            f"total: {plural(sum(tiles), 'tile')}",
         ]
         for place, words in enumerate(lines):
             text(
@@ -141,34 +141,34 @@ def load(panels, num_experts, tile_rows):
 
 
 def list_schedule(tiles, workers, whole_columns):
-    """List (worker, start, length, expert) of each piece of work; the next piece goes to the first free worker.
+    """List (worker, start, length, expert) of each work item; the next item goes to the first free worker.
 
-    A piece is an expert's whole column of tiles, or one tile; all tiles take one unit of time.
+    An item is an expert's whole column of tiles, or one tile; all tiles take one unit of time.
     """
-    free, pieces = [0] * workers, []
+    free, items = [0] * workers, []
     for expert, column in enumerate(tiles):
         for length in [column] if whole_columns and column else [1] * (0 if whole_columns else column):
             worker = free.index(min(free))
-            pieces.append((worker, free[worker], length, expert))
+            items.append((worker, free[worker], length, expert))
             free[worker] += length
-    return pieces
+    return items
 
 
 def schedules(tiles, workers, shared=()):
     """Draw two schedules of the same tiles: whole columns per SM, and single tiles per SM."""
     check_range("workers", workers, 2, 8)
     check_range("the number of tiles", sum(tiles), 1, 64)
-    figure, axes = canvas(WIDTH, 1.5 + 0.34 * workers, "The longest column: does it matter?")
-    variants = {"an expert's column at once": True, "tile by tile": False}
+    figure, axes = canvas(WIDTH, 1.5 + 0.34 * workers, "Makespan of two schedules of the same tiles")
+    variants = {"whole columns per SM": True, "single tiles per SM": False}
     both = {name: list_schedule(tiles, workers, whole) for name, whole in variants.items()}
-    ends = {name: max(start + length for _, start, length, _ in pieces) for name, pieces in both.items()}
+    ends = {name: max(start + length for _, start, length, _ in items) for name, items in both.items()}
     unit = (WIDTH - 0.3 - 2 * 0.8 - 0.3) / 2 / max(ends.values())
-    for side, (name, pieces) in enumerate(both.items()):
+    for side, (name, items) in enumerate(both.items()):
         left, top = 0.85 + side * (WIDTH / 2), 0.55 + 0.34 * workers
         text(axes, left, top + 0.22, f"{name}: {ends[name]} units of time", ha="left", weight="bold")
         for worker in range(workers):
             text(axes, left - 0.08, top - 0.34 * worker - 0.17, f"SM {worker}", size=8.5, colour=GREY, ha="right")
-        for worker, start, length, expert in pieces:
+        for worker, start, length, expert in items:
             fill = ORANGE if expert in shared else tint(BLUE if expert % 2 else SKY, 0.55)
             for tile in range(length):
                 box(
@@ -193,7 +193,7 @@ def schedules(tiles, workers, shared=()):
 def memory(extra_gib, marks):
     """Draw a rank's additional memory over the number of replicas, in GiB, with named reference lines."""
     check_range("the number of bars", len(extra_gib), 1, 16)
-    figure, axes = canvas(WIDTH, 3.4, "What replicas of the shared expert add to a rank")
+    figure, axes = canvas(WIDTH, 3.4, "Memory that replicas of the shared expert add to a rank")
     left, bottom, width, tall = 0.85, 0.75, WIDTH - 3.4, 1.95
     largest = max([*extra_gib.values(), *marks.values(), 1e-9]) * 1.08
     wide = width / len(extra_gib)
@@ -205,7 +205,7 @@ def memory(extra_gib, marks):
         text(axes, x + wide / 2, bottom + 0.12, f"{gib:.2f}", size=8, colour=WHITE if inside else INK)
         text(axes, x + wide / 2, bottom - 0.13, str(replicas), size=8.5)
     text(axes, left + width / 2, bottom - 0.33, "replicas", size=8.5, colour=GREY)
-    text(axes, 0.35, bottom + tall / 2, "GiB more than before", size=8.5, colour=GREY, rotation=90)
+    text(axes, 0.35, bottom + tall / 2, "additional GiB", size=8.5, colour=GREY, rotation=90)
     placed = []
     for name, gib in sorted(marks.items(), key=lambda mark: mark[1]):
         y = bottom + tall * gib / largest

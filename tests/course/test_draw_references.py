@@ -1,0 +1,254 @@
+"""Figures of computed results: the drawn values equal those of the references, the scans and the PTX layouts."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers.figures import colours_of, labelled, texts, values_of
+
+from moe_numba import simulator
+from moe_numba.align import reference as alignment
+from moe_numba.course.draw import align, combine, dispatch, dispatch_layout, gate, hopper, scans, shared_experts
+from moe_numba.expert_parallel import reference
+from moe_numba.gate.reference import biased_grouped_topk
+
+VALUES = [0.62, 0.91, 0.35, 0.77, 0.58, 0.83, 0.49, 0.70]
+COUNTS = [3, 1, 7, 0, 4, 1, 6, 3]  # the article's
+CHUNK = [2, 0, 1, 2, 3, 2, 1, 0, 1, 2, 3, 0, 1, 2, 2, 1]
+PAIRS = "01 23 45 67 02 13 46 57 12 56 04 15 26 37 24 35 12 34 56"  # Batcher's sorting network for 8 values
+
+
+def routing(tokens=4, topk=2, experts=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :topk].int().contiguous()
+
+
+# Gate and shared experts
+
+
+def token(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits, bias = torch.randn(256, generator=generator), torch.rand(256, generator=generator) * 0.2
+    return (logits, bias), [t[0] for t in biased_grouped_topk(logits[None], bias, 8, num_expert_group=8, topk_group=4)]
+
+
+def check_gate(figure, inputs, _):
+    ids, words = biased_grouped_topk(inputs[0][None], inputs[1], 8, num_expert_group=8, topk_group=4)[1], texts(figure)
+    assert sorted(int(word) for word in words if word.isdigit()) == sorted(ids[0].tolist())
+    assert words.count("kept") == words.count("out") == 4
+
+
+def check_fusion(figure, _, routing):
+    words, count = texts(figure), lambda label: len(labelled(figure, label))
+    assert (count("chosen"), count("expert"), count("weight"), count("add")) == (2 * 8, 2 * 248, 8 + 9, 1)
+    for weight, expert in zip(*(t.tolist() for t in routing)):
+        assert words.count(str(expert)) == 2 and words.count(f"{weight:.3f}") >= 2
+    assert words.count("256") == count("shared") == 1 and "0.400" in words and words.count("× 2.5") == 2
+
+
+def test_rank_by_counting_keeps_the_lower_group_of_a_tie():
+    words = [word for word in texts(gate.rank_by_counting([0.9, 0.5, 0.9, 0.9], 2)) if word in ("kept", "out")]
+    assert words == ["kept", "out", "kept", "out"]
+
+
+def test_sorting_network_sorts():
+    figure = gate.sorting_network(VALUES, [(int(i), int(j)) for i, j in PAIRS.split()])
+    bold = [t.get_text() for t in figure.axes[0].texts if t.get_weight() == "bold"][1:]  # after the title
+    assert len(labelled(figure, "comparator")) == 19 and bold == [f"{v:.2f}" for v in sorted(VALUES, reverse=True)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("tiles, workers", [([1, 2, 1, 1, 2, 1, 8], 4), ([0, 5, 0, 1], 2), ([3], 3), ([1] * 7, 3)])
+def test_list_schedule_runs_every_tile_once(tiles, workers, whole):
+    pieces = shared_experts.list_schedule(tiles, workers, whole)
+    for expert, column in enumerate(tiles):
+        lengths = [length for _, _, length, of in pieces if of == expert]
+        assert sum(lengths) == column and (not whole or len(lengths) <= 1)
+    for worker in range(workers):
+        spans = sorted((start, start + length) for of, start, length, _ in pieces if of == worker)
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+    end = max(start + length for _, start, length, _ in pieces)
+    assert end >= max(tiles) if whole else end == -(-sum(tiles) // workers)
+
+
+# Alignment
+
+
+def check_scan(figure, warps, lanes, seed):
+    values = np.random.default_rng(seed).integers(1, 10, warps * lanes)
+    assert values_of(figure, "result") == [str(value) for value in values.cumsum() - values]
+
+
+def check_alignment(figure, ids, *sizes):
+    right, expert_ids, (total,) = (t.tolist() for t in alignment.moe_align_block_size(ids, *sizes))
+    slots, choices = [slot for slot in right if slot < 12], colours_of(figure, "choice")
+    assert values_of(figure, "slot") == [str(slot) for slot in slots]
+    assert colours_of(figure, "slot") == [choices[slot] for slot in slots]
+    assert values_of(figure, "cell") == [str(expert) for expert in expert_ids]
+    assert len(labelled(figure, "padding")) == total - 12 and len(labelled(figure, "tail")) == len(right) - total
+    count = int((ids == 3).sum())
+    words = f"{count} slot{'s' * (count > 1)}, {-count % 4} padding"
+    assert {words, f"num_tokens_post_pad = {total}: {total // 4} blocks above the line"} <= set(texts(figure))
+    (line,) = labelled(figure, "end of use")
+    assert min(box.get_y() for box in labelled(figure, "slot")) == pytest.approx(line.get_ydata()[0])
+
+
+@pytest.mark.parametrize("values", [[5, 6], [1, 2, 3, 4], COUNTS])
+def test_scans_equal_an_exclusive_cumsum(values):
+    exclusive = (np.cumsum(values) - values).tolist()
+    assert scans.blelloch_steps(values)[1][-1][1] == scans.warp_scan_steps(values)[-1][1] == exclusive
+
+
+def test_scans_have_the_articles_intermediate_sums():
+    (up, down), warp = scans.blelloch_steps(COUNTS), scans.warp_scan_steps(COUNTS)
+    rows = lambda steps: [" ".join(map(str, numbers)) for _, numbers, *_ in steps]
+    assert rows(up[1:]) == ["3 4 7 7 4 5 6 9", "3 4 7 11 4 5 6 14", "3 4 7 11 4 5 6 25"]
+    assert rows(down[:3]) == ["3 4 7 11 4 5 6 0", "3 4 7 0 4 5 6 11", "3 0 7 4 4 11 6 16"]
+    assert rows(warp[1:-1]) == ["3 4 8 7 4 5 7 9", "3 4 11 11 12 12 11 14", "3 4 11 11 15 16 22 25"]
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 3, 4])
+def test_every_element_has_one_writer(ctas):
+    ids, chunk = routing(12, 2, 6, seed=ctas), -(-24 // ctas)
+    elements, figure = align.list_writers(ids, 4, 6, ctas), align.element_writers(ids, 4, 6, ctas)
+    right, expert_ids, (total,) = (t.tolist() for t in alignment.moe_align_block_size(ids, 4, 6))
+    assert [value for value, *_ in elements] == right
+    for i, (value, kind, cta) in enumerate(elements[:total]):
+        assert (kind, cta) == (("slot", value // chunk) if value < 24 else ("padding", expert_ids[i // 4] % ctas))
+    tail = [cta for _, kind, cta in elements[total:] if kind == "tail"]
+    assert tail == [i * ctas // len(tail) for i in range(len(right) - total)]
+    for kind in ("slot", "padding", "tail"):
+        assert values_of(figure, kind) == [str(value) for value, of, _ in elements if of == kind]
+    assert colours_of(figure, "slot") == [align.lane_colour(c).lower() for _, kind, c in elements if kind == "slot"]
+
+
+@pytest.mark.parametrize("word_bits", [4, 8, 32])
+def test_bitmask_rank_counts_the_earlier_slots(word_bits):
+    for slot, expert in enumerate(CHUNK):
+        figure, rank = align.bitmask_rank(CHUNK, expert, word_bits, slot), CHUNK[:slot].count(expert)
+        assert len(labelled(figure, "counted")) == rank and values_of(figure, "ranked")[rank] == str(slot)
+        (words,) = [words for words in texts(figure) if words.startswith(f"rank of slot {slot} = ")]
+        parts = [int(part) for part in words.split(" = ")[1].split(" + ")]
+        assert words.endswith(f" = {rank}") and sum(parts) == rank and len(parts) == slot // word_bits + 1
+        masked = CHUNK[slot // word_bits * word_bits : slot].count(expert)
+        assert f"popc(word {slot // word_bits} & {(1 << slot % word_bits) - 1:#x}) = {masked}" in texts(figure)
+
+
+@pytest.mark.parametrize("ctas, experts, block_size, seed", [(4, 6, 4, 0), (2, 2, 1, 1), (5, 8, 16, 2), (3, 4, 3, 5)])
+def test_exchanged_counts_place_slots_as_the_reference(ctas, experts, block_size, seed):
+    figure = align.exchange_counts(ctas, experts, block_size, seed)
+    ids = np.random.default_rng(seed).integers(0, experts, (ctas, 2 * experts))
+    right = alignment.moe_align_block_size(torch.from_numpy(ids), block_size, experts)[0].tolist()
+    (words,) = [words for words in texts(figure) if "place = " in words]
+    cta, expert, place = map(int, re.search(r"(\d+), expert (\d+): .* = (\d+)$", words).groups())
+    slots, written = np.flatnonzero(ids.ravel() == expert), values_of(figure, "written")
+    assert right[place] == slots[slots // (2 * experts) == cta][0] and len(written) % block_size == 0
+    assert [c for c in written if c != "-"] == [str(slot // (2 * experts)) for slot in slots]
+
+
+# Dispatch and combine
+
+
+def check_layout(figure, topk_idx, experts):
+    layouts = [reference.dispatch_layout(ids, 2, experts) for ids in topk_idx]
+    for label, at in (("per rank", 0), ("per expert", 1), ("flag", 2)):
+        assert values_of(figure, label) == [str(int(n)) for layout in layouts for n in layout[at].flatten()], label
+    assert values_of(figure, "choice") == [str(n) for ids in topk_idx for n in ids.flatten().tolist()]
+    assert len(labelled(figure, "sent")) == sum(int((layout[0] > 0).sum()) for layout in layouts)
+    assert {f"receives {sum(int(layout[0][r]) for layout in layouts)}" for r in (0, 1)} <= set(texts(figure))
+
+
+def check_counters(figure, ids, experts, of_cta, threads, cta):
+    own = slice(cta * of_cta, min((cta + 1) * of_cta, experts))
+    right = reference.dispatch_layout(ids, 1, experts)[1][own].tolist()
+    assert values_of(figure, "sum") == [str(n) for n in right]
+    counters = torch.tensor([int(n) for n in values_of(figure, "counter")]).view(threads, -1)
+    of_threads = [int(((ids[t::threads] >= own.start) & (ids[t::threads] < own.stop)).sum()) for t in range(threads)]
+    assert counters.sum(dim=0).tolist() == right and counters.sum(dim=1).tolist() == of_threads
+
+
+@pytest.mark.parametrize(
+    "words, count", [(range(32), 1), ([5] * 32, 1), (range(0, 64, 2), 2), (range(0, 1024, 32), 32)]
+)
+def test_wavefronts_of_bank_conflicts(words, count):
+    assert dispatch_layout.wavefronts(words) == count
+    assert dispatch_layout.wavefronts(range(0, 32 * 33, 33)) == 1  # rows of 33 words
+
+
+def check_rows(figure, in_rank, _):
+    right = [f"{s}.{t}" for r in range(2) for s in range(2) for t, to in enumerate(in_rank[s]) if to[r]]
+    assert values_of(figure, "row") == right
+
+
+def check_places(figure, in_rank, home):
+    wanted = []
+    received = reference.dispatch([t[:, :1] for t in in_rank], in_rank)
+    for token in range(4):
+        for rank, result in enumerate(received):
+            first = int(result.rank_prefix_matrix[home - 1, rank]) if home else 0
+            rows = result.src_idx.tolist()[first : int(result.rank_prefix_matrix[home, rank])]
+            wanted.append(str(first + rows.index(token)) if token in rows else "-")
+    assert values_of(figure, "place") == wanted and len(labelled(figure, "own row")) == int(in_rank[home].sum())
+    assert len(labelled(figure, "home")) == int((in_rank[home].sum(dim=0) > 0).sum())
+
+
+def in_rank(seed, ranks=2, tokens=4):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(tokens, ranks, generator=generator) < 0.6 for _ in range(ranks)]
+
+
+TWO = [[routing(seed=seed), routing(seed=seed + 1)] for seed in (0, 2, 4)]
+NOTHING_SENT = [torch.tensor([[0, -1], [-1, -1]]), torch.tensor([[3, 1], [2, 3]])]  # from rank 0 to rank 1
+ROWS = [[[1, 0], [0, 1], [0, 1], [1, 1], [1, 0]], [[0, 1], [1, 0], [1, 1], [1, 0], [0, 1], [1, 0], [1, 0], [1, 1]]]
+COUNTERS = ((8, 2, 8), (8, 4, 4, 0)), ((12, 4, 16), (16, 8, 6, 1)), ((5, 1, 6), (6, 4, 2, 1))
+HOMES = (0, 2, 0), (0, 3, 1), (1, 3, 2)  # seed, ranks, rank whose tokens are combined
+PROBLEMS = [  # draw, check, arguments, other arguments
+    *((lambda x, _: gate.problem(*x, 8, 4, 8), check_gate, token(seed), token(seed + 1)) for seed in range(3)),
+    *((lambda _, r: shared_experts.problem(*r, 256, 2.5), check_fusion, token(s), token(s + 1)) for s in range(3)),
+    *((align.problem, check_alignment, (routing(6, seed=s), 4, 4), (routing(6, seed=s + 1), 4, 4)) for s in range(4)),
+    *((align.two_level_scan, check_scan, sizes, (4, 4, 3)) for sizes in ((4, 4, 0), (3, 8, 1), (2, 2, 2))),
+    *((dispatch_layout.problem, check_layout, (ids, 4), (TWO[2], 4)) for ids in (*TWO[:2], NOTHING_SENT)),
+    *(
+        (dispatch_layout.private_counters, check_counters, *((routing(*shape, seed=s), *sizes) for s in (0, 3)))
+        for shape, sizes in COUNTERS
+    ),
+    *((dispatch.row_order, check_rows, (ROWS, channels), (ROWS[::-1], channels)) for channels in (1, 2, 8)),
+    (dispatch.row_order, check_rows, ([ROWS[0], []], 2), ([[[1, 1]] * 8] * 2, 2)),
+    *(
+        (combine.problem, check_places, (in_rank(s, ranks), home), (in_rank(5, ranks), home))
+        for s, ranks, home in HOMES
+    ),
+]
+
+
+@pytest.mark.parametrize("draw, check, right, other", PROBLEMS)
+def test_figure_shows_the_reference_values(draw, check, right, other):
+    check(draw(*right), *right)
+    with pytest.raises(AssertionError):
+        check(draw(*other), *right)
+
+
+# Hopper
+
+
+def test_swizzle_equals_the_simulators():
+    figure, chunks = hopper.swizzle(16), simulator.tensor_map.swizzled_chunks(0, 16 * 128, 128)
+    places = [(-round(box.get_y(), 3), round(box.get_x(), 3)) for box in labelled(figure, "after")]
+    by_place = sorted(zip(places, map(int, values_of(figure, "after"))))
+    assert [chunk for _, chunk in by_place] == (chunks % 8).tolist()
+    assert all((len(hopper.banks(c, False)), len(hopper.banks(c, True))) == (4, 32) for c in range(8))
+
+
+def test_descriptor_shows_bits_and_fields():
+    value = 1 << 62 | 64 << 32 | 1 << 16 | 0x2400 >> 4
+    bits = "".join(values_of(hopper.descriptor(value), "bit"))
+    assert int("".join(bits[half : half + 32][::-1] for half in (0, 32)), 2) == value
+    fields = {name: meaning for name, *_, meaning in hopper.descriptor_fields(value)}
+    assert fields == {"address": 0x2400, "leading bytes": 16, "stride bytes": 1024, "base": 0, "swizzle": "128 bytes"}
+
+
+def test_fragment_equals_the_simulators():
+    row, column = simulator.fragments.accumulator_coordinates(16)
+    for thread, index in np.ndindex(128, 8):
+        assert hopper.holder(int(row[thread, index]), int(column[thread, index])) == (thread, index)

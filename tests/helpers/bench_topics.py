@@ -1,0 +1,27 @@
+"""Run a benchmark topic with small sizes and without a clock."""
+
+from moe_numba.course.bench import Stats, records
+
+ABOUT = {"gpu": "NVIDIA Toy", "driver": "1", "versions": {}, "commit": "1234567", "date": "2026-01-01T00:00:00Z"}
+
+
+def patch_topic(monkeypatch, topic, **values):
+    """Replace a topic's sizes by ``values``, and its timing: each step runs once and takes one microsecond more."""
+    times = iter(range(10, 10**6))
+
+    def timed(named, **_):
+        for calls in named.values():
+            (calls if callable(calls) else calls[0])()
+        return {name: Stats(t, t - 1.0, t + 1.0) for name, t in zip(named, times, strict=False)}
+
+    empty = records.row("empty kernel", config={"dependent": True}, kernel=Stats(0.4, 0.3, 0.5))
+    timing = {"kernel_times": timed, "call_times": timed, "copy_bandwidth": lambda: 4e12}
+    for name, value in {**timing, "empty_kernel": lambda: [empty], **values}.items():
+        monkeypatch.setattr(topic, name, value)
+
+
+def record_of(topic, name):
+    """Measure a patched topic; return its record, which is checked."""
+    record = {"topic": name, **ABOUT, "sources": {"a": "b"}, "rows": topic.measure([], False)}
+    assert records.invalid(record) == []
+    return record
