@@ -39,7 +39,7 @@ def rows(ranks, rate):
         yield row(step, 500 + ranks, rate - 50, operation="dispatch", dtype="bf16")
     for tokens in dispatch_combine_measure.DECODE_TOKENS:
         for i, step in enumerate(exchange.DECODE_STEPS.values()):
-            yield row(step, 10 * tokens + i, tokens=tokens, sms=24, operation="there and back", dtype="bf16")
+            yield row(step, 10 * tokens + i, tokens=tokens, sms=24, operation="dispatch and combine", dtype="bf16")
 
 
 @pytest.mark.parametrize("others, blocks", [(1, 2), (2, 2), (2, 5), (3, 4)])
@@ -74,15 +74,15 @@ def record():
 def test_the_table_has_a_column_per_group_size(record):
     lines = exchange.readme_table(record).splitlines()
     assert lines[0] == "| 4096 tokens each | 2 GPUs | 4 GPUs |"
-    assert lines[2] == "| dispatch, bfloat16, 24 multiprocessors | 224 us, 224 GB/s | 424 us, 274 GB/s |"
-    assert lines[4] == "| dispatch into an output, bfloat16, 24 multiprocessors | 226 us, 226 GB/s | 426 us, 276 GB/s |"
-    assert lines[6] == "| combine, bfloat16, 24 multiprocessors | 228 us, 228 GB/s | 428 us, 278 GB/s |"
-    assert lines[7].startswith("| dispatch into an output, bfloat16, 12 multiprocessors | 214 us, 214 GB/s |")
+    assert lines[2] == "| dispatch, bfloat16, 24 SMs | 224 us, 224 GB/s | 424 us, 274 GB/s |"
+    assert lines[4] == "| dispatch into an output, bfloat16, 24 SMs | 226 us, 226 GB/s | 426 us, 276 GB/s |"
+    assert lines[6] == "| combine, bfloat16, 24 SMs | 228 us, 228 GB/s | 428 us, 278 GB/s |"
+    assert lines[7].startswith("| dispatch into an output, bfloat16, 12 SMs | 214 us, 214 GB/s |")
     assert lines[8].endswith("| 299 us, 200 GB/s | 499 us, 250 GB/s |"), "with counts"
     assert lines[9] == "| NCCL all_to_all_single, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
     assert lines[11] == "| counts, index_select and NCCL, bfloat16 | 502 us, 150 GB/s | 504 us, 200 GB/s |"
-    assert lines[12] == "| plain push, 132 multiprocessors | 50 us, 332 GB/s | 50 us, 382 GB/s |"
-    assert lines[13] == "| push to all others, 132 multiprocessors |  | 70 us, 372 GB/s |"
+    assert lines[12] == "| plain push, 132 SMs | 50 us, 332 GB/s | 50 us, 382 GB/s |"
+    assert lines[13] == "| push to all others, 132 SMs |  | 70 us, 372 GB/s |"
     assert lines[-3] == "| 128 | **1280** | 1281 | 1282 | 1283 | 1284 |"
 
 

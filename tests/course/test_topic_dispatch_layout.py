@@ -35,14 +35,14 @@ def test_rows_figures_and_table(small):
     assert len(rows) == len(record["rows"]) - 1 == 3 * 3 + 1
     for row in rows:
         assert set(row["config"]) == {"num_experts", "topk", "ranks"} and set(row["size"]) == {"tokens"}
-        assert row["step"] in ("final", "final, out=", "document", "torch") and row["dtype"] == "int64"
+        assert row["step"] in ("final", "final, out=", "port", "torch") and row["dtype"] == "int64"
         assert row["bytes"] > 0 and row["floor_us"] >= 0
     final = records.find(record, step="final", size={"tokens": 30})
     assert final["call_us"] and final["bytes"] == 8 * 30 * 4 + 30 * 4 + 4 * (64 + 4)
     assert "call_us" not in records.find(record, step="final", size={"tokens": 1})
     assert "layout" in topic.figures(record)
     table = topic.readme_table(record)
-    assert table.count("\n| ") == 2 and "NVIDIA Toy" in table and "the document's kernel" in table
+    assert table.count("\n| ") == 2 and "NVIDIA Toy" in table and "DeepEP's kernel, our port" in table
 
 
 def test_quick_measures_fewer_sizes(small, monkeypatch):
@@ -63,7 +63,7 @@ def test_torch_layout(experts, ranks, topk, device):
 
 def test_a_wrong_step_is_not_timed(small, monkeypatch):
     monkeypatch.setattr(dispatch_layout, "get_dispatch_layout", lambda ids, experts, ranks, out: out)  # writes nothing
-    with pytest.raises(AssertionError, match="document, .*5 tokens: the layout is wrong"):
+    with pytest.raises(AssertionError, match="port, .*5 tokens: the layout is wrong"):
         topic.measure_layout(topic.DEEPSEEK_V3, 5, 1e12)
 
 

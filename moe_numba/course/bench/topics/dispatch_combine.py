@@ -14,8 +14,8 @@ NUMBERS_OF_RANKS = (2, 4, 8)
 STEPS = {
     "dispatch, bfloat16": dict(step="final", operation="dispatch", dtype="bf16"),
     "dispatch, FP8": dict(step="final", operation="dispatch", dtype="e4m3"),
-    "dispatch into an output, bfloat16": dict(step="straight", operation="dispatch", dtype="bf16"),
-    "dispatch into an output, FP8": dict(step="straight", operation="dispatch", dtype="e4m3"),
+    "dispatch into an output, bfloat16": dict(step="to output", operation="dispatch", dtype="bf16"),
+    "dispatch into an output, FP8": dict(step="to output", operation="dispatch", dtype="e4m3"),
     "combine, bfloat16": dict(step="final", operation="combine", dtype="bf16"),
 }
 NCCL_STEPS = ("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
@@ -24,7 +24,7 @@ DECODE_STEPS = {
     "as called": "final",
     "without waiting for counts": "final, worst",
     "in a CUDA graph": "final, graph",
-    "into an output, in a graph": "straight, graph",
+    "into an output, in a graph": "to output, graph",
     "NCCL, every token to all": "NCCL, every token",
 }
 
@@ -63,20 +63,20 @@ def figures(record):
     lines["plain push"] = rates(step="plain push")
     if to_all := rates(step="push to all"):  # with two ranks it equals the plain push
         lines["push to all others"] = to_all
-    there = {
-        name: records.series(record, step=step, operation="there and back", config={"ranks": ranks})
+    few = {
+        name: records.series(record, step=step, operation="dispatch and combine", config={"ranks": ranks})
         for name, step in DECODE_STEPS.items()
     }
     made = {
         "bandwidth": plots.sweep_figure(
             lines,
-            xlabel="multiprocessors",
+            xlabel="SMs",
             ylabel="GB/s on the wire",
             caption=caption,
             title=f"{ranks} GPUs, {dispatch_combine_measure.TOKENS} tokens each: wire bandwidth",
         ),
         "few": plots.sweep_figure(
-            there, caption=caption, title=f"{ranks} GPUs, few tokens each: dispatch and combine together"
+            few, caption=caption, title=f"{ranks} GPUs, few tokens each: dispatch and combine together"
         ),
     }
     for name, topic in LADDERS.items():
@@ -95,12 +95,15 @@ def figures(record):
 def readme_table(record):
     """Format kernel time and wire bandwidth per group size, then dispatch and combine of few tokens."""
     numbers, few = numbers_of_ranks(record), dispatch_combine_measure.MAIN_SMS
-    rows = {f"{name}, {few} multiprocessors": (wanted, few) for name, wanted in STEPS.items()}
-    rows["dispatch into an output, bfloat16, 12 multiprocessors"] = STEPS["dispatch into an output, bfloat16"], 12
-    rows["dispatch, bfloat16, counts and host's wait too"] = dict(step="final, with notify", dtype="bf16"), few
+    rows = {f"{name}, {few} SMs": (wanted, few) for name, wanted in STEPS.items()}
+    rows["dispatch into an output, bfloat16, 12 SMs"] = STEPS["dispatch into an output, bfloat16"], 12
+    rows["dispatch, bfloat16, with counts and host synchronisation"] = (
+        dict(step="final, with notify", dtype="bf16"),
+        few,
+    )
     rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in NCCL_STEPS}
-    rows["plain push, 132 multiprocessors"] = dict(step="plain push"), 132
-    rows["push to all others, 132 multiprocessors"] = dict(step="push to all"), 132
+    rows["plain push, 132 SMs"] = dict(step="plain push"), 132
+    rows["push to all others, 132 SMs"] = dict(step="push to all"), 132
     lines = [f"| {dispatch_combine_measure.TOKENS} tokens each | {' | '.join(f'{n} GPUs' for n in numbers)} |"]
     lines.append("|---|" + "---:|" * len(numbers))
     for name, (wanted, sms) in rows.items():
@@ -116,7 +119,7 @@ def readme_table(record):
         "|---|" + "---:|" * len(DECODE_STEPS),
     ]
     for tokens in dispatch_combine_measure.DECODE_TOKENS:
-        wanted = dict(operation="there and back", config={"ranks": numbers[-1]}, size={"tokens": tokens})
+        wanted = dict(operation="dispatch and combine", config={"ranks": numbers[-1]}, size={"tokens": tokens})
         found = [records.find(record, step=step, **wanted) for step in DECODE_STEPS.values()]
         if all(found):
             times = bold_best([f"{row['kernel_us']['median']:.0f}" for row in found])
@@ -126,5 +129,7 @@ def readme_table(record):
     for ranks in numbers:
         if (then := _as_of(record, ranks)) != record:
             caption += f"; {ranks} GPUs with commit {then['commit'][:7]}, {then['date'][:10]}"
-    lines.append(f"Kernel time of the slowest rank, median; of few tokens there and back, microseconds; {caption}.")
+    lines.append(
+        f"Median kernel time of the slowest rank, microseconds; few tokens: dispatch and combine together; {caption}."
+    )
     return "\n".join(lines)

@@ -171,7 +171,7 @@ class _Bench:
         found, main = [], sms == MAIN_SMS
         for dtype, x in (("bf16", self.x), ("e4m3", self.x_in_fp8)):
             out = self._new_output(x)
-            for step, options in {"final": dict(config=config), "straight": dict(config=config, out=out)}.items():
+            for step, options in {"final": dict(config=config), "to output": dict(config=config, out=out)}.items():
                 given = self.buffer.dispatch(x, **layout, **options)
                 self._check(x, given, config, layout)
                 row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * x[1].shape[1]
@@ -313,7 +313,7 @@ class _Bench:
         """Measure dispatch to an output and combine of few tokens, in a graph."""
         out = self._new_output(self.x[:tokens])
         call = self._dispatch_and_combine(tokens, num_worst_tokens=self.ranks * tokens, out=out)
-        found = self._decode_rows({"straight, graph": self._graph_of(call)}, tokens)
+        found = self._decode_rows({"to output, graph": self._graph_of(call)}, tokens)
         out.close()
         return found
 
@@ -344,7 +344,7 @@ class _Bench:
                 config=self.config | {"num_sms": MAIN_SMS},
                 size={"tokens": tokens},
                 dtype="bf16",
-                operation="there and back",
+                operation="dispatch and combine",
                 kernel=self.kernel(call),
                 call=self.call(call),
             )

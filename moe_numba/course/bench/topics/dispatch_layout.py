@@ -18,7 +18,7 @@ TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536]
 OTHER_TOKENS = [64, 4096]
 CALL_TOKENS = 4096
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
-STEPS = {"moe_numba": "final", "the document's kernel": "document", "torch": "torch"}
+STEPS = {"moe_numba": "final", "DeepEP's kernel, our port": "port", "torch": "torch"}
 
 
 def sizes():
@@ -59,7 +59,7 @@ def measure_layout(config, tokens, bandwidth):
     steps = {
         "final": lambda ids: get_dispatch_layout(ids, experts, ranks),
         "final, out=": lambda ids: get_dispatch_layout(ids, experts, ranks, out=out),
-        "document": lambda ids: dispatch_layout.get_dispatch_layout(ids, experts, ranks, out=out),
+        "port": lambda ids: dispatch_layout.get_dispatch_layout(ids, experts, ranks, out=out),
         "torch": lambda ids: torch_layout(ids, experts, ranks),
     }
     right = reference.dispatch_layout(inputs[0], ranks, experts)
