@@ -45,8 +45,8 @@ class Runtime:
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         # The host polls these while kernels run.
         pinned = {} if simulator.ENABLED else {"pin_memory": True}
-        self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, **pinned)
-        self._counters = torch.zeros(1 + MAX_EXPERTS, dtype=torch.int32, **pinned)
+        self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
+        self._counters = torch.zeros(1 + MAX_EXPERTS, dtype=torch.int32, device="cpu", **pinned)
         self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
         self._placeholder = torch.zeros(4, dtype=torch.int32, device=device)
         common = self._local, self.shared.addresses, self._state, self._status, self._placeholder

@@ -107,7 +107,7 @@ class _ProcessGroupTransport(_Transport):
         return _poll(ready, seconds)
 
     def _addresses(self, values):
-        return torch.tensor(values, dtype=torch.uint64).to(self.device)
+        return torch.tensor(values, dtype=torch.uint64, device="cpu").to(self.device)
 
 
 def _poll(ready, seconds):
@@ -315,7 +315,7 @@ class _LocalRank(_Transport):
         else:
             torch.cuda.synchronize(self.device)
         addresses = self.gather(local.data_ptr())
-        return SharedMemory(local, torch.tensor(addresses, dtype=torch.uint64).to(self.device), close)
+        return SharedMemory(local, torch.tensor(addresses, dtype=torch.uint64, device="cpu").to(self.device), close)
 
 
 class _ThreadRank(_LocalRank):

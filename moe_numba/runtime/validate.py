@@ -1,6 +1,7 @@
 """Checks of what callers pass to public functions. Every error names the argument, its value and what is allowed."""
 
 import importlib
+import operator
 
 import torch
 
@@ -103,14 +104,30 @@ def check_aligned(name, tensor):
         raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")
 
 
+def check_has_memory(name, tensor):
+    """Refuse a tensor without data: a FakeTensor, as under torch.compile, or one on the meta device."""
+    try:
+        has_memory = tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        has_memory = False
+    if not has_memory:
+        raise TypeError(f"{name} is a {type(tensor).__name__} without memory; it must be a tensor with data")
+
+
 def check_int(name, value, least=None, most=None):
-    """Refuse what is not an int (a bool, a float), or not from ``least`` to ``most``."""
+    """Return an integer of any library as an int; refuse what is none (a bool, a float), or not in the range."""
     if type(value) is not int:
-        raise TypeError(f"{name} is {value!r}; it must be an int")
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} is {value!r}; it must be an int") from None
     if most is None and least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more")
     if most is not None and not least <= value <= most:
         raise ValueError(f"{name} is {value}; {least} to {most} are allowed")
+    return value
 
 
 def check_choice(name, value, choices):
