@@ -3,11 +3,16 @@
 from dataclasses import dataclass, fields
 from functools import cache
 
+import torch
+
 from moe_numba import simulator
 from moe_numba.expert_parallel.kernels.buffer_layout import ALIGNMENT_WORDS, MAX_RANKS, MAX_TOPK, align_words
 from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.runtime.validate import check_int
+
+topk_idx_t = torch.int64  # dtype of experts, as DeepEP is built by default; int32 is allowed as well
+TOPK_IDX_POINTERS = {torch.int64: "int64*", torch.int32: "int32*"}  # types of the kernels' pointers to experts
 
 _SHARED_BYTES = 227 * 1024  # per CTA on a Hopper GPU
 _MAX_WARPS = 2 if simulator.ENABLED else 16

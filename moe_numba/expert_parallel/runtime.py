@@ -6,7 +6,15 @@ from functools import partial
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel.config import make_ring_shape, max_warps, num_channels, num_direct_senders, num_senders
+from moe_numba.expert_parallel.checks import check_previous_event
+from moe_numba.expert_parallel.config import (
+    TOPK_IDX_POINTERS,
+    make_ring_shape,
+    max_warps,
+    num_channels,
+    num_direct_senders,
+    num_senders,
+)
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS, MAX_EXPERTS, STATE_WORDS, buffer_layout
@@ -17,6 +25,8 @@ from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.launch import address, current_stream
 from moe_numba.runtime.validate import check_device
 
+_NO_BARRIERS = contextlib.nullcontext()
+_SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `Runtime.on_stream`
 _NOTIFY_THREADS = 32 if simulator.ENABLED else 512  # per CTA
 
 
@@ -67,9 +77,10 @@ class Runtime:
         shared, self.shared, self._local = self.shared, None, None
         shared.close()
 
-    def ptr(self, tensor):
-        """Return the address of a tensor, or of a placeholder if the tensor is None or empty."""
-        return self._placeholder_ptr if tensor is None else address(tensor) or self._placeholder_ptr
+    def pointers(self, *tensors):
+        """Return the addresses of tensors, and that of a placeholder for each that is None or empty."""
+        placeholder = self._placeholder_ptr
+        return [placeholder if tensor is None else address(tensor) or placeholder for tensor in tensors]
 
     def check_alive(self):
         """Raise an error if the buffer was destroyed, or if this rank has aborted."""
@@ -86,10 +97,10 @@ class Runtime:
 
     def cached(self, make, *arguments):
         """Return ``make(self, *arguments)``, computed once per set of arguments."""
-        key = make, arguments
-        if key not in self._cache:
-            self._cache[key] = make(self, *arguments)
-        return self._cache[key]
+        try:
+            return self._cache[make, arguments]
+        except KeyError:
+            return self._cache.setdefault((make, arguments), make(self, *arguments))
 
     def prepare_kernel(self, make, constants, signature, block, shared_bytes=0):
         """Compile ``make(*constants)``; return ``start(grid, *arguments)``, which adds the `RankContext` first."""
@@ -132,13 +143,13 @@ class Runtime:
             self._counters_view[0] = -1  # the kernel writes it last
         self.cached(plan_notify)(
             self.num_ranks + 1,
-            *map(self.ptr, layout),
+            *self.pointers(*layout),
             tokens,
             experts,
             channels,
             alignment,
             capacity,
-            *map(self.ptr, prefix),
+            *self.pointers(*prefix),
             address(self._counters),
             int(waits),
         )
@@ -159,7 +170,7 @@ class Runtime:
         have just executed a barrier.
         """
         has_changed = self._first_channels.setdefault(is_combine, channels) != channels
-        return self.with_barriers(has_synchronized) if has_changed else contextlib.nullcontext()
+        return self.with_barriers(has_synchronized) if has_changed else _NO_BARRIERS
 
     @contextlib.contextmanager
     def with_barriers(self, has_synchronized=False):
@@ -172,13 +183,21 @@ class Runtime:
     def _barrier(self):
         self.cached(plan_barrier)(1)
 
-    @contextlib.contextmanager
     def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
-        """Run a call on its stream, after everything it must wait for.
+        """Return a context that runs a call on its stream, after everything it must wait for.
 
-        Yields a function that returns the call's event. It takes all tensors that the call uses, and keeps their memory
-        from being reused too early.
+        It yields a function that returns the call's event. The function takes all tensors that the call uses, and keeps
+        their memory from being reused too early.
         """
+        last = self._last_stream
+        if previous_event is None and last is not None and not (async_finish or allocate_on_comm_stream):
+            if last.cuda_stream == current_stream(self.transport.device.index):
+                return _SAME_STREAM
+        return self._on_other_stream(previous_event, async_finish, allocate_on_comm_stream)
+
+    @contextlib.contextmanager
+    def _on_other_stream(self, previous_event, async_finish, allocate_on_comm_stream):
+        previous = check_previous_event(previous_event)
         if allocate_on_comm_stream and not (async_finish and previous_event is not None):
             raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
         if simulator.ENABLED:
@@ -188,9 +207,6 @@ class Runtime:
             return
         device, last = self.transport.device, self._last_stream
         use_comm_stream = async_finish or previous_event is not None
-        if not use_comm_stream and last is not None and last.cuda_stream == current_stream(device.index):
-            yield lambda *tensors: EventOverlap()  # fast path: there is nothing to wait for
-            return
         current = torch.cuda.current_stream(device)
         stream = self.comm_stream if use_comm_stream else current
         with torch.cuda.device(device):
@@ -201,9 +217,9 @@ class Runtime:
             if stream == current:
                 yield lambda *tensors: EventOverlap()
                 return
-            if previous_event is not None and previous_event.event is not None:
+            if previous is not None:
                 with torch.cuda.stream(stream):
-                    previous_event.current_stream_wait()
+                    previous.current_stream_wait()
             else:
                 stream.wait_stream(current)
 
@@ -233,27 +249,31 @@ def plan_barrier(runtime):
 # Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`.
 
 
-def plan_ring_dispatch(runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp):
+def plan_ring_dispatch(
+    runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
+):
     """Prepare dispatch through rings; return the number of channels, and a function that starts the kernel."""
     slot, ranks = TokenSlot(hidden * dtype.itemsize // 4, scales, topk), runtime.num_ranks
     channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp)
     shape, ring_words = make_ring_shape(
         config, ranks, max_warps(2 * hidden), channels, slot, runtime.ring_words, dtype.itemsize
     )
-    start = runtime.prepare_kernel(
-        dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, shape.threads, shape.shared_bytes
-    )
+    signature = dispatch.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
+    start = runtime.prepare_kernel(dispatch.make_dispatch, (shape,), signature, shape.threads, shape.shared_bytes)
     senders = num_senders(config.num_sms, ranks)
     return channels, partial(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words)
 
 
-def plan_direct_dispatch(runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp):
+def plan_direct_dispatch(
+    runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
+):
     """Prepare dispatch to a `SymmetricOutput`; return the number of channels, and a function that starts the kernel."""
     blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden)
     channels = channels or (channels_per_warp or 4) * blocks * warps  # four, as with rings where the link is saturated
     shape = RingShape(runtime.num_ranks, warps, 0, TokenSlot(hidden * dtype.itemsize // 4, scales, topk))
+    signature = dispatch_direct.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
     start = runtime.prepare_kernel(
-        dispatch_direct.make_dispatch_direct, (shape,), dispatch_direct.SIGNATURE, 32 * warps, shape.shared_bytes
+        dispatch_direct.make_dispatch_direct, (shape,), signature, 32 * warps, shape.shared_bytes
     )
     return channels, partial(start, blocks, channels)
 

@@ -105,10 +105,10 @@ def check_aligned(name, tensor):
 
 
 def check_has_memory(name, tensor):
-    """Refuse a tensor without data: a FakeTensor, as under torch.compile, or one on the meta device."""
+    """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap."""
     try:
-        has_memory = tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:
+        has_memory = tensor.untyped_storage().device.type != "meta"
+    except NotImplementedError:
         has_memory = False
     if not has_memory:
         raise TypeError(f"{name} is a {type(tensor).__name__} without memory; it must be a tensor with data")
@@ -176,7 +176,7 @@ def make_outputs(out, wanted, device, aligned=()):
     list of torch.Tensor
     """
     if out is None:
-        return [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
+        return [torch.empty(*shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
     results = [as_tensor(out, "out")] if len(wanted) == 1 else check_out_tuple(out, len(wanted))
     for tensor, (name, shape, dtype) in zip(results, wanted, strict=True):
         check_out(name, tensor, shape, dtype, device)

@@ -273,9 +273,6 @@ def test_invalid_arguments():
         refused(ValueError, "x's scales have shape", buffer.dispatch, (x.to(FP8), x.float()), **layout)
         refused(TypeError, "num_tokens_per_rank is NoneType", buffer.dispatch, x)
         refused(ValueError, "given together", buffer.dispatch, x, **layout, topk_idx=idx)
-        refused(
-            TypeError, "topk_idx is torch.int32", buffer.dispatch, x, **layout, topk_idx=idx.int(), topk_weights=weights
-        )
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, topk_idx=idx, topk_weights=weights)
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, **layout)
         refused(ValueError, "x is a tuple of 3", buffer.dispatch, (x, x, x), **layout)
@@ -331,7 +328,7 @@ def test_config():
 
 def test_invalid_buffer_arguments():
     def work(transport):
-        for wrong, error in [(dict(num_nvl_bytes=100), "num_nvl_bytes is 100"), (dict(num_rdma_bytes=1), "rdma_bytes")]:
+        for wrong, error in [(dict(num_nvl_bytes=0), "num_nvl_bytes is 0"), (dict(num_rdma_bytes=1), "rdma_bytes")]:
             with pytest.raises(ValueError, match=error):
                 Buffer(transport, **wrong)
         refused(TypeError, "timeout is '9'", Buffer, transport, 256, timeout="9")

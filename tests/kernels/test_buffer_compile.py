@@ -25,7 +25,7 @@ def reports():
     from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
 
     requests = {
-        f"dispatch {name} {ranks}": (f"make_dispatch({shape(ranks, row)})", dispatch.SIGNATURE, THREADS, False)
+        f"dispatch {name} {ranks}": (f"make_dispatch({shape(ranks, row)})", dispatch.signature(), THREADS, False)
         for name, row in ROWS.items()
         for ranks in ((2, 8) if name == "bf16" else (8,))
     }
@@ -41,7 +41,7 @@ def reports():
     requests |= {
         f"direct {name}": (
             f"make_dispatch_direct({shape(8, ROWS[name])})",
-            dispatch_direct.SIGNATURE,
+            dispatch_direct.signature(),
             32 * WARPS,
             False,
         )

@@ -2,10 +2,12 @@
 
 import faulthandler
 import os
+import sys
 import time
 
 import pytest
 import torch
+from helpers.deepep_calls import exchange_as_deepep_tests, make_deep_ep
 from helpers.expert_parallel import (
     NUM_BYTES,
     SMALL,
@@ -143,6 +145,23 @@ def in_graphs(rank, ranks, straight):
 @pytest.mark.parametrize("straight", [False, True], ids=["rings", "output"])
 def test_graphs(straight):
     run(in_graphs, straight)
+
+
+def as_deepep(rank, ranks):
+    """What DeepEP's tests set before they make a buffer: the default device and dtype, and a group of their own."""
+    import torch.distributed as dist
+
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("cuda")
+    sys.modules["deep_ep"] = make_deep_ep()
+    import deep_ep
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    exchange_as_deepep_tests(deep_ep, dist.new_group(list(range(ranks))), rank, ranks, device)
+
+
+def test_calls_of_deepeps_tests():
+    run(as_deepep)
 
 
 def late(rank, ranks):

@@ -326,9 +326,11 @@ def make_dispatch(shape):
     return dispatch
 
 
-SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int32", "int64", "int32"),
-    *("int32*", "int32*", "int64", "int64", "int64*"),
-    *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", "int64*", "int32*"),
-    *("int32*", "int32*", "int64"),
-)
+def signature(topk_idx="int64*"):
+    """Return the kernel's signature; ``topk_idx`` is the type of the pointers to experts, "int64*" or "int32*"."""
+    return (
+        *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int32", "int64", "int32"),
+        *("int32*", "int32*", "int64", "int64", topk_idx),
+        *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", topk_idx, "int32*"),
+        *("int32*", "int32*", "int64"),
+    )
