@@ -47,6 +47,14 @@ def reports():
         )
         for name in ("bf16", "fp8", "plain")
     }
+    arguments = shape(8, ROWS["bf16"])
+    requests["dispatch int32"] = (f"make_dispatch({arguments})", dispatch.signature("int32*"), THREADS, False)
+    requests["direct int32"] = (
+        f"make_dispatch_direct({arguments})",
+        dispatch_direct.signature("int32*"),
+        32 * WARPS,
+        False,
+    )
     requests["notify"] = ("make_notify_dispatch(8, 512)", notify.NOTIFY_SIGNATURE, 512, False)
     requests["barrier"] = ("make_barrier(8)", notify.BARRIER_SIGNATURE, 32, False)
     return compile_apart(SOURCE, requests)
