@@ -225,7 +225,7 @@ class Buffer(BufferBase):
             has_synchronized = handle is None  # notify synchronises all ranks
             outputs: Any
             if out is None:
-                outputs = alloc_recv_tensors(received, x, scales, topk_idx, topk_weights)
+                outputs = alloc_recv_tensors(received, hidden, x, scales, topk, topk_idx, topk_weights)
                 outputs.append(new(received) if handle is None else recv_src_idx)
                 barriers = rt.with_barriers_if_layout_changed(False, channels, has_synchronized)
             else:

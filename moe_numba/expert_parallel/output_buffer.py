@@ -7,9 +7,14 @@ from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.launch import address
 
 
-def alloc_recv_tensors(num_rows, *inputs):
-    """Allocate ``num_rows`` rows like those of each input of a dispatch; None for an input that is None."""
-    return [None if tensor is None else tensor.new_empty(num_rows, tensor.shape[1]) for tensor in inputs]
+def alloc_recv_tensors(num_rows, hidden, x, scales, topk, topk_idx, topk_weights):
+    """Allocate x, scales, topk_idx and topk_weights of ``num_rows`` rows like those sent; None for what is None."""
+    return [
+        x.new_empty(num_rows, hidden),
+        None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+        topk_idx.new_empty(num_rows, topk) if topk else None,
+        topk_weights.new_empty(num_rows, topk) if topk else None,
+    ]
 
 
 class SymmetricOutput:

@@ -120,7 +120,7 @@ def test_int32_experts(direct):
         if direct:
             refused(
                 ValueError,
-                "experts of torch.int32 per row; topk_idx has 2 of torch.int64",
+                "experts per row, of torch.int32; topk_idx has 2 of torch.int64",
                 send,
                 buffer,
                 rank,
