@@ -10,6 +10,7 @@ from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, MAX_ROWS
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput, alloc_recv_tensors
+from moe_numba.expert_parallel.warm_up import warm_up
 from moe_numba.runtime.validate import check_int
 
 
@@ -35,8 +36,8 @@ class Buffer:
     ------
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed. ValueError also if the counts
-        contradict each other, or if more rows arrive than the output can hold; if the host did not wait for the counts,
-        the next call raises it.
+        contradict each other, if more rows arrive than an output can hold, or if a dispatch has other rows, experts or
+        configurations on another rank. All ranks raise it; if the host did not wait for the counts, the next call does.
     TimeoutError
         A rank did not arrive: from the call that waited for its counts, otherwise from the next call.
     RuntimeError
@@ -45,7 +46,14 @@ class Buffer:
     Notes
     -----
     All ranks must make the same calls in the same order. After an error on the GPU (a timeout, wrong counts), every
-    further call raises it again.
+    further call raises it again, and `check` does without a call. All ranks of the group abort, and the results of
+    operations that had not ended, or that a CUDA graph replays, are poisoned: every element is NaN, and every index -1.
+
+    Combine, and dispatch with a handle, exchange no counts. If their arguments differ across ranks, they time out, or
+    return wrong rows; the error names the rank and the channel that waited.
+
+    The first call with a configuration compiles its kernels, while the host waits for the other ranks to do the same.
+    `warm_up` does that beforehand.
 
     After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
     """
@@ -121,8 +129,76 @@ class Buffer:
         return rings if size is None else rings[: torch.Size(size).numel()].view(size)
 
     def destroy(self) -> None:
-        """Free the shared memory; all ranks must call it, after their last call."""
+        """Free the shared memory; all ranks must call it, after their last call.
+
+        Waits for the other ranks, at most ``timeout`` seconds. After an error on the GPU it does not wait. Memory to
+        which a missing rank may still write then stays allocated.
+        """
         self._runtime.close()
+
+    def check(self, synchronize: bool = False) -> None:
+        """Raise the error of this buffer if an operation on the GPU has aborted, here or on a peer.
+
+        Every other call raises that error too. A replayed CUDA graph does not, because the host does not see its
+        kernels: call this after replays, or look for NaNs in their results. It reads a word in host memory and can be
+        called at any time.
+
+        Parameters
+        ----------
+        synchronize : bool
+            Wait until the GPU has finished all work, which takes at most ``timeout`` for each operation that hangs.
+            Otherwise only errors of operations that have ended are found.
+
+        Raises
+        ------
+        ValueError, TimeoutError, RuntimeError
+            As listed in `Buffer`.
+        """
+        if synchronize:
+            self._runtime.synchronize()
+        self._runtime.check_alive()
+
+    def warm_up(
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int = 0,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        num_scales: int = 0,
+        topk_dtype: torch.dtype = torch.int64,
+        config: Config | None = None,
+        combine_config: Config | None = None,
+        out: SymmetricOutput | None = None,
+    ) -> None:
+        """Compile and load all kernels for rows of one kind, and synchronise the ranks.
+
+        Later calls with these arguments compile nothing. All ranks must call it, with the same arguments. It dispatches
+        one token of each rank, with and without a handle, and combines it, with and without weights.
+
+        Parameters
+        ----------
+        hidden : int
+            Elements of a row.
+        num_experts : int
+            Experts of all ranks.
+        num_topk : int
+            Experts per token; 0 if ``topk_idx`` is not passed to dispatch.
+        dtype : torch.dtype
+            Of the rows of dispatch: bfloat16, or float8_e4m3fn with ``num_scales`` scales per row.
+        topk_dtype : torch.dtype
+            Of ``topk_idx``.
+        config, combine_config : Config, optional
+            Of dispatch and combine; the defaults are theirs.
+        out : SymmetricOutput, optional
+            Warm up dispatch to this output, whose contents are overwritten, instead of dispatch through rings.
+
+        Raises
+        ------
+        ValueError, TypeError, TimeoutError
+            As from `dispatch`.
+        """
+        warm_up(self, hidden, num_experts, num_topk, dtype, num_scales, topk_dtype, config, combine_config, out)
 
     def get_dispatch_layout(
         self,
@@ -151,6 +227,7 @@ class Buffer:
         is_token_in_rank : torch.Tensor [tokens, num_ranks], bool
         event : EventOverlap
         """
+        self._runtime.check_alive()
         with self._runtime.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             with transport.COMPILE_LOCK:
                 per_rank, per_expert, is_in_rank = get_dispatch_layout(topk_idx, num_experts, self.group_size)
@@ -185,7 +262,7 @@ class Buffer:
             For ``dispatch(..., out=...)``. Free it with ``close()``, on all ranks.
         """
         checks.check_new_output(num_rows, hidden, dtype, num_scales, num_topk, scale_dtype)
-        return SymmetricOutput(self.transport, num_rows, hidden, dtype, num_scales, scale_dtype, num_topk)
+        return SymmetricOutput(self._runtime, num_rows, hidden, dtype, num_scales, scale_dtype, num_topk)
 
     def dispatch(
         self,
@@ -277,6 +354,8 @@ class Buffer:
         (tokens, hidden), topk = x.shape, 0 if topk_idx is None else topk_idx.shape[1]
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         if handle is None:
+            if not num_worst_tokens:
+                rt.check_can_wait()
             checks.check_layout(*layout, tokens, self.group_size, x.device)
             assert num_tokens_per_expert is not None  # check_layout has refused None
             experts, channels, recv_src_idx = num_tokens_per_expert.shape[0] // self.group_size, None, None
@@ -290,7 +369,7 @@ class Buffer:
         if out is not None:
             checks.check_output(out, self.transport, x, scales, topk, known_rows)
             capacity = min(capacity, out.num_rows)
-        channels, start = rt.cached(
+        channels, start, call = rt.cached(
             runtime.plan_ring_dispatch if out is None else runtime.plan_direct_dispatch,
             config,
             hidden,
@@ -324,7 +403,17 @@ class Buffer:
             )
             if handle is None:
                 received, counts = rt.notify(
-                    layout, tokens, experts, channels, expert_alignment, num_worst_tokens, capacity, prefix
+                    layout,
+                    tokens,
+                    experts,
+                    channels,
+                    expert_alignment,
+                    num_worst_tokens,
+                    capacity,
+                    prefix,
+                    call,
+                    scales,
+                    out,
                 )
             else:
                 received, counts = known_rows, []
@@ -335,7 +424,7 @@ class Buffer:
                 barriers = rt.with_barriers_if_layout_changed(False, channels, has_synchronized)
             else:
                 outputs = out.tensors(scales is not None, topk > 0)
-                barriers = rt.with_barriers(has_synchronized)
+                barriers = rt.with_barriers(has_synchronized, out)
             with barriers:
                 start(*arguments, *map(ptr, outputs), ptr(send_head), received)
             if out is not None:
@@ -407,6 +496,7 @@ class Buffer:
                     *map(ptr, (*biases, None, None)[:2]),
                     ptr(out),
                     ptr(out_weights),
+                    x.shape[0],
                 )
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event

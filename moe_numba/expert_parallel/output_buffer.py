@@ -1,10 +1,14 @@
 """Output tensors of dispatch: newly allocated tensors, or a `SymmetricOutput` to which the peers write directly."""
 
+import itertools
+
 import torch
 
 from moe_numba.expert_parallel.kernels.buffer_layout import align_words
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.launch import address
+
+_NUMBERS = itertools.count(1)
 
 
 def alloc_recv_tensors(num_rows, x, scales, topk, src_idx):
@@ -40,7 +44,7 @@ class SymmetricOutput:
 
     def __init__(
         self,
-        transport,
+        runtime,
         num_rows: int,
         hidden: int,
         dtype: torch.dtype,
@@ -49,11 +53,14 @@ class SymmetricOutput:
         num_topk: int,
     ):
         row_words = hidden * dtype.itemsize // 4
-        self.transport, self.num_rows = transport, num_rows
+        transport = runtime.transport
+        self.transport, self._runtime, self.num_rows = transport, runtime, num_rows
+        # The same on all ranks, which may have made other outputs in other groups.
+        self.number = transport.gather(next(_NUMBERS))[0]
         arguments = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk
         check_same_on_all_ranks(transport, "the argument tuple of new_output", arguments)
-        offsets = [0]
-        for words in (row_words, num_scales, 2 * num_topk, num_topk, 1):
+        offsets, self._row_words = [0], (row_words, num_scales, 2 * num_topk, num_topk, 1)
+        for words in self._row_words:
             offsets.append(offsets[-1] + align_words(num_rows * words))
         self._offsets = [4 * offset for offset in offsets[1:-1]]  # in bytes, of all tensors but the first
         self._shared = transport.allocate(4 * offsets[-1])
@@ -78,13 +85,16 @@ class SymmetricOutput:
         """The sending kernel's arguments: address of all ranks' addresses, offsets of the tensors, and capacity."""
         return address(self._shared.addresses), *self._offsets, self.num_rows
 
+    @property
+    def poison_args(self) -> tuple[int, ...]:
+        """The barrier kernel's arguments: address and size in words of each tensor."""
+        tensors = self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx
+        pairs = zip(tensors, self._row_words, strict=True)
+        return tuple(value for tensor, words in pairs for value in (address(tensor), self.num_rows * words))
+
     def close(self) -> None:
         """Free the memory. All ranks must call it, and no kernel may use the memory any more."""
         if self._shared is None:
             return
-        if self.transport.device.type == "cuda":
-            torch.cuda.synchronize(self.transport.device)
-        self.transport.gather(None)
-        shared, self._shared = self._shared, None
-        self.x = self.scales = self.topk_idx = self.topk_weights = self.src_idx = None
-        shared.close()
+        self._runtime.close_memory(self._shared)
+        self._shared = self.x = self.scales = self.topk_idx = self.topk_weights = self.src_idx = None
