@@ -36,6 +36,8 @@ class SymmetricOutput:
     ----------
     num_rows : int
         Capacity in rows.
+    number : int
+        Identifies the output; the same on all ranks.
     x : torch.Tensor [num_rows, hidden], bfloat16 or float8_e4m3fn
     scales : torch.Tensor [num_rows, num_scales], float32 or int32
     topk_idx, topk_weights : torch.Tensor [num_rows, num_topk], int64 and float32
@@ -55,8 +57,7 @@ class SymmetricOutput:
         row_words = hidden * dtype.itemsize // 4
         transport = runtime.transport
         self.transport, self._runtime, self.num_rows = transport, runtime, num_rows
-        # The same on all ranks, which may have made other outputs in other groups.
-        self.number = transport.gather(next(_NUMBERS))[0]
+        self.number = transport.gather(next(_NUMBERS))[0]  # ranks may have made other outputs in other groups
         arguments = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk
         check_same_on_all_ranks(transport, "the argument tuple of new_output", arguments)
         offsets, self._row_words = [0], (row_words, num_scales, 2 * num_topk, num_topk, 1)

@@ -323,8 +323,8 @@ def plan_barrier(runtime):
     return runtime.prepare_kernel(notify.make_barrier, constants, notify.BARRIER_SIGNATURE, _BARRIER_THREADS)
 
 
-# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`. Those of dispatch return the
-# number of channels, a function that starts the kernel, and what `Runtime.notify` compares across ranks.
+# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`. Those of dispatch return
+# the number of channels, a function that starts the kernel, and what `Runtime.notify` compares across ranks.
 
 
 def plan_ring_dispatch(runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp):

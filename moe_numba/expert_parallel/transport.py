@@ -125,11 +125,13 @@ class _ProcessGroupTransport(_Transport):
         import torch.distributed as dist
 
         super().__init__()
+        group = dist.group.WORLD if group is None else group
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         # The group's store is on the host: a rendezvous neither uses nor waits for a GPU.
-        self._store = dist.distributed_c10d._get_process_group_store(group or dist.group.WORLD)
-        self._arrivals, self._prefix = Counter(), self.gather(uuid.uuid4().hex)[0]
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._arrivals: Counter[str] = Counter()
+        self._prefix = self.gather(uuid.uuid4().hex)[0]
 
     def gather(self, value: Any) -> list:
         """Return the values of all ranks, in rank order; all ranks must call it."""
@@ -266,7 +268,8 @@ class LocalGroup:
             self.devices = [torch.device("cuda", i) for i in indices]
         self.values = [None] * num_ranks
         self.is_shared = len(set(self.devices)) < num_ranks  # some GPU has several ranks
-        self.arrival, self.kept = threading.Condition(), []  # closed memory to which a missing rank may still write
+        self.arrival = threading.Condition()
+        self.kept: list = []  # closed memory to which a missing rank may still write
         self._forget_arrivals()
 
     def _forget_arrivals(self):

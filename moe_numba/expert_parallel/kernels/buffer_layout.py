@@ -27,7 +27,6 @@ RECORD_WORDS = 8
 MAX_ROWS = (1 << 31) - 1
 ALIGNMENT_WORDS = 32  # sections start at multiples of 128 bytes
 
-
 # These two offsets are the same for any number of ranks.
 ABORT_FLAG, ABORT_RECORDS = 0, ALIGNMENT_WORDS
 
@@ -74,8 +73,8 @@ def buffer_layout(num_ranks):
 
 
 # Private state, in words: how many threads have aborted, the number of barriers, the number of ranks, and the number of
-# notifies (one counter for each CTA of the notify kernel). Then, for the current launch, the next channel of the senders and of the
-# receivers (one counter each), and the number of CTAs whose warps have all retired.
+# notifies (one counter for each CTA of the notify kernel). Then, for the current launch, the next channel of the
+# senders and of the receivers (one counter each), and the number of CTAs whose warps have all retired.
 ABORTED, BARRIER_COUNT, NUM_RANKS, NOTIFY_COUNTS = 0, 1, 2, 3
 NEXT_CHANNEL, BLOCKS_DONE = ALIGNMENT_WORDS, ALIGNMENT_WORDS + 2
 _RING_COUNTERS = 2 * ALIGNMENT_WORDS

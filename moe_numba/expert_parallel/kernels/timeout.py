@@ -47,7 +47,7 @@ CALL_ARGUMENTS = (
     ("the dtype of x's scales", ("None", "torch.float32", "torch.int32")),
     ("the number of topk_idx' columns (0: not given)", None),
     ("the number of experts", None),
-    ("out (0: not given, n: result of the n-th new_output)", None),
+    ("the number of out (0: not given)", None),
     ("the number of channels, which depends on config,", None),
     ("the number of slots per ring, which depends on config,", None),
 )
