@@ -42,8 +42,8 @@ class Buffer(BufferBase):
     ------
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed. ValueError also if the counts
-        contradict each other, or if more rows arrive than the output can hold; if the host did not wait for the counts,
-        the next call raises it.
+        contradict each other, if more rows arrive than an output can hold, or if a dispatch has other rows, experts or
+        configurations on another rank. All ranks raise it; if the host did not wait for the counts, the next call does.
     TimeoutError
         A rank did not arrive: from the call that waited for its counts, otherwise from the next call.
     RuntimeError
@@ -52,7 +52,14 @@ class Buffer(BufferBase):
     Notes
     -----
     All ranks must make the same calls in the same order. After an error on the GPU (a timeout, wrong counts), every
-    further call raises it again.
+    further call raises it again, and `check` does without a call. All ranks of the group abort, and the results of
+    operations that had not ended, or that a CUDA graph replays, are poisoned: every element is NaN, and every index -1.
+
+    Combine, and dispatch with a handle, exchange no counts. If their arguments differ across ranks, they time out, or
+    return wrong rows; the error names the rank and the channel that waited.
+
+    The first call with a configuration compiles its kernels, while the host waits for the other ranks to do the same.
+    `warm_up` does that beforehand.
 
     After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
     """
@@ -84,6 +91,7 @@ class Buffer(BufferBase):
         is_token_in_rank : torch.Tensor [tokens, num_ranks], bool
         event : EventOverlap
         """
+        self._runtime.check_alive()
         if isinstance(topk_idx, torch.Tensor):
             check_tensor("topk_idx", topk_idx, device=(self._device, "the buffer"))
         with self._runtime.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
@@ -181,6 +189,8 @@ class Buffer(BufferBase):
         expert_alignment = check_int("expert_alignment", expert_alignment, 1, 1 << 20)
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         if handle is None:
+            if not num_worst_tokens:
+                rt.check_can_wait()
             experts, channels = checks.check_layout(*layout, tokens, ranks, device), None
         else:
             if topk or rows or any(part is not None for part in layout):
@@ -189,7 +199,7 @@ class Buffer(BufferBase):
         if out is not None:
             checks.check_output(out, self.transport, x, scales, topk_idx, rows)
             capacity = min(capacity, out.num_rows)
-        channels, start = rt.cached(
+        channels, start, call = rt.cached(
             runtime.plan_ring_dispatch if out is None else runtime.plan_direct_dispatch,
             config,
             hidden,
@@ -218,7 +228,17 @@ class Buffer(BufferBase):
             )
             if handle is None:
                 received, counts = rt.notify(
-                    layout, tokens, experts, channels, expert_alignment, num_worst_tokens, capacity, prefix
+                    layout,
+                    tokens,
+                    experts,
+                    channels,
+                    expert_alignment,
+                    num_worst_tokens,
+                    capacity,
+                    prefix,
+                    call,
+                    scales,
+                    out,
                 )
             else:
                 received, counts = rows, []
@@ -230,7 +250,7 @@ class Buffer(BufferBase):
                 barriers = rt.with_barriers_if_layout_changed(False, channels, has_synchronized)
             else:
                 outputs = out.tensors(scales is not None, topk > 0)
-                barriers = rt.with_barriers(has_synchronized)
+                barriers = rt.with_barriers(has_synchronized, out)
             with barriers:
                 start(*arguments, tokens, experts, *rt.pointers(*prefix, *outputs, send_head), received)
             if out is not None:
@@ -290,6 +310,6 @@ class Buffer(BufferBase):
             inputs = rt.pointers(x, topk_weights, *prefix, send_head)
             outputs = rt.pointers(*(*biases, None, None)[:2], out, out_weights)
             with rt.with_barriers_if_layout_changed(True, channels):
-                start(*inputs, tokens, *outputs)
+                start(*inputs, tokens, *outputs, rows)
             event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event

@@ -11,6 +11,7 @@ from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput
 from moe_numba.expert_parallel.runtime import Runtime
+from moe_numba.expert_parallel.warm_up import warm_up
 from moe_numba.runtime.validate import check_int
 
 _ALIGNMENT = 128  # of the size of a buffer, in bytes, as in DeepEP
@@ -126,8 +127,76 @@ class BufferBase:
         return memory[:count].view(size)
 
     def destroy(self) -> None:
-        """Free the shared memory; all ranks must call it, after their last call."""
+        """Free the shared memory; all ranks must call it, after their last call.
+
+        Waits for the other ranks, at most ``timeout`` seconds. After an error on the GPU it does not wait. Memory to
+        which a missing rank may still write then stays allocated.
+        """
         self._runtime.close()
+
+    def check(self, synchronize: bool = False) -> None:
+        """Raise the error of this buffer if an operation on the GPU has aborted, here or on a peer.
+
+        Every other call raises that error too. A replayed CUDA graph does not, because the host does not see its
+        kernels: call this after replays, or look for NaNs in their results. It reads a word in host memory and can be
+        called at any time.
+
+        Parameters
+        ----------
+        synchronize : bool
+            Wait until the GPU has finished all work, which takes at most ``timeout`` for each operation that hangs.
+            Otherwise only errors of operations that have ended are found.
+
+        Raises
+        ------
+        ValueError, TimeoutError, RuntimeError
+            As listed in `Buffer`.
+        """
+        if synchronize:
+            self._runtime.synchronize()
+        self._runtime.check_alive()
+
+    def warm_up(
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int = 0,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        num_scales: int = 0,
+        topk_idx_dtype: torch.dtype = torch.int64,
+        config: Config | None = None,
+        combine_config: Config | None = None,
+        out: SymmetricOutput | None = None,
+    ) -> None:
+        """Compile and load all kernels for rows of one kind, and synchronise the ranks.
+
+        Later calls with these arguments compile nothing. All ranks must call it, with the same arguments. It dispatches
+        one token of each rank, with and without a handle, and combines it, with and without weights.
+
+        Parameters
+        ----------
+        hidden : int
+            Elements of a row.
+        num_experts : int
+            Experts of all ranks.
+        num_topk : int
+            Experts per token; 0 if ``topk_idx`` is not passed to dispatch.
+        dtype : torch.dtype
+            Of the rows of dispatch: bfloat16, or float8_e4m3fn with ``num_scales`` scales per row.
+        topk_idx_dtype : torch.dtype
+            Of ``topk_idx``.
+        config, combine_config : Config, optional
+            Of dispatch and combine; the defaults are theirs.
+        out : SymmetricOutput, optional
+            Warm up dispatch to this output, whose contents are overwritten, instead of dispatch through rings.
+
+        Raises
+        ------
+        ValueError, TypeError, TimeoutError
+            As from `dispatch`.
+        """
+        warm_up(self, hidden, num_experts, num_topk, dtype, num_scales, topk_idx_dtype, config, combine_config, out)
 
     def new_output(
         self,
@@ -163,5 +232,5 @@ class BufferBase:
             num_rows, hidden, dtype, num_scales, num_topk, scale_dtype, topk_idx_dtype
         )
         return SymmetricOutput(
-            self.transport, num_rows, hidden, dtype, num_scales, scale_dtype, num_topk, topk_idx_dtype
+            self._runtime, num_rows, hidden, dtype, num_scales, scale_dtype, num_topk, topk_idx_dtype
         )

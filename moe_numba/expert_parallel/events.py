@@ -7,6 +7,11 @@ import torch
 from moe_numba import simulator
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream is captured in a CUDA graph."""
+    return not simulator.ENABLED and torch.cuda.is_current_stream_capturing()
+
+
 class EventHandle:
     """An event recorded on the current stream; in the simulator, a function that runs the pending kernels."""
 

@@ -1,10 +1,14 @@
 """Output tensors of dispatch: newly allocated tensors, or a `SymmetricOutput` to which the peers write directly."""
 
+import itertools
+
 import torch
 
 from moe_numba.expert_parallel.kernels.buffer_layout import align_words
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.launch import address
+
+_NUMBERS = itertools.count(1)
 
 
 def alloc_recv_tensors(num_rows, hidden, x, scales, topk, topk_idx, topk_weights):
@@ -26,6 +30,8 @@ class SymmetricOutput:
     ----------
     num_rows : int
         Capacity in rows.
+    number : int
+        Identifies the output; the same on all ranks.
     x : torch.Tensor [num_rows, hidden], bfloat16 or float8_e4m3fn
     scales : torch.Tensor [num_rows, num_scales], float32 or int32
     topk_idx, topk_weights : torch.Tensor [num_rows, num_topk], int64 or int32, and float32
@@ -34,7 +40,7 @@ class SymmetricOutput:
 
     def __init__(
         self,
-        transport,
+        runtime,
         num_rows: int,
         hidden: int,
         dtype: torch.dtype,
@@ -44,11 +50,13 @@ class SymmetricOutput:
         topk_idx_dtype: torch.dtype,
     ):
         row_words, idx_words = hidden * dtype.itemsize // 4, num_topk * topk_idx_dtype.itemsize // 4
-        self.transport, self.num_rows = transport, num_rows
+        transport = runtime.transport
+        self.transport, self._runtime, self.num_rows = transport, runtime, num_rows
+        self.number = transport.gather(next(_NUMBERS))[0]  # ranks may have made other outputs in other groups
         arguments = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk, str(topk_idx_dtype)
         check_same_on_all_ranks(transport, "the argument tuple of new_output", arguments)
-        offsets = [0]
-        for words in (row_words, num_scales, idx_words, num_topk, 1):
+        offsets, self._row_words = [0], (row_words, num_scales, idx_words, num_topk, 1)
+        for words in self._row_words:
             offsets.append(offsets[-1] + align_words(num_rows * words))
         self._offsets = [4 * offset for offset in offsets[1:-1]]  # in bytes, of all tensors but the first
         self._shared = transport.allocate(4 * offsets[-1])
@@ -73,13 +81,16 @@ class SymmetricOutput:
         """The sending kernel's arguments: address of all ranks' addresses, offsets of the tensors, and capacity."""
         return address(self._shared.addresses), *self._offsets, self.num_rows
 
+    @property
+    def poison_args(self) -> tuple[int, ...]:
+        """The barrier kernel's arguments: address and size in words of each tensor."""
+        tensors = self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx
+        pairs = zip(tensors, self._row_words, strict=True)
+        return tuple(value for tensor, words in pairs for value in (address(tensor), self.num_rows * words))
+
     def close(self) -> None:
         """Free the memory. All ranks must call it, and no kernel may use the memory any more."""
         if self._shared is None:
             return
-        if self.transport.device.type == "cuda":
-            torch.cuda.synchronize(self.transport.device)
-        self.transport.gather(None)
-        shared, self._shared = self._shared, None
-        self.x = self.scales = self.topk_idx = self.topk_weights = self.src_idx = None
-        shared.close()
+        self._runtime.close_memory(self._shared)
+        self._shared = self.x = self.scales = self.topk_idx = self.topk_weights = self.src_idx = None

@@ -56,7 +56,7 @@ def reports():
         False,
     )
     requests["notify"] = ("make_notify_dispatch(8, 512)", notify.NOTIFY_SIGNATURE, 512, False)
-    requests["barrier"] = ("make_barrier(8)", notify.BARRIER_SIGNATURE, 32, False)
+    requests["barrier"] = ("make_barrier(8)", notify.BARRIER_SIGNATURE, 512, False)
     return compile_apart(SOURCE, requests)
 
 

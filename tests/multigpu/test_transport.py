@@ -81,7 +81,7 @@ def log_of(monkeypatch):
 
     def run(works, is_shared):
         log, group = [], LocalGroup(len(works))
-        group.is_shared, group.starts, group.start_condition = is_shared, [0] * len(works), threading.Condition()
+        group.is_shared = is_shared
         note = lambda kernel, *_, **options: lambda *_: log.append((kernel, options))
         monkeypatch.setattr(transport, "launcher", note)
 
