@@ -58,8 +58,8 @@ class Buffer(BufferBase):
     Combine, and dispatch with a handle, exchange no counts. If their arguments differ across ranks, they time out, or
     return wrong rows; the error names the rank and the channel that waited.
 
-    The first call with a configuration compiles its kernels, while the host waits for the other ranks to do the same.
-    `warm_up` does that beforehand.
+    The first call with a configuration compiles its kernels. Its host waits until the other ranks have done the same,
+    at most 100 seconds or ``timeout``, so that no GPU waits for a compiler. `warm_up` does that beforehand.
 
     After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
     """

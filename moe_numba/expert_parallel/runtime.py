@@ -34,13 +34,14 @@ from moe_numba.expert_parallel.kernels.timeout import (
     STATUS_WORDS,
 )
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
-from moe_numba.expert_parallel.transport import check_same_on_all_ranks
+from moe_numba.expert_parallel.transport import COMPILE_LOCK, check_same_on_all_ranks
 from moe_numba.runtime.launch import address, current_stream
 from moe_numba.runtime.validate import check_device
 
 _NO_BARRIERS = contextlib.nullcontext()
 _SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `Runtime.on_stream`
 _NOTIFY_THREADS = _BARRIER_THREADS = 32 if simulator.ENABLED else 512  # per CTA
+_COMPILE_S = 100.0  # seconds that ranks wait for one another's compilers
 _DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `timeout.CALL_ARGUMENTS`
 _SCALE_DTYPES = None, torch.float32, torch.int32
 
@@ -158,7 +159,7 @@ class Runtime:
             return
         self._configurations.add(configuration)
         if not self._status_view[0]:
-            self.transport.rendezvous(f"first use of {configuration}", self.timeout)
+            self.transport.rendezvous(f"first use of {configuration}", max(self.timeout, _COMPILE_S))
 
     def notify(
         self, layout, tokens, experts, channels, alignment, num_worst_tokens, capacity, prefix, call, scales, out
@@ -318,7 +319,8 @@ class Kernel:
         """Compile and load the kernel, and wait until all ranks have done so."""
         make, constants, signature, shared_bytes = self._definition
         runtime, options = self._runtime, dict(launch_bounds=self._block, shared_bytes=shared_bytes, dependent=True)
-        self._start = runtime.transport.prepare_kernel(make(*constants), signature, runtime.timeout, **options)
+        with COMPILE_LOCK:  # ranks that are threads make, and compile, the same kernel once
+            self._start = runtime.transport.prepare_kernel(make(*constants), signature, runtime.timeout, **options)
         runtime.wait_for_compilers((make.__name__, constants[0]))
 
     def __call__(self, grid, *arguments):

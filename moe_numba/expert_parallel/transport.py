@@ -26,7 +26,7 @@ from moe_numba import simulator
 from moe_numba.runtime.launch import current_stream, launcher, signature_of
 
 _TIMEOUT_S = 100.0
-COMPILE_LOCK = threading.Lock()  # Numba's compiler is not thread-safe, and ranks may be threads
+COMPILE_LOCK = threading.RLock()  # Numba's compiler is not thread-safe, and ranks may be threads
 
 
 @dataclass
@@ -291,18 +291,20 @@ class LocalGroup:
         self._thread_barrier = threading.Barrier(self.num_ranks)
         _enable_peer_access({device.index for device in self.devices})
         results, errors = [None] * self.num_ranks, []
+        streams = [torch.cuda.Stream(device) for device in self.devices]
 
         def run(rank):
             try:
-                device = self.devices[rank]
-                with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                with torch.cuda.device(self.devices[rank]), torch.cuda.stream(streams[rank]):
                     results[rank] = work(_ThreadRank(self, rank))
-                    torch.cuda.current_stream().synchronize()
+                    streams[rank].synchronize()
             except BaseException as error:  # an exception of a thread is otherwise lost
                 errors.append(error)
                 self._thread_barrier.abort()  # ranks that wait for this one continue with a BrokenBarrierError
             finally:
                 self.end(rank)
+                with contextlib.suppress(Exception):  # no kernel may outlive the memory that it uses
+                    streams[rank].synchronize()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
         for thread in threads:
