@@ -87,7 +87,7 @@ from moe_numba.expert_parallel.config import Config, num_channels
 from moe_numba.expert_parallel.kernels import combine as final_kernel
 from moe_numba.expert_parallel.kernels import reduce
 from moe_numba.expert_parallel.kernels.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
-from moe_numba.expert_parallel.kernels.buffer_layout import ABORTED, buffer_layout, received_counters
+from moe_numba.expert_parallel.kernels.buffer_layout import ABORT_FLAG, buffer_layout, received_counters
 from moe_numba.expert_parallel.kernels.bulk_pipeline import init_smem
 from moe_numba.expert_parallel.kernels.channels import first_channel, first_token, next_channel, retire_warp
 from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
@@ -1035,17 +1035,18 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
         bias_1,
         out,
         out_weights,
+        num_rows,
     ):
         smem_i32, smem_u64 = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         rings = RingMemory(rings_offset, ring_words)
         prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
-        tensors = CombineTensors(x, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
+        tensors = CombineTensors(x, num_rows, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
         init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
-        if ld_volatile_s32(state, ABORTED) != 0:
+        if ld_volatile_s32(local, ABORT_FLAG) != 0:
             pass  # the rank has aborted in an earlier kernel
         elif warp == warps:
             publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)

@@ -12,6 +12,7 @@ from moe_numba import simulator
 # Left out by ``make test-fast``: whole modules, and single tests, that take more than about 8 s of one core.
 SLOW_MODULES = {
     "test_buffer_compile",
+    "test_buffer_faults",
     "test_channels",
     "test_combine_notebook_compile",
     "test_deepep_port_compile",

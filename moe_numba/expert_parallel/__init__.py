@@ -1,7 +1,7 @@
 """Expert parallelism within a node: dispatch sends tokens to the GPUs that hold their experts, combine returns them."""
 
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config
+from moe_numba.expert_parallel.config import Config, topk_idx_t
 from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
@@ -20,4 +20,5 @@ __all__ = [
     "get_dispatch_layout",
     "per_token_cast_back",
     "per_token_cast_to_fp8",
+    "topk_idx_t",
 ]

@@ -1,13 +1,18 @@
 """``Config``, the resources that dispatch and combine may use, and the launch parameters that follow from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+
+import torch
 
 from moe_numba import simulator
 from moe_numba.expert_parallel.kernels.buffer_layout import ALIGNMENT_WORDS, MAX_RANKS, MAX_TOPK, align_words
 from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.runtime.validate import check_int
+
+topk_idx_t = torch.int64  # dtype of experts, as DeepEP is built by default; int32 is allowed as well
+TOPK_IDX_POINTERS = {torch.int64: "int64*", torch.int32: "int32*"}  # types of the kernels' pointers to experts
 
 _SHARED_BYTES = 227 * 1024  # per CTA on a Hopper GPU
 _MAX_WARPS = 2 if simulator.ENABLED else 16
@@ -42,15 +47,17 @@ class Config:
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
 
     def __post_init__(self):
-        for name, value in self.__dict__.items():
-            check_int(name, value)
+        for field in fields(self):
+            object.__setattr__(self, field.name, check_int(field.name, getattr(self, field.name)))
         if not 2 <= self.num_sms <= 132 or self.num_sms % 2:
             raise ValueError(f"num_sms is {self.num_sms}; it must be even, 2 to 132")
+        for name in ("nvl_chunked_send", "rdma_chunked_send", "rdma_chunked_recv"):
+            check_int(f"num_max_{name}_tokens", getattr(self, f"num_max_{name}_tokens"), 1)
         chunk, ring = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
-        if chunk < 1:
-            raise ValueError(f"num_max_nvl_chunked_send_tokens is {chunk}; it must be 1 or more")
         if ring < chunk + _REDUCER_WARPS - 1:
             raise ValueError(
                 f"num_max_nvl_chunked_recv_tokens is {ring}; with chunks of {chunk} it must be "
@@ -65,11 +72,19 @@ class Config:
         hidden_bytes : int
             Bytes of a row.
         num_ranks : int
-            Ranks of the group.
+            Ranks of the group, 1 to 8.
         """
+        hidden_bytes = check_int("hidden_bytes", hidden_bytes, 1)
+        num_ranks = check_int("num_ranks", num_ranks, 1, MAX_RANKS)
         slot = TokenSlot(-(-hidden_bytes // 4), -(-hidden_bytes // 128), MAX_TOPK)
         channels = num_channels(self.num_sms, num_ranks, hidden_bytes)
         return 2 * 4 * channels * num_ranks * slots_per_ring(self, num_ranks, channels) * slot.stride
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return a sufficient ``num_rdma_bytes``: 0, because all ranks are in one node."""
+        check_int("hidden_bytes", hidden_bytes, 1)
+        check_int("num_ranks", num_ranks, 1, MAX_RANKS)
+        return 0
 
 
 @cache

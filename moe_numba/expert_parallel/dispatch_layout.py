@@ -3,15 +3,18 @@
 import torch
 
 from moe_numba import simulator
+from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, MAX_TOPK
 from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER_SIZE, make_layout_kernel
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_device, check_int, check_tensor, make_outputs
 
 _THREADS = 64 if simulator.ENABLED else 1024  # per CTA; the simulator runs threads one after the other
-_SIGNATURE = ("int64*", "int32*", "int32*", "uint8*", "uint32")
+_SIGNATURES = {dtype: (pointer, "int32*", "int32*", "uint8*", "uint32") for dtype, pointer in TOPK_IDX_POINTERS.items()}
 _MAX_EXPERTS = 1024
+_plans: dict = {}
 _MAX_ELEMENTS = (1 << 31) - 1  # counts are int32
 
 
@@ -26,7 +29,7 @@ def get_dispatch_layout(
 
     Parameters
     ----------
-    topk_idx : torch.Tensor [tokens, topk], int64
+    topk_idx : torch.Tensor [tokens, topk], int64 or int32
         The experts of each token, at most 32; contiguous. -1, and any other value outside 0..num_experts-1, is no
         expert.
     num_experts : int
@@ -60,32 +63,50 @@ def get_dispatch_layout(
     """
     if needs_dispatch(topk_idx):
         return call_op("get_dispatch_layout", topk_idx, num_experts, num_ranks, out)
-    ids = topk_idx
-    _check(ids, num_experts, num_ranks)
-    (tokens, topk), device = ids.shape, ids.device
-    results = make_outputs(out, _outputs(tokens, num_experts, num_ranks), device)
-    index = device.index or 0
-    kernel = make_layout_kernel(num_experts, num_ranks, topk, _THREADS)
-    launcher(kernel, _SIGNATURE, index, launch_bounds=_THREADS, cluster=CLUSTER_SIZE, dependent=True)(
-        CLUSTER_SIZE, _THREADS, current_stream(index), address(ids), *map(address, results), tokens
+    if not type(num_experts) is type(num_ranks) is int:  # before the look-up: True would find the plan for 1
+        num_experts, num_ranks = check_int("num_experts", num_experts), check_int("num_ranks", num_ranks)
+    key = topk_idx.shape, topk_idx.stride(), topk_idx.dtype, topk_idx.device, num_experts, num_ranks
+    start, outputs = _plans.get(key) or remember(_plans, key, _make_plan(topk_idx, num_experts, num_ranks))
+    per_rank, per_expert, is_in_rank = outputs = outputs(out)
+    start(
+        CLUSTER_SIZE,
+        _THREADS,
+        None,
+        address(topk_idx),
+        address(per_rank),
+        address(per_expert),
+        address(is_in_rank),
+        topk_idx.shape[0],
     )
-    return tuple(results) if out is None else out
+    return tuple(outputs) if out is None else out
+
+
+def _make_plan(ids, num_experts, num_ranks):
+    """Check the arguments; return the launcher and the :class:`Outputs`."""
+    tokens, topk = _check(ids, num_experts, num_ranks)
+    kernel, signature = make_layout_kernel(num_experts, num_ranks, topk, _THREADS), _SIGNATURES[ids.dtype]
+    options = dict(launch_bounds=_THREADS, cluster=CLUSTER_SIZE, dependent=True)
+    start = launcher(kernel, signature, ids.device.index or 0, **options)
+    return start, Outputs(_describe_outputs(tokens, num_experts, num_ranks), ids.device)
 
 
 def _check(ids, num_experts, num_ranks):
-    check_tensor("topk_idx", ids, dtype=torch.int64, shape=("tokens", "topk"), contiguous=True)
-    if not 1 <= ids.shape[1] <= MAX_TOPK:
-        raise ValueError(f"topk_idx has {ids.shape[1]} columns; 1 to {MAX_TOPK} are allowed")
-    if ids.numel() > _MAX_ELEMENTS:
-        raise ValueError(f"topk_idx has {len(ids)} tokens; at most {_MAX_ELEMENTS // ids.shape[1]} are allowed")
+    """Check the arguments; return the number of tokens, and of experts per token."""
+    check_tensor("topk_idx", ids, dtype=tuple(TOPK_IDX_POINTERS), shape=("tokens", "topk"), contiguous=True)
     check_device(ids.device, (9, 0), "topk_idx")
+    tokens, topk = ids.shape
+    if not 1 <= topk <= MAX_TOPK:
+        raise ValueError(f"topk_idx has {topk} columns; 1 to {MAX_TOPK} are allowed")
+    if tokens * topk > _MAX_ELEMENTS:
+        raise ValueError(f"topk_idx has {tokens} tokens; at most {_MAX_ELEMENTS // topk} are allowed")
     check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
     check_int("num_ranks", num_ranks, 1, MAX_RANKS)
     if num_experts % num_ranks:
         raise ValueError(f"num_experts is {num_experts}; it must be a multiple of num_ranks, {num_ranks}")
+    return tokens, topk
 
 
-def _outputs(tokens, num_experts, num_ranks):
+def _describe_outputs(tokens, num_experts, num_ranks):
     return (
         ("num_tokens_per_rank", (num_ranks,), torch.int32),
         ("num_tokens_per_expert", (num_experts,), torch.int32),
@@ -98,4 +119,4 @@ def _fake_layout(call):
     """Check the arguments of a call and return its outputs."""
     ids, sizes = call.topk_idx, (call.num_experts, call.num_ranks)
     _check(ids, *sizes)
-    return make_outputs(call.out, _outputs(ids.shape[0], *sizes), ids.device)
+    return make_outputs(call.out, _describe_outputs(ids.shape[0], *sizes), ids.device)

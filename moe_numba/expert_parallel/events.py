@@ -7,6 +7,11 @@ import torch
 from moe_numba import simulator
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream is captured in a CUDA graph."""
+    return not simulator.ENABLED and torch.cuda.is_current_stream_capturing()
+
+
 class EventHandle:
     """An event recorded on the current stream; in the simulator, a function that runs the pending kernels."""
 
@@ -24,10 +29,13 @@ class EventHandle:
 
 
 class EventOverlap:
-    """The event that a call returns; ``with event:`` runs the body and then makes the current stream wait for it."""
+    """The event that a call returns; ``with event:`` runs the body and then makes the current stream wait for it.
 
-    def __init__(self, event: EventHandle | None = None):
-        self.event = event
+    ``extra_tensors`` are kept as long as this object, as in DeepEP.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
+        self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self) -> None:
         """Make the current stream wait for the event."""

@@ -1,26 +1,24 @@
 """Output tensors of dispatch: newly allocated tensors, or a `SymmetricOutput` to which the peers write directly."""
 
+import itertools
+
 import torch
 
 from moe_numba.expert_parallel.kernels.buffer_layout import align_words
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.launch import address
 
+_NUMBERS = itertools.count(1)
 
-def alloc_recv_tensors(num_rows, x, scales, topk, src_idx):
-    """Allocate the outputs of a dispatch through rings.
 
-    Returns x, scales, topk_idx, topk_weights and src_idx for ``num_rows`` rows like those of ``x``; None for what was
-    not sent, and the given ``src_idx`` if it is not None.
-    """
-    new = lambda *size, dtype: torch.empty(size, dtype=dtype, device=x.device)
-    return (
-        new(num_rows, x.shape[1], dtype=x.dtype),
-        None if scales is None else new(num_rows, scales.shape[1], dtype=scales.dtype),
-        new(num_rows, topk, dtype=torch.int64) if topk else None,
-        new(num_rows, topk, dtype=torch.float32) if topk else None,
-        new(num_rows, dtype=torch.int32) if src_idx is None else src_idx,
-    )
+def alloc_recv_tensors(num_rows, hidden, x, scales, topk, topk_idx, topk_weights):
+    """Allocate x, scales, topk_idx and topk_weights of ``num_rows`` rows like those sent; None for what is None."""
+    return [
+        x.new_empty(num_rows, hidden),
+        None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+        topk_idx.new_empty(num_rows, topk) if topk else None,
+        topk_weights.new_empty(num_rows, topk) if topk else None,
+    ]
 
 
 class SymmetricOutput:
@@ -32,28 +30,33 @@ class SymmetricOutput:
     ----------
     num_rows : int
         Capacity in rows.
+    number : int
+        Identifies the output; the same on all ranks.
     x : torch.Tensor [num_rows, hidden], bfloat16 or float8_e4m3fn
     scales : torch.Tensor [num_rows, num_scales], float32 or int32
-    topk_idx, topk_weights : torch.Tensor [num_rows, num_topk], int64 and float32
+    topk_idx, topk_weights : torch.Tensor [num_rows, num_topk], int64 or int32, and float32
     src_idx : torch.Tensor [num_rows], int32
     """
 
     def __init__(
         self,
-        transport,
+        runtime,
         num_rows: int,
         hidden: int,
         dtype: torch.dtype,
         num_scales: int,
         scale_dtype: torch.dtype,
         num_topk: int,
+        topk_idx_dtype: torch.dtype,
     ):
-        row_words = hidden * dtype.itemsize // 4
-        self.transport, self.num_rows = transport, num_rows
-        arguments = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk
+        row_words, idx_words = hidden * dtype.itemsize // 4, num_topk * topk_idx_dtype.itemsize // 4
+        transport = runtime.transport
+        self.transport, self._runtime, self.num_rows = transport, runtime, num_rows
+        self.number = transport.gather(next(_NUMBERS))[0]  # ranks may have made other outputs in other groups
+        arguments = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk, str(topk_idx_dtype)
         check_same_on_all_ranks(transport, "the argument tuple of new_output", arguments)
-        offsets = [0]
-        for words in (row_words, num_scales, 2 * num_topk, num_topk, 1):
+        offsets, self._row_words = [0], (row_words, num_scales, idx_words, num_topk, 1)
+        for words in self._row_words:
             offsets.append(offsets[-1] + align_words(num_rows * words))
         self._offsets = [4 * offset for offset in offsets[1:-1]]  # in bytes, of all tensors but the first
         self._shared = transport.allocate(4 * offsets[-1])
@@ -65,7 +68,7 @@ class SymmetricOutput:
             return part.view(num_rows, 4 * words // dtype.itemsize)
 
         self.x, self.scales = section(0, row_words, dtype), section(1, num_scales, scale_dtype)
-        self.topk_idx, self.topk_weights = section(2, 2 * num_topk, torch.int64), section(3, num_topk, torch.float32)
+        self.topk_idx, self.topk_weights = section(2, idx_words, topk_idx_dtype), section(3, num_topk, torch.float32)
         self.src_idx = section(4, 1, torch.int32).view(-1)
 
     def tensors(self, with_scales: bool, with_topk: bool) -> tuple[torch.Tensor | None, ...]:
@@ -78,13 +81,16 @@ class SymmetricOutput:
         """The sending kernel's arguments: address of all ranks' addresses, offsets of the tensors, and capacity."""
         return address(self._shared.addresses), *self._offsets, self.num_rows
 
+    @property
+    def poison_args(self) -> tuple[int, ...]:
+        """The barrier kernel's arguments: address and size in words of each tensor."""
+        tensors = self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx
+        pairs = zip(tensors, self._row_words, strict=True)
+        return tuple(value for tensor, words in pairs for value in (address(tensor), self.num_rows * words))
+
     def close(self) -> None:
         """Free the memory. All ranks must call it, and no kernel may use the memory any more."""
         if self._shared is None:
             return
-        if self.transport.device.type == "cuda":
-            torch.cuda.synchronize(self.transport.device)
-        self.transport.gather(None)
-        shared, self._shared = self._shared, None
-        self.x = self.scales = self.topk_idx = self.topk_weights = self.src_idx = None
-        shared.close()
+        self._runtime.close_memory(self._shared)
+        self._shared = self.x = self.scales = self.topk_idx = self.topk_weights = self.src_idx = None

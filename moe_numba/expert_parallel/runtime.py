@@ -6,18 +6,44 @@ from functools import partial
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel.config import make_ring_shape, max_warps, num_channels, num_direct_senders, num_senders
-from moe_numba.expert_parallel.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.checks import check_previous_event
+from moe_numba.expert_parallel.config import (
+    TOPK_IDX_POINTERS,
+    make_ring_shape,
+    max_warps,
+    num_channels,
+    num_direct_senders,
+    num_senders,
+)
+from moe_numba.expert_parallel.events import EventHandle, EventOverlap, is_capturing
 from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
-from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS, MAX_EXPERTS, STATE_WORDS, buffer_layout
+from moe_numba.expert_parallel.kernels.buffer_layout import (
+    ABORT_FLAG,
+    MAX_CHANNELS,
+    MAX_EXPERTS,
+    NUM_RANKS,
+    STATE_WORDS,
+    buffer_layout,
+)
 from moe_numba.expert_parallel.kernels.channels import RingShape
-from moe_numba.expert_parallel.kernels.timeout import COUNT_ERRORS, MESSAGES, STATUS_WORDS
+from moe_numba.expert_parallel.kernels.timeout import (
+    ARGUMENT_ERRORS,
+    CALL_ARGUMENTS,
+    CALL_MISMATCH,
+    MESSAGES,
+    STATUS_WORDS,
+)
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
-from moe_numba.expert_parallel.transport import check_same_on_all_ranks
+from moe_numba.expert_parallel.transport import COMPILE_LOCK, check_same_on_all_ranks
 from moe_numba.runtime.launch import address, current_stream
 from moe_numba.runtime.validate import check_device
 
-_NOTIFY_THREADS = 32 if simulator.ENABLED else 512  # per CTA
+_NO_BARRIERS = contextlib.nullcontext()
+_SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `Runtime.on_stream`
+_NOTIFY_THREADS = _BARRIER_THREADS = 32 if simulator.ENABLED else 512  # per CTA
+_COMPILE_S = 100.0  # seconds that ranks wait for one another's compilers
+_DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `timeout.CALL_ARGUMENTS`
+_SCALE_DTYPES = None, torch.float32, torch.int32
 
 
 class Runtime:
@@ -43,64 +69,101 @@ class Runtime:
         self.shared = transport.allocate(4 * self.rings_offset + num_bytes)
         self._local = self.shared.local.view(torch.int32)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        self._state[NUM_RANKS] = self.num_ranks
         # The host polls these while kernels run.
         pinned = {} if simulator.ENABLED else {"pin_memory": True}
-        self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, **pinned)
-        self._counters = torch.zeros(1 + MAX_EXPERTS, dtype=torch.int32, **pinned)
+        self._status = torch.zeros(STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
+        self._counters = torch.zeros(1 + MAX_EXPERTS, dtype=torch.int32, device="cpu", **pinned)
         self._status_view, self._counters_view = self._status.numpy(), self._counters.numpy()
         self._placeholder = torch.zeros(4, dtype=torch.int32, device=device)
         common = self._local, self.shared.addresses, self._state, self._status, self._placeholder
         *self._common_arguments, self._placeholder_ptr = map(address, common)
         self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
-        self._last_stream, self._cache, self._first_channels = None, {}, {}
+        self._last_stream, self._cache, self._first_channels, self._configurations = None, {}, {}, set()
+        self._no_output = 5 * (self._placeholder_ptr, 0)
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
         transport.gather(None)
+        self._notify, self._barrier = plan_notify(self), plan_barrier(self)
+        self._notify.load()  # now, because no call may make the others wait for the compiler
+        self._barrier.load()
+
+    def synchronize(self):
+        """Wait until the GPU has finished all work; in the simulator, run the pending kernels."""
+        if simulator.ENABLED:
+            self.transport.wait(lambda: True, 0)
+        else:
+            torch.cuda.synchronize(self.transport.device)
 
     def close(self):
         """Free the shared memory; all ranks must call it."""
         if self.shared is None:
             return
-        if not simulator.ENABLED:
-            torch.cuda.synchronize(self.transport.device)
-        self.transport.gather(None)
-        shared, self.shared, self._local = self.shared, None, None
-        shared.close()
+        self.close_memory(self.shared)
+        self.shared = self._local = None
 
-    def ptr(self, tensor):
-        """Return the address of a tensor, or of a placeholder if the tensor is None or empty."""
-        return self._placeholder_ptr if tensor is None else address(tensor) or self._placeholder_ptr
+    def close_memory(self, shared):
+        """Free memory that ranks share, after all ranks have synchronised; without waiting for them after an abort."""
+        self.synchronize()
+        has_aborted = self._status_view[0] or (self._local is not None and self._local[ABORT_FLAG])
+        shared.close(0 if has_aborted else self.timeout)
+
+    def pointers(self, *tensors):
+        """Return the addresses of tensors, and that of a placeholder for each that is None or empty."""
+        placeholder = self._placeholder_ptr
+        return [placeholder if tensor is None else address(tensor) or placeholder for tensor in tensors]
 
     def check_alive(self):
         """Raise an error if the buffer was destroyed, or if this rank has aborted."""
         if self.shared is None:
             raise RuntimeError("this buffer was destroyed")
+        if not self._status_view[0]:
+            return
         code, rank, channel, peer, head, tail = self._status_view[:6].tolist()
-        if code:
-            message = MESSAGES[code].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail)
-            if code in COUNT_ERRORS:
-                raise ValueError(f"{message}. Rank {rank} has aborted; this buffer can no longer be used")
-            raise TimeoutError(
-                f"{message}. Rank {rank} has aborted after {self.timeout:g} s; this buffer can no longer be used"
+        argument, values = CALL_ARGUMENTS[channel] if code == CALL_MISMATCH else (None, None)
+        if values:
+            head, tail = values[head], values[tail]
+        message = MESSAGES[code].format(rank=rank, channel=channel, peer=peer, head=head, tail=tail, argument=argument)
+        if code in ARGUMENT_ERRORS:
+            raise ValueError(f"{message}. Rank {rank} has aborted; this buffer can no longer be used")
+        raise TimeoutError(
+            f"{message}. Rank {rank} has aborted after {self.timeout:g} s; this buffer can no longer be used"
+        )
+
+    def check_can_wait(self):
+        """Refuse a call whose host waits for the GPU while the current stream is captured in a CUDA graph."""
+        if is_capturing():
+            raise RuntimeError(
+                "dispatch in a CUDA graph needs num_worst_tokens or a handle, because the host cannot wait for the "
+                "counts during the capture"
             )
 
     def cached(self, make, *arguments):
         """Return ``make(self, *arguments)``, computed once per set of arguments."""
-        key = make, arguments
-        if key not in self._cache:
-            self._cache[key] = make(self, *arguments)
-        return self._cache[key]
+        try:
+            return self._cache[make, arguments]
+        except KeyError:
+            return self._cache.setdefault((make, arguments), make(self, *arguments))
 
     def prepare_kernel(self, make, constants, signature, block, shared_bytes=0):
-        """Compile ``make(*constants)``; return ``start(grid, *arguments)``, which adds the `RankContext` first."""
-        start = self.transport.prepare_kernel(
-            make(*constants), signature, self.timeout, launch_bounds=block, shared_bytes=shared_bytes, dependent=True
-        )
-        return lambda grid, *arguments: start(
-            grid, block, *self._common_arguments, int(self.timeout * 1e9), self.rank, *arguments
-        )
+        """Return ``start(grid, *arguments)`` of the kernel ``make(*constants)``, a `Kernel`."""
+        return Kernel(self, make, constants, signature, block, shared_bytes)
 
-    def notify(self, layout, tokens, experts, channels, alignment, num_worst_tokens, capacity, prefix):
+    def wait_for_compilers(self, configuration):
+        """Wait until all ranks have compiled the kernel of a configuration, if this rank calls it for the first time.
+
+        Otherwise the GPUs of some ranks would wait for the compiler of another. Ranks whose call differs do not come
+        here: a rank that knows that from notify does not wait for them. Nor does a captured call, which nothing runs.
+        """
+        if configuration in self._configurations or is_capturing():
+            return
+        self._configurations.add(configuration)
+        if not self._status_view[0]:
+            self.transport.rendezvous(f"first use of {configuration}", max(self.timeout, _COMPILE_S))
+
+    def notify(
+        self, layout, tokens, experts, channels, alignment, num_worst_tokens, capacity, prefix, call, scales, out
+    ):
         """Exchange the counts with all ranks, and compute the prefix matrices.
 
         Parameters
@@ -116,6 +179,10 @@ class Runtime:
             Rows of the output; if more arrive, the rank aborts.
         prefix : tensors
             rank_prefix_matrix, channel_prefix_matrix and recv_channel_prefix_matrix, which the kernel writes.
+        call : tuple of int
+            From the launch plan; with the next two arguments, what must be the same on all ranks.
+        scales : torch.Tensor or None
+        out : SymmetricOutput or None
 
         Returns
         -------
@@ -130,17 +197,20 @@ class Runtime:
         waits = not num_worst_tokens
         if waits:
             self._counters_view[0] = -1  # the kernel writes it last
-        self.cached(plan_notify)(
+        self._notify(
             self.num_ranks + 1,
-            *map(self.ptr, layout),
+            *self.pointers(*layout),
             tokens,
             experts,
             channels,
             alignment,
             capacity,
-            *map(self.ptr, prefix),
+            *self.pointers(*prefix),
             address(self._counters),
             int(waits),
+            *call,
+            _SCALE_DTYPES.index(None if scales is None else scales.dtype),
+            0 if out is None else out.number,
         )
         if not waits:
             return num_worst_tokens, []
@@ -159,26 +229,34 @@ class Runtime:
         have just executed a barrier.
         """
         has_changed = self._first_channels.setdefault(is_combine, channels) != channels
-        return self.with_barriers(has_synchronized) if has_changed else contextlib.nullcontext()
+        return self.with_barriers(has_synchronized) if has_changed else _NO_BARRIERS
 
     @contextlib.contextmanager
-    def with_barriers(self, has_synchronized=False):
-        """Launch a barrier before an operation, unless all ranks have just executed one, and another one after it."""
-        if not has_synchronized:
-            self._barrier()
-        yield
-        self._barrier()
+    def with_barriers(self, has_synchronized=False, out=None):
+        """Launch a barrier before an operation, unless all ranks have just executed one, and another one after it.
 
-    def _barrier(self):
-        self.cached(plan_barrier)(1)
-
-    @contextlib.contextmanager
-    def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
-        """Run a call on its stream, after everything it must wait for.
-
-        Yields a function that returns the call's event. It takes all tensors that the call uses, and keeps their memory
-        from being reused too early.
+        If the second one fails, it poisons ``out``, the `SymmetricOutput` that peers have written to.
         """
+        if not has_synchronized:
+            self._barrier(1, *self._no_output)
+        yield
+        self._barrier(1, *(self._no_output if out is None else out.poison_args))
+
+    def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
+        """Return a context that runs a call on its stream, after everything it must wait for.
+
+        It yields a function that returns the call's event. The function takes all tensors that the call uses, and keeps
+        their memory from being reused too early.
+        """
+        last = self._last_stream
+        if previous_event is None and last is not None and not (async_finish or allocate_on_comm_stream):
+            if last.cuda_stream == current_stream(self.transport.device.index):
+                return _SAME_STREAM
+        return self._on_other_stream(previous_event, async_finish, allocate_on_comm_stream)
+
+    @contextlib.contextmanager
+    def _on_other_stream(self, previous_event, async_finish, allocate_on_comm_stream):
+        previous = check_previous_event(previous_event)
         if allocate_on_comm_stream and not (async_finish and previous_event is not None):
             raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
         if simulator.ENABLED:
@@ -188,9 +266,6 @@ class Runtime:
             return
         device, last = self.transport.device, self._last_stream
         use_comm_stream = async_finish or previous_event is not None
-        if not use_comm_stream and last is not None and last.cuda_stream == current_stream(device.index):
-            yield lambda *tensors: EventOverlap()  # fast path: there is nothing to wait for
-            return
         current = torch.cuda.current_stream(device)
         stream = self.comm_stream if use_comm_stream else current
         with torch.cuda.device(device):
@@ -201,9 +276,9 @@ class Runtime:
             if stream == current:
                 yield lambda *tensors: EventOverlap()
                 return
-            if previous_event is not None and previous_event.event is not None:
+            if previous is not None:
                 with torch.cuda.stream(stream):
-                    previous_event.current_stream_wait()
+                    previous.current_stream_wait()
             else:
                 stream.wait_stream(current)
 
@@ -221,41 +296,83 @@ class Runtime:
                 yield finish
 
 
+class Kernel:
+    """A kernel that exchanges data with the peers; ``kernel(grid, *arguments)`` adds the `RankContext` and launches it.
+
+    The first call compiles it. `Runtime.notify` precedes that call: ranks whose calls differ find that out before one
+    of them compiles.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    make, constants
+        ``make(*constants)`` is the kernel. Ranks that use it together have the same ``constants[0]``.
+    signature, block, shared_bytes
+        As for ``moe_numba.runtime.launch.launcher``.
+    """
+
+    def __init__(self, runtime, make, constants, signature, block, shared_bytes):
+        self._runtime, self._block, self._start = runtime, block, None
+        self._definition = make, constants, signature, shared_bytes
+
+    def load(self):
+        """Compile and load the kernel, and wait until all ranks have done so."""
+        make, constants, signature, shared_bytes = self._definition
+        runtime, options = self._runtime, dict(launch_bounds=self._block, shared_bytes=shared_bytes, dependent=True)
+        with COMPILE_LOCK:  # ranks that are threads make, and compile, the same kernel once
+            self._start = runtime.transport.prepare_kernel(make(*constants), signature, runtime.timeout, **options)
+        runtime.wait_for_compilers((make.__name__, constants[0]))
+
+    def __call__(self, grid, *arguments):
+        if self._start is None:
+            self.load()
+        runtime = self._runtime
+        timeout_ns = int(runtime.timeout * 1e9)
+        self._start(grid, self._block, *runtime._common_arguments, timeout_ns, runtime.rank, *arguments)
+
+
 def plan_notify(runtime):
     constants = runtime.num_ranks, _NOTIFY_THREADS
     return runtime.prepare_kernel(notify.make_notify_dispatch, constants, notify.NOTIFY_SIGNATURE, _NOTIFY_THREADS)
 
 
 def plan_barrier(runtime):
-    return runtime.prepare_kernel(notify.make_barrier, (runtime.num_ranks,), notify.BARRIER_SIGNATURE, 32)
+    constants = (runtime.num_ranks,)
+    return runtime.prepare_kernel(notify.make_barrier, constants, notify.BARRIER_SIGNATURE, _BARRIER_THREADS)
 
 
-# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`.
+# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`. Those of dispatch return
+# the number of channels, a function that starts the kernel, and what `Runtime.notify` compares across ranks.
 
 
-def plan_ring_dispatch(runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp):
-    """Prepare dispatch through rings; return the number of channels, and a function that starts the kernel."""
+def plan_ring_dispatch(
+    runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
+):
+    """Prepare dispatch through rings."""
     slot, ranks = TokenSlot(hidden * dtype.itemsize // 4, scales, topk), runtime.num_ranks
     channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp)
     shape, ring_words = make_ring_shape(
         config, ranks, max_warps(2 * hidden), channels, slot, runtime.ring_words, dtype.itemsize
     )
-    start = runtime.prepare_kernel(
-        dispatch.make_dispatch, (shape,), dispatch.SIGNATURE, shape.threads, shape.shared_bytes
-    )
+    signature = dispatch.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
+    start = runtime.prepare_kernel(dispatch.make_dispatch, (shape,), signature, shape.threads, shape.shared_bytes)
     senders = num_senders(config.num_sms, ranks)
-    return channels, partial(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words)
+    call = hidden, _DTYPES.index(dtype), scales, topk, shape.slots
+    return channels, partial(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words), call
 
 
-def plan_direct_dispatch(runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp):
-    """Prepare dispatch to a `SymmetricOutput`; return the number of channels, and a function that starts the kernel."""
+def plan_direct_dispatch(
+    runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
+):
+    """Prepare dispatch to a `SymmetricOutput`."""
     blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden)
     channels = channels or (channels_per_warp or 4) * blocks * warps  # four, as with rings where the link is saturated
     shape = RingShape(runtime.num_ranks, warps, 0, TokenSlot(hidden * dtype.itemsize // 4, scales, topk))
+    signature = dispatch_direct.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
     start = runtime.prepare_kernel(
-        dispatch_direct.make_dispatch_direct, (shape,), dispatch_direct.SIGNATURE, 32 * warps, shape.shared_bytes
+        dispatch_direct.make_dispatch_direct, (shape,), signature, 32 * warps, shape.shared_bytes
     )
-    return channels, partial(start, blocks, channels)
+    return channels, partial(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
 
 
 def plan_combine(runtime, config, hidden, topk, channels, biases):

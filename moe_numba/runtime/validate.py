@@ -97,6 +97,16 @@ def check_aligned(name, tensor):
         raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")
 
 
+def check_has_memory(name, tensor):
+    """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap."""
+    try:
+        has_memory = tensor.untyped_storage().device.type != "meta"
+    except NotImplementedError:
+        has_memory = False
+    if not has_memory:
+        raise TypeError(f"{name} is a {type(tensor).__name__} without memory; it must be a tensor with data")
+
+
 def check_int(name, value, least=None, most=None):
     """Return an integer (also NumPy's) as an int; refuse a bool, a float, and what is not in the bounds."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
@@ -172,7 +182,7 @@ def make_outputs(out, wanted, device, aligned=()):
     list of torch.Tensor
     """
     if out is None:
-        return [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
+        return [torch.empty(*shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
     results = [as_tensor(out, "out")] if len(wanted) == 1 else check_out_tuple(out, len(wanted))
     for tensor, (name, shape, dtype) in zip(results, wanted, strict=True):
         check_out(name, tensor, shape, dtype, device)

@@ -20,7 +20,7 @@ def random_uint32(tokens, seed):
 
     Applies the finalizer of MurmurHash3 twice, in which every input bit affects every output bit.
     """
-    words = _murmur3_finalizer(torch.arange(tokens, dtype=torch.int64) ^ (seed & _UINT32_MASK))
+    words = _murmur3_finalizer(torch.arange(tokens, dtype=torch.int64, device="cpu") ^ (seed & _UINT32_MASK))
     return _murmur3_finalizer((words + (seed >> 32 & _UINT32_MASK)) & _UINT32_MASK)
 
 

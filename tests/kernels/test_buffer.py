@@ -195,7 +195,7 @@ def test_a_rank_that_does_not_dispatch():
     def work(buffer, rank):
         if rank == 1:
             return
-        with pytest.raises(TimeoutError, match=f"notify: rank {rank} waited for the counts of rank 1"):
+        with pytest.raises(TimeoutError, match="notify: rank [02] waited for the counts of rank 1"):
             send(buffer, rank, inputs)
         with pytest.raises(TimeoutError, match="can no longer be used"):
             send(buffer, rank, inputs)
@@ -248,8 +248,7 @@ def test_more_rows_than_num_worst_tokens():
         send(buffer, rank, inputs, num_worst_tokens=2)
         if not simulator.ENABLED:
             torch.cuda.synchronize()
-        error, match = (ValueError, "the output has 2 rows") if rank == 0 else (TimeoutError, "rank 0")
-        with pytest.raises(error, match=match):
+        with pytest.raises(ValueError, match="rank 0 receives .* tokens; the output has 2 rows"):
             send(buffer, rank, inputs)
 
     run(2, work, timeout=SHORT_TIMEOUT)
@@ -273,9 +272,6 @@ def test_invalid_arguments():
         refused(ValueError, "x's scales have shape", buffer.dispatch, (x.to(FP8), x.float()), **layout)
         refused(TypeError, "num_tokens_per_rank is NoneType", buffer.dispatch, x)
         refused(ValueError, "given together", buffer.dispatch, x, **layout, topk_idx=idx)
-        refused(
-            TypeError, "topk_idx is torch.int32", buffer.dispatch, x, **layout, topk_idx=idx.int(), topk_weights=weights
-        )
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, topk_idx=idx, topk_weights=weights)
         refused(ValueError, "with a handle", buffer.dispatch, x, handle, **layout)
         refused(ValueError, "x is a tuple of 3", buffer.dispatch, (x, x, x), **layout)
@@ -331,7 +327,7 @@ def test_config():
 
 def test_invalid_buffer_arguments():
     def work(transport):
-        for wrong, error in [(dict(num_nvl_bytes=100), "num_nvl_bytes is 100"), (dict(num_rdma_bytes=1), "rdma_bytes")]:
+        for wrong, error in [(dict(num_nvl_bytes=0), "num_nvl_bytes is 0"), (dict(num_rdma_bytes=1), "rdma_bytes")]:
             with pytest.raises(ValueError, match=error):
                 Buffer(transport, **wrong)
         refused(TypeError, "timeout is '9'", Buffer, transport, 256, timeout="9")

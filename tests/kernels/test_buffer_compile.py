@@ -25,7 +25,7 @@ def reports():
     from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
 
     requests = {
-        f"dispatch {name} {ranks}": (f"make_dispatch({shape(ranks, row)})", dispatch.SIGNATURE, THREADS, False)
+        f"dispatch {name} {ranks}": (f"make_dispatch({shape(ranks, row)})", dispatch.signature(), THREADS, False)
         for name, row in ROWS.items()
         for ranks in ((2, 8) if name == "bf16" else (8,))
     }
@@ -41,14 +41,22 @@ def reports():
     requests |= {
         f"direct {name}": (
             f"make_dispatch_direct({shape(8, ROWS[name])})",
-            dispatch_direct.SIGNATURE,
+            dispatch_direct.signature(),
             32 * WARPS,
             False,
         )
         for name in ("bf16", "fp8", "plain")
     }
+    arguments = shape(8, ROWS["bf16"])
+    requests["dispatch int32"] = (f"make_dispatch({arguments})", dispatch.signature("int32*"), THREADS, False)
+    requests["direct int32"] = (
+        f"make_dispatch_direct({arguments})",
+        dispatch_direct.signature("int32*"),
+        32 * WARPS,
+        False,
+    )
     requests["notify"] = ("make_notify_dispatch(8, 512)", notify.NOTIFY_SIGNATURE, 512, False)
-    requests["barrier"] = ("make_barrier(8)", notify.BARRIER_SIGNATURE, 32, False)
+    requests["barrier"] = ("make_barrier(8)", notify.BARRIER_SIGNATURE, 512, False)
     return compile_apart(SOURCE, requests)
 
 
@@ -71,8 +79,8 @@ def test_instructions(reports):
         "two rows are added in packed bfloat16"
     )
     for name in ("dispatch bf16 8", "combine 8 0"):
-        # One in the publisher warp, and two where a thread aborts.
-        assert reports[name].count("MEMBAR.ALL.SYS") == 3, name
+        # One in the publisher warp, and three where a thread aborts, or finds that a peer has.
+        assert reports[name].count("MEMBAR.ALL.SYS") == 4, name
         # Proxy fences between loads or stores and bulk copies; no other test detects a missing one.
         assert reports[name].count("FENCE.VIEW.ASYNC") == 5, name
         assert reports[name].count("LDL") == reports[name].count("STL") == 0, name

@@ -37,7 +37,7 @@ def poisoned(tokens, experts, ranks, device):
 
 def mismatch(given, ids, experts, ranks):
     """Return what is wrong with a layout, or None. Flags are compared as bytes, 0 or 1."""
-    for name, mine, right in zip(NAMES, given, reference.dispatch_layout(ids, ranks, experts), strict=True):
+    for name, mine, right in zip(NAMES, given, reference.dispatch_layout(ids.long(), ranks, experts), strict=True):
         if mine.shape != right.shape or mine.dtype != right.dtype:
             return f"{name} is {mine.dtype} {tuple(mine.shape)}, not {right.dtype} {tuple(right.shape)}"
         if not torch.equal(mine.view(torch.uint8), right.view(torch.uint8)):
@@ -99,6 +99,14 @@ def test_invalid_experts_are_not_counted(which, device):
     check(ids.to(device), 24, 8, KERNELS[which])
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+def test_int32_experts(tokens, device):
+    """The gate's results are int32."""
+    ids = some(tokens, 8, 24, "cpu")
+    ids.view(-1)[::7] = torch.tensor([-2, 24, (1 << 31) - 1, -(1 << 31)]).repeat(100)[: len(ids.view(-1)[::7])]
+    check(ids.int().to(device), 24, 8)
+
+
 @pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0), (3, 0.02)])
 def test_any_order_of_the_threads(seed, preempt, which, device):
@@ -132,7 +140,12 @@ OUTPUTS = [torch.zeros(2).int(), torch.zeros(8).int(), torch.zeros(3, 2).bool()]
     "change, error, sentence",
     [
         (dict(topk_idx=[1]), TypeError, "topk_idx is list"),
-        (dict(topk_idx=torch.zeros(3, 4).int()), TypeError, "topk_idx is torch.int32; it must be torch.int64"),
+        (
+            dict(topk_idx=torch.zeros(3, 4).short()),
+            TypeError,
+            "topk_idx is torch.int16; it must be torch.int64 or torch.int32",
+        ),
+        (dict(topk_idx=torch.zeros(3, 4).byte()), TypeError, "topk_idx is torch.uint8; it must be torch.int64 or"),
         (dict(topk_idx=torch.zeros(12).long()), ValueError, "topk_idx has shape"),
         (dict(topk_idx=torch.zeros(4, 3).long().T), ValueError, "strides"),
         (dict(topk_idx=torch.zeros(3, 0).long()), ValueError, "topk_idx has 0 columns; 1 to 32 are allowed"),

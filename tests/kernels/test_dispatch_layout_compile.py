@@ -15,11 +15,12 @@ SIZES = {"deepseek_v3": (256, 8, 8), "one_rank": (8, 1, 1), "three_ranks": (24, 
 @pytest.fixture(scope="module")
 def reports():
     requests = {n: (f"make_layout_kernel(*{s}, 1024)", (*POINTERS, "uint32"), 1024, True) for n, s in SIZES.items()}
+    requests["int32"] = ("make_layout_kernel(256, 8, 8, 1024)", ("int32*", *POINTERS[1:], "uint32"), 1024, True)
     requests["deepep"] = ("make_deepep_layout_kernel(256)", (*POINTERS, *["int32"] * 4), 256, True)
     return compile_apart(SOURCE, requests)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*SIZES, "int32"])
 def test_two_ctas_fit_on_an_sm(name, reports):
     report = reports[name]
     assert report.spilled_bytes == report.stack_bytes == 0 and report.registers <= 32 and not report.complaints

@@ -2,10 +2,12 @@
 
 import faulthandler
 import os
+import sys
 import time
 
 import pytest
 import torch
+from helpers.deepep_calls import exchange_as_deepep_tests, make_deep_ep
 from helpers.expert_parallel import (
     NUM_BYTES,
     SMALL,
@@ -150,6 +152,23 @@ def test_dispatch_and_combine_in_cuda_graphs(to_output):
     run(in_graphs, to_output)
 
 
+def as_deepep(rank, ranks):
+    """What DeepEP's tests set before they make a buffer: the default device and dtype, and a group of their own."""
+    import torch.distributed as dist
+
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("cuda")
+    sys.modules["deep_ep"] = make_deep_ep()
+    import deep_ep
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    exchange_as_deepep_tests(deep_ep, dist.new_group(list(range(ranks))), rank, ranks, device)
+
+
+def test_calls_of_deepeps_tests():
+    run(as_deepep)
+
+
 def late(rank, ranks):
     """Delay one rank before dispatch or after it; the other ranks wait on the GPU and on the host."""
     import torch.distributed as dist
@@ -192,6 +211,7 @@ def one_exits(rank, ranks, when):
         send(buffer, rank, inputs)
     except TimeoutError as error:
         assert "rank 1" in str(error)
+        buffer.destroy()  # does not wait for rank 1
         os._exit(7)
     os._exit(0)
 
@@ -200,3 +220,99 @@ def one_exits(rank, ranks, when):
 def test_ranks_raise_timeout_errors_if_a_rank_exits(when):
     codes = run(one_exits, when, survivors_only=True)
     assert codes == [3 if rank == 1 else 7 for rank in range(len(codes))]
+
+
+def replays_after_a_loss(rank, ranks, direct):
+    """Rank 1 ends; the others replay a graph, whose results are NaNs, and `check` raises the error."""
+    import torch.distributed as dist
+
+    buffer, tokens = Buffer(dist.group.WORLD, NUM_BYTES, timeout=3), 64
+    device = buffer.transport.device
+    x = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+    idx = torch.randint(8 * ranks, (tokens, 4), device=device)
+    weights = torch.rand(tokens, 4, device=device)
+    out = buffer.new_output(ranks * tokens, HIDDEN, num_topk=4) if direct else None
+    buffer.warm_up(HIDDEN, 8 * ranks, 4, config=WIDE, combine_config=WIDE, out=out)
+
+    def there_and_back():
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, 8 * ranks)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+        topk = dict(topk_idx=idx, topk_weights=weights)
+        given = buffer.dispatch(x, **layout, **topk, config=WIDE, num_worst_tokens=ranks * tokens, out=out)
+        return *given[:3], *buffer.combine(given[0], given[4], given[2], config=WIDE)[:2]
+
+    there_and_back()
+    buffer.check(synchronize=True)
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = there_and_back()
+    graph.replay()
+    buffer.check(synchronize=True)
+    assert not any(result.isnan().any() for result in results)
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
+    time.sleep(1)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+    try:
+        buffer.check()
+    except TimeoutError as error:
+        assert "rank 1" in str(error)
+        floats = [result for result in results if result.dtype.is_floating_point]
+        assert len(floats) == 4 and all(result.isnan().all() for result in floats) and (results[1] == -1).all()
+        buffer.destroy()
+        os._exit(7)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["rings", "output"])
+def test_replays_after_a_loss_return_nan(direct):
+    codes = run(replays_after_a_loss, direct, survivors_only=True)
+    assert codes == [3 if rank == 1 else 7 for rank in range(len(codes))]
+
+
+def comes_late(rank, ranks):
+    """Rank 1 comes after the timeout of the others: it raises their error in that call, and all can destroy."""
+    import torch.distributed as dist
+
+    buffer, world = Buffer(dist.group.WORLD, NUM_BYTES, timeout=2), make_inputs([50] * ranks)
+    send(buffer, rank, world)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(4)
+    with pytest.raises(TimeoutError, match="waited for the counts of rank 1"):
+        send(buffer, rank, world)
+    buffer.destroy()
+
+
+def test_a_rank_that_comes_after_the_timeout():
+    run(comes_late)
+
+
+def compiles_long(rank, ranks):
+    """Rank 1 compiles for longer than the timeout; the others wait on the host."""
+    import torch.distributed as dist
+
+    buffer, world = Buffer(dist.group.WORLD, NUM_BYTES, timeout=2), make_inputs([50] * ranks)
+    prepare = buffer.transport.prepare_kernel
+
+    def prepare_late(*arguments, **options):
+        start = prepare(*arguments, **options)
+        time.sleep(5 * (rank == 1))
+        return start
+
+    buffer.transport.prepare_kernel = prepare_late
+    for config in (SMALL, WIDE):
+        given = send(buffer, rank, world, config)
+        check_received(given, reference_dispatch(world)[rank], rank, world.experts // ranks)
+        buffer.combine(given[0], given[4], config=config)
+    buffer.check(synchronize=True)
+    buffer.destroy()
+
+
+def test_a_rank_that_compiles_for_long():
+    run(compiles_long)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -69,6 +70,66 @@ def test_a_wait_that_cannot_end_times_out():
     assert LocalGroup(2).run(lambda t: t.wait(lambda: False, 0.1)) == [False, False]
 
 
+def test_a_rendezvous_counts_arrivals_by_name():
+    """It ends when all ranks have arrived as often, or have ended; 0 seconds announce an arrival without a wait."""
+
+    def work(t):
+        assert t.rendezvous("all", 10)
+        assert t.rendezvous("one waits", 10 if t.rank == 0 else 0) == (t.rank == 0)
+        assert t.rendezvous("all", 10)
+        if t.rank:
+            return None
+        assert not t.rendezvous("rank 0 only", 0)
+        return t.rendezvous("rank 0 only", 10)  # after the other has ended
+
+    assert LocalGroup(2).run(work) == [True, None]
+
+
+def test_a_rendezvous_ends_after_its_time():
+    def work(t):
+        assert t.rank or not t.rendezvous("rank 0 only", 0.1)
+        t.gather(None)
+
+    LocalGroup(2).run(work)
+
+
+def test_memory_that_a_missing_rank_may_write_to_is_kept():
+    group = LocalGroup(2)
+
+    def work(t):
+        for seconds, kept in ((10, 0), (0, 2)):
+            t.allocate(256).close(seconds)
+            t.gather(None)
+            assert len(group.kept) == kept
+            t.gather(None)
+
+    group.run(work)
+
+
+class Processes(transport._ProcessGroupTransport):
+    """Ranks of a process group that share a store, without processes."""
+
+    def __init__(self, store, rank, num_ranks):
+        self._store, self.rank, self.num_ranks = store, rank, num_ranks
+        self._arrivals, self._prefix = Counter(), "test"
+
+
+def test_a_rendezvous_of_processes():
+    ranks = [Processes(store, rank, 2) for store in [torch.distributed.HashStore()] for rank in range(2)]
+    assert not ranks[0].rendezvous("a", 0) and not ranks[0].rendezvous("b", 0.01)
+    assert ranks[1].rendezvous("a", 10) and ranks[1].rendezvous("b", 10)
+    assert not ranks[1].rendezvous("a", 0.01), "a second time with the same name"
+    assert ranks[0].rendezvous("a", 10)
+
+
+def test_a_rendezvous_ends_if_the_process_with_the_store_is_lost():
+    class Lost:
+        def set(self, key, value):
+            raise torch.distributed.DistNetworkError("connection reset")
+
+    assert not Processes(Lost(), 0, 2).rendezvous("a", 10)
+
+
 @pytest.mark.skipif(simulator.ENABLED, reason="in the simulator there are no GPUs")
 def test_one_device_per_rank():
     with pytest.raises(ValueError, match="devices has 1 entries"):
@@ -81,7 +142,7 @@ def log_of(monkeypatch):
 
     def run(works, is_shared):
         log, group = [], LocalGroup(len(works))
-        group.is_shared, group.starts, group.start_condition = is_shared, [0] * len(works), threading.Condition()
+        group.is_shared = is_shared
         note = lambda kernel, *_, **options: lambda *_: log.append((kernel, options))
         monkeypatch.setattr(transport, "launcher", note)
 

@@ -191,6 +191,7 @@ def expert_parallel():
     for experts, ranks, topk in ((256, 8, 8), (384, 8, 8), (64, 4, 6), (256, 2, 8)):
         ids = torch.empty(4, topk, dtype=torch.int64)
         yield f"layout {experts} {ranks} {topk}", lambda: get_dispatch_layout(ids, experts, ranks)
+        yield f"layout {experts} {ranks} {topk} int32", lambda: get_dispatch_layout(ids.int(), experts, ranks)
     for hidden in (7168, 136):
         for dtype in (bf16, torch.float32):
             yield (
@@ -207,8 +208,13 @@ def expert_parallel():
         yield f"notify {ranks}", lambda: runtime.plan_notify(fake(ranks))()
         yield f"barrier {ranks}", lambda: runtime.plan_barrier(fake(ranks))()
         for sms in (4, 16, 24, 48):
-            for name, dtype, scales, topk in (("bf16", bf16, 0, 8), ("fp8", fp8, 56, 8), ("plain", bf16, 0, 0)):
-                given = Config(num_sms=sms), 7168, dtype, scales, topk, None, None
+            for name, dtype, scales, topk, *ids_dtype in (
+                ("bf16", bf16, 0, 8),
+                ("fp8", fp8, 56, 8),
+                ("plain", bf16, 0, 0),
+                *([("bf16 int32", bf16, 0, 8, torch.int32)] if sms == 24 else []),
+            ):
+                given = Config(num_sms=sms), 7168, dtype, scales, topk, None, None, *ids_dtype
                 yield f"dispatch {ranks} {sms} {name}", lambda: runtime.plan_ring_dispatch(fake(ranks), *given)[1]()
                 yield (
                     f"dispatch, out= {ranks} {sms} {name}",

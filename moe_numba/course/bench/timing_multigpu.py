@@ -79,7 +79,7 @@ def rank_times(group, named, *, launches=10, samples=20):
         for make in named.values():
             outputs_of(group, make)
         return dict.fromkeys(named)
-    gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    gate = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
     with no_garbage_collection():
         return slowest(
             group.run(

@@ -39,7 +39,7 @@ class TokenInputs(NamedTuple):
     scales: object  # int32*, with the two strides that follow
     token_stride: object  # int64
     scale_stride: object  # int64
-    topk_idx: object  # int64*
+    topk_idx: object  # int64* or int32*
     topk_weights: object  # int32*, bits of float32
     is_token_in_rank: object  # uint8* [num_tokens, num_ranks]
     num_tokens: object  # int32
@@ -51,15 +51,17 @@ class RecvTensors(NamedTuple):
 
     x: object  # int32*
     scales: object  # int32*
-    topk_idx: object  # int64*
+    topk_idx: object  # int64* or int32*
     topk_weights: object  # int32*, bits of float32
     src_idx: object  # int32*
+    num_rows: object  # int32
 
 
 class CombineTensors(NamedTuple):
     """The inputs and outputs of combine."""
 
-    x: object  # int32*, pairs of bfloat16
+    x: object  # int32* [num_rows, hidden / 2], pairs of bfloat16
+    num_rows: object  # int32
     topk_weights: object  # int32*, bits of float32
     send_head: object  # int32* [num_tokens, num_ranks]
     num_tokens: object  # int32

@@ -1,8 +1,11 @@
 """Memory map of the buffer that each rank shares with its peers, and of the rank's private state, in 4-byte words.
 
+    abort_flag                          1 + the rank whose abort ends all waits of this rank; 0: none
+    abort_records  [8][8]               why rank s has aborted: the error code, and the numbers of its message
     notify_flags   [N]                  sequence number of the last notify for which rank s has sent its counts
     barrier_flags  [N]                  sequence number of the last barrier that rank s has reached
-    counts         [2][N][...]          counts from rank s: tokens per rank, per local expert, and per-channel prefix
+    counts         [2][N][...]          counts from rank s: tokens per rank, per local expert, and per-channel prefix;
+                                        then the arguments of its call that must be the same on all ranks
     ring_flags     2 x (tail, head)[C, N]  of the rings of dispatch, then of those of combine
     rings          2 x [C, N][slots]    token slots
 
@@ -19,8 +22,13 @@ from functools import cache
 
 MAX_RANKS, MAX_CHANNELS, MAX_EXPERTS = 8, 1056, 1024  # 66 CTAs of 16 warps; experts of one rank
 MAX_TOPK = 32  # one lane per expert
+CALL_WORDS = 9  # arguments of a dispatch that must be the same on all ranks, see `timeout.CALL_ARGUMENTS`
+RECORD_WORDS = 8
 MAX_ROWS = (1 << 31) - 1
 ALIGNMENT_WORDS = 32  # sections start at multiples of 128 bytes
+
+# These two offsets are the same for any number of ranks.
+ABORT_FLAG, ABORT_RECORDS = 0, ALIGNMENT_WORDS
 
 
 def align_words(words):
@@ -37,6 +45,7 @@ class BufferLayout:
     barrier_flags: int
     counts: int
     counts_stride: int  # per source rank
+    call: int  # offset of the call's arguments among the counts
     ring_flags: int
     ring_flags_stride: int  # size of one array of tails or heads
     rings: int
@@ -53,19 +62,20 @@ class BufferLayout:
 @cache
 def buffer_layout(num_ranks):
     """Compute the layout of the shared buffer for a group of ``num_ranks`` ranks."""
-    notify_flags, barrier_flags = 0, align_words(num_ranks)
-    counts = barrier_flags + align_words(num_ranks)
-    counts_stride = align_words(num_ranks + MAX_EXPERTS + MAX_CHANNELS)
+    notify_flags = ABORT_RECORDS + MAX_RANKS * RECORD_WORDS
+    barrier_flags = notify_flags + align_words(num_ranks)
+    counts, call = barrier_flags + align_words(num_ranks), num_ranks + MAX_EXPERTS + MAX_CHANNELS
+    counts_stride = align_words(call + CALL_WORDS)
     flags, stride = counts + 2 * num_ranks * counts_stride, align_words(MAX_CHANNELS * num_ranks)
     return BufferLayout(
-        num_ranks, notify_flags, barrier_flags, counts, counts_stride, flags, stride, flags + 4 * stride
+        num_ranks, notify_flags, barrier_flags, counts, counts_stride, call, flags, stride, flags + 4 * stride
     )
 
 
-# Private state, in words: whether this rank has aborted, the number of barriers, and the number of notifies (one
-# counter for each CTA of the notify kernel). Then, for the current launch, the next channel of the senders and of the
-# receivers (one counter each), and the number of CTAs whose warps have all retired.
-ABORTED, BARRIER_COUNT, NOTIFY_COUNTS = 0, 1, 2
+# Private state, in words: how many threads have aborted, the number of barriers, the number of ranks, and the number of
+# notifies (one counter for each CTA of the notify kernel). Then, for the current launch, the next channel of the
+# senders and of the receivers (one counter each), and the number of CTAs whose warps have all retired.
+ABORTED, BARRIER_COUNT, NUM_RANKS, NOTIFY_COUNTS = 0, 1, 2, 3
 NEXT_CHANNEL, BLOCKS_DONE = ALIGNMENT_WORDS, ALIGNMENT_WORDS + 2
 _RING_COUNTERS = 2 * ALIGNMENT_WORDS
 

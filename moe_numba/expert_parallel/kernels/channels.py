@@ -96,23 +96,34 @@ def channel_of(token, each, longer):
     return int32(token // long if token < in_longer else longer + uint32(token - in_longer) // each)
 
 
+# The prefix matrices may come from a handle that the caller has overwritten. Rows that follow from them are therefore
+# limited, once per channel, to the rows of the tensor that they index.
+
+
 @cuda.jit(device=True)
-def rows_of_channel(prefix, source, rank, ranks, channel, channels):
+def clamp(value, most):
+    """Limit a number to 0..most."""
+    return max(int32(0), min(int32(value), int32(most)))
+
+
+@cuda.jit(device=True)
+def rows_of_channel(prefix, source, rank, ranks, channel, channels, num_rows):
     """Return the rows that ``rank`` receives from a channel of ``source``: count, first row, rows of later channels."""
     before = prefix.rank[int32((source - 1) * ranks + rank)] if source > 0 else int32(0)
     begin = prefix.recv_channel[int32(source * channels + channel)]
     from_source = int32(prefix.rank[int32(source * ranks + rank)] - before)
     end = prefix.recv_channel[int32(source * channels + channel + 1)] if channel + 1 < channels else from_source
-    return int32(end - begin), int32(before + begin), int32(from_source - end)
+    first = clamp(int32(before + begin), num_rows)
+    return clamp(int32(end - begin), num_rows - first), first, int32(from_source - end)
 
 
 @cuda.jit(device=True)
-def first_row_at_peer(prefix, rank, peer, ranks, channel, channels):
-    """Return the row of ``peer``'s output where the rows of this rank's channel begin."""
+def first_row_at_peer(prefix, rank, peer, ranks, channel, channels, num_rows):
+    """Return the row of ``peer``'s output, of ``num_rows`` rows, where the rows of this rank's channel begin."""
     before = prefix.rank[int32((rank - 1) * ranks + peer)] if rank > 0 else int32(0)
     if channel > 0:
         before = int32(before + prefix.channel[int32(peer * channels + channel - 1)])
-    return before
+    return clamp(before, num_rows)
 
 
 @cuda.jit(device=True)

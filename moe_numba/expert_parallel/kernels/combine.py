@@ -13,7 +13,8 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.expert_parallel.kernels.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
 from moe_numba.expert_parallel.kernels.buffer_layout import (
-    ABORTED,
+    ABORT_FLAG,
+    MAX_ROWS,
     align_words,
     buffer_layout,
     received_counters,
@@ -34,6 +35,7 @@ from moe_numba.expert_parallel.kernels.channels import (
     retire_warp,
     rows_of_channel,
 )
+from moe_numba.expert_parallel.kernels.poison import make_poison_sums
 from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
 from moe_numba.expert_parallel.kernels.reduce import make_reduce_token, make_reduce_weights
 from moe_numba.expert_parallel.kernels.timeout import (
@@ -51,7 +53,10 @@ from moe_numba.ptx.warp import FULL_MASK
 
 @cache
 def make_send(shape):
-    """Make ``send``, the work of a warp of a sending CTA. Lane r handles the ring to rank r."""
+    """Make ``send``, the work of a warp of a sending CTA; it returns whether the warp has aborted.
+
+    Lane r handles the ring to rank r.
+    """
     ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     head_offset, sent_offset = buffer_layout(ranks).head(True), sent_counters(True)
@@ -66,9 +71,9 @@ def make_send(shape):
         remote = pointer_from_address(ctx.peers[peer], ctx.local)
         progress_slot = int32(progress_offset + warp * ranks + lane)
         published_slot = int32(published_offset + warp * ranks + lane)
-        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
         while has_next and channel < channels:
-            rows_left, row, later_rows = rows_of_channel(prefix, peer, rank, ranks, channel, channels)
+            rows_left, row, later_rows = rows_of_channel(prefix, peer, rank, ranks, channel, channels, tensors.num_rows)
             has_next = cuda.any_sync(FULL_MASK, has_ring and later_rows > 0) != 0
             if not has_next:
                 retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
@@ -112,7 +117,7 @@ def make_send(shape):
                 else:
                     start, full = start_of_wait(start), rows_left > 0
                     if warp_abort_if_timed_out(start, full, ctx, COMBINE_SPACE, channel, lane, head, tail):
-                        has_next = False
+                        has_next, aborted = False, int32(1)
                         break
             if has_ring:
                 bulk_wait_all()
@@ -124,13 +129,17 @@ def make_send(shape):
                 )
         if has_next:
             retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
+        return aborted
 
     return send
 
 
 @cache
 def make_receive(shape, biases):
-    """Make ``receive``, the work of a warp of a receiving CTA. Lane r handles the ring from rank r."""
+    """Make ``receive``, the work of a warp of a receiving CTA; it returns whether the warp has aborted.
+
+    Lane r handles the ring from rank r.
+    """
     ranks, warps, slots, row_words = shape.num_ranks, shape.warps, shape.slots, shape.slot.row
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
@@ -145,19 +154,22 @@ def make_receive(shape, biases):
         source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
         progress_slot = int32(progress_offset + warp * ranks + lane)
         published_slot = int32(published_offset + warp * ranks + lane)
-        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
         while has_next and channel < channels:
             token = first_token(channel, channels, tensors.num_tokens)
             end = first_token(channel + 1, channels, tensors.num_tokens)
             has_next = end < tensors.num_tokens
             if not has_next:
                 retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels)
+            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels, tensors.num_rows)
+            # An own row is loaded from x. Rows of peers are loaded from rings, which every position lies in.
+            max_rows = int32(tensors.num_rows - first_own_row) if lane == rank else int32(MAX_ROWS)
             base = uint32(ctx.state[received_offset + channel * ranks + source])
             head, tail, ring = base, base, rings.offset + int64(channel * ranks + lane) * rings.stride
             next_position = send_head[int64(token) * ranks + source] if lane < ranks and token < end else int32(-1)
             while token < end:
-                position = next_position  # of the token's row in the ring, or -1
+                # Of the token's row in the ring, or among the own rows of the channel; or -1.
+                position = next_position if next_position < max_rows else int32(-1)
                 own = cuda.shfl_sync(FULL_MASK, position, rank)
                 own_row = int64(first_own_row + own)
                 if own >= 0:
@@ -182,7 +194,7 @@ def make_receive(shape, biases):
                 if own >= 0:
                     phase = wait_row(smem_u64, warp, phase)
                 if ready == 0:
-                    has_next = False
+                    has_next, aborted = False, int32(1)
                     break
                 cuda.syncwarp()  # makes the rows that one lane has acquired visible to all lanes
                 mask, out_offset = uint32(cuda.ballot_sync(FULL_MASK, position >= 0)), int64(token) * row_words
@@ -211,6 +223,7 @@ def make_receive(shape, biases):
         if has_next:
             retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
         bulk_wait_all()
+        return aborted
 
     return receive
 
@@ -225,6 +238,7 @@ def make_combine(shape, biases):
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
     send, receive, publish = make_send(shape), make_receive(shape, biases), make_publish(shape)
+    poison_sums = make_poison_sums(shape.slot)
 
     @cuda.jit
     def combine(
@@ -249,6 +263,7 @@ def make_combine(shape, biases):
         bias_1,
         out,
         out_weights,
+        num_rows,
     ):
         smem_i32 = cuda.shared.array(0, int32, 128)
         smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
@@ -256,22 +271,26 @@ def make_combine(shape, biases):
         ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         rings = RingMemory(rings_offset, ring_words)
         prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
-        tensors = CombineTensors(x, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
+        tensors = CombineTensors(x, num_rows, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
         init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
-        if ld_volatile_s32(state, ABORTED) != 0:
-            pass  # the rank has aborted in an earlier kernel
+        # The same for all warps of a CTA: its publisher and its copy warps wait for one another.
+        aborted = int32(cuda.syncthreads_or(ld_volatile_s32(local, ABORT_FLAG)))
+        if aborted != 0:
+            pass  # a rank has aborted in an earlier kernel
         elif warp == warps:
             publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
         else:
             if receives:
-                receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
+                aborted = receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
             else:
-                send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
+                aborted = send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
             cuda.syncwarp()
             if lane == 0:
                 st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
+        if cuda.syncthreads_or(aborted) != 0:
+            poison_sums(ctx, tensors)
 
     return combine
 
@@ -279,5 +298,5 @@ def make_combine(shape, biases):
 SIGNATURE = (
     *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int32", "int64", "int32"),
     *("int32*", "int32*", "int32*"),
-    *("int32*", "int32*", "int32*", "int32", "int32*", "int32*", "int32*", "float32*"),
+    *("int32*", "int32*", "int32*", "int32", "int32*", "int32*", "int32*", "float32*", "int32"),
 )

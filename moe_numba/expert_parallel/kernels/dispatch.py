@@ -30,7 +30,7 @@ from moe_numba.expert_parallel.kernels.arguments import (
     TokenInputs,
 )
 from moe_numba.expert_parallel.kernels.buffer_layout import (
-    ABORTED,
+    ABORT_FLAG,
     align_words,
     buffer_layout,
     received_counters,
@@ -50,6 +50,7 @@ from moe_numba.expert_parallel.kernels.channels import (
     retire_warp,
     rows_of_channel,
 )
+from moe_numba.expert_parallel.kernels.poison import make_poison_rows
 from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
 from moe_numba.expert_parallel.kernels.timeout import (
     DISPATCH_ROWS,
@@ -67,7 +68,10 @@ from moe_numba.ptx.warp import FULL_MASK
 
 @cache
 def make_send(shape):
-    """Make ``send``, the work of a warp of a sending CTA. Lane r handles the ring to rank r."""
+    """Make ``send``, the work of a warp of a sending CTA; it returns whether the warp has aborted.
+
+    Lane r handles the ring to rank r.
+    """
     ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     head_offset, sent_offset = buffer_layout(ranks).head(False), sent_counters(False)
@@ -82,14 +86,15 @@ def make_send(shape):
         remote = pointer_from_address(ctx.peers[peer], ctx.local)
         progress_slot = int32(progress_offset + warp * ranks + lane)
         published_slot = int32(published_offset + warp * ranks + lane)
-        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
         while has_next and channel < channels:
             token = first_token(channel, channels, inputs.num_tokens)
             end = first_token(channel + 1, channels, inputs.num_tokens)
             has_next = end < inputs.num_tokens
             if not has_next:
                 retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels)
+            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels, recv.num_rows)
+            max_own_rows = int32(recv.num_rows - first_own_row)
             base = uint32(ctx.state[sent_offset + channel * ranks + peer])
             tail, own_rows = base, int32(0)
             head = uint32(base - uint32(slots))  # the head is unknown: read it before the first row
@@ -113,7 +118,7 @@ def make_send(shape):
                             store_pending = False
                         start = start_of_wait(start)
                         if warp_abort_if_timed_out(start, full, ctx, DISPATCH_SPACE, channel, lane, head, tail):
-                            waiting, has_next = int32(0), False
+                            waiting, has_next, aborted = int32(0), False, int32(1)
                             end = token
                 if token == end:
                     break
@@ -139,7 +144,7 @@ def make_send(shape):
                     bulk_commit_group()
                     capacity = uint32(slots)
                 if cuda.shfl_sync(FULL_MASK, int32(1 if selected else 0), rank) != 0:
-                    if own_rows & 1 == 0:
+                    if own_rows & 1 == 0 and own_rows < max_own_rows:
                         row = int64(first_own_row + own_rows)
                         unpack_token(smem_i32, staging, lane, rank, row, rank, inputs.experts_per_rank, recv)
                     own_rows = int32(own_rows + 1)
@@ -158,13 +163,17 @@ def make_send(shape):
         if has_next:
             retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
         bulk_wait_all()  # own rows, which lane `rank` stored
+        return aborted
 
     return send
 
 
 @cache
 def make_receive(shape):
-    """Make ``receive``, the work of a warp of a receiving CTA. Lane r handles the ring from rank r."""
+    """Make ``receive``, the work of a warp of a receiving CTA; it returns whether the warp has aborted.
+
+    Lane r handles the ring from rank r.
+    """
     ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, received_offset = buffer_layout(ranks).tail(False), received_counters(False)
@@ -178,15 +187,16 @@ def make_receive(shape):
         source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
         progress_slot = int32(progress_offset + warp * ranks + lane)
         published_slot = int32(published_offset + warp * ranks + lane)
-        staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+        staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
         while has_next and channel < channels:
             token = first_token(channel, channels, inputs.num_tokens)
             end = first_token(channel + 1, channels, inputs.num_tokens)
-            rows_left, row, later_rows = rows_of_channel(prefix, source, rank, ranks, channel, channels)
+            rows_left, row, later_rows = rows_of_channel(prefix, source, rank, ranks, channel, channels, recv.num_rows)
             has_next = end < inputs.num_tokens or cuda.any_sync(FULL_MASK, has_ring and later_rows > 0) != 0
             if not has_next:
                 retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels)
+            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels, recv.num_rows)
+            max_own_rows = int32(recv.num_rows - first_own_row)
             base = uint32(ctx.state[received_offset + channel * ranks + source])
             head, rows_left, own_rows = base, rows_left if has_ring else int32(0), int32(0)
             start = uint64(0)
@@ -194,7 +204,7 @@ def make_receive(shape):
                 arrived = int32(0)
                 if rows_left > 0:
                     tail = ld_acquire_sys_s32(ctx.local, tail_offset + channel * ranks + source)
-                    arrived = int32(uint32(tail) - head)
+                    arrived = min(int32(uint32(tail) - head), rows_left)
                 mask = uint32(cuda.ballot_sync(FULL_MASK, arrived > 0))
                 if mask != uint32(0):
                     fence_proxy_async()  # orders this thread's bulk loads after the acquire
@@ -219,7 +229,7 @@ def make_receive(shape):
                     start = uint64(0)
                 elif token < end:  # no rows have arrived: copy every second own row
                     if inputs.is_token_in_rank[int64(token) * ranks + rank] != 0:
-                        if own_rows & 1:
+                        if own_rows & 1 and own_rows < max_own_rows:
                             pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs)
                             phase = wait_row(smem_u64, warp, phase)
                             to_row = int64(first_own_row + own_rows)
@@ -230,7 +240,7 @@ def make_receive(shape):
                 else:
                     start, seen = start_of_wait(start), uint32(head + uint32(arrived))
                     if warp_abort_if_timed_out(start, rows_left > 0, ctx, DISPATCH_ROWS, channel, lane, head, seen):
-                        has_next = False
+                        has_next, aborted = False, int32(1)
                         break
             if has_ring:
                 ctx.state[received_offset + channel * ranks + source] = int32(head)
@@ -241,6 +251,7 @@ def make_receive(shape):
         if has_next:
             retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
         bulk_wait_all()
+        return aborted
 
     return receive
 
@@ -252,7 +263,7 @@ def make_dispatch(shape):
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(False), buffer_layout(ranks).head(False)
     send, receive, publish = make_send(shape), make_receive(shape), make_publish(shape)
-    pad_tail = make_pad_tail(shape.slot)
+    pad_tail, poison_rows = make_pad_tail(shape.slot), make_poison_rows(shape.slot)
 
     @cuda.jit
     def dispatch(
@@ -303,32 +314,40 @@ def make_dispatch(shape):
             num_tokens,
             experts_per_rank,
         )
-        recv = RecvTensors(recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx)
+        recv = RecvTensors(recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx, int32(num_recv_rows))
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
         init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
-        if ld_volatile_s32(state, ABORTED) != 0:
-            pass  # the counts may be wrong
+        # The same for all warps of a CTA: its publisher and its copy warps wait for one another.
+        aborted = int32(cuda.syncthreads_or(ld_volatile_s32(local, ABORT_FLAG)))
+        if aborted != 0:
+            pass  # a rank has aborted in an earlier kernel: the counts may be wrong
         elif warp == warps:
             publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
         else:
             if receives:
-                receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv)
+                aborted = receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv)
             else:
-                send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv, send_head)
+                aborted = send(
+                    smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv, send_head
+                )
             cuda.syncwarp()
             if lane == 0:
                 st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
             if receives:
                 nth = warp * blocks + cuda.blockIdx.x - senders
                 pad_tail(recv_topk_idx, rank_prefix, rank, ranks, num_recv_rows, nth, blocks * warps, lane)
+        if cuda.syncthreads_or(aborted) != 0:
+            poison_rows(ctx, recv)
 
     return dispatch
 
 
-SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int32", "int64", "int32"),
-    *("int32*", "int32*", "int64", "int64", "int64*"),
-    *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", "int64*", "int32*"),
-    *("int32*", "int32*", "int64"),
-)
+def signature(topk_idx="int64*"):
+    """Return the kernel's signature; ``topk_idx`` is the type of the pointers to experts, "int64*" or "int32*"."""
+    return (
+        *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int32", "int64", "int32"),
+        *("int32*", "int32*", "int64", "int64", topk_idx),
+        *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", topk_idx, "int32*"),
+        *("int32*", "int32*", "int64"),
+    )

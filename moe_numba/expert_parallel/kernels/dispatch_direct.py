@@ -3,7 +3,8 @@
 The place of a row is known before the first row is sent: all ranks have exchanged their counts, and a warp visits its
 channel's tokens in order. No CTA receives, no row is copied twice, and no kernel waits for a peer's kernel. All CTAs
 send. In return, outputs must be symmetric memory, and all ranks execute a barrier before the kernel, so that no rank
-still reads the previous contents, and another one after it, so that all rows have arrived.
+still reads the previous contents, and another one after it, so that all rows have arrived. After an abort this kernel
+writes nothing, and the barrier after it poisons the output.
 """
 
 from functools import cache
@@ -11,7 +12,7 @@ from functools import cache
 from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.expert_parallel.kernels.arguments import PrefixMatrices, RecvTensors, TokenInputs
-from moe_numba.expert_parallel.kernels.buffer_layout import ABORTED, align_words
+from moe_numba.expert_parallel.kernels.buffer_layout import ABORT_FLAG, align_words
 from moe_numba.expert_parallel.kernels.bulk_pipeline import bulk_wait_all, init_smem, make_row_loader
 from moe_numba.expert_parallel.kernels.channels import (
     first_channel,
@@ -90,14 +91,15 @@ def make_dispatch_direct(shape):
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # the barrier kernel may become resident; it waits for this grid to end
         init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
-        if ld_volatile_s32(state, ABORTED) != 0:
+        if ld_volatile_s32(local, ABORT_FLAG) != 0:
             channel = channels  # the counts may be wrong
         while has_next and channel < channels:
             token, end = first_token(channel, channels, num_tokens), first_token(channel + 1, channels, num_tokens)
             has_next = end < num_tokens
             if not has_next:
                 retire_warp(smem_i32, state, done_offset, warps, lane)
-            first_row, sent = first_row_at_peer(prefix, rank, peer, ranks, channel, channels), int32(0)
+            first_row, sent = first_row_at_peer(prefix, rank, peer, ranks, channel, channels, capacity), int32(0)
+            max_rows = int32(capacity - first_row)
             selected = lane < ranks and token < end and is_token_in_rank[int64(token) * ranks + peer] != 0
             while token < end:
                 pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs)
@@ -107,7 +109,7 @@ def make_dispatch_direct(shape):
                     lane < ranks and token + 1 < end and is_token_in_rank[int64(token + 1) * ranks + peer] != 0
                 )
                 # Writes are clipped to the output's capacity; a rank whose output is too small aborts in notify.
-                mask = uint32(cuda.ballot_sync(FULL_MASK, selected and first_row + sent < capacity))
+                mask = uint32(cuda.ballot_sync(FULL_MASK, selected and sent < max_rows))
                 phase = wait_row(smem_u64, warp, phase)
                 for d in range(ranks):
                     if mask >> uint32(d) & uint32(1):
@@ -118,6 +120,7 @@ def make_dispatch_direct(shape):
                             pointer_from_address(uint64(output + topk_idx_offset), recv_topk_idx),
                             pointer_from_address(uint64(output + topk_weights_offset), recv_topk_weights),
                             pointer_from_address(uint64(output + src_idx_offset), recv_src_idx),
+                            capacity,
                         )
                         unpack_token(smem_i32, staging, lane, d, row, d, experts_per_rank, recv)
                 if selected:
@@ -135,10 +138,12 @@ def make_dispatch_direct(shape):
     return dispatch_direct
 
 
-SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32"),
-    *("uint64*", "uint64", "uint64", "uint64", "uint64", "int32"),
-    *("int32*", "int32*", "int64", "int64", "int64*"),
-    *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", "int64*", "int32*"),
-    *("int32*", "int32*", "int64"),
-)
+def signature(topk_idx="int64*"):
+    """Return the kernel's signature; ``topk_idx`` is the type of the pointers to experts, "int64*" or "int32*"."""
+    return (
+        *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32"),
+        *("uint64*", "uint64", "uint64", "uint64", "uint64", "int32"),
+        *("int32*", "int32*", "int64", "int64", topk_idx),
+        *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", topk_idx, "int32*"),
+        *("int32*", "int32*", "int64"),
+    )

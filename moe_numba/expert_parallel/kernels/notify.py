@@ -4,6 +4,9 @@ CTA d counts what goes to rank d, sends the counts there, and raises a flag. The
 ranks and sums the counts. The counts are double-buffered, and flags are sequence numbers: a rank at notify n + 1 has
 seen the flags of all ranks for notify n, so no rank still reads the counts of notify n - 1. Nothing is cleared, and no
 barrier is needed before or after, where DeepEP's kernel has three.
+
+With its counts a rank sends the arguments of its call that must be the same on all ranks. Each rank compares those of
+all others with its own, and aborts if one differs.
 """
 
 from functools import cache
@@ -12,15 +15,25 @@ from numba import cuda, int32, int64
 
 from moe_numba.expert_parallel.kernels.arguments import RankContext
 from moe_numba.expert_parallel.kernels.buffer_layout import (
-    ABORTED,
+    ABORT_FLAG,
     BARRIER_COUNT,
+    CALL_WORDS,
     MAX_CHANNELS,
     MAX_EXPERTS,
     NOTIFY_COUNTS,
     buffer_layout,
 )
 from moe_numba.expert_parallel.kernels.channels import channel_of, split_tokens
-from moe_numba.expert_parallel.kernels.timeout import BARRIER, COUNT_MISMATCH, COUNTS, TOO_MANY_ROWS, abort, timed_out
+from moe_numba.expert_parallel.kernels.poison import adopt_abort, fill
+from moe_numba.expert_parallel.kernels.timeout import (
+    BARRIER,
+    CALL_MISMATCH,
+    COUNT_MISMATCH,
+    COUNTS,
+    TOO_MANY_ROWS,
+    abort,
+    timed_out,
+)
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_relaxed_sys_s32, st_release_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
@@ -51,6 +64,7 @@ def make_notify_dispatch(num_ranks, threads):
     """
     layout = buffer_layout(num_ranks)
     flags_offset, counts_offset, counts_stride = layout.notify_flags, layout.counts, layout.counts_stride
+    call_offset = layout.call
 
     @cuda.jit(device=True)
     def send_counts(
@@ -64,6 +78,7 @@ def make_notify_dispatch(num_ranks, threads):
         experts,
         channels,
         channel_prefix,
+        call,
     ):
         """Count the tokens of each channel that go to a peer, and write the counts to the peer's buffer."""
         counts = cuda.shared.array(MAX_CHANNELS, int32)
@@ -97,6 +112,9 @@ def make_notify_dispatch(num_ranks, threads):
             channel_prefix[int32(peer * channels + c)] = counts[c]
             before = counts[int32(c - 1)] if c > 0 else int32(0)
             st_relaxed_sys_s32(remote, offset + num_ranks + MAX_EXPERTS + c, before)
+        if t == threads - 1:
+            for i in range(CALL_WORDS):
+                st_relaxed_sys_s32(remote, offset + call_offset + i, call[i])
         cuda.syncthreads()
         if t == 0:
             counted = counts[int32(channels - 1)]
@@ -105,8 +123,31 @@ def make_notify_dispatch(num_ranks, threads):
             st_release_sys_s32(remote, flags_offset + ctx.rank, sequence)
 
     @cuda.jit(device=True)
+    def check_call(ctx, offset, peer, call):
+        """Abort if a peer has aborted, or if its call differs; return whether this rank must abort."""
+        argument, here, there = int32(-1), int32(0), int32(0)
+        for i in range(CALL_WORDS):
+            found = ctx.local[offset + call_offset + i]
+            if found != call[i] and argument < 0:
+                argument, here, there = int32(i), call[i], found
+        must_abort = int32(ld_volatile_s32(ctx.local, ABORT_FLAG) != 0 or argument >= 0)
+        if must_abort != 0:
+            abort(ctx, CALL_MISMATCH, argument, peer, here, there)
+        return must_abort
+
+    @cuda.jit(device=True)
     def receive_counts(
-        ctx, sequence, experts, channels, alignment, capacity, rank_prefix, recv_channel_prefix, counters, has_counters
+        ctx,
+        sequence,
+        experts,
+        channels,
+        alignment,
+        capacity,
+        rank_prefix,
+        recv_channel_prefix,
+        counters,
+        has_counters,
+        call,
     ):
         """Wait for the counts of all ranks, and compute the prefix matrices and the host's counters."""
         local, t = ctx.local, int32(cuda.threadIdx.x)
@@ -137,8 +178,12 @@ def make_notify_dispatch(num_ranks, threads):
                     total = int32(total + local[offset + s * counts_stride + num_ranks + e])
                 counters[int32(1 + e)] = int32((total + alignment - 1) // alignment * alignment)
             fence_acq_rel_sys()
-        cuda.syncthreads()
-        if t == 0:
+        # The last warp compares the calls, while the others load counts.
+        source, must_abort = int32(t - (threads - 32)), int32(0)
+        if 0 <= source and source < num_ranks:
+            must_abort = check_call(ctx, offset + source * counts_stride, source, call)
+        must_abort = cuda.syncthreads_or(must_abort)
+        if t == 0 and must_abort == 0:
             total = rank_prefix[int32((num_ranks - 1) * num_ranks + ctx.rank)]
             if total > capacity:
                 abort(ctx, TOO_MANY_ROWS, int32(-1), ctx.rank, capacity, total)
@@ -166,8 +211,16 @@ def make_notify_dispatch(num_ranks, threads):
         recv_channel_prefix,
         counters,
         has_counters,
+        hidden,
+        dtype,
+        num_scales,
+        topk,
+        slots,
+        scales_dtype,
+        out,
     ):
         ctx = RankContext(local, peers, state, status, timeout_ns, rank)
+        call = hidden, dtype, num_scales, scales_dtype, topk, int32(num_ranks * experts), out, channels, slots
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # dispatch may become resident; it waits for this grid to end
         block = int32(cuda.blockIdx.x)
@@ -187,6 +240,7 @@ def make_notify_dispatch(num_ranks, threads):
                 experts,
                 channels,
                 channel_prefix,
+                call,
             )
         else:
             receive_counts(
@@ -200,6 +254,7 @@ def make_notify_dispatch(num_ranks, threads):
                 recv_channel_prefix,
                 counters,
                 has_counters,
+                call,
             )
 
     return notify_dispatch
@@ -208,34 +263,63 @@ def make_notify_dispatch(num_ranks, threads):
 NOTIFY_SIGNATURE = (
     *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32*", "int32*", "uint8*", "int32", "int32"),
     *("int32", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32"),
+    *("int32", "int32", "int32", "int32", "int32", "int32", "int32"),
 )
 
 
 @cache
 def make_barrier(num_ranks):
-    """Make the barrier kernel, for one CTA of 32 threads.
+    """Make the barrier kernel, for one CTA of 32 threads or more.
 
-    A rank that has aborted does not arrive, because the data that its peers expect is missing.
+    A rank that has aborted does not arrive, because the data that its peers expect is missing. If the barrier fails, it
+    poisons the output of the direct dispatch before it: up to five tensors, each with its size in words.
     """
     flags_offset = buffer_layout(num_ranks).barrier_flags
 
     @cuda.jit
-    def barrier(local, peers, state, status, timeout_ns, rank):
+    def barrier(
+        local,
+        peers,
+        state,
+        status,
+        timeout_ns,
+        rank,
+        x,
+        x_words,
+        scales,
+        scales_words,
+        topk_idx,
+        topk_idx_words,
+        topk_weights,
+        topk_weights_words,
+        src_idx,
+        src_idx_words,
+    ):
         ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
-        lane = int32(cuda.threadIdx.x)
+        t, aborted = int32(cuda.threadIdx.x), int32(0)
         sequence = int32(state[BARRIER_COUNT] + 1)
-        cuda.syncwarp()
-        if lane < num_ranks:
-            if ld_volatile_s32(state, ABORTED) == 0:
-                st_release_sys_s32(pointer_from_address(peers[lane], local), flags_offset + rank, sequence)
-            wait_flag(ctx, flags_offset + lane, sequence, BARRIER, lane)
-        cuda.syncwarp()
-        if lane == 0:
+        cuda.syncthreads()
+        if t < num_ranks:
+            if ld_volatile_s32(local, ABORT_FLAG) == 0:
+                st_release_sys_s32(pointer_from_address(peers[t], local), flags_offset + rank, sequence)
+            wait_flag(ctx, flags_offset + t, sequence, BARRIER, t)
+            aborted = ld_volatile_s32(local, ABORT_FLAG)
+        if t == 0:
             state[BARRIER_COUNT] = sequence
+        if cuda.syncthreads_or(aborted) != 0:
+            adopt_abort(ctx)
+            fill(x, x_words, int32(-1))
+            fill(scales, scales_words, int32(-1))
+            fill(topk_idx, topk_idx_words, int32(-1))
+            fill(topk_weights, topk_weights_words, int32(-1))
+            fill(src_idx, src_idx_words, int32(-1))
 
     return barrier
 
 
-BARRIER_SIGNATURE = ("int32*", "uint64*", "int32*", "int32*", "uint64", "int32")
+BARRIER_SIGNATURE = (
+    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32"),
+    *("int32*", "int64", "int32*", "int64", "int32*", "int64", "int32*", "int64", "int32*", "int64"),
+)

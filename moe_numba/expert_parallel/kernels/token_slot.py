@@ -102,7 +102,7 @@ def make_unpack_token(slot):
         for i in range(lane, topk, 32):
             expert = int32(smem_i32[int32(staging + experts_offset + i)] - rank * experts_per_rank)
             is_local = 0 <= expert and expert < experts_per_rank
-            recv.topk_idx[row * topk + i] = int64(expert) if is_local else int64(-1)
+            recv.topk_idx[row * topk + i] = expert if is_local else int32(-1)
             weight = smem_i32[int32(staging + weights_offset + i)]
             recv.topk_weights[row * topk + i] = weight if is_local else int32(0)
         if lane == 0:
@@ -121,7 +121,7 @@ def make_pad_tail(slot):
         if topk > 0:
             offset = int64(int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk + warp * 32 + lane)
             while offset < int64(num_rows) * topk:
-                recv_topk_idx[offset] = int64(-1)
+                recv_topk_idx[offset] = int32(-1)
                 offset += int64(warps * 32)
 
     return pad_tail
