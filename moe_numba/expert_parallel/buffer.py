@@ -43,11 +43,12 @@ class Buffer(BufferBase):
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed. ValueError also if the counts
         contradict each other, if more rows arrive than an output can hold, or if a dispatch has other rows, experts or
-        configurations on another rank. All ranks raise it; if the host did not wait for the counts, the next call does.
+        configurations on another rank. All ranks raise the last one in that call if its host waits for the counts, and
+        everything else at the latest in the next call.
     TimeoutError
         A rank did not arrive: from the call that waited for its counts, otherwise from the next call.
     RuntimeError
-        After `destroy`.
+        After `destroy`; or a dispatch whose host waits for the counts is captured in a CUDA graph.
 
     Notes
     -----

@@ -299,8 +299,8 @@ class Runtime:
 class Kernel:
     """A kernel that exchanges data with the peers; ``kernel(grid, *arguments)`` adds the `RankContext` and launches it.
 
-    The first call compiles it. `Runtime.notify` precedes that call: ranks whose calls differ find that out before one
-    of them compiles.
+    The first call compiles it. If the operation begins with `Runtime.notify`, ranks whose calls differ find that out
+    before one of them compiles.
 
     Parameters
     ----------

@@ -19,7 +19,8 @@ def warm_up(buffer, hidden, num_experts, num_topk, dtype, num_scales, topk_idx_d
     first_channels = dict(runtime._first_channels)
     x = torch.zeros(1, hidden, dtype=torch.bfloat16, device=device)
     given = x if dtype == torch.bfloat16 else (x.to(dtype), torch.zeros(1, num_scales, device=device))
-    topk_idx = torch.zeros(1, max(1, num_topk), dtype=topk_idx_dtype, device=device)
+    own_expert = buffer.rank * (num_experts // buffer.group_size)  # one row arrives, which every output can hold
+    topk_idx = torch.full((1, max(1, num_topk)), own_expert, dtype=topk_idx_dtype, device=device)
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     topk = {}
     if num_topk:

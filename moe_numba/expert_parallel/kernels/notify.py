@@ -83,6 +83,11 @@ def make_notify_dispatch(num_ranks, threads):
         """Count the tokens of each channel that go to a peer, and write the counts to the peer's buffer."""
         counts = cuda.shared.array(MAX_CHANNELS, int32)
         t = int32(cuda.threadIdx.x)
+        remote = pointer_from_address(ctx.peers[peer], ctx.local)
+        offset = counts_offset + int32((sequence & 1) * num_ranks + ctx.rank) * counts_stride
+        if t == 0:
+            for i in range(CALL_WORDS):
+                st_relaxed_sys_s32(remote, offset + call_offset + i, call[i])
         for c in range(t, channels, threads):
             counts[c] = int32(0)
         cuda.syncthreads()
@@ -102,8 +107,6 @@ def make_notify_dispatch(num_ranks, threads):
                 total = int32(total + counts[c])
                 counts[c] = total
         cuda.syncthreads()
-        remote = pointer_from_address(ctx.peers[peer], ctx.local)
-        offset = counts_offset + int32((sequence & 1) * num_ranks + ctx.rank) * counts_stride
         for r in range(t, num_ranks, threads):
             st_relaxed_sys_s32(remote, offset + r, tokens_per_rank[r])
         for e in range(t, experts, threads):
@@ -112,9 +115,6 @@ def make_notify_dispatch(num_ranks, threads):
             channel_prefix[int32(peer * channels + c)] = counts[c]
             before = counts[int32(c - 1)] if c > 0 else int32(0)
             st_relaxed_sys_s32(remote, offset + num_ranks + MAX_EXPERTS + c, before)
-        if t == threads - 1:
-            for i in range(CALL_WORDS):
-                st_relaxed_sys_s32(remote, offset + call_offset + i, call[i])
         cuda.syncthreads()
         if t == 0:
             counted = counts[int32(channels - 1)]
