@@ -228,10 +228,8 @@ def test_tensors_without_memory_are_refused():
             TypeError, f"is_token_in_rank {without}", buffer.dispatch, x, **layout | dict(is_token_in_rank=fake_flags)
         )
         refused(TypeError, f"x's scales {without}", buffer.dispatch, (x.to(FP8), fake_x[:, :1].float()), **layout)
-        refused(TypeError, f"topk_idx {without}", buffer.get_dispatch_layout, fake_idx, inputs.experts)
         refused(ValueError, "x is on meta; it must be where the buffer is", buffer.dispatch, x.to("meta"), **layout)
         refused(ValueError, "x is on meta", buffer.combine, x.to("meta"), handle)
-        refused(ValueError, "topk_idx is on meta", buffer.get_dispatch_layout, idx.to("meta"), inputs.experts)
 
     run(1, work)
 
