@@ -315,7 +315,8 @@ def check_shared_memory(num_bytes, num_experts, device):
 def describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts):
     """Return name, shape and dtype of each output."""
     length, num_blocks = sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
-    if length > _MAX_ELEMENTS:  # slots and lengths are int32
+    # Slots and lengths are int32. A symbolic length is checked when the op runs: a guard on it would recompile.
+    if isinstance(length, int) and length > _MAX_ELEMENTS:
         raise ValueError(
             f"block_size is {block_size}: with {numel} slots and {num_experts} experts sorted_token_ids would have "
             f"{length} elements; at most {_MAX_ELEMENTS} are allowed"

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import FlopCounterMode
@@ -235,6 +236,12 @@ def test_meta_tensors(case, device):
             function(to(args[0], "meta"), *args[1:], **kwargs)
 
 
+def test_lengths_of_the_alignment_add_no_guard():
+    """A guard on a minimum becomes two when inductor's cache is warm, and then some numbers of tokens recompile."""
+    traced = make_fx(lambda slots: moe_numba.moe_align_block_size(slots, 4, 8), tracing_mode="symbolic")(ids(5, 2))
+    assert not [guard for guard in traced.shape_env.guards if "Min" in str(guard.expr)]
+
+
 def test_wrong_device():
     right, wrong = ("cpu", "cuda") if simulator.ENABLED else ("cuda", "cpu")
     check_device(torch.device(right), (9, 0), "x")
@@ -247,7 +254,7 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "moe_align_block_size": [(0, torch.zeros(3, 2)), (1, 0), ("expert_map", int32(1, 2))],
     "biased_grouped_topk_align": [(1, torch.zeros(3)), (3, 0)],
     "fuse_routing": [(0, torch.rand(3, 3)), ("policy", "none"), ("routed_scaling_factor", 0.0)],
-    "get_dispatch_layout": [(0, ids(5, 2)), (2, 3)],
+    "get_dispatch_layout": [(0, torch.zeros(5, 2)), (2, 3)],
     "per_token_cast_to_fp8": [(0, torch.zeros(3, 4))],
     "per_token_cast_back": [(1, torch.rand(3, 1))],
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
