@@ -314,8 +314,8 @@ def test_large_sizes(name, lengths, n, k):
                 "pertensor": [s[one] for s in scales],
                 "blockwise": [scales[0][rows], scales[1][one]] if len(scales) > 1 else [],
             }[name]
-            expected = expected(x[rows], weight[one], seqlens[one], torch.zeros(2, dtype=torch.int32), *group_scales)
-            assert mismatch(out[rows], expected) is None, (g, average)
+            wanted = expected(x[rows], weight[one], seqlens[one], torch.zeros(2, dtype=torch.int32), *group_scales)
+            assert mismatch(out[rows], wanted) is None, (g, average)
         for _ in range(20):
             function(x, weight, seqlens, cu_seqlens, *scales, num_seq_per_group_avg=average, out=out)
             assert torch.equal(out, first)
