@@ -228,7 +228,7 @@ class AlignPlan:
         ctas = max(min(math.isqrt(numel * 288 // (32 * self.capacity)), self.max_large_ctas), 1)
         slots_per_cta = max(-(-numel // (ctas * threads)), 1) * threads
         if slots_per_cta > MAX_NARROW_SLOTS_PER_CTA:
-            slots_per_cta = -(-numel // (self.max_large_ctas * threads)) * threads
+            slots_per_cta = max(-(-numel // (self.max_large_ctas * threads)), 1) * threads
         wide = wide or slots_per_cta > MAX_NARROW_SLOTS_PER_CTA
         launch = self._cached(self._compile_large, (_LARGE_CONFIG, wide))
         words = kernel_large.workspace_words(self.max_large_ctas, self.capacity, wide)

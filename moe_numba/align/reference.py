@@ -11,7 +11,7 @@ def sizes(numel, block_size, num_experts, pad_sorted_ids=True, ignore_invalid_ex
 
     In the worst case the last block of every bucket holds a single slot. Buckets without slots have no blocks.
     """
-    buckets = num_experts + (not ignore_invalid_experts)
+    buckets = num_experts + int(not ignore_invalid_experts)  # a bool would not be a number in symbolic arithmetic
     length = numel + buckets * (block_size - 1)
     if pad_sorted_ids:
         length = -(-length // block_size) * block_size

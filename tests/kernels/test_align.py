@@ -330,10 +330,10 @@ def test_wide_counts_and_rows(tokens, experts, dtype, device, monkeypatch):
     assert [config[-1] for config in made] == [True, True]
 
 
-def test_slots_per_cta_decide_on_wide_counts(monkeypatch):
+def test_slots_per_cta_decide_on_wide_counts(device, monkeypatch):
     """65535 slots per CTA are the most for 16-bit counts; what works with them keeps its kernel."""
     monkeypatch.setattr(api, "_LARGE_CONFIG", api.LargeConfig(512, 8, 128))
-    plan = api.AlignPlan(torch.zeros(1, dtype=torch.int32), 16, 256, None, False)
+    plan = api.AlignPlan(torch.zeros(1, dtype=torch.int32, device=device), 16, 256, None, False)
     plan.max_large_ctas = 128
     monkeypatch.setattr(plan, "_cached", lambda compile_kernel, config: config)
     for numel, is_wide in ((20_000, False), (8_323_072, False), (8_323_073, True), ((1 << 31) - 1, True)):
