@@ -481,7 +481,11 @@ WRONG = {  # name: (module, source text, its replacement)
 WRONG_LOOPS = {  # wrong only if a warp routes several tokens
     "the next row is not loaded": (kernel, "if next_token < num_unpadded:", "if next_token < 0:"),
     "the same row is loaded again": (kernel, "int64(next_token) * row_stride", "int64(token) * row_stride"),
-    "the stride is too large": (kernel, "token_stride = int32(cuda.gridDim.x *", "token_stride = int32(2 * cuda.gridDim.x *"),
+    "the stride is too large": (
+        kernel,
+        "token_stride = int32(cuda.gridDim.x *",
+        "token_stride = int32(2 * cuda.gridDim.x *",
+    ),
     "the bias is overwritten": (kernel, "token = next_token", "lane_bias[0], token = scores[0], next_token"),
     "each warp routes four tokens": (
         kernel_4tokens,
