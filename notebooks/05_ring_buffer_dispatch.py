@@ -63,7 +63,7 @@ from moe_numba.course.bench.timing_multigpu import can_time, host_times, outputs
 from moe_numba.course.bench.topics import dispatch_combine_measure
 from moe_numba.course.bench.topics.dispatch_layout import uniform_routing
 from moe_numba.course.draw import dispatch as draw
-from moe_numba.course.draw.ring_trace import play
+from moe_numba.course.draw.ring_trace import play, replay
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import in_simulator
 from moe_numba.course.sizes import dispatch_sizes
@@ -1734,7 +1734,7 @@ claims.append(
     )
 )
 most = 0
-for _, now in draw.replay(SLOW):
+for _, now in replay(SLOW):
     most = max(most, *(ring.tail - ring.head for ring in now.values()))
 claims.append(
     (

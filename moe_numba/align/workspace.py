@@ -17,8 +17,9 @@ def workspace(device, num_elements):
     """Return a workspace of int32 for a launch on the current stream of a device.
 
     Launches on one stream are ordered and share a workspace. Graphs may be replayed concurrently, so each capture gets
-    its own workspace per stream, which is never freed. It comes from a pool that calls outside of captures fill:
-    zeroing a new one during a capture would add a node to the graph, which happens only if the pool is empty.
+    its own workspace per stream, which is never freed. Workspaces come from a pool that the first call outside of
+    captures fills: zeroing a new one during a capture would add a node to the graph, and one that is allocated while
+    torch.compile prepares a CUDA graph would belong to the graph's memory.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ def workspace(device, num_elements):
     key = device, stream, num_elements, _capture_id(stream) if capturing else None
     pool = _pools.get((device, num_elements))
     if key not in _workspaces:
-        _workspaces[key] = pool.pop() if capturing and pool else _zeros(device, num_elements)
+        _workspaces[key] = pool.pop() if pool else _zeros(device, num_elements)
     if on_gpu and not capturing and not pool:
         count = max(1, min(_MAX_POOL_WORKSPACES, _POOL_BYTES // (4 * num_elements)))
         _pools[device, num_elements] = list(_zeros(device, count * num_elements).view(count, num_elements))

@@ -149,17 +149,24 @@ class Runtime:
         """Return ``start(grid, *arguments)`` of the kernel ``make(*constants)``, a `Kernel`."""
         return Kernel(self, make, constants, signature, block, shared_bytes)
 
-    def wait_for_compilers(self, configuration):
-        """Wait until all ranks have compiled the kernel of a configuration, if this rank calls it for the first time.
+    @contextlib.contextmanager
+    def with_compilers_of_all_ranks(self, configuration):
+        """Return a context in which all ranks compile the kernel of a configuration; it ends when all have done so.
 
-        Otherwise the GPUs of some ranks would wait for the compiler of another. Ranks whose call differs do not come
-        here: a rank that knows that from notify does not wait for them. Nor does a captured call, which nothing runs.
+        Otherwise the GPUs of some ranks would wait for the compiler of another. A rank that does not come within the
+        timeout is late or lost: the others do not wait for its compiler, and their kernels time out. Ranks whose call
+        differs do not come here: a rank that knows that from notify does not wait for them. Nor does a captured call,
+        which nothing runs.
         """
         if configuration in self._configurations or is_capturing():
+            yield
             return
         self._configurations.add(configuration)
-        if not self._status_view[0]:
-            self.transport.rendezvous(f"first use of {configuration}", max(self.timeout, _COMPILE_S))
+        name = f"first use of {configuration}"
+        all_come = not self._status_view[0] and self.transport.rendezvous(name, self.timeout)
+        yield
+        if all_come and not self._status_view[0]:
+            self.transport.rendezvous(f"{name}, compiled", max(self.timeout, _COMPILE_S))
 
     def notify(
         self, layout, tokens, experts, channels, alignment, num_worst_tokens, capacity, prefix, call, scales, out
@@ -319,9 +326,11 @@ class Kernel:
         """Compile and load the kernel, and wait until all ranks have done so."""
         make, constants, signature, shared_bytes = self._definition
         runtime, options = self._runtime, dict(launch_bounds=self._block, shared_bytes=shared_bytes, dependent=True)
-        with COMPILE_LOCK:  # ranks that are threads make, and compile, the same kernel once
+        with (
+            runtime.with_compilers_of_all_ranks((make.__name__, constants[0])),
+            COMPILE_LOCK,  # ranks that are threads make, and compile, the same kernel once
+        ):
             self._start = runtime.transport.prepare_kernel(make(*constants), signature, runtime.timeout, **options)
-        runtime.wait_for_compilers((make.__name__, constants[0]))
 
     def __call__(self, grid, *arguments):
         if self._start is None:

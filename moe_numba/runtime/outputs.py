@@ -21,16 +21,18 @@ class Outputs:
 
     def __init__(self, wanted, device, check=None, aligned=()):
         self._check = check or (lambda out: make_outputs(out, wanted, device, aligned))
-        # One element each; empty_like takes half the time of empty, which parses more arguments.
-        self._examples = [torch.empty(1, dtype=dtype, device=device).expand(shape) for _, shape, dtype in wanted]
-        new = map(torch.empty_like, self._examples)
-        self._expected = [(t.shape, t.stride(), t.dtype, t.device) for t in new]
+        # Without elements they hold no memory, which torch.compile's CUDA graphs would refuse. new_empty takes half the
+        # time of empty, which parses more arguments.
+        examples = [torch.empty(0, dtype=dtype, device=device) for _, _, dtype in wanted]
+        shapes = [torch.empty(shape, device="meta") for _, shape, _ in wanted]
+        self._makers = [(e.new_empty, t.shape) for e, t in zip(examples, shapes, strict=True)]
+        self._expected = [(t.shape, t.stride(), e.dtype, e.device) for e, t in zip(examples, shapes, strict=True)]
         self._aligned = bool(aligned)
 
     def __call__(self, out):
         """Return new output tensors, or those of ``out``: a tensor, or a tuple if there are several."""
         if out is None:
-            return [_empty_like(example) for example in self._examples]
+            return [make(*shape) for make, shape in self._makers]
         given = (out,) if len(self._expected) == 1 else out
         if type(given) is tuple and len(given) == len(self._expected):
             for tensor, expected in zip(given, self._expected):  # noqa: B905
@@ -45,7 +47,6 @@ class Outputs:
         return self._check(out)
 
 
-_empty_like = torch.empty_like
 _MAX_REMEMBERED = 4096
 
 
