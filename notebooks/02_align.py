@@ -1954,8 +1954,8 @@ print(f"{distinct_results(run_handing_over, IDS, RUNS)} different result in {RUN
 # handful of slots: one block with a warp for each slot, whose lanes hold all slots, so that two votes tell how a slot
 # stands to the others. What they add:
 #
-# - **Every input.** 8- to 64-bit ids of any shape; any number of experts up to 1024 slots, else 1 to 8192; any block size; invalid ids; an `expert_map`
-#   for experts on other GPUs; no token at all.
+# - **Every input.** 8- to 64-bit ids of any shape; 1 to 8192 experts, and any number of them for up to 1024 slots; any
+#   block size; invalid ids; an `expert_map` for experts on other GPUs; no token at all.
 # - **Many slots a thread.** A block may take thousands of slots. It sorts them by expert in shared memory while the
 #   other blocks' counts are on their way, and then writes runs of neighbouring places.
 # - **Counts that say whether they are new.** A count travels in one word with the number of the launch. A reader sees
