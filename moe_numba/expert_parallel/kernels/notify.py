@@ -125,14 +125,14 @@ def make_notify_dispatch(num_ranks, threads):
     @cuda.jit(device=True)
     def check_call(ctx, offset, peer, call):
         """Abort if a peer has aborted, or if its call differs; return whether this rank must abort."""
-        argument, here, there = int32(-1), int32(0), int32(0)
+        argument, local_value, peer_value = int32(-1), int32(0), int32(0)
         for i in range(CALL_WORDS):
             found = ctx.local[offset + call_offset + i]
             if found != call[i] and argument < 0:
-                argument, here, there = int32(i), call[i], found
+                argument, local_value, peer_value = int32(i), call[i], found
         must_abort = int32(ld_volatile_s32(ctx.local, ABORT_FLAG) != 0 or argument >= 0)
         if must_abort != 0:
-            abort(ctx, CALL_MISMATCH, argument, peer, here, there)
+            abort(ctx, CALL_MISMATCH, argument, peer, local_value, peer_value)
         return must_abort
 
     @cuda.jit(device=True)
