@@ -274,7 +274,7 @@ class AlignOutputs:
 
     def __init__(self, block_size, num_experts, ignore_invalid_experts, device):
         self._options, self._device = (block_size, num_experts, ignore_invalid_experts), device
-        self._outputs: dict = {}
+        self._outputs = {}
 
     def __call__(self, numel, pad_sorted_ids):
         """Return the :class:`Outputs` for a number of slots."""

@@ -211,7 +211,8 @@ def _record(launcher, grid, block, stream, values):
 
     def launch_again():
         now = current_stream(device)
-        if launches.stream_bound and (now != stream or torch.cuda.is_current_stream_capturing()):
+        # Stream 0, which is also the simulator's, cannot be captured.
+        if launches.stream_bound and (now != stream or (now and torch.cuda.is_current_stream_capturing())):
             raise RuntimeError(
                 f"this call was prepared on stream {stream:#x} and uses that stream's workspace; it cannot run on "
                 f"stream {now:#x} or in a capture"

@@ -29,7 +29,7 @@ def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
     """Execute a call of a public function once, and return it as a :class:`PreparedCall`.
 
     A prepared call reads the same tensors and writes the same outputs each time. It neither checks arguments nor
-    allocates, so it costs about 3 us of host time. Change the inputs in place between calls.
+    allocates, so it costs little more host time than the driver's launch. Change the inputs in place between calls.
 
     Parameters
     ----------

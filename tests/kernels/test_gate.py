@@ -178,6 +178,20 @@ def test_no_out_of_bounds_writes(device, each_kernel):
     assert (weight_buffers[::2] == 12345).all() and (id_buffers[::2] == 12345).all()
 
 
+@pytest.mark.gpu
+def test_a_call_with_cupy_arrays_runs_on_cupys_stream():
+    """Torch's stream is busy meanwhile; with ``out`` nothing but the stream orders the caller's read."""
+    cupy = pytest.importorskip("cupy")
+    logits, _ = make_inputs(64, 256, "cuda")
+    expected = biased_grouped_topk(logits, None, 8)[1].cpu().numpy()
+    with cupy.cuda.Stream(non_blocking=True):
+        out = cupy.zeros((64, 8), cupy.float32), cupy.full((64, 8), -7, cupy.int32)
+        array = cupy.from_dlpack(logits)
+        torch.cuda._sleep(200_000_000)
+        assert biased_grouped_topk(array, None, 8, out=out) is out
+        assert (out[1].get() == expected).all()
+
+
 def test_numpy_and_cupy_arrays(device):
     logits, bias = make_inputs(3, 64, device)
     if simulator.ENABLED:

@@ -1,0 +1,70 @@
+"""Prepared calls of public functions: equal to calls, with new inputs and without new outputs."""
+
+import pytest
+import torch
+
+from moe_numba import (
+    biased_grouped_topk,
+    biased_grouped_topk_align,
+    group_gemm_bf16,
+    moe_align_block_size,
+    per_token_cast_to_fp8,
+    prepare,
+    simulator,
+)
+
+
+def arguments(function, device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 16, generator=generator).to(device)
+    rows, weight = torch.randn(8, 64, generator=generator), torch.randn(2, 64, 64, generator=generator)
+    seqlens, cu_seqlens = torch.tensor([3, 5], dtype=torch.int32), torch.tensor([0, 3, 8], dtype=torch.int32)
+    ids = torch.randint(0, 16, (5, 4), dtype=torch.int32, generator=generator)
+    return {
+        biased_grouped_topk: (logits, None, 4),
+        biased_grouped_topk_align: (logits, None, 4, 16),
+        moe_align_block_size: (ids.to(device), 16, 16),
+        per_token_cast_to_fp8: (rows.bfloat16().to(device),),
+        group_gemm_bf16: tuple(t.to(device) for t in (rows.bfloat16(), weight.bfloat16(), seqlens, cu_seqlens)),
+    }[function]
+
+
+FUNCTIONS = biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size, per_token_cast_to_fp8, group_gemm_bf16
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_prepared_calls_compute_with_the_inputs_of_now(function, device):
+    given, later = (arguments(function, device, seed) for seed in (0, 1))
+    prepared = prepare(function, *given)
+    first = prepared()
+    given[0].copy_(later[0])
+    result, expected = prepared(), function(given[0], *given[1:])
+    assert result is first is prepared.result
+    for tensor, wanted in zip(*[r if isinstance(r, tuple) else (r,) for r in (result, expected)], strict=True):
+        assert torch.equal(tensor.float(), wanted.float())
+
+
+def test_a_call_that_copies_is_not_prepared(device):
+    ids = torch.zeros(8, 4, dtype=torch.int32, device=device).T
+    with pytest.raises(ValueError, match="topk_ids has strides .* for a prepared call it must be contiguous"):
+        prepare(moe_align_block_size, ids, 16, 16)
+    moe_align_block_size(ids, 16, 16)
+
+
+@pytest.mark.gpu
+def test_a_prepared_call_with_a_workspace_keeps_its_stream():
+    prepared = prepare(moe_align_block_size, torch.zeros(20000, dtype=torch.int32, device="cuda"), 16, 16)
+    prepared()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="was prepared on stream"):
+        prepared()
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="the simulator has one stream")
+def test_a_workspace_in_the_simulator(monkeypatch):
+    from moe_numba.align import api
+
+    monkeypatch.setattr(api, "MEDIUM_MAX_SLOTS", 0)
+    monkeypatch.setattr(api, "_plans", {})
+    ids = torch.randint(0, 16, (40,), dtype=torch.int32)
+    prepared = prepare(moe_align_block_size, ids, 4, 16)
+    assert all(map(torch.equal, prepared(), moe_align_block_size(ids, 4, 16)))
