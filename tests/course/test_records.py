@@ -328,3 +328,18 @@ def test_the_table_of_topics_names_every_notebook_record_and_bench_topic():
 def test_the_best_of_a_row_is_bold():
     assert tables.bold_best(["2.0", "1.5", "", "1.5 (torch)"]) == ["2.0", "**1.5**", "", "**1.5 (torch)**"]
     assert tables.bold_best(["3", "2", "8 %"], slice(1)) == ["**3**", "2", "8 %"] and tables.bold_best([""]) == [""]
+
+
+@pytest.mark.parametrize(
+    "topic, kernel",
+    [
+        ("gate", "gate/kernel.py"),
+        ("align", "align/kernel_large.py"),
+        ("dispatch_layout", "expert_parallel/kernels/dispatch_layout.py"),
+        ("dispatch_combine", "expert_parallel/kernels/combine.py"),  # its second module imports the package
+        ("grouped_gemm", "grouped_gemm/kernel.py"),
+        ("shared_experts", "shared_experts/kernel.py"),
+    ],
+)
+def test_sources_of_a_topic_include_its_kernels(topic, kernel):
+    assert f"moe_numba/{kernel}" in sources.topic_sources(topic)

@@ -49,10 +49,12 @@ def notebook_sources(path: str, root: Path | str | None = None) -> list[str]:
 
 
 def topic_sources(name: str, root: Path | str | None = None) -> list[str]:
-    """Return the sources of a topic's record: its module, and the package's files that it depends on."""
+    """Return the sources of a topic's record: its modules, and the package's files that they depend on."""
     root = records.repository(root)
-    own = f"moe_numba/course/bench/topics/{name}.py"
-    return [own, *package_sources((root / own).read_text(), root)]
+    folder = root / "moe_numba" / "course" / "bench" / "topics"
+    own = [folder / f"{name}.py", *sorted(folder.glob(f"{name}_*.py"))]
+    code = "\n".join(path.read_text() for path in own)
+    return [*(path.relative_to(root).as_posix() for path in own), *package_sources(code, root)]
 
 
 def result_sources(record: dict, root: Path | str | None = None) -> list[str]:
