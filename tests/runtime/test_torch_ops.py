@@ -120,6 +120,14 @@ def described(outputs):
     return [(tuple(t.shape), t.dtype, t.stride()) for t in as_list(outputs)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def inductor_cache(tmp_path_factory):
+    """A cache of its own: entries that other versions of the ops have left behind bring their guards with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 def compiled(function, backend="aot_eager", **options):
     if backend == "inductor" and simulator.ENABLED and not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("inductor needs a C++ compiler")
