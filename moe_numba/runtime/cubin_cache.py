@@ -65,7 +65,7 @@ def load_or_make(key, make):
 
 
 def _make_private(where):
-    """Make the folder if necessary; return whether it belongs to this user and nobody else can write to it."""
+    """Make the folder if necessary; return whether it belongs to this user and no other user can write to it."""
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
         if _is_private(where.stat()):
