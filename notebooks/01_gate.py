@@ -1621,7 +1621,8 @@ measure("final", bound(run_package), prediction_us=round(prediction, 1))
 # %%
 if HAS_4TOKENS:
     look_back("dealt again", "polished", prediction)
-look_back("final", "dealt again" if HAS_4TOKENS else "polished")  # the public function: the same kernel, and what checking the arguments costs
+# the public function: the same kernel, and what checking the arguments costs
+look_back("final", "dealt again" if HAS_4TOKENS else "polished")
 
 # %% [markdown]
 # **Look back.** At this size the gain is small. There are only 4096 warps now, eight for each scheduler, and they run
