@@ -28,6 +28,7 @@ from moe_numba.gate.api import fake_topk, get_plan, limit_argument
 from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
@@ -358,7 +359,8 @@ def biased_grouped_topk_align(
         pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
         ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
     limit = limit_argument(num_token_non_padded, x.device)
-    gate_plan = get_plan(
+    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
+    gate_plan, bias = get_plan(
         x,
         bias,
         num_token_non_padded,

@@ -10,6 +10,7 @@ from moe_numba.align import device_functions, kernel_large, kernel_medium, kerne
 from moe_numba.align.reference import sizes
 from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher, refuse_recording
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
@@ -138,6 +139,7 @@ def moe_align_block_size(
         block_size, num_experts = check_int("block_size", block_size), check_int("num_experts", num_experts)
         pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
         ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
+    expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
     key = ids.dtype, ids.device, block_size, num_experts, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:

@@ -10,6 +10,7 @@ from moe_numba import simulator
 from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
@@ -121,7 +122,7 @@ def biased_grouped_topk(
         weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
         return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
     limit = limit_argument(num_token_non_padded, gating_output.device)
-    plan = get_plan(
+    plan, bias = get_plan(
         gating_output,
         correction_bias,
         num_token_non_padded,
@@ -135,7 +136,7 @@ def biased_grouped_topk(
         scoring,
     )
     weights, ids = plan.outputs(gating_output.shape[0])(out)
-    plan.launch(gating_output, correction_bias, weights, ids, limit)
+    plan.launch(gating_output, bias, weights, ids, limit)
     return (weights, ids) if out is None else out
 
 
@@ -164,7 +165,8 @@ def check_options(
 
 
 def get_plan(x, bias, num_token_non_padded, *options):
-    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`."""
+    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`, and the bias."""
+    bias = None if bias is None else as_tensor(bias, "correction_bias")
     # Python's types need no check before the look-up; others do, because 8.0 would find the plan for 8.
     if tuple(map(type, options)) != _OPTION_TYPES:
         options = check_options(*options)
@@ -182,7 +184,7 @@ def get_plan(x, bias, num_token_non_padded, *options):
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = GatePlan(x, bias, check_options(*options), limit_dtype)
-    return plan
+    return plan, bias
 
 
 class GatePlan:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numba import cuda, int32
 
-from moe_numba import simulator
+from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size, simulator
 from moe_numba.ptx.memory import atom_add_s32
 from moe_numba.runtime import launch as launch_module
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
@@ -266,3 +266,20 @@ def test_graph_capture_on_the_current_stream():
     out.zero_()
     graph.replay()
     assert out[0, 0].item() == 2.5
+
+
+def test_arrays_of_another_library_beside_tensors():
+    """Such as a bias that NumPy has loaded; what is no array is refused by name."""
+    logits, ids = torch.randn(3, 8), torch.randint(0, 8, (3, 2), dtype=torch.int32)
+    bias, expert_map = np.linspace(-1, 1, 8, dtype=np.float32), np.arange(8, dtype=np.int32)
+    if simulator.ENABLED:  # on a GPU they would have to be CuPy's
+        calls = (biased_grouped_topk, (logits, bias, 2), {}), (moe_align_block_size, (ids, 4, 8, expert_map), {})
+        calls += ((biased_grouped_topk_align, (logits, bias, 2, 4), dict(expert_map=expert_map)),)
+        for function, arguments, options in calls:
+            tensors = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in arguments]
+            wanted = function(*tensors, **{name: torch.from_numpy(a) for name, a in options.items()})
+            assert all(map(torch.equal, function(*arguments, **options), wanted))
+    with pytest.raises(TypeError, match="correction_bias is list; it must be a tensor"):
+        biased_grouped_topk(logits, [0.0] * 8, 2)
+    with pytest.raises(TypeError, match="expert_map is list; it must be a tensor"):
+        moe_align_block_size(ids, 4, 8, [0] * 8)
