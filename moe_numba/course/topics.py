@@ -21,6 +21,8 @@ TOPICS = (
     Topic(
         "00_start_here",
         "how to read the course; the simulator; how kernel time and call time are measured",
+        bench="call_time",
+        measures="a Python call of each function: its host time",
         records=("start_here",),
     ),
     Topic(
