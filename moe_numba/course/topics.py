@@ -22,7 +22,7 @@ TOPICS = (
         "00_start_here",
         "how to read the course; the simulator; how kernel time and call time are measured",
         bench="call_time",
-        measures="a Python call of each function: its host time",
+        measures="the host time of a Python call of each function",
         records=("start_here",),
     ),
     Topic(

@@ -149,6 +149,8 @@ def test_a_wrong_dispatch_is_not_timed(small, monkeypatch, wrong):
 
 def test_without_deepep_only_the_package_is_measured(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", None)  # its import fails
+    monkeypatch.setattr(call_time_measure, "CALLS", 1)
+    monkeypatch.setattr(call_time_buffer_measure, "loop_times", call_time_measure.loop_times)
     rows = LocalGroup(2).run(lambda group: call_time_buffer_measure.measure_rank(group, 1))[0]
     assert {row["step"] for row in rows} == {"final", "final, out="}
 
@@ -281,8 +283,15 @@ def test_the_table_has_a_row_per_function():
 def test_the_table_without_peers_has_no_column_for_them():
     record = make_record(peer=None)
     assert call_time.readme_table(record).startswith("| function | call | with `out=` | prepared |\n")
+
+
+def test_the_table_names_the_run_on_two_gpus():
+    record = make_record(peer=None)
+    assert call_time.readme_table(record).endswith("; `Buffer` in one process per GPU on two GPUs, the slower one.")
     record["rows"][-1]["measured"] = {"commit": "abcdef0123", "date": "2026-02-03T00:00:00Z"}
-    assert call_time.readme_table(record).endswith("; two GPUs with commit abcdef0, 2026-02-03.")
+    assert call_time.readme_table(record).endswith("the slower one, with commit abcdef0, 2026-02-03.")
+    record["rows"].pop()
+    assert "Buffer" not in call_time.readme_table(record)
 
 
 def test_the_figure_shows_each_function_and_two_torch_calls():

@@ -79,9 +79,10 @@ def readme_table(record):
 
 
 def _provenance(record):
-    """Return the provenance of the record, and of the rows that an earlier run on two GPUs has measured."""
-    text = plots.provenance(record)
-    measured = next((row["measured"] for row in record["rows"] if "measured" in row), None)
-    if measured:
-        text += f"; two GPUs with commit {measured['commit'][:7]}, {measured['date'][:10]}"
+    """Return the provenance of the record, and how and, if that was in an earlier run, when `Buffer` was measured."""
+    text, row = plots.provenance(record), next((row for row in record["rows"] if "ranks" in row["config"]), None)
+    if row:
+        text += "; `Buffer` in one process per GPU on two GPUs, the slower one"
+    if row and "measured" in row:
+        text += f", with commit {row['measured']['commit'][:7]}, {row['measured']['date'][:10]}"
     return text

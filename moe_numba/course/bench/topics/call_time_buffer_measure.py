@@ -6,7 +6,6 @@ Both have the same interface, so the same calls are measured. No call's host wai
 import json
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def _work(rank, ranks, port, loops, found):
             found.write_text(json.dumps(rows))
 
 
-def measure_rank(group, loops, *, clock=time.perf_counter_ns):
+def measure_rank(group, loops):
     """Measure on one rank; return the rows, which are the same on all ranks."""
     configs = [get(RANKS) for get in (Buffer.get_dispatch_config, Buffer.get_combine_config)]
     buffer = Buffer(group, max(config.get_nvl_buffer_size_hint(2 * HIDDEN, RANKS) for config in configs))
@@ -50,7 +49,7 @@ def measure_rank(group, loops, *, clock=time.perf_counter_ns):
     out = buffer.new_output(RANKS * TOKENS, HIDDEN, x.dtype, num_topk=TOPK)
     steps = {(name, f"final{suffix}"): call for (name, suffix), call in buffer_calls(buffer, *arguments, out).items()}
     steps |= {(name, "peer:DeepEP"): call for (name, _), call in _deep_ep_calls(group, arguments).items()}
-    times = slowest(buffer.transport.gather(loop_times(steps, partial(settle, buffer.transport), loops, clock=clock)))
+    times = slowest(buffer.transport.gather(loop_times(steps, partial(settle, buffer.transport), loops)))
     out.close()
     buffer.destroy()
     row = dict(
@@ -97,10 +96,12 @@ def buffer_calls(buffer, x, topk_idx, topk_weights, num_experts, out=None):
 
 
 def _deep_ep_calls(group, arguments):
-    """Return the calls of DeepEP's buffer, none if it is not installed or has another interface."""
+    """Return the calls of DeepEP's buffer, none if it is not installed or fails."""
     try:
         import deep_ep
-
+    except ModuleNotFoundError:
+        return {}
+    try:
         configs = [get(RANKS) for get in (deep_ep.Buffer.get_dispatch_config, deep_ep.Buffer.get_combine_config)]
         buffer = deep_ep.Buffer(group, max(config.get_nvl_buffer_size_hint(2 * HIDDEN, RANKS) for config in configs))
         return buffer_calls(buffer, *arguments)
