@@ -11,14 +11,13 @@ from moe_numba.course.bench.baselines import limits
 from moe_numba.runtime import device as devices
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.py"))
-KB = 1024
 GPUS = {
     # GPU: its properties, SM and memory clock in MHz, bits of the bus; data sheet: TB/s, bfloat16 and FP8 in TFLOP/s
-    "T4": (devices.GPU("T4", (7, 5), 40, 64 * KB), (1590, 5001, 256), (0.32, 8.1, 8.1)),
-    "A100": (devices.GPU("A100", (8, 0), 108, 163 * KB), (1410, 1593, 5120), (2.04, 312, 312)),
-    "A10": (devices.GPU("A10", (8, 6), 72, 99 * KB), (1695, 6251, 384), (0.6, 125, 125)),
-    "L4": (devices.GPU("L4", (8, 9), 58, 99 * KB), (2040, 6251, 192), (0.3, 121, 242)),
-    "RTX PRO 6000": (devices.GPU("RTX PRO 6000", (12, 0), 188, 99 * KB), (2617, 14001, 512), (1.79, 504, 1008)),
+    "T4": (devices.gpu_like((7, 5), "T4", 40), (1590, 5001, 256), (0.32, 8.1, 8.1)),
+    "A100": (devices.gpu_like((8, 0), "A100", 108), (1410, 1593, 5120), (2.04, 312, 312)),
+    "A10": (devices.gpu_like((8, 6), "A10", 72), (1695, 6251, 384), (0.6, 125, 125)),
+    "L4": (devices.gpu_like((8, 9), "L4", 58), (2040, 6251, 192), (0.3, 121, 242)),
+    "RTX PRO 6000": (devices.gpu_like((12, 0), "RTX PRO 6000", 188), (2617, 14001, 512), (1.79, 504, 1008)),
 }
 
 
@@ -37,8 +36,9 @@ def test_limits_match_data_sheets(name):
     "capability, like", [((8, 7), (8, 6)), ((10, 3), (10, 0)), ((12, 1), (12, 0)), ((7, 0), (7, 5))]
 )
 def test_an_unlisted_capability_has_the_rates_of_the_one_below(capability, like):
-    gpus = [devices.GPU("", c, 100, 99 * KB) for c in (capability, like)]
-    one, other = (limits._from_properties(gpu, 1e9, 1e9, 256, 1e11).tensor_flops for gpu in gpus)
+    one, other = (
+        limits._from_properties(devices.gpu_like(c), 1e9, 1e9, 256, 1e11).tensor_flops for c in (capability, like)
+    )
     assert one == other
 
 

@@ -79,7 +79,7 @@ def chip_limits() -> ChipLimits:
 
 def _from_properties(gpu, clock, memory_clock, bus_bits, copied):
     """Compute the limits of a GPU from its clocks in Hz, the width of its memory bus, and what a copy reaches."""
-    known = [capability for capability in _TENSOR_FLOPS_PER_CLOCK if capability <= gpu.capability]
+    known = [capability for capability in _TENSOR_FLOPS_PER_CLOCK if capability <= gpu.hardware_capability]
     bf16, fp8 = _TENSOR_FLOPS_PER_CLOCK[max(known, default=(7, 5))]
     sm_clocks = gpu.sm_count * clock
     return ChipLimits(
