@@ -44,7 +44,7 @@ from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
 from moe_numba.course.bench import kernel_time, plots, records, rotating
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.ladder import Ladder
@@ -192,8 +192,10 @@ print("poison:        ", check(poisoned()))
 # cache.
 
 # %%
-BANDWIDTH = H200.copy_bandwidth  # bytes per second
-SMS, SCHEDULERS, CLOCK = H200.sm_count, 4, H200.boost_clock  # an SM has 4 warp schedulers
+LIMITS = chip_limits()
+print(LIMITS)
+BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
+SMS, SCHEDULERS, CLOCK = LIMITS.sm_count, 4, LIMITS.boost_clock  # an SM has 4 warp schedulers
 BYTES = TOKENS * (EXPERTS * 4 + TOPK * 8) + EXPERTS * 4
 
 
@@ -228,7 +230,7 @@ if GATE:
 
 # %%
 def issue_us(instructions, warps):
-    """Time in which an H200 can start this many instructions for each of this many warps, in microseconds."""
+    """Time in which the GPU can start this many instructions for each of this many warps, in microseconds."""
     return instructions * warps / (SMS * SCHEDULERS * CLOCK) * 1e6
 
 
