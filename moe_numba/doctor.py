@@ -4,12 +4,15 @@ The trial runs in its own process: the simulator hides the compiler from the pro
 that fails to load must not end this process.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 LABEL = 12  # width of the first column, in characters
+NEWEST_EXTRA = 13  # cu13 installs the compiler of CUDA 13, for drivers of CUDA 13 or newer; cu12 is for older ones
 
 
 def report() -> list[str]:
@@ -21,6 +24,8 @@ def report() -> list[str]:
     lines = [("GPU", _gpu_line(found, simulator.REASON if simulator.ENABLED else None))]
     names = [f"{name} {version}" for name, version in records.versions().items()]
     lines.append(("versions", ", ".join(names)))
+    if problem := _compiler_problem(found):
+        lines.append(("compiler", problem))
     lines.append(("sm_90a", _sm_90a_line(found)))
     lines += [("runs" if i == 0 else "", line) for i, line in enumerate(_consequences(found, simulator.ENABLED))]
     lines.append(("results", _results_line()))
@@ -29,9 +34,10 @@ def report() -> list[str]:
 
 def probe(timeout_s: float = 120) -> dict:
     """Run ``_trial`` in a new process and return its findings, with an ``error`` if the process died."""
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "MOE_NUMBA_SIMULATE": "0"}
-    # -P keeps this file's folder off the module path, where its neighbours would hide other packages.
-    command = [sys.executable, "-P", __file__]
+    root = str(Path(__file__).parents[1])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "MOE_NUMBA_SIMULATE": "0", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "moe_numba.doctor"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
         return json.loads(done.stdout.splitlines()[-1])
@@ -57,8 +63,22 @@ def _gpu_line(found, why_simulated):
         return "none: kernels run in the simulator"
     text = "; ".join(f"{name}, compute capability {major}.{minor}" for name, (major, minor) in found["gpus"])
     if not found.get("torch", True):
-        text += "; torch cannot use it (is this a CPU build of torch?)"
+        text += "; torch cannot use it (is this a CPU build of torch, or one for a newer CUDA than the driver's?)"
     return text + (f"; kernels run in the simulator nevertheless ({why_simulated})" if why_simulated else "")
+
+
+def _compiler_problem(found):
+    """Return which extra to install if the compiler is missing, or newer than the driver; otherwise None."""
+    driver, compiler = found.get("driver"), found.get("compiler")
+    if not compiler and "cubin_bytes" not in found:
+        extra = f"cu{min(driver[0], NEWEST_EXTRA)}" if driver else "cu13]' (driver 580 or newer) or 'moe_numba[cu12"
+        return f"none is installed: pip install 'moe_numba[{extra}]'"
+    if driver and compiler and driver[0] < compiler[0]:
+        return (
+            f"for CUDA {compiler[0]}.{compiler[1]}, but the driver supports CUDA {driver[0]}.{driver[1]}: "
+            f"pip install 'moe_numba[cu{driver[0]}]' in a new environment"
+        )
+    return None
 
 
 def _sm_90a_line(found):
@@ -90,9 +110,10 @@ def _consequences(found, simulated):
 def _trial():
     """Compile and link a kernel for sm_90a, and launch it on a Hopper GPU if there is one.
 
-    Returns a dict with ``gpus`` and, as far as the trial came, ``torch``, ``cubin_bytes``, ``launched`` and ``error``.
+    Returns a dict with ``gpus`` and, as far as the trial came, the CUDA versions of ``driver`` and ``compiler``,
+    ``torch``, ``cubin_bytes``, ``launched`` and ``error``.
     """
-    found = {"gpus": []}
+    found = {"gpus": [], **_cuda_versions()}
     try:
         import numpy as np
         from numba import cuda
@@ -112,6 +133,19 @@ def _trial():
     except Exception as error:  # the report shows whatever failed
         lines = str(error).strip().splitlines()
         found["error"] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return found
+
+
+def _cuda_versions():
+    """Return the CUDA versions, (major, minor), of the ``driver`` and the ``compiler``, each if it is installed."""
+    from cuda.bindings import driver, nvrtc
+
+    found = {}
+    with contextlib.suppress(RuntimeError):  # what cuda.bindings raises for a missing library
+        version = driver.cuDriverGetVersion()[1]
+        found["driver"] = version // 1000, version % 1000 // 10
+    with contextlib.suppress(RuntimeError):
+        found["compiler"] = nvrtc.nvrtcVersion()[1:]
     return found
 
 

@@ -44,7 +44,7 @@ from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
 from moe_numba.course.bench import kernel_time, plots, records, rotating
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.ladder import Ladder
@@ -58,6 +58,7 @@ from moe_numba.ptx.arithmetic import float_as_int, int_as_float, uint_as_float
 from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
 from moe_numba.runtime.compile import compile_kernel
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some demonstrations use one block, on purpose
@@ -191,8 +192,10 @@ print("poison:        ", check(poisoned()))
 # cache.
 
 # %%
-BANDWIDTH = H200.copy_bandwidth  # bytes per second
-SMS, SCHEDULERS, CLOCK = H200.sm_count, 4, H200.boost_clock  # an SM has 4 warp schedulers
+LIMITS = chip_limits()
+print(LIMITS)
+BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
+SMS, SCHEDULERS, CLOCK = LIMITS.sm_count, 4, LIMITS.boost_clock  # an SM has 4 warp schedulers
 BYTES = TOKENS * (EXPERTS * 4 + TOPK * 8) + EXPERTS * 4
 
 
@@ -227,7 +230,7 @@ if GATE:
 
 # %%
 def issue_us(instructions, warps):
-    """Time in which an H200 can start this many instructions for each of this many warps, in microseconds."""
+    """Time in which the GPU can start this many instructions for each of this many warps, in microseconds."""
     return instructions * warps / (SMS * SCHEDULERS * CLOCK) * 1e6
 
 
@@ -1606,7 +1609,7 @@ run_dealing = run_of_package(
     many_tokens.WARPS_PER_BLOCK * many_tokens.TOKENS_PER_WARP,
     many_tokens.WARPS_PER_BLOCK,
     1 << 20,
-    launch_bounds=many_tokens.LAUNCH_BOUNDS,
+    launch_bounds=many_tokens.launch_bounds(gpu_of(0).capability),
 )
 if HAS_4TOKENS:
     measure("dealt again", run_dealing, prediction_us=round(prediction, 1))

@@ -57,7 +57,7 @@ from moe_numba import simulator
 from moe_numba.align.reference import mismatch, sizes
 from moe_numba.align.reference import moe_align_block_size as reference
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import align as draw
 from moe_numba.course.ladder import Ladder
@@ -176,7 +176,9 @@ print("poison:       ", check(poisoned(IDS)))
 
 
 # %%
-BANDWIDTH = H200.copy_bandwidth  # bytes per second
+LIMITS = chip_limits()
+print(LIMITS)
+BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
 
 
 # What `python -m moe_numba bench gate` and `bench align` measured
@@ -1741,7 +1743,7 @@ def make_each_once(num_experts, threads, count=count_one_by_one):
 
 
 # %%
-GRID = 2 if simulator.ENABLED else 64  # blocks, so that every expert's padding has a warp of its own
+GRID = 2 if simulator.ENABLED else min(64, LIMITS.sm_count)  # with 64 every expert's padding has a warp of its own
 
 
 def each_once_step(count):
@@ -1818,7 +1820,7 @@ look_back("eight loads at once", "each element once", prediction)
 # **polls**) until all have come. Three things must be right.
 #
 # - **All blocks must run at the same time.** A block that waits keeps its multiprocessor. If the last block found no
-#   room, everybody would wait for ever. With at most 132 blocks, one for each multiprocessor, there is room. (With
+#   room, everybody would wait for ever. With at most one block for each multiprocessor there is room. (With
 #   `cooperative=True` the driver refuses a grid that does not fit.)
 # - **The order of writes.** The row must be visible to others before the counter is. `threadfence()` says so: what
 #   stands before it is visible before what stands after it. The barrier before it makes sure that the whole block has

@@ -58,7 +58,7 @@ from moe_numba import simulator
 from moe_numba.align.reference import mismatch as align_mismatch
 from moe_numba.course.bench import call_times, kernel_times, plots, records
 from moe_numba.course.bench.baselines import torch_layer
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, moe_numba_grouped_gemm
 from moe_numba.course.bench.layer_figure import layer_bars
 from moe_numba.course.bench.sources import notebook_sources
@@ -236,8 +236,10 @@ for dtype in (torch.float32, torch.bfloat16, FP8):
 
 
 # %%
-BANDWIDTH = H200.copy_bandwidth  # bytes per second
-RATES = H200.tensor_flops  # operations per second
+LIMITS = chip_limits()
+print(LIMITS)
+BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
+RATES = LIMITS.tensor_flops  # operations per second
 BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}  # of a weight
 
 
@@ -842,15 +844,15 @@ draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 
 # %% [markdown]
 # Torch's product (from CUTLASS) deals tile by tile, and so do the usual ones, SGLang's Triton kernel among them. The
-# next cell counts both ways for the real load: 132 multiprocessors, and 4 columns of tiles for each expert, because the
+# next cell counts both ways for the real load: all multiprocessors, and 4 columns of tiles for each expert, because the
 # first product is 512 wide and a tile 128.
 
 
 # %%
 def units(counts, tile_rows, whole_columns, across=4):
-    """How many tiles' time 132 multiprocessors need."""
+    """How many tiles' time the multiprocessors need."""
     tiles = [column for column in draw.tiles_per_expert(counts, tile_rows) for _ in range(across)]
-    return max(start + length for _, start, length, _ in draw.list_schedule(tiles, 132, whole_columns))
+    return max(start + length for _, start, length, _ in draw.list_schedule(tiles, LIMITS.sm_count, whole_columns))
 
 
 LONGEST = {}

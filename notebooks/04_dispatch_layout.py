@@ -62,7 +62,7 @@ from numba import cuda, int32, int64, uint8
 from moe_numba import simulator
 from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
 from moe_numba.course.draw import dispatch_layout as draw
@@ -184,7 +184,9 @@ print(
 # are a kilobyte. How long does that take at the bandwidth of the memory?
 
 # %%
-BANDWIDTH = H200.copy_bandwidth  # bytes per second
+LIMITS = chip_limits()
+print(LIMITS)
+BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
 ALIGN_LADDER, ALIGN = records.recorded("align_ladder"), records.recorded("align")
 EMPTY_US = {False: 0.5, True: 0.4}  # a kernel that does nothing: alone, and with programmatic dependent launch
 if ALIGN:
@@ -197,7 +199,7 @@ if ALIGN_LADDER:  # what notebook 02 measured with chains of equal links
 LOAD_US, SHARED_US, GLOBAL_US = (
     NS[name] / 1000 for name in ("a load from the L2", "a shared atomic", "a global atomic")
 )
-CLOCK_MHZ = H200.boost_clock / 1e6
+CLOCK_MHZ = LIMITS.boost_clock / 1e6
 
 for tokens in (1, 64, 4096, 65536):
     count = layout_bytes(tokens, 8, 256, 8)
@@ -1189,7 +1191,7 @@ claims.append(
         "A block counts 32 experts, or 8 ranks; the grid has a block for each part",
         verdict(
             (deepep_layout.EXPERTS_PER_BLOCK, deepep_layout.RANKS_PER_BLOCK, BLOCKS) == (32, 8, 9),
-            f"{BLOCKS} blocks for 256 experts and 8 ranks, of an H200's 132 multiprocessors",
+            f"{BLOCKS} blocks for 256 experts and 8 ranks, on {LIMITS.sm_count} multiprocessors",
         ),
     )
 )

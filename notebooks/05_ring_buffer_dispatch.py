@@ -56,7 +56,7 @@ from moe_numba.course.articles.deepep.buffer_layout import (
 )
 from moe_numba.course.articles.deepep.simulate import RankTimeoutError, dispatch_all, virtual_ranks
 from moe_numba.course.bench import Stats, plots, records
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, played
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, host_times, outputs_of, rank_times, settle
@@ -663,7 +663,9 @@ def torch_dispatch(transport):
 
 
 prediction = (
-    (WIRE_BYTES / (PEAK or 3.5e11) + 2 * ALL_BYTES / H200.copy_bandwidth) * 1e6 if not simulator.ENABLED else None
+    (WIRE_BYTES / (PEAK or 3.5e11) + 2 * ALL_BYTES / chip_limits().copy_bandwidth) * 1e6
+    if not simulator.ENABLED
+    else None
 )
 measure("torch", torch_dispatch, prediction)
 

@@ -75,7 +75,7 @@ from moe_numba.course.articles.deepep.polling import (
     make_wait,
 )
 from moe_numba.course.bench import kernel_times, plots, records
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
 from moe_numba.course.draw import combine as draw
@@ -284,7 +284,9 @@ print("nothing wrong:", check([rows.clone() for rows in WANTED]))
 
 # %%
 LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
-MEMORY = H200.copy_bandwidth  # bytes per second
+LIMITS = chip_limits()
+print(LIMITS)
+MEMORY = LIMITS.copy_bandwidth  # bytes per second
 PUSH = 0.8 * LINK  # what we expect of plain stores: measured below
 
 
@@ -731,7 +733,7 @@ LATENCY_NS = 600
 needed = MEMORY * LATENCY_NS * 1e-9
 print(
     f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS} ns = {needed / 1e6:.2f} MB on their way in the whole GPU, "
-    f"{needed / 132 / 1024:.0f} KB in each of 132 multiprocessors"
+    f"{needed / LIMITS.sm_count / 1024:.0f} KB in each of {LIMITS.sm_count} multiprocessors"
 )
 for at_once in (1, 2, 4, 8):
     print(f"{at_once} at once, 2 rows, 512 threads: {at_once * 2 * 16 * 512 / 1024:.0f} KB in a multiprocessor")

@@ -50,7 +50,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.course.bench import kernel_times
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import hopper as draw
 from moe_numba.course.ladder import Ladder
@@ -163,8 +163,10 @@ print(f"A {tuple(A.shape)}, B {tuple(B.shape)}; bfloat16 alone makes an error of
 
 
 # %%
-CLOCK, SMS, PEAK = H200.tensor_clock, H200.sm_count, H200.tensor_flops["float8_e4m3fn"]
-FLOPS, SHARED_BYTES, L2_BYTES = PEAK / CLOCK / SMS, 128, H200.l2_bandwidth / CLOCK / SMS
+LIMITS = chip_limits()
+print(LIMITS)
+CLOCK, SMS, PEAK = LIMITS.tensor_clock, LIMITS.sm_count, LIMITS.tensor_flops["float8_e4m3fn"]
+FLOPS, SHARED_BYTES, L2_BYTES = PEAK / CLOCK / SMS, 128, LIMITS.l2_bandwidth / CLOCK / SMS
 
 
 def clocks(n, groups):
@@ -214,7 +216,7 @@ LOWER_BOUND_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 # %%
 FULL_MASK = 0xFFFFFFFF
 TILE = 64 * 128  # bytes: 64 rows of 128
-COPY_US = 2 * TIMED.copy[0] * TIMED.copy[1] / H200.copy_bandwidth * 1e6
+COPY_US = 2 * TIMED.copy[0] * TIMED.copy[1] / LIMITS.copy_bandwidth * 1e6
 SOURCE = torch.randint(0, 256, SIZES.copy, dtype=torch.uint8, device=DEVICE)
 
 

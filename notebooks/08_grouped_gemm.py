@@ -57,6 +57,7 @@ from moe_numba.course.articles.hpc_ops.launch import HpcOpsGroupGemm
 from moe_numba.course.articles.hpc_ops.scheduler import host as schedulers
 from moe_numba.course.articles.hpc_ops.scheduler import select_tile_m, use_horizontal
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records, rotating
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.draw import grouped_gemm as draw
@@ -228,15 +229,20 @@ print("a scale for all:", check_small(naive_group_gemm_pertensor_fp8(*given, tor
 
 
 # %%
+LIMITS = chip_limits()
+BANDWIDTH, RATE = LIMITS.hbm_bandwidth, LIMITS.tensor_flops["float8_e4m3fn"]  # bytes and operations per second
+print(f"{LIMITS.source}: {BANDWIDTH / 1e12:.1f} TB/s, {RATE / 1e12:.0f} TFLOP/s in FP8")
+
+
 def floor_us(rows, groups, n=4096, k=7168):
     count = groups * n * k + rows * k + 2 * rows * n
-    return max(count / topic.BANDWIDTH, 2 * rows * n * k / topic.RATE["e4m3"]) * 1e6
+    return max(count / BANDWIDTH, 2 * rows * n * k / RATE) * 1e6
 
 
 def crossover(groups, n, k):
     """Rows from which on the multiplications take longer than the bytes."""
-    slope = 2 * n * k / topic.RATE["e4m3"] - (k + 2 * n) / topic.BANDWIDTH
-    return groups * n * k / topic.BANDWIDTH / slope
+    slope = 2 * n * k / RATE - (k + 2 * n) / BANDWIDTH
+    return groups * n * k / BANDWIDTH / slope
 
 
 print("rows of 32 groups:   ", "".join(f"{rows:>9}" for rows in topic.ROWS))
@@ -1087,7 +1093,9 @@ diff(make_transposed, make_epilogue)
 # %%
 look_back("stmatrix and TMA store", "transposed MMA", 31)
 if took := dense.median_us("stmatrix and TMA store"):
-    print(f"    {took / 56:.2f} us for each of the 56 turns; multiplying takes {128**3 / 4096 / 1755:.2f} us of it")
+    print(
+        f"    {took / 56:.2f} us for each of the 56 turns; multiplying takes {128**3 / 4096 / LIMITS.tensor_clock * 1e6:.2f} us of it"
+    )
 
 # %% [markdown]
 # **Look back.** torch is still faster. A block has one tile here, and a multiprocessor has one block. So while the
@@ -1564,7 +1572,7 @@ draw.schedules({name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal",
 
 
 # %%
-def waves(lengths, n, tokens, blocks=132):
+def waves(lengths, n, tokens, blocks=LIMITS.sm_count):
     """Tiles, waves, and the share of the blocks' time in which there is something to do."""
     tiles = sum(-(-int(rows) // tokens) for rows in lengths) * -(-n // 128)
     count = -(-tiles // blocks)
@@ -1901,7 +1909,7 @@ look_back_at_groups("two parts", "agreed", 400)
 #
 # One trap. The obvious arrival at the other block's barrier, `mbarrier.arrive.release.cluster`, becomes a fence for the
 # whole GPU (`MEMBAR.ALL.GPU`), a microsecond for each stage, and makes the kernel three to five times slower. We have
-# only read, and nothing that we wrote must be seen. `relaxed` says so.
+# only read, and nothing that we wrote must be seen. `.release.cta` publishes nothing to another block.
 #
 # **Prediction.** A block takes 128 + 64 rows a turn from the L2 in place of 128 + 128. Where the L2 is the limit, with
 # 8192 tokens, a quarter less; with 2048 tokens nothing, some 250 us.
@@ -1912,8 +1920,10 @@ measure("two blocks share tokens", package_step(package_config(128, (128, 96, 64
 # %%
 look_back_at_groups("two blocks share tokens", "agreed", 250)
 if took := us("two blocks share tokens", "many_us"):
-    turns = 56 * -(-sum(-(-int(rows) // 128) for rows in topic.random_lengths(32, 8192)) * 32 // 132)
-    print(f"    8192 tokens: {took / turns:.2f} us a turn; multiplying takes {128**3 / 4096 / 1755:.2f} us at most")
+    turns = 56 * -(-sum(-(-int(rows) // 128) for rows in topic.random_lengths(32, 8192)) * 32 // LIMITS.sm_count)
+    print(
+        f"    8192 tokens: {took / turns:.2f} us a turn; multiplying takes {128**3 / 4096 / LIMITS.tensor_clock * 1e6:.2f} us"
+    )
 
 # %% [markdown]
 # **Look back.** With 8192 tokens next to nothing of the predicted quarter is there. So the L2 was not the limit any

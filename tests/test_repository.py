@@ -19,9 +19,15 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+EXTRAS = PROJECT["optional-dependencies"]
+
+
 def wanted():
-    """Return the bounds of every direct dependency of pyproject.toml, extras included: ``{name: bounds}``."""
-    lines = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
+    """Return the bounds of every direct dependency of pyproject.toml: ``{name: bounds}``.
+
+    They include all extras but cu12, which cannot be installed together with cu13, the one that the tests run with.
+    """
+    lines = sum((lines for extra, lines in EXTRAS.items() if extra != "cu12"), PROJECT["dependencies"])
     bounds = {}
     for requirement in map(Requirement, lines):
         name = canonicalize_name(requirement.name)
@@ -59,7 +65,7 @@ def test_constraints_pin_every_dependency_inside_its_bounds():
 
 @pytest.mark.parametrize(
     "before, after, said",
-    [("torch==2.13.0\n", "", "torch is not pinned"), ("numpy==2.4.6", "numpy==2.5.0", "numpy==2.5.0 is outside")],
+    [("torch==2.13.0\n", "", "torch is not pinned"), ("numpy==2.4.6", "numpy==2.6.0", "numpy==2.6.0 is outside")],
 )
 def test_wrong_constraints_are_rejected(before, after, said):
     text = (ROOT / "constraints.txt").read_text()
@@ -70,9 +76,24 @@ def test_wrong_constraints_are_rejected(before, after, said):
 
 def test_known_incompatible_versions_are_excluded():
     bounds = wanted()
-    refused = {"numpy": "2.5.0", "numba": "0.69.0", "numba-cuda": "0.31.0", "torch": "2.10.0"}
+    refused = {"numpy": "2.6.0", "numba": "0.69.0", "numba-cuda": "0.31.0", "torch": "2.10.0"}
     for name, version in refused.items():
         assert version not in bounds[name], f"{name} {version} is known to break"
+
+
+def test_cuda_12_has_the_packages_of_cuda_13():
+    """In the versions for CUDA 12, and with a torch that has builds for it, which 2.15 has not."""
+    old, new = ({r.name: r for r in map(Requirement, EXTRAS[extra])} for extra in ("cu12", "cu13"))
+    for name, requirement in new.items():
+        twin = old[name.replace("cuda13x", "cuda12x")]
+        assert twin.specifier == requirement.specifier
+        assert twin.extras == {extra.replace("cu13", "cu12") for extra in requirement.extras}
+    torch = next(r.specifier for r in map(Requirement, PROJECT["dependencies"]) if r.name == "torch")
+    assert "2.14.1" in torch & old["torch"].specifier and "2.15.0" not in old["torch"].specifier
+    # What torch's builds for CUDA 12.6, 12.8 and 12.9 require.
+    for toolkit, linker in (("12.6.2", "12.6.85"), ("12.8.1", "12.8.93"), ("12.9.1", "12.9.86")):
+        assert toolkit in old["cuda-toolkit"].specifier and linker in old["nvidia-nvjitlink-cu12"].specifier
+    assert "12.3.2" not in old["cuda-toolkit"].specifier and "13.0.0" not in old["cuda-toolkit"].specifier
 
 
 def test_make_has_its_targets():

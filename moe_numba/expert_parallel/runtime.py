@@ -60,7 +60,7 @@ class Runtime:
 
     def __init__(self, transport, num_bytes, timeout):
         device = transport.device
-        check_device(device, (9, 0), "group's device")
+        check_device(device, "group's device", (9, 0))
         self.transport, self.timeout = transport, timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words

@@ -34,7 +34,7 @@ from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
-    mbarrier_arrive_relaxed_cluster,
+    mbarrier_arrive_release_cta_cluster,
     mbarrier_init,
     mbarrier_wait_parity,
 )
@@ -212,7 +212,7 @@ def make_release_stage(cluster_size):
     def release_stage(barriers, empty):
         mbarrier_arrive(barriers, empty)
         # Relaxed, because this warp only read: a release at cluster scope compiles to a GPU-wide MEMBAR.
-        mbarrier_arrive_relaxed_cluster(barriers, empty, uint32(cluster_ctarank() ^ uint32(1)))
+        mbarrier_arrive_release_cta_cluster(barriers, empty, uint32(cluster_ctarank() ^ uint32(1)))
 
     return release_stage
 

@@ -61,11 +61,11 @@ def mbarrier_arrive_cluster(barriers, index, rank):
     simulator.mbarrier.find(barriers, index, rank).arrive()
 
 
-def mbarrier_arrive_relaxed_cluster(barriers, index, rank):
-    """``mbarrier.arrive.relaxed.cluster.shared::cluster.b64``: arrive at block ``rank`` without a release.
+def mbarrier_arrive_release_cta_cluster(barriers, index, rank):
+    """``mbarrier.arrive.release.cta.shared::cluster.b64``: arrive at block ``rank`` without publishing writes to it.
 
-    Use it where the thread publishes no writes, for example to signal that the operands of a completed wgmma have been
-    read.
+    Use it, for example, to signal that the operands of a completed wgmma have been read. ``mbarrier.arrive.relaxed``
+    compiles to the same machine code, but CUDA 12.6 lacks it.
     """
     simulator.mbarrier.find(barriers, index, rank).arrive()
 
@@ -77,10 +77,10 @@ mbarrier_arrive_expect_tx = instruction(
 mbarrier_expect_tx = instruction(
     "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], $1;", "void", SHARED, "u32", simulate=mbarrier_expect_tx
 )
-_ARRIVE = "{ .reg .u32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.%s.cluster.shared::cluster.b64 _, [a]; }"
-mbarrier_arrive_cluster = instruction(_ARRIVE % "release", "void", SHARED, "u32", simulate=mbarrier_arrive_cluster)
-mbarrier_arrive_relaxed_cluster = instruction(
-    _ARRIVE % "relaxed", "void", SHARED, "u32", simulate=mbarrier_arrive_relaxed_cluster
+_ARRIVE = "{ .reg .u32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.release.%s.shared::cluster.b64 _, [a]; }"
+mbarrier_arrive_cluster = instruction(_ARRIVE % "cluster", "void", SHARED, "u32", simulate=mbarrier_arrive_cluster)
+mbarrier_arrive_release_cta_cluster = instruction(
+    _ARRIVE % "cta", "void", SHARED, "u32", simulate=mbarrier_arrive_release_cta_cluster
 )
 
 

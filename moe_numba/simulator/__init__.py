@@ -119,6 +119,17 @@ def _set_numba_switch():
             sys.modules["numba"].config.ENABLE_CUDASIM = int(ENABLED)
 
 
+def _restore_row_stack():
+    """Define ``numpy.row_stack`` again: numba-cuda uses the name when it is imported, and NumPy 2.5 has removed it.
+
+    Delete this with the first numba-cuda whose ``np/arrayobj.py`` does without it; 0.30.4, the latest, does not.
+    """
+    import numpy as np
+
+    if not hasattr(np, "row_stack"):
+        np.row_stack = np.vstack
+
+
 def __getattr__(name):
     if name in _PACKAGE_OF:
         module = globals()[name] = importlib.import_module(f"{__name__}.{_PACKAGE_OF[name]}.{name}")
@@ -136,3 +147,5 @@ if ENABLED:
 
     cuda_module.install()
     arithmetic.wrap_integer_casts()
+else:
+    _restore_row_stack()  # Numba's own simulator does not need it

@@ -398,6 +398,7 @@ def test_doctor_on_this_machine():
 
 
 H200 = [["NVIDIA H200", [9, 0]]]
+T4 = {"gpus": [["T4", [7, 5]]], "torch": False, "error": "no NVVM"}
 
 
 @pytest.mark.parametrize(
@@ -420,7 +421,14 @@ H200 = [["NVIDIA H200", [9, 0]]]
         (
             {"gpus": [], "error": "no NVVM"},
             True,
-            ["none: kernels run in the simulator", "the compiler fails: no NVVM", "cannot run"],
+            ["none: kernels run in the simulator", "the compiler fails: no NVVM", "cannot run", "[cu13]'", "[cu12]'"],
+        ),
+        (T4 | {"driver": [12, 4]}, False, ["none is installed: pip install 'moe_numba[cu12]'"]),
+        (T4 | {"driver": [14, 0]}, False, ["none is installed: pip install 'moe_numba[cu13]'"]),
+        (
+            T4 | {"driver": [12, 4], "compiler": [13, 5]},
+            False,
+            ["for CUDA 13.5, but the driver supports CUDA 12.4: pip install 'moe_numba[cu12]'", "than the driver's"],
         ),
     ],
 )
@@ -429,6 +437,11 @@ def test_doctor_report(monkeypatch, found, simulated, expected):
     monkeypatch.setattr(simulator, "ENABLED", simulated)
     text = "\n".join(doctor.report())
     assert all(part in text for part in expected), text
+
+
+@pytest.mark.parametrize("driver, compiler", [([13, 0], [13, 5]), ([13, 0], [12, 9]), ([12, 0], [12, 9])])
+def test_a_compiler_of_the_drivers_major_version_or_older_is_no_problem(driver, compiler):
+    assert doctor._compiler_problem({"driver": driver, "compiler": compiler}) is None
 
 
 def test_doctor_reports_a_failed_compiler_process(monkeypatch):

@@ -4,7 +4,7 @@ import torch
 
 from moe_numba import biased_grouped_topk
 from moe_numba.course.bench import plots, records
-from moe_numba.course.bench.baselines.limits import H200, copy_bandwidth, empty_kernel
+from moe_numba.course.bench.baselines.limits import chip_limits, copy_bandwidth, empty_kernel
 from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
@@ -28,7 +28,8 @@ def floor_us(tokens, config, dtype, bandwidth):
     """Return the bytes and the lower bound in us: each byte moved once, or the MUFU operations of the sigmoids."""
     experts, topk = config["num_experts"], config["topk"]
     num_bytes = tokens * (experts * DTYPES[dtype].itemsize + topk * 8)
-    mufu_rate = torch.cuda.get_device_properties(0).multi_processor_count * MUFU_OPERATIONS_PER_CLOCK * H200.boost_clock
+    limits = chip_limits()
+    mufu_rate = limits.sm_count * MUFU_OPERATIONS_PER_CLOCK * limits.boost_clock
     return num_bytes, max(num_bytes / bandwidth, tokens * experts * MUFU_OPERATIONS_PER_SIGMOID / mufu_rate) * 1e6
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba.course.bench import plots, records
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times
 from moe_numba.grouped_gemm import reference
@@ -22,8 +22,7 @@ GROUPS, MANY_GROUPS = 32, 256
 MANY_ROWS = {"gate_up": [1024, 16384], "down": [1024, 16384]}
 CALL_ROWS = 128  # the host cost of a call does not depend on the number of rows
 SIDE = 8192  # m, n and k of the dense GEMM
-BANDWIDTH = H200.hbm_bandwidth
-RATE = {"e4m3": H200.tensor_flops["float8_e4m3fn"], "bf16": H200.tensor_flops["bfloat16"]}
+TORCH_NAMES = {"e4m3": "float8_e4m3fn", "bf16": "bfloat16"}
 SETS = 2  # weights alternate between two sets, so that none of a set is left in the L2 cache
 BF16 = torch.bfloat16
 
@@ -85,8 +84,8 @@ def lower_bound(lengths, n, k, dtype="e4m3"):
     """Return the lower bound of the time in microseconds, the bytes to move and the operations to compute."""
     rows, active, size = int(lengths.sum()), int((lengths > 0).sum()), 2 if dtype == "bf16" else 1
     count = active * n * k * size + rows * k * size + 2 * rows * n
-    flops = 2 * rows * n * k
-    return max(count / BANDWIDTH, flops / RATE[dtype]) * 1e6, count, flops
+    flops, limits = 2 * rows * n * k, chip_limits()
+    return max(count / limits.hbm_bandwidth, flops / limits.tensor_flops[TORCH_NAMES[dtype]]) * 1e6, count, flops
 
 
 # Steps
