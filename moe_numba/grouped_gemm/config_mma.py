@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from moe_numba.runtime.device import GPU
+
 SCALE_BLOCK = 128  # elements of k, and rows of a weight, that share a scale
 COLUMN_GROUP = 32  # columns of y of which a lane holds 8 neighbours of a row
 STEP_BYTES = 32  # bytes of k that one mma.sync multiplies
@@ -140,36 +142,39 @@ def check_mma_config(config: MmaConfig) -> None:
         raise ValueError(f"{config.threads} threads copy {rows} rows at once; block_m and block_n must be multiples")
 
 
-# (maximum average rows per group, tile configuration) for bf16; e4m3 has smaller tiles, as its sums need registers.
-_DECODE: tuple[tuple[int | None, dict[str, Any]], ...] = (
+# (maximum average rows per group, tile configuration): a warp loads fewer bytes per mma.sync the larger its part of the
+# tile is, and a tile should not have many more rows than a group.
+_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (16, dict(block_m=16, block_n=128, warps_m=1, warps_n=4)),
     (32, dict(block_m=32, block_n=128, warps_m=1, warps_n=4)),
     (64, dict(block_m=64, block_n=128, warps_m=2, warps_n=4)),
+    (None, dict(block_m=128, block_n=256, warps_m=2, warps_n=4)),
 )
-_SILU_DECODE: tuple[tuple[int | None, dict[str, Any]], ...] = (
+# e4m3 has smaller parts: converted fragments, or the sum of a stage, need registers beside the accumulators.
+_E4M3_CONFIGS = *_CONFIGS[:-1], (None, dict(block_m=128, block_n=128, warps_m=4, warps_n=2))
+_SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (16, dict(block_m=16, block_n=256, warps_m=1, warps_n=4)),
-    (32, dict(block_m=32, block_n=256, warps_m=1, warps_n=4)),
+    (32, dict(block_m=32, block_n=256, warps_m=2, warps_n=4)),
+    (None, dict(block_m=64, block_n=256, warps_m=2, warps_n=4)),
 )
-_LARGEST: dict[str, Any] = dict(block_m=128, block_n=256, warps_m=2, warps_n=4)
-_LARGEST_E4M3: dict[str, Any] = dict(block_m=128, block_n=128, warps_m=4, warps_n=2)
-_LARGEST_SILU: dict[str, Any] = dict(block_m=64, block_n=256, warps_m=2, warps_n=4)
 _MAX_STAGES = 6
+# GPUs on which ptxas replaces mma.sync of e4m3 by conversions to float16, which need registers.
+_WITHOUT_E4M3_MMA = (9, 0), (10, 0), (10, 3)
 
 
 @cache
-def select_mma_config(
-    capability: tuple, shared_bytes: int, scaling: str, row_layout: str, average: int, silu_and_mul: bool = False
-) -> MmaConfig:
-    """Select the configuration for groups of ``average`` rows on a GPU with ``shared_bytes`` per CTA."""
+def select_mma_config(gpu: GPU, scaling: str, row_layout: str, average: int, silu_and_mul: bool = False) -> MmaConfig:
+    """Select the configuration for groups of ``average`` rows."""
     dtype = "bf16" if scaling == "none" else "e4m3"
-    mma = "f16" if dtype == "e4m3" and capability < (8, 9) else dtype
-    largest = _LARGEST_SILU if silu_and_mul else _LARGEST if dtype == "bf16" else _LARGEST_E4M3
-    decode = _SILU_DECODE if silu_and_mul else _DECODE
-    tile = next((tile for limit, tile in decode if average <= limit), largest)
+    mma = "f16" if dtype == "e4m3" and gpu.capability < (8, 9) else dtype
+    configs = _SILU_CONFIGS if silu_and_mul else _CONFIGS if dtype == "bf16" else _E4M3_CONFIGS
+    if mma == "e4m3" and gpu.hardware_capability in _WITHOUT_E4M3_MMA and not (silu_and_mul and scaling == "tensor"):
+        average = min(average, 32 if silu_and_mul else 64)
+    tile = next(tile for limit, tile in configs if limit is None or average <= limit)
     config = MmaConfig(dtype, mma, scaling, row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)
-    if most_stages(config, shared_bytes) < 3 and not config.promotes:
+    if most_stages(config, gpu.shared_bytes) < 3 and not config.promotes:
         config = config._replace(block_k_bytes=64)
-    return config._replace(stages=min(most_stages(config, shared_bytes), _MAX_STAGES))
+    return config._replace(stages=min(most_stages(config, gpu.shared_bytes), _MAX_STAGES))
 
 
 def most_stages(config: MmaConfig, shared_bytes: int) -> int:

@@ -1,31 +1,60 @@
 """Grouped GEMM kernel without Hopper's instructions: ``cp.async``, ``ldmatrix`` and ``mma.sync``, from sm_80 on.
 
-Persistent CTAs compute the tiles of all groups. All threads of a CTA copy rows of x and of weight to a ring of
-shared-memory stages, a few 16-byte vectors between the ``mma.sync`` of each step along k. The copies run ahead of the
-multiplications by ``stages - 1`` stages and do not stop at the end of a tile. While a warp multiplies the fragments of a
-step, it loads those of the next one. A CTA has one barrier per stage.
+Persistent CTAs compute the tiles of all groups. There are no producer warps: all threads copy to a ring of stages
+(``copies_mma.py``), and all warps multiply what it holds. The copies run ahead by ``stages - 1`` stages and do not stop
+at the end of a tile, so the epilogue of a tile hides the latency of the next one's first loads.
 
-Shared memory holds a row's vectors in an order that depends on the row: vector v of a row is at position v ^ phase, so
-that neither ``cp.async`` nor ``ldmatrix`` has bank conflicts. The tile scheduler is in ``scheduler.py``, the epilogue
-in ``epilogue_mma.py``.
+Main loop
+    The operands of ``mma.sync`` are in registers. A warp must therefore load them from shared memory by ``ldmatrix``,
+    and the warps of a tile load the same rows several times. For an m x n part of the tile a warp loads m + n rows for
+    m * n products: the largest part whose accumulators fit beside two sets of fragments, 64 x 64 in bf16, has the
+    fewest bytes per ``mma.sync``. With eight warps, two on each of the SM's four schedulers, the tile is 128 x 256; the
+    larger the tile, the fewer bytes come from the L2 cache.
+
+    A step multiplies 32 bytes of k, as one ``mma.sync`` does. Before it multiplies the fragments of a step, a warp
+    issues the loads of the next step's fragments: their latency is hidden behind the multiplications, although there
+    are only two warps on a scheduler. The copies of a stage are issued a few at a time, before each of the steps, since
+    they share the path to shared memory with ``ldmatrix``.
+
+    The last step of a stage waits for the next stage's copies, and then at the CTA's only barrier per stage. Behind it
+    the copies of all threads are visible to all warps; and no warp still reads the stage that was just multiplied,
+    which the next copies overwrite.
+
+    The steps of a stage are unrolled, and its rows are a constant number of bytes apart. So a step needs one offset per
+    operand, from an exclusive or; the rows are immediates of the ``ldmatrix`` instructions.
+
+Accumulators
+    Tensor cores add products of e4m3 with fewer bits than float32 has, and block scales change every 128 elements of
+    k. In both cases the products of a stage are summed apart, starting from zero, and then added to the accumulators.
+
+The tile scheduler is in ``scheduler.py``, the epilogue in ``epilogue_mma.py``.
 """
 
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32, uint64
+from numba import cuda, float32, int32, int64, uint8, uint32
 
 from moe_numba.grouped_gemm.config_mma import COLUMN_GROUP, SCALE_BLOCK, STEP_BYTES, MmaLayout, check_mma_config
+from moe_numba.grouped_gemm.copies_mma import (
+    CopyState,
+    Operands,
+    Scales,
+    Work,
+    make_advance_copy,
+    make_describe_stage,
+    make_issue_copies,
+    make_start_tile,
+)
 from moe_numba.grouped_gemm.epilogue_mma import Output, OutputTile, make_epilogue
-from moe_numba.grouped_gemm.scheduler import Problem, TileInfo, make_count_tiles, make_get_banded_tile, make_tile_loop
+from moe_numba.grouped_gemm.scheduler import Problem, TileInfo, make_count_tiles, make_tile_loop
 from moe_numba.ptx.accumulators import make_fma
-from moe_numba.ptx.cp_async import advance, cp_async_16, cp_async_commit_group, make_cp_async_wait_group
+from moe_numba.ptx.cp_async import cp_async_commit_group, make_cp_async_wait_group
 from moe_numba.ptx.memory import ld_shared_s32x4
 from moe_numba.ptx.mma import make_e4m3_as_f16, make_fma_rows, make_ldmatrix_x4, make_mma
 from moe_numba.ptx.warp import uniform_array
 
-NO_ROW = 0xFFFFFFFF  # offset of a row of zeros
 F16_SCALE = 65536.0  # e4m3 as float16 are 2**-8 times the numbers, so products are 2**-16 times theirs
 
 
@@ -35,110 +64,6 @@ class SharedMemory(NamedTuple):
     u8: Any
     i32: Any
     f32: Any
-
-
-class Operands(NamedTuple):
-    """x and weight in global memory. A pitch counts 16 bytes, from one row (or group) to the next."""
-
-    x: Any  # uint8 pointer
-    weight: Any  # uint8 pointer
-    row_indices: Any  # int32 pointer, with gather: the row of x for each row of y
-    x_rows: Any
-    x_pitch: Any
-    weight_pitch: Any
-    group_pitch: Any
-    k_bytes: Any  # bytes of a row that are elements of it
-    n: Any  # columns of y
-
-
-class Scales(NamedTuple):
-    """Scales in global memory: block scales of x and weight, or one scale per group in ``weight``."""
-
-    x: Any  # float32 pointer
-    weight: Any  # float32 pointer
-
-
-class Copy(NamedTuple):
-    """The copies of a stage that a thread issues: the same vector of several rows."""
-
-    x: Any  # uint8 pointer: the vector in row 0 of x
-    weight: Any  # uint8 pointer: the vector in row 0 of the group's weight
-    x_offsets: Any  # local array: the offset of each row from row 0, in units of 16 bytes
-    weight_offsets: Any  # local array
-    size: Any  # 16, or 0 to write zeros
-    x_target: Any  # u8: where the vector of the first row of x goes
-    weight_target: Any  # u8
-
-
-# Copies from global memory
-
-
-@cuda.jit(device=True)
-def weight_phase(row):
-    """Swizzle phase of a row of weight, for 8 vectors per row.
-
-    The eight rows of a matrix that ``ldmatrix`` loads differ in bits 0, 3 and 4; see ``make_fragment_offsets``.
-    """
-    return int32((row >> 2 & 6) | (row & 1))
-
-
-@cache
-def make_find_rows(config, layout):
-    """Make ``find_rows(operands, row, tile, x_offsets, weight_offsets)``: locate the rows that a thread copies.
-
-    ``row`` is the first of them in the tile.
-    """
-    rows_per_pass, gather = layout.rows_per_pass, config.gather
-    x_copies, weight_copies = config.block_m // rows_per_pass, config.block_n // rows_per_pass
-    silu_and_mul, columns = config.silu_and_mul, config.columns
-
-    @cuda.jit(device=True)
-    def find_rows(operands, first, tile, x_offsets, weight_offsets):
-        for i in range(x_copies):
-            # Rows beyond the tile's last one repeat it; the epilogue does not store their results.
-            row = int32(tile.row + min(int32(first + i * rows_per_pass), int32(tile.rows - 1)))
-            if gather:
-                row = operands.row_indices[row]
-                offset = uint32(row * operands.x_pitch)
-                x_offsets[i] = offset if row >= 0 and row < operands.x_rows else uint32(NO_ROW)
-            else:
-                x_offsets[i] = uint32(row * operands.x_pitch)
-        for i in range(weight_copies):
-            t = int32(first + i * rows_per_pass)
-            if silu_and_mul:  # 32 rows of gate and 32 of up alternate, so that a warp computes both of its columns
-                column = int32(tile.n_tile * columns + (t >> 6) * COLUMN_GROUP + (t & 31))
-                row = int32(min(column, int32(operands.n - 1)) + (operands.n if t & COLUMN_GROUP else int32(0)))
-            else:
-                row = int32(min(int32(tile.n_tile * columns + t), int32(operands.n - 1)))
-            weight_offsets[i] = uint32(row * operands.weight_pitch)
-
-    return find_rows
-
-
-@cache
-def make_issue_copies(config, layout, part=0, parts=1):
-    """Make ``issue_copies(smem, copy)``: issue one of ``parts`` equal parts of a stage's copies."""
-    rows_per_pass, pitch, gather = layout.rows_per_pass, config.block_k_bytes, config.gather
-    x_copies, weight_copies = config.block_m // rows_per_pass, config.block_n // rows_per_pass
-    count = x_copies + weight_copies
-    first, last = count * part // parts, count * (part + 1) // parts
-    x_first, x_last = min(first, x_copies), min(last, x_copies)
-    weight_first, weight_last = max(first - x_copies, 0), max(last - x_copies, 0)
-    pass_bytes = rows_per_pass * pitch
-    flip = 4 << 4 if rows_per_pass == 16 else 0  # every other pass has bit 4 of the row set, and so another phase
-
-    @cuda.jit(device=True)
-    def issue_copies(smem, copy):
-        for i in range(x_first, x_last):
-            offset, size = copy.x_offsets[i], copy.size
-            if gather:
-                size = size if offset != uint32(NO_ROW) else uint32(0)
-            cp_async_16(smem.u8, int32(copy.x_target + i * pass_bytes), copy.x, uint64(offset) * uint64(16), size)
-        for i in range(weight_first, weight_last):
-            target = int32((copy.weight_target ^ ((i & 1) * flip)) + i * pass_bytes)
-            cp_async_16(smem.u8, target, copy.weight, uint64(copy.weight_offsets[i]) * uint64(16), copy.size)
-
-    return issue_copies
 
 
 # Fragments from shared memory
@@ -300,95 +225,6 @@ def make_load_factors(config, i=0):
         return (factor,) + load_more(scales, rows, weight_index, up, k_block, blocks)
 
     return load_factors
-
-
-@cache
-def make_describe_stage(config, layout):
-    """Make ``copy = describe_stage(operands, x_offsets, weight_offsets, base, thread, stage, k_block, active)``.
-
-    It describes a thread's copies to the stage at u8 offset ``stage``; ``base`` is the offset of the group's weight in
-    bytes. Copies that are not ``active``, or behind the end of k, write zeros.
-    """
-    vectors, pitch, weight_offset = layout.vectors, config.block_k_bytes, layout.weight_offset
-    phase_shift = 0 if vectors == 8 else 1
-    has_tail = config.dtype == "e4m3" and pitch == 128  # k is a multiple of 64 elements
-
-    @cuda.jit(device=True)
-    def describe_stage(operands, x_offsets, weight_offsets, base, thread, stage, k_block, active):
-        row, vector = int32(uint32(thread) // uint32(vectors)), int32(thread & (vectors - 1))
-        begin = int32(k_block * pitch + 16 * vector)
-        if has_tail:
-            active = active and begin < operands.k_bytes
-            begin = begin if active else int32(0)
-        x_target = int32(stage + row * pitch + ((vector ^ ((row & 7) >> phase_shift)) << 4))
-        to = int32(stage + weight_offset + row * pitch + ((vector ^ (weight_phase(row) >> phase_shift)) << 4))
-        x, weight = advance(operands.x, int64(begin)), advance(operands.weight, int64(base + begin))
-        return Copy(x, weight, x_offsets, weight_offsets, uint32(16) if active else uint32(0), x_target, to)
-
-    return describe_stage
-
-
-class Work(NamedTuple):
-    """What a CTA computes, the same for all CTAs."""
-
-    problem: Any
-    tiles: Any
-    n_tiles: Any
-    k_blocks: Any
-
-
-class CopyState(NamedTuple):
-    """What a CTA copies next."""
-
-    tile: Any
-    k_block: Any
-    stage: Any  # u8
-    slot: Any  # of the tile's description in shared memory
-    weight_base: Any  # offset of the group's weight, bytes
-
-
-@cache
-def make_start_tile(config, layout):
-    """Make ``weight_base = start_tile(smem, operands, scales, work, tile, slot, thread, x_offsets, weight_offsets)``.
-
-    It looks up a tile, publishes it in shared memory and locates the rows that the thread copies.
-    """
-    tile_info, vectors, by_tensor = layout.tile_info_offset, layout.vectors, config.scaling == "tensor"
-    get_tile, find_rows = make_get_banded_tile(config, layout), make_find_rows(config, layout)
-
-    @cuda.jit(device=True)
-    def start_tile(smem, operands, scales, work, tile, slot, thread, x_offsets, weight_offsets):
-        info = get_tile(smem, work.problem, work.n_tiles, tile)
-        if thread == 0:
-            index = uint32(tile_info + 8 * slot)
-            smem.i32[index], smem.i32[index + uint32(1)] = info.row, info.rows
-            smem.i32[index + uint32(2)], smem.i32[index + uint32(3)] = info.n_tile, info.group
-            smem.f32[index + uint32(4)] = scales.weight[info.group] if by_tensor else float32(1)
-        find_rows(operands, int32(uint32(thread) // uint32(vectors)), info, x_offsets, weight_offsets)
-        return int64(int64(info.group) * operands.group_pitch * 16)
-
-    return start_tile
-
-
-@cache
-def make_advance_copy(config, layout):
-    """Make ``state = advance_copy(smem, operands, scales, work, state, thread, x_offsets, weight_offsets)``."""
-    stage_bytes, ring_bytes = layout.stage_bytes, config.stages * layout.stage_bytes
-    tile_slots, start_tile, (_, next_tile) = layout.tile_slots, make_start_tile(config, layout), make_tile_loop(1)
-
-    @cuda.jit(device=True)
-    def advance_copy(smem, operands, scales, work, state, thread, x_offsets, weight_offsets):
-        tile, k_block, stage, slot, base = state
-        k_block, stage = int32(k_block + 1), int32(stage + stage_bytes)
-        stage = int32(0) if stage == ring_bytes else stage
-        if k_block == work.k_blocks:
-            k_block, tile, slot = int32(0), next_tile(tile), int32(slot + 1)
-            slot = int32(0) if slot == tile_slots else slot
-            if tile < work.tiles:
-                base = start_tile(smem, operands, scales, work, tile, slot, thread, x_offsets, weight_offsets)
-        return CopyState(tile, k_block, stage, slot, base)
-
-    return advance_copy
 
 
 @cache

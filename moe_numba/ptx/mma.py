@@ -1,22 +1,22 @@
 """``mma.sync``: matrix multiply-accumulate by one warp, with operands in registers; and ``ldmatrix``, which loads them.
 
-One ``mma.sync.m16n8`` adds A B^T to a 16 x 8 tile of float32, from 16 rows of A and 8 rows of B, 32 bytes of k each (the
-elements of a row are contiguous: ``row.col``). With ``g = lane // 4`` and ``c = lane % 4`` a lane holds
+One ``mma.sync.m16n8`` adds A B^T to a 16 x 8 tile of float32, from 16 rows of A and 8 rows of B, 32 bytes of k each
+(the elements of a row are contiguous: ``row.col``). With ``g = lane // 4`` and ``c = lane % 4`` a lane holds
 
 - of A four registers: ``a[2 h + r]`` is bytes ``16 h + 4 c`` to ``16 h + 4 c + 3`` of row ``g + 8 r``;
 - of B two registers: ``b[h]`` is the same bytes of row ``g``;
 - of D four floats: ``d[2 r + i]`` is row ``g + 8 r``, column ``2 c + i``.
 
-``ldmatrix`` loads 8 x 8 matrices of 16-bit elements: lane ``8 i + r`` addresses row ``r`` of matrix ``i``, 16 bytes, and
-every lane receives the bytes ``4 c`` to ``4 c + 3`` of row ``g`` of each matrix. All lanes of the warp must execute these
-instructions.
+``ldmatrix`` loads 8 x 8 matrices of 16-bit elements: lane ``8 i + r`` addresses row ``r`` of matrix ``i``, 16 bytes,
+and every lane receives the bytes ``4 c`` to ``4 c + 3`` of row ``g`` of each matrix. All lanes of the warp must execute
+these instructions.
 """
 
 from functools import cache
 
 from moe_numba import simulator
 from moe_numba.ptx.accumulators import tuple_intrinsic
-from moe_numba.ptx.intrinsic import make_intrinsic
+from moe_numba.ptx.intrinsic import make_intrinsic, simulated
 
 # PTX types of A and B, and elements of k per instruction.
 _TYPES = {"bf16": ("bf16", 16), "f16": ("f16", 16), "e4m3": ("e4m3", 32)}
@@ -72,21 +72,22 @@ def make_mma(dtype, m=16, n=8, accumulate=True):
         raise ValueError(f"mma takes dtype bf16, f16 or e4m3, m of 16 and n of 8, not {dtype}, m {m}, n {n}")
 
     def mma(*arguments):
+        """``mma.sync``: multiply and add."""
         d, a, b = arguments if accumulate else (None, *arguments)
         return simulator.matrix.multiply(dtype, m, n, d, a, b)
-
-    return mma if simulator.ENABLED else _mma(mma, dtype, m, n, accumulate)
-
-
-def _mma(simulate, dtype, m, n, accumulate):
-    from llvmlite import ir
-    from numba import types
 
     name, k = _TYPES[dtype]
     text = (
         f"mma.sync.aligned.m16n8k{k}.row.col.f32.{name}.{name}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
+    return simulated(mma, text) if simulator.ENABLED else _mma(mma, text, m, n, accumulate)
+
+
+def _mma(simulate, text, m, n, accumulate):
+    from llvmlite import ir
+    from numba import types
+
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
     real, word = ir.FloatType(), ir.IntType(32)
     function = ir.FunctionType(ir.LiteralStructType([real] * 4), [word] * 6 + [real] * 4)
