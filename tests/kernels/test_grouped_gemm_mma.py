@@ -320,10 +320,11 @@ WRONG = {
         "        wait_for_next_stage()\n        cuda.syncthreads()\n\n        stage,",
         "        cuda.syncthreads()\n\n        stage,",
     ),
+    "the barrier is missing": (kernel_mma, "cuda.syncthreads()  # all threads'", "pass  # all threads'"),
     "a stage is overwritten while a warp reads it": (
         kernel_mma,
-        "            cuda.syncthreads()  # all threads'",
-        "            pass  # all threads'",
+        "        for _ in range(stages - 1):\n",
+        "        for _ in range(stages):\n",
     ),
     "too many groups of copies may be in flight": (
         kernel_mma,
