@@ -166,7 +166,7 @@ _SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (32, dict(block_m=32, block_n=256, warps_m=2, warps_n=4)),
     (None, dict(block_m=64, block_n=256, warps_m=2, warps_n=4)),
 )
-_MAX_STAGES = 6
+_MAX_STAGES, _MAX_SHARED_BYTES = 6, 163 * 1024  # more would take memory from the L1 cache
 # GPUs on which ptxas replaces mma.sync of e4m3 by conversions to float16, which need registers.
 _WITHOUT_E4M3_MMA = (9, 0), (10, 0), (10, 3)
 
@@ -181,10 +181,11 @@ def select_mma_config(gpu: GPU, scaling: str, row_layout: str, average: int, sil
         average = min(average, 32 if silu_and_mul else 64)
     tile = next(tile for limit, tile in configs if limit is None or average <= limit)
     config = MmaConfig(dtype, mma, scaling, row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)
+    shared_bytes = min(gpu.shared_bytes, _MAX_SHARED_BYTES)
     shallow = config._replace(block_k_bytes=64)
-    if most_stages(config, gpu.shared_bytes) < 3 and is_mma_config(shallow):
+    if most_stages(config, shared_bytes) < 3 and is_mma_config(shallow):
         config = shallow
-    return config._replace(stages=min(most_stages(config, gpu.shared_bytes), _MAX_STAGES))
+    return config._replace(stages=min(most_stages(config, shared_bytes), _MAX_STAGES))
 
 
 def most_stages(config: MmaConfig, shared_bytes: int) -> int:
