@@ -1,8 +1,9 @@
 """Copies of rows by TMA, for GPUs of compute capability 9.0 or newer; `register_pipeline.py` is for older ones.
 
 Each warp owns one staging buffer for a row in shared memory, and one mbarrier, on which bulk loads into that buffer
-complete. One thread issues a copy, which needs no registers, and the warp continues. Kernels use a pipeline only through
-the names that both modules define: `RingShape.pipeline` is one of them.
+complete. One thread issues a copy, which needs no registers, and the warp continues meanwhile.
+
+Both modules define the same names. Kernels use the module `RingShape.pipeline`.
 """
 
 from functools import cache
@@ -19,7 +20,6 @@ from moe_numba.ptx.cp_async import (
 )
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
-from moe_numba.ptx.memory import pointer_from_address
 
 wait_all = make_bulk_wait_group(0)  # until this thread's stores of rows are complete
 wait_all_but_one = make_bulk_wait_group(1)  # until all but the last one are complete
@@ -69,15 +69,21 @@ def store_row(lane, store_lane, pointer, offset, smem_i32, staging, size_bytes):
 
 @cache
 def make_store_slot(shape):
-    """Make ``store_slot``: store the staging buffer, for each lane with ``selected``, to a slot of the lane's ring."""
+    """Make ``store_slot``: store the staging buffer, for each lane with ``selected``, to a slot of the lane's ring.
+
+    ``remote`` points to the buffer of the lane's peer. Returns the lane's ``capacity`` of its ring: all slots, after
+    the first row.
+    """
     ranks, slots, slot_stride, slot_bytes = shape.num_ranks, shape.slots, shape.slot.stride, 4 * shape.slot.words
 
     @cuda.jit(device=True)
-    def store_slot(selected, address, ctx, rings, channel, position, smem_i32, staging):
+    def store_slot(selected, capacity, remote, ctx, rings, channel, position, smem_i32, staging):
         if selected:
             slot_offset = int64(position % uint32(slots)) * slot_stride
             ring = rings.offset + int64(channel * ranks + ctx.rank) * rings.stride
-            bulk_store(pointer_from_address(address, ctx.local), ring + slot_offset, smem_i32, staging, slot_bytes)
+            bulk_store(remote, ring + slot_offset, smem_i32, staging, slot_bytes)
             bulk_commit_group()
+            capacity = uint32(slots)
+        return capacity
 
     return store_slot

@@ -38,7 +38,7 @@ from moe_numba.expert_parallel.kernels.timeout import (
     warp_abort_if_timed_out,
 )
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
-from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
 
 
@@ -51,16 +51,15 @@ def make_send(shape):
     ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     head_offset, sent_offset = buffer_layout(ranks).head(True), sent_counters(True)
-    row_words, topk, slot_stride, staging_words = slot.row, slot.scales, slot.stride, align_words(slot.words)
-    row_bytes, slot_bytes, weights_offset = 4 * slot.row, 4 * slot.words, slot.row
-    pipeline = shape.pipeline
+    row_words, topk, staging_words, weights_offset = slot.row, slot.scales, align_words(slot.words), slot.row
+    row_bytes, pipeline = 4 * slot.row, shape.pipeline
     (load_row, wait_row), store_slot = pipeline.make_row_loader(shape.barrier_offset), pipeline.make_store_slot(shape)
 
     @cuda.jit(device=True)
     def send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors):
         lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
         peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        address = ctx.peers[peer]
+        remote = pointer_from_address(ctx.peers[peer], ctx.local)
         progress_slot = int32(progress_offset + warp * ranks + lane)
         published_slot = int32(published_offset + warp * ranks + lane)
         staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
@@ -88,9 +87,10 @@ def make_send(shape):
                             smem_i32[int32(staging + weights_offset + i)] = tensors.topk_weights[from_row * topk + i]
                         pipeline.fence_staging()
                         phase = wait_row(smem_u64, warp, phase)
-                        store_slot(lane == d, address, ctx, rings, channel, uint32(tail - base), smem_i32, staging)
-                        if lane == d:
-                            capacity = uint32(slots)
+                        position = uint32(tail - base)
+                        capacity = store_slot(
+                            lane == d, capacity, remote, ctx, rings, channel, position, smem_i32, staging
+                        )
                 # The earlier stores have completed, except perhaps the last one.
                 if can_send:
                     pipeline.wait_all_but_one()
@@ -133,8 +133,11 @@ def make_receive(shape, biases):
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
     row_bytes, slot_stride, staging_words = 4 * row_words, shape.slot.stride, align_words(shape.slot.words)
-    reduce_token, reduce_weights = make_reduce_token(shape, biases), make_reduce_weights(shape)
-    pipeline = shape.pipeline
+    reduce_token, reduce_weights, pipeline = (
+        make_reduce_token(shape, biases),
+        make_reduce_weights(shape),
+        shape.pipeline,
+    )
     load_row, wait_row = pipeline.make_row_loader(shape.barrier_offset)
 
     @cuda.jit(device=True)

@@ -54,7 +54,7 @@ from moe_numba.expert_parallel.kernels.timeout import (
 )
 from moe_numba.expert_parallel.kernels.token_slot import make_pack_token, make_pad_tail, make_unpack_token
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
-from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
 
 
@@ -67,15 +67,15 @@ def make_send(shape):
     ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     head_offset, sent_offset = buffer_layout(ranks).head(False), sent_counters(False)
-    slot_stride, slot_bytes, staging_words = slot.stride, 4 * slot.words, align_words(slot.words)
     pack_token, unpack_token, pipeline = make_pack_token(shape), make_unpack_token(shape), shape.pipeline
+    staging_words = align_words(slot.words)
     (_, wait_row), store_slot = pipeline.make_row_loader(shape.barrier_offset), pipeline.make_store_slot(shape)
 
     @cuda.jit(device=True)
     def send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv, send_head):
         lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
         peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        address = ctx.peers[peer]
+        remote = pointer_from_address(ctx.peers[peer], ctx.local)
         progress_slot = int32(progress_offset + warp * ranks + lane)
         published_slot = int32(published_offset + warp * ranks + lane)
         staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
@@ -129,9 +129,8 @@ def make_send(shape):
                     post_progress(smem_u64, progress_slot, channel, tail)
                 phase = wait_row(smem_u64, warp, phase)
                 store_pending = has_ring and selected
-                store_slot(store_pending, address, ctx, rings, channel, uint32(tail - base), smem_i32, staging)
-                if store_pending:
-                    capacity = uint32(slots)
+                position = uint32(tail - base)
+                capacity = store_slot(store_pending, capacity, remote, ctx, rings, channel, position, smem_i32, staging)
                 if cuda.shfl_sync(FULL_MASK, int32(1 if selected else 0), rank) != 0:
                     if own_rows & 1 == 0 and own_rows < max_own_rows:
                         row = int64(first_own_row + own_rows)

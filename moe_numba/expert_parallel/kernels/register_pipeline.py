@@ -1,8 +1,8 @@
-"""Copies of rows through registers, for GPUs without TMA (older than compute capability 9.0).
+"""Copies of rows through registers, for GPUs without TMA; the interface is that of `bulk_pipeline.py`.
 
-The interface is that of `bulk_pipeline.py`. All lanes of a warp load 16-byte vectors into the warp's staging buffer, and
-store them from there. Many loads of a lane are in flight, which hides the latency of memory. Stores need no wait: when
-`store_row` and `store_to_peers` return, all lanes have issued them, and the publisher's fence orders them before a flag.
+All lanes of a warp load 16-byte vectors into the warp's staging buffer, and store them from there. Many loads of a lane
+are in flight, which hides the latency of memory. No wait follows a store: when `store_row` or `store_slot` returns, all
+lanes have issued theirs, and the publisher's fence orders them before the tail.
 """
 
 from functools import cache
@@ -80,14 +80,25 @@ def store_row(lane, store_lane, pointer, offset, smem_i32, staging, size_bytes):
     cuda.syncwarp()
 
 
-@cuda.jit(device=True)
-def store_to_peers(selected, address, local, offset, smem_i32, staging, size_bytes):
-    """Store the staging buffer for each lane with ``selected`` to its own address and offset, with all lanes."""
-    lane, remaining = int32(cuda.threadIdx.x & 31), uint32(cuda.ballot_sync(FULL_MASK, selected))
-    while remaining != uint32(0):
-        peer = int32(cuda.ffs(remaining) - 1)
-        remaining = uint32(remaining & (remaining - uint32(1)))
-        pointer = pointer_from_address(cuda.shfl_sync(FULL_MASK, int64(address), peer), local)
-        to_offset = cuda.shfl_sync(FULL_MASK, int64(offset), peer)
-        _copy(lane, pointer, to_offset, smem_i32, staging, size_bytes)
-    cuda.syncwarp()  # the lane that publishes the row does so after the stores of all lanes
+@cache
+def make_store_slot(shape):
+    """Make ``store_slot``: store the staging buffer, for each lane with ``selected``, to a slot of the lane's ring.
+
+    Parameters and result as in `bulk_pipeline.py`; all lanes store each row.
+    """
+    ranks, slots, slot_stride, slot_bytes = shape.num_ranks, shape.slots, shape.slot.stride, 4 * shape.slot.words
+
+    @cuda.jit(device=True)
+    def store_slot(selected, capacity, remote, ctx, rings, channel, position, smem_i32, staging):
+        lane, remaining = int32(cuda.threadIdx.x & 31), uint32(cuda.ballot_sync(FULL_MASK, selected))
+        slot, ring = int32(position % uint32(slots)), rings.offset + int64(channel * ranks + ctx.rank) * rings.stride
+        while remaining != uint32(0):
+            peer = int32(cuda.ffs(remaining) - 1)
+            remaining = uint32(remaining & (remaining - uint32(1)))
+            to_peer = pointer_from_address(ctx.peers[peer], ctx.local)
+            slot_offset = int64(cuda.shfl_sync(FULL_MASK, slot, peer)) * slot_stride
+            _copy(lane, to_peer, ring + slot_offset, smem_i32, staging, slot_bytes)
+        cuda.syncwarp()  # the lane that posts the row does so after the stores of all lanes
+        return uint32(slots) if selected else capacity
+
+    return store_slot
