@@ -9,6 +9,7 @@ from moe_numba import simulator
 from moe_numba.expert_parallel.checks import check_previous_event
 from moe_numba.expert_parallel.config import (
     TOPK_IDX_POINTERS,
+    GpuLimits,
     make_ring_shape,
     max_warps,
     num_channels,
@@ -73,7 +74,7 @@ class Runtime:
         gpu = gpu_of(device)
         can_use_tma = gpu.capability >= (9, 0) if uses_tma is None else uses_tma
         have_tma, shared_bytes = zip(*transport.gather((can_use_tma, gpu.shared_bytes)), strict=True)
-        self.uses_tma, self.shared_bytes = all(have_tma), min(shared_bytes)
+        self.limits = GpuLimits(all(have_tma), min(shared_bytes))
         self.shared = transport.allocate(4 * self.rings_offset + num_bytes)
         self._local = self.shared.local.view(torch.int32)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
@@ -367,10 +368,10 @@ def plan_ring_dispatch(
 ):
     """Prepare dispatch through rings."""
     slot, ranks = TokenSlot(hidden * dtype.itemsize // 4, scales, topk), runtime.num_ranks
-    warps = max_warps(2 * hidden, runtime.shared_bytes)
-    channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp, runtime.shared_bytes)
+    warps = max_warps(2 * hidden, runtime.limits)
+    channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp, runtime.limits)
     shape, ring_words = make_ring_shape(
-        config, ranks, warps, channels, slot, runtime.ring_words, dtype.itemsize, runtime.uses_tma
+        config, ranks, warps, channels, slot, runtime.ring_words, dtype.itemsize, runtime.limits
     )
     signature = dispatch.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
     start = runtime.prepare_kernel(dispatch.make_dispatch, (shape,), signature, shape.threads, shape.shared_bytes)
@@ -383,10 +384,10 @@ def plan_direct_dispatch(
     runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
 ):
     """Prepare dispatch to a `SymmetricOutput`."""
-    blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden, runtime.shared_bytes)
+    blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden, runtime.limits)
     channels = channels or (channels_per_warp or 4) * blocks * warps  # four, as with rings where the link is saturated
     slot = TokenSlot(hidden * dtype.itemsize // 4, scales, topk)
-    shape = RingShape(runtime.num_ranks, warps, 0, slot, runtime.uses_tma)
+    shape = RingShape(runtime.num_ranks, warps, 0, slot, runtime.limits.uses_tma)
     signature = dispatch_direct.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
     start = runtime.prepare_kernel(
         dispatch_direct.make_dispatch_direct, (shape,), signature, 32 * warps, shape.shared_bytes
@@ -397,10 +398,8 @@ def plan_direct_dispatch(
 def plan_combine(runtime, config, hidden, topk, channels, biases):
     """Prepare combine; return a function that starts the kernel."""
     ranks, slot = runtime.num_ranks, TokenSlot(hidden // 2, topk, 0, has_src_idx=False)
-    warps = max_warps(2 * hidden, runtime.shared_bytes)
-    shape, ring_words = make_ring_shape(
-        config, ranks, warps, channels, slot, runtime.ring_words, uses_tma=runtime.uses_tma
-    )
+    warps = max_warps(2 * hidden, runtime.limits)
+    shape, ring_words = make_ring_shape(config, ranks, warps, channels, slot, runtime.ring_words, limits=runtime.limits)
     start = runtime.prepare_kernel(
         combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
     )

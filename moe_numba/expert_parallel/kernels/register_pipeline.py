@@ -17,9 +17,9 @@ from moe_numba.ptx.memory import (
     st_global_s32x4,
     st_shared_s32x4,
 )
-from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.ptx.warp import FULL_MASK, uniform
 
-_LOADS_IN_FLIGHT = 16  # per lane
+_LOADS_IN_FLIGHT, _WORDS = 8, 32  # of a lane: loads of 16 bytes, and the words they return
 
 
 @cuda.jit(device=True)
@@ -37,9 +37,15 @@ def init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_off
 
 
 @cuda.jit(device=True)
+def _num_vectors(size_bytes):
+    """Return the number of 16-byte vectors, not as a constant, for which the compiler would unroll loops and spill."""
+    return uniform(int32(size_bytes // 16))
+
+
+@cuda.jit(device=True)
 def _load_row(smem_i32, smem_u64, warp, lane, staging, source, offset, size_bytes):
-    words = cuda.local.array(4 * _LOADS_IN_FLIGHT, int32)
-    vectors = int32(size_bytes // 16)
+    words = cuda.local.array(_WORDS, int32)
+    vectors = _num_vectors(size_bytes)
     cuda.syncwarp()  # all lanes have read the previous row, and one of them has acquired this one
     for base in range(0, vectors, 32 * _LOADS_IN_FLIGHT):
         first = int32(base + lane)
@@ -68,7 +74,7 @@ def make_row_loader(barrier_offset):
 
 @cuda.jit(device=True)
 def _copy(lane, pointer, offset, smem_i32, staging, size_bytes):
-    for i in range(lane, int32(size_bytes // 16), 32):
+    for i in range(lane, _num_vectors(size_bytes), 32):
         a, b, c, d = ld_shared_s32x4(smem_i32, int32(staging + 4 * i))
         st_global_s32x4(pointer, offset + 4 * i, a, b, c, d)
 
