@@ -184,7 +184,7 @@ def print_table(rows: list[dict], title: str, console=None) -> None:
     for row in rows:
         kernel, call, bound = row.get("kernel_us"), row.get("call_us"), row.get("floor_us")
         table.add_row(
-            row["step"],
+            ": ".join(filter(None, (row.get("operation"), row["step"]))),
             *(" ".join(f"{key}={value}" for key, value in row[name].items()) for name in ("config", "size")),
             row.get("dtype", ""),
             f"{kernel['median']:.2f}" if kernel else "",

@@ -28,6 +28,7 @@ from moe_numba.gate.api import fake_topk, get_plan, limit_argument
 from moe_numba.gate.device_functions import make_num_unpadded_tokens
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import remember
@@ -212,7 +213,10 @@ class FusedPlan:
         self.capacity = device_functions.capacity_for(self.num_experts)
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
-        self.can_fuse = gate_plan.config is not None
+        self.max_fused_tokens = 0  # the generic gate kernel is launched on its own
+        if gate_plan.config is not None:
+            has_clusters = gpu_of(device).has_clusters
+            self.max_fused_tokens = MAX_TOKENS if has_clusters else kernel_small.MAX_SLOTS // gate_plan.shape[3]
         self._outputs, self._launches = {}, {}
         self._aligned_outputs = AlignOutputs(block_size, self.num_experts, ignore_invalid_experts, device)
 
@@ -317,8 +321,9 @@ def biased_grouped_topk_align(
 ) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 64 tokens it takes one launch, unless the shape has more than 32 expert groups, or groups that divide among so
-    few lanes of a warp that a lane would hold more than 32 experts; otherwise two. The results are bit-identical to
+    Up to 64 tokens (32 slots below compute capability 9.0) it takes one launch, unless the shape has more than 32
+    expert groups, or groups that divide among so few lanes of a warp that a lane would hold more than 32 experts;
+    otherwise two. The results are bit-identical to
     those of the two functions.
 
     Parameters
@@ -344,7 +349,7 @@ def biased_grouped_topk_align(
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU is older than compute capability 9.0, or has too little shared memory for the experts.
+        If the GPU is older than compute capability 7.5, or has too little shared memory for the experts.
     """
     if needs_dispatch(gating_output):
         tensors, sizes = (gating_output, correction_bias), (topk, block_size)
@@ -380,7 +385,7 @@ def biased_grouped_topk_align(
     tokens = x.shape[0]
     outputs = plan.outputs(tokens, pad_sorted_ids)(out)
     is_narrow = max(outputs[2].numel(), outputs[3].numel()) <= MAX_NARROW_ELEMENTS
-    if plan.can_fuse and 0 < tokens <= MAX_TOKENS and is_narrow:
+    if 0 < tokens <= plan.max_fused_tokens and is_narrow:
         plan.launch(x, bias, limit, expert_map, outputs)
     else:
         weights, ids, *aligned = outputs

@@ -58,6 +58,7 @@ from moe_numba.ptx.arithmetic import float_as_int, int_as_float, uint_as_float
 from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
 from moe_numba.runtime.compile import compile_kernel
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some demonstrations use one block, on purpose
@@ -1606,7 +1607,7 @@ run_dealing = run_of_package(
     many_tokens.WARPS_PER_BLOCK * many_tokens.TOKENS_PER_WARP,
     many_tokens.WARPS_PER_BLOCK,
     1 << 20,
-    launch_bounds=many_tokens.LAUNCH_BOUNDS,
+    launch_bounds=many_tokens.launch_bounds(gpu_of(0).capability),
 )
 if HAS_4TOKENS:
     measure("dealt again", run_dealing, prediction_us=round(prediction, 1))

@@ -28,6 +28,7 @@ SLOW_TESTS = {
     "test_dispatch_and_combine",
     "test_doctor_report",
     "test_doctor_on_this_machine",
+    "test_every_public_function_is_measured_with_out_and_prepared",
     "test_gate_notebook_runs_with_other_sizes",
     "test_gather_indices_match_gathered_rows",
     "test_runs_in_the_simulator",

@@ -60,9 +60,10 @@ _MEDIUM_CONFIGS: tuple[MediumConfig, ...] = (
     MediumConfig(8192, 512, 8, 64),
     MediumConfig(1 << 31, 1024, 8, 128),
 )
-_LARGE_CONFIG = LargeConfig(512, 8, 128)
+# The first one whose shared memory the GPU has; all have fewer threads than the one before.
+_LARGE_CONFIGS = tuple(LargeConfig(threads, 8, 128) for threads in (512, 256, 128))
 if simulator.ENABLED:  # fewer threads, since the simulator runs them one after another
-    _MEDIUM_CONFIGS, _LARGE_CONFIG = (MediumConfig(1 << 31, 64, 2, 3),), LargeConfig(64, 2, 8)
+    _MEDIUM_CONFIGS, _LARGE_CONFIGS = (MediumConfig(1 << 31, 64, 2, 3),), (LargeConfig(64, 2, 8),)
 
 _plans: dict = {}
 
@@ -120,7 +121,7 @@ def moe_align_block_size(
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU is older than compute capability 9.0, or has too little shared memory for ``num_experts``.
+        If the GPU is older than compute capability 7.5, or has too little shared memory for ``num_experts``.
 
     Notes
     -----
@@ -162,7 +163,7 @@ class AlignPlan:
 
     def __init__(self, ids, block_size, num_experts, expert_map, ignore_invalid_experts):
         check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
-        check_device(ids.device, (9, 0), "topk_ids")
+        check_device(ids.device, "topk_ids")
         check_align_arguments(block_size, num_experts, expert_map, ids.device)
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
         self.capacity = device_functions.capacity_for(min(num_experts, _MAX_COUNTED_EXPERTS))
@@ -170,9 +171,11 @@ class AlignPlan:
         map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.pointers = (ID_TYPES[ids.dtype], map_type, "int32*", "int32*", "int32*")
         self.medium_slots_per_cta = 32 * kernel_medium.mask_words_for(self.capacity)
-        self.max_large_ctas = _LARGE_CONFIG.max_ctas
-        if not simulator.ENABLED:  # a cooperative launch: all CTAs must be resident
-            self.max_large_ctas = min(self.max_large_ctas, devices.gpu_of(ids.device).sm_count)
+        gpu = devices.gpu_of(ids.device)
+        self.medium_fits = kernel_medium.shared_bytes(self.capacity) <= gpu.shared_bytes
+        fitting = (c for c in _LARGE_CONFIGS if self._large_shared_bytes(c) <= gpu.shared_bytes)
+        self.large_config = next(fitting, _LARGE_CONFIGS[-1])
+        self.max_large_ctas = min(self.large_config.max_ctas, gpu.sm_count)  # cooperative: all CTAs must be resident
         self._launchers, self._launches = {}, {}
         self.outputs = AlignOutputs(block_size, num_experts, ignore_invalid_experts, ids.device)
 
@@ -197,14 +200,17 @@ class AlignPlan:
         shared_bytes = kernel_medium.shared_bytes(self.capacity)
         return self._launcher(kernel, launch_bounds=config.threads, shared_bytes=shared_bytes)
 
-    def _compile_large(self, config):
-        config, wide = config
+    def _large_shared_bytes(self, config):
+        return kernel_large.shared_bytes(config.threads, self.capacity, config.slots_per_thread)
+
+    def _compile_large(self, wide):
+        config = self.large_config
         shape = config.threads, self.capacity, config.slots_per_thread
         return self._launcher(
             kernel_large.make_large_kernel(*shape, *self.options, wide),
             pointers=(*self.pointers, "int32*"),
             launch_bounds=config.threads,
-            shared_bytes=kernel_large.shared_bytes(*shape),
+            shared_bytes=self._large_shared_bytes(config),
             cooperative=True,
         )
 
@@ -224,15 +230,19 @@ class AlignPlan:
             )
         return self._cached(self._compile_pairwise, "pairwise"), 1, 32 * max(-(-numel // 32), 1), 0
 
+    def _is_medium(self, numel):
+        most = min(MEDIUM_MAX_SLOTS, 2 * self.max_large_ctas * self.medium_slots_per_cta)
+        return self.medium_fits and numel <= most
+
     def _large(self, numel, wide):
-        threads = _LARGE_CONFIG.threads
+        threads = self.large_config.threads
         # More CTAs have fewer slots each, but more counts to add up.
         ctas = max(min(math.isqrt(numel * 288 // (32 * self.capacity)), self.max_large_ctas), 1)
         slots_per_cta = max(-(-numel // (ctas * threads)), 1) * threads
         if slots_per_cta > MAX_NARROW_SLOTS_PER_CTA:
             slots_per_cta = max(-(-numel // (self.max_large_ctas * threads)), 1) * threads
         wide = wide or slots_per_cta > MAX_NARROW_SLOTS_PER_CTA
-        launch = self._cached(self._compile_large, (_LARGE_CONFIG, wide))
+        launch = self._cached(self._compile_large, wide)
         words = kernel_large.workspace_words(self.max_large_ctas, self.capacity, wide)
         return launch, max(-(-numel // slots_per_cta), 1), threads, slots_per_cta, words
 
@@ -261,9 +271,9 @@ class AlignPlan:
         wide, workspace_words = max(length, num_blocks) > MAX_NARROW_ELEMENTS, 0
         if numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS) and not wide:
             start, ctas, threads, slots_per_cta = self._small(numel, is_aligned)
-        elif self.num_experts > _MAX_COUNTED_EXPERTS:
+        elif self.num_experts > _MAX_COUNTED_EXPERTS or (numel <= kernel_pairwise.MAX_SLOTS and not self.medium_fits):
             start, ctas, threads, slots_per_cta = self._pairwise(numel)
-        elif numel <= MEDIUM_MAX_SLOTS and numel <= 2 * self.max_large_ctas * self.medium_slots_per_cta and not wide:
+        elif self._is_medium(numel) and not wide:
             start, ctas, threads, slots_per_cta = self._medium(numel)
         else:
             start, ctas, threads, slots_per_cta, workspace_words = self._large(numel, wide)
@@ -304,13 +314,11 @@ def check_align_arguments(block_size, num_experts, expert_map, device):
 
 def check_shared_memory(num_bytes, num_experts, device):
     """Raise an error if a kernel needs more shared memory than a CTA of this GPU can have."""
-    if simulator.ENABLED:
-        return
     gpu = devices.gpu_of(device)
     if num_bytes > gpu.shared_bytes:
         raise UnsupportedDeviceError(
             f"num_experts is {num_experts}: the kernel needs {num_bytes} bytes of shared memory per block; "
-            f"{gpu.name} has {gpu.shared_bytes}"
+            f"{gpu.name} has {gpu.shared_bytes}, enough for fewer experts"
         )
 
 
@@ -348,7 +356,7 @@ def fake_align(call):
     """Check the arguments of a call and return its outputs."""
     ids = call.topk_ids
     check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
-    check_device(ids.device, (9, 0), "topk_ids")
+    check_device(ids.device, "topk_ids")
     check_align_arguments(call.block_size, call.num_experts, call.expert_map, ids.device)
     shape = ids.numel(), call.block_size, call.num_experts, call.pad_sorted_ids, call.ignore_invalid_experts
     return make_align_outputs(call.out, *shape, ids.device)

@@ -13,8 +13,12 @@ from moe_numba.course.topics import BENCH_TOPICS, HEADLINES, TOPICS
 
 
 def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, str]]:
-    """Return the text of every generated block: ``{file: {block: text}}``, files relative to the repository."""
-    tables = {name: bench.topic(name).readme_table(records.read(name, gpu, root)) for name in BENCH_TOPICS}
+    """Return the text of every generated block: ``{file: {block: text}}``, files relative to the repository.
+
+    A topic without a record has no table.
+    """
+    found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
+    tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
     readme = {"headline": _headline(gpu, root), "notebooks": _notebooks(), "bench": _bench_commands(), **tables}
     return {"README.md": readme, "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()}}
 
@@ -57,7 +61,8 @@ def replace_block(text: str, block: str, content: str, name: str = "README.md") 
     begin, end = f"<!-- {block}:begin -->", f"<!-- {block}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"{name} must contain {begin} and, after it, {end}, once each")
-    return f"{text[: text.index(begin)]}{begin}\n{content.strip()}\n{text[text.index(end) :]}"
+    content = content.strip("\n")  # not blanks: a block may begin with an indented line
+    return f"{text[: text.index(begin)]}{begin}\n{content}\n{text[text.index(end) :]}"
 
 
 def _notebooks(base=""):

@@ -21,6 +21,8 @@ TOPICS = (
     Topic(
         "00_start_here",
         "how to read the course; the simulator; how kernel time and call time are measured",
+        bench="call_time",
+        measures="the host time of a Python call of each function",
         records=("start_here",),
     ),
     Topic(

@@ -10,6 +10,7 @@ from moe_numba import simulator
 from moe_numba.expert_parallel.kernels.buffer_layout import ALIGNMENT_WORDS, MAX_RANKS, MAX_TOPK, align_words
 from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.runtime.device import shared_bytes_of
 from moe_numba.runtime.validate import check_int
 
 topk_idx_t = torch.int64  # dtype of experts, as DeepEP is built by default; int32 is allowed as well
@@ -28,7 +29,7 @@ class GpuLimits(NamedTuple):
     shared_bytes: int  # shared memory of a CTA
 
 
-HOPPER = GpuLimits(True, 227 * 1024)
+HOPPER = GpuLimits(True, shared_bytes_of((9, 0)))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,12 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, MAX_TOPK
-from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER_SIZE, make_layout_kernel
+from moe_numba.expert_parallel.kernels.dispatch_layout import (
+    CLUSTER_SIZE,
+    make_layout_kernel,
+    make_single_cta_layout_kernel,
+)
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
@@ -54,22 +59,23 @@ def get_dispatch_layout(
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed.
     UnsupportedDeviceError
-        The GPU is older than compute capability 9.0.
+        The GPU is older than compute capability 7.5.
 
     Notes
     -----
-    DeepEP's ``Buffer.get_dispatch_layout`` within a node. It runs on torch's current stream, on eight SMs, and can be
-    captured in a CUDA graph after a first call with these numbers of experts and ranks has compiled its kernel.
+    DeepEP's ``Buffer.get_dispatch_layout`` within a node. It runs on torch's current stream, on eight SMs (one below
+    compute capability 9.0), and can be captured in a CUDA graph after a first call with these numbers of experts and
+    ranks has compiled its kernel.
     """
     if needs_dispatch(topk_idx):
         return call_op("get_dispatch_layout", topk_idx, num_experts, num_ranks, out)
     if not type(num_experts) is type(num_ranks) is int:  # before the look-up: True would find the plan for 1
         num_experts, num_ranks = check_int("num_experts", num_experts), check_int("num_ranks", num_ranks)
     key = topk_idx.shape, topk_idx.stride(), topk_idx.dtype, topk_idx.device, num_experts, num_ranks
-    start, outputs = _plans.get(key) or remember(_plans, key, _make_plan(topk_idx, num_experts, num_ranks))
+    start, ctas, outputs = _plans.get(key) or remember(_plans, key, _make_plan(topk_idx, num_experts, num_ranks))
     per_rank, per_expert, is_in_rank = outputs = outputs(out)
     start(
-        CLUSTER_SIZE,
+        ctas,
         _THREADS,
         None,
         address(topk_idx),
@@ -82,18 +88,21 @@ def get_dispatch_layout(
 
 
 def _make_plan(ids, num_experts, num_ranks):
-    """Check the arguments; return the launcher and the :class:`Outputs`."""
+    """Check the arguments; return the launcher, the number of CTAs and the :class:`Outputs`."""
     tokens, topk = _check(ids, num_experts, num_ranks)
-    kernel, signature = make_layout_kernel(num_experts, num_ranks, topk, _THREADS), _SIGNATURES[ids.dtype]
-    options = dict(launch_bounds=_THREADS, cluster=CLUSTER_SIZE, dependent=True)
-    start = launcher(kernel, signature, ids.device.index or 0, **options)
-    return start, Outputs(_describe_outputs(tokens, num_experts, num_ranks), ids.device)
+    if gpu_of(ids.device).has_clusters:
+        make, ctas, options = make_layout_kernel, CLUSTER_SIZE, dict(cluster=CLUSTER_SIZE, dependent=True)
+    else:
+        make, ctas, options = make_single_cta_layout_kernel, 1, {}
+    kernel, signature = make(num_experts, num_ranks, topk, _THREADS), _SIGNATURES[ids.dtype]
+    start = launcher(kernel, signature, ids.device.index or 0, launch_bounds=_THREADS, **options)
+    return start, ctas, Outputs(_describe_outputs(tokens, num_experts, num_ranks), ids.device)
 
 
 def _check(ids, num_experts, num_ranks):
     """Check the arguments; return the number of tokens, and of experts per token."""
     check_tensor("topk_idx", ids, dtype=tuple(TOPK_IDX_POINTERS), shape=("tokens", "topk"), contiguous=True)
-    check_device(ids.device, (9, 0), "topk_idx")
+    check_device(ids.device, "topk_idx")
     tokens, topk = ids.shape
     if not 1 <= topk <= MAX_TOPK:
         raise ValueError(f"topk_idx has {topk} columns; 1 to {MAX_TOPK} are allowed")

@@ -52,7 +52,7 @@ def per_token_cast_to_fp8(
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed.
     UnsupportedDeviceError
-        The GPU is older than compute capability 9.0.
+        The GPU is older than compute capability 7.5.
 
     Notes
     -----
@@ -105,7 +105,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed.
     UnsupportedDeviceError
-        The GPU is older than compute capability 9.0.
+        The GPU is older than compute capability 7.5.
 
     Notes
     -----
@@ -142,7 +142,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
 def _check_rows(name, x):
     """Check the shape and device of an input; return its tokens and hidden."""
     check_tensor(name, x, shape=("tokens", "hidden"), contiguous=True)
-    check_device(x.device, (9, 0), name)
+    check_device(x.device, name)
     tokens, hidden = x.shape
     if hidden % 8 or not 8 <= hidden <= _MAX_HIDDEN:
         raise ValueError(f"{name}'s hidden is {hidden}; multiples of 8 from 8 to {_MAX_HIDDEN} are allowed")

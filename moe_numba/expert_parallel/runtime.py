@@ -64,7 +64,7 @@ class Runtime:
 
     def __init__(self, transport, num_bytes, timeout, uses_tma=None):
         device = transport.device
-        check_device(device, (7, 5), "group's device")
+        check_device(device, "group's device")
         self.transport, self.timeout = transport, timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words

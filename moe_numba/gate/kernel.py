@@ -22,6 +22,7 @@ from moe_numba.runtime.validate import check_choice
 
 WARPS_PER_BLOCK = 4
 MAX_EXPERTS_PER_LANE = 32  # bits of the mask in which a lane finds its picks again
+_MAX_EXPERTS_PER_LANE_BEFORE_HOPPER = 24  # more spill: ptxas uses more registers for older GPUs
 
 
 class GateConfig(NamedTuple):
@@ -52,10 +53,11 @@ def lane_layout(num_experts, num_expert_group):
     return lanes_per_group, -(-num_experts // num_expert_group // lanes_per_group) if lanes_per_group else 0
 
 
-def supports(num_experts, num_expert_group):
-    """Return whether a warp can hold a token: at least one lane per group, and at most 32 experts per lane."""
+def supports(num_experts, num_expert_group, capability=(9, 0)):
+    """Return whether a warp can hold a token: at least one lane per group, and not too many experts per lane."""
     lanes_per_group, experts_per_lane = lane_layout(num_experts, num_expert_group)
-    return lanes_per_group > 0 and experts_per_lane <= MAX_EXPERTS_PER_LANE
+    most = MAX_EXPERTS_PER_LANE if capability >= (9, 0) else _MAX_EXPERTS_PER_LANE_BEFORE_HOPPER
+    return lanes_per_group > 0 and experts_per_lane <= most
 
 
 def check_config(config):

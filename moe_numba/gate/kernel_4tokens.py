@@ -26,8 +26,14 @@ from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
 WARPS_PER_BLOCK = 4
 TOKENS_PER_WARP = 4
 LANES_PER_TOKEN = 32 // TOKENS_PER_WARP  # while experts are chosen
-LAUNCH_BOUNDS = 32 * WARPS_PER_BLOCK, 6  # at most 80 registers, so that 24 warps per SM hide latency
+_LAUNCH_BOUNDS = 32 * WARPS_PER_BLOCK, 6  # at most 80 registers, so that 24 warps per SM hide latency
+_LAUNCH_BOUNDS_BEFORE_HOPPER = 32 * WARPS_PER_BLOCK, 3  # at most 168: ptxas uses more for older GPUs
 _MAX_STATIC_SHARED_BYTES = 48 * 1024
+
+
+def launch_bounds(capability):
+    """Return threads per block and least blocks per SM for a compute capability."""
+    return _LAUNCH_BOUNDS if capability >= (9, 0) else _LAUNCH_BOUNDS_BEFORE_HOPPER
 
 
 def supports(num_experts, num_expert_group, topk_group, topk, num_fused_shared_experts):

@@ -66,14 +66,16 @@ def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
         while token < num_unpadded:
             cuda.syncwarp()
             start = int64(token) * row_stride
+            # `+ lane + j * 32`, not `+ expert`: one address per array in registers, with constant offsets
             for j in range(MAX_EXPERTS_PER_LANE):
                 expert = int32(j * 32 + lane)
-                scores[j] = load_one(x, start + expert) if expert < num_experts else float32(-float("inf"))
+                scores[j] = load_one(x, start + lane + j * 32) if expert < num_experts else float32(-float("inf"))
             row_max, inverse_sum = score_row(scores)
             for j in range(MAX_EXPERTS_PER_LANE):
                 expert = int32(j * 32 + lane)
                 if expert < num_experts:
-                    keys[expert] = order_key(scores[j] + load_one_bias(bias, int64(expert)) if has_bias else scores[j])
+                    score = scores[j] + load_one_bias(bias, int64(lane) + j * 32) if has_bias else scores[j]
+                    keys[expert] = order_key(score)
             cuda.syncwarp()
 
             if num_expert_group > 1:

@@ -5,9 +5,18 @@ access, since the block may not have started, and one after it, since the block 
 """
 
 import numpy as np
+from numba import uint32
 
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import SHARED, instruction
+
+
+def _first():
+    return uint32(0)
+
+
+def _one():
+    return uint32(1)
 
 
 def cluster_ctarank():
@@ -20,8 +29,12 @@ def cluster_nctarank():
     return np.uint32(len(simulator.thread().block.cluster.blocks))
 
 
-cluster_ctarank = instruction("mov.u32 $0, %cluster_ctarank;", "u32", simulate=cluster_ctarank, side_effect=False)
-cluster_nctarank = instruction("mov.u32 $0, %cluster_nctarank;", "u32", simulate=cluster_nctarank, side_effect=False)
+cluster_ctarank = instruction(
+    "mov.u32 $0, %cluster_ctarank;", "u32", simulate=cluster_ctarank, side_effect=False, fallback=_first
+)
+cluster_nctarank = instruction(
+    "mov.u32 $0, %cluster_nctarank;", "u32", simulate=cluster_nctarank, side_effect=False, fallback=_one
+)
 
 
 def barrier_cluster_arrive():

@@ -2,11 +2,17 @@
 
 On a GPU it is a Numba intrinsic that emits the instruction as inline assembly. In the simulator it is the Python
 implementation passed as ``simulate``, so that the same kernel source runs.
+
+An instruction that older GPUs lack can have a ``fallback``, a function that is compiled in its place for them. The same
+kernel source then serves all of them.
 """
 
+import functools
 import inspect
 
 from moe_numba import simulator
+from moe_numba.ptx.capability import needed_by
+from moe_numba.simulator import capability
 
 # An operand that takes two arguments, a pointer and an element index, and becomes one 64-bit address. A pointer and an
 # index, rather than an integer from address arithmetic, let the simulator check bounds.
@@ -16,7 +22,7 @@ POINTER = "pointer"
 SHARED = "shared"
 
 
-def instruction(template, result, *operands, simulate, side_effect=True):
+def instruction(template, result, *operands, simulate, side_effect=True, fallback=None):
     """Make a function for one PTX instruction.
 
     Parameters
@@ -31,15 +37,32 @@ def instruction(template, result, *operands, simulate, side_effect=True):
         Python implementation for the simulator; it takes the same arguments as the intrinsic.
     side_effect : bool
         False only for pure arithmetic, which the compiler may then move, merge or eliminate.
+    fallback : callable, optional
+        A function of the same arguments, which replaces the instruction on GPUs that lack it. By default the compiler
+        and the simulator refuse it there.
     """
-    if simulator.ENABLED:
+    needed = needed_by(template)
+    if not simulator.ENABLED:
+        return _intrinsic(template, result, operands, side_effect, simulate, fallback, needed)
+    if capability.SIMULATED >= needed:
         return simulate
-    return _intrinsic(template, result, operands, side_effect, simulate)
+    return fallback or _refused(simulate, needed)
 
 
-def _intrinsic(template, result, operands, side_effect, simulate):
+def _refused(simulate, needed):
+    """Return a function that raises the simulator's error for an instruction of newer GPUs."""
+
+    @functools.wraps(simulate)
+    def refused(*_):
+        capability.refuse(simulate.__doc__.split(":")[0], needed)
+
+    return refused
+
+
+def _intrinsic(template, result, operands, side_effect, simulate, fallback, needed):
     from llvmlite import ir
     from numba import types
+    from numba.cuda import dispatcher
 
     scalars = {
         "u32": (types.uint32, ir.IntType(32), "r"),
@@ -74,6 +97,9 @@ def _intrinsic(template, result, operands, side_effect, simulate):
         signature = returned(*accepted)
 
         def codegen(context, builder, sig, values):
+            # `runtime.compile` sets what Numba takes for the current device.
+            if fallback and tuple(dispatcher.get_current_device().compute_capability)[:2] < needed:
+                return context.compile_internal(builder, fallback, sig, values)
             registers_in, remaining = [], iter(zip(sig.args, values, strict=True))
             for operand in operands:
                 typ, value = next(remaining)

@@ -56,17 +56,29 @@ atom_add_s32 = instruction("atom.global.add.s32 $0, [$1], $2;", "s32", POINTER, 
 def griddepcontrol_wait():
     """``griddepcontrol.wait``: wait until the prerequisite grids have completed and their writes are visible.
 
-    A no-op unless the grid was launched with programmatic dependent launch.
+    A no-op unless the grid was launched with programmatic dependent launch, which starts at compute capability 9.0.
     """
 
 
 def griddepcontrol_launch_dependents():
-    """``griddepcontrol.launch_dependents``: allow the next grid in the stream to start its blocks."""
+    """``griddepcontrol.launch_dependents``: allow the next grid in the stream to start its blocks.
+
+    A no-op below compute capability 9.0.
+    """
 
 
-griddepcontrol_wait = instruction("griddepcontrol.wait;", "void", simulate=griddepcontrol_wait)
+def _no_dependent_launch():
+    pass
+
+
+griddepcontrol_wait = instruction(
+    "griddepcontrol.wait;", "void", simulate=griddepcontrol_wait, fallback=_no_dependent_launch
+)
 griddepcontrol_launch_dependents = instruction(
-    "griddepcontrol.launch_dependents;", "void", simulate=griddepcontrol_launch_dependents
+    "griddepcontrol.launch_dependents;",
+    "void",
+    simulate=griddepcontrol_launch_dependents,
+    fallback=_no_dependent_launch,
 )
 
 

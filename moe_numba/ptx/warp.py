@@ -11,15 +11,35 @@ from numba import cuda, int32
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import instruction
 
+FULL_MASK = 0xFFFFFFFF  # all 32 lanes
+
 
 def redux_sync_max_s32(mask, value):
-    """``redux.sync.max.s32``: return the maximum of the values of the lanes in ``mask`` to each of them."""
+    """``redux.sync.max.s32``: return the maximum of the values of the lanes in ``mask`` to each of them.
+
+    Below compute capability 8.0, which lacks it: five shuffles. The mask must then be full.
+    """
     return simulator.warp.redux("max", mask, np.int32(value))
 
 
 def redux_sync_add_s32(mask, value):
-    """``redux.sync.add.s32``: return the sum of the values of the lanes in ``mask`` to each of them."""
+    """``redux.sync.add.s32``: return the sum of the values of the lanes in ``mask`` to each of them.
+
+    Below compute capability 8.0, which lacks it: five shuffles. The mask must then be full.
+    """
     return simulator.warp.redux("add", mask, np.int32(value))
+
+
+def _max_by_shuffles(mask, value):
+    for d in range(5):
+        value = max(value, cuda.shfl_xor_sync(FULL_MASK, value, 1 << d))
+    return value
+
+
+def _sum_by_shuffles(mask, value):
+    for d in range(5):
+        value = int32(value + cuda.shfl_xor_sync(FULL_MASK, value, 1 << d))
+    return value
 
 
 def lanemask_lt():
@@ -27,12 +47,13 @@ def lanemask_lt():
     return np.uint32((1 << simulator.thread().lane) - 1)
 
 
-redux_sync_max_s32 = instruction("redux.sync.max.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_max_s32)
-redux_sync_add_s32 = instruction("redux.sync.add.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_add_s32)
+redux_sync_max_s32 = instruction(
+    "redux.sync.max.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_max_s32, fallback=_max_by_shuffles
+)
+redux_sync_add_s32 = instruction(
+    "redux.sync.add.s32 $0, $2, $1;", "s32", "u32", "s32", simulate=redux_sync_add_s32, fallback=_sum_by_shuffles
+)
 lanemask_lt = instruction("mov.u32 $0, %lanemask_lt;", "u32", simulate=lanemask_lt, side_effect=False)
-
-
-FULL_MASK = 0xFFFFFFFF  # all 32 lanes
 
 
 @cuda.jit(device=True)

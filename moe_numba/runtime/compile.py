@@ -36,7 +36,7 @@ class Compiled:
     ptx: str | None = None  # None with link-time optimisation
 
 
-def compile_kernel(kernel, signature, *, arch=SM_90A, launch_bounds=None, lto=False, cpp_entry=False):
+def compile_kernel(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bounds=None, lto=False, cpp_entry=False):
     """Compile a ``@cuda.jit`` function; no GPU is needed.
 
     A kernel with a tensor map in its signature gets an entry in C++, because Numba cannot declare the
@@ -49,7 +49,9 @@ def compile_kernel(kernel, signature, *, arch=SM_90A, launch_bounds=None, lto=Fa
         A type for each argument: ``"int32"``, ``"float32*"`` for a pointer, ``"float32[]"`` for a Numba array, or
         ``TENSOR_MAP``.
     arch : tuple
-        Compute capability, such as ``(9, 0, "a")``.
+        Compute capability that PTX is generated for, such as ``(9, 0, "a")``.
+    link_arch : tuple, optional
+        Compute capability that the PTX is assembled for, not older than ``arch``; ``arch`` by default.
     launch_bounds : int or tuple, optional
         Maximum threads per block (and minimum blocks per SM), as in CUDA C++. Required with a tensor map.
     lto : bool
@@ -64,12 +66,12 @@ def compile_kernel(kernel, signature, *, arch=SM_90A, launch_bounds=None, lto=Fa
     """
     launch_bounds = launch_bounds or kernel.targetoptions.get("launch_bounds")
     with _COMPILER_LOCK:
-        return _compile(kernel, signature, arch, launch_bounds, lto, cpp_entry)
+        return _compile(kernel, signature, arch, link_arch or arch, launch_bounds, lto, cpp_entry)
 
 
-def _compile(kernel, signature, arch, launch_bounds, lto, cpp_entry):
+def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry):
     if cpp_entry or TENSOR_MAP in signature:
-        return _compile_with_entry(kernel, signature, arch, launch_bounds)
+        return _compile_with_entry(kernel, signature, arch, link_arch, launch_bounds)
     with _compiling_for(arch):
         codes, _ = cuda.compile_all(
             kernel.py_func,
@@ -80,13 +82,13 @@ def _compile(kernel, signature, arch, launch_bounds, lto, cpp_entry):
             output="ltoir" if lto else "ptx",
             launch_bounds=launch_bounds,
         )
-    code, log = _link(codes, arch, lto)
+    code, log = _link(codes, link_arch, lto)
     if lto:
         return Compiled(code, log)
     return Compiled(code, log, re.search(r"\.entry\s+(\w+)", codes[0])[1], codes[0])
 
 
-def _compile_with_entry(kernel, signature, arch, launch_bounds):
+def _compile_with_entry(kernel, signature, arch, link_arch, launch_bounds):
     """Compile the kernel as a C function, and the entry that calls it."""
     from cuda.core import Program, ProgramOptions
 
@@ -108,7 +110,7 @@ def _compile_with_entry(kernel, signature, arch, launch_bounds):
         )
     options = ProgramOptions(arch=_arch_name(arch), link_time_optimization=True)
     entry = Program(entry_source(signature, launch_bounds), "c++", options).compile("ltoir")
-    code, log = _link([entry.code, *codes], arch, lto=True)
+    code, log = _link([entry.code, *codes], link_arch, lto=True)
     return Compiled(code, log, ENTRY)
 
 
@@ -158,13 +160,23 @@ def _compiling_for(arch):
     from numba.cuda import dispatcher
     from numba.cuda.cudadrv import nvrtc
 
-    saved = dispatcher.get_current_device, nvrtc.compile
+    kind = dispatcher.CUDADispatcher
+    saved = dispatcher.get_current_device, nvrtc.compile, kind.compile_device
+
+    def compile_device(function, args, return_type=None):
+        # Numba compiles a device function once for all architectures; our intrinsics differ between them.
+        if getattr(function, "_compiled_for", None) != arch:
+            function.overloads.clear()
+            function._compiled_for = arch
+        return saved[2](function, args, return_type)
+
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=arch)
     nvrtc.compile = lambda text, name, cc, ltoir=False, **_: (_compile_cpp(text, name, cc, ltoir), "")
+    kind.compile_device = compile_device
     try:
         yield
     finally:
-        dispatcher.get_current_device, nvrtc.compile = saved
+        dispatcher.get_current_device, nvrtc.compile, kind.compile_device = saved
 
 
 def _compile_cpp(text, name, arch, lto):

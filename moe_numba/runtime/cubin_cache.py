@@ -35,18 +35,20 @@ def folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "moe_numba"
 
 
-def machine_code(kernel, signature, *, arch=SM_90A, launch_bounds=None, cpp_entry=False):
+def machine_code(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bounds=None, cpp_entry=False):
     """Return a kernel's cubin and the name of its entry, from the cache or compiled; no GPU is needed.
 
     Parameters as for :func:`moe_numba.runtime.compile.compile_kernel`. Only kernels of this package are cached.
     """
 
+    options = dict(arch=arch, link_arch=link_arch or arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
+
     def make():
-        compiled = compile_kernel(kernel, signature, arch=arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
+        compiled = compile_kernel(kernel, signature, **options)
         return compiled.name.encode() + b"\n" + compiled.code.code
 
     key = kernel_key(kernel)
-    entry = make() if key is None else load_or_make(f"{key} {signature} {arch} {launch_bounds} {cpp_entry}", make)
+    entry = make() if key is None else load_or_make(f"{key} {signature} {options}", make)
     name, _, cubin = entry.partition(b"\n")
     return cubin, name.decode()
 

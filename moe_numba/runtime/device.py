@@ -1,4 +1,7 @@
-"""Properties of GPUs that launches are planned with, and the compile-only mode, which needs no GPU."""
+"""Properties of GPUs that launches are planned with, and the compile-only mode, which needs no GPU.
+
+``MOE_NUMBA_ARCH=80`` makes every plan see a GPU of compute capability 8.0, with that architecture's shared memory.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -6,18 +9,56 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
+from moe_numba.simulator import capability as requested_capability
+
+
+class UnsupportedDeviceError(RuntimeError):
+    """The GPU lacks what a kernel needs."""
 
 
 class GPU(NamedTuple):
     """Properties of one GPU."""
 
     name: str
-    capability: tuple  # compute capability, (major, minor)
+    capability: tuple  # compute capability that code is generated for, (major, minor)
     sm_count: int
     shared_bytes: int  # most shared memory of a block, after opting in
+    hardware_capability: tuple  # compute capability of the GPU itself
+
+    @property
+    def has_clusters(self):
+        """Whether the GPU has thread block clusters and programmatic dependent launch."""
+        return self.capability >= (9, 0)
+
+    @property
+    def arch(self):
+        """The architecture that PTX is generated for. The suffix admits instructions that only this one has."""
+        suffix = ("a",) if self.capability == self.hardware_capability and self.capability >= (9, 0) else ()
+        return self.capability + suffix
+
+    @property
+    def hardware_arch(self):
+        """The architecture that PTX is assembled for."""
+        return self.arch if self.capability == self.hardware_capability else self.hardware_capability
 
 
-H200 = GPU("NVIDIA H200", (9, 0), 132, 227 * 1024)
+# Most shared memory of a block in KiB, after opting in (CUDA Programming Guide, "Technical Specifications per Compute
+# Capability").
+_SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+
+
+def shared_bytes_of(capability):
+    """Return the most shared memory that a block of a GPU can have, in bytes."""
+    return 1024 * _SHARED_KIB.get(capability, 99)
+
+
+def gpu_like(capability, name=None, sm_count=132):
+    """Return a :class:`GPU` of a compute capability, for compiling without one."""
+    name = name or "a GPU of compute capability {}.{}".format(*capability)
+    return GPU(name, capability, sm_count, shared_bytes_of(capability), capability)
+
+
+H200 = gpu_like((9, 0), "NVIDIA H200")
 
 _target, _on_launch = None, None
 
@@ -55,10 +96,16 @@ def gpu_of(device):
     """The properties of a ``torch.device`` or device index."""
     if _target is not None:
         return _target
+    if simulator.ENABLED:
+        return gpu_like(requested_capability.SIMULATED, "the simulated GPU")
     properties = torch.cuda.get_device_properties(device)
-    return GPU(
-        properties.name,
-        (properties.major, properties.minor),
-        properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
-    )
+    own = properties.major, properties.minor
+    chosen, shared_bytes = requested_capability.requested() or own, properties.shared_memory_per_block_optin
+    if chosen > own:
+        raise UnsupportedDeviceError(
+            f"{requested_capability.VARIABLE} asks for compute capability {chosen[0]}.{chosen[1]}; {properties.name} "
+            f"has {own[0]}.{own[1]}"
+        )
+    if chosen != own:
+        shared_bytes = min(shared_bytes, shared_bytes_of(chosen))
+    return GPU(properties.name, chosen, properties.multi_processor_count, shared_bytes, own)

@@ -18,6 +18,7 @@ from moe_numba import simulator
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
+from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.runtime.tensor_map import TensorMap, address
 
 __all__ = ["Launcher", "address", "current_stream", "launch", "launcher", "signature_of"]
@@ -75,9 +76,9 @@ class Launcher:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        cubin, entry = machine_code(
-            kernel, signature, arch=_arch(device), launch_bounds=launch_bounds, cpp_entry=cpp_entry
-        )
+        gpu = devices.gpu_of(device)
+        options = dict(arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
+        cubin, entry = machine_code(kernel, signature, **options)
         self.name = kernel.py_func.__name__
         self._kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)  # keeps the code loaded
         self._function = int(self._kernel.handle)
@@ -288,7 +289,7 @@ def launcher(
         Launch all blocks at once or fail, so that they may wait for one another.
     dependent : bool
         Programmatic dependent launch: the grid may start before the previous one in the stream has finished, and must
-        call ``griddepcontrol_wait`` before it touches what that one writes.
+        call ``griddepcontrol_wait`` before it touches what that one writes. Ignored below compute capability 9.0.
     cpp_entry : bool
         As for :func:`moe_numba.runtime.compile.compile_kernel`; implied by a tensor map.
 
@@ -306,6 +307,14 @@ def launcher(
 @cache
 def _make_launcher(kernel, signature, device, options, cpp_entry):
     options = dict(zip(("launch_bounds", "shared_bytes", "cluster", "cooperative", "dependent"), options, strict=True))
+    gpu = devices.gpu_of(device)
+    if not gpu.has_clusters:
+        if options["cluster"]:
+            raise UnsupportedDeviceError(
+                f"{kernel.__name__} needs thread block clusters, which start at compute capability 9.0; {gpu.name} has "
+                "{}.{}".format(*gpu.capability)
+            )
+        options["dependent"] = False
     if simulator.ENABLED:
         return _SimulatedLauncher(kernel, signature, options)
     if devices.target():
@@ -367,11 +376,6 @@ def _type_and_value(value):
 def current_stream(device):
     """The raw handle of torch's current stream on a device. It changes under graph capture: ask at every call."""
     return 0 if simulator.ENABLED or devices.target() else _current_raw_stream(device)
-
-
-def _arch(device):
-    major, minor = devices.gpu_of(device).capability
-    return (major, minor, "a") if major >= 9 else (major, minor)
 
 
 @cache

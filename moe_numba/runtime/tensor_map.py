@@ -118,7 +118,7 @@ def _make_template(tensor, box, swizzle, name):
 def _encode(tensor, box, swizzle, name, offset=0):
     """Return the 128 bytes of the map of a tensor, moved by ``offset`` bytes."""
     extents, strides, box = _checked(name, tensor, box, swizzle)
-    check_device(tensor.device, (9, 0), name)
+    check_device(tensor.device, name, (9, 0))
     if devices.target():
         return bytes(128)
     if not simulator.ENABLED:

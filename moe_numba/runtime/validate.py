@@ -6,17 +6,15 @@ import numpy as np
 import torch
 
 from moe_numba import simulator
+from moe_numba.ptx.capability import OLDEST
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.runtime.dlpack import as_tensor
 
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 
 
-class UnsupportedDeviceError(RuntimeError):
-    """The GPU lacks what a kernel needs."""
-
-
-def check_device(device, capability, name):
+def check_device(device, name, capability=OLDEST):
     """Refuse a device that kernels cannot run on: a CPU beside a GPU, a GPU beside the simulator, a GPU too old.
 
     Parameters
@@ -28,11 +26,9 @@ def check_device(device, capability, name):
     """
     if is_fake(device):
         return
-    if simulator.ENABLED:
-        if device.type != "cpu":
-            raise ValueError(f"{name} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
-        return
-    if device.type != "cuda" and not devices.target():
+    if simulator.ENABLED and device.type != "cpu":
+        raise ValueError(f"{name} is on {device}; in the simulator ({simulator.REASON}) it must be on the cpu")
+    if not simulator.ENABLED and device.type != "cuda" and not devices.target():
         raise ValueError(f"{name} is on {device}; it must be on a CUDA GPU")
     gpu = devices.gpu_of(device)
     found = gpu.capability

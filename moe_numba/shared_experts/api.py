@@ -63,7 +63,7 @@ def fuse_routing(
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU is older than compute capability 9.0.
+        If the GPU is older than compute capability 7.5.
 
     Notes
     -----
@@ -103,7 +103,7 @@ def fuse_routing(
 def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed):
     """Check the arguments; return the columns of the results, and the numbers as Python's."""
     check_tensor("topk_ids", ids, dtype=tuple(_ID_TYPES), shape=("tokens", "topk"), contiguous=True)
-    check_device(ids.device, (9, 0), "topk_ids")
+    check_device(ids.device, "topk_ids")
     place = ids.device, "topk_ids"
     check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
     tokens, topk = ids.shape

@@ -322,7 +322,9 @@ def test_generated_blocks_are_up_to_date():
 def test_the_table_of_topics_names_every_notebook_record_and_bench_topic():
     assert [topic.notebook for topic in topics.TOPICS] == sorted(p.stem for p in (ROOT / "notebooks").glob("*.py"))
     named = {name for topic in topics.TOPICS for name in (topic.bench, *topic.records) if name}
-    assert named == {path.stem for path in RECORDS} and set(topics.BENCH_TOPICS) == set(bench.topic_names())
+    missing = named - {path.stem for path in RECORDS}
+    assert named >= {path.stem for path in RECORDS} and missing <= set(topics.BENCH_TOPICS)  # not yet measured
+    assert set(topics.BENCH_TOPICS) == set(bench.topic_names())
 
 
 def test_the_best_of_a_row_is_bold():
@@ -339,6 +341,8 @@ def test_the_best_of_a_row_is_bold():
         ("dispatch_combine", "expert_parallel/kernels/combine.py"),  # its second module imports the package
         ("grouped_gemm", "grouped_gemm/kernel.py"),
         ("shared_experts", "shared_experts/kernel.py"),
+        ("call_time", "runtime/prepare.py"),
+        ("call_time", "expert_parallel/buffer.py"),  # of its third module
     ],
 )
 def test_sources_of_a_topic_include_its_kernels(topic, kernel):

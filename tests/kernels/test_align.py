@@ -332,12 +332,12 @@ def test_wide_counts_and_rows(tokens, experts, dtype, device, monkeypatch):
 
 def test_slots_per_cta_decide_on_wide_counts(device, monkeypatch):
     """65535 slots per CTA are the most for 16-bit counts; what works with them keeps its kernel."""
-    monkeypatch.setattr(api, "_LARGE_CONFIG", api.LargeConfig(512, 8, 128))
+    monkeypatch.setattr(api, "_LARGE_CONFIGS", (api.LargeConfig(512, 8, 128),))
     plan = api.AlignPlan(torch.zeros(1, dtype=torch.int32, device=device), 16, 256, None, False)
     plan.max_large_ctas = 128
     monkeypatch.setattr(plan, "_cached", lambda compile_kernel, config: config)
     for numel, is_wide in ((20_000, False), (8_323_072, False), (8_323_073, True), ((1 << 31) - 1, True)):
-        (_, wide), ctas, threads, slots_per_cta, words = plan._large(numel, False)
+        wide, ctas, threads, slots_per_cta, words = plan._large(numel, False)
         assert wide == is_wide and (ctas - 1) * slots_per_cta < numel <= ctas * slots_per_cta and ctas <= 128
         assert slots_per_cta % threads == 0 and (wide or slots_per_cta < 1 << 16)
         assert words >= 4 + ctas * plan.capacity * (2 if wide else 1)

@@ -361,7 +361,7 @@ def test_graph_replay_reads_new_lengths():
 @pytest.mark.parametrize("capability, allowed", [((9, 0), True), ((10, 0), False), ((12, 0), False)])
 def test_only_hopper_is_supported(capability, allowed, monkeypatch):
     monkeypatch.setattr(checks, "simulator", SimpleNamespace(ENABLED=False))
-    monkeypatch.setattr(devices, "gpu_of", lambda device: devices.GPU("some GPU", capability, 132, 0))
+    monkeypatch.setattr(devices, "gpu_of", lambda device: devices.gpu_like(capability, "some GPU"))
     if allowed:
         return checks.check_hopper(torch.device("cuda"))
     with pytest.raises(UnsupportedDeviceError, match=rf"some GPU has compute capability {capability[0]}.0; 9.0"):

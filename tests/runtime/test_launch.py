@@ -90,7 +90,7 @@ def test_launchers_are_cached(device):
 def test_the_wrong_device_is_refused():
     wrong = torch.device("cuda" if simulator.ENABLED else "cpu")
     with pytest.raises(ValueError, match="logits is on .* it must be on"):
-        check_device(wrong, (8, 0), "logits")
+        check_device(wrong, "logits", (8, 0))
 
 
 def test_arrays_of_another_library_become_tensors_and_results_are_of_that_library():
@@ -156,7 +156,7 @@ def barrier_by_counter(out, arrived):
 @pytest.mark.gpu
 def test_a_gpu_that_is_too_old_is_refused():
     with pytest.raises(UnsupportedDeviceError, match=r"has compute capability .*; 99.0 or newer is needed"):
-        check_device(torch.device("cuda"), (99, 0), "logits")
+        check_device(torch.device("cuda"), "logits", (99, 0))
 
 
 @pytest.mark.gpu

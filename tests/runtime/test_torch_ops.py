@@ -252,9 +252,9 @@ def test_lengths_of_the_alignment_add_no_guard():
 
 def test_wrong_device():
     right, wrong = ("cpu", "cuda") if simulator.ENABLED else ("cuda", "cpu")
-    check_device(torch.device(right), (9, 0), "x")
+    check_device(torch.device(right), "x", (9, 0))
     with pytest.raises(ValueError, match=f"x is on {wrong}; .* must be on"):
-        check_device(torch.device(wrong), (9, 0), "x")
+        check_device(torch.device(wrong), "x", (9, 0))
 
 
 WRONG = {  # call, number of the argument or name of the option, wrong value

@@ -14,6 +14,7 @@ from moe_numba.course.bench.style import (
     BROWN,
     COLOURS,
     COLUMN,
+    GREEN,
     GREY,
     INK,
     ORANGE,
@@ -111,22 +112,43 @@ def ladder_figure(
 
 def split_figure(rows: list[dict], *, title: str = "", caption: str = "") -> Picture:
     """Draw kernel time and call time of each step, one bar below the other."""
+    return bars_figure(rows, {"kernel_us": "kernel µs", "call_us": "call µs"}, title=title, caption=caption)
+
+
+def bars_figure(
+    rows: list[dict],
+    columns: dict[str, str],
+    *,
+    lines: dict[str, float] | None = None,
+    title: str = "",
+    caption: str = "",
+) -> Picture:
+    """Draw up to three times of each step as bars, one below the other, and as columns of numbers.
+
+    Parameters
+    ----------
+    rows : list of dict
+        A ``step``, and statistics in microseconds; a time that is missing has no bar.
+    columns : dict
+        ``{key of a row: heading}``
+    lines : dict, optional
+        ``{label: microseconds}``: dashed lines.
+    """
+    lines = lines or {}
     with matplotlib.rc_context(STYLE):
-        figure, axes = _bars(rows, columns=2)
-        for key, offset, colour in (("kernel_us", -0.19, BLUE), ("call_us", 0.19, ORANGE)):
+        figure, axes = _bars(rows, columns=len(columns))
+        for number, (key, colour) in enumerate(zip(columns, (BLUE, ORANGE, GREEN))):
+            offset = (number - (len(columns) - 1) / 2) * 0.76 / len(columns)
             for y, row in enumerate(rows):
                 if key in row:
                     alpha = 0.4 if row.get("slower") else 1
-                    axes.barh(y + offset, row[key]["median"], height=0.34, color=colour, alpha=alpha)
+                    axes.barh(y + offset, row[key]["median"], height=0.68 / len(columns), color=colour, alpha=alpha)
                     _whisker(axes, y + offset, row[key])
-        _time_axis(axes, rows, ["kernel_us", "call_us"], [], "µs")
-        number_columns(
-            axes,
-            rows,
-            {"kernel µs": lambda row: _us(row.get("kernel_us")), "call µs": lambda row: _us(row.get("call_us"))},
-            colours=(BLUE, BROWN),
-        )
-        _finish(figure, axes, title, caption, rows=len(rows), levels=1)
+        _time_axis(axes, rows, list(columns), list(lines.values()), "µs")
+        texts = {heading: lambda row, key=key: _us(row.get(key)) for key, heading in columns.items()}
+        number_columns(axes, rows, texts, colours=(BLUE, BROWN, GREEN))
+        levels = vertical_lines(figure, axes, lines)
+        _finish(figure, axes, title, caption, rows=len(rows), levels=max(levels, 1))
     return figure
 
 

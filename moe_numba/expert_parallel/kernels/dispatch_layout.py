@@ -29,22 +29,22 @@ def group_size(num_ranks, topk):
 
 
 @cache
-def make_count_tokens(num_experts, num_ranks, topk, threads):
+def make_count_tokens(num_experts, num_ranks, topk, threads, cluster_size):
     """Make ``count_tokens``: add a CTA's share of the tokens to ``counts``, and write their flags.
 
-    The warps of the cluster take consecutive tokens round-robin. ``counts`` is in shared memory: first the experts,
-    then the ranks. A barrier must follow.
+    The warps of the cluster, or of the only CTA, take consecutive tokens round-robin. ``counts`` is in shared memory:
+    first the experts, then the ranks. A barrier must follow.
     """
     lanes = group_size(num_ranks, topk)
     lane_bits, tokens_per_warp = lanes.bit_length() - 1, 32 // lanes
-    stride = CLUSTER_SIZE * (threads // 32) * tokens_per_warp
+    stride = cluster_size * (threads // 32) * tokens_per_warp
     experts_per_rank = num_experts // num_ranks
 
     @cuda.jit(device=True)
     def count_tokens(topk_idx, is_token_in_rank, num_tokens, counts):
         lane, warp = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
         member = uint32(lane & uint32(lanes - 1))
-        first = uint32((warp * uint32(CLUSTER_SIZE) + cluster_ctarank()) * uint32(tokens_per_warp))
+        first = uint32((warp * uint32(cluster_size) + cluster_ctarank()) * uint32(tokens_per_warp))
         chosen = cuda.local.array(BATCH, uint32)
         rank_count = int32(0)  # tokens of this lane's rank, among those that its warp has processed
         while first < num_tokens:
@@ -85,15 +85,11 @@ def make_count_tokens(num_experts, num_ranks, topk, threads):
 @cache
 def make_layout_kernel(num_experts, num_ranks, topk, threads):
     """Make the kernel, for one cluster of ``CLUSTER_SIZE`` CTAs. Each CTA sums a share of the counters."""
-    if not 1 <= num_ranks <= 8 or num_experts % num_ranks or not 1 <= topk <= 32 or threads % 32 or threads > 1024:
-        raise ValueError(
-            f"{num_experts} experts, {num_ranks} ranks, top-{topk}, {threads} threads: the kernel supports 1 to 8 "
-            "ranks with equally many experts, top-1 to top-32, and a multiple of 32 threads up to 1024"
-        )
+    _check_config(num_experts, num_ranks, topk, threads)
     num_counters = num_experts + num_ranks
     share = -(-num_counters // CLUSTER_SIZE)
     all_shares = CLUSTER_SIZE * share
-    count_tokens = make_count_tokens(num_experts, num_ranks, topk, threads)
+    count_tokens = make_count_tokens(num_experts, num_ranks, topk, threads, CLUSTER_SIZE)
 
     @cuda.jit
     def get_dispatch_layout(topk_idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, num_tokens):
@@ -133,3 +129,39 @@ def make_layout_kernel(num_experts, num_ranks, topk, threads):
                     num_tokens_per_rank[uint32(i - uint32(num_experts))] = total
 
     return get_dispatch_layout
+
+
+@cache
+def make_single_cta_layout_kernel(num_experts, num_ranks, topk, threads):
+    """Make the kernel for GPUs without clusters: one CTA counts all tokens."""
+    _check_config(num_experts, num_ranks, topk, threads)
+    num_counters = num_experts + num_ranks
+    count_tokens = make_count_tokens(num_experts, num_ranks, topk, threads, 1)
+
+    @cuda.jit
+    def get_dispatch_layout(topk_idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, num_tokens):
+        counts = cuda.shared.array(num_counters, int32)
+        t = uint32(cuda.threadIdx.x)
+        for v in range(-(-num_counters // threads)):
+            i = uint32(t + uint32(v * threads))
+            if i < uint32(num_counters):
+                counts[i] = int32(0)
+        cuda.syncthreads()
+        count_tokens(topk_idx, is_token_in_rank, num_tokens, counts)
+        cuda.syncthreads()
+        for v in range(-(-num_counters // threads)):
+            i = uint32(t + uint32(v * threads))
+            if i < uint32(num_experts):
+                num_tokens_per_expert[i] = counts[i]
+            elif i < uint32(num_counters):
+                num_tokens_per_rank[uint32(i - uint32(num_experts))] = counts[i]
+
+    return get_dispatch_layout
+
+
+def _check_config(num_experts, num_ranks, topk, threads):
+    if not 1 <= num_ranks <= 8 or num_experts % num_ranks or not 1 <= topk <= 32 or threads % 32 or threads > 1024:
+        raise ValueError(
+            f"{num_experts} experts, {num_ranks} ranks, top-{topk}, {threads} threads: the kernel supports 1 to 8 "
+            "ranks with equally many experts, top-1 to top-32, and a multiple of 32 threads up to 1024"
+        )

@@ -1,0 +1,38 @@
+"""The compute capability that code is generated for and that the simulator simulates.
+
+``MOE_NUMBA_ARCH=80`` chooses one below the GPU's own: kernels then take the paths of an sm_80 GPU, and their PTX is
+compiled for the GPU that is present. In the simulator, instructions that are newer raise an error.
+"""
+
+import os
+
+from moe_numba.simulator.core.errors import SimulatorError
+
+VARIABLE = "MOE_NUMBA_ARCH"
+KNOWN = ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+
+
+class UnsupportedInstruction(SimulatorError):
+    """A kernel executed an instruction that the simulated GPU does not have."""
+
+
+def requested():
+    """Return the compute capability in ``MOE_NUMBA_ARCH`` as (major, minor), or None."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    found = next((c for c in KNOWN if text == f"{c[0]}{c[1]}"), None)
+    if found is None:
+        raise RuntimeError(f"{VARIABLE} is {text!r}; it must be one of {', '.join(f'{a}{b}' for a, b in KNOWN)}")
+    return found
+
+
+SIMULATED = requested() or (9, 0)
+
+
+def refuse(what, needed):
+    """Raise: the simulated GPU is older than compute capability ``needed``."""
+    major, minor = SIMULATED
+    raise UnsupportedInstruction(
+        f"{what} needs compute capability {needed[0]}.{needed[1]}; the simulated GPU has {major}.{minor} ({VARIABLE})"
+    )
