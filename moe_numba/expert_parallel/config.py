@@ -17,7 +17,7 @@ topk_idx_t = torch.int64  # dtype of experts, as DeepEP is built by default; int
 TOPK_IDX_POINTERS = {torch.int64: "int64*", torch.int32: "int32*"}  # types of the kernels' pointers to experts
 
 _MAX_WARPS = 2 if simulator.ENABLED else 16
-_MAX_WARPS_WITHOUT_TMA = 2 if simulator.ENABLED else 15  # with the publisher 512 threads: 128 registers per thread
+_MAX_WARPS_WITHOUT_TMA = 2 if simulator.ENABLED else 7  # copies need registers: with the publisher 256 threads
 _SATURATING_SMS = 8  # SMs whose bulk copies saturate the link: measured in notebook 05
 _REDUCER_WARPS = 23  # of DeepEP's combine kernel, each of which may hold a row
 

@@ -19,7 +19,7 @@ from moe_numba.ptx.memory import (
 )
 from moe_numba.ptx.warp import FULL_MASK, uniform
 
-_LOADS_IN_FLIGHT, _WORDS = 8, 32  # of a lane: loads of 16 bytes, and the words they return
+_LOADS_IN_FLIGHT, _WORDS = 16, 64  # of a lane: loads of 16 bytes, and the words they return
 
 
 @cuda.jit(device=True)
