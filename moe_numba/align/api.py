@@ -180,9 +180,10 @@ class AlignPlan:
         self.outputs = AlignOutputs(block_size, num_experts, ignore_invalid_experts, ids.device)
 
     def _cached(self, compile_kernel, config):
-        if config not in self._launchers:
-            self._launchers[config] = compile_kernel(config)
-        return self._launchers[config]
+        key = compile_kernel.__name__, config
+        if key not in self._launchers:
+            self._launchers[key] = compile_kernel(config)
+        return self._launchers[key]
 
     def _launcher(self, kernel, *, pointers=None, **options):
         signature = (*(pointers or self.pointers), *("int32",) * 6)
