@@ -20,6 +20,8 @@ SLOW_MODULES = {
     "test_dispatch_direct",
     "test_grouped_gemm_compile",
     "test_grouped_gemm_kernel",
+    "test_grouped_gemm_mma",
+    "test_grouped_gemm_mma_compile",
     "test_hpc_ops",
     "test_torch_layer",
 }

@@ -142,6 +142,15 @@ def check_mma_config(config: MmaConfig) -> None:
         raise ValueError(f"{config.threads} threads copy {rows} rows at once; block_m and block_n must be multiples")
 
 
+def is_mma_config(config: MmaConfig) -> bool:
+    """Whether the kernel supports a configuration."""
+    try:
+        check_mma_config(config._replace(stages=2))
+    except ValueError:
+        return False
+    return True
+
+
 # (maximum average rows per group, tile configuration): a warp loads fewer bytes per mma.sync the larger its part of the
 # tile is, and a tile should not have many more rows than a group.
 _CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
@@ -172,8 +181,9 @@ def select_mma_config(gpu: GPU, scaling: str, row_layout: str, average: int, sil
         average = min(average, 32 if silu_and_mul else 64)
     tile = next(tile for limit, tile in configs if limit is None or average <= limit)
     config = MmaConfig(dtype, mma, scaling, row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)
-    if most_stages(config, gpu.shared_bytes) < 3 and not config.promotes:
-        config = config._replace(block_k_bytes=64)
+    shallow = config._replace(block_k_bytes=64)
+    if most_stages(config, gpu.shared_bytes) < 3 and is_mma_config(shallow):
+        config = shallow
     return config._replace(stages=min(most_stages(config, gpu.shared_bytes), _MAX_STAGES))
 
 

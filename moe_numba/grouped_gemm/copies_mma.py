@@ -78,7 +78,7 @@ class CopyState(NamedTuple):
 
 @cuda.jit(device=True)
 def weight_phase(row):
-    """Swizzle phase of a row of weight, for 8 vectors per row.
+    """Swizzle phase of a row of weight, for 8 vectors per row; for 4 it is half of that.
 
     The eight rows of a matrix that ``ldmatrix`` loads differ in bits 0, 3 and 4; see ``make_fragment_offsets``.
     """
@@ -128,7 +128,8 @@ def make_issue_copies(config, layout, part=0, parts=1):
     x_first, x_last = min(first, x_copies), min(last, x_copies)
     weight_first, weight_last = max(first - x_copies, 0), max(last - x_copies, 0)
     pass_bytes = rows_per_pass * pitch
-    flip = 4 << 4 if rows_per_pass == 16 else 0  # every other pass has bit 4 of the row set, and so another phase
+    # Bit 4 of a row is in its phase; with 16 rows per pass it is set in every other pass.
+    flip = (4 if layout.vectors == 8 else 2) << 4 if rows_per_pass == 16 else 0
 
     @cuda.jit(device=True)
     def issue_copies(smem, copy):

@@ -46,12 +46,13 @@ class MmaLaunch:
         x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
         check_aligned("x", x)
         check_aligned("weight", weight)
+        rows = x if self.pitches[0] else weight  # gathering from no rows: x has no memory
         lengths = address(seqlens if offs is None else offs)
         self.start(
             self.grid,
             self.threads,
             None,
-            address(x),
+            address(rows),
             address(weight),
             address(outputs[0]),
             address(outputs[-1]),

@@ -6,7 +6,7 @@ Everything in the package that depends on Numba's compiler internals is here and
 import contextlib
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from numba import cuda, types
@@ -67,6 +67,12 @@ def compile_kernel(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bou
     launch_bounds = launch_bounds or kernel.targetoptions.get("launch_bounds")
     with _COMPILER_LOCK:
         return _compile(kernel, signature, arch, link_arch or arch, launch_bounds, lto, cpp_entry)
+
+
+def assemble(compiled, arch):
+    """Assemble the PTX of a kernel that was compiled without ``lto`` for another architecture."""
+    code, log = _link([compiled.ptx], arch, False)
+    return replace(compiled, code=code, log=log)
 
 
 def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry):

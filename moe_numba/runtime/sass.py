@@ -59,8 +59,8 @@ def disassemble(cubin, *options):
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def compile_apart(source, requests, arch=(9, 0, "a")):
-    """Compile kernels in a process of their own.
+def compile_apart(source, requests, arch=None, link_archs=()):
+    """Compile kernels, by default for a Hopper GPU, in a process of their own.
 
     Parameters
     ----------
@@ -70,13 +70,15 @@ def compile_apart(source, requests, arch=(9, 0, "a")):
         Name -> (expression, signature, threads, lto). The expression evaluates to the kernel, such as
         ``"make_kernel(4)"``; the others are as for :func:`moe_numba.runtime.compile.compile_kernel`. ``threads`` is the
         launch bound: maximum threads per CTA, (threads, minimum CTAs per SM), or None for the kernel's own bound.
-    arch : tuple
-        Compute capability, by default a Hopper GPU's.
+    arch : tuple, optional
+        Compute capability that PTX is generated for, ``SM_90A`` if not given.
+    link_archs : sequence of tuple, optional
+        Compute capabilities that the PTX is assembled for, if not for ``arch``.
 
     Returns
     -------
     dict
-        Name -> :class:`MachineCode`.
+        Name -> :class:`MachineCode`; with ``link_archs`` (name, compute capability) -> :class:`MachineCode`.
     """
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
@@ -84,8 +86,8 @@ def compile_apart(source, requests, arch=(9, 0, "a")):
         module = Path(folder, "kernels.py")
         module.write_text(source)
         done = subprocess.run(
-            [sys.executable, "-m", __name__, module, json.dumps(arch)],
-            input=json.dumps(requests),
+            [sys.executable, "-m", __name__, module],
+            input=json.dumps([requests, arch, link_archs]),
             capture_output=True,
             text=True,
             env={**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": paths},
@@ -93,19 +95,23 @@ def compile_apart(source, requests, arch=(9, 0, "a")):
     if done.returncode:
         raise RuntimeError(f"the compiler failed:\n{done.stderr[-3000:]}")
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {report.pop("name"): MachineCode(**report) for report in reports}
+    key = lambda name, link_arch: (name, tuple(link_arch)) if link_arch else name
+    return {key(report.pop("name"), report.pop("link_arch")): MachineCode(**report) for report in reports}
 
 
-def _serve(module, arch):
+def _serve(module):
     """Compile what standard input asks for, and print one report per line."""
-    from moe_numba.runtime.compile import compile_kernel
+    from moe_numba.runtime.compile import SM_90A, assemble, compile_kernel
 
     space = runpy.run_path(module)
-    for name, (expression, signature, threads, lto) in json.load(sys.stdin).items():
+    requests, arch, link_archs = json.load(sys.stdin)
+    arch = tuple(arch or SM_90A)
+    for name, (expression, signature, threads, lto) in requests.items():
         bounds = (threads, 1) if isinstance(threads, int) else threads and tuple(threads)
-        kernel = eval(expression, space)
-        compiled = compile_kernel(kernel, tuple(signature), arch=arch, launch_bounds=bounds, lto=lto)
-        print(json.dumps({"name": name, **_report(compiled)}))
+        compiled = compile_kernel(eval(expression, space), tuple(signature), arch=arch, launch_bounds=bounds, lto=lto)
+        for link_arch in map(tuple, link_archs or [()]):
+            linked = assemble(compiled, link_arch) if link_arch and link_arch != arch else compiled
+            print(json.dumps({"name": name, "link_arch": link_arch, **_report(linked)}))
 
 
 def _report(compiled):
@@ -120,4 +126,4 @@ def _report(compiled):
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], tuple(json.loads(sys.argv[2])))
+    _serve(sys.argv[1])
