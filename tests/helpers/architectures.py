@@ -25,7 +25,13 @@ SAMPLE = {
     "gate": ("deepseek_v3 1 float32", "kimi_k2 1 bfloat16", "512 experts 1 float16", "1024 experts 1", "dynamic 1")
     + ("deepseek_v3 4096 float32", "shared experts 4096", "softmax 4096", "sqrtsoftplus 1"),
     "align": ("8 slots, 256 experts", "512 slots, 384 experts", "16384 slots, 1024 experts", "8 slots, map")
-    + ("65536 slots, 8 experts", "65536 slots, 384 experts", "65536 slots, 1024 experts", "512 slots, 8192 experts"),
+    + (
+        "65536 slots, 8 experts",
+        "65536 slots, 384 experts",
+        "65536 slots, 1024 experts",
+        "512 slots, 8192 experts",
+        "512 slots, 100000 experts",
+    ),
     "gate_align": ("deepseek_v3 1 float32", "deepseek_v3 64 float32"),
     "shared_experts": None,
     "expert_parallel": ("layout 256 8 8", "cast to fp8 7168 bfloat16", "cast to fp8 136 float32")
