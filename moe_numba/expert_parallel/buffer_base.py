@@ -70,7 +70,7 @@ class BufferBase:
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Return True: rows of FP8 can be dispatched, on older GPUs as well, and TMA is used where there is one."""
+        """Return True: rows of FP8 can be dispatched on every GPU, and TMA is used where the GPUs have it."""
         return True
 
     @classmethod

@@ -14,8 +14,8 @@ some warp works on the lowest unfinished channel, and that warp waits for no oth
 A rank's own rows do not pass through a ring: they go from shared memory directly to the output. One SM writes about
 50 GB/s, to local or to peer memory. Receivers therefore copy half of these rows, while no rows arrive.
 
-Channels: `channels.py`. Bulk copies: `bulk_pipeline.py`. Publishing of heads and tails: `progress.py`. Memory map:
-`buffer_layout.py`.
+Channels: `channels.py`. Copies of rows: `bulk_pipeline.py`, and on GPUs without TMA `register_pipeline.py`. Publishing
+of heads and tails: `progress.py`. Memory map: `buffer_layout.py`.
 """
 
 from functools import cache
