@@ -323,12 +323,14 @@ def time_of(run, ids=IDS):
 
 def measure(name, run, **more):
     """Check and time ``run(ids, outputs)`` for the main size and for the others."""
-    if more.get("graph", True):
-        for which, ids in OTHERS.items():
-            wrong = check(run(ids, poisoned(ids)), ids)
-            assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
-            more[f"{which}_us"] = time_of(run, ids)
-    ladder.step(name, bound(run), dtype="int32", floor_us=FLOOR_US, bytes=bytes_of(TOKENS, TOPK, EXPERTS), **more)
+    with ladder.attempt(name, "int32"):
+        if more.get("graph", True):
+            for which, ids in OTHERS.items():
+                wrong = check(run(ids, poisoned(ids)), ids)
+                assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
+                more[f"{which}_us"] = time_of(run, ids)
+        size = bytes_of(TOKENS, TOPK, EXPERTS)
+        ladder.step(name, bound(run), dtype="int32", floor_us=FLOOR_US, bytes=size, **more)
 
 
 def add_to_row(name, **times):
