@@ -75,3 +75,12 @@ def pytest_xdist_auto_num_workers(config):
 def device():
     """Return the device of tensors: "cuda", or "cpu" in the simulator."""
     return "cpu" if simulator.ENABLED else "cuda"
+
+
+@pytest.fixture(params=[None, False], ids=["default path", "without TMA"])
+def uses_tma(request, monkeypatch):
+    """Let each ``Buffer`` copy rows as its GPUs can, and without TMA."""
+    from moe_numba.expert_parallel import Buffer
+
+    monkeypatch.setattr(Buffer, "_uses_tma", request.param)
+    return request.param

@@ -59,8 +59,8 @@ def disassemble(cubin, *options):
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def compile_apart(source, requests):
-    """Compile kernels for a Hopper GPU, in a process of their own.
+def compile_apart(source, requests, arch=(9, 0, "a")):
+    """Compile kernels in a process of their own.
 
     Parameters
     ----------
@@ -70,6 +70,8 @@ def compile_apart(source, requests):
         Name -> (expression, signature, threads, lto). The expression evaluates to the kernel, such as
         ``"make_kernel(4)"``; the others are as for :func:`moe_numba.runtime.compile.compile_kernel`. ``threads`` is the
         launch bound: maximum threads per CTA, (threads, minimum CTAs per SM), or None for the kernel's own bound.
+    arch : tuple
+        Compute capability, by default a Hopper GPU's.
 
     Returns
     -------
@@ -82,7 +84,7 @@ def compile_apart(source, requests):
         module = Path(folder, "kernels.py")
         module.write_text(source)
         done = subprocess.run(
-            [sys.executable, "-m", __name__, module],
+            [sys.executable, "-m", __name__, module, json.dumps(arch)],
             input=json.dumps(requests),
             capture_output=True,
             text=True,
@@ -94,14 +96,15 @@ def compile_apart(source, requests):
     return {report.pop("name"): MachineCode(**report) for report in reports}
 
 
-def _serve(module):
+def _serve(module, arch):
     """Compile what standard input asks for, and print one report per line."""
     from moe_numba.runtime.compile import compile_kernel
 
     space = runpy.run_path(module)
     for name, (expression, signature, threads, lto) in json.load(sys.stdin).items():
         bounds = (threads, 1) if isinstance(threads, int) else threads and tuple(threads)
-        compiled = compile_kernel(eval(expression, space), tuple(signature), launch_bounds=bounds, lto=lto)
+        kernel = eval(expression, space)
+        compiled = compile_kernel(kernel, tuple(signature), arch=arch, launch_bounds=bounds, lto=lto)
         print(json.dumps({"name": name, **_report(compiled)}))
 
 
@@ -117,4 +120,4 @@ def _report(compiled):
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], tuple(json.loads(sys.argv[2])))
