@@ -35,7 +35,7 @@
 # %%
 import os
 
-os.environ["MOE_NUMBA_NEEDS"] = "90"  # TMA: on a GPU without it the simulator runs the kernels
+os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
 import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)

@@ -1,8 +1,6 @@
-"""What notebooks do where the GPU cannot run a kernel: they print why, and go on."""
+"""Which errors mean that the GPU cannot run a kernel: notebooks print them and go on."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -32,14 +30,3 @@ def why_not_run(error: Exception) -> str | None:
     if line := next(filter(_CANNOT_RUN.search, text.splitlines()), None):
         return re.sub(r"^.*\berror\s*: ", "", line)
     return None
-
-
-@contextmanager
-def attempt(what: str) -> Iterator[None]:
-    """Run the statements of a ``with`` block; if the GPU cannot, print ``what`` and the reason. Raise other errors."""
-    try:
-        yield
-    except Exception as error:
-        if (reason := why_not_run(error)) is None:
-            raise
-        print(f"{what}: not run: {reason}")

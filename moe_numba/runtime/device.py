@@ -31,6 +31,11 @@ class GPU(NamedTuple):
         return self.capability >= (9, 0)
 
     @property
+    def has_wgmma(self):
+        """Whether the GPU has wgmma, which only code for sm_90a may contain: not PTX that a newer GPU compiles."""
+        return self.capability == self.hardware_capability == (9, 0)
+
+    @property
     def arch(self):
         """The architecture that PTX is generated for. The suffix admits instructions that only this one has."""
         suffix = ("a",) if self.capability == self.hardware_capability and self.capability >= (9, 0) else ()

@@ -6,7 +6,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_SIMULATE=1    simulate, even if a GPU is present
     MOE_NUMBA_SIMULATE=0    never simulate; compile-only checks need no GPU
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, used if the first is not set
-    MOE_NUMBA_NEEDS=90a     simulate a Hopper GPU where the GPU is older ("90") or another one ("90a"); for notebooks
+    MOE_NUMBA_ONLY=90       simulate a GPU of compute capability 9.0 if the GPU has another; for notebooks
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
@@ -130,8 +130,11 @@ def _choose_mode():
         return True, "NUMBA_ENABLE_CUDASIM=" + os.environ["NUMBA_ENABLE_CUDASIM"]
     if not _gpu_is_present():
         return True, "no GPU was found"
-    unmet = capability.NEEDS in os.environ and capability.unmet_need(capability.requested() or _newest_gpu())
-    return (True, unmet) if unmet else (False, "a GPU was found")
+    only = capability.only()
+    found = only and (capability.requested() or _newest_gpu())
+    if found != only:
+        return True, "the kernels need compute capability {}.{}, and the GPU has {}.{}".format(*only, *found)
+    return False, "a GPU was found"
 
 
 def _set_numba_switch():

@@ -57,7 +57,7 @@ def notebook_sizes():
     # Weights of four layers exceed the L2 cache, so each layer reads its weights from HBM.
     sizes = dict(shape=TP8, layers=4, decode=8, batch=64, prefill=1024, replicas=8)
     untimed = None
-    if not has_grouped_gemm(torch.device("cuda")):
+    if not has_grouped_gemm(gpu_of(torch.device("cuda"))):
         sizes["layers"], untimed = 1, "torch's grouped GEMMs need compute capability 9.0 or 10"
     return SimpleNamespace(device="cuda", untimed=untimed, **sizes)
 
@@ -84,9 +84,9 @@ def quantise(x):
     return (x / scale[:, None]).to(FP8), scale
 
 
-def has_grouped_gemm(device):
-    """Return whether torch has grouped GEMMs for a device, in bfloat16 and FP8, that a CUDA graph can capture."""
-    return device.type == "cuda" and gpu_of(device).hardware_capability[0] in (9, 10)
+def has_grouped_gemm(gpu):
+    """Return whether torch has grouped GEMMs for a GPU, in bfloat16 and FP8, that a CUDA graph can capture."""
+    return gpu.hardware_capability[0] in (9, 10)
 
 
 def torch_grouped_gemm(rows, scales, matrices, ends):
@@ -94,9 +94,9 @@ def torch_grouped_gemm(rows, scales, matrices, ends):
 
     Where torch has none, a loop over the experts, which synchronises with the host.
     """
-    if rows.dtype == torch.bfloat16 and has_grouped_gemm(rows.device):
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and has_grouped_gemm(gpu_of(rows.device)):
         return torch._grouped_mm(rows, matrices.values.transpose(1, 2), offs=ends)
-    if rows.dtype == FP8 and has_grouped_gemm(rows.device):
+    if rows.is_cuda and rows.dtype == FP8 and has_grouped_gemm(gpu_of(rows.device)):
         return torch._scaled_grouped_mm(
             rows,
             matrices.values.transpose(1, 2),
@@ -124,7 +124,7 @@ def moe_numba_grouped_gemm(rows, scales, matrices, ends):
 
 def torch_dense_gemm(rows, scales, matrices, expert):
     """Multiply all rows by one expert's matrix, as a dense GEMM."""
-    if rows.dtype == FP8 and has_grouped_gemm(rows.device):
+    if rows.is_cuda and rows.dtype == FP8 and has_grouped_gemm(gpu_of(rows.device)):
         scale_a, scale_b = scales[:, None], matrices.scales[expert, None, :]
         return torch._scaled_mm(
             rows, matrices.values[expert].t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
