@@ -3,6 +3,7 @@
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
 import os
+import sys
 
 import pytest
 
@@ -69,6 +70,14 @@ def pytest_collection_modifyitems(config, items):
 def pytest_xdist_auto_num_workers(config):
     """For ``-n auto``: one test at a time on a GPU, so that tests do not compete for memory."""
     return len(os.sched_getaffinity(0)) if simulator.ENABLED else 0
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    """Forget the launch plans of earlier tests, so that a replaced kernel or limit takes effect."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("moe_numba."):
+            vars(module).get("_plans", {}).clear()
 
 
 @pytest.fixture
