@@ -1259,10 +1259,7 @@ if FEWER:
 
 # %%
 WRITTEN_DOWN = (
-    (
-        "from moe_numba.ptx.cp_async",
-        "from moe_numba.ptx.special_registers import globaltimer\nfrom moe_numba.ptx.cp_async",
-    ),
+    ("from moe_numba.ptx.memory", "from moe_numba.ptx.special_registers import globaltimer\nfrom moe_numba.ptx.memory"),
     ("        griddepcontrol_wait()\n", "        griddepcontrol_wait()\n        begun = globaltimer()\n"),
     (
         "                st_release",
