@@ -55,7 +55,7 @@ def group_gemm_pertensor_fp8(
     ValueError, TypeError
         With the name of the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU does not have compute capability 9.0.
+        If the GPU is older than compute capability 8.0 (A100).
 
     Notes
     -----
@@ -63,6 +63,10 @@ def group_gemm_pertensor_fp8(
     the tensor cores), and results are bit-identical from run to run. Group sizes that point outside of x are clamped,
     so the kernel never accesses memory out of bounds. It runs on the caller's current stream, and can be captured in a
     CUDA graph after one call has compiled it.
+
+    GPUs of compute capability 9.0 (H100, H200) execute a kernel with TMA and wgmma; others from 8.0 on one with
+    ``cp.async`` and ``mma.sync``. Before 8.9 there is no FP8 ``mma.sync``, so this kernel converts e4m3 to float16 in
+    registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
     if needs_dispatch(x, weight, y_scale):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs

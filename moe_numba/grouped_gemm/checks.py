@@ -2,7 +2,6 @@
 
 import torch
 
-from moe_numba import simulator
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_tensor, is_fake
 
@@ -23,7 +22,7 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
         if str(tensor.dim()) not in dims:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")
     check_device(x.device, "x")
-    check_hopper(x.device)
+    check_gpu(x.device)
     groups, n, k = weight.shape
     if not 1 <= groups <= _MAX_GROUPS:
         raise ValueError(f"weight has {groups} groups; 1 to {_MAX_GROUPS} are allowed")
@@ -52,11 +51,16 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     return row_layout
 
 
-def check_hopper(device):
-    """Refuse GPUs other than Hopper: only compute capability 9.0 has wgmma."""
-    if not simulator.ENABLED and not is_fake(device) and devices.gpu_of(device).capability != (9, 0):
-        name, (major, minor), *_ = devices.gpu_of(device)
-        raise UnsupportedDeviceError(f"{name} has compute capability {major}.{minor}; 9.0 (Hopper) is needed")
+def check_gpu(device):
+    """Refuse GPUs that have neither ``cp.async`` nor ``mma.sync`` of bfloat16."""
+    if is_fake(device):
+        return
+    gpu = devices.gpu_of(device)
+    if gpu.capability < (8, 0):
+        raise UnsupportedDeviceError(
+            "{} has compute capability {}.{}; the grouped GEMM needs 8.0 or newer (cp.async, mma.sync of bfloat16): on "
+            "this GPU, multiply the rows of each group by torch.mm in float16".format(gpu.name, *gpu.capability)
+        )
 
 
 def check_scales(scaling, x, weight, x_scale, weight_scale):

@@ -60,6 +60,7 @@ class SharedMemoryLayout:
     """
 
     config: GemmConfig
+    threads = THREADS
 
     @property
     def subtile_bytes(self) -> int:

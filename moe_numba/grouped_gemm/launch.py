@@ -1,13 +1,19 @@
-"""Plan and launch the grouped GEMM: the implementation behind the public functions."""
+"""Plan and launch the grouped GEMM: the implementation behind the public functions.
+
+A GPU with wgmma executes the kernel of ``kernel.py``, and any other that of ``kernel_mma.py``.
+"""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from moe_numba import simulator
 from moe_numba.grouped_gemm.checks import check_indices, check_inputs, check_scales, describe_outputs
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
+from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.kernel import make_kernel
+from moe_numba.grouped_gemm.launch_mma import MmaLaunch
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of
@@ -22,7 +28,6 @@ SIGNATURE = (
     *("uint8*", "int32*", "int32", "int32"),  # x, row_indices, x_rows, row_bytes: used with gather only
 )
 _MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
-
 
 _plans: dict = {}
 
@@ -40,12 +45,12 @@ def group_gemm(
     out=None,
     silu_and_mul: bool = False,
     gather_indices=None,
-    config: GemmConfig | None = None,
+    config: GemmConfig | MmaConfig | None = None,
 ):
     """Check the arguments, select a configuration and launch the kernel.
 
-    ``scaling`` is "tensor", "block" or "none". ``config`` replaces the configuration that ``average`` selects; all else
-    is as for the public functions.
+    ``scaling`` is "tensor", "block" or "none". ``config`` replaces the configuration that the GPU and ``average``
+    select, and its class the kernel; all else is as for the public functions.
     """
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
         average = min(check_int("num_seq_per_group_avg", average, 0), _MAX_AVERAGE)
@@ -61,7 +66,7 @@ def group_gemm(
     if plan is None:
         plan = remember(_plans, key, GemmPlan(scaling, tensors, average, silu_and_mul, config))
     outputs = plan.outputs(out)
-    if plan.start is not None:
+    if plan.launch is not None:
         plan.launch(tensors, outputs)
     if out is not None:
         return out
@@ -70,6 +75,25 @@ def group_gemm(
 
 def _tensor_key(tensor):
     return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+class GemmShape(NamedTuple):
+    """Sizes and options of a call."""
+
+    scaling: str
+    row_layout: str
+    silu_and_mul: bool
+    average: int  # rows per group
+    groups: int
+    total_rows: int
+    capacity: int  # rows of a group if x is masked, or else 0
+    n: int  # columns of y
+    k: int
+
+    @property
+    def sizes(self):
+        """Arguments of the kernels."""
+        return self.groups, self.total_rows, self.capacity, self.n
 
 
 class GemmPlan:
@@ -87,34 +111,49 @@ class GemmPlan:
         if indices is not None:
             check_indices(indices, x)
         check_scales(scaling, x, weight, x_scale, weight_scale)
-        shape = x.shape[:-1] if indices is None else indices.shape
-        total_rows = shape.numel()
-        wanted = describe_outputs(shape, n, silu_and_mul)
-        n //= 1 + silu_and_mul
+        rows = x.shape[:-1] if indices is None else indices.shape
+        total_rows = rows.numel()
+        wanted = describe_outputs(rows, n, silu_and_mul)
         self.outputs = Outputs(wanted, x.device, aligned=[name for name, _, _ in wanted])
-        self.start = None
+        self.launch = None
         if not total_rows:
             return
         average = -(-total_rows // groups) if average is None else average
-        config = config or select_config(scaling, row_layout, average, silu_and_mul)
+        capacity, n = x.shape[1] if row_layout == "masked" else 0, n // (1 + silu_and_mul)
+        shape = GemmShape(scaling, row_layout, silu_and_mul, average, groups, total_rows, capacity, n, k)
+        gpu = gpu_of(x.device)
+        if isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):
+            self.launch, columns = HopperLaunch(config, tensors, shape), BLOCK_N
+        else:
+            self.launch = MmaLaunch(config, tensors, shape, gpu)
+            columns = self.launch.config.columns
+        if groups * -(-total_rows // self.launch.config.block_m) * -(-n // columns) > _MAX_TILES:
+            raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
+
+
+class HopperLaunch:
+    """Launches of the kernel with TMA and wgmma for tensors of given shapes, strides and dtypes."""
+
+    def __init__(self, config, tensors, shape):
+        x, weight, _, _, _, _, _, indices = tensors
+        config = config or select_config(shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul)
         if indices is not None:
             config = config._replace(gather=True, cluster_size=1)
-        if groups * -(-total_rows // config.block_m) * -(-n // BLOCK_N) > _MAX_TILES:
-            raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
+        self.config = config
         self.start, self.grid = get_launcher(config, x.device.index or 0), _grid_size(x.device)
         block_k, x_box_rows = 128 // x.element_size(), SharedMemoryLayout(config).x_box_rows
-        rows = x.view(-1, k) if x.dim() == 3 else x
+        rows = x.view(-1, shape.k) if x.dim() == 3 else x
         # Gathering from no rows: a tensor map cannot be of an empty tensor.
         self.x_is_empty = not len(rows)
         self.x_map = tensor_map_template(
             weight[0] if self.x_is_empty else rows, (x_box_rows, block_k), swizzle=128, name="x"
         )
         self.weight_map = tensor_map_template(weight, (1, BLOCK_N, block_k), swizzle=128, name="weight")
-        self.is_masked = row_layout == "masked"
-        self.sizes = groups, total_rows, x.shape[1] if row_layout == "masked" else 0, n, k
+        self.is_masked = shape.row_layout == "masked"
+        self.sizes = *shape.sizes, shape.k
         self.gather_sizes = len(x), 0 if indices is None else x.stride(0) * x.element_size()
 
-    def launch(self, tensors, outputs):
+    def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
         x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
         rows = weight[0] if self.x_is_empty else x.flatten(0, 1) if self.is_masked else x

@@ -1,8 +1,9 @@
 """Tile scheduler: maps the tiles of all groups to persistent CTAs.
 
 The rows of a group are split evenly into tiles of at most ``block_m`` rows, and a tile into subtiles. A tile of the
-output is a tile of rows by 128 rows of weight. Tiles are numbered group by group, within a group by rows of weight, and
-rows of x innermost, so that CTAs that run at the same time share x and weight in the L2 cache.
+output is a tile of rows by a number of rows of weight, 128 in the Hopper kernel. Tiles are numbered group by group,
+within a group by rows of weight, and rows of x innermost, so that CTAs that run at the same time share x and weight in
+the L2 cache.
 """
 
 from functools import cache
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, uint32
 
-from moe_numba.grouped_gemm.config import THREADS, WARPS
 from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.warp import warp_inclusive_scan
 
@@ -27,7 +27,7 @@ class Problem(NamedTuple):
 
 
 class TileInfo(NamedTuple):
-    """A tile: rows ``row`` to ``row + rows`` of x by rows ``128 * n_tile`` to ``128 * n_tile + 128`` of a weight."""
+    """A tile: rows ``row`` to ``row + rows`` of x by tile ``n_tile`` of the rows of a weight."""
 
     group: Any
     row: Any
@@ -109,14 +109,14 @@ def make_count_tiles(config, layout):
     total number of tiles.
     """
     warp_sums, first_tile, block_m = layout.warp_sums_offset, layout.first_tile_offset, config.block_m
-    group_rows = make_group_rows(config.row_layout)
+    group_rows, threads, warps = make_group_rows(config.row_layout), layout.threads, layout.threads // 32
 
     @cuda.jit(device=True)
     def count_tiles(smem, problem, n_tiles):
         thread = int32(cuda.threadIdx.x)
         lane, warp = int32(thread & 31), int32(thread >> 5)
         total = int32(0)
-        for base in range(0, problem.groups, THREADS):
+        for base in range(0, problem.groups, threads):
             g, count = int32(base + thread), int32(0)
             if g < problem.groups:
                 _, rows = group_rows(problem, g)
@@ -126,7 +126,7 @@ def make_count_tiles(config, layout):
                 smem.i32[uint32(warp_sums + warp)] = inclusive
             cuda.syncthreads()
             before, after = total, total
-            for w in range(WARPS):
+            for w in range(warps):
                 warp_sum = smem.i32[uint32(warp_sums + w)]
                 before = int32(before + warp_sum) if w < warp else before
                 after = int32(after + warp_sum)
@@ -159,6 +159,36 @@ def make_get_tile(config, layout):
             n_tile = int32(2 * n_tile + int32(cluster_ctarank()))
         row, rows = int32(first + begin), int32(min(subtile_rows * m_subtiles, int32(count - begin)))
         return TileInfo(g, row, rows, subtile_rows, n_tile)
+
+    return get_tile
+
+
+@cache
+def make_get_banded_tile(config, layout):
+    """Make ``tile_info = get_tile(smem, problem, n_tiles, tile)``, which looks up a tile after ``count_tiles``.
+
+    A group of many rows is split into bands of ``config.band_rows`` rows, which follow one another, so that the CTAs
+    that run at the same time compute an area of the output that is about as wide as it is high. Within a band, rows of
+    x are innermost.
+    """
+    first_tile, block_m = layout.first_tile_offset, config.block_m
+    band_tiles = max(config.band_rows // block_m, 1)
+    group_rows = make_group_rows(config.row_layout)
+
+    @cuda.jit(device=True)
+    def get_tile(smem, problem, n_tiles, tile):
+        g = find_group(smem.i32, first_tile, problem.groups, tile)
+        first, count = group_rows(problem, g)
+        tiles = num_tiles(count, block_m)
+        tile_rows = subtile_size(count, tiles, 1)
+        tile_in_group = int32(tile - smem.i32[uint32(first_tile + g)])
+        band = divide(tile_in_group, int32(band_tiles * n_tiles))
+        tile_in_band = int32(tile_in_group - int32(band * band_tiles) * n_tiles)
+        tiles_of_band = int32(min(int32(tiles - band * band_tiles), int32(band_tiles)))
+        n_tile = divide(tile_in_band, tiles_of_band)
+        m_tile = int32(int32(band * band_tiles) + int32(tile_in_band - n_tile * tiles_of_band))
+        begin = int32(m_tile * tile_rows)
+        return TileInfo(g, int32(first + begin), int32(min(tile_rows, int32(count - begin))), tile_rows, n_tile)
 
     return get_tile
 

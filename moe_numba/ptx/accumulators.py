@@ -1,4 +1,4 @@
-"""Intrinsics on tuples of floats: wgmma accumulators that stay in registers between instructions.
+"""Intrinsics on tuples of floats: accumulators that stay in registers between matrix instructions.
 
 Numba represents a tuple of float32 as that many registers. They are operands of the assembly, so the compiler sees
 which instruction produces and which consumes them, and does not reorder across.
@@ -10,8 +10,11 @@ from moe_numba import simulator
 from moe_numba.ptx.intrinsic import make_intrinsic
 
 
-def _tuple_intrinsic(simulate, result, arguments, emit):
-    """Make an intrinsic of this signature; ``emit(builder, values)`` returns the list of result registers."""
+def tuple_intrinsic(simulate, result, arguments, emit):
+    """Make an intrinsic of this signature; ``emit(builder, values)`` returns the list of result registers.
+
+    A tuple argument is a list of registers in ``values``.
+    """
     signature = result(*arguments)
 
     def codegen(context, builder, sig, values):
@@ -57,7 +60,7 @@ def assembly(template, count, operands=0, *, in_place, simulate):
         out = builder.call(assembly, values, attrs=("convergent",))
         return [builder.extract_value(out, i) for i in range(count)]
 
-    return _tuple_intrinsic(simulate, floats, [floats] * in_place + [types.uint64] * operands, emit)
+    return tuple_intrinsic(simulate, floats, [floats] * in_place + [types.uint64] * operands, emit)
 
 
 def arithmetic(counts, result, emit, *, simulate):
@@ -71,7 +74,7 @@ def arithmetic(counts, result, emit, *, simulate):
 
     arguments = [types.float32 if n is None else types.UniTuple(types.float32, n) for n in counts]
     returned = types.UniTuple(types.float32, result)
-    return _tuple_intrinsic(simulate, returned, arguments, lambda b, values: emit(b, *values))
+    return tuple_intrinsic(simulate, returned, arguments, lambda b, values: emit(b, *values))
 
 
 @cache

@@ -10,7 +10,10 @@ _NEEDED = {
         *("tensormap.", "setmaxnreg", "wgmma", "stmatrix", "add.rn.bf16x2"),
     ),
     (8, 9): ("e4m3",),
-    (8, 0): ("redux.sync", "cp.async", "mbarrier.", "bf16", "createpolicy", "L2::cache_hint", "L2::256B"),
+    (8, 0): (
+        *("redux.sync", "cp.async", "mbarrier.", "bf16", "createpolicy", "L2::cache_hint", "L2::256B"),
+        "mma.sync.aligned.m16n8k16",
+    ),
 }
 
 

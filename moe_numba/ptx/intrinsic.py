@@ -41,9 +41,14 @@ def instruction(template, result, *operands, simulate, side_effect=True, fallbac
         A function of the same arguments, which replaces the instruction on GPUs that lack it. By default the compiler
         and the simulator refuse it there.
     """
+    if simulator.ENABLED:
+        return simulated(simulate, template, fallback)
+    return _intrinsic(template, result, operands, side_effect, simulate, fallback, needed_by(template))
+
+
+def simulated(simulate, template, fallback=None):
+    """Return what the simulator executes for an instruction: ``simulate``, or else ``fallback`` or an error."""
     needed = needed_by(template)
-    if not simulator.ENABLED:
-        return _intrinsic(template, result, operands, side_effect, simulate, fallback, needed)
     if capability.SIMULATED >= needed:
         return simulate
     return fallback or _refused(simulate, needed)

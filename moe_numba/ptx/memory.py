@@ -45,6 +45,16 @@ st_global_s32x4 = instruction(
 )
 
 
+def st_global_s32x2(pointer, index, a, b):
+    """``st.global.v2.s32``: store 8 bytes, 8-byte aligned, at element ``index``."""
+    pointer.store_vector(index, (a, b), np.int32)
+
+
+st_global_s32x2 = instruction(
+    "st.global.v2.s32 [$0], {$1, $2};", "void", POINTER, "s32", "s32", simulate=st_global_s32x2
+)
+
+
 def atom_add_s32(pointer, index, value):
     """``atom.global.add.s32``: add to element ``index`` atomically and return the old value."""
     return cuda.atomic.add(pointer, index, value)

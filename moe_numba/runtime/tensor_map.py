@@ -7,7 +7,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.validate import check_device
+from moe_numba.runtime.validate import check_aligned, check_device, vector_strides
 
 __all__ = ["TensorMap", "address", "encode_tensor_map", "tensor_map"]
 
@@ -109,7 +109,7 @@ def _make_template(tensor, box, swizzle, name):
     def template(tensor):
         start = tensor.data_ptr()
         if start & 15:
-            _check_address(name, tensor)
+            check_aligned(name, tensor)
         return start.to_bytes(_ADDRESS_BYTES, "little") + behind
 
     return template
@@ -129,11 +129,6 @@ def _encode(tensor, box, swizzle, name, offset=0):
     ).pack()
 
 
-def _check_address(name, tensor):
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}, which is not aligned to 16 bytes")
-
-
 def _checked(name, tensor, box, swizzle):
     """Check the arguments; return extents, strides in bytes without the innermost, and box, all innermost first."""
     if not isinstance(tensor, torch.Tensor):
@@ -145,26 +140,14 @@ def _checked(name, tensor, box, swizzle):
         raise ValueError(f"{name} has {tensor.ndim} dimensions; TMA takes 1 to 5")
     if tensor.numel() == 0 or max(tensor.shape) > 1 << 32:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; each extent must be 1 to 2^32")
-    _check_address(name, tensor)
-    size = tensor.element_size()
-    extents, strides = list(tensor.shape)[::-1], [stride * size for stride in tensor.stride()[::-1]]
-    if extents[0] > 1 and strides[0] != size:
-        raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
-    strides[0] = size
-    for i in range(1, tensor.ndim):
-        if extents[i] == 1:  # the stride has no effect, but TMA might refuse it
-            strides[i] = -(-extents[i - 1] * strides[i - 1] // 16) * 16
-        if strides[i] % 16 or not 0 < strides[i] < 1 << 40:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} of {size} bytes: that of dimension {tensor.ndim - 1 - i} is "
-                f"{strides[i]} bytes, but must be a multiple of 16, positive and below 2^40"
-            )
+    check_aligned(name, tensor)
+    extents, strides = list(tensor.shape)[::-1], vector_strides(name, tensor)[::-1]
     if swizzle not in _SWIZZLES:
         raise ValueError(f"swizzle is {swizzle}; it must be 0, 32, 64 or 128 bytes")
     box = tuple(box)
     if len(box) != tensor.ndim or any(not 1 <= b <= 256 for b in box):
         raise ValueError(f"box is {box}; it must have {tensor.ndim} extents, each from 1 to 256")
-    row = box[-1] * size
+    row = box[-1] * tensor.element_size()
     if row % 16:
         raise ValueError(f"box is {box}, so that its rows have {row} bytes; they must be a multiple of 16")
     if swizzle and row != swizzle:

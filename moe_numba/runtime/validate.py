@@ -93,6 +93,27 @@ def check_aligned(name, tensor):
         raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")
 
 
+def vector_strides(name, tensor):
+    """Return the strides of a tensor in bytes; refuse those with which its rows are not read in 16-byte vectors.
+
+    The last dimension must be contiguous, and the others have positive multiples of 16 bytes. That of a dimension of
+    one element, which has no effect, is replaced by such a multiple.
+    """
+    size, strides = tensor.element_size(), [stride * tensor.element_size() for stride in tensor.stride()]
+    if tensor.shape[-1] > 1 and strides[-1] != size:
+        raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+    strides[-1] = size
+    for i in reversed(range(tensor.dim() - 1)):
+        if tensor.shape[i] == 1:
+            strides[i] = -(-tensor.shape[i + 1] * strides[i + 1] // 16) * 16
+        if strides[i] % 16 or not 0 < strides[i] < 1 << 40:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()} of {size} bytes: that of dimension {i} is {strides[i]} bytes, "
+                "but must be a multiple of 16, positive and below 2^40"
+            )
+    return strides
+
+
 def check_has_memory(name, tensor):
     """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap."""
     try:

@@ -1,27 +1,18 @@
 """The grouped GEMM's public functions, its checker, its argument checks and its tuner."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.grouped_gemm import FUNCTIONS, SILU, inputs, silu_mismatch
 
 from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.runtime import device as devices
 
 # isort: split
-from moe_numba.grouped_gemm import (
-    checks,
-    group_gemm_bf16,
-    group_gemm_blockwise_fp8,
-    group_gemm_pertensor_fp8,
-    group_gemm_silu_and_mul_blockwise_fp8,
-    group_gemm_silu_and_mul_pertensor_fp8,
-    reference,
-)
+from moe_numba.grouped_gemm import group_gemm_pertensor_fp8, group_gemm_silu_and_mul_pertensor_fp8, reference
 from moe_numba.grouped_gemm.config import SharedMemoryLayout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
-from moe_numba.runtime.validate import UnsupportedDeviceError
 
 
 def test_mismatch_reports_errors():
@@ -42,29 +33,6 @@ def test_mismatch_reports_errors():
 
 
 # The public functions
-
-
-def inputs(lengths=(5, 0, 15), n=128, k=192, device="cpu"):
-    """A small problem: the arguments of the three functions without activation."""
-    torch.manual_seed(1)
-    seqlens = torch.tensor(lengths, dtype=torch.int32)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), seqlens.cumsum(0).int()])
-    x, weight = torch.randn(int(seqlens.sum()), k), torch.randn(len(lengths), n, k)
-    (xq, xs), (wq, ws) = reference.quantise_rows(x), reference.quantise_blocks(weight)
-    scale = torch.rand(len(lengths)) + 1
-    every = {
-        "pertensor": (xq, wq, seqlens, cu_seqlens, scale),
-        "blockwise": (xq, wq, seqlens, cu_seqlens, xs, ws),
-        "bf16": (x.bfloat16(), weight.bfloat16(), seqlens, cu_seqlens),
-    }
-    return {name: tuple(tensor.to(device) for tensor in arguments) for name, arguments in every.items()}
-
-
-FUNCTIONS = {
-    "pertensor": (group_gemm_pertensor_fp8, reference.group_gemm),
-    "blockwise": (group_gemm_blockwise_fp8, reference.group_gemm_blockwise),
-    "bf16": (group_gemm_bf16, reference.group_gemm),
-}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -95,12 +63,6 @@ def test_offsets_and_masked(name, device):
     got = torch.cat([out[g, :n] for g, n in enumerate(seqlens.tolist())])
     assert mismatch(got, expected) is None
     assert all(bool(out[g, n:].isnan().all()) for g, n in enumerate(seqlens.tolist()))
-
-
-SILU = {
-    "pertensor": (group_gemm_silu_and_mul_pertensor_fp8, reference.group_gemm),
-    "blockwise": (group_gemm_silu_and_mul_blockwise_fp8, reference.group_gemm_blockwise),
-}
 
 
 INDICES = {  # 20 indices into 20 rows of x
@@ -151,23 +113,6 @@ def test_gather_from_fewer_rows(device):
         group_gemm_pertensor_fp8(one.expand(20, -1).contiguous(), first, *arguments[1:]),
     )
     assert group_gemm_pertensor_fp8(x, *arguments, gather_indices=indices[:0]).shape == (0, 128)
-
-
-def silu_mismatch(y, scale, expected):
-    """None, or what is wrong: e4m3 has 3 mantissa bits, so rounding is off by up to 1/16 of a number.
-
-    Where cancellation makes gate or up small, their absolute error is that of the summands: 0.2 % of a block's maximum.
-    """
-    wanted, wanted_scale = reference.quantise_rows(expected)
-    if not torch.allclose(scale, wanted_scale, rtol=0.01, atol=1e-9):
-        return "a scale is wrong"
-    wide = scale.repeat_interleave(128, 1)
-    got = y.float() * wide
-    step = wide * torch.clamp(expected.abs() / wide, 2**-6) / 16
-    if bool(((got - expected).abs() > 1.2 * step + 0.01 * expected.abs() + 2e-3 * 448 * wide).any()):
-        return "an element is off by more than half a step"
-    same = float((y.view(torch.uint8) == wanted.view(torch.uint8)).float().mean())
-    return None if same > 0.95 else f"only {100 * same:.0f} % of the elements are the same"
 
 
 @pytest.mark.parametrize("name", SILU)
@@ -356,16 +301,6 @@ def test_graph_replay_reads_new_lengths():
         out.fill_(float("nan"))
         graph.replay()
         assert mismatch(out, reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)) is None
-
-
-@pytest.mark.parametrize("capability, allowed", [((9, 0), True), ((10, 0), False), ((12, 0), False)])
-def test_only_hopper_is_supported(capability, allowed, monkeypatch):
-    monkeypatch.setattr(checks, "simulator", SimpleNamespace(ENABLED=False))
-    monkeypatch.setattr(devices, "gpu_of", lambda device: devices.gpu_like(capability, "some GPU"))
-    if allowed:
-        return checks.check_hopper(torch.device("cuda"))
-    with pytest.raises(UnsupportedDeviceError, match=rf"some GPU has compute capability {capability[0]}.0; 9.0"):
-        checks.check_hopper(torch.device("cuda"))
 
 
 # Tuning

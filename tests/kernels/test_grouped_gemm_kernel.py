@@ -1,9 +1,8 @@
 """The grouped GEMM's tile scheduler and shared-memory layout, its kernel on small tiles, and wrong kernels."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from helpers.grouped_gemm import PATTERNS, make_problem, scatter
 from helpers.wrong_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import epilogue, gather, kernel, reference
+from moe_numba.grouped_gemm import epilogue, gather, kernel
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout, select_config
-from moe_numba.grouped_gemm.reference import FP8, mismatch
+from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.scheduler import host
 from moe_numba.runtime.device import H200
 from moe_numba.runtime.launch import launch
@@ -74,39 +73,6 @@ def test_every_config_fits_into_shared_memory(scaling, silu_and_mul):
 # The kernel
 
 
-def make_problem(config, lengths, n, k, device="cpu", seed=0):
-    """Random inputs and the expected output, which is NaN in rows that belong to no group."""
-    torch.manual_seed(seed)
-    lengths, capacity = torch.tensor(lengths, dtype=torch.int32), 0
-    starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    if config.row_layout == "masked":
-        capacity = int(lengths.max()) + 3
-        starts = torch.arange(len(lengths), dtype=torch.int32) * capacity
-    total = capacity * len(lengths) if capacity else int(lengths.sum()) or 4  # a tensor map cannot be of no rows
-    dtype = FP8 if config.dtype == "e4m3" else torch.bfloat16
-    x = (torch.randn(total, k, device=device) * 0.5).to(dtype)
-    weight = (torch.randn(len(lengths), n, k, device=device) * 0.5).to(dtype)
-    x_scale = torch.rand(total, -(-k // 128), device=device) + 0.5
-    weight_scale = torch.rand(len(lengths), -(-n // 128), -(-k // 128), device=device) + 0.5
-    if config.scaling == "block":
-        expected = reference.group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale)
-    else:
-        weight_scale = torch.rand(len(lengths), device=device) + 0.5
-        scales = weight_scale if config.scaling == "tensor" else None
-        expected = reference.group_gemm(x, weight, lengths, starts, scales)
-    return SimpleNamespace(
-        x=x,
-        weight=weight,
-        lengths=lengths.to(device),
-        starts=starts.to(device),
-        x_scale=x_scale,
-        weight_scale=weight_scale,
-        expected=expected,
-        capacity=capacity,
-        indices=None,
-    )
-
-
 def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
     """Run the kernel on a NaN-filled output with 4 guard rows behind it; ``blocks`` is a multiple of the cluster."""
     made, shared_bytes = make_kernel(config)
@@ -133,13 +99,6 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
     return y[:total]
 
 
-PATTERNS = {
-    "empty groups": [0, 3, 0, 0, 9, 0],
-    "one row": [1],
-    "an exact tile, and one row more": [16, 17],
-    "all in one group": [0, 70, 0],
-    "no rows": [0, 0],
-}
 TENSOR = GemmConfig(subtile_m=16, mma_n=(16,), stages=3, max_groups=8)
 CONFIGS = {
     "tensor": TENSOR._replace(mma_n=(16, 8)),
@@ -196,18 +155,6 @@ def test_invalid_group_sizes_stay_in_bounds(lengths, starts, device):
 
 
 # Gathered rows
-
-
-def scatter(p):
-    """The same problem with x and its scales in another order, among rows of NaN that no index names."""
-    count, rows = len(p.x), torch.randperm(len(p.x) + 5)[: len(p.x)].to(p.x.device)
-    for name in ("x", "x_scale"):
-        wide = torch.full((count + 5, getattr(p, name).shape[1]), float("nan"), device=rows.device)
-        wide = wide.to(getattr(p, name).dtype)
-        wide[rows] = getattr(p, name)
-        setattr(p, name, wide)
-    p.indices = rows.int()
-    return p
 
 
 GATHER_CONFIGS = {

@@ -53,7 +53,7 @@ def gather(fragments, n):
     return tile
 
 
-def _as_array(values):
+def as_array(values):
     """Return a fragment, a tuple of floats or one float as an array; accumulators of a running wgmma raise."""
     if isinstance(values, (Fragment, np.ndarray)):
         return getattr(values, "values", values)
@@ -62,7 +62,7 @@ def _as_array(values):
 
 def fma(total, acc, factor):
     """Return the fragment total + acc * factor, each element rounded once; `factor` is a float or one per element."""
-    total, acc, factor = _as_array(total), _as_array(acc), _as_array(factor)
+    total, acc, factor = as_array(total), as_array(acc), as_array(factor)
     exact = acc.astype(np.float64) * factor + total
     out = exact.astype(np.float32)
     # Rounding to float64 and then to float32 can differ from rounding once only halfway between two floats.
@@ -75,4 +75,4 @@ def fma(total, acc, factor):
 
 def fma_columns(total, acc, factors):
     """Apply `fma` with one factor per column of the fragment: d[4 j + 2 h + i] is in column 2 j + i."""
-    return fma(total, acc, _as_array(factors).reshape(-1, 1, 2).repeat(2, axis=1).reshape(-1))
+    return fma(total, acc, as_array(factors).reshape(-1, 1, 2).repeat(2, axis=1).reshape(-1))

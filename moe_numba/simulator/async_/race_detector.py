@@ -14,6 +14,7 @@ from moe_numba.simulator.core.errors import AsyncRace, MissingFence, source_loca
 from moe_numba.simulator.memory_model import store_buffer
 
 _GRAIN = 16  # bytes per flag of the filter that tells whether reservations must be searched
+_PAGE = 1024  # bytes whose reservations are listed together
 
 
 class Reservation:
@@ -34,17 +35,20 @@ class Reservation:
     def release(self):
         detector = self.detector
         if self in detector.reservations:
-            detector.reservations.remove(self)
+            del detector.reservations[self]
+            for page in detector.pages_of(self.start, self.end):
+                page.remove(self)
             detector.set_flags(self.start, self.end, 0)
-            for other in detector.reservations:
-                detector.set_flags(other.start, other.end, 1)
+            for other in detector.reservations_at(self.start, self.end):
+                detector.set_flags(max(other.start, self.start), min(other.end, self.end), 1)
 
 
 class RaceDetector:
     """Reservations on one shared allocation, and its bytes that are unfenced."""
 
     def __init__(self, allocation):
-        self.allocation, self.reservations = allocation, []
+        self.allocation, self.reservations = allocation, {}  # a dict as an ordered set
+        self.pages = [[] for _ in range(allocation.bytes.size // _PAGE + 1)]
         self.flags = bytearray(-(-allocation.bytes.size // _GRAIN) + 1)
         self.unfenced, self.writers = (
             None,
@@ -53,6 +57,16 @@ class RaceDetector:
 
     def _grains(self, start, end):
         return (start - self.allocation.start) // _GRAIN, -(-(end - self.allocation.start) // _GRAIN)
+
+    def pages_of(self, start, end):
+        """Return the lists of reservations of the pages that these bytes touch."""
+        return self.pages[(start - self.allocation.start) // _PAGE : (end - 1 - self.allocation.start) // _PAGE + 1]
+
+    def reservations_at(self, start, end):
+        """Return the reservations of these bytes, oldest first."""
+        pages = self.pages_of(start, end)
+        found = pages[0] if len(pages) == 1 else dict.fromkeys(r for page in pages for r in page)
+        return [r for r in found if r.start < end and start < r.end]
 
     def set_flags(self, start, end, value):
         first, last = self._grains(start, end)
@@ -73,7 +87,7 @@ class RaceDetector:
     def _check(self, thread, start, end, writes, index, target):
         first, last = self._grains(start, end)
         if self.flags[first] or last - first > 1 and any(self.flags[first:last]):
-            for other in self.reservations:
+            for other in self.reservations_at(start, end):
                 if other.conflicts(start, end, writes):
                     raise AsyncRace(
                         f"{thread} {'writes' if writes else 'reads'} index {index} of {target}, "
@@ -98,7 +112,7 @@ class RaceDetector:
     def reserve(self, start, end, writes, owner):
         """Reserve bytes for an operation that is issued now; refuse conflicting reservations and unfenced bytes."""
         access = f"{owner.thread} issues {owner.what} at {owner.site}, which {'writes' if writes else 'reads'}"
-        for other in self.reservations:
+        for other in self.reservations_at(start, end):
             if other.conflicts(start, end, writes):
                 raise AsyncRace(
                     f"{access} bytes from {max(start, other.start) - self.allocation.start} on of {self.allocation}, "
@@ -107,7 +121,9 @@ class RaceDetector:
         if self.unfenced is not None and not owner.generic_proxy:
             self._check_fenced(start, end, access)
         reservation = Reservation(self, start, end, writes, owner)
-        self.reservations.append(reservation)
+        self.reservations[reservation] = None
+        for page in self.pages_of(start, end):
+            page.append(reservation)
         self.set_flags(start, end, 1)
         return reservation
 

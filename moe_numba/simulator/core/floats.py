@@ -1,4 +1,4 @@
-"""Encoding and decoding of the 8-bit and 16-bit floats e4m3 and bf16."""
+"""Encoding and decoding of the 8-bit and 16-bit floats e4m3, f16 and bf16."""
 
 import numpy as np
 
@@ -37,7 +37,9 @@ def bf16_bits(value):
 
 
 def decode(data, dtype):
-    """Decode the bytes along an array's last axis as `e4m3` or `bf16` numbers, in float64."""
+    """Decode the bytes along an array's last axis as `e4m3`, `f16` or `bf16` numbers, in float64."""
     if dtype == "e4m3":
         return _E4M3_FLOAT64[data]
+    if dtype == "f16":
+        return np.ascontiguousarray(data).view(np.float16).astype(np.float64)
     return (np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)

@@ -1,0 +1,79 @@
+"""Launches of the kernel with ``mma.sync``, on GPUs without wgmma."""
+
+from functools import cache
+
+from moe_numba import simulator
+from moe_numba.grouped_gemm.config_mma import MmaConfig, select_mma_config
+from moe_numba.grouped_gemm.copies_mma import NO_ROW
+from moe_numba.grouped_gemm.kernel_mma import make_mma_kernel
+from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.validate import check_aligned, vector_strides
+
+MMA_SIGNATURE = (
+    *("uint8*", "uint8*", "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", "int32*"),
+    *("int32",) * 9,
+)
+_VECTOR_BYTES = 16
+
+
+class MmaLaunch:
+    """Launches for tensors of given shapes, strides and dtypes. It has no tensor maps: ``cp.async`` takes addresses."""
+
+    def __init__(self, config, tensors, shape, gpu):
+        x, weight, _, _, _, _, _, indices = tensors
+        self.config = config or select_mma_config(
+            gpu, shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul
+        )
+        if indices is not None:
+            self.config = self.config._replace(gather=True)
+        x_pitch = vector_strides("x", x)[-2] // _VECTOR_BYTES
+        group_pitch, weight_pitch, _ = (stride // _VECTOR_BYTES for stride in vector_strides("weight", weight))
+        x_rows = x.shape[:-1].numel()
+        # The kernel counts 16 bytes in 32 bits: within x, and within the weight of a group.
+        for name, tensor, vectors in (("x", x, x_rows * x_pitch), ("weight", weight, weight.shape[1] * weight_pitch)):
+            if vectors > NO_ROW:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, over 64 GiB")
+        if group_pitch >= 1 << 31:
+            raise ValueError(f"weight has strides {weight.stride()}; groups must be less than 32 GiB apart")
+        self.pitches = x_rows, x_pitch, weight_pitch, group_pitch
+        self.sizes = *shape.sizes, shape.k * x.element_size()
+        self.start = get_mma_launcher(self.config, x.device.index or 0)
+        self.grid, self.threads = _grid_size(x.device) * self.config.min_blocks, self.config.threads
+
+    def __call__(self, tensors, outputs):
+        """Launch the kernel. A pointer that it does not use is that of the group sizes."""
+        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
+        check_aligned("x", x)
+        check_aligned("weight", weight)
+        lengths = address(seqlens if offs is None else offs)
+        self.start(
+            self.grid,
+            self.threads,
+            None,
+            address(x),
+            address(weight),
+            address(outputs[0]),
+            address(outputs[-1]),
+            lengths,
+            lengths if cu_seqlens is None else address(cu_seqlens),
+            lengths if x_scale is None else address(x_scale),
+            lengths if weight_scale is None else address(weight_scale),
+            lengths if indices is None else address(indices),
+            *self.sizes,
+            *self.pitches,
+        )
+
+
+@cache
+def get_mma_launcher(config: MmaConfig, device: int):
+    """Compile and load the kernel of a configuration on a device."""
+    kernel, shared_bytes = make_mma_kernel(config)
+    bounds = config.threads, config.min_blocks
+    return launcher(kernel, MMA_SIGNATURE, device, launch_bounds=bounds, shared_bytes=shared_bytes)
+
+
+@cache
+def _grid_size(device):
+    """One CTA per SM."""
+    return 2 if simulator.ENABLED else gpu_of(device).sm_count
