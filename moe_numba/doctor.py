@@ -36,7 +36,7 @@ def report(arch: tuple[int, int] | None = None) -> list[str]:
     lines += [("runs" if i == 0 else "", line) for i, line in enumerate(_consequences(found, simulator.ENABLED))]
     lines.append(("results", _results_line()))
     report = [f"{label:<{LABEL}}{text}" for label, text in lines]
-    if found["gpus"] and not simulator.ENABLED:
+    if found.get("launched") and not simulator.ENABLED:
         report += ["", *tables(requested() or tuple(found["gpus"][0][1]))]
     return report
 
