@@ -30,6 +30,7 @@ SLOW_TESTS = {
     "test_doctor_on_this_machine",
     "test_every_public_function_is_measured_with_out_and_prepared",
     "test_gate_notebook_runs_with_other_sizes",
+    "test_functions_take_the_paths_of_the_table",
     "test_gather_indices_match_gathered_rows",
     "test_notebooks_go_on_after_steps_that_a_t4_cannot_run",
     "test_runs_in_the_simulator",
