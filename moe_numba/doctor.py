@@ -21,7 +21,7 @@ NEWEST_EXTRA = 13  # cu13 installs the compiler of CUDA 13, for drivers of CUDA 
 def report(arch: tuple[int, int] | None = None) -> list[str]:
     """Return the lines that ``python -m moe_numba doctor`` prints: for compute capability ``arch``, or this machine."""
     if arch is not None:
-        return tables(arch)
+        return tables(arch, arch)
     from moe_numba import simulator
     from moe_numba.course.bench import records
     from moe_numba.simulator.capability import requested
@@ -35,18 +35,22 @@ def report(arch: tuple[int, int] | None = None) -> list[str]:
     lines.append((found.get("arch", "sm_90a"), _compiler_line(found)))
     lines += [("runs" if i == 0 else "", line) for i, line in enumerate(_consequences(found, simulator.ENABLED))]
     lines.append(("results", _results_line()))
-    report = [f"{label:<{LABEL}}{text}" for label, text in lines]
+    printed = [f"{label:<{LABEL}}{text}" for label, text in lines]
     if found.get("launched") and not simulator.ENABLED:
-        report += ["", *tables(requested() or tuple(found["gpus"][0][1]))]
-    return report
+        own = tuple(found["gpus"][0][1])
+        printed += ["", *tables(requested() or own, own)]
+    return printed
 
 
-def tables(arch: tuple[int, int]) -> list[str]:
-    """Return which functions and notebooks run on GPUs of a compute capability, and how, as lines of text."""
+def tables(arch: tuple[int, int], own: tuple[int, int]) -> list[str]:
+    """Return which functions and notebooks run, and how, as lines of text.
+
+    ``arch`` is the compute capability that code is generated for, and ``own`` that of the GPU.
+    """
     from moe_numba.course import gpu_support
     from moe_numba.runtime.device import gpu_like
 
-    gpu = gpu_like(tuple(arch))
+    gpu = gpu_like(arch)._replace(hardware_capability=own)
     lines = ["compute capability {}.{}".format(*arch)]
     for title, rows in (("function", gpu_support.functions(gpu)), ("notebook", gpu_support.notebooks(gpu))):
         width = 2 + max(len(row.name) for row in rows)

@@ -49,7 +49,7 @@ def notebooks(gpu: GPU) -> list[Support]:
     """Return how each notebook runs on a GPU; ``runs`` is whether its kernels run there, not in the simulator."""
     found = []
     for topic in TOPICS:
-        simulated = gpu.capability < OLDEST or (topic.hopper and gpu.capability != (9, 0))
+        simulated = gpu.capability < OLDEST or (topic.hopper and not gpu.has_wgmma)
         limit = _LIMITS.get(topic.notebook, lambda gpu: "")(gpu)
         path = "in the simulator, with times of an H200" if simulated else limit or "all steps"
         found.append(Support(topic.notebook, not simulated, path))

@@ -130,10 +130,10 @@ def _choose_mode():
         return True, "NUMBA_ENABLE_CUDASIM=" + os.environ["NUMBA_ENABLE_CUDASIM"]
     if not _gpu_is_present():
         return True, "no GPU was found"
-    only = capability.only()
-    found = only and (capability.requested() or _newest_gpu())
-    if found != only:
-        return True, "the kernels need compute capability {}.{}, and the GPU has {}.{}".format(*only, *found)
+    if only := capability.only():
+        for found in (capability.requested() or only, _newest_gpu()):
+            if found != only:
+                return True, "the kernels need compute capability {}.{}, and the GPU has {}.{}".format(*only, *found)
     return False, "a GPU was found"
 
 

@@ -135,10 +135,19 @@ def test_the_readme_has_the_table():
 def test_doctor_prints_the_tables_of_an_architecture(capsys):
     assert main(["doctor", "--arch", "86"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("compute capability 8.6\n") and printed.splitlines() == doctor.tables((8, 6))
+    assert printed.startswith("compute capability 8.6\n") and printed.splitlines() == doctor.tables((8, 6), (8, 6))
     assert "\ngrouped GEMM              yes   mma.sync and cp.async\n" in printed
     assert main(["doctor", "--arch", "81"]) == 2
     assert "--arch is 81; it must be one of 75, 80, 86" in capsys.readouterr().err
+
+
+def test_doctor_of_an_h200_that_takes_older_paths():
+    """torch's grouped GEMM is the H200's; no kernel has wgmma, not even as code for 9.0 on a newer GPU."""
+    lines = doctor.tables((8, 0), (9, 0))
+    assert "03_shared_experts        yes   all steps" in lines and "grouped GEMM              yes   mma.sync" in str(
+        lines
+    )
+    assert any(line.startswith("07_hopper_from_numba     no ") for line in doctor.tables((9, 0), (10, 0)))
 
 
 # Notebooks
@@ -182,6 +191,7 @@ print(simulator.ENABLED, capability.SIMULATED, simulator.REASON)
         ((10, 0), "", "90", "True (9, 0) the kernels need compute capability 9.0, and the GPU has 10.0"),
         ((9, 0), "80", "90", "True (9, 0) the kernels need compute capability 9.0, and the GPU has 8.0"),
         ((9, 0), "80", "", "False (8, 0) a GPU was found"),
+        ((10, 0), "90", "90", "True (9, 0) the kernels need compute capability 9.0, and the GPU has 10.0"),
     ],
 )
 def test_notebooks_about_one_architecture_are_simulated_on_others(gpu, arch, only, printed):
