@@ -33,6 +33,7 @@ def _parser():
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     doctor = commands.add_parser("doctor", help="report the GPU, the compiler and what can run on this machine")
+    doctor.add_argument("--arch", metavar="75", help="print what runs on GPUs of another compute capability, here 7.5")
     doctor.set_defaults(run=_doctor)
 
     stale = commands.add_parser("stale", help="list records and executed notebooks that are older than their code")
@@ -61,8 +62,12 @@ def _parser():
 
 def _doctor(options):
     from moe_numba import doctor
+    from moe_numba.simulator.capability import KNOWN
 
-    print("\n".join(doctor.report()))
+    known = {"".join(map(str, arch)): arch for arch in KNOWN}
+    if options.arch is not None and options.arch not in known:
+        raise UserError(f"--arch is {options.arch}; it must be one of {', '.join(known)}")
+    print("\n".join(doctor.report(known.get(options.arch))))
     return 0
 
 

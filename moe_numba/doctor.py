@@ -1,5 +1,7 @@
 """``python -m moe_numba doctor``: report what this machine can run, by compiling and launching a small kernel.
 
+``--arch 75`` prints what runs on a GPU of compute capability 7.5 instead; ``MOE_NUMBA_ARCH=75`` makes kernels run so.
+
 The trial runs in its own process: the simulator hides the compiler from the process in which it is on, and a driver
 that fails to load must not end this process.
 """
@@ -12,13 +14,17 @@ import sys
 from pathlib import Path
 
 LABEL = 12  # width of the first column, in characters
+_HOPPER = (9, 0)
 NEWEST_EXTRA = 13  # cu13 installs the compiler of CUDA 13, for drivers of CUDA 13 or newer; cu12 is for older ones
 
 
-def report() -> list[str]:
-    """Return the lines that ``python -m moe_numba doctor`` prints."""
+def report(arch: tuple[int, int] | None = None) -> list[str]:
+    """Return the lines that ``python -m moe_numba doctor`` prints: for compute capability ``arch``, or this machine."""
+    if arch is not None:
+        return tables(arch, arch)
     from moe_numba import simulator
     from moe_numba.course.bench import records
+    from moe_numba.simulator.capability import requested
 
     found = probe()
     lines = [("GPU", _gpu_line(found, simulator.REASON if simulator.ENABLED else None))]
@@ -26,10 +32,31 @@ def report() -> list[str]:
     lines.append(("versions", ", ".join(names)))
     if problem := _compiler_problem(found):
         lines.append(("compiler", problem))
-    lines.append(("sm_90a", _sm_90a_line(found)))
+    lines.append((found.get("arch", "sm_90a"), _compiler_line(found)))
     lines += [("runs" if i == 0 else "", line) for i, line in enumerate(_consequences(found, simulator.ENABLED))]
     lines.append(("results", _results_line()))
-    return [f"{label:<{LABEL}}{text}" for label, text in lines]
+    printed = [f"{label:<{LABEL}}{text}" for label, text in lines]
+    if found.get("launched") and not simulator.ENABLED:
+        own = tuple(found["gpus"][0][1])
+        printed += ["", *tables(requested() or own, own)]
+    return printed
+
+
+def tables(arch: tuple[int, int], own: tuple[int, int]) -> list[str]:
+    """Return which functions and notebooks run, and how, as lines of text.
+
+    ``arch`` is the compute capability that code is generated for, and ``own`` that of the GPU.
+    """
+    from moe_numba.course import gpu_support
+    from moe_numba.runtime.device import gpu_like
+
+    gpu = gpu_like(arch)._replace(hardware_capability=own)
+    lines = ["compute capability {}.{}".format(*arch)]
+    for title, rows in (("function", gpu_support.functions(gpu)), ("notebook", gpu_support.notebooks(gpu))):
+        width = 2 + max(len(row.name) for row in rows)
+        lines += ["", f"{title:<{width}}runs  path"]
+        lines += [f"{row.name:<{width}}{'yes' if row.runs else 'no':<6}{row.path}" for row in rows]
+    return lines
 
 
 def probe(timeout_s: float = 120) -> dict:
@@ -81,26 +108,25 @@ def _compiler_problem(found):
     return None
 
 
-def _sm_90a_line(found):
+def _compiler_line(found):
     if "cubin_bytes" not in found:
         return f"the compiler fails: {found['error']}"
-    text = f"the compiler works (wgmma.fence, {found['cubin_bytes']} bytes of machine code)"
+    text = f"the compiler works ({found['cubin_bytes']} bytes of machine code)"
     if "launched" not in found:
-        return f"{text}; not launched: {found.get('error') or 'needs a GPU of compute capability 9.0'}"
+        return f"{text}; not launched: {found.get('error') or 'needs a GPU'}"
     return f"{text}; launched: {'correct' if found['launched'] else 'WRONG'} result"
 
 
 def _consequences(found, simulated):
     """Yield what can run here, a sentence each."""
-    hopper = bool(found.get("launched"))
     if simulated or not found["gpus"]:
         yield "notebooks and tests run in the simulator at small sizes; results are checked, times are not measured"
         yield "notebooks show times recorded on an H200 (docs/results); bench needs a GPU"
-    elif hopper:
-        yield "all kernels, bench, pytest -m gpu" + (" and -m multigpu" if len(found["gpus"]) > 1 else "")
+    elif found.get("launched"):
+        multigpu = " and -m multigpu" if len(found["gpus"]) > 1 else ""
+        yield f"kernels, bench, pytest -m gpu{multigpu}; the tables below list what this GPU lacks"
     else:
-        yield "kernels without Hopper instructions, and their benchmarks"
-        yield "grouped_gemm and other TMA or wgmma kernels refuse this GPU; MOE_NUMBA_SIMULATE=1 simulates them"
+        yield "no kernel; MOE_NUMBA_SIMULATE=1 simulates them"
     if "cubin_bytes" in found:
         yield "tests that compile for sm_90a (registers, instructions)"
     else:
@@ -108,10 +134,10 @@ def _consequences(found, simulated):
 
 
 def _trial():
-    """Compile and link a kernel for sm_90a, and launch it on a Hopper GPU if there is one.
+    """Compile and link a kernel for the first GPU, and launch it there; without a GPU, compile it for sm_90a.
 
     Returns a dict with ``gpus`` and, as far as the trial came, the CUDA versions of ``driver`` and ``compiler``,
-    ``torch``, ``cubin_bytes``, ``launched`` and ``error``.
+    ``torch``, ``arch``, ``cubin_bytes``, ``launched`` and ``error``.
     """
     found = {"gpus": [], **_cuda_versions()}
     try:
@@ -124,11 +150,13 @@ def _trial():
             import torch
 
             found["torch"] = torch.cuda.is_available()
-        code, entry = _compile()
+        capability = found["gpus"][0][1] if found["gpus"] else _HOPPER
+        arch = (*_HOPPER, "a") if capability == _HOPPER else capability
+        found["arch"] = "sm_" + "".join(map(str, arch))
+        code, entry = _compile(arch)
         found["cubin_bytes"] = len(code.code)
-        hopper = [i for i, (_, capability) in enumerate(found["gpus"]) if capability == (9, 0)]
-        if hopper:
-            cuda.select_device(hopper[0])
+        if found["gpus"]:
+            cuda.select_device(0)
             found["launched"] = _launch(code, entry, np.zeros(1, np.int32))
     except Exception as error:  # the report shows whatever failed
         lines = str(error).strip().splitlines()
@@ -149,8 +177,8 @@ def _cuda_versions():
     return found
 
 
-def _compile():
-    """Compile a kernel with an instruction that only sm_90a has to machine code; PTX alone would prove nothing."""
+def _compile(arch):
+    """Compile a kernel to machine code; PTX alone would prove nothing. For sm_90a, with an instruction of its own."""
     from llvmlite import ir
     from numba import cuda, types
     from numba.cuda.extending import intrinsic
@@ -169,14 +197,18 @@ def _compile():
 
         return types.void(), codegen
 
+    is_hopper = arch[:2] == _HOPPER
+
     def kernel(out):
-        wgmma_fence()
+        if is_hopper:
+            wgmma_fence()
         if cuda.threadIdx.x == 0:
             out[0] = 90
 
-    ptx, _ = cuda.compile_ptx(kernel, types.void(types.CPointer(types.int32)), cc=(9, 0, "a"))
+    ptx, _ = cuda.compile_ptx(kernel, types.void(types.CPointer(types.int32)), cc=arch)
     entry = ptx.split(".visible .entry ")[1].split("(")[0].strip()
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch="sm_90a"))
+    options = LinkerOptions(arch="sm_" + "".join(map(str, arch)))
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     return linker.link("cubin"), entry
 
 

@@ -210,7 +210,7 @@ class FusedPlan:
         self.num_experts = num_experts + shared
         check_align_arguments(block_size, self.num_experts, expert_map, device)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
-        self.capacity = device_functions.capacity_for(self.num_experts)
+        self.capacity = device_functions.capacity_for(self.num_experts, gpu_of(device).capability)
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.max_fused_tokens = 0  # the generic gate kernel is launched on its own

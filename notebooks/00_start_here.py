@@ -92,6 +92,7 @@ from moe_numba import doctor, simulator
 from moe_numba.course.bench import Stats, call_time, kernel_time, kernel_times, plots, records, rotating
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.simulate import in_simulator
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, current_stream, launch, launcher
 
 SIMULATED = simulator.ENABLED
@@ -120,6 +121,10 @@ print("\n".join(doctor.report()))
 # | threads that wait for ever | an error that says who waits where | it hangs |
 # | memory that nobody wrote | poison (NaN) | whatever lay there |
 # | time, registers, caches | none | yes |
+#
+# Most of this course also runs on GPUs older than Hopper. A step that needs more than yours has is not run: it prints
+# the reason, and the time that an H200 took. The notebooks from 05 on are about Hopper's instructions. With any other
+# GPU their kernels run in the simulator.
 #
 # It cannot find everything. Only one thread runs at a time, and each sees what the others wrote at once. On a GPU two
 # writes may arrive in another order, unless the code asks for the right one.
@@ -608,7 +613,8 @@ for name, stats in times_us.items():
 # reason: with equal inputs some kernels take a shorter way, for example when they sort.
 
 # %%
-random = torch.randn(SIDE, SIDE, device=DEVICE).bfloat16()
+HALF = torch.bfloat16 if gpu_of(0).hardware_capability >= (8, 0) else torch.float16  # what tensor cores multiply
+random = torch.randn(SIDE, SIDE, device=DEVICE).to(HALF)
 product = torch.empty_like(random)
 
 
@@ -617,7 +623,7 @@ def multiply(matrix):
 
 
 for name, matrix in (("product, random", random), ("product, zeros", torch.zeros_like(random))):
-    row = tell(name, kernel=kernel_time(multiply(matrix), launches=20), dtype="bfloat16", size={"n": SIDE})
+    row = tell(name, kernel=kernel_time(multiply(matrix), launches=20), dtype=str(HALF)[6:], size={"n": SIDE})
     if row:
         print(f"    {2 * row['size']['n'] ** 3 / row['kernel_us']['median'] / 1e6:.0f} TFLOP/s")
 

@@ -56,6 +56,7 @@ from numba import cuda, int32, uint32
 from moe_numba import simulator
 from moe_numba.align.reference import mismatch, sizes
 from moe_numba.align.reference import moe_align_block_size as reference
+from moe_numba.course import gpu_support
 from moe_numba.course.bench import kernel_time, kernel_times, plots, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
@@ -65,6 +66,7 @@ from moe_numba.course.simulate import in_simulator
 from moe_numba.course.source_diff import OpCounter, diff
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime.compile import compile_kernel
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have one block, on purpose
@@ -323,12 +325,14 @@ def time_of(run, ids=IDS):
 
 def measure(name, run, **more):
     """Check and time ``run(ids, outputs)`` for the main size and for the others."""
-    if more.get("graph", True):
-        for which, ids in OTHERS.items():
-            wrong = check(run(ids, poisoned(ids)), ids)
-            assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
-            more[f"{which}_us"] = time_of(run, ids)
-    ladder.step(name, bound(run), dtype="int32", floor_us=FLOOR_US, bytes=bytes_of(TOKENS, TOPK, EXPERTS), **more)
+    with ladder.attempt(name, "int32"):
+        if more.get("graph", True):
+            for which, ids in OTHERS.items():
+                wrong = check(run(ids, poisoned(ids)), ids)
+                assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
+                more[f"{which}_us"] = time_of(run, ids)
+        size = bytes_of(TOKENS, TOPK, EXPERTS)
+        ladder.step(name, bound(run), dtype="int32", floor_us=FLOOR_US, bytes=size, **more)
 
 
 def add_to_row(name, **times):
@@ -2037,6 +2041,9 @@ for which, tokens in (("few", FEW_TOKENS), ("one", 1)):
             f"{which}_fused_us": stats["one"] and stats["one"].median,
         },
     )
+
+by_function = {row.name: row.path for row in gpu_support.functions(gpu_of(IDS.device))}
+print("on this GPU:", by_function["fused gate and alignment"])
 
 # %%
 for which in ("few", "one"):

@@ -57,8 +57,7 @@ from safetensors.torch import save_file
 from moe_numba import simulator
 from moe_numba.align.reference import mismatch as align_mismatch
 from moe_numba.course.bench import call_times, kernel_times, plots, records
-from moe_numba.course.bench.baselines import torch_layer
-from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.baselines import limits, torch_layer
 from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, moe_numba_grouped_gemm
 from moe_numba.course.bench.layer_figure import layer_bars
 from moe_numba.course.bench.sources import notebook_sources
@@ -236,7 +235,7 @@ for dtype in (torch.float32, torch.bfloat16, FP8):
 
 
 # %%
-LIMITS = chip_limits()
+LIMITS = limits.H200 if HERE.untimed else limits.chip_limits()  # of the GPU whose times are shown
 print(LIMITS)
 BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
 RATES = LIMITS.tensor_flops  # operations per second
@@ -334,31 +333,33 @@ ladder = Ladder(
         "moe_intermediate_size": HERE.shape.moe_intermediate_size,
     },
     size={"tokens": HERE.decode},
+    untimed=HERE.untimed,
 )
 us = ladder.median_us  # a step's median time, measured now or recorded
 
 
 def measure(name, forward, predicted, others=OTHERS, **more):
     """Check and time ``forward(layer, x)`` in all settings."""
-    for which, (layers, x, right) in others.items():
-        wrong = mismatch(forward(layers[0], x), right, layers[0].dtype)
-        assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
+    with ladder.attempt(name, "bfloat16"):
+        for which, (layers, x, right) in others.items():
+            wrong = mismatch(forward(layers[0], x), right, layers[0].dtype)
+            assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
+            calls = [partial(forward, layer, x) for layer in layers]
+            often = {"launches": len(calls), "replays": 12} if which == "prefill" else {}
+            stats = None if ladder.untimed else kernel_times({"": calls}, **often)[""]
+            more[f"{which}_us"] = stats and stats.median
+        layers, x, _ = MAIN
         calls = [partial(forward, layer, x) for layer in layers]
-        often = {"launches": len(calls), "replays": 12} if which == "prefill" else {}
-        stats = None if simulator.ENABLED else kernel_times({"": calls}, **often)[""]
-        more[f"{which}_us"] = stats and stats.median
-    layers, x, _ = MAIN
-    calls = [partial(forward, layer, x) for layer in layers]
-    ladder.step(
-        name,
-        calls[0],
-        timed=calls,
-        dtype="bfloat16",
-        prediction_us=round(predicted, 1),
-        floor_us=FLOOR_US,
-        launches=torch_layer.count_kernels(calls[0]),
-        **more,
-    )
+        ladder.step(
+            name,
+            calls[0],
+            timed=calls,
+            dtype="bfloat16",
+            prediction_us=round(predicted, 1),
+            floor_us=FLOOR_US,
+            launches=torch_layer.count_kernels(calls[0]),
+            **more,
+        )
 
 
 def look_back(name, before=None, predicted=None):
@@ -518,7 +519,7 @@ replicas_read = 8 * (1 - (1 - 1 / 8) ** DECODE)
 prediction = (us("ninth column by torch") or prediction) + weights_us(replicas_read - 1) / EFFICIENCY
 print(f"{replicas_read:.1f} of 8 replicas are read; prediction: {prediction:.0f} us")
 measure("8 replicas", partial(folded_by_torch, replicas=REPLICAS), prediction)
-if not simulator.ENABLED:
+if not ladder.untimed:
     ladder.rows[-1].update({"slower": True} if us("8 replicas") > us("ninth column by torch") else {})
 
 # %%
@@ -667,7 +668,7 @@ def measure_routes():
 
 ROUTE_TIMES = measure_routes()
 for row in ladder.rows:
-    if row["step"] == "final" and not simulator.ENABLED:
+    if row["step"] == "final" and not ladder.untimed:
         row["routes"] = ROUTE_TIMES
 KNOWN_ROUTES = (ladder.row("final") or {}).get("routes")
 for name, times in (KNOWN_ROUTES or {}).items():
@@ -807,7 +808,7 @@ ladder.plot(floor_us=FLOOR_US)
 # runs without a graph. There the host must start every kernel, and call time counts:
 
 # %%
-LADDER = ladder.record if simulator.ENABLED else {"rows": ladder.rows}
+LADDER = ladder.record if ladder.untimed else {"rows": ladder.rows}
 if LADDER:
     picture = plots.split_figure(LADDER["rows"], title="What the GPU takes, and what Python takes")
 else:

@@ -37,6 +37,9 @@
 # you see without a GPU are recorded ones and say so.
 
 # %%
+import os
+
+os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
 import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)

@@ -3,6 +3,7 @@
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
 import os
+import sys
 
 import pytest
 
@@ -28,11 +29,12 @@ SLOW_TESTS = {
     "test_alignment_uses_no_local_or_generic_memory",
     "test_deepseek_v3",
     "test_dispatch_and_combine",
-    "test_doctor_report",
     "test_doctor_on_this_machine",
     "test_every_public_function_is_measured_with_out_and_prepared",
     "test_gate_notebook_runs_with_other_sizes",
+    "test_functions_take_the_paths_of_the_table",
     "test_gather_indices_match_gathered_rows",
+    "test_notebooks_go_on_after_steps_that_a_t4_cannot_run",
     "test_runs_in_the_simulator",
     "test_the_machine_code",
     "test_tuner_tries_configs_that_fit",
@@ -73,7 +75,24 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0)) if simulator.ENABLED else 0
 
 
+@pytest.fixture(autouse=True)
+def no_plans():
+    """Forget the launch plans of earlier tests, so that a replaced kernel or limit takes effect."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("moe_numba."):
+            vars(module).get("_plans", {}).clear()
+
+
 @pytest.fixture
 def device():
     """Return the device of tensors: "cuda", or "cpu" in the simulator."""
     return "cpu" if simulator.ENABLED else "cuda"
+
+
+@pytest.fixture(params=[None, False], ids=["default path", "without TMA"])
+def uses_tma(request, monkeypatch):
+    """Let each ``Buffer`` copy rows as its GPUs can, and without TMA."""
+    from moe_numba.expert_parallel import Buffer
+
+    monkeypatch.setattr(Buffer, "_uses_tma", request.param)
+    return request.param

@@ -166,12 +166,12 @@ class AlignPlan:
         check_device(ids.device, "topk_ids")
         check_align_arguments(block_size, num_experts, expert_map, ids.device)
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
-        self.capacity = device_functions.capacity_for(min(num_experts, _MAX_COUNTED_EXPERTS))
+        gpu = devices.gpu_of(ids.device)
+        self.capacity = device_functions.capacity_for(min(num_experts, _MAX_COUNTED_EXPERTS), gpu.capability)
         self.options = ignore_invalid_experts, expert_map is not None
         map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.pointers = (ID_TYPES[ids.dtype], map_type, "int32*", "int32*", "int32*")
         self.medium_slots_per_cta = 32 * kernel_medium.mask_words_for(self.capacity)
-        gpu = devices.gpu_of(ids.device)
         self.medium_fits = kernel_medium.shared_bytes(self.capacity) <= gpu.shared_bytes
         fitting = (c for c in _LARGE_CONFIGS if self._large_shared_bytes(c) <= gpu.shared_bytes)
         self.large_config = next(fitting, _LARGE_CONFIGS[-1])

@@ -12,12 +12,14 @@ from numba import cuda, int32, uint32
 from moe_numba.ptx.memory import st_shared_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
-CAPACITIES = (96, 288, 544, 1056, 8224)
+_CAPACITIES = (96, 288, 544, 1056, 8224)
+_CAPACITIES_BEFORE_HOPPER = (96, 288, 544, 1056, 2080, 4128, 8224)  # less shared memory
 
 
-def capacity_for(num_experts):
+def capacity_for(num_experts, capability=(9, 0)):
     """Return the smallest capacity for invalid ids, the experts, the end of the last expert, and dropped slots."""
-    return next(c for c in CAPACITIES if num_experts + 3 <= c)
+    capacities = _CAPACITIES if capability >= (9, 0) else _CAPACITIES_BEFORE_HOPPER
+    return next(c for c in capacities if num_experts + 3 <= c)
 
 
 def check_launch_shape(threads, capacity):

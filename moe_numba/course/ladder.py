@@ -1,12 +1,17 @@
 """The step ladder of a notebook: checks, times, prints, records and plots each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats, call_time, call_times, kernel_time, kernel_times
+from moe_numba.course.unsupported import why_not_run
+from moe_numba.runtime.validate import check_device
 
 
 class WrongResult(AssertionError):
@@ -17,7 +22,7 @@ class Ladder:
     """Checks, times, prints and records the steps of a notebook, in teaching order.
 
     On a GPU each step prints its measured times. In the simulator it prints that nothing was timed, and the times that
-    a GPU recorded earlier.
+    a GPU recorded earlier. A step that the GPU cannot run prints why, and the recorded times.
 
     Parameters
     ----------
@@ -78,9 +83,12 @@ class Ladder:
         slow: bool = False,
         expect_wrong: bool = False,
         kernel: Callable[[], Stats] | None = None,
+        needs: tuple[int, int] | None = None,
         **more: Any,
     ) -> None:
         """Run a step, check its result, time it on a GPU, and print one line.
+
+        If the GPU lacks what the step needs (see `attempt`), the line says so, and nothing is compared with the step.
 
         Parameters
         ----------
@@ -104,6 +112,8 @@ class Ladder:
             The check must reject the step. Its reason is printed instead of raised.
         kernel : callable, optional
             Measures the kernel time itself, for example of several GPUs. The step then has no call time.
+        needs : (int, int), optional
+            Least compute capability. Older GPUs then do not compile the kernel, which may take long before it fails.
         **more
             Further fields of the row: ``bytes``, ``flops``, ...
 
@@ -112,8 +122,7 @@ class Ladder:
         WrongResult
             The check rejected the outputs, or accepted those of a step with ``expect_wrong``.
         """
-        self.rows = [row for row in self.rows if row["step"] != name]
-        self._calls.pop(name, None)
+        self._forget(name)
         fields = {
             "config": config or self.config,
             "size": size or self.size,
@@ -124,10 +133,35 @@ class Ladder:
             "slower": slower or None,
             **more,
         }
-        outputs = call()
-        if not simulator.ENABLED:
-            import torch
+        with self.attempt(name, dtype):
+            if needs is not None:
+                check_device(torch.device("cpu" if simulator.ENABLED else "cuda"), name, needs)
+            self._run(name, call, fields, timed, graph, slow, expect_wrong, kernel)
 
+    @contextmanager
+    def attempt(self, name: str, dtype: str = "float32") -> Iterator[None]:
+        """Run what belongs to a step in a ``with`` block; if the GPU cannot, print the reason and record it.
+
+        It may hold ``step`` itself and, before it, what the notebook checks and measures apart from that. Reasons are a
+        compute capability, an instruction that ptxas refuses, too much memory, and too many blocks of a cooperative
+        launch. All other errors are raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            if (reason := why_not_run(error)) is None:
+                raise
+            self._forget(name)
+            self.rows.append(records.row(name, not_run=reason))
+            print(f"{name:<24} not run: {reason}; {self._recorded(name, dtype)}")
+
+    def _forget(self, name):
+        self.rows = [row for row in self.rows if row["step"] != name]
+        self._calls.pop(name, None)
+
+    def _run(self, name, call, fields, timed, graph, slow, expect_wrong, kernel):
+        dtype, outputs = fields["dtype"], call()
+        if not simulator.ENABLED:
             torch.cuda.synchronize()  # report an error of this step's kernel here, not in a later step
         wrong = self.check(outputs)
         del outputs
@@ -189,11 +223,18 @@ class Ladder:
                     self.rows[i]["kernel_us"] = row["kernel_us"]  # of a slow step
         self._environment = records.environment()
         for row in self.rows:
-            if "refused" not in row:
+            if "refused" not in row and "not_run" not in row:
                 print(self.line(row))
 
+    @property
+    def not_run(self) -> dict[str, str]:
+        """The steps that this GPU cannot run, and the reason for each."""
+        return {row["step"]: row["not_run"] for row in self.rows if "not_run" in row}
+
     def row(self, name: str) -> dict | None:
-        """Return a step's row, measured now or recorded earlier on a GPU."""
+        """Return a step's row, measured now or recorded earlier on a GPU; None if this GPU cannot run it."""
+        if name in self.not_run:
+            return None
         rows = self.record["rows"] if self.untimed and self.record else self.rows
         return next((row for row in rows if row["step"] == name and ("kernel_us" in row or "call_us" in row)), None)
 
@@ -208,7 +249,7 @@ class Ladder:
         """Print a step's time, its gain over step ``before``, and the ratio to the predicted microseconds."""
         now, earlier = self.median_us(name), self.median_us(before) if before else None
         if now is None:
-            return print(f"{name}: no time is recorded yet")
+            return print(f"{name}: {'not run here' if name in self.not_run else 'no time is recorded yet'}")
         text = f"{name}: {now:.1f} us"
         if floor_us:
             text += f", {now / floor_us:.1f} times the lower bound"
@@ -263,4 +304,4 @@ class Ladder:
         times = [
             f"{records.format_us(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row
         ]
-        return f"{gpu} recorded{f' ({sizes})' if sizes else ''}: {', '.join(times) or 'refused'}"
+        return f"{gpu} recorded{f' ({sizes})' if sizes else ''}: {', '.join(times) or 'no time'}"

@@ -5,7 +5,7 @@ A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``.
 
 from pathlib import Path
 
-from moe_numba.course import bench
+from moe_numba.course import bench, gpu_support
 from moe_numba.course.bench import records
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.tables import bold_best
@@ -19,7 +19,13 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     """
     found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
     tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
-    readme = {"headline": _headline(gpu, root), "notebooks": _notebooks(), "bench": _bench_commands(), **tables}
+    readme = {
+        "headline": _headline(gpu, root),
+        "notebooks": _notebooks(),
+        "bench": _bench_commands(),
+        "gpus": _gpus(),
+        **tables,
+    }
     return {"README.md": readme, "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()}}
 
 
@@ -70,6 +76,15 @@ def _notebooks(base=""):
     for topic in TOPICS:
         link = f"[{topic.notebook}]({base}notebooks/{topic.notebook}.ipynb)"
         lines.append(f"| {link} | {topic.title} | {topic.source} |")
+    return "\n".join(lines)
+
+
+def _gpus():
+    lines = ["| compute capability | GPUs |", "|---|---|"]
+    lines += ["| {}.{} | {} |".format(*arch, gpus) for arch, gpus in gpu_support.ARCHITECTURES.items()]
+    for title, how in (("function", gpu_support.functions), ("notebook", gpu_support.notebooks)):
+        lines += ["", f"| {title} | how it runs |", "|---|---|"]
+        lines += [f"| {names} | {text} |" for names, text in gpu_support.by_name(how).items()]
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_numba import simulator
+from moe_numba.simulator import capability
 
 _PLAIN = (str, bool, int, float, type(None))
 
@@ -76,7 +77,8 @@ def in_simulator(
         "MOE_NUMBA_SIMULATE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
     }
-    environment.pop("NUMBA_ENABLE_CUDASIM", None)
+    for name in ("NUMBA_ENABLE_CUDASIM", capability.VARIABLE):  # a demonstration may use any instruction
+        environment.pop(name, None)
     command = [sys.executable, "-m", __name__]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=environment)
     if done.returncode:

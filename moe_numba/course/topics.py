@@ -15,6 +15,7 @@ class Topic(NamedTuple):
     bench: str = ""  # the bench topic, whose record and README block have the same name
     measures: str = ""  # what the bench topic measures, for the list of commands
     records: tuple[str, ...] = ()  # the records that the notebook itself writes
+    hopper: bool = False  # the notebook sets MOE_NUMBA_ONLY=90: on other GPUs it runs in the simulator
 
 
 TOPICS = (
@@ -64,17 +65,20 @@ TOPICS = (
         "dispatch_combine",
         "dispatch and combine, on two GPUs or more",
         ("ring_buffer_dispatch_ladder",),
+        hopper=True,
     ),
     Topic(
         "06_combine",
         "combine: return the experts' results and reduce them per token",
         "DeepEP, intranode",
         records=("combine_ladder",),
+        hopper=True,
     ),
     Topic(
         "07_hopper_from_numba",
         "TMA, mbarriers and wgmma from Numba, through intrinsics and through linked CUDA C++",
         records=("hopper_ladder", "hopper_copy"),
+        hopper=True,
     ),
     Topic(
         "08_grouped_gemm",
@@ -83,6 +87,7 @@ TOPICS = (
         "grouped_gemm",
         "the grouped GEMM",
         ("grouped_gemm_dense_ladder", "grouped_gemm_ladder"),
+        hopper=True,
     ),
 )
 BENCH_TOPICS = tuple(topic.bench for topic in TOPICS if topic.bench)

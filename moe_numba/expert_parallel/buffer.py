@@ -49,6 +49,8 @@ class Buffer(BufferBase):
         A rank did not arrive: from the call that waited for its counts, otherwise from the next call.
     RuntimeError
         After `destroy`; or a dispatch whose host waits for the counts is captured in a CUDA graph.
+    UnsupportedDeviceError
+        A GPU cannot access the memory of another rank's GPU, or is older than compute capability 7.5.
 
     Notes
     -----
@@ -61,6 +63,9 @@ class Buffer(BufferBase):
 
     The first call with a configuration compiles its kernels. Its host waits until the other ranks have done the same,
     at most 100 seconds or ``timeout``, so that no GPU waits for a compiler. `warm_up` does that beforehand.
+
+    If all GPUs have compute capability 9.0 or newer, kernels copy rows by TMA, otherwise with loads and stores. The
+    results are equal. Ranks need peer access (NVLink or PCIe); they use no atomic operations between GPUs.
 
     After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
     """

@@ -27,6 +27,7 @@ class BufferBase:
 
     num_sms = 20
     _channels_per_warp = None  # None: the best number; notebook 06 measures others
+    _uses_tma = None  # None: if the GPUs of all ranks have TMA
 
     def __init__(
         self,
@@ -63,12 +64,13 @@ class BufferBase:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, 0
         self.low_latency_mode, self.enable_shrink, self.explicitly_destroy = False, False, explicitly_destroy
         # Half of the memory is for the rings of dispatch, and both halves start at multiples of _ALIGNMENT.
-        self._runtime = Runtime(self.transport, -(-num_nvl_bytes // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT, timeout)
+        num_bytes = -(-num_nvl_bytes // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT
+        self._runtime = Runtime(self.transport, num_bytes, timeout, self._uses_tma)
         self._device = self.transport.device
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Return True: FP8 and TMA, which Hopper GPUs introduced, are always available."""
+        """Return True: rows of FP8 can be dispatched on every GPU, and TMA is used where the GPUs have it."""
         return True
 
     @classmethod

@@ -57,7 +57,7 @@ def _check(name, tensor, shape, dtypes, device):
 
 
 def _check_rows(name, tensor, dtype, device):
-    """Refuse what is not a contiguous matrix whose rows TMA bulk copies can move; return its shape."""
+    """Refuse what is not a contiguous matrix whose rows consist of 16-byte vectors; return its shape."""
     if not (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype

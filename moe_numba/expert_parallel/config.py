@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -9,15 +10,26 @@ from moe_numba import simulator
 from moe_numba.expert_parallel.kernels.buffer_layout import ALIGNMENT_WORDS, MAX_RANKS, MAX_TOPK, align_words
 from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.runtime.device import shared_bytes_of
 from moe_numba.runtime.validate import check_int
 
 topk_idx_t = torch.int64  # dtype of experts, as DeepEP is built by default; int32 is allowed as well
 TOPK_IDX_POINTERS = {torch.int64: "int64*", torch.int32: "int32*"}  # types of the kernels' pointers to experts
 
-_SHARED_BYTES = 227 * 1024  # per CTA on a Hopper GPU
 _MAX_WARPS = 2 if simulator.ENABLED else 16
+_MAX_WARPS_WITHOUT_TMA = 2 if simulator.ENABLED else 7  # copies need registers: with the publisher 256 threads
 _SATURATING_SMS = 8  # SMs whose bulk copies saturate the link: measured in notebook 05
 _REDUCER_WARPS = 23  # of DeepEP's combine kernel, each of which may hold a row
+
+
+class GpuLimits(NamedTuple):
+    """What the GPUs of all ranks of a group have in common."""
+
+    uses_tma: bool  # whether kernels copy rows by TMA
+    shared_bytes: int  # shared memory of a CTA
+
+
+HOPPER = GpuLimits(True, shared_bytes_of((9, 0)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ def num_direct_senders(num_sms):
 
 
 @cache
-def num_channels(num_sms, num_ranks, hidden_bytes, per_warp=None):
+def num_channels(num_sms, num_ranks, hidden_bytes, per_warp=None, limits=HOPPER):
     """Return the number of channels: one per sending warp, or four.
 
     SMs that do not saturate the link all send at the same rate, so equal shares are best. With more SMs the rates
@@ -116,7 +128,7 @@ def num_channels(num_sms, num_ranks, hidden_bytes, per_warp=None):
     """
     senders = num_senders(num_sms, num_ranks)
     per_warp = per_warp or (1 if senders <= _SATURATING_SMS else 4)
-    return per_warp * senders * max_warps(hidden_bytes)
+    return per_warp * senders * max_warps(hidden_bytes, limits)
 
 
 @cache
@@ -126,18 +138,22 @@ def slots_per_ring(config, num_ranks, channels):
 
 
 @cache
-def max_warps(hidden_bytes):
+def max_warps(hidden_bytes, limits=HOPPER):
     """Return how many warps of a CTA have space in shared memory for a row and its metadata; 1 to 16."""
     slot = TokenSlot(-(-hidden_bytes // 4), 0, MAX_TOPK)
     bytes_per_warp = 4 * align_words(slot.words) + 8 + 16 * MAX_RANKS + 8
-    warps = min(_MAX_WARPS, _SHARED_BYTES // bytes_per_warp)
+    most = _MAX_WARPS if limits.uses_tma else _MAX_WARPS_WITHOUT_TMA
+    warps = min(most, limits.shared_bytes // bytes_per_warp)
     if warps < 1:
-        raise ValueError(f"x has rows of {hidden_bytes // 2} elements; in bfloat16 one must fit {_SHARED_BYTES} bytes")
+        raise ValueError(
+            f"x has rows of {hidden_bytes // 2} elements; in bfloat16 one must fit {limits.shared_bytes} bytes, the "
+            "shared memory of a CTA"
+        )
     return warps
 
 
 @cache
-def make_ring_shape(config, num_ranks, warps, channels, slot, words, element_bytes=2):
+def make_ring_shape(config, num_ranks, warps, channels, slot, words, element_bytes=2, limits=HOPPER):
     """Return the `RingShape` of an operation with ``words`` of ring memory, and the distance from ring to ring.
 
     The distance, in words, is the same for rows of all dtypes, so that no two rings ever overlap.
@@ -150,4 +166,4 @@ def make_ring_shape(config, num_ranks, warps, channels, slot, words, element_byt
             f"num_nvl_bytes is too small: {channels} channels of {num_ranks} ranks with rows of {4 * slot.row} bytes "
             f"need {required} or more; Config.get_nvl_buffer_size_hint returns a good size"
         )
-    return RingShape(num_ranks, warps, slots, slot), ring_words
+    return RingShape(num_ranks, warps, slots, slot, limits.uses_tma), ring_words

@@ -11,7 +11,8 @@ from moe_numba.expert_parallel.kernels.fp8_cast import (
     make_cast_to_fp8,
 )
 from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_out, check_tensor, make_outputs
 
@@ -23,6 +24,7 @@ _TO_FP8 = {
     torch.float32: ("float32", ("float32*", "uint32*", "float32*", "int64")),
 }
 _BACK_SIGNATURE = ("uint8*", "int32*", "uint16*", "int64", "int64", "int64")
+_plans: dict = {}  # of both casts
 
 
 @torch_op
@@ -64,21 +66,22 @@ def per_token_cast_to_fp8(
     """
     if needs_dispatch(x):
         return call_op("per_token_cast_to_fp8", x, out)
-    tokens, hidden = _check_cast_to_fp8(x)
+    key = x.shape, x.stride(), x.dtype, x.device
+    start, ctas, groups, outputs = _plans.get(key) or remember(_plans, key, _plan_cast_to_fp8(x))
     check_aligned("x", x)
-    per_row = -(-hidden // GROUP)
-    results = make_outputs(out, _values_and_scales(tokens, hidden), x.device, aligned=("values",))
-    if tokens:
-        device, (dtype, signature) = x.device.index or 0, _TO_FP8[x.dtype]
-        launcher(make_cast_to_fp8(dtype, hidden), signature, device, dependent=True)(
-            -(-tokens * per_row // (_WARPS * groups_per_warp(dtype))),
-            THREADS,
-            current_stream(device),
-            address(x),
-            *map(address, results),
-            tokens * per_row,
-        )
+    results = outputs(out)
+    if ctas:
+        start(ctas, THREADS, None, address(x), address(results[0]), address(results[1]), groups)
     return tuple(results) if out is None else out
+
+
+def _plan_cast_to_fp8(x):
+    """Check the input; return the launcher, the numbers of CTAs and of groups, and the :class:`Outputs`."""
+    tokens, hidden = _check_cast_to_fp8(x)
+    groups, (dtype, signature) = tokens * -(-hidden // GROUP), _TO_FP8[x.dtype]
+    start = launcher(make_cast_to_fp8(dtype, hidden), signature, x.device.index or 0, dependent=True)
+    outputs = Outputs(_values_and_scales(tokens, hidden), x.device, aligned=("values",))
+    return start, -(-groups // (_WARPS * groups_per_warp(dtype))), groups, outputs
 
 
 @torch_op
@@ -115,28 +118,30 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     if needs_dispatch(x_fp8, x_scales):
         return call_op("per_token_cast_back", x_fp8, x_scales, out)
     x, scales = x_fp8, as_tensor(x_scales, "x_scales")
-    tokens, hidden = _check_cast_back(x, scales)
+    key = x.shape, x.stride(), x.dtype, x.device, scales.shape, scales.stride(), scales.dtype, scales.device
+    start, ctas, numbers, outputs = _plans.get(key) or remember(_plans, key, _plan_cast_back(x, scales))
     check_aligned("x_fp8", x)
-    per_row, packed = -(-hidden // GROUP), scales.dtype == torch.int32
-    if out is None:
-        result = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    else:
-        result = as_tensor(out, "out")
-        check_out("tensor", result, (tokens, hidden), torch.bfloat16, x.device)
-        check_aligned("out", result)
-    if tokens:
-        device = x.device.index or 0
-        launcher(make_cast_back(hidden, packed), _BACK_SIGNATURE, device, dependent=True)(
-            -(-tokens * per_row // (_WARPS * GROUPS_PER_WARP_BACK)),
-            THREADS,
-            current_stream(device),
-            address(x),
-            address(scales),
-            address(result),
-            tokens * per_row,
-            *scales.stride(),
-        )
+    (result,) = outputs(out)
+    if ctas:
+        start(ctas, THREADS, None, address(x), address(scales), address(result), *numbers)
     return result if out is None else out
+
+
+def _plan_cast_back(x, scales):
+    """Check the inputs; return the launcher, the number of CTAs, the kernel's numbers, and the :class:`Outputs`."""
+    tokens, hidden = _check_cast_back(x, scales)
+    groups, kernel = tokens * -(-hidden // GROUP), make_cast_back(hidden, scales.dtype == torch.int32)
+    start = launcher(kernel, _BACK_SIGNATURE, x.device.index or 0, dependent=True)
+
+    def check(out):
+        result = as_tensor(out, "out")
+        check_out("tensor", result, (tokens, hidden), torch.bfloat16, x_device)
+        check_aligned("out", result)
+        return (result,)
+
+    x_device = x.device
+    outputs = Outputs((("tensor", (tokens, hidden), torch.bfloat16),), x_device, check, aligned=("tensor",))
+    return start, -(-groups // (_WARPS * GROUPS_PER_WARP_BACK)), (groups, *scales.stride()), outputs
 
 
 def _check_rows(name, x):

@@ -9,6 +9,7 @@ from moe_numba import simulator
 from moe_numba.expert_parallel.checks import check_previous_event
 from moe_numba.expert_parallel.config import (
     TOPK_IDX_POINTERS,
+    GpuLimits,
     make_ring_shape,
     max_warps,
     num_channels,
@@ -35,6 +36,7 @@ from moe_numba.expert_parallel.kernels.timeout import (
 )
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.expert_parallel.transport import COMPILE_LOCK, check_same_on_all_ranks
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, current_stream
 from moe_numba.runtime.validate import check_device
 
@@ -56,16 +58,23 @@ class Runtime:
         Shared memory for rings.
     timeout : float
         Seconds after which a wait for another rank ends in an error.
+    uses_tma : bool, optional
+        Whether kernels copy rows by TMA; by default if this rank's GPU can. Without TMA if one rank cannot.
     """
 
-    def __init__(self, transport, num_bytes, timeout):
+    def __init__(self, transport, num_bytes, timeout, uses_tma=None):
         device = transport.device
-        check_device(device, "group's device", (9, 0))
+        check_device(device, "group's device")
         self.transport, self.timeout = transport, timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
         check_same_on_all_ranks(transport, "num_nvl_bytes", num_bytes)
+        # A group of different GPUs uses what all of them have, so that all ranks have the same channels and slots.
+        gpu = gpu_of(device)
+        can_use_tma = gpu.capability >= (9, 0) if uses_tma is None else uses_tma
+        have_tma, shared_bytes = zip(*transport.gather((can_use_tma, gpu.shared_bytes)), strict=True)
+        self.limits = GpuLimits(all(have_tma), min(shared_bytes))
         self.shared = transport.allocate(4 * self.rings_offset + num_bytes)
         self._local = self.shared.local.view(torch.int32)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
@@ -359,9 +368,10 @@ def plan_ring_dispatch(
 ):
     """Prepare dispatch through rings."""
     slot, ranks = TokenSlot(hidden * dtype.itemsize // 4, scales, topk), runtime.num_ranks
-    channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp)
+    warps = max_warps(2 * hidden, runtime.limits)
+    channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp, runtime.limits)
     shape, ring_words = make_ring_shape(
-        config, ranks, max_warps(2 * hidden), channels, slot, runtime.ring_words, dtype.itemsize
+        config, ranks, warps, channels, slot, runtime.ring_words, dtype.itemsize, runtime.limits
     )
     signature = dispatch.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
     start = runtime.prepare_kernel(dispatch.make_dispatch, (shape,), signature, shape.threads, shape.shared_bytes)
@@ -374,9 +384,10 @@ def plan_direct_dispatch(
     runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
 ):
     """Prepare dispatch to a `SymmetricOutput`."""
-    blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden)
+    blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden, runtime.limits)
     channels = channels or (channels_per_warp or 4) * blocks * warps  # four, as with rings where the link is saturated
-    shape = RingShape(runtime.num_ranks, warps, 0, TokenSlot(hidden * dtype.itemsize // 4, scales, topk))
+    slot = TokenSlot(hidden * dtype.itemsize // 4, scales, topk)
+    shape = RingShape(runtime.num_ranks, warps, 0, slot, runtime.limits.uses_tma)
     signature = dispatch_direct.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
     start = runtime.prepare_kernel(
         dispatch_direct.make_dispatch_direct, (shape,), signature, 32 * warps, shape.shared_bytes
@@ -387,7 +398,8 @@ def plan_direct_dispatch(
 def plan_combine(runtime, config, hidden, topk, channels, biases):
     """Prepare combine; return a function that starts the kernel."""
     ranks, slot = runtime.num_ranks, TokenSlot(hidden // 2, topk, 0, has_src_idx=False)
-    shape, ring_words = make_ring_shape(config, ranks, max_warps(2 * hidden), channels, slot, runtime.ring_words)
+    warps = max_warps(2 * hidden, runtime.limits)
+    shape, ring_words = make_ring_shape(config, ranks, warps, channels, slot, runtime.ring_words, limits=runtime.limits)
     start = runtime.prepare_kernel(
         combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
     )

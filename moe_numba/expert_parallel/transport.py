@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from moe_numba import simulator
+from moe_numba.expert_parallel.peer_access import check_peer_access, enable_peer_access
 from moe_numba.runtime.launch import current_stream, launcher, signature_of
 
 _TIMEOUT_S = 100.0
@@ -132,6 +133,7 @@ class _ProcessGroupTransport(_Transport):
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._arrivals: Counter[str] = Counter()
         self._prefix = self.gather(uuid.uuid4().hex)[0]
+        check_peer_access(self)
 
     def gather(self, value: Any) -> list:
         """Return the values of all ranks, in rank order; all ranks must call it."""
@@ -289,7 +291,7 @@ class LocalGroup:
 
     def _run_threads(self, work):
         self._thread_barrier = threading.Barrier(self.num_ranks)
-        _enable_peer_access({device.index for device in self.devices})
+        enable_peer_access({device.index for device in self.devices})
         results, errors = [None] * self.num_ranks, []
         streams = [torch.cuda.Stream(device) for device in self.devices]
 
@@ -341,21 +343,6 @@ class LocalGroup:
                 with contextlib.suppress(Exception):
                     coroutine.throw()
         return results
-
-
-def _enable_peer_access(indices):
-    """Enable access from kernels of each of these GPUs to the memory of the others."""
-    from cuda.bindings import runtime
-
-    for own in indices:
-        with torch.cuda.device(own):
-            for other in indices - {own}:
-                (error,) = runtime.cudaDeviceEnablePeerAccess(other, 0)
-                if error not in (
-                    runtime.cudaError_t.cudaSuccess,
-                    runtime.cudaError_t.cudaErrorPeerAccessAlreadyEnabled,
-                ):
-                    raise RuntimeError(f"GPU {own} cannot reach the memory of GPU {other}: {error.name}")
 
 
 class _LocalRank(_Transport):

@@ -50,11 +50,10 @@ def _e4m3_bits(value):
     magnitude = int_as_float(int32(uint32(bits & uint32(0x7FFFFFFF))))
     magnitude = magnitude if magnitude < float32(448.0) else float32(448.0)
     kept = uint32(float_as_int(magnitude))
-    normal = uint32(uint32(kept + uint32(0x7FFFF) + uint32(uint32(kept >> uint32(20)) & uint32(1))) >> uint32(20))
-    normal = uint32(normal - uint32((127 - 7) << 3))
-    subnormal = uint32(float_as_int(float32(magnitude + float32(16384.0))))
-    subnormal = uint32(subnormal - uint32(0x46800000))  # the bits of 16384
-    code = normal if magnitude >= float32(2.0**-6) else subnormal
+    rounded = uint32(uint32(kept + uint32(0x7FFFF) + uint32(uint32(kept >> uint32(20)) & uint32(1))) >> uint32(20))
+    normal = int32(int32(rounded) - ((127 - 7) << 3))  # the exponents' biases are 127 and 7
+    subnormal = int32(float_as_int(float32(magnitude + float32(16384.0))) - 0x46800000)  # the bits of 16384
+    code = uint32(normal if magnitude >= float32(2.0**-6) else subnormal)
     sign = uint32(uint32(bits >> uint32(24)) & uint32(0x80))
     return uint32(code | sign) if value == value else uint32(0x7F)
 

@@ -59,7 +59,7 @@ def _refused(simulate, needed):
 
     @functools.wraps(simulate)
     def refused(*_):
-        capability.refuse(simulate.__doc__.split(":")[0], needed)
+        capability.refuse(simulate.__doc__.split(": ")[0], needed)
 
     return refused
 

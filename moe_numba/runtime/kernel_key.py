@@ -90,12 +90,11 @@ class _Walk:
             raise UnknownValueError(f"{function.__qualname__} is from {function.__module__}")
         self._add_code(function.__code__)
         self.add(function.__defaults__)
-        for cell in function.__closure__ or ():
-            try:
-                self.add(cell.cell_contents)
-            except ValueError:  # defined only in a branch that was not taken
-                self.lines.append("empty cell")
-        for name, value in _globals_of(function.__code__, function.__globals__):
+        enclosed = _enclosed_by(function)
+        for value in enclosed.values():
+            self.add(value)
+        used = *_globals_of(function.__code__, function.__globals__), *_attributes_of(function.__code__, enclosed)
+        for name, value in used:
             self.lines.append(f"global {name}")
             self.add(value)
 
@@ -104,17 +103,33 @@ class _Walk:
         self.add(code.co_consts)
 
 
+def _enclosed_by(function):
+    """Return the values of a function's closure by name."""
+    values = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:  # defined only in a branch that was not taken
+            values[name] = "empty cell"
+    return values
+
+
 def _globals_of(code, namespace):
     """Yield the names and values of globals that a function may read, also as attributes of the package's modules."""
-    for name in code.co_names:
-        if name in namespace:
-            yield name, namespace[name]
-            if isinstance(namespace[name], ModuleType) and _package(namespace[name].__name__) == _OWN:
-                inside = vars(namespace[name])
-                yield from ((f"{name}.{other}", inside[other]) for other in code.co_names if other in inside)
+    found = {name: namespace[name] for name in code.co_names if name in namespace}
+    yield from found.items()
+    yield from _attributes_of(code, found)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _globals_of(constant, namespace)
+
+
+def _attributes_of(code, values):
+    """Yield what a function may read of the package's modules among ``values``."""
+    for name, value in values.items():
+        if isinstance(value, ModuleType) and _package(value.__name__) == _OWN:
+            inside = vars(value)
+            yield from ((f"{name}.{other}", inside[other]) for other in code.co_names if other in inside)
 
 
 def _package(module):

@@ -3,16 +3,18 @@
 import torch
 
 from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, num_columns
 
 _THREADS = 128
-_MAX_ELEMENTS, _MAX_EXPERTS = 1 << 30, 1 << 20
+_MAX_ELEMENTS, _MAX_EXPERTS, _MAX_SEED = 1 << 30, 1 << 20, 2**64 - 1
 _ID_TYPES = {torch.uint8: "uint8*", torch.int16: "int16*", torch.int32: "int32*", torch.int64: "int64*"}
 _NUMBERS = *("int32",) * 5, "uint32", "uint32", "float32"
+_plans: dict = {}
 
 
 @torch_op
@@ -70,37 +72,50 @@ def fuse_routing(
     After SGLang's shared-experts fusion (pull request 4918), which chooses replicas with ``torch.randint``.
     """
     if needs_dispatch(topk_weights):
-        options = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
-        return call_op("fuse_routing", topk_weights, topk_ids, *options, out)
+        given = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed, out
+        return call_op("fuse_routing", topk_weights, topk_ids, *given)
     weights, ids = topk_weights, as_tensor(topk_ids, "topk_ids")
-    arguments = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed
-    width, num_experts, num_fused_shared_experts, routed_scaling_factor, seed = _check(weights, ids, *arguments)
+    # Check types before the look-up: True would find the plan for 1.
+    if not (type(num_experts) is type(num_fused_shared_experts) is type(seed) is int and type(policy) is str):
+        check_choice("policy", policy, POLICIES)
+        num_experts, seed = check_int("num_experts", num_experts), check_int("seed", seed)
+        num_fused_shared_experts = check_int("num_fused_shared_experts", num_fused_shared_experts)
+    if type(routed_scaling_factor) is not float:
+        routed_scaling_factor = check_factor("routed_scaling_factor", routed_scaling_factor)
+    options = num_experts, num_fused_shared_experts, routed_scaling_factor, policy
+    key = (
+        *(weights.shape, weights.stride(), weights.dtype, weights.device),
+        *(ids.shape, ids.stride(), ids.dtype, ids.device),
+        *options,
+    )
+    plan = _plans.get(key) or remember(_plans, key, _make_plan(weights, ids, *options))
+    start, ctas, sizes, shared_weight, outputs = plan
+    if not 0 <= seed <= _MAX_SEED:
+        check_int("seed", seed, 0, _MAX_SEED)
+    results = outputs(out)
+    if ctas:
+        pointers = address(weights), address(ids), address(results[0]), address(results[1])
+        start(ctas, _THREADS, None, *pointers, *sizes, seed & 0xFFFFFFFF, seed >> 32, shared_weight)
+    return tuple(results) if out is None else out
+
+
+def _make_plan(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy):
+    """Check the arguments; return launcher, CTAs, the sizes and the weight that the kernel gets, and `Outputs`."""
+    width = _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy)[0]
     tokens, topk = ids.shape
-    shape = tokens, width
-    outputs = make_outputs(out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)
-    if tokens:
-        device = ids.device.index or 0
-        signature = "float32*", _ID_TYPES[ids.dtype], "float32*", "int32*", *_NUMBERS
-        launcher(make_fuse_kernel(policy, ids.dtype == torch.int64), signature, device, dependent=True)(
-            -(-tokens * width // _THREADS),
-            _THREADS,
-            current_stream(device),
-            address(weights),
-            address(ids),
-            *map(address, outputs),
-            tokens * width,
-            topk,
-            width,
-            num_experts,
-            num_fused_shared_experts,
-            seed & 0xFFFFFFFF,
-            seed >> 32,
-            1.0 / routed_scaling_factor,
-        )
-    return tuple(outputs) if out is None else out
+    signature = "float32*", _ID_TYPES[ids.dtype], "float32*", "int32*", *_NUMBERS
+    kernel = make_fuse_kernel(policy, ids.dtype == torch.int64)
+    start = launcher(kernel, signature, ids.device.index or 0, dependent=True) if tokens else None
+    sizes = tokens * width, topk, width, num_experts, num_fused_shared_experts
+    outputs = Outputs(_describe_outputs(tokens, width), ids.device)
+    return start, -(-tokens * width // _THREADS), sizes, 1.0 / routed_scaling_factor, outputs
 
 
-def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed):
+def _describe_outputs(tokens, width):
+    return ("weights", (tokens, width), torch.float32), ("ids", (tokens, width), torch.int32)
+
+
+def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed=0):
     """Check the arguments; return the columns of the results, and the numbers as Python's."""
     check_tensor("topk_ids", ids, dtype=tuple(_ID_TYPES), shape=("tokens", "topk"), contiguous=True)
     check_device(ids.device, "topk_ids")
@@ -112,7 +127,7 @@ def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_f
     num_fused_shared_experts = check_int("num_fused_shared_experts", num_fused_shared_experts, 1, _MAX_EXPERTS)
     routed_scaling_factor = check_factor("routed_scaling_factor", routed_scaling_factor)
     check_choice("policy", policy, POLICIES)
-    seed = check_int("seed", seed, 0, 2**64 - 1)
+    seed = check_int("seed", seed, 0, _MAX_SEED)
     width = topk + num_columns(num_fused_shared_experts, policy)
     if tokens * width > _MAX_ELEMENTS:
         raise ValueError(f"topk_ids has {tokens} tokens; at most {_MAX_ELEMENTS // width} are allowed")
@@ -124,5 +139,5 @@ def _fake_fuse_routing(call):
     """Check the arguments of a call and return its outputs."""
     ids, scale = call.topk_ids, call.routed_scaling_factor
     experts = call.num_experts, call.num_fused_shared_experts
-    shape = ids.shape[0], _check(call.topk_weights, ids, *experts, scale, call.policy, call.seed)[0]
-    return make_outputs(call.out, (("weights", shape, torch.float32), ("ids", shape, torch.int32)), ids.device)
+    width = _check(call.topk_weights, ids, *experts, scale, call.policy, call.seed)[0]
+    return make_outputs(call.out, _describe_outputs(ids.shape[0], width), ids.device)

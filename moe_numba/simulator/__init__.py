@@ -6,6 +6,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_SIMULATE=1    simulate, even if a GPU is present
     MOE_NUMBA_SIMULATE=0    never simulate; compile-only checks need no GPU
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, used if the first is not set
+    MOE_NUMBA_ONLY=90       simulate a GPU of compute capability 9.0 if the GPU has another; for notebooks
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
@@ -25,6 +26,8 @@ import ctypes
 import importlib
 import os
 import sys
+
+from moe_numba.simulator import capability
 
 # Public names by the submodule that defines them. They load on first use, so that a process with a GPU skips the
 # imports.
@@ -82,14 +85,38 @@ def _gpu_is_present():
 
 def _count_gpus():
     try:
-        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-        count = ctypes.c_uint(0)
-        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return 0
-        nvml.nvmlShutdown()
-        return count.value
+        return _ask_nvml(lambda nvml, count: count)
     except (OSError, AttributeError):
         return int(any(map(os.path.exists, _INTEGRATED_GPUS)))
+
+
+def _newest_gpu():
+    """Return the compute capability of the newest GPU, which is usually CUDA's first; (0, 0) without NVML."""
+
+    def newest(nvml, count):
+        gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+        found = []
+        for index in range(count):
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu))
+            nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+            found.append((major.value, minor.value))
+        return max(found)
+
+    try:
+        return _ask_nvml(newest) or (0, 0)
+    except (OSError, AttributeError):
+        return 0, 0
+
+
+def _ask_nvml(question):
+    """Return ``question(library, number of GPUs)``, 0 if there are none."""
+    nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) or not count.value:
+        return 0
+    answer = question(nvml, count.value)
+    nvml.nvmlShutdown()
+    return answer
 
 
 def _choose_mode():
@@ -101,7 +128,13 @@ def _choose_mode():
         return requested == "1", f"MOE_NUMBA_SIMULATE={requested}"
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
         return True, "NUMBA_ENABLE_CUDASIM=" + os.environ["NUMBA_ENABLE_CUDASIM"]
-    return (False, "a GPU was found") if _gpu_is_present() else (True, "no GPU was found")
+    if not _gpu_is_present():
+        return True, "no GPU was found"
+    if only := capability.only():
+        for found in (capability.requested() or only, _newest_gpu()):
+            if found != only:
+                return True, "the kernels need compute capability {}.{}, and the GPU has {}.{}".format(*only, *found)
+    return False, "a GPU was found"
 
 
 def _set_numba_switch():

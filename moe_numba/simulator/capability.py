@@ -2,13 +2,15 @@
 
 ``MOE_NUMBA_ARCH=80`` chooses one below the GPU's own: kernels then take the paths of an sm_80 GPU, and their PTX is
 compiled for the GPU that is present. In the simulator, instructions that are newer raise an error.
+
+``MOE_NUMBA_ONLY=90`` is for notebooks about one architecture: on other GPUs, kernels run in the simulator of that one.
 """
 
 import os
 
 from moe_numba.simulator.core.errors import SimulatorError
 
-VARIABLE = "MOE_NUMBA_ARCH"
+VARIABLE, ONLY = "MOE_NUMBA_ARCH", "MOE_NUMBA_ONLY"
 KNOWN = ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 
 
@@ -18,16 +20,25 @@ class UnsupportedInstruction(SimulatorError):
 
 def requested():
     """Return the compute capability in ``MOE_NUMBA_ARCH`` as (major, minor), or None."""
-    text = os.environ.get(VARIABLE, "")
+    return _read(VARIABLE)
+
+
+def only():
+    """Return the compute capability in ``MOE_NUMBA_ONLY``, or None."""
+    return _read(ONLY)
+
+
+def _read(variable):
+    text = os.environ.get(variable, "")
     if not text:
         return None
     found = next((c for c in KNOWN if text == f"{c[0]}{c[1]}"), None)
     if found is None:
-        raise RuntimeError(f"{VARIABLE} is {text!r}; it must be one of {', '.join(f'{a}{b}' for a, b in KNOWN)}")
+        raise RuntimeError(f"{variable} is {text!r}; it must be one of {', '.join(f'{a}{b}' for a, b in KNOWN)}")
     return found
 
 
-SIMULATED = requested() or (9, 0)
+SIMULATED = only() or requested() or (9, 0)
 
 
 def refuse(what, needed):

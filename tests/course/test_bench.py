@@ -1,6 +1,9 @@
 """Timing with a fake clock, the ladder, figures and the doctor."""
 
 import itertools
+import json
+import os
+import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 
@@ -407,17 +410,18 @@ T4 = {"gpus": [["T4", [7, 5]]], "torch": False, "error": "no NVVM"}
         (
             {"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True},
             False,
-            ["9.0", "correct result", "all kernels"],
+            ["9.0", "correct result", "kernels, bench, pytest -m gpu;", "TMA, wgmma and clusters"],
         ),
         ({"gpus": H200 * 2, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["-m multigpu"]),
-        (
-            {"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": False},
-            False,
-            ["WRONG result", "refuse this GPU"],
-        ),
+        ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": False}, False, ["WRONG result", "no kernel"]),
         ({"gpus": H200, "torch": False, "cubin_bytes": 9, "launched": True}, False, ["torch cannot use it"]),
         ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, True, ["in the simulator nevertheless"]),
-        ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "without"]),
+        (
+            {"gpus": [["A10", [8, 6]]], "torch": True, "arch": "sm_86", "cubin_bytes": 9, "launched": True},
+            False,
+            ["sm_86 ", "correct result", "compute capability 8.6", "one CTA instead of a cluster", "mma.sync"],
+        ),
+        ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "no kernel"]),
         (
             {"gpus": [], "error": "no NVVM"},
             True,
@@ -434,9 +438,20 @@ T4 = {"gpus": [["T4", [7, 5]]], "torch": False, "error": "no NVVM"}
 )
 def test_doctor_report(monkeypatch, found, simulated, expected):
     monkeypatch.setattr(doctor, "probe", lambda: found)
+    monkeypatch.setattr(doctor, "_results_line", lambda: "")
     monkeypatch.setattr(simulator, "ENABLED", simulated)
+    monkeypatch.delenv("MOE_NUMBA_ARCH", raising=False)
     text = "\n".join(doctor.report())
     assert all(part in text for part in expected), text
+
+
+def test_doctor_compiles_for_the_gpus_own_architecture():
+    code = "import moe_numba; from moe_numba import doctor; print([len(doctor._compile(arch)[0].code) for arch in {}])"
+    archs = [(7, 5), (8, 6), (9, 0, "a"), (12, 0)]
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
+    command = [sys.executable, "-c", code.format(archs)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert all(size > 1000 for size in json.loads(done.stdout)), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("driver, compiler", [([13, 0], [13, 5]), ([13, 0], [12, 9]), ([12, 0], [12, 9])])

@@ -29,7 +29,7 @@ def make_kernel(number):
     return store
 
 def work(number, count):
-    assert simulator.ENABLED
+    assert simulator.ENABLED and simulator.capability.SIMULATED == (9, 0)  # a demonstration may use any instruction
     out = t.zeros(LANES, dtype=t.int32, device=DEVICE)
     print("runs", LANES, "lanes")
     try:
@@ -46,6 +46,7 @@ for count in (0, 1):
 def test_a_notebook_function_runs_in_a_separate_process(tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"MOE_NUMBA_ARCH": "75"}
     environment.pop("NUMBA_ENABLE_CUDASIM", None)
     command = [sys.executable, str(tmp_path / "notebook.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

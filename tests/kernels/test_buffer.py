@@ -26,11 +26,12 @@ from helpers.expert_parallel import (
     to_device,
 )
 from helpers.wrong_kernels import changed
+from numba import cuda
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config
 from moe_numba.expert_parallel.config import num_channels
-from moe_numba.expert_parallel.kernels import bulk_pipeline, combine, dispatch, notify
+from moe_numba.expert_parallel.kernels import bulk_pipeline, combine, dispatch, notify, progress, register_pipeline
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.expert_parallel.runtime import Runtime
@@ -62,8 +63,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "eight" or not simulator.ENABLED])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_dispatch_and_combine(name, seed):
+@pytest.mark.parametrize("uses_tma, seed", [(None, 0), (None, 1), (False, 0)], indirect=["uses_tma"])
+def test_dispatch_and_combine(name, uses_tma, seed):
     """Results of dispatch, of a dispatch with its handle, and of combine with weights and biases."""
     num_tokens, options = CASES[name]
     inputs = make_inputs([SCALE * n for n in num_tokens], seed, **options)
@@ -90,7 +91,7 @@ def test_dispatch_and_combine(name, seed):
     check_combined(given, inputs, right, y, [r.topk_weights for r in right], biases)
 
 
-def test_consecutive_calls_with_other_sizes_dtypes_and_configs():
+def test_consecutive_calls_with_other_sizes_dtypes_and_configs(uses_tma):
     """On one buffer; each combine runs twice and returns each token times the number of its ranks."""
     all_inputs = [
         make_inputs([6 * SCALE, 8 * SCALE], 0),
@@ -133,7 +134,7 @@ def test_two_buffers_interleaved():
         LocalGroup(2).run(work)
 
 
-def test_num_worst_tokens():
+def test_num_worst_tokens(uses_tma):
     """The host receives no counts; padding rows have no expert."""
     inputs = make_inputs([5 * SCALE, 4 * SCALE])
     right = reference_dispatch(inputs)
@@ -167,7 +168,7 @@ def test_invalid_experts_are_ignored():
     run(2, work)
 
 
-def test_events():
+def test_events(uses_tma):
     """A call with async_finish returns an event; `capture` records one."""
     inputs = make_inputs([5 * SCALE, 6 * SCALE])
     right = reference_dispatch(inputs)
@@ -204,7 +205,7 @@ def test_a_rank_that_does_not_dispatch():
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
-def test_a_rank_that_stops_after_dispatch(operation):
+def test_a_rank_that_stops_after_dispatch(operation, uses_tma):
     inputs = make_inputs([6 * SCALE, 6 * SCALE])
 
     def work(buffer, rank):
@@ -346,9 +347,8 @@ def test_buffers_of_different_sizes_are_refused():
     LocalGroup(2).run(work)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_rings_of_one_slot(seed):
-    """A sender must publish a row before it waits for that row's slot."""
+def exchange_through_rings_of_one_slot(seed):
+    """Dispatch and combine; a sender must publish a row before it waits for that row's slot."""
     ranks, tokens = (2, [9, 14]) if simulator.ENABLED else (4, [900, 1400, 1, 640])
     config = SMALL if simulator.ENABLED else Config(24, 6, 28)
     inputs = make_inputs(tokens, seed)
@@ -357,7 +357,7 @@ def test_rings_of_one_slot(seed):
     least = 2 * 4 * channels * ranks * stride
 
     def work(transport):
-        buffer, rank = Buffer(transport, least), transport.rank
+        buffer, rank = Buffer(transport, least, timeout=4e-3 if simulator.ENABLED else 100), transport.rank
         given = send(buffer, rank, inputs, config)
         check_received(given, right[rank], rank, inputs.experts // ranks)
         out = buffer.combine(given[0], given[4], given[2], config=config)[:2]
@@ -367,6 +367,11 @@ def test_rings_of_one_slot(seed):
     with engine(seed):
         given = LocalGroup(ranks).run(work)
     check_combined(given, inputs, right, [r.x for r in right], [r.topk_weights for r in right])
+
+
+@pytest.mark.parametrize("uses_tma, seed", [(None, 0), (None, 1), (False, 0)], indirect=["uses_tma"])
+def test_rings_of_one_slot(uses_tma, seed):
+    exchange_through_rings_of_one_slot(seed)
 
 
 def test_a_handle_works_with_any_config():
@@ -387,27 +392,83 @@ def test_a_handle_works_with_any_config():
 # Wrong kernels must be rejected
 
 
+MAKE = {dispatch: "make_dispatch", combine: "make_combine"}
+simulated = pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's weak memory")
+
+
+@pytest.fixture
+def change(monkeypatch):
+    """``change(module, right, wrong)`` replaces a passage in the source of a kernel."""
+
+    def change(module, right, wrong):
+        monkeypatch.setattr(module, MAKE[module], changed(module, right, wrong)[MAKE[module]])
+
+    return change
+
+
+@simulated
+@pytest.mark.parametrize("wait", ["pipeline.wait_all()", "pipeline.wait_all_but_one()"])
+@pytest.mark.parametrize("module", MAKE, ids=MAKE.values())
+def test_rows_that_are_published_before_their_bulk_copies_end_are_rejected(module, wait, change):
+    change(module, wait, "pass")
+    assert fails_under_some_seed()
+
+
+class WithoutSyncwarp:
+    """The ``cuda`` module of a kernel in which the lanes of a warp do not wait for one another."""
+
+    def __getattr__(self, name):
+        return getattr(cuda, name) if name != "syncwarp" else lambda: None
+
+
 FAULTS = {
-    "dispatch publishes the last rows before they arrive": (dispatch, "bulk_wait_all", lambda: None),
-    "dispatch publishes earlier rows before they arrive": (dispatch, "bulk_wait_all_but_one", lambda: None),
-    "a staging buffer is overwritten before it is stored": (bulk_pipeline, "bulk_wait_read", lambda: None),
+    "a staging buffer is overwritten before it is stored": (bulk_pipeline, "wait_read", lambda: None),
     "dispatch polls without acquire": (dispatch, "ld_acquire_sys_s32", "relaxed"),
-    "combine publishes the last rows before they arrive": (combine, "bulk_wait_all", lambda: None),
-    "combine publishes earlier rows before they arrive": (combine, "bulk_wait_all_but_one", lambda: None),
     "combine polls without acquire": (combine, "ld_acquire_sys_s32", "relaxed"),
     "notify polls without acquire": (notify, "ld_acquire_sys_s32", "relaxed"),
     "notify stores without release": (notify, "st_release_sys_s32", "relaxed store"),
 }
+FAULTS_WITHOUT_TMA = {
+    "dispatch polls without acquire": (dispatch, "ld_acquire_sys_s32", "relaxed"),
+    "combine polls without acquire": (combine, "ld_acquire_sys_s32", "relaxed"),
+    "a tail is published without a fence": (progress, "fence_acq_rel_sys", lambda: None),
+    "lanes do not wait for one another": (register_pipeline, "cuda", WithoutSyncwarp()),
+}
 
 
-@pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's weak memory")
-@pytest.mark.parametrize("name", FAULTS)
-def test_wrong_kernels_are_rejected(monkeypatch, name):
+def is_rejected(monkeypatch, module, name, fault):
     from moe_numba.ptx import atomics
 
-    module, function, fault = FAULTS[name]
     known = {"relaxed": atomics.ld_relaxed_sys_s32, "relaxed store": atomics.st_relaxed_sys_s32}
-    assert fails_under_some_seed(monkeypatch, module, function, known.get(fault, fault))
+    monkeypatch.setattr(module, name, known.get(fault, fault))
+    return fails_under_some_seed()
+
+
+@simulated
+@pytest.mark.parametrize("name", FAULTS)
+def test_wrong_kernels_are_rejected(monkeypatch, name):
+    assert is_rejected(monkeypatch, *FAULTS[name])
+
+
+@simulated
+@pytest.mark.parametrize("name", FAULTS_WITHOUT_TMA)
+def test_wrong_kernels_without_tma_are_rejected(monkeypatch, name):
+    monkeypatch.setattr(Buffer, "_uses_tma", False)
+    assert is_rejected(monkeypatch, *FAULTS_WITHOUT_TMA[name])
+
+
+@simulated
+@pytest.mark.parametrize(
+    "module, right, wrong",
+    [
+        (dispatch, "has_ring and selected and uint32(tail - head) >= capacity", "False"),
+        (combine, "rows_left > 0 and uint32(tail - head) < capacity", "rows_left > 0"),
+    ],
+    ids=MAKE.values(),
+)
+def test_slots_that_are_overwritten_before_they_are_read_are_rejected(module, right, wrong, uses_tma, change):
+    change(module, right, wrong)
+    assert fails_under_some_seed(exchange_through_rings_of_one_slot)
 
 
 # Rows that the receiver has not consumed must not be overwritten. In the simulator no rank runs ahead.

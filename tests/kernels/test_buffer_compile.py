@@ -2,6 +2,10 @@
 
 import pytest
 
+from moe_numba.expert_parallel import config
+from moe_numba.expert_parallel.kernels.channels import RingShape
+from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.runtime.device import shared_bytes_of
 from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
@@ -16,8 +20,12 @@ WARPS, THREADS = 15, 512
 ROWS = {"bf16": "3584, 0, 8", "fp8": "1792, 56, 8", "plain": "3584", "wide topk": "3584, 0, 32"}
 
 
-def shape(ranks, slot):
-    return f"RingShape({ranks}, {WARPS}, 4, TokenSlot({slot}))"
+# Compute capability -> warps of a CTA that have space for a row of 7168 elements.
+WARPS_WITHOUT_TMA = {(7, 5): 4, (8, 0): 7, (8, 9): 6, (9, 0, "a"): 7}
+
+
+def shape(ranks, slot, warps=WARPS, uses_tma=True):
+    return f"RingShape({ranks}, {warps}, 4, TokenSlot({slot}), {uses_tma})"
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +92,37 @@ def test_instructions(reports):
         # Proxy fences between loads or stores and bulk copies; no other test detects a missing one.
         assert reports[name].count("FENCE.VIEW.ASYNC") == 5, name
         assert reports[name].count("LDL") == reports[name].count("STL") == 0, name
+
+
+@pytest.mark.parametrize("arch", WARPS_WITHOUT_TMA, ids=lambda arch: "sm_" + "".join(map(str, arch)))
+def test_nothing_spills_without_tma(arch):
+    """Nor does a kernel need more shared memory than the GPU has."""
+    from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
+
+    warps = WARPS_WITHOUT_TMA[arch]
+    threads, fp8 = 32 * (warps + 1), shape(8, ROWS["fp8"], warps, False)
+    combined = shape(8, "3584, 8, has_src_idx=False", warps, False)
+    requests = {
+        "dispatch": (f"make_dispatch({fp8})", dispatch.signature(), threads, False),
+        "direct": (f"make_dispatch_direct({fp8})", dispatch_direct.signature(), 32 * warps, False),
+        "combine": (f"make_combine({combined}, 2)", combine.SIGNATURE, threads, False),
+    }
+    if arch == (7, 5):
+        requests["notify"] = "make_notify_dispatch(8, 512)", notify.NOTIFY_SIGNATURE, 512, False
+        requests["barrier"] = "make_barrier(8)", notify.BARRIER_SIGNATURE, 512, False
+    for name, report in compile_apart(SOURCE, requests, arch).items():
+        assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints, name
+        if name in ("dispatch", "combine") and report.opcodes is not None:
+            assert report.count("LDG.E.128") >= 16, "16 vectors are in flight at once"
+            assert report.count("UBLKCP") == 0, name
+    for slot in (TokenSlot(1792, 56, 8), TokenSlot(3584, 8, has_src_idx=False)):
+        assert RingShape(8, warps, 4, slot, False).shared_bytes <= shared_bytes_of(arch[:2])
+
+
+def test_warps_without_tma(monkeypatch):
+    """As many as have space for a row, at most seven."""
+    monkeypatch.setattr(config, "_MAX_WARPS_WITHOUT_TMA", 7)
+    for arch, warps in WARPS_WITHOUT_TMA.items():
+        assert config.max_warps.__wrapped__(14336, config.GpuLimits(False, shared_bytes_of(arch[:2]))) == warps
+    with pytest.raises(ValueError, match="x has rows of 40000 elements; in bfloat16 one must fit 65536 bytes"):
+        config.max_warps(80000, config.GpuLimits(False, 65536))

@@ -211,7 +211,7 @@ OPERATIONS = ["bf16", "fp8", "out", "handle", "combine"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_outputs_are_poisoned_after_a_peer_is_lost(operation, unchecked):
+def test_outputs_are_poisoned_after_a_peer_is_lost(operation, unchecked, uses_tma):
     """Also by every later replay, at once."""
     found = poisoned_after_a_loss(operation, unchecked)
     assert len(found) == 2

@@ -1,6 +1,7 @@
 """Direct dispatch to outputs in symmetric memory, in the simulator or on GPUs, against the reference."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers.expert_parallel import (
     bitwise_equal,
     check_combined,
     check_received,
+    exchange_on_two_ranks,
     fails_under_some_seed,
     make_inputs,
     new_output,
@@ -23,6 +25,7 @@ from helpers.expert_parallel import (
     send,
     to_device,
 )
+from helpers.wrong_kernels import changed
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer
@@ -31,8 +34,12 @@ from moe_numba.expert_parallel.runtime import Runtime
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("ranks, seed", [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
-def test_dispatch_to_an_output(ranks, seed, fp8):
+@pytest.mark.parametrize(
+    "ranks, seed, uses_tma",
+    [(1, 0, None), (2, 0, None), (2, 1, None), (3, 2, None), (4, 3, None), (2, 0, False), (3, 2, False)],
+    indirect=["uses_tma"],
+)
+def test_dispatch_to_an_output(ranks, seed, uses_tma, fp8):
     """With counts, with a handle, with num_worst_tokens, and back with combine."""
     inputs = make_inputs([(17, 4, 9, 0)[r] * SCALE for r in range(ranks)], seed, fp8=fp8)
     right, worst = reference_dispatch(inputs), 20 * ranks * SCALE
@@ -170,9 +177,9 @@ def test_outputs_of_different_sizes_are_refused():
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's weak memory")
 def test_a_kernel_that_ends_before_its_bulk_copies_is_rejected(monkeypatch):
-    assert fails_under_some_seed(
-        monkeypatch, dispatch_direct, "bulk_wait_all", lambda: None, lambda buffer: new_output(buffer, 16)
-    )
+    wrong = changed(dispatch_direct, "pipeline.wait_all()", "pass")
+    monkeypatch.setattr(dispatch_direct, "make_dispatch_direct", wrong["make_dispatch_direct"])
+    assert fails_under_some_seed(partial(exchange_on_two_ranks, new_out=lambda buffer: new_output(buffer, 16)))
 
 
 def only_before(runtime, has_synchronized=False, out=None):

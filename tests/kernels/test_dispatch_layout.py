@@ -8,8 +8,10 @@ from moe_numba import simulator
 from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
 from moe_numba.expert_parallel import dispatch_layout, get_dispatch_layout, reference
 from moe_numba.expert_parallel.kernels import dispatch_layout as layout_kernel
+from moe_numba.runtime import device as devices
 
 KERNELS = {"package": get_dispatch_layout, "deepep": deepep_layout.get_dispatch_layout}
+HAS_CLUSTERS = devices.gpu_of(0).has_clusters
 NAMES = ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank")
 TOKENS = (0, 1, 31, 33, 300)
 BAD_IDS = (-1, -2, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40, -(1 << 32), -(1 << 63), (1 << 63) - 1)
@@ -61,6 +63,13 @@ def test_the_reference_on_a_small_example():
     assert (per_rank.dtype, per_expert.dtype, is_in.dtype) == (torch.int32, torch.int32, torch.bool)
 
 
+@pytest.fixture
+def without_clusters(monkeypatch):
+    """Let plans see a GPU that has none."""
+    monkeypatch.setattr(dispatch_layout, "gpu_of", lambda device: devices.gpu_like((8, 0)))
+    monkeypatch.setattr(dispatch_layout, "_plans", {})
+
+
 @pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize("topk", [1, 2, 8])
 @pytest.mark.parametrize("experts, ranks", [(e, r) for e in (8, 24, 256) for r in (1, 2, 3, 4, 8) if e % r == 0])
@@ -76,6 +85,12 @@ def test_the_reference_bit_for_bit(experts, ranks, topk, which, device):
 def test_odd_and_maximum_sizes(experts, ranks, topk, which, device):
     for tokens in (1, 70):
         check(some(tokens, topk, experts, device), experts, ranks, KERNELS[which])
+
+
+@pytest.mark.parametrize("experts, ranks, topk", [(256, 8, 8), (7, 7, 32), (12, 6, 5), (1024, 8, 32), (1, 1, 1)])
+def test_one_cta(experts, ranks, topk, device, without_clusters):
+    for tokens in TOKENS:
+        check(some(tokens, topk, experts, device, seed=tokens), experts, ranks)
 
 
 @pytest.mark.parametrize("which", KERNELS)
@@ -233,17 +248,39 @@ WRONG = {
     "a flag is a count": (deepep_layout, "int32(1) if is_in_rank[j] > 0 else int32(0)", "is_in_rank[j]"),
     "all threads share a row": (deepep_layout, "rows[t, int32", "rows[0, int32"),
 }
+WRONG_ONE_CTA = {
+    "counting starts before all counters are cleared": "        cuda.syncthreads()\n        count_tokens(",
+    "counts are written before they are complete": "        cuda.syncthreads()\n        for v in range(-(-num_counters",
+}
 ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start at", "last counters", "share a row"))]
 # On a GPU the others may produce right results by chance, or end the process.
 
 
 @pytest.mark.parametrize("what", WRONG if simulator.ENABLED else ON_A_GPU)
 def test_wrong_kernels_are_rejected(what, monkeypatch, device):
-    """The first run, or some thread order of the simulator, must fail."""
     module, right, wrong = WRONG[what]
+    if "cluster" in wrong + right.lower() and not HAS_CLUSTERS:
+        pytest.skip("the change is in the kernel for clusters")
     made = changed(module, right, wrong)
-    monkeypatch.setattr(dispatch_layout, "make_layout_kernel", made.get("make_layout_kernel"))
-    function = made["get_dispatch_layout"] if module is deepep_layout else get_dispatch_layout
+    for make in ("make_layout_kernel", "make_single_cta_layout_kernel"):
+        monkeypatch.setattr(dispatch_layout, make, made.get(make))
+    monkeypatch.setattr(dispatch_layout, "_plans", {})
+    reject(made["get_dispatch_layout"] if module is deepep_layout else get_dispatch_layout, what, device)
+
+
+@pytest.mark.parametrize("what", WRONG_ONE_CTA)
+def test_wrong_kernels_of_one_cta_are_rejected(what, monkeypatch, device, without_clusters):
+    if not simulator.ENABLED:
+        pytest.skip("they may produce right results by chance")
+    right = WRONG_ONE_CTA[what]
+    made = changed(layout_kernel, right, right.replace("        cuda.syncthreads()\n", ""))
+    make = "make_single_cta_layout_kernel"
+    monkeypatch.setattr(dispatch_layout, make, made[make])
+    reject(get_dispatch_layout, what, device)
+
+
+def reject(function, what, device):
+    """Fail unless the first run, or some thread order of the simulator, is found to be wrong."""
     for seed in range(10):
         ids = some(70, 8, 100, "cpu", seed=seed)
         ids[5, 2], ids[6, 3], ids[7, 4], ids[69, 0], ids[68, :2] = 100, (1 << 32) + 1, -1 << 32, 99, torch.arange(2)

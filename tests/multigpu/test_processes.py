@@ -52,13 +52,14 @@ def _start(work, rank, ranks, port, arguments):
         work(rank, ranks, *arguments)
 
 
-def random_inputs(rank, ranks, kind, rounds):
+def random_inputs(rank, ranks, kind, rounds, uses_tma):
     """Dispatch and combine random inputs through two alternating buffers, and check what this rank receives.
 
     Every process draws the inputs of all ranks. Some dispatches write to an output.
     """
     import torch.distributed as dist
 
+    Buffer._uses_tma = uses_tma
     group = {"symmetric": lambda: dist.group.WORLD, "ipc": lambda: CudaIpc(dist.group.WORLD)}[kind]()
     buffers = [Buffer(group, NUM_BYTES, timeout=20) for _ in range(2)]
     assert isinstance(buffers[0].transport, SymmetricMemory if kind == "symmetric" else CudaIpc)
@@ -85,15 +86,19 @@ def random_inputs(rank, ranks, kind, rounds):
         buffer.destroy()
 
 
-@pytest.mark.parametrize("kind, rounds", [("symmetric", 1000), ("ipc", 50)])
-def test_random_inputs(kind, rounds):
-    run(random_inputs, kind, rounds)
+@pytest.mark.parametrize(
+    "kind, rounds, uses_tma",
+    [("symmetric", 1000, None), ("ipc", 50, None), ("symmetric", 300, False), ("ipc", 50, False)],
+)
+def test_random_inputs(kind, rounds, uses_tma):
+    run(random_inputs, kind, rounds, uses_tma)
 
 
-def in_graphs(rank, ranks, to_output):
+def in_graphs(rank, ranks, to_output, uses_tma):
     """Replay a captured dispatch and combine with new tokens, with eager calls of other shapes in between."""
     import torch.distributed as dist
 
+    Buffer._uses_tma = uses_tma
     buffer, tokens = Buffer(dist.group.WORLD, NUM_BYTES, timeout=20), 64
     device = buffer.transport.device
     x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
@@ -148,8 +153,8 @@ def in_graphs(rank, ranks, to_output):
 
 
 @pytest.mark.parametrize("to_output", [False, True], ids=["rings", "output"])
-def test_dispatch_and_combine_in_cuda_graphs(to_output):
-    run(in_graphs, to_output)
+def test_dispatch_and_combine_in_cuda_graphs(to_output, uses_tma):
+    run(in_graphs, to_output, uses_tma)
 
 
 def as_deepep(rank, ranks):

@@ -10,6 +10,9 @@ import pytest
 from numba import cuda
 
 from moe_numba.align import kernel_medium
+from moe_numba.expert_parallel.kernels import dispatch_direct, notify
+from moe_numba.expert_parallel.kernels.channels import RingShape
+from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.runtime import cubin_cache
 from moe_numba.runtime.compile import entry_source
 from moe_numba.runtime.kernel_key import kernel_key
@@ -154,6 +157,16 @@ def test_keys_tell_kernels_apart(monkeypatch):
     monkeypatch.setattr(kernel_medium, "griddepcontrol_wait", kernel_medium.griddepcontrol_launch_dependents)
     assert key(64, 128) != before  # a device function was replaced
     assert kernel_key(fill) is None  # a kernel from elsewhere is not cached
+
+
+@pytest.mark.parametrize("uses_tma", [True, False])
+def test_keys_cover_the_functions_of_a_module_in_a_closure(uses_tma, monkeypatch):
+    shape = RingShape(2, 4, 0, TokenSlot(64), uses_tma)
+    key = lambda: kernel_key(dispatch_direct.make_dispatch_direct.__wrapped__(shape))
+    before = key()
+    assert before is not None and key() == before
+    monkeypatch.setattr(shape.pipeline, "wait_all", notify.wait_flag)
+    assert key() != before
 
 
 @cuda.jit

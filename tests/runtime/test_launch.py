@@ -14,6 +14,7 @@ from numba import cuda, int32
 from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size, simulator
 from moe_numba.ptx.memory import atom_add_s32
 from moe_numba.runtime import launch as launch_module
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import launch, launcher
 from moe_numba.runtime.prepare import prepare
@@ -252,6 +253,10 @@ def test_a_prepared_call_in_a_graph_and_on_another_stream():
 @pytest.mark.parametrize("options", [dict(cluster=2), dict(cluster=(2, 1, 1)), dict(dependent=True)])
 def test_launch_attributes(options):
     out = torch.zeros(8, 96, device="cuda")
+    if "cluster" in options and not gpu_of(0).has_clusters:
+        with pytest.raises(UnsupportedDeviceError, match="fill needs thread block clusters"):
+            launch(fill, (4, 8), 32, out, 3, 0.5, 96, **options)
+        return
     launch(fill, (4, 8), 32, out, 3, 0.5, 96, **options)
     assert torch.equal(out, (torch.arange(8.0, device="cuda") + 1.5)[:, None].expand(8, 96))
 

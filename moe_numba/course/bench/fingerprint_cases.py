@@ -175,7 +175,7 @@ def expert_parallel():
     import torch
 
     from moe_numba.expert_parallel import runtime
-    from moe_numba.expert_parallel.config import Config
+    from moe_numba.expert_parallel.config import HOPPER, Config
     from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
     from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
     from moe_numba.runtime.launch import launcher
@@ -185,7 +185,8 @@ def expert_parallel():
             options = dict(launch_bounds=block, shared_bytes=shared_bytes, dependent=True)
             return lambda *_: launcher(make(*constants), signature, 0, **options)(1, block, 0)
 
-        return SimpleNamespace(num_ranks=ranks, rings_offset=1024, ring_words=1 << 27, prepare_kernel=prepare_kernel)
+        memory = dict(rings_offset=1024, ring_words=1 << 27)
+        return SimpleNamespace(num_ranks=ranks, limits=HOPPER, **memory, prepare_kernel=prepare_kernel)
 
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     for experts, ranks, topk in ((256, 8, 8), (384, 8, 8), (64, 4, 6), (256, 2, 8)):

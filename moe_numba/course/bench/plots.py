@@ -62,7 +62,7 @@ def ladder_figure(
     """Draw kernel times as horizontal bars, top to bottom in teaching order.
 
     Columns show each step's time and its speedup over the previous step and over ``reference``. Slower steps are grey;
-    rejected ones have no bar. Whiskers span the 10th to 90th percentile.
+    those that were rejected, or not run, have no bar. Whiskers span the 10th to 90th percentile.
 
     Parameters
     ----------
@@ -83,7 +83,8 @@ def ladder_figure(
                 axes.barh(y, stats["median"], height=0.62, color=colour)
                 _whisker(axes, y, stats)
             else:
-                why = "refused: wrong result" if "refused" in row else "no kernel time"
+                reasons = {"refused": "refused: wrong result", "not_run": "not run on this GPU"}
+                why = next((text for key, text in reasons.items() if key in row), "no kernel time")
                 axes.text(
                     0.01,
                     y,

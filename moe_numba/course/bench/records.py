@@ -247,8 +247,8 @@ def invalid(record: dict) -> list[str]:
         if "measured" in row and set(row["measured"]) != {"commit", "date"}:
             wrong.append(f"{where}: measured is a commit and a date, not {row['measured']}")
         times = [row[name] for name in ("kernel_us", "call_us") if name in row]
-        if bool(times) == ("refused" in row):
-            wrong.append(f"{where}: either a time, or refused and why")
+        if bool(times) + ("refused" in row) + ("not_run" in row) != 1:
+            wrong.append(f"{where}: either a time, or refused and why, or not_run and why")
         for time in times:
             if set(time) != {"median", "p10", "p90"} or not 0 < time["p10"] <= time["median"] <= time["p90"]:
                 wrong.append(f"{where}: a time is median, p10 and p90, in order and above zero, not {time}")

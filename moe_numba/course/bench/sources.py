@@ -12,7 +12,7 @@ from moe_numba.course.bench.code_hash import code_cells, hash_file
 
 TIMING = "moe_numba.course.bench.timing"
 _BENCH = ("__init__", "code_hash", "environment", "labels", "layer_figure", "plots", "records", "sources", "style")
-_COURSE = ("__init__", "executed", "execute", "ladder", "simulate", "source_diff")
+_COURSE = ("__init__", "executed", "execute", "gpu_support", "ladder", "simulate", "source_diff", "unsupported")
 LEFT_OUT = (  # these files draw, record or simulate: they cannot change what was measured
     "moe_numba/simulator",
     "moe_numba/course/draw",

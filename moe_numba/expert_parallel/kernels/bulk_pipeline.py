@@ -1,42 +1,50 @@
-"""Per-warp staging buffers in shared memory: initialisation, TMA bulk loads of rows, and waits for bulk copies.
+"""Copies of rows by TMA, for GPUs of compute capability 9.0 or newer; `register_pipeline.py` is for older ones.
 
-Each warp owns one staging buffer for a row and one mbarrier, on which bulk loads into that buffer complete.
+Each warp owns one staging buffer for a row in shared memory, and one mbarrier, on which bulk loads into that buffer
+complete. One thread issues a copy, which needs no registers, and the warp continues meanwhile.
+
+Both modules define the same names. Kernels use the module `RingShape.pipeline`.
 """
 
 from functools import cache
 
-from numba import cuda, int32, uint32, uint64
+from numba import cuda, int64, uint32
 
-from moe_numba.ptx.cp_async import bulk_load, make_bulk_wait_group, make_bulk_wait_group_read
+from moe_numba.expert_parallel.kernels.progress import clear_progress
+from moe_numba.ptx.cp_async import (
+    bulk_commit_group,
+    bulk_load,
+    bulk_store,
+    make_bulk_wait_group,
+    make_bulk_wait_group_read,
+)
+from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 
-bulk_wait_all = make_bulk_wait_group(0)  # until this thread's bulk stores are complete
-bulk_wait_all_but_one = make_bulk_wait_group(1)  # until all but the last one are complete
-bulk_wait_read = make_bulk_wait_group_read(0)  # until this thread's bulk stores have read shared memory
+wait_all = make_bulk_wait_group(0)  # until this thread's stores of rows are complete
+wait_all_but_one = make_bulk_wait_group(1)  # until all but the last one are complete
+wait_read = make_bulk_wait_group_read(0)  # until this thread's stores of rows have read the staging buffer
+fence_acquired = fence_proxy_async  # orders this thread's copies after its acquire
+fence_staging = fence_proxy_async_shared  # makes what this thread wrote to the staging buffer visible to copies
 
 
 @cuda.jit(device=True)
 def init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks):
     """Initialise a CTA's mbarriers, and clear its progress, published and done slots."""
-    thread = int32(cuda.threadIdx.x)
-    if thread == 0:
+    if cuda.threadIdx.x == 0:
         for w in range(warps):
             mbarrier_init(smem_u64, barrier_offset + w, 1)
         fence_mbarrier_init()
-    for i in range(thread, warps * ranks, int32(cuda.blockDim.x)):
-        smem_u64[int32(progress_offset + i)] = smem_u64[int32(published_offset + i)] = uint64(0)
-    if thread <= warps:
-        smem_i32[int32(done_offset + thread)] = int32(0)
-    cuda.syncthreads()
+    clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
 
 
 @cache
 def make_row_loader(barrier_offset):
-    """Make ``load_row``, which starts a bulk load into a warp's staging buffer, and ``wait_row``, which awaits it."""
+    """Make ``load_row``, which starts to load a row into a warp's staging buffer, and ``wait_row``, which awaits it."""
 
     @cuda.jit(device=True)
     def load_row(smem_i32, smem_u64, warp, lane, staging, source, offset, size_bytes):
-        bulk_wait_read()  # the lane that stored the previous row has read it
+        wait_read()  # the lane that stored the previous row has read it
         cuda.syncwarp()
         if lane == 0:
             mbarrier_arrive_expect_tx(smem_u64, barrier_offset + warp, size_bytes)
@@ -49,3 +57,33 @@ def make_row_loader(barrier_offset):
         return uint32(phase ^ uint32(1))
 
     return load_row, wait_row
+
+
+@cuda.jit(device=True)
+def store_row(lane, store_lane, pointer, offset, smem_i32, staging, size_bytes):
+    """Store the staging buffer to an offset, the same for all lanes; lane ``store_lane`` issues the copy."""
+    if lane == store_lane:
+        bulk_store(pointer, offset, smem_i32, staging, size_bytes)
+        bulk_commit_group()
+
+
+@cache
+def make_store_slot(shape):
+    """Make ``store_slot``: store the staging buffer, for each lane with ``selected``, to a slot of the lane's ring.
+
+    ``remote`` points to the buffer of the lane's peer. Returns the lane's ``capacity`` of its ring: all slots, after
+    the first row.
+    """
+    ranks, slots, slot_stride, slot_bytes = shape.num_ranks, shape.slots, shape.slot.stride, 4 * shape.slot.words
+
+    @cuda.jit(device=True)
+    def store_slot(selected, capacity, remote, ctx, rings, channel, position, smem_i32, staging):
+        if selected:
+            slot_offset = int64(position % uint32(slots)) * slot_stride
+            ring = rings.offset + int64(channel * ranks + ctx.rank) * rings.stride
+            bulk_store(remote, ring + slot_offset, smem_i32, staging, slot_bytes)
+            bulk_commit_group()
+            capacity = uint32(slots)
+        return capacity
+
+    return store_slot

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from numba import cuda, int32, uint32
 
+from moe_numba.expert_parallel.kernels import bulk_pipeline, register_pipeline
 from moe_numba.expert_parallel.kernels.buffer_layout import BLOCKS_DONE, MAX_RANKS, MAX_TOPK, NEXT_CHANNEL, align_words
 from moe_numba.expert_parallel.kernels.progress import wait_published
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
@@ -28,6 +29,7 @@ class RingShape:
     warps: int  # per CTA, without the publisher warp
     slots: int  # per ring
     slot: TokenSlot
+    uses_tma: bool = True  # how rows are copied
 
     def __post_init__(self):
         if not 1 <= self.num_ranks <= MAX_RANKS or not 0 <= self.slot.topk <= MAX_TOPK or not 1 <= self.warps <= 31:
@@ -35,6 +37,11 @@ class RingShape:
                 f"{self}: the kernels support 1 to {MAX_RANKS} ranks, at most {MAX_TOPK} experts per token, and 1 to "
                 "31 warps besides the publisher"
             )
+
+    @property
+    def pipeline(self):
+        """The module whose functions copy rows."""
+        return bulk_pipeline if self.uses_tma else register_pipeline
 
     @property
     def barrier_offset(self):

@@ -20,13 +20,6 @@ from moe_numba.expert_parallel.kernels.buffer_layout import (
     received_counters,
     sent_counters,
 )
-from moe_numba.expert_parallel.kernels.bulk_pipeline import (
-    bulk_wait_all,
-    bulk_wait_all_but_one,
-    bulk_wait_read,
-    init_smem,
-    make_row_loader,
-)
 from moe_numba.expert_parallel.kernels.channels import (
     first_channel,
     first_row_at_peer,
@@ -45,8 +38,6 @@ from moe_numba.expert_parallel.kernels.timeout import (
     warp_abort_if_timed_out,
 )
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
-from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
-from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
 
@@ -60,9 +51,9 @@ def make_send(shape):
     ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     head_offset, sent_offset = buffer_layout(ranks).head(True), sent_counters(True)
-    row_words, topk, slot_stride, staging_words = slot.row, slot.scales, slot.stride, align_words(slot.words)
-    row_bytes, slot_bytes, weights_offset = 4 * slot.row, 4 * slot.words, slot.row
-    load_row, wait_row = make_row_loader(shape.barrier_offset)
+    row_words, topk, staging_words, weights_offset = slot.row, slot.scales, align_words(slot.words), slot.row
+    row_bytes, pipeline = 4 * slot.row, shape.pipeline
+    (load_row, wait_row), store_slot = pipeline.make_row_loader(shape.barrier_offset), pipeline.make_store_slot(shape)
 
     @cuda.jit(device=True)
     def send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors):
@@ -84,7 +75,7 @@ def make_send(shape):
             while cuda.any_sync(FULL_MASK, rows_left > 0):
                 if rows_left > 0 and uint32(tail - head) >= capacity:
                     head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))
-                    fence_proxy_async()  # orders this lane's bulk copies after the acquire
+                    pipeline.fence_acquired()
                 can_send = rows_left > 0 and uint32(tail - head) < capacity
                 mask = uint32(cuda.ballot_sync(FULL_MASK, can_send))
                 for d in range(ranks):  # one row to each rank whose ring has space
@@ -94,19 +85,17 @@ def make_send(shape):
                         load_row(smem_i32, smem_u64, warp, lane, staging, tensors.x, x_offset, row_bytes)
                         for i in range(lane, topk, 32):
                             smem_i32[int32(staging + weights_offset + i)] = tensors.topk_weights[from_row * topk + i]
-                        fence_proxy_async_shared()
+                        pipeline.fence_staging()
                         phase = wait_row(smem_u64, warp, phase)
-                        if lane == d:
-                            slot_offset = int64(uint32(tail - base) % uint32(slots)) * slot_stride
-                            ring = rings.offset + int64(channel * ranks + rank) * rings.stride
-                            bulk_store(remote, ring + slot_offset, smem_i32, staging, slot_bytes)
-                            bulk_commit_group()
-                            capacity = uint32(slots)
+                        position = uint32(tail - base)
+                        capacity = store_slot(
+                            lane == d, capacity, remote, ctx, rings, channel, position, smem_i32, staging
+                        )
                 # The earlier stores have completed, except perhaps the last one.
                 if can_send:
-                    bulk_wait_all_but_one()
+                    pipeline.wait_all_but_one()
                 elif has_ring:
-                    bulk_wait_all()
+                    pipeline.wait_all()
                 if has_ring:
                     post_progress(smem_u64, progress_slot, channel, tail)
                 if can_send:
@@ -120,7 +109,7 @@ def make_send(shape):
                         has_next, aborted = False, int32(1)
                         break
             if has_ring:
-                bulk_wait_all()
+                pipeline.wait_all()
                 post_progress(smem_u64, progress_slot, channel, tail)
                 ctx.state[sent_offset + channel * ranks + peer] = int32(tail)
             if has_next:
@@ -144,8 +133,12 @@ def make_receive(shape, biases):
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
     row_bytes, slot_stride, staging_words = 4 * row_words, shape.slot.stride, align_words(shape.slot.words)
-    reduce_token, reduce_weights = make_reduce_token(shape, biases), make_reduce_weights(shape)
-    load_row, wait_row = make_row_loader(shape.barrier_offset)
+    reduce_token, reduce_weights, pipeline = (
+        make_reduce_token(shape, biases),
+        make_reduce_weights(shape),
+        shape.pipeline,
+    )
+    load_row, wait_row = pipeline.make_row_loader(shape.barrier_offset)
 
     @cuda.jit(device=True)
     def receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors):
@@ -175,7 +168,7 @@ def make_receive(shape, biases):
                 if own >= 0:
                     load_row(smem_i32, smem_u64, warp, lane, staging, tensors.x, own_row * row_words, row_bytes)
                 else:
-                    bulk_wait_read()  # the store of the previous sum has read the staging buffer
+                    pipeline.wait_read()  # the store of the previous sum has read the staging buffer
                 wanted = uint32(base + uint32(position))
                 start, waiting, ready = uint64(0), int32(1), int32(1)
                 while waiting != 0:
@@ -205,11 +198,9 @@ def make_receive(shape, biases):
                 reduce_weights(
                     local, row_offset, mask, rank, lane, tensors.topk_weights, own_row, tensors.out_weights, token
                 )
-                fence_proxy_async_shared()
+                pipeline.fence_staging()
                 cuda.syncwarp()  # all lanes have read the rows and written the sum
-                if lane == 0:
-                    bulk_store(tensors.out, out_offset, smem_i32, staging, row_bytes)
-                    bulk_commit_group()
+                pipeline.store_row(lane, 0, tensors.out, out_offset, smem_i32, staging, row_bytes)
                 if has_ring and position >= 0:
                     head = uint32(wanted + uint32(1))
                     post_progress(smem_u64, progress_slot, channel, head)
@@ -222,7 +213,7 @@ def make_receive(shape, biases):
                 )
         if has_next:
             retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-        bulk_wait_all()
+        pipeline.wait_all()
         return aborted
 
     return receive
@@ -238,7 +229,7 @@ def make_combine(shape, biases):
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
     send, receive, publish = make_send(shape), make_receive(shape, biases), make_publish(shape)
-    poison_sums = make_poison_sums(shape.slot)
+    poison_sums, pipeline = make_poison_sums(shape.slot), shape.pipeline
 
     @cuda.jit
     def combine(
@@ -274,7 +265,9 @@ def make_combine(shape, biases):
         tensors = CombineTensors(x, num_rows, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        pipeline.init_smem(
+            smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks
+        )
         # The same for all warps of a CTA: its publisher and its copy warps wait for one another.
         aborted = int32(cuda.syncthreads_or(ld_volatile_s32(local, ABORT_FLAG)))
         if aborted != 0:

@@ -14,8 +14,8 @@ some warp works on the lowest unfinished channel, and that warp waits for no oth
 A rank's own rows do not pass through a ring: they go from shared memory directly to the output. One SM writes about
 50 GB/s, to local or to peer memory. Receivers therefore copy half of these rows, while no rows arrive.
 
-Channels: `channels.py`. Bulk copies: `bulk_pipeline.py`. Publishing of heads and tails: `progress.py`. Memory map:
-`buffer_layout.py`.
+Channels: `channels.py`. Copies of rows: `bulk_pipeline.py`, and on GPUs without TMA `register_pipeline.py`. Publishing
+of heads and tails: `progress.py`. Memory map: `buffer_layout.py`.
 """
 
 from functools import cache
@@ -36,12 +36,6 @@ from moe_numba.expert_parallel.kernels.buffer_layout import (
     received_counters,
     sent_counters,
 )
-from moe_numba.expert_parallel.kernels.bulk_pipeline import (
-    bulk_wait_all,
-    bulk_wait_all_but_one,
-    init_smem,
-    make_row_loader,
-)
 from moe_numba.expert_parallel.kernels.channels import (
     first_channel,
     first_row_at_peer,
@@ -60,8 +54,6 @@ from moe_numba.expert_parallel.kernels.timeout import (
 )
 from moe_numba.expert_parallel.kernels.token_slot import make_pack_token, make_pad_tail, make_unpack_token
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
-from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
-from moe_numba.ptx.fence import fence_proxy_async
 from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
 
@@ -75,9 +67,9 @@ def make_send(shape):
     ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     head_offset, sent_offset = buffer_layout(ranks).head(False), sent_counters(False)
-    slot_stride, slot_bytes, staging_words = slot.stride, 4 * slot.words, align_words(slot.words)
-    pack_token, unpack_token = make_pack_token(shape), make_unpack_token(slot)
-    _, wait_row = make_row_loader(shape.barrier_offset)
+    pack_token, unpack_token, pipeline = make_pack_token(shape), make_unpack_token(shape), shape.pipeline
+    staging_words = align_words(slot.words)
+    (_, wait_row), store_slot = pipeline.make_row_loader(shape.barrier_offset), pipeline.make_store_slot(shape)
 
     @cuda.jit(device=True)
     def send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv, send_head):
@@ -108,12 +100,12 @@ def make_send(shape):
                     full = has_ring and selected and uint32(tail - head) >= capacity
                     if full:
                         head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))
-                        fence_proxy_async()  # orders this lane's bulk copies after the acquire
+                        pipeline.fence_acquired()
                         full = uint32(tail - head) >= capacity
                     waiting = int32(1 if cuda.any_sync(FULL_MASK, full) else 0)
                     if waiting != 0:
                         if has_ring and start == uint64(0):  # post all rows before waiting
-                            bulk_wait_all()
+                            pipeline.wait_all()
                             post_progress(smem_u64, progress_slot, channel, tail)
                             store_pending = False
                         start = start_of_wait(start)
@@ -130,19 +122,15 @@ def make_send(shape):
                 )
                 # Meanwhile the earlier stores have completed, except perhaps the last one.
                 if has_ring and store_pending:
-                    bulk_wait_all_but_one()
+                    pipeline.wait_all_but_one()
                     post_progress(smem_u64, progress_slot, channel, tail - uint32(1))
                 elif has_ring:
-                    bulk_wait_all()
+                    pipeline.wait_all()
                     post_progress(smem_u64, progress_slot, channel, tail)
                 phase = wait_row(smem_u64, warp, phase)
                 store_pending = has_ring and selected
-                if store_pending:
-                    slot_offset = int64(uint32(tail - base) % uint32(slots)) * slot_stride
-                    ring = rings.offset + int64(channel * ranks + rank) * rings.stride
-                    bulk_store(remote, ring + slot_offset, smem_i32, staging, slot_bytes)
-                    bulk_commit_group()
-                    capacity = uint32(slots)
+                position = uint32(tail - base)
+                capacity = store_slot(store_pending, capacity, remote, ctx, rings, channel, position, smem_i32, staging)
                 if cuda.shfl_sync(FULL_MASK, int32(1 if selected else 0), rank) != 0:
                     if own_rows & 1 == 0 and own_rows < max_own_rows:
                         row = int64(first_own_row + own_rows)
@@ -153,7 +141,7 @@ def make_send(shape):
                 selected = next_selected
                 token = int32(token + 1)
             if has_ring:
-                bulk_wait_all()
+                pipeline.wait_all()
                 post_progress(smem_u64, progress_slot, channel, tail)
                 ctx.state[sent_offset + channel * ranks + peer] = int32(tail)
             if has_next:
@@ -162,7 +150,7 @@ def make_send(shape):
                 )
         if has_next:
             retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-        bulk_wait_all()  # own rows, which lane `rank` stored
+        pipeline.wait_all()  # own rows, which lane `rank` stored
         return aborted
 
     return send
@@ -178,8 +166,8 @@ def make_receive(shape):
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, received_offset = buffer_layout(ranks).tail(False), received_counters(False)
     slot_stride, slot_bytes, staging_words = slot.stride, 4 * slot.words, align_words(slot.words)
-    pack_token, unpack_token = make_pack_token(shape), make_unpack_token(slot)
-    load_row, wait_row = make_row_loader(shape.barrier_offset)
+    pack_token, unpack_token, pipeline = make_pack_token(shape), make_unpack_token(shape), shape.pipeline
+    load_row, wait_row = pipeline.make_row_loader(shape.barrier_offset)
 
     @cuda.jit(device=True)
     def receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, inputs, prefix, recv):
@@ -207,7 +195,7 @@ def make_receive(shape):
                     arrived = min(int32(uint32(tail) - head), rows_left)
                 mask = uint32(cuda.ballot_sync(FULL_MASK, arrived > 0))
                 if mask != uint32(0):
-                    fence_proxy_async()  # orders this thread's bulk loads after the acquire
+                    pipeline.fence_acquired()
                     for s in range(ranks):
                         if mask >> uint32(s) & uint32(1):
                             count, first_row = cuda.shfl_sync(FULL_MASK, arrived, s), cuda.shfl_sync(FULL_MASK, row, s)
@@ -250,7 +238,7 @@ def make_receive(shape):
                 )
         if has_next:
             retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-        bulk_wait_all()
+        pipeline.wait_all()
         return aborted
 
     return receive
@@ -263,7 +251,7 @@ def make_dispatch(shape):
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(False), buffer_layout(ranks).head(False)
     send, receive, publish = make_send(shape), make_receive(shape), make_publish(shape)
-    pad_tail, poison_rows = make_pad_tail(shape.slot), make_poison_rows(shape.slot)
+    pad_tail, poison_rows, pipeline = make_pad_tail(shape.slot), make_poison_rows(shape.slot), shape.pipeline
 
     @cuda.jit
     def dispatch(
@@ -317,7 +305,9 @@ def make_dispatch(shape):
         recv = RecvTensors(recv_x, recv_scales, recv_topk_idx, recv_topk_weights, recv_src_idx, int32(num_recv_rows))
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        pipeline.init_smem(
+            smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks
+        )
         # The same for all warps of a CTA: its publisher and its copy warps wait for one another.
         aborted = int32(cuda.syncthreads_or(ld_volatile_s32(local, ABORT_FLAG)))
         if aborted != 0:

@@ -13,7 +13,6 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.expert_parallel.kernels.arguments import PrefixMatrices, RecvTensors, TokenInputs
 from moe_numba.expert_parallel.kernels.buffer_layout import ABORT_FLAG, align_words
-from moe_numba.expert_parallel.kernels.bulk_pipeline import bulk_wait_all, init_smem, make_row_loader
 from moe_numba.expert_parallel.kernels.channels import (
     first_channel,
     first_row_at_peer,
@@ -32,8 +31,9 @@ def make_dispatch_direct(shape):
     """Make the kernel, for CTAs of ``32 * shape.warps`` threads."""
     ranks, warps, barrier_offset, slot = shape.num_ranks, shape.warps, shape.barrier_offset, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
-    pack_token, unpack_token, pad_tail = make_pack_token(shape), make_unpack_token(slot), make_pad_tail(slot)
-    staging_words, (_, wait_row) = align_words(slot.words), make_row_loader(barrier_offset)
+    pack_token, unpack_token, pad_tail = make_pack_token(shape), make_unpack_token(shape), make_pad_tail(slot)
+    staging_words, pipeline = align_words(slot.words), shape.pipeline
+    _, wait_row = pipeline.make_row_loader(barrier_offset)
 
     @cuda.jit
     def dispatch_direct(
@@ -90,7 +90,9 @@ def make_dispatch_direct(shape):
         _, blocks, channel = first_channel(int32(cuda.gridDim.x), warp)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # the barrier kernel may become resident; it waits for this grid to end
-        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        pipeline.init_smem(
+            smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks
+        )
         if ld_volatile_s32(local, ABORT_FLAG) != 0:
             channel = channels  # the counts may be wrong
         while has_next and channel < channels:
@@ -131,7 +133,7 @@ def make_dispatch_direct(shape):
                 channel = next_channel(state, False, blocks, warps, lane)
         if has_next:
             retire_warp(smem_i32, state, done_offset, warps, lane)
-        bulk_wait_all()
+        pipeline.wait_all()
         nth = warp * blocks + cuda.blockIdx.x
         pad_tail(recv_topk_idx, rank_prefix, rank, ranks, num_recv_rows, nth, blocks * warps, lane)
 

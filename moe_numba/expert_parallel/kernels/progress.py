@@ -26,6 +26,17 @@ from moe_numba.ptx.warp import FULL_MASK
 
 
 @cuda.jit(device=True)
+def clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks):
+    """Clear a CTA's progress, published and done slots, and synchronise the CTA."""
+    thread = int32(cuda.threadIdx.x)
+    for i in range(thread, warps * ranks, int32(cuda.blockDim.x)):
+        smem_u64[int32(progress_offset + i)] = smem_u64[int32(published_offset + i)] = uint64(0)
+    if thread <= warps:
+        smem_i32[int32(done_offset + thread)] = int32(0)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
 def post_progress(smem_u64, slot, channel, count):
     """Post the number of rows written to, or consumed from, a ring of a channel."""
     st_release_cta_shared_u64(smem_u64, slot, uint64(uint64(channel + 1) << uint64(32) | uint64(uint32(count))))

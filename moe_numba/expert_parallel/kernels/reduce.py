@@ -20,7 +20,7 @@ def make_reduce_token(shape, biases):
 
     At most two rows without biases are summed in bfloat16, everything else in float32; the results are equal.
     """
-    if shape.num_ranks <= 2 and not biases:
+    if shape.uses_tma and shape.num_ranks <= 2 and not biases:
         return make_reduce_token_two_ranks(shape)
     return make_reduce_token_general(shape, biases)
 

@@ -6,9 +6,6 @@ from functools import cache
 from numba import cuda, int32, int64
 
 from moe_numba.expert_parallel.kernels.buffer_layout import align_words
-from moe_numba.expert_parallel.kernels.bulk_pipeline import make_row_loader
-from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
-from moe_numba.ptx.fence import fence_proxy_async_shared
 
 _MAX_EXPERT = (1 << 31) - 1
 
@@ -39,7 +36,7 @@ class TokenSlot:
 
     @property
     def words(self):
-        """Size of a packed token, rounded up to 16 bytes as TMA bulk copies require."""
+        """Size of a packed token, rounded up to 16 bytes, the size of a vector."""
         return -(-(self.src_idx + self.has_src_idx) // 4) * 4
 
     @property
@@ -50,8 +47,9 @@ class TokenSlot:
 
 @cache
 def make_pack_token(shape):
-    """Make ``pack_token``: start the bulk load of a token's row to the staging buffer, and write its metadata there."""
-    slot, (load_row, _) = shape.slot, make_row_loader(shape.barrier_offset)
+    """Make ``pack_token``: start the load of a token's row to the staging buffer, and write its metadata there."""
+    slot, pipeline = shape.slot, shape.pipeline
+    load_row, _ = pipeline.make_row_loader(shape.barrier_offset)
     row_words, scale_words, topk, row_bytes = slot.row, slot.scales, slot.topk, 4 * slot.row
     experts_offset, weights_offset, source_offset = slot.topk_idx, slot.topk_weights, slot.src_idx
     scales_per_lane = -(-scale_words // 32)
@@ -78,25 +76,24 @@ def make_pack_token(shape):
             smem_i32[int32(staging + weights_offset + lane)] = weight
         if lane == 0:
             smem_i32[int32(staging + source_offset)] = token
-        fence_proxy_async_shared()
+        pipeline.fence_staging()
 
     return pack_token
 
 
 @cache
-def make_unpack_token(slot):
+def make_unpack_token(shape):
     """Make ``unpack_token``: copy a packed token from the staging buffer to its row of the output tensors.
 
-    Lane ``store_lane`` issues the bulk store of the row. Experts become local to ``rank``; others become -1.
+    Lane ``store_lane`` issues the store of the row. Experts become local to ``rank``; others become -1.
     """
+    slot, store_row = shape.slot, shape.pipeline.store_row
     row_words, scale_words, topk, row_bytes = slot.row, slot.scales, slot.topk, 4 * slot.row
     experts_offset, weights_offset, source_offset = slot.topk_idx, slot.topk_weights, slot.src_idx
 
     @cuda.jit(device=True)
     def unpack_token(smem_i32, staging, lane, store_lane, row, rank, experts_per_rank, recv):
-        if lane == store_lane:
-            bulk_store(recv.x, row * row_words, smem_i32, staging, row_bytes)
-            bulk_commit_group()
+        store_row(lane, store_lane, recv.x, row * row_words, smem_i32, staging, row_bytes)
         for i in range(lane, scale_words, 32):
             recv.scales[row * scale_words + i] = smem_i32[int32(staging + row_words + i)]
         for i in range(lane, topk, 32):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba import biased_grouped_topk, group_gemm_bf16, moe_align_block_size, simulator
+from moe_numba.runtime.device import gpu_of
 from moe_numba.shared_experts import reference
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0  # FP8_MAX is the largest finite value
@@ -46,11 +47,19 @@ SMALL = Shape(16, 4, 64, 64, 4, 2)  # for the simulator; moe_numba's grouped GEM
 
 
 def notebook_sizes():
-    """Return the sizes for the notebook: DeepSeek-V3's layer on a GPU, a small one in the simulator."""
+    """Return the sizes for the notebook: DeepSeek-V3's layer on a GPU, a small one in the simulator.
+
+    ``untimed`` is why nothing can be timed on this GPU, or None.
+    """
     if simulator.ENABLED:
-        return SimpleNamespace(device="cpu", shape=SMALL, layers=1, decode=6, batch=9, prefill=12, replicas=2)
+        small = dict(shape=SMALL, layers=1, decode=6, batch=9, prefill=12, replicas=2)
+        return SimpleNamespace(device="cpu", untimed=None, **small)
     # Weights of four layers exceed the L2 cache, so each layer reads its weights from HBM.
-    return SimpleNamespace(device="cuda", shape=TP8, layers=4, decode=8, batch=64, prefill=1024, replicas=8)
+    sizes = dict(shape=TP8, layers=4, decode=8, batch=64, prefill=1024, replicas=8)
+    untimed = None
+    if not has_grouped_gemm(gpu_of(torch.device("cuda"))):
+        sizes["layers"], untimed = 1, "torch's grouped GEMMs need compute capability 9.0 or 10"
+    return SimpleNamespace(device="cuda", untimed=untimed, **sizes)
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,19 @@ def quantise(x):
     return (x / scale[:, None]).to(FP8), scale
 
 
+def has_grouped_gemm(gpu):
+    """Return whether torch has grouped GEMMs for a GPU, in bfloat16 and FP8, that a CUDA graph can capture."""
+    return gpu.hardware_capability[0] in (9, 10)
+
+
 def torch_grouped_gemm(rows, scales, matrices, ends):
-    """Multiply the rows ``ends[e - 1]`` to ``ends[e] - 1`` by the matrix of expert e, with torch's grouped GEMM."""
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
+    """Multiply the rows ``ends[e - 1]`` to ``ends[e] - 1`` by the matrix of expert e, with torch's grouped GEMM.
+
+    Where torch has none, a loop over the experts, which synchronises with the host.
+    """
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and has_grouped_gemm(gpu_of(rows.device)):
         return torch._grouped_mm(rows, matrices.values.transpose(1, 2), offs=ends)
-    if rows.is_cuda and rows.dtype == FP8:
+    if rows.is_cuda and rows.dtype == FP8 and has_grouped_gemm(gpu_of(rows.device)):
         return torch._scaled_grouped_mm(
             rows,
             matrices.values.transpose(1, 2),
@@ -107,7 +124,7 @@ def moe_numba_grouped_gemm(rows, scales, matrices, ends):
 
 def torch_dense_gemm(rows, scales, matrices, expert):
     """Multiply all rows by one expert's matrix, as a dense GEMM."""
-    if rows.is_cuda and rows.dtype == FP8:
+    if rows.is_cuda and rows.dtype == FP8 and has_grouped_gemm(gpu_of(rows.device)):
         scale_a, scale_b = scales[:, None], matrices.scales[expert, None, :]
         return torch._scaled_mm(
             rows, matrices.values[expert].t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
