@@ -72,10 +72,12 @@ def quantise_blocks(weight):
     return values[:, :n, :k].contiguous(), scale
 
 
-def mismatch(out, expected, bound=2e-3):
+def mismatch(out, expected, bound=2.3e-3):
     """Return None, or a sentence that describes how ``out`` differs from the reference.
 
-    Rounding to bfloat16, with 8 significant bits, gives a row a relative error (in the 2-norm) of about 1.7e-3.
+    Rounding to bfloat16, with 8 significant bits, gives a row a relative error (in the 2-norm) of about 1.7e-3; the
+    most that is expected, if all significands are close to 1, is 2**-8 / sqrt(3), 2.26e-3. An element that is much
+    larger than the others of its row is rounded by up to 2**-8 of itself.
 
     Parameters
     ----------
@@ -103,7 +105,8 @@ def mismatch(out, expected, bound=2e-3):
     if len(relative) and float(error.norm() / norms.norm()) > bound:
         return f"the relative error is {float(error.norm() / norms.norm()):.1e}; {bound:.1e} is allowed"
     typical = (norms / expected.shape[1] ** 0.5)[:, None]
-    largest = float((error.abs() / typical).max()) if error.numel() else 0.0
+    beyond_rounding = error.abs() - torch.where(wanted, expected, 0.0).abs() * 2**-8
+    largest = float((beyond_rounding / typical).max()) if error.numel() else 0.0
     if largest > 25 * bound:
         return f"an element's error is {largest:.2g} of the row's root mean square; {25 * bound:.2g} is allowed"
     return None

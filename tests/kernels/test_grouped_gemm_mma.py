@@ -363,7 +363,8 @@ def make_wrong_kernel(module, right, wrong):
     if module is kernel_mma:
         return made["make_mma_kernel"]
     copy = changed(kernel_mma, "", "")  # with empty caches
-    copy.update({name: made[name] for name in (made.keys() & copy.keys()) if name.startswith("make_")})
+    shared = made.keys() & copy.keys()
+    copy.update({name: made[name] for name in shared if name.startswith("make_") or isinstance(made[name], type)})
     return copy["make_mma_kernel"]
 
 
