@@ -155,7 +155,10 @@ def _link(codes, arch, lto):
 
     make = ObjectCode.from_ltoir if lto else ObjectCode.from_ptx
     objects = [c if isinstance(c, ObjectCode) else make(c.encode() if isinstance(c, str) else c) for c in codes]
-    options = LinkerOptions(arch=_arch_name(arch), link_time_optimization=lto or None, ptxas_options=["-v"])
+    # nvJitLink prints no log for code that it finds in its own cache; `cubin_cache` is ours.
+    options = LinkerOptions(
+        arch=_arch_name(arch), link_time_optimization=lto or None, ptxas_options=["-v"], no_cache=True
+    )
     linker = Linker(*objects, options=options)
     return linker.link("cubin"), linker.get_info_log().replace("\0", "")
 
