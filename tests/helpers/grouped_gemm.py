@@ -112,3 +112,20 @@ def scatter(p):
         setattr(p, name, wide)
     p.indices = rows.int()
     return p
+
+
+def check_graph_replay():
+    """Replay a captured call with other lengths of the groups, which the kernel reads."""
+    x, weight, seqlens, cu_seqlens, scale = inputs((5, 0, 15), 256, 512, "cuda")["pertensor"]
+    out = torch.empty(20, 256, dtype=torch.bfloat16, device="cuda")
+    call = lambda: group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, scale, out=out)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for lengths in ((20, 0, 0), (0, 1, 2), (7, 7, 6)):
+        seqlens.copy_(torch.tensor(lengths))
+        cu_seqlens[1:].copy_(torch.tensor(lengths).cumsum(0))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert reference.mismatch(out, reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)) is None

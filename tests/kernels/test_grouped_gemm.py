@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers.grouped_gemm import FUNCTIONS, SILU, inputs, silu_mismatch
+from helpers.grouped_gemm import FUNCTIONS, SILU, check_graph_replay, inputs, silu_mismatch
 
 from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.runtime import device as devices
@@ -298,19 +298,7 @@ def test_results_are_bit_identical(groups, rows, n, k, repeats):
 @pytest.mark.gpu
 def test_graph_replay_reads_new_lengths():
     """The kernel reads the lengths, so a captured call can be replayed with other lengths."""
-    x, weight, seqlens, cu_seqlens, scale = inputs((5, 0, 15), 256, 512, "cuda")["pertensor"]
-    out = torch.empty(20, 256, dtype=torch.bfloat16, device="cuda")
-    call = lambda: group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, scale, out=out)
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    for lengths in ((20, 0, 0), (0, 1, 2), (7, 7, 6)):
-        seqlens.copy_(torch.tensor(lengths))
-        cu_seqlens[1:].copy_(torch.tensor(lengths).cumsum(0))
-        out.fill_(float("nan"))
-        graph.replay()
-        assert mismatch(out, reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)) is None
+    check_graph_replay()
 
 
 # Tuning
