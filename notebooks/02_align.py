@@ -1824,7 +1824,7 @@ look_back("eight loads at once", "each element once", prediction)
 # **polls**) until all have come. Three things must be right.
 #
 # - **All blocks must run at the same time.** A block that waits keeps its multiprocessor. If the last block found no
-#   room, everybody would wait for ever. With at most one block for each multiprocessor there is room. (With
+#   room, all blocks would wait forever. With at most one block for each SM there is room. (With
 #   `cooperative=True` the driver refuses a grid that does not fit.)
 # - **The order of writes.** The row must be visible to others before the counter is. `threadfence()` says so: what
 #   stands before it is visible before what stands after it. The barrier before it makes sure that the whole block has

@@ -845,13 +845,13 @@ draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 
 # %% [markdown]
 # Torch's product (from CUTLASS) deals tile by tile, and so do the usual ones, SGLang's Triton kernel among them. The
-# next cell counts both ways for the real load: all multiprocessors, and 4 columns of tiles for each expert, because the
+# next cell counts both ways for the real load: all SMs, and 4 columns of tiles for each expert, because the
 # first product is 512 wide and a tile 128.
 
 
 # %%
 def units(counts, tile_rows, whole_columns, across=4):
-    """How many tiles' time the multiprocessors need."""
+    """Return the time that the SMs need, in tiles."""
     tiles = [column for column in draw.tiles_per_expert(counts, tile_rows) for _ in range(across)]
     return max(start + length for _, start, length, _ in draw.list_schedule(tiles, LIMITS.sm_count, whole_columns))
 

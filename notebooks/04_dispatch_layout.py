@@ -1193,7 +1193,7 @@ claims.append(
         "A block counts 32 experts, or 8 ranks; the grid has a block for each part",
         verdict(
             (deepep_layout.EXPERTS_PER_BLOCK, deepep_layout.RANKS_PER_BLOCK, BLOCKS) == (32, 8, 9),
-            f"{BLOCKS} blocks for 256 experts and 8 ranks, on {LIMITS.sm_count} multiprocessors",
+            f"{BLOCKS} blocks for 256 experts and 8 ranks, on {LIMITS.sm_count} SMs",
         ),
     )
 )

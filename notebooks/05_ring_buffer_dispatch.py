@@ -77,7 +77,7 @@ from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_ca
 from moe_numba.expert_parallel.kernels import dispatch as final_kernel
 from moe_numba.expert_parallel.kernels import dispatch_direct, notify, progress, token_slot
 from moe_numba.expert_parallel.kernels.channels import next_channel
-from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.ptx.atomics import (
     ld_acquire_sys_s32,
     ld_relaxed_sys_s32,  # noqa: F401  by its name

@@ -95,7 +95,7 @@ from moe_numba.expert_parallel.kernels.bulk_pipeline import init_smem
 from moe_numba.expert_parallel.kernels.channels import first_channel, first_token, next_channel, retire_warp
 from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
 from moe_numba.expert_parallel.kernels.timeout import COMBINE_ROWS, start_of_wait, warp_abort_if_timed_out
-from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32, st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
@@ -736,7 +736,7 @@ LATENCY_NS = 600
 needed = MEMORY * LATENCY_NS * 1e-9
 print(
     f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS} ns = {needed / 1e6:.2f} MB on their way in the whole GPU, "
-    f"{needed / LIMITS.sm_count / 1024:.0f} KB in each of {LIMITS.sm_count} multiprocessors"
+    f"{needed / LIMITS.sm_count / 1024:.0f} KB in each of {LIMITS.sm_count} SMs"
 )
 for at_once in (1, 2, 4, 8):
     print(f"{at_once} at once, 2 rows, 512 threads: {at_once * 2 * 16 * 512 / 1024:.0f} KB in a multiprocessor")

@@ -5,8 +5,9 @@ from moe_numba.expert_parallel.config import Config, topk_idx_t
 from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput
-from moe_numba.expert_parallel.transport import CudaIpc, LocalGroup, SymmetricMemory
+from moe_numba.expert_parallel.transport import CudaIpc, SymmetricMemory
 
 __all__ = [
     "Buffer",

@@ -1,4 +1,4 @@
-"""Transports: how ranks access one another's memory. One interface, three backends.
+"""Transports: how ranks access one another's memory. One interface, three backends; here those for processes.
 
 A **transport** knows its rank, gathers small values from all ranks, waits on the host until all ranks have arrived at a
 point, allocates **shared memory** (a buffer on each rank's GPU, and the addresses at which this rank's kernels access
@@ -6,27 +6,24 @@ all of them), and starts kernels that wait for kernels of other ranks.
 
 - ``SymmetricMemory``: torch's symmetric memory, for a ``torch.distributed`` group of processes. The default.
 - ``CudaIpc``: CUDA IPC handles through CuPy, for the same groups, as in DeepEP.
-- ``LocalGroup``: ranks that are threads of one process, on several GPUs, on one GPU, or in the simulator.
+- ``local_group.LocalGroup``: ranks that are threads of one process, on several GPUs, on one GPU, or in the simulator.
 """
 
-import contextlib
-import math
 import os
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from moe_numba import simulator
-from moe_numba.expert_parallel.peer_access import check_peer_access, enable_peer_access
+from moe_numba.expert_parallel.peer_access import check_peer_access
 from moe_numba.runtime.launch import current_stream, launcher, signature_of
 
-_TIMEOUT_S = 100.0
+TIMEOUT_S = 100.0
 COMPILE_LOCK = threading.RLock()  # Numba's compiler is not thread-safe, and ranks may be threads
 
 
@@ -38,7 +35,7 @@ class SharedMemory:
     addresses: torch.Tensor  # uint64 [num_ranks] on this rank's device: the address of each rank's part on this device
     _close: Callable[[float], object] = field(default=lambda seconds: None, repr=False)
 
-    def close(self, seconds: float = _TIMEOUT_S) -> None:
+    def close(self, seconds: float = TIMEOUT_S) -> None:
         """Free the memory; all ranks must call it, after their own kernels that use it have ended.
 
         Waits for the other ranks, at most ``seconds``. If one is missing then, memory to which it may still write stays
@@ -55,7 +52,7 @@ def check_same_on_all_ranks(transport, name, value):
         raise ValueError(f"{name} is {', '.join(map(str, values))} on the ranks; it must be the same on all")
 
 
-class _Transport:
+class Transport:
     """Common part of all backends."""
 
     def __init__(self):
@@ -83,7 +80,7 @@ class _Transport:
         self._num_allocations += 1
         return f"close memory {self._num_allocations}"
 
-    def prepare_kernel(self, kernel, signature, timeout=_TIMEOUT_S, **options):
+    def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):
         """Compile and load a kernel that waits for kernels of other ranks.
 
         All ranks must start such kernels in the same order. Ranks compile for different times: `rendezvous` keeps the
@@ -115,11 +112,11 @@ class _Transport:
         key = kernel, signature, tuple(options.items())
         if key not in self._prepared:
             self._prepared[key] = self.prepare_kernel(kernel, signature, **options)
-            self.rendezvous("launch", options.get("timeout", _TIMEOUT_S))
+            self.rendezvous("launch", options.get("timeout", TIMEOUT_S))
         self._prepared[key](grid, block, *values)
 
 
-class _ProcessGroupTransport(_Transport):
+class _ProcessGroupTransport(Transport):
     """Common part of the backends for a ``torch.distributed`` process group."""
 
     def __init__(self, group: Any, device: int | None = None):
@@ -161,13 +158,13 @@ class _ProcessGroupTransport(_Transport):
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Wait until ``ready()`` is true, without holding the GIL; return False after ``seconds``."""
-        return _poll(ready, seconds)
+        return poll(ready, seconds)
 
     def _addresses(self, values):
         return torch.tensor(values, dtype=torch.uint64, device="cpu").to(self.device)
 
 
-def _poll(ready, seconds):
+def poll(ready, seconds):
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:
@@ -235,221 +232,3 @@ class CudaIpc(_ProcessGroupTransport):
                     runtime.free(own)
 
         return SharedMemory(local, self._addresses(addresses), close)
-
-
-class LocalGroup:
-    """Several ranks in one process: ``LocalGroup(4).run(work)`` calls ``work(transport)`` for each of them.
-
-    Parameters
-    ----------
-    num_ranks : int
-    devices : sequence of int, optional
-        The GPU of each rank; by default all GPUs, round-robin. Ranks that share a GPU run on separate streams, so all
-        their CTAs must be resident at once. In the simulator the ranks' host functions alternate, and their kernels
-        run together when all ranks wait.
-
-    Notes
-    -----
-    A host call (an allocation, loading a kernel) may block until all work of the GPU has finished. If that work waits
-    for a kernel that another rank on the same GPU has not launched yet, this is a deadlock. Ranks that share a GPU
-    therefore launch together: each rank launches when all are about to, and continues when all have launched. Ranks
-    with GPUs of their own need this only for the first launch of a kernel.
-
-    Memory that is closed while a rank is missing stays allocated as long as the group.
-    """
-
-    def __init__(self, num_ranks: int, devices: Sequence[int] | None = None):
-        self.num_ranks = num_ranks
-        if simulator.ENABLED:
-            self.devices = [torch.device("cpu")] * num_ranks
-        else:
-            found = torch.cuda.device_count()
-            indices = [rank % found for rank in range(num_ranks)] if devices is None else list(devices)
-            if len(indices) != num_ranks:
-                raise ValueError(f"devices has {len(indices)} entries; it must have one for each of {num_ranks} ranks")
-            self.devices = [torch.device("cuda", i) for i in indices]
-        self.values = [None] * num_ranks
-        self.is_shared = len(set(self.devices)) < num_ranks  # some GPU has several ranks
-        self.arrival = threading.Condition()
-        self.kept: list = []  # closed memory to which a missing rank may still write
-        self._forget_arrivals()
-
-    def _forget_arrivals(self):
-        """Set how often each rank has arrived at each rendezvous, and whether it has ended."""
-        self.arrivals, self.ended = {}, [False] * self.num_ranks
-
-    def run(self, work: Callable[["_LocalRank"], Any]) -> list:
-        """Run ``work(transport)`` for all ranks concurrently; return the results by rank, or raise the first error."""
-        self._forget_arrivals()
-        return (self._run_simulated if simulator.ENABLED else self._run_threads)(work)
-
-    def end(self, rank):
-        """Record that a rank has ended: no rendezvous waits for it."""
-        with self.arrival:
-            self.ended[rank] = True
-            self.arrival.notify_all()
-
-    def _run_threads(self, work):
-        self._thread_barrier = threading.Barrier(self.num_ranks)
-        enable_peer_access({device.index for device in self.devices})
-        results, errors = [None] * self.num_ranks, []
-        streams = [torch.cuda.Stream(device) for device in self.devices]
-
-        def run(rank):
-            try:
-                with torch.cuda.device(self.devices[rank]), torch.cuda.stream(streams[rank]):
-                    results[rank] = work(_ThreadRank(self, rank))
-                    streams[rank].synchronize()
-            except BaseException as error:  # an exception of a thread is otherwise lost
-                errors.append(error)
-                self._thread_barrier.abort()  # ranks that wait for this one continue with a BrokenBarrierError
-            finally:
-                self.end(rank)
-                with contextlib.suppress(Exception):  # no kernel may outlive the memory that it uses
-                    streams[rank].synchronize()
-
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
-        return results
-
-    def _run_simulated(self, work):
-        import greenlet
-
-        results = [None] * self.num_ranks
-        self.ranks = [_SimulatedRank(self, rank, greenlet.getcurrent()) for rank in range(self.num_ranks)]
-        running = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
-        try:
-            while running:
-                ready = [r for r in running if r.condition is None or r.condition()]
-                if not ready:  # no rank can continue: the shortest waits time out
-                    ready = [r for r in running if r.seconds == min(other.seconds for other in running)]
-                    for r in ready:
-                        r.timed_out = True
-                with simulator.together():  # the kernels run when each of these ranks waits, or has finished
-                    for r in ready:
-                        with simulator.on_rank(r.rank):
-                            running[r].switch()
-                        if running[r].dead:
-                            del running[r]
-                            self.end(r.rank)
-        finally:
-            for r, coroutine in running.items():  # a rank has failed: the others must not wait for it
-                r.abandoned = True
-                with contextlib.suppress(Exception):
-                    coroutine.throw()
-        return results
-
-
-class _LocalRank(_Transport):
-    """The transport of one rank of a `LocalGroup`."""
-
-    def __init__(self, group, rank):
-        super().__init__()
-        self.group, self.rank, self.num_ranks, self.device = group, rank, group.num_ranks, group.devices[rank]
-
-    def _barrier(self):
-        raise NotImplementedError
-
-    def gather(self, value: Any) -> list:
-        """Return the values of all ranks, in rank order; all ranks must call it."""
-        self.group.values[self.rank] = value
-        self._barrier()
-        values = list(self.group.values)
-        self._barrier()  # all ranks have read the values
-        return values
-
-    def rendezvous(self, name: str, seconds: float) -> bool:  # noqa: D102
-        group = self.group
-        with group.arrival:
-            arrivals = group.arrivals.setdefault(name, [0] * self.num_ranks)
-            arrivals[self.rank] += 1
-            own = arrivals[self.rank]
-            group.arrival.notify_all()
-        have_arrived = lambda: all(n >= own or ended for n, ended in zip(arrivals, group.ended, strict=True))
-        return seconds > 0 and self._wait_for_arrivals(have_arrived, seconds)
-
-    def _wait_for_arrivals(self, have_arrived, seconds):
-        raise NotImplementedError
-
-    def prepare_kernel(self, kernel, signature, timeout=_TIMEOUT_S, **options):  # noqa: D102
-        if self.group.is_shared:
-            options.pop("cooperative", None)  # a cooperative grid would exclude the grids of the other ranks
-        return super().prepare_kernel(kernel, signature, timeout, **options)
-
-    def allocate(self, num_bytes: int) -> SharedMemory:
-        """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
-        local, name = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), self._name_allocation()
-        if simulator.ENABLED:
-            simulator.register(local, f"the buffer of rank {self.rank}")
-        else:
-            torch.cuda.synchronize(self.device)
-
-        def close(seconds):
-            if not self.rendezvous(name, seconds):
-                self.group.kept.append(local)
-            elif simulator.ENABLED:
-                simulator.forget(local.data_ptr())
-
-        addresses = self.gather(local.data_ptr())
-        return SharedMemory(local, torch.tensor(addresses, dtype=torch.uint64, device="cpu").to(self.device), close)
-
-
-class _ThreadRank(_LocalRank):
-    def prepare_kernel(self, kernel, signature, timeout=_TIMEOUT_S, **options):  # noqa: D102
-        start = super().prepare_kernel(kernel, signature, timeout, **options)
-        if not self.group.is_shared:
-            return start
-
-        def start_together(grid, block, *arguments):
-            self.rendezvous("start", timeout)
-            start(grid, block, *arguments)
-            self.rendezvous("start", timeout)
-
-        return start_together
-
-    def _wait_for_arrivals(self, have_arrived, seconds):
-        with self.group.arrival:
-            return self.group.arrival.wait_for(have_arrived, seconds)
-
-    def _barrier(self):
-        self.group._thread_barrier.wait(_TIMEOUT_S)
-
-    def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Wait until ``ready()`` is true, without holding the GIL; return False after ``seconds``."""
-        return _poll(ready, seconds)
-
-
-class _SimulatedRank(_LocalRank):
-    condition, seconds = None, math.inf  # what the rank waits for, and for how long
-    timed_out = False  # no rank can continue, and this one's wait is the shortest
-    barriers = 0  # that the rank has reached
-    abandoned = False  # another rank has failed
-
-    def __init__(self, group, rank, scheduler):
-        super().__init__(group, rank)
-        self._scheduler = scheduler
-
-    def _barrier(self):
-        self.barriers += 1
-        if not self.wait(lambda: all(other.barriers >= self.barriers for other in self.group.ranks), None):
-            raise TimeoutError(f"rank {self.rank} waits for the others, which wait for something else or have ended")
-
-    def _wait_for_arrivals(self, have_arrived, seconds):
-        return self.wait(have_arrived, seconds)
-
-    def wait(self, ready, seconds):
-        """Run the other ranks and the kernels until ``ready()``.
-
-        Returns False if no rank can continue, and no other rank waits for fewer ``seconds`` (None: without limit).
-        """
-        if self.abandoned:
-            raise RuntimeError(f"rank {self.rank} cannot go on: another rank has failed")
-        self.condition, self.seconds = ready, math.inf if seconds is None else seconds
-        self._scheduler.switch()
-        timed_out, self.condition, self.timed_out = self.timed_out, None, False
-        return not timed_out

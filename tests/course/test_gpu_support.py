@@ -22,7 +22,7 @@ PLANS = """
 import json, torch, moe_numba
 from moe_numba.expert_parallel import get_dispatch_layout, per_token_cast_to_fp8
 from moe_numba.expert_parallel.runtime import Runtime
-from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.ptx import conversions
 from moe_numba.runtime import launch
 from moe_numba.runtime.compile import TENSOR_MAP

@@ -11,7 +11,7 @@ from moe_numba import simulator
 from moe_numba.course import ladder
 from moe_numba.course.bench import Stats, timing_multigpu
 from moe_numba.course.ladder import Ladder, WrongResult
-from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.expert_parallel.local_group import LocalGroup
 
 # isort: split
 from numba import cuda

@@ -15,7 +15,7 @@ from moe_numba.course.bench.baselines.peer_push import push
 from moe_numba.course.bench.timing_multigpu import settle
 from moe_numba.course.bench.topics import dispatch_combine_measure
 from moe_numba.expert_parallel import reference
-from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.expert_parallel.local_group import LocalGroup
 
 exchange = topic("dispatch_combine")
 

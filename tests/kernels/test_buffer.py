@@ -34,8 +34,8 @@ from moe_numba.expert_parallel.config import num_channels
 from moe_numba.expert_parallel.kernels import bulk_pipeline, combine, dispatch, notify, progress, register_pipeline
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.expert_parallel.runtime import Runtime
-from moe_numba.expert_parallel.transport import LocalGroup
 
 
 @pytest.fixture(autouse=True)

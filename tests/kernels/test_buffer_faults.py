@@ -28,8 +28,8 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, runtime
 from moe_numba.expert_parallel.kernels import channels, combine, dispatch, dispatch_direct, notify, poison, timeout
 from moe_numba.expert_parallel.kernels.buffer_layout import ABORT_FLAG
+from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.expert_parallel.runtime import Runtime
-from moe_numba.expert_parallel.transport import LocalGroup
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="depends on the simulator's order of events")
 

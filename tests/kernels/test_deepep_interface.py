@@ -24,7 +24,7 @@ from helpers.expert_parallel import (
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, EventHandle, EventOverlap, get_dispatch_layout
-from moe_numba.expert_parallel.transport import LocalGroup
+from moe_numba.expert_parallel.local_group import LocalGroup
 
 
 def test_calls_of_deepeps_tests(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import LocalGroup, transport
+from moe_numba.expert_parallel import LocalGroup, local_group, transport
 
 
 def test_gather_returns_all_values_in_rank_order():
@@ -147,7 +147,7 @@ def log_of(monkeypatch):
         monkeypatch.setattr(transport, "launcher", note)
 
         def on_rank(rank):
-            end, flags = transport._ThreadRank(group, rank), torch.zeros(1)
+            end, flags = local_group._ThreadRank(group, rank), torch.zeros(1)
             works[rank](log, lambda kernel, **options: end.launch(kernel, 1, 32, flags, **options))
 
         threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(works))]
