@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MachineCode", "compile_apart", "disassemble", "disassembler"]
+__all__ = ["MachineCode", "compile_apart", "disassemble", "disassembler", "resources"]
 
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
 # ptxas warns of wgmmas that it serialises, of a setmaxnreg that it ignores, of anything that costs time.
@@ -114,12 +114,19 @@ def _serve(module):
             print(json.dumps({"name": name, "link_arch": link_arch, **_report(linked)}))
 
 
+def resources(log):
+    """Return registers, stack_bytes and spilled_bytes of a kernel as a dict, from what ptxas printed."""
+    return {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),
+        "stack_bytes": max(map(int, re.findall(r"(\d+) bytes stack frame", log))),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+    }
+
+
 def _report(compiled):
     text = disassemble(compiled.code.code, "-c")
     return {
-        "registers": max(map(int, re.findall(r"Used (\d+) registers", compiled.log))),
-        "stack_bytes": max(map(int, re.findall(r"(\d+) bytes stack frame", compiled.log))),
-        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
+        **resources(compiled.log),
         "complaints": ["".join(found) for found in _WARNING.findall(compiled.log)],
         "opcodes": text and _OPCODE.findall(text),
     }

@@ -9,7 +9,6 @@ architecture. By default a sample of them; all of them, for all architectures, t
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -43,7 +42,8 @@ def compile_for(arch, everything=False):
     """Compile for one architecture; yield (name, architecture, registers, spilled bytes)."""
     from moe_numba.course.bench.fingerprint_cases import CASES
     from moe_numba.runtime import device
-    from moe_numba.runtime.compile import compile_kernel
+    from moe_numba.runtime.compile import assemble, compile_kernel
+    from moe_numba.runtime.sass import resources
 
     launches, seen = [], set()
     gpu = device.gpu_like(arch)
@@ -62,16 +62,12 @@ def compile_for(arch, everything=False):
                 if key in seen:
                     continue
                 seen.add(key)
+                made = compile_kernel(kernel, signature, arch=gpu.arch, launch_bounds=options["launch_bounds"])
                 for link_arch in ARCHITECTURES[arch]:
-                    bounds = options["launch_bounds"]
-                    made = compile_kernel(kernel, signature, arch=gpu.arch, link_arch=link_arch, launch_bounds=bounds)
-                    yield f"{topic}: {name}, {kernel.py_func.__name__}", link_arch, *resources(made.log)
-
-
-def resources(log):
-    """Return the registers of a kernel and the bytes that it spills, from what ptxas printed."""
-    registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
-    return registers, sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+                    linked = made if link_arch == gpu.arch else assemble(made, link_arch)
+                    found = resources(linked.log)
+                    full_name = f"{topic}: {name}, {kernel.py_func.__name__}"
+                    yield full_name, link_arch, found["registers"], found["spilled_bytes"]
 
 
 def compile_apart(arch):

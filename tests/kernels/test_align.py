@@ -330,7 +330,6 @@ def test_wide_counts_and_rows(tokens, experts, dtype, device, monkeypatch):
     lower_limits(monkeypatch)
     made, make = [], kernel_large.make_large_kernel
     monkeypatch.setattr(kernel_large, "make_large_kernel", lambda *config: made.append(config) or make(*config))
-    monkeypatch.setattr(api, "_plans", {})
     ids = make_ids(tokens, 8, experts, device, dtype, invalid=0.1)
     check(ids, 4, experts, longer=101)
     check(ids, 4, experts, expert_map=make_map(experts, device), ignore_invalid_experts=True, longer=101)

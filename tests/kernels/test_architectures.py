@@ -6,13 +6,14 @@ import sys
 
 import pytest
 import torch
-from helpers.architectures import ARCHITECTURES, compile_apart, resources
+from helpers.architectures import ARCHITECTURES, compile_apart
 
 from moe_numba import simulator
 from moe_numba.ptx import conversions, warp
 from moe_numba.ptx.capability import needed_by
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.device import UnsupportedDeviceError
+from moe_numba.runtime.sass import resources
 from moe_numba.simulator import capability
 
 KERNELS = {
@@ -34,7 +35,7 @@ def test_kernels_compile_without_spills(arch):
 
 def test_spills_are_found():
     log = "ptxas info : 8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\nptxas info : Used 80 registers"
-    assert resources(log) == (80, 12)
+    assert resources(log) == {"registers": 80, "stack_bytes": 8, "spilled_bytes": 12}
 
 
 SCRIPT = """

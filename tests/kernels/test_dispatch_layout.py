@@ -67,7 +67,6 @@ def test_the_reference_on_a_small_example():
 def without_clusters(monkeypatch):
     """Let plans see a GPU that has none."""
     monkeypatch.setattr(dispatch_layout, "gpu_of", lambda device: devices.gpu_like((8, 0)))
-    monkeypatch.setattr(dispatch_layout, "_plans", {})
 
 
 @pytest.mark.parametrize("which", KERNELS)
@@ -191,7 +190,6 @@ def test_invalid_arguments(change, error, sentence, device):
 
 def test_too_many_tokens_are_refused(device, monkeypatch):
     monkeypatch.setattr(dispatch_layout, "_MAX_ELEMENTS", 11)
-    monkeypatch.setattr(dispatch_layout, "_plans", {})
     with pytest.raises(ValueError, match="topk_idx has 3 tokens; at most 2 are allowed"):
         get_dispatch_layout(torch.zeros(3, 4).long().to(device), 8, 2)
 
@@ -264,7 +262,6 @@ def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     made = changed(module, right, wrong)
     for make in ("make_layout_kernel", "make_single_cta_layout_kernel"):
         monkeypatch.setattr(dispatch_layout, make, made.get(make))
-    monkeypatch.setattr(dispatch_layout, "_plans", {})
     reject(made["get_dispatch_layout"] if module is deepep_layout else get_dispatch_layout, what, device)
 
 

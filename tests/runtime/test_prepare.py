@@ -64,7 +64,6 @@ def test_a_workspace_in_the_simulator(monkeypatch):
     from moe_numba.align import api
 
     monkeypatch.setattr(api, "MEDIUM_MAX_SLOTS", 0)
-    monkeypatch.setattr(api, "_plans", {})
     ids = torch.randint(0, 16, (40,), dtype=torch.int32)
     prepared = prepare(moe_align_block_size, ids, 4, 16)
     assert all(map(torch.equal, prepared(), moe_align_block_size(ids, 4, 16)))
