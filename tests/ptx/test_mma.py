@@ -16,11 +16,8 @@ from moe_numba.ptx.mma import make_e4m3_as_f16, make_fma_rows, make_ldmatrix_x4,
 from moe_numba.runtime.device import gpu_of
 from moe_numba.simulator import capability
 
-CAPABILITY = gpu_of(0).capability if simulator.ENABLED or torch.cuda.is_available() else (0, 0)
 DTYPES = {"bf16": (BF16, (8, 0)), "f16": (torch.float16, (8, 0)), "e4m3": (E4M3, (8, 9))}
 G, C = np.arange(32) // 4, np.arange(32) % 4  # a lane's row and its four bytes in each matrix
-
-pytestmark = pytest.mark.skipif(CAPABILITY < (8, 0), reason="these instructions need compute capability 8.0")
 
 
 @pytest.mark.parametrize("offsets", [(0,), (0, 512), (256, 0, 1024)])
@@ -57,15 +54,15 @@ def make_product(dtype, m, n, accumulate):
     """Make a kernel in which a warp multiplies registers that it loads, twice with ``accumulate``."""
     first, add = make_mma(dtype, m, n, accumulate=False), make_mma(dtype, m, n)
     load_a, load_b = (make_ldmatrix_x4(tuple(range(0, 32 * rows, 512))) for rows in (m, n))
-    a_bytes, count = 32 * m, m * n // 32
+    a_bytes, b_bytes, count = 32 * m, 32 * n, m * n // 32
 
     @cuda.jit
     def kernel(out, a, b):
-        smem_a, smem_b = cuda.shared.array(a_bytes, uint8, 128), cuda.shared.array(32 * n, uint8, 128)
+        smem_a, smem_b = cuda.shared.array(a_bytes, uint8, 128), cuda.shared.array(b_bytes, uint8, 128)
         t = cuda.threadIdx.x
         for i in range(t, a_bytes, 32):
             smem_a[i] = a[i]
-        for i in range(t, 32 * n, 32):
+        for i in range(t, b_bytes, 32):
             smem_b[i] = b[i]
         cuda.syncwarp()
         # Of A: rows 0 to 15 of both halves; of B: both halves of rows 0 to 7, then of rows 8 to 15.
@@ -86,7 +83,7 @@ def make_product(dtype, m, n, accumulate):
 def test_mma(dtype, m, n, accumulate, device):
     """Fragments that ldmatrix loads give A B^T, in the layout of accumulators that the PTX ISA describes."""
     torch_dtype, needed = DTYPES[dtype]
-    if needed > CAPABILITY:
+    if needed > gpu_of(0).capability:
         pytest.skip(f"{dtype} needs {needed}")
     k = 32 // torch_dtype.itemsize
     a, b = small_integers((m, k), torch_dtype, "cpu"), small_integers((n, k), torch_dtype, "cpu")
