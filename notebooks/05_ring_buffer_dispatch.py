@@ -1276,6 +1276,10 @@ show(progress.make_publish, "def publish", "return publish")
 # announced. A receiver fences only where it has seen a *new* tail, a sender after each look at the head. But a sender
 # that still has room does not even look.
 #
+# In the listing, `pipeline` is the module that copies rows: `bulk_pipeline.py` with TMA on Hopper, as in this notebook,
+# and `register_pipeline.py` with 16-byte loads and stores on older GPUs. There is no proxy fence in the second one, and
+# `pipeline.wait_all()` does nothing there, because stores of a thread are ordered by its own fence.
+#
 # **The head is on the sender's side.** The receiver writes it into the sender's memory, so the sender polls its own
 # memory, and the receiver polls its own tail. Nobody polls across the link, as in the ping-pong of section 3.
 
@@ -1968,7 +1972,8 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #
 # ## The final kernel
 #
-# This is what `Buffer.dispatch` runs, and then what it runs if it is given an output.
+# This is what `Buffer.dispatch` runs, and then what it runs if it is given an output. `pipeline` is `bulk_pipeline.py`
+# on Hopper and `register_pipeline.py` on older GPUs.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

@@ -861,7 +861,8 @@ look_back("the document's rings", "more loads at once", prediction)
 # - Heads and tails count on from launch to launch. Nothing is cleared. There are barriers, before and after, only where
 #   the number of channels is not that of the buffer's first combine.
 #
-# The sender is the package's. These are its turns:
+# The sender is the package's. In the listing, `pipeline` is the module that copies rows (`bulk_pipeline.py` with TMA, or
+# `register_pipeline.py` on GPUs without). These are its turns:
 
 # %%
 piece(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
