@@ -236,6 +236,18 @@ def test_bench_keeps_rows_that_need_more_gpus(toy_topic, monkeypatch):
     assert second["commit"] == "later" and second["rows"] == [*rows()[:1], *kept] and len(kept) == 2
 
 
+def test_bench_keeps_a_record_with_peers(toy_topic, capsys):
+    peers = toy_topic / "peers"
+    peers.mkdir()
+    (peers / "triton.py").write_text("NAME, VERSION = 'triton', '1'\n")
+    assert cli.main(["bench", "toy", "--peers", str(peers)]) == 0
+    first = records.recorded("toy", root=toy_topic)
+    assert cli.main(["bench", "toy"]) == 2
+    assert "has times of triton" in capsys.readouterr().err
+    assert records.recorded("toy", root=toy_topic) == first
+    assert cli.main(["bench", "toy", "--out", str(toy_topic / "out")]) == 0
+
+
 def test_bench_plot_and_readme_commands(toy_topic, capsys):
     peers = toy_topic / "peers"
     assert cli.main(["bench", "toy", "--peers", str(peers)]) == 2, "no such folder"

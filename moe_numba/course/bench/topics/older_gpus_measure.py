@@ -67,12 +67,19 @@ def measure(capabilities, sizes, with_exchange):
         Also measure dispatch and combine, on two GPUs.
     """
     compile_kernels(capabilities, kernel_jobs(sizes, with_exchange))
+    _report_progress("compiled")
     rows = []
     for capability in capabilities:
         rows += in_process(capability, measure_gemm, *sizes)
+        _report_progress(f"grouped GEMM, {capability}")
         if with_exchange:
             rows += in_process(capability, measure_exchange)
+            _report_progress(f"dispatch and combine, {capability}")
     return rows
+
+
+def _report_progress(what):
+    print(f"older_gpus: {what}", file=sys.stderr, flush=True)
 
 
 def in_process(capability, function, *arguments):
