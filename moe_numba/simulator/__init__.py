@@ -8,9 +8,11 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, used if the first is not set
     MOE_NUMBA_ONLY=90       simulate a GPU of compute capability 9.0 if the GPU has another; for notebooks
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
+    MOE_NUMBA_RACES=1       detect data races (see `races`)
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
+- `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
 
@@ -40,13 +42,14 @@ _EXPORTS = {
         "ClusterError",
         "BarrierMisuse",
         "AsyncRace",
+        "DataRace",
         "MissingFence",
         "OutOfBounds",
         "Misaligned",
     ),
     "engine": ("thread",),
     "grid": ("Grid",),
-    "scheduler": ("seed", "trace", "World"),
+    "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
     "store_buffer": ("weak_memory",),
@@ -62,7 +65,7 @@ _PACKAGES = {
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
-    "memory_model": ("ranks", "scoped_access", "store_buffer", "weak_pointers"),
+    "memory_model": ("happens_before", "ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
 _INTEGRATED_GPUS = "/dev/nvgpu", "/dev/nvhost-gpu"  # Jetson, whose older systems have no NVML

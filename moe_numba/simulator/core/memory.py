@@ -29,11 +29,50 @@ def maybe_preempt():
         return t
 
 
-def before_access(target, index, writes, nbytes=None):
-    """Maybe preempt, then check an access to shared memory for races; call it if `watching`."""
-    t = maybe_preempt()
-    if t is not None and target.allocation is not None and target.allocation.detector is not None:
-        target.allocation.detector.check_access(t, target, index, writes, nbytes)
+class _Private:
+    """The `allocation` of local arrays, which no other thread can access."""
+
+    detector = None
+
+
+PRIVATE = _Private()
+
+
+def before_access(target, index, writes, nbytes=None, scope=None, value=None):
+    """Maybe preempt, then check an access for races; call it if `watching`.
+
+    `scope` is that of a strong access. `value` is what a store of one element stores.
+    """
+    t, allocation = maybe_preempt(), target.allocation
+    if t is None or allocation is PRIVATE:
+        return
+    if allocation is not None and allocation.detector is not None:
+        allocation.detector.check_access(t, target, index, writes, nbytes)
+    races = t.grid.world.races
+    if races is not None:
+        address, size = byte_span(target, index, writes, nbytes)
+        if size:
+            races.access(t, address, size, writes, scope, target, index, value)
+
+
+def byte_span(target, index, writes, size=None):
+    """Return the address and size in bytes that an index refers to; (0, 0) if it accesses nothing or is invalid."""
+    array = target.array
+    if type(index) is not tuple and array.ndim == 1 and type(index) is not slice:
+        if not 0 <= index < len(array):
+            return 0, 0
+        return target.address + int(index) * array.strides[0], size or array.itemsize
+    if isinstance(index, tuple) and len(index) == array.ndim and not any(isinstance(i, slice) for i in index):
+        if any(not 0 <= i < n for i, n in zip(index, array.shape)):
+            return 0, 0
+        return target.address + sum(int(i) * s for i, s in zip(index, array.strides)), array.itemsize
+    if not writes:  # indexing returns a view, which reads nothing yet
+        return 0, 0
+    try:
+        first, last = np.lib.array_utils.byte_bounds(array[index])
+    except IndexError:
+        return 0, 0
+    return first, last - first
 
 
 def thread_prefix():
@@ -100,7 +139,7 @@ class Pointer:
 
     def __setitem__(self, i, value):
         if watching:
-            before_access(self, i, writes=True)
+            before_access(self, i, writes=True, value=value)
         if not 0 <= i < self.size:
             raise self._out_of_bounds(i)
         try:
@@ -147,20 +186,26 @@ class Pointer:
         usable = self.array.nbytes // dtype.itemsize * dtype.itemsize
         return type(self)(self.bytes[:usable].view(dtype), self.name, self.allocation)
 
-    def load_vector(self, index: int, dtype, count: int) -> tuple:
-        """Load `count` elements of `dtype` in one access, from element `index` of this pointer."""
+    def load_vector(self, index: int, dtype, count: int, scope: str | None = None) -> tuple:
+        """Load `count` elements of `dtype` in one access, from element `index` of this pointer.
+
+        `scope` is "cta", "cluster", "gpu" or "sys" if the access is strong: relaxed, volatile or acquire.
+        """
         if type(dtype) is not np.dtype:
             dtype = as_dtype(dtype)
         if watching:
-            before_access(self, index, False, dtype.itemsize * count)
+            before_access(self, index, False, dtype.itemsize * count, scope)
         return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
-    def store_vector(self, index: int, values: tuple, dtype=None) -> None:
-        """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values."""
+    def store_vector(self, index: int, values: tuple, dtype=None, scope: str | None = None) -> None:
+        """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values.
+
+        `scope` as in `load_vector`.
+        """
         dtype = as_dtype(dtype or values[0].dtype)
         values = np.array([convert(v, dtype) for v in values], dtype)
         if watching:
-            before_access(self, index, True, values.nbytes)
+            before_access(self, index, True, values.nbytes, scope)
         self._store_bytes(index, values.view(np.uint8))
 
     def _store_bytes(self, index, data):
@@ -208,9 +253,25 @@ class Array:
             raise self._out_of_bounds(i) from error
         return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
 
+    def load(self, i, scope):
+        """Load an element with a strong access."""
+        if watching:
+            before_access(self, i, False, None, scope)
+        self._check_not_negative(i)
+        return self.array[i]
+
+    def store(self, i, value, scope):
+        """Store an element with a strong access; return whether its value changes."""
+        if watching:
+            before_access(self, i, True, None, scope)
+        self._check_not_negative(i)
+        changes = self.array[i] != value
+        self.array[i] = value
+        return changes
+
     def __setitem__(self, i, value):
         if watching:
-            before_access(self, i, writes=True)
+            before_access(self, i, writes=True, value=value)
         self._check_not_negative(i)
         try:
             self.array[i] = value.array if isinstance(value, Array) else value
@@ -282,4 +343,4 @@ def reachable_view(array):
 
 def local(shape, dtype, alignment):
     """Return a new local array."""
-    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array")
+    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array", PRIVATE)

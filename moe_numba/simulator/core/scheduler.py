@@ -16,6 +16,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import Deadlock, wait_report
+from moe_numba.simulator.memory_model.happens_before import HappensBefore
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
@@ -33,7 +34,7 @@ def _seed_from_environment():
 
 # What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`.
 settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
-settings |= {"memory_model": None, "ranks": None, "rank": None}
+settings |= {"memory_model": None, "ranks": None, "rank": None, "races": os.environ.get("MOE_NUMBA_RACES") == "1"}
 
 
 class Event(NamedTuple):
@@ -72,6 +73,11 @@ def trace() -> contextlib.AbstractContextManager[list[Event]]:
     return override_settings(events=[])
 
 
+def races(enabled: bool = True) -> contextlib.AbstractContextManager:
+    """Return a context in which data races are detected, or, with ``enabled=False``, are not."""
+    return override_settings(races=enabled)
+
+
 class World:
     """The scheduler, and the grids that run under it at the same time."""
 
@@ -83,7 +89,9 @@ class World:
         self.snapshots = None
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
         self.memory_model = settings["memory_model"](self) if settings["memory_model"] else None
+        self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
+        self.threads = 0  # of all grids; 0: of the first one
         self.elected_lanes = {}  # mask -> the lane that elect.sync chooses
         self.watching = 0  # how often this world is counted in `memory.watching`
         # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
@@ -98,8 +106,11 @@ class World:
     def add(self, grid) -> None:
         """Start a grid: all of its threads may run."""
         self.grids.append(grid)
-        if grid.uses_async or self.preempt:
+        if grid.uses_async or self.preempt or self.detects_races:
             self.watch_accesses()
+        if self.detects_races:
+            self.races = self.races or HappensBefore(self.threads or grid.size)
+            self.races.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
         self.wake(grid.threads())
@@ -110,6 +121,8 @@ class World:
         if not grid.active and self.queued_grids.get(grid.rank):
             if self.memory_model is not None:
                 self.memory_model.end(grid)
+            if self.races is not None:
+                self.races.end(grid)
             self.add(self.queued_grids[grid.rank].pop(0))
 
     def schedule(self, unit):
