@@ -38,6 +38,7 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_init,
     mbarrier_wait_parity,
 )
+from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_arrive, bar_sync
 
@@ -311,6 +312,42 @@ def test_kernels_of_one_rank_are_ordered():
         for _ in range(3):
             simulator.run(shift, 2, 32, (data,), cooperative=True)
     assert (data.array == 3).all()
+
+
+@pytest.mark.parametrize("conflict", ["reads", "overwrites", "none"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_dependent_launches(waits, conflict):
+    """A dependent launch may overlap the kernel before it, until it waits; an ordinary one does not."""
+
+    @cuda.jit
+    def first(data):
+        data[cuda.threadIdx.x] = data[64 + cuda.threadIdx.x]
+
+    @cuda.jit
+    def second(data):
+        if waits:
+            griddepcontrol_wait()
+        t = cuda.threadIdx.x
+        if conflict == "overwrites":
+            data[64 + t] = 5
+        else:
+            data[128 + t] = data[t + (0 if conflict == "reads" else 64)]
+
+    def launch_both(dependent):
+        data = simulator.pointer(ints(256), "data")
+        simulator.run(first, 1, 64, (data,))
+        simulator.run(second, 1, 64, (data,), dependent=dependent)
+        simulator.run(second, 1, 64, (data,))
+
+    with simulator.races():
+        launch_both(dependent=False)
+        if waits or conflict == "none":
+            launch_both(dependent=True)
+        else:
+            with pytest.raises(
+                simulator.DataRace, match="overlap the kernel before it, first: it needs griddep"
+            ):
+                launch_both(dependent=True)
 
 
 @pytest.mark.parametrize("fences", [0, 1, 2])

@@ -81,6 +81,8 @@ def races(enabled: bool = True) -> contextlib.AbstractContextManager:
 class World:
     """The scheduler, and the grids that run under it at the same time."""
 
+    completed_races = None  # the HappensBefore of the kernel that ended last, which a dependent launch may overlap
+
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
         self.preempt, self.events = settings["preempt"], settings["events"]
@@ -109,7 +111,9 @@ class World:
         if grid.uses_async or self.preempt or self.detects_races:
             self.watch_accesses()
         if self.detects_races:
-            self.races = self.races or HappensBefore(self.threads or grid.size)
+            if self.races is None:
+                previous = World.completed_races if grid.dependent and not self.threads else None
+                self.races = HappensBefore(self.threads or grid.size, previous)
             self.races.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
@@ -170,6 +174,8 @@ class World:
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
+            # With its grids it keeps their arguments alive, so that no new memory has the addresses of theirs.
+            World.completed_races = self.races if len(self.grids) == 1 else None
         finally:
             memory.watching -= self.watching
             for t in self._threads():

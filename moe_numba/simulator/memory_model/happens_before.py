@@ -74,14 +74,15 @@ class Release(NamedTuple):
 class ThreadState:
     """A thread's clocks, and what its fences and relaxed accesses have prepared."""
 
-    __slots__ = ("thread", "number", "clock", "fenced", "accesses", "fence", "observed")
+    __slots__ = ("thread", "number", "clock", "fenced", "accesses", "fence", "observed", "prerequisite")
 
-    def __init__(self, thread, number, known):
+    def __init__(self, thread, number, known, prerequisite=None):
         self.thread, self.number = thread, number
         self.clock, self.fenced = VectorClock(known, number, 1), VectorClock(known, number, 0)
         self.accesses = {}  # of this epoch: (code, instruction, writes, scope) -> number
         self.fence = None  # the Release of the last fence, which later relaxed stores publish
         self.observed = []  # releases that relaxed loads have read, which the next fence acquires
+        self.prerequisite = prerequisite  # what `griddepcontrol.wait` lets this thread know
 
     def next_epoch(self):
         self.clock = VectorClock(self.clock.known, self.number, self.clock.epoch + 1)
@@ -107,27 +108,54 @@ def includes(scope, a, b):
 class HappensBefore:
     """The clocks of a world's threads, and the shadow of all memory that they access."""
 
-    def __init__(self, size):
+    def __init__(self, size, previous=None):
+        """`previous`: of the kernel before, if the first grid is a dependent launch, which may overlap it."""
         self.states, self.shadow, self.accesses = {}, ShadowMemory(), [None]
         self.thread_of = [NOBODY]  # of each access that is a thread's own, its thread's number
         self.read_sets = [None]  # of cells that several threads read: {(number of the thread, scope): access}
         self.released = {}  # address -> releases that a load of the value there acquires
         self.phases = {}  # (barrier, phase) -> _Phase
-        self.start_of = {}  # rank -> what the threads of its next kernel know
-        self.nothing = initial(size)
+        self.nothing = initial(size + 1)  # thread 0 stands for all threads of the kernel before
+        self.completed = {}  # rank -> what is known when its last kernel has completed, and was when it started
+        if previous is not None:
+            self._follow(previous)
 
     # Kernels
 
+    def _follow(self, previous):
+        """Start with the accesses of the kernel before, as those of one thread."""
+        own = [n for n, thread in enumerate(previous.thread_of) if thread != 0 and n]
+        self.accesses += [previous.accesses[n]._replace(number=0, epoch=1, operation=None) for n in own]
+        self.thread_of += [0] * len(own)
+        renumbered = np.zeros(len(previous.accesses), np.int32)
+        renumbered[own] = np.arange(1, len(own) + 1)
+        any_of_set = [next((n for n in s.values() if renumbered[n]), 0) if s else 0 for s in previous.read_sets]
+        self.shadow = previous.shadow.renumbered(renumbered, np.array(any_of_set))
+        known = np.array(self.nothing)
+        known[0] = 1
+        self.completed[None] = memoryview(known), self.nothing
+
     def start(self, grid):
         """Number the threads of a grid, which starts now."""
-        known = self.start_of.get(grid.rank, self.nothing)
+        known, before = self.completed.get(grid.rank, (self.nothing, self.nothing))
+        prerequisite = None
+        if grid.dependent:
+            known, prerequisite = before, known
         for t in grid.threads():
-            t.race_state = self.states[t] = ThreadState(t, len(self.states), known)
+            t.race_state = self.states[t] = ThreadState(t, len(self.states) + 1, known, prerequisite)
 
     def end(self, grid):
         """Let the next kernel of this rank know what this grid did."""
-        clock = join(self.states[t].clock for t in grid.threads())
-        self.start_of[grid.rank] = clock.known
+        before = self.completed.get(grid.rank, (self.nothing, None))[0]
+        self.completed[grid.rank] = join(self.states[t].clock for t in grid.threads()).known, before
+
+    def wait_for_prerequisite(self, thread):
+        """Execute `griddepcontrol.wait`: the kernel before has completed."""
+        state = thread.race_state
+        if state.prerequisite is not None:
+            merger = Merger(VectorClock(state.prerequisite, NOBODY, 0))
+            state.clock, state.fenced = merger.add_to(state.clock), merger.add_to(state.fenced)
+            state.prerequisite = None
 
     # Accesses
 

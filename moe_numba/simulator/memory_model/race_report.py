@@ -36,6 +36,11 @@ def _remedy(earlier, later):
     if earlier.operation is not None:
         return f"{earlier.operation.remedy}, then let other threads know (a barrier, or release and acquire)"
     a, b = earlier.thread, later.thread
+    if a.grid is not b.grid and a.grid.rank == b.grid.rank:
+        return (
+            f"kernel {b.grid.name} is launched to overlap the kernel before it, {a.grid.name}: "
+            "it needs griddepcontrol_wait first"
+        )
     if a.block is b.block:
         if a.warp == b.warp:
             return "between lanes of a warp it needs cuda.syncwarp, or a barrier of the block"

@@ -23,6 +23,15 @@ class Page:
     def _set(self, writes, reads):
         self.writes, self.reads = memoryview(writes), memoryview(reads)
 
+    def renumbered(self, numbers, of_sets):
+        """Return a page whose entries have other numbers, with one read instead of each set of reads."""
+        page = Page.__new__(Page)
+        page.shift = self.shift
+        reads = np.asarray(self.reads)
+        reads = np.where(reads >= 0, reads, of_sets[np.maximum(-reads, 0)])
+        page._set(numbers[np.asarray(self.writes)], numbers[reads])
+        return page
+
     def refine(self, shift):
         """Divide the cells into smaller ones."""
         count = 1 << self.shift - shift
@@ -38,6 +47,12 @@ class ShadowMemory:
 
     def __init__(self):
         self.pages = {}
+
+    def renumbered(self, numbers, of_sets):
+        """Return a copy in which access `n` is `numbers[n]`, and set `n` of reads is access `of_sets[n]`."""
+        copy = ShadowMemory()
+        copy.pages = {index: page.renumbered(numbers, of_sets) for index, page in self.pages.items()}
+        return copy
 
     def cells(self, address: int, size: int):
         """Return (page, first cell, cell after the last one) of each page that the bytes from an address on touch."""
