@@ -2,6 +2,7 @@
 
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
+import contextlib
 import os
 import sys
 
@@ -105,6 +106,13 @@ def no_plans():
     for name, module in list(sys.modules.items()):
         if name.startswith("moe_numba."):
             vars(module).get("_plans", {}).clear()
+
+
+@pytest.fixture(autouse=True)
+def no_races(request):
+    """Do not report data races in tests whose kernels race on purpose: marked with ``intended_races(reason)``."""
+    with simulator.races(False) if request.node.get_closest_marker("intended_races") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -344,9 +344,7 @@ def test_dependent_launches(waits, conflict):
         if waits or conflict == "none":
             launch_both(dependent=True)
         else:
-            with pytest.raises(
-                simulator.DataRace, match="overlap the kernel before it, first: it needs griddep"
-            ):
+            with pytest.raises(simulator.DataRace, match="overlap the kernel before it, first: it needs griddep"):
                 launch_both(dependent=True)
 
 
