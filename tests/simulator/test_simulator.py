@@ -523,6 +523,105 @@ def test_endless_polling_is_a_deadlock():
     )
 
 
+@cuda.jit
+def poll_plainly(flag, out):
+    if cuda.blockIdx.x == 0:
+        while flag[0] == 0:
+            pass
+    flag[0] = 1
+
+
+@cuda.jit
+def count_polls(flag, out):
+    polls = 0
+    while flag[0] == 0:
+        polls += 1
+    out[0] = polls
+
+
+@cuda.jit
+def poll_two_flags(flag, out):
+    last = out[-1 + len(out)]
+    while flag[0] == 0 and out[cuda.laneid] == last:
+        pass
+
+
+@cuda.jit
+def poll_shared_memory(flag, out):
+    ready = cuda.shared.array(1, numba.int32)
+    ready[0] = 0
+    while ready[0] == 0:
+        pass
+
+
+@cuda.jit
+def poll_in_a_device_function(flag, out):
+    while not is_set(flag):
+        pass
+
+
+@cuda.jit(device=True)
+def is_set(flag):
+    return flag[0] != 0
+
+
+PLAIN_POLLS = {
+    poll_plainly: r"flag\[0\]",
+    count_polls: r"flag\[0\]",
+    poll_two_flags: r"flag\[0\], out\[\d+\]|out\[\d+\], flag\[0\]",
+    poll_shared_memory: r"the shared array of test_simulator.py:\d+\[0\]",
+    poll_in_a_device_function: r"flag\[0\]",
+}
+
+
+@pytest.mark.parametrize("preempt", [0, 0.1])
+@pytest.mark.parametrize("kernel", PLAIN_POLLS, ids=lambda kernel: kernel.__name__)
+def test_a_loop_that_polls_with_plain_loads_is_a_deadlock(kernel, preempt):
+    where = "is_set" if kernel is poll_in_a_device_function else kernel.__name__
+    message = rf"lane \d+ polls ({PLAIN_POLLS[kernel]}) with plain loads, at {where}, test_simulator.py:\d+"
+    with simulator.seed(0, preempt), pytest.raises(simulator.Deadlock, match=message):
+        kernel[1, 32](np.zeros(1, np.int32), np.zeros(32, np.int32))
+
+
+def test_polling_stale_memory_with_plain_loads_is_a_deadlock():
+    with simulator.weak_memory(), pytest.raises(simulator.Deadlock, match=r"polls flag\[0\] with plain loads"):
+        poll_plainly[2, 1](np.zeros(1, np.int32), np.zeros(32, np.int32))
+
+
+@cuda.jit
+def sum_up(x, out):
+    total = 0
+    for i in range(len(x)):
+        total += x[i]
+    out[cuda.laneid] = total
+
+
+@cuda.jit
+def repeat_one_load(x, out):
+    total = 0
+    for _ in range(2 * len(x)):
+        total += x[0]
+    out[cuda.laneid] = total
+
+
+@cuda.jit
+def count_in_memory(x, out):
+    while x[0] < 50_000:
+        x[0] += 1
+    out[cuda.laneid] = x[0]
+
+
+@cuda.jit
+def take_tickets(x, out):
+    while x[1] == 1 and cuda.atomic.add(x, 0, 1) < 100_000:
+        out[cuda.laneid] = 1
+
+
+@pytest.mark.parametrize("kernel", [sum_up, repeat_one_load, count_in_memory, take_tickets])
+def test_long_loops_of_plain_loads_run(kernel):
+    kernel[1, 2](np.ones(100_000, np.int64), np.zeros(32, np.int64))
+
+
 def test_a_leader_that_polls_for_its_warp_is_a_deadlock():
     @cuda.jit
     def kernel(out):

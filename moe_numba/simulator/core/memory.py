@@ -11,8 +11,10 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
+from moe_numba.simulator.core.polling import LOADS, sample
 
 watching = 0  # number of running worlds that preempt at memory accesses or detect races in shared memory
+loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
@@ -34,6 +36,13 @@ def before_access(target, index, writes, nbytes=None):
     t = maybe_preempt()
     if t is not None and target.allocation is not None and target.allocation.detector is not None:
         target.allocation.detector.check_access(t, target, index, writes, nbytes)
+
+
+def count_load(target, index):
+    """Count a load, which may belong to a loop that polls with plain loads."""
+    global loads_left
+    if not (loads_left := loads_left - 1):
+        loads_left = sample(target, index)
 
 
 def thread_prefix():
@@ -92,8 +101,11 @@ class Pointer:
         self._bytes = self._address = None
 
     def __getitem__(self, i):
+        global loads_left
         if watching:
             before_access(self, i, writes=False)
+        if not (loads_left := loads_left - 1):
+            loads_left = sample(self, i)
         if 0 <= i < self.size:
             return self.array[i]
         raise self._out_of_bounds(i)
@@ -153,6 +165,7 @@ class Pointer:
             dtype = as_dtype(dtype)
         if watching:
             before_access(self, index, False, dtype.itemsize * count)
+        count_load(self, index)
         return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
     def store_vector(self, index: int, values: tuple, dtype=None) -> None:
@@ -199,8 +212,11 @@ class Array:
         self._address = None
 
     def __getitem__(self, i):
+        global loads_left
         if watching:
             before_access(self, i, writes=False)
+        if not (loads_left := loads_left - 1):
+            loads_left = sample(self, i)
         self._check_not_negative(i)
         try:
             value = self.array[i]

@@ -16,6 +16,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import Deadlock, wait_report
+from moe_numba.simulator.core.polling import LOADS, snapshot
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
@@ -134,6 +135,7 @@ class World:
     def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
+        memory.loads_left = LOADS
         try:
             while self.queue or self.pollers:
                 if self.pollers and (self.changes != seen or not self.queue):
@@ -184,25 +186,7 @@ class World:
         since = idle - (1 << idle.bit_length() >> 1)
         if idle < _IDLE_ROUNDS or since > _LONGEST_CYCLE:
             return idle > _IDLE_LIMIT
-        snapshots = {t: _snapshot(t.gr_frame) for t in self.pollers}
+        snapshots = {t: snapshot(t.gr_frame) for t in self.pollers}
         if since == 0:
             self.snapshots = snapshots
         return since > 0 and snapshots == self.snapshots
-
-
-def _snapshot(frame):
-    """Return the position and the local variables of all frames of a waiting thread."""
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_lasti, [_comparable(v) for v in frame.f_locals.values()]))
-        frame = frame.f_back
-    return frames
-
-
-def _comparable(value):
-    """Return a variable's content in a form that compares by bits, so that a NaN equals itself."""
-    if type(value) is int or type(value) is str:
-        return value
-    if isinstance(value, np.generic):
-        return type(value), value.tobytes()
-    return repr(value) if isinstance(value, (int, float, str, tuple)) else id(value)

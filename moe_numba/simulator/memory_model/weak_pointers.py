@@ -63,6 +63,7 @@ class WeakPointer(WeakAccess, Pointer):
     def __getitem__(self, i):
         if memory.watching:
             memory.before_access(self, i, writes=False)
+        memory.count_load(self, i)
         return self.load(*self.cell(i))
 
     def __setitem__(self, i, value):
@@ -99,6 +100,7 @@ class WeakArray(WeakAccess, Array):
             return super().__getitem__(i)
         if memory.watching:
             memory.before_access(self, i, writes=False)
+        memory.count_load(self, i)
         return self.load(*cell)
 
     def __setitem__(self, i, value):
