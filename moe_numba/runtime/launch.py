@@ -6,6 +6,7 @@ of pointers, numbers and tensor maps. A call packs its arguments into one buffer
 
 import contextlib
 import ctypes
+import math
 import struct
 import sys
 import threading
@@ -240,7 +241,7 @@ class _SimulatedLauncher:
 
     def __init__(self, kernel, signature, options):
         self._kernel = kernel
-        self._options = {name: options[name] for name in ("shared_bytes", "cluster", "cooperative")}
+        self._options = {name: options[name] for name in ("launch_bounds", "shared_bytes", "cluster", "cooperative")}
         plain = ["uint8*" if s == TENSOR_MAP else s for s in signature]
         self._types = [np.dtype(s.removesuffix("*")) for s in plain]
         self._is_pointer = [s[-1] == "*" for s in plain]
@@ -343,7 +344,7 @@ def launch(kernel, grid, block, *args, stream=None, **options):
         raise ValueError(f"launch of {kernel.__name__}: no argument is a tensor, so the device is unknown")
     signature, values = signature_of(args)
     if TENSOR_MAP in signature or options.get("cpp_entry"):
-        options = {"launch_bounds": block} | options
+        options = {"launch_bounds": math.prod(_three(block))} | options
     index = device.index or 0
     if stream is None:
         stream = current_stream(index)

@@ -673,7 +673,7 @@ def test_an_exception_in_a_kernel_names_the_thread_and_cleans_up():
     @cuda.jit
     def kernel(out):
         if cuda.blockIdx.x == 1 and cuda.threadIdx.y == 2:
-            out[0] = {}["missing"]
+            raise KeyError("missing")
         cuda.syncthreads()
 
     with pytest.raises(KeyError) as found:

@@ -36,8 +36,9 @@ def run(
     args: Sequence,
     shared_bytes: int = 0,
     cluster: int | tuple[int, ...] | None = None,
-    cooperative: bool = False,
+    cooperative: bool | None = False,
     seed: int | None = None,
+    launch_bounds: int | tuple[int, int] | None = None,
     done: Sequence[Callable[[], object]] = (),
 ) -> None:
     """Run a kernel to completion, then call each function in `done`. Within `together`, only queue it.
@@ -51,8 +52,13 @@ def run(
         Scalars, arrays, tensors or Pointers.
     shared_bytes : int
         Dynamic shared memory.
+    cooperative : bool, optional
+        Launch all blocks at once or fail; `grid.sync()` needs it. None: as Numba's `kernel[grid, block]`, which launches
+        a kernel cooperatively if it calls `grid.sync()`.
     seed : int
         Replaces the seed in force.
+    launch_bounds : int or tuple of int
+        Most threads per block, and the least blocks per SM, that the kernel is compiled for.
 
     Raises
     ------
@@ -63,8 +69,12 @@ def run(
         raise SimulatorError(f"{greenlet.getcurrent()} launches a kernel, which a kernel cannot do")
     grid = _dim3("the grid", grid, (2**31 - 1, 65535, 65535))
     block = _dim3("the block", block, (1024, 1024, 64))
-    if block[0] * block[1] * block[2] > 1024:
+    bounds = launch_bounds or getattr(kernel, "targetoptions", {}).get("launch_bounds")
+    max_threads = (bounds[0] if isinstance(bounds, tuple) else bounds) or 1024
+    if math.prod(block) > 1024:
         raise ValueError(f"the block is {block}, but a block has at most 1024 threads")
+    if math.prod(block) > max_threads:
+        raise ValueError(f"the block is {block}, but the kernel's launch_bounds allow at most {max_threads} threads")
     cluster = _dim3("the cluster", cluster, (_MAX_CLUSTER_BLOCKS,) * 3) if cluster is not None else None
     if cluster and math.prod(cluster) > _MAX_CLUSTER_BLOCKS:
         raise ValueError(f"the cluster is {cluster}, but a cluster has at most {_MAX_CLUSTER_BLOCKS} blocks")
@@ -120,7 +130,7 @@ class Kernel:
         for extension in self.extensions:
             args = [extension.prepare_args(None, arg, stream=0, retr=write_back)[1] for arg in args]
         args = [_to_device(arg, write_back) for arg in args]
-        run(self, grid, block, args, shared_bytes, done=write_back)
+        run(self, grid, block, args, shared_bytes, cooperative=None, done=write_back)
 
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0):
         threads = tpb or 128

@@ -97,13 +97,13 @@ class World:
         memory.watching += 1
 
     def add(self, grid) -> None:
-        """Start a grid: all of its threads may run."""
+        """Start a grid: the threads of its resident blocks may run."""
         self.grids.append(grid)
         if grid.uses_async or self.preempt:
             self.watch_accesses()
         if self.memory_model is not None:
             self.memory_model.start(grid)
-        self.wake(grid.threads())
+        self.wake(grid.start())
 
     def retire(self, grid):
         """Record that a block or a copy of a grid has ended; after the last one the rank's next grid starts."""
@@ -169,8 +169,9 @@ class World:
         return [t for grid in self.grids for t in grid.threads()]
 
     def _report(self, what):
-        lines = [wait_report([t for t in grid.threads() if not t.dead]) for grid in self.grids]
+        lines = [wait_report([t for t in grid.started_threads() if not t.dead]) for grid in self.grids]
         for grid in self.grids:
+            lines += grid.unstarted_report()
             if grid.active and self.queued_grids.get(grid.rank):
                 lines += [
                     f"  {queued} waits for the end of kernel {grid.name}" for queued in self.queued_grids[grid.rank]
