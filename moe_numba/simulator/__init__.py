@@ -34,6 +34,7 @@ from moe_numba.simulator import capability
 _EXPORTS = {
     "errors": (
         "SimulatorError",
+        "CompileError",
         "Deadlock",
         "MissingLane",
         "DivergentBarrier",
@@ -56,8 +57,8 @@ _EXPORTS = {
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PACKAGES = {
     "core": (
-        *("arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats", "grid"),
-        *("kernel", "memory", "pointer_wrapping", "polling", "scheduler", "shared", "warp"),
+        *("arithmetic", "atomic", "barrier", "cluster", "compilable", "cuda_module", "engine", "errors", "floats"),
+        *("grid", "kernel", "memory", "pointer_wrapping", "polling", "scheduler", "shared", "warp"),
     ),
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),

@@ -229,10 +229,11 @@ def test_a_wait_two_phases_late_is_a_deadlock():
 
 def make_pipeline(stages=2, iterations=6, expected=64, flip=1, wait_full=1, wait_empty=1, release_early=0):
     """Make a pipeline of stages of 16 floats with a producer and a consumer warp, and optional mistakes."""
+    size = stages * 16
 
     @cuda.jit
     def kernel(out, x):
-        buffer = cuda.shared.array(stages * 16, float32, 128)
+        buffer = cuda.shared.array(size, float32, 128)
         full, empty = cuda.shared.array(stages, uint64), cuda.shared.array(stages, uint64)
         make_barriers(full, 1)
         make_barriers(empty, 32)

@@ -11,6 +11,10 @@ class SimulatorError(RuntimeError):
     """A kernel did something illegal or undefined, or asked for something that the simulator does not support."""
 
 
+class CompileError(SimulatorError):
+    """A kernel uses something that Numba does not compile for a GPU."""
+
+
 class Deadlock(SimulatorError):
     """No thread can make progress."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import greenlet
 
 from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.compilable import check_compilable
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.grid import Grid
@@ -53,8 +54,8 @@ def run(
     shared_bytes : int
         Dynamic shared memory.
     cooperative : bool, optional
-        Launch all blocks at once or fail; `grid.sync()` needs it. None: as Numba's `kernel[grid, block]`, which launches
-        a kernel cooperatively if it calls `grid.sync()`.
+        Launch all blocks at once or fail; `grid.sync()` needs it. None: if the kernel calls `grid.sync()`, as Numba's
+        `kernel[grid, block]`.
     seed : int
         Replaces the seed in force.
     launch_bounds : int or tuple of int
@@ -87,6 +88,7 @@ def run(
         raise TypeError(
             f"kernel {function.__name__} takes {len(names)} arguments ({', '.join(names)}), but {len(args)} were given"
         )
+    check_compilable(function)
     names += ("",) * (len(args) - len(names))
     args = [wrap_argument(value, name) for value, name in zip(args, names)]
     ranks = settings["ranks"]
