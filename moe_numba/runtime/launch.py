@@ -251,7 +251,8 @@ class _SimulatedLauncher:
             (v.view(t) if v else v) if p else t.type(v)
             for v, t, p in zip(values, self._types, self._is_pointer, strict=True)
         ]
-        simulator.run(self._kernel, grid, block, arguments, **self._options)
+        with simulator.errors.ShortTraceback():
+            simulator.run(self._kernel, grid, block, arguments, **self._options)
         _record(self, grid, block, 0, values)
 
     def prepare(self, grid, block, *values):

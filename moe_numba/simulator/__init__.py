@@ -28,6 +28,7 @@ import os
 import sys
 
 from moe_numba.simulator import capability
+from moe_numba.simulator.capability import UnsupportedInstruction
 
 # Public names by the submodule that defines them. They load on first use, so that a process with a GPU skips the
 # imports.
@@ -67,7 +68,7 @@ _PACKAGES = {
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
 _INTEGRATED_GPUS = "/dev/nvgpu", "/dev/nvhost-gpu"  # Jetson, whose older systems have no NVML
-__all__ = ["ENABLED", "REASON", *_MODULE_OF]
+__all__ = ["ENABLED", "REASON", "UnsupportedInstruction", *_MODULE_OF]
 
 
 def _gpu_is_present():
@@ -162,6 +163,10 @@ def _restore_row_stack():
 
     if not hasattr(np, "row_stack"):
         np.row_stack = np.vstack
+
+
+def __dir__():
+    return sorted(__all__)
 
 
 def __getattr__(name):

@@ -1,8 +1,10 @@
 """Simulator: memory, warps, blocks, deadlocks, seeds; kernels it must reject, with their error messages."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +18,7 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 import numba
 from numba import cuda
 
+from moe_numba.ptx.memory import ld_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
@@ -680,6 +683,91 @@ def test_an_exception_in_a_kernel_names_the_thread_and_cleans_up():
         kernel[2, (1, 4)](np.zeros(1))
     assert "block (1, 0, 0) warp 0 lane 2, threadIdx (0, 2, 0), of kernel kernel" in found.value.__notes__[0]
     assert lanes(cuda.jit(lambda out: cuda.syncthreads())) == [0] * 32
+
+
+@cuda.jit(device=True)
+def read_behind_the_end(x):
+    return x[100]
+
+
+@cuda.jit
+def call_a_faulty_function(x, pointer):
+    cuda.syncthreads()
+    x[0] = read_behind_the_end(x)
+
+
+@cuda.jit
+def add_behind_the_end(x, pointer):
+    cuda.atomic.add(x, 100, 1)
+
+
+@cuda.jit
+def read_a_pointer_behind_the_end(x, pointer):
+    ld_global_s32x4(pointer, 100)
+
+
+TRACEBACKS = {
+    call_a_faulty_function: ["call_a_faulty_function", "read_behind_the_end"],
+    add_behind_the_end: ["add_behind_the_end"],
+    read_a_pointer_behind_the_end: ["read_a_pointer_behind_the_end"],
+}
+
+
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kernel", TRACEBACKS, ids=lambda kernel: kernel.__name__)
+def test_a_traceback_ends_at_the_kernels_line(kernel, together, weak):
+    x = np.zeros(4, np.int32)
+    with pytest.raises(simulator.OutOfBounds) as found, contextlib.ExitStack() as stack:
+        if weak:
+            stack.enter_context(simulator.weak_memory())
+        if together:
+            stack.enter_context(simulator.together())
+        simulator.run(kernel, 1, 1, [x, simulator.pointer(x)])
+    frames = traceback.extract_tb(found.tb)
+    own = [frame.name for frame in frames if frame.filename == __file__]
+    assert own == ["test_a_traceback_ends_at_the_kernels_line", *TRACEBACKS[kernel]]
+    assert frames[-1].filename == __file__ and not any(
+        "simulator/" in frame.filename for frame in frames if frame.name not in own
+    )
+    assert found.value.__cause__ is None and (found.value.__suppress_context__ or not found.value.__context__)
+
+
+def test_an_error_of_the_simulator_itself_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(simulator.warp, "collective", None)
+    with pytest.raises(TypeError) as found:
+        simulator.run(sync_one_warp, 1, 32, [])
+    assert [frame.name for frame in traceback.extract_tb(found.tb)][-2:] == ["sync_one_warp", "syncwarp"]
+
+
+@cuda.jit
+def sync_one_warp():
+    cuda.syncwarp()
+
+
+def test_print_shows_the_contents_of_an_array(capsys):
+    @cuda.jit
+    def kernel(x, pointer):
+        a = cuda.shared.array(4, np.int32)
+        a[cuda.laneid] = cuda.laneid
+        cuda.syncwarp()
+        if cuda.laneid == 0:
+            print("a is", a, "x is", x, "pointer is", pointer)
+
+    x = np.arange(3)
+    simulator.run(kernel, 1, 4, [x, simulator.pointer(x)])
+    assert capsys.readouterr().out == "a is [0 1 2 3] x is [0 1 2] pointer is [0 1 2]\n"
+    assert repr(simulator.pointer(x, "x")) == "Pointer(x (3 x int64), [0 1 2])"
+
+
+def test_dir_lists_the_public_names():
+    names = dir(simulator)
+    assert {"run", "seed", "trace", "weak_memory", "Deadlock", "OutOfBounds", "UnsupportedInstruction"} <= set(names)
+    assert all(hasattr(simulator, name) and not name.startswith("_") for name in names)
+    errors = [
+        e for e in vars(simulator.errors).values() if isinstance(e, type) and issubclass(e, simulator.SimulatorError)
+    ]
+    assert {e.__name__ for e in errors} <= set(names)
 
 
 def test_wrong_launches_are_refused():

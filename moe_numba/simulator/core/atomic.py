@@ -24,8 +24,8 @@ def update(target, index, change):
         target.make_coherent(index)
     try:
         old = array[index]
-    except IndexError as error:
-        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}") from error
+    except IndexError:
+        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}") from None
     new = memory.convert(change(old), array.dtype)
     if weak:
         target.store_and_commit(index, new)

@@ -1,10 +1,11 @@
 """Errors that the simulator raises for faulty kernels, and how they name the place: block, warp, lanes, source line."""
 
 import os
+import types
 
 _SIMULATOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Frames of these folders carry out an instruction; error messages name the kernel's line that issued it.
-_INTERNAL = (_SIMULATOR + os.sep, os.path.join(os.path.dirname(_SIMULATOR), "ptx") + os.sep)
+_INTERNAL = _SIMULATOR + os.sep, *(os.path.join(os.path.dirname(_SIMULATOR), p) + os.sep for p in ("ptx", "runtime"))
 
 
 class SimulatorError(RuntimeError):
@@ -51,6 +52,33 @@ class Misaligned(SimulatorError):
     """A vector access or a copy is not aligned as the instruction requires."""
 
 
+class ShortTraceback:
+    """Context that removes the frames of the simulator from an error's traceback, which then ends at the kernel's line.
+
+    Every function of the simulator between the reader's call and the kernel has one. An error that is no SimulatorError
+    and is raised by the simulator keeps all frames.
+    """
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _, error, tb):
+        frames = []
+        while tb is not None:
+            frames.append(tb)
+            tb = tb.tb_next
+        if not frames or (not isinstance(error, SimulatorError) and _is_internal(frames[-1].tb_frame)):
+            return
+        for frame in reversed(frames):
+            if not _is_internal(frame.tb_frame):
+                tb = types.TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = tb
+
+
+def _is_internal(frame):
+    return frame.f_code.co_filename.startswith(_INTERNAL)
+
+
 def format_ranges(numbers):
     """Format a set of numbers as ranges: {0, 1, 2, 7} is "0-2, 7"."""
     runs = []
@@ -69,7 +97,7 @@ def format_lanes(mask):
 
 def kernel_frame(frame):
     """Return the innermost frame that belongs to a kernel or a device function, not to the simulator."""
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+    while frame is not None and _is_internal(frame):
         frame = frame.f_back
     return frame
 

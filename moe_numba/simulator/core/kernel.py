@@ -11,7 +11,7 @@ import greenlet
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.compilable import check_compilable
 from moe_numba.simulator.core.engine import Thread
-from moe_numba.simulator.core.errors import SimulatorError
+from moe_numba.simulator.core.errors import ShortTraceback, SimulatorError
 from moe_numba.simulator.core.grid import Grid
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
 from moe_numba.simulator.core.scheduler import World, settings
@@ -100,7 +100,8 @@ def run(
         ranks.add(launched, done)
         return
     world.add(launched)
-    world.run()
+    with ShortTraceback():
+        world.run()
     for callback in done:
         callback()
 
@@ -132,7 +133,8 @@ class Kernel:
         for extension in self.extensions:
             args = [extension.prepare_args(None, arg, stream=0, retr=write_back)[1] for arg in args]
         args = [_to_device(arg, write_back) for arg in args]
-        run(self, grid, block, args, shared_bytes, cooperative=None, done=write_back)
+        with ShortTraceback():
+            run(self, grid, block, args, shared_bytes, cooperative=None, done=write_back)
 
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0):
         threads = tpb or 128

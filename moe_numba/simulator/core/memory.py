@@ -88,6 +88,15 @@ def poison(shape, dtype, alignment=16, past=0):
     return raw.view(dtype).reshape(shape)
 
 
+def _contents(self):
+    """Return the elements, which is what `print` shows in a kernel. Error messages format the name and the type."""
+    return str(self.array)
+
+
+def _describe(self):
+    return f"{type(self).__name__}({self:}, {self.array})"
+
+
 class Pointer:
     """A checked flat view of the memory that a device pointer can reach; corresponds to `T *` in C.
 
@@ -195,11 +204,10 @@ class Pointer:
     def _out_of_bounds(self, index, more=""):
         return OutOfBounds(f"{thread_prefix()}index {index}{more} is outside {self}")
 
-    def __str__(self):
+    def __format__(self, _):
         return f"{self.name or 'a pointer'} ({self.size} x {self.array.dtype})"
 
-    def __repr__(self):
-        return f"Pointer({self})"
+    __str__, __repr__ = _contents, _describe
 
 
 class Array:
@@ -220,8 +228,8 @@ class Array:
         self._check_not_negative(i)
         try:
             value = self.array[i]
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
         return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
 
     def __setitem__(self, i, value):
@@ -232,8 +240,8 @@ class Array:
             self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:
             self.array[i] = convert(value, self.array.dtype)
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
 
     @property
     def dtype(self) -> np.dtype:
@@ -277,11 +285,10 @@ class Array:
     def __iter__(self):
         return (self._wrap(item) for item in self.array)
 
-    def __str__(self):
+    def __format__(self, _):
         return f"{self.name or 'an array'} ({' x '.join(map(str, self.array.shape))} x {self.array.dtype})"
 
-    def __repr__(self):
-        return f"Array({self})"
+    __str__, __repr__ = _contents, _describe
 
 
 def reachable_view(array):

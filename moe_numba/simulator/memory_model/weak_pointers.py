@@ -89,8 +89,8 @@ class WeakArray(WeakAccess, Array):
         self._check_not_negative(i)
         try:
             element = self.array[(*i, ...) if type(i) is tuple else (i, ...)]
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
         if element.ndim:
             return None
         return element.reshape(1).view(np.uint8), element.__array_interface__["data"][0]
