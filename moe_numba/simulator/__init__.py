@@ -59,7 +59,7 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 _PACKAGES = {
     "core": (
         *("arithmetic", "atomic", "barrier", "cluster", "compilable", "cuda_module", "engine", "errors", "floats"),
-        *("grid", "kernel", "memory", "pointer_wrapping", "polling", "scheduler", "shared", "warp"),
+        *("grid", "kernel", "memory", "pointer_wrapping", "polling", "registers", "scheduler", "shared", "warp"),
     ),
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),

@@ -54,7 +54,7 @@ class Block:
 
     def __init__(self, grid, index):
         self.grid, self.index, self.size = grid, Dim3(*index), grid.block_size
-        self.open_rendezvous, self.exited = {}, 0
+        self.open_rendezvous, self.exited, self.registers = {}, 0, None
         self.shared = SharedMemory(self, grid.shared_layout)
         self.warpgroups = [Warpgroup(self, g) for g in range((self.size + 127) // 128)]
         self.warps = [Warp(self, w) for w in range((self.size + 31) // 32)]
@@ -126,10 +126,11 @@ class Grid:
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] | None = None,
         cooperative: bool | None = False,
+        launch_bounds: tuple[int, int] | None = None,
     ):
         self.world, self.kernel, self.name = world, kernel, kernel.__name__
         self.grid_dim, self.block_dim, self.cluster_dim = Dim3(*grid_dim), Dim3(*block_dim), Dim3(*cluster or (1, 1, 1))
-        self.args, self.cooperative = args, cooperative
+        self.args, self.cooperative, self.launch_bounds = args, cooperative, launch_bounds
         self.shared_layout, self.uses_async = SharedLayout(shared_bytes), uses_async_instructions(kernel)
         self.block_size = self.block_dim.x * self.block_dim.y * self.block_dim.z
         self.size = self.block_size * self.grid_dim.x * self.grid_dim.y * self.grid_dim.z

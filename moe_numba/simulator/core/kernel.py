@@ -71,11 +71,12 @@ def run(
     grid = _dim3("the grid", grid, (2**31 - 1, 65535, 65535))
     block = _dim3("the block", block, (1024, 1024, 64))
     bounds = launch_bounds or getattr(kernel, "targetoptions", {}).get("launch_bounds")
-    max_threads = (bounds[0] if isinstance(bounds, tuple) else bounds) or 1024
+    if bounds:
+        bounds = (*bounds, 1)[:2] if isinstance(bounds, tuple) else (bounds, 1)
     if math.prod(block) > 1024:
         raise ValueError(f"the block is {block}, but a block has at most 1024 threads")
-    if math.prod(block) > max_threads:
-        raise ValueError(f"the block is {block}, but the kernel's launch_bounds allow at most {max_threads} threads")
+    if bounds and math.prod(block) > bounds[0]:
+        raise ValueError(f"the block is {block}, but the kernel's launch_bounds allow at most {bounds[0]} threads")
     cluster = _dim3("the cluster", cluster, (_MAX_CLUSTER_BLOCKS,) * 3) if cluster is not None else None
     if cluster and math.prod(cluster) > _MAX_CLUSTER_BLOCKS:
         raise ValueError(f"the cluster is {cluster}, but a cluster has at most {_MAX_CLUSTER_BLOCKS} blocks")
@@ -95,7 +96,7 @@ def run(
     if ranks is not None and seed is not None:
         raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks share one: simulator.seed")
     world = World(seed) if ranks is None else ranks.world
-    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative)
+    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative, bounds)
     if ranks is not None:
         ranks.add(launched, done)
         return
