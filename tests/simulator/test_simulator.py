@@ -18,6 +18,7 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 import numba
 from numba import cuda
 
+from moe_numba.ptx.atomics import ld_volatile_s32
 from moe_numba.ptx.memory import ld_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
 
@@ -584,6 +585,26 @@ def test_a_loop_that_polls_with_plain_loads_is_a_deadlock(kernel, preempt):
     message = rf"lane \d+ polls ({PLAIN_POLLS[kernel]}) with plain loads, at {where}, test_simulator.py:\d+"
     with simulator.seed(0, preempt), pytest.raises(simulator.Deadlock, match=message):
         kernel[1, 32](np.zeros(1, np.int32), np.zeros(32, np.int32))
+
+
+def test_a_deadlock_report_names_what_is_polled():
+    @cuda.jit
+    def volatile(flag, out):
+        while ld_volatile_s32(flag, cuda.laneid // 16) == 0:
+            pass
+
+    @cuda.jit
+    def atomic(flag, out):
+        while cuda.atomic.add(flag, cuda.laneid, 0) == 0:
+            pass
+
+    arguments = [simulator.pointer(np.zeros(32, np.int32)), 0]
+    for kernel, words in (
+        (volatile, r"lanes 0-31: ld.volatile, at volatile, test_simulator.py:\d+, polls flag\[0\], flag\[1\]$"),
+        (atomic, r"lanes 0-31: an atomic that changes nothing, at atomic, .*, polls flag\[0\], .*, flag\[3\], \.\.\.$"),
+    ):
+        with pytest.raises(simulator.Deadlock, match=words):
+            simulator.run(kernel, 1, 32, arguments)
 
 
 def test_polling_stale_memory_with_plain_loads_is_a_deadlock():

@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import OutOfBounds
+from moe_numba.simulator.core.polling import Poll
 from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 
 
@@ -34,7 +35,7 @@ def update(target, index, change):
     t = greenlet.getcurrent()
     if hasattr(t, "grid"):
         if new == old:
-            t.spin("an atomic that changes nothing")
+            t.spin(Poll("an atomic that changes nothing", target, index))
         else:
             t.grid.memory_changed()
     return old

@@ -7,6 +7,8 @@ _SIMULATOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Frames of these folders carry out an instruction; error messages name the kernel's line that issued it.
 _INTERNAL = _SIMULATOR + os.sep, *(os.path.join(os.path.dirname(_SIMULATOR), p) + os.sep for p in ("ptx", "runtime"))
 
+_MOST_ELEMENTS = 4  # that a report names of those that a warp polls
+
 
 class SimulatorError(RuntimeError):
     """A kernel did something illegal or undefined, or asked for something that the simulator does not support."""
@@ -115,10 +117,15 @@ def wait_report(threads, limit=8):
     groups = {}
     for t in sorted(threads, key=lambda t: (t.block.index, t.thread_id)):
         text = f"{t.waits or 'ready to run'}, at {source_location(t.gr_frame)}"
-        groups.setdefault((t.block, t.warp, text), []).append(t.lane)
-    lines = [
-        f"  {block} warp {warp} lanes {format_ranges(lanes)}: {text}" for (block, warp, text), lanes in groups.items()
-    ]
+        lanes, polled = groups.setdefault((t.block, t.warp, text), ([], {}))
+        lanes.append(t.lane)
+        if (element := getattr(t.waits, "element", None)) is not None:
+            polled[element()] = None
+    lines = []
+    for (block, warp, text), (lanes, polled) in groups.items():
+        elements = [*polled][:_MOST_ELEMENTS] + ["..."] * (len(polled) > _MOST_ELEMENTS)
+        text += f", polls {', '.join(elements)}" if polled else ""
+        lines.append(f"  {block} warp {warp} lanes {format_ranges(lanes)}: {text}")
     if len(lines) > limit:
         lines[limit:] = [f"  and {len(lines) - limit} more groups"]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ polls repeats a few loads that return the same values, from the same state.
 """
 
 import sys
+from typing import NamedTuple
 
 import greenlet
 import numpy as np
@@ -26,13 +27,32 @@ _samples = {}  # thread -> its samples, in order
 _last = None, (), 0  # the thread and the loads that were found to repeat last, and how often in a row
 
 
+class Poll(NamedTuple):
+    """What a thread waits for that polls an element of a pointer or an array."""
+
+    what: str
+    target: object
+    index: object
+
+    def element(self):
+        return element_name(self.target, self.index)
+
+    def __str__(self):
+        return self.what
+
+
+def element_name(target, index):
+    """Format an element of a pointer or an array for messages."""
+    return f"{getattr(target, 'name', '') or 'an array'}[{index}]"
+
+
 def sample(target, index):
     """Sample a load; return how many loads are left until the next sample."""
     t = greenlet.getcurrent()
     if not hasattr(t, "grid") or (_samples and t not in _samples and not t.grid.world.preempt):
         return _end()
     frame = kernel_frame(sys._getframe(1))
-    load = frame.f_code, frame.f_lasti, target.address, f"{target.name or 'an array'}[{index}]", _bits(target, index)
+    load = frame.f_code, frame.f_lasti, target.address, element_name(target, index), _bits(target, index)
     own = _samples.setdefault(t, [])
     own.append((load, (t.grid.world.changes, snapshot(frame))))
     if len(own) >= _SAMPLES:
