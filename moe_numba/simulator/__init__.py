@@ -13,6 +13,11 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
+- The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
+  bounds, static, dynamic and local memory, resident blocks and cooperative launches are checked, and the registers that
+  `setmaxnreg` moves. How many registers a kernel needs is not known, nor what else runs on the GPU.
+- A kernel that Numba would not compile is refused if its source shows it (`core.compilable`). A loop that polls with
+  plain loads is an error (`core.polling`).
 
 Arithmetic is NumPy's. It differs from compiled Numba in five ways, none of which affects kernels that name their types:
 - A Python number takes the type of the NumPy scalar it is combined with. Numba makes it int64 or float64.
