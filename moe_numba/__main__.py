@@ -130,8 +130,11 @@ def _plot(options):
         return _plot_readme(options.topic, topic.readme_table(record), options.check)
     _make_folder(options.out)
     for name, figure in topic.figures(record).items():
-        for path in plots.save(figure, options.out / f"{options.topic}-{name}"):
-            print(path)
+        try:
+            written = plots.save(figure, options.out / f"{options.topic}-{name}")
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
+        print(*written, sep="\n")
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 __all__ = ["MachineCode", "compile_apart", "disassemble", "disassembler", "resources"]
 
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
+_SETMAXNREG = re.compile(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)\S*\s+(?:UP\w+, )?(0x[0-9a-f]+)")
 # ptxas warns of wgmmas that it serialises, of a setmaxnreg that it ignores, of anything that costs time.
 _WARNING = re.compile(r"\((C\d+)\) Potential Performance Loss|\((C75\d\d)\)|(Potential Performance Loss)")
 
@@ -30,6 +31,7 @@ class MachineCode:
     spilled_bytes: int
     complaints: list
     opcodes: list | None
+    setmaxnreg: list | None = None  # register counts of its setmaxnreg instructions, in order
 
     def count(self, *prefixes):
         """Count the instructions that begin with one of these names; None without nvdisasm."""
@@ -129,6 +131,7 @@ def _report(compiled):
         **resources(compiled.log),
         "complaints": ["".join(found) for found in _WARNING.findall(compiled.log)],
         "opcodes": text and _OPCODE.findall(text),
+        "setmaxnreg": text and [int(count, 16) for count in _SETMAXNREG.findall(text)],
     }
 
 

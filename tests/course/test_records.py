@@ -268,6 +268,9 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
         assert cli.main([command, "toy", "--out", str(toy_topic / "file")]) == 2
         assert f"--out is {toy_topic / 'file'}, where nothing can be written" in capsys.readouterr().err
     assert sorted(path.name for path in (toy_topic / "figures").iterdir()) == ["toy-ladder.png", "toy-ladder.svg"]
+    (toy_topic / "folders" / "toy-ladder.png").mkdir(parents=True)
+    assert cli.main(["plot", "toy", "--out", str(toy_topic / "folders")]) == 2
+    assert "toy-ladder.png cannot be written: Is a directory" in capsys.readouterr().err
 
     page = toy_topic / "README.md"
     page.write_text("before\n")

@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import OutOfBounds
+from moe_numba.simulator.core.polling import Poll
 from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 
 
@@ -24,8 +25,8 @@ def update(target, index, change, scope="gpu", release=False):
         target.make_coherent(index)
     try:
         old = array[index]
-    except IndexError as error:
-        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}") from error
+    except IndexError:
+        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}") from None
     new = memory.convert(change(old), array.dtype)
     if weak:
         target.store_and_commit(index, new)
@@ -38,7 +39,7 @@ def update(target, index, change, scope="gpu", release=False):
             races.loaded(t, address, scope)
             races.stored(t, address, scope, release, updates=True)
         if new == old:
-            t.spin("an atomic that changes nothing")
+            t.spin(Poll("an atomic that changes nothing", target, index))
         else:
             t.grid.memory_changed()
     return old

@@ -46,7 +46,9 @@ class Shared:
 class Local:
     @staticmethod
     def array(shape, dtype, alignment=None):
-        return memory.local(shape, dtype, alignment)
+        array, frame = memory.local(shape, dtype, alignment), sys._getframe(1)
+        thread().grid.add_local_array((frame.f_code, frame.f_lasti), array.nbytes)
+        return array
 
 
 class Const:

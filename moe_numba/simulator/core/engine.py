@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import greenlet
 
+from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import (
     DivergentBarrier,
     MissingLane,
@@ -18,6 +19,7 @@ from moe_numba.simulator.core.errors import (
     source_location,
     wait_report,
 )
+from moe_numba.simulator.core.polling import LOADS
 from moe_numba.simulator.core.scheduler import Event
 
 
@@ -109,6 +111,7 @@ class Thread(greenlet.greenlet):
             self._complete(current, finish)
         if wait:
             # The last thread to arrive waits as well: if it continued at once, lanes would resume in a fixed order.
+            memory.loads_left = LOADS
             self.parent.switch()
             return self.result
 
@@ -129,13 +132,13 @@ class Thread(greenlet.greenlet):
 
     def park(self, where):
         """Wait until `World.wake` names this thread; `str(where)` describes what it waits for."""
-        self.waits = where
+        self.waits, memory.loads_left = where, LOADS
         self.parent.switch()
         return self.result
 
     def spin(self, what="polling"):
         """Yield before a poll: other threads run until memory changes (`Grid.memory_changed`) or none can run."""
-        self.waits = what
+        self.waits, memory.loads_left = what, LOADS
         self.grid.world.pollers.append(self)
         self.parent.switch()
 
@@ -165,6 +168,7 @@ class Thread(greenlet.greenlet):
             self.block.cluster.mark_arrived(warp)
         if self.block.exited == self.block.size:
             self.block.shared.check_end_of_block()
+            self.grid.world.wake(self.grid.start_next(self.block.cluster))
             self.grid.world.retire(self.grid)
 
     def _missing_from(self, rendezvous):

@@ -11,8 +11,10 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
+from moe_numba.simulator.core.polling import LOADS, sample
 
 watching = 0  # number of running worlds that preempt at memory accesses or detect races in shared memory
+loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
@@ -75,6 +77,13 @@ def byte_span(target, index, writes, size=None):
     return first, last - first
 
 
+def count_load(target, index):
+    """Count a load, which may belong to a loop that polls with plain loads."""
+    global loads_left
+    if not (loads_left := loads_left - 1):
+        loads_left = sample(target, index)
+
+
 def thread_prefix():
     """Return "<thread>: " for error messages, or "" outside a kernel."""
     t = greenlet.getcurrent()
@@ -118,6 +127,15 @@ def poison(shape, dtype, alignment=16, past=0):
     return raw.view(dtype).reshape(shape)
 
 
+def _contents(self):
+    """Return the elements, which is what `print` shows in a kernel. Error messages format the name and the type."""
+    return str(self.array)
+
+
+def _describe(self):
+    return f"{type(self).__name__}({self:}, {self.array})"
+
+
 class Pointer:
     """A checked flat view of the memory that a device pointer can reach; corresponds to `T *` in C.
 
@@ -131,8 +149,11 @@ class Pointer:
         self._bytes = self._address = None
 
     def __getitem__(self, i):
+        global loads_left
         if watching:
             before_access(self, i, writes=False)
+        if not (loads_left := loads_left - 1):
+            loads_left = sample(self, i)
         if 0 <= i < self.size:
             return self.array[i]
         raise self._out_of_bounds(i)
@@ -195,6 +216,7 @@ class Pointer:
             dtype = as_dtype(dtype)
         if watching:
             before_access(self, index, False, dtype.itemsize * count, scope)
+        count_load(self, index)
         return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
     def store_vector(self, index: int, values: tuple, dtype=None, scope: str | None = None) -> None:
@@ -227,11 +249,10 @@ class Pointer:
     def _out_of_bounds(self, index, more=""):
         return OutOfBounds(f"{thread_prefix()}index {index}{more} is outside {self}")
 
-    def __str__(self):
+    def __format__(self, _):
         return f"{self.name or 'a pointer'} ({self.size} x {self.array.dtype})"
 
-    def __repr__(self):
-        return f"Pointer({self})"
+    __str__, __repr__ = _contents, _describe
 
 
 class Array:
@@ -244,13 +265,16 @@ class Array:
         self._address = None
 
     def __getitem__(self, i):
+        global loads_left
         if watching:
             before_access(self, i, writes=False)
+        if not (loads_left := loads_left - 1):
+            loads_left = sample(self, i)
         self._check_not_negative(i)
         try:
             value = self.array[i]
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
         return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
 
     def load(self, i, scope):
@@ -277,8 +301,8 @@ class Array:
             self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:
             self.array[i] = convert(value, self.array.dtype)
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
 
     @property
     def dtype(self) -> np.dtype:
@@ -322,11 +346,10 @@ class Array:
     def __iter__(self):
         return (self._wrap(item) for item in self.array)
 
-    def __str__(self):
+    def __format__(self, _):
         return f"{self.name or 'an array'} ({' x '.join(map(str, self.array.shape))} x {self.array.dtype})"
 
-    def __repr__(self):
-        return f"Array({self})"
+    __str__, __repr__ = _contents, _describe
 
 
 def reachable_view(array):

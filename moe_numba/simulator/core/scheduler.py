@@ -16,6 +16,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import Deadlock, wait_report
+from moe_numba.simulator.core.polling import LOADS, snapshot
 from moe_numba.simulator.memory_model.happens_before import HappensBefore
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
@@ -106,7 +107,7 @@ class World:
         memory.watching += 1
 
     def add(self, grid) -> None:
-        """Start a grid: all of its threads may run."""
+        """Start a grid: the threads of its resident blocks may run."""
         self.grids.append(grid)
         if grid.uses_async or self.preempt or self.detects_races:
             self.watch_accesses()
@@ -117,7 +118,7 @@ class World:
             self.races.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
-        self.wake(grid.threads())
+        self.wake(grid.start())
 
     def retire(self, grid):
         """Record that a block or a copy of a grid has ended; after the last one the rank's next grid starts."""
@@ -151,6 +152,7 @@ class World:
     def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
+        memory.loads_left = LOADS
         try:
             while self.queue or self.pollers:
                 if self.pollers and (self.changes != seen or not self.queue):
@@ -186,8 +188,9 @@ class World:
         return [t for grid in self.grids for t in grid.threads()]
 
     def _report(self, what):
-        lines = [wait_report([t for t in grid.threads() if not t.dead]) for grid in self.grids]
+        lines = [wait_report([t for t in grid.started_threads() if not t.dead]) for grid in self.grids]
         for grid in self.grids:
+            lines += grid.unstarted_report()
             if grid.active and self.queued_grids.get(grid.rank):
                 lines += [
                     f"  {queued} waits for the end of kernel {grid.name}" for queued in self.queued_grids[grid.rank]
@@ -203,25 +206,7 @@ class World:
         since = idle - (1 << idle.bit_length() >> 1)
         if idle < _IDLE_ROUNDS or since > _LONGEST_CYCLE:
             return idle > _IDLE_LIMIT
-        snapshots = {t: _snapshot(t.gr_frame) for t in self.pollers}
+        snapshots = {t: snapshot(t.gr_frame) for t in self.pollers}
         if since == 0:
             self.snapshots = snapshots
         return since > 0 and snapshots == self.snapshots
-
-
-def _snapshot(frame):
-    """Return the position and the local variables of all frames of a waiting thread."""
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_lasti, [_comparable(v) for v in frame.f_locals.values()]))
-        frame = frame.f_back
-    return frames
-
-
-def _comparable(value):
-    """Return a variable's content in a form that compares by bits, so that a NaN equals itself."""
-    if type(value) is int or type(value) is str:
-        return value
-    if isinstance(value, np.generic):
-        return type(value), value.tobytes()
-    return repr(value) if isinstance(value, (int, float, str, tuple)) else id(value)

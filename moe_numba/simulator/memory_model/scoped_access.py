@@ -8,6 +8,7 @@ import numpy as np
 
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.polling import Poll
 from moe_numba.simulator.memory_model import store_buffer
 
 
@@ -26,7 +27,7 @@ def stored(t, pointer, index, scope, release=False):
 def load(what, pointer, index, acquire=False, scope="sys"):
     """Load an int32: relaxed or volatile, or with acquire semantics. `what` names the instruction in error messages."""
     t = thread()
-    t.spin(what)
+    t.spin(Poll(what, pointer, index))
     if (model := store_buffer.of(t)) is not None and 0 <= index < pointer.size:
         start = pointer.address + int(index) * pointer.array.itemsize
         model.drop_stale(t.block, start, start + 4)
