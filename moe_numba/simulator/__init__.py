@@ -11,6 +11,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
+- `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
 
@@ -52,6 +53,8 @@ _EXPORTS = {
     "store_buffer": ("weak_memory",),
     "pointer_wrapping": ("pointer",),
     "memory": ("Pointer", "Array"),
+    "collect": ("profile",),
+    "report": ("Profile", "write"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PACKAGES = {
@@ -62,6 +65,7 @@ _PACKAGES = {
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
+    "profiler": ("collect", "report"),
     "memory_model": ("ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}

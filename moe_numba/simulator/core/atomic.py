@@ -15,7 +15,7 @@ from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 def update(target, index, change):
     """Replace `target[index]` by `change(old)`, converted as in C, and return the old value."""
     if memory.watching:
-        memory.before_access(target, index, writes=True)
+        memory.before_access(target, index, writes=True, operation="atomic")
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))):
         raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}")

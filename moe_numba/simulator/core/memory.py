@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
 
-watching = 0  # number of running worlds that preempt at memory accesses or detect races in shared memory
+watching = 0  # number of running worlds that preempt at memory accesses, detect races in shared memory or are profiled
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
@@ -29,11 +29,17 @@ def maybe_preempt():
         return t
 
 
-def before_access(target, index, writes, nbytes=None):
-    """Maybe preempt, then check an access to shared memory for races; call it if `watching`."""
+def before_access(target, index, writes, nbytes=None, operation=None):
+    """Maybe preempt, check an access to shared memory for races, and count it; call it if `watching`.
+
+    `operation` names an access that is neither a load nor a store: "atomic" or "cp.async".
+    """
     t = maybe_preempt()
-    if t is not None and target.allocation is not None and target.allocation.detector is not None:
-        target.allocation.detector.check_access(t, target, index, writes, nbytes)
+    if t is not None:
+        if target.allocation is not None and target.allocation.detector is not None:
+            target.allocation.detector.check_access(t, target, index, writes, nbytes)
+        if (profile := t.grid.world.profile) is not None:
+            profile.access(t, target, index, writes, nbytes, operation)
 
 
 def thread_prefix():
@@ -280,6 +286,12 @@ def reachable_view(array):
     return np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))
 
 
+class LocalArray(Array):
+    """An array in a thread's local memory."""
+
+    __slots__ = ()
+
+
 def local(shape, dtype, alignment):
     """Return a new local array."""
-    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array")
+    return LocalArray(poison(shape, as_dtype(dtype), alignment or 16), "a local array")

@@ -31,9 +31,10 @@ def _seed_from_environment():
         raise ValueError(f"MOE_NUMBA_SEED is {text!r}; it must be an integer") from None
 
 
-# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`.
+# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`;
+# `profile`: None or a profiler's Collector.
 settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
-settings |= {"memory_model": None, "ranks": None, "rank": None}
+settings |= {"memory_model": None, "ranks": None, "rank": None, "profile": None}
 
 
 class Event(NamedTuple):
@@ -77,7 +78,7 @@ class World:
 
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
-        self.preempt, self.events = settings["preempt"], settings["events"]
+        self.preempt, self.events, self.profile = settings["preempt"], settings["events"], settings["profile"]
         self.grids, self.queue, self.pollers = [], [], []
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
         self.snapshots = None
@@ -98,8 +99,10 @@ class World:
     def add(self, grid) -> None:
         """Start a grid: all of its threads may run."""
         self.grids.append(grid)
-        if grid.uses_async or self.preempt:
+        if grid.uses_async or self.preempt or self.profile is not None:
             self.watch_accesses()
+        if self.profile is not None:
+            self.profile.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
         self.wake(grid.threads())
@@ -123,6 +126,8 @@ class World:
 
     def wake(self, threads):
         """Make threads ready to run."""
+        if self.profile is not None:
+            self.profile.wake(self, threads)
         for t in threads:
             t.waits = None
             warp = t.block.warps[t.warp]
@@ -134,6 +139,8 @@ class World:
     def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
+        if self.profile is not None:
+            self.profile.begin()
         try:
             while self.queue or self.pollers:
                 if self.pollers and (self.changes != seen or not self.queue):
@@ -162,6 +169,8 @@ class World:
             for t in self._threads():
                 if not t.dead:
                     t.throw()
+            if self.profile is not None:
+                self.profile.stop()
 
     def _threads(self):
         return [t for grid in self.grids for t in grid.threads()]

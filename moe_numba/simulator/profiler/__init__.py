@@ -1,0 +1,5 @@
+"""Profiler: counters per source line of the kernels that the simulator runs (`moe_numba.simulator.profile`).
+
+`collect` groups the executions and accesses of a warp's lanes, `coalescing` and `bank_conflicts` count what the memory
+system makes of them, `counters` holds the results, `static` asks the compiler, `report` and `html` render.
+"""

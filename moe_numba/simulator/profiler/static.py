@@ -1,0 +1,237 @@
+"""Static properties of a profiled kernel: registers, spills and shared memory from the compiler, and occupancy.
+
+A process has either Numba's compiler or the simulator, so the kernel is compiled in a process of its own, without a
+GPU. The kernel travels there by value: its code, its closures and its device functions.
+"""
+
+import importlib
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from types import FunctionType, ModuleType
+
+import numpy as np
+
+from moe_numba.simulator.core.kernel import Kernel
+from moe_numba.simulator.core.memory import Array, Pointer
+from moe_numba.simulator.profiler.occupancy import Occupancy, occupancy
+
+_REGISTERS_PER_BLOCK = 65536
+
+
+@dataclass
+class StaticProfile:
+    """What the compiler makes of a kernel for one GPU.
+
+    `registers` and the numbers after it are None where the kernel could not be compiled; `reason` then says why.
+    `sass_lines` maps "file:line" to the number of SASS instructions of that line.
+    """
+
+    gpu: str
+    launch_bounds: object = None
+    registers: int | None = None
+    stack_bytes: int | None = None
+    spilled_bytes: int | None = None
+    static_shared_bytes: int | None = None
+    sass_lines: dict | None = None
+    reason: str | None = None
+    setmaxnreg_registers: int | None = None  # that a block's warpgroups have after setmaxnreg, of 65,536
+    occupancy: list[Occupancy] = field(default_factory=list)  # of each launch
+
+    def estimated_instructions(self, kernel):
+        """Estimate the warp-level instructions of all launches: SASS instructions of a line times its executions.
+
+        Lines before the first one that runs (the `def`) count once per warp. Too low or too high where the compiler
+        unrolls a loop, replaces a branch by predicates or moves code out of a loop. None without line information.
+        """
+        if not self.sass_lines:
+            return None
+        executions = {f"{line.file}:{line.line}": line.executions for line in kernel.lines}
+        warps = sum(launch["warps"] for launch in kernel.launches)
+        first = min(line.line for line in kernel.lines if line.file == kernel.file and line.function == kernel.name)
+        before = {f"{kernel.file}:{number}" for number in range(first)}
+        return sum(
+            count * executions.get(site, warps if site in before else 0) for site, count in self.sass_lines.items()
+        )
+
+    def as_dict(self):
+        """Return the values as built-in types."""
+        return asdict(self) | {"occupancy": [o._asdict() for o in self.occupancy]}
+
+    def __str__(self):
+        if self.registers is None:
+            compiled = f"not compiled ({self.reason})"
+        else:
+            compiled = (
+                f"{self.registers} registers, {self.spilled_bytes} bytes spilled, {self.static_shared_bytes} bytes of "
+                f"static shared memory, launch bounds {self.launch_bounds}"
+            )
+        texts = [f"{self.gpu}: {compiled}"]
+        if self.setmaxnreg_registers is not None:
+            texts.append(f"setmaxnreg: {self.setmaxnreg_registers} of {_REGISTERS_PER_BLOCK} registers")
+        for o in dict.fromkeys((*o[:1], ", ".join(o.limited_by), *o[3:]) for o in self.occupancy):
+            blocks, limits, share, resident, fits = o
+            texts.append(
+                f"occupancy {share:.0%} ({blocks} blocks per SM, limited by {limits}), {resident} blocks at once: "
+                f"{'all blocks are co-resident' if fits else 'not all blocks are co-resident'}"
+            )
+        return "; ".join(texts)
+
+
+def compile_for(kernel, gpu):
+    """Compile a `KernelProfile`'s kernel for a GPU and return its StaticProfile."""
+    static = StaticProfile(gpu.name, kernel.options.get("launch_bounds"))
+    try:
+        signature = [type_name(value) for value in kernel.arguments]
+        report = _compile_apart(Kernel(kernel.function, **kernel.options), signature, _architecture(gpu.capability))
+    except Exception as error:  # no compiler, or a kernel that cannot be compiled apart; the report says which
+        static.reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        for name, value in report.items():
+            setattr(static, name, value)
+    if kernel.setmaxnreg:
+        static.setmaxnreg_registers = sum(128 * registers for registers in kernel.setmaxnreg.values())
+    for launch in kernel.launches:
+        threads, blocks = math.prod(launch["block"]), math.prod(launch["grid"])
+        static.occupancy.append(occupancy(gpu, threads, blocks, static.registers, launch["shared_bytes"]))
+    return static
+
+
+def _architecture(capability):
+    return (*capability, "a") if capability >= (9, 0) else capability
+
+
+def type_name(value):
+    """Return the name of an argument's type as `runtime.compile` takes it."""
+    if isinstance(value, Pointer):
+        return f"{_scalar_name(value.dtype)}*"
+    if isinstance(value, Array):
+        return f"{_scalar_name(value.dtype)}[{',' * (value.array.ndim - 1)}]"
+    if isinstance(value, (bool, np.bool_)):
+        return "boolean"
+    if isinstance(value, (int, float)) and not isinstance(value, np.generic):
+        return "int64" if isinstance(value, int) else "float64"
+    if isinstance(value, np.generic):
+        return _scalar_name(value.dtype)
+    raise TypeError(f"an argument of type {type(value).__name__} has no type name")
+
+
+def _scalar_name(dtype):
+    if dtype.kind == "V" or dtype.names:
+        return {1: "uint8", 2: "uint16"}[dtype.itemsize]  # bfloat16 and 8-bit floats travel as their bits
+    return "boolean" if dtype.kind == "b" else dtype.name
+
+
+def _compile_apart(kernel, signature, arch):
+    payload = _dumps((kernel, tuple(signature), arch))
+    package = os.path.dirname(__file__)
+    root = os.path.abspath(os.path.join(package, *[os.pardir] * 3))
+    done = subprocess.run(
+        [sys.executable, "-m", __spec__.name],
+        input=payload,
+        capture_output=True,
+        env={
+            **os.environ,
+            "MOE_NUMBA_SIMULATE": "0",
+            "NUMBA_ENABLE_CUDASIM": "0",
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
+        },
+    )
+    if done.returncode:
+        lines = done.stderr.decode().strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"the compiler's process ended with {done.returncode}")
+    return json.loads(done.stdout.decode().splitlines()[-1])
+
+
+def _dumps(value):
+    """Pickle kernels and device functions by value, and instructions by the factories that made them."""
+    from numba import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, item):
+            if isinstance(item, Kernel):
+                return _make_kernel, (_undecorated(item.py_func), _plain_options(item.targetoptions))
+            if isinstance(item, ModuleType):
+                return importlib.import_module, (item.__name__,)
+            if isinstance(item, FunctionType):
+                if (factory := _factory_call(item)) is not None:
+                    return _call_factory, factory
+                if getattr(item, "py_func", None) is item:
+                    return _make_device_function, (_undecorated(item),)
+                if item.__dict__.get(_BY_VALUE):
+                    return self._dynamic_function_reduce(item)
+            return super().reducer_override(item)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+_BY_VALUE = "_profiled_by_value"
+
+
+def _undecorated(function):
+    """Return a copy of a function without the simulator's attributes."""
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+    copy.__kwdefaults__ = function.__kwdefaults__
+    setattr(copy, _BY_VALUE, True)
+    return copy
+
+
+def _plain_options(options):
+    return {name: value for name, value in options.items() if name in ("launch_bounds", "max_registers", "fastmath")}
+
+
+def _factory_call(function):
+    """Return (module, factory, keyword arguments) of an instruction that a factory in `ptx` made; None for others."""
+    factory, nested, _ = function.__qualname__.partition(".<locals>.")
+    if not nested or not (function.__module__ or "").startswith("moe_numba.ptx."):
+        return None
+    made_by = getattr(sys.modules[function.__module__], factory)
+    made_by = getattr(made_by, "__wrapped__", made_by)
+    names = made_by.__code__.co_varnames[: made_by.__code__.co_argcount + made_by.__code__.co_kwonlyargcount]
+    values = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
+    return function.__module__, factory, {name: values[name] for name in names if name in values}
+
+
+def _call_factory(module, factory, arguments):
+    return getattr(importlib.import_module(module), factory)(**arguments)
+
+
+def _make_device_function(function):
+    from numba import cuda
+
+    return cuda.jit(device=True)(function)
+
+
+def _make_kernel(function, options):
+    from numba import cuda
+
+    return cuda.jit(**options)(function)
+
+
+def _serve():
+    """Compile the kernel that standard input holds, and print its report."""
+    import pickle
+
+    import moe_numba  # noqa: F401  chooses the compiler before Numba is loaded
+    from moe_numba.runtime.compile import compile_kernel
+    from moe_numba.runtime.sass import disassemble, resources, sass_per_line, static_shared_bytes
+
+    kernel, signature, arch = pickle.load(sys.stdin.buffer)
+    compiled = compile_kernel(kernel, signature, arch=arch, lineinfo=True)
+    shared = static_shared_bytes(compiled.code.code)
+    text = disassemble(compiled.code.code, "-c", "-g")
+    lines = text and {f"{file}:{line}": count for (file, line), count in sass_per_line(text).items()}
+    print(json.dumps({**resources(compiled.log), "static_shared_bytes": shared, "sass_lines": lines}))
+
+
+if __name__ == "__main__":
+    _serve()
