@@ -25,6 +25,7 @@ __all__ = [
     "static_shared_bytes",
 ]
 
+_RESERVED_SHARED_BYTES = 1024  # from compute capability 9.0 on, machine code counts the system's part as well
 _LINE = re.compile(r'//## File "(.*?)", line (\d+)')
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
 # ptxas warns of wgmmas that it serialises, of a setmaxnreg that it ignores, of anything that costs time.
@@ -91,13 +92,14 @@ def sass_per_line(text):
     return counts
 
 
-def static_shared_bytes(cubin):
-    """Return the bytes of static shared memory of a kernel in machine code (an ELF file with one kernel)."""
+def static_shared_bytes(cubin, arch):
+    """Return the bytes of static shared memory of a kernel, from its machine code (an ELF file) for ``arch``."""
     (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     start = sections[names][4]
     name = lambda section: cubin[start + section[0] :].split(b"\0", 1)[0].decode()
-    return sum(s[5] for s in sections if name(s).startswith(".nv.shared.") and not name(s).endswith(".reserved.0"))
+    size = sum(s[5] for s in sections if name(s).startswith(".nv.shared."))
+    return max(0, size - (_RESERVED_SHARED_BYTES if tuple(arch[:2]) >= (9, 0) else 0))
 
 
 def compile_apart(source, requests, arch=None, link_archs=()):

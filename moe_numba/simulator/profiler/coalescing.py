@@ -29,7 +29,7 @@ class DeviceAddresses:
     """Converts host addresses to those that the memory would have on a GPU, as far as alignment is concerned.
 
     NumPy aligns an array to 16 bytes, cudaMalloc to 256. An array that owns its memory therefore starts at a multiple
-    of 256 here, and a view keeps its offset. Torch aligns CPU storages to 64 bytes, so their addresses stay as they are.
+    of 256 here, and a view keeps its offset. Torch aligns CPU storages to 64 bytes, so their addresses do not change.
     """
 
     def __init__(self):

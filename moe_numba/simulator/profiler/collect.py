@@ -28,8 +28,8 @@ from moe_numba.simulator.core.memory import LocalArray
 from moe_numba.simulator.core.scheduler import override_settings
 from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
 from moe_numba.simulator.profiler.coalescing import DeviceAddresses, count_sectors, most_on_one_address
-from moe_numba.simulator.profiler.counters import Accesses, LineCounters, Operations, Waits
-from moe_numba.simulator.profiler.report import KernelProfile, Profile
+from moe_numba.simulator.profiler.counters import Accesses, Operations, Waits
+from moe_numba.simulator.profiler.report import Profile
 
 _contexts = itertools.count(1)
 
@@ -131,7 +131,8 @@ class _Warp:
     def __init__(self, warp):
         self.warp, self.running = warp, len(warp.threads)
         self.executions = {}  # (context, line counters, iteration) -> mask of lanes
-        self.accesses = {}  # (context, offset, iteration, number, space, operation, size) -> (counters, {lane: address})
+        # (context, offset, iteration, number, space, operation, size) -> (line counters, {lane: address})
+        self.accesses = {}
         self.contexts = {}  # (caller's context, offset, iteration, function) -> context
 
     def flush(self):
@@ -319,7 +320,7 @@ class Collector:
             if t.waits is not None:
                 lane = t.profile
                 groups.setdefault((lane.warp, lane.frame and lane.frame.counters, _name(t.waits)), []).append(t)
-        for (warp, counters, name), lanes in groups.items():
+        for (_, counters, name), lanes in groups.items():
             if name is not None and counters is not None:
                 steps = min(world.steps - t.profile.step for t in lanes)
                 waits = counters.waits.setdefault(name, Waits())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_numba.simulator.profiler import html, static
-from moe_numba.simulator.profiler.occupancy import gpu_properties
 from moe_numba.simulator.profiler.counters import METRICS, LineCounters, ratio
+from moe_numba.simulator.profiler.occupancy import gpu_properties
 
 SCHEMA = 1  # version of the JSON
 

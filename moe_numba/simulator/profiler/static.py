@@ -227,7 +227,7 @@ def _serve():
 
     kernel, signature, arch = pickle.load(sys.stdin.buffer)
     compiled = compile_kernel(kernel, signature, arch=arch, lineinfo=True)
-    shared = static_shared_bytes(compiled.code.code)
+    shared = static_shared_bytes(compiled.code.code, arch)
     text = disassemble(compiled.code.code, "-c", "-g")
     lines = text and {f"{file}:{line}": count for (file, line), count in sass_per_line(text).items()}
     print(json.dumps({**resources(compiled.log), "static_shared_bytes": shared, "sass_lines": lines}))
