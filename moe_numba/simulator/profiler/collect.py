@@ -24,6 +24,7 @@ import numpy as np
 
 from moe_numba.simulator.core.engine import Rendezvous
 from moe_numba.simulator.core.errors import _INTERNAL
+from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import LocalArray
 from moe_numba.simulator.core.scheduler import override_settings
 from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
@@ -123,6 +124,13 @@ def _folder_of(name):
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = tuple(_folder_of(name) for name in ("numpy", "numba", "numba_cuda", "greenlet"))
+
+
+def _called_by(caller, frame):
+    """Return whether `frame` is that of a kernel's function, or of `Kernel.__call__` called by it."""
+    if caller is None:
+        return True
+    return frame is caller.frame or frame.f_code is Kernel.__call__.__code__ and frame.f_back is caller.frame
 
 
 class _Warp:
@@ -268,7 +276,7 @@ class Collector:
         if known is None:
             # The code object is kept, so that its id is not reused.
             known = self._codes[id(code), lane.kernel] = code, _tracked(code, lane.kernel) and _Code(code, lane.kernel)
-        if not known[1]:
+        if not known[1] or not _called_by(lane.frame, frame.f_back):
             return None
         lane.frame = _Frame(lane, frame, known[1])
         return lane.frame.trace
@@ -346,7 +354,7 @@ def _name(waits):
 def _elements(target, index, writes, nbytes):
     """Yield the host address and the size of each element that an access touches."""
     array = target.array
-    if array.ndim == 1 and type(index) is not tuple and not isinstance(index, slice):
+    if array.ndim == 1 and isinstance(index, (int, np.integer)):
         yield target.address + int(index) * array.strides[0], nbytes or array.itemsize
     elif isinstance(index, tuple) and len(index) == array.ndim and not any(isinstance(i, slice) for i in index):
         yield target.address + sum(int(i) * s for i, s in zip(index, array.strides)), array.itemsize

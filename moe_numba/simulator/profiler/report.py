@@ -31,7 +31,8 @@ class KernelProfile:
     def __init__(self, function):
         self.function, self.name, self.file = function, function.__name__, function.__code__.co_filename
         self.launches, self.setmaxnreg, self.static = [], {}, None
-        self.arguments, self.options, self.layout = (), {}, None  # of the last launch
+        self.options, self.arguments = {}, ()  # of the last launch
+        self.layouts = []  # shared memory of each launch
         self.functions = set()  # (file, first line, last line) of the kernel and its device functions
         self._lines = {}
 
@@ -77,16 +78,20 @@ class Profile:
         warps = sum(len(block.warps) for block in grid.blocks)
         launch = {"grid": [*grid.grid_dim], "block": [*grid.block_dim], "cluster": [*grid.cluster_dim], "warps": warps}
         kernel.launches.append(launch)
-        kernel.arguments, kernel.options, kernel.layout = grid.args, grid.options, grid.shared_layout
+        kernel.layouts.append(grid.shared_layout)
+        kernel.options = grid.options
+        if self.gpu is not None:
+            kernel.arguments = grid.args
         return kernel
 
     def complete(self):
         """Compile the kernels, if the profile is for a GPU."""
         for kernel in self.kernels:
-            for launch in kernel.launches:
-                launch["shared_bytes"] = kernel.layout.used
+            for launch, layout in zip(kernel.launches, kernel.layouts):
+                launch["shared_bytes"] = layout.used
             if self.gpu is not None:
                 kernel.static = static.compile_for(kernel, self.gpu)
+                kernel.arguments = ()
 
     @property
     def kernels(self) -> list[KernelProfile]:
@@ -205,7 +210,8 @@ def _kernel_table(kernel) -> Iterator[str]:
         yield f"  waits at {name}: {waits.count} of a warp, {waits.steps} scheduler steps, the longest {waits.longest}"
     if kernel.setmaxnreg:
         used = sum(kernel.setmaxnreg.values()) * 128
-        yield f"  setmaxnreg per warpgroup: {kernel.setmaxnreg}: {used} registers of a block"
+        registers = ", ".join(str(kernel.setmaxnreg[group]) for group in sorted(kernel.setmaxnreg))
+        yield f"  setmaxnreg: {registers} registers per thread of the warpgroups, {used} of 65536 of a block"
     if kernel.static is not None:
         yield f"  {kernel.static}"
 

@@ -84,10 +84,16 @@ class StaticProfile:
 
 def compile_for(kernel, gpu):
     """Compile a `KernelProfile`'s kernel for a GPU and return its StaticProfile."""
-    static = StaticProfile(gpu.name, kernel.options.get("launch_bounds"))
+    bounds = kernel.options.get("launch_bounds")
+    if bounds is None and kernel.setmaxnreg:
+        bounds = math.prod(kernel.launches[0]["block"])
+    static = StaticProfile(gpu.name, bounds)
     try:
-        signature = [type_name(value) for value in kernel.arguments]
-        report = _compile_apart(Kernel(kernel.function, **kernel.options), signature, _architecture(gpu.capability))
+        signature = tuple(type_name(value) for value in kernel.arguments)
+        options = {"arch": _architecture(gpu.capability), "launch_bounds": static.launch_bounds}
+        # The linker takes setmaxnreg only from kernels with an entry in C++, which have no line information.
+        options |= {"cpp_entry": True} if kernel.setmaxnreg else {"lineinfo": True}
+        report = _compile_apart(Kernel(kernel.function, **kernel.options), signature, options)
     except Exception as error:  # no compiler, or a kernel that cannot be compiled apart; the report says which
         static.reason = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
@@ -126,8 +132,8 @@ def _scalar_name(dtype):
     return "boolean" if dtype.kind == "b" else dtype.name
 
 
-def _compile_apart(kernel, signature, arch):
-    payload = _dumps((kernel, tuple(signature), arch))
+def _compile_apart(kernel, signature, options):
+    payload = _dumps((kernel, signature, options))
     package = os.path.dirname(__file__)
     root = os.path.abspath(os.path.join(package, *[os.pardir] * 3))
     done = subprocess.run(
@@ -158,8 +164,8 @@ def _dumps(value):
             if isinstance(item, ModuleType):
                 return importlib.import_module, (item.__name__,)
             if isinstance(item, FunctionType):
-                if (factory := _factory_call(item)) is not None:
-                    return _call_factory, factory
+                if made_by := item.__dict__.get("made_by"):  # see `ptx.intrinsic.factory`
+                    return _call_factory, made_by
                 if getattr(item, "py_func", None) is item:
                     return _make_device_function, (_undecorated(item),)
                 if item.__dict__.get(_BY_VALUE):
@@ -189,20 +195,8 @@ def _plain_options(options):
     return {name: value for name, value in options.items() if name in ("launch_bounds", "max_registers", "fastmath")}
 
 
-def _factory_call(function):
-    """Return (module, factory, keyword arguments) of an instruction that a factory in `ptx` made; None for others."""
-    factory, nested, _ = function.__qualname__.partition(".<locals>.")
-    if not nested or not (function.__module__ or "").startswith("moe_numba.ptx."):
-        return None
-    made_by = getattr(sys.modules[function.__module__], factory)
-    made_by = getattr(made_by, "__wrapped__", made_by)
-    names = made_by.__code__.co_varnames[: made_by.__code__.co_argcount + made_by.__code__.co_kwonlyargcount]
-    values = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
-    return function.__module__, factory, {name: values[name] for name in names if name in values}
-
-
-def _call_factory(module, factory, arguments):
-    return getattr(importlib.import_module(module), factory)(**arguments)
+def _call_factory(module, factory, args, kwargs):
+    return getattr(importlib.import_module(module), factory)(*args, **kwargs)
 
 
 def _make_device_function(function):
@@ -225,9 +219,9 @@ def _serve():
     from moe_numba.runtime.compile import compile_kernel
     from moe_numba.runtime.sass import disassemble, resources, sass_per_line, static_shared_bytes
 
-    kernel, signature, arch = pickle.load(sys.stdin.buffer)
-    compiled = compile_kernel(kernel, signature, arch=arch, lineinfo=True)
-    shared = static_shared_bytes(compiled.code.code, arch)
+    kernel, signature, options = pickle.load(sys.stdin.buffer)
+    compiled = compile_kernel(kernel, signature, **options)
+    shared = static_shared_bytes(compiled.code.code, options["arch"])
     text = disassemble(compiled.code.code, "-c", "-g")
     lines = text and {f"{file}:{line}": count for (file, line), count in sass_per_line(text).items()}
     print(json.dumps({**resources(compiled.log), "static_shared_bytes": shared, "sass_lines": lines}))
