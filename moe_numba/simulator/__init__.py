@@ -54,7 +54,7 @@ _EXPORTS = {
     "pointer_wrapping": ("pointer",),
     "memory": ("Pointer", "Array"),
     "collect": ("profile",),
-    "report": ("Profile", "write"),
+    "report": ("Profile", "write_report"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PACKAGES = {

@@ -561,7 +561,7 @@ def test_the_heat_map_colours_the_line_with_the_largest_counter(profile_of_copie
 
 @pytest.mark.parametrize("name, words", [("p.txt", "kernel copy"), ("p.json", '"schema"'), ("p.html", "<table>")])
 def test_a_report_is_written_in_the_format_of_its_name(name, words, profile_of_copies, tmp_path):
-    simulator.write(profile_of_copies, str(tmp_path / name))
+    simulator.write_report(profile_of_copies, str(tmp_path / name))
     assert words in (tmp_path / name).read_text()
 
 

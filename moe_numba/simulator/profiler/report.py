@@ -89,8 +89,9 @@ class Profile:
         for kernel in self.kernels:
             for launch, layout in zip(kernel.launches, kernel.layouts):
                 launch["shared_bytes"] = layout.used
-            if self.gpu is not None:
-                kernel.static = static.compile_for(kernel, self.gpu)
+        if self.gpu is not None:
+            static.compile_for(self.kernels, self.gpu)
+            for kernel in self.kernels:
                 kernel.arguments = ()
 
     @property
@@ -137,7 +138,7 @@ class Profile:
         return self.heatmap()._repr_html_()
 
 
-def write(profile: Profile, path: str | None = None) -> None:
+def write_report(profile: Profile, path: str | None = None) -> None:
     """Print a profile as a table, or write it to a file: JSON for `.json`, HTML for `.html`, otherwise the table."""
     if path is None:
         print(profile.table())

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -82,29 +83,40 @@ class StaticProfile:
         return "; ".join(texts)
 
 
-def compile_for(kernel, gpu):
-    """Compile a `KernelProfile`'s kernel for a GPU and return its StaticProfile."""
-    bounds = kernel.options.get("launch_bounds")
-    if bounds is None and kernel.setmaxnreg:
-        bounds = math.prod(kernel.launches[0]["block"])
-    static = StaticProfile(gpu.name, bounds)
+def compile_for(kernels, gpu):
+    """Compile the kernels of a list of `KernelProfile` for a GPU, and set their `static`."""
+    requests = []
+    for kernel in kernels:
+        bounds = kernel.options.get("launch_bounds")
+        if bounds is None and kernel.setmaxnreg:
+            bounds = math.prod(kernel.launches[0]["block"])
+        kernel.static = StaticProfile(gpu.name, bounds)
+        if kernel.setmaxnreg:
+            kernel.static.setmaxnreg_registers = 128 * sum(kernel.setmaxnreg.values())
+        requests.append(_request(kernel, gpu))
+    for kernel, report in zip(kernels, _compile_apart(requests), strict=True):
+        for name, value in report.items():
+            setattr(kernel.static, name, value)
+        for launch in kernel.launches:
+            threads, blocks = math.prod(launch["block"]), math.prod(launch["grid"])
+            found = occupancy(gpu, threads, blocks, kernel.static.registers, launch["shared_bytes"])
+            kernel.static.occupancy.append(found)
+
+
+def _request(kernel, gpu):
+    """Return a kernel with its signature and compiler options as bytes, or the reason why it cannot be sent."""
+    options = {"arch": _architecture(gpu.capability), "launch_bounds": kernel.static.launch_bounds}
+    # The linker takes setmaxnreg only from kernels with an entry in C++, which have no line information.
+    options |= {"cpp_entry": True} if kernel.setmaxnreg else {"lineinfo": True}
     try:
         signature = tuple(type_name(value) for value in kernel.arguments)
-        options = {"arch": _architecture(gpu.capability), "launch_bounds": static.launch_bounds}
-        # The linker takes setmaxnreg only from kernels with an entry in C++, which have no line information.
-        options |= {"cpp_entry": True} if kernel.setmaxnreg else {"lineinfo": True}
-        report = _compile_apart(Kernel(kernel.function, **kernel.options), signature, options)
-    except Exception as error:  # no compiler, or a kernel that cannot be compiled apart; the report says which
-        static.reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    else:
-        for name, value in report.items():
-            setattr(static, name, value)
-    if kernel.setmaxnreg:
-        static.setmaxnreg_registers = sum(128 * registers for registers in kernel.setmaxnreg.values())
-    for launch in kernel.launches:
-        threads, blocks = math.prod(launch["block"]), math.prod(launch["grid"])
-        static.occupancy.append(occupancy(gpu, threads, blocks, static.registers, launch["shared_bytes"]))
-    return static
+        return _dumps((Kernel(kernel.function, **kernel.options), signature, options))
+    except Exception as error:  # whatever a closure holds may refuse to be pickled
+        return _reason(error)
+
+
+def _reason(error):
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def _architecture(capability):
@@ -132,30 +144,22 @@ def _scalar_name(dtype):
     return "boolean" if dtype.kind == "b" else dtype.name
 
 
-def _compile_apart(kernel, signature, options):
-    payload = _dumps((kernel, signature, options))
-    package = os.path.dirname(__file__)
-    root = os.path.abspath(os.path.join(package, *[os.pardir] * 3))
-    done = subprocess.run(
-        [sys.executable, "-m", __spec__.name],
-        input=payload,
-        capture_output=True,
-        env={
-            **os.environ,
-            "MOE_NUMBA_SIMULATE": "0",
-            "NUMBA_ENABLE_CUDASIM": "0",
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
-        },
-    )
+def _compile_apart(requests):
+    """Compile requests in a process of its own; return a dict of each kernel's properties, or of the reason."""
+    root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+    paths = os.pathsep.join([root, *filter(None, sys.path)])
+    environment = {**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", __spec__.name]
+    done = subprocess.run(command, input=pickle.dumps(requests), capture_output=True, env=environment)
     if done.returncode:
         lines = done.stderr.decode().strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"the compiler's process ended with {done.returncode}")
+        return [{"reason": lines[-1] if lines else f"the compiler ended with {done.returncode}"}] * len(requests)
     return json.loads(done.stdout.decode().splitlines()[-1])
 
 
 def _dumps(value):
     """Pickle kernels and device functions by value, and instructions by the factories that made them."""
-    from numba import cloudpickle
+    from numba import cloudpickle  # Numba's own copy
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, item):
@@ -212,19 +216,27 @@ def _make_kernel(function, options):
 
 
 def _serve():
-    """Compile the kernel that standard input holds, and print its report."""
-    import pickle
-
+    """Compile the kernels that standard input holds, and print a report of each."""
     import moe_numba  # noqa: F401  chooses the compiler before Numba is loaded
+
+    reports = []
+    for request in pickle.load(sys.stdin.buffer):
+        try:
+            reports.append({"reason": request} if isinstance(request, str) else _compile(*pickle.loads(request)))
+        except Exception as error:  # Numba's errors have many types
+            reports.append({"reason": _reason(error)})
+    print(json.dumps(reports))
+
+
+def _compile(kernel, signature, options):
     from moe_numba.runtime.compile import compile_kernel
     from moe_numba.runtime.sass import disassemble, resources, sass_per_line, static_shared_bytes
 
-    kernel, signature, options = pickle.load(sys.stdin.buffer)
     compiled = compile_kernel(kernel, signature, **options)
     shared = static_shared_bytes(compiled.code.code, options["arch"])
     text = disassemble(compiled.code.code, "-c", "-g")
     lines = text and {f"{file}:{line}": count for (file, line), count in sass_per_line(text).items()}
-    print(json.dumps({**resources(compiled.log), "static_shared_bytes": shared, "sass_lines": lines}))
+    return {**resources(compiled.log), "static_shared_bytes": shared, "sass_lines": lines}
 
 
 if __name__ == "__main__":
