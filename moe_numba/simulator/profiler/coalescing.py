@@ -16,8 +16,10 @@ SECTOR_BYTES = 32
 
 def count_sectors(addresses, size):
     """Count the distinct sectors that accesses of `size` bytes at these addresses touch."""
-    last = size - 1
-    return len({s for a in addresses for s in range(a // SECTOR_BYTES, (a + last) // SECTOR_BYTES + 1)})
+    first = {a // SECTOR_BYTES for a in addresses}
+    return len(
+        first.union(s for a in addresses for s in range(a // SECTOR_BYTES + 1, (a + size - 1) // SECTOR_BYTES + 1))
+    )
 
 
 def most_on_one_address(addresses):

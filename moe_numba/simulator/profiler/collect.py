@@ -69,22 +69,24 @@ class _Code:
             self._lines[line] = self._kernel.line(self.code, line)
         return self._lines[line]
 
-    def iteration(self, previous, before, after):
-        """Return the iteration numbers of the loops around offset `after`, outermost first.
+    def move(self, frame, before, iteration):
+        """Return the line counters of a frame's new line, and the iteration numbers of the loops around it.
 
-        `previous` are those at offset `before`, where the lane's last line event was.
+        The numbers start with the outermost loop. `iteration` are those of the lane's last line event, which was at
+        bytecode offset `before`.
         """
+        after = frame.f_lasti
         move = self._moves.get((before, after))
         if move is None:
-            move = self._moves[before, after] = self._move(before, after)
-        kept, repeats, entered = move
+            move = self._moves[before, after] = self.counters(frame.f_lineno), *self._loop_changes(before, after)
+        counters, kept, repeats, entered = move
         if repeats:
-            previous = (*previous[: kept - 1], previous[kept - 1] + 1)
-        elif kept < len(previous):
-            previous = previous[:kept]
-        return previous + entered
+            iteration = (*iteration[: kept - 1], iteration[kept - 1] + 1)
+        elif kept < len(iteration):
+            iteration = iteration[:kept]
+        return counters, iteration + entered
 
-    def _move(self, before, after):
+    def _loop_changes(self, before, after):
         """Return the number of loops that are not left, whether the innermost of them repeats, and a 0 per new loop."""
         around = [loop for loop in self._loops if loop[0] <= after <= loop[1]]
         kept = sum(loop[0] <= before <= loop[1] for loop in around)
@@ -201,11 +203,9 @@ class _Frame:
     def trace(self, frame, event, _):
         lane = self.lane
         if event == "line":
-            offset = frame.f_lasti
-            self.iteration = self.code.iteration(self.iteration, self.offset, offset)
-            self.offset, self.access_offset = offset, -1
-            self.counters = counters = self.code.counters(frame.f_lineno)
-            key = self.context, counters, self.iteration
+            self.counters, self.iteration = self.code.move(frame, self.offset, self.iteration)
+            self.offset, self.access_offset = frame.f_lasti, -1
+            key = self.context, self.counters, self.iteration
             executions = lane.warp.executions
             executions[key] = executions.get(key, 0) | 1 << lane.index
             lane.step = lane.world.steps
@@ -219,17 +219,18 @@ class _Frame:
         self.access_number = self.access_number + 1 if offset == self.access_offset else 0
         self.access_offset = offset
         key = self.context, offset, self.iteration, self.access_number, space, operation, size
-        accesses = self.lane.warp.accesses
-        if key not in accesses:
-            accesses[key] = self.counters, {}
-        accesses[key][1][self.lane.index] = address
+        group = self.lane.warp.accesses.get(key)
+        if group is None:
+            group = self.lane.warp.accesses[key] = self.counters, {}
+        group[1][self.lane.index] = address
 
 
 class Collector:
     """Receives the events of all launches of a profile; a World calls it if it has one."""
 
     def __init__(self, result):
-        self.profile, self._codes, self._addresses = result, {}, DeviceAddresses()
+        self.profile, self._addresses = result, DeviceAddresses()
+        self._codes, self._untracked = {}, {}  # (id of a code object, kernel) -> _Code; id -> code object
         self._warps, self._previous = [], None
 
     def start(self, grid):
@@ -268,17 +269,21 @@ class Collector:
             lane.warp.flush()
 
     def _trace_call(self, frame, event, _):
+        code = frame.f_code
+        if id(code) in self._untracked:  # most calls: those within the simulator
+            return None
         lane = getattr(greenlet.getcurrent(), "profile", None)
         if lane is None:
             return None
-        code = frame.f_code
         known = self._codes.get((id(code), lane.kernel))
         if known is None:
-            # The code object is kept, so that its id is not reused.
-            known = self._codes[id(code), lane.kernel] = code, _tracked(code, lane.kernel) and _Code(code, lane.kernel)
-        if not known[1] or not _called_by(lane.frame, frame.f_back):
+            if not _tracked(code, lane.kernel):
+                self._untracked[id(code)] = code  # kept, so that its id is not reused
+                return None
+            known = self._codes[id(code), lane.kernel] = _Code(code, lane.kernel)
+        if not _called_by(lane.frame, frame.f_back):
             return None
-        lane.frame = _Frame(lane, frame, known[1])
+        lane.frame = _Frame(lane, frame, known)
         return lane.frame.trace
 
     def access(self, t, target, index, writes, nbytes, operation):
@@ -292,6 +297,10 @@ class Collector:
         else:
             space = "shared" if target.allocation.shared.block is t.block else "distributed shared"
             shift = target.allocation.to_window
+        array = target.array
+        if type(index) is int and array.ndim == 1:  # most accesses
+            frame.access(operation, space, target.address + index * array.strides[0] + shift, nbytes or array.itemsize)
+            return
         for address, size in _elements(target, index, writes, nbytes):
             frame.access(operation, space, address + shift, size)
 
