@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -549,12 +550,21 @@ def test_json_has_every_counter(profile_of_copies):
     assert kernel["lines"][1]["accesses"][0]["space"] == "global"
 
 
+def test_every_counter_and_key_is_documented(profile_of_copies):
+    text = (Path(__file__).parents[2] / "docs/simulator_profile.md").read_text()
+    for name, metric in METRICS.items():
+        assert f"| `{name}` | {metric.description} |" in text and metric.nsight_compute in text
+    kernel = profile_of_copies.as_dict()["kernels"][0]
+    for key in [*kernel, *kernel["launches"][0], *kernel["lines"][0], *kernel["lines"][1]["accesses"][0]]:
+        assert key in text, key
+
+
 def test_the_heat_map_colours_the_line_with_the_largest_counter(profile_of_copies):
     page = str(profile_of_copies.heatmap("global_load_sectors"))
     coloured = [row for row in page.split("<tr") if "background" in row]
     assert len(coloured) == 1 and "y[i] = x[first" in coloured[0] and "0.70" in coloured[0]
-    assert "prefers-color-scheme: dark" in page and "<script" not in page and "http" not in page
-    assert profile_of_copies._repr_html_() == str(profile_of_copies.heatmap("executions"))
+    assert "color-scheme: light dark" in page and "<script" not in page and "http" not in page
+    assert profile_of_copies._repr_html_() in str(profile_of_copies.heatmap("executions"))
     with pytest.raises(ValueError, match="counter is 'sectors'"):
         profile_of_copies.heatmap("sectors")
 

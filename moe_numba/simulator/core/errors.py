@@ -63,9 +63,14 @@ def format_lanes(mask):
     return format_ranges(lane for lane in range(32) if mask >> lane & 1)
 
 
+def is_internal(path):
+    """Return whether a source file carries out instructions: it belongs to the simulator or to `ptx`."""
+    return path.startswith(_INTERNAL)
+
+
 def kernel_frame(frame):
     """Return the innermost frame that belongs to a kernel or a device function, not to the simulator."""
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+    while frame is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

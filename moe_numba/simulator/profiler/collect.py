@@ -23,7 +23,7 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.core.engine import Rendezvous
-from moe_numba.simulator.core.errors import _INTERNAL
+from moe_numba.simulator.core.errors import is_internal
 from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import LocalArray
 from moe_numba.simulator.core.scheduler import override_settings
@@ -117,7 +117,7 @@ def _tracked(code, kernel):
         return path in linecache.cache
     if path.startswith(_STANDARD_LIBRARY):
         return "site-packages" in path
-    return not path.startswith((*_INTERNAL, *_LIBRARIES))
+    return not is_internal(path) and not path.startswith(_LIBRARIES)
 
 
 def _folder_of(name):

@@ -1,4 +1,4 @@
-"""Heat map: the source of kernels with a colour per line, as one HTML fragment for light and dark pages."""
+"""Heat map: the source of kernels with a colour per line, as HTML without scripts for light and dark pages."""
 
 import html
 import linecache
@@ -7,28 +7,29 @@ import os
 from moe_numba.simulator.profiler.counters import METRICS
 
 _STYLE = """
-.sim-profile { font: 13px/1.45 system-ui, sans-serif; color: #1f2328; overflow-x: auto }
+.sim-profile { font: 13px/1.45 system-ui, sans-serif; overflow-x: auto }
 .sim-profile table { border-collapse: collapse; font: 12px/1.45 ui-monospace, monospace }
 .sim-profile td, .sim-profile th { padding: 0 .6em; text-align: right; white-space: pre; border: 0 }
 .sim-profile td.source { text-align: left }
 .sim-profile th { font-weight: 600 }
 .sim-profile .number { opacity: .6 }
-@media (prefers-color-scheme: dark) { .sim-profile { color: #e6edf3 } }
 """
 _COLOUR = "230, 85, 13"  # translucent, so that it suits light and dark pages
 
 
 class Page:
-    """A heat map; `str` gives the HTML, and notebooks display it."""
+    """A heat map; `str` gives a whole HTML page, and notebooks display its body in their own colours."""
 
     def __init__(self, kernels, counter):
         self._kernels, self._counter = kernels, counter
 
     def __str__(self):
+        head = '<meta charset="utf-8"><title>Profile</title><style>:root { color-scheme: light dark }</style>'
+        return f"<!DOCTYPE html><html><head>{head}</head><body>{self._repr_html_()}</body></html>"
+
+    def _repr_html_(self):
         parts = "".join(_kernel(kernel, self._counter) for kernel in self._kernels)
         return f'<div class="sim-profile"><style>{_STYLE}</style>{parts}</div>'
-
-    _repr_html_ = __str__
 
 
 def _kernel(kernel, counter):

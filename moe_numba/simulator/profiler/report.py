@@ -112,7 +112,7 @@ class Profile:
     __str__ = table
 
     def as_dict(self) -> dict:
-        """Return the counters as built-in types, with the keys that `docs/simulator_profile.md` describes."""
+        """Return the counters as built-in types; `docs/simulator_profile.md` describes the keys."""
         gpu = self.gpu and self.gpu._asdict()
         return {"schema": SCHEMA, "gpu": gpu, "kernels": [_kernel_dict(kernel) for kernel in self.kernels]}
 
