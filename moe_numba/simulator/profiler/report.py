@@ -79,7 +79,7 @@ class Profile:
         launch = {"grid": [*grid.grid_dim], "block": [*grid.block_dim], "cluster": [*grid.cluster_dim], "warps": warps}
         kernel.launches.append(launch)
         kernel.layouts.append(grid.shared_layout)
-        kernel.options = grid.options
+        kernel.options = {"launch_bounds": getattr(grid, "launch_bounds", None)} | grid.options
         if self.gpu is not None:
             kernel.arguments = grid.args
         return kernel
