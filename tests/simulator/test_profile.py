@@ -432,6 +432,33 @@ def test_while_loops_with_break_and_continue(seed):
     assert (line(result, "100").executions, line(result, "100").divergence) == (1, 1)
 
 
+def test_the_condition_of_a_while_loop_with_continue():
+    """The odd lanes have one iteration more; Python tests the condition at two places of its code."""
+
+    @cuda.jit
+    def kernel(y):
+        i = cuda.threadIdx.x
+        k = 0
+        while k < i % 2 + 4:
+            k += 1
+            if k == 2 + i % 2:
+                continue
+            y[i] += float32(1)
+            while k == 7:
+                k += 1
+        y[i] += float32(2)
+
+    result = profiled(kernel, 1, 32, np.zeros(32, np.float32))
+    for text, executions, lanes in [
+        ("while k < i % 2", 6, 5 * 32 + 16),
+        ("if k == 2 + i % 2", 5, 4 * 32 + 16),
+        ("continue", 2, 32),
+        ("while k == 7", 5, 3 * 32 + 16),
+        ("float32(2)", 1, 32),
+    ]:
+        assert (line(result, text).executions, line(result, text).active_lanes) == (executions, lanes), text
+
+
 def test_calls_of_a_device_function_are_told_apart_by_their_call_sites():
     @cuda.jit(device=True)
     def square(v):
@@ -579,6 +606,16 @@ def test_nothing_is_traced_outside_a_profile(profile_of_copies):
     assert sys.gettrace() is None or "profiler" not in str(sys.gettrace())
     assert simulator.memory.watching == 0
     assert simulator.scheduler.settings["profile"] is None
+
+
+def test_ranks_are_profiled_together():
+    with simulator.profile() as p, simulator.together():
+        for _ in range(2):
+            simulator.run(copy, 1, 32, (np.zeros(32, np.float32), np.zeros(32, np.float32), 1, 0))
+    assert p["copy"].total.global_load_sectors == 8
+    with simulator.together(), pytest.raises(simulator.SimulatorError, match="enter it outside"):
+        with simulator.profile():
+            pass
 
 
 def test_a_failing_kernel_leaves_its_counters():

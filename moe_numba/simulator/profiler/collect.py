@@ -10,25 +10,21 @@ Python's line events (`sys.settrace`) report executions, `memory.before_access` 
 """
 
 import contextlib
-import dis
-import importlib.util
 import itertools
-import linecache
-import os
 import re
 import sys
-import sysconfig
 
 import greenlet
 import numpy as np
 
 from moe_numba.simulator.core.engine import Rendezvous
-from moe_numba.simulator.core.errors import is_internal
+from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import LocalArray
-from moe_numba.simulator.core.scheduler import override_settings
+from moe_numba.simulator.core.scheduler import override_settings, settings
 from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
 from moe_numba.simulator.profiler.coalescing import DeviceAddresses, count_sectors, most_on_one_address
+from moe_numba.simulator.profiler.control_flow import FunctionCode, belongs_to_kernel
 from moe_numba.simulator.profiler.counters import Accesses, Operations, Waits
 from moe_numba.simulator.profiler.report import Profile
 
@@ -50,82 +46,13 @@ def profile(gpu=None):
     ------
     Profile
     """
+    if settings["ranks"] is not None:
+        raise SimulatorError("simulator.profile() is used within simulator.together(): enter it outside")
     result = Profile(gpu)
     collector = Collector(result)
     with override_settings(profile=collector):
         yield result
     result.complete()
-
-
-class _Code:
-    """The loops and the line counters of one function of a kernel."""
-
-    def __init__(self, code, kernel):
-        self.code, self._kernel, self._lines, self._moves = code, kernel, {}, {}
-        self._loops = _loops(code)
-
-    def counters(self, line):
-        if line not in self._lines:
-            self._lines[line] = self._kernel.line(self.code, line)
-        return self._lines[line]
-
-    def move(self, frame, before, iteration):
-        """Return the line counters of a frame's new line, and the iteration numbers of the loops around it.
-
-        The numbers start with the outermost loop. `iteration` are those of the lane's last line event, which was at
-        bytecode offset `before`.
-        """
-        after = frame.f_lasti
-        move = self._moves.get((before, after))
-        if move is None:
-            move = self._moves[before, after] = self.counters(frame.f_lineno), *self._loop_changes(before, after)
-        counters, kept, repeats, entered = move
-        if repeats:
-            iteration = (*iteration[: kept - 1], iteration[kept - 1] + 1)
-        elif kept < len(iteration):
-            iteration = iteration[:kept]
-        return counters, iteration + entered
-
-    def _loop_changes(self, before, after):
-        """Return the number of loops that are not left, whether the innermost of them repeats, and a 0 per new loop."""
-        around = [loop for loop in self._loops if loop[0] <= after <= loop[1]]
-        kept = sum(loop[0] <= before <= loop[1] for loop in around)
-        return kept, kept > 0 and after <= before, (0,) * (len(around) - kept)
-
-
-def _loops(code):
-    """Return the first and the last bytecode offset of each loop, outermost first."""
-    jumps = {*dis.hasjrel, *dis.hasjabs}
-    loops = {}
-    for instruction in dis.get_instructions(code):
-        if instruction.opcode in jumps and instruction.argval <= instruction.offset:
-            loops[instruction.argval] = instruction.offset  # the last jump back to it
-    merged = []
-    for start, end in sorted(loops.items()):
-        while merged and merged[-1][0] < start <= merged[-1][1] < end:  # `continue` in a `while` makes two of one loop
-            start, _ = merged.pop()
-        merged.append((start, end))
-    return merged
-
-
-def _tracked(code, kernel):
-    """Return whether a function belongs to a kernel: not to the simulator, the PTX instructions or a library."""
-    path = code.co_filename
-    if path == kernel.file:
-        return True
-    if path.startswith("<"):  # generated code, unless a notebook has registered it
-        return path in linecache.cache
-    if path.startswith(_STANDARD_LIBRARY):
-        return "site-packages" in path
-    return not is_internal(path) and not path.startswith(_LIBRARIES)
-
-
-def _folder_of(name):
-    return os.path.dirname(importlib.util.find_spec(name).origin) + os.sep
-
-
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_LIBRARIES = tuple(_folder_of(name) for name in ("numpy", "numba", "numba_cuda", "greenlet"))
 
 
 def _called_by(caller, frame):
@@ -230,7 +157,7 @@ class Collector:
 
     def __init__(self, result):
         self.profile, self._addresses = result, DeviceAddresses()
-        self._codes, self._untracked = {}, {}  # (id of a code object, kernel) -> _Code; id -> code object
+        self._codes, self._untracked = {}, {}  # (id of a code object, kernel) -> FunctionCode; id -> code object
         self._warps, self._previous = [], None
 
     def start(self, grid):
@@ -277,10 +204,10 @@ class Collector:
             return None
         known = self._codes.get((id(code), lane.kernel))
         if known is None:
-            if not _tracked(code, lane.kernel):
+            if not belongs_to_kernel(code, lane.kernel):
                 self._untracked[id(code)] = code  # kept, so that its id is not reused
                 return None
-            known = self._codes[id(code), lane.kernel] = _Code(code, lane.kernel)
+            known = self._codes[id(code), lane.kernel] = FunctionCode(code, lane.kernel)
         if not _called_by(lane.frame, frame.f_back):
             return None
         lane.frame = _Frame(lane, frame, known)
