@@ -4,10 +4,8 @@ Numba represents a tuple of float32 as that many registers. They are operands of
 which instruction produces and which consumes them, and does not reorder across.
 """
 
-from functools import cache
-
 from moe_numba import simulator
-from moe_numba.ptx.intrinsic import make_intrinsic
+from moe_numba.ptx.intrinsic import factory, make_intrinsic
 
 
 def tuple_intrinsic(simulate, result, arguments, emit):
@@ -77,7 +75,7 @@ def arithmetic(counts, result, emit, *, simulate):
     return tuple_intrinsic(simulate, returned, arguments, lambda b, values: emit(b, *values))
 
 
-@cache
+@factory
 def make_fma(n):
     """Make ``fma(total, acc, factor)``: total + acc * factor per accumulator, rounded once; ``factor`` is one float."""
 
@@ -90,7 +88,7 @@ def make_fma(n):
     return arithmetic((n // 2, n // 2, None), n // 2, emit, simulate=fma)
 
 
-@cache
+@factory
 def make_fma_columns(n):
     """Make ``fma(total, acc, factors)``, as ``make_fma`` with one factor per column, for a thread's n / 4 columns."""
 

@@ -1,9 +1,7 @@
 """Asynchronous copies without a tensor map: ``cp.async`` (16 bytes per thread) and ``cp.async.bulk`` (any length)."""
 
-from functools import cache
-
 from moe_numba import simulator
-from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
+from moe_numba.ptx.intrinsic import POINTER, SHARED, factory, instruction
 
 
 def cp_async_16(array, offset, pointer, index, valid_bytes):
@@ -26,7 +24,7 @@ cp_async_16 = instruction(
 cp_async_commit_group = instruction("cp.async.commit_group;", "void", simulate=cp_async_commit_group)
 
 
-@cache
+@factory
 def make_cp_async_wait_group(pending):
     """Make ``wait()``, ``cp.async.wait_group``: wait until at most ``pending`` groups are in flight."""
 
@@ -103,7 +101,7 @@ bulk_store = instruction(
 bulk_commit_group = instruction("cp.async.bulk.commit_group;", "void", simulate=bulk_commit_group)
 
 
-@cache
+@factory
 def make_bulk_wait_group(pending):
     """Make ``wait()``, ``cp.async.bulk.wait_group``: wait until at most ``pending`` groups are in flight.
 
@@ -116,7 +114,7 @@ def make_bulk_wait_group(pending):
     return instruction(f"cp.async.bulk.wait_group {pending};", "void", simulate=bulk_wait_group)
 
 
-@cache
+@factory
 def make_bulk_wait_group_read(pending):
     """Make ``wait()``, ``cp.async.bulk.wait_group.read``: wait until older groups have read their shared memory.
 

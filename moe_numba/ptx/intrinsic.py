@@ -22,6 +22,21 @@ POINTER = "pointer"
 SHARED = "shared"
 
 
+def factory(function):
+    """Cache the functions that ``function`` makes for kernels.
+
+    In the simulator each remembers the call that made it, so that its profiler can compile kernels that use it.
+    """
+
+    def make(*args, **kwargs):
+        made = function(*args, **kwargs)
+        if simulator.ENABLED and inspect.isfunction(made):
+            made.made_by = function.__module__, function.__name__, args, kwargs
+        return made
+
+    return functools.cache(functools.wraps(function)(make))
+
+
 def instruction(template, result, *operands, simulate, side_effect=True, fallback=None):
     """Make a function for one PTX instruction.
 

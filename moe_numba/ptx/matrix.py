@@ -6,13 +6,11 @@ Lane ``8 i + r`` addresses row ``r`` of matrix ``i`` (16 bytes, 16-byte aligned)
 bits. All lanes of the warp must execute the instruction.
 """
 
-from functools import cache
-
 import numpy as np
 
 from moe_numba import simulator
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.intrinsic import SHARED, instruction
+from moe_numba.ptx.intrinsic import SHARED, factory, instruction
 
 
 def _stmatrix(count, trans):
@@ -37,7 +35,7 @@ stmatrix_x2, stmatrix_x2_trans = _stmatrix(2, False), _stmatrix(2, True)
 stmatrix_x4, stmatrix_x4_trans = _stmatrix(4, False), _stmatrix(4, True)
 
 
-@cache
+@factory
 def make_load_shared(n):
     """Make ``load(array, index)``: load the factors of a thread's n / 4 accumulator columns (``ld.shared.v4.f32``).
 
@@ -91,7 +89,7 @@ def _load_factors(builder, data, i, n):
     return [builder.extract_element(loaded, ir.Constant(ir.IntType(32), k)) for k in range(width)]
 
 
-@cache
+@factory
 def make_fma_shared(n):
     """Make ``fma(total, acc, array, index)``: ``total + acc * factor`` per column, loading each factor before its use.
 
@@ -127,7 +125,7 @@ def _fma_shared(n):
     return fma_shared
 
 
-@cache
+@factory
 def make_stmatrix_fragment(n, first, count, pitch):
     """Make ``store(array, offset, values, factor)``: store ``count`` columns of a fragment as rows of bf16.
 

@@ -12,17 +12,15 @@ and every lane receives the bytes ``4 c`` to ``4 c + 3`` of row ``g`` of each ma
 these instructions.
 """
 
-from functools import cache
-
 from moe_numba import simulator
 from moe_numba.ptx.accumulators import tuple_intrinsic
-from moe_numba.ptx.intrinsic import make_intrinsic, simulated
+from moe_numba.ptx.intrinsic import factory, make_intrinsic, simulated
 
 # PTX types of A and B, and elements of k per instruction.
 _TYPES = {"bf16": ("bf16", 16), "f16": ("f16", 16), "e4m3": ("e4m3", 32)}
 
 
-@cache
+@factory
 def make_ldmatrix_x4(offsets=(0,)):
     """Make ``load(array, index)``, ``ldmatrix.sync.aligned.m8n8.x4.shared.b16``, once for each offset.
 
@@ -60,7 +58,7 @@ def _ldmatrix(simulate, offsets):
     return make_intrinsic(simulate, 2, typing)
 
 
-@cache
+@factory
 def make_mma(dtype, m=16, n=8, accumulate=True):
     """Make ``d = mma(d, a, b)``, ``mma.sync.aligned.m16n8``, once for each 16 x 8 part of an m x n tile.
 
@@ -111,7 +109,7 @@ def _mma(simulate, text, m, n, accumulate):
     return tuple_intrinsic(simulate, floats, [floats] * accumulate + [a, b], emit)
 
 
-@cache
+@factory
 def make_fma_rows(m, n, halves=1):
     """Make ``fma(total, d, factors)``: ``total + d * factor`` for an m x n tile, with one factor per row.
 
@@ -139,7 +137,7 @@ def make_fma_rows(m, n, halves=1):
     return tuple_intrinsic(fma_rows, floats, [floats, floats, types.UniTuple(types.float32, rows * halves)], emit)
 
 
-@cache
+@factory
 def make_e4m3_as_f16(count, odd):
     """Make ``convert(registers)``: convert two of the four e4m3 of each of ``count`` registers to two float16.
 

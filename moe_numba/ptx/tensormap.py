@@ -9,10 +9,8 @@ Maps are aligned to 128 bytes in shared and in global memory. A map that the hos
 with ``fence_proxy_tensormap_acquire_sys``: the TMA unit may still cache an older map at the same address.
 """
 
-from functools import cache
-
 from moe_numba import simulator
-from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
+from moe_numba.ptx.intrinsic import POINTER, SHARED, factory, instruction
 
 
 def tensormap_replace_global_address(array, offset, pointer, index):
@@ -32,7 +30,7 @@ tensormap_replace_global_address = instruction(
 )
 
 
-@cache
+@factory
 def make_tensormap_replace_global_dim(dimension):
     """Make ``replace(array, offset, extent)``, ``tensormap.replace.tile.global_dim``; dimension 0 is the innermost."""
 
@@ -48,7 +46,7 @@ def make_tensormap_replace_global_dim(dimension):
     )
 
 
-@cache
+@factory
 def make_tensormap_replace_global_stride(dimension):
     """Make ``replace(array, offset, stride_bytes)``, ``tensormap.replace.tile.global_stride``.
 

@@ -1,11 +1,9 @@
 """Warp specialisation: named barriers for some of a block's warps, register reallocation, and lane election."""
 
-from functools import cache
-
 import numpy as np
 
 from moe_numba import simulator
-from moe_numba.ptx.intrinsic import instruction
+from moe_numba.ptx.intrinsic import factory, instruction
 
 
 def bar_sync(barrier, threads):
@@ -43,7 +41,7 @@ def _setmaxnreg(direction, registers):
     return instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {registers};", "void", simulate=setmaxnreg)
 
 
-@cache
+@factory
 def make_setmaxnreg_dec(registers):
     """Make ``release()``, ``setmaxnreg.dec``: reduce the warpgroup to ``registers`` registers per thread.
 
@@ -52,7 +50,7 @@ def make_setmaxnreg_dec(registers):
     return _setmaxnreg("dec", registers)
 
 
-@cache
+@factory
 def make_setmaxnreg_inc(registers):
     """Make ``request()``, ``setmaxnreg.inc``: raise the warpgroup to ``registers`` registers per thread.
 

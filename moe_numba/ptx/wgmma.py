@@ -9,13 +9,11 @@ The instruction is asynchronous. Accumulators are defined, and the operands' mem
 All threads of a warpgroup (four consecutive warps, the first a multiple of four) must execute these instructions.
 """
 
-from functools import cache
-
 import numpy as np
 
 from moe_numba import simulator
 from moe_numba.ptx.accumulators import assembly
-from moe_numba.ptx.intrinsic import SHARED, instruction
+from moe_numba.ptx.intrinsic import SHARED, factory, instruction
 
 _TYPES = {"e4m3": ("e4m3.e4m3", 32, "1, 1"), "bf16": ("bf16.bf16", 16, "1, 1, 0, 0")}
 
@@ -50,7 +48,7 @@ wgmma_descriptor = _descriptor(_SWIZZLE_128, wgmma_descriptor)
 wgmma_descriptor_64b = _descriptor(_SWIZZLE_64, wgmma_descriptor_64b)
 
 
-@cache
+@factory
 def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
     """Make ``tile(a, b)``: ``wgmma.fence``, ``steps`` wgmmas along k and ``wgmma.commit_group`` in one assembly block.
 
@@ -77,7 +75,7 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
     return assembly(template, n // 2, 2, in_place=accumulate, simulate=wgmma_tile)
 
 
-@cache
+@factory
 def make_wgmma_wait(n, pending):
     """Make ``wait(acc)``, ``wgmma.wait_group.sync.aligned``: wait until at most ``pending`` groups are in flight.
 

@@ -36,7 +36,9 @@ class Compiled:
     ptx: str | None = None  # None with link-time optimisation
 
 
-def compile_kernel(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bounds=None, lto=False, cpp_entry=False):
+def compile_kernel(
+    kernel, signature, *, arch=SM_90A, link_arch=None, launch_bounds=None, lto=False, cpp_entry=False, lineinfo=False
+):
     """Compile a ``@cuda.jit`` function; no GPU is needed.
 
     A kernel with a tensor map in its signature gets an entry in C++, because Numba cannot declare the
@@ -46,8 +48,8 @@ def compile_kernel(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bou
     ----------
     kernel : Numba dispatcher
     signature : tuple of str
-        A type for each argument: ``"int32"``, ``"float32*"`` for a pointer, ``"float32[]"`` for a Numba array, or
-        ``TENSOR_MAP``.
+        A type for each argument: ``"int32"``, ``"float32*"`` for a pointer, ``"float32[]"`` for a Numba array
+        (``"float32[,]"`` for one of two dimensions), or ``TENSOR_MAP``.
     arch : tuple
         Compute capability that PTX is generated for, such as ``(9, 0, "a")``.
     link_arch : tuple, optional
@@ -59,6 +61,8 @@ def compile_kernel(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bou
     cpp_entry : bool
         Make the entry in C++ also without a tensor map. ``setmaxnreg`` needs it (the linker ignores it in the
         relocatable code that it makes of PTX), and dynamic shared memory is then aligned behind static.
+    lineinfo : bool
+        Keep the source lines of instructions, for profilers and ``nvdisasm``. Without an entry in C++ only.
 
     Returns
     -------
@@ -66,7 +70,7 @@ def compile_kernel(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bou
     """
     launch_bounds = launch_bounds or kernel.targetoptions.get("launch_bounds")
     with _COMPILER_LOCK:
-        return _compile(kernel, signature, arch, link_arch or arch, launch_bounds, lto, cpp_entry)
+        return _compile(kernel, signature, arch, link_arch or arch, launch_bounds, lto, cpp_entry, lineinfo)
 
 
 def assemble(compiled, arch):
@@ -75,7 +79,7 @@ def assemble(compiled, arch):
     return replace(compiled, code=code, log=log)
 
 
-def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry):
+def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry, lineinfo):
     if cpp_entry or TENSOR_MAP in signature:
         return _compile_with_entry(kernel, signature, arch, link_arch, launch_bounds)
     with _compiling_for(arch):
@@ -87,8 +91,9 @@ def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry):
             cc=arch,
             output="ltoir" if lto else "ptx",
             launch_bounds=launch_bounds,
+            lineinfo=lineinfo,
         )
-    code, log = _link(codes, link_arch, lto)
+    code, log = _link(codes, link_arch, lto, lineinfo)
     if lto:
         return Compiled(code, log)
     return Compiled(code, log, re.search(r"\.entry\s+(\w+)", codes[0])[1], codes[0])
@@ -140,8 +145,9 @@ def _numba_type(name):
         return types.CPointer(types.uint8)
     if name.endswith("*"):
         return types.CPointer(getattr(types, name[:-1]))
-    if name.endswith("[]"):
-        return types.Array(getattr(types, name[:-2]), 1, "C")
+    if name.endswith("]"):
+        element, _, commas = name[:-1].partition("[")
+        return types.Array(getattr(types, element), len(commas) + 1, "C")
     return getattr(types, name)
 
 
@@ -149,7 +155,7 @@ def _arch_name(arch):
     return "sm_" + "".join(map(str, arch))
 
 
-def _link(codes, arch, lto):
+def _link(codes, arch, lto, lineinfo=False):
     """Link PTX or LTO-IR; what a kernel's device functions were declared to link may already be an object."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
@@ -157,7 +163,11 @@ def _link(codes, arch, lto):
     objects = [c if isinstance(c, ObjectCode) else make(c.encode() if isinstance(c, str) else c) for c in codes]
     # nvJitLink prints no log for code that it finds in its own cache; `cubin_cache` is ours.
     options = LinkerOptions(
-        arch=_arch_name(arch), link_time_optimization=lto or None, ptxas_options=["-v"], no_cache=True
+        arch=_arch_name(arch),
+        link_time_optimization=lto or None,
+        ptxas_options=["-v"],
+        no_cache=True,
+        lineinfo=lineinfo or None,
     )
     linker = Linker(*objects, options=options)
     return linker.link("cubin"), linker.get_info_log().replace("\0", "")

@@ -8,14 +8,25 @@ import os
 import re
 import runpy
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MachineCode", "compile_apart", "disassemble", "disassembler", "resources"]
+__all__ = [
+    "MachineCode",
+    "compile_apart",
+    "disassemble",
+    "disassembler",
+    "resources",
+    "sass_per_line",
+    "static_shared_bytes",
+]
 
+_RESERVED_SHARED_BYTES = 1024  # from compute capability 9.0 on, machine code counts the system's part as well
+_LINE = re.compile(r'//## File "(.*?)", line (\d+)')
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
 _SETMAXNREG = re.compile(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)\S*\s+(?:UP\w+, )?(0x[0-9a-f]+)")
 # ptxas warns of wgmmas that it serialises, of a setmaxnreg that it ignores, of anything that costs time.
@@ -59,6 +70,38 @@ def disassemble(cubin, *options):
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def sass_per_line(text):
+    """Count the instructions of each source line in what ``disassemble`` returns with ``"-g"``.
+
+    Instructions of inlined device functions count for the line of the call. The padding after a kernel's end does not
+    count.
+
+    Returns
+    -------
+    dict
+        (file, line) -> number of instructions; empty for code without line information.
+    """
+    counts, site, previous = {}, None, ""
+    for line in text.splitlines():
+        if found := _LINE.search(line):
+            site = found[1], int(found[2])
+        elif site and (found := _OPCODE.search(line)):
+            is_padding = found[1] == "NOP" or f"BRA `({previous.strip().rstrip(':')})" in line
+            counts[site] = counts.get(site, 0) + (not is_padding)
+        previous = line
+    return counts
+
+
+def static_shared_bytes(cubin, arch):
+    """Return the bytes of static shared memory of a kernel, from its machine code (an ELF file) for ``arch``."""
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    start = sections[names][4]
+    name = lambda section: cubin[start + section[0] :].split(b"\0", 1)[0].decode()
+    size = sum(s[5] for s in sections if name(s).startswith(".nv.shared."))
+    return max(0, size - (_RESERVED_SHARED_BYTES if tuple(arch[:2]) >= (9, 0) else 0))
 
 
 def compile_apart(source, requests, arch=None, link_archs=()):

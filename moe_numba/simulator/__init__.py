@@ -13,6 +13,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`.
+- `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
 - The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
@@ -62,6 +63,8 @@ _EXPORTS = {
     "store_buffer": ("weak_memory",),
     "pointer_wrapping": ("pointer",),
     "memory": ("Pointer", "Array"),
+    "collect": ("profile",),
+    "report": ("Profile", "write_report"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PACKAGES = {
@@ -72,6 +75,7 @@ _PACKAGES = {
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
+    "profiler": ("collect", "report"),
     "memory_model": ("happens_before", "ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}

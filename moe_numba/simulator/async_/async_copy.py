@@ -28,13 +28,15 @@ class _AsyncCopy:
 
     may_outlive_block = generic_proxy = False
 
-    def __init__(self, what, region, writes, spans, store=False):
+    def __init__(self, what, region, writes, spans, store=False, box=None):
         """`spans` lists the (address, size) of the bytes of global memory that it accesses."""
         self.thread, self.what, self.size = thread(), what, region.end - region.start
         self.site = source_location(sys._getframe())
         self.region, self.world, self.queued = region, self.thread.grid.world, True
         self.number = next(_serial_numbers)
         self.thread.grid.active += 1
+        if self.world.profile is not None:
+            self.world.profile.operation(what, self.size, box)
         self.reservation = region.allocation.race_detector().reserve(region.start, region.end, writes, self)
         self.reading = self.writing = None  # see `happens_before.AsyncOperation`
         if (races := self.world.races) is not None:
@@ -82,8 +84,8 @@ class _Load(_AsyncCopy):
 
     remedy = "wait for its mbarrier first"
 
-    def __init__(self, what, read, region, barrier, spans, chunks=None):
-        super().__init__(what, region, True, spans)
+    def __init__(self, what, read, region, barrier, spans, chunks=None, box=None):
+        super().__init__(what, region, True, spans, box=box)
         self._read, self._barrier, self._chunks = read, barrier, chunks
         barrier.attach_copy(self)
         self.start()
@@ -100,8 +102,8 @@ class _Store(_AsyncCopy):
 
     remedy = "wait for its group with make_bulk_wait_group_read first"
 
-    def __init__(self, what, write, region, spans, chunks=None):
-        super().__init__(what, region, False, spans, store=True)
+    def __init__(self, what, write, region, spans, chunks=None, box=None):
+        super().__init__(what, region, False, spans, store=True, box=box)
         self._write, self._chunks = write, chunks
         self.has_read = self.has_written = False
         self._data = None
@@ -253,6 +255,8 @@ def load_16(array, offset, pointer, index, valid):
     if not 0 <= valid <= 16:
         raise SimulatorError(f"{thread()}: {what} has {valid} valid bytes; it must be 0 to 16")
     source = _global_bytes(pointer, index, valid, what) if valid else pointer.bytes[:0]
+    if valid and (profile := thread().grid.world.profile) is not None:
+        profile.access(thread(), pointer, index, False, valid, "cp.async")
     region = shared_region(array, offset, 16, 16, what)
     _Load16(what, _reader(source, pointer, index), region, _spans(pointer, index, valid))
 
@@ -303,7 +307,8 @@ def load_box(array, offset, map_pointer, map_index, coordinates, barriers, barri
     read, spans = lambda: tensor.read(coordinates), tensor.spans(coordinates)
     chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
     if mask is None:
-        _Load(what, read, region, mbarrier.find(barriers, barrier_index, for_copy=True), spans, chunks)
+        barrier = mbarrier.find(barriers, barrier_index, for_copy=True)
+        _Load(what, read, region, barrier, spans, chunks, tensor.box)
         return
     blocks = thread().block.cluster.blocks
     if not 0 < mask < 1 << len(blocks):
@@ -312,7 +317,7 @@ def load_box(array, offset, map_pointer, map_index, coordinates, barriers, barri
         if mask >> rank & 1:
             cluster.remote(array, rank)  # checks that the block may be accessed
             barrier = mbarrier.find(barriers, barrier_index, rank, for_copy=True)
-            _Load(f"{what} of {block}", read, region.in_block(block), barrier, spans, chunks)
+            _Load(f"{what} of {block}", read, region.in_block(block), barrier, spans, chunks, tensor.box)
 
 
 def store_box(map_pointer, map_index, coordinates, array, offset):
@@ -321,4 +326,5 @@ def store_box(map_pointer, map_index, coordinates, array, offset):
     tensor = tensor_map.map_for_copy(map_pointer, map_index)
     coordinates, region = _check_box(tensor, coordinates, array, offset, what, stores=True)
     chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
-    _Store(what, lambda data: tensor.write(coordinates, data), region, tensor.spans(coordinates, True), chunks)
+    spans = tensor.spans(coordinates, True)
+    _Store(what, lambda data: tensor.write(coordinates, data), region, spans, chunks, tensor.box)

@@ -22,6 +22,8 @@ def store(array, index, registers, trans):
         matrices = np.ascontiguousarray(words).view(np.uint16).reshape(count, 8, 8)
         if trans:
             matrices = np.ascontiguousarray(matrices.swapaxes(1, 2))
+        if (profile := lanes[0][2].grid.world.profile) is not None:
+            profile.matrix("stmatrix", [lanes[lane][0].start for lane in range(8 * count)], count)
         for lane, data in enumerate(matrices.reshape(8 * count, 8)):
             row, _, t = lanes[lane]
             row.check_access(t, writes=True)
@@ -46,6 +48,8 @@ def load(array, index, count, offsets):
     def finish(lanes):
         words = []
         for i in range(len(offsets)):
+            if (profile := lanes[0][1].grid.world.profile) is not None:
+                profile.matrix("ldmatrix", [lanes[lane][0][i].start for lane in range(8 * count)], count)
             for lane in range(8 * count):
                 rows, t = lanes[lane]
                 rows[i].check_access(t, writes=False)

@@ -140,6 +140,9 @@ def _issue(what, n, dtype, values, steps):
         total += fragments.gather([values[t][1].values for t in threads], n)
     results = fragments.scatter(total.astype(np.float32), n)
     wgmma.start()
+    if wgmma.world.profile is not None:
+        k = a_tile.shape[1] // steps
+        wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", (64 + n) * steps * _K_BYTES, count=steps)
     for t in threads[::32]:
         t.block.warps[t.warp].wgmma_groups.append(wgmma)
     return {t: PendingAccumulators(wgmma, row) for t, row in zip(threads, results)}

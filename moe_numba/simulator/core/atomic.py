@@ -16,7 +16,7 @@ from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 def update(target, index, change, scope="gpu", release=False):
     """Replace `target[index]` by `change(old)`, converted as in C, and return the old value."""
     if memory.watching:
-        memory.before_access(target, index, writes=True, scope=scope)
+        memory.before_access(target, index, writes=True, scope=scope, operation="atomic")
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))):
         raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}")

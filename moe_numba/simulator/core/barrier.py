@@ -85,7 +85,10 @@ def warpgroup(what):
 def warpgroup_arrive(what):
     """Record that this thread executes an instruction that its whole warpgroup must execute, and continue."""
     group = warpgroup(what)
-    thread().rendezvous(group, what, group.size, wait=False)
+    t = thread()
+    if (profile := t.grid.world.profile) is not None:
+        profile.warpgroup_instruction(group, what)
+    t.rendezvous(group, what, group.size, wait=False)
 
 
 def _exited_without_arriving(scope, what):

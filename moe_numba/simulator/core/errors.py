@@ -73,16 +73,12 @@ class ShortTraceback:
         while tb is not None:
             frames.append(tb)
             tb = tb.tb_next
-        if not frames or (not isinstance(error, SimulatorError) and _is_internal(frames[-1].tb_frame)):
+        internal = [is_internal_file[frame.tb_frame.f_code.co_filename] for frame in frames]
+        if not frames or (internal[-1] and not isinstance(error, SimulatorError)):
             return
-        for frame in reversed(frames):
-            if not _is_internal(frame.tb_frame):
-                tb = types.TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        for frame in (frame for frame, own in zip(reversed(frames), reversed(internal)) if not own):
+            tb = types.TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
         error.__traceback__ = tb
-
-
-def _is_internal(frame):
-    return frame.f_code.co_filename.startswith(_INTERNAL)
 
 
 def format_ranges(numbers):
@@ -103,7 +99,7 @@ def format_lanes(mask):
 
 def kernel_frame(frame):
     """Return the innermost frame that belongs to a kernel or a device function, not to the simulator."""
-    while frame is not None and _is_internal(frame):
+    while frame is not None and is_internal_file[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
 

@@ -101,6 +101,7 @@ def run(
         raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks share one: simulator.seed")
     world = World(seed) if ranks is None else ranks.world
     launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative, dependent, bounds)
+    launched.options = getattr(kernel, "targetoptions", {})
     if ranks is not None:
         ranks.add(launched, done)
         return

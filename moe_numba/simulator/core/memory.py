@@ -13,7 +13,8 @@ import numpy as np
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
 from moe_numba.simulator.core.polling import LOADS, sample
 
-watching = 0  # number of running worlds that preempt at memory accesses or detect races in shared memory
+# Number of running worlds that preempt at memory accesses, detect races or are profiled
+watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
@@ -31,30 +32,24 @@ def maybe_preempt():
         return t
 
 
-class _Private:
-    """The `allocation` of local arrays, which no other thread can access."""
+def before_access(target, index, writes, nbytes=None, scope=None, value=None, operation=None):
+    """Maybe preempt, check an access for races, and count it; call it if `watching`.
 
-    detector = None
-
-
-PRIVATE = _Private()
-
-
-def before_access(target, index, writes, nbytes=None, scope=None, value=None):
-    """Maybe preempt, then check an access for races; call it if `watching`.
-
-    `scope` is that of a strong access. `value` is what a store of one element stores.
+    `scope` is that of a strong access. `value` is what a store of one element stores. `operation` names an access that
+    is neither a load nor a store: "atomic" or "cp.async".
     """
     t, allocation = maybe_preempt(), target.allocation
-    if t is None or allocation is PRIVATE:
+    if t is None:
         return
+    world = t.grid.world
     if allocation is not None and allocation.detector is not None:
         allocation.detector.check_access(t, target, index, writes, nbytes)
-    races = t.grid.world.races
-    if races is not None:
+    if world.races is not None and type(target) is not LocalArray:
         address, size = byte_span(target, index, writes, nbytes)
         if size:
-            races.access(t, address, size, writes, scope, target, index, value)
+            world.races.access(t, address, size, writes, scope, target, index, value)
+    if world.profile is not None:
+        world.profile.access(t, target, index, writes, nbytes, operation)
 
 
 def byte_span(target, index, writes, size=None):
@@ -364,6 +359,12 @@ def reachable_view(array):
     return np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))
 
 
+class LocalArray(Array):
+    """An array in a thread's local memory."""
+
+    __slots__ = ()
+
+
 def local(shape, dtype, alignment):
     """Return a new local array."""
-    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array", PRIVATE)
+    return LocalArray(poison(shape, as_dtype(dtype), alignment or 16), "a local array")

@@ -33,9 +33,11 @@ def _seed_from_environment():
         raise ValueError(f"MOE_NUMBA_SEED is {text!r}; it must be an integer") from None
 
 
-# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`.
+# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`;
+# `profile`: None or a profiler's Collector.
 settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
-settings |= {"memory_model": None, "ranks": None, "rank": None, "races": os.environ.get("MOE_NUMBA_RACES") == "1"}
+settings |= {"memory_model": None, "ranks": None, "rank": None, "profile": None}
+settings |= {"races": os.environ.get("MOE_NUMBA_RACES") == "1"}
 
 
 class Event(NamedTuple):
@@ -86,7 +88,7 @@ class World:
 
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
-        self.preempt, self.events = settings["preempt"], settings["events"]
+        self.preempt, self.events, self.profile = settings["preempt"], settings["events"], settings["profile"]
         self.grids, self.queue, self.pollers = [], [], []
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
         self.snapshots = None
@@ -109,13 +111,15 @@ class World:
     def add(self, grid) -> None:
         """Start a grid: the threads of its resident blocks may run."""
         self.grids.append(grid)
-        if grid.uses_async or self.preempt or self.detects_races:
+        if grid.uses_async or self.preempt or self.detects_races or self.profile is not None:
             self.watch_accesses()
         if self.detects_races:
             if self.races is None:
                 previous = World.completed_races if grid.dependent and not self.threads else None
                 self.races = HappensBefore(self.threads or grid.size, previous)
             self.races.start(grid)
+        if self.profile is not None:
+            self.profile.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
         self.wake(grid.start())
@@ -141,6 +145,8 @@ class World:
 
     def wake(self, threads):
         """Make threads ready to run."""
+        if self.profile is not None:
+            self.profile.wake(self, threads)
         for t in threads:
             t.waits = None
             warp = t.block.warps[t.warp]
@@ -153,6 +159,8 @@ class World:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
         memory.loads_left = LOADS
+        if self.profile is not None:
+            self.profile.begin()
         try:
             while self.queue or self.pollers:
                 if self.pollers and (self.changes != seen or not self.queue):
@@ -183,6 +191,8 @@ class World:
             for t in self._threads():
                 if not t.dead:
                     t.throw()
+            if self.profile is not None:
+                self.profile.stop()
 
     def _threads(self):
         return [t for grid in self.grids for t in grid.threads()]

@@ -1,0 +1,105 @@
+"""Control flow of a kernel: which functions belong to it, and in which iterations of its loops a line is executed.
+
+Python's bytecode gives the loops of a function; the offsets of a lane's line events tell when an iteration begins.
+"""
+
+import dis
+import importlib.util
+import itertools
+import linecache
+import os
+import sysconfig
+
+from moe_numba.simulator.core.errors import is_internal_file
+
+
+def belongs_to_kernel(code, kernel):
+    """Return whether a function belongs to a kernel: not to the simulator, the PTX instructions or a library."""
+    path = code.co_filename
+    if path == kernel.file:
+        return True
+    if path.startswith("<"):  # generated code, unless a notebook has registered it
+        return path in linecache.cache
+    if path.startswith(_STANDARD_LIBRARY):
+        return "site-packages" in path
+    return not is_internal_file[path] and not path.startswith(_LIBRARIES)
+
+
+def _folder_of(name):
+    return os.path.dirname(importlib.util.find_spec(name).origin) + os.sep
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_LIBRARIES = tuple(_folder_of(name) for name in ("numpy", "numba", "numba_cuda", "greenlet"))
+
+
+class FunctionCode:
+    """The loops and the line counters of one function of a kernel."""
+
+    def __init__(self, code, kernel):
+        self.code, self._kernel, self._lines, self._moves = code, kernel, {}, {}
+        self._loops = _loops(code)
+
+    def counters(self, line):
+        if line not in self._lines:
+            self._lines[line] = self._kernel.line(self.code, line)
+        return self._lines[line]
+
+    def move(self, frame, before, iteration):
+        """Return the line counters of a frame's new line, and the iteration numbers of the loops around it.
+
+        The numbers start with the outermost loop. `iteration` are those of the lane's last line event, which was at
+        bytecode offset `before`.
+        """
+        after = frame.f_lasti
+        move = self._moves.get((before, after))
+        if move is None:
+            move = self._moves[before, after] = self.counters(frame.f_lineno), *self._loop_changes(before, after)
+        counters, kept, repeats, entered = move
+        if repeats:
+            iteration = (*iteration[: kept - 1], iteration[kept - 1] + 1)
+        elif kept < len(iteration):
+            iteration = iteration[:kept]
+        return counters, iteration + entered
+
+    def _loop_changes(self, before, after):
+        """Return the number of loops that are not left, whether the innermost of them repeats, and a 0 per new loop."""
+        around = [loop for loop in self._loops if after in loop.body]
+        kept = [loop for loop in around if before in loop.body]
+        repeats = bool(kept) and kept[-1].repeats(before, after)
+        return len(kept), repeats, (0,) * (len(around) - len(kept))
+
+
+class _Loop:
+    """The bytecode offsets of a loop, and those of a second copy of its condition at its end, if it has one to mind.
+
+    Python tests the condition of a `while` loop before the loop and again at its end. With `continue`, which jumps to
+    the first test, both belong to the loop, and the second one to the next iteration.
+    """
+
+    def __init__(self, start, end, latch):
+        self.body, self._latch = range(start, end + 1), latch
+
+    def repeats(self, before, after):
+        """Return whether a move between two offsets of the loop begins an iteration."""
+        if after >= self._latch:
+            return before < self._latch
+        return after <= before < self._latch
+
+
+def _loops(code):
+    """Return the loops of a function, outermost first."""
+    jumps, ends = {*dis.hasjrel, *dis.hasjabs}, {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in jumps and instruction.argval <= instruction.offset:
+            ends[instruction.argval] = instruction.offset  # the last jump back to it
+    lines = [(next(run)[0], line) for line, run in itertools.groupby(code.co_lines(), lambda entry: entry[2])]
+    loops = []
+    for start, end in sorted(ends.items()):
+        latch = end + 1
+        while loops and loops[-1].body.start < start < loops[-1].body.stop <= end:
+            start = loops.pop().body.start
+            header = next(line for first, line in reversed(lines) if first <= start)
+            latch = max(first for first, line in lines if line == header and start < first <= end)
+        loops.append(_Loop(start, end, latch))
+    return loops

@@ -1,0 +1,258 @@
+"""Report of a profile: counters per kernel and source line, as a table, as JSON and as HTML."""
+
+import json
+import linecache
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_numba.simulator.profiler import html, static
+from moe_numba.simulator.profiler.counters import METRICS, LineCounters, ratio
+from moe_numba.simulator.profiler.occupancy import gpu_properties
+
+SCHEMA = 1  # version of the JSON
+
+
+class KernelProfile:
+    """Counters of all launches of one kernel.
+
+    Attributes
+    ----------
+    name, file : str
+    launches : list of dict
+        ``grid``, ``block``, ``cluster`` (each three integers), ``warps`` and ``shared_bytes`` (dynamic and static) of
+        each launch.
+    setmaxnreg : dict
+        Warpgroup of a block -> the registers per thread that it set last.
+    static : StaticProfile or None
+        What the compiler makes of the kernel; None if no GPU was named, or without a compiler.
+    """
+
+    def __init__(self, function):
+        self.function, self.name, self.file = function, function.__name__, function.__code__.co_filename
+        self.launches, self.setmaxnreg, self.static = [], {}, None
+        self.options, self.arguments = {}, ()  # of the last launch
+        self.layouts = []  # shared memory of each launch
+        self.functions = set()  # (file, first line, last line) of the kernel and its device functions
+        self._lines = {}
+
+    def line(self, code, number):
+        """Return the counters of a line of the kernel or of a device function."""
+        self.functions.add((code.co_filename, code.co_firstlineno, max(n for *_, n in code.co_lines() if n)))
+        key = code.co_filename, number
+        if key not in self._lines:
+            self._lines[key] = LineCounters(*key, code.co_name)
+        return self._lines[key]
+
+    @property
+    def lines(self) -> list[LineCounters]:
+        """Lines that were executed, the kernel's file first, in the order of their numbers."""
+        lines = [line for line in self._lines.values() if line.executions or line.accesses or line.waits]
+        return sorted(lines, key=lambda line: (line.file != self.file, line.file, line.line))
+
+    def __getitem__(self, number: int) -> LineCounters:
+        """Return the counters of a line of the kernel's file, zeros if it was not executed."""
+        return self._lines.get((self.file, number)) or LineCounters(self.file, number)
+
+    @property
+    def total(self) -> LineCounters:
+        """Sum of the counters of all lines."""
+        total = LineCounters(self.file, 0, self.name)
+        for line in self.lines:
+            total.add(line)
+        return total
+
+
+class Profile:
+    """Counters of the kernels launched within `simulator.profile()`, in the order of their first launches."""
+
+    def __init__(self, gpu=None):
+        self.gpu = gpu_properties(gpu) if gpu is not None else None
+        self._kernels = {}
+
+    def kernel(self, grid):
+        """Return the counters of a launch's kernel, and note the launch."""
+        if grid.kernel not in self._kernels:
+            self._kernels[grid.kernel] = KernelProfile(grid.kernel)
+        kernel = self._kernels[grid.kernel]
+        warps = sum(len(block.warps) for block in grid.blocks)
+        launch = {"grid": [*grid.grid_dim], "block": [*grid.block_dim], "cluster": [*grid.cluster_dim], "warps": warps}
+        kernel.launches.append(launch)
+        kernel.layouts.append(grid.shared_layout)
+        kernel.options = {"launch_bounds": getattr(grid, "launch_bounds", None)} | grid.options
+        if self.gpu is not None:
+            kernel.arguments = grid.args
+        return kernel
+
+    def complete(self):
+        """Compile the kernels, if the profile is for a GPU."""
+        for kernel in self.kernels:
+            for launch, layout in zip(kernel.launches, kernel.layouts):
+                launch["shared_bytes"] = layout.used
+        if self.gpu is not None:
+            static.compile_for(self.kernels, self.gpu)
+            for kernel in self.kernels:
+                kernel.arguments = ()
+
+    @property
+    def kernels(self) -> list[KernelProfile]:
+        return list(self._kernels.values())
+
+    def __getitem__(self, name: str) -> KernelProfile:
+        """Return the counters of a kernel by its name; the first one launched if several have it."""
+        for kernel in self.kernels:
+            if kernel.name == name:
+                return kernel
+        raise KeyError(f"no kernel {name!r} was launched; the profile has {[kernel.name for kernel in self.kernels]}")
+
+    def table(self) -> str:
+        """Return the counters of each kernel as a text table, one row per line and a row of totals."""
+        return "\n\n".join("\n".join(_kernel_table(kernel)) for kernel in self.kernels) or "no kernel was launched"
+
+    __str__ = table
+
+    def as_dict(self) -> dict:
+        """Return the counters as built-in types; `docs/simulator_profile.md` describes the keys."""
+        gpu = self.gpu and self.gpu._asdict()
+        return {"schema": SCHEMA, "gpu": gpu, "kernels": [_kernel_dict(kernel) for kernel in self.kernels]}
+
+    def json(self, indent: int | None = None) -> str:
+        """Return `as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def heatmap(self, counter: str = "executions", kernel: str | None = None) -> "html.Page":
+        """Return the source with a colour per line, as HTML that needs no other file; notebooks display it.
+
+        Parameters
+        ----------
+        counter : str
+            A key of `METRICS`.
+        kernel : str, optional
+            Name of a kernel; all of them if not given.
+        """
+        if counter not in METRICS:
+            raise ValueError(f"counter is {counter!r}; it must be one of {', '.join(METRICS)}")
+        return html.Page(self.kernels if kernel is None else [self[kernel]], counter)
+
+    def _repr_html_(self):
+        return self.heatmap()._repr_html_()
+
+
+def write_report(profile: Profile, path: str | None = None) -> None:
+    """Print a profile as a table, or write it to a file: JSON for `.json`, HTML for `.html`, otherwise the table."""
+    if path is None:
+        print(profile.table())
+        return
+    formats = {".json": lambda: profile.json(indent=1), ".html": lambda: str(profile.heatmap())}
+    Path(path).write_text(formats.get(Path(path).suffix, profile.table)() + "\n", encoding="utf-8")
+
+
+def source_text(line):
+    """Return the text of a line's source; "" if the file is not known."""
+    return linecache.getline(line.file, line.line).rstrip()
+
+
+def _per_request(line, operation):
+    return ratio(getattr(line, f"global_{operation}_sectors"), getattr(line, f"global_{operation}_requests"))
+
+
+# Header -> value; a column without a value in any row is left out.
+_COLUMNS = {
+    "exec": lambda line: line.executions,
+    "lanes": lambda line: line.divergence and f"{line.divergence:.0%}",
+    "ld req": lambda line: line.global_load_requests,
+    "sect/req": lambda line: _per_request(line, "load"),
+    "st req": lambda line: line.global_store_requests,
+    "sect/req ": lambda line: _per_request(line, "store"),
+    "lds req": lambda line: line.shared_load_requests,
+    "wavefr": lambda line: line.shared_load_wavefronts,
+    "sts req": lambda line: line.shared_store_requests,
+    "wavefr ": lambda line: line.shared_store_wavefronts,
+    "conflicts": lambda line: line.bank_conflicts,
+    "width": lambda line: "/".join(map(str, line.vector_widths)),
+    "atomics": lambda line: line.global_atomic_requests + line.shared_atomic_requests,
+    "contention": lambda line: line.contention,
+    "async B": lambda line: line.async_bytes,
+    "waits": lambda line: sum(waits.count for waits in line.waits.values()),
+    "steps": lambda line: line.wait_steps,
+}
+
+
+def _cell(value):
+    if not value:
+        return ""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def _kernel_table(kernel) -> Iterator[str]:
+    """Yield the lines of a kernel's table."""
+    lines, total = kernel.lines, kernel.total
+    yield f"kernel {kernel.name} ({os.path.basename(kernel.file)})"
+    for launch in kernel.launches[:3]:
+        yield f"  {describe_launch(launch)}"
+    if len(kernel.launches) > 3:
+        yield f"  and {len(kernel.launches) - 3} more launches"
+    columns = [(header.strip(), [_cell(value(line)) for line in [*lines, total]]) for header, value in _COLUMNS.items()]
+    columns = [(header, cells) for header, cells in columns if any(cells)]
+    widths = [max(map(len, (header, *cells))) for header, cells in columns]
+    row = lambda cells: "  ".join(cell.rjust(width) for cell, width in zip(cells, widths))
+    yield "  line  " + row([header for header, _ in columns]) + "  source"
+    file = kernel.file
+    for i, line in enumerate(lines):
+        if line.file != file:
+            file = line.file
+            yield f"  {os.path.basename(file)}"
+        yield f"{line.line:6}  {row([cells[i] for _, cells in columns])}  {source_text(line)}"
+    yield " total  " + row([cells[-1] for _, cells in columns])
+    yield f"  bytes: {describe_bytes(total)}"
+    for name, operations in total.operations.items():
+        yield f"  {name}: {operations.count}, {operations.bytes} bytes"
+    for name, waits in total.waits.items():
+        yield f"  waits at {name}: {waits.count} of a warp, {waits.steps} scheduler steps, the longest {waits.longest}"
+    if kernel.setmaxnreg:
+        used = sum(kernel.setmaxnreg.values()) * 128
+        registers = ", ".join(str(kernel.setmaxnreg[group]) for group in sorted(kernel.setmaxnreg))
+        yield f"  setmaxnreg: {registers} registers per thread of the warpgroups, {used} of 65536 of a block"
+    if kernel.static is not None:
+        yield f"  {kernel.static}"
+
+
+def describe_launch(launch):
+    """Describe a launch in one line."""
+    dims = [f"{name} {tuple(launch[name])}" for name in ("grid", "block")]
+    dims += [f"cluster {tuple(launch['cluster'])}"] * (launch["cluster"] != [1, 1, 1])
+    return f"{', '.join(dims)}: {launch['warps']} warps, {launch.get('shared_bytes', 0)} bytes of shared memory a block"
+
+
+def describe_bytes(total):
+    """Describe the bytes that a kernel moves by memory space."""
+    texts = [f"global {total.requested_bytes} requested, {total.transferred_bytes} transferred"]
+    names = {"shared": total.shared_bytes, "distributed shared": total.distributed_shared_bytes}
+    texts += [f"{name} {count}" for name, count in (names | {"async": total.async_bytes}).items() if count]
+    return "; ".join(texts)
+
+
+def _kernel_dict(kernel):
+    return {
+        "name": kernel.name,
+        "file": kernel.file,
+        "launches": kernel.launches,
+        "static": kernel.static and kernel.static.as_dict(),
+        "setmaxnreg": kernel.setmaxnreg,
+        "total": _counters_dict(kernel.total),
+        "lines": [
+            {"file": line.file, "line": line.line, "function": line.function, "source": source_text(line)}
+            | _counters_dict(line)
+            for line in kernel.lines
+        ],
+    }
+
+
+def _counters_dict(line):
+    keys = "space", "operation", "size"
+    return {
+        "counters": {name: metric.value(line) for name, metric in METRICS.items()},
+        "accesses": [dict(zip(keys, key)) | vars(accesses) for key, accesses in line.accesses.items()],
+        "operations": [{"name": name} | vars(operations) for name, operations in line.operations.items()],
+        "waits": [{"name": name} | vars(waits) for name, waits in line.waits.items()],
+    }
