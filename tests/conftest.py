@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from helpers.planted_bugs import THIRD, chosen_third
 
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
@@ -58,6 +59,11 @@ CAPABILITIES = {
         "test_wgmma",
     },
 }
+
+
+def pytest_report_header():
+    """Say which third of the planted bugs this run tries, so that it can be repeated."""
+    return f"planted bugs (tests/simulator/mutants): {THIRD}={chosen_third()}"
 
 
 def gpus():

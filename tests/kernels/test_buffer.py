@@ -32,7 +32,13 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config
 from moe_numba.expert_parallel.config import num_channels
 from moe_numba.expert_parallel.kernels import bulk_pipeline, combine, dispatch, notify, progress, register_pipeline
-from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS
+from moe_numba.expert_parallel.kernels.buffer_layout import (
+    BARRIER_COUNT,
+    MAX_CHANNELS,
+    NOTIFY_COUNTS,
+    buffer_layout,
+    sent_counters,
+)
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.expert_parallel.runtime import Runtime
@@ -374,6 +380,34 @@ def test_rings_of_one_slot(uses_tma, seed):
     exchange_through_rings_of_one_slot(seed)
 
 
+@pytest.mark.parametrize("first", [(1 << 31) - 3, -3], ids=["int32", "uint32"])
+def test_counters_wrap_around(first, uses_tma):
+    """Sequence numbers, heads and tails start three below the number after which they wrap around."""
+    all_inputs = [make_inputs([6 * SCALE, 5 * SCALE], seed) for seed in range(4)]
+
+    def work(buffer, rank):
+        runtime, layout = buffer._runtime, buffer_layout(2)
+        runtime._local[layout.notify_flags : layout.counts] = first
+        runtime._local[layout.ring_flags : layout.rings] = first
+        for counters in (
+            [BARRIER_COUNT],
+            range(NOTIFY_COUNTS, NOTIFY_COUNTS + 3),
+            range(sent_counters(0), STATE_WORDS),
+        ):
+            runtime._state[counters[0] : counters[-1] + 1] = first
+        runtime.synchronize()
+        buffer.transport.gather(None)
+        for i, inputs in enumerate(all_inputs):
+            config = (SMALL, WIDE)[i % 2]  # other channels: a barrier before and after
+            given = send(buffer, rank, inputs, config)
+            check_received(given, reference_dispatch(inputs)[rank], rank, inputs.experts // 2)
+            x, copies = inputs.x[rank].float(), given[4][4].sum(1, keepdim=True).cpu()
+            assert torch.equal(buffer.combine(given[0], given[4], config=config)[0].cpu(), (x * copies).bfloat16())
+        assert runtime._state[NOTIFY_COUNTS] == (first + 4 + (1 << 31)) % (1 << 32) - (1 << 31)
+
+    run(2, work)
+
+
 def test_a_handle_works_with_any_config():
     """The handle determines the number of channels; some warp takes each of them."""
     inputs = make_inputs([13 * SCALE, 8 * SCALE])
@@ -463,8 +497,22 @@ def test_wrong_kernels_without_tma_are_rejected(monkeypatch, name):
     [
         (dispatch, "has_ring and selected and uint32(tail - head) >= capacity", "False"),
         (combine, "rows_left > 0 and uint32(tail - head) < capacity", "rows_left > 0"),
+        (
+            dispatch,
+            "pipeline.fence_acquired()\n                    for s",
+            "pipeline.fence_acquired()\n                    if arrived > 0:\n"
+            "                        post_progress(smem_u64, progress_slot, channel, head + uint32(arrived))\n"
+            "                    for s",
+        ),
+        (
+            combine,
+            "                cuda.syncwarp()  # makes",
+            "                if has_ring and position >= 0:\n"
+            "                    post_progress(smem_u64, progress_slot, channel, wanted + uint32(1))\n"
+            "                cuda.syncwarp()  # makes",
+        ),
     ],
-    ids=MAKE.values(),
+    ids=[*MAKE.values(), "early release in dispatch", "early release in combine"],
 )
 def test_slots_that_are_overwritten_before_they_are_read_are_rejected(module, right, wrong, uses_tma, change):
     change(module, right, wrong)

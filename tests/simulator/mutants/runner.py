@@ -1,0 +1,152 @@
+"""Plants bugs in copies of the package, and runs the tests that should find them.
+
+A bug counts as found if one of its tests fails that passes without it. Bugs are planted in a temporary folder of
+symbolic links to the repository; only the changed files are copies. Tests run in the simulator, in a process of their
+own, which gets this process's environment, so that settings such as MOE_NUMBA_SEED apply to the bug and its control.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from . import align, expert_parallel, gate, grouped_gemm
+from .mutant import REPOSITORY
+
+MUTANTS = {m.name: m for topic in (gate, align, expert_parallel, grouped_gemm) for m in topic.MUTANTS}
+TIMEOUT = 120  # seconds, for one run of a mutant's tests
+
+FOUND, NOT_FOUND, TIMED_OUT = "found", "not found", "timeout"
+
+
+class Outcome(NamedTuple):
+    """Whether a mutant was found; the failing test, and the first line of its error."""
+
+    result: str
+    test: str = ""
+    error: str = ""
+    seed: int | None = None
+
+
+@contextlib.contextmanager
+def planted(sources):
+    """Yield a folder with links to the repository's package and tests, in which ``sources`` {file: text} differ."""
+    with tempfile.TemporaryDirectory(prefix="moe_numba-mutant-") as folder:
+        root = Path(folder)
+        for name in ("pyproject.toml", "tests"):
+            (root / name).symlink_to(REPOSITORY / name)
+        changed = {REPOSITORY / file for file in sources}
+        for path in (REPOSITORY / "moe_numba").rglob("*"):
+            copy = root / path.relative_to(REPOSITORY)
+            if path.is_dir():
+                copy.mkdir(parents=True, exist_ok=True)
+            # A changed file's bytecode is left out: it could pass for that of a change made in the same second.
+            elif path not in changed and not _is_bytecode_of(path, changed):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.symlink_to(path)
+        for file, text in sources.items():
+            (root / file).write_text(text)
+        yield root
+
+
+def _is_bytecode_of(path, sources):
+    return path.suffix == ".pyc" and path.parent.parent / f"{path.name.partition('.')[0]}.py" in sources
+
+
+def run_tests(tests, sources=None, seed=None, timeout=TIMEOUT):
+    """Run tests with changed sources, up to the first failure; return an `Outcome`."""
+    with planted(sources or {}) as root:
+        environment = os.environ | {
+            "PYTHONPATH": str(root),
+            "PYTHONDONTWRITEBYTECODE": "1",  # the folder has links to the repository's
+            "MOE_NUMBA_SIMULATE": "1",
+            "COLUMNS": "1000",  # lines of the summary are cut to the terminal's width
+        }
+        environment.pop("PYTEST_ADDOPTS", None)
+        if seed is not None:
+            environment["MOE_NUMBA_SEED"] = str(seed)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *tests]
+        process = subprocess.Popen(
+            command, cwd=root, env=environment, text=True, stdout=-1, stderr=-2, start_new_session=True
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return Outcome(TIMED_OUT)
+    if process.returncode == 0:
+        return Outcome(NOT_FOUND)
+    failure = re.search(r"^(?:FAILED|ERROR) (\S.*?\]|\S+)(?: - (.*))?$", output, re.MULTILINE)
+    if process.returncode != 1 or failure is None:  # no tests were selected, or pytest itself has failed
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.returncode}:\n{output}")
+    error = failure[2] or ""
+    if sources and re.match(r"(NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError)\b", error):
+        raise RuntimeError(f"the change is no valid code: {error}")
+    return Outcome(FOUND, failure[1], error, seed)
+
+
+def check_control(tests, seed=None):
+    """Raise an error unless tests pass without a planted bug."""
+    outcome = run_tests(tests, seed=seed, timeout=3 * TIMEOUT)
+    if outcome.result != NOT_FOUND:
+        raise RuntimeError(f"without a planted bug the tests {' '.join(tests)} do not pass: {outcome}")
+
+
+def try_mutant(mutant, seeds=(None,), timeout=TIMEOUT):
+    """Run a mutant's tests under each of ``seeds`` (None: the environment's) until one finds it.
+
+    The caller must also call `check_control`, once for all mutants with the same tests.
+    """
+    outcome = Outcome(NOT_FOUND)
+    for seed in seeds:
+        outcome = run_tests(mutant.tests, mutant.changed_sources(), seed, timeout)
+        if outcome.result == FOUND:
+            break
+    return outcome
+
+
+def _table(outcomes):
+    """Return one line per mutant: name, result, and the test that found it, or why none is expected to."""
+    for name, outcome in outcomes.items():
+        mutant, note = MUTANTS[name], ""
+        if outcome.result == FOUND:
+            seed = "" if outcome.seed is None else f" (seed {outcome.seed})"
+            note = f"{outcome.test.rpartition('/')[2]}{seed}: {outcome.error[:160]}"
+        elif mutant.equivalent or mutant.not_found_yet:
+            note = f"equivalent: {mutant.equivalent}" if mutant.equivalent else f"not found yet: {mutant.not_found_yet}"
+        yield f"{name}  {outcome.result:9}  {mutant.mistake}\n                {note}"
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=MUTANTS, default=MUTANTS, help="such as G02 A06")
+    parser.add_argument("--seeds", type=int, metavar="N", help="thread orders to try: MOE_NUMBA_SEED=0 to N-1")
+    parser.add_argument("-n", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="for one run of tests")
+    parser.add_argument("--least", type=int, default=0, metavar="N", help="fail if fewer mutants are found")
+    arguments = parser.parse_args()
+    names, seeds = list(arguments.only), range(arguments.seeds) if arguments.seeds else (None,)
+    with ThreadPoolExecutor(arguments.n) as pool:
+        tried = pool.map(lambda name: try_mutant(MUTANTS[name], seeds, arguments.timeout), names)
+        outcomes = {}
+        for name, outcome in zip(names, tried, strict=True):
+            outcomes[name] = outcome
+            print(next(_table({name: outcome})), flush=True)
+        used = {(MUTANTS[name].tests, outcome.seed) for name, outcome in outcomes.items() if outcome.result == FOUND}
+        list(pool.map(lambda control: check_control(*control), used))
+    found = [name for name, outcome in outcomes.items() if outcome.result == FOUND]
+    lost = [name for name in names if name not in found and MUTANTS[name].is_expected]
+    print(f"{len(found)} of {len(names)} found" + (f"; expected, but not found: {', '.join(lost)}" if lost else ""))
+    return int(bool(lost) or len(found) < arguments.least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
