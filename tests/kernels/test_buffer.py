@@ -389,12 +389,9 @@ def test_counters_wrap_around(first, uses_tma):
         runtime, layout = buffer._runtime, buffer_layout(2)
         runtime._local[layout.notify_flags : layout.counts] = first
         runtime._local[layout.ring_flags : layout.rings] = first
-        for counters in (
-            [BARRIER_COUNT],
-            range(NOTIFY_COUNTS, NOTIFY_COUNTS + 3),
-            range(sent_counters(0), STATE_WORDS),
-        ):
-            runtime._state[counters[0] : counters[-1] + 1] = first
+        runtime._state[BARRIER_COUNT] = first
+        runtime._state[NOTIFY_COUNTS : NOTIFY_COUNTS + 3] = first
+        runtime._state[sent_counters(False) :] = first
         runtime.synchronize()
         buffer.transport.gather(None)
         for i, inputs in enumerate(all_inputs):

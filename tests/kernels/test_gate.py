@@ -265,6 +265,13 @@ def test_constant_rows(fill, scoring, device, each_kernel):
     assert ids.tolist() == [list(range(8))] * 2
 
 
+@pytest.mark.parametrize("topk_group", [1, 2, 4])
+def test_tied_groups(topk_group, device, each_kernel):
+    """All groups have the same logits: lower groups are kept, and their experts are chosen in ascending order."""
+    logits = make_inputs(5, 32, device)[0].repeat(1, 8)
+    check(logits, None, 8, num_expert_group=8, topk_group=topk_group)
+
+
 @pytest.mark.parametrize("bias", [None, -float("inf")])
 @pytest.mark.parametrize("fill", [-200.0, float("nan"), -float("inf")])
 def test_constant_rows_in_partly_filled_lanes(fill, bias, device):

@@ -70,21 +70,19 @@ def test_a_found_bug_names_the_test_and_its_error():
 
 
 @pytest.mark.parametrize(
-    "right, wrong, result",
-    [
-        ("token = next_token", "token = int32(next_token)", NOT_FOUND),
-        ("token = next_token", "token = int32(token + 0)", TIMED_OUT),
-    ],
+    "wrong, timeout, result",
+    [("token = int32(next_token)", runner.TIMEOUT, NOT_FOUND), ("token = int32(token + 0)", 8, TIMED_OUT)],
+    ids=["no fault", "a loop that does not end"],
 )
-def test_results_other_than_found(right, wrong, result):
-    assert try_mutant(plant(right, wrong), timeout=8).result == result
+def test_results_other_than_found(wrong, timeout, result):
+    assert try_mutant(plant("token = next_token", wrong), timeout=timeout).result == result
 
 
 @pytest.mark.parametrize(
     "planted, message",
     [
         (plant("lane < topk", "lane < missing", count=2), "the change is no valid code: NameError"),
-        (plant("from typing import NamedTuple", "from typing import NamedTuples"), "ended with 2"),
+        (plant("from typing import NamedTuple", "from typing import NamedTuples"), "ended with 4"),
         (plant("lane < topk", "lane <= topk", ("tests/kernels/test_gate.py", "-k", "nothing"), 2), "ended with 5"),
     ],
     ids=["unknown name", "import error", "no tests"],

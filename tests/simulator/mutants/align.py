@@ -6,14 +6,14 @@ SHARED, LARGE = "moe_numba/align/device_functions.py", "moe_numba/align/kernel_l
 SMALL, MEDIUM = "moe_numba/align/kernel_small.py", "moe_numba/align/kernel_medium.py"
 GATE_ALIGN, FUSE = "moe_numba/gate_align.py", "moe_numba/shared_experts/kernel.py"
 TESTS = "tests/kernels/test_align.py"
-ORDERS = TESTS, "-k", "test_thread_orders"
-SHAPES = TESTS, "-k", "test_shapes and large and (1025 or 8192 or 542)"
-INVALID = TESTS, "-k", "test_invalid_ids and large"
-PUBLISHED = TESTS, "-k", "test_counts_are_published_with_their_launch_number"
-NEW_WORKSPACE = TESTS, "-k", "test_a_new_workspace_is_zeroed"
-TILES = TESTS, "-k", "test_tiles_of_8192_slots"
-FUSED = "tests/kernels/test_gate_align.py", "-k", "test_thread_orders"
-ROUTING = "tests/kernels/test_fuse_routing.py", "-k", "test_equals_reference or test_id_types"
+ORDERS = TESTS, "-k", "test_thread_orders and large"
+MEDIUM_ORDER = (f"{TESTS}::test_thread_orders[medium-0-0]",)
+SHAPES = TESTS, "-k", "test_shapes and large and (1025 or 8192)"
+PUBLISHED = (f"{TESTS}::test_counts_are_published_with_their_launch_number",)
+NEW_WORKSPACE = (f"{TESTS}::test_a_new_workspace_is_zeroed",)
+TILES = (f"{TESTS}::test_tiles_of_8192_slots",)
+FUSED = ("tests/kernels/test_gate_align.py::test_thread_orders[0]",)
+ROUTING = "tests/kernels/test_fuse_routing.py", "-k", "test_equals_reference and 7-3"
 
 MUTANTS = [
     mutant(
@@ -98,7 +98,7 @@ MUTANTS = [
     mutant(
         "A17",
         "griddepcontrol.wait removed",
-        ORDERS,
+        MEDIUM_ORDER,
         (MEDIUM, "        griddepcontrol_wait()\n        align(", "        align("),
         not_found_yet="programmatic dependent launch is not modelled",
     ),

@@ -9,17 +9,17 @@ PROGRESS, TOKEN_SLOT, PIPELINE = KERNELS + "progress.py", KERNELS + "token_slot.
 
 COUNTS = "tests/kernels/test_dispatch_layout.py"
 COUNT_ORDERS = COUNTS, "-k", "test_any_order_of_the_threads and package"
-BAD_IDS = COUNTS, "-k", "test_invalid_experts_are_not_counted and package"
+BAD_IDS = (f"{COUNTS}::test_invalid_experts_are_not_counted[package]",)
 BUFFER = "tests/kernels/test_buffer.py"
-EXCHANGE = BUFFER, "-k", "test_dispatch_and_combine and None and (two or many or long)"
-SHORT_RINGS = BUFFER, "-k", "test_rings_of_one_slot or test_a_handle_works_with_any_config"
-REPEATED = BUFFER, "-k", "test_consecutive_calls and default"
-WRAP_AROUND = BUFFER, "-k", "test_counters_wrap_around"
-DIRECT_OUTPUT = (
-    "tests/kernels/test_dispatch_direct.py",
-    "-k",
-    "test_dispatch_to_an_output and None or test_too_many_rows",
-)
+EXCHANGE = (f"{BUFFER}::test_dispatch_and_combine[None-0-two]",)
+LONG_ROWS = (f"{BUFFER}::test_dispatch_and_combine[None-0-long]",)
+MANY_EXPERTS = (f"{BUFFER}::test_dispatch_and_combine[None-0-many experts]",)
+SHORT_RINGS = (f"{BUFFER}::test_rings_of_one_slot[None-0]",)
+REPEATED = (f"{BUFFER}::test_consecutive_calls_with_other_sizes_dtypes_and_configs[default path]",)
+WRAP_AROUND = (f"{BUFFER}::test_counters_wrap_around[default path-int32]",)
+MANY_CHANNELS = ("tests/kernels/test_channels.py::test_several_channels_per_warp[2-0]",)
+WRONG_HANDLES = "tests/kernels/test_buffer_faults.py", "-k", "test_a_corrupted_handle and out-rank_prefix-highest"
+DIRECT_OUTPUT = ("tests/kernels/test_dispatch_direct.py::test_dispatch_to_an_output[2-0-None-bf16]",)
 
 MUTANTS = [
     mutant(
@@ -136,7 +136,7 @@ MUTANTS = [
     mutant(
         "E10",
         "progress overwritten before it is published",
-        SHORT_RINGS,
+        MANY_CHANNELS,
         (CHANNELS, "    if has_ring:\n        wait_published(smem_u64, progress_slot, published_slot)\n", ""),
     ),
     mutant(
@@ -152,13 +152,13 @@ MUTANTS = [
     mutant(
         "E14",
         "a ring takes one row more than it has slots",
-        EXCHANGE,
+        LONG_ROWS,
         (PIPELINE, "            capacity = uint32(slots)\n", "            capacity = uint32(slots + 1)\n"),
     ),
     mutant(
         "E15",
         "only the sender counts one slot more",
-        EXCHANGE,
+        LONG_ROWS,
         (
             PIPELINE,
             "slot_offset = int64(position % uint32(slots)) * slot_stride",
@@ -201,7 +201,7 @@ MUTANTS = [
     mutant(
         "E22",
         "fences removed around the counter of finished CTAs",
-        REPEATED,
+        MANY_CHANNELS,
         (CHANNELS, "        fence_acq_rel_gpu()\n        if atom", "        if atom"),
         (CHANNELS, "            fence_acq_rel_gpu()\n            state", "            state"),
         not_found_yet="relaxed atomics are visible at once, and a CTA has one view of memory",
@@ -254,7 +254,7 @@ MUTANTS = [
     mutant(
         "E32",
         "out of bounds by one row",
-        DIRECT_OUTPUT,
+        WRONG_HANDLES,
         (DIRECT, "selected and sent < max_rows", "selected and sent <= max_rows"),
     ),
     mutant(
@@ -326,7 +326,7 @@ MUTANTS = [
     mutant(
         "E44",
         "__syncwarp() removed before the done flag",
-        EXCHANGE,
+        MANY_EXPERTS,
         (
             DISPATCH,
             "            cuda.syncwarp()\n            if lane == 0:\n                st_release",

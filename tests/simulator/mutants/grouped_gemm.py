@@ -5,19 +5,20 @@ from .mutant import mutant
 KERNEL, EPILOGUE = "moe_numba/grouped_gemm/kernel.py", "moe_numba/grouped_gemm/epilogue.py"
 GATHER, SCHEDULER = "moe_numba/grouped_gemm/gather.py", "moe_numba/grouped_gemm/scheduler.py"
 TESTS = "tests/kernels/test_grouped_gemm_kernel.py"
-SIZES = TESTS, "-k", "test_group_sizes and (empty or exact)"
-ONE_GROUP = TESTS, "-k", "test_group_sizes and all and tensor"
-EDGES = TESTS, "-k", "test_sizes_that_are_no_multiples_of_a_tile and 192 and not gather"
-GATHERED = TESTS, "-k", "test_gather and (empty or exact) or test_gather_with"
-SILU = "tests/kernels/test_grouped_gemm.py", "-k", "test_silu_and_mul and (16 or 40) and not argument"
-FAR = TESTS, "-k", "test_rows_beyond_2_31_elements"
-GROUPS = TESTS, "-k", "test_more_groups_than_threads or test_row_layouts"
+SIZES = TESTS, "-k", "test_group_sizes and empty"
+FULL_TILES = (f"{TESTS}::test_group_sizes[an exact tile, and one row more-block]",)
+ONE_GROUP = (f"{TESTS}::test_group_sizes[all in one group-tensor, two subtiles]",)
+EDGES = (f"{TESTS}::test_sizes_that_are_no_multiples_of_a_tile[192-320-block, two subtiles, cluster]",)
+GATHERED = TESTS, "-k", "test_gather and empty"
+SILU = ("tests/kernels/test_grouped_gemm.py::test_silu_and_mul[16-pertensor]",)
+FAR = (f"{TESTS}::test_rows_beyond_2_31_elements",)
+LAYOUTS = (f"{TESTS}::test_row_layouts",)
 
 MUTANTS = [
     mutant(
         "M01",
         "empty barrier expects one arrival too few",
-        SIZES,
+        FULL_TILES,
         (KERNEL, "CONSUMER_WARPS * cluster_size)", "CONSUMER_WARPS * cluster_size - 1)"),
     ),
     mutant(
@@ -63,8 +64,8 @@ MUTANTS = [
         GATHERED,
         (
             KERNEL,
-            "                    cuda.syncwarp()\n                    if lane == 0:\n                        mbarrier_a",
-            "                    if lane == 0:\n                        mbarrier_a",
+            "                    cuda.syncwarp()\n                    if lane == 0:\n                        mbarrier",
+            "                    if lane == 0:\n                        mbarrier",
         ),
     ),
     mutant(
@@ -97,7 +98,7 @@ MUTANTS = [
     mutant(
         "M13",
         "barrier removed in the scan over groups",
-        GROUPS,
+        LAYOUTS,
         (
             SCHEDULER,
             "                smem.i32[uint32(warp_sums + warp)] = inclusive\n            cuda.syncthreads()\n",

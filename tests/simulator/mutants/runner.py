@@ -72,7 +72,8 @@ def run_tests(tests, sources=None, seed=None, timeout=TIMEOUT):
         environment.pop("PYTEST_ADDOPTS", None)
         if seed is not None:
             environment["MOE_NUMBA_SEED"] = str(seed)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *tests]
+        options = "-x -q --tb=no -rfE -p no:cacheprovider --hypothesis-seed=0".split()
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         process = subprocess.Popen(
             command, cwd=root, env=environment, text=True, stdout=-1, stderr=-2, start_new_session=True
         )
