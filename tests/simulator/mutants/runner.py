@@ -7,10 +7,10 @@ own, which gets this process's environment, so that settings such as MOE_NUMBA_S
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +22,12 @@ from .mutant import REPOSITORY
 
 MUTANTS = {m.name: m for topic in (gate, align, expert_parallel, grouped_gemm) for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests
+
+OUTPUT = "output.txt"  # of pytest
+
+# Tests run in copies of a process that has imported what takes long and does not depend on the package.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "hypothesis.extra.numpy", "pytest"])
 
 FOUND, NOT_FOUND, TIMED_OUT = "found", "not found", "timeout"
 
@@ -62,36 +68,43 @@ def _is_bytecode_of(path, sources):
 
 def run_tests(tests, sources=None, seed=None, timeout=TIMEOUT):
     """Run tests with changed sources, up to the first failure; return an `Outcome`."""
+    environment = {} if seed is None else {"MOE_NUMBA_SEED": str(seed)}
     with planted(sources or {}) as root:
-        environment = os.environ | {
-            "PYTHONPATH": str(root),
-            "PYTHONDONTWRITEBYTECODE": "1",  # the folder has links to the repository's
-            "MOE_NUMBA_SIMULATE": "1",
-            "COLUMNS": "1000",  # lines of the summary are cut to the terminal's width
-        }
-        environment.pop("PYTEST_ADDOPTS", None)
-        if seed is not None:
-            environment["MOE_NUMBA_SEED"] = str(seed)
-        options = "-x -q --tb=no -rfE -p no:cacheprovider --hypothesis-seed=0".split()
-        command = [sys.executable, "-m", "pytest", *options, *tests]
-        process = subprocess.Popen(
-            command, cwd=root, env=environment, text=True, stdout=-1, stderr=-2, start_new_session=True
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        process = _processes.Process(target=_run_pytest, args=(root, tests, dict(os.environ) | environment))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.join()
             return Outcome(TIMED_OUT)
-    if process.returncode == 0:
+        output = (root / OUTPUT).read_text()
+    if process.exitcode == 0:
         return Outcome(NOT_FOUND)
     failure = re.search(r"^(?:FAILED|ERROR) (\S.*?\]|\S+)(?: - (.*))?$", output, re.MULTILINE)
-    if process.returncode != 1 or failure is None:  # no tests were selected, or pytest itself has failed
-        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.returncode}:\n{output}")
+    if process.exitcode != 1 or failure is None:  # no tests were selected, or pytest itself has failed
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{output}")
     error = failure[2] or ""
     if sources and re.match(r"(NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError)\b", error):
         raise RuntimeError(f"the change is no valid code: {error}")
     return Outcome(FOUND, failure[1], error, seed)
+
+
+def _run_pytest(root, tests, environment):
+    """Run tests in ``root``, and end this process with pytest's exit status."""
+    os.setsid()  # so that a timeout can kill the processes that the tests start, too
+    os.chdir(root)
+    with open(OUTPUT, "wb") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment | {"PYTHONPATH": str(root), "MOE_NUMBA_SIMULATE": "1"})
+    os.environ["COLUMNS"] = "1000"  # lines of the summary are cut to the terminal's width
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    sys.path.insert(0, str(root))
+    sys.dont_write_bytecode = True  # the folder has links to the repository's
+    import pytest
+
+    sys.exit(pytest.main([*"-x -q --tb=no -rfE -p no:cacheprovider --hypothesis-seed=0".split(), *tests]))
 
 
 def check_control(tests, seed=None):
