@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from . import align, expert_parallel, gate, grouped_gemm
+from . import align, dispatch_layout, expert_parallel, gate, grouped_gemm
 from .mutant import REPOSITORY
 
-MUTANTS = {m.name: m for topic in (gate, align, expert_parallel, grouped_gemm) for m in topic.MUTANTS}
+_TOPICS = gate, align, dispatch_layout, expert_parallel, grouped_gemm
+MUTANTS = {m.name: m for topic in _TOPICS for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests
 
 OUTPUT = "output.txt"  # of pytest
@@ -74,13 +75,15 @@ def run_tests(tests, sources=None, seed=None, timeout=TIMEOUT):
         process.start()
         process.join(timeout)
         if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has not become a group of its own yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
             return Outcome(TIMED_OUT)
         output = (root / OUTPUT).read_text()
     if process.exitcode == 0:
         return Outcome(NOT_FOUND)
-    failure = re.search(r"^(?:FAILED|ERROR) (\S.*?\]|\S+)(?: - (.*))?$", output, re.MULTILINE)
+    failure = re.search(r"^(?:FAILED|ERROR) (\S+?::\w+(?:\[.*?\])?)(?: - (.*))?$", output, re.MULTILINE)
     if process.exitcode != 1 or failure is None:  # no tests were selected, or pytest itself has failed
         raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{output}")
     error = failure[2] or ""
@@ -102,8 +105,11 @@ def _run_pytest(root, tests, environment):
     os.environ.pop("PYTEST_ADDOPTS", None)
     sys.path.insert(0, str(root))
     sys.dont_write_bytecode = True  # the folder has links to the repository's
+    import moe_numba  # noqa: I001  before pytest's plugins
     import pytest
 
+    if not Path(moe_numba.__file__).is_relative_to(root):
+        raise RuntimeError(f"tests would import {moe_numba.__file__}, which is not in {root}")
     sys.exit(pytest.main([*"-x -q --tb=no -rfE -p no:cacheprovider --hypothesis-seed=0".split(), *tests]))
 
 
@@ -127,16 +133,15 @@ def try_mutant(mutant, seeds=(None,), timeout=TIMEOUT):
     return outcome
 
 
-def _table(outcomes):
-    """Return one line per mutant: name, result, and the test that found it, or why none is expected to."""
-    for name, outcome in outcomes.items():
-        mutant, note = MUTANTS[name], ""
-        if outcome.result == FOUND:
-            seed = "" if outcome.seed is None else f" (seed {outcome.seed})"
-            note = f"{outcome.test.rpartition('/')[2]}{seed}: {outcome.error[:160]}"
-        elif mutant.equivalent or mutant.not_found_yet:
-            note = f"equivalent: {mutant.equivalent}" if mutant.equivalent else f"not found yet: {mutant.not_found_yet}"
-        yield f"{name}  {outcome.result:9}  {mutant.mistake}\n                {note}"
+def _row(mutant, outcome):
+    """Return the lines of the table for a mutant: the test that found it, or why none is expected to."""
+    note = f"equivalent: {mutant.equivalent}" if mutant.equivalent else f"not found yet: {mutant.not_found_yet}"
+    if outcome.result == FOUND:
+        seed = "" if outcome.seed is None else f" (seed {outcome.seed})"
+        note = f"{outcome.test.removeprefix('tests/kernels/')}{seed}: {outcome.error[:160]}"
+    elif mutant.is_expected:
+        note = "expected to be found"
+    return f"{mutant.name}  {outcome.result:9}  {mutant.mistake}\n{'':16}{note}"
 
 
 def main():
@@ -153,7 +158,7 @@ def main():
         outcomes = {}
         for name, outcome in zip(names, tried, strict=True):
             outcomes[name] = outcome
-            print(next(_table({name: outcome})), flush=True)
+            print(_row(MUTANTS[name], outcome), flush=True)
         used = {(MUTANTS[name].tests, outcome.seed) for name, outcome in outcomes.items() if outcome.result == FOUND}
         list(pool.map(lambda control: check_control(*control), used))
     found = [name for name, outcome in outcomes.items() if outcome.result == FOUND]
