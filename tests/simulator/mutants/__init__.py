@@ -4,5 +4,6 @@
 
     make mutants ARGS="--only G02 A06"
 
-Data: `gate`, `align`, `dispatch_layout`, `expert_parallel`, `grouped_gemm`, each with a list ``MUTANTS`` of `mutant.Mutant`.
+Data: `gate`, `align`, `dispatch_layout`, `expert_parallel` and `grouped_gemm`, each with a list ``MUTANTS`` of
+`mutant.Mutant`.
 """
