@@ -50,6 +50,7 @@ CAPABILITIES = {
     (8, 0): {"test_cp_async", "test_grouped_gemm", "test_grouped_gemm_mma", "test_mma"},
     (9, 0): {
         "test_cluster",
+        "test_dependent_launch",
         "test_grouped_gemm_kernel",
         "test_hopper_conformance",
         "test_hopper_conformance_wgmma",

@@ -7,7 +7,7 @@ SMALL, MEDIUM = "moe_numba/align/kernel_small.py", "moe_numba/align/kernel_mediu
 GATE_ALIGN, FUSE = "moe_numba/gate_align.py", "moe_numba/shared_experts/kernel.py"
 TESTS = "tests/kernels/test_align.py"
 ORDERS = TESTS, "-k", "test_thread_orders and large"
-MEDIUM_ORDER = (f"{TESTS}::test_thread_orders[medium-0-0]",)
+LATE_INPUTS = ("tests/kernels/test_dependent_launch.py::test_inputs_are_read_after_the_wait[align, medium]",)
 SHAPES = TESTS, "-k", "test_shapes and large and (1025 or 8192)"
 PUBLISHED = (f"{TESTS}::test_counts_are_published_with_their_launch_number",)
 NEW_WORKSPACE = (f"{TESTS}::test_a_new_workspace_is_zeroed",)
@@ -98,9 +98,8 @@ MUTANTS = [
     mutant(
         "A17",
         "griddepcontrol.wait removed",
-        MEDIUM_ORDER,
+        LATE_INPUTS,
         (MEDIUM, "        griddepcontrol_wait()\n        align(", "        align("),
-        not_found_yet="programmatic dependent launch is not modelled",
     ),
     mutant(
         "A18",

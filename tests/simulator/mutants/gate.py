@@ -8,6 +8,7 @@ LOOPS = TESTS, "-k", "test_warps_route_several_tokens and None-41"
 WEIGHTS = TESTS, "-k", "test_weights and 0-False"
 TIES = TESTS, "-k", "test_tied_groups"
 PARTLY_FILLED = (f"{TESTS}::test_constant_rows_in_partly_filled_lanes[nan-None]",)
+LATE_INPUTS = ("tests/kernels/test_dependent_launch.py::test_inputs_are_read_after_the_wait[gate]",)
 
 MUTANTS = [
     mutant(
@@ -77,13 +78,7 @@ MUTANTS = [
         WEIGHTS,
         (KERNEL, "for s in range(sum_steps):", "for s in range(sum_steps - 1):"),
     ),
-    mutant(
-        "G09",
-        "griddepcontrol.wait removed",
-        LOOPS,
-        (KERNEL, "        griddepcontrol_wait()\n", ""),
-        not_found_yet="programmatic dependent launch is not modelled",
-    ),
+    mutant("G09", "griddepcontrol.wait removed", LATE_INPUTS, (KERNEL, "        griddepcontrol_wait()\n", "")),
     mutant(
         "G10",
         "stale prefetch: the next row is loaded too early",
