@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test test-fast stale fingerprint lint wheel clean
+.PHONY: help notebooks test test-fast mutants stale fingerprint lint wheel clean
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile
@@ -19,6 +19,9 @@ test: .venv/.ready  ## Run the whole test suite
 
 test-fast: .venv/.ready  ## Run the tests that take under 3 minutes together
 	@$(RUN) pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+
+mutants: .venv/.ready  ## Plant each bug of tests/simulator/mutants, and say which test finds it
+	@PYTHONPATH=tests/simulator:$$PYTHONPATH $(RUN) mutants.runner $(ARGS)
 
 stale: .venv/.ready  ## Name the records and executed notebooks that are older than their code
 	@$(RUN) moe_numba stale

@@ -7,6 +7,7 @@ import os
 import sys
 
 import pytest
+from helpers.planted_bugs import THIRD, chosen_third
 
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
@@ -54,6 +55,7 @@ CAPABILITIES = {
     (8, 0): {"test_cp_async", "test_grouped_gemm", "test_grouped_gemm_mma", "test_mma"},
     (9, 0): {
         "test_cluster",
+        "test_dependent_launch",
         "test_grouped_gemm_kernel",
         "test_hopper_conformance",
         "test_hopper_conformance_wgmma",
@@ -63,6 +65,11 @@ CAPABILITIES = {
         "test_wgmma",
     },
 }
+
+
+def pytest_report_header():
+    """Say which third of the planted bugs this run tries, so that it can be repeated."""
+    return f"planted bugs (tests/simulator/mutants): {THIRD}={chosen_third()}"
 
 
 def gpus():

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -145,7 +146,8 @@ def test_importing_the_package_first_chooses_the_simulator():
 
 
 def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):
-    (tmp_path / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    shutil.copytree(ROOT / "tests" / "helpers", tmp_path / "helpers")
     (tmp_path / "test_tiny.py").write_text(
         "import pytest\n\n"
         "def test_anywhere(device):\n    assert device == 'cpu'\n\n"
