@@ -13,7 +13,8 @@ from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.grid import Grid
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
-from moe_numba.simulator.core.scheduler import World, settings
+from moe_numba.simulator.core.scheduler import World
+from moe_numba.simulator.core.settings import settings
 
 _MAX_CLUSTER_BLOCKS = 8  # the portable cluster size; larger ones need an opt-in that `launch` does not have
 

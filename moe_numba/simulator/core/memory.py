@@ -6,6 +6,7 @@ an odd bit pattern), so that a value that is read before it is written cannot lo
 
 import functools
 import importlib
+import threading
 
 import greenlet
 import numpy as np
@@ -13,8 +14,16 @@ import numpy as np
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
 
 watching = 0  # number of running worlds that preempt at memory accesses or detect races in shared memory
+_WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
+
+
+def watch(worlds):
+    """Add to `watching`, or subtract."""
+    global watching
+    with _WATCHING_LOCK:
+        watching += worlds
 
 
 def maybe_preempt():

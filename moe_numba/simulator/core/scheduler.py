@@ -8,7 +8,6 @@ The same seed repeats the same run. A World runs several grids at once, and anyt
 import contextlib
 import contextvars
 import heapq
-import os
 import random
 from typing import NamedTuple
 
@@ -16,24 +15,12 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import Deadlock, wait_report
+from moe_numba.simulator.core.settings import override_settings, settings
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
 _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
 _REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
-
-
-def _seed_from_environment():
-    text = os.environ.get("MOE_NUMBA_SEED", "0")
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"MOE_NUMBA_SEED is {text!r}; it must be an integer") from None
-
-
-# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`.
-settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
-settings |= {"memory_model": None, "ranks": None, "rank": None}
 
 
 class Event(NamedTuple):
@@ -48,20 +35,10 @@ class Event(NamedTuple):
     rank: int | None = None
 
 
-@contextlib.contextmanager
-def override_settings(**changes):
-    """Change `settings` within this context; yields the list of events if `events` is among the changes."""
-    before = {name: settings[name] for name in changes}
-    settings.update(changes)
-    try:
-        yield changes.get("events")
-    finally:
-        settings.update(before)
-
-
 def seed(n: int, preempt: float = 0.0) -> contextlib.AbstractContextManager:
-    """Return a context in which seed `n` determines the order of threads.
+    """Return a context in which seed `n` determines the order of simulated threads.
 
+    It affects the OS thread that enters it; elsewhere ``MOE_NUMBA_SEED`` and ``MOE_NUMBA_PREEMPT`` do.
     `preempt` is the probability that an indexed memory access yields to another thread first.
     """
     return override_settings(seed=n, preempt=preempt)
@@ -82,7 +59,8 @@ class World:
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
         self.snapshots = None
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
-        self.memory_model = settings["memory_model"](self) if settings["memory_model"] else None
+        memory_model = settings["memory_model"]
+        self.memory_model = memory_model(self) if memory_model else None
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
         self.elected_lanes = {}  # mask -> the lane that elect.sync chooses
         self.watching = 0  # how often this world is counted in `memory.watching`
@@ -93,7 +71,7 @@ class World:
     def watch_accesses(self):
         """Make every later memory access call `memory.before_access`."""
         self.watching += 1
-        memory.watching += 1
+        memory.watch(1)
 
     def add(self, grid) -> None:
         """Start a grid: all of its threads may run."""
@@ -158,7 +136,7 @@ class World:
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
         finally:
-            memory.watching -= self.watching
+            memory.watch(-self.watching)
             for t in self._threads():
                 if not t.dead:
                     t.throw()
