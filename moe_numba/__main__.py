@@ -5,6 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from moe_numba.extras import missing_extra
+
 
 class UserError(Exception):
     """An error that is printed as one sentence, without a traceback; exit code 2."""
@@ -22,8 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options)
     except UserError as error:
-        print(f"moe_numba: {error}", file=sys.stderr)
-        return 2
+        message = error
+    except ImportError as error:
+        message = missing_extra(error, "this command")
+        if message is None:
+            raise
+    print(f"moe_numba: {message}", file=sys.stderr)
+    return 2
 
 
 def _parser():

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import operator
 import types
 from collections.abc import Callable, Sequence
 
@@ -21,7 +22,10 @@ _MAX_CLUSTER_BLOCKS = 8  # the portable cluster size; larger ones need an opt-in
 
 def _dim3(name, value, limits):
     """Return a launch dimension as three integers; raise a ValueError if it is not valid."""
-    dims = tuple(int(n) for n in (value if isinstance(value, (tuple, list)) else (value,)))
+    try:
+        dims = tuple(operator.index(n) for n in (value if isinstance(value, (tuple, list)) else (value,)))
+    except TypeError:
+        raise TypeError(f"{name} is {value}, but its dimensions must be integers") from None
     if not 1 <= len(dims) <= 3:
         raise ValueError(f"{name} is {value}, but must have 1 to 3 dimensions")
     dims += (1,) * (3 - len(dims))
@@ -132,6 +136,13 @@ class Kernel:
 
     def bind(self):
         """Do nothing; compiled kernels load their module here."""
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(f"kernel {self.py_func.__name__} has no attribute {name}")
+        raise AttributeError(
+            f"kernel {self.py_func.__name__} has no attribute {name} in the simulator, which compiles nothing"
+        )
 
     @property
     def overloads(self):
