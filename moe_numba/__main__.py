@@ -23,14 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except UserError as error:
-        message = error
-    except ImportError as error:
-        message = missing_extra(error, "this command")
+    except (UserError, ImportError) as error:
+        message = missing_extra(error, "this command") if isinstance(error, ImportError) else error
         if message is None:
             raise
-    print(f"moe_numba: {message}", file=sys.stderr)
-    return 2
+        print(f"moe_numba: {message}", file=sys.stderr)
+        return 2
 
 
 def _parser():

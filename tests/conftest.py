@@ -24,6 +24,7 @@ SLOW_MODULES = {
     "test_grouped_gemm_mma",
     "test_grouped_gemm_mma_compile",
     "test_hpc_ops",
+    "test_pytest_plugin",
     "test_torch_layer",
 }
 SLOW_TESTS = {
@@ -37,6 +38,7 @@ SLOW_TESTS = {
     "test_gather_indices_match_gathered_rows",
     "test_notebooks_go_on_after_steps_that_a_t4_cannot_run",
     "test_runs_in_the_simulator",
+    "test_the_first_seed_that_fails_is_named",
     "test_the_machine_code",
     "test_tuner_tries_configs_that_fit",
     "test_with_lto_both_interfaces_compile_alike",
