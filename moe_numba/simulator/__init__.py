@@ -64,7 +64,7 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 _PACKAGES = {
     "core": (
         *("arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats", "grid", "host"),
-        *("kernel", "libdevice", "memory", "pointer_wrapping", "scheduler", "settings", "shared", "warp"),
+        *("kernel", "libdevice", "memory", "pointer_wrapping", "random", "scheduler", "settings", "shared", "warp"),
     ),
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),

@@ -9,7 +9,7 @@ from moe_numba import simulator
 
 # isort: split
 from numba import cuda, float32, njit
-from numba.cuda import libdevice
+from numba.cuda import libdevice, random
 
 from moe_numba.simulator.core.host import Unsupported
 
@@ -137,3 +137,39 @@ def test_libdevice_computes():
 
 def test_functions_for_the_cpu_still_compile():
     assert njit(lambda n: np.arange(n).sum() + math.sqrt(n))(4) == 8
+
+
+@cuda.jit
+def draw(out, states):
+    i = cuda.grid(1)
+    out[i] = random.xoroshiro128p_uniform_float64(states, i)
+
+
+@pytest.mark.parametrize("n", [32, 1024])  # more than 1000 states are initialised by compiled code
+def test_random_numbers_are_those_of_a_gpu(n):
+    states, out = random.create_xoroshiro128p_states(n, seed=3), np.zeros(n)
+    few = random.create_xoroshiro128p_states(32, seed=3)
+    assert (states.copy_to_host()[:32] == few.copy_to_host()).all()
+    draw[n // 32, 32](out, states)
+    assert 0 <= out.min() and out.max() < 1 and len(set(out)) == n
+    # xoroshiro128+ of the first state: the 53 upper bits of the sum.
+    total = sum(int(few.copy_to_host()[0][name]) for name in ("s0", "s1")) % 2**64
+    assert out[0] == (total >> 11) / 2**53
+
+
+@cuda.jit
+def apply_ufunc(out, x):
+    np.sin(x, out)
+    np.add(out, x, out=out)
+
+
+def test_numpy_functions_apply_to_whole_arrays():
+    x, out = np.linspace(0, 1, 5), np.zeros(5)
+    apply_ufunc[1, 1](out, x)
+    assert (out == np.sin(x) + x).all()
+
+
+def test_kernels_tell_how_many_blocks_fit():
+    overload = add_one.overloads["any signature"]
+    assert overload.max_cooperative_grid_blocks(256) == 8 * cuda.get_current_device().MULTIPROCESSOR_COUNT
+    assert overload.max_cooperative_grid_blocks((32, 32)) == 2 * cuda.get_current_device().MULTIPROCESSOR_COUNT

@@ -7,7 +7,7 @@ greenlet. Device functions and closures are therefore plain Python calls, and th
 import sys
 import types
 
-from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, warp
+from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, random, warp
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
 from moe_numba.simulator.core.kernel import jit
@@ -205,3 +205,4 @@ def install():
     sys.modules["numba.cuda.cg"] = cuda.cg
     host.install(cuda)
     libdevice.install()
+    random.install()

@@ -1,5 +1,6 @@
 """Kernel launch: `run`, which every launch ends in, and `jit`, the simulator's `cuda.jit`."""
 
+import collections
 import functools
 import inspect
 import math
@@ -13,6 +14,7 @@ from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.grid import Grid
+from moe_numba.simulator.core.host import Device
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
 from moe_numba.simulator.core.scheduler import World
 from moe_numba.simulator.core.settings import settings
@@ -146,9 +148,16 @@ class Kernel:
 
     @property
     def overloads(self):
-        from numba.cuda.simulator.kernel import FakeOverloadDict
+        """A mapping of each signature to what programs ask of a compiled kernel."""
+        return collections.defaultdict(Overload)
 
-        return FakeOverloadDict()
+
+class Overload:
+    """What stands for a kernel that is compiled for one signature."""
+
+    def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0):
+        """Return the number of blocks that the simulated device holds at the same time."""
+        return Device.MULTIPROCESSOR_COUNT * (2048 // math.prod(_dim3("blockdim", blockdim, (1024, 1024, 64))))
 
 
 def _to_device(arg, write_back):

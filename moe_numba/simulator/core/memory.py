@@ -264,6 +264,11 @@ class Array:
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.array, dtype)
 
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+        """Apply a NumPy function such as ``np.sin(x, out)`` to whole arrays."""
+        inputs, out = ([v.array if isinstance(v, Array) else v for v in values] for values in (inputs, out))
+        return getattr(ufunc, method)(*inputs, **options, **({"out": tuple(out)} if out else {}))
+
     def __len__(self):
         return len(self.array)
 
