@@ -12,6 +12,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_PREEMPT=0.02  probability that a memory access yields to another thread first
     MOE_NUMBA_WEAK_MEMORY=1 weak memory in all launches (see `weak_memory`)
     MOE_NUMBA_RACES=1       detect data races in all launches
+    MOE_NUMBA_WRAPAROUND=1  let computed negative indices of arrays count from the end, as compiled Numba does
 
 `python -m moe_numba.simulator run script.py` runs a program in the simulator, and `moe_numba.simulator.pytest_plugin` a
 test suite. docs/simulator.md explains both.

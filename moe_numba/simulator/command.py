@@ -43,6 +43,7 @@ def _parser():
     )
     run.add_argument("--races", action="store_true", help="report data races, also those that change no value")
     run.add_argument("--weak-memory", action="store_true", help="let stores to global memory become visible late")
+    run.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
     run.add_argument("--arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
     run.add_argument("--report", action="store_true", help="print a report per source line at the end")
     run.add_argument("script", type=Path, metavar="script.py")
@@ -62,6 +63,7 @@ def _prepare(options):
         "MOE_NUMBA_SEED": options.seed,
         "MOE_NUMBA_PREEMPT": options.preempt,
         "MOE_NUMBA_RACES": "1" if options.races else None,
+        "MOE_NUMBA_WRAPAROUND": "1" if options.wraparound else None,
         "MOE_NUMBA_WEAK_MEMORY": "1" if options.weak_memory else None,
     }
     os.environ |= {name: str(value) for name, value in values.items() if value is not None}

@@ -173,3 +173,58 @@ def test_kernels_tell_how_many_blocks_fit():
     overload = add_one.overloads["any signature"]
     assert overload.max_cooperative_grid_blocks(256) == 8 * cuda.get_current_device().MULTIPROCESSOR_COUNT
     assert overload.max_cooperative_grid_blocks((32, 32)) == 2 * cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+
+@njit
+def first_plus(x, i):
+    return x[0] + i
+
+
+@cuda.jit
+@njit
+def call_cpu_function(out):
+    i = cuda.threadIdx.x
+    out[i] = first_plus(out, i) if i else out[0]
+
+
+def test_kernels_call_functions_for_the_cpu():
+    out = np.full(32, 5.0)
+    call_cpu_function.configure(1, 32)(out)
+    assert out.tolist() == [5.0 + i for i in range(32)]
+    assert first_plus(out, 1) == 6 and first_plus.signatures
+
+
+@cuda.jit
+def last_of_each_row(x, out, i):
+    out[-1] = x[1, -1]
+    out[-2] += x[-2, i]
+
+
+def test_negative_literals_count_from_the_end():
+    x, out = np.arange(6.0).reshape(2, 3), np.zeros(4)
+    last_of_each_row[1, 1](x, out, 1)
+    assert out.tolist() == [0, 0, 1, 5]
+
+
+@cuda.jit
+def add_to(out, i):
+    cuda.atomic.add(out, i, 1)
+
+
+def test_computed_negative_indices_are_errors(monkeypatch):
+    with pytest.raises(simulator.OutOfBounds, match=r"index \(-2, -1\) is outside x"):
+        last_of_each_row[1, 1](np.zeros((2, 3)), np.zeros(4), -1)
+    with pytest.raises(simulator.OutOfBounds, match="index -2 is outside out"):
+        last_of_each_row[1, 1](np.zeros((2, 3)), np.zeros(1), 0)
+    with pytest.raises(simulator.OutOfBounds, match="index -1 is outside out"):
+        add_to[1, 1](np.zeros(4), -1)
+    monkeypatch.setenv("MOE_NUMBA_WRAPAROUND", "1")
+    out = np.zeros(4)
+    last_of_each_row[1, 1](np.ones((2, 3)), out, -3)
+    add_to[1, 1](out, -4)
+    assert out.tolist() == [1, 0, 1, 1]
+    for i in (-5, 4):
+        with pytest.raises(simulator.OutOfBounds, match=f"index {i} is outside out"):
+            add_to[1, 1](out, i)
+    with pytest.raises(simulator.OutOfBounds, match="index -1 is outside out"):
+        simulator.run(add_to, 1, 1, (simulator.pointer(out), -1))

@@ -10,7 +10,7 @@ import types
 from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, random, warp
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.kernel import jit
+from moe_numba.simulator.core.kernel import call_cpu_functions_as_python, jit
 from moe_numba.simulator.memory_model import scoped_access
 
 
@@ -206,3 +206,4 @@ def install():
     host.install(cuda)
     libdevice.install()
     random.install()
+    call_cpu_functions_as_python()

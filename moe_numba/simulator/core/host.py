@@ -186,8 +186,9 @@ class Device:
 class Context:
     """The context of the simulated GPU, which is also what `cuda.gpus[0]` returns."""
 
-    device = Device()
+    device = _device = Device()  # programs read `cuda.gpus[0]._device.name`
     id = 0
+    deallocations: list = []  # memory to free later: none, so that `deallocations.clear()` has nothing to do
 
     def __enter__(self):
         return self

@@ -129,6 +129,10 @@ class Kernel:
         args = [_to_device(arg, write_back) for arg in args]
         run(self, grid, block, args, shared_bytes, done=write_back)
 
+    def configure(self, griddim, blockdim, stream=0, sharedmem=0):
+        """Return what `kernel[griddim, blockdim, stream, sharedmem]` returns."""
+        return self[griddim, blockdim, stream, sharedmem]
+
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0):
         threads = tpb or 128
         return self[max(1, -(-ntasks // threads)), threads, stream, sharedmem]
@@ -176,8 +180,23 @@ def _to_device(arg, write_back):
     return host
 
 
+def call_cpu_functions_as_python() -> None:
+    """Let kernels call functions that Numba compiles for the CPU (`njit`): on a GPU it compiles them for that."""
+    from numba.core.registry import CPUDispatcher
+
+    compiled = CPUDispatcher.__call__
+
+    def call(self, *args, **kwargs):
+        if type(greenlet.getcurrent()) is Thread:
+            return self.py_func(*args, **kwargs)
+        return compiled(self, *args, **kwargs)
+
+    CPUDispatcher.__call__ = call
+
+
 def jit(func_or_sig=None, device=False, **options):
     """Replace Numba's `cuda.jit`; signatures and compiler options are accepted and ignored."""
+    func_or_sig = getattr(func_or_sig, "py_func", func_or_sig)  # of a function that Numba compiles for the CPU
     if not isinstance(func_or_sig, types.FunctionType):
         return lambda function: jit(function, device, **options)
     if device:  # the function itself: a wrapper would slow every call of a device function

@@ -4,14 +4,19 @@ An index outside the memory and a misaligned vector access are errors. Shared an
 an odd bit pattern), so that a value that is read before it is written cannot look plausible.
 """
 
+import ast
 import functools
 import importlib
+import itertools
+import linecache
+import sys
 import threading
 
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame
+from moe_numba.simulator.core.settings import settings
 
 watching = 0  # number of running worlds that preempt at memory accesses or detect races in shared memory
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
@@ -233,10 +238,15 @@ class Array:
         return self.array.dtype
 
     def _check_not_negative(self, i):
-        """Refuse negative indices, which NumPy would count from the end."""
-        for k in i if type(i) is tuple else (i,):
+        """Refuse negative indices, unless the source names them: Numba counts both from the end.
+
+        A computed index is hardly meant so, but comes from a missing check of a boundary; `wraparound` allows it.
+        """
+        for position, k in enumerate(i if type(i) is tuple else (i,)):
             if isinstance(k, (int, np.integer)) and k < 0:
-                raise self._out_of_bounds(i)
+                frame = kernel_frame(sys._getframe())
+                if position not in _negative_literals(frame.f_code, frame.f_lasti) and not settings["wraparound"]:
+                    raise self._out_of_bounds(i)
 
     def _out_of_bounds(self, index):
         return OutOfBounds(f"{thread_prefix()}index {index} is outside {self}")
@@ -280,6 +290,26 @@ class Array:
 
     def __repr__(self):
         return f"Array({self})"
+
+
+@functools.cache
+def _negative_literals(code, instruction):
+    """Return the positions in an indexing expression, such as ``x[i, -1]``, with a negative number in its source."""
+    line, end_line, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    if line is None or line != end_line:
+        return frozenset()
+    source = linecache.getline(code.co_filename, line).encode()[start:end].decode(errors="replace")
+    try:
+        expression = ast.parse(source, mode="eval").body
+    except SyntaxError:
+        return frozenset()
+    index = getattr(expression, "slice", None)
+    parts = index.elts if isinstance(index, ast.Tuple) else (index,)
+    return frozenset(
+        position
+        for position, part in enumerate(parts)
+        if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.USub) and isinstance(part.operand, ast.Constant)
+    )
 
 
 def reachable_view(array):

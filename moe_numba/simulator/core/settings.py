@@ -31,6 +31,7 @@ _VARIABLES = {
     "preempt": ("MOE_NUMBA_PREEMPT", _probability, "a number from 0 to 1"),
     "memory_model": ("MOE_NUMBA_WEAK_MEMORY", _memory_model, "0 or 1"),
     "races": ("MOE_NUMBA_RACES", _switch, "0 or 1"),
+    "wraparound": ("MOE_NUMBA_WRAPAROUND", _switch, "0 or 1"),
 }
 
 
@@ -42,9 +43,10 @@ class _ThreadSettings(threading.local):
 class Settings:
     """What a new World starts from, by name.
 
-    `seed`, `preempt` and `races` (whether to detect data races) are values; `memory_model` is a factory or None (see
-    `store_buffer`). `events` is the list of a trace; `ranks` and `rank`: see `ranks`. The environment is read when a
-    value is needed, so that a wrong variable does not fail an import.
+    `seed`, `preempt`, `races` (whether to detect data races) and `wraparound` (whether computed negative indices count
+    from the end) are values; `memory_model` is a factory or None (see `store_buffer`). `events` is the list of a trace;
+    `ranks` and `rank`: see `ranks`. The environment is read when a value is needed, so that a wrong variable does not
+    fail an import.
     """
 
     def __init__(self):
