@@ -6,6 +6,7 @@ Numba compiles these functions for the CPU. In its own simulator it does so in o
 
 import functools
 import types
+import warnings
 
 import numpy as np
 
@@ -14,7 +15,9 @@ _COMPILE_FROM = 1000  # states; for fewer, the compiler takes longer than Python
 
 def install():
     """Replace the compiled functions of `numba.cuda.random` by their Python originals."""
-    from numba.cuda import random
+    with warnings.catch_warnings():  # about how Numba declares these functions
+        warnings.simplefilter("ignore")
+        from numba.cuda import random
 
     originals = {name: f.py_func for name, f in vars(random).items() if hasattr(f, "py_func")}
     vars(random).update(originals)
