@@ -36,6 +36,7 @@ SLOW_TESTS = {
     "test_gate_notebook_runs_with_other_sizes",
     "test_functions_take_the_paths_of_the_table",
     "test_gather_indices_match_gathered_rows",
+    "test_kernels_for_an_older_gpu_are_measured_in_a_process",
     "test_notebooks_go_on_after_steps_that_a_t4_cannot_run",
     "test_runs_in_the_simulator",
     "test_the_first_seed_that_fails_is_named",

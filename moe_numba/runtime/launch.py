@@ -240,7 +240,7 @@ class _SimulatedLauncher:
 
     def __init__(self, kernel, signature, options):
         self._kernel = kernel
-        self._options = {name: options[name] for name in ("shared_bytes", "cluster", "cooperative")}
+        self._options = {name: options[name] for name in ("shared_bytes", "cluster", "cooperative", "dependent")}
         plain = ["uint8*" if s == TENSOR_MAP else s for s in signature]
         self._types = [np.dtype(s.removesuffix("*")) for s in plain]
         self._is_pointer = [s[-1] == "*" for s in plain]

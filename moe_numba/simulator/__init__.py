@@ -11,7 +11,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
     MOE_NUMBA_PREEMPT=0.02  probability that a memory access yields to another thread first
     MOE_NUMBA_WEAK_MEMORY=1 weak memory in all launches (see `weak_memory`)
-    MOE_NUMBA_RACES=1       detect data races in all launches
+    MOE_NUMBA_RACES=1       detect data races in all launches (see `races`)
     MOE_NUMBA_WRAPAROUND=1  let computed negative indices of arrays count from the end, as compiled Numba does
 
 `python -m moe_numba.simulator run script.py` runs a program in the simulator, and `moe_numba.simulator.pytest_plugin` a
@@ -19,6 +19,7 @@ test suite. docs/simulator.md explains both.
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
+- `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
 
@@ -48,13 +49,14 @@ _EXPORTS = {
         "ClusterError",
         "BarrierMisuse",
         "AsyncRace",
+        "DataRace",
         "MissingFence",
         "OutOfBounds",
         "Misaligned",
     ),
     "engine": ("thread",),
     "grid": ("Grid",),
-    "scheduler": ("seed", "trace", "World"),
+    "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
     "store_buffer": ("weak_memory",),
@@ -70,7 +72,7 @@ _PACKAGES = {
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
-    "memory_model": ("ranks", "scoped_access", "store_buffer", "weak_pointers"),
+    "memory_model": ("happens_before", "ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
 _INTEGRATED_GPUS = "/dev/nvgpu", "/dev/nvhost-gpu"  # Jetson, whose older systems have no NVML

@@ -13,10 +13,10 @@ from moe_numba.simulator.core.settings import settings
 from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 
 
-def update(target, index, change):
+def update(target, index, change, scope="gpu", release=False):
     """Replace `target[index]` by `change(old)`, converted as in C, and return the old value."""
     if memory.watching:
-        memory.before_access(target, index, writes=True)
+        memory.before_access(target, index, writes=True, scope=scope)
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))) and not _may_wrap_around(target):
         raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}")
@@ -34,6 +34,10 @@ def update(target, index, change):
         array[index] = new
     t = greenlet.getcurrent()
     if hasattr(t, "grid"):
+        if (races := t.grid.world.races) is not None:
+            address, _ = memory.byte_span(target, index, writes=True)
+            races.loaded(t, address, scope)
+            races.stored(t, address, scope, release, updates=True)
         if new == old:
             t.spin("an atomic that changes nothing")
         else:
@@ -49,8 +53,8 @@ def _may_wrap_around(target):
 def _operation(combine):
     """Make the atomic that stores `combine(old, value)`, with `value` converted to the type of the old value."""
 
-    def operation(array, index, value):
-        return update(array, index, lambda old: combine(old, memory.convert(value, old.dtype)))
+    def operation(array, index, value, scope="gpu", release=False):
+        return update(array, index, lambda old: combine(old, memory.convert(value, old.dtype)), scope, release)
 
     return operation
 

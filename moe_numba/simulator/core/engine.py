@@ -42,11 +42,12 @@ class Rendezvous:
     threads of the scope may.
     """
 
-    __slots__ = ("scope", "what", "expected", "mask", "values", "waiting", "site")
+    __slots__ = ("scope", "what", "expected", "mask", "values", "waiting", "site", "departed")
 
     def __init__(self, scope, what, expected, mask, site):
         self.scope, self.what, self.expected, self.mask, self.site = scope, what, expected, mask, site
         self.values, self.waiting = {}, []
+        self.departed = {}  # thread that did not wait -> what it published (see `happens_before`)
 
     def needs(self, thread):
         """Return whether the rendezvous cannot complete without this thread."""
@@ -66,6 +67,7 @@ class Thread(greenlet.greenlet):
     # Shared memory that it wrote and mbarriers that it initialised since its last fence, and its groups of async
     # copies.
     __slots__ += ("unfenced_writes", "unfenced_barriers", "copy_groups")
+    __slots__ += ("race_state",)  # see `happens_before`
 
     def __init__(self, block, thread_id):
         self.grid, self.block, self.thread_id = block.grid, block, thread_id
@@ -100,6 +102,8 @@ class Thread(greenlet.greenlet):
         if wait:
             current.waiting.append(self)
             self.waits = current
+        elif self.grid.world.races is not None:
+            current.departed[self] = self.grid.world.races.depart(self)
         if len(current.values) == expected:
             del scope.open_rendezvous[what, mask]
             self._complete(current, finish)
@@ -115,6 +119,8 @@ class Thread(greenlet.greenlet):
             t.result = results[t] if results else None
         if world.memory_model is not None:
             world.memory_model.synchronize(rendezvous)
+        if world.races is not None:
+            world.races.synchronize(rendezvous)
         world.wake(rendezvous.waiting)
         if world.events is not None:
             for t, value in rendezvous.values.items():

@@ -35,6 +35,10 @@ class AsyncRace(SimulatorError):
     """Memory or an accumulator is accessed while an asynchronous copy or a wgmma may still be using it."""
 
 
+class DataRace(SimulatorError):
+    """Two threads access the same memory, one of them writes, and nothing orders the two accesses."""
+
+
 class MissingFence(SimulatorError):
     """Data written through one proxy is read through another with no fence in between."""
 
@@ -68,6 +72,23 @@ def kernel_frame(frame):
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
         frame = frame.f_back
     return frame
+
+
+class _InternalFiles(dict):
+    """Whether a file belongs to the simulator, not to a kernel or a device function."""
+
+    def __missing__(self, name):
+        self[name] = name.startswith(_INTERNAL)
+        return self[name]
+
+
+is_internal_file = _InternalFiles()
+
+
+def location_of(code, instruction):
+    """Format where an instruction of a code object stands: function, file and line."""
+    line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
+    return f"{code.co_name}, {os.path.basename(code.co_filename)}:{line}"
 
 
 def source_location(frame):

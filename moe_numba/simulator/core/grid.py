@@ -114,10 +114,11 @@ class Grid:
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] | None = None,
         cooperative: bool = False,
+        dependent: bool = False,
     ):
         self.world, self.kernel, self.name = world, kernel, kernel.__name__
         self.grid_dim, self.block_dim, self.cluster_dim = Dim3(*grid_dim), Dim3(*block_dim), Dim3(*cluster or (1, 1, 1))
-        self.args, self.cooperative = args, cooperative
+        self.args, self.cooperative, self.dependent = args, cooperative, dependent
         self.shared_layout, self.uses_async = SharedLayout(shared_bytes), uses_async_instructions(kernel)
         self.block_size = self.block_dim.x * self.block_dim.y * self.block_dim.z
         self.size = self.block_size * self.grid_dim.x * self.grid_dim.y * self.grid_dim.z

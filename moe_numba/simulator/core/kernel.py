@@ -44,6 +44,7 @@ def run(
     shared_bytes: int = 0,
     cluster: int | tuple[int, ...] | None = None,
     cooperative: bool = False,
+    dependent: bool = False,
     seed: int | None = None,
     done: Sequence[Callable[[], object]] = (),
 ) -> None:
@@ -58,6 +59,9 @@ def run(
         Scalars, arrays, tensors or Pointers.
     shared_bytes : int
         Dynamic shared memory.
+    dependent : bool
+        Programmatic dependent launch: until a thread has executed `griddepcontrol.wait`, nothing orders its accesses
+        after those of the kernel that was launched before. It matters for `races` only.
     seed : int
         Replaces the seed in force.
 
@@ -90,7 +94,7 @@ def run(
     if ranks is not None and seed is not None:
         raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks share one: simulator.seed")
     world = World(seed) if ranks is None else ranks.world
-    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative)
+    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative, dependent)
     if ranks is not None:
         ranks.add(launched, done)
         return

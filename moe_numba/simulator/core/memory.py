@@ -43,11 +43,50 @@ def maybe_preempt():
         return t
 
 
-def before_access(target, index, writes, nbytes=None):
-    """Maybe preempt, then check an access to shared memory for races; call it if `watching`."""
-    t = maybe_preempt()
-    if t is not None and target.allocation is not None and target.allocation.detector is not None:
-        target.allocation.detector.check_access(t, target, index, writes, nbytes)
+class _Private:
+    """The `allocation` of local arrays, which no other thread can access."""
+
+    detector = None
+
+
+PRIVATE = _Private()
+
+
+def before_access(target, index, writes, nbytes=None, scope=None, value=None):
+    """Maybe preempt, then check an access for races; call it if `watching`.
+
+    `scope` is that of a strong access. `value` is what a store of one element stores.
+    """
+    t, allocation = maybe_preempt(), target.allocation
+    if t is None or allocation is PRIVATE:
+        return
+    if allocation is not None and allocation.detector is not None:
+        allocation.detector.check_access(t, target, index, writes, nbytes)
+    races = t.grid.world.races
+    if races is not None:
+        address, size = byte_span(target, index, writes, nbytes)
+        if size:
+            races.access(t, address, size, writes, scope, target, index, value)
+
+
+def byte_span(target, index, writes, size=None):
+    """Return the address and size in bytes that an index refers to; (0, 0) if it accesses nothing or is invalid."""
+    array = target.array
+    if type(index) is not tuple and array.ndim == 1 and type(index) is not slice:
+        if not 0 <= index < len(array):
+            return 0, 0
+        return target.address + int(index) * array.strides[0], size or array.itemsize
+    if isinstance(index, tuple) and len(index) == array.ndim and not any(isinstance(i, slice) for i in index):
+        if any(not 0 <= i < n for i, n in zip(index, array.shape)):
+            return 0, 0
+        return target.address + sum(int(i) * s for i, s in zip(index, array.strides)), array.itemsize
+    if not writes:  # indexing returns a view, which reads nothing yet
+        return 0, 0
+    try:
+        first, last = np.lib.array_utils.byte_bounds(array[index])
+    except IndexError:
+        return 0, 0
+    return first, last - first
 
 
 def thread_prefix():
@@ -114,7 +153,7 @@ class Pointer:
 
     def __setitem__(self, i, value):
         if watching:
-            before_access(self, i, writes=True)
+            before_access(self, i, writes=True, value=value)
         if not 0 <= i < self.size:
             raise self._out_of_bounds(i)
         try:
@@ -161,20 +200,26 @@ class Pointer:
         usable = self.array.nbytes // dtype.itemsize * dtype.itemsize
         return type(self)(self.bytes[:usable].view(dtype), self.name, self.allocation)
 
-    def load_vector(self, index: int, dtype, count: int) -> tuple:
-        """Load `count` elements of `dtype` in one access, from element `index` of this pointer."""
+    def load_vector(self, index: int, dtype, count: int, scope: str | None = None) -> tuple:
+        """Load `count` elements of `dtype` in one access, from element `index` of this pointer.
+
+        `scope` is "cta", "cluster", "gpu" or "sys" if the access is strong: relaxed, volatile or acquire.
+        """
         if type(dtype) is not np.dtype:
             dtype = as_dtype(dtype)
         if watching:
-            before_access(self, index, False, dtype.itemsize * count)
+            before_access(self, index, False, dtype.itemsize * count, scope)
         return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
-    def store_vector(self, index: int, values: tuple, dtype=None) -> None:
-        """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values."""
+    def store_vector(self, index: int, values: tuple, dtype=None, scope: str | None = None) -> None:
+        """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values.
+
+        `scope` as in `load_vector`.
+        """
         dtype = as_dtype(dtype or values[0].dtype)
         values = np.array([convert(v, dtype) for v in values], dtype)
         if watching:
-            before_access(self, index, True, values.nbytes)
+            before_access(self, index, True, values.nbytes, scope)
         self._store_bytes(index, values.view(np.uint8))
 
     def _store_bytes(self, index, data):
@@ -213,19 +258,35 @@ class Array:
         self._address = None
 
     def __getitem__(self, i):
+        i = self._from_the_start(i)
         if watching:
             before_access(self, i, writes=False)
-        self._check_not_negative(i)
         try:
             value = self.array[i]
         except IndexError as error:
             raise self._out_of_bounds(i) from error
         return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
 
-    def __setitem__(self, i, value):
+    def load(self, i, scope):
+        """Load an element with a strong access."""
+        i = self._from_the_start(i)
         if watching:
-            before_access(self, i, writes=True)
-        self._check_not_negative(i)
+            before_access(self, i, False, None, scope)
+        return self.array[i]
+
+    def store(self, i, value, scope):
+        """Store an element with a strong access; return whether its value changes."""
+        i = self._from_the_start(i)
+        if watching:
+            before_access(self, i, True, None, scope)
+        changes = self.array[i] != value
+        self.array[i] = value
+        return changes
+
+    def __setitem__(self, i, value):
+        i = self._from_the_start(i)
+        if watching:
+            before_access(self, i, writes=True, value=value)
         try:
             self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:
@@ -237,16 +298,24 @@ class Array:
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
-    def _check_not_negative(self, i):
-        """Refuse negative indices, unless the source names them: Numba counts both from the end.
+    def _from_the_start(self, i):
+        """Return an index without negative numbers, which Numba counts from the end if the source names them.
 
-        A computed index is hardly meant so, but comes from a missing check of a boundary; `wraparound` allows it.
+        A computed one is hardly meant so, but comes from a missing check of a boundary; `wraparound` allows it.
         """
-        for position, k in enumerate(i if type(i) is tuple else (i,)):
-            if isinstance(k, (int, np.integer)) and k < 0:
-                frame = kernel_frame(sys._getframe())
-                if position not in _negative_literals(frame.f_code, frame.f_lasti) and not settings["wraparound"]:
-                    raise self._out_of_bounds(i)
+        if type(i) is int and i >= 0:
+            return i
+        parts = i if type(i) is tuple else (i,)
+        negative = [n for n, k in enumerate(parts) if isinstance(k, (int, np.integer)) and k < 0]
+        if not negative:
+            return i
+        frame = kernel_frame(sys._getframe())
+        if not settings["wraparound"] and not _negative_literals(frame.f_code, frame.f_lasti).issuperset(negative):
+            raise self._out_of_bounds(i)
+        parts = tuple(k + self.array.shape[n] if n in negative else k for n, k in enumerate(parts))
+        if any(parts[n] < 0 for n in negative):
+            raise self._out_of_bounds(i)
+        return parts if type(i) is tuple else parts[0]
 
     def _out_of_bounds(self, index):
         return OutOfBounds(f"{thread_prefix()}index {index} is outside {self}")
@@ -326,4 +395,4 @@ def reachable_view(array):
 
 def local(shape, dtype, alignment):
     """Return a new local array."""
-    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array")
+    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array", PRIVATE)

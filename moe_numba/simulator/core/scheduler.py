@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import heapq
 import random
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import Deadlock, wait_report
 from moe_numba.simulator.core.settings import override_settings, settings
+from moe_numba.simulator.memory_model.happens_before import HappensBefore
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
@@ -49,6 +51,16 @@ def trace() -> contextlib.AbstractContextManager[list[Event]]:
     return override_settings(events=[])
 
 
+def races(enabled: bool = True) -> contextlib.AbstractContextManager:
+    """Return a context in which data races are detected, or, with ``enabled=False``, are not."""
+    return override_settings(races=enabled)
+
+
+_previous = (
+    threading.local()
+)  # `races`: the HappensBefore of this OS thread's last kernel, which a dependent may overlap
+
+
 class World:
     """The scheduler, and the grids that run under it at the same time."""
 
@@ -61,7 +73,9 @@ class World:
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
         memory_model = settings["memory_model"]
         self.memory_model = memory_model(self) if memory_model else None
+        self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
+        self.threads = 0  # of all grids; 0: of the first one
         self.elected_lanes = {}  # mask -> the lane that elect.sync chooses
         self.watching = 0  # how often this world is counted in `memory.watching`
         # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
@@ -76,8 +90,13 @@ class World:
     def add(self, grid) -> None:
         """Start a grid: all of its threads may run."""
         self.grids.append(grid)
-        if grid.uses_async or self.preempt:
+        if grid.uses_async or self.preempt or self.detects_races:
             self.watch_accesses()
+        if self.detects_races:
+            if self.races is None:
+                previous = getattr(_previous, "races", None) if grid.dependent and not self.threads else None
+                self.races = HappensBefore(self.threads or grid.size, previous)
+            self.races.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
         self.wake(grid.threads())
@@ -88,6 +107,8 @@ class World:
         if not grid.active and self.queued_grids.get(grid.rank):
             if self.memory_model is not None:
                 self.memory_model.end(grid)
+            if self.races is not None:
+                self.races.end(grid)
             self.add(self.queued_grids[grid.rank].pop(0))
 
     def schedule(self, unit):
@@ -135,6 +156,8 @@ class World:
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
+            # With its grids it keeps their arguments alive, so that no new memory has the addresses of theirs.
+            _previous.races = self.races if len(self.grids) == 1 else None
         finally:
             memory.watch(-self.watching)
             for t in self._threads():

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_numba.simulator.async_.race_detector import RaceDetector
 from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError
-from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, thread_prefix
+from moe_numba.simulator.core.memory import PRIVATE, Array, Pointer, as_dtype, poison, thread_prefix
 
 MAX_SHARED_BYTES = 227 * 1024  # per block
 _FIRST = 1024  # the first bytes of the window are reserved by the system
@@ -175,7 +175,7 @@ class SharedMemory:
 def shared_region(array, index, size, alignment, what):
     """Return the `size` bytes from element `index` of a shared array on; check their bounds and alignment."""
     allocation = getattr(array, "allocation", None)
-    if allocation is None:
+    if allocation is None or allocation is PRIVATE:
         raise SimulatorError(f"{thread_prefix()}{what} takes an array in shared memory, which {array} is not")
     start = array.address + int(index) * array.dtype.itemsize + allocation.to_window
     if not allocation.start <= start <= start + size <= allocation.end:

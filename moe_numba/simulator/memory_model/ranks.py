@@ -63,6 +63,7 @@ class _RankLaunches:
             for grid in stream:
                 grid.label = f"rank {rank} " if len(streams) > 1 else ""
             self.world.queued_grids[rank] = stream[1:]
+        self.world.threads = sum(grid.size for _, grid in self.launches)
         for stream in streams.values():
             self.world.add(stream[0])
         self.world.run()
