@@ -1,6 +1,7 @@
 """The host side of `cuda`, as ordinary Numba-CUDA programs use it around their launches, and libdevice."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from moe_numba import simulator
 
 # isort: split
-from numba import cuda, float32, njit
+from numba import cuda, float32, guvectorize, njit, vectorize
 from numba.cuda import libdevice, random
 
 from moe_numba.simulator.core.host import Unsupported
@@ -96,6 +97,16 @@ def test_the_device_has_properties():
     [
         (lambda: cuda.compile_ptx(add_one, ()), Unsupported, "cuda.compile_ptx does not work in the simulator"),
         (lambda: cuda.declare_device("f", "int32(int32)")(1), Unsupported, "f does not work in the simulator"),
+        (
+            lambda: vectorize(["f4(f4)"], target="cuda")(lambda x: x),
+            Unsupported,
+            "vectorize(target='cuda') does not work in the simulator",
+        ),
+        (
+            lambda: guvectorize(["f4[:], f4[:]"], "(n)->(n)", target="cuda")(apply_ufunc.py_func),
+            Unsupported,
+            "guvectorize(target='cuda') does not work in the simulator",
+        ),
         (lambda: cuda.external_stream(1), Unsupported, "cuda.external_stream does not work in the simulator"),
         (lambda: libdevice.modf(1.0), Unsupported, "libdevice.modf does not work in the simulator"),
         (lambda: libdevice.fadd_ru(1.0, 2.0), Unsupported, "libdevice.fadd_ru does not work in the simulator"),
@@ -106,7 +117,7 @@ def test_the_device_has_properties():
     ],
 )
 def test_what_is_unsupported_is_named(call, error, said):
-    with pytest.raises(error, match=said.replace(".", r"\.")):
+    with pytest.raises(error, match=re.escape(said)):
         call()
 
 

@@ -257,6 +257,7 @@ _DRIVES = ("external_stream", "open_ipc_array", "from_cuda_array_interface", "se
 
 def install(cuda):
     """Replace the host functions of Numba's simulated `cuda` module, and add those it lacks."""
+    from numba.cuda import vectorizers
     from numba.cuda.simulator import api
     from numba.cuda.simulator.cudadrv import devicearray, devices
 
@@ -270,6 +271,10 @@ def install(cuda):
     names |= {name: unsupported(f"cuda.{name}", "which compiles nothing") for name in _COMPILES}
     names |= {name: unsupported(f"cuda.{name}", "which drives no GPU") for name in _DRIVES}
     names["declare_device"] = lambda name, *_, **__: unsupported(f"{name}", "which runs no CUDA C++ or PTX")
+    vectorizers.CUDAVectorize._compile_core = unsupported("vectorize(target='cuda')", "which compiles nothing")
+    vectorizers.CUDAGUFuncVectorize._compile_kernel = unsupported(
+        "guvectorize(target='cuda')", "which compiles nothing"
+    )
     devices.gpus.lst = (_CONTEXT,)
     for module in (cuda, api, devicearray):
         for name, value in names.items():
