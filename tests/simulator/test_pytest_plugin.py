@@ -53,6 +53,7 @@ def run(pytester, monkeypatch):
     def run(*arguments, simulate="0", project=PROJECT):
         monkeypatch.setenv("MOE_NUMBA_SIMULATE", simulate)
         monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", simulate)
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to import
         pytester.makepyfile(test_project=project)
         plugins = "-p", "moe_numba.simulator.pytest_plugin", "-p", "no:cacheprovider"
         return pytester.runpytest_subprocess(*plugins, "-v", "-W", "error", *arguments)
