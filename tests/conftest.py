@@ -26,6 +26,7 @@ SLOW_MODULES = {
     "test_grouped_gemm_mma",
     "test_grouped_gemm_mma_compile",
     "test_hpc_ops",
+    "test_pytest_plugin",
     "test_torch_layer",
 }
 SLOW_TESTS = {
@@ -43,6 +44,7 @@ SLOW_TESTS = {
     "test_registers_of_a_kernel_with_setmaxnreg",
     "test_runs_in_the_simulator",
     "test_static_properties_from_the_compiler",
+    "test_the_first_seed_that_fails_is_named",
     "test_the_machine_code",
     "test_tuner_tries_configs_that_fit",
     "test_with_lto_both_interfaces_compile_alike",
