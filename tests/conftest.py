@@ -12,6 +12,7 @@ from helpers.planted_bugs import THIRD, chosen_third
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
 
+os.environ.setdefault("MOE_NUMBA_RACES", "1")  # all simulated kernels are checked for data races
 
 # Left out by ``make test-fast``: whole modules, and single tests, that take more than about 8 s of one core.
 SLOW_MODULES = {

@@ -30,7 +30,11 @@ MUTANTS = [
         "A04",
         "counter not reset between calls",
         ORDERS,
-        (LARGE, "            st_relaxed_gpu_s32(workspace, CTAS_DONE, 0)  # the last CTA: all counts have been read\n", ""),
+        (
+            LARGE,
+            "            st_relaxed_gpu_s32(workspace, CTAS_DONE, 0)  # the last CTA: all counts have been read\n",
+            "",
+        ),
     ),
     mutant(
         "A06",

@@ -29,7 +29,6 @@ MUTANTS = [
             "                        pipeline.fence_acquired()\n",
             "head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))\n",
         ),
-        not_found_yet="proxy fences of global memory are not modelled",
     ),
     mutant(
         "E02",
@@ -40,7 +39,6 @@ MUTANTS = [
             "                if mask != uint32(0):\n                    pipeline.fence_acquired()\n",
             "                if mask != uint32(0):\n",
         ),
-        not_found_yet="proxy fences of global memory are not modelled",
     ),
     mutant(
         "E03",
@@ -77,14 +75,12 @@ MUTANTS = [
         "system-scope fence before the flags removed",
         EXCHANGE,
         (PROGRESS, "                fence_acq_rel_sys()\n", ""),
-        not_found_yet="a bulk copy is visible to all ranks at once",
     ),
     mutant(
         "E08",
         "plain store in place of a release in shared memory (progress)",
         EXCHANGE,
         (PROGRESS, "    st_release_cta_shared_u64(smem_u64, slot, uint64(", "    smem_u64[slot] = (uint64("),
-        not_found_yet="shared memory is sequentially consistent",
     ),
     mutant(
         "E10",
@@ -157,7 +153,6 @@ MUTANTS = [
         MANY_CHANNELS,
         (CHANNELS, "        fence_acq_rel_gpu()\n        if atom", "        if atom"),
         (CHANNELS, "            fence_acq_rel_gpu()\n            state", "            state"),
-        not_found_yet="relaxed atomics are visible at once, and a CTA has one view of memory",
     ),
     mutant(
         "E24",
@@ -201,7 +196,6 @@ MUTANTS = [
             "                cuda.syncwarp()  # makes the rows that one lane has acquired visible to all lanes\n",
             "",
         ),
-        not_found_yet="the threads of a CTA have one view of memory",
     ),
     mutant(
         "E32",
@@ -218,7 +212,6 @@ MUTANTS = [
             "head = uint32(ld_acquire_sys_s32(ctx.local, head_offset",
             "head = uint32(ld_volatile_s32(ctx.local, head_offset",
         ),
-        not_found_yet="stores are never made before earlier loads",
     ),
     mutant(
         "E34",
@@ -229,7 +222,6 @@ MUTANTS = [
             "head = uint32(ld_acquire_sys_s32(ctx.local, head_offset",
             "head = uint32(ld_volatile_s32(ctx.local, head_offset",
         ),
-        not_found_yet="stores are never made before earlier loads",
     ),
     mutant(
         "E36",
@@ -273,7 +265,6 @@ MUTANTS = [
             "st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)",
             "smem_i32[int32(done_offset + warp)] = int32(1)",
         ),
-        not_found_yet="shared memory is sequentially consistent",
     ),
     mutant(
         "E44",

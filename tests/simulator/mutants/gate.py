@@ -110,7 +110,6 @@ MUTANTS = [
             "        while token < num_tokens:\n            cuda.syncwarp()\n",
             "        while token < num_tokens:\n",
         ),
-        not_found_yet="a warp's votes and shuffles order shared memory",
     ),
     mutant(
         "G15",

@@ -56,7 +56,6 @@ MUTANTS = [
             "            product = wait(product)\n            cuda.syncwarp()\n",
             "            product = wait(product)\n",
         ),
-        not_found_yet="wgmma.wait_group orders the loads of a warp's lanes",
     ),
     mutant(
         "M07",
