@@ -27,7 +27,6 @@ SLOW_MODULES = {
     "test_grouped_gemm_mma",
     "test_grouped_gemm_mma_compile",
     "test_hpc_ops",
-    "test_pytest_plugin",
     "test_torch_layer",
 }
 SLOW_TESTS = {
