@@ -100,9 +100,15 @@ def _bench(options):
             records.repository()  # fail before measuring, not after
     except (ValueError, FileNotFoundError) as error:
         raise UserError(error) from error
-    rows, env = topic.measure(peers, options.quick), records.environment()
+    env = records.environment()
+    earlier = records.recorded(options.topic, records.folder(env["gpu"]))
+    if options.out is None and not options.peers and (lost := records.peers_of(earlier)):
+        raise UserError(
+            f"the record of {options.topic} has times of {', '.join(lost)}, which a run without them would delete: "
+            "name their folder with --peers, or another folder for the record with --out"
+        )
+    rows = topic.measure(peers, options.quick)
     if hasattr(topic, "out_of_reach"):
-        earlier = records.recorded(options.topic, records.folder(env["gpu"]))
         rows += records.carried_over(earlier, topic.out_of_reach, env)
     print_table(rows, options.topic)
     sources = sources.topic_sources(options.topic)
@@ -124,8 +130,11 @@ def _plot(options):
         return _plot_readme(options.topic, topic.readme_table(record), options.check)
     _make_folder(options.out)
     for name, figure in topic.figures(record).items():
-        for path in plots.save(figure, options.out / f"{options.topic}-{name}"):
-            print(path)
+        try:
+            written = plots.save(figure, options.out / f"{options.topic}-{name}")
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
+        print(*written, sep="\n")
     return 0
 
 

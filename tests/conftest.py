@@ -2,6 +2,7 @@
 
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
+import contextlib
 import os
 import sys
 
@@ -36,6 +37,7 @@ SLOW_TESTS = {
     "test_functions_take_the_paths_of_the_table",
     "test_gate_notebook_runs_with_other_sizes",
     "test_gather_indices_match_gathered_rows",
+    "test_kernels_for_an_older_gpu_are_measured_in_a_process",
     "test_notebooks_go_on_after_steps_that_a_t4_cannot_run",
     "test_registers_of_a_kernel_with_setmaxnreg",
     "test_runs_in_the_simulator",
@@ -107,6 +109,13 @@ def no_plans():
     for name, module in list(sys.modules.items()):
         if name.startswith("moe_numba."):
             vars(module).get("_plans", {}).clear()
+
+
+@pytest.fixture(autouse=True)
+def no_races(request):
+    """Do not report data races in tests whose kernels race on purpose: marked with ``intended_races(reason)``."""
+    with simulator.races(False) if request.node.get_closest_marker("intended_races") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

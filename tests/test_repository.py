@@ -170,3 +170,13 @@ def test_the_readmes_links_lead_somewhere():
     assert local
     for link in local:
         assert (ROOT / link).exists() or (ROOT / "docs" / link).exists(), link
+
+
+CLOCKS = re.compile(r"\b(perf_counter|monotonic|process_time|time\.time|timeit|datetime\.now)\b")
+
+
+def test_no_test_reads_the_clock():
+    """A loaded machine must not fail a test: count steps, instructions or launches instead of seconds."""
+    assert CLOCKS.search("start = time.perf_counter()") and CLOCKS.search("from time import monotonic")
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    assert [str(path.relative_to(ROOT)) for path in files if CLOCKS.search(path.read_text())] == []

@@ -17,7 +17,13 @@ from moe_numba.align.device_functions import (
     make_scan,
     make_write_padding,
 )
-from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
+from moe_numba.ptx.atomics import (
+    atom_add_relaxed_gpu_s32,
+    ld_relaxed_gpu_s32,
+    ld_relaxed_gpu_u64x2,
+    st_relaxed_gpu_s32,
+    st_relaxed_gpu_u64,
+)
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
 
@@ -255,8 +261,8 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
         sum_counts(workspace, launch_number, counts)
         cuda.syncthreads()
         if thread == 0 and atom_add_relaxed_gpu_s32(workspace, CTAS_DONE, 1) == cuda.gridDim.x - 1:
-            workspace[CTAS_DONE] = int32(0)  # the last CTA: all counts have been read
-            workspace[LAUNCH_COUNT] = int32(launch_number)
+            st_relaxed_gpu_s32(workspace, CTAS_DONE, 0)  # the last CTA: all counts have been read
+            st_relaxed_gpu_s32(workspace, LAUNCH_COUNT, int32(launch_number))
         griddepcontrol_launch_dependents()
         total_blocks = assign_blocks(counts, first_block, num_experts, block_size, warp_sums)
         cuda.syncthreads()

@@ -90,18 +90,14 @@ def _gpus():
 
 def _bench_commands():
     width = max(map(len, BENCH_TOPICS))
-    commands = [
-        f"    python -m moe_numba bench {topic.bench:<{width}}  # {topic.measures}" for topic in TOPICS if topic.bench
-    ]
+    commands = [f"    python -m moe_numba bench {name:<{width}}  # {text}" for name, text in BENCH_TOPICS.items()]
     return "\n" + "\n".join(commands)
 
 
 def _records():
     lines = ["| record | measured by |", "|---|---|"]
-    for topic in TOPICS:
-        if topic.bench:
-            lines.append(f"| `{topic.bench}` | `python -m moe_numba bench {topic.bench}`: {topic.measures} |")
-        lines += [f"| `{name}` | notebook `{topic.notebook}` |" for name in topic.records]
+    lines += [f"| `{name}` | `python -m moe_numba bench {name}`: {text} |" for name, text in BENCH_TOPICS.items()]
+    lines += [f"| `{name}` | notebook `{topic.notebook}` |" for topic in TOPICS for name in topic.records]
     return "\n".join(lines)
 
 

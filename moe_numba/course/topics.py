@@ -90,7 +90,10 @@ TOPICS = (
         hopper=True,
     ),
 )
-BENCH_TOPICS = tuple(topic.bench for topic in TOPICS if topic.bench)
+# {bench topic: what it measures}; the last belongs to no notebook.
+BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
+    "older_gpus": "the kernels for older GPUs, beside those for this GPU"
+}
 
 
 class Headline(NamedTuple):

@@ -426,6 +426,7 @@ def make_kernel(config):
                 stage, phase = to_uniform(stage), uint32(to_uniform(int32(phase)))
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
                 row, rows, column, scale = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
+                cuda.syncwarp()  # lane 0 releases the stage for all lanes
                 output_tile = OutputTile(
                     to_uniform(row),
                     to_uniform(int32(rows & 0xFFFF)),

@@ -76,19 +76,30 @@ red_add_release_sys_s32 = instruction(
 def ld_relaxed_gpu_s32(pointer, index):
     """``ld.relaxed.gpu.global.s32``: load element ``index``, which other blocks of this GPU may write concurrently."""
     simulator.thread().spin("ld.relaxed")
-    return pointer.load_vector(index, np.int32, 1)[0]
+    value = pointer.load_vector(index, np.int32, 1, "gpu")[0]
+    simulator.scoped_access.loaded(simulator.thread(), pointer, index, "gpu")
+    return value
 
 
 def ld_relaxed_gpu_u64x2(pointer, index):
     """``ld.relaxed.gpu.global.v2.u64``: load 16 bytes, 16-byte aligned, at element ``index``; each half is atomic."""
     simulator.thread().spin("ld.relaxed")
-    return pointer.load_vector(index, np.uint64, 2)
+    values = pointer.load_vector(index, np.uint64, 2, "gpu")
+    simulator.scoped_access.loaded(simulator.thread(), pointer, index, "gpu")
+    return values
 
 
 def st_relaxed_gpu_u64(pointer, index, value):
     """``st.relaxed.gpu.global.u64``: store 8 bytes, 8-byte aligned, at element ``index`` atomically."""
-    pointer.store_vector(index, (value,), np.uint64)
-    simulator.thread().grid.memory_changed()
+    t = simulator.thread()
+    pointer.store_vector(index, (value,), np.uint64, "gpu")
+    simulator.scoped_access.stored(t, pointer, index, "gpu")
+    t.grid.memory_changed()
+
+
+def st_relaxed_gpu_s32(pointer, index, value):
+    """``st.relaxed.gpu.global.s32``: store element ``index`` atomically, in no order with other stores."""
+    simulator.scoped_access.store(pointer, index, value, scope="gpu")
 
 
 def atom_add_relaxed_gpu_s32(pointer, index, value):
@@ -103,6 +114,9 @@ ld_relaxed_gpu_u64x2 = instruction(
 st_relaxed_gpu_u64 = instruction(
     "st.relaxed.gpu.global.u64 [$0], $1;", "void", POINTER, "u64", simulate=st_relaxed_gpu_u64
 )
+st_relaxed_gpu_s32 = instruction(
+    "st.relaxed.gpu.global.s32 [$0], $1;", "void", POINTER, "s32", simulate=st_relaxed_gpu_s32
+)
 atom_add_relaxed_gpu_s32 = instruction(
     "atom.relaxed.gpu.global.add.s32 $0, [$1], $2;", "s32", POINTER, "s32", simulate=atom_add_relaxed_gpu_s32
 )
@@ -114,8 +128,9 @@ def _flag(thread, array, index):
 
 
 def _simulated_load(array, index):
-    value, t = array[index], simulator.thread()
+    value, t = array.load(index, "cta"), simulator.thread()
     simulator.store_buffer.receive_from(_flag(t, array, index), t)
+    simulator.scoped_access.loaded(t, array, index, "cta", acquire=True)
     return value
 
 
@@ -127,8 +142,8 @@ def _simulated_poll(array, index):
 def _simulated_store(array, index, value):
     t = simulator.thread()
     simulator.store_buffer.publish_to(_flag(t, array, index), t)
-    if array[index] != value:  # a store of the same value ends no poll
-        array[index] = value
+    simulator.scoped_access.stored(t, array, index, "cta", release=True)
+    if array.store(index, value, "cta"):  # a store of the same value ends no poll
         t.grid.memory_changed()
 
 

@@ -12,7 +12,7 @@ def fence_proxy_async_shared():
 
     The writing thread must execute this fence, then synchronize, before another thread issues the copy or the wgmma.
     """
-    simulator.race_detector.fence(simulator.thread())
+    simulator.race_detector.fence(simulator.thread(), shared_only=True)
 
 
 def fence_proxy_async():
@@ -22,12 +22,12 @@ def fence_proxy_async():
 
 def fence_acq_rel_gpu():
     """``fence.acq_rel.gpu``: order this thread's earlier accesses before its later ones, for all threads of a GPU."""
-    simulator.scoped_access.fence()
+    simulator.scoped_access.fence("gpu")
 
 
 def fence_acq_rel_sys():
     """``fence.acq_rel.sys``: order this thread's accesses for all threads of all GPUs and for the host."""
-    simulator.scoped_access.fence()
+    simulator.scoped_access.fence("sys")
 
 
 fence_proxy_async_shared = instruction("fence.proxy.async.shared::cta;", "void", simulate=fence_proxy_async_shared)

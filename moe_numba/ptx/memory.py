@@ -68,6 +68,9 @@ def griddepcontrol_wait():
 
     A no-op unless the grid was launched with programmatic dependent launch, which starts at compute capability 9.0.
     """
+    t = simulator.thread()
+    if t.grid.world.races is not None:
+        t.grid.world.races.wait_for_prerequisite(t)
 
 
 def griddepcontrol_launch_dependents():

@@ -36,7 +36,7 @@ def _setmaxnreg(direction, registers):
         raise ValueError(f"setmaxnreg takes a multiple of 8 from 24 to 256, not {registers}")
 
     def setmaxnreg():
-        simulator.barrier.warpgroup_arrive(f"setmaxnreg.{direction} {registers}")
+        simulator.registers.setmaxnreg(direction, registers)
 
     return instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {registers};", "void", simulate=setmaxnreg)
 

@@ -108,7 +108,7 @@ def _write(path, data):
                 file.write(hashlib.sha256(data).digest() + data)
                 file.close()
                 os.replace(file.name, path)
-            except OSError:
+            except BaseException:  # also when interrupted
                 file.close()
                 os.unlink(file.name)
                 raise

@@ -47,17 +47,13 @@ class GPU(NamedTuple):
         return self.arch if self.capability == self.hardware_capability else self.hardware_capability
 
 
-# Most shared memory of a block in KiB, after opting in (CUDA Programming Guide, "Technical Specifications per Compute
-# Capability").
-_SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
-
-
 def shared_bytes_of(capability):
-    """Return the most shared memory that a block of a GPU can have, in bytes."""
-    return 1024 * _SHARED_KIB.get(capability, 99)
+    """Return the most shared memory that a block of a GPU can have, after opting in, in bytes."""
+    limits = requested_capability.SM_LIMITS.get(capability)
+    return 1024 * (limits.shared_kib_of_a_block if limits else 99)
 
 
-def gpu_like(capability, name=None, sm_count=132):
+def gpu_like(capability, name=None, sm_count=requested_capability.SM_COUNT):
     """Return a :class:`GPU` of a compute capability, for compiling without one."""
     name = name or "a GPU of compute capability {}.{}".format(*capability)
     return GPU(name, capability, sm_count, shared_bytes_of(capability), capability)

@@ -6,6 +6,7 @@ of pointers, numbers and tensor maps. A call packs its arguments into one buffer
 
 import contextlib
 import ctypes
+import math
 import struct
 import sys
 import threading
@@ -240,7 +241,8 @@ class _SimulatedLauncher:
 
     def __init__(self, kernel, signature, options):
         self._kernel = kernel
-        self._options = {name: options[name] for name in ("shared_bytes", "cluster", "cooperative")}
+        names = "launch_bounds", "shared_bytes", "cluster", "cooperative", "dependent"
+        self._options = {name: options[name] for name in names}
         plain = ["uint8*" if s == TENSOR_MAP else s for s in signature]
         self._types = [np.dtype(s.removesuffix("*")) for s in plain]
         self._is_pointer = [s[-1] == "*" for s in plain]
@@ -250,7 +252,8 @@ class _SimulatedLauncher:
             (v.view(t) if v else v) if p else t.type(v)
             for v, t, p in zip(values, self._types, self._is_pointer, strict=True)
         ]
-        simulator.run(self._kernel, grid, block, arguments, **self._options)
+        with simulator.errors.ShortTraceback():
+            simulator.run(self._kernel, grid, block, arguments, **self._options)
         _record(self, grid, block, 0, values)
 
     def prepare(self, grid, block, *values):
@@ -343,7 +346,7 @@ def launch(kernel, grid, block, *args, stream=None, **options):
         raise ValueError(f"launch of {kernel.__name__}: no argument is a tensor, so the device is unknown")
     signature, values = signature_of(args)
     if TENSOR_MAP in signature or options.get("cpp_entry"):
-        options = {"launch_bounds": block} | options
+        options = {"launch_bounds": math.prod(_three(block))} | options
     index = device.index or 0
     if stream is None:
         stream = current_stream(index)

@@ -28,6 +28,7 @@ __all__ = [
 _RESERVED_SHARED_BYTES = 1024  # from compute capability 9.0 on, machine code counts the system's part as well
 _LINE = re.compile(r'//## File "(.*?)", line (\d+)')
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
+_SETMAXNREG = re.compile(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)\S*\s+(?:UP\w+, )?(0x[0-9a-f]+)")
 # ptxas warns of wgmmas that it serialises, of a setmaxnreg that it ignores, of anything that costs time.
 _WARNING = re.compile(r"\((C\d+)\) Potential Performance Loss|\((C75\d\d)\)|(Potential Performance Loss)")
 
@@ -41,6 +42,7 @@ class MachineCode:
     spilled_bytes: int
     complaints: list
     opcodes: list | None
+    setmaxnreg: list | None = None  # register counts of its setmaxnreg instructions, in order
 
     def count(self, *prefixes):
         """Count the instructions that begin with one of these names; None without nvdisasm."""
@@ -172,6 +174,7 @@ def _report(compiled):
         **resources(compiled.log),
         "complaints": ["".join(found) for found in _WARNING.findall(compiled.log)],
         "opcodes": text and _OPCODE.findall(text),
+        "setmaxnreg": text and [int(count, 16) for count in _SETMAXNREG.findall(text)],
     }
 
 

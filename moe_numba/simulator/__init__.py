@@ -8,12 +8,19 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, used if the first is not set
     MOE_NUMBA_ONLY=90       simulate a GPU of compute capability 9.0 if the GPU has another; for notebooks
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
+    MOE_NUMBA_RACES=1       detect data races (see `races`)
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
+- `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
+- The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
+  bounds, static, dynamic and local memory, resident blocks and cooperative launches are checked, and the registers that
+  `setmaxnreg` moves. How many registers a kernel needs is not known, nor what else runs on the GPU.
+- A kernel that Numba would not compile is refused if its source shows it (`core.compilable`). A loop that polls with
+  plain loads is an error (`core.polling`).
 
 Arithmetic is NumPy's. It differs from compiled Numba in five ways, none of which affects kernels that name their types:
 - A Python number takes the type of the NumPy scalar it is combined with. Numba makes it int64 or float64.
@@ -29,25 +36,28 @@ import os
 import sys
 
 from moe_numba.simulator import capability
+from moe_numba.simulator.capability import UnsupportedInstruction
 
 # Public names by the submodule that defines them. They load on first use, so that a process with a GPU skips the
 # imports.
 _EXPORTS = {
     "errors": (
         "SimulatorError",
+        "CompileError",
         "Deadlock",
         "MissingLane",
         "DivergentBarrier",
         "ClusterError",
         "BarrierMisuse",
         "AsyncRace",
+        "DataRace",
         "MissingFence",
         "OutOfBounds",
         "Misaligned",
     ),
     "engine": ("thread",),
     "grid": ("Grid",),
-    "scheduler": ("seed", "trace", "World"),
+    "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
     "store_buffer": ("weak_memory",),
@@ -59,18 +69,18 @@ _EXPORTS = {
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _PACKAGES = {
     "core": (
-        *("arithmetic", "atomic", "barrier", "cluster", "cuda_module", "engine", "errors", "floats", "grid"),
-        *("kernel", "memory", "pointer_wrapping", "scheduler", "shared", "warp"),
+        *("arithmetic", "atomic", "barrier", "cluster", "compilable", "cuda_module", "engine", "errors", "floats"),
+        *("grid", "kernel", "memory", "pointer_wrapping", "polling", "registers", "scheduler", "shared", "warp"),
     ),
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
     "profiler": ("collect", "report"),
-    "memory_model": ("ranks", "scoped_access", "store_buffer", "weak_pointers"),
+    "memory_model": ("happens_before", "ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
 _INTEGRATED_GPUS = "/dev/nvgpu", "/dev/nvhost-gpu"  # Jetson, whose older systems have no NVML
-__all__ = ["ENABLED", "REASON", *_MODULE_OF]
+__all__ = ["ENABLED", "REASON", "UnsupportedInstruction", *_MODULE_OF]
 
 
 def _gpu_is_present():
@@ -165,6 +175,10 @@ def _restore_row_stack():
 
     if not hasattr(np, "row_stack"):
         np.row_stack = np.vstack
+
+
+def __dir__():
+    return sorted(__all__)
 
 
 def __getattr__(name):

@@ -7,6 +7,7 @@ compiled for the GPU that is present. In the simulator, instructions that are ne
 """
 
 import os
+from typing import NamedTuple
 
 from moe_numba.simulator.core.errors import SimulatorError
 
@@ -38,7 +39,39 @@ def _read(variable):
     return found
 
 
+class SMLimits(NamedTuple):
+    """What can be resident on one SM, and the most shared memory that one block can opt in to."""
+
+    threads: int
+    blocks: int
+    shared_kib: int
+    shared_kib_of_a_block: int
+
+    def resident_blocks(self, threads, shared_bytes):
+        """Return how many blocks with this many threads and bytes of shared memory are resident on one SM.
+
+        Registers may allow fewer; the simulator does not know how many a kernel uses.
+        """
+        reserved = 1024 * (self.shared_kib - self.shared_kib_of_a_block)  # for the system, of each block
+        by_shared = 1024 * self.shared_kib // max(shared_bytes + reserved, 1)
+        return min(self.blocks, self.threads // (-(-threads // 32) * 32), by_shared)
+
+
+# CUDA Programming Guide, "Technical Specifications per Compute Capability".
+SM_LIMITS = {
+    (7, 5): SMLimits(1024, 16, 64, 64),
+    (8, 0): SMLimits(2048, 32, 164, 163),
+    (8, 6): SMLimits(1536, 16, 100, 99),
+    (8, 7): SMLimits(1536, 16, 164, 163),
+    (8, 9): SMLimits(1536, 24, 100, 99),
+    (9, 0): SMLimits(2048, 32, 228, 227),
+    (10, 0): SMLimits(2048, 32, 228, 227),
+    (10, 3): SMLimits(2048, 32, 228, 227),
+    (12, 0): SMLimits(1536, 24, 100, 99),
+    (12, 1): SMLimits(1536, 24, 100, 99),
+}
 SIMULATED = only() or requested() or (9, 0)
+SM_COUNT = 132  # of the simulated GPU, as of an H200
 
 
 def refuse(what, needed):

@@ -236,6 +236,18 @@ def test_bench_keeps_rows_that_need_more_gpus(toy_topic, monkeypatch):
     assert second["commit"] == "later" and second["rows"] == [*rows()[:1], *kept] and len(kept) == 2
 
 
+def test_bench_keeps_a_record_with_peers(toy_topic, capsys):
+    peers = toy_topic / "peers"
+    peers.mkdir()
+    (peers / "triton.py").write_text("NAME, VERSION = 'triton', '1'\n")
+    assert cli.main(["bench", "toy", "--peers", str(peers)]) == 0
+    first = records.recorded("toy", root=toy_topic)
+    assert cli.main(["bench", "toy"]) == 2
+    assert "has times of triton" in capsys.readouterr().err
+    assert records.recorded("toy", root=toy_topic) == first
+    assert cli.main(["bench", "toy", "--out", str(toy_topic / "out")]) == 0
+
+
 def test_bench_plot_and_readme_commands(toy_topic, capsys):
     peers = toy_topic / "peers"
     assert cli.main(["bench", "toy", "--peers", str(peers)]) == 2, "no such folder"
@@ -256,6 +268,9 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
         assert cli.main([command, "toy", "--out", str(toy_topic / "file")]) == 2
         assert f"--out is {toy_topic / 'file'}, where nothing can be written" in capsys.readouterr().err
     assert sorted(path.name for path in (toy_topic / "figures").iterdir()) == ["toy-ladder.png", "toy-ladder.svg"]
+    (toy_topic / "folders" / "toy-ladder.png").mkdir(parents=True)
+    assert cli.main(["plot", "toy", "--out", str(toy_topic / "folders")]) == 2
+    assert "toy-ladder.png cannot be written: Is a directory" in capsys.readouterr().err
 
     page = toy_topic / "README.md"
     page.write_text("before\n")
@@ -321,7 +336,7 @@ def test_generated_blocks_are_up_to_date():
 
 def test_the_table_of_topics_names_every_notebook_record_and_bench_topic():
     assert [topic.notebook for topic in topics.TOPICS] == sorted(p.stem for p in (ROOT / "notebooks").glob("*.py"))
-    named = {name for topic in topics.TOPICS for name in (topic.bench, *topic.records) if name}
+    named = {*topics.BENCH_TOPICS, *(name for topic in topics.TOPICS for name in topic.records)}
     missing = named - {path.stem for path in RECORDS}
     assert named >= {path.stem for path in RECORDS} and missing <= set(topics.BENCH_TOPICS)  # not yet measured
     assert set(topics.BENCH_TOPICS) == set(bench.topic_names())
@@ -343,6 +358,11 @@ def test_the_best_of_a_row_is_bold():
         ("shared_experts", "shared_experts/kernel.py"),
         ("call_time", "runtime/prepare.py"),
         ("call_time", "expert_parallel/buffer.py"),  # of its third module
+        ("older_gpus", "grouped_gemm/kernel_mma.py"),
+        ("older_gpus", "grouped_gemm/kernel.py"),
+        ("older_gpus", "expert_parallel/kernels/register_pipeline.py"),
+        ("older_gpus", "expert_parallel/kernels/bulk_pipeline.py"),
+        ("older_gpus", "course/bench/topics/dispatch_combine_measure.py"),  # another topic's, which it imports
     ],
 )
 def test_sources_of_a_topic_include_its_kernels(topic, kernel):

@@ -6,7 +6,10 @@ ABOUT = {"gpu": "NVIDIA Toy", "driver": "1", "versions": {}, "commit": "1234567"
 
 
 def patch_topic(monkeypatch, topic, **values):
-    """Replace a topic's sizes by ``values``, and its timing: each step runs once and takes one microsecond more."""
+    """Replace a topic's sizes by ``values``, and the timing functions that it has.
+
+    Each step runs once and takes one microsecond more than the one before.
+    """
     times = iter(range(10, 10**6))
 
     def timed(named, **_):
@@ -15,8 +18,14 @@ def patch_topic(monkeypatch, topic, **values):
         return {name: Stats(t, t - 1.0, t + 1.0) for name, t in zip(named, times, strict=False)}
 
     empty = records.row("empty kernel", config={"dependent": True}, kernel=Stats(0.4, 0.3, 0.5))
-    timing = {"kernel_times": timed, "call_times": timed, "copy_bandwidth": lambda: 4e12}
-    for name, value in {**timing, "empty_kernel": lambda: [empty], **values}.items():
+    timing = {
+        "kernel_times": timed,
+        "call_times": timed,
+        "copy_bandwidth": lambda: 4e12,
+        "empty_kernel": lambda: [empty],
+    }
+    timing = {name: value for name, value in timing.items() if hasattr(topic, name)}
+    for name, value in {**timing, **values}.items():
         monkeypatch.setattr(topic, name, value)
 
 

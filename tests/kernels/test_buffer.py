@@ -204,6 +204,7 @@ def test_a_rank_that_does_not_dispatch():
     run(3, work, timeout=SHORT_TIMEOUT)
 
 
+@pytest.mark.intended_races("after an abort, a CTA overwrites rows that others may still write")
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 def test_a_rank_that_stops_after_dispatch(operation, uses_tma):
     inputs = make_inputs([6 * SCALE, 6 * SCALE])

@@ -46,6 +46,18 @@ def test_hopper_instructions_are_used(name, reports):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_setmaxnreg_asks_for_no_more_registers_than_the_cta_has(name, reports):
+    """Four producer warps release registers for eight consumer warps, which would otherwise wait forever."""
+    producer, consumer = sorted(set(reports[name].setmaxnreg))
+    assert registers_of(producer, consumer) <= reports[name].registers * THREADS <= 65536
+    assert registers_of(24, 256) > 65536
+
+
+def registers_of(producer, consumer):
+    return 128 * producer + (THREADS - 128) * consumer
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_no_compiler_warnings(name, reports):
     """The compiler warns if it ignores setmaxnreg or serialises wgmma."""
     assert reports[name].complaints == []

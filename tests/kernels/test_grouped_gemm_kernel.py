@@ -212,6 +212,7 @@ WRONG = {
         f"product = wait(wgmma(a, b))\n{RELEASE}",
         f"product = wgmma(a, b)\n{RELEASE}            product = wait(product)\n",
     ),
+    "consumers request more registers than producers release": (kernel, "else (24, 240)", "else (24, 256)"),
     "rows of the next group are stored": (epilogue, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
     "the wrong group's weight is loaded": (kernel, "k, column, g, barriers", "k, column, int32(0), barriers"),
     "the last stage is left out": (kernel, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),

@@ -229,10 +229,11 @@ def test_a_wait_two_phases_late_is_a_deadlock():
 
 def make_pipeline(stages=2, iterations=6, expected=64, flip=1, wait_full=1, wait_empty=1, release_early=0):
     """Make a pipeline of stages of 16 floats with a producer and a consumer warp, and optional mistakes."""
+    size = stages * 16
 
     @cuda.jit
     def kernel(out, x):
-        buffer = cuda.shared.array(stages * 16, float32, 128)
+        buffer = cuda.shared.array(size, float32, 128)
         full, empty = cuda.shared.array(stages, uint64), cuda.shared.array(stages, uint64)
         make_barriers(full, 1)
         make_barriers(empty, 32)
@@ -580,6 +581,50 @@ def test_setmaxnreg_takes_whole_warpgroups():
     )
     assert_refused(simulator.DivergentBarrier, three_of_four, *words, threads=128)
     assert_refused(simulator.SimulatorError, short, "needs a warpgroup", threads=96)
+
+
+def make_register_exchange(released, requested, first=0):
+    """Make a kernel in which warpgroup ``first`` releases registers, and the other two request more."""
+    dec, inc = make_setmaxnreg_dec(released), make_setmaxnreg_inc(requested)
+
+    @cuda.jit
+    def kernel(out, x):
+        if cuda.threadIdx.x // 128 == first:
+            dec()
+        else:
+            inc()
+        out[cuda.threadIdx.x] = x[cuda.threadIdx.x]
+
+    return kernel
+
+
+@pytest.mark.parametrize("bounds", [None, 384, (384, 1)])
+@pytest.mark.parametrize("released, requested", [(24, 240), (40, 232), (56, 224)])
+def test_setmaxnreg_moves_registers_between_warpgroups(released, requested, bounds):
+    for first in range(3):
+        out = np.zeros(384)
+        kernel = make_register_exchange(released, requested, first)
+        simulator.run(kernel, 2, 384, [out, np.ones(384)], launch_bounds=bounds, seed=first)
+        assert out.all()
+
+
+@pytest.mark.parametrize(
+    "released, requested, bounds, at_launch, wanted",
+    [
+        (24, 256, 384, 168, 68608),
+        (40, 240, 384, 168, 66560),
+        (24, 240, 512, 128, 64512),
+        (24, 112, (384, 2), 80, 31744),
+    ],
+)
+def test_setmaxnreg_needs_registers_that_the_block_has(released, requested, bounds, at_launch, wanted):
+    words = (
+        rf"warp \d+ lanes [-\d, ]+: setmaxnreg.inc {requested} \(the block's threads want {wanted} registers; "
+        rf"it was launched with {at_launch} for each of 384 threads, {384 * at_launch}\), at kernel, {THIS_FILE}"
+    )
+    arguments = [np.zeros(384), np.ones(384)]
+    with pytest.raises(simulator.Deadlock, match=words):
+        simulator.run(make_register_exchange(released, requested), 1, 384, arguments, launch_bounds=bounds)
 
 
 # --- trace ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from moe_numba.runtime.tensor_map import tensor_map
 
 N = 16
 A_BYTES, B_BYTES = 64 * 128, N * 128
+AB_BYTES = A_BYTES + B_BYTES
 tile, tile_on = make_wgmma_tile(N, "e4m3"), make_wgmma_tile(N, "e4m3", accumulate=True)
 wait, wait_1 = make_wgmma_wait(N, 0), make_wgmma_wait(N, 1)
 fma = make_fma(N)
@@ -73,7 +74,7 @@ def make_kernel(body, wait_for_tiles=True):
 
     @cuda.jit
     def kernel(out, map_a, map_b):
-        smem, barriers = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024), cuda.shared.array(2, uint64)
+        smem, barriers = cuda.shared.array(AB_BYTES, uint8, 1024), cuda.shared.array(2, uint64)
         load(smem, barriers, map_a, map_b)
         if wait_for_tiles:
             mbarrier_wait_parity(barriers, 0, 0)
@@ -191,7 +192,7 @@ def test_a_stage_must_not_be_released_before_its_wgmma_completes():
     def make(early):
         @cuda.jit
         def kernel(out, map_a, map_b):
-            smem, barriers = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024), cuda.shared.array(2, uint64)
+            smem, barriers = cuda.shared.array(AB_BYTES, uint8, 1024), cuda.shared.array(2, uint64)
             load(smem, barriers, map_a, map_b)
             if cuda.threadIdx.x < 128:
                 for iteration in range(4):
@@ -224,7 +225,7 @@ def test_operands_written_by_threads_need_a_proxy_fence():
     def make(fence):
         @cuda.jit
         def kernel(out, map_a, map_b):
-            smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024)
+            smem = cuda.shared.array(AB_BYTES, uint8, 1024)
             for i in range(cuda.threadIdx.x, A_BYTES + B_BYTES, 128):
                 smem[i] = 0x38  # 1 in e4m3
             if fence:
@@ -254,7 +255,7 @@ def test_all_four_warps_must_execute_wgmma():
 
     @cuda.jit
     def one_has_exited(out, map_a, map_b):
-        smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 1024)
+        smem = cuda.shared.array(AB_BYTES, uint8, 1024)
         if cuda.threadIdx.x < 96:
             wait(tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES)))
 
@@ -308,7 +309,7 @@ def test_wrong_operands_are_refused(error, words, body):
 def test_operands_need_aligned_memory():
     @cuda.jit
     def kernel(out, map_a, map_b):
-        smem = cuda.shared.array(A_BYTES + B_BYTES, uint8, 128)
+        smem = cuda.shared.array(AB_BYTES, uint8, 128)
         tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, A_BYTES))
 
     assert_refused(

@@ -124,12 +124,18 @@ def test_a_folder_of_another_user_is_not_used(cache):
     assert not list(cache.iterdir())
 
 
-def test_a_failed_write_leaves_no_temporary_file(cache, monkeypatch):
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
+def test_a_failed_write_leaves_no_temporary_file(error, cache, monkeypatch):
     def fail(*_):
-        raise OSError("disk full")
+        raise error
 
     monkeypatch.setattr(os, "replace", fail)
-    assert cubin_cache.load_or_make("a", lambda: b"code") == b"code" and not list(cache.iterdir())
+    if isinstance(error, OSError):
+        assert cubin_cache.load_or_make("a", lambda: b"code") == b"code"
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            cubin_cache.load_or_make("a", lambda: b"code")
+    assert not list(cache.iterdir())
 
 
 def test_an_unusable_folder_disables_the_cache(tmp_path, monkeypatch, cache):

@@ -1,6 +1,8 @@
 """Kernel launcher: argument types, launch shapes and errors; on a GPU also attributes, streams and limits."""
 
 import ctypes
+import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -195,6 +197,39 @@ def test_a_prepared_call_reads_its_inputs_again(device):
     prepared = prepare(lambda: launch(copy_bits, 1, 4, numbers.view(torch.int32), out) or out)
     numbers += 1
     assert prepared() is out and torch.equal(out.view(torch.float32), numbers)
+
+
+STUBS = {  # of the driver, which counts the calls of cuInit, and of NVML, which finds a GPU
+    "libcuda.so.1": """
+        #include <stdio.h>
+        int cuInit(unsigned flags) { puts("cuInit"); fflush(stdout); return 100; }
+    """,
+    "libnvidia-ml.so.1": """
+        int nvmlInit_v2(void) { return 0; }
+        int nvmlShutdown(void) { return 0; }
+        int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
+        int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) { *gpu = gpu; return 0; }
+        int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) { *major = 9, *minor = 0; return 0; }
+    """,
+}
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler for stubs of the driver")
+def test_importing_the_package_does_not_initialise_cuda(tmp_path):
+    """A process that has initialised CUDA cannot use it after a fork."""
+    for name, source in STUBS.items():
+        compile_stub = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", tmp_path / name]
+        subprocess.run(compile_stub, input=source, text=True, check=True)
+    code = """
+import ctypes, moe_numba
+from moe_numba import biased_grouped_topk
+print(moe_numba.simulator.REASON, flush=True)
+ctypes.CDLL("libcuda.so.1").cuInit(0)
+"""
+    environment = {name: value for name, value in os.environ.items() if "SIM" not in name}
+    environment["LD_LIBRARY_PATH"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["a GPU was found", "cuInit"]
 
 
 @pytest.mark.gpu

@@ -138,13 +138,13 @@ def test_wgmma_with_rounding(dtype, tolerance, device, accumulator_coordinates):
 def make_fragment_arithmetic(n):
     """Make a kernel that applies one factor, then column factors from a tuple, then from shared memory."""
     fma, fma_columns, fma_shared, load = make_fma(n), make_fma_columns(n), make_fma_shared(n), make_load_shared(n)
-    total_before, acc = (np.float32(1 / 3),) * (n // 2), (np.float32(0.7),) * (n // 2)
+    total_before, acc, size = (np.float32(1 / 3),) * (n // 2), (np.float32(0.7),) * (n // 2), n + 32
 
     @cuda.jit
     def kernel(out, x):
-        factors = cuda.shared.array(n + 32, float32, 16)
+        factors = cuda.shared.array(size, float32, 16)
         t = cuda.threadIdx.x
-        for i in range(t, n + 32, 32):
+        for i in range(t, size, 32):
             factors[i] = x[i]
         cuda.syncthreads()
         first = t * (n // 2) * 3

@@ -1,8 +1,10 @@
 """Simulator: memory, warps, blocks, deadlocks, seeds; kernels it must reject, with their error messages."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +18,8 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 import numba
 from numba import cuda
 
+from moe_numba.ptx.atomics import ld_volatile_s32
+from moe_numba.ptx.memory import ld_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
@@ -523,6 +527,125 @@ def test_endless_polling_is_a_deadlock():
     )
 
 
+@cuda.jit
+def poll_plainly(flag, out):
+    if cuda.blockIdx.x == 0:
+        while flag[0] == 0:
+            pass
+    flag[0] = 1
+
+
+@cuda.jit
+def count_polls(flag, out):
+    polls = 0
+    while flag[0] == 0:
+        polls += 1
+    out[0] = polls
+
+
+@cuda.jit
+def poll_two_flags(flag, out):
+    last = out[-1 + len(out)]
+    while flag[0] == 0 and out[cuda.laneid] == last:
+        pass
+
+
+@cuda.jit
+def poll_shared_memory(flag, out):
+    ready = cuda.shared.array(1, numba.int32)
+    ready[0] = 0
+    while ready[0] == 0:
+        pass
+
+
+@cuda.jit
+def poll_in_a_device_function(flag, out):
+    while not is_set(flag):
+        pass
+
+
+@cuda.jit(device=True)
+def is_set(flag):
+    return flag[0] != 0
+
+
+PLAIN_POLLS = {
+    poll_plainly: r"flag\[0\]",
+    count_polls: r"flag\[0\]",
+    poll_two_flags: r"flag\[0\], out\[\d+\]|out\[\d+\], flag\[0\]",
+    poll_shared_memory: r"the shared array of test_simulator.py:\d+\[0\]",
+    poll_in_a_device_function: r"flag\[0\]",
+}
+
+
+@pytest.mark.parametrize("preempt", [0, 0.1])
+@pytest.mark.parametrize("kernel", PLAIN_POLLS, ids=lambda kernel: kernel.__name__)
+def test_a_loop_that_polls_with_plain_loads_is_a_deadlock(kernel, preempt):
+    where = "is_set" if kernel is poll_in_a_device_function else kernel.__name__
+    message = rf"lane \d+ polls ({PLAIN_POLLS[kernel]}) with plain loads, at {where}, test_simulator.py:\d+"
+    with simulator.seed(0, preempt), pytest.raises(simulator.Deadlock, match=message):
+        kernel[1, 32](np.zeros(1, np.int32), np.zeros(32, np.int32))
+
+
+def test_a_deadlock_report_names_what_is_polled():
+    @cuda.jit
+    def volatile(flag, out):
+        while ld_volatile_s32(flag, cuda.laneid // 16) == 0:
+            pass
+
+    @cuda.jit
+    def atomic(flag, out):
+        while cuda.atomic.add(flag, cuda.laneid, 0) == 0:
+            pass
+
+    arguments = [simulator.pointer(np.zeros(32, np.int32)), 0]
+    for kernel, words in (
+        (volatile, r"lanes 0-31: ld.volatile, at volatile, test_simulator.py:\d+, polls flag\[0\], flag\[1\]$"),
+        (atomic, r"lanes 0-31: an atomic that changes nothing, at atomic, .*, polls flag\[0\], .*, flag\[3\], \.\.\.$"),
+    ):
+        with pytest.raises(simulator.Deadlock, match=words):
+            simulator.run(kernel, 1, 32, arguments)
+
+
+def test_polling_stale_memory_with_plain_loads_is_a_deadlock():
+    with simulator.weak_memory(), pytest.raises(simulator.Deadlock, match=r"polls flag\[0\] with plain loads"):
+        poll_plainly[2, 1](np.zeros(1, np.int32), np.zeros(32, np.int32))
+
+
+@cuda.jit
+def sum_up(x, out):
+    total = 0
+    for i in range(len(x)):
+        total += x[i]
+    out[cuda.laneid] = total
+
+
+@cuda.jit
+def repeat_one_load(x, out):
+    total = 0
+    for _ in range(2 * len(x)):
+        total += x[0]
+    out[cuda.laneid] = total
+
+
+@cuda.jit
+def count_in_memory(x, out):
+    while x[0] < 50_000:
+        x[0] += 1
+    out[cuda.laneid] = x[0]
+
+
+@cuda.jit
+def take_tickets(x, out):
+    while x[1] == 1 and cuda.atomic.add(x, 0, 1) < 100_000:
+        out[cuda.laneid] = 1
+
+
+@pytest.mark.parametrize("kernel", [sum_up, repeat_one_load, count_in_memory, take_tickets])
+def test_long_loops_of_plain_loads_run(kernel):
+    kernel[1, 2](np.ones(100_000, np.int64), np.zeros(32, np.int64))
+
+
 def test_a_leader_that_polls_for_its_warp_is_a_deadlock():
     @cuda.jit
     def kernel(out):
@@ -574,13 +697,98 @@ def test_an_exception_in_a_kernel_names_the_thread_and_cleans_up():
     @cuda.jit
     def kernel(out):
         if cuda.blockIdx.x == 1 and cuda.threadIdx.y == 2:
-            out[0] = {}["missing"]
+            raise KeyError("missing")
         cuda.syncthreads()
 
     with pytest.raises(KeyError) as found:
         kernel[2, (1, 4)](np.zeros(1))
     assert "block (1, 0, 0) warp 0 lane 2, threadIdx (0, 2, 0), of kernel kernel" in found.value.__notes__[0]
     assert lanes(cuda.jit(lambda out: cuda.syncthreads())) == [0] * 32
+
+
+@cuda.jit(device=True)
+def read_behind_the_end(x):
+    return x[100]
+
+
+@cuda.jit
+def call_a_faulty_function(x, pointer):
+    cuda.syncthreads()
+    x[0] = read_behind_the_end(x)
+
+
+@cuda.jit
+def add_behind_the_end(x, pointer):
+    cuda.atomic.add(x, 100, 1)
+
+
+@cuda.jit
+def read_a_pointer_behind_the_end(x, pointer):
+    ld_global_s32x4(pointer, 100)
+
+
+TRACEBACKS = {
+    call_a_faulty_function: ["call_a_faulty_function", "read_behind_the_end"],
+    add_behind_the_end: ["add_behind_the_end"],
+    read_a_pointer_behind_the_end: ["read_a_pointer_behind_the_end"],
+}
+
+
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kernel", TRACEBACKS, ids=lambda kernel: kernel.__name__)
+def test_a_traceback_ends_at_the_kernels_line(kernel, together, weak):
+    x = np.zeros(4, np.int32)
+    with pytest.raises(simulator.OutOfBounds) as found, contextlib.ExitStack() as stack:
+        if weak:
+            stack.enter_context(simulator.weak_memory())
+        if together:
+            stack.enter_context(simulator.together())
+        simulator.run(kernel, 1, 1, [x, simulator.pointer(x)])
+    frames = traceback.extract_tb(found.tb)
+    own = [frame.name for frame in frames if frame.filename == __file__]
+    assert own == ["test_a_traceback_ends_at_the_kernels_line", *TRACEBACKS[kernel]]
+    assert frames[-1].filename == __file__ and not any(
+        "simulator/" in frame.filename for frame in frames if frame.name not in own
+    )
+    assert found.value.__cause__ is None and (found.value.__suppress_context__ or not found.value.__context__)
+
+
+def test_an_error_of_the_simulator_itself_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(simulator.warp, "collective", None)
+    with pytest.raises(TypeError) as found:
+        simulator.run(sync_one_warp, 1, 32, [])
+    assert [frame.name for frame in traceback.extract_tb(found.tb)][-2:] == ["sync_one_warp", "syncwarp"]
+
+
+@cuda.jit
+def sync_one_warp():
+    cuda.syncwarp()
+
+
+def test_print_shows_the_contents_of_an_array(capsys):
+    @cuda.jit
+    def kernel(x, pointer):
+        a = cuda.shared.array(4, np.int32)
+        a[cuda.laneid] = cuda.laneid
+        cuda.syncwarp()
+        if cuda.laneid == 0:
+            print("a is", a, "x is", x, "pointer is", pointer)
+
+    x = np.arange(3)
+    simulator.run(kernel, 1, 4, [x, simulator.pointer(x)])
+    assert capsys.readouterr().out == "a is [0 1 2 3] x is [0 1 2] pointer is [0 1 2]\n"
+    assert repr(simulator.pointer(x, "x")) == "Pointer(x (3 x int64), [0 1 2])"
+
+
+def test_dir_lists_the_public_names():
+    names = dir(simulator)
+    assert {"run", "seed", "trace", "weak_memory", "Deadlock", "OutOfBounds", "UnsupportedInstruction"} <= set(names)
+    assert all(hasattr(simulator, name) and not name.startswith("_") for name in names)
+    errors = [
+        e for e in vars(simulator.errors).values() if isinstance(e, type) and issubclass(e, simulator.SimulatorError)
+    ]
+    assert {e.__name__ for e in errors} <= set(names)
 
 
 def test_wrong_launches_are_refused():

@@ -57,8 +57,14 @@ def _dump(node):
         fields.pop("annotation", None)
     if isinstance(node, ast.Constant):
         fields.pop("kind", None)
+    if isinstance(node, ast.JoinedStr):  # from Python 3.12 on, one that ends with a field may end with an empty string
+        fields["values"] = [child for child in node.values if not _is_empty_string(child)]
     inside = ",".join(f"{name}={_dump(value)}" for name, value in sorted(fields.items()))
     return f"{type(node).__name__}({inside})"
+
+
+def _is_empty_string(node):
+    return isinstance(node, ast.Constant) and node.value == ""
 
 
 def _is_docstring(node):

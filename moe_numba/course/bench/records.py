@@ -197,6 +197,12 @@ def read(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict:
     return json.loads(path.read_text())
 
 
+def peers_of(record: dict | None) -> list[str]:
+    """Return the steps of other projects in a record, sorted."""
+    steps = {row["step"] for row in record["rows"]} if record else set()
+    return sorted(step.removeprefix("peer:") for step in steps if step.startswith("peer:"))
+
+
 def carried_over(record: dict | None, out_of_reach: Callable[[dict], bool], env: dict) -> list[dict]:
     """Return the rows of an earlier record that this machine cannot measure again, with their commit and date.
 

@@ -13,10 +13,11 @@ from moe_numba.course.bench.code_hash import code_cells, hash_file
 TIMING = "moe_numba.course.bench.timing"
 _BENCH = ("__init__", "code_hash", "environment", "labels", "layer_figure", "plots", "records", "sources", "style")
 _COURSE = ("__init__", "executed", "execute", "gpu_support", "ladder", "simulate", "source_diff", "unsupported")
+TOPICS = "moe_numba/course/bench/topics/"
 LEFT_OUT = (  # these files draw, record or simulate: they cannot change what was measured
     "moe_numba/simulator",
     "moe_numba/course/draw",
-    "moe_numba/course/bench/topics/",  # only a topic's own record depends on it: see topic_sources
+    TOPICS,  # only a topic's own record depends on it: see topic_sources
     *(f"moe_numba/course/bench/{name}.py" for name in _BENCH),
     *(f"moe_numba/course/{name}.py" for name in _COURSE),
     "moe_numba/runtime/sass.py",
@@ -49,12 +50,18 @@ def notebook_sources(path: str, root: Path | str | None = None) -> list[str]:
 
 
 def topic_sources(name: str, root: Path | str | None = None) -> list[str]:
-    """Return the sources of a topic's record: its modules, and the package's files that they depend on."""
+    """Return the sources of a topic's record: modules of topics, and the package's files that they depend on.
+
+    The modules are the topic's own, and those of other topics that they import.
+    """
     root = records.repository(root)
-    folder = root / "moe_numba" / "course" / "bench" / "topics"
-    own = [folder / f"{name}.py", *sorted(folder.glob(f"{name}_*.py"))]
-    code = "\n".join(path.read_text() for path in own)
-    return [*(path.relative_to(root).as_posix() for path in own), *package_sources(code, root)]
+    modules = [root / TOPICS / f"{name}.py", *sorted((root / TOPICS).glob(f"{name}_*.py"))]
+    own = [path.relative_to(root).as_posix() for path in modules]
+    for path in own:  # it grows meanwhile
+        for module in _imports((root / path).read_text(), "", root):
+            own += [file for file in _files(module, root) if file.startswith(TOPICS) and file not in own]
+    code = "\n".join((root / path).read_text() for path in own)
+    return [*own, *package_sources(code, root)]
 
 
 def result_sources(record: dict, root: Path | str | None = None) -> list[str]:

@@ -165,6 +165,8 @@ def next_channel_after_publish(state, receives, blocks, warps, smem_u64, progres
 @cuda.jit(device=True)
 def retire_warp(smem_i32, state, done_offset, warps, lane):
     """Record that this warp takes no further channel; the grid's last warp resets the counters for the next launch."""
+    if lane == 0:
+        cuda.threadfence_block()  # other warps count this one as done only after its last access to the counters
     if lane == 0 and cuda.atomic.add(smem_i32, int32(done_offset + warps), int32(1)) == warps - 1:
         fence_acq_rel_gpu()
         if atom_add_relaxed_gpu_s32(state, BLOCKS_DONE, 1) == int32(cuda.gridDim.x) - 1:

@@ -108,6 +108,7 @@ def make_send(shape):
                     if warp_abort_if_timed_out(start, full, ctx, COMBINE_SPACE, channel, lane, head, tail):
                         has_next, aborted = False, int32(1)
                         break
+            cuda.syncwarp()  # all lanes have read the counters
             if has_ring:
                 pipeline.wait_all()
                 post_progress(smem_u64, progress_slot, channel, tail)
@@ -205,6 +206,7 @@ def make_receive(shape, biases):
                     head = uint32(wanted + uint32(1))
                     post_progress(smem_u64, progress_slot, channel, head)
                 token = int32(token + 1)
+            cuda.syncwarp()  # all lanes have read the counters
             if has_ring:
                 ctx.state[received_offset + channel * ranks + source] = int32(head)
             if has_next:

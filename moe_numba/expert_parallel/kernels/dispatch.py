@@ -140,6 +140,7 @@ def make_send(shape):
                     tail = uint32(tail + uint32(1))
                 selected = next_selected
                 token = int32(token + 1)
+            cuda.syncwarp()  # all lanes have read the counters
             if has_ring:
                 pipeline.wait_all()
                 post_progress(smem_u64, progress_slot, channel, tail)
@@ -230,6 +231,7 @@ def make_receive(shape):
                     if warp_abort_if_timed_out(start, rows_left > 0, ctx, DISPATCH_ROWS, channel, lane, head, seen):
                         has_next, aborted = False, int32(1)
                         break
+            cuda.syncwarp()  # all lanes have read the counters
             if has_ring:
                 ctx.state[received_offset + channel * ranks + source] = int32(head)
             if has_next:

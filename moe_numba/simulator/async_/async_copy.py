@@ -17,6 +17,7 @@ from moe_numba.simulator.core.engine import thread
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError, source_location
 from moe_numba.simulator.core.shared import shared_region
 from moe_numba.simulator.memory_model import store_buffer
+from moe_numba.simulator.memory_model.happens_before import AsyncOperation
 
 EVICT_FIRST, EVICT_LAST = np.uint64(0x12F0000000000000), np.uint64(0x14F0000000000000)
 _serial_numbers = itertools.count()
@@ -27,7 +28,8 @@ class _AsyncCopy:
 
     may_outlive_block = generic_proxy = False
 
-    def __init__(self, what, region, writes, box=None):
+    def __init__(self, what, region, writes, spans, store=False, box=None):
+        """`spans` lists the (address, size) of the bytes of global memory that it accesses; `box` is TMA's."""
         self.thread, self.what, self.size = thread(), what, region.end - region.start
         self.site = source_location(sys._getframe())
         self.region, self.world, self.queued = region, self.thread.grid.world, True
@@ -36,6 +38,21 @@ class _AsyncCopy:
         if self.world.profile is not None:
             self.world.profile.operation(what, self.size, box)
         self.reservation = region.allocation.race_detector().reserve(region.start, region.end, writes, self)
+        self.reading = self.writing = None  # see `happens_before.AsyncOperation`
+        if (races := self.world.races) is not None:
+            self.reading, self.writing = AsyncOperation(what, self.remedy), AsyncOperation(what, self.remedy)
+            shared, outside = (self.reading, self.writing) if store else (self.writing, self.reading)
+            address = region.start - region.allocation.to_window
+            races.issue(self.thread, shared, address, self.size, not store, region, is_global=False)
+            for address, size in spans:
+                where = f"{size} bytes of global memory at {address:#x}"
+                races.issue(self.thread, outside, address, size, store, where, is_global=not self.generic_proxy)
+
+    def know(self, races, t, only_reading=False):
+        """Record that a thread has waited for the copy, or only for its reads."""
+        races.know(t, self.reading)
+        if not only_reading:
+            races.know(t, self.writing)
 
     def start(self):
         self.record_event("starts")
@@ -67,8 +84,8 @@ class _Load(_AsyncCopy):
 
     remedy = "wait for its mbarrier first"
 
-    def __init__(self, what, read, region, barrier, chunks=None, box=None):
-        super().__init__(what, region, writes=True, box=box)
+    def __init__(self, what, read, region, barrier, spans, chunks=None, box=None):
+        super().__init__(what, region, True, spans, box=box)
         self._read, self._barrier, self._chunks = read, barrier, chunks
         barrier.attach_copy(self)
         self.start()
@@ -85,8 +102,8 @@ class _Store(_AsyncCopy):
 
     remedy = "wait for its group with make_bulk_wait_group_read first"
 
-    def __init__(self, what, write, region, chunks=None, box=None):
-        super().__init__(what, region, writes=False, box=box)
+    def __init__(self, what, write, region, spans, chunks=None, box=None):
+        super().__init__(what, region, False, spans, store=True, box=box)
         self._write, self._chunks = write, chunks
         self.has_read = self.has_written = False
         self._data = None
@@ -114,8 +131,8 @@ class _Load16(_AsyncCopy):
     remedy = "wait for its group with make_cp_async_wait_group first"
     generic_proxy = True
 
-    def __init__(self, what, read, region):
-        super().__init__(what, region, writes=True)
+    def __init__(self, what, read, region, spans):
+        super().__init__(what, region, True, spans)
         self._read, self.has_written = read, False
         self.groups = _groups("cp.async")
         self.groups.uncommitted.append(self)
@@ -147,8 +164,11 @@ class _CopyGroups:
         while any(not (copy.has_read if read_only else copy.has_written) for copy in older):
             self.waits = True
             self.thread.park(self)
+        races = self.thread.grid.world.races
         for copy in older:
             copy.release()
+            if races is not None:
+                copy.know(races, self.thread, only_reading=read_only)
         if not read_only:
             self.committed = self.committed[max(0, len(self.committed) - pending) :]
 
@@ -197,6 +217,11 @@ def _global_bytes(pointer, index, size, what):
     return pointer.bytes[start : start + size]
 
 
+def _spans(pointer, index, size):
+    """Return the address and size of the bytes that a copy accesses, as a list; empty if there are none."""
+    return [(pointer.address + int(index) * pointer.array.itemsize, size)] if size else []
+
+
 def _reader(source, pointer, index):
     """Return a function that reads these bytes as the thread's block sees them when it is called."""
     t = thread()
@@ -221,7 +246,7 @@ def load(array, offset, pointer, index, size, barriers, barrier_index):
     _check_size(what, size)
     source, destination = _global_bytes(pointer, index, size, what), shared_region(array, offset, size, 16, what)
     barrier = mbarrier.find(barriers, barrier_index, for_copy=True)
-    _Load(what, _reader(source, pointer, index), destination, barrier)
+    _Load(what, _reader(source, pointer, index), destination, barrier, _spans(pointer, index, size))
 
 
 def load_16(array, offset, pointer, index, valid):
@@ -232,7 +257,8 @@ def load_16(array, offset, pointer, index, valid):
     source = _global_bytes(pointer, index, valid, what) if valid else pointer.bytes[:0]
     if valid and (profile := thread().grid.world.profile) is not None:
         profile.access(thread(), pointer, index, False, valid, "cp.async")
-    _Load16(what, _reader(source, pointer, index), shared_region(array, offset, 16, 16, what))
+    region = shared_region(array, offset, 16, 16, what)
+    _Load16(what, _reader(source, pointer, index), region, _spans(pointer, index, valid))
 
 
 def store(pointer, index, array, offset, size):
@@ -240,7 +266,8 @@ def store(pointer, index, array, offset, size):
     what = "cp.async.bulk to global memory"
     _check_size(what, size)
     destination = _global_bytes(pointer, index, size, what)
-    _Store(what, _writer(destination, pointer, index), shared_region(array, offset, size, 16, what))
+    region = shared_region(array, offset, size, 16, what)
+    _Store(what, _writer(destination, pointer, index), region, _spans(pointer, index, size))
 
 
 def _check_box(tensor, coordinates, array, offset, what, stores=False):
@@ -277,10 +304,10 @@ def load_box(array, offset, map_pointer, map_index, coordinates, barriers, barri
     what = f"cp.async.bulk.tensor.{len(coordinates)}d to shared memory"
     tensor = tensor_map.map_for_copy(map_pointer, map_index)
     coordinates, region = _check_box(tensor, coordinates, array, offset, what)
-    read = lambda: tensor.read(coordinates)
+    read, spans = lambda: tensor.read(coordinates), tensor.spans(coordinates)
     chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
     if mask is None:
-        _Load(what, read, region, mbarrier.find(barriers, barrier_index, for_copy=True), chunks, tensor.box)
+        _Load(what, read, region, mbarrier.find(barriers, barrier_index, for_copy=True), spans, chunks, tensor.box)
         return
     blocks = thread().block.cluster.blocks
     if not 0 < mask < 1 << len(blocks):
@@ -289,7 +316,7 @@ def load_box(array, offset, map_pointer, map_index, coordinates, barriers, barri
         if mask >> rank & 1:
             cluster.remote(array, rank)  # checks that the block may be accessed
             barrier = mbarrier.find(barriers, barrier_index, rank, for_copy=True)
-            _Load(f"{what} of {block}", read, region.in_block(block), barrier, chunks, tensor.box)
+            _Load(f"{what} of {block}", read, region.in_block(block), barrier, spans, chunks, tensor.box)
 
 
 def store_box(map_pointer, map_index, coordinates, array, offset):
@@ -298,4 +325,5 @@ def store_box(map_pointer, map_index, coordinates, array, offset):
     tensor = tensor_map.map_for_copy(map_pointer, map_index)
     coordinates, region = _check_box(tensor, coordinates, array, offset, what, stores=True)
     chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
-    _Store(what, lambda data: tensor.write(coordinates, data), region, chunks, tensor.box)
+    spans = tensor.spans(coordinates, True)
+    _Store(what, lambda data: tensor.write(coordinates, data), region, spans, chunks, tensor.box)

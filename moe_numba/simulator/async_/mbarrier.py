@@ -29,6 +29,7 @@ class MBarrier:
         self.phases, self.pending_arrivals, self.pending_bytes = 0, count, 0
         self.waiting = []
         self.pending_copies, self.completed_copies = {}, []  # copy -> phase in which it was issued; (phase, copy)
+        self.last_copies = []  # those of the phase that completed last
         # One object per phase bit, so that a polling thread's state compares equal in the deadlock detection.
         self._wait_conditions = _WaitCondition(self, 0), _WaitCondition(self, 1)
         self.what, self.site = "an mbarrier", source_location(sys._getframe())
@@ -55,6 +56,8 @@ class MBarrier:
                 f"{self.phases} already has all {self.count} arrivals; it waits for {self.pending_bytes} bytes"
             )
         store_buffer.publish_to(self, thread())
+        if (races := thread().grid.world.races) is not None:
+            races.arrive(self, self.phases, thread(), "cluster")
         self.pending_arrivals -= 1
         self._record_event("mbarrier.arrive", bytes=expected_bytes)
         self._complete_phase_if_done()
@@ -93,6 +96,7 @@ class MBarrier:
             raise BarrierMisuse(
                 f"phase {self.phases} of {self.name} completes, but {early}; its {early.size} bytes were not expected"
             )
+        self.last_copies = [copy for phase, copy in self.completed_copies if phase == self.phases]
         self.phases, self.pending_arrivals = self.phases + 1, self.count
         grid = self.region.allocation.shared.block.grid
         grid.memory_changed()
@@ -113,6 +117,10 @@ class MBarrier:
                     copy.reservation.release()
             self.completed_copies = [entry for entry in self.completed_copies if entry[0] >= self.phases]
         store_buffer.receive_from(self, thread())
+        if (races := thread().grid.world.races) is not None:
+            races.wait(self, self.phases - 1, thread(), "cluster")
+            for copy in self.last_copies:
+                copy.know(races, thread())
         return True
 
     def poll(self, phase):

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 
 from moe_numba.simulator.core.errors import AsyncRace, MissingFence, source_location
+from moe_numba.simulator.core.memory import byte_span
 from moe_numba.simulator.memory_model import store_buffer
 
 _GRAIN = 16  # bytes per flag of the filter that tells whether reservations must be searched
@@ -74,9 +75,11 @@ class RaceDetector:
 
     def check_access(self, thread, target, index, writes, size=None):
         """Check a thread's own access to an array or a pointer in this allocation."""
-        address, size = _byte_span(target, index, writes, size)
+        address, size = byte_span(target, index, writes, size)
         start = address + self.allocation.to_window
-        if self.allocation.start <= start and start + size <= self.allocation.end:  # else the access itself raises
+        if (
+            size and self.allocation.start <= start and start + size <= self.allocation.end
+        ):  # else the access itself raises
             self._check(thread, start, start + size, writes, index, target)
 
     def check_region_access(self, thread, region, writes):
@@ -146,14 +149,16 @@ class RaceDetector:
                 raise AsyncRace(f"{block} ends, while in {self.allocation} {owner}: {owner.remedy}")
 
 
-def fence(thread):
-    """Execute a proxy fence: the async proxy may now read what this thread wrote to shared memory."""
+def fence(thread, shared_only=False):
+    """Execute a proxy fence: the async proxy may now access what this thread wrote, in all or in shared memory only."""
     for detector, (start, end) in (thread.unfenced_writes or {}).items():
         first = detector.allocation.start
         writers = detector.unfenced[start - first : end - first]
         writers[writers == detector.writers[thread]] = 0
     thread.unfenced_writes = None
     fence_barriers(thread)
+    if not shared_only and (races := thread.grid.world.races) is not None:
+        races.proxy_fence(thread)
     store_buffer.release(thread)
 
 
@@ -162,16 +167,3 @@ def fence_barriers(thread):
     for barrier in thread.unfenced_barriers or ():
         barrier.fenced = True
     thread.unfenced_barriers = None
-
-
-def _byte_span(target, index, writes, size):
-    """Return the address and size in bytes that an index refers to; (0, 0) if it accesses nothing or is invalid."""
-    array = target.array
-    if array.ndim == 1 and type(index) is not tuple and not isinstance(index, slice):
-        return target.address + int(index) * array.strides[0], size or array.itemsize
-    if isinstance(index, tuple) and len(index) == array.ndim and not any(isinstance(i, slice) for i in index):
-        return target.address + sum(int(i) * s for i, s in zip(index, array.strides)), array.itemsize
-    if not writes:  # indexing returns a view, which reads nothing yet
-        return 0, 0
-    first, last = np.lib.array_utils.byte_bounds(array[index])
-    return first, last - first

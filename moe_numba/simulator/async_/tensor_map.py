@@ -90,6 +90,17 @@ class TensorMap:
         """Check, when a copy is issued, that the box lies in allocated memory."""
         self._views(coordinates, stores)
 
+    def spans(self, coordinates, stores=False):
+        """Return the (address, size) of each row of a box, without what lies outside the tensor."""
+        _, view = self._views(coordinates, stores)
+        if view is None:
+            return []
+        first = view.__array_interface__["data"][0]
+        return [
+            (first + sum(i * s for i, s in zip(index, view.strides)), view.shape[-1])
+            for index in np.ndindex(view.shape[:-1])
+        ]
+
     def read(self, coordinates):
         """Return the bytes of the box, zeros outside the tensor."""
         out = np.zeros(self._shape(), np.uint8)

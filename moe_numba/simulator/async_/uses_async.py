@@ -25,21 +25,19 @@ def _function_uses(function, seen):
     if function.__module__ in _ASYNC_MODULES:
         return True
     return any(
-        _value_uses(value, seen, names)
-        for names in _names_in(function.__code__)
-        for value in _values_of(function, names)
+        _value_uses(value, seen, names) for names in names_in(function.__code__) for value in values_of(function, names)
     )
 
 
-def _names_in(code):
+def names_in(code):
     """Yield the set of names that a code object uses, and those of the code objects nested in it."""
     yield set(code.co_names) | set(code.co_freevars)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
 
 
-def _values_of(function, names):
+def values_of(function, names):
     """Yield the values of these names in the function's globals and in its closure."""
     yield from (function.__globals__[name] for name in names if name in function.__globals__)
     for cell in function.__closure__ or ():

@@ -25,6 +25,7 @@ from moe_numba.simulator.core.errors import (
 )
 from moe_numba.simulator.core.shared import shared_region
 from moe_numba.simulator.core.warp import FULL_MASK, collective
+from moe_numba.simulator.memory_model.happens_before import AsyncOperation
 
 _SWIZZLES = {1: 128, 2: 64, 3: 32}  # by the two highest bits of a descriptor
 _K_BYTES = 32  # of each row, per instruction
@@ -36,10 +37,12 @@ class Wgmma:
     remedy = "wait for its group first, with make_wgmma_wait"
     may_outlive_block = generic_proxy = False
 
-    def __init__(self, what, first_thread):
-        self.thread, self.what, self.site = first_thread, what, source_location(sys._getframe())
+    def __init__(self, what, threads):
+        self.thread, self.what, self.site = threads[0], what, source_location(sys._getframe())
+        self.threads = threads[::32]  # one of each warp
         self.reservations, self.done, self.waiting = [], False, []
-        self.world = first_thread.grid.world
+        self.reading = AsyncOperation(what, self.remedy)
+        self.world = threads[0].grid.world
 
     def start(self):
         self.priority, self.queued = self.world.completion_priority(), True
@@ -56,6 +59,8 @@ class Wgmma:
         while not self.done:
             self.waiting.append(thread())
             thread().park(self)
+        if self.world.races is not None:
+            self.world.races.know(thread(), self.reading)
         for reservation in self.reservations:
             reservation.release()
         self.reservations = []
@@ -126,7 +131,7 @@ def _issue(what, n, dtype, values, steps):
             raise DivergentBarrier(f"{t} and {threads[0]} reach {what} at different lines: {other_line} and {line}")
         if descriptors != [a, b]:
             raise SimulatorError(f"{t} and {threads[0]} pass different descriptors to {what}, at {code.co_name}:{line}")
-    wgmma = Wgmma(what, threads[0])
+    wgmma = Wgmma(what, threads)
     a_tile = _operand(wgmma, a, 64, dtype, steps, "A")
     b_tile = _operand(wgmma, b, n, dtype, steps, "B")
     # Eight rows at a time: BLAS would run larger products on several threads, and wait for threads that do not run.
@@ -163,6 +168,10 @@ def _operand(wgmma, descriptor, rows, dtype, steps, name):
         )
     region = shared.find(base, base + (rows // 8 - 1) * stride + 8 * swizzle, what)
     wgmma.reservations.append(allocation.race_detector().reserve(region.start, region.end, False, wgmma))
+    if (races := wgmma.world.races) is not None:
+        span = region.start - allocation.to_window, region.end - region.start
+        for t in wgmma.threads:
+            races.issue(t, wgmma.reading, *span, False, region, is_global=False)
     row, byte = np.arange(rows)[:, None], first + np.arange(size)[None, :]
     offsets = swizzled_address(base + row // 8 * stride + row % 8 * swizzle + byte, swizzle) - base
     return floats.decode(region.bytes[offsets], dtype)

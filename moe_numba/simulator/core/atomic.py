@@ -9,13 +9,14 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import OutOfBounds
+from moe_numba.simulator.core.polling import Poll
 from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 
 
-def update(target, index, change):
+def update(target, index, change, scope="gpu", release=False):
     """Replace `target[index]` by `change(old)`, converted as in C, and return the old value."""
     if memory.watching:
-        memory.before_access(target, index, writes=True, operation="atomic")
+        memory.before_access(target, index, writes=True, scope=scope, operation="atomic")
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))):
         raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}")
@@ -24,8 +25,8 @@ def update(target, index, change):
         target.make_coherent(index)
     try:
         old = array[index]
-    except IndexError as error:
-        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}") from error
+    except IndexError:
+        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}") from None
     new = memory.convert(change(old), array.dtype)
     if weak:
         target.store_and_commit(index, new)
@@ -33,8 +34,12 @@ def update(target, index, change):
         array[index] = new
     t = greenlet.getcurrent()
     if hasattr(t, "grid"):
+        if (races := t.grid.world.races) is not None:
+            address, _ = memory.byte_span(target, index, writes=True)
+            races.loaded(t, address, scope)
+            races.stored(t, address, scope, release, updates=True)
         if new == old:
-            t.spin("an atomic that changes nothing")
+            t.spin(Poll("an atomic that changes nothing", target, index))
         else:
             t.grid.memory_changed()
     return old
@@ -43,8 +48,8 @@ def update(target, index, change):
 def _operation(combine):
     """Make the atomic that stores `combine(old, value)`, with `value` converted to the type of the old value."""
 
-    def operation(array, index, value):
-        return update(array, index, lambda old: combine(old, memory.convert(value, old.dtype)))
+    def operation(array, index, value, scope="gpu", release=False):
+        return update(array, index, lambda old: combine(old, memory.convert(value, old.dtype)), scope, release)
 
     return operation
 

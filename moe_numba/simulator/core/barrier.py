@@ -40,6 +40,7 @@ def block(what, value=None, finish=None):
 def grid():
     """Wait for all threads of the grid."""
     t = thread()
+    t.grid.check_cooperative(t)
     t.rendezvous(t.grid, "grid sync", t.grid.size)
 
 

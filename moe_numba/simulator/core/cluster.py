@@ -36,8 +36,11 @@ def _once_per_warp(what, act):
 
 def arrive():
     """Arrive at the cluster barrier with this warp, and continue."""
-    store_buffer.release(thread())
-    _once_per_warp("barrier.cluster.arrive", thread().block.cluster.arrive)
+    t = thread()
+    store_buffer.release(t)
+    if (races := t.grid.world.races) is not None:
+        races.arrive(t.block.cluster, t.block.cluster.phase, t, "cluster")
+    _once_per_warp("barrier.cluster.arrive", t.block.cluster.arrive)
 
 
 def wait():
@@ -50,6 +53,8 @@ def wait():
         t.park(cluster)
     cluster.synchronized.add(t.block.warps[t.warp])
     store_buffer.acquire(t)
+    if (races := t.grid.world.races) is not None:
+        races.wait(cluster, phase, t, "cluster")
 
 
 def remote(array, rank):

@@ -46,7 +46,9 @@ class Shared:
 class Local:
     @staticmethod
     def array(shape, dtype, alignment=None):
-        return memory.local(shape, dtype, alignment)
+        array, frame = memory.local(shape, dtype, alignment), sys._getframe(1)
+        thread().grid.add_local_array((frame.f_code, frame.f_lasti), array.nbytes)
+        return array
 
 
 class Const:
@@ -154,8 +156,18 @@ def nanosleep(_):
 
 
 def threadfence():
-    """Fence; it has an effect only under `weak_memory`, since threads otherwise see memory in one order."""
-    scoped_access.fence()
+    """Fence at gpu scope, for `weak_memory` and `races`; threads otherwise see memory in one order."""
+    scoped_access.fence("gpu")
+
+
+def threadfence_block():
+    """Fence at cta scope."""
+    scoped_access.fence("cta")
+
+
+def threadfence_system():
+    """Fence at sys scope."""
+    scoped_access.fence("sys")
 
 
 def _load(array, i):
@@ -167,7 +179,8 @@ def _store(array, i, value):
 
 
 _FUNCTIONS = (
-    (jit, grid, gridsize, lanemask_lt, nanosleep, threadfence, warp.activemask)
+    (jit, grid, gridsize, lanemask_lt, nanosleep, warp.activemask)
+    + (threadfence, threadfence_block, threadfence_system)
     + (shfl_sync, shfl_up_sync, shfl_down_sync, shfl_xor_sync, match_any_sync, match_all_sync)
     + (all_sync, any_sync, eq_sync, ballot_sync)
     + (syncthreads, syncthreads_count, syncthreads_and, syncthreads_or)
@@ -183,7 +196,6 @@ def install():
 
     cuda.__class__ = _Module
     names = {function.__name__: function for function in _FUNCTIONS}
-    names |= dict.fromkeys(("threadfence_block", "threadfence_system"), threadfence)
     names |= dict.fromkeys(("ldca", "ldcg", "ldcs", "ldlu", "ldcv"), _load)
     names |= dict.fromkeys(("stcg", "stcs", "stwb", "stwt"), _store)
     names |= {

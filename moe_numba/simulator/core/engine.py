@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import greenlet
 
+from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import (
     DivergentBarrier,
     MissingLane,
@@ -18,6 +19,7 @@ from moe_numba.simulator.core.errors import (
     source_location,
     wait_report,
 )
+from moe_numba.simulator.core.polling import LOADS
 from moe_numba.simulator.core.scheduler import Event
 
 
@@ -42,11 +44,12 @@ class Rendezvous:
     threads of the scope may.
     """
 
-    __slots__ = ("scope", "what", "expected", "mask", "values", "waiting", "site")
+    __slots__ = ("scope", "what", "expected", "mask", "values", "waiting", "site", "departed")
 
     def __init__(self, scope, what, expected, mask, site):
         self.scope, self.what, self.expected, self.mask, self.site = scope, what, expected, mask, site
         self.values, self.waiting = {}, []
+        self.departed = {}  # thread that did not wait -> what it published (see `happens_before`)
 
     def needs(self, thread):
         """Return whether the rendezvous cannot complete without this thread."""
@@ -66,6 +69,7 @@ class Thread(greenlet.greenlet):
     # Shared memory that it wrote and mbarriers that it initialised since its last fence, and its groups of async
     # copies.
     __slots__ += ("unfenced_writes", "unfenced_barriers", "copy_groups")
+    __slots__ += ("race_state",)  # see `happens_before`
 
     def __init__(self, block, thread_id):
         self.grid, self.block, self.thread_id = block.grid, block, thread_id
@@ -100,11 +104,14 @@ class Thread(greenlet.greenlet):
         if wait:
             current.waiting.append(self)
             self.waits = current
+        elif self.grid.world.races is not None:
+            current.departed[self] = self.grid.world.races.depart(self)
         if len(current.values) == expected:
             del scope.open_rendezvous[what, mask]
             self._complete(current, finish)
         if wait:
             # The last thread to arrive waits as well: if it continued at once, lanes would resume in a fixed order.
+            memory.loads_left = LOADS
             self.parent.switch()
             return self.result
 
@@ -115,6 +122,8 @@ class Thread(greenlet.greenlet):
             t.result = results[t] if results else None
         if world.memory_model is not None:
             world.memory_model.synchronize(rendezvous)
+        if world.races is not None:
+            world.races.synchronize(rendezvous)
         world.wake(rendezvous.waiting)
         if world.events is not None:
             for t, value in rendezvous.values.items():
@@ -123,13 +132,13 @@ class Thread(greenlet.greenlet):
 
     def park(self, where):
         """Wait until `World.wake` names this thread; `str(where)` describes what it waits for."""
-        self.waits = where
+        self.waits, memory.loads_left = where, LOADS
         self.parent.switch()
         return self.result
 
     def spin(self, what="polling"):
         """Yield before a poll: other threads run until memory changes (`Grid.memory_changed`) or none can run."""
-        self.waits = what
+        self.waits, memory.loads_left = what, LOADS
         self.grid.world.pollers.append(self)
         self.parent.switch()
 
@@ -159,6 +168,7 @@ class Thread(greenlet.greenlet):
             self.block.cluster.mark_arrived(warp)
         if self.block.exited == self.block.size:
             self.block.shared.check_end_of_block()
+            self.grid.world.wake(self.grid.start_next(self.block.cluster))
             self.grid.world.retire(self.grid)
 
     def _missing_from(self, rendezvous):

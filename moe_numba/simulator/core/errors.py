@@ -1,14 +1,21 @@
 """Errors that the simulator raises for faulty kernels, and how they name the place: block, warp, lanes, source line."""
 
 import os
+import types
 
 _SIMULATOR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Frames of these folders carry out an instruction; error messages name the kernel's line that issued it.
-_INTERNAL = (_SIMULATOR + os.sep, os.path.join(os.path.dirname(_SIMULATOR), "ptx") + os.sep)
+_INTERNAL = _SIMULATOR + os.sep, *(os.path.join(os.path.dirname(_SIMULATOR), p) + os.sep for p in ("ptx", "runtime"))
+
+_MOST_ELEMENTS = 4  # that a report names of those that a warp polls
 
 
 class SimulatorError(RuntimeError):
     """A kernel did something illegal or undefined, or asked for something that the simulator does not support."""
+
+
+class CompileError(SimulatorError):
+    """A kernel uses something that Numba does not compile for a GPU."""
 
 
 class Deadlock(SimulatorError):
@@ -35,6 +42,10 @@ class AsyncRace(SimulatorError):
     """Memory or an accumulator is accessed while an asynchronous copy or a wgmma may still be using it."""
 
 
+class DataRace(SimulatorError):
+    """Two threads access the same memory, one of them writes, and nothing orders the two accesses."""
+
+
 class MissingFence(SimulatorError):
     """Data written through one proxy is read through another with no fence in between."""
 
@@ -45,6 +56,31 @@ class OutOfBounds(SimulatorError, IndexError):
 
 class Misaligned(SimulatorError):
     """A vector access or a copy is not aligned as the instruction requires."""
+
+
+class ShortTraceback:
+    """Context that removes the frames of the simulator from an error's traceback, which then ends at the kernel's line.
+
+    Every function of the simulator between the reader's call and the kernel has one. An error that is no SimulatorError
+    and is raised by the simulator keeps all frames.
+    """
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _, error, tb):
+        frames = []
+        while tb is not None:
+            frames.append(tb)
+            tb = tb.tb_next
+        if not frames or (
+            not isinstance(error, SimulatorError) and is_internal(frames[-1].tb_frame.f_code.co_filename)
+        ):
+            return
+        for frame in reversed(frames):
+            if not is_internal(frame.tb_frame.f_code.co_filename):
+                tb = types.TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = tb
 
 
 def format_ranges(numbers):
@@ -75,6 +111,23 @@ def kernel_frame(frame):
     return frame
 
 
+class _InternalFiles(dict):
+    """Whether a file belongs to the simulator, not to a kernel or a device function."""
+
+    def __missing__(self, name):
+        self[name] = name.startswith(_INTERNAL)
+        return self[name]
+
+
+is_internal_file = _InternalFiles()
+
+
+def location_of(code, instruction):
+    """Format where an instruction of a code object stands: function, file and line."""
+    line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
+    return f"{code.co_name}, {os.path.basename(code.co_filename)}:{line}"
+
+
 def source_location(frame):
     """Format where a frame stands: function, file and line."""
     frame = kernel_frame(frame)
@@ -88,10 +141,15 @@ def wait_report(threads, limit=8):
     groups = {}
     for t in sorted(threads, key=lambda t: (t.block.index, t.thread_id)):
         text = f"{t.waits or 'ready to run'}, at {source_location(t.gr_frame)}"
-        groups.setdefault((t.block, t.warp, text), []).append(t.lane)
-    lines = [
-        f"  {block} warp {warp} lanes {format_ranges(lanes)}: {text}" for (block, warp, text), lanes in groups.items()
-    ]
+        lanes, polled = groups.setdefault((t.block, t.warp, text), ([], {}))
+        lanes.append(t.lane)
+        if (element := getattr(t.waits, "element", None)) is not None:
+            polled[element()] = None
+    lines = []
+    for (block, warp, text), (lanes, polled) in groups.items():
+        elements = [*polled][:_MOST_ELEMENTS] + ["..."] * (len(polled) > _MOST_ELEMENTS)
+        text += f", polls {', '.join(elements)}" if polled else ""
+        lines.append(f"  {block} warp {warp} lanes {format_ranges(lanes)}: {text}")
     if len(lines) > limit:
         lines[limit:] = [f"  and {len(lines) - limit} more groups"]
     return "\n".join(lines)

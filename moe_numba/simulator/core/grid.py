@@ -1,14 +1,23 @@
-"""Thread hierarchy of a launch: warps, warpgroups, blocks with their shared memory, clusters, and the grid."""
+"""Thread hierarchy of a launch: warps, warpgroups, blocks with their shared memory, clusters, and the grid.
 
+As many blocks start as the simulated GPU can hold (threads, blocks and dynamic shared memory per SM; registers are not
+known), in the order of their indices. Each of the others starts when a block ends, so blocks that wait for blocks which
+cannot be resident are a deadlock. Ranks have a GPU each; nothing else is taken to run on it.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from moe_numba.simulator.async_.uses_async import uses_async_instructions
+from moe_numba.simulator.capability import SIMULATED, SM_COUNT, SM_LIMITS
 from moe_numba.simulator.core.engine import Dim3, Thread
-from moe_numba.simulator.core.errors import ClusterError
+from moe_numba.simulator.core.errors import ClusterError, SimulatorError
 from moe_numba.simulator.core.scheduler import World
 from moe_numba.simulator.core.shared import SharedLayout, SharedMemory
+
+_MAX_LOCAL_BYTES = 512 * 1024  # per thread
 
 
 class Warpgroup:
@@ -45,7 +54,7 @@ class Block:
 
     def __init__(self, grid, index):
         self.grid, self.index, self.size = grid, Dim3(*index), grid.block_size
-        self.open_rendezvous, self.exited = {}, 0
+        self.open_rendezvous, self.exited, self.registers = {}, 0, None
         self.shared = SharedMemory(self, grid.shared_layout)
         self.warpgroups = [Warpgroup(self, g) for g in range((self.size + 127) // 128)]
         self.warps = [Warp(self, w) for w in range((self.size + 31) // 32)]
@@ -53,6 +62,9 @@ class Block:
             t = Thread(self, i)
             self.warps[t.warp].threads.append(t)
             self.warps[t.warp].lanes |= 1 << t.lane
+
+    def threads(self):
+        return [t for warp in self.warps for t in warp.threads]
 
     def __str__(self):
         return f"{self.grid.label}block {tuple(self.index)}"
@@ -113,11 +125,14 @@ class Grid:
         args: Sequence,
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] | None = None,
-        cooperative: bool = False,
+        cooperative: bool | None = False,
+        dependent: bool = False,
+        launch_bounds: tuple[int, int] | None = None,
     ):
         self.world, self.kernel, self.name = world, kernel, kernel.__name__
         self.grid_dim, self.block_dim, self.cluster_dim = Dim3(*grid_dim), Dim3(*block_dim), Dim3(*cluster or (1, 1, 1))
-        self.args, self.cooperative, self.options = args, cooperative, {}  # options: those of `cuda.jit`
+        self.args, self.cooperative, self.dependent = args, cooperative, dependent
+        self.launch_bounds, self.options = launch_bounds, {}  # options: those of `cuda.jit`
         self.shared_layout, self.uses_async = SharedLayout(shared_bytes), uses_async_instructions(kernel)
         self.block_size = self.block_dim.x * self.block_dim.y * self.block_dim.z
         self.size = self.block_size * self.grid_dim.x * self.grid_dim.y * self.grid_dim.z
@@ -129,8 +144,64 @@ class Grid:
             index = tuple(i // n for i, n in zip(block.index, self.cluster_dim))
             clusters.setdefault(index, []).append(block)
         self.clusters = [Cluster(blocks) for blocks in clusters.values()]
+        self.waiting_clusters, self.local_bytes = deque(self.clusters), {}
+        if cooperative:
+            self._check_all_resident()
         self.rank, self.label = None, ""  # set where several ranks run together; the label precedes blocks in messages
         self.active = len(self.blocks)  # blocks that have not ended, plus async copies that have not completed
+
+    @property
+    def resident_blocks(self) -> int:
+        """How many blocks the simulated GPU runs at the same time, with the shared memory that is known so far."""
+        per_sm = SM_LIMITS[SIMULATED].resident_blocks(self.block_size, self.shared_layout.used)
+        return SM_COUNT * per_sm
+
+    def start(self) -> list[Thread]:
+        """Return the threads of the blocks that start at once: as many blocks as can be resident."""
+        clusters = max(self.resident_blocks // len(self.clusters[0].blocks), 1)
+        return [t for _ in range(min(clusters, len(self.clusters))) for t in self._start_cluster()]
+
+    def start_next(self, cluster: Cluster) -> list[Thread]:
+        """Return the threads that start after a block of `cluster` has ended."""
+        if not self.waiting_clusters or any(block.exited < block.size for block in cluster.blocks):
+            return []
+        return self._start_cluster()
+
+    def _start_cluster(self):
+        return [t for block in self.waiting_clusters.popleft().blocks for t in block.threads()]
+
+    def check_cooperative(self, thread: Thread) -> None:
+        """Raise a SimulatorError if the blocks cannot wait for one another."""
+        if self.cooperative is False:
+            raise SimulatorError(
+                f"{thread} calls grid.sync(), but kernel {self.name} was not launched with cooperative=True"
+            )
+        self._check_all_resident()
+
+    def _check_all_resident(self):
+        if len(self.blocks) > self.resident_blocks:
+            raise SimulatorError(
+                f"the cooperative launch of kernel {self.name} has {len(self.blocks)} blocks of {self.block_size} "
+                f"threads and {self.shared_layout.used} bytes of shared memory; {self._describe_residency()}"
+            )
+
+    def _describe_residency(self):
+        return f"at most {self.resident_blocks} of them are resident on the simulated GPU, which has {SM_COUNT} SMs"
+
+    def add_local_array(self, key: tuple, nbytes: int) -> None:
+        """Count the local array that is declared at `key`; raise a SimulatorError if a thread has too many bytes."""
+        if self.local_bytes.get(key, 0) < nbytes:
+            self.local_bytes[key] = nbytes
+            if (total := sum(self.local_bytes.values())) > _MAX_LOCAL_BYTES:
+                raise SimulatorError(
+                    f"the local arrays of kernel {self.name} have {total} bytes per thread; the maximum is "
+                    f"{_MAX_LOCAL_BYTES}"
+                )
+
+    def unstarted_report(self) -> list[str]:
+        """Describe, for a deadlock, the blocks that have not started."""
+        waiting = sum(len(cluster.blocks) for cluster in self.waiting_clusters)
+        return [f"  {waiting} blocks of {self} have not started: {self._describe_residency()}"] if waiting else []
 
     def memory_changed(self) -> None:
         """Record a change of memory that some thread may be polling for."""
@@ -138,7 +209,12 @@ class Grid:
 
     def threads(self) -> list[Thread]:
         """Return all threads, in the order of blocks, warps and lanes."""
-        return [t for block in self.blocks for warp in block.warps for t in warp.threads]
+        return [t for block in self.blocks for t in block.threads()]
+
+    def started_threads(self) -> list[Thread]:
+        """Return the threads of the blocks that have started."""
+        started = self.clusters[: len(self.clusters) - len(self.waiting_clusters)]
+        return [t for cluster in started for block in cluster.blocks for t in block.threads()]
 
     def __str__(self):
         return f"{self.label}grid of kernel {self.name}"

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import greenlet
 
 from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.compilable import check_compilable
 from moe_numba.simulator.core.engine import Thread
-from moe_numba.simulator.core.errors import SimulatorError
+from moe_numba.simulator.core.errors import ShortTraceback, SimulatorError
 from moe_numba.simulator.core.grid import Grid
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
 from moe_numba.simulator.core.scheduler import World, settings
@@ -36,8 +37,10 @@ def run(
     args: Sequence,
     shared_bytes: int = 0,
     cluster: int | tuple[int, ...] | None = None,
-    cooperative: bool = False,
+    cooperative: bool | None = False,
+    dependent: bool = False,
     seed: int | None = None,
+    launch_bounds: int | tuple[int, int] | None = None,
     done: Sequence[Callable[[], object]] = (),
 ) -> None:
     """Run a kernel to completion, then call each function in `done`. Within `together`, only queue it.
@@ -51,8 +54,16 @@ def run(
         Scalars, arrays, tensors or Pointers.
     shared_bytes : int
         Dynamic shared memory.
+    cooperative : bool, optional
+        Launch all blocks at once or fail; `grid.sync()` needs it. None: if the kernel calls `grid.sync()`, as Numba's
+        `kernel[grid, block]`.
+    dependent : bool
+        Programmatic dependent launch: until a thread has executed `griddepcontrol.wait`, nothing orders its accesses
+        after those of the kernel that was launched before. It matters for `races` only.
     seed : int
         Replaces the seed in force.
+    launch_bounds : int or tuple of int
+        Most threads per block, and the least blocks per SM, that the kernel is compiled for.
 
     Raises
     ------
@@ -63,8 +74,13 @@ def run(
         raise SimulatorError(f"{greenlet.getcurrent()} launches a kernel, which a kernel cannot do")
     grid = _dim3("the grid", grid, (2**31 - 1, 65535, 65535))
     block = _dim3("the block", block, (1024, 1024, 64))
-    if block[0] * block[1] * block[2] > 1024:
+    bounds = launch_bounds or getattr(kernel, "targetoptions", {}).get("launch_bounds")
+    if bounds:
+        bounds = (*bounds, 1)[:2] if isinstance(bounds, tuple) else (bounds, 1)
+    if math.prod(block) > 1024:
         raise ValueError(f"the block is {block}, but a block has at most 1024 threads")
+    if bounds and math.prod(block) > bounds[0]:
+        raise ValueError(f"the block is {block}, but the kernel's launch_bounds allow at most {bounds[0]} threads")
     cluster = _dim3("the cluster", cluster, (_MAX_CLUSTER_BLOCKS,) * 3) if cluster is not None else None
     if cluster and math.prod(cluster) > _MAX_CLUSTER_BLOCKS:
         raise ValueError(f"the cluster is {cluster}, but a cluster has at most {_MAX_CLUSTER_BLOCKS} blocks")
@@ -77,19 +93,21 @@ def run(
         raise TypeError(
             f"kernel {function.__name__} takes {len(names)} arguments ({', '.join(names)}), but {len(args)} were given"
         )
+    check_compilable(function)
     names += ("",) * (len(args) - len(names))
     args = [wrap_argument(value, name) for value, name in zip(args, names)]
     ranks = settings["ranks"]
     if ranks is not None and seed is not None:
         raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks share one: simulator.seed")
     world = World(seed) if ranks is None else ranks.world
-    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative)
+    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative, dependent, bounds)
     launched.options = getattr(kernel, "targetoptions", {})
     if ranks is not None:
         ranks.add(launched, done)
         return
     world.add(launched)
-    world.run()
+    with ShortTraceback():
+        world.run()
     for callback in done:
         callback()
 
@@ -121,7 +139,8 @@ class Kernel:
         for extension in self.extensions:
             args = [extension.prepare_args(None, arg, stream=0, retr=write_back)[1] for arg in args]
         args = [_to_device(arg, write_back) for arg in args]
-        run(self, grid, block, args, shared_bytes, done=write_back)
+        with ShortTraceback():
+            run(self, grid, block, args, shared_bytes, cooperative=None, done=write_back)
 
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0):
         threads = tpb or 128

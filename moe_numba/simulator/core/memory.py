@@ -11,8 +11,10 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
+from moe_numba.simulator.core.polling import LOADS, sample
 
 watching = 0  # number of running worlds that preempt at memory accesses, detect races in shared memory or are profiled
+loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
@@ -29,17 +31,60 @@ def maybe_preempt():
         return t
 
 
-def before_access(target, index, writes, nbytes=None, operation=None):
-    """Maybe preempt, check an access to shared memory for races, and count it; call it if `watching`.
+class _Private:
+    """The `allocation` of local arrays, which no other thread can access."""
 
-    `operation` names an access that is neither a load nor a store: "atomic" or "cp.async".
+    detector = None
+
+
+PRIVATE = _Private()
+
+
+def before_access(target, index, writes, nbytes=None, scope=None, value=None, operation=None):
+    """Maybe preempt, check an access for races, and count it; call it if `watching`.
+
+    `scope` is that of a strong access. `value` is what a store of one element stores. `operation` names an access that
+    is neither a load nor a store: "atomic".
     """
-    t = maybe_preempt()
-    if t is not None:
-        if target.allocation is not None and target.allocation.detector is not None:
-            target.allocation.detector.check_access(t, target, index, writes, nbytes)
-        if (profile := t.grid.world.profile) is not None:
-            profile.access(t, target, index, writes, nbytes, operation)
+    t, allocation = maybe_preempt(), target.allocation
+    if t is None or allocation is PRIVATE:
+        return
+    if allocation is not None and allocation.detector is not None:
+        allocation.detector.check_access(t, target, index, writes, nbytes)
+    races = t.grid.world.races
+    if races is not None:
+        address, size = byte_span(target, index, writes, nbytes)
+        if size:
+            races.access(t, address, size, writes, scope, target, index, value)
+    if (profile := t.grid.world.profile) is not None:
+        profile.access(t, target, index, writes, nbytes, operation)
+
+
+def byte_span(target, index, writes, size=None):
+    """Return the address and size in bytes that an index refers to; (0, 0) if it accesses nothing or is invalid."""
+    array = target.array
+    if type(index) is not tuple and array.ndim == 1 and type(index) is not slice:
+        if not 0 <= index < len(array):
+            return 0, 0
+        return target.address + int(index) * array.strides[0], size or array.itemsize
+    if isinstance(index, tuple) and len(index) == array.ndim and not any(isinstance(i, slice) for i in index):
+        if any(not 0 <= i < n for i, n in zip(index, array.shape)):
+            return 0, 0
+        return target.address + sum(int(i) * s for i, s in zip(index, array.strides)), array.itemsize
+    if not writes:  # indexing returns a view, which reads nothing yet
+        return 0, 0
+    try:
+        first, last = np.lib.array_utils.byte_bounds(array[index])
+    except IndexError:
+        return 0, 0
+    return first, last - first
+
+
+def count_load(target, index):
+    """Count a load, which may belong to a loop that polls with plain loads."""
+    global loads_left
+    if not (loads_left := loads_left - 1):
+        loads_left = sample(target, index)
 
 
 def thread_prefix():
@@ -85,6 +130,15 @@ def poison(shape, dtype, alignment=16, past=0):
     return raw.view(dtype).reshape(shape)
 
 
+def _contents(self):
+    """Return the elements, which is what `print` shows in a kernel. Error messages format the name and the type."""
+    return str(self.array)
+
+
+def _describe(self):
+    return f"{type(self).__name__}({self:}, {self.array})"
+
+
 class Pointer:
     """A checked flat view of the memory that a device pointer can reach; corresponds to `T *` in C.
 
@@ -98,15 +152,18 @@ class Pointer:
         self._bytes = self._address = None
 
     def __getitem__(self, i):
+        global loads_left
         if watching:
             before_access(self, i, writes=False)
+        if not (loads_left := loads_left - 1):
+            loads_left = sample(self, i)
         if 0 <= i < self.size:
             return self.array[i]
         raise self._out_of_bounds(i)
 
     def __setitem__(self, i, value):
         if watching:
-            before_access(self, i, writes=True)
+            before_access(self, i, writes=True, value=value)
         if not 0 <= i < self.size:
             raise self._out_of_bounds(i)
         try:
@@ -153,20 +210,27 @@ class Pointer:
         usable = self.array.nbytes // dtype.itemsize * dtype.itemsize
         return type(self)(self.bytes[:usable].view(dtype), self.name, self.allocation)
 
-    def load_vector(self, index: int, dtype, count: int) -> tuple:
-        """Load `count` elements of `dtype` in one access, from element `index` of this pointer."""
+    def load_vector(self, index: int, dtype, count: int, scope: str | None = None) -> tuple:
+        """Load `count` elements of `dtype` in one access, from element `index` of this pointer.
+
+        `scope` is "cta", "cluster", "gpu" or "sys" if the access is strong: relaxed, volatile or acquire.
+        """
         if type(dtype) is not np.dtype:
             dtype = as_dtype(dtype)
         if watching:
-            before_access(self, index, False, dtype.itemsize * count)
+            before_access(self, index, False, dtype.itemsize * count, scope)
+        count_load(self, index)
         return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
 
-    def store_vector(self, index: int, values: tuple, dtype=None) -> None:
-        """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values."""
+    def store_vector(self, index: int, values: tuple, dtype=None, scope: str | None = None) -> None:
+        """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values.
+
+        `scope` as in `load_vector`.
+        """
         dtype = as_dtype(dtype or values[0].dtype)
         values = np.array([convert(v, dtype) for v in values], dtype)
         if watching:
-            before_access(self, index, True, values.nbytes)
+            before_access(self, index, True, values.nbytes, scope)
         self._store_bytes(index, values.view(np.uint8))
 
     def _store_bytes(self, index, data):
@@ -188,11 +252,10 @@ class Pointer:
     def _out_of_bounds(self, index, more=""):
         return OutOfBounds(f"{thread_prefix()}index {index}{more} is outside {self}")
 
-    def __str__(self):
+    def __format__(self, _):
         return f"{self.name or 'a pointer'} ({self.size} x {self.array.dtype})"
 
-    def __repr__(self):
-        return f"Pointer({self})"
+    __str__, __repr__ = _contents, _describe
 
 
 class Array:
@@ -205,25 +268,44 @@ class Array:
         self._address = None
 
     def __getitem__(self, i):
+        global loads_left
         if watching:
             before_access(self, i, writes=False)
+        if not (loads_left := loads_left - 1):
+            loads_left = sample(self, i)
         self._check_not_negative(i)
         try:
             value = self.array[i]
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
         return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
+
+    def load(self, i, scope):
+        """Load an element with a strong access."""
+        if watching:
+            before_access(self, i, False, None, scope)
+        self._check_not_negative(i)
+        return self.array[i]
+
+    def store(self, i, value, scope):
+        """Store an element with a strong access; return whether its value changes."""
+        if watching:
+            before_access(self, i, True, None, scope)
+        self._check_not_negative(i)
+        changes = self.array[i] != value
+        self.array[i] = value
+        return changes
 
     def __setitem__(self, i, value):
         if watching:
-            before_access(self, i, writes=True)
+            before_access(self, i, writes=True, value=value)
         self._check_not_negative(i)
         try:
             self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:
             self.array[i] = convert(value, self.array.dtype)
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
 
     @property
     def dtype(self) -> np.dtype:
@@ -267,11 +349,10 @@ class Array:
     def __iter__(self):
         return (self._wrap(item) for item in self.array)
 
-    def __str__(self):
+    def __format__(self, _):
         return f"{self.name or 'an array'} ({' x '.join(map(str, self.array.shape))} x {self.array.dtype})"
 
-    def __repr__(self):
-        return f"Array({self})"
+    __str__, __repr__ = _contents, _describe
 
 
 def reachable_view(array):
@@ -286,12 +367,6 @@ def reachable_view(array):
     return np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))
 
 
-class LocalArray(Array):
-    """An array in a thread's local memory."""
-
-    __slots__ = ()
-
-
 def local(shape, dtype, alignment):
     """Return a new local array."""
-    return LocalArray(poison(shape, as_dtype(dtype), alignment or 16), "a local array")
+    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array", PRIVATE)

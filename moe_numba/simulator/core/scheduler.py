@@ -16,6 +16,8 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import Deadlock, wait_report
+from moe_numba.simulator.core.polling import LOADS, snapshot
+from moe_numba.simulator.memory_model.happens_before import HappensBefore
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
@@ -34,7 +36,8 @@ def _seed_from_environment():
 # What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`;
 # `profile`: None or a profiler's Collector.
 settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
-settings |= {"memory_model": None, "ranks": None, "rank": None, "profile": None}
+settings |= {"memory_model": None, "ranks": None, "rank": None, "races": os.environ.get("MOE_NUMBA_RACES") == "1"}
+settings |= {"profile": None}
 
 
 class Event(NamedTuple):
@@ -73,8 +76,15 @@ def trace() -> contextlib.AbstractContextManager[list[Event]]:
     return override_settings(events=[])
 
 
+def races(enabled: bool = True) -> contextlib.AbstractContextManager:
+    """Return a context in which data races are detected, or, with ``enabled=False``, are not."""
+    return override_settings(races=enabled)
+
+
 class World:
     """The scheduler, and the grids that run under it at the same time."""
+
+    completed_races = None  # the HappensBefore of the kernel that ended last, which a dependent launch may overlap
 
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
@@ -84,7 +94,9 @@ class World:
         self.snapshots = None
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
         self.memory_model = settings["memory_model"](self) if settings["memory_model"] else None
+        self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
+        self.threads = 0  # of all grids; 0: of the first one
         self.elected_lanes = {}  # mask -> the lane that elect.sync chooses
         self.watching = 0  # how often this world is counted in `memory.watching`
         # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
@@ -97,15 +109,20 @@ class World:
         memory.watching += 1
 
     def add(self, grid) -> None:
-        """Start a grid: all of its threads may run."""
+        """Start a grid: the threads of its resident blocks may run."""
         self.grids.append(grid)
-        if grid.uses_async or self.preempt or self.profile is not None:
+        if grid.uses_async or self.preempt or self.detects_races or self.profile is not None:
             self.watch_accesses()
         if self.profile is not None:
             self.profile.start(grid)
+        if self.detects_races:
+            if self.races is None:
+                previous = World.completed_races if grid.dependent and not self.threads else None
+                self.races = HappensBefore(self.threads or grid.size, previous)
+            self.races.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
-        self.wake(grid.threads())
+        self.wake(grid.start())
 
     def retire(self, grid):
         """Record that a block or a copy of a grid has ended; after the last one the rank's next grid starts."""
@@ -113,6 +130,8 @@ class World:
         if not grid.active and self.queued_grids.get(grid.rank):
             if self.memory_model is not None:
                 self.memory_model.end(grid)
+            if self.races is not None:
+                self.races.end(grid)
             self.add(self.queued_grids[grid.rank].pop(0))
 
     def schedule(self, unit):
@@ -139,6 +158,7 @@ class World:
     def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
+        memory.loads_left = LOADS
         if self.profile is not None:
             self.profile.begin()
         try:
@@ -164,6 +184,8 @@ class World:
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
+            # With its grids it keeps their arguments alive, so that no new memory has the addresses of theirs.
+            World.completed_races = self.races if len(self.grids) == 1 else None
         finally:
             memory.watching -= self.watching
             for t in self._threads():
@@ -176,8 +198,9 @@ class World:
         return [t for grid in self.grids for t in grid.threads()]
 
     def _report(self, what):
-        lines = [wait_report([t for t in grid.threads() if not t.dead]) for grid in self.grids]
+        lines = [wait_report([t for t in grid.started_threads() if not t.dead]) for grid in self.grids]
         for grid in self.grids:
+            lines += grid.unstarted_report()
             if grid.active and self.queued_grids.get(grid.rank):
                 lines += [
                     f"  {queued} waits for the end of kernel {grid.name}" for queued in self.queued_grids[grid.rank]
@@ -193,25 +216,7 @@ class World:
         since = idle - (1 << idle.bit_length() >> 1)
         if idle < _IDLE_ROUNDS or since > _LONGEST_CYCLE:
             return idle > _IDLE_LIMIT
-        snapshots = {t: _snapshot(t.gr_frame) for t in self.pollers}
+        snapshots = {t: snapshot(t.gr_frame) for t in self.pollers}
         if since == 0:
             self.snapshots = snapshots
         return since > 0 and snapshots == self.snapshots
-
-
-def _snapshot(frame):
-    """Return the position and the local variables of all frames of a waiting thread."""
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_lasti, [_comparable(v) for v in frame.f_locals.values()]))
-        frame = frame.f_back
-    return frames
-
-
-def _comparable(value):
-    """Return a variable's content in a form that compares by bits, so that a NaN equals itself."""
-    if type(value) is int or type(value) is str:
-        return value
-    if isinstance(value, np.generic):
-        return type(value), value.tobytes()
-    return repr(value) if isinstance(value, (int, float, str, tuple)) else id(value)

@@ -9,10 +9,12 @@ import os
 import numpy as np
 
 from moe_numba.simulator.async_.race_detector import RaceDetector
+from moe_numba.simulator.capability import SIMULATED, SM_LIMITS
 from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError
-from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, thread_prefix
+from moe_numba.simulator.core.memory import PRIVATE, Array, Pointer, as_dtype, poison, thread_prefix
 
-MAX_SHARED_BYTES = 227 * 1024  # per block
+MAX_SHARED_BYTES = 1024 * SM_LIMITS[SIMULATED].shared_kib_of_a_block
+MAX_STATIC_BYTES = 48 * 1024  # more must be dynamic
 _FIRST = 1024  # the first bytes of the window are reserved by the system
 _ALIGNMENT = 16  # least alignment of an array, so that 16-byte vectors work as they mostly do on a GPU
 
@@ -37,6 +39,11 @@ class SharedLayout:
         if self.used > MAX_SHARED_BYTES:
             raise SimulatorError(
                 f"{thread_prefix()}the kernel's shared memory has {self.used} bytes; the maximum is {MAX_SHARED_BYTES}"
+            )
+        if (static_bytes := self.used - self.dynamic_bytes) > MAX_STATIC_BYTES:
+            raise SimulatorError(
+                f"{thread_prefix()}the kernel's static shared memory has {static_bytes} bytes; the maximum is "
+                f"{MAX_STATIC_BYTES}, and more must be dynamic shared memory"
             )
 
 
@@ -175,7 +182,7 @@ class SharedMemory:
 def shared_region(array, index, size, alignment, what):
     """Return the `size` bytes from element `index` of a shared array on; check their bounds and alignment."""
     allocation = getattr(array, "allocation", None)
-    if allocation is None:
+    if allocation is None or allocation is PRIVATE:
         raise SimulatorError(f"{thread_prefix()}{what} takes an array in shared memory, which {array} is not")
     start = array.address + int(index) * array.dtype.itemsize + allocation.to_window
     if not allocation.start <= start <= start + size <= allocation.end:

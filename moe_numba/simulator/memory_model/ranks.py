@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import greenlet
 
-from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, ShortTraceback, SimulatorError
 from moe_numba.simulator.core.memory import Pointer, as_dtype, thread_prefix
 from moe_numba.simulator.core.pointer_wrapping import pointer
 from moe_numba.simulator.core.scheduler import World, override_settings, settings
@@ -30,7 +30,8 @@ def together() -> Iterator[None]:
     launches = _RankLaunches()
     with override_settings(ranks=launches):
         yield
-    launches.run()
+    with ShortTraceback():
+        launches.run()
 
 
 def on_rank(rank: int) -> contextlib.AbstractContextManager:
@@ -62,9 +63,11 @@ class _RankLaunches:
             for grid in stream:
                 grid.label = f"rank {rank} " if len(streams) > 1 else ""
             self.world.queued_grids[rank] = stream[1:]
+        self.world.threads = sum(grid.size for _, grid in self.launches)
         for stream in streams.values():
             self.world.add(stream[0])
-        self.world.run()
+        with ShortTraceback():
+            self.world.run()
         for callback in self.done:
             callback()
 

@@ -63,6 +63,7 @@ class WeakPointer(WeakAccess, Pointer):
     def __getitem__(self, i):
         if memory.watching:
             memory.before_access(self, i, writes=False)
+        memory.count_load(self, i)
         return self.load(*self.cell(i))
 
     def __setitem__(self, i, value):
@@ -88,8 +89,8 @@ class WeakArray(WeakAccess, Array):
         self._check_not_negative(i)
         try:
             element = self.array[(*i, ...) if type(i) is tuple else (i, ...)]
-        except IndexError as error:
-            raise self._out_of_bounds(i) from error
+        except IndexError:
+            raise self._out_of_bounds(i) from None
         if element.ndim:
             return None
         return element.reshape(1).view(np.uint8), element.__array_interface__["data"][0]
@@ -99,6 +100,7 @@ class WeakArray(WeakAccess, Array):
             return super().__getitem__(i)
         if memory.watching:
             memory.before_access(self, i, writes=False)
+        memory.count_load(self, i)
         return self.load(*cell)
 
     def __setitem__(self, i, value):

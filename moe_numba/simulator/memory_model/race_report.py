@@ -1,0 +1,52 @@
+"""Error messages for data races: both accesses with source lines and threads, the memory, and what is missing."""
+
+from moe_numba.simulator.core.errors import DataRace, MissingFence, location_of
+
+
+def data_race(earlier, later, where):
+    """Return the error for two accesses that nothing orders."""
+    return DataRace(
+        f"{_describe(later)} {where}, which {_describe(earlier, relative=True)}; "
+        f"nothing orders the two: {_remedy(earlier, later)}"
+    )
+
+
+def missing_proxy_fence(earlier, later, where):
+    """Return the error for a copy through the async proxy with no proxy fence before it."""
+    return MissingFence(
+        f"{_describe(later)} {where}, which "
+        f"{_describe(earlier, relative=True)}; no proxy fence lies between the two: "
+        f"the thread that issues the copy needs fence_proxy_async after it has acquired"
+    )
+
+
+def _describe(access, relative=False):
+    verb = ("wrote" if access.writes else "read") if relative else ("writes" if access.writes else "reads")
+    what = f"{access.thread}"
+    if access.operation is not None:
+        what += f" with {access.operation.what}"
+    elif access.scope:
+        what += f" with a strong access of {access.scope} scope"
+    place = location_of(access.code, access.instruction)
+    return f"{what} at {place} {verb}" if relative else f"{what}, at {place}, {verb}"
+
+
+def _remedy(earlier, later):
+    """Return what would order the two accesses."""
+    if earlier.operation is not None:
+        return f"{earlier.operation.remedy}, then let other threads know (a barrier, or release and acquire)"
+    a, b = earlier.thread, later.thread
+    if a.grid is not b.grid and a.grid.rank == b.grid.rank:
+        return (
+            f"kernel {b.grid.name} is launched to overlap the kernel before it, {a.grid.name}: "
+            "it needs griddepcontrol_wait first"
+        )
+    if a.block is b.block:
+        if a.warp == b.warp:
+            return "between lanes of a warp it needs cuda.syncwarp, or a barrier of the block"
+        return "between warps of a block it needs cuda.syncthreads, another barrier, or release and acquire"
+    if a.block.cluster is b.block.cluster:
+        return "between blocks of a cluster it needs the cluster barrier, or release and acquire at cluster scope"
+    if a.grid.rank == b.grid.rank:
+        return "between blocks it needs release and acquire at gpu scope (or fences), or the barrier of the grid"
+    return "between ranks it needs release and acquire at sys scope (or fences)"

@@ -1,0 +1,555 @@
+"""Data races: each kernel that lacks an ordering is reported under every seed, and the same kernel with it is not."""
+
+import re
+
+import numpy as np
+import pytest
+
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
+
+# isort: split
+from numba import cuda, int32, uint8, uint64
+
+from moe_numba.ptx.atomics import (
+    atom_add_relaxed_gpu_s32,
+    ld_acquire_sys_s32,
+    ld_relaxed_gpu_s32,
+    ld_relaxed_sys_s32,
+    ld_volatile_s32,
+    poll_acquire_cta_shared_s32,
+    red_add_release_sys_s32,
+    st_relaxed_sys_s32,
+    st_release_cta_shared_s32,
+    st_release_sys_s32,
+)
+from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, st_cluster_s32
+from moe_numba.ptx.cp_async import (
+    bulk_commit_group,
+    bulk_load,
+    bulk_store,
+    make_bulk_wait_group,
+    make_bulk_wait_group_read,
+)
+from moe_numba.ptx.fence import fence_acq_rel_gpu, fence_acq_rel_sys, fence_proxy_async, fence_proxy_async_shared
+from moe_numba.ptx.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait_parity,
+)
+from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.ptx.warpgroup import bar_arrive, bar_sync
+
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the simulator's races")
+wait_stores, wait_reads = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
+SEEDS = 5
+
+
+def run(kernel, grid, block, *args, seed=0, **options):
+    """Launch a kernel on pointers to copies of the arrays, with races detected; return the copies."""
+    arrays = [np.array(a) if isinstance(a, np.ndarray) else a for a in args]
+    pointers = [simulator.pointer(a, "data") if isinstance(a, np.ndarray) else a for a in arrays]
+    with simulator.seed(seed), simulator.races():
+        simulator.run(kernel, grid, block, pointers, **options)
+    return arrays
+
+
+def check(kernel, racy, grid, block, *args, error=simulator.DataRace, message=None, **options):
+    """Assert that each seed reports the race, or that none does."""
+    for seed in range(SEEDS):
+        if not racy:
+            run(kernel, grid, block, *args, seed=seed, **options)
+            continue
+        with pytest.raises(error, match=message):
+            run(kernel, grid, block, *args, seed=seed, **options)
+
+
+def ints(n):
+    return np.zeros(n, np.int32)
+
+
+# Threads of one block
+
+
+@pytest.mark.parametrize("barrier", ["none", "poll", "vote", "syncwarp", "syncthreads", "bar.sync"])
+def test_barriers_of_a_block(barrier):
+    """Neither a poll nor a vote nor a barrier of one warp orders the accesses of two warps."""
+
+    @cuda.jit
+    def reverse(out):
+        smem, t = cuda.shared.array(64, int32), cuda.threadIdx.x
+        smem[t] = t
+        if barrier == "poll":
+            ld_volatile_s32(out, 64)
+        elif barrier == "vote":
+            cuda.any_sync(FULL_MASK, t > 3)
+        elif barrier == "syncwarp":
+            cuda.syncwarp()
+        elif barrier == "syncthreads":
+            cuda.syncthreads()
+        elif barrier == "bar.sync":
+            bar_sync(1, 64)
+        out[t] = smem[63 - t]
+
+    ordered = barrier in ("syncthreads", "bar.sync")
+    check(reverse, not ordered, 1, 64, ints(65), message=r"between warps of a block it needs cuda\.syncthreads")
+
+
+@pytest.mark.parametrize("barrier", ["none", "shuffle", "syncwarp"])
+def test_lanes_of_a_warp(barrier):
+    @cuda.jit
+    def rotate(out):
+        smem, t = cuda.shared.array(32, int32), cuda.threadIdx.x
+        smem[t] = t
+        if barrier == "shuffle":
+            cuda.shfl_sync(FULL_MASK, t, 0)
+        elif barrier == "syncwarp":
+            cuda.syncwarp()
+        out[t] = smem[(t + 1) % 32]
+
+    check(rotate, barrier != "syncwarp", 1, 32, ints(32), message=r"lanes of a warp it needs cuda\.syncwarp")
+
+
+def test_both_accesses_are_named():
+    @cuda.jit
+    def kernel(out):
+        t = cuda.threadIdx.x
+        if t == 40:
+            out[5] = 7
+        elif t == 3:
+            out[6] = out[5]
+
+    lines = kernel.py_func.__code__.co_firstlineno
+    with pytest.raises(simulator.DataRace) as caught:
+        run(kernel, 1, 64, ints(8))
+    text = str(caught.value)
+    assert f"test_races.py:{lines + 4}" in text and f"test_races.py:{lines + 6}" in text
+    assert "warp 0 lane 3" in text and "warp 1 lane 8" in text and "index 5 of out (8 x int32)" in text
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_write_after_reads_needs_a_barrier(reused):
+    """The last reader of a slot must be ordered before the next writer: each of 32 readers, not only the last."""
+
+    @cuda.jit
+    def kernel(out):
+        smem, t = cuda.shared.array(1, int32), cuda.threadIdx.x
+        if t == 0:
+            smem[0] = 1
+        cuda.syncthreads()
+        out[t] = smem[0]
+        if not reused:
+            cuda.syncthreads()
+        elif t >= 32:
+            bar_sync(1, 32)  # only the second warp
+        if t == 63:
+            smem[0] = 2
+
+    check(kernel, reused, 1, 64, ints(64))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "same value", "other value", "one atomic", "atomics"])
+def test_which_accesses_conflict(kind):
+    """Neighbouring bytes do not conflict, nor do atomics, nor stores of the value that memory holds."""
+
+    @cuda.jit
+    def kernel(out):
+        t = cuda.threadIdx.x
+        if kind == "bytes":
+            out.view(uint8)[t] = t
+        elif kind == "same value":
+            out[0] = 5
+        elif kind == "other value":
+            out[0] = t
+        elif kind == "one atomic" and t == 0:
+            out[0] = 7
+        else:
+            cuda.atomic.add(out, 0, 1)
+
+    check(kernel, kind in ("other value", "one atomic"), 1, 64, ints(64))
+
+
+def test_local_arrays_are_private():
+    @cuda.jit
+    def kernel(out):
+        local = cuda.local.array(8, int32)
+        for i in range(8):
+            local[i] = i
+        out[cuda.threadIdx.x] = local[7]
+
+    check(kernel, False, 2, 32, ints(32) + 7)
+
+
+@pytest.mark.parametrize("producer", ["arrives", "does not arrive"])
+def test_a_barrier_orders_threads_that_only_arrive(producer):
+    @cuda.jit
+    def kernel(out):
+        smem, t = cuda.shared.array(32, int32), cuda.threadIdx.x
+        if t < 32:
+            if producer == "arrives":
+                smem[t] = t
+            bar_arrive(1, 64)
+            if producer != "arrives":
+                smem[t] = t
+        else:
+            bar_sync(1, 64)
+            out[t] = smem[t - 32]
+
+    check(kernel, producer != "arrives", 1, 64, ints(64))
+
+
+@pytest.mark.parametrize("release, waiting_lane_only", [(True, False), (False, False), (True, True)])
+def test_flags_in_shared_memory(release, waiting_lane_only):
+    """A plain store publishes nothing, and one lane's acquire does not serve the other lanes."""
+
+    @cuda.jit
+    def kernel(out):
+        smem, flag, t = cuda.shared.array(1, int32), cuda.shared.array(1, int32), cuda.threadIdx.x
+        if t == 0:
+            flag[0] = 0
+        cuda.syncthreads()
+        if t == 0:
+            smem[0] = 9
+            if release:
+                st_release_cta_shared_s32(flag, 0, 1)
+            else:
+                flag[0] = 1
+        elif t >= 32:
+            if t == 32 or not waiting_lane_only:
+                while poll_acquire_cta_shared_s32(flag, 0) == 0:
+                    pass
+            cuda.any_sync(FULL_MASK, True)
+            out[t] = smem[0]
+
+    check(kernel, not release or waiting_lane_only, 1, 64, ints(64))
+
+
+# Blocks and ranks
+
+PUBLISH = {
+    "release": (lambda p: st_release_sys_s32(p, 0, 1), True),
+    "atomic with release": (lambda p: red_add_release_sys_s32(p, 0, 1), True),
+    "fence": (lambda p: (fence_acq_rel_sys(), st_relaxed_sys_s32(p, 0, 1)), True),
+    "relaxed": (lambda p: st_relaxed_sys_s32(p, 0, 1), False),
+    "fence too late": (lambda p: (st_relaxed_sys_s32(p, 0, 1), fence_acq_rel_sys()), False),
+    "fence of a block": (lambda p: (cuda.threadfence_block(), st_relaxed_sys_s32(p, 0, 1)), False),
+}
+OBSERVE = {
+    "acquire": (lambda p: _until(p, ld_acquire_sys_s32), True),
+    "fence": (lambda p: (_until(p, ld_relaxed_sys_s32), fence_acq_rel_sys()), True),
+    "relaxed": (lambda p: _until(p, ld_relaxed_sys_s32), False),
+    "volatile": (lambda p: _until(p, ld_volatile_s32), False),
+    "fence of a block": (lambda p: (_until(p, ld_relaxed_sys_s32), cuda.threadfence_block()), False),
+}
+
+
+def _until(pointer, load):
+    while load(pointer, 0) == 0:
+        pass
+
+
+@pytest.mark.parametrize("observe", OBSERVE)
+@pytest.mark.parametrize("publish", PUBLISH)
+def test_messages_between_blocks(publish, observe):
+    """A message needs a release and an acquire, both in a scope that includes both blocks."""
+    (give, releases), (take, acquires) = PUBLISH[publish], OBSERVE[observe]
+
+    @cuda.jit
+    def kernel(data):
+        if cuda.blockIdx.x == 0:
+            data[9] = 7
+            give(data)
+        else:
+            take(data)
+            data[10] = data[9]
+
+    message = "between blocks it needs release and acquire at gpu scope"
+    check(kernel, not (releases and acquires), 2, 1, ints(16), message=message)
+
+
+@pytest.mark.parametrize("fence, racy", [(fence_acq_rel_gpu, True), (fence_acq_rel_sys, False)])
+def test_messages_between_ranks_need_system_scope(fence, racy):
+    @cuda.jit
+    def send(data):
+        data[9] = 7
+        fence()
+        st_relaxed_sys_s32(data, 0, 1)
+
+    @cuda.jit
+    def receive(data):
+        while ld_relaxed_sys_s32(data, 0) == 0:
+            pass
+        fence_acq_rel_sys()
+        data[10] = data[9]
+
+    def exchange(seed):
+        data = simulator.pointer(ints(16), "data")
+        with simulator.seed(seed), simulator.races(), simulator.together():
+            for rank, kernel in enumerate((send, receive)):
+                with simulator.on_rank(rank):
+                    simulator.run(kernel, 1, 1, (data,))
+
+    for seed in range(SEEDS):
+        if racy:
+            with pytest.raises(simulator.DataRace, match="between ranks it needs release and acquire at sys scope"):
+                exchange(seed)
+        else:
+            exchange(seed)
+
+
+def test_kernels_of_one_rank_are_ordered():
+    @cuda.jit
+    def shift(data):
+        t = cuda.grid(1)
+        value = data[(t + 1) % 64] if data.size == 64 else 0
+        cuda.cg.this_grid().sync()
+        data[t] = value + 1
+
+    data = simulator.pointer(ints(64), "data")
+    with simulator.races(), simulator.together(), simulator.on_rank(0):
+        for _ in range(3):
+            simulator.run(shift, 2, 32, (data,), cooperative=True)
+    assert (data.array == 3).all()
+
+
+@pytest.mark.parametrize("conflict", ["reads", "overwrites", "none"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_dependent_launches(waits, conflict):
+    """A dependent launch may overlap the kernel before it, until it waits; an ordinary one does not."""
+
+    @cuda.jit
+    def first(data):
+        data[cuda.threadIdx.x] = data[64 + cuda.threadIdx.x]
+
+    @cuda.jit
+    def second(data):
+        if waits:
+            griddepcontrol_wait()
+        t = cuda.threadIdx.x
+        if conflict == "overwrites":
+            data[64 + t] = 5
+        else:
+            data[128 + t] = data[t + (0 if conflict == "reads" else 64)]
+
+    def launch_both(dependent):
+        data = simulator.pointer(ints(256), "data")
+        simulator.run(first, 1, 64, (data,))
+        simulator.run(second, 1, 64, (data,), dependent=dependent)
+        simulator.run(second, 1, 64, (data,))
+
+    with simulator.races():
+        launch_both(dependent=False)
+        if waits or conflict == "none":
+            launch_both(dependent=True)
+        else:
+            with pytest.raises(simulator.DataRace, match="overlap the kernel before it, first: it needs griddep"):
+                launch_both(dependent=True)
+
+
+@pytest.mark.parametrize("fences", [0, 1, 2])
+def test_the_last_block_sees_the_others(fences):
+    """The pattern of CUDA's threadFenceReduction sample, with a fence before and after the atomic."""
+
+    @cuda.jit
+    def kernel(data):
+        last, t = cuda.shared.array(1, int32), cuda.threadIdx.x
+        data[8 + cuda.blockIdx.x * 32 + t] = t
+        cuda.syncthreads()
+        if t == 0:
+            if fences > 0:
+                cuda.threadfence()
+            last[0] = atom_add_relaxed_gpu_s32(data, 0, 1) == cuda.gridDim.x - 1
+            if fences > 1:
+                cuda.threadfence()
+        cuda.syncthreads()
+        if last[0]:
+            for b in range(2):
+                data[72 + t] += data[8 + b * 32 + t]
+
+    check(kernel, fences < 2, 2, 32, ints(104))
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+def test_clusters(barrier):
+    @cuda.jit
+    def kernel(out):
+        smem, t = cuda.shared.array(32, int32), cuda.threadIdx.x
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+        st_cluster_s32(smem, t, 1 - cuda.blockIdx.x, t)
+        if barrier:
+            barrier_cluster_arrive()
+            barrier_cluster_wait()
+        out[cuda.blockIdx.x * 32 + t] = smem[t]
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+
+    check(kernel, not barrier, 2, 32, ints(64), cluster=2, message="it needs the cluster barrier")
+
+
+def test_load_to_store_reordering_is_a_race():
+    """A slot may be overwritten only after an acquire of the reader's message, though all of its loads come first."""
+
+    @cuda.jit
+    def kernel(data):
+        if cuda.blockIdx.x == 0:
+            data[10] = data[9]
+            st_release_sys_s32(data, 0, 1)
+        else:
+            while ld_volatile_s32(data, 0) == 0:
+                pass
+            data[9] = 5
+
+    check(kernel, True, 2, 1, ints(16))
+
+
+@pytest.mark.parametrize("relay", ["acquire and release", "relaxed"])
+def test_messages_are_relayed(relay):
+    """What a thread has acquired it releases as well (cumulativity)."""
+
+    @cuda.jit
+    def kernel(data):
+        if cuda.blockIdx.x == 0:
+            data[9] = 7
+            st_release_sys_s32(data, 0, 1)
+        elif cuda.blockIdx.x == 1:
+            if relay == "relaxed":
+                while ld_relaxed_gpu_s32(data, 0) == 0:
+                    pass
+                st_relaxed_sys_s32(data, 1, 1)
+            else:
+                while ld_acquire_sys_s32(data, 0) == 0:
+                    pass
+                st_release_sys_s32(data, 1, 1)
+        else:
+            while ld_acquire_sys_s32(data, 1) == 0:
+                pass
+            data[10] = data[9]
+
+    check(kernel, relay == "relaxed", 3, 1, ints(16))
+
+
+# Asynchronous copies
+
+
+@pytest.mark.parametrize("waits", ["all", "lane 0", "lane 0, then the warp"])
+def test_threads_must_know_that_a_copy_has_landed(waits):
+    @cuda.jit
+    def kernel(out, data):
+        smem, bars, t = cuda.shared.array(32, int32, 16), cuda.shared.array(1, uint64), cuda.threadIdx.x
+        if t == 0:
+            mbarrier_init(bars, 0, 1)
+            fence_mbarrier_init()
+        cuda.syncwarp()
+        if t == 0:
+            mbarrier_arrive_expect_tx(bars, 0, 128)
+            bulk_load(smem, 0, data, 0, 128, bars, 0)
+        if t == 0 or waits == "all":
+            mbarrier_wait_parity(bars, 0, 0)
+        if waits.endswith("the warp"):
+            cuda.syncwarp()
+        else:
+            cuda.any_sync(FULL_MASK, True)
+        out[t] = smem[t]
+
+    data = np.arange(64, dtype=np.int32)
+    # Another lane may also read before the copy has landed: the reservation of its destination finds that first.
+    check(kernel, waits == "lane 0", 1, 32, ints(32), data, error=(simulator.DataRace, simulator.AsyncRace))
+
+
+@pytest.mark.parametrize("arrival", ["each lane", "lane 0 after syncwarp", "lane 0"])
+def test_a_stage_is_released_for_all_lanes(arrival):
+    """A lane that arrives at an `empty` barrier releases its own reads; those of other lanes need a syncwarp."""
+
+    @cuda.jit
+    def kernel(out, data):
+        smem, bars, t = cuda.shared.array(32, int32, 16), cuda.shared.array(2, uint64), cuda.threadIdx.x
+        if t == 0:
+            mbarrier_init(bars, 0, 1)
+            mbarrier_init(bars, 1, 32 if arrival == "each lane" else 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t < 32:
+            mbarrier_wait_parity(bars, 0, 0)
+            out[t] = smem[t]
+            if arrival == "lane 0 after syncwarp":
+                cuda.syncwarp()
+            if t == 0 or arrival == "each lane":
+                mbarrier_arrive(bars, 1)
+        elif t == 32:
+            for i in range(2):
+                if i == 1:
+                    mbarrier_wait_parity(bars, 1, 0)
+                mbarrier_arrive_expect_tx(bars, 0, 128)
+                bulk_load(smem, 0, data, 0, 128, bars, 0)
+            mbarrier_wait_parity(bars, 0, 1)
+
+    data = np.arange(64, dtype=np.int32)
+    check(kernel, arrival == "lane 0", 1, 64, ints(64), data)
+
+
+@pytest.mark.parametrize("fault", ["", "no release", "no wait", "waits for the reads only", "no proxy fence"])
+def test_messages_by_bulk_copies(fault):
+    """A row goes to another block by TMA and on by TMA: the flag needs a wait and a release, the copy a proxy fence."""
+
+    @cuda.jit
+    def kernel(data):
+        smem, bars, t = cuda.shared.array(32, int32, 16), cuda.shared.array(1, uint64), cuda.threadIdx.x
+        if cuda.blockIdx.x == 0:
+            smem[t] = t
+            fence_proxy_async_shared()
+            cuda.syncwarp()
+            if t == 0:
+                bulk_store(data, 32, smem, 0, 128)
+                bulk_commit_group()
+                if fault == "waits for the reads only":
+                    wait_reads()
+                elif fault != "no wait":
+                    wait_stores()
+                if fault == "no release":
+                    st_relaxed_sys_s32(data, 0, 1)
+                else:
+                    st_release_sys_s32(data, 0, 1)
+                wait_stores()
+        elif t == 0:
+            mbarrier_init(bars, 0, 1)
+            fence_mbarrier_init()
+            while ld_acquire_sys_s32(data, 0) == 0:
+                pass
+            if fault != "no proxy fence":
+                fence_proxy_async()
+            mbarrier_arrive_expect_tx(bars, 0, 128)
+            bulk_load(smem, 0, data, 32, 128, bars, 0)
+            mbarrier_wait_parity(bars, 0, 0)
+
+    error = simulator.MissingFence if fault == "no proxy fence" else simulator.DataRace
+    check(kernel, bool(fault), 2, 32, ints(64), error=error)
+
+
+def test_races_are_switched():
+    @cuda.jit
+    def kernel(out):
+        out[0] = cuda.threadIdx.x
+
+    for enabled in (True, False):
+        with simulator.races(enabled):
+            if enabled:
+                with pytest.raises(simulator.DataRace):
+                    kernel[1, 64](ints(1))
+            else:
+                kernel[1, 64](ints(1))
+
+
+def test_messages_are_one_sentence_per_access():
+    @cuda.jit
+    def kernel(out):
+        out[0] = cuda.threadIdx.x
+
+    with pytest.raises(simulator.DataRace) as caught:
+        run(kernel, 1, 64, ints(1))
+    pattern = (
+        r"^block .* lane \d+, at kernel, test_races\.py:\d+, writes index 0 of out .*, which block .* lane \d+ at "
+    )
+    assert re.match(pattern + r"kernel, test_races\.py:\d+ wrote; nothing orders the two: .*$", str(caught.value))
