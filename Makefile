@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test test-fast stale fingerprint lint wheel clean
+.PHONY: help notebooks test test-fast mutants stale fingerprint lint wheel clean
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile
@@ -20,6 +20,9 @@ test: .venv/.ready  ## Run the whole test suite
 test-fast: .venv/.ready  ## Run the tests that take under 3 minutes together
 	@$(RUN) pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
+mutants: .venv/.ready  ## Plant each bug of tests/simulator/mutants, and say which test finds it
+	@PYTHONPATH=tests/simulator:$$PYTHONPATH $(RUN) mutants.runner $(ARGS)
+
 stale: .venv/.ready  ## Name the records and executed notebooks that are older than their code
 	@$(RUN) moe_numba stale
 
@@ -31,11 +34,16 @@ lint: .venv/.ready  ## Run ruff check, ruff format --check and mypy
 	@$(RUN) ruff format --check
 	@$(RUN) mypy
 
-# In an environment with nothing but the wheel and its dependencies: imports, the command line and one call.
+# In an environment with nothing but the wheel and its dependencies: first the simulator alone, then, with the extra
+# `kernels`, imports, the command line and one call.
 wheel: .venv/.ready  ## Build the wheel and try it in an empty environment
 	@$(RUN) pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	@$(PYTHON) -m venv --clear build/wheel/venv
 	@build/wheel/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build/wheel/*.whl
+	@cp tests/helpers/simulator_alone.py build/wheel
+	@cd build/wheel && venv/bin/python -m moe_numba.simulator run --seeds 3 simulator_alone.py
+	@cd build/wheel && venv/bin/pip install --quiet --disable-pip-version-check -c ../../constraints.txt \
+	  "$$(echo *.whl)[kernels]"
 	@cd build/wheel && MOE_NUMBA_SIMULATE=1 venv/bin/python -m moe_numba doctor
 	@cd build/wheel && MOE_NUMBA_SIMULATE=1 venv/bin/python -c \
 	  "import torch, moe_numba; print(moe_numba.biased_grouped_topk(torch.randn(2, 16), None, 4)[1])"

@@ -1,13 +1,15 @@
 """Mixture-of-Experts kernels for NVIDIA GPUs, written in Python with Numba CUDA.
 
 Public functions in the order in which a token meets them: routing, alignment, expert-parallel dispatch, the experts'
-grouped GEMMs, combine. Without a GPU the same kernels run in a simulator.
+grouped GEMMs, combine. They need the extra `kernels`. Without a GPU the same kernels run in a simulator.
+`moe_numba.simulator` is useful on its own and needs no extra.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 from moe_numba import simulator  # decides, before Numba is imported, whether there is a GPU to compile for
+from moe_numba.extras import missing_extra
 
 if TYPE_CHECKING:
     from moe_numba.align import moe_align_block_size
@@ -78,7 +80,11 @@ __all__ = [
 
 def __getattr__(name):
     if name in _HOME:
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        try:
+            module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+        except ImportError as error:
+            raise missing_extra(error, f"moe_numba.{name}") or error from None
+        value = globals()[name] = getattr(module, name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -5,6 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from moe_numba.extras import missing_extra
+
 
 class UserError(Exception):
     """An error that is printed as one sentence, without a traceback; exit code 2."""
@@ -21,8 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except UserError as error:
-        print(f"moe_numba: {error}", file=sys.stderr)
+    except (UserError, ImportError) as error:
+        message = missing_extra(error, "this command") if isinstance(error, ImportError) else error
+        if message is None:
+            raise
+        print(f"moe_numba: {message}", file=sys.stderr)
         return 2
 
 

@@ -7,6 +7,7 @@ that fails to load must not end this process.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -119,6 +120,9 @@ def _compiler_line(found):
 
 def _consequences(found, simulated):
     """Yield what can run here, a sentence each."""
+    if importlib.util.find_spec("torch") is None:
+        yield "the simulator alone: kernels, notebooks and tests need torch: pip install 'moe_numba[kernels]'"
+        return
     if simulated or not found["gpus"]:
         yield "notebooks and tests run in the simulator at small sizes; results are checked, times are not measured"
         yield "notebooks show times recorded on an H200 (docs/results); bench needs a GPU"

@@ -7,10 +7,12 @@ import os
 import sys
 
 import pytest
+from helpers.planted_bugs import THIRD, chosen_third
 
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
 
+os.environ.setdefault("MOE_NUMBA_RACES", "1")  # all simulated kernels are checked for data races
 
 # Left out by ``make test-fast``: whole modules, and single tests, that take more than about 8 s of one core.
 SLOW_MODULES = {
@@ -25,6 +27,7 @@ SLOW_MODULES = {
     "test_grouped_gemm_mma",
     "test_grouped_gemm_mma_compile",
     "test_hpc_ops",
+    "test_pytest_plugin",
     "test_torch_layer",
 }
 SLOW_TESTS = {
@@ -42,6 +45,7 @@ SLOW_TESTS = {
     "test_registers_of_a_kernel_with_setmaxnreg",
     "test_runs_in_the_simulator",
     "test_static_properties_from_the_compiler",
+    "test_the_first_seed_that_fails_is_named",
     "test_the_machine_code",
     "test_tuner_tries_configs_that_fit",
     "test_with_lto_both_interfaces_compile_alike",
@@ -54,6 +58,7 @@ CAPABILITIES = {
     (8, 0): {"test_cp_async", "test_grouped_gemm", "test_grouped_gemm_mma", "test_mma"},
     (9, 0): {
         "test_cluster",
+        "test_dependent_launch",
         "test_grouped_gemm_kernel",
         "test_hopper_conformance",
         "test_hopper_conformance_wgmma",
@@ -63,6 +68,11 @@ CAPABILITIES = {
         "test_wgmma",
     },
 }
+
+
+def pytest_report_header():
+    """Say which third of the planted bugs this run tries, so that it can be repeated."""
+    return f"planted bugs (tests/simulator/mutants): {THIRD}={chosen_third()}"
 
 
 def gpus():

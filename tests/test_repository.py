@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from moe_numba.course.simulate import define
+from moe_numba.extras import EXTRA_OF
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -30,6 +32,8 @@ def wanted():
     lines = sum((lines for extra, lines in EXTRAS.items() if extra != "cu12"), PROJECT["dependencies"])
     bounds = {}
     for requirement in map(Requirement, lines):
+        if requirement.name == PROJECT["name"]:  # an extra that includes others
+            continue
         name = canonicalize_name(requirement.name)
         assert bounds.setdefault(name, requirement.specifier) == requirement.specifier, f"{name} has two bounds"
     return bounds
@@ -88,12 +92,24 @@ def test_cuda_12_has_the_packages_of_cuda_13():
         twin = old[name.replace("cuda13x", "cuda12x")]
         assert twin.specifier == requirement.specifier
         assert twin.extras == {extra.replace("cu13", "cu12") for extra in requirement.extras}
-    torch = next(r.specifier for r in map(Requirement, PROJECT["dependencies"]) if r.name == "torch")
+    torch = next(r.specifier for r in map(Requirement, EXTRAS["kernels"]) if r.name == "torch")
     assert "2.14.1" in torch & old["torch"].specifier and "2.15.0" not in old["torch"].specifier
     # What torch's builds for CUDA 12.6, 12.8 and 12.9 require.
     for toolkit, linker in (("12.6.2", "12.6.85"), ("12.8.1", "12.8.93"), ("12.9.1", "12.9.86")):
         assert toolkit in old["cuda-toolkit"].specifier and linker in old["nvidia-nvjitlink-cu12"].specifier
     assert "12.3.2" not in old["cuda-toolkit"].specifier and "13.0.0" not in old["cuda-toolkit"].specifier
+
+
+def test_the_simulator_is_installed_without_extras_and_the_rest_with_them():
+    assert {r.name for r in map(Requirement, PROJECT["dependencies"])} == {"numpy", "numba", "numba-cuda", "greenlet"}
+    for extra in ("cu13", "cu12", "notebooks", "test"):
+        included = next(r for r in map(Requirement, EXTRAS[extra]) if r.name == PROJECT["name"])
+        assert included.extras == {"kernels", "plots"}
+
+
+def test_error_messages_name_the_extra_that_installs_a_module():
+    for module, extra in EXTRA_OF.items():
+        assert canonicalize_name(module) in {canonicalize_name(Requirement(r).name) for r in EXTRAS[extra]}
 
 
 def test_make_has_its_targets():
@@ -145,7 +161,8 @@ def test_importing_the_package_first_chooses_the_simulator():
 
 
 def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):
-    (tmp_path / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    shutil.copytree(ROOT / "tests" / "helpers", tmp_path / "helpers")
     (tmp_path / "test_tiny.py").write_text(
         "import pytest\n\n"
         "def test_anywhere(device):\n    assert device == 'cpu'\n\n"

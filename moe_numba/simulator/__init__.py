@@ -7,13 +7,20 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_SIMULATE=0    never simulate; compile-only checks need no GPU
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, used if the first is not set
     MOE_NUMBA_ONLY=90       simulate a GPU of compute capability 9.0 if the GPU has another; for notebooks
+    MOE_NUMBA_ARCH=80       compute capability of the simulated GPU (9.0)
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
-    MOE_NUMBA_RACES=1       detect data races (see `races`)
+    MOE_NUMBA_PREEMPT=0.02  probability that a memory access yields to another thread first
+    MOE_NUMBA_WEAK_MEMORY=1 weak memory in all launches (see `weak_memory`)
+    MOE_NUMBA_RACES=1       detect data races in all launches (see `races`)
+    MOE_NUMBA_WRAPAROUND=1  let computed negative indices of arrays count from the end, as compiled Numba does
+
+`python -m moe_numba.simulator run script.py` runs a program in the simulator, and `moe_numba.simulator.pytest_plugin` a
+test suite. docs/simulator.md explains both.
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
-- `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
 - `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`.
+- `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
 - The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
@@ -70,7 +77,8 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 _PACKAGES = {
     "core": (
         *("arithmetic", "atomic", "barrier", "cluster", "compilable", "cuda_module", "engine", "errors", "floats"),
-        *("grid", "kernel", "memory", "pointer_wrapping", "polling", "registers", "scheduler", "shared", "warp"),
+        *("grid", "host", "kernel", "libdevice", "memory", "pointer_wrapping", "polling", "random", "registers"),
+        *("scheduler", "settings", "shared", "warp"),
     ),
     "async_": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
@@ -80,7 +88,7 @@ _PACKAGES = {
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
 _INTEGRATED_GPUS = "/dev/nvgpu", "/dev/nvhost-gpu"  # Jetson, whose older systems have no NVML
-__all__ = ["ENABLED", "REASON", "UnsupportedInstruction", *_MODULE_OF]
+__all__ = ["ENABLED", "REASON", "UnsupportedInstruction", "enable", *_MODULE_OF]
 
 
 def _gpu_is_present():
@@ -191,12 +199,42 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-ENABLED, REASON = _choose_mode()
-_set_numba_switch()
-if ENABLED:
+def _install():
+    """Make `cuda` the simulator's."""
     from moe_numba.simulator.core import arithmetic, cuda_module
 
     cuda_module.install()
     arithmetic.wrap_integer_casts()
+
+
+def enable(reason: str = "simulator.enable()", arch: tuple[int, int] | None = None) -> None:
+    """Run kernels in the simulator from now on, even if there is a GPU; call it before `numba.cuda` is imported.
+
+    Parameters
+    ----------
+    reason : str
+        The new `REASON`, if simulation was off.
+    arch : (int, int), optional
+        Compute capability of the simulated GPU; child processes get it too. Call it before `moe_numba.ptx` is imported.
+
+    Raises
+    ------
+    RuntimeError
+        If `numba.cuda` was imported without its simulator.
+    """
+    global ENABLED, REASON
+    if arch is not None:
+        capability.simulate(arch)
+    if not ENABLED:
+        ENABLED, REASON = True, reason
+        _set_numba_switch()
+        _install()
+    os.environ["MOE_NUMBA_SIMULATE"] = "1"
+
+
+ENABLED, REASON = _choose_mode()
+_set_numba_switch()
+if ENABLED:
+    _install()
 else:
     _restore_row_stack()  # Numba's own simulator does not need it

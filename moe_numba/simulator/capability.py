@@ -31,11 +31,14 @@ def only():
 
 def _read(variable):
     text = os.environ.get(variable, "")
-    if not text:
-        return None
+    return parse(text, variable) if text else None
+
+
+def parse(text, name):
+    """Return the compute capability that a text such as "90" names; raise a RuntimeError that names the setting."""
     found = next((c for c in KNOWN if text == f"{c[0]}{c[1]}"), None)
     if found is None:
-        raise RuntimeError(f"{variable} is {text!r}; it must be one of {', '.join(f'{a}{b}' for a, b in KNOWN)}")
+        raise RuntimeError(f"{name} is {text!r}; it must be one of {', '.join(f'{a}{b}' for a, b in KNOWN)}")
     return found
 
 
@@ -70,6 +73,14 @@ SM_LIMITS = {
     (12, 0): SMLimits(1536, 24, 100, 99),
     (12, 1): SMLimits(1536, 24, 100, 99),
 }
+
+
+def simulate(arch):
+    """Simulate a GPU of this compute capability, here and in child processes."""
+    global SIMULATED
+    SIMULATED, os.environ[VARIABLE] = arch, "{}{}".format(*arch)
+
+
 SIMULATED = only() or requested() or (9, 0)
 SM_COUNT = 132  # of the simulated GPU, as of an H200
 

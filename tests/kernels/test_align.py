@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import moe_numba
 from moe_numba import moe_align_block_size, simulator
-from moe_numba.align import api, kernel_large, kernel_medium, reference
+from moe_numba.align import api, kernel_large, kernel_medium, reference, workspace
 from moe_numba.align.reference import mismatch, sizes
 
 POISON = -12345
@@ -308,6 +308,25 @@ def test_thread_orders(seed, preempt, device, each_kernel):
             check(make_ids(tokens, 8, experts, device, invalid=0.1, seed=seed), 4, experts)
 
 
+@pytest.mark.skipif(not simulator.ENABLED, reason="weak memory is the simulator's")
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_are_published_with_their_launch_number(seed, device, monkeypatch):
+    """Other CTAs may see two stores in either order."""
+    force("large", monkeypatch)
+    with simulator.seed(seed), simulator.weak_memory():
+        for again in range(2):
+            check(make_ids(80, 8, 100, device, invalid=0.1, seed=again), 4, 100)
+
+
+def test_a_new_workspace_is_zeroed(device):
+    """In deterministic mode torch fills other new tensors."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not workspace.workspace(0, 1 << 10).any()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("dtype", ALL_IDS)
 def test_id_types_of_the_small_kernel(dtype, device):
     ids = torch.tensor([3, 200, 7, 3, 0, 255, 6], device=device).to(dtype)
@@ -334,6 +353,13 @@ def test_wide_counts_and_rows(tokens, experts, dtype, device, monkeypatch):
     check(ids, 4, experts, longer=101)
     check(ids, 4, experts, expert_map=make_map(experts, device), ignore_invalid_experts=True, longer=101)
     assert [config[-1] for config in made] == [True, True]
+
+
+def test_tiles_of_8192_slots(device, monkeypatch):
+    """A slot's index in its tile takes the 13 bits below its bucket; more than 4096 slots need all of them."""
+    monkeypatch.setattr(api, "_LARGE_CONFIGS", (api.LargeConfig(512, 16, 1),))
+    force("large", monkeypatch)
+    check(make_ids(4104, 1, 8, device), 16, 8)
 
 
 def test_slots_per_cta_decide_on_wide_counts(device, monkeypatch):

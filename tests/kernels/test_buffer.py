@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from functools import cache
 
 import pytest
 import torch
@@ -26,16 +27,24 @@ from helpers.expert_parallel import (
     to_device,
 )
 from helpers.wrong_kernels import changed
-from numba import cuda
+from numba import cuda, int32
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config
 from moe_numba.expert_parallel.config import num_channels
 from moe_numba.expert_parallel.kernels import bulk_pipeline, combine, dispatch, notify, progress, register_pipeline
-from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS
+from moe_numba.expert_parallel.kernels.buffer_layout import (
+    BARRIER_COUNT,
+    MAX_CHANNELS,
+    NOTIFY_COUNTS,
+    buffer_layout,
+    sent_counters,
+)
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.expert_parallel.runtime import Runtime
+from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_volatile_s32
+from moe_numba.ptx.fence import fence_acq_rel_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -375,6 +384,31 @@ def test_rings_of_one_slot(uses_tma, seed):
     exchange_through_rings_of_one_slot(seed)
 
 
+@pytest.mark.parametrize("first", [(1 << 31) - 2, -2], ids=["int32", "uint32"])
+def test_counters_wrap_around(first):
+    """Sequence numbers, heads and tails start two below the number after which they wrap around."""
+    all_inputs = [make_inputs([6 * SCALE, 5 * SCALE], seed) for seed in range(3)]
+
+    def work(buffer, rank):
+        runtime, layout = buffer._runtime, buffer_layout(2)
+        runtime._local[layout.notify_flags : layout.counts] = first
+        runtime._local[layout.ring_flags : layout.rings] = first
+        runtime._state[BARRIER_COUNT] = first
+        runtime._state[NOTIFY_COUNTS : NOTIFY_COUNTS + 3] = first
+        runtime._state[sent_counters(False) :] = first
+        runtime.synchronize()
+        buffer.transport.gather(None)
+        for i, inputs in enumerate(all_inputs):
+            config = (SMALL, WIDE)[i % 2]  # other channels: a barrier before and after
+            given = send(buffer, rank, inputs, config)
+            check_received(given, reference_dispatch(inputs)[rank], rank, inputs.experts // 2)
+            x, copies = inputs.x[rank].float(), given[4][4].sum(1, keepdim=True).cpu()
+            assert torch.equal(buffer.combine(given[0], given[4], config=config)[0].cpu(), (x * copies).bfloat16())
+        assert runtime._state[NOTIFY_COUNTS] == (first + 3 + (1 << 31)) % (1 << 32) - (1 << 31)
+
+    run(2, work)
+
+
 def test_a_handle_works_with_any_config():
     """The handle determines the number of channels; some warp takes each of them."""
     inputs = make_inputs([13 * SCALE, 8 * SCALE])
@@ -470,6 +504,96 @@ def test_wrong_kernels_without_tma_are_rejected(monkeypatch, name):
 def test_slots_that_are_overwritten_before_they_are_read_are_rejected(module, right, wrong, uses_tma, change):
     change(module, right, wrong)
     assert fails_under_some_seed(exchange_through_rings_of_one_slot)
+
+
+@simulated
+@pytest.mark.parametrize(
+    "uses_tma, module, right, wrong",
+    [
+        (
+            None,
+            dispatch,
+            "pipeline.fence_acquired()\n                    for s",
+            "pipeline.fence_acquired()\n                    if arrived > 0:\n"
+            "                        post_progress(smem_u64, progress_slot, channel, head + uint32(arrived))\n"
+            "                    for s",
+        ),
+        (
+            False,
+            combine,
+            "                cuda.syncwarp()  # makes",
+            "                if has_ring and position >= 0:\n"
+            "                    post_progress(smem_u64, progress_slot, channel, wanted + uint32(1))\n"
+            "                cuda.syncwarp()  # makes",
+        ),
+    ],
+    ids=MAKE.values(),
+    indirect=["uses_tma"],
+)
+def test_slots_that_are_released_before_they_are_read_are_rejected(module, right, wrong, uses_tma, change):
+    change(module, right, wrong)
+    assert fails_under_some_seed(exchange_through_rings_of_one_slot)
+
+
+# Counts that a rank still reads must not be overwritten by a rank that runs ahead.
+
+_FREE_STATE_WORD = 16
+
+
+def two_notifies(make_notify):
+    """Return a maker of a kernel that is like two in one stream: a rank starts the second one when its first ends.
+
+    The second one has no tokens, and what it computes goes nowhere.
+    """
+
+    @cache
+    def make(num_ranks, threads):
+        notify_once = make_notify(num_ranks, threads)
+
+        @cuda.jit
+        def notify_twice(*arguments):
+            notify_once(*arguments)
+            state, none, computed = arguments[2], cuda.shared.array(256, int32), cuda.shared.array(256, int32)
+            for i in range(cuda.threadIdx.x, 256, threads):
+                none[i] = 0
+            cuda.syncthreads()
+            if cuda.threadIdx.x == 0:  # wait for this rank's other CTAs
+                fence_acq_rel_gpu()
+                atom_add_relaxed_gpu_s32(state, _FREE_STATE_WORD, 1)
+                while ld_volatile_s32(state, _FREE_STATE_WORD) < num_ranks + 1:
+                    pass
+                fence_acq_rel_gpu()
+            cuda.syncthreads()
+            inputs, outputs = (none, none, none, int32(0)), (computed, computed, computed, computed, int32(0))
+            notify_once(*arguments[:6], *inputs, *arguments[10:14], *outputs, *arguments[19:])
+
+        return notify_twice
+
+    return make
+
+
+def dispatch_after_two_notifies(seed):
+    inputs = make_inputs([7, 9])
+    right = reference_dispatch(inputs)
+
+    def work(buffer, rank):
+        check_received(send(buffer, rank, inputs), right[rank], rank, inputs.experts // 2)
+
+    run(2, work, seed)
+
+
+@simulated
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_are_not_overwritten_while_they_are_read(seed, monkeypatch):
+    monkeypatch.setattr(notify, "make_notify_dispatch", two_notifies(notify.make_notify_dispatch))
+    dispatch_after_two_notifies(seed)
+
+
+@simulated
+def test_a_single_buffer_for_counts_is_rejected(monkeypatch):
+    wrong = changed(notify, "(sequence & 1)", "(sequence & 0)")["make_notify_dispatch"]
+    monkeypatch.setattr(notify, "make_notify_dispatch", two_notifies(wrong))
+    assert fails_under_some_seed(dispatch_after_two_notifies)
 
 
 # Rows that the receiver has not consumed must not be overwritten. In the simulator no rank runs ahead.

@@ -265,6 +265,25 @@ def test_constant_rows(fill, scoring, device, each_kernel):
     assert ids.tolist() == [list(range(8))] * 2
 
 
+@pytest.mark.parametrize("topk_group", [1, 2, 4])
+def test_tied_groups(topk_group, device, each_kernel):
+    """All groups have the same logits: lower groups are kept, and their experts are chosen in ascending order."""
+    logits = make_inputs(5, 32, device)[0].repeat(1, 8)
+    check(logits, None, 8, num_expert_group=8, topk_group=topk_group)
+
+
+@pytest.mark.parametrize("bias", [None, -float("inf")])
+@pytest.mark.parametrize("fill", [-200.0, float("nan"), -float("inf")])
+def test_constant_rows_in_partly_filled_lanes(fill, bias, device):
+    """Places of a lane that hold no expert rank below experts with the lowest scores."""
+    for experts, groups, topk_group, topk in ODD_SHAPES:
+        logits, biases = torch.full((1, experts), fill, device=device), None
+        if bias is not None:
+            biases = torch.full((experts,), bias, device=device)
+        ids = route(logits, biases, topk, num_expert_group=groups, topk_group=topk_group)[1]
+        assert ids.tolist() == [list(range(topk))]
+
+
 def test_zero_sum_has_zero_weights(device):
     weights, ids = route(torch.full((1, 64), -200.0, device=device), torch.arange(64.0, device=device), 4)
     assert ids.tolist() == [[63, 62, 61, 60]] and (weights == 0).all()

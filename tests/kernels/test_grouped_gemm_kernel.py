@@ -73,13 +73,17 @@ def test_every_config_fits_into_shared_memory(scaling, silu_and_mul):
 # The kernel
 
 
-def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
-    """Run the kernel on a NaN-filled output with 4 guard rows behind it; ``blocks`` is a multiple of the cluster."""
+def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel, first_row=0):
+    """Run the kernel on an output with 4 guard rows behind it, filled with NaN from ``first_row`` on.
+
+    ``blocks`` is a multiple of the cluster.
+    """
     made, shared_bytes = make_kernel(config)
     indices = p.lengths if p.indices is None else p.indices
     total, (groups, n, k) = len(p.x if p.indices is None else p.indices), p.weight.shape
     block_k = 128 // p.x.element_size()
-    y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=p.x.device)
+    y = torch.empty((total + 4, n), dtype=torch.bfloat16, device=p.x.device)
+    y[first_row:] = float("nan")
     lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
     with simulator.seed(seed):
         launch(
@@ -152,6 +156,17 @@ def test_invalid_group_sizes_stay_in_bounds(lengths, starts, device):
     p = make_problem(CONFIGS["tensor"], [4, 4], 64, 64, device)
     p.lengths, p.starts = (torch.tensor(v, dtype=torch.int32, device=device) for v in (lengths, starts))
     run(CONFIGS["tensor"], p)  # asserts that the guard rows are unchanged
+
+
+def test_rows_beyond_2_31_elements(device):
+    """The groups begin at row 2**26, which is 2**31 words into an output of 32 words per row."""
+    first_row, config = 1 << 26, CONFIGS["tensor, two subtiles"]
+    p = make_problem(config, [5, 43], 64, 64, device)
+    # The rows before are never touched, so that they take no physical memory on the CPU.
+    near, p.x = p.x, torch.empty(first_row + len(p.x), 64, dtype=torch.uint8, device=device).view(p.x.dtype)
+    p.x[first_row:] = near
+    p.starts += first_row
+    assert mismatch(run(config, p, first_row=first_row)[first_row:], p.expected) is None
 
 
 # Gathered rows

@@ -29,7 +29,7 @@ class _AsyncCopy:
     may_outlive_block = generic_proxy = False
 
     def __init__(self, what, region, writes, spans, store=False, box=None):
-        """`spans` lists the (address, size) of the bytes of global memory that it accesses; `box` is TMA's."""
+        """`spans` lists the (address, size) of the bytes of global memory that it accesses."""
         self.thread, self.what, self.size = thread(), what, region.end - region.start
         self.site = source_location(sys._getframe())
         self.region, self.world, self.queued = region, self.thread.grid.world, True
@@ -307,7 +307,8 @@ def load_box(array, offset, map_pointer, map_index, coordinates, barriers, barri
     read, spans = lambda: tensor.read(coordinates), tensor.spans(coordinates)
     chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
     if mask is None:
-        _Load(what, read, region, mbarrier.find(barriers, barrier_index, for_copy=True), spans, chunks, tensor.box)
+        barrier = mbarrier.find(barriers, barrier_index, for_copy=True)
+        _Load(what, read, region, barrier, spans, chunks, tensor.box)
         return
     blocks = thread().block.cluster.blocks
     if not 0 < mask < 1 << len(blocks):

@@ -30,9 +30,9 @@ def wrap_integer_casts():
     limits, make_signature = {}, Integer.__call__
     numbers = {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
 
-    def cast(self, value, *more):
-        if more or type(value) not in numbers and isinstance(value, Type):
-            return make_signature(self, value, *more)
+    def cast(self, value=make_signature, *more):
+        if more or type(value) not in numbers and (value is make_signature or isinstance(value, Type)):
+            return make_signature(self, *(() if value is make_signature else (value, *more)))  # of a CPU function
         name = self.name
         if name not in limits:
             mask = (1 << self.bitwidth) - 1

@@ -10,6 +10,7 @@ import numpy as np
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import OutOfBounds
 from moe_numba.simulator.core.polling import Poll
+from moe_numba.simulator.core.settings import settings
 from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 
 
@@ -18,7 +19,7 @@ def update(target, index, change, scope="gpu", release=False):
     if memory.watching:
         memory.before_access(target, index, writes=True, scope=scope, operation="atomic")
     array = getattr(target, "array", target)
-    if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))):
+    if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))) and not _may_wrap_around(target):
         raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}")
     weak = isinstance(target, WeakAccess)
     if weak:
@@ -43,6 +44,11 @@ def update(target, index, change, scope="gpu", release=False):
         else:
             t.grid.memory_changed()
     return old
+
+
+def _may_wrap_around(target):
+    """Return whether negative indices count from the end: in Numba's arrays, with the setting `wraparound`."""
+    return isinstance(target, memory.Array) and settings["wraparound"]
 
 
 def _operation(combine):

@@ -7,10 +7,10 @@ greenlet. Device functions and closures are therefore plain Python calls, and th
 import sys
 import types
 
-from moe_numba.simulator.core import arithmetic, barrier, memory, warp
+from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, random, warp
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.kernel import jit
+from moe_numba.simulator.core.kernel import call_cpu_functions_as_python, jit
 from moe_numba.simulator.memory_model import scoped_access
 
 
@@ -215,3 +215,7 @@ def install():
     for name, value in names.items():
         setattr(cuda, name, value)
     sys.modules["numba.cuda.cg"] = cuda.cg
+    host.install(cuda)
+    libdevice.install()
+    random.install()
+    call_cpu_functions_as_python()

@@ -73,13 +73,11 @@ class ShortTraceback:
         while tb is not None:
             frames.append(tb)
             tb = tb.tb_next
-        if not frames or (
-            not isinstance(error, SimulatorError) and is_internal(frames[-1].tb_frame.f_code.co_filename)
-        ):
+        internal = [is_internal_file[frame.tb_frame.f_code.co_filename] for frame in frames]
+        if not frames or (internal[-1] and not isinstance(error, SimulatorError)):
             return
-        for frame in reversed(frames):
-            if not is_internal(frame.tb_frame.f_code.co_filename):
-                tb = types.TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        for frame in (frame for frame, own in zip(reversed(frames), reversed(internal)) if not own):
+            tb = types.TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
         error.__traceback__ = tb
 
 
@@ -99,14 +97,9 @@ def format_lanes(mask):
     return format_ranges(lane for lane in range(32) if mask >> lane & 1)
 
 
-def is_internal(path):
-    """Return whether a source file carries out instructions: it belongs to the simulator or to `ptx`."""
-    return path.startswith(_INTERNAL)
-
-
 def kernel_frame(frame):
     """Return the innermost frame that belongs to a kernel or a device function, not to the simulator."""
-    while frame is not None and is_internal(frame.f_code.co_filename):
+    while frame is not None and is_internal_file[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
 

@@ -132,7 +132,8 @@ class Grid:
         self.world, self.kernel, self.name = world, kernel, kernel.__name__
         self.grid_dim, self.block_dim, self.cluster_dim = Dim3(*grid_dim), Dim3(*block_dim), Dim3(*cluster or (1, 1, 1))
         self.args, self.cooperative, self.dependent = args, cooperative, dependent
-        self.launch_bounds, self.options = launch_bounds, {}  # options: those of `cuda.jit`
+        self.launch_bounds = launch_bounds
+        self.options = {}  # those of `cuda.jit`
         self.shared_layout, self.uses_async = SharedLayout(shared_bytes), uses_async_instructions(kernel)
         self.block_size = self.block_dim.x * self.block_dim.y * self.block_dim.z
         self.size = self.block_size * self.grid_dim.x * self.grid_dim.y * self.grid_dim.z

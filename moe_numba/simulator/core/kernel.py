@@ -1,8 +1,10 @@
 """Kernel launch: `run`, which every launch ends in, and `jit`, the simulator's `cuda.jit`."""
 
+import collections
 import functools
 import inspect
 import math
+import operator
 import types
 from collections.abc import Callable, Sequence
 
@@ -13,15 +15,20 @@ from moe_numba.simulator.core.compilable import check_compilable
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import ShortTraceback, SimulatorError
 from moe_numba.simulator.core.grid import Grid
+from moe_numba.simulator.core.host import Device
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
-from moe_numba.simulator.core.scheduler import World, settings
+from moe_numba.simulator.core.scheduler import World
+from moe_numba.simulator.core.settings import settings
 
 _MAX_CLUSTER_BLOCKS = 8  # the portable cluster size; larger ones need an opt-in that `launch` does not have
 
 
 def _dim3(name, value, limits):
     """Return a launch dimension as three integers; raise a ValueError if it is not valid."""
-    dims = tuple(int(n) for n in (value if isinstance(value, (tuple, list)) else (value,)))
+    try:
+        dims = tuple(operator.index(n) for n in (value if isinstance(value, (tuple, list)) else (value,)))
+    except TypeError:
+        raise TypeError(f"{name} is {value}, but its dimensions must be integers") from None
     if not 1 <= len(dims) <= 3:
         raise ValueError(f"{name} is {value}, but must have 1 to 3 dimensions")
     dims += (1,) * (3 - len(dims))
@@ -142,6 +149,10 @@ class Kernel:
         with ShortTraceback():
             run(self, grid, block, args, shared_bytes, cooperative=None, done=write_back)
 
+    def configure(self, griddim, blockdim, stream=0, sharedmem=0):
+        """Return what `kernel[griddim, blockdim, stream, sharedmem]` returns."""
+        return self[griddim, blockdim, stream, sharedmem]
+
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0):
         threads = tpb or 128
         return self[max(1, -(-ntasks // threads)), threads, stream, sharedmem]
@@ -152,11 +163,25 @@ class Kernel:
     def bind(self):
         """Do nothing; compiled kernels load their module here."""
 
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(f"kernel {self.py_func.__name__} has no attribute {name}")
+        raise AttributeError(
+            f"kernel {self.py_func.__name__} has no attribute {name} in the simulator, which compiles nothing"
+        )
+
     @property
     def overloads(self):
-        from numba.cuda.simulator.kernel import FakeOverloadDict
+        """A mapping of each signature to what programs ask of a compiled kernel."""
+        return collections.defaultdict(Overload)
 
-        return FakeOverloadDict()
+
+class Overload:
+    """What stands for a kernel that is compiled for one signature."""
+
+    def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0):
+        """Return the number of blocks that the simulated device holds at the same time."""
+        return Device.MULTIPROCESSOR_COUNT * (2048 // math.prod(_dim3("blockdim", blockdim, (1024, 1024, 64))))
 
 
 def _to_device(arg, write_back):
@@ -175,8 +200,23 @@ def _to_device(arg, write_back):
     return host
 
 
+def call_cpu_functions_as_python() -> None:
+    """Let kernels call functions that Numba compiles for the CPU (`njit`): on a GPU it compiles them for that."""
+    from numba.core.registry import CPUDispatcher
+
+    compiled = CPUDispatcher.__call__
+
+    def call(self, *args, **kwargs):
+        if type(greenlet.getcurrent()) is Thread:
+            return self.py_func(*args, **kwargs)
+        return compiled(self, *args, **kwargs)
+
+    CPUDispatcher.__call__ = call
+
+
 def jit(func_or_sig=None, device=False, **options):
     """Replace Numba's `cuda.jit`; signatures and compiler options are accepted and ignored."""
+    func_or_sig = getattr(func_or_sig, "py_func", func_or_sig)  # of a function that Numba compiles for the CPU
     if not isinstance(func_or_sig, types.FunctionType):
         return lambda function: jit(function, device, **options)
     if device:  # the function itself: a wrapper would slow every call of a device function

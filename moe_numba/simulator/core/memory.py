@@ -4,19 +4,34 @@ An index outside the memory and a misaligned vector access are errors. Shared an
 an odd bit pattern), so that a value that is read before it is written cannot look plausible.
 """
 
+import ast
 import functools
 import importlib
+import itertools
+import linecache
+import sys
+import threading
 
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.core.errors import Misaligned, OutOfBounds
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame
 from moe_numba.simulator.core.polling import LOADS, sample
+from moe_numba.simulator.core.settings import settings
 
-watching = 0  # number of running worlds that preempt at memory accesses, detect races in shared memory or are profiled
+# Number of running worlds that preempt at memory accesses, detect races or are profiled
+watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
+_WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
+
+
+def watch(worlds):
+    """Add to `watching`, or subtract."""
+    global watching
+    with _WATCHING_LOCK:
+        watching += worlds
 
 
 def maybe_preempt():
@@ -31,33 +46,24 @@ def maybe_preempt():
         return t
 
 
-class _Private:
-    """The `allocation` of local arrays, which no other thread can access."""
-
-    detector = None
-
-
-PRIVATE = _Private()
-
-
 def before_access(target, index, writes, nbytes=None, scope=None, value=None, operation=None):
     """Maybe preempt, check an access for races, and count it; call it if `watching`.
 
     `scope` is that of a strong access. `value` is what a store of one element stores. `operation` names an access that
-    is neither a load nor a store: "atomic".
+    is neither a load nor a store: "atomic" or "cp.async".
     """
     t, allocation = maybe_preempt(), target.allocation
-    if t is None or allocation is PRIVATE:
+    if t is None:
         return
+    world = t.grid.world
     if allocation is not None and allocation.detector is not None:
         allocation.detector.check_access(t, target, index, writes, nbytes)
-    races = t.grid.world.races
-    if races is not None:
+    if world.races is not None and type(target) is not LocalArray:
         address, size = byte_span(target, index, writes, nbytes)
         if size:
-            races.access(t, address, size, writes, scope, target, index, value)
-    if (profile := t.grid.world.profile) is not None:
-        profile.access(t, target, index, writes, nbytes, operation)
+            world.races.access(t, address, size, writes, scope, target, index, value)
+    if world.profile is not None:
+        world.profile.access(t, target, index, writes, nbytes, operation)
 
 
 def byte_span(target, index, writes, size=None):
@@ -269,11 +275,11 @@ class Array:
 
     def __getitem__(self, i):
         global loads_left
+        i = self._from_the_start(i)
         if watching:
             before_access(self, i, writes=False)
         if not (loads_left := loads_left - 1):
             loads_left = sample(self, i)
-        self._check_not_negative(i)
         try:
             value = self.array[i]
         except IndexError:
@@ -282,24 +288,24 @@ class Array:
 
     def load(self, i, scope):
         """Load an element with a strong access."""
+        i = self._from_the_start(i)
         if watching:
             before_access(self, i, False, None, scope)
-        self._check_not_negative(i)
         return self.array[i]
 
     def store(self, i, value, scope):
         """Store an element with a strong access; return whether its value changes."""
+        i = self._from_the_start(i)
         if watching:
             before_access(self, i, True, None, scope)
-        self._check_not_negative(i)
         changes = self.array[i] != value
         self.array[i] = value
         return changes
 
     def __setitem__(self, i, value):
+        i = self._from_the_start(i)
         if watching:
             before_access(self, i, writes=True, value=value)
-        self._check_not_negative(i)
         try:
             self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:
@@ -311,11 +317,24 @@ class Array:
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
-    def _check_not_negative(self, i):
-        """Refuse negative indices, which NumPy would count from the end."""
-        for k in i if type(i) is tuple else (i,):
-            if isinstance(k, (int, np.integer)) and k < 0:
-                raise self._out_of_bounds(i)
+    def _from_the_start(self, i):
+        """Return an index without negative numbers, which Numba counts from the end if the source names them.
+
+        A computed one is hardly meant so, but comes from a missing check of a boundary; `wraparound` allows it.
+        """
+        if type(i) is int and i >= 0:
+            return i
+        parts = i if type(i) is tuple else (i,)
+        negative = [n for n, k in enumerate(parts) if isinstance(k, (int, np.integer)) and k < 0]
+        if not negative:
+            return i
+        frame = kernel_frame(sys._getframe())
+        if not settings["wraparound"] and not _negative_literals(frame.f_code, frame.f_lasti).issuperset(negative):
+            raise self._out_of_bounds(i)
+        parts = tuple(k + self.array.shape[n] if n in negative else k for n, k in enumerate(parts))
+        if any(parts[n] < 0 for n in negative):
+            raise self._out_of_bounds(i)
+        return parts if type(i) is tuple else parts[0]
 
     def _out_of_bounds(self, index):
         return OutOfBounds(f"{thread_prefix()}index {index} is outside {self}")
@@ -343,6 +362,11 @@ class Array:
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.array, dtype)
 
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+        """Apply a NumPy function such as ``np.sin(x, out)`` to whole arrays."""
+        inputs, out = ([v.array if isinstance(v, Array) else v for v in values] for values in (inputs, out))
+        return getattr(ufunc, method)(*inputs, **options, **({"out": tuple(out)} if out else {}))
+
     def __len__(self):
         return len(self.array)
 
@@ -353,6 +377,26 @@ class Array:
         return f"{self.name or 'an array'} ({' x '.join(map(str, self.array.shape))} x {self.array.dtype})"
 
     __str__, __repr__ = _contents, _describe
+
+
+@functools.cache
+def _negative_literals(code, instruction):
+    """Return the positions in an indexing expression, such as ``x[i, -1]``, with a negative number in its source."""
+    line, end_line, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    if line is None or line != end_line:
+        return frozenset()
+    source = linecache.getline(code.co_filename, line).encode()[start:end].decode(errors="replace")
+    try:
+        expression = ast.parse(source, mode="eval").body
+    except SyntaxError:
+        return frozenset()
+    index = getattr(expression, "slice", None)
+    parts = index.elts if isinstance(index, ast.Tuple) else (index,)
+    return frozenset(
+        position
+        for position, part in enumerate(parts)
+        if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.USub) and isinstance(part.operand, ast.Constant)
+    )
 
 
 def reachable_view(array):
@@ -369,4 +413,4 @@ def reachable_view(array):
 
 def local(shape, dtype, alignment):
     """Return a new local array."""
-    return Array(poison(shape, as_dtype(dtype), alignment or 16), "a local array", PRIVATE)
+    return LocalArray(poison(shape, as_dtype(dtype), alignment or 16), "a local array")

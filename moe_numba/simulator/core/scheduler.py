@@ -8,8 +8,8 @@ The same seed repeats the same run. A World runs several grids at once, and anyt
 import contextlib
 import contextvars
 import heapq
-import os
 import random
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -17,27 +17,13 @@ import numpy as np
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import Deadlock, wait_report
 from moe_numba.simulator.core.polling import LOADS, snapshot
+from moe_numba.simulator.core.settings import override_settings, settings
 from moe_numba.simulator.memory_model.happens_before import HappensBefore
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
 _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
 _REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
-
-
-def _seed_from_environment():
-    text = os.environ.get("MOE_NUMBA_SEED", "0")
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"MOE_NUMBA_SEED is {text!r}; it must be an integer") from None
-
-
-# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`;
-# `profile`: None or a profiler's Collector.
-settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
-settings |= {"memory_model": None, "ranks": None, "rank": None, "races": os.environ.get("MOE_NUMBA_RACES") == "1"}
-settings |= {"profile": None}
 
 
 class Event(NamedTuple):
@@ -52,20 +38,10 @@ class Event(NamedTuple):
     rank: int | None = None
 
 
-@contextlib.contextmanager
-def override_settings(**changes):
-    """Change `settings` within this context; yields the list of events if `events` is among the changes."""
-    before = {name: settings[name] for name in changes}
-    settings.update(changes)
-    try:
-        yield changes.get("events")
-    finally:
-        settings.update(before)
-
-
 def seed(n: int, preempt: float = 0.0) -> contextlib.AbstractContextManager:
-    """Return a context in which seed `n` determines the order of threads.
+    """Return a context in which seed `n` determines the order of simulated threads.
 
+    It affects the OS thread that enters it; elsewhere ``MOE_NUMBA_SEED`` and ``MOE_NUMBA_PREEMPT`` do.
     `preempt` is the probability that an indexed memory access yields to another thread first.
     """
     return override_settings(seed=n, preempt=preempt)
@@ -81,10 +57,13 @@ def races(enabled: bool = True) -> contextlib.AbstractContextManager:
     return override_settings(races=enabled)
 
 
+_previous = (
+    threading.local()
+)  # `races`: the HappensBefore of this OS thread's last kernel, which a dependent may overlap
+
+
 class World:
     """The scheduler, and the grids that run under it at the same time."""
-
-    completed_races = None  # the HappensBefore of the kernel that ended last, which a dependent launch may overlap
 
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
@@ -93,7 +72,8 @@ class World:
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
         self.snapshots = None
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
-        self.memory_model = settings["memory_model"](self) if settings["memory_model"] else None
+        memory_model = settings["memory_model"]
+        self.memory_model = memory_model(self) if memory_model else None
         self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
         self.threads = 0  # of all grids; 0: of the first one
@@ -106,20 +86,20 @@ class World:
     def watch_accesses(self):
         """Make every later memory access call `memory.before_access`."""
         self.watching += 1
-        memory.watching += 1
+        memory.watch(1)
 
     def add(self, grid) -> None:
         """Start a grid: the threads of its resident blocks may run."""
         self.grids.append(grid)
         if grid.uses_async or self.preempt or self.detects_races or self.profile is not None:
             self.watch_accesses()
-        if self.profile is not None:
-            self.profile.start(grid)
         if self.detects_races:
             if self.races is None:
-                previous = World.completed_races if grid.dependent and not self.threads else None
+                previous = getattr(_previous, "races", None) if grid.dependent and not self.threads else None
                 self.races = HappensBefore(self.threads or grid.size, previous)
             self.races.start(grid)
+        if self.profile is not None:
+            self.profile.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
         self.wake(grid.start())
@@ -185,9 +165,9 @@ class World:
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
             # With its grids it keeps their arguments alive, so that no new memory has the addresses of theirs.
-            World.completed_races = self.races if len(self.grids) == 1 else None
+            _previous.races = self.races if len(self.grids) == 1 else None
         finally:
-            memory.watching -= self.watching
+            memory.watch(-self.watching)
             for t in self._threads():
                 if not t.dead:
                     t.throw()

@@ -11,7 +11,7 @@ import numpy as np
 from moe_numba.simulator.async_.race_detector import RaceDetector
 from moe_numba.simulator.capability import SIMULATED, SM_LIMITS
 from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError
-from moe_numba.simulator.core.memory import PRIVATE, Array, Pointer, as_dtype, poison, thread_prefix
+from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, thread_prefix
 
 MAX_SHARED_BYTES = 1024 * SM_LIMITS[SIMULATED].shared_kib_of_a_block
 MAX_STATIC_BYTES = 48 * 1024  # more must be dynamic
@@ -182,7 +182,7 @@ class SharedMemory:
 def shared_region(array, index, size, alignment, what):
     """Return the `size` bytes from element `index` of a shared array on; check their bounds and alignment."""
     allocation = getattr(array, "allocation", None)
-    if allocation is None or allocation is PRIVATE:
+    if allocation is None:
         raise SimulatorError(f"{thread_prefix()}{what} takes an array in shared memory, which {array} is not")
     start = array.address + int(index) * array.dtype.itemsize + allocation.to_window
     if not allocation.start <= start <= start + size <= allocation.end:

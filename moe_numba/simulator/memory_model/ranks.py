@@ -17,7 +17,8 @@ import greenlet
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, ShortTraceback, SimulatorError
 from moe_numba.simulator.core.memory import Pointer, as_dtype, thread_prefix
 from moe_numba.simulator.core.pointer_wrapping import pointer
-from moe_numba.simulator.core.scheduler import World, override_settings, settings
+from moe_numba.simulator.core.scheduler import World
+from moe_numba.simulator.core.settings import override_settings, settings
 
 _buffers = {}  # address of a registered buffer -> Pointer to its bytes
 
@@ -96,7 +97,7 @@ def forget(address: int) -> None:
 def pointer_at(address: int, like: Pointer) -> Pointer:
     """Return a pointer to an address in a registered buffer, with the element type of `like`."""
     address, dtype = int(address), as_dtype(like.dtype)
-    below = [start for start in _buffers if start <= address]
+    below = [start for start in tuple(_buffers) if start <= address]  # other OS threads may register buffers
     if not below:
         raise OutOfBounds(f"{thread_prefix()}address {address:#x} lies in no registered buffer, nor after one")
     start = next((s for s in below if address < s + _buffers[s].size), max(below))

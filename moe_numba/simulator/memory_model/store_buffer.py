@@ -22,7 +22,7 @@ import contextlib
 
 import numpy as np
 
-from moe_numba.simulator.core.scheduler import override_settings
+from moe_numba.simulator.core.settings import override_settings
 from moe_numba.simulator.memory_model.weak_pointers import wrap_weak
 
 _STALE = 0.5  # probability that another block keeps reading the bytes that a store has replaced

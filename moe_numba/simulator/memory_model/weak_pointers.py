@@ -86,7 +86,7 @@ class WeakArray(WeakAccess, Array):
     __slots__ = ()
 
     def cell(self, i):
-        self._check_not_negative(i)
+        i = self._from_the_start(i)
         try:
             element = self.array[(*i, ...) if type(i) is tuple else (i, ...)]
         except IndexError:

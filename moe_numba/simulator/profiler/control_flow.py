@@ -10,7 +10,7 @@ import linecache
 import os
 import sysconfig
 
-from moe_numba.simulator.core.errors import is_internal
+from moe_numba.simulator.core.errors import is_internal_file
 
 
 def belongs_to_kernel(code, kernel):
@@ -22,7 +22,7 @@ def belongs_to_kernel(code, kernel):
         return path in linecache.cache
     if path.startswith(_STANDARD_LIBRARY):
         return "site-packages" in path
-    return not is_internal(path) and not path.startswith(_LIBRARIES)
+    return not is_internal_file[path] and not path.startswith(_LIBRARIES)
 
 
 def _folder_of(name):

@@ -1,0 +1,129 @@
+"""The command `run`: run a Numba-CUDA program in the simulator, under one or several seeds."""
+
+import argparse
+import contextlib
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+from moe_numba import simulator
+from moe_numba.simulator import capability
+from moe_numba.simulator.core.settings import settings
+
+_COMMAND = "python -m moe_numba.simulator"
+
+
+class _UserError(Exception):
+    """An error that is printed as one sentence, without a traceback; exit code 2."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; return the program's exit code, or 2 if it cannot start."""
+    options = _parser().parse_args(arguments)
+    try:
+        _prepare(options)
+        return _run_seeds(options) if options.seeds is not None else _run(options)
+    except _UserError as error:
+        print(f"moe_numba.simulator: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog=_COMMAND, description="Run Numba-CUDA programs in the simulator.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a program whose @cuda.jit kernels are simulated; needs no GPU")
+    seeds = run.add_mutually_exclusive_group()
+    seeds.add_argument("--seed", type=int, metavar="N", help="seed of the thread order (MOE_NUMBA_SEED, or 0)")
+    seeds.add_argument("--seeds", type=int, metavar="N", help="run with seeds 0 to N-1 and stop at the first failure")
+    run.add_argument(
+        "--preempt", type=float, metavar="P", help="probability that a memory access yields to another thread first"
+    )
+    run.add_argument("--races", action="store_true", help="report data races, also those that change no value")
+    run.add_argument("--weak-memory", action="store_true", help="let stores to global memory become visible late")
+    run.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
+    run.add_argument("--arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
+    run.add_argument("--report", action="store_true", help="print a report per source line at the end")
+    run.add_argument("script", type=Path, metavar="script.py")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    return parser
+
+
+def _prepare(options):
+    """Put the options into the environment, from which this process and the program's own children take them."""
+    if not options.script.is_file():
+        raise _UserError(f"{options.script} is not a file")
+    if options.seeds is not None and options.seeds < 1:
+        raise _UserError(f"--seeds is {options.seeds}, but must be at least 1")
+    if options.preempt is not None and not 0 <= options.preempt <= 1:
+        raise _UserError(f"--preempt is {options.preempt}, but must lie between 0 and 1")
+    values = {
+        "MOE_NUMBA_SEED": options.seed,
+        "MOE_NUMBA_PREEMPT": options.preempt,
+        "MOE_NUMBA_RACES": "1" if options.races else None,
+        "MOE_NUMBA_WRAPAROUND": "1" if options.wraparound else None,
+        "MOE_NUMBA_WEAK_MEMORY": "1" if options.weak_memory else None,
+    }
+    os.environ |= {name: str(value) for name, value in values.items() if value is not None}
+    try:
+        arch = capability.parse(options.arch, "--arch") if options.arch else None
+        settings.check_environment()
+    except (RuntimeError, ValueError) as error:
+        raise _UserError(error) from error
+    simulator.enable(_COMMAND, arch)
+
+
+def _run_seeds(options):
+    """Run the program once for each seed, each time in a new process."""
+    for seed in range(options.seeds):
+        # The other options are in the environment.
+        report = ["--report"] if options.report else []
+        program = [*report, str(options.script), *options.arguments]
+        done = subprocess.run([sys.executable, "-m", "moe_numba.simulator", "run", "--seed", str(seed), *program])
+        if done.returncode:
+            print(
+                f"moe_numba.simulator: seed {seed} failed with exit code {done.returncode}, after {seed} seeds that "
+                f"passed; run it again with --seed {seed} instead of --seeds {options.seeds}",
+                file=sys.stderr,
+            )
+            return done.returncode if done.returncode > 0 else 1
+    print(f"moe_numba.simulator: {options.seeds} seeds passed", file=sys.stderr)
+    return 0
+
+
+def _run(options):
+    """Run the program in this process as `python script.py` would."""
+    report = _profile() if options.report else contextlib.nullcontext()
+    sys.argv = [str(options.script), *options.arguments]
+    sys.path[0] = str(options.script.resolve().parent)
+    with report as table:
+        code = _run_script(options.script)
+    if table is not None:
+        print(table)
+    return code
+
+
+def _profile():
+    profile = getattr(simulator, "profile", None)
+    if not callable(profile):
+        raise _UserError("--report needs simulator.profile, which this version does not have")
+    return profile()
+
+
+def _run_script(path):
+    """Run a program to its end; return its exit code. A traceback starts with the program's own frames."""
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        frames = error.__traceback__
+        while frames is not None and Path(frames.tb_frame.f_code.co_filename) != path:
+            frames = frames.tb_next
+        traceback.print_exception(error.with_traceback(frames or error.__traceback__))
+        return 1
+    return 0

@@ -1,0 +1,91 @@
+"""Settings of simulated runs: a thread's own within a context such as `seed`, elsewhere those of the environment.
+
+A context such as `seed`, `trace` or `weak_memory` affects only the OS thread that enters it. A new OS thread starts
+from the environment, not from the contexts of the thread that started it.
+"""
+
+import contextlib
+import os
+import threading
+
+
+def _probability(text):
+    if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def _switch(text):
+    return {"0": False, "1": True}[text]
+
+
+def _memory_model(text):
+    from moe_numba.simulator.memory_model.store_buffer import StoreBuffers
+
+    return StoreBuffers if _switch(text) else None
+
+
+# Setting -> its environment variable, and how to read it. An empty or missing variable counts as "0".
+_VARIABLES = {
+    "seed": ("MOE_NUMBA_SEED", int, "an integer"),
+    "preempt": ("MOE_NUMBA_PREEMPT", _probability, "a number from 0 to 1"),
+    "memory_model": ("MOE_NUMBA_WEAK_MEMORY", _memory_model, "0 or 1"),
+    "races": ("MOE_NUMBA_RACES", _switch, "0 or 1"),
+    "wraparound": ("MOE_NUMBA_WRAPAROUND", _switch, "0 or 1"),
+}
+
+
+class _ThreadSettings(threading.local):
+    def __init__(self):
+        self.changes = {}  # the settings that this thread has changed
+
+
+class Settings:
+    """What a new World starts from, by name.
+
+    `seed`, `preempt`, `races` (whether to detect data races) and `wraparound` (whether computed negative indices count
+    from the end) are values; `memory_model` is a factory or None (see `store_buffer`). `events` is the list of a trace;
+    `ranks` and `rank`: see `ranks`. The environment is read when a value is needed, so that a wrong variable does not
+    fail an import.
+    """
+
+    def __init__(self):
+        self._thread = _ThreadSettings()
+
+    def __getitem__(self, name):
+        changes = self._thread.changes
+        if name in changes:
+            return changes[name]
+        return self._from_environment(name) if name in _VARIABLES else None
+
+    @staticmethod
+    def _from_environment(name):
+        variable, read, allowed = _VARIABLES[name]
+        text = os.environ.get(variable) or "0"
+        try:
+            return read(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{variable} is {text!r}; it must be {allowed}") from None
+
+    def check_environment(self) -> None:
+        """Raise a ValueError that names the first environment variable with an invalid value."""
+        for name in _VARIABLES:
+            self._from_environment(name)
+
+    @contextlib.contextmanager
+    def override(self, **changes):
+        """Change settings of the calling thread within this context; yields the list `events` if it is among them."""
+        current = self._thread.changes
+        before = {name: current[name] for name in changes if name in current}
+        current.update(changes)
+        try:
+            yield changes.get("events")
+        finally:
+            # By name: greenlets of this thread may have changed other settings meanwhile (`ranks`).
+            for name in changes:
+                del current[name]
+            current.update(before)
+
+
+settings = Settings()
+override_settings = settings.override

@@ -1,0 +1,184 @@
+"""Planted bugs in the alignment, in the fused gate and alignment, and in the kernel that appends shared experts."""
+
+from .mutant import mutant
+
+SHARED, LARGE = "moe_numba/align/device_functions.py", "moe_numba/align/kernel_large.py"
+SMALL, MEDIUM = "moe_numba/align/kernel_small.py", "moe_numba/align/kernel_medium.py"
+GATE_ALIGN, FUSE = "moe_numba/gate_align.py", "moe_numba/shared_experts/kernel.py"
+TESTS = "tests/kernels/test_align.py"
+ORDERS = TESTS, "-k", "test_thread_orders and large"
+LATE_INPUTS = ("tests/kernels/test_dependent_launch.py::test_inputs_are_read_after_the_wait[align, medium]",)
+SHAPES = TESTS, "-k", "test_shapes and large and (1025 or 8192)"
+PUBLISHED = (f"{TESTS}::test_counts_are_published_with_their_launch_number",)
+NEW_WORKSPACE = (f"{TESTS}::test_a_new_workspace_is_zeroed",)
+TILES = (f"{TESTS}::test_tiles_of_8192_slots",)
+FUSED = ("tests/kernels/test_gate_align.py::test_thread_orders[0]",)
+ROUTING = "tests/kernels/test_fuse_routing.py", "-k", "test_equals_reference and 7-3"
+
+MUTANTS = [
+    mutant(
+        "A02",
+        "barrier removed in the scan",
+        ORDERS,
+        (
+            SHARED,
+            "            warp_sums[warp] = inclusive\n        cuda.syncthreads()",
+            "            warp_sums[warp] = inclusive",
+        ),
+    ),
+    mutant(
+        "A04",
+        "counter not reset between calls",
+        ORDERS,
+        (
+            LARGE,
+            "            st_relaxed_gpu_s32(workspace, CTAS_DONE, 0)  # the last CTA: all counts have been read\n",
+            "",
+        ),
+    ),
+    mutant(
+        "A06",
+        "barrier removed before the counter of finished CTAs",
+        ORDERS,
+        (
+            LARGE,
+            "sum_counts(workspace, launch_number, counts)\n        cuda.syncthreads()",
+            "sum_counts(workspace, launch_number, counts)",
+        ),
+    ),
+    mutant(
+        "A07",
+        "flag published before its data: two 32-bit stores in place of one of 64 bits",
+        PUBLISHED,
+        (
+            LARGE,
+            "                st_relaxed_gpu_u64(workspace, row + 2 * i, (uint64(launch_number) << uint64(32)) | "
+            "uint64(word))",
+            "                workspace[row + 2 * i + 1] = int32(launch_number)\n"
+            "                workspace[row + 2 * i] = int32(word)",
+        ),
+    ),
+    mutant(
+        "A09",
+        "barrier removed before a tile's memory is reused (write after read)",
+        SHAPES,
+        (LARGE, "                break\n            cuda.syncthreads()\n", "                break\n"),
+    ),
+    mutant(
+        "A10",
+        "__syncwarp() removed between reads and writes of counters",
+        ORDERS,
+        (
+            LARGE,
+            "earlier = counters[counter]\n                        cuda.syncwarp()\n",
+            "earlier = counters[counter]\n",
+        ),
+    ),
+    mutant(
+        "A11",
+        "padding starts one element late",
+        ORDERS,
+        (
+            SHARED,
+            "counts[uint32(bucket + uint32(capacity))] + lane\n",
+            "counts[uint32(bucket + uint32(capacity))] + lane + 1\n",
+        ),
+    ),
+    mutant(
+        "A12", "bit field one bit too narrow for the largest tiles", TILES, (LARGE, "SLOT_BITS = 13", "SLOT_BITS = 12")
+    ),
+    mutant(
+        "A15",
+        "workspace not zeroed at first",
+        NEW_WORKSPACE,
+        ("moe_numba/align/workspace.py", "return torch.zeros(num_elements", "return torch.empty(num_elements"),
+    ),
+    mutant(
+        "A16",
+        "clearing shared memory leaves the last 16 bytes",
+        SHAPES,
+        (SHARED, "if i < uint32(num_vectors):", "if i < uint32(num_vectors - 1):"),
+    ),
+    mutant(
+        "A17",
+        "griddepcontrol.wait removed",
+        LATE_INPUTS,
+        (MEDIUM, "        griddepcontrol_wait()\n        align(", "        align("),
+    ),
+    mutant(
+        "A18",
+        "__syncwarp() removed after counters are stored",
+        SHAPES,
+        (
+            LARGE,
+            "counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))\n"
+            "                        cuda.syncwarp()\n",
+            "counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))\n",
+        ),
+    ),
+    mutant(
+        "A19",
+        "barrier removed after the first rows are computed",
+        ORDERS,
+        (LARGE, "counts[i] - tile_start[i])\n        cuda.syncthreads()\n", "counts[i] - tile_start[i])\n"),
+    ),
+    mutant(
+        "A20",
+        "barrier removed before the next tile overwrites what is still read",
+        SHAPES,
+        (
+            LARGE,
+            "                    block_counts[i] = int32(block_counts[i] - tile_start[i])\n"
+            "            cuda.syncthreads()\n",
+            "                    block_counts[i] = int32(block_counts[i] - tile_start[i])\n",
+        ),
+    ),
+    mutant(
+        "C01",
+        "cluster barrier removed after stores to peers",
+        FUSED,
+        (
+            GATE_ALIGN,
+            "        cuda.syncwarp()\n        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
+            "        cuda.syncthreads()\n",
+        ),
+    ),
+    mutant(
+        "C02",
+        "peers are written before their wait for the cluster",
+        FUSED,
+        (GATE_ALIGN, "        barrier_cluster_wait()\n        has_result = token", "        has_result = token"),
+        (
+            GATE_ALIGN,
+            "        cuda.syncwarp()\n        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
+            "        cuda.syncwarp()\n        barrier_cluster_wait()\n"
+            "        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
+        ),
+    ),
+    mutant(
+        "C04",
+        "barrier removed between the gate's stores and the alignment's loads",
+        FUSED,
+        (GATE_ALIGN, "        cuda.syncthreads()\n        align_small(", "        align_small("),
+    ),
+    mutant(
+        "C05",
+        "__syncwarp() in place of a barrier",
+        FUSED,
+        (SMALL, "        cuda.syncthreads()\n        lane_blocks", "        cuda.syncwarp()\n        lane_blocks"),
+    ),
+    mutant(
+        "S01",
+        "out of bounds by one element",
+        ROUTING,
+        (FUSE, "if element < num_elements:", "if element <= num_elements:"),
+    ),
+    mutant(
+        "S02",
+        "32-bit product in an address",
+        ROUTING,
+        (FUSE, "routing_row = int64(token) * topk", "routing_row = int32(token * topk)"),
+        equivalent="the output has at most 2**31 - 1 elements, and more columns than the routing: the product is at "
+        "most the number of an output element, which is an int32",
+    ),
+]

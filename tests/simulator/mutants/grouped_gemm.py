@@ -1,0 +1,216 @@
+"""Planted bugs in the grouped GEMM."""
+
+from .mutant import mutant
+
+KERNEL, EPILOGUE = "moe_numba/grouped_gemm/kernel.py", "moe_numba/grouped_gemm/epilogue.py"
+GATHER, SCHEDULER = "moe_numba/grouped_gemm/gather.py", "moe_numba/grouped_gemm/scheduler.py"
+TESTS = "tests/kernels/test_grouped_gemm_kernel.py"
+SIZES = TESTS, "-k", "test_group_sizes and empty"
+FULL_TILES = (f"{TESTS}::test_group_sizes[an exact tile, and one row more-block]",)
+ONE_GROUP = (f"{TESTS}::test_group_sizes[all in one group-tensor, two subtiles]",)
+EDGES = (f"{TESTS}::test_sizes_that_are_no_multiples_of_a_tile[192-320-block, two subtiles, cluster]",)
+GATHERED = TESTS, "-k", "test_gather and empty"
+SILU = ("tests/kernels/test_grouped_gemm.py::test_silu_and_mul[16-pertensor]",)
+FAR = (f"{TESTS}::test_rows_beyond_2_31_elements",)
+LAYOUTS = (f"{TESTS}::test_row_layouts",)
+
+MUTANTS = [
+    mutant(
+        "M01",
+        "empty barrier expects one arrival too few",
+        FULL_TILES,
+        (KERNEL, "CONSUMER_WARPS * cluster_size)", "CONSUMER_WARPS * cluster_size - 1)"),
+    ),
+    mutant(
+        "M04",
+        "full barrier expects one arrival of two",
+        SIZES,
+        (
+            KERNEL,
+            'config.scaling == "tensor", 2 if uses_aux else 1, config',
+            'config.scaling == "tensor", 1 if uses_aux else 1, config',
+        ),
+    ),
+    mutant(
+        "M05",
+        "wgmma.wait_group removed",
+        SIZES,
+        (
+            KERNEL,
+            "            product = wait(wgmma(a, b))\n"
+            "            if release:\n"
+            "                release_stage(smem.barriers, empty + stage)\n"
+            "            return fma(acc, product, float32(1))",
+            "            product = wgmma(a, b)\n"
+            "            if release:\n"
+            "                release_stage(smem.barriers, empty + stage)\n"
+            "            return fma(acc, product, float32(1))",
+        ),
+    ),
+    mutant(
+        "M06",
+        "__syncwarp() removed before a stage is released",
+        SIZES,
+        (
+            KERNEL,
+            "            product = wait(product)\n            cuda.syncwarp()\n",
+            "            product = wait(product)\n",
+        ),
+    ),
+    mutant(
+        "M07",
+        "__syncwarp() removed before one lane arrives for its warp",
+        GATHERED,
+        (
+            KERNEL,
+            "                    cuda.syncwarp()\n                    if lane == 0:\n                        mbarrier",
+            "                    if lane == 0:\n                        mbarrier",
+        ),
+    ),
+    mutant(
+        "M08",
+        "stage overwritten before it is empty (scales)",
+        SIZES,
+        (
+            KERNEL,
+            "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n"
+            "                    if gather:",
+            "                    if gather:",
+        ),
+    ),
+    mutant(
+        "M10",
+        "barrier removed before shared memory is reused in the epilogue",
+        SILU,
+        (
+            EPILOGUE,
+            "        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)  # all warps have read the previous rows\n",
+            "",
+        ),
+    ),
+    mutant(
+        "M11",
+        "barrier removed after rows are staged in the epilogue",
+        SILU,
+        (EPILOGUE, "        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)\n        for t", "        for t"),
+    ),
+    mutant(
+        "M13",
+        "barrier removed in the scan over groups",
+        LAYOUTS,
+        (
+            SCHEDULER,
+            "                smem.i32[uint32(warp_sums + warp)] = inclusive\n            cuda.syncthreads()\n",
+            "                smem.i32[uint32(warp_sums + warp)] = inclusive\n",
+        ),
+    ),
+    mutant(
+        "M14",
+        "last cluster barrier removed: a peer may have exited",
+        SIZES,
+        (
+            KERNEL,
+            "        if cluster_size == 2:  # the other CTA may still multicast into this one's shared memory\n"
+            "            cuda.syncwarp()\n"
+            "            barrier_cluster_arrive()\n"
+            "            barrier_cluster_wait()\n",
+            "",
+        ),
+    ),
+    mutant("M15", "fence.mbarrier_init removed", SIZES, (KERNEL, "            fence_mbarrier_init()\n", "")),
+    mutant(
+        "M16",
+        "first cluster barrier removed: a peer may not have started",
+        SIZES,
+        (
+            KERNEL,
+            "        if cluster_size == 2:\n"
+            "            cuda.syncwarp()\n"
+            "            barrier_cluster_arrive()\n"
+            "            barrier_cluster_wait()\n"
+            "        griddep",
+            "        griddep",
+        ),
+    ),
+    mutant(
+        "M18",
+        "32-bit product in the output's address",
+        FAR,
+        (
+            EPILOGUE,
+            "(int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)",
+            "int32(int32(tile.row + t) * pitch + ((column >> 1) + vector * 4))",
+        ),
+        (
+            EPILOGUE,
+            "subtile_pitch = int64(tile.subtile_rows) * pitch",
+            "subtile_pitch = int32(tile.subtile_rows * pitch)",
+        ),
+    ),
+    mutant(
+        "M19",
+        "a tile has one row too many",
+        SIZES,
+        (
+            SCHEDULER,
+            "int32(min(subtile_rows * m_subtiles, int32(count - begin)))",
+            "int32(min(subtile_rows * m_subtiles, int32(count - begin + 1)))",
+        ),
+    ),
+    mutant(
+        "M20",
+        "stage overwritten before it is empty (tile info)",
+        ONE_GROUP,
+        (
+            KERNEL,
+            "            mbarrier_wait_parity(barriers, empty + stage, phase)\n            info =",
+            "            info =",
+        ),
+    ),
+    mutant("M22", "cp.async.commit_group removed", GATHERED, (GATHER, "        cp_async_commit_group()\n", "")),
+    mutant(
+        "M23",
+        "__syncwarp() removed after indices are written to shared memory",
+        GATHERED,
+        (
+            GATHER,
+            "index if index < source.x_rows else int32(-1)\n        cuda.syncwarp()\n",
+            "index if index < source.x_rows else int32(-1)\n",
+        ),
+    ),
+    mutant(
+        "M26",
+        "offset in a matrix descriptor is wrong",
+        SILU,
+        (KERNEL, "uint64(BLOCK_N * BLOCK_K_BYTES >> 4)", "uint64(BLOCK_N * BLOCK_K_BYTES >> 5)"),
+    ),
+    mutant(
+        "M27",
+        "tile info read before its stage is full",
+        SIZES,
+        (
+            KERNEL,
+            "                mbarrier_wait_parity(smem.barriers, full + stage, phase)\n                row, rows",
+            "                row, rows",
+        ),
+    ),
+    mutant(
+        "M28",
+        "flag before data: tile info stored after the barrier's arrival",
+        EDGES,
+        (KERNEL, "            smem.i32[info] = row\n", ""),
+        (
+            KERNEL,
+            "                mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)\n",
+            "                mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)\n"
+            "                if k_block == 0:\n"
+            "                    smem.i32[info] = row\n",
+        ),
+    ),
+    mutant(
+        "M29",
+        "one warp does not release its stage",
+        SIZES,
+        (KERNEL, "stage, lane == 0 and not two)", "stage, lane == 0 and not two and warp != 0)"),
+    ),
+]

@@ -1,0 +1,151 @@
+"""The simulator without the rest of the package, and ``python -m moe_numba.simulator run``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_numba import extras, simulator
+
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
+
+ROOT = Path(__file__).parents[2]
+ALONE = ROOT / "tests/helpers/simulator_alone.py"
+
+RACE = """
+import sys
+import numpy as np
+from numba import cuda, int32
+
+@cuda.jit
+def reverse(x):
+    tile = cuda.shared.array(64, int32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    {barrier}
+    x[i] = tile[63 - i]
+
+x = cuda.to_device(np.arange(64, dtype=np.int32))
+reverse[1, 64](x)
+assert (x.copy_to_host() == np.arange(64)[::-1]).all(), "not reversed"
+print("arguments", *sys.argv[1:], __name__)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that writes a program to a file."""
+
+    def write(text):
+        (tmp_path / "program.py").write_text(text)
+        return "program.py"
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs the command with these arguments in the folder of `script`."""
+
+    def run(*arguments, **environment):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("MOE_NUMBA") and "CUDASIM" not in k}
+        # Even where a GPU is present, the command simulates.
+        environment = kept | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "0"} | environment
+        command = [sys.executable, "-m", "moe_numba.simulator", "run", *map(str, arguments)]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+    return run
+
+
+def run_alone(path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    return subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True)
+
+
+def test_the_simulator_needs_no_extra():
+    done = run_alone(ALONE)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("moe_numba.biased_grouped_topk needs torch, which is not installed: pip install")
+    assert second == "the simulator works alone"
+
+
+def test_an_import_of_an_extra_would_fail_that_test(tmp_path):
+    text = ALONE.read_text().replace("sys.meta_path.insert", "import matplotlib  # noqa\n\nsys.meta_path.insert")
+    (tmp_path / "wrong.py").write_text(text)
+    assert "AssertionError: ['matplotlib']" in run_alone(tmp_path / "wrong.py").stderr
+
+
+@pytest.mark.parametrize("module, extra", [("torch", "kernels"), ("safetensors.torch", "kernels")])
+def test_a_missing_module_is_reported_with_its_extra(module, extra):
+    error = extras.missing_extra(ModuleNotFoundError("No module named ...", name=module), "moe_numba.Buffer")
+    assert f"moe_numba.Buffer needs {module.split('.')[0]}" in str(error) and f"moe_numba[{extra}]" in str(error)
+
+
+def test_other_missing_modules_are_not_explained():
+    assert extras.missing_extra(ModuleNotFoundError(name="numpy"), "x") is None
+    assert extras.missing_extra(ImportError("cannot import name 'x'"), "x") is None
+
+
+def test_a_program_runs_as_with_python(run, script):
+    done = run(script(RACE.format(barrier="cuda.syncthreads()")), "--seed", "7")
+    assert (done.returncode, done.stdout) == (0, "arguments --seed 7 __main__\n"), done.stderr
+
+
+def test_a_traceback_starts_at_the_programs_frames(run, script):
+    done = run(script(RACE.format(barrier="")))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1].startswith('  File "program.py", line 16')
+    assert done.stderr.endswith("AssertionError: not reversed\n")
+
+
+def test_the_first_seed_that_fails_is_named(run, script):
+    program = "import os, sys\nsys.exit(3 if os.environ['MOE_NUMBA_SEED'] == '2' else None)"
+    done = run("--seeds", 5, script(program))
+    assert done.returncode == 3
+    assert done.stderr == (
+        "moe_numba.simulator: seed 2 failed with exit code 3, after 2 seeds that passed; run it again with --seed 2 "
+        "instead of --seeds 5\n"
+    )
+    assert "3 seeds passed" in run("--seeds", 3, script("pass")).stderr
+
+
+def test_options_reach_the_simulator(run, script):
+    program = (
+        "from moe_numba import simulator\n"
+        "world = simulator.World()\n"
+        "print(simulator.REASON, simulator.capability.SIMULATED, world.preempt, world.memory_model is not None)\n"
+        "print(simulator.settings.settings['races'], simulator.settings.settings['seed'])"
+    )
+    options = ("--arch", "80", "--preempt", "0.25", "--weak-memory", "--races", "--seed", "9")
+    done = run(*options, script(program))
+    assert done.stdout == "python -m moe_numba.simulator (8, 0) 0.25 True\nTrue 9\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, environment, said",
+    [
+        (("--arch", "77"), {}, "--arch is '77'; it must be one of 75, 80"),
+        (("--preempt", "2"), {}, "--preempt is 2.0, but must lie between 0 and 1"),
+        (("--seeds", "0"), {}, "--seeds is 0, but must be at least 1"),
+        ((), {"MOE_NUMBA_SEED": "abc"}, "MOE_NUMBA_SEED is 'abc'; it must be an integer"),
+        (("--seeds", "2"), {"MOE_NUMBA_WEAK_MEMORY": "x"}, "MOE_NUMBA_WEAK_MEMORY is 'x'; it must be 0 or 1"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options, environment, said, run, script):
+    done = run(*options, script("pass"), **environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"moe_numba.simulator: {said}") and done.stderr.count("\n") == 1
+
+
+def test_a_missing_program_is_one_sentence(run):
+    assert run("absent.py").stderr == "moe_numba.simulator: absent.py is not a file\n"
+
+
+def test_a_program_that_has_loaded_numba_cuda_cannot_switch():
+    code = "import numba.cuda; from moe_numba import simulator; simulator.enable()"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "RuntimeError: import moe_numba before numba.cuda" in done.stderr

@@ -1,0 +1,241 @@
+"""The host side of `cuda`, as ordinary Numba-CUDA programs use it around their launches, and libdevice."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from moe_numba import simulator
+
+# isort: split
+from numba import cuda, float32, guvectorize, njit, vectorize
+from numba.cuda import libdevice, random
+
+from moe_numba.simulator.core.host import Unsupported
+
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
+
+
+@cuda.jit
+def add_one(x):
+    i = cuda.grid(1)
+    if i < x.size:
+        x[i] += 1
+
+
+def is_poison(array, host=False):
+    values = np.asarray(array if host else array.copy_to_host())
+    return np.isnan(values).all() if values.dtype.kind in "fc" else (values != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.int8, np.int32, np.uint64])
+@pytest.mark.parametrize("shape, order", [(5, "C"), ((3, 4), "C"), ((3, 4), "F"), ((0,), "C"), ((), "C")])
+def test_new_arrays_are_poison(shape, order, dtype):
+    array = cuda.device_array(shape, dtype, order=order)
+    assert array.shape == np.empty(shape).shape and array.dtype == dtype and is_poison(array)
+    like = cuda.device_array_like(array)
+    assert is_poison(like)
+    if array.size:
+        assert like.strides == array.strides == np.empty(shape, dtype, order).strides
+    assert is_poison(cuda.mapped_array(shape, dtype)) and is_poison(cuda.mapped_array_like(array))
+    for host in (cuda.pinned_array(shape, dtype), cuda.pinned_array_like(array), cuda.managed_array(shape, dtype)):
+        assert is_poison(host, host=True)
+
+
+def test_strides_are_kept():
+    array = cuda.device_array((2, 3), np.int32, strides=(32, 8))
+    assert array.strides == (32, 8) and is_poison(array)
+
+
+def test_copies_to_the_device():
+    host = np.arange(6, dtype=np.float32)
+    there = cuda.to_device(host)
+    host[:] = 0
+    assert (there.copy_to_host() == np.arange(6)).all()
+    assert is_poison(cuda.to_device(host, copy=False))
+    target = cuda.device_array(6, np.float32)
+    assert cuda.to_device(host, to=target) is target and (target.copy_to_host() == 0).all()
+    assert cuda.to_device(there) is there
+    out = np.empty(3, np.float32)
+    assert there[1:4].copy_to_host(out) is out and out.tolist() == [1, 2, 3]
+
+
+def test_streams_and_events():
+    x, stream = np.zeros(100, np.float32), cuda.stream()
+    start, end = cuda.event(timing=True), cuda.event()
+    called = []
+    with stream.auto_synchronize() as same, cuda.pinned(x), cuda.defer_cleanup(), cuda.profiling():
+        start.record(same)
+        there = cuda.to_device(x, stream=stream)
+        add_one.forall(100, stream=stream)(there)
+        there.copy_to_host(x, stream=stream)
+        end.record(stream)
+        stream.add_callback(lambda stream, status, arg: called.append(arg), "done")
+    end.synchronize()
+    cuda.synchronize()
+    assert (x == 1).all() and called == ["done"] and end.query()
+    assert math.isnan(start.elapsed_time(end)) and math.isnan(cuda.event_elapsed_time(start, end))
+    with cuda.mapped(x) as shared:
+        add_one[1, 128, cuda.default_stream()](shared)
+    assert (x == 2).all()
+
+
+def test_the_device_has_properties():
+    device = cuda.get_current_device()
+    assert device.compute_capability == simulator.capability.SIMULATED == cuda.gpus[0].compute_capability
+    assert device.WARP_SIZE == 32 and device.MAX_THREADS_PER_BLOCK == 1024 and device.MULTIPROCESSOR_COUNT > 0
+    free, total = cuda.current_context().get_memory_info()
+    assert 0 < int(free) <= int(total)
+    with cuda.gpus[0]:
+        assert cuda.select_device(0).device is device and cuda.is_available() and len(cuda.gpus) == 1
+    assert cuda.is_cuda_array(cuda.device_array(3)) and not cuda.is_cuda_array(np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "call, error, said",
+    [
+        (lambda: cuda.compile_ptx(add_one, ()), Unsupported, "cuda.compile_ptx does not work in the simulator"),
+        (lambda: cuda.declare_device("f", "int32(int32)")(1), Unsupported, "f does not work in the simulator"),
+        (
+            lambda: vectorize(["f4(f4)"], target="cuda")(lambda x: x),
+            Unsupported,
+            "vectorize(target='cuda') does not work in the simulator",
+        ),
+        (
+            lambda: guvectorize(["f4[:], f4[:]"], "(n)->(n)", target="cuda")(apply_ufunc.py_func),
+            Unsupported,
+            "guvectorize(target='cuda') does not work in the simulator",
+        ),
+        (lambda: cuda.external_stream(1), Unsupported, "cuda.external_stream does not work in the simulator"),
+        (lambda: libdevice.modf(1.0), Unsupported, "libdevice.modf does not work in the simulator"),
+        (lambda: libdevice.fadd_ru(1.0, 2.0), Unsupported, "libdevice.fadd_ru does not work in the simulator"),
+        (lambda: add_one.inspect_asm(), AttributeError, "kernel add_one has no attribute inspect_asm in the simulator"),
+        (lambda: add_one[2.5, 32](np.zeros(3)), TypeError, "the grid is 2.5, but its dimensions must be integers"),
+        (lambda: cuda.select_device(1), ValueError, "device_id is 1, but the simulator has one device, number 0"),
+        (lambda: cuda.get_current_device().NO, AttributeError, "the simulated device has no attribute NO"),
+    ],
+)
+def test_what_is_unsupported_is_named(call, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        call()
+
+
+@cuda.jit
+def apply_libdevice(out, x):
+    i = cuda.grid(1)
+    if i < x.size:
+        out[i, 0] = libdevice.sinf(x[i])
+        out[i, 1] = libdevice.fmax(x[i], 0.25)
+        out[i, 2] = libdevice.rsqrtf(x[i])
+        out[i, 3] = libdevice.fma_rn(x[i], x[i], 1.0)
+        out[i, 4] = libdevice.fast_powf(x[i], 2.0)
+        out[i, 5] = libdevice.atan2(x[i], 2.0)
+        out[i, 6] = libdevice.roundf(x[i] - float32(0.5))
+        out[i, 7] = libdevice.tgamma(x[i])
+
+
+def test_libdevice_computes():
+    x, out = np.linspace(0.1, 3, 20).astype(np.float32), np.zeros((20, 8))
+    apply_libdevice[1, 32](out, x)
+    gamma = [math.gamma(v) for v in x.tolist()]
+    rounded = np.sign(x - 0.5) * np.floor(np.abs(x - np.float32(0.5)) + 0.5)
+    wide = x.astype(np.float64)
+    expected = (np.sin(x), np.maximum(wide, 0.25), x**-0.5, wide * wide + 1, x * x, np.arctan2(wide, 2), rounded, gamma)
+    np.testing.assert_allclose(out, np.stack(expected, axis=1), rtol=1e-6)
+    assert type(libdevice.sinf(1)) is np.float32 and type(libdevice.sin(1)) is np.float64
+
+
+def test_functions_for_the_cpu_still_compile():
+    assert njit(lambda n: np.arange(n).sum() + math.sqrt(n))(4) == 8
+
+
+@cuda.jit
+def draw(out, states):
+    i = cuda.grid(1)
+    out[i] = random.xoroshiro128p_uniform_float64(states, i)
+
+
+@pytest.mark.parametrize("n", [32, 1024])  # more than 1000 states are initialised by compiled code
+def test_random_numbers_are_those_of_a_gpu(n):
+    states, out = random.create_xoroshiro128p_states(n, seed=3), np.zeros(n)
+    few = random.create_xoroshiro128p_states(32, seed=3)
+    assert (states.copy_to_host()[:32] == few.copy_to_host()).all()
+    draw[n // 32, 32](out, states)
+    assert 0 <= out.min() and out.max() < 1 and len(set(out)) == n
+    # xoroshiro128+ of the first state: the 53 upper bits of the sum.
+    total = sum(int(few.copy_to_host()[0][name]) for name in ("s0", "s1")) % 2**64
+    assert out[0] == (total >> 11) / 2**53
+
+
+@cuda.jit
+def apply_ufunc(out, x):
+    np.sin(x, out)
+    np.add(out, x, out=out)
+
+
+def test_numpy_functions_apply_to_whole_arrays():
+    x, out = np.linspace(0, 1, 5), np.zeros(5)
+    apply_ufunc[1, 1](out, x)
+    assert (out == np.sin(x) + x).all()
+
+
+def test_kernels_tell_how_many_blocks_fit():
+    overload = add_one.overloads["any signature"]
+    assert overload.max_cooperative_grid_blocks(256) == 8 * cuda.get_current_device().MULTIPROCESSOR_COUNT
+    assert overload.max_cooperative_grid_blocks((32, 32)) == 2 * cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+
+@njit
+def first_plus(x, i):
+    return x[0] + i
+
+
+@cuda.jit
+@njit
+def call_cpu_function(out):
+    i = cuda.threadIdx.x
+    out[i] = first_plus(out, i) if i else out[0]
+
+
+def test_kernels_call_functions_for_the_cpu():
+    out = np.full(32, 5.0)
+    call_cpu_function.configure(1, 32)(out)
+    assert out.tolist() == [5.0 + i for i in range(32)]
+    assert first_plus(out, 1) == 6 and first_plus.signatures
+
+
+@cuda.jit
+def last_of_each_row(x, out, i):
+    out[-1] = x[1, -1]
+    out[-2] += x[-2, i]
+
+
+def test_negative_literals_count_from_the_end():
+    x, out = np.arange(6.0).reshape(2, 3), np.zeros(4)
+    last_of_each_row[1, 1](x, out, 1)
+    assert out.tolist() == [0, 0, 1, 5]
+
+
+@cuda.jit
+def add_to(out, i):
+    cuda.atomic.add(out, i, 1)
+
+
+def test_computed_negative_indices_are_errors(monkeypatch):
+    with pytest.raises(simulator.OutOfBounds, match=r"index \(-2, -1\) is outside x"):
+        last_of_each_row[1, 1](np.zeros((2, 3)), np.zeros(4), -1)
+    with pytest.raises(simulator.OutOfBounds, match="index -2 is outside out"):
+        last_of_each_row[1, 1](np.zeros((2, 3)), np.zeros(1), 0)
+    with pytest.raises(simulator.OutOfBounds, match="index -1 is outside out"):
+        add_to[1, 1](np.zeros(4), -1)
+    monkeypatch.setenv("MOE_NUMBA_WRAPAROUND", "1")
+    out = np.zeros(4)
+    last_of_each_row[1, 1](np.ones((2, 3)), out, -3)
+    add_to[1, 1](out, -4)
+    assert out.tolist() == [1, 0, 1, 1]
+    for i in (-5, 4):
+        with pytest.raises(simulator.OutOfBounds, match=f"index {i} is outside out"):
+            add_to[1, 1](out, i)
+    with pytest.raises(simulator.OutOfBounds, match="index -1 is outside out"):
+        simulator.run(add_to, 1, 1, (simulator.pointer(out), -1))
