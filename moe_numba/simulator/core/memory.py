@@ -411,6 +411,12 @@ def reachable_view(array):
     return np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))
 
 
+class LocalArray(Array):
+    """An array in a thread's local memory."""
+
+    __slots__ = ()
+
+
 def local(shape, dtype, alignment):
     """Return a new local array."""
     return LocalArray(poison(shape, as_dtype(dtype), alignment or 16), "a local array")

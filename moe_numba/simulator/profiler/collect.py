@@ -20,6 +20,7 @@ import numpy as np
 from moe_numba.simulator.core.engine import Rendezvous
 from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.kernel import Kernel
+from moe_numba.simulator.core.memory import LocalArray
 from moe_numba.simulator.core.scheduler import override_settings, settings
 from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
 from moe_numba.simulator.profiler.coalescing import DeviceAddresses, count_sectors, most_on_one_address
@@ -215,7 +216,7 @@ class Collector:
     def access(self, t, target, index, writes, nbytes, operation):
         """Record an access to an array or a pointer; see `memory.before_access`."""
         frame = t.profile.frame
-        if frame is None:
+        if frame is None or isinstance(target, LocalArray):
             return
         operation = operation or ("store" if writes else "load")
         if target.allocation is None:
