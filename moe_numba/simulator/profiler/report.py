@@ -79,7 +79,7 @@ class Profile:
         launch = {"grid": [*grid.grid_dim], "block": [*grid.block_dim], "cluster": [*grid.cluster_dim], "warps": warps}
         kernel.launches.append(launch)
         kernel.layouts.append(grid.shared_layout)
-        kernel.options = {"launch_bounds": getattr(grid, "launch_bounds", None)} | grid.options
+        kernel.options = {**grid.options, "launch_bounds": grid.launch_bounds}
         if self.gpu is not None:
             kernel.arguments = grid.args
         return kernel
