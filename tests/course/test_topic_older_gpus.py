@@ -11,7 +11,6 @@ from moe_numba import simulator
 from moe_numba.course import readme
 from moe_numba.course.bench import Stats, fingerprint, records, topic
 from moe_numba.course.bench.topics import dispatch_combine, dispatch_combine_measure, older_gpus_measure
-from moe_numba.expert_parallel import Buffer
 
 older_gpus = topic("older_gpus")
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU has one compute capability")
@@ -74,27 +73,15 @@ def test_each_capability_is_measured_in_its_own_process(processes, monkeypatch, 
     assert rows == [part for arch, name, *_ in wanted for part in (arch, name)]
     jobs = [(arch, *job) for arch, name, *rest in processes if name == "compile_jobs" for job in rest[0]]
     assert {arch for arch, *_ in jobs} == {(8, 0), own} and len(jobs) == len(set(jobs))
-    assert {"warm_up_exchange" in job for job in jobs} == {False, gpus == 2}
     averages = {job[3] for job in jobs if job[1:3] == ("warm_up_gemm", "none")}
     assert averages == {8192, *each_rows}, "of the dense GEMM too"
 
 
-@simulated
 def test_jobs_compile_the_kernels_by_small_calls(monkeypatch):
-    for name, value in dict(HIDDEN=128, EXPERTS=4, TOPK=2, MAIN_SMS=2, BUFFER_BYTES=1 << 16).items():
-        monkeypatch.setattr(dispatch_combine_measure, name, value)
-    given, warm_up, averages = [], Buffer.warm_up, []
-
-    def watched(buffer, *arguments, **options):
-        given.append((buffer.rank, options["dtype"], options["num_scales"], options["out"] is not None))
-        return warm_up(buffer, *arguments, **options)
-
-    monkeypatch.setattr(Buffer, "warm_up", watched)
+    averages = []
     monkeypatch.setattr(older_gpus_measure, "group_gemm", lambda scaling, p: averages.append((scaling, p.average)))
-    jobs = older_gpus_measure.kernel_jobs(SMALL, True)
+    jobs = older_gpus_measure.kernel_jobs(SMALL)
     assert older_gpus_measure.compile_jobs(jobs) == jobs
-    kinds = (torch.bfloat16, 0), (torch.float8_e4m3fn, 1)
-    assert sorted(given, key=str) == sorted([(r, *k, out) for r in (0, 1) for k in kinds for out in (0, 1)], key=str)
     assert averages == [("none", 64), *((scaling, n) for scaling in older_gpus_measure.FUNCTIONS for n in (1, 3))]
 
 

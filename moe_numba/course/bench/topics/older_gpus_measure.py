@@ -30,7 +30,6 @@ from moe_numba.course.bench.topics.grouped_gemm import (
     make_problem,
     random_weight,
 )
-from moe_numba.expert_parallel import Buffer, Config, LocalGroup
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
 from moe_numba.runtime.device import gpu_of
@@ -66,7 +65,7 @@ def measure(capabilities, sizes, with_exchange):
     with_exchange : bool
         Also measure dispatch and combine, on two GPUs.
     """
-    compile_kernels(capabilities, kernel_jobs(sizes, with_exchange))
+    compile_kernels(capabilities, kernel_jobs(sizes))
     _report_progress("compiled")
     rows = []
     for capability in capabilities:
@@ -113,14 +112,18 @@ def provenance(function):
     return {"capability": "{}.{}".format(*gpu.capability)}, path, run
 
 
-# Compiling. All kernels one after another would take longer than everything else, so processes fill the disk cache.
+# Compiling. All kernels one after another would take longer than their measurement, so processes fill the disk cache.
 
 
-def kernel_jobs(sizes, with_exchange):
-    """Return the jobs of `compile_jobs` for all kernels that are measured."""
-    jobs = [(warm_up_exchange.__name__, *job) for job in _EXCHANGES] if with_exchange else []
-    jobs.append((warm_up_gemm.__name__, "none", sizes.side))
-    return jobs + [(warm_up_gemm.__name__, scaling, rows) for scaling in FUNCTIONS for rows in sizes.rows]
+def kernel_jobs(sizes):
+    """Return the jobs of `compile_jobs` for all kernels of the grouped GEMM that are measured.
+
+    Those of dispatch and combine, whose ranks wait for one another, are compiled when they are measured: several
+    processes that run them on the same GPUs at the same time would mostly wait.
+    """
+    return [(warm_up_gemm.__name__, "none", sizes.side)] + [
+        (warm_up_gemm.__name__, scaling, rows) for scaling in FUNCTIONS for rows in sizes.rows
+    ]
 
 
 def compile_kernels(capabilities, jobs):
@@ -145,28 +148,6 @@ def warm_up_gemm(scaling, average):
     (problem,) = make_problems([random_weight(1, 128, 128, BF16 if scaling == "none" else FP8, DEVICE)], 1)
     problem.average = average
     group_gemm(scaling, problem)
-
-
-_EXCHANGES = [(name, to_output) for name in DTYPES.values() for to_output in (False, True)]
-
-
-def warm_up_exchange(dtype, to_output):
-    """Compile the kernels of dispatch and combine, by a call on two ranks of this process."""
-    hidden, topk = dispatch_combine_measure.HIDDEN, dispatch_combine_measure.TOPK
-    row = (FP8, hidden // 128) if dtype == DTYPES[FP8] else (BF16, 0)
-    slots = Buffer.get_dispatch_config(RANKS).num_max_nvl_chunked_recv_tokens
-    config = Config(dispatch_combine_measure.MAIN_SMS, 6, slots)  # as in dispatch_combine_measure
-
-    def work(transport):
-        buffer = Buffer(transport, dispatch_combine_measure.BUFFER_BYTES)
-        out = buffer.new_output(RANKS, hidden, *row, topk) if to_output else None
-        options = dict(dtype=row[0], num_scales=row[1], config=config, combine_config=config, out=out)
-        buffer.warm_up(hidden, dispatch_combine_measure.EXPERTS, topk, **options)
-        if to_output:
-            out.close()
-        buffer.destroy()
-
-    LocalGroup(RANKS).run(work)
 
 
 # The grouped GEMM
