@@ -131,9 +131,7 @@ class HappensBefore:
         renumbered[own] = np.arange(1, len(own) + 1)
         any_of_set = [next((n for n in s.values() if renumbered[n]), 0) if s else 0 for s in previous.read_sets]
         self.shadow = previous.shadow.renumbered(renumbered, np.array(any_of_set))
-        known = np.array(self.nothing)
-        known[0] = 1
-        self.completed[None] = memoryview(known), self.nothing
+        self.completed[None] = join([VectorClock(self.nothing, 0, 1)]).known, self.nothing
 
     def start(self, grid):
         """Number the threads of a grid, which starts now."""

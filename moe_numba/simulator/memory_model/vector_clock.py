@@ -7,40 +7,59 @@ epoch.
 
 import numpy as np
 
+_CHUNK_BITS = 9
+_CHUNK = 1 << _CHUNK_BITS  # threads
+NOBODY = -1  # the owner of a clock that is no thread's own
+
 
 class VectorClock:
-    """The last epoch of each thread that is known: `known[i]` of thread `i`, but `epoch` of thread `owner`.
+    """The last epoch of each thread that is known: `known` of all threads, but `epoch` of thread `owner`.
 
-    It never changes. Clocks share the array behind `known`, so that thousands of threads that leave a barrier with the
-    same knowledge need one array.
+    It never changes. `known` is a tuple of arrays, each for 512 threads, which clocks share: thousands of threads that
+    leave a barrier with the same knowledge need one tuple, and a barrier of a warp makes one new array.
     """
 
     __slots__ = ("known", "owner", "epoch")
 
-    def __init__(self, known: memoryview, owner: int, epoch: int):
+    def __init__(self, known: tuple, owner: int, epoch: int):
         self.known, self.owner, self.epoch = known, owner, epoch
 
     def covers(self, thread: int, epoch: int) -> bool:
         """Return whether this epoch of a thread is known."""
-        return epoch <= self.known[thread] or (thread == self.owner and epoch <= self.epoch)
+        return epoch <= self.known[thread >> _CHUNK_BITS][thread & _CHUNK - 1] or (
+            thread == self.owner and epoch <= self.epoch
+        )
 
 
-NOBODY = -1  # the owner of a clock that is no thread's own
-
-
-def initial(size: int) -> memoryview:
+def initial(size: int) -> tuple:
     """Return the `known` of threads that know of no others, in a world of `size` threads."""
-    return memoryview(np.zeros(size, np.int32))
+    return (memoryview(np.zeros(_CHUNK, np.int32)),) * (-(-size // _CHUNK))
 
 
 def join(clocks) -> VectorClock:
     """Return the clock that knows everything that one of these clocks knows."""
     clocks = list(clocks)
-    arrays = list({id(c.known): c.known for c in clocks}.values())
-    known = np.array(arrays[0]) if len(arrays) == 1 else np.maximum.reduce([np.asarray(a) for a in arrays])
-    owners = [c.owner for c in clocks if c.owner != NOBODY]
-    np.maximum.at(known, owners, [c.epoch for c in clocks if c.owner != NOBODY])
-    return VectorClock(memoryview(known), NOBODY, 0)
+    knowns = list({id(c.known): c.known for c in clocks}.values())
+    chunks = list(knowns[0]) if len(knowns) == 1 else [_maximum(parts) for parts in zip(*knowns)]
+    new = set()
+    for c in clocks:
+        if c.owner != NOBODY:
+            chunk, i = c.owner >> _CHUNK_BITS, c.owner & _CHUNK - 1
+            if chunks[chunk][i] < c.epoch:
+                if chunk not in new:
+                    chunks[chunk] = memoryview(np.array(chunks[chunk]))
+                    new.add(chunk)
+                chunks[chunk][i] = c.epoch
+    return VectorClock(tuple(chunks), NOBODY, 0)
+
+
+def _maximum(parts):
+    """Return the maximum of chunks: one of them, if it is the maximum."""
+    parts = list({id(part): part for part in parts}.values())
+    if len(parts) == 1:
+        return parts[0]
+    result = np.maximum.reduce([np.asarray(part) for part in parts])
+    return next((part for part in parts if np.array_equal(part, result)), None) or memoryview(result)
 
 
 class Merger:
