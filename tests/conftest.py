@@ -12,8 +12,6 @@ from helpers.planted_bugs import THIRD, chosen_third
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
 
-os.environ.setdefault("MOE_NUMBA_RACES", "1")  # all simulated kernels are checked for data races
-
 # Left out by ``make test-fast``: whole modules, and single tests, that take more than about 8 s of one core.
 SLOW_MODULES = {
     "test_buffer_compile",
@@ -51,6 +49,15 @@ SLOW_TESTS = {
     "test_wrong_kernels_are_rejected",
 }
 
+# Tests of these modules detect data races; with MOE_NUMBA_RACES=1 all tests do. It takes up to twice the time.
+RACES = {
+    "test_buffer",
+    "test_channels",
+    "test_dispatch_direct",
+    "test_gate",
+    "test_gate_align",
+    "test_grouped_gemm_kernel",
+}
 # The oldest compute capability whose instructions a module's kernels use; on an older GPU its tests are deselected.
 # For (9, 0) it is the only one, since wgmma and setmaxnreg exist on no other.
 CAPABILITIES = {
@@ -121,9 +128,13 @@ def no_plans():
 
 
 @pytest.fixture(autouse=True)
-def no_races(request):
-    """Do not report data races in tests whose kernels race on purpose: marked with ``intended_races(reason)``."""
-    with simulator.races(False) if request.node.get_closest_marker("intended_races") else contextlib.nullcontext():
+def data_races(request):
+    """Report data races in the modules of `RACES`, but not where kernels race on purpose: ``intended_races(reason)``."""
+    if request.node.get_closest_marker("intended_races"):
+        context = simulator.races(False)
+    else:
+        context = simulator.races() if request.module.__name__ in RACES else contextlib.nullcontext()
+    with context:
         yield
 
 

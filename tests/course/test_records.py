@@ -224,6 +224,7 @@ def test_bench_needs_a_gpu(toy_topic, monkeypatch, capsys, simulated, cuda):
 
 
 def test_bench_keeps_rows_that_need_more_gpus(toy_topic, monkeypatch):
+    bench.topic("toy").measure = lambda peers, quick: [row for row in rows() if not row["step"].startswith("peer:")]
     assert cli.main(["bench", "toy"]) == 0
     first = records.recorded("toy", root=toy_topic)
     toy = bench.topic("toy")
@@ -234,6 +235,12 @@ def test_bench_keeps_rows_that_need_more_gpus(toy_topic, monkeypatch):
     measured = {"measured": {"commit": first["commit"], "date": first["date"]}}
     kept = [measured | row for row in first["rows"] if row["dtype"] == "bfloat16"]
     assert second["commit"] == "later" and second["rows"] == [*rows()[:1], *kept] and len(kept) == 2
+
+
+def test_times_of_an_older_path_are_recorded_apart(toy_topic, monkeypatch):
+    monkeypatch.setenv("MOE_NUMBA_ARCH", "80")
+    assert cli.main(["bench", "toy"]) == 0
+    assert [path.name for path in (toy_topic / "docs" / "results").iterdir()] == ["h200-sm80"]
 
 
 def test_bench_keeps_a_record_with_peers(toy_topic, capsys):

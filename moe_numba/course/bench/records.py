@@ -6,6 +6,7 @@ diff. All times are in microseconds.
 """
 
 import json
+import os
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from moe_numba.course.bench.code_hash import hash_file
 from moe_numba.course.bench.environment import SIMULATOR, environment, folder
 from moe_numba.course.bench.environment import versions as versions  # doctor prints them
 from moe_numba.course.bench.timing import Stats
+from moe_numba.simulator import capability
 
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
 
@@ -174,6 +176,7 @@ def write(
 ) -> Path:
     """Write a record and return its path, ``docs/results/<gpu>/<topic>.json``.
 
+    With ``MOE_NUMBA_ARCH=80`` the folder is ``<gpu>-sm80``, so that times of the paths for another GPU replace none.
     ``results`` replaces ``docs/results``. Raises ``ValueError`` for invalid rows and without a GPU.
     """
     env = env or environment()
@@ -183,7 +186,8 @@ def write(
     record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
     if wrong := invalid(record):
         raise ValueError("; ".join(wrong))
-    path = results / folder(env["gpu"]) / f"{topic}.json"
+    other = os.environ.get(capability.VARIABLE)
+    path = results / (folder(env["gpu"]) + (f"-sm{other}" if other else "")) / f"{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dump(record))
     return path

@@ -57,9 +57,7 @@ def races(enabled: bool = True) -> contextlib.AbstractContextManager:
     return override_settings(races=enabled)
 
 
-_previous = (
-    threading.local()
-)  # `races`: the HappensBefore of this OS thread's last kernel, which a dependent may overlap
+_previous = threading.local()  # `history`: of this OS thread's last kernel, which a dependent launch may overlap
 
 
 class World:
@@ -95,7 +93,7 @@ class World:
             self.watch_accesses()
         if self.detects_races:
             if self.races is None:
-                previous = getattr(_previous, "races", None) if grid.dependent and not self.threads else None
+                previous = getattr(_previous, "history", None) if grid.dependent and not self.threads else None
                 self.races = HappensBefore(self.threads or grid.size, previous)
             self.races.start(grid)
         if self.profile is not None:
@@ -164,9 +162,11 @@ class World:
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
-            # With its grids it keeps their arguments alive, so that no new memory has the addresses of theirs.
-            _previous.races = self.races if len(self.grids) == 1 else None
+            history = self.races.finish() if self.races is not None else None
+            # With its threads it keeps the kernel's arguments alive, so that no new memory has their addresses.
+            _previous.history = history if len(self.grids) == 1 else None
         finally:
+            self.races = None
             memory.watch(-self.watching)
             for t in self._threads():
                 if not t.dead:

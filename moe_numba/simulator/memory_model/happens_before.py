@@ -105,11 +105,18 @@ def includes(scope, a, b):
     return a.grid.rank == b.grid.rank if scope == "gpu" else scope == "cluster" and a.block.cluster is b.block.cluster
 
 
+class History(NamedTuple):
+    """The last accesses of a kernel that has completed."""
+
+    shadow: ShadowMemory
+    accesses: list
+
+
 class HappensBefore:
     """The clocks of a world's threads, and the shadow of all memory that they access."""
 
     def __init__(self, size, previous=None):
-        """`previous`: of the kernel before, if the first grid is a dependent launch, which may overlap it."""
+        """`previous`: the History of the kernel before, if the first grid may overlap it (a dependent launch)."""
         self.states, self.shadow, self.accesses = {}, ShadowMemory(), [None]
         self.thread_of = [NOBODY]  # of each access that is a thread's own, its thread's number
         self.read_sets = [None]  # of cells that several threads read: {(number of the thread, scope): access}
@@ -123,15 +130,27 @@ class HappensBefore:
     # Kernels
 
     def _follow(self, previous):
-        """Start with the accesses of the kernel before, as those of one thread."""
-        own = [n for n, thread in enumerate(previous.thread_of) if thread != 0 and n]
-        self.accesses += [previous.accesses[n]._replace(number=0, epoch=1, operation=None) for n in own]
-        self.thread_of += [0] * len(own)
-        renumbered = np.zeros(len(previous.accesses), np.int32)
-        renumbered[own] = np.arange(1, len(own) + 1)
-        any_of_set = [next((n for n in s.values() if renumbered[n]), 0) if s else 0 for s in previous.read_sets]
-        self.shadow = previous.shadow.renumbered(renumbered, np.array(any_of_set))
+        """Start with the last accesses of the kernel before, as those of one thread."""
+        self.shadow, self.accesses = previous.shadow, previous.accesses
+        self.thread_of = [NOBODY] + [0] * (len(self.accesses) - 1)
         self.completed[None] = join([VectorClock(self.nothing, 0, 1)]).known, self.nothing
+
+    def finish(self):
+        """Return what a kernel that overlaps the end of this one may race with, and free the rest.
+
+        That is a shadow of the accesses of this kernel alone.
+        """
+        of_sets = [next((n for n in s.values() if self.thread_of[n] != 0), 0) if s else 0 for s in self.read_sets]
+        of_sets = np.array(of_sets, np.int32)
+        used = [n for n in self.shadow.numbers(of_sets) if n and self.thread_of[n] != 0]
+        renumbered = np.zeros(len(self.accesses), np.int32)
+        renumbered[used] = np.arange(1, len(used) + 1)
+        accesses = [None, *(self.accesses[n]._replace(number=0, epoch=1, operation=None) for n in used)]
+        history = History(self.shadow.renumbered(renumbered, of_sets), accesses)
+        for t in self.states:  # which refer to one another in cycles
+            t.race_state = None
+        self.__dict__.clear()
+        return history
 
     def start(self, grid):
         """Number the threads of a grid, which starts now."""

@@ -48,6 +48,16 @@ class ShadowMemory:
     def __init__(self):
         self.pages = {}
 
+    def numbers(self, of_sets):
+        """Return the numbers of all accesses in the shadow, sorted, with `of_sets[n]` for set `n` of reads."""
+        found = set()
+        for page in self.pages.values():
+            reads = np.unique(page.reads)
+            found.update(
+                np.unique(page.writes).tolist(), reads[reads > 0].tolist(), of_sets[-reads[reads < 0]].tolist()
+            )
+        return sorted(found)
+
     def renumbered(self, numbers, of_sets):
         """Return a copy in which access `n` is `numbers[n]`, and set `n` of reads is access `of_sets[n]`."""
         copy = ShadowMemory()
