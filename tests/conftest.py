@@ -129,7 +129,7 @@ def no_plans():
 
 @pytest.fixture(autouse=True)
 def data_races(request):
-    """Report data races in the modules of `RACES`, but not where kernels race on purpose: ``intended_races(reason)``."""
+    """Report data races in the modules of `RACES`, but not in tests marked ``intended_races(reason)``."""
     if request.node.get_closest_marker("intended_races"):
         context = simulator.races(False)
     else:
