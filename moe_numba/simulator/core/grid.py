@@ -1,5 +1,6 @@
 """Thread hierarchy of a launch: warps, warpgroups, blocks with their shared memory, clusters, and the grid."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,9 +27,15 @@ class Warp:
     """Up to 32 threads that are scheduled together: each step runs every lane that can run, in random order."""
 
     def __init__(self, block, index):
-        self.block, self.index, self.warpgroup, self.threads = block, index, block.warpgroups[index // 4], []
-        self.open_rendezvous, self.exited, self.lanes, self.wgmma_groups = {}, 0, 0, []
+        self.block, self.index, self.warpgroup = block, index, block.warpgroups[index // 4]
+        self.lanes = (1 << min(32, block.size - 32 * index)) - 1
+        self.open_rendezvous, self.exited, self.wgmma_groups = {}, 0, []
         self.ready, self.queued, self.priority = [], False, block.grid.world.rng.random()
+
+    @functools.cached_property
+    def threads(self):
+        """The warp's threads, made on first use: the vector engine needs few of them."""
+        return [Thread(self.block, 32 * self.index + lane) for lane in range(self.lanes.bit_length())]
 
     def step(self, rng):
         lanes, self.ready = self.ready, []
@@ -49,10 +56,6 @@ class Block:
         self.shared = SharedMemory(self, grid.shared_layout)
         self.warpgroups = [Warpgroup(self, g) for g in range((self.size + 127) // 128)]
         self.warps = [Warp(self, w) for w in range((self.size + 31) // 32)]
-        for i in range(self.size):
-            t = Thread(self, i)
-            self.warps[t.warp].threads.append(t)
-            self.warps[t.warp].lanes |= 1 << t.lane
 
     def __str__(self):
         return f"{self.grid.label}block {tuple(self.index)}"

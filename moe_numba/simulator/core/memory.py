@@ -82,14 +82,14 @@ def poison(shape, dtype, alignment=16, past=0):
 class Pointer:
     """A checked flat view of the memory that a device pointer can reach; corresponds to `T *` in C.
 
-    `allocation` is the SharedAllocation that it points into, or None.
+    `allocation` is the SharedAllocation that it points into, or None. `region` belongs to the vector engine.
     """
 
-    __slots__ = ("array", "size", "name", "allocation", "_bytes", "_address")
+    __slots__ = ("array", "size", "name", "allocation", "region", "_bytes", "_address")
 
     def __init__(self, array: np.ndarray, name: str = "", allocation=None):
         self.array, self.size, self.name, self.allocation = array, len(array), name, allocation
-        self._bytes = self._address = None
+        self._bytes = self._address = self.region = None
 
     def __getitem__(self, i):
         if watching:
@@ -192,11 +192,11 @@ class Pointer:
 class Array:
     """A checked n-dimensional array: the kernel's view of a Numba array. Negative indices are errors."""
 
-    __slots__ = ("array", "name", "allocation", "_address")
+    __slots__ = ("array", "name", "allocation", "region", "_address")
 
     def __init__(self, array: np.ndarray, name: str = "", allocation=None):
         self.array, self.name, self.allocation = array, name, allocation
-        self._address = None
+        self._address = self.region = None
 
     def __getitem__(self, i):
         if watching:

@@ -43,30 +43,43 @@ class _RankLaunches:
 
     def __init__(self):
         self.world, self.launches, self.done = World(), [], []
+        self.seed = settings["seed"]
 
-    def add(self, grid, done):
-        """Queue a launch, and callbacks for when all ranks have completed."""
-        self.launches.append((settings["rank"], grid))
+    def add(self, make_grid, done):
+        """Queue a launch, `make_grid(world)`, and callbacks for when all ranks have completed."""
+        self.launches.append((settings["rank"], make_grid))
         self.done += done
 
     def run(self):
+        from moe_numba.simulator.vector import launch  # it needs this module
+
+        launch.run(self._streams, self._run_with_threads, self.seed)
+        for callback in self.done:
+            callback()
+
+    def _streams(self, world):
+        """Return the grids of each rank in order."""
         named_ranks = {rank for rank, _ in self.launches if rank is not None}
         free_ranks = (rank for rank in range(len(named_ranks) + len(self.launches)) if rank not in named_ranks)
         streams = {}
-        for rank, grid in self.launches:
-            for t in grid.threads():
-                t.parent = greenlet.getcurrent()  # the rank that launched it may itself run in a greenlet
+        for rank, make_grid in self.launches:
+            grid = make_grid(world)
             grid.rank = next(free_ranks) if rank is None else rank
             streams.setdefault(grid.rank, []).append(grid)
         for rank, stream in streams.items():
             for grid in stream:
                 grid.label = f"rank {rank} " if len(streams) > 1 else ""
+        return streams
+
+    def _run_with_threads(self):
+        streams = self._streams(self.world)
+        for rank, stream in streams.items():
+            for t in (t for grid in stream for t in grid.threads()):
+                t.parent = greenlet.getcurrent()  # threads of later grids are started by threads of earlier ones
             self.world.queued_grids[rank] = stream[1:]
         for stream in streams.values():
             self.world.add(stream[0])
         self.world.run()
-        for callback in self.done:
-            callback()
 
 
 def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  # noqa: F821

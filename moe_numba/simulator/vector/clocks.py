@@ -1,0 +1,102 @@
+"""Order between gangs: vector clocks, and per region who accessed each cell last.
+
+Each gang counts its releases. A gang knows, of every other gang, up to which release it has synchronised with it.
+Whatever orders threads in the simulator (a barrier, an mbarrier, an atomic, a flag) releases to an object, a *point*,
+and acquires from it.
+"""
+
+import numpy as np
+
+from moe_numba.simulator.vector.errors import Conflict
+from moe_numba.simulator.vector.shadow import MANY, by_region, cells
+
+
+class Clocks:
+    """The clocks of all gangs of a launch."""
+
+    def __init__(self):
+        self.points, self.size = {}, 0
+
+    def release(self, gang, point):
+        """Publish what a gang has done and knows at a point."""
+        known = gang.known.copy() if gang.known is not None else np.zeros(self.size, np.int32)
+        known[gang.number] = gang.time + 1
+        before = self.points.get(point)
+        self.points[point] = known if before is None else np.maximum(before, known)
+        gang.flush()
+        gang.time += 1
+
+    def acquire(self, gang, point):
+        """Let a gang know what was published at a point."""
+        published = self.points.get(point)
+        if published is not None:
+            gang.flush()
+            gang.known = published.copy() if gang.known is None else np.maximum(gang.known, published)
+
+
+class History:
+    """Of each cell of a region: the gangs, and their times, that wrote, read and changed it atomically last."""
+
+    def __init__(self, count):
+        self.tables = [(np.full(count, -1, np.int32), np.zeros(count, np.int32)) for _ in range(3)]
+
+    def repeat(self, times):
+        self.tables = [(gang.repeat(times), time.repeat(times)) for gang, time in self.tables]
+
+    def check(self, kind, cell, gang, time, known):
+        """Raise a Conflict if the last accesses of a kind are not ordered before this gang's."""
+        gangs, times = self.tables[kind]
+        other = gangs[cell]
+        foreign = (other != -1) & (other != gang)
+        if not foreign.any():
+            return
+        if known is None:
+            raise Conflict("two blocks or warps access the same memory")
+        cell, other = cell[foreign], other[foreign]
+        if (other == MANY).any() or (known[other] <= times[cell]).any():
+            raise Conflict("two blocks or warps access the same memory")
+
+    def record(self, kind, cell, gang, time, known):
+        gangs, times = self.tables[kind]
+        if kind:  # readers: keep the latest if the earlier ones are ordered before it
+            other = gangs[cell]
+            foreign = (other != -1) & (other != gang)
+            if foreign.any():
+                ordered = np.zeros(len(cell), bool)
+                if known is not None:
+                    ordered = (other >= 0) & (known[other] > times[cell])
+                gangs[cell] = np.where(foreign & ~ordered, MANY, gang)
+                times[cell] = time
+                return
+        gangs[cell], times[cell] = gang, time
+
+
+def fold(gang, time, known, kinds):
+    """Check accesses of a gang against those of other gangs, and record them."""
+    writes, reads, atomics = (by_region(kind) for kind in kinds)
+    for region in {**writes, **reads, **atomics}:
+        if not region.written:
+            region.pending = getattr(region, "pending", [])
+            region.pending.append((gang, time, known, reads[region]))
+            continue
+        for earlier in region.__dict__.pop("pending", ()):
+            _fold(region, *earlier[:3], [[], earlier[3], []])
+        _fold(region, gang, time, known, [kind.get(region, []) for kind in (writes, reads, atomics)])
+
+
+def _fold(region, gang, time, known, kinds):
+    region.refine(kinds[0] + kinds[1] + kinds[2])
+    if region.history is None:
+        region.history = History(len(region.tags))
+    history = region.history
+    found = [np.unique(cells(region, kind, gang.log.all_lanes)[0]) if kind else None for kind in kinds]
+    for kind, conflicting in ((0, (0, 1, 2)), (1, (0, 2)), (2, (0, 1))):
+        if found[kind] is not None:
+            for other in conflicting:
+                history.check(other, found[kind], gang.number, time, known)
+    for kind in range(3):
+        if found[kind] is not None:
+            history.record(kind, found[kind], gang.number, time, known)
+    if found[0] is not None:  # a write is ordered behind the reads before it
+        for kind in (1, 2):
+            history.tables[kind][0][found[0]] = -1

@@ -1,0 +1,204 @@
+"""Detection of conflicting accesses: a log of all accesses to memory that is checked in bulk where threads synchronise.
+
+An access is a tuple (region, address, step, width, index, mask, value): each lane of the mask accesses `width` bytes
+at `address + index * step`. Lanes of a warp are ordered by the warp's collectives, the warps of a block by its
+barriers. Gangs (see `engine`) are ordered by the clocks of `clocks`.
+"""
+
+import math
+
+import numpy as np
+
+from moe_numba.simulator.vector.errors import Conflict, Unsupported
+
+MANY = -2  # in place of a gang's number
+_MAX_CELLS = 1 << 26  # tags of larger memory would take too much memory themselves
+REGION, ADDRESS, STEP, WIDTH, INDEX, MASK, VALUE = range(7)
+
+
+class Region:
+    """A contiguous piece of memory: a shared allocation, or kernel arguments that overlap."""
+
+    def __init__(self, start, end, memory=None, shared=None):
+        self.start, self.end, self.memory, self.shared = start, end, memory, shared
+        self.saved = None  # the bytes before the first write
+        self.grain, self.tags, self.history = 16, None, None
+        self.written = False
+
+    def save(self):
+        """Keep a copy of the bytes; call it before the first write."""
+        self.written = True
+        if self.memory is not None:
+            if self.memory.size > 1 << 30:
+                raise Unsupported("more than a GiB of writable memory")
+            self.saved = self.memory.copy()
+
+    def restore(self):
+        if self.saved is not None:
+            self.memory[:] = self.saved
+
+    def refine(self, entries):
+        """Make cells small enough that each access covers whole cells."""
+        grain = self.grain
+        for e in entries:
+            grain = math.gcd(grain, e[ADDRESS] - self.start, e[WIDTH], e[STEP] if e[STEP] else grain)
+        if grain != self.grain:
+            if self.history is not None:
+                self.history.repeat(self.grain // grain)
+            self.grain, self.tags = grain, None
+        if self.tags is None:
+            count = (self.end - self.start) // grain + 1
+            if count > _MAX_CELLS:
+                raise Unsupported("memory too large to check its accesses")
+            self.tags = np.full(count, -1, np.int32)
+
+
+def lanes_of(entry, all_lanes):
+    """Return the lanes of an access, and each one's index."""
+    index, mask = entry[INDEX], entry[MASK]
+    if mask is None:
+        return all_lanes, index if isinstance(index, np.ndarray) else np.full(len(all_lanes), index, np.int64)
+    lanes = mask.nonzero()[0]
+    return lanes, index[lanes] if isinstance(index, np.ndarray) else np.full(len(lanes), index, np.int64)
+
+
+def cells(region, entries, all_lanes):
+    """Return the cells that accesses touch, and the lane that touches each."""
+    if not entries:
+        return _NONE, _NONE
+    groups = {}
+    for e in entries:
+        groups.setdefault((e[ADDRESS], e[STEP], e[WIDTH]), []).append(lanes_of(e, all_lanes))
+    found, lanes = [], []
+    for (address, step, width), parts in groups.items():
+        index = parts[0][1] if len(parts) == 1 else np.concatenate([p[1] for p in parts])
+        lane = parts[0][0] if len(parts) == 1 else np.concatenate([p[0] for p in parts])
+        cell = (index.astype(np.int64) * step + (address - region.start)) // region.grain
+        if width > region.grain:
+            count = width // region.grain
+            cell, lane = (cell[:, None] + np.arange(count)).reshape(-1), np.repeat(lane, count)
+        found.append(cell)
+        lanes.append(lane)
+    if len(found) == 1:
+        return found[0], lanes[0]
+    return np.concatenate(found), np.concatenate(lanes)
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def check(region, writes, reads, atomics, all_lanes, shift):
+    """Raise a Conflict if two units access the same cell and one of them writes; a unit is `lane >> shift`."""
+    region.refine(writes + reads + atomics)
+    tags, stored = region.tags, []
+    try:
+        if writes:
+            cell, unit = cells(region, writes, all_lanes)
+            unit = unit >> shift
+            tags[cell] = unit
+            stored.append(cell)
+            if (tags[cell] != unit).any() and not _same_values(region, writes, all_lanes):
+                raise Conflict("two threads write to the same memory")
+        for entries in (reads, atomics):
+            if writes and entries:
+                cell, unit = cells(region, entries, all_lanes)
+                tag = tags[cell]
+                if ((tag != -1) & (tag != unit >> shift)).any():
+                    raise Conflict("a thread reads what another one writes")
+        if atomics and reads:
+            cell, unit = cells(region, atomics, all_lanes)
+            unit = unit >> shift
+            tags[cell] = unit
+            stored.append(cell)
+            tags[cell[tags[cell] != unit]] = MANY
+            cell, unit = cells(region, reads, all_lanes)
+            tag = tags[cell]
+            if ((tag != -1) & (tag != unit >> shift)).any():
+                raise Conflict("a thread reads what another one changes atomically")
+    finally:
+        for cell in stored:
+            tags[cell] = -1
+
+
+def _same_values(region, writes, all_lanes):
+    """Return whether all writes to a cell store the same value."""
+    values, found = [], []
+    for e in writes:
+        lanes, index = lanes_of(e, all_lanes)
+        value = e[VALUE]
+        if value is None or e[WIDTH] != region.grain:
+            return False
+        values.append(value[lanes] if isinstance(value, np.ndarray) else np.full(len(lanes), value))
+        found.append((index.astype(np.int64) * e[STEP] + e[ADDRESS] - region.start) // region.grain)
+    if len({v.dtype for v in values}) > 1:
+        return False
+    values, found = np.concatenate(values), np.concatenate(found)
+    last = np.zeros(len(region.tags), values.dtype)
+    last[found] = values
+    return bool((last[found] == values).all())
+
+
+def by_region(entries):
+    """Return a dict of the accesses by region."""
+    groups = {}
+    for e in entries:
+        groups.setdefault(e[REGION], []).append(e)
+    return groups
+
+
+class Log:
+    """The accesses of one gang since its last block-wide barrier, with marks where a warp-wide collective was."""
+
+    def __init__(self, all_lanes):
+        self.all_lanes, self.warps = all_lanes, (len(all_lanes) + 31) // 32
+        self.reads, self.writes, self.atomics, self.open = [], [], [], ([], [], [])
+        self.marks = 0, 0, 0
+
+    def collective(self, mask):
+        """Check the accesses of the lanes in a mask since their last collective: their lanes are ordered now."""
+        w, r, a = self.marks
+        if len(self.writes) == w and len(self.atomics) == a and not (self.open[0] or self.open[2]):
+            if mask is None or not (self.open[1] or len(self.reads) > r):
+                self.marks, self.open = (w, len(self.reads), a), ([], [], [])
+            else:  # lanes of other warps may still write what they read since
+                self._close(mask)
+            return
+        self._close(mask)
+
+    def _close(self, mask):
+        w, r, a = self.marks
+        kinds = [self.open[0] + self.writes[w:], self.open[1] + self.reads[r:], self.open[2] + self.atomics[a:]]
+        self.marks = len(self.writes), len(self.reads), len(self.atomics)
+        self.open = ([], [], [])
+        if mask is not None:
+            outside = ~mask
+            self.open = tuple(_restrict(kind, outside) for kind in kinds)
+            kinds = [_restrict(kind, mask) for kind in kinds]
+        self.check(*kinds, 0)
+
+    def check(self, writes, reads, atomics, shift):
+        if not writes and not (atomics and reads):
+            return
+        writes, reads, atomics = by_region(writes), by_region(reads), by_region(atomics)
+        for region in {**writes, **atomics}:
+            kinds = writes.get(region, []), reads.get(region, []), atomics.get(region, [])
+            if kinds[0] or kinds[1]:
+                check(region, *kinds, self.all_lanes, shift)
+
+    def barrier(self):
+        """Check all accesses since the last barrier of all lanes; return them by kind and forget them."""
+        self._close(None)
+        if self.warps > 1:
+            self.check(self.writes, self.reads, self.atomics, 5)
+        kinds = self.writes, self.reads, self.atomics
+        self.reads, self.writes, self.atomics, self.marks = [], [], [], (0, 0, 0)
+        return kinds
+
+
+def _restrict(entries, mask):
+    made = []
+    for e in entries:
+        part = mask if e[MASK] is None else e[MASK] & mask
+        if part.any():
+            made.append((*e[:MASK], part, e[VALUE]))
+    return made
