@@ -31,8 +31,16 @@ def _seed_from_environment():
         raise ValueError(f"MOE_NUMBA_SEED is {text!r}; it must be an integer") from None
 
 
-# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`.
-settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None}
+def _engine_from_environment():
+    name = os.environ.get("MOE_NUMBA_ENGINE", "")
+    if name not in ("", "vector", "threads"):
+        raise ValueError(f"MOE_NUMBA_ENGINE is {name!r}; it must be vector or threads")
+    return name
+
+
+# What a new World starts from. `memory_model` is a factory (see `store_buffer`); `ranks` and `rank`: see `ranks`;
+# `engine`: "vector", "threads" or "" for the choice of `vector.launch`.
+settings = {"seed": _seed_from_environment(), "preempt": 0.0, "events": None, "engine": _engine_from_environment()}
 settings |= {"memory_model": None, "ranks": None, "rank": None}
 
 

@@ -81,8 +81,8 @@ def _operation(name):
             gang.engine.clocks.acquire(gang, point)
             gang.engine.clocks.release(gang, point)
         if name == "add" and len(lanes) > 8 and array.dtype.kind in "iu":
-            old = _fetch_add(array, where, _operand(values[0], lanes, array.dtype))
-            gang.grid.memory_changed()
+            added = _operand(values[0], lanes, array.dtype)
+            old, spins = _fetch_add(array, where, added), not added.any()
         else:
             old, order = np.empty(len(lanes), array.dtype), list(range(len(lanes)))
             gang.world.rng.shuffle(order)
@@ -94,10 +94,10 @@ def _operation(name):
                 own = [v.item() if type(w) is Weak else v for v, w in zip(own, values)]
                 old[k], changed = _update(scalar, array, where[k], own)
                 spins = spins and not changed
-            if spins:
-                gang.spin("an atomic that changes nothing")
-            else:
-                gang.grid.memory_changed()
+        if spins:
+            gang.spin("an atomic that changes nothing")
+        else:
+            gang.grid.memory_changed()
         if len(lanes) == 1:
             return old[0]
         result = np.zeros(gang.size, array.dtype)

@@ -441,7 +441,9 @@ def special(value):
         return "index"
     if value is module:
         return "module"
-    if isinstance(value, Type) or any(value is f for f in (max, min, abs, bool, arithmetic.popc, arithmetic.selp)):
+    if isinstance(value, Type):
+        return "type"
+    if any(value is f for f in (max, min, abs, bool, arithmetic.popc, arithmetic.selp)):
         return "cast"
     return None
 

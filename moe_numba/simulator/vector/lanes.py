@@ -4,6 +4,8 @@ A mask is None (all lanes of the gang), False (no lane) or an array of one bool 
 or NumPy scalar, a tuple, an array) or varies between lanes (an ndarray or a `Weak`).
 """
 
+import itertools
+
 import numpy as np
 
 from moe_numba.simulator.core.memory import Pointer
@@ -11,6 +13,9 @@ from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray, count_nonzero, where = np.ndarray, np.count_nonzero, np.where
+
+
+_MOST_ITERATIONS = 1 << 18
 
 
 class _Unbound:
@@ -142,6 +147,11 @@ def merge(mask, new, old, home):
         value, assigned = select(mask, new, old.value), union(mask, old.mask)
         return value if covers(assigned, home) else Partial(value, assigned)
     return select(mask, new, old)
+
+
+def merge_assigned(mask, new, old):
+    """Return `new` in the lanes of `mask`, `old` in the others, which assign the variable before they read it."""
+    return new if old is UNBOUND else select(mask, new, old)
 
 
 def select(mask, a, b):
@@ -317,6 +327,16 @@ def _integers(value):
             raise Unsupported("range of numbers that are not integers")
         return values.astype(np.int64)
     return int(values)
+
+
+def _too_long():
+    raise Unsupported("a loop that does not end")
+    yield
+
+
+def endless():
+    """Return an iterator for a loop without a limit, which a race could otherwise make endless."""
+    return itertools.chain(range(_MOST_ITERATIONS), _too_long())
 
 
 def iterate(iterable):

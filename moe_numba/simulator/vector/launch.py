@@ -1,6 +1,5 @@
 """Choice of the engine: vectors of a block, vectors of a warp, or one greenlet per thread."""
 
-import os
 import weakref
 
 from moe_numba.simulator.core.scheduler import settings
@@ -8,20 +7,9 @@ from moe_numba.simulator.vector import functions
 from moe_numba.simulator.vector.engine import Engine, VectorWorld
 from moe_numba.simulator.vector.errors import Unsupported
 
-ENGINES = ("", "vector", "threads")
 _MOST_FAILURES = 2  # launches of a kernel that fall back before the vector engine is not tried any more
 _failures = weakref.WeakKeyDictionary()  # kernel -> {by_warp: number of failed launches}
 fallbacks = {}  # name of a kernel -> why its last launch did not run on the vector engine
-
-
-def _engine_from_environment():
-    name = os.environ.get("MOE_NUMBA_ENGINE", "")
-    if name not in ENGINES:
-        raise ValueError(f"MOE_NUMBA_ENGINE is {name!r}; it must be vector or threads, or not set")
-    return name
-
-
-settings.setdefault("engine", _engine_from_environment())
 
 
 def possible():

@@ -22,6 +22,7 @@ HELPERS = {
     "_Vunion": lanes.union,
     "_Vminus": lanes.minus,
     "_Vmerge": lanes.merge,
+    "_Vmerge_assigned": lanes.merge_assigned,
     "_Vread": lanes.read,
     "_Vunbound": lanes.UNBOUND,
     "_Vchoose": lanes.choose,
@@ -33,6 +34,7 @@ HELPERS = {
     "_Vnot": lanes.negate,
     "_Vrange": lanes.vrange,
     "_Viter": lanes.iterate,
+    "_Vendless": lanes.endless,
 }  # completed by `functions`: _Vload, _Vstore, _Vcall, _Veffect, _Vmethod, _Vattribute, _Vindex, _Vunpack, _Vassert
 
 _EAGER_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.BitAnd, ast.BitOr, ast.BitXor, ast.LShift, ast.RShift)
@@ -42,15 +44,17 @@ _SHAPE_NAMES = {"shape", "size", "ndim", "T", "x", "y", "z", "strides", "nbytes"
 def vector_function(function, special):
     """Return the vector version of a function; its first parameter is the mask.
 
-    `special(value)` says whether a static value is special: "index" (threadIdx and so on), "module", "cast" (a type or
-    a function that is safe to call for lanes that are not active) or None.
+    `special(value)` says whether a static value is special: "index" (threadIdx and so on), "module", "type" (of Numba),
+    "cast" (another function that is safe to call for lanes that are not active) or None.
     """
     tree = _definition(function)
     static = _Static(function)
-    body = _Function(tree, static, special).generate()
+    generator = _Function(tree, static, special)
+    body = generator.generate()
+    helpers = HELPERS | {name: HELPERS["_Vcall"][value] for value, name in generator.types.items()}
     factory = ast.FunctionDef(
         name="_Vfactory",
-        args=_arguments([*HELPERS, *function.__code__.co_freevars]),
+        args=_arguments([*helpers, *function.__code__.co_freevars]),
         body=[body, ast.Return(ast.Name(body.name, ast.Load()))],
         decorator_list=[],
     )
@@ -59,7 +63,7 @@ def vector_function(function, special):
     code = next(c for c in code.co_consts if isinstance(c, types.CodeType))
     code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == body.name)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    cells = tuple(cells.get(name) or types.CellType(HELPERS[name]) for name in code.co_freevars)
+    cells = tuple(cells.get(name) or types.CellType(helpers[name]) for name in code.co_freevars)
     made = types.FunctionType(code, function.__globals__, function.__name__, None, cells)
     if function.__defaults__:
         made.__defaults__ = function.__defaults__
@@ -117,7 +121,7 @@ class _Function:
     def __init__(self, tree, static, special):
         self.tree, self.static, self.special = tree, static, special
         self.variables = analyse(tree)
-        self.temporaries = 0
+        self.temporaries, self.types = 0, {}  # types that are called: Numba type -> name of its vector version
 
     def generate(self):
         tree, args = self.tree, self.tree.args
@@ -281,9 +285,10 @@ class _Function:
             name = self.temporary()
             made.append(self.assign(self.name(name), value))
             value = self.load(name)
-        merged = self.call(
-            "_Vmerge", self.load(mask), value, self.load(variable), self.load(home_mask)
-        )
+        if self.variables.may_be_unbound(variable):
+            merged = self.call("_Vmerge", self.load(mask), value, self.load(variable), self.load(home_mask))
+        else:
+            merged = self.call("_Vmerge_assigned", self.load(mask), value, self.load(variable))
         same = ast.Compare(self.load(mask), [ast.Is()], [self.load(home_mask)])
         made.append(self.assign(self.name(variable), ast.IfExp(same, value, merged)))
         return made
@@ -338,7 +343,7 @@ class _Function:
         made = ast.parse(f"{left} = {outer}").body
         if inner.breaks:
             made += ast.parse(f"_B{inner.number} = False").body
-        made.append(ast.While(ast.Constant(True), body, []))
+        made.append(ast.For(self.name(self.temporary()), self.call("_Vendless"), body, []))
         return made + self.after_loop(inner, outer)
 
     def leave_loop(self, inner, left):
@@ -495,6 +500,10 @@ class _Function:
         if isinstance(function, ast.Attribute) and self.static_value(function.value) is _Static.missing:
             head = [self.load(mask), self.expression(function.value, mask), ast.Constant(function.attr)]
             return ast.Call(self.load("_Vmethod"), head + arguments, keywords)
+        value = self.static_value(function)
+        if self.special(value) == "type":
+            name = self.types.setdefault(value, f"_C{len(self.types)}")
+            return ast.Call(self.load(name), [self.load(mask), *arguments], keywords)
         made = ast.Subscript(self.load("_Vcall"), self.expression(function, mask), ast.Load())
         return ast.Call(ast.copy_location(made, node), [self.load(mask), *arguments], keywords)
 
@@ -518,6 +527,6 @@ class _Function:
             return all(self.is_eager(v) for v in (node.test, node.body, node.orelse))
         if isinstance(node, ast.Call) and not node.keywords:
             function = self.static_value(node.func)
-            known = function is not _Static.missing and self.special(function) == "cast"
+            known = function is not _Static.missing and self.special(function) in ("cast", "type")
             return known and all(self.is_eager(a) for a in node.args)
         return False
