@@ -7,6 +7,7 @@ error.
 
 import sys
 
+import greenlet
 import numpy as np
 
 from moe_numba.simulator.async_ import fragments
@@ -54,8 +55,8 @@ class Wgmma:
 
     def wait(self):
         while not self.done:
-            self.waiting.append(thread())
-            thread().park(self)
+            self.waiting.append(greenlet.getcurrent())
+            greenlet.getcurrent().park(self)
         for reservation in self.reservations:
             reservation.release()
         self.reservations = []

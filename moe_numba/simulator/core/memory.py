@@ -26,7 +26,7 @@ def maybe_preempt():
     if grid := getattr(t, "grid", None):
         if grid.world.preempt and grid.world.rng.random() < grid.world.preempt:
             t.preempt()
-        return t
+        return getattr(t, "current_thread", t)
 
 
 def before_access(target, index, writes, nbytes=None):

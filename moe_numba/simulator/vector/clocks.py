@@ -35,16 +35,27 @@ class Clocks:
 
 
 class History:
-    """Of each cell of a region: the gangs, and their times, that wrote, read and changed it atomically last."""
+    """Of each cell of a region: the gangs, and their times, that wrote, read and changed it atomically last.
 
-    def __init__(self, count):
+    Of shared memory the last read of every gang is kept. Of global memory one gang is, or `MANY`.
+    """
+
+    def __init__(self, count, shared):
+        self.count, self.shared, self.readers = count, shared, {}
         self.tables = [(np.full(count, -1, np.int32), np.zeros(count, np.int32)) for _ in range(3)]
 
     def repeat(self, times):
+        self.count *= times
         self.tables = [(gang.repeat(times), time.repeat(times)) for gang, time in self.tables]
+        self.readers = {gang: times_read.repeat(times) for gang, times_read in self.readers.items()}
 
     def check(self, kind, cell, gang, time, known):
         """Raise a Conflict if the last accesses of a kind are not ordered before this gang's."""
+        if self.shared and kind == READ:
+            for other, times in self.readers.items():
+                if other != gang and (times[cell] > (0 if known is None else known[other])).any():
+                    raise Conflict("two warps access the same memory")
+            return
         gangs, times = self.tables[kind]
         other = gangs[cell]
         foreign = (other != -1) & (other != gang)
@@ -57,8 +68,13 @@ class History:
             raise Conflict("two blocks or warps access the same memory")
 
     def record(self, kind, cell, gang, time, known):
+        if self.shared and kind == READ:
+            if gang not in self.readers:
+                self.readers[gang] = np.zeros(self.count, np.int32)
+            self.readers[gang][cell] = time + 1
+            return
         gangs, times = self.tables[kind]
-        if kind:  # readers: keep the latest if the earlier ones are ordered before it
+        if kind != WRITE:  # keep the latest if the earlier ones are ordered before it
             other = gangs[cell]
             foreign = (other != -1) & (other != gang)
             if foreign.any():
@@ -69,6 +85,9 @@ class History:
                 times[cell] = time
                 return
         gangs[cell], times[cell] = gang, time
+
+
+WRITE, READ, ATOMIC = range(3)
 
 
 def fold(gang, time, known, kinds):
@@ -87,16 +106,16 @@ def fold(gang, time, known, kinds):
 def _fold(region, gang, time, known, kinds):
     region.refine(kinds[0] + kinds[1] + kinds[2])
     if region.history is None:
-        region.history = History(len(region.tags))
+        region.history = History(len(region.tags), region.shared is not None)
     history = region.history
-    found = [np.unique(cells(region, kind, gang.log.all_lanes)[0]) if kind else None for kind in kinds]
-    for kind, conflicting in ((0, (0, 1, 2)), (1, (0, 2)), (2, (0, 1))):
+    found = [cells(region, kind, gang.log.all_lanes)[0] if kind else None for kind in kinds]
+    for kind, conflicting in ((WRITE, (WRITE, READ, ATOMIC)), (READ, (WRITE, ATOMIC)), (ATOMIC, (WRITE, READ))):
         if found[kind] is not None:
             for other in conflicting:
                 history.check(other, found[kind], gang.number, time, known)
     for kind in range(3):
         if found[kind] is not None:
             history.record(kind, found[kind], gang.number, time, known)
-    if found[0] is not None:  # a write is ordered behind the reads before it
-        for kind in (1, 2):
-            history.tables[kind][0][found[0]] = -1
+    if found[WRITE] is not None:  # it is ordered behind the accesses before it
+        for kind in (READ, ATOMIC):
+            history.tables[kind][0][found[WRITE]] = -1

@@ -21,7 +21,7 @@ from moe_numba.simulator.core.scheduler import _REDRAW, World
 from moe_numba.simulator.memory_model import ranks
 from moe_numba.simulator.vector import access, state
 from moe_numba.simulator.vector.clocks import Clocks, fold
-from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.errors import Conflict, Unsupported
 from moe_numba.simulator.vector.numbers import Weak
 from moe_numba.simulator.vector.shadow import Log, Region
 
@@ -49,6 +49,7 @@ class Gang(greenlet.greenlet):
         self.whole = None  # a mask that is known to consist of whole warps
         self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0)
         self.lane, self.waits, self.result, self.quiet = 0, None, None, False
+        self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
         self.priority, self.queued = warps[0].priority, False
         self.gr_context, self.parent = block.grid.context, engine.parent
 
@@ -83,6 +84,52 @@ class Gang(greenlet.greenlet):
         if not missing:
             return values
         return np.concatenate([values, np.full(missing, filler, values.dtype)])
+
+    def existing_threads(self, mask):
+        """Return the active lanes' threads, if scalar functions have needed any."""
+        threads = [t for warp in self.warps for t in warp.__dict__.get("threads", ())]
+        return threads if mask is None else [t for t in threads if mask[t.thread_id - self.first]]
+
+    def watch(self, region, address, step, width, index, mask, writes):
+        """Check accesses to a shared allocation against asynchronous operations; mark what was written as unfenced."""
+        detector = region.shared.detector
+        many = type(index) is np.ndarray
+        offset = index * step + (address - region.start)
+        if many and mask is not None:
+            offset = offset[mask]
+        flags = np.frombuffer(detector.flags, np.uint8)
+        if many:
+            found = flags[offset >> 4].any() or width > 1 and flags[(offset + (width - 1)) >> 4].any()
+        else:
+            found = flags[offset >> 4 : (offset + width - 1 >> 4) + 1].any()
+        if found:
+            start = region.shared.start
+            for o in offset if many else (offset,):
+                for other in detector.reservations_at(start + int(o), start + int(o) + width):
+                    if other.conflicts(start + int(o), start + int(o) + width, writes):
+                        raise Conflict("an access to memory that an asynchronous operation uses")
+        if writes:
+            self._mark_unfenced(detector, offset, width, mask, many)
+
+    def _mark_unfenced(self, detector, offset, width, mask, many):
+        if detector.unfenced is None:
+            detector.unfenced = np.zeros(detector.allocation.bytes.size, np.uint16)
+        threads = [t for warp in self.warps for t in warp.threads]
+        base = detector.writers.get(threads[0])
+        if base is None:
+            for t in threads:
+                detector.writers[t] = len(detector.writers) + 1
+            base = detector.writers[threads[0]]
+        numbers = base + (self.all_lanes if mask is None else mask.nonzero()[0])
+        if not many:
+            detector.unfenced[offset : offset + width] = numbers[-1]
+            low, high = offset, offset + width
+        else:
+            for k in range(width):
+                detector.unfenced[offset + k] = numbers
+            low, high = int(offset.min()), int(offset.max()) + width
+        first, last, _ = self.unfenced.get(detector, (low, high, base))
+        self.unfenced[detector] = min(first, low), max(last, high), base
 
     # Waiting
 
@@ -140,7 +187,6 @@ class Gang(greenlet.greenlet):
             result = finish(arrived.values()) if finish else None
             for gang in arrived:
                 gang.result = result
-            self.engine.forget_shared(self.block)
             self.world.wake(arrived)
         result = self.park(what)
         self.engine.clocks.acquire(self, (self.block, "barrier"))
@@ -166,12 +212,36 @@ def _constants(size):
     return np.arange(size), np.ones(size, bool)
 
 
+class _Order:
+    """Stands in for weak memory where threads publish to mbarriers and flags; memory itself is not weak."""
+
+    def __init__(self, clocks):
+        self.clocks = clocks
+
+    def publish_to(self, point, thread):
+        self.clocks.release(state.gang, point)
+
+    def receive_from(self, point, thread):
+        self.clocks.acquire(state.gang, point)
+
+    def read(self, block, cell, start):
+        return cell.copy()
+
+    def write_through(self, block, cell, start, data):
+        cell[:] = data
+
+    def release(self, *_):
+        pass
+
+    acquire = drop_stale = make_coherent = end = start = synchronize = release
+
+
 class VectorWorld(World):
     """Scheduler of gangs."""
 
     def __init__(self, engine, seed):
         super().__init__(seed)
-        self.engine, self.reads_clock = engine, False
+        self.engine, self.reads_clock, self.memory_model = engine, False, _Order(engine.clocks)
 
     def add(self, grid):
         self.grids.append(grid)
@@ -316,16 +386,12 @@ class Engine:
             block.cluster.mark_arrived(warp)
         block.exited += gang.size
         if block.exited == block.size:
+            for scope in (block, *block.warpgroups):
+                if scope.open_rendezvous:
+                    raise Unsupported("a barrier at which threads are missing")
             block.shared.check_end_of_block()
             self.world.retire(grid)
 
     def shares(self, region):
         """Return whether several gangs may access a region."""
         return region.shared is None or self.by_warp
-
-    def forget_shared(self, block):
-        """Forget the accesses to a block's shared memory: a barrier of all its threads orders them."""
-        for region in self.memory.shared.values():
-            if region.block is block:
-                region.history = None
-                region.__dict__.pop("pending", None)

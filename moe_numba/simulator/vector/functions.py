@@ -372,6 +372,9 @@ VERSIONS = {
 _TRANSFORMED = {"shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync", "all_sync", "any_sync", "eq_sync"}
 
 
+NAMES = {}  # (module of `ptx`, function) -> version
+
+
 def _refused(what):
     def refuse(mask, *_, **__):
         raise Unsupported(what)
@@ -398,9 +401,13 @@ def version(function):
     if isinstance(function, types.MethodType):
         inner = CALLS[function.__func__]
         return lambda mask, *arguments, **keywords: inner(mask, function.__self__, *arguments, **keywords)
+    if isinstance(function, functools._lru_cache_wrapper):  # it makes device functions
+        return _uniform(function)
     if not isinstance(function, types.FunctionType):
         return _refused(f"{getattr(function, '__name__', function)}()")
     module = function.__module__ or ""
+    if module.startswith("moe_numba.ptx.") and (module[14:], function.__name__) in NAMES:
+        return NAMES[module[14:], function.__name__]
     if module.startswith("moe_numba.simulator.") and function.__name__ not in _TRANSFORMED:
         return _refused(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
     try:

@@ -3,10 +3,12 @@
 import weakref
 
 from moe_numba.simulator.core.scheduler import settings
-from moe_numba.simulator.vector import functions
+from moe_numba.simulator.vector import fragment, functions, hopper, scoped
 from moe_numba.simulator.vector.engine import Engine, VectorWorld
 from moe_numba.simulator.vector.errors import Unsupported
 
+functions.CALLS.update(fragment.VERSIONS | hopper.VERSIONS | scoped.VERSIONS)
+functions.NAMES.update(hopper.NAMES | scoped.NAMES)
 _MOST_FAILURES = 2  # launches of a kernel that fall back before the vector engine is not tried any more
 _failures = weakref.WeakKeyDictionary()  # kernel -> {by_warp: number of failed launches}
 fallbacks = {}  # name of a kernel -> why its last launch did not run on the vector engine

@@ -239,6 +239,8 @@ class _Function:
         value = self.expression(statement.value, mask)
         if isinstance(target, ast.Name):
             old = self.expression(ast.Name(target.id, ast.Load()), mask)
+            if isinstance(statement.op, ast.Add) and target.id in self.variables.lists:
+                return self.bind(target.id, ast.List([ast.Starred(v, ast.Load()) for v in (old, value)], ast.Load()), scope)
             return self.bind(target.id, ast.BinOp(old, statement.op, value), scope)
         if not isinstance(target, ast.Subscript):
             self._unsupported(statement, scope)
@@ -400,6 +402,13 @@ class _Function:
             return self.call("_Vread", self.load(node.id), self.load(mask))
         return self.load(node.id)
 
+    def _eJoinedStr(self, node, mask):
+        return ast.JoinedStr([self.expression(v, mask) for v in node.values])
+
+    def _eFormattedValue(self, node, mask):
+        value = self.call("_Viter", self.expression(node.value, mask))
+        return ast.FormattedValue(value, node.conversion, node.format_spec)
+
     def _eTuple(self, node, mask):
         return ast.Tuple([self.expression(e, mask) for e in node.elts], ast.Load())
 
@@ -482,7 +491,8 @@ class _Function:
     def static_value(self, node):
         """Return the value of a name or an attribute that is not the function's own, or `_Static.missing`."""
         if isinstance(node, ast.Name):
-            return _Static.missing if node.id in self.variables.locals else self.static.name(node.id)
+            own = self.variables.locals | self.variables.comprehended
+            return _Static.missing if node.id in own else self.static.name(node.id)
         if isinstance(node, ast.Attribute):
             base = self.static_value(node.value)
             if base is not _Static.missing and isinstance(base, (types.ModuleType, type)):
@@ -506,6 +516,16 @@ class _Function:
             return ast.Call(self.load(name), [self.load(mask), *arguments], keywords)
         made = ast.Subscript(self.load("_Vcall"), self.expression(function, mask), ast.Load())
         return ast.Call(ast.copy_location(made, node), [self.load(mask), *arguments], keywords)
+
+    def _eGeneratorExp(self, node, mask):
+        generators = []
+        for g in node.generators:
+            if g.ifs or g.is_async:
+                raise Unsupported(f"a condition in a comprehension, line {node.lineno}")
+            generators.append(ast.comprehension(g.target, self.call("_Viter", self.expression(g.iter, mask)), [], 0))
+        return type(node)(self.expression(node.elt, mask), generators)
+
+    _eListComp = _eGeneratorExp
 
     def is_eager(self, node):
         """Return whether all lanes may evaluate an expression, although some of them do not in the source."""

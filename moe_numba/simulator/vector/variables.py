@@ -42,6 +42,23 @@ class Variables:
                 raise Unsupported(f"{type(node).__name__}, line {node.lineno}")
             if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
                 self.locals.add(node.id)
+        comprehended = {
+            name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.comprehension)
+            for name in _stored(node.target)
+        }
+        if comprehended & set(names) or any(
+            n.id in comprehended for s in _statement_targets(tree) for n in ast.walk(s) if isinstance(n, ast.Name)
+        ):
+            raise Unsupported("a comprehension that reuses the name of a variable")
+        self.locals -= comprehended
+        self.comprehended = comprehended
+        self.lists = {
+            n.targets[0].id
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Assign) and isinstance(n.value, ast.List) and isinstance(n.targets[0], ast.Name)
+        }
         for name in names:
             self._use(name, self.root)
         self._visit(tree.body, self.root)
@@ -140,6 +157,14 @@ class Variables:
 
     def loop(self, statement):
         return self._of[statement]
+
+
+def _statement_targets(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
+            yield node.target
 
 
 def _reads(node, defined, names, unbound):
