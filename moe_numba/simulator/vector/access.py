@@ -240,7 +240,7 @@ def load_vector(mask, pointer, index, dtype, count):
     dtype = as_dtype(dtype)
     elements, index, step = _vector(mask, pointer, index, dtype, count)
     region = pointer.region or region_of(pointer)
-    entry = (region, pointer.address, step, dtype.itemsize * count, index, mask, None)
+    entry = _vector_entry(region, pointer, index, step, dtype.itemsize * count, mask)
     state.gang.log.reads.append(entry)
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(*entry[:6], False)
@@ -264,7 +264,7 @@ def store_vector(mask, pointer, index, values, dtype=None):
     if not region.written:
         region.save()
     elements, index, step = _vector(mask, pointer, index, dtype, len(values))
-    entry = (region, pointer.address, step, dtype.itemsize * len(values), index, mask, None)
+    entry = _vector_entry(region, pointer, index, step, dtype.itemsize * len(values), mask)
     many = type(index) is ndarray
     if many:
         first = index * (step // dtype.itemsize) if step >= dtype.itemsize else index // (dtype.itemsize // step)
@@ -317,6 +317,15 @@ def _vector(mask, pointer, index, dtype, count):
         usable = pointer.array.nbytes // dtype.itemsize * dtype.itemsize
         elements = pointer.bytes[:usable].view(dtype)
     return elements, index, size
+
+
+def _vector_entry(region, pointer, index, step, width, mask):
+    """Return the record of a vector access; it counts aligned vectors, so that cells need not be smaller than those."""
+    address = pointer.address
+    if step < width:
+        past = address % width
+        index, address, step = (index * step + past) // width, address - past, width
+    return region, address, step, width, index, mask, None
 
 
 class Local:

@@ -125,8 +125,10 @@ class Gang(greenlet.greenlet):
             detector.unfenced[offset : offset + width] = numbers[-1]
             low, high = offset, offset + width
         else:
-            for k in range(width):
-                detector.unfenced[offset + k] = numbers
+            if width == 1:
+                detector.unfenced[offset] = numbers
+            else:
+                detector.unfenced[offset[:, None] + np.arange(width)] = numbers[:, None]
             low, high = int(offset.min()), int(offset.max()) + width
         first, last, _ = self.unfenced.get(detector, (low, high, base))
         self.unfenced[detector] = min(first, low), max(last, high), base

@@ -1,5 +1,7 @@
 """Accumulators of a gang's lanes, and the matrix instructions of one warp: mma.sync, ldmatrix and stmatrix."""
 
+import inspect
+
 import numpy as np
 
 from moe_numba.simulator.async_ import fragments, matrix
@@ -94,7 +96,9 @@ def _rows(mask, array, index, lanes, writes):
         raise Unsupported("a matrix row of an array that is not aligned")
     taking_part = np.zeros(32, bool)
     taking_part[lanes] = True
-    entry = (region, array.address, array.dtype.itemsize, 16, index * taking_part, taking_part, None)
+    row = np.zeros(32, np.int64)
+    row[lanes] = offset >> 4
+    entry = (region, region.start, 16, 16, row, taking_part, None)
     if writes:
         region.written = True
     (gang.log.writes if writes else gang.log.reads).append(entry)
@@ -150,6 +154,49 @@ def e4m3_as_f16(mask, registers, odd):
     return matrix.e4m3_as_f16([_register(r) for r in registers], odd)
 
 
+def bf16x2(mask, high, low):
+    """cvt.rn.bf16x2.f32."""
+    return _bf16_in_high_half(high) | _bf16_in_high_half(low) >> np.uint32(16)
+
+
+def _bf16_in_high_half(value):
+    value = column(value)
+    bits = value.view(np.uint32)
+    rounded = bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(value == value, rounded, np.uint32(0x7FFF0000))
+
+
+def load_shared(function):
+    """Make the version of a function that `ptx.matrix.make_load_shared(n)` made."""
+    count = inspect.getclosurevars(function).nonlocals["n"] // 4
+
+    def load(mask, array, index):
+        factors = access.load_vector(mask, array, index, np.float32, 4 if count >= 4 else count)
+        for i in range(4, count, 4):
+            factors += access.load_vector(mask, array, index + i, np.float32, min(4, count - i))
+        return factors
+
+    return load
+
+
+def stmatrix_fragment(function):
+    """Make the version of a function that `ptx.matrix.make_stmatrix_fragment(n, first, count, pitch)` made."""
+    outer = inspect.getclosurevars(function).nonlocals
+    first, count, pitch = outer["first"], outer["count"], outer["pitch"]
+
+    def store_fragment(mask, array, offset, values, factor):
+        values = as_matrix(values)[:, first // 2 : (first + count) // 2] * column(factor)[:, None]
+        bits = np.ascontiguousarray(_bf16_in_high_half(values.reshape(-1)).reshape(values.shape).T)
+        low, high = bits[0::2] >> np.uint32(16), bits[1::2]
+        for j in range(count // 8):
+            registers = low[2 * j] | high[2 * j], low[2 * j + 1] | high[2 * j + 1]
+            store(mask, array, offset + 8 * j * pitch, registers, True)
+
+    return store_fragment
+
+
+NAMES = {("conversions", "cvt_rn_bf16x2_f32"): bf16x2}
+FACTORIES = {("matrix", "load_shared"): load_shared, ("matrix", "stmatrix_fragment"): stmatrix_fragment}
 VERSIONS = {
     fragments.fma: fma,
     fragments.fma_columns: fma_columns,

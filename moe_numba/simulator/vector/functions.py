@@ -373,6 +373,7 @@ _TRANSFORMED = {"shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync", 
 
 
 NAMES = {}  # (module of `ptx`, function) -> version
+FACTORIES = {}  # the same of functions that a factory makes -> function that makes the version
 
 
 def _refused(what):
@@ -408,6 +409,8 @@ def version(function):
     module = function.__module__ or ""
     if module.startswith("moe_numba.ptx.") and (module[14:], function.__name__) in NAMES:
         return NAMES[module[14:], function.__name__]
+    if module.startswith("moe_numba.ptx.") and (module[14:], function.__name__) in FACTORIES:
+        return FACTORIES[module[14:], function.__name__](function)
     if module.startswith("moe_numba.simulator.") and function.__name__ not in _TRANSFORMED:
         return _refused(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
     try:

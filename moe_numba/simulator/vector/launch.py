@@ -8,7 +8,8 @@ from moe_numba.simulator.vector.engine import Engine, VectorWorld
 from moe_numba.simulator.vector.errors import Unsupported
 
 functions.CALLS.update(fragment.VERSIONS | hopper.VERSIONS | scoped.VERSIONS)
-functions.NAMES.update(hopper.NAMES | scoped.NAMES)
+functions.NAMES.update(fragment.NAMES | hopper.NAMES | scoped.NAMES)
+functions.FACTORIES.update(fragment.FACTORIES)
 _MOST_FAILURES = 2  # launches of a kernel that fall back before the vector engine is not tried any more
 _failures = weakref.WeakKeyDictionary()  # kernel -> {by_warp: number of failed launches}
 fallbacks = {}  # name of a kernel -> why its last launch did not run on the vector engine

@@ -22,7 +22,7 @@ class Region:
     def __init__(self, start, end, memory=None, shared=None):
         self.start, self.end, self.memory, self.shared = start, end, memory, shared
         self.saved = None  # the bytes before the first write
-        self.grain, self.tags, self.history = 16, None, None
+        self.grain, self.tags, self.history = 4, None, None
         self.written = False
 
     def save(self):
