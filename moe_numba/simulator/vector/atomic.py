@@ -15,7 +15,7 @@ _UFUNCS = {"add": np.add, "sub": np.subtract, "and_": np.bitwise_and, "or_": np.
 _UFUNCS |= {"max": np.maximum, "min": np.minimum}
 
 
-def _target(mask, x, index):
+def _target(mask, x, index, acquires=True):
     """Return (flat array, lanes, their indices) of an atomic operation, and record the access."""
     gang = state.gang
     if type(x) is not Array and type(x) is not Pointer:
@@ -35,11 +35,18 @@ def _target(mask, x, index):
     where = index[lanes] if type(index) is ndarray else np.full(len(lanes), index)
     if len(where) and (where.min() < 0 or where.max() >= len(array)):
         raise Unsupported("an index out of bounds")
+    points = set()
+    if gang.engine.shares(region) and len(where) <= 32:
+        points = {(region, address + int(k) * step) for k in where}
+    if acquires:
+        for point in points:
+            gang.engine.clocks.acquire(gang, point)
     gang.log.atomics.append((region, address, step, array.itemsize, index, mask, None))
+    for point in points:
+        gang.engine.clocks.release(gang, point)
     if region.shared is not None and region.shared.detector is not None:
         gang.watch(region, address, step, array.itemsize, index, mask, True)
-    points = {(region, address + int(k) * step) for k in where} if gang.engine.shares(region) and len(where) <= 32 else ()
-    return array, lanes, where, points
+    return array, lanes, where
 
 
 def _operand(value, lanes, dtype):
@@ -59,12 +66,9 @@ def _effect(name):
         if type(x) is Pointers or x.dtype.kind not in "iu":
             fallback(mask, x, index, value)
             return
-        array, lanes, where, points = _target(mask, x, index)
-        gang = state.gang
-        for point in points:
-            gang.engine.clocks.release(gang, point)
+        array, lanes, where = _target(mask, x, index, acquires=False)
         ufunc.at(array, where, _operand(value, lanes, array.dtype))
-        gang.grid.memory_changed()
+        state.gang.grid.memory_changed()
 
     return operation
 
@@ -75,11 +79,7 @@ def _operation(name):
     def operation(mask, x, index, *values):
         if type(x) is Pointers:
             raise Unsupported("an atomic operation on pointers that differ between lanes")
-        array, lanes, where, points = _target(mask, x, index)
-        gang = state.gang
-        for point in points:
-            gang.engine.clocks.acquire(gang, point)
-            gang.engine.clocks.release(gang, point)
+        (array, lanes, where), gang = _target(mask, x, index), state.gang
         if name == "add" and len(lanes) > 8 and array.dtype.kind in "iu":
             added = _operand(values[0], lanes, array.dtype)
             old, spins = _fetch_add(array, where, added), not added.any()

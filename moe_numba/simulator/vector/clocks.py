@@ -11,6 +11,10 @@ from moe_numba.simulator.vector.errors import Conflict
 from moe_numba.simulator.vector.shadow import MANY, by_region, cells
 
 
+WRITE, READ, ATOMIC, LOAD = range(4)  # LOAD: one with a memory order, which conflicts with plain writes only
+_CONFLICTS = ((WRITE, (WRITE, READ, ATOMIC, LOAD)), (READ, (WRITE, ATOMIC)), (ATOMIC, (WRITE, READ)), (LOAD, (WRITE,)))
+
+
 class Clocks:
     """The clocks of all gangs of a launch."""
 
@@ -37,22 +41,25 @@ class Clocks:
 class History:
     """Of each cell of a region: the gangs, and their times, that wrote, read and changed it atomically last.
 
-    Of shared memory the last read of every gang is kept. Of global memory one gang is, or `MANY`.
+    Of shared memory the last read and the last atomic of every gang are kept; of global memory those of one gang, or
+    `MANY`.
     """
 
     def __init__(self, count, shared):
-        self.count, self.shared, self.readers = count, shared, {}
-        self.tables = [(np.full(count, -1, np.int32), np.zeros(count, np.int32)) for _ in range(3)]
+        self.count, self.shared, self.every = count, shared, {READ: {}, ATOMIC: {}, LOAD: {}}
+        self.tables = [(np.full(count, -1, np.int32), np.zeros(count, np.int32)) for _ in range(4)]
 
     def repeat(self, times):
         self.count *= times
         self.tables = [(gang.repeat(times), time.repeat(times)) for gang, time in self.tables]
-        self.readers = {gang: times_read.repeat(times) for gang, times_read in self.readers.items()}
+        for tables in self.every.values():
+            for gang in tables:
+                tables[gang] = tables[gang].repeat(times)
 
     def check(self, kind, cell, gang, time, known):
         """Raise a Conflict if the last accesses of a kind are not ordered before this gang's."""
-        if self.shared and kind == READ:
-            for other, times in self.readers.items():
+        if self.shared and kind != WRITE:
+            for other, times in self.every[kind].items():
                 if other != gang and (times[cell] > (0 if known is None else known[other])).any():
                     raise Conflict("two warps access the same memory")
             return
@@ -68,10 +75,10 @@ class History:
             raise Conflict("two blocks or warps access the same memory")
 
     def record(self, kind, cell, gang, time, known):
-        if self.shared and kind == READ:
-            if gang not in self.readers:
-                self.readers[gang] = np.zeros(self.count, np.int32)
-            self.readers[gang][cell] = time + 1
+        if self.shared and kind != WRITE:
+            if gang not in self.every[kind]:
+                self.every[kind][gang] = np.zeros(self.count, np.int32)
+            self.every[kind][gang][cell] = time + 1
             return
         gangs, times = self.tables[kind]
         if kind != WRITE:  # keep the latest if the earlier ones are ordered before it
@@ -87,35 +94,30 @@ class History:
         gangs[cell], times[cell] = gang, time
 
 
-WRITE, READ, ATOMIC = range(3)
-
-
 def fold(gang, time, known, kinds):
     """Check accesses of a gang against those of other gangs, and record them."""
-    writes, reads, atomics = (by_region(kind) for kind in kinds)
-    for region in {**writes, **reads, **atomics}:
-        if not region.written:
-            region.pending = getattr(region, "pending", [])
-            region.pending.append((gang, time, known, reads[region]))
-            continue
-        for earlier in region.__dict__.pop("pending", ()):
-            _fold(region, *earlier[:3], [[], earlier[3], []])
-        _fold(region, gang, time, known, [kind.get(region, []) for kind in (writes, reads, atomics)])
+    kinds = [by_region(kind) for kind in kinds]
+    for region in {region: None for kind in kinds for region in kind}:
+        region.pending.append((gang, time, known, [kind.get(region, []) for kind in kinds]))
+        if region.written:  # reads alone are in no conflict
+            pending, region.pending = region.pending, []
+            for accesses in pending:
+                _fold(region, *accesses)
 
 
 def _fold(region, gang, time, known, kinds):
-    region.refine(kinds[0] + kinds[1] + kinds[2])
+    region.refine([e for kind in kinds for e in kind])
     if region.history is None:
         region.history = History(len(region.tags), region.shared is not None)
     history = region.history
     found = [cells(region, kind, gang.log.all_lanes)[0] if kind else None for kind in kinds]
-    for kind, conflicting in ((WRITE, (WRITE, READ, ATOMIC)), (READ, (WRITE, ATOMIC)), (ATOMIC, (WRITE, READ))):
+    for kind, conflicting in _CONFLICTS:
         if found[kind] is not None:
             for other in conflicting:
                 history.check(other, found[kind], gang.number, time, known)
-    for kind in range(3):
+    for kind in range(4):
         if found[kind] is not None:
             history.record(kind, found[kind], gang.number, time, known)
     if found[WRITE] is not None:  # it is ordered behind the accesses before it
-        for kind in (READ, ATOMIC):
+        for kind in (READ, ATOMIC, LOAD):
             history.tables[kind][0][found[WRITE]] = -1

@@ -47,7 +47,7 @@ class Gang(greenlet.greenlet):
         self.all_lanes, self.everyone = _constants(self.size)
         self.world, self.is_block = engine.world, len(warps) == len(block.warps)
         self.whole = None  # a mask that is known to consist of whole warps
-        self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0)
+        self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0, 0)
         self.lane, self.waits, self.result, self.quiet = 0, None, None, False
         self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
         self.priority, self.queued = warps[0].priority, False
@@ -155,7 +155,7 @@ class Gang(greenlet.greenlet):
 
     def flush(self):
         """Check the accesses since the last flush against those of other gangs."""
-        kinds = self.log.writes, self.log.reads, self.log.atomics
+        kinds = self.log.kinds
         new = [kind[start:] for kind, start in zip(kinds, self.flushed)]
         self.flushed = tuple(map(len, kinds))
         if any(new):
@@ -166,7 +166,7 @@ class Gang(greenlet.greenlet):
     def end_of_epoch(self):
         self.flush()
         self.log.barrier()
-        self.flushed = 0, 0, 0
+        self.flushed = 0, 0, 0, 0
 
     def block_barrier(self, active, what, value=None, finish=None):
         """Wait for all threads of the block."""

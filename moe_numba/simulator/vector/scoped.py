@@ -15,12 +15,12 @@ ndarray = np.ndarray
 
 
 def _elements(mask, x, index, dtype, count):
-    """Record an access, and return (elements, index of each active lane, lanes, points)."""
+    """Return (elements, index of each active lane, lanes, points, whether the index varies, record of the access)."""
     gang = state.gang
     dtype = np.dtype(dtype)
     elements, index, step = access._vector(mask, x, index, dtype, count)
     region = x.region or access.region_of(x)
-    gang.log.atomics.append((region, x.address, step, dtype.itemsize * count, index, mask, None))
+    entry = access._vector_entry(region, x, index, step, dtype.itemsize * count, mask)
     if region.shared is not None and region.shared.detector is not None:
         gang.watch(region, x.address, step, dtype.itemsize * count, index, mask, False)
     lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
@@ -29,7 +29,7 @@ def _elements(mask, x, index, dtype, count):
     if (first < 0).any() or (first + count > len(elements)).any():
         raise Unsupported("an index out of bounds")
     points = [(region, x.address + int(k) * step) for k in np.unique(where)]
-    return elements, first, lanes, points, type(index) is ndarray
+    return elements, first, lanes, points, type(index) is ndarray, entry
 
 
 def _pointer(x):
@@ -45,9 +45,10 @@ def load(mask, x, index, dtype, count=1):
             value = load(part, one, index, dtype, count)
             result = value if result is None or part is None else select(part, value, result)
         return result
-    elements, first, lanes, points, many = _elements(mask, _pointer(x), index, dtype, count)
+    elements, first, lanes, points, many, entry = _elements(mask, _pointer(x), index, dtype, count)
     for point in points:
         gang.engine.clocks.acquire(gang, point)
+    gang.log.loads.append(entry)
     if not many:
         return tuple(elements[first[0] + k] for k in range(count))
     made = []
@@ -68,7 +69,8 @@ def store(mask, x, index, value, dtype):
     region = x.region or access.region_of(x)
     if not region.written:
         region.save()
-    elements, first, lanes, points, many = _elements(mask, x, index, dtype, 1)
+    elements, first, lanes, points, many, entry = _elements(mask, x, index, dtype, 1)
+    gang.log.atomics.append(entry)
     for point in points:
         gang.engine.clocks.release(gang, point)
     value = atomic._operand(value, lanes, elements.dtype)

@@ -23,7 +23,7 @@ class Region:
         self.start, self.end, self.memory, self.shared = start, end, memory, shared
         self.saved = None  # the bytes before the first write
         self.grain, self.tags, self.history = 4, None, None
-        self.written = False
+        self.written, self.pending = False, []
 
     def save(self):
         """Keep a copy of the bytes; call it before the first write."""
@@ -87,9 +87,12 @@ def cells(region, entries, all_lanes):
 _NONE = np.zeros(0, np.int64)
 
 
-def check(region, writes, reads, atomics, all_lanes, shift):
-    """Raise a Conflict if two units access the same cell and one of them writes; a unit is `lane >> shift`."""
-    region.refine(writes + reads + atomics)
+def check(region, writes, reads, atomics, loads, all_lanes, shift):
+    """Raise a Conflict if two units access the same cell and one of them writes; a unit is `lane >> shift`.
+
+    `loads` are those with a memory order: only plain writes conflict with them.
+    """
+    region.refine(writes + reads + atomics + loads)
     tags, stored = region.tags, []
     try:
         if writes:
@@ -99,25 +102,26 @@ def check(region, writes, reads, atomics, all_lanes, shift):
             stored.append(cell)
             if (tags[cell] != unit).any() and not _same_values(region, writes, all_lanes):
                 raise Conflict("two threads write to the same memory")
-        for entries in (reads, atomics):
-            if writes and entries:
-                cell, unit = cells(region, entries, all_lanes)
-                tag = tags[cell]
-                if ((tag != -1) & (tag != unit >> shift)).any():
-                    raise Conflict("a thread reads what another one writes")
+            for entries in (reads, atomics, loads):
+                _compare(region, entries, all_lanes, shift)
         if atomics and reads:
             cell, unit = cells(region, atomics, all_lanes)
             unit = unit >> shift
             tags[cell] = unit
             stored.append(cell)
             tags[cell[tags[cell] != unit]] = MANY
-            cell, unit = cells(region, reads, all_lanes)
-            tag = tags[cell]
-            if ((tag != -1) & (tag != unit >> shift)).any():
-                raise Conflict("a thread reads what another one changes atomically")
+            _compare(region, reads, all_lanes, shift)
     finally:
         for cell in stored:
             tags[cell] = -1
+
+
+def _compare(region, entries, all_lanes, shift):
+    """Raise a Conflict if one of these accesses touches a cell that is tagged with another unit."""
+    cell, unit = cells(region, entries, all_lanes)
+    tag = region.tags[cell]
+    if ((tag != -1) & (tag != unit >> shift)).any():
+        raise Conflict("a thread reads what another one writes")
 
 
 def _same_values(region, writes, all_lanes):
@@ -151,48 +155,44 @@ class Log:
 
     def __init__(self, all_lanes):
         self.all_lanes, self.warps = all_lanes, (len(all_lanes) + 31) // 32
-        self.reads, self.writes, self.atomics, self.open = [], [], [], ([], [], [])
-        self.marks = 0, 0, 0
+        self.kinds = self.writes, self.reads, self.atomics, self.loads = [], [], [], []
+        self.open, self.marks = ([], [], [], []), (0, 0, 0, 0)
 
     def collective(self, mask):
         """Check the accesses of the lanes in a mask since their last collective: their lanes are ordered now."""
-        w, r, a = self.marks
-        if len(self.writes) == w and len(self.atomics) == a and not (self.open[0] or self.open[2]):
-            if mask is None or not (self.open[1] or len(self.reads) > r):
-                self.marks, self.open = (w, len(self.reads), a), ([], [], [])
-            else:  # lanes of other warps may still write what they read since
-                self._close(mask)
-            return
-        self._close(mask)
+        w, _, a, _ = self.marks
+        if len(self.writes) == w and len(self.atomics) == a and not (self.open[0] or self.open[2]) and mask is None:
+            self.marks, self.open = tuple(map(len, self.kinds)), ([], [], [], [])
+        else:
+            self._close(mask)
 
     def _close(self, mask):
-        w, r, a = self.marks
-        kinds = [self.open[0] + self.writes[w:], self.open[1] + self.reads[r:], self.open[2] + self.atomics[a:]]
-        self.marks = len(self.writes), len(self.reads), len(self.atomics)
-        self.open = ([], [], [])
-        if mask is not None:
+        kinds = [opened + kind[mark:] for opened, kind, mark in zip(self.open, self.kinds, self.marks)]
+        self.marks, self.open = tuple(map(len, self.kinds)), ([], [], [], [])
+        if mask is not None:  # lanes of other warps are not ordered yet
             outside = ~mask
             self.open = tuple(_restrict(kind, outside) for kind in kinds)
             kinds = [_restrict(kind, mask) for kind in kinds]
-        self.check(*kinds, 0)
+        self.check(kinds, 0)
 
-    def check(self, writes, reads, atomics, shift):
+    def check(self, kinds, shift):
+        writes, reads, atomics, loads = kinds
         if not writes and not (atomics and reads):
             return
-        writes, reads, atomics = by_region(writes), by_region(reads), by_region(atomics)
-        for region in {**writes, **atomics}:
-            kinds = writes.get(region, []), reads.get(region, []), atomics.get(region, [])
-            if kinds[0] or kinds[1]:
-                check(region, *kinds, self.all_lanes, shift)
+        kinds = [by_region(kind) for kind in kinds]
+        for region in {**kinds[0], **kinds[2]}:
+            own = [kind.get(region, []) for kind in kinds]
+            if own[0] or own[1]:
+                check(region, *own, self.all_lanes, shift)
 
     def barrier(self):
-        """Check all accesses since the last barrier of all lanes; return them by kind and forget them."""
+        """Check all accesses since the last barrier of all lanes, and forget them."""
         self._close(None)
         if self.warps > 1:
-            self.check(self.writes, self.reads, self.atomics, 5)
-        kinds = self.writes, self.reads, self.atomics
-        self.reads, self.writes, self.atomics, self.marks = [], [], [], (0, 0, 0)
-        return kinds
+            self.check(self.kinds, 5)
+        for kind in self.kinds:
+            kind.clear()
+        self.marks = 0, 0, 0, 0
 
 
 def _restrict(entries, mask):
