@@ -33,7 +33,8 @@ class Clocks:
     def acquire(self, gang, point):
         """Let a gang know what was published at a point."""
         published = self.points.get(point)
-        if published is not None:
+        if published is not None and gang.acquired.get(point) is not published:
+            gang.acquired[point] = published
             gang.flush()
             gang.known = published.copy() if gang.known is None else np.maximum(gang.known, published)
 

@@ -25,6 +25,7 @@ from moe_numba.simulator.vector.errors import Conflict, Unsupported
 from moe_numba.simulator.vector.numbers import Weak
 from moe_numba.simulator.vector.shadow import Log, Region
 
+_EAGER_POLL = 1 / 32  # probability that pollers look again, after a change of memory, although other gangs can run
 _IDLE_LIMIT, _IDLE_LIMIT_WITH_CLOCK = 64, 4096  # rounds in which all gangs poll in vain
 
 
@@ -49,6 +50,7 @@ class Gang(greenlet.greenlet):
         self.whole = None  # a mask that is known to consist of whole warps
         self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0, 0)
         self.lane, self.waits, self.result, self.quiet = 0, None, None, False
+        self.acquired = {}  # point -> what the gang last acquired there
         self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
         self.priority, self.queued = warps[0].priority, False
         self.gr_context, self.parent = block.grid.context, engine.parent
@@ -265,7 +267,8 @@ class VectorWorld(World):
         seen = idle = 0
         try:
             while self.queue or self.pollers:
-                if self.pollers and (self.changes != seen or not self.queue):
+                # A poll is expensive: mostly, all other gangs go as far as they can before pollers look again.
+                if self.pollers and (not self.queue or self.changes != seen and self.rng.random() < _EAGER_POLL):
                     idle = idle + 1 if self.changes == seen else 0
                     seen = self.changes
                     if idle > (_IDLE_LIMIT_WITH_CLOCK if self.reads_clock else _IDLE_LIMIT):

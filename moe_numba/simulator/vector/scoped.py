@@ -6,6 +6,7 @@ each load acquires from it.
 
 import numpy as np
 
+from moe_numba.simulator.core.memory import Pointer
 from moe_numba.simulator.memory_model import scoped_access
 from moe_numba.simulator.vector import access, atomic, state
 from moe_numba.simulator.vector.errors import Unsupported
@@ -25,15 +26,16 @@ def _elements(mask, x, index, dtype, count):
         gang.watch(region, x.address, step, dtype.itemsize * count, index, mask, False)
     lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
     where = index[lanes] if type(index) is ndarray else np.full(1, index)
-    first = where * step // dtype.itemsize
-    if (first < 0).any() or (first + count > len(elements)).any():
+    first = where * step // dtype.itemsize if step != dtype.itemsize else where
+    distinct = set(where.tolist())
+    if min(distinct) < 0 or max(distinct) * step // dtype.itemsize + count > len(elements):
         raise Unsupported("an index out of bounds")
-    points = [(region, x.address + int(k) * step) for k in np.unique(where)]
+    points = [(region, x.address + k * step) for k in distinct]
     return elements, first, lanes, points, type(index) is ndarray, entry
 
 
-def _pointer(x):
-    return x if not hasattr(x, "pointer") else x.pointer()
+def _pointer(x, dtype):
+    return x if type(x) is Pointer or x.dtype == dtype and x.ndim == 1 else x.pointer()
 
 
 def load(mask, x, index, dtype, count=1):
@@ -45,7 +47,7 @@ def load(mask, x, index, dtype, count=1):
             value = load(part, one, index, dtype, count)
             result = value if result is None or part is None else select(part, value, result)
         return result
-    elements, first, lanes, points, many, entry = _elements(mask, _pointer(x), index, dtype, count)
+    elements, first, lanes, points, many, entry = _elements(mask, _pointer(x, dtype), index, dtype, count)
     for point in points:
         gang.engine.clocks.acquire(gang, point)
     gang.log.loads.append(entry)
@@ -65,7 +67,7 @@ def store(mask, x, index, value, dtype):
         for one, part in x.parts(mask):
             store(part, one, index, value, dtype)
         return
-    gang, x = state.gang, _pointer(x)
+    gang, x = state.gang, _pointer(x, dtype)
     region = x.region or access.region_of(x)
     if not region.written:
         region.save()
