@@ -13,6 +13,7 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.async_ import tensor_map
+from moe_numba.simulator.async_.mbarrier import MBarrier
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import kernel_frame
@@ -50,6 +51,7 @@ class Gang(greenlet.greenlet):
         self.whole = None  # a mask that is known to consist of whole warps
         self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0, 0)
         self.lane, self.waits, self.result, self.quiet = 0, None, None, False
+        self.barriers = 0  # barriers of the block and of the grid that it has reached
         self.acquired = {}  # point -> what the gang last acquired there
         self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
         self.priority, self.queued = warps[0].priority, False
@@ -184,7 +186,9 @@ class Gang(greenlet.greenlet):
             raise Unsupported(f"{what}: warps of a block wait at different barriers")
         arrived = barrier.setdefault(site, {})
         arrived[self] = value
-        self.engine.clocks.release(self, (self.block, "barrier"))
+        self.barriers += 1
+        point = self.block, self.barriers  # not the barrier alone: another gang may arrive at the next one first
+        self.engine.clocks.release(self, point)
         self.end_of_epoch()
         if len(arrived) == len(self.block.warps):
             barrier.clear()
@@ -193,7 +197,7 @@ class Gang(greenlet.greenlet):
                 gang.result = result
             self.world.wake(arrived)
         result = self.park(what)
-        self.engine.clocks.acquire(self, (self.block, "barrier"))
+        self.engine.clocks.acquire(self, point)
         return result
 
     def grid_barrier(self, active):
@@ -202,13 +206,15 @@ class Gang(greenlet.greenlet):
             raise Unsupported("grid sync that not all threads reach together")
         arrived = self.grid.__dict__.setdefault("vector_barrier", [])
         arrived.append(self)
-        self.engine.clocks.release(self, (self.grid, "barrier"))
+        self.barriers += 1
+        point = self.grid, self.barriers
+        self.engine.clocks.release(self, point)
         self.end_of_epoch()
         if len(arrived) == self.engine.gangs_of(self.grid):
             self.grid.vector_barrier = []
             self.world.wake(arrived)
         self.park("grid sync")
-        self.engine.clocks.acquire(self, (self.grid, "barrier"))
+        self.engine.clocks.acquire(self, point)
 
 
 @functools.lru_cache(maxsize=64)
@@ -223,9 +229,12 @@ class _Order:
         self.clocks = clocks
 
     def publish_to(self, point, thread):
+        # Arrivals at the next phase do not order what follows a wait for this one.
+        point = (point, point.phases) if type(point) is MBarrier else point
         self.clocks.release(state.gang, point)
 
     def receive_from(self, point, thread):
+        point = (point, point.phases - 1) if type(point) is MBarrier else point
         self.clocks.acquire(state.gang, point)
 
     def read(self, block, cell, start):

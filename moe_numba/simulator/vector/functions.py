@@ -6,6 +6,7 @@ called lane by lane.
 
 import builtins
 import functools
+import itertools
 import sys
 import types
 
@@ -130,6 +131,17 @@ def item(value, lane):
     return value
 
 
+def _items(value, lanes):
+    """Return an iterable of what each of these lanes sees of a value."""
+    if type(value) is Weak:
+        return value.values[lanes].tolist()
+    if type(value) is ndarray:
+        return list(value[lanes])
+    if type(value) in (int, Array, Pointer, str, types.NoneType):
+        return itertools.repeat(value)
+    return [item(value, lane) for lane in lanes]
+
+
 def collect(values, lanes):
     """Return the results of some lanes as one value."""
     first = values[0]
@@ -163,13 +175,10 @@ def per_lane(function):
         if keywords:
             raise Unsupported("keyword arguments of a function that is called lane by lane")
         lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
-        before, results = gang.lane, []
-        try:
-            for lane in lanes:
-                gang.lane = int(lane)
-                results.append(function(*[item(a, lane) for a in arguments]))
-        finally:
-            gang.lane = before
+        columns, results = [_items(a, lanes) for a in arguments], []
+        for lane, *own in zip(lanes.tolist(), *columns):
+            gang.lane = lane
+            results.append(function(*own))
         return collect(results, lanes)
 
     return call

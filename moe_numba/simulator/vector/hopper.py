@@ -76,7 +76,7 @@ def _meet(scope, what, expected, count, value=None, finish=None, wait=True):
         current = opened[what, None] = _Meeting(expected)
     if current.expected != expected or gang in current.values:
         raise Unsupported(f"{what}: warps disagree")
-    current.values[gang], point = value, (scope, what)
+    current.values[gang], point = value, current
     current.arrived += count
     gang.engine.clocks.release(gang, point)
     if wait:
@@ -239,7 +239,6 @@ VERSIONS = {
     async_copy.store: _recorded(async_copy.store, 0, 1, 4, True),
     async_copy.load_box: per_lane(async_copy.load_box),
     async_copy.store_box: store_box,
-    async_copy.commit: per_lane(async_copy.commit),
     mbarrier.init: per_lane(mbarrier.init),
     mbarrier.invalidate: per_lane(mbarrier.invalidate),
     mbarrier.fence_init: fence_init,
@@ -257,10 +256,20 @@ VERSIONS = {
 
 
 def _copy_wait(mask, pending, read_only, kind="cp.async.bulk"):
-    per_lane(async_copy.wait)(mask, pending, read_only, kind)
+    for t in state.gang.existing_threads(mask):
+        if t.copy_groups and kind in t.copy_groups:  # other lanes have issued no copies
+            state.gang.lane = t.thread_id - state.gang.first
+            t.copy_groups[kind].wait(pending, read_only)
 
 
-VERSIONS[async_copy.wait] = _copy_wait
+def _commit(mask, kind="cp.async.bulk"):
+    for t in state.gang.existing_threads(mask):
+        state.gang.lane = t.thread_id - state.gang.first
+        if t.copy_groups and kind in t.copy_groups:
+            async_copy.commit(kind)
+
+
+VERSIONS |= {async_copy.wait: _copy_wait, async_copy.commit: _commit}
 
 
 def _arrive(barriers, index, rank=None, expected_bytes=0):
