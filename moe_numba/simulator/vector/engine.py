@@ -104,6 +104,8 @@ class Gang(greenlet.greenlet):
         flags = np.frombuffer(detector.flags, np.uint8)
         if many:
             found = flags[offset >> 4].any() or width > 1 and flags[(offset + (width - 1)) >> 4].any()
+            if width > 32:
+                found = found or flags[(offset[:, None] + np.arange(16, width, 16)) >> 4].any()
         else:
             found = flags[offset >> 4 : (offset + width - 1 >> 4) + 1].any()
         if found:

@@ -116,7 +116,6 @@ def store(mask, array, index, registers, trans):
     if trans:
         matrices = np.ascontiguousarray(matrices.swapaxes(1, 2))
     data[offsets] = matrices.reshape(8 * count, 8).view(np.uint8)
-    collectives.participants(FULL_MASK, mask)
 
 
 def _register(value):
@@ -171,10 +170,17 @@ def load_shared(function):
     count = inspect.getclosurevars(function).nonlocals["n"] // 4
 
     def load(mask, array, index):
-        factors = access.load_vector(mask, array, index, np.float32, 4 if count >= 4 else count)
-        for i in range(4, count, 4):
-            factors += access.load_vector(mask, array, index + i, np.float32, min(4, count - i))
-        return factors
+        index = collectives.spread(index)
+        index = (index.values if type(index) is Weak else index).astype(np.int64)
+        index = index if mask is None else index * mask
+        if index.min() < 0 or (array.address + 4 * index & 4 * min(count, 4) - 1).any():
+            raise Unsupported("a vector access that is not aligned or out of bounds")
+        region, gang = array.region or access.region_of(array), state.gang
+        entry = (region, array.address, 4, 4 * count, index, mask, None)
+        gang.log.reads.append(entry)
+        if region.shared is not None and region.shared.detector is not None:
+            gang.watch(*entry[:6], False)
+        return LaneFragment(array.array.take(index[:, None] + np.arange(count)))
 
     return load
 

@@ -71,6 +71,7 @@ def _try_wait(barriers, index, phase):
 def _meet(scope, what, expected, count, value=None, finish=None, wait=True):
     """Arrive with `count` threads at an operation of a scope; wait until `expected` threads have arrived."""
     gang, opened = state.gang, scope.open_rendezvous
+    gang.log.collective(None)
     current = opened.get((what, None))
     if current is None:
         current = opened[what, None] = _Meeting(expected)
@@ -210,8 +211,35 @@ def fence_init(mask):
         race_detector.fence_barriers(t)
 
 
-def store_box(mask, map_pointer, map_index, coordinates, array, offset):
-    raise Unsupported("a TMA store of a box")
+def _record_box(map_pointer, map_index, coordinates, writes):
+    """Record the access of a TMA copy to global memory: the rows that it writes, or all that a box spans."""
+    gang = state.gang
+    tensor = tensor_map.map_for_copy(map_pointer, map_index)
+    if len(coordinates) != tensor.rank:
+        return  # an error, which the copy raises
+    _, view = tensor._views([int(c) for c in coordinates], writes)
+    if view is None:
+        return
+    whole = not writes or view.flags.c_contiguous
+    rows = [view] if whole else [view[index] for index in np.ndindex(view.shape[:-1])]
+    lane = np.zeros(gang.size, bool)
+    lane[gang.lane] = True
+    for row in rows:
+        low, high = np.lib.array_utils.byte_bounds(row)
+        region = gang.engine.memory.at(low)
+        if writes and not region.written:
+            region.save()
+        (gang.log.writes if writes else gang.log.reads).append((region, low, 0, high - low, 0, lane, None))
+
+
+def _load_box(array, offset, map_pointer, map_index, coordinates, *more):
+    _record_box(map_pointer, map_index, coordinates, False)
+    async_copy.load_box(array, offset, map_pointer, map_index, coordinates, *more)
+
+
+def _store_box(map_pointer, map_index, coordinates, array, offset):
+    _record_box(map_pointer, map_index, coordinates, True)
+    async_copy.store_box(map_pointer, map_index, coordinates, array, offset)
 
 
 def _recorded(function, pointer, index, size, writes):
@@ -237,8 +265,8 @@ VERSIONS = {
     async_copy.load: _recorded(async_copy.load, 2, 3, 4, False),
     async_copy.load_16: _recorded(async_copy.load_16, 2, 3, 4, False),
     async_copy.store: _recorded(async_copy.store, 0, 1, 4, True),
-    async_copy.load_box: per_lane(async_copy.load_box),
-    async_copy.store_box: store_box,
+    async_copy.load_box: per_lane(_load_box),
+    async_copy.store_box: per_lane(_store_box),
     mbarrier.init: per_lane(mbarrier.init),
     mbarrier.invalidate: per_lane(mbarrier.invalidate),
     mbarrier.fence_init: fence_init,

@@ -7,6 +7,9 @@ underscore and a letter that sources do not use.
 """
 
 import ast
+import copy
+import dis
+import functools
 import inspect
 import textwrap
 import types
@@ -47,21 +50,15 @@ def vector_function(function, special):
     `special(value)` says whether a static value is special: "index" (threadIdx and so on), "module", "type" (of Numba),
     "cast" (another function that is safe to call for lanes that are not active) or None.
     """
-    tree = _definition(function)
+    tree = _definition(function.__code__)
     static = _Static(function)
     generator = _Function(tree, static, special)
     body = generator.generate()
     helpers = HELPERS | {name: HELPERS["_Vcall"][value] for value, name in generator.types.items()}
-    factory = ast.FunctionDef(
-        name="_Vfactory",
-        args=_arguments([*helpers, *function.__code__.co_freevars]),
-        body=[body, ast.Return(ast.Name(body.name, ast.Load()))],
-        decorator_list=[],
-    )
+    factory = _function("_Vfactory", _arguments([*helpers, *function.__code__.co_freevars]), [body])
     module = ast.fix_missing_locations(ast.Module([factory], []))
     code = compile(module, function.__code__.co_filename, "exec")
-    code = next(c for c in code.co_consts if isinstance(c, types.CodeType))
-    code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == body.name)
+    code = _code_in(_code_in(code, "_Vfactory"), body.name)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     cells = tuple(cells.get(name) or types.CellType(helpers[name]) for name in code.co_freevars)
     made = types.FunctionType(code, function.__globals__, function.__name__, None, cells)
@@ -71,9 +68,9 @@ def vector_function(function, special):
     return made
 
 
-def _definition(function):
+@functools.lru_cache(maxsize=4096)
+def _definition(code):
     """Return the syntax tree of a function's definition, with the positions that it has in its file."""
-    code = function.__code__
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -82,11 +79,45 @@ def _definition(function):
     found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name]
     if not found or found[0] is not tree.body[0]:
         raise Unsupported(f"{code.co_name} is not defined by a def statement")
-    names = [a.arg for a in (*found[0].args.posonlyargs, *found[0].args.args)]
-    if tuple(names) != code.co_varnames[: code.co_argcount]:
-        raise Unsupported(f"the source of {code.co_name} has changed")
     ast.increment_lineno(tree, first - 1)
+    found[0].decorator_list = []
+    _check_same(code, found[0])
     return found[0]
+
+
+_INCIDENTAL = {"CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "RESUME"}
+
+
+def _check_same(code, definition):
+    """Refuse a source that is not what the function was compiled from, such as that of a changed copy of a module."""
+    definition = copy.deepcopy(definition)
+    definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
+    factory = _function("_Vfactory", _arguments(code.co_freevars), [definition])
+    module = compile(ast.fix_missing_locations(ast.Module([factory], [])), code.co_filename, "exec")
+    again = _code_in(_code_in(module, "_Vfactory"), code.co_name)
+    if _instructions(again) != _instructions(code):
+        raise Unsupported(f"the source of {code.co_name} has changed")
+
+
+def _instructions(code):
+    """Return a function's instructions, without what depends on the code around the function."""
+    found = []
+    for i in dis.get_instructions(code):
+        if i.opname not in _INCIDENTAL:
+            value = None if "JUMP" in i.opname or "FOR_ITER" in i.opname or "SEND" in i.opname else i.argval
+            value = "code" if isinstance(value, types.CodeType) else value
+            found.append((i.opname.replace("LOAD_METHOD", "LOAD_ATTR"), type(value), value))
+    return found
+
+
+def _code_in(code, name):
+    return next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+
+
+def _function(name, arguments, body):
+    made = ast.FunctionDef(name=name, args=arguments, body=body, decorator_list=[])
+    made.type_params = []
+    return made
 
 
 def _arguments(names):
@@ -153,10 +184,7 @@ class _Function:
             kw_defaults=[d and ast.Constant(None) for d in args.kw_defaults],
             defaults=[ast.Constant(None) for _ in args.defaults],
         )
-        made = ast.FunctionDef(
-            name=tree.name, args=arguments, body=statements or [ast.Pass()], decorator_list=[]
-        )
-        return ast.copy_location(made, tree)
+        return ast.copy_location(_function(tree.name, arguments, statements or [ast.Pass()]), tree)
 
     # Syntax trees
 
