@@ -86,6 +86,7 @@ def store(mask, x, index, value):
         if not 0 <= index < len(array):
             raise Unsupported("an index out of bounds")
         index = int(index)
+        silent = state.gang.engine.by_warp and bool(np.all(array[index] == value))
         if type(value) is ndarray:
             lane = -1 if mask is None else mask.nonzero()[0][-1]
             array[index] = value[lane]
@@ -94,13 +95,19 @@ def store(mask, x, index, value):
     elif mask is None:
         if index.dtype is not _INT64:
             index = _as_index(index)
+        silent = state.gang.engine.by_warp and bool((array[index] == value).all())
         array[index] = value
     else:
         if index.dtype is not _INT64:
             index = _as_index(index)
-        array[index[mask]] = value[mask] if type(value) is ndarray else value
+        part, own = index[mask], value[mask] if type(value) is ndarray else value
+        silent = state.gang.engine.by_warp and bool((array[part] == own).all())
+        array[part] = own
         index = index * mask
-    state.gang.log.writes.append((region, address, step, width, index, mask, value))
+    # A store that changes nothing is in conflict with what a load is in conflict with. Where warps have different work,
+    # lanes without work of their own may load what another lane stores again.
+    log = state.gang.log.reads if silent else state.gang.log.writes
+    log.append((region, address, step, width, index, mask, value))
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(region, address, step, width, index, mask, True)
 

@@ -12,6 +12,7 @@ from moe_numba.simulator.vector.shadow import MANY, by_region, cells
 
 
 WRITE, READ, ATOMIC, LOAD = range(4)  # LOAD: one with a memory order, which conflicts with plain writes only
+_MOST_EXACT = 1 << 22  # cells times gangs
 _CONFLICTS = ((WRITE, (WRITE, READ, ATOMIC, LOAD)), (READ, (WRITE, ATOMIC)), (ATOMIC, (WRITE, READ)), (LOAD, (WRITE,)))
 
 
@@ -42,12 +43,12 @@ class Clocks:
 class History:
     """Of each cell of a region: the gangs, and their times, that wrote, read and changed it atomically last.
 
-    Of shared memory the last read and the last atomic of every gang are kept; of global memory those of one gang, or
-    `MANY`.
+    Of shared memory, and of small regions, the last accesses of every gang are kept (`exact`); else those of one gang,
+    or `MANY`.
     """
 
-    def __init__(self, count, shared):
-        self.count, self.shared, self.every = count, shared, {READ: {}, ATOMIC: {}, LOAD: {}}
+    def __init__(self, count, exact):
+        self.count, self.exact, self.every = count, exact, {READ: {}, ATOMIC: {}, LOAD: {}}
         self.tables = [(np.full(count, -1, np.int32), np.zeros(count, np.int32)) for _ in range(4)]
 
     def repeat(self, times):
@@ -59,7 +60,7 @@ class History:
 
     def check(self, kind, cell, gang, time, known):
         """Raise a Conflict if the last accesses of a kind are not ordered before this gang's."""
-        if self.shared and kind != WRITE:
+        if self.exact and kind != WRITE:
             for other, times in self.every[kind].items():
                 if other != gang and (times[cell] > (0 if known is None else known[other])).any():
                     raise Conflict("two warps access the same memory")
@@ -76,7 +77,7 @@ class History:
             raise Conflict("two blocks or warps access the same memory")
 
     def record(self, kind, cell, gang, time, known):
-        if self.shared and kind != WRITE:
+        if self.exact and kind != WRITE:
             if gang not in self.every[kind]:
                 self.every[kind][gang] = np.zeros(self.count, np.int32)
             self.every[kind][gang][cell] = time + 1
@@ -109,7 +110,8 @@ def fold(gang, time, known, kinds):
 def _fold(region, gang, time, known, kinds):
     region.refine([e for kind in kinds for e in kind])
     if region.history is None:
-        region.history = History(len(region.tags), region.shared is not None)
+        exact = region.shared is not None or len(region.tags) * gang.engine.clocks.size <= _MOST_EXACT
+        region.history = History(len(region.tags), exact)
     history = region.history
     found = [cells(region, kind, gang.log.all_lanes)[0] if kind else None for kind in kinds]
     for kind, conflicting in _CONFLICTS:
