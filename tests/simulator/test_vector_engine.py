@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
 from moe_numba.simulator.core.scheduler import override_settings

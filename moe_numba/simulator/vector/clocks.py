@@ -8,8 +8,7 @@ and acquires from it.
 import numpy as np
 
 from moe_numba.simulator.vector.errors import Conflict
-from moe_numba.simulator.vector.shadow import MANY, by_region, cells
-
+from moe_numba.simulator.vector.shadow import MANY, MOST_KEPT, by_region, cells, elements
 
 WRITE, READ, ATOMIC, LOAD = range(4)  # LOAD: one with a memory order, which conflicts with plain writes only
 _MOST_EXACT = 1 << 22  # cells times gangs
@@ -100,7 +99,13 @@ def fold(gang, time, known, kinds):
     """Check accesses of a gang against those of other gangs, and record them."""
     kinds = [by_region(kind) for kind in kinds]
     for region in {region: None for kind in kinds for region in kind}:
-        region.pending.append((gang, time, known, [kind.get(region, []) for kind in kinds]))
+        own = [kind.get(region, []) for kind in kinds]
+        if not region.written:
+            region.kept += elements(own)
+            if region.kept > MOST_KEPT:
+                region.pending = []
+                continue
+        region.pending.append((gang, time, known, own))
         if region.written:  # reads alone are in no conflict
             pending, region.pending = region.pending, []
             for accesses in pending:

@@ -408,6 +408,17 @@ class Engine:
             block.shared.check_end_of_block()
             self.world.retire(grid)
 
+    def close(self):
+        """Free what the attempt has recorded; the garbage collector would take its time."""
+        for region in (*self.memory.regions, *self.memory.shared.values()):
+            region.saved = region.tags = region.history = None
+            region.pending = []
+        for gang in self.gangs:
+            gang.log = None
+        self.gangs, self.clocks.points = [], {}
+        for grid in self.world.grids:
+            grid.args = ()
+
     def shares(self, region):
         """Return whether several gangs may access a region."""
         return region.shared is None or self.by_warp

@@ -94,7 +94,11 @@ def _pairwise(function, ufunc, better):
         result = values[0]
         for value in values[1:]:
             a, b = type(result), type(value)
-            if a is ndarray and result.dtype.kind in "iu" and (value.dtype == result.dtype if b is ndarray else b is int):
+            if (
+                a is ndarray
+                and result.dtype.kind in "iu"
+                and (value.dtype == result.dtype if b is ndarray else b is int)
+            ):
                 result = ufunc(result, value)
             elif a is not ndarray and b is not ndarray and a is not Weak and b is not Weak:
                 result = function(result, value)
@@ -282,9 +286,7 @@ def _selp(mask, condition, a, b):
 def _grid(mask, ndim):
     gang = state.gang
     axes = "xyz"
-    values = [
-        b * d + gang.index("threadIdx", axis) for b, d, axis in zip(gang.block.index, gang.grid.block_dim, axes)
-    ]
+    values = [b * d + gang.index("threadIdx", axis) for b, d, axis in zip(gang.block.index, gang.grid.block_dim, axes)]
     return cuda_module._per_dimension("grid", ndim, values)
 
 

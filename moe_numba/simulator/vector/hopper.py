@@ -150,9 +150,7 @@ def _issue(what, n, dtype, values, steps):
     group.start()
     for gang in gangs:
         gang.warps[0].wgmma_groups.append(group)
-    return {
-        gang: wgmma.PendingAccumulators(group, results[32 * k : 32 * k + 32]) for k, gang in enumerate(gangs)
-    }
+    return {gang: wgmma.PendingAccumulators(group, results[32 * k : 32 * k + 32]) for k, gang in enumerate(gangs)}
 
 
 def wait(mask, pending, accumulators):

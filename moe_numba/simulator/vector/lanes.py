@@ -15,7 +15,7 @@ from moe_numba.simulator.vector.numbers import Weak
 ndarray, count_nonzero, where = np.ndarray, np.count_nonzero, np.where
 
 
-_MOST_ITERATIONS = 1 << 18
+_MOST_ITERATIONS = 1 << 16
 
 
 class _Unbound:

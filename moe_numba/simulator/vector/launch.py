@@ -64,6 +64,8 @@ def attempt(make_grids, seed):
             failed[by_warp] = kernels
             if by_warp and settings["engine"] == "vector":
                 raise
+        finally:
+            engine.close()
     if reason is not None:
         for kernel in kernels:
             fallbacks[kernel.__name__] = reason

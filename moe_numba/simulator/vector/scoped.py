@@ -146,8 +146,4 @@ NAMES = {
     ("atomics", "_simulated_poll"): shared_poll,
     ("atomics", "_simulated_store"): shared_store,
 }
-VERSIONS = {
-    scoped_access.load: scoped_load,
-    scoped_access.store: scoped_store,
-    scoped_access.add: scoped_add,
-}
+VERSIONS = {scoped_access.load: scoped_load, scoped_access.store: scoped_store, scoped_access.add: scoped_add}

@@ -12,7 +12,8 @@ import numpy as np
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
 
 MANY = -2  # in place of a gang's number
-_MAX_CELLS = 1 << 26  # tags of larger memory would take too much memory themselves
+MOST_KEPT = 1 << 24  # elements whose reads are kept while nothing writes to their region
+_MAX_CELLS = 1 << 22  # tags of larger memory would take too much memory themselves
 REGION, ADDRESS, STEP, WIDTH, INDEX, MASK, VALUE = range(7)
 
 
@@ -24,13 +25,16 @@ class Region:
         self.saved = None  # the bytes before the first write
         self.grain, self.tags, self.history = 4, None, None
         self.written, self.pending = False, []
+        self.kept = 0  # elements in `pending`; the accesses are forgotten if they are too many
 
     def save(self):
         """Keep a copy of the bytes; call it before the first write."""
+        if self.kept > MOST_KEPT:
+            raise Unsupported("a write to memory that was read too often to keep a record")
         self.written = True
         if self.memory is not None:
-            if self.memory.size > 1 << 30:
-                raise Unsupported("more than a GiB of writable memory")
+            if self.memory.size > 1 << 28:
+                raise Unsupported("more than 256 MiB of writable memory")
             self.saved = self.memory.copy()
 
     def restore(self):
@@ -53,6 +57,11 @@ class Region:
             self.tags = np.full(count, -1, np.int32)
 
 
+def elements(kinds):
+    """Return the number of elements of accesses."""
+    return sum(e[INDEX].size if isinstance(e[INDEX], np.ndarray) else 1 for kind in kinds for e in kind)
+
+
 def lanes_of(entry, all_lanes):
     """Return the lanes of an access, and each one's index."""
     index, mask = entry[INDEX], entry[MASK]
@@ -66,6 +75,8 @@ def cells(region, entries, all_lanes):
     """Return the cells that accesses touch, and the lane that touches each."""
     if not entries:
         return _NONE, _NONE
+    if sum(e[WIDTH] for e in entries) // region.grain > _MAX_CELLS:
+        raise Unsupported("accesses too large to check")
     groups = {}
     for e in entries:
         groups.setdefault((e[ADDRESS], e[STEP], e[WIDTH]), []).append(lanes_of(e, all_lanes))

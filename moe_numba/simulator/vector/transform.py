@@ -121,9 +121,7 @@ def _function(name, arguments, body):
 
 
 def _arguments(names):
-    return ast.arguments(
-        posonlyargs=[], args=[ast.arg(n) for n in names], kwonlyargs=[], kw_defaults=[], defaults=[]
-    )
+    return ast.arguments(posonlyargs=[], args=[ast.arg(n) for n in names], kwonlyargs=[], kw_defaults=[], defaults=[])
 
 
 class _Static:
@@ -173,9 +171,7 @@ class _Function:
             ]
         statements += self.block(tree.body, root)
         if not self.simple_return:
-            statements.append(
-                ast.parse("return None if _Rvalue is _Vunbound else _Vread(_Rvalue, _Rlanes)").body[0]
-            )
+            statements.append(ast.parse("return None if _Rvalue is _Vunbound else _Vread(_Rvalue, _Rlanes)").body[0])
         arguments = ast.arguments(
             posonlyargs=[],
             args=[ast.arg("_M0"), *(ast.arg(a.arg) for a in args.args)],
@@ -268,7 +264,9 @@ class _Function:
         if isinstance(target, ast.Name):
             old = self.expression(ast.Name(target.id, ast.Load()), mask)
             if isinstance(statement.op, ast.Add) and target.id in self.variables.lists:
-                return self.bind(target.id, ast.List([ast.Starred(v, ast.Load()) for v in (old, value)], ast.Load()), scope)
+                return self.bind(
+                    target.id, ast.List([ast.Starred(v, ast.Load()) for v in (old, value)], ast.Load()), scope
+                )
             return self.bind(target.id, ast.BinOp(old, statement.op, value), scope)
         if not isinstance(target, ast.Subscript):
             self._unsupported(statement, scope)
@@ -279,11 +277,7 @@ class _Function:
             self.assign(self.name(index), self.index(target.slice, mask)),
             ast.Expr(
                 self.call(
-                    "_Vstore",
-                    self.load(mask),
-                    self.load(base),
-                    self.load(index),
-                    ast.BinOp(old, statement.op, value),
+                    "_Vstore", self.load(mask), self.load(base), self.load(index), ast.BinOp(old, statement.op, value)
                 )
             ),
         ]
@@ -352,9 +346,7 @@ class _Function:
             body = self.block(statement.orelse, other) or [ast.Pass()]
             made.append(ast.If(self.is_false(self.mask(other), True), body, []))
         if self.variables.escapes(statement):
-            left = self.call(
-                "_Vrejoin", self.load(mask), self.load(self.mask(then)), self.load(self.mask(other))
-            )
+            left = self.call("_Vrejoin", self.load(mask), self.load(self.mask(then)), self.load(self.mask(other)))
             made.append(self.assign(self.name(mask), left))
         return made
 
@@ -491,9 +483,7 @@ class _Function:
         return made
 
     def _eSubscript(self, node, mask):
-        return self.call(
-            "_Vload", self.load(mask), self.expression(node.value, mask), self.index(node.slice, mask)
-        )
+        return self.call("_Vload", self.load(mask), self.expression(node.value, mask), self.index(node.slice, mask))
 
     def index(self, node, mask):
         if isinstance(node, ast.Slice):

@@ -43,10 +43,7 @@ class Variables:
             if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
                 self.locals.add(node.id)
         comprehended = {
-            name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.comprehension)
-            for name in _stored(node.target)
+            name for node in ast.walk(tree) if isinstance(node, ast.comprehension) for name in _stored(node.target)
         }
         if comprehended & set(names) or any(
             n.id in comprehended for s in _statement_targets(tree) for n in ast.walk(s) if isinstance(n, ast.Name)
