@@ -19,7 +19,7 @@ from moe_numba.simulator.core.memory import Pointer, as_dtype, thread_prefix
 from moe_numba.simulator.core.pointer_wrapping import pointer
 from moe_numba.simulator.core.scheduler import World, override_settings, settings
 
-_buffers = {}  # address of a registered buffer -> Pointer to its bytes
+buffers = {}  # address of a registered buffer -> Pointer to its bytes
 
 
 @contextlib.contextmanager
@@ -92,25 +92,25 @@ def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  
     if not memory.size:
         raise ValueError(f"{name} is empty: no address lies in it")
     memory = memory.view("uint8")
-    if memory.address in _buffers:
-        raise ValueError(f"{name} is registered already, as {_buffers[memory.address].name}")
-    _buffers[memory.address] = memory
+    if memory.address in buffers:
+        raise ValueError(f"{name} is registered already, as {buffers[memory.address].name}")
+    buffers[memory.address] = memory
     return memory.address
 
 
 def forget(address: int) -> None:
     """Unregister the buffer at an address that `register` returned."""
-    del _buffers[address]
+    del buffers[address]
 
 
 def pointer_at(address: int, like: Pointer) -> Pointer:
     """Return a pointer to an address in a registered buffer, with the element type of `like`."""
     address, dtype = int(address), as_dtype(like.dtype)
-    below = [start for start in _buffers if start <= address]
+    below = [start for start in buffers if start <= address]
     if not below:
         raise OutOfBounds(f"{thread_prefix()}address {address:#x} lies in no registered buffer, nor after one")
-    start = next((s for s in below if address < s + _buffers[s].size), max(below))
-    buffer = _buffers[start]
+    start = next((s for s in below if address < s + buffers[s].size), max(below))
+    buffer = buffers[start]
     if address >= start + buffer.size:
         raise OutOfBounds(
             f"{thread_prefix()}address {address:#x} lies in no registered buffer; the nearest before it is "

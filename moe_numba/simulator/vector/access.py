@@ -42,7 +42,7 @@ def load(mask, x, index):
     if mask is not None:
         index = index * mask
     if index.dtype is not _INT64:
-        index = _as_index(index)
+        index = as_index(index)
     value = array.take(index)
     state.gang.log.reads.append((region, x.address, array.strides[0], array.itemsize, index, mask, None))
     if region.shared is not None and region.shared.detector is not None:
@@ -67,7 +67,7 @@ def store(mask, x, index, value):
     if type(index) is tuple or array.ndim != 1:
         if array.dtype.names:
             raise Unsupported("records")
-        address, step, array, index = _flat(x, index, mask)
+        address, step, array, index = flatten(x, index, mask)
     elif type(index) is slice:
         raise Unsupported("a store to a slice")
     if type(value) is Weak:
@@ -94,12 +94,12 @@ def store(mask, x, index, value):
             array[index] = value
     elif mask is None:
         if index.dtype is not _INT64:
-            index = _as_index(index)
+            index = as_index(index)
         silent = state.gang.engine.by_warp and bool((array[index] == value).all())
         array[index] = value
     else:
         if index.dtype is not _INT64:
-            index = _as_index(index)
+            index = as_index(index)
         part, own = index[mask], value[mask] if type(value) is ndarray else value
         silent = state.gang.engine.by_warp and bool((array[part] == own).all())
         array[part] = own
@@ -112,7 +112,7 @@ def store(mask, x, index, value):
         state.gang.watch(region, address, step, width, index, mask, True)
 
 
-def _as_index(index):
+def as_index(index):
     if index.dtype.kind not in "iu":
         raise Unsupported(f"an index of type {index.dtype}")
     return index.astype(_INT64)
@@ -137,7 +137,7 @@ def _load_other(mask, x, index):
             index = index if mask is None else index * mask
             if x.ndim != 1 or index.min() < 0:
                 raise Unsupported("an index of a constant array")
-            return x.take(_as_index(index))
+            return x.take(as_index(index))
         raise Unsupported(f"an index that differs between lanes, of {type(x).__name__}")
     if hasattr(x, "fragment_item"):
         return x.fragment_item(index)
@@ -186,7 +186,7 @@ def _load_nd(mask, x, index):
         if any(varying):
             return Rows(x, items)
         return x._wrap(array[items]) if _in_bounds(array, items) else _refuse()
-    address, step, flat, index = _flat(x, items, mask)
+    address, step, flat, index = flatten(x, items, mask)
     region = x.region or region_of(x)
     value = flat.take(index) if type(index) is ndarray else flat[index]
     state.gang.log.reads.append((region, address, step, array.itemsize, index, mask, None))
@@ -208,7 +208,7 @@ def _in_bounds(array, items):
     return True
 
 
-def _flat(x, index, mask):
+def flatten(x, index, mask):
     """Return (address, step, flat view, index) of a full index of an array of several dimensions."""
     array = x.array
     items = index if type(index) is tuple else (index,)
@@ -218,7 +218,7 @@ def _flat(x, index, mask):
     for item, size in zip(items[::-1], array.shape[::-1]):
         item = item.values if type(item) is Weak else item
         if type(item) is ndarray:
-            item = _as_index(item) if mask is None else _as_index(item) * mask
+            item = as_index(item) if mask is None else as_index(item) * mask
             if item.size and (item.min() < 0 or item.max() >= size):
                 raise Unsupported("an index out of bounds")
         elif not 0 <= item < size:
@@ -245,9 +245,9 @@ def load_vector(mask, pointer, index, dtype, count):
             result = value if result is None else select(part, value, result) if part is not None else value
         return result
     dtype = as_dtype(dtype)
-    elements, index, step = _vector(mask, pointer, index, dtype, count)
+    elements, index, step = vector_elements(mask, pointer, index, dtype, count)
     region = pointer.region or region_of(pointer)
-    entry = _vector_entry(region, pointer, index, step, dtype.itemsize * count, mask)
+    entry = vector_entry(region, pointer, index, step, dtype.itemsize * count, mask)
     state.gang.log.reads.append(entry)
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(*entry[:6], False)
@@ -270,8 +270,8 @@ def store_vector(mask, pointer, index, values, dtype=None):
     region = pointer.region or region_of(pointer)
     if not region.written:
         region.save()
-    elements, index, step = _vector(mask, pointer, index, dtype, len(values))
-    entry = _vector_entry(region, pointer, index, step, dtype.itemsize * len(values), mask)
+    elements, index, step = vector_elements(mask, pointer, index, dtype, len(values))
+    entry = vector_entry(region, pointer, index, step, dtype.itemsize * len(values), mask)
     many = type(index) is ndarray
     if many:
         first = index * (step // dtype.itemsize) if step >= dtype.itemsize else index // (dtype.itemsize // step)
@@ -298,7 +298,7 @@ def store_vector(mask, pointer, index, values, dtype=None):
         state.gang.watch(*entry[:6], True)
 
 
-def _vector(mask, pointer, index, dtype, count):
+def vector_elements(mask, pointer, index, dtype, count):
     """Return the memory as elements of a type, and the checked index, for an access to `count` elements."""
     size, width = pointer.array.itemsize, dtype.itemsize * count
     index = index.values if type(index) is Weak else index
@@ -306,7 +306,7 @@ def _vector(mask, pointer, index, dtype, count):
         if mask is not None:
             index = index * mask
         if index.dtype is not _INT64:
-            index = _as_index(index)
+            index = as_index(index)
     else:
         index = int(index)
         if index < 0:
@@ -326,7 +326,7 @@ def _vector(mask, pointer, index, dtype, count):
     return elements, index, size
 
 
-def _vector_entry(region, pointer, index, step, width, mask):
+def vector_entry(region, pointer, index, step, width, mask):
     """Return the record of a vector access; it counts aligned vectors, so that cells need not be smaller than those."""
     address = pointer.address
     if step < width:
@@ -372,7 +372,7 @@ class Local:
         for item, size in zip(items, self.shape):
             item = item.values if type(item) is Weak else item
             if type(item) is ndarray:
-                item = _as_index(item) if mask is None else _as_index(item) * mask
+                item = as_index(item) if mask is None else as_index(item) * mask
                 if item.min() < 0 or item.max() >= size:
                     _refuse()
             elif type(item) is slice or not 0 <= item < size:

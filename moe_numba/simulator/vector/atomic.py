@@ -25,10 +25,10 @@ def _target(mask, x, index, acquires=True):
         region.save()
     array, address, step = x.array, x.address, x.array.strides[0] if x.array.ndim else 0
     if type(index) is tuple or array.ndim != 1:
-        address, step, array, index = access._flat(x, index, mask)
+        address, step, array, index = access.flatten(x, index, mask)
     index = index.values if type(index) is Weak else index
     if type(index) is ndarray:
-        index = access._as_index(index) if mask is None else access._as_index(index) * mask
+        index = access.as_index(index) if mask is None else access.as_index(index) * mask
     else:
         index = int(index)
     lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
@@ -49,7 +49,7 @@ def _target(mask, x, index, acquires=True):
     return array, lanes, where
 
 
-def _operand(value, lanes, dtype):
+def operand(value, lanes, dtype):
     value = value.values if type(value) is Weak else value
     if type(value) is ndarray:
         if value.dtype.kind == "f" and dtype.kind in "iu":
@@ -67,7 +67,7 @@ def _effect(name):
             fallback(mask, x, index, value)
             return
         array, lanes, where = _target(mask, x, index, acquires=False)
-        ufunc.at(array, where, _operand(value, lanes, array.dtype))
+        ufunc.at(array, where, operand(value, lanes, array.dtype))
         state.gang.grid.memory_changed()
 
     return operation
@@ -81,7 +81,7 @@ def _operation(name):
             raise Unsupported("an atomic operation on pointers that differ between lanes")
         (array, lanes, where), gang = _target(mask, x, index), state.gang
         if name == "add" and len(lanes) > 8 and array.dtype.kind in "iu":
-            added = _operand(values[0], lanes, array.dtype)
+            added = operand(values[0], lanes, array.dtype)
             old, spins = _fetch_add(array, where, added), not added.any()
         else:
             old, order = np.empty(len(lanes), array.dtype), list(range(len(lanes)))

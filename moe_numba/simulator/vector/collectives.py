@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.warp import FULL_MASK, _undefined
+from moe_numba.simulator.core.warp import FULL_MASK, undefined_value
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lanes import truth
@@ -99,8 +99,8 @@ def shuffle(active, mode, mask, value, operand, width=32, what=None):
     values = value.values if type(value) is Weak else value
     result = values.take(source)
     if missing is not None:
-        poison = _undefined(float("nan") if values.dtype.kind == "f" else 0) if type(value) is Weak else None
-        result = np.where(missing, _undefined(values[0]) if poison is None else poison, result)
+        poison = undefined_value(float("nan") if values.dtype.kind == "f" else 0) if type(value) is Weak else None
+        result = np.where(missing, undefined_value(values[0]) if poison is None else poison, result)
     return Weak(result) if type(value) is Weak else result
 
 

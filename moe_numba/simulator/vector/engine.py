@@ -18,7 +18,7 @@ from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import kernel_frame
 from moe_numba.simulator.core.memory import Array, Pointer
-from moe_numba.simulator.core.scheduler import _REDRAW, World
+from moe_numba.simulator.core.scheduler import REDRAW, World
 from moe_numba.simulator.memory_model import ranks
 from moe_numba.simulator.vector import access, state
 from moe_numba.simulator.vector.clocks import Clocks, fold
@@ -289,7 +289,7 @@ class VectorWorld(World):
                 _, _, unit = heapq.heappop(self.queue)
                 unit.queued = False
                 self.steps += 1
-                if self.rng.random() < _REDRAW:
+                if self.rng.random() < REDRAW:
                     unit.priority = self.rng.random()
                 unit.step(self.rng)
             if any(not gang.dead for gang in self.engine.gangs):
@@ -317,7 +317,7 @@ class Memory:
             else:
                 merged.append([start, end])
         self.starts = [start for start, _ in merged]
-        self.regions = [Region(start, end, tensor_map._bytes_at(start, end - start)) for start, end in merged]
+        self.regions = [Region(start, end, tensor_map.bytes_at(start, end - start)) for start, end in merged]
 
     def find(self, x):
         allocation = x.allocation
@@ -364,8 +364,8 @@ class Engine:
 
     def prepare(self, grids):
         """Prepare for these grids, of which some may start after others have ended."""
-        values = [value for grid in grids for value in grid.args] + list(ranks._buffers.values())
-        storages = [(first, first + size) for first, size, alive in tensor_map._storages if not alive.expired()]
+        values = [value for grid in grids for value in grid.args] + list(ranks.buffers.values())
+        storages = [(first, first + size) for first, size, alive in tensor_map.storages if not alive.expired()]
         self.memory.add([*intervals_of(values), *storages])
         for grid in grids:
             self.first_gang[grid] = self.clocks.size

@@ -140,9 +140,9 @@ def multiply(mask, dtype, m, n, accumulators, a, b):
     if len(a) != m // 4 or len(b) != n // 4 or (accumulators is not None and len(accumulators) != m * n // 32):
         raise Unsupported("mma.sync of another number of registers")
     collectives.participants(FULL_MASK, mask)
-    a_tile = matrix._operand(np.stack([_register(r) for r in a], 1), m // 16, 2, dtype)
-    b_tile = matrix._operand(np.stack([_register(r) for r in b], 1), n // 8, 1, dtype)
-    row, col = matrix._accumulator_coordinates(m, n)
+    a_tile = matrix.operand(np.stack([_register(r) for r in a], 1), m // 16, 2, dtype)
+    b_tile = matrix.operand(np.stack([_register(r) for r in b], 1), n // 8, 1, dtype)
+    row, col = matrix.accumulator_coordinates(m, n)
     total = (a_tile.reshape(-1, 8, a_tile.shape[1]) @ b_tile.T).reshape(m, n)[row, col]
     if accumulators is not None:
         total = total + as_matrix(accumulators)

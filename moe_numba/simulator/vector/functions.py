@@ -265,8 +265,8 @@ def _e4m3_bits(mask, value):
         return floats.e4m3_bits(value)
     value = np.asarray(value.values if type(value) is Weak else value).astype(np.float32)
     magnitude = np.abs(value.astype(np.float64))
-    code = np.searchsorted(floats._MIDPOINTS, magnitude)
-    tie = (code < 126) & (magnitude == floats._MIDPOINTS[np.minimum(code, 125)]) & (code & 1 == 1)
+    code = np.searchsorted(floats.MIDPOINTS, magnitude)
+    tie = (code < 126) & (magnitude == floats.MIDPOINTS[np.minimum(code, 125)]) & (code & 1 == 1)
     code = (code + tie) | np.where(np.signbit(value), 0x80, 0)
     return Weak(np.where(value == value, code, 0x7F))
 
@@ -287,12 +287,12 @@ def _grid(mask, ndim):
     gang = state.gang
     axes = "xyz"
     values = [b * d + gang.index("threadIdx", axis) for b, d, axis in zip(gang.block.index, gang.grid.block_dim, axes)]
-    return cuda_module._per_dimension("grid", ndim, values)
+    return cuda_module.per_dimension("grid", ndim, values)
 
 
 def _gridsize(mask, ndim):
     grid = state.gang.grid
-    return cuda_module._per_dimension("gridsize", ndim, [b * g for b, g in zip(grid.block_dim, grid.grid_dim)])
+    return cuda_module.per_dimension("gridsize", ndim, [b * g for b, g in zip(grid.block_dim, grid.grid_dim)])
 
 
 def _spin(mask, *_):
@@ -347,8 +347,8 @@ VERSIONS = {
     cuda_module.Const.array_like: lambda mask, array: array,
     cuda_module.grid: _grid,
     cuda_module.gridsize: _gridsize,
-    cuda_module._load: _load,
-    cuda_module._store: _store,
+    cuda_module.load: _load,
+    cuda_module.store: _store,
     cuda_module.lanemask_lt: collectives.lanemask_lt,
     cuda_module.syncthreads: collectives.syncthreads,
     cuda_module.syncthreads_count: collectives.syncthreads_count,
@@ -544,6 +544,6 @@ transform.HELPERS.update(
 )
 VERSIONS[barrier.grid] = lambda mask: state.gang.grid_barrier(mask)
 CALLS[barrier.grid] = VERSIONS[barrier.grid]
-CALLS[cuda_module._GridGroup.sync] = VERSIONS[barrier.grid]
-CALLS[cuda_module.CooperativeGroups.this_grid] = lambda mask: cuda_module._GridGroup()
+CALLS[cuda_module.GridGroup.sync] = VERSIONS[barrier.grid]
+CALLS[cuda_module.CooperativeGroups.this_grid] = lambda mask: cuda_module.GridGroup()
 __all__ = ["CALLS", "count_nonzero", "select"]

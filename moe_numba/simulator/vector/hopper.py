@@ -138,8 +138,8 @@ def _issue(what, n, dtype, values, steps):
         raise Unsupported(f"the warps of a warpgroup pass different operands to {what}")
     state.gang.lane = 0
     group = wgmma.Wgmma(what, gangs[0].warps[0].threads[0])
-    a_tile = wgmma._operand(group, a, 64, dtype, steps, "A")
-    b_tile = wgmma._operand(group, b, n, dtype, steps, "B")
+    a_tile = wgmma.operand(group, a, 64, dtype, steps, "A")
+    b_tile = wgmma.operand(group, b, n, dtype, steps, "B")
     total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
     if accumulators is not None:
         values = [values[gang][1].values for gang in gangs]

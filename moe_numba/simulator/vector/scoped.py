@@ -19,9 +19,9 @@ def _elements(mask, x, index, dtype, count):
     """Return (elements, index of each active lane, lanes, points, whether the index varies, record of the access)."""
     gang = state.gang
     dtype = np.dtype(dtype)
-    elements, index, step = access._vector(mask, x, index, dtype, count)
+    elements, index, step = access.vector_elements(mask, x, index, dtype, count)
     region = x.region or access.region_of(x)
-    entry = access._vector_entry(region, x, index, step, dtype.itemsize * count, mask)
+    entry = access.vector_entry(region, x, index, step, dtype.itemsize * count, mask)
     if region.shared is not None and region.shared.detector is not None:
         gang.watch(region, x.address, step, dtype.itemsize * count, index, mask, False)
     lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
@@ -75,7 +75,7 @@ def store(mask, x, index, value, dtype):
     gang.log.atomics.append(entry)
     for point in points:
         gang.engine.clocks.release(gang, point)
-    value = atomic._operand(value, lanes, elements.dtype)
+    value = atomic.operand(value, lanes, elements.dtype)
     if not many:
         value = value[-1:]
     changed = (elements[first] != value).any()
