@@ -6,7 +6,6 @@ called lane by lane.
 
 import builtins
 import functools
-import itertools
 import sys
 import types
 
@@ -18,181 +17,21 @@ from moe_numba.simulator.core import arithmetic, barrier, cuda_module, engine, f
 from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import Array, Pointer
 from moe_numba.simulator.memory_model import ranks, scoped_access
-from moe_numba.simulator.vector import access, atomic, collectives, state, transform
+from moe_numba.simulator.vector import access, atomic, casts, collectives, loops, state, transform
 from moe_numba.simulator.vector.errors import Unsupported
-from moe_numba.simulator.vector.lanes import Pointers, choose, count_nonzero, select, split, truth
+from moe_numba.simulator.vector.lane_calls import per_lane, varies
+from moe_numba.simulator.vector.lanes import Pointers, choose, split, truth
+from moe_numba.simulator.vector.local import Local
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray = np.ndarray
-
-
-def varies(value):
-    """Return whether a value, or an item of a tuple, differs between lanes."""
-    kind = type(value)
-    if kind is ndarray or kind is Weak or kind is Pointers:
-        return True
-    return isinstance(value, tuple) and any(varies(item) for item in value)
-
-
-def _integers(mask, value):
-    """Return the numbers of all lanes as integers of 64 bits, truncated as a C cast does."""
-    values = value.values if type(value) is Weak else value
-    if values.dtype.kind != "f":
-        return values.astype(np.int64) if values.dtype.kind == "b" else values
-    active = values if mask is None else np.where(mask, values, 0)
-    if not (np.abs(active) < 2.0**63).all():
-        raise Unsupported("a float that no integer holds")
-    return active.astype(np.int64)
-
-
-def _number_cast(scalar):
-    """Make the vector version of a Numba type that is called."""
-    dtype = np.dtype(getattr(np, "bool_" if scalar.name == "bool" else scalar.name))
-    to_integer = dtype.kind in "iu"
-
-    def cast(mask, value, *more):
-        kind = type(value)
-        if kind is ndarray:
-            if value.dtype is dtype or value.dtype == dtype:
-                return value
-            if to_integer and value.dtype.kind == "f":
-                value = _integers(mask, value)
-            return value.astype(dtype)
-        if kind is Weak:
-            return (_integers(mask, value) if to_integer else value.values).astype(dtype)
-        return scalar(value, *more)
-
-    return cast
-
-
-def _scalar_cast(scalar):
-    """Make the vector version of a NumPy scalar type, which refuses integers that it cannot hold."""
-    cast = _number_cast(types.SimpleNamespace(name=scalar.__name__, __call__=scalar))
-    dtype = np.dtype(scalar)
-
-    def checked(mask, value=0):
-        if not varies(value):
-            return scalar(value)
-        values = value.values if type(value) is Weak else value
-        if dtype.kind in "iu" and values.dtype != dtype:
-            values, info = _integers(mask, value), np.iinfo(dtype)
-            active = values if mask is None else np.where(mask, values, 0)
-            if active.min() < info.min or active.max() > info.max:
-                raise Unsupported(f"an integer that {dtype} cannot hold")
-            values = values.astype(np.int64) if values.dtype.kind == "b" else values
-        return cast(mask, values)
-
-    return checked
-
-
-def _pairwise(function, ufunc, better):
-    def extreme(mask, *values, **keywords):
-        if keywords or len(values) == 1:
-            if varies(values) or keywords:
-                raise Unsupported("max or min of an iterable")
-            return function(*values)
-        result = values[0]
-        for value in values[1:]:
-            a, b = type(result), type(value)
-            if (
-                a is ndarray
-                and result.dtype.kind in "iu"
-                and (value.dtype == result.dtype if b is ndarray else b is int)
-            ):
-                result = ufunc(result, value)
-            elif a is not ndarray and b is not ndarray and a is not Weak and b is not Weak:
-                result = function(result, value)
-            else:
-                result = choose(mask, better(value, result), value, result)
-        return result
-
-    return extreme
-
-
-def _per_lane_math(function):
-    def call(mask, *values):
-        if not varies(values):
-            return function(*values)
-        return per_lane(function)(mask, *values)
-
-    return call
-
-
-def item(value, lane):
-    """Return what one lane sees of a value."""
-    kind = type(value)
-    if kind is ndarray:
-        return value[lane]
-    if kind is Weak:
-        return value.values[lane].item()
-    if kind is Pointers:
-        return value.pointers[value.which[lane]]
-    if kind is access.Local or kind is access.Rows:
-        raise Unsupported("a local array in a function that is called lane by lane")
-    if isinstance(value, tuple) and varies(value):
-        items = [item(v, lane) for v in value]
-        return tuple(items) if kind is tuple else kind._make(items)
-    return value
-
-
-def _items(value, lanes):
-    """Return an iterable of what each of these lanes sees of a value."""
-    if type(value) is Weak:
-        return value.values[lanes].tolist()
-    if type(value) is ndarray:
-        return list(value[lanes])
-    if type(value) in (int, Array, Pointer, str, types.NoneType):
-        return itertools.repeat(value)
-    return [item(value, lane) for lane in lanes]
-
-
-def collect(values, lanes):
-    """Return the results of some lanes as one value."""
-    first = values[0]
-    if len(values) == 1 or all(v is first for v in values):
-        return first
-    if isinstance(first, tuple):
-        items = [collect([v[k] for v in values], lanes) for k in range(len(first))]
-        return tuple(items) if type(first) is tuple else type(first)._make(items)
-    if isinstance(first, Pointer):
-        which, known = np.zeros(state.gang.size, np.int64), {}
-        for lane, pointer in zip(lanes, values):
-            which[lane] = known.setdefault((pointer.address, pointer.dtype, pointer.size), (len(known), pointer))[0]
-        pointers = [p for _, p in known.values()]
-        return pointers[0] if len(pointers) == 1 else Pointers(pointers, which)
-    strong = isinstance(first, np.generic)
-    if any(type(v) is not type(first) for v in values) or not strong and type(first) not in (int, bool, float):
-        raise Unsupported(f"a result of type {type(first).__name__} that differs between lanes")
-    result = np.zeros(state.gang.size, first.dtype if strong else np.asarray(first).dtype)
-    try:
-        result[lanes] = values
-    except OverflowError:
-        raise Unsupported("Python integers of more than 63 bits") from None
-    return result if strong else Weak(result)
-
-
-def per_lane(function):
-    """Make the version of a function that calls it once for each active lane."""
-
-    def call(mask, *arguments, **keywords):
-        gang = state.gang
-        if keywords:
-            raise Unsupported("keyword arguments of a function that is called lane by lane")
-        lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
-        columns, results = [_items(a, lanes) for a in arguments], []
-        for lane, *own in zip(lanes.tolist(), *columns):
-            gang.lane = lane
-            results.append(function(*own))
-        return collect(results, lanes)
-
-    return call
 
 
 def _uniform(function):
     """Make the version of a function that takes only values that do not differ between lanes."""
 
     def call(mask, *arguments, **keywords):
-        if any(varies(a) or type(a) is access.Local for a in (*arguments, *keywords.values())):
+        if any(varies(a) or type(a) is Local for a in (*arguments, *keywords.values())):
             raise Unsupported(f"{getattr(function, '__name__', function)} of values that differ between lanes")
         return function(*arguments, **keywords)
 
@@ -211,72 +50,12 @@ def _direct(function):
     return call
 
 
-def _words(value):
-    """Return an integer's bits as uint64, and their count, as `arithmetic._unsigned_bits` does."""
-    if type(value) is ndarray:
-        if value.dtype.kind not in "iub":
-            raise Unsupported("bits of a float")
-        width = 8 * value.itemsize
-        return value.view(f"u{value.itemsize}").astype(np.uint64), width
-    values = value.values.astype(np.int64)
-    small = (values >= -(2**31)) & (values < 2**32)
-    return np.where(small, values & 0xFFFFFFFF, values).view(np.uint64), np.where(small, 32, 64)
-
-
-def _bitwise(scalar, compute):
-    def call(mask, value):
-        if not varies(value):
-            return scalar(value)
-        return Weak(compute(*_words(value)).astype(np.int64))
-
-    return call
-
-
-def _bit_length(bits):
-    high, low = (bits >> np.uint64(32)).astype(np.float64), (bits & np.uint64(0xFFFFFFFF)).astype(np.float64)
-    return np.where(high > 0, 32 + np.frexp(high)[1], np.frexp(low)[1])
-
-
-def _ffs(bits, width):
-    return _bit_length(bits & (~bits + np.uint64(1)))
-
-
-def _brev(bits, width):
-    reverse = [int(f"{int(b):0{w}b}"[::-1], 2) for b, w in zip(bits, np.broadcast_to(width, bits.shape))]
-    return np.array(reverse, np.uint64)
-
-
-def _fma(mask, a, b, c):
-    if not varies((a, b, c)):
-        return arithmetic.fma(a, b, c)
-    return per_lane(arithmetic.fma)(mask, a, b, c)
-
-
-def _bf16_bits(mask, value):
-    if not varies(value):
-        return floats.bf16_bits(value)
-    value = np.asarray(value.values if type(value) is Weak else value).astype(np.float32)
-    bits = value.view(np.uint32).astype(np.int64)
-    return Weak(np.where(value == value, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, 0x7FFF))
-
-
-def _e4m3_bits(mask, value):
-    if not varies(value):
-        return floats.e4m3_bits(value)
-    value = np.asarray(value.values if type(value) is Weak else value).astype(np.float32)
-    magnitude = np.abs(value.astype(np.float64))
-    code = np.searchsorted(floats.MIDPOINTS, magnitude)
-    tie = (code < 126) & (magnitude == floats.MIDPOINTS[np.minimum(code, 125)]) & (code & 1 == 1)
-    code = (code + tie) | np.where(np.signbit(value), 0x80, 0)
-    return Weak(np.where(value == value, code, 0x7F))
-
-
 def _shared_array(mask, shape, dtype, alignment=None):
     return state.gang.block.shared.array(shape, dtype, alignment, sys._getframe(1))
 
 
 def _local_array(mask, shape, dtype, alignment=None):
-    return access.Local.new(shape, dtype)
+    return Local.new(shape, dtype)
 
 
 def _selp(mask, condition, a, b):
@@ -325,16 +104,16 @@ def _store(mask, array, index, value):
 _THREAD = LaneThread()
 VERSIONS = {
     **atomic.OPERATIONS,
-    builtins.max: _pairwise(max, np.maximum, lambda new, old: new > old),
-    builtins.min: _pairwise(min, np.minimum, lambda new, old: new < old),
+    builtins.max: casts.pairwise(max, np.maximum, lambda new, old: new > old),
+    builtins.min: casts.pairwise(min, np.minimum, lambda new, old: new < old),
     builtins.abs: lambda mask, x: abs(x),
-    builtins.int: lambda mask, x: Weak(_integers(mask, x).astype(np.int64)) if varies(x) else int(x),
+    builtins.int: lambda mask, x: Weak(casts.integers(mask, x).astype(np.int64)) if varies(x) else int(x),
     builtins.float: lambda mask, x: (
         Weak((x.values if type(x) is Weak else x).astype(np.float64)) if varies(x) else float(x)
     ),
     builtins.bool: lambda mask, x: Weak(truth(x)) if varies(x) else bool(x),
     builtins.len: lambda mask, x: len(x),
-    builtins.tuple: lambda mask, x=(): tuple(transform.lanes.iterate(x)),
+    builtins.tuple: lambda mask, x=(): tuple(loops.iterate(x)),
     builtins.range: _uniform(range),
     builtins.isinstance: _uniform(isinstance),
     builtins.getattr: _uniform(getattr),
@@ -369,15 +148,15 @@ VERSIONS = {
     warp.elect: collectives.elect,
     engine.thread: lambda mask: _THREAD,
     ranks.pointer_at: per_lane(ranks.pointer_at),
-    arithmetic.popc: _bitwise(arithmetic.popc, lambda bits, width: np.bitwise_count(bits)),
-    arithmetic.clz: _bitwise(arithmetic.clz, lambda bits, width: width - _bit_length(bits)),
-    arithmetic.ffs: _bitwise(arithmetic.ffs, _ffs),
-    arithmetic.brev: _bitwise(arithmetic.brev, _brev),
+    arithmetic.popc: casts.bitwise(arithmetic.popc, lambda bits, width: np.bitwise_count(bits)),
+    arithmetic.clz: casts.bitwise(arithmetic.clz, lambda bits, width: width - casts.bit_length(bits)),
+    arithmetic.ffs: casts.bitwise(arithmetic.ffs, casts.ffs),
+    arithmetic.brev: casts.bitwise(arithmetic.brev, casts.brev),
     arithmetic.selp: _selp,
-    arithmetic.fma: _fma,
+    arithmetic.fma: casts.fma,
     arithmetic.cbrt: _direct(np.cbrt),
-    floats.bf16_bits: _bf16_bits,
-    floats.e4m3_bits: _e4m3_bits,
+    floats.bf16_bits: casts.bf16_bits,
+    floats.e4m3_bits: casts.e4m3_bits,
     memory.convert: _uniform(memory.convert),
 }
 _TRANSFORMED = {"shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync", "all_sync", "any_sync", "eq_sync"}
@@ -399,17 +178,17 @@ def version(function):
     if isinstance(function, Kernel):
         return CALLS[function.py_func]
     if isinstance(function, Type):
-        return _number_cast(function) if isinstance(function, (Integer, Float)) else _uniform(function)
+        return casts.number_cast(function) if isinstance(function, (Integer, Float)) else _uniform(function)
     if isinstance(function, type):
         if issubclass(function, np.number) or function is np.bool_:
-            return _scalar_cast(function)
+            return casts.scalar_cast(function)
         if issubclass(function, tuple):
             return lambda mask, *arguments, **keywords: function(*arguments, **keywords)
         return _uniform(function) if function.__module__ == "builtins" else _refused(f"{function.__name__}()")
     if isinstance(function, np.ufunc):
         return _direct(function)
     if isinstance(function, types.BuiltinFunctionType) and function.__module__ == "math":
-        return _per_lane_math(function)
+        return casts.per_lane_math(function)
     if isinstance(function, types.MethodType):
         inner = CALLS[function.__func__]
         return lambda mask, *arguments, **keywords: inner(mask, function.__self__, *arguments, **keywords)
@@ -502,7 +281,7 @@ def method(mask, value, name, *arguments, **keywords):
             raise Unsupported("a view of another size")
         return value.view(dtype)
     if kind is ndarray and name == "astype":
-        return _scalar_cast(memory.as_dtype(arguments[0]).type)(mask, value)
+        return casts.scalar_cast(memory.as_dtype(arguments[0]).type)(mask, value)
     if kind is ndarray or kind is Weak:
         raise Unsupported(f"method {name} of a number")
     if kind is LaneThread:
@@ -546,4 +325,3 @@ VERSIONS[barrier.grid] = lambda mask: state.gang.grid_barrier(mask)
 CALLS[barrier.grid] = VERSIONS[barrier.grid]
 CALLS[cuda_module.GridGroup.sync] = VERSIONS[barrier.grid]
 CALLS[cuda_module.CooperativeGroups.this_grid] = lambda mask: cuda_module.GridGroup()
-__all__ = ["CALLS", "count_nonzero", "select"]

@@ -8,11 +8,11 @@ import sys
 import numpy as np
 
 from moe_numba.simulator.async_ import async_copy, fragments, mbarrier, race_detector, tensor_map, wgmma
-from moe_numba.simulator.core import barrier, cluster, engine
+from moe_numba.simulator.core import barrier, cluster
 from moe_numba.simulator.core.warp import FULL_MASK
 from moe_numba.simulator.vector import access, collectives, fragment, state
 from moe_numba.simulator.vector.errors import Unsupported
-from moe_numba.simulator.vector.functions import collect, item, per_lane, varies
+from moe_numba.simulator.vector.lane_calls import collect, item, per_lane, varies
 from moe_numba.simulator.vector.numbers import Weak
 
 
@@ -316,4 +316,3 @@ NAMES = {
     ("mbarrier", "mbarrier_arrive_expect_tx"): per_lane(lambda b, i, size: _arrive(b, i, None, int(size))),
     ("mbarrier", "mbarrier_expect_tx"): per_lane(_expect),
 }
-__all__ = ["NAMES", "VERSIONS", "access", "engine"]

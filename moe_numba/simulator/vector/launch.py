@@ -5,7 +5,6 @@ import weakref
 from moe_numba.simulator.core.scheduler import settings
 from moe_numba.simulator.vector import fragment, functions, hopper, scoped
 from moe_numba.simulator.vector.engine import Engine, VectorWorld
-from moe_numba.simulator.vector.errors import Unsupported
 
 functions.CALLS.update(fragment.VERSIONS | hopper.VERSIONS | scoped.VERSIONS)
 functions.NAMES.update(fragment.NAMES | hopper.NAMES | scoped.NAMES)
@@ -80,6 +79,3 @@ def _failed(kernel, by_warp):
 def _needs_warps(grid):
     """Return whether a kernel's warps have different work, or wait for one another other than at block barriers."""
     return grid.uses_async or grid.cluster_dim != (1, 1, 1)
-
-
-__all__ = ["Unsupported", "attempt", "fallbacks", "possible"]
