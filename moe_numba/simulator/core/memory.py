@@ -16,6 +16,8 @@ watching = 0  # number of running worlds that preempt at memory accesses or dete
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
+_INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
+
 
 def maybe_preempt():
     """Yield to another thread with the world's preemption probability; call it if `watching`, before an access.
@@ -192,11 +194,11 @@ class Pointer:
 class Array:
     """A checked n-dimensional array: the kernel's view of a Numba array. Negative indices are errors."""
 
-    __slots__ = ("array", "name", "allocation", "region", "_address")
+    __slots__ = ("array", "name", "allocation", "region", "_address", "_pointer")
 
     def __init__(self, array: np.ndarray, name: str = "", allocation=None):
         self.array, self.name, self.allocation = array, name, allocation
-        self._address = self.region = None
+        self._address = self._pointer = self.region = None
 
     def __getitem__(self, i):
         if watching:
@@ -225,6 +227,10 @@ class Array:
 
     def _check_not_negative(self, i):
         """Refuse negative indices, which NumPy would count from the end."""
+        if type(i) in _INTEGERS:
+            if i < 0:
+                raise self._out_of_bounds(i)
+            return
         for k in i if type(i) is tuple else (i,):
             if isinstance(k, (int, np.integer)) and k < 0:
                 raise self._out_of_bounds(i)
@@ -241,7 +247,9 @@ class Array:
 
     def pointer(self) -> Pointer:
         """Return a flat pointer to the same memory."""
-        return Pointer(reachable_view(self.array), self.name, self.allocation)
+        if self._pointer is None:
+            self._pointer = Pointer(reachable_view(self.array), self.name, self.allocation)
+        return self._pointer
 
     def __getattr__(self, name):
         value = getattr(self.array, name)
