@@ -77,11 +77,12 @@ def fma_columns(mask, total, acc, factors):
     return fma(mask, total, acc, LaneFragment(factors))
 
 
-def _rows(mask, array, index, lanes, writes):
+def _rows(mask, array, index, lanes, writes, synchronise=True):
     """Return the bytes of a shared allocation, and the offsets of the 16 bytes that each of these lanes addresses."""
     if mask is not None or state.gang.size != 32:
         raise Unsupported("a matrix instruction in a part of a warp, or in several warps")
-    collectives.participants(FULL_MASK, mask)
+    if synchronise:
+        collectives.participants(FULL_MASK, mask)
     gang, allocation = state.gang, array.allocation
     if allocation is None:
         raise Unsupported("a matrix instruction outside shared memory")
@@ -107,10 +108,10 @@ def _rows(mask, array, index, lanes, writes):
     return allocation.bytes, offset[:, None] + np.arange(16)
 
 
-def store(mask, array, index, registers, trans):
-    """stmatrix."""
+def store(mask, array, index, registers, trans, synchronise=True):
+    """stmatrix; `synchronise` is False for one directly behind another."""
     count = len(registers)
-    data, offsets = _rows(mask, array, index, state.gang.all_lanes[: 8 * count], True)
+    data, offsets = _rows(mask, array, index, state.gang.all_lanes[: 8 * count], True, synchronise)
     words = np.stack([_register(r) for r in registers])
     matrices = np.ascontiguousarray(words).view(np.uint16).reshape(count, 8, 8)
     if trans:
@@ -196,7 +197,7 @@ def stmatrix_fragment(function):
         low, high = bits[0::2] >> np.uint32(16), bits[1::2]
         for j in range(count // 8):
             registers = low[2 * j] | high[2 * j], low[2 * j + 1] | high[2 * j + 1]
-            store(mask, array, offset + 8 * j * pitch, registers, True)
+            store(mask, array, offset + 8 * j * pitch, registers, True, synchronise=j == 0)
 
     return store_fragment
 

@@ -22,6 +22,7 @@ def per_distinct(function):
     def call(mask, *arguments):
         gang = state.gang
         lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
+        arguments = [_same_in(a, lanes) for a in arguments]
         if not any(varies(a) for a in arguments):
             gang.lane = int(lanes[0])
             return function(*arguments)
@@ -36,6 +37,15 @@ def per_distinct(function):
         return collect(results, lanes)
 
     return call
+
+
+def _same_in(value, lanes):
+    """Return the value that all of these lanes see if it is the same, and else what they see."""
+    if type(value) is Weak or type(value) is np.ndarray:
+        values = (value.values if type(value) is Weak else value)[lanes]
+        if (values == values[0]).all():
+            return item(value, lanes[0])
+    return value
 
 
 def scalar(value):
