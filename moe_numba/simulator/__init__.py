@@ -8,11 +8,16 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     NUMBA_ENABLE_CUDASIM=1  Numba's own switch, used if the first is not set
     MOE_NUMBA_ONLY=90       simulate a GPU of compute capability 9.0 if the GPU has another; for notebooks
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
+    MOE_NUMBA_ENGINE=threads   run each thread in Python; `vector`: raise an error where vectors of lanes do not do
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
+
+`vector` runs the lanes of a block, or of a warp, as NumPy vectors. It gives up kernels with races, errors or anything
+that it does not support; these run again with one greenlet per thread, as do all kernels under `weak_memory`, `trace`
+and preemption. `vector.launch.fallbacks` says which and why.
 
 Arithmetic is NumPy's. It differs from compiled Numba in five ways, none of which affects kernels that name their types:
 - A Python number takes the type of the NumPy scalar it is combined with. Numba makes it int64 or float64.

@@ -53,7 +53,8 @@ class _RankLaunches:
     def run(self):
         from moe_numba.simulator.vector import launch  # it needs this module
 
-        launch.run(self._streams, self._run_with_threads, self.seed)
+        if self.launches:
+            launch.run(self._streams, self._run_with_threads, self.seed)
         for callback in self.done:
             callback()
 

@@ -8,7 +8,7 @@ and acquires from it.
 import numpy as np
 
 from moe_numba.simulator.vector.errors import Conflict
-from moe_numba.simulator.vector.shadow import MANY, MOST_KEPT, by_region, cells, elements
+from moe_numba.simulator.vector.shadow import MANY, MOST_KEPT, by_region, elements, touched_cells
 
 WRITE, READ, ATOMIC, LOAD = range(4)  # LOAD: one with a memory order, which conflicts with plain writes only
 _MOST_EXACT = 1 << 22  # cells times gangs
@@ -118,7 +118,7 @@ def _fold(region, gang, time, known, kinds):
         exact = region.shared is not None or len(region.tags) * gang.engine.clocks.size <= _MOST_EXACT
         region.history = History(len(region.tags), exact)
     history = region.history
-    found = [cells(region, kind, gang.log.all_lanes)[0] if kind else None for kind in kinds]
+    found = [touched_cells(region, kind, gang.log.all_lanes) if kind else None for kind in kinds]
     for kind, conflicting in _CONFLICTS:
         if found[kind] is not None:
             for other in conflicting:

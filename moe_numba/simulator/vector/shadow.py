@@ -77,6 +77,9 @@ def cells(region, entries, all_lanes):
         return _NONE, _NONE
     if sum(e[WIDTH] for e in entries) // region.grain > _MAX_CELLS:
         raise Unsupported("accesses too large to check")
+    if len(entries) == 1 and entries[0][WIDTH] == region.grain:
+        lane, index = lanes_of(entries[0], all_lanes)
+        return (index * entries[0][STEP] + (entries[0][ADDRESS] - region.start)) // region.grain, lane
     groups = {}
     for e in entries:
         groups.setdefault((e[ADDRESS], e[STEP], e[WIDTH]), []).append(lanes_of(e, all_lanes))
@@ -96,6 +99,15 @@ def cells(region, entries, all_lanes):
 
 
 _NONE = np.zeros(0, np.int64)
+
+
+def touched_cells(region, entries, all_lanes):
+    """Return the cells that accesses touch, whichever lanes touch them."""
+    if len(entries) == 1 and not isinstance(entries[0][INDEX], np.ndarray):
+        e = entries[0]
+        first = (e[INDEX] * e[STEP] + e[ADDRESS] - region.start) // region.grain
+        return np.arange(first, first + e[WIDTH] // region.grain)
+    return cells(region, entries, all_lanes)[0]
 
 
 def check(region, writes, reads, atomics, loads, all_lanes, shift):
