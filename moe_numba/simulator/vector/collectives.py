@@ -4,7 +4,6 @@ import functools
 
 import numpy as np
 
-from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.warp import FULL_MASK, undefined_value
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
@@ -264,8 +263,3 @@ def syncthreads_or(active, predicate):
 
 def lanemask_lt(active):
     return Weak((1 << (state.gang.all_lanes & 31)) - 1)
-
-
-def undefined(dtype):
-    """Return what an instruction returns where it defines no value."""
-    return memory.poison(1, dtype)[0]
