@@ -9,6 +9,7 @@ stores do, and writes through the generic proxy as its thread's own stores do.
 import itertools
 import sys
 
+import greenlet
 import numpy as np
 
 from moe_numba.simulator.async_ import mbarrier, tensor_map
@@ -163,7 +164,7 @@ class _CopyGroups:
         older = [copy for group in self.committed[: len(self.committed) - pending] for copy in group]
         while any(not (copy.has_read if read_only else copy.has_written) for copy in older):
             self.waits = True
-            self.thread.park(self)
+            greenlet.getcurrent().park(self)  # this thread, or its gang of the vector engine
         races = self.thread.grid.world.races
         for copy in older:
             copy.release()

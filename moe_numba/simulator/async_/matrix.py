@@ -71,9 +71,9 @@ def multiply(dtype, m, n, accumulators, a, b):
 
     def finish(lanes):
         order = range(32)
-        a_tile = _operand([lanes[lane][1] for lane in order], m // 16, 2, dtype)
-        b_tile = _operand([lanes[lane][2] for lane in order], n // 8, 1, dtype)
-        row, column = _accumulator_coordinates(m, n)
+        a_tile = operand([lanes[lane][1] for lane in order], m // 16, 2, dtype)
+        b_tile = operand([lanes[lane][2] for lane in order], n // 8, 1, dtype)
+        row, column = accumulator_coordinates(m, n)
         # Eight rows at a time: BLAS would run larger products on several threads, and wait for threads that do not run.
         total = (a_tile.reshape(-1, 8, a_tile.shape[1]) @ b_tile.T).reshape(m, n)[row, column]
         if accumulators is not None:
@@ -84,7 +84,7 @@ def multiply(dtype, m, n, accumulators, a, b):
     return collective(what, FULL_MASK, (accumulators, a, b), finish)
 
 
-def _operand(registers, parts, rows, dtype):
+def operand(registers, parts, rows, dtype):
     """Assemble rows of 32 bytes from the lanes' registers: part, 16-byte half, group of 8 rows."""
     data = np.array(registers, np.uint32).view(np.uint8).reshape(8, 4, parts, 2, rows, 4)  # g, c, part, half, r, byte
     data = data.transpose(2, 4, 0, 3, 1, 5).reshape(parts * rows * 8, 32)
@@ -92,7 +92,7 @@ def _operand(registers, parts, rows, dtype):
 
 
 @functools.cache
-def _accumulator_coordinates(m, n):
+def accumulator_coordinates(m, n):
     """Return the rows and columns in an m x n tile of the accumulators of 32 lanes."""
     lane, i = np.arange(32)[:, None], np.arange(m * n // 32)[None, :]
     part = i // 4

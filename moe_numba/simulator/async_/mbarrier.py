@@ -5,6 +5,8 @@ An mbarrier is opaque: ordinary loads and stores must not touch its memory.
 
 import sys
 
+import greenlet
+
 from moe_numba.simulator.async_ import race_detector
 from moe_numba.simulator.core import cluster, memory
 from moe_numba.simulator.core.engine import thread
@@ -124,13 +126,13 @@ class MBarrier:
         return True
 
     def poll(self, phase):
-        thread().spin(self._wait_conditions[phase])
+        greenlet.getcurrent().spin(self._wait_conditions[phase])
 
     def wait(self, phase):
-        t = thread()
+        waiter = greenlet.getcurrent()  # a thread, or a gang of the vector engine
         while not self.test(phase):
-            self.waiting.append(t)
-            t.park(self._wait_conditions[phase])
+            self.waiting.append(waiter)
+            waiter.park(self._wait_conditions[phase])
         self._record_event("mbarrier.wait", phase_bit=int(phase))
 
     def _record_event(self, what, **details):

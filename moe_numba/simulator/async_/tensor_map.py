@@ -21,7 +21,7 @@ from moe_numba.simulator.core.warp import FULL_MASK, collective
 SIZE = 128  # bytes of a map
 _MAGIC = 0x70614D74  # "tMap"
 _FORMAT = struct.Struct("<IBBHQ5Q4Q5HxxQ")  # padded to 128 bytes
-_storages = []  # registered storages: (address, bytes, weak reference of torch)
+storages = []  # registered storages: (address, bytes, weak reference of torch)
 _publications = itertools.count(1)
 
 
@@ -141,21 +141,21 @@ def register(tensor):
     from torch.multiprocessing.reductions import StorageWeakRef
 
     storage = tensor.untyped_storage()
-    _storages[:] = [s for s in _storages if s[0] != storage.data_ptr() and not s[2].expired()]
-    _storages.append((storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage)))
+    storages[:] = [s for s in storages if s[0] != storage.data_ptr() and not s[2].expired()]
+    storages.append((storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage)))
 
 
 def _storage(address):
     """Return the registered memory around an address as bytes, and the offset of the address in it."""
-    for first, size, reference in _storages:
+    for first, size, reference in storages:
         if first <= address < first + size and not reference.expired():
-            return _bytes_at(first, size), address - first
+            return bytes_at(first, size), address - first
     raise SimulatorError(
         f"{thread_prefix()}a tensor map has address {address:#x}, which is in no tensor that a map was encoded for"
     )
 
 
-def _bytes_at(address, size):
+def bytes_at(address, size):
     import ctypes
 
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)

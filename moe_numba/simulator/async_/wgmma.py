@@ -7,6 +7,7 @@ error.
 
 import sys
 
+import greenlet
 import numpy as np
 
 from moe_numba.simulator.async_ import fragments
@@ -57,8 +58,8 @@ class Wgmma:
 
     def wait(self):
         while not self.done:
-            self.waiting.append(thread())
-            thread().park(self)
+            self.waiting.append(greenlet.getcurrent())
+            greenlet.getcurrent().park(self)
         if self.world.races is not None:
             self.world.races.know(thread(), self.reading)
         for reservation in self.reservations:
@@ -132,8 +133,8 @@ def _issue(what, n, dtype, values, steps):
         if descriptors != [a, b]:
             raise SimulatorError(f"{t} and {threads[0]} pass different descriptors to {what}, at {code.co_name}:{line}")
     wgmma = Wgmma(what, threads)
-    a_tile = _operand(wgmma, a, 64, dtype, steps, "A")
-    b_tile = _operand(wgmma, b, n, dtype, steps, "B")
+    a_tile = operand(wgmma, a, 64, dtype, steps, "A")
+    b_tile = operand(wgmma, b, n, dtype, steps, "B")
     # Eight rows at a time: BLAS would run larger products on several threads, and wait for threads that do not run.
     total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
     if accumulators is not None:
@@ -148,7 +149,7 @@ def _issue(what, n, dtype, values, steps):
     return {t: PendingAccumulators(wgmma, row) for t, row in zip(threads, results)}
 
 
-def _operand(wgmma, descriptor, rows, dtype, steps, name):
+def operand(wgmma, descriptor, rows, dtype, steps, name):
     """Decode the matrix that a descriptor refers to, and reserve its memory."""
     swizzle = _SWIZZLES.get(descriptor >> 62)
     start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4  # stride: from 8 rows to the next 8

@@ -31,14 +31,14 @@ def wrap_integer_casts():
     numbers = {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
 
     def cast(self, value=make_signature, *more):
-        if more or type(value) not in numbers and (value is make_signature or isinstance(value, Type)):
+        kind, found = type(value), limits.get(self.name)
+        if more or kind not in numbers and (value is make_signature or isinstance(value, Type)):
             return make_signature(self, *(() if value is make_signature else (value, *more)))  # of a CPU function
-        name = self.name
-        if name not in limits:
+        if found is None:
             mask = (1 << self.bitwidth) - 1
-            limits[name] = getattr(np, name), mask, mask >> 1 if self.signed else mask
-        scalar_type, mask, largest = limits[name]
-        if type(value) is scalar_type:
+            found = limits[self.name] = getattr(np, self.name), mask, mask >> 1 if self.signed else mask
+        scalar_type, mask, largest = found
+        if kind is scalar_type:
             return value
         bits = int(value) & mask
         return scalar_type(bits if bits <= largest else bits - mask - 1)

@@ -57,7 +57,7 @@ class Const:
         return array
 
 
-class _GridGroup:
+class GridGroup:
     @staticmethod
     def sync():
         barrier.grid()
@@ -66,20 +66,20 @@ class _GridGroup:
 class CooperativeGroups(types.ModuleType):
     @staticmethod
     def this_grid():
-        return _GridGroup()
+        return GridGroup()
 
 
 def grid(ndim):
     t = thread()
-    return _per_dimension("grid", ndim, [b * d + i for b, d, i in zip(t.block.index, t.grid.block_dim, t.threadIdx)])
+    return per_dimension("grid", ndim, [b * d + i for b, d, i in zip(t.block.index, t.grid.block_dim, t.threadIdx)])
 
 
 def gridsize(ndim):
     t = thread()
-    return _per_dimension("gridsize", ndim, [b * g for b, g in zip(t.grid.block_dim, t.grid.grid_dim)])
+    return per_dimension("gridsize", ndim, [b * g for b, g in zip(t.grid.block_dim, t.grid.grid_dim)])
 
 
-def _per_dimension(name, ndim, values):
+def per_dimension(name, ndim, values):
     if ndim not in (1, 2, 3):
         raise ValueError(f"cuda.{name}({ndim}): the number of dimensions must be 1, 2 or 3")
     return values[0] if ndim == 1 else tuple(values[:ndim])
@@ -170,11 +170,11 @@ def threadfence_system():
     scoped_access.fence("sys")
 
 
-def _load(array, i):
+def load(array, i):
     return array[i]
 
 
-def _store(array, i, value):
+def store(array, i, value):
     array[i] = value
 
 
@@ -196,8 +196,8 @@ def install():
 
     cuda.__class__ = _Module
     names = {function.__name__: function for function in _FUNCTIONS}
-    names |= dict.fromkeys(("ldca", "ldcg", "ldcs", "ldlu", "ldcv"), _load)
-    names |= dict.fromkeys(("stcg", "stcs", "stwb", "stwt"), _store)
+    names |= dict.fromkeys(("ldca", "ldcg", "ldcs", "ldlu", "ldcv"), load)
+    names |= dict.fromkeys(("stcg", "stcs", "stwb", "stwt"), store)
     names |= {
         "threadIdx": _Index("threadIdx", lambda t: t.threadIdx),
         "blockIdx": _Index("blockIdx", lambda t: t.block.index),

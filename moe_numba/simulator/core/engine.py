@@ -34,6 +34,8 @@ def thread() -> "Thread":
     current = greenlet.getcurrent()
     if type(current) is Thread:
         return current
+    if hasattr(current, "current_thread"):  # a gang of the vector engine that calls a function lane by lane
+        return current.current_thread
     raise SimulatorError("only a running kernel has a current thread; this was called outside one")
 
 

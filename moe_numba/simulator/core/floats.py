@@ -12,7 +12,7 @@ def _decode_e4m3(code):
 
 E4M3 = np.array([_decode_e4m3(code) for code in range(256)], np.float32)  # value of each of the 256 codes
 _E4M3_FLOAT64 = E4M3.astype(np.float64)
-_MIDPOINTS = (_E4M3_FLOAT64[:126] + _E4M3_FLOAT64[1:127]) / 2  # between neighbours from 0 to 448
+MIDPOINTS = (_E4M3_FLOAT64[:126] + _E4M3_FLOAT64[1:127]) / 2  # between neighbours from 0 to 448
 
 
 def e4m3_bits(value):
@@ -21,8 +21,8 @@ def e4m3_bits(value):
     if value != value:
         return 0x7F
     magnitude = abs(float(value))
-    code = int(np.searchsorted(_MIDPOINTS, magnitude))
-    if code < 126 and magnitude == _MIDPOINTS[code] and code & 1:
+    code = int(np.searchsorted(MIDPOINTS, magnitude))
+    if code < 126 and magnitude == MIDPOINTS[code] and code & 1:
         code += 1
     return code | (0x80 if np.signbit(value) else 0)
 

@@ -5,6 +5,7 @@ known), in the order of their indices. Each of the others starts when a block en
 cannot be resident are a deadlock. Ranks have a GPU each; nothing else is taken to run on it.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -35,9 +36,15 @@ class Warp:
     """Up to 32 threads that are scheduled together: each step runs every lane that can run, in random order."""
 
     def __init__(self, block, index):
-        self.block, self.index, self.warpgroup, self.threads = block, index, block.warpgroups[index // 4], []
-        self.open_rendezvous, self.exited, self.lanes, self.wgmma_groups = {}, 0, 0, []
+        self.block, self.index, self.warpgroup = block, index, block.warpgroups[index // 4]
+        self.lanes = (1 << min(32, block.size - 32 * index)) - 1
+        self.open_rendezvous, self.exited, self.wgmma_groups = {}, 0, []
         self.ready, self.queued, self.priority = [], False, block.grid.world.rng.random()
+
+    @functools.cached_property
+    def threads(self):
+        """The warp's threads, made on first use: the vector engine needs few of them."""
+        return [Thread(self.block, 32 * self.index + lane) for lane in range(self.lanes.bit_length())]
 
     def step(self, rng):
         lanes, self.ready = self.ready, []
@@ -58,10 +65,6 @@ class Block:
         self.shared = SharedMemory(self, grid.shared_layout)
         self.warpgroups = [Warpgroup(self, g) for g in range((self.size + 127) // 128)]
         self.warps = [Warp(self, w) for w in range((self.size + 31) // 32)]
-        for i in range(self.size):
-            t = Thread(self, i)
-            self.warps[t.warp].threads.append(t)
-            self.warps[t.warp].lanes |= 1 << t.lane
 
     def threads(self):
         return [t for warp in self.warps for t in warp.threads]

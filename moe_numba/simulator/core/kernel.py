@@ -102,21 +102,35 @@ def run(
         )
     check_compilable(function)
     names += ("",) * (len(args) - len(names))
-    args = [wrap_argument(value, name) for value, name in zip(args, names)]
     ranks = settings["ranks"]
     if ranks is not None and seed is not None:
         raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks share one: simulator.seed")
-    world = World(seed) if ranks is None else ranks.world
-    launched = Grid(world, function, grid, block, args, shared_bytes, cluster, cooperative, dependent, bounds)
-    launched.options = getattr(kernel, "targetoptions", {})
+
+    def make_grid(world):
+        wrapped = [wrap_argument(value, name) for value, name in zip(args, names)]
+        made = Grid(world, function, grid, block, wrapped, shared_bytes, cluster, cooperative, dependent, bounds)
+        made.options = getattr(kernel, "targetoptions", {})
+        return made
+
     if ranks is not None:
-        ranks.add(launched, done)
+        ranks.add(make_grid, done)
         return
-    world.add(launched)
-    with ShortTraceback():
-        world.run()
+    _run_alone(make_grid, seed)
     for callback in done:
         callback()
+
+
+def _run_alone(make_grid, seed):
+    """Run one grid on the vector engine, or else with one greenlet per thread."""
+    from moe_numba.simulator.vector import launch  # it needs this module
+
+    def with_threads():
+        world = World(seed)
+        world.add(make_grid(world))
+        with ShortTraceback():
+            world.run()
+
+    launch.run(lambda world: {None: [make_grid(world)]}, with_threads, seed)
 
 
 class Kernel:

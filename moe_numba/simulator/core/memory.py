@@ -26,6 +26,8 @@ _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
+_INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
+
 
 def watch(worlds):
     """Add to `watching`, or subtract."""
@@ -43,7 +45,7 @@ def maybe_preempt():
     if grid := getattr(t, "grid", None):
         if grid.world.preempt and grid.world.rng.random() < grid.world.preempt:
             t.preempt()
-        return t
+        return getattr(t, "current_thread", t)
 
 
 def before_access(target, index, writes, nbytes=None, scope=None, value=None, operation=None):
@@ -148,14 +150,14 @@ def _describe(self):
 class Pointer:
     """A checked flat view of the memory that a device pointer can reach; corresponds to `T *` in C.
 
-    `allocation` is the SharedAllocation that it points into, or None.
+    `allocation` is the SharedAllocation that it points into, or None. `region` belongs to the vector engine.
     """
 
-    __slots__ = ("array", "size", "name", "allocation", "_bytes", "_address")
+    __slots__ = ("array", "size", "name", "allocation", "region", "_bytes", "_address")
 
     def __init__(self, array: np.ndarray, name: str = "", allocation=None):
         self.array, self.size, self.name, self.allocation = array, len(array), name, allocation
-        self._bytes = self._address = None
+        self._bytes = self._address = self.region = None
 
     def __getitem__(self, i):
         global loads_left
@@ -267,11 +269,11 @@ class Pointer:
 class Array:
     """A checked n-dimensional array: the kernel's view of a Numba array. Negative indices are errors."""
 
-    __slots__ = ("array", "name", "allocation", "_address")
+    __slots__ = ("array", "name", "allocation", "region", "_address", "_pointer")
 
     def __init__(self, array: np.ndarray, name: str = "", allocation=None):
         self.array, self.name, self.allocation = array, name, allocation
-        self._address = None
+        self._address = self._pointer = self.region = None
 
     def __getitem__(self, i):
         global loads_left
@@ -348,7 +350,9 @@ class Array:
 
     def pointer(self) -> Pointer:
         """Return a flat pointer to the same memory."""
-        return Pointer(reachable_view(self.array), self.name, self.allocation)
+        if self._pointer is None:
+            self._pointer = Pointer(reachable_view(self.array), self.name, self.allocation)
+        return self._pointer
 
     def __getattr__(self, name):
         value = getattr(self.array, name)

@@ -11,12 +11,17 @@ from moe_numba.simulator.core.engine import thread
 _REGISTERS_OF_AN_SM, _MOST_OF_A_THREAD = 65536, 256
 
 
+def at_launch(block):
+    """Return the number of registers that each thread of a block starts with."""
+    threads, blocks = block.grid.launch_bounds or (-(-block.size // 128) * 128, 1)
+    return min(_REGISTERS_OF_AN_SM // (threads * blocks) // 8 * 8, _MOST_OF_A_THREAD)
+
+
 class RegisterPool:
     """The registers that no thread of a block holds, and the threads that wait for some."""
 
     def __init__(self, block):
-        threads, blocks = block.grid.launch_bounds or (-(-block.size // 128) * 128, 1)
-        self.at_launch = min(_REGISTERS_OF_AN_SM // (threads * blocks) // 8 * 8, _MOST_OF_A_THREAD)
+        self.at_launch = at_launch(block)
         self.total = self.at_launch * block.size
         self.held = dict.fromkeys(block.threads(), self.at_launch)
         self.free, self.waiting = 0, []

@@ -23,7 +23,7 @@ from moe_numba.simulator.memory_model.happens_before import HappensBefore
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
 _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
-_REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
+REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
 
 
 class Event(NamedTuple):
@@ -153,7 +153,7 @@ class World:
                 _, _, unit = heapq.heappop(self.queue)
                 unit.queued = False
                 self.steps += 1
-                if self.rng.random() < _REDRAW:
+                if self.rng.random() < REDRAW:
                     unit.priority = self.rng.random()
                 unit.step(self.rng)
                 if self.memory_model is not None:

@@ -19,6 +19,10 @@ def _switch(text):
     return {"0": False, "1": True}[text]
 
 
+def _engine(text):
+    return {"0": "threads", "threads": "threads", "vector": "vector", "either": ""}[text]
+
+
 def _memory_model(text):
     from moe_numba.simulator.memory_model.store_buffer import StoreBuffers
 
@@ -30,6 +34,7 @@ _VARIABLES = {
     "seed": ("MOE_NUMBA_SEED", int, "an integer"),
     "preempt": ("MOE_NUMBA_PREEMPT", _probability, "a number from 0 to 1"),
     "memory_model": ("MOE_NUMBA_WEAK_MEMORY", _memory_model, "0 or 1"),
+    "engine": ("MOE_NUMBA_ENGINE", _engine, "threads, vector or either"),
     "races": ("MOE_NUMBA_RACES", _switch, "0 or 1"),
     "wraparound": ("MOE_NUMBA_WRAPAROUND", _switch, "0 or 1"),
 }

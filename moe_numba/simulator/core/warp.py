@@ -50,7 +50,7 @@ def _check_no_cycle(t, warp, what, mask):
             )
 
 
-def _undefined(like):
+def undefined_value(like):
     """Return what a lane reads where the instruction defines no value."""
     if isinstance(like, np.generic):
         return memory.poison(1, like.dtype)[0]
@@ -74,7 +74,7 @@ def shuffle(mode, mask, value, operand, width=32, what=None):
                 source = lane - operand if mode == "up" else lane + operand
             if source > last or (mode == "up" and source < first):
                 source = lane
-            results[lane] = values[source][0] if source in values else _undefined(own)
+            results[lane] = values[source][0] if source in values else undefined_value(own)
         return results
 
     return collective(what or f"shfl.sync.{mode}", mask, (value, operand), finish)

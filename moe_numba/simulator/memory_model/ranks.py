@@ -20,7 +20,7 @@ from moe_numba.simulator.core.pointer_wrapping import pointer
 from moe_numba.simulator.core.scheduler import World
 from moe_numba.simulator.core.settings import override_settings, settings
 
-_buffers = {}  # address of a registered buffer -> Pointer to its bytes
+buffers = {}  # address of a registered buffer -> Pointer to its bytes
 
 
 @contextlib.contextmanager
@@ -45,32 +45,45 @@ class _RankLaunches:
 
     def __init__(self):
         self.world, self.launches, self.done = World(), [], []
+        self.seed = settings["seed"]
 
-    def add(self, grid, done):
-        """Queue a launch, and callbacks for when all ranks have completed."""
-        self.launches.append((settings["rank"], grid))
+    def add(self, make_grid, done):
+        """Queue a launch, `make_grid(world)`, and callbacks for when all ranks have completed."""
+        self.launches.append((settings["rank"], make_grid))
         self.done += done
 
     def run(self):
+        from moe_numba.simulator.vector import launch  # it needs this module
+
+        if self.launches:
+            launch.run(self._streams, self._run_with_threads, self.seed)
+        for callback in self.done:
+            callback()
+
+    def _streams(self, world):
+        """Return the grids of each rank in order."""
         named_ranks = {rank for rank, _ in self.launches if rank is not None}
         free_ranks = (rank for rank in range(len(named_ranks) + len(self.launches)) if rank not in named_ranks)
         streams = {}
-        for rank, grid in self.launches:
-            for t in grid.threads():
-                t.parent = greenlet.getcurrent()  # the rank that launched it may itself run in a greenlet
+        for rank, make_grid in self.launches:
+            grid = make_grid(world)
             grid.rank = next(free_ranks) if rank is None else rank
             streams.setdefault(grid.rank, []).append(grid)
         for rank, stream in streams.items():
             for grid in stream:
                 grid.label = f"rank {rank} " if len(streams) > 1 else ""
+        return streams
+
+    def _run_with_threads(self):
+        streams = self._streams(self.world)
+        for rank, stream in streams.items():
+            for t in (t for grid in stream for t in grid.threads()):
+                t.parent = greenlet.getcurrent()  # threads of later grids are started by threads of earlier ones
             self.world.queued_grids[rank] = stream[1:]
-        self.world.threads = sum(grid.size for _, grid in self.launches)
+        self.world.threads = sum(grid.size for stream in streams.values() for grid in stream)
         for stream in streams.values():
             self.world.add(stream[0])
-        with ShortTraceback():
-            self.world.run()
-        for callback in self.done:
-            callback()
+        self.world.run()
 
 
 def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  # noqa: F821
@@ -83,25 +96,25 @@ def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  
     if not memory.size:
         raise ValueError(f"{name} is empty: no address lies in it")
     memory = memory.view("uint8")
-    if memory.address in _buffers:
-        raise ValueError(f"{name} is registered already, as {_buffers[memory.address].name}")
-    _buffers[memory.address] = memory
+    if memory.address in buffers:
+        raise ValueError(f"{name} is registered already, as {buffers[memory.address].name}")
+    buffers[memory.address] = memory
     return memory.address
 
 
 def forget(address: int) -> None:
     """Unregister the buffer at an address that `register` returned."""
-    del _buffers[address]
+    del buffers[address]
 
 
 def pointer_at(address: int, like: Pointer) -> Pointer:
     """Return a pointer to an address in a registered buffer, with the element type of `like`."""
     address, dtype = int(address), as_dtype(like.dtype)
-    below = [start for start in tuple(_buffers) if start <= address]  # other OS threads may register buffers
+    below = [start for start in tuple(buffers) if start <= address]  # other OS threads may register buffers
     if not below:
         raise OutOfBounds(f"{thread_prefix()}address {address:#x} lies in no registered buffer, nor after one")
-    start = next((s for s in below if address < s + _buffers[s].size), max(below))
-    buffer = _buffers[start]
+    start = next((s for s in below if address < s + buffers[s].size), max(below))
+    buffer = buffers[start]
     if address >= start + buffer.size:
         raise OutOfBounds(
             f"{thread_prefix()}address {address:#x} lies in no registered buffer; the nearest before it is "

@@ -1,0 +1,157 @@
+"""Casts, extremes and bit operations of all lanes."""
+
+import types
+
+import numpy as np
+
+from moe_numba.simulator.core import arithmetic, floats
+from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.lane_calls import per_lane, varies
+from moe_numba.simulator.vector.lanes import choose
+from moe_numba.simulator.vector.numbers import Weak
+
+ndarray = np.ndarray
+
+
+def integers(mask, value):
+    """Return the numbers of all lanes as integers of 64 bits, truncated as a C cast does."""
+    values = value.values if type(value) is Weak else value
+    if values.dtype.kind != "f":
+        return values.astype(np.int64) if values.dtype.kind == "b" else values
+    active = values if mask is None else np.where(mask, values, 0)
+    if not (np.abs(active) < 2.0**63).all():
+        raise Unsupported("a float that no integer holds")
+    return active.astype(np.int64)
+
+
+def number_cast(scalar):
+    """Make the vector version of a Numba type that is called."""
+    dtype = np.dtype(getattr(np, "bool_" if scalar.name == "bool" else scalar.name))
+    to_integer = dtype.kind in "iu"
+
+    def cast(mask, value, *more):
+        kind = type(value)
+        if kind is ndarray:
+            if value.dtype is dtype or value.dtype == dtype:
+                return value
+            if to_integer and value.dtype.kind == "f":
+                value = integers(mask, value)
+            return value.astype(dtype)
+        if kind is Weak:
+            return (integers(mask, value) if to_integer else value.values).astype(dtype)
+        return scalar(value, *more)
+
+    return cast
+
+
+def scalar_cast(scalar):
+    """Make the vector version of a NumPy scalar type, which refuses integers that it cannot hold."""
+    cast = number_cast(types.SimpleNamespace(name=scalar.__name__, __call__=scalar))
+    dtype = np.dtype(scalar)
+
+    def checked(mask, value=0):
+        if not varies(value):
+            return scalar(value)
+        values = value.values if type(value) is Weak else value
+        if dtype.kind in "iu" and values.dtype != dtype:
+            values, info = integers(mask, value), np.iinfo(dtype)
+            active = values if mask is None else np.where(mask, values, 0)
+            if active.min() < info.min or active.max() > info.max:
+                raise Unsupported(f"an integer that {dtype} cannot hold")
+            values = values.astype(np.int64) if values.dtype.kind == "b" else values
+        return cast(mask, values)
+
+    return checked
+
+
+def pairwise(function, ufunc, better):
+    def extreme(mask, *values, **keywords):
+        if keywords or len(values) == 1:
+            if varies(values) or keywords:
+                raise Unsupported("max or min of an iterable")
+            return function(*values)
+        result = values[0]
+        for value in values[1:]:
+            a, b = type(result), type(value)
+            if (
+                a is ndarray
+                and result.dtype.kind in "iu"
+                and (value.dtype == result.dtype if b is ndarray else b is int)
+            ):
+                result = ufunc(result, value)
+            elif a is not ndarray and b is not ndarray and a is not Weak and b is not Weak:
+                result = function(result, value)
+            else:
+                result = choose(mask, better(value, result), value, result)
+        return result
+
+    return extreme
+
+
+def per_lane_math(function):
+    def call(mask, *values):
+        if not varies(values):
+            return function(*values)
+        return per_lane(function)(mask, *values)
+
+    return call
+
+
+def _words(value):
+    """Return an integer's bits as uint64, and their count, as `arithmetic._unsigned_bits` does."""
+    if type(value) is ndarray:
+        if value.dtype.kind not in "iub":
+            raise Unsupported("bits of a float")
+        width = 8 * value.itemsize
+        return value.view(f"u{value.itemsize}").astype(np.uint64), width
+    values = value.values.astype(np.int64)
+    small = (values >= -(2**31)) & (values < 2**32)
+    return np.where(small, values & 0xFFFFFFFF, values).view(np.uint64), np.where(small, 32, 64)
+
+
+def bitwise(scalar, compute):
+    def call(mask, value):
+        if not varies(value):
+            return scalar(value)
+        return Weak(compute(*_words(value)).astype(np.int64))
+
+    return call
+
+
+def bit_length(bits):
+    high, low = (bits >> np.uint64(32)).astype(np.float64), (bits & np.uint64(0xFFFFFFFF)).astype(np.float64)
+    return np.where(high > 0, 32 + np.frexp(high)[1], np.frexp(low)[1])
+
+
+def ffs(bits, width):
+    return bit_length(bits & (~bits + np.uint64(1)))
+
+
+def brev(bits, width):
+    reverse = [int(f"{int(b):0{w}b}"[::-1], 2) for b, w in zip(bits, np.broadcast_to(width, bits.shape))]
+    return np.array(reverse, np.uint64)
+
+
+def fma(mask, a, b, c):
+    if not varies((a, b, c)):
+        return arithmetic.fma(a, b, c)
+    return per_lane(arithmetic.fma)(mask, a, b, c)
+
+
+def bf16_bits(mask, value):
+    if not varies(value):
+        return floats.bf16_bits(value)
+    value = np.asarray(value.values if type(value) is Weak else value).astype(np.float32)
+    bits = value.view(np.uint32).astype(np.int64)
+    return Weak(np.where(value == value, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, 0x7FFF))
+
+
+def e4m3_bits(mask, value):
+    if not varies(value):
+        return floats.e4m3_bits(value)
+    value = np.asarray(value.values if type(value) is Weak else value).astype(np.float32)
+    magnitude = np.abs(value.astype(np.float64))
+    code = np.searchsorted(floats.MIDPOINTS, magnitude)
+    tie = (code < 126) & (magnitude == floats.MIDPOINTS[np.minimum(code, 125)]) & (code & 1 == 1)
+    code = (code + tie) | np.where(np.signbit(value), 0x80, 0)
+    return Weak(np.where(value == value, code, 0x7F))

@@ -1,0 +1,172 @@
+"""The scheduler of gangs, and one attempt to run grids with them.
+
+Gangs run in a random order that follows from the seed.
+"""
+
+import heapq
+
+import greenlet
+
+from moe_numba.simulator.async_ import tensor_map
+from moe_numba.simulator.async_.mbarrier import MBarrier
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.engine import Thread
+from moe_numba.simulator.core.scheduler import REDRAW, World
+from moe_numba.simulator.memory_model import ranks
+from moe_numba.simulator.vector import state
+from moe_numba.simulator.vector.clocks import Clocks
+from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.gang import Gang
+from moe_numba.simulator.vector.regions import Memory, intervals_of
+
+_EAGER_POLL = 1 / 32  # probability that pollers look again, after a change of memory, although other gangs can run
+_IDLE_LIMIT, _IDLE_LIMIT_WITH_CLOCK = 64, 4096  # rounds in which all gangs poll in vain
+
+
+class _Order:
+    """Stands in for weak memory where threads publish to mbarriers and flags; memory itself is not weak."""
+
+    def __init__(self, clocks):
+        self.clocks = clocks
+
+    def publish_to(self, point, thread):
+        # Arrivals at the next phase do not order what follows a wait for this one.
+        point = (point, point.phases) if type(point) is MBarrier else point
+        self.clocks.release(state.gang, point)
+
+    def receive_from(self, point, thread):
+        point = (point, point.phases - 1) if type(point) is MBarrier else point
+        self.clocks.acquire(state.gang, point)
+
+    def read(self, block, cell, start):
+        return cell.copy()
+
+    def write_through(self, block, cell, start, data):
+        cell[:] = data
+
+    def release(self, *_):
+        pass
+
+    acquire = drop_stale = make_coherent = end = start = synchronize = release
+
+
+class VectorWorld(World):
+    """Scheduler of gangs."""
+
+    def __init__(self, engine, seed):
+        super().__init__(seed)
+        self.engine, self.reads_clock, self.memory_model = engine, False, _Order(engine.clocks)
+
+    def add(self, grid):
+        self.grids.append(grid)
+        gangs = self.engine.start(grid)
+        if grid.uses_async:
+            self.watch_accesses()
+        self.wake(gangs)
+
+    def wake(self, gangs):
+        for gang in gangs:
+            if type(gang) is Thread:
+                gang = self.engine.gang_of(gang)
+            gang.waits = None
+            if not gang.queued:
+                gang.queued = True
+                self.schedule(gang)
+
+    def run(self):
+        seen = idle = 0
+        try:
+            while self.queue or self.pollers:
+                # A poll is expensive: mostly, all other gangs go as far as they can before pollers look again.
+                if self.pollers and (not self.queue or self.changes != seen and self.rng.random() < _EAGER_POLL):
+                    idle = idle + 1 if self.changes == seen else 0
+                    seen = self.changes
+                    if idle > (_IDLE_LIMIT_WITH_CLOCK if self.reads_clock else _IDLE_LIMIT):
+                        raise Unsupported("all threads poll in vain")
+                    pollers, self.pollers = self.pollers, []
+                    self.wake(pollers)
+                _, _, unit = heapq.heappop(self.queue)
+                unit.queued = False
+                self.steps += 1
+                if self.rng.random() < REDRAW:
+                    unit.priority = self.rng.random()
+                unit.step(self.rng)
+            if any(not gang.dead for gang in self.engine.gangs):
+                raise Unsupported("no thread can run")
+        finally:
+            memory.watch(-self.watching)
+            for gang in self.engine.gangs:
+                if not gang.dead:
+                    gang.throw()
+            state.gang = None
+
+
+class Engine:
+    """One attempt to run grids with gangs of whole blocks, or of single warps (`by_warp`)."""
+
+    def __init__(self, by_warp, function_of):
+        self.by_warp, self.function_of = by_warp, function_of
+        self.memory, self.clocks, self.gangs = Memory(), Clocks(), []
+        self.first_gang, self.world = {}, None
+        self.parent = greenlet.getcurrent()
+
+    def prepare(self, grids):
+        """Prepare for these grids, of which some may start after others have ended."""
+        values = [value for grid in grids for value in grid.args] + list(ranks.buffers.values())
+        storages = [(first, first + size) for first, size, alive in tensor_map.storages if not alive.expired()]
+        self.memory.add([*intervals_of(values), *storages])
+        for grid in grids:
+            self.first_gang[grid] = self.clocks.size
+            self.clocks.size += self.gangs_of(grid)
+
+    def gangs_of(self, grid):
+        return sum(len(block.warps) for block in grid.blocks) if self.by_warp else len(grid.blocks)
+
+    def start(self, grid):
+        """Return the gangs of a grid that starts now."""
+        made, number = [], self.first_gang[grid]
+        for block in grid.blocks:
+            for warps in [[warp] for warp in block.warps] if self.by_warp else [block.warps]:
+                made.append(Gang(self, block, warps, number))
+                for warp in warps:
+                    warp.gang = made[-1]
+                number += 1
+        self.gangs += made
+        return made
+
+    def gang_of(self, thread):
+        return thread.block.warps[thread.warp].gang
+
+    def started(self, gang):
+        self.clocks.acquire(gang, ("stream", gang.grid.rank))
+
+    def ended(self, gang):
+        grid, block = gang.grid, gang.block
+        if self.world.queued_grids.get(grid.rank):
+            self.clocks.release(gang, ("stream", grid.rank))
+        self.world.changes += 1
+        for warp in gang.warps:
+            warp.exited = warp.lanes
+            block.cluster.mark_arrived(warp)
+        block.exited += gang.size
+        if block.exited == block.size:
+            for scope in (block, *block.warpgroups):
+                if scope.open_rendezvous:
+                    raise Unsupported("a barrier at which threads are missing")
+            block.shared.check_end_of_block()
+            self.world.retire(grid)
+
+    def close(self):
+        """Free what the attempt has recorded; the garbage collector would take its time."""
+        for region in (*self.memory.regions, *self.memory.shared.values()):
+            region.saved = region.tags = region.history = None
+            region.pending = []
+        for gang in self.gangs:
+            gang.log = None
+        self.gangs, self.clocks.points = [], {}
+        for grid in self.world.grids:
+            grid.args = ()
+
+    def shares(self, region):
+        """Return whether several gangs may access a region."""
+        return region.shared is None or self.by_warp

@@ -1,0 +1,214 @@
+"""Accumulators of a gang's lanes, and the matrix instructions of one warp: mma.sync, ldmatrix and stmatrix."""
+
+import inspect
+
+import numpy as np
+
+from moe_numba.simulator.async_ import fragments, matrix
+from moe_numba.simulator.async_.wgmma import PendingAccumulators
+from moe_numba.simulator.core.arithmetic import fma as scalar_fma
+from moe_numba.simulator.core.warp import FULL_MASK
+from moe_numba.simulator.vector import access, collectives, state
+from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.numbers import Weak
+
+ndarray = np.ndarray
+
+
+class LaneFragment:
+    """The accumulators of all lanes: `values[lane, i]`. A kernel sees a tuple of floats."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values):
+        self.values = values
+
+    def fragment_item(self, index):
+        if isinstance(index, slice):
+            return tuple(self.values[:, index].T)
+        if type(index) is Weak or type(index) is ndarray:
+            raise Unsupported("an index of accumulators that differs between lanes")
+        return self.values[:, index]
+
+    def __len__(self):
+        return self.values.shape[1]
+
+    def __iter__(self):
+        return iter(np.ascontiguousarray(self.values.T))
+
+    def __add__(self, other):
+        return (*self, *other)
+
+    def __radd__(self, other):
+        return (*other, *self)
+
+
+def as_matrix(values):
+    """Return accumulators, floats or a float as an array [lane, i] or one that broadcasts to it."""
+    if isinstance(values, PendingAccumulators):
+        values._refuse()
+    if isinstance(values, LaneFragment):
+        return values.values
+    if isinstance(values, (tuple, list)):
+        return np.stack([column(v) for v in values], 1)
+    return column(values)[:, None]
+
+
+def column(value):
+    value = collectives.spread(value)
+    return (value.values if type(value) is Weak else value).astype(np.float32)
+
+
+def fma(mask, total, acc, factor):
+    """Return total + acc * factor, each element rounded once."""
+    total, acc, factor = np.broadcast_arrays(as_matrix(total), as_matrix(acc), as_matrix(factor))
+    exact = acc.astype(np.float64) * factor + total
+    out = exact.astype(np.float32)
+    halfway = (exact.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+    halfway |= (np.abs(exact) < 1.2e-38) & (exact != 0)
+    for i in zip(*halfway.nonzero()):
+        out[i] = scalar_fma(acc[i], factor[i], total[i])
+    return LaneFragment(out)
+
+
+def fma_columns(mask, total, acc, factors):
+    factors = as_matrix(factors)
+    factors = factors.reshape(len(factors), -1, 1, 2).repeat(2, axis=2).reshape(len(factors), -1)
+    return fma(mask, total, acc, LaneFragment(factors))
+
+
+def _rows(mask, array, index, lanes, writes, synchronise=True):
+    """Return the bytes of a shared allocation, and the offsets of the 16 bytes that each of these lanes addresses."""
+    if mask is not None or state.gang.size != 32:
+        raise Unsupported("a matrix instruction in a part of a warp, or in several warps")
+    if synchronise:
+        collectives.participants(FULL_MASK, mask)
+    gang, allocation = state.gang, array.allocation
+    if allocation is None:
+        raise Unsupported("a matrix instruction outside shared memory")
+    region = array.region or access.region_of(array)
+    index = collectives.spread(index)
+    index = (index.values if type(index) is Weak else index).astype(np.int64)
+    offset = (index * array.dtype.itemsize + (array.address - region.start))[lanes]
+    size = allocation.bytes.size
+    if (offset < 0).any() or (offset + 16 > size).any() or ((offset + allocation.start) % 16).any():
+        raise Unsupported("a matrix row out of bounds or not aligned")
+    if allocation.alignment < 16:
+        raise Unsupported("a matrix row of an array that is not aligned")
+    taking_part = np.zeros(32, bool)
+    taking_part[lanes] = True
+    row = np.zeros(32, np.int64)
+    row[lanes] = offset >> 4
+    entry = (region, region.start, 16, 16, row, taking_part, None)
+    if writes:
+        region.written = True
+    (gang.log.writes if writes else gang.log.reads).append(entry)
+    if allocation.detector is not None:
+        gang.watch(*entry[:6], writes)
+    return allocation.bytes, offset[:, None] + np.arange(16)
+
+
+def store(mask, array, index, registers, trans, synchronise=True):
+    """stmatrix; `synchronise` is False for one directly behind another."""
+    count = len(registers)
+    data, offsets = _rows(mask, array, index, state.gang.all_lanes[: 8 * count], True, synchronise)
+    words = np.stack([_register(r) for r in registers])
+    matrices = np.ascontiguousarray(words).view(np.uint16).reshape(count, 8, 8)
+    if trans:
+        matrices = np.ascontiguousarray(matrices.swapaxes(1, 2))
+    data[offsets] = matrices.reshape(8 * count, 8).view(np.uint8)
+
+
+def _register(value):
+    value = collectives.spread(value)
+    return (value.values if type(value) is Weak else value).astype(np.uint32)
+
+
+def load(mask, array, index, count, offsets):
+    """ldmatrix."""
+    registers = []
+    for offset in offsets:
+        data, where = _rows(mask, array, index + offset, state.gang.all_lanes[: 8 * count], False)
+        registers += list(np.ascontiguousarray(data[where]).view(np.uint32).reshape(count, 32))
+    return tuple(registers)
+
+
+def multiply(mask, dtype, m, n, accumulators, a, b):
+    """mma.sync."""
+    gang = state.gang
+    if mask is not None or gang.size != 32:
+        raise Unsupported("a matrix instruction in a part of a warp, or in several warps")
+    if len(a) != m // 4 or len(b) != n // 4 or (accumulators is not None and len(accumulators) != m * n // 32):
+        raise Unsupported("mma.sync of another number of registers")
+    collectives.participants(FULL_MASK, mask)
+    a_tile = matrix.operand(np.stack([_register(r) for r in a], 1), m // 16, 2, dtype)
+    b_tile = matrix.operand(np.stack([_register(r) for r in b], 1), n // 8, 1, dtype)
+    row, col = matrix.accumulator_coordinates(m, n)
+    total = (a_tile.reshape(-1, 8, a_tile.shape[1]) @ b_tile.T).reshape(m, n)[row, col]
+    if accumulators is not None:
+        total = total + as_matrix(accumulators)
+    return LaneFragment(total.astype(np.float32))
+
+
+def e4m3_as_f16(mask, registers, odd):
+    return matrix.e4m3_as_f16([_register(r) for r in registers], odd)
+
+
+def bf16x2(mask, high, low):
+    """cvt.rn.bf16x2.f32."""
+    return _bf16_in_high_half(high) | _bf16_in_high_half(low) >> np.uint32(16)
+
+
+def _bf16_in_high_half(value):
+    value = column(value)
+    bits = value.view(np.uint32)
+    rounded = bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(value == value, rounded, np.uint32(0x7FFF0000))
+
+
+def load_shared(function):
+    """Make the version of a function that `ptx.matrix.make_load_shared(n)` made."""
+    count = inspect.getclosurevars(function).nonlocals["n"] // 4
+
+    def load(mask, array, index):
+        index = collectives.spread(index)
+        index = (index.values if type(index) is Weak else index).astype(np.int64)
+        index = index if mask is None else index * mask
+        if index.min() < 0 or (array.address + 4 * index & 4 * min(count, 4) - 1).any():
+            raise Unsupported("a vector access that is not aligned or out of bounds")
+        region, gang = array.region or access.region_of(array), state.gang
+        entry = (region, array.address, 4, 4 * count, index, mask, None)
+        gang.log.reads.append(entry)
+        if region.shared is not None and region.shared.detector is not None:
+            gang.watch(*entry[:6], False)
+        return LaneFragment(array.array.take(index[:, None] + np.arange(count)))
+
+    return load
+
+
+def stmatrix_fragment(function):
+    """Make the version of a function that `ptx.matrix.make_stmatrix_fragment(n, first, count, pitch)` made."""
+    outer = inspect.getclosurevars(function).nonlocals
+    first, count, pitch = outer["first"], outer["count"], outer["pitch"]
+
+    def store_fragment(mask, array, offset, values, factor):
+        values = as_matrix(values)[:, first // 2 : (first + count) // 2] * column(factor)[:, None]
+        bits = np.ascontiguousarray(_bf16_in_high_half(values.reshape(-1)).reshape(values.shape).T)
+        low, high = bits[0::2] >> np.uint32(16), bits[1::2]
+        for j in range(count // 8):
+            registers = low[2 * j] | high[2 * j], low[2 * j + 1] | high[2 * j + 1]
+            store(mask, array, offset + 8 * j * pitch, registers, True, synchronise=j == 0)
+
+    return store_fragment
+
+
+NAMES = {("conversions", "cvt_rn_bf16x2_f32"): bf16x2}
+FACTORIES = {("matrix", "load_shared"): load_shared, ("matrix", "stmatrix_fragment"): stmatrix_fragment}
+VERSIONS = {
+    fragments.fma: fma,
+    fragments.fma_columns: fma_columns,
+    matrix.store: store,
+    matrix.load: load,
+    matrix.multiply: multiply,
+    matrix.e4m3_as_f16: e4m3_as_f16,
+}

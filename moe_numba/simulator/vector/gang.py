@@ -1,0 +1,212 @@
+"""Gangs, which run whole warps of a block as vectors.
+
+A gang is a greenlet that runs a kernel's vector version for all threads of a block, or of one warp. It gives way where
+it waits or polls.
+"""
+
+import functools
+import sys
+
+import greenlet
+import numpy as np
+
+from moe_numba.simulator.core.errors import kernel_frame
+from moe_numba.simulator.vector import access, state
+from moe_numba.simulator.vector.clocks import fold
+from moe_numba.simulator.vector.errors import Conflict, Unsupported
+from moe_numba.simulator.vector.numbers import Weak
+from moe_numba.simulator.vector.shadow import Log
+
+
+@functools.lru_cache(maxsize=64)
+def _thread_indices(block_dim, first, size):
+    """Return threadIdx.x, y and z of consecutive threads, and their lanes."""
+    number = np.arange(first, first + size)
+    x, y, _ = block_dim
+    made = [Weak(number % x), Weak(number // x % y), Weak(number // (x * y)), Weak(number & 31)]
+    return [m if m.values.min() != m.values.max() else int(m.values[0]) for m in made[:3]] + made[3:]
+
+
+class Gang(greenlet.greenlet):
+    """The threads `first` to `first + size - 1` of a block: all of them, or a warp."""
+
+    def __init__(self, engine, block, warps, number):
+        self.engine, self.grid, self.block, self.warps, self.number = engine, block.grid, block, warps, number
+        self.first, self.num_warps = 32 * warps[0].index, len(warps)
+        self.size = min(32 * len(warps), block.size - self.first)
+        self.all_lanes, self.everyone = _constants(self.size)
+        self.world, self.is_block = engine.world, len(warps) == len(block.warps)
+        self.whole = None  # a mask that is known to consist of whole warps
+        self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0, 0)
+        self.lane, self.waits, self.result, self.quiet = 0, None, None, False
+        self.barriers = 0  # barriers of the block and of the grid that it has reached
+        self.acquired = {}  # point -> what the gang last acquired there
+        self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
+        self.priority, self.queued = warps[0].priority, False
+        self.gr_context, self.parent = block.grid.context, engine.parent
+
+    def step(self, rng):
+        state.gang = self
+        self.switch()
+
+    def run(self):
+        self.engine.started(self)
+        self.engine.function_of(self.grid)(None, *self.grid.args)
+        self.flush()
+        self.end_of_epoch()
+        self.engine.ended(self)
+
+    @property
+    def current_thread(self):
+        """The simulated thread of the lane for which a scalar function runs."""
+        warp, lane = divmod(self.lane, 32)
+        return self.warps[warp].threads[lane]
+
+    def index(self, name, axis=None):
+        """Return an index of the threads, such as threadIdx.x, or their lanes."""
+        if name == "threadIdx" or name == "lane":
+            found = _thread_indices(self.grid.block_dim, self.first, self.size)
+            return found[3] if name == "lane" else found["xyz".index(axis)]
+        values = {"blockIdx": self.block.index, "blockDim": self.grid.block_dim, "gridDim": self.grid.grid_dim}
+        return getattr(values[name], axis)
+
+    def pad(self, values, filler):
+        """Return the values of all lanes of the gang's warps, also of those that the block does not have."""
+        missing = -len(values) % 32
+        if not missing:
+            return values
+        return np.concatenate([values, np.full(missing, filler, values.dtype)])
+
+    def existing_threads(self, mask):
+        """Return the active lanes' threads, if scalar functions have needed any."""
+        threads = [t for warp in self.warps for t in warp.__dict__.get("threads", ())]
+        return threads if mask is None else [t for t in threads if mask[t.thread_id - self.first]]
+
+    def watch(self, region, address, step, width, index, mask, writes):
+        """Check accesses to a shared allocation against asynchronous operations; mark what was written as unfenced."""
+        detector = region.shared.detector
+        many = type(index) is np.ndarray
+        offset = index * step + (address - region.start)
+        if many and mask is not None:
+            offset = offset[mask]
+        flags = np.frombuffer(detector.flags, np.uint8)
+        if many:
+            found = flags[offset >> 4].any() or width > 1 and flags[(offset + (width - 1)) >> 4].any()
+            if width > 32:
+                found = found or flags[(offset[:, None] + np.arange(16, width, 16)) >> 4].any()
+        else:
+            found = flags[offset >> 4 : (offset + width - 1 >> 4) + 1].any()
+        if found:
+            start = region.shared.start
+            for o in offset if many else (offset,):
+                for other in detector.reservations_at(start + int(o), start + int(o) + width):
+                    if other.conflicts(start + int(o), start + int(o) + width, writes):
+                        raise Conflict("an access to memory that an asynchronous operation uses")
+        if writes:
+            self._mark_unfenced(detector, offset, width, mask, many)
+
+    def _mark_unfenced(self, detector, offset, width, mask, many):
+        if detector.unfenced is None:
+            detector.unfenced = np.zeros(detector.allocation.bytes.size, np.uint16)
+        threads = [t for warp in self.warps for t in warp.threads]
+        base = detector.writers.get(threads[0])
+        if base is None:
+            for t in threads:
+                detector.writers[t] = len(detector.writers) + 1
+            base = detector.writers[threads[0]]
+        numbers = base + (self.all_lanes if mask is None else mask.nonzero()[0])
+        if not many:
+            detector.unfenced[offset : offset + width] = numbers[-1]
+            low, high = offset, offset + width
+        else:
+            if width == 1:
+                detector.unfenced[offset] = numbers
+            else:
+                detector.unfenced[offset[:, None] + np.arange(width)] = numbers[:, None]
+            low, high = int(offset.min()), int(offset.max()) + width
+        first, last, _ = self.unfenced.get(detector, (low, high, base))
+        self.unfenced[detector] = min(first, low), max(last, high), base
+
+    # Waiting
+
+    def spin(self, what="polling"):
+        """Give way before a poll."""
+        if not self.quiet:
+            self.waits = what
+            self.world.pollers.append(self)
+            self.parent.switch()
+
+    def park(self, where):
+        """Wait until `World.wake` names this gang."""
+        self.waits = where
+        self.parent.switch()
+        return self.result
+
+    def record_event(self, what, details=None):
+        pass
+
+    # Order of accesses
+
+    def flush(self):
+        """Check the accesses since the last flush against those of other gangs."""
+        kinds = self.log.kinds
+        new = [kind[start:] for kind, start in zip(kinds, self.flushed)]
+        self.flushed = tuple(map(len, kinds))
+        if any(new):
+            access.check_indices(new)
+            new = [[e for e in kind if self.engine.shares(e[0])] for kind in new]
+            fold(self, self.time, self.known, new)
+
+    def end_of_epoch(self):
+        self.flush()
+        self.log.barrier()
+        self.flushed = 0, 0, 0, 0
+
+    def block_barrier(self, active, what, value=None, finish=None):
+        """Wait for all threads of the block."""
+        if active is not None:
+            raise Unsupported(f"{what} that not all threads reach together")
+        if self.is_block:
+            self.end_of_epoch()
+            return finish([value]) if finish else None
+        frame = kernel_frame(sys._getframe(2))
+        barrier = self.block.__dict__.setdefault("vector_barrier", {})
+        site = what, frame.f_code, frame.f_lineno
+        if barrier and site not in barrier:
+            raise Unsupported(f"{what}: warps of a block wait at different barriers")
+        arrived = barrier.setdefault(site, {})
+        arrived[self] = value
+        self.barriers += 1
+        point = self.block, self.barriers  # not the barrier alone: another gang may arrive at the next one first
+        self.engine.clocks.release(self, point)
+        self.end_of_epoch()
+        if len(arrived) == len(self.block.warps):
+            barrier.clear()
+            result = finish(arrived.values()) if finish else None
+            for gang in arrived:
+                gang.result = result
+            self.world.wake(arrived)
+        result = self.park(what)
+        self.engine.clocks.acquire(self, point)
+        return result
+
+    def grid_barrier(self, active):
+        """Wait for all threads of the grid."""
+        if active is not None:
+            raise Unsupported("grid sync that not all threads reach together")
+        arrived = self.grid.__dict__.setdefault("vector_barrier", [])
+        arrived.append(self)
+        self.barriers += 1
+        point = self.grid, self.barriers
+        self.engine.clocks.release(self, point)
+        self.end_of_epoch()
+        if len(arrived) == self.engine.gangs_of(self.grid):
+            self.grid.vector_barrier = []
+            self.world.wake(arrived)
+        self.park("grid sync")
+        self.engine.clocks.acquire(self, point)
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(size):
+    return np.arange(size), np.ones(size, bool)

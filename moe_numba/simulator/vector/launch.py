@@ -1,0 +1,81 @@
+"""Choice of the engine: vectors of a block, vectors of a warp, or one greenlet per thread."""
+
+import weakref
+
+from moe_numba.simulator.core.settings import settings
+from moe_numba.simulator.vector import fragment, functions, hopper, scoped
+from moe_numba.simulator.vector.engine import Engine, VectorWorld
+
+functions.CALLS.update(fragment.VERSIONS | hopper.VERSIONS | scoped.VERSIONS)
+functions.NAMES.update(fragment.NAMES | hopper.NAMES | scoped.NAMES)
+functions.FACTORIES.update(fragment.FACTORIES)
+_MOST_FAILURES = 2  # launches of a kernel that fall back before the vector engine is not tried any more
+_failures = weakref.WeakKeyDictionary()  # kernel -> {by_warp: number of failed launches}
+fallbacks = {}  # name of a kernel -> why its last launch did not run on the vector engine
+
+
+def possible():
+    """Return whether the settings in force leave the choice of the engine open."""
+    if settings["engine"] == "threads" or settings["preempt"] or settings["memory_model"]:
+        return False
+    return settings["events"] is None and settings["profile"] is None and not settings["races"]
+
+
+def run(make_grids, with_threads, seed):
+    """Run grids on the vector engine; if it gives up, restore memory and call `with_threads()`.
+
+    `make_grids(world)` makes the grids of each rank, those of one rank in order: a dict of lists.
+    """
+    failed = attempt(make_grids, seed) if possible() else {}
+    if failed is None:
+        return
+    with_threads()
+    for by_warp, kernels in failed.items():  # without an error: the kernel is correct
+        for kernel in kernels:
+            counts = _failures.setdefault(kernel, {})
+            counts[by_warp] = counts.get(by_warp, 0) + 1
+
+
+def attempt(make_grids, seed):
+    """Try to run grids on the vector engine; return None if they have run, and else {by_warp: kernels} of attempts."""
+    reason, failed = None, {}
+    for by_warp in (False, True):
+        engine = Engine(by_warp, lambda grid: functions.CALLS[grid.kernel])
+        engine.world = world = VectorWorld(engine, seed)
+        streams = make_grids(world)
+        grids = [grid for stream in streams.values() for grid in stream]
+        kernels = {grid.kernel for grid in grids}
+        if settings["engine"] != "vector" and any(_failed(k, by_warp) >= _MOST_FAILURES for k in kernels):
+            continue
+        if not by_warp and any(_needs_warps(grid) for grid in grids):
+            continue
+        try:
+            engine.prepare(grids)
+            for rank, stream in streams.items():
+                world.queued_grids[rank] = stream[1:]
+            for stream in streams.values():
+                world.add(stream[0])
+            world.run()
+            return None
+        except Exception as error:
+            engine.memory.restore()
+            reason = f"{type(error).__name__}: {error}"
+            failed[by_warp] = kernels
+            if by_warp and settings["engine"] == "vector":
+                raise
+        finally:
+            engine.close()
+    if reason is not None:
+        for kernel in kernels:
+            fallbacks[kernel.__name__] = reason
+
+    return failed
+
+
+def _failed(kernel, by_warp):
+    return _failures.get(kernel, {}).get(by_warp, 0)
+
+
+def _needs_warps(grid):
+    """Return whether a kernel's warps have different work, or wait for one another other than at block barriers."""
+    return grid.uses_async or grid.cluster_dim != (1, 1, 1)

@@ -1,0 +1,131 @@
+"""Local arrays of all lanes of a gang."""
+
+import numpy as np
+
+from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.memory import as_dtype
+from moe_numba.simulator.vector import state
+from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.numbers import Weak
+
+ndarray = np.ndarray
+_INT64 = np.dtype(np.int64)
+
+
+def as_index(index):
+    if index.dtype.kind not in "iu":
+        raise Unsupported(f"an index of type {index.dtype}")
+    return index.astype(_INT64)
+
+
+def refuse():
+    raise Unsupported("an index out of bounds")
+
+
+class Local:
+    """A local array: a list of its elements, each of which is uniform or varies between lanes."""
+
+    __slots__ = ("items", "first", "shape", "dtype", "home")
+
+    def __init__(self, items, first, shape, dtype):
+        self.items, self.first, self.shape, self.dtype = items, first, shape, dtype
+
+    @classmethod
+    def new(cls, shape, dtype):
+        shape = shape if isinstance(shape, tuple) else (shape,)
+        shape = tuple(int(n) for n in shape)
+        dtype = as_dtype(dtype)
+        if dtype.names:
+            raise Unsupported("records")
+        return cls(list(memory.poison(shape, dtype).reshape(-1)), 0, shape, dtype)
+
+    def __len__(self):
+        return self.shape[0]
+
+    @property
+    def size(self):
+        return int(np.prod(self.shape))
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    def _position(self, index, mask):
+        """Return (position, shape of what lies there); the position may differ between lanes."""
+        items = index if type(index) is tuple else (index,)
+        if len(items) > len(self.shape):
+            raise Unsupported("too many indices of a local array")
+        position, inner = 0, self.shape[len(items) :]
+        for item, size in zip(items, self.shape):
+            item = item.values if type(item) is Weak else item
+            if type(item) is ndarray:
+                item = as_index(item) if mask is None else as_index(item) * mask
+                if item.min() < 0 or item.max() >= size:
+                    refuse()
+            elif type(item) is slice or not 0 <= item < size:
+                raise Unsupported("an index of a local array")
+            else:
+                item = int(item)
+            position = position * size + item
+        for size in inner:
+            position = position * size
+        return self.first + position, inner
+
+    def load(self, mask, index):
+        if type(index) is int and len(self.shape) == 1 and 0 <= index < self.shape[0]:
+            return self.items[self.first + index]
+        if type(index) is slice and len(self.shape) == 1:
+            start, stop, step = index.indices(self.shape[0])
+            if step != 1 or any(type(p) is not int or p < 0 for p in (index.start or 0, index.stop or 0)):
+                raise Unsupported("a slice of a local array")
+            return Local(self.items, self.first + start, (max(0, stop - start),), self.dtype)
+        position, inner = self._position(index, mask)
+        if inner:
+            if type(position) is ndarray:
+                raise Unsupported("a row of a local array that differs between lanes")
+            return Local(self.items, position, inner, self.dtype)
+        if type(position) is not ndarray:
+            return self.items[position]
+        return self._matrix()[position - self.first, np.arange(len(position))]
+
+    def _matrix(self):
+        made = np.empty((self.size, state.gang.size), self.dtype)
+        for k, item in enumerate(self.items[self.first : self.first + self.size]):
+            made[k] = item
+        return made
+
+    def store(self, mask, index, value):
+        value = self._convert(value)
+        if type(index) is int and len(self.shape) == 1 and 0 <= index < self.shape[0]:
+            position, inner = self.first + index, ()
+        else:
+            position, inner = self._position(index, mask)
+        if inner:
+            raise Unsupported("a store to a row of a local array")
+        if type(position) is not ndarray:
+            # Lanes that are not active may be active later, in a function that called this one.
+            if mask is None:
+                self.items[position] = value
+            else:
+                self.items[position] = np.where(mask, value, self.items[position])
+            return
+        matrix, lanes = self._matrix(), np.arange(len(position))
+        if mask is None:
+            matrix[position - self.first, lanes] = value
+        else:
+            value = value[mask] if type(value) is ndarray else value
+            matrix[position[mask] - self.first, lanes[mask]] = value
+        self.items[self.first : self.first + self.size] = list(matrix)
+
+    def _convert(self, value):
+        if type(value) is Weak:
+            value = value.values
+        if isinstance(value, (ndarray, np.generic)):
+            if value.dtype == self.dtype:
+                return value
+            if value.dtype.kind == "f" and self.dtype.kind in "iu":
+                raise Unsupported("a conversion of floats to integers by a store")
+            return value.astype(self.dtype)
+        if not isinstance(value, (int, float)):
+            raise Unsupported(f"a store of {type(value).__name__}")
+        return memory.convert(value, self.dtype)

@@ -1,0 +1,149 @@
+"""Flags and other accesses with a memory order, and their part in the order between gangs.
+
+As in the simulator without weak memory, all of them take place in one order: each store releases to its address, and
+each load acquires from it.
+"""
+
+import numpy as np
+
+from moe_numba.simulator.core.memory import Pointer
+from moe_numba.simulator.memory_model import scoped_access
+from moe_numba.simulator.vector import access, atomic, state
+from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.lanes import Pointers, select
+
+ndarray = np.ndarray
+
+
+def _elements(mask, x, index, dtype, count):
+    """Return (elements, index of each active lane, lanes, points, whether the index varies, record of the access)."""
+    gang = state.gang
+    dtype = np.dtype(dtype)
+    elements, index, step = access.vector_elements(mask, x, index, dtype, count)
+    region = x.region or access.region_of(x)
+    entry = access.vector_entry(region, x, index, step, dtype.itemsize * count, mask)
+    if region.shared is not None and region.shared.detector is not None:
+        gang.watch(region, x.address, step, dtype.itemsize * count, index, mask, False)
+    lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
+    where = index[lanes] if type(index) is ndarray else np.full(1, index)
+    first = where * step // dtype.itemsize if step != dtype.itemsize else where
+    distinct = set(where.tolist())
+    if min(distinct) < 0 or max(distinct) * step // dtype.itemsize + count > len(elements):
+        raise Unsupported("an index out of bounds")
+    points = [(region, x.address + k * step) for k in distinct]
+    return elements, first, lanes, points, type(index) is ndarray, entry
+
+
+def _pointer(x, dtype):
+    return x if type(x) is Pointer or x.dtype == dtype and x.ndim == 1 else x.pointer()
+
+
+def load(mask, x, index, dtype, count=1):
+    """Load elements and acquire from their address."""
+    gang = state.gang
+    if type(x) is Pointers:
+        result = None
+        for one, part in x.parts(mask):
+            value = load(part, one, index, dtype, count)
+            result = value if result is None or part is None else select(part, value, result)
+        return result
+    elements, first, lanes, points, many, entry = _elements(mask, _pointer(x, dtype), index, dtype, count)
+    for point in points:
+        gang.engine.clocks.acquire(gang, point)
+    gang.log.loads.append(entry)
+    if not many:
+        return tuple(elements[first[0] + k] for k in range(count))
+    made = []
+    for k in range(count):
+        value = np.zeros(gang.size, elements.dtype)
+        value[lanes] = elements[first + k]
+        made.append(value)
+    return tuple(made)
+
+
+def store(mask, x, index, value, dtype):
+    """Release to an address, and store there."""
+    if type(x) is Pointers:
+        for one, part in x.parts(mask):
+            store(part, one, index, value, dtype)
+        return
+    gang, x = state.gang, _pointer(x, dtype)
+    region = x.region or access.region_of(x)
+    if not region.written:
+        region.save()
+    elements, first, lanes, points, many, entry = _elements(mask, x, index, dtype, 1)
+    gang.log.atomics.append(entry)
+    for point in points:
+        gang.engine.clocks.release(gang, point)
+    value = atomic.operand(value, lanes, elements.dtype)
+    if not many:
+        value = value[-1:]
+    changed = (elements[first] != value).any()
+    elements[first] = value
+    return changed
+
+
+def scoped_load(mask, what, pointer, index, acquire=False, scope="sys"):
+    state.gang.spin(what)
+    return load(mask, pointer, index, np.int32)[0]
+
+
+def scoped_store(mask, pointer, index, value, release=False, scope="sys"):
+    store(mask, pointer, index, value, np.int32)
+    state.gang.grid.memory_changed()
+
+
+def scoped_add(mask, pointer, index, value, release=False):
+    if type(pointer) is Pointers:
+        result = None
+        for one, part in pointer.parts(mask):
+            old = scoped_add(part, one, index, value)
+            result = old if result is None or part is None else select(part, old, result)
+        return result
+    return atomic.OPERATIONS[atomic.Atomic.add](mask, pointer, index, value)
+
+
+def ld_relaxed_gpu_s32(mask, pointer, index):
+    return scoped_load(mask, "ld.relaxed", pointer, index)
+
+
+def ld_relaxed_gpu_u64x2(mask, pointer, index):
+    state.gang.spin("ld.relaxed")
+    return load(mask, pointer, index, np.uint64, 2)
+
+
+def st_relaxed_gpu_u64(mask, pointer, index, value):
+    store(mask, pointer, index, value, np.uint64)
+    state.gang.grid.memory_changed()
+
+
+def shared_load(mask, array, index):
+    return load(mask, array, index, array.dtype)[0]
+
+
+def shared_poll(mask, array, index):
+    state.gang.spin("ld.acquire.cta.shared")
+    return shared_load(mask, array, index)
+
+
+def shared_store(mask, array, index, value):
+    if store(mask, array, index, value, array.dtype):
+        state.gang.grid.memory_changed()
+
+
+def globaltimer(mask):
+    """Each step of the scheduler takes a microsecond."""
+    state.gang.world.reads_clock = True
+    return np.uint64(1000 * state.gang.world.steps)
+
+
+NAMES = {
+    ("special_registers", "globaltimer"): globaltimer,
+    ("atomics", "ld_relaxed_gpu_s32"): ld_relaxed_gpu_s32,
+    ("atomics", "ld_relaxed_gpu_u64x2"): ld_relaxed_gpu_u64x2,
+    ("atomics", "st_relaxed_gpu_u64"): st_relaxed_gpu_u64,
+    ("atomics", "_simulated_load"): shared_load,
+    ("atomics", "_simulated_poll"): shared_poll,
+    ("atomics", "_simulated_store"): shared_store,
+}
+VERSIONS = {scoped_access.load: scoped_load, scoped_access.store: scoped_store, scoped_access.add: scoped_add}

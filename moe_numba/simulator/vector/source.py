@@ -1,0 +1,87 @@
+"""A function's source: its syntax tree, checked against what was compiled, and the static values that it names."""
+
+import ast
+import copy
+import dis
+import functools
+import inspect
+import textwrap
+import types
+
+from moe_numba.simulator.vector.errors import Unsupported
+
+
+@functools.lru_cache(maxsize=4096)
+def definition(code):
+    """Return the syntax tree of a function's definition, with the positions that it has in its file."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError, IndentationError) as error:
+        raise Unsupported(f"{code.co_name} has no source: {error}") from None
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name]
+    if not found or found[0] is not tree.body[0]:
+        raise Unsupported(f"{code.co_name} is not defined by a def statement")
+    ast.increment_lineno(tree, first - 1)
+    found[0].decorator_list = []
+    _check_same(code, found[0])
+    return found[0]
+
+
+_INCIDENTAL = {"CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "RESUME"}
+
+
+def _check_same(code, definition):
+    """Refuse a source that is not what the function was compiled from, such as that of a changed copy of a module."""
+    definition = copy.deepcopy(definition)
+    definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
+    factory = make_function("_Vfactory", arguments(code.co_freevars), [definition])
+    module = compile(ast.fix_missing_locations(ast.Module([factory], [])), code.co_filename, "exec")
+    again = code_in(code_in(module, "_Vfactory"), code.co_name)
+    if _instructions(again) != _instructions(code):
+        raise Unsupported(f"the source of {code.co_name} has changed")
+
+
+def _instructions(code):
+    """Return a function's instructions, without what depends on the code around the function."""
+    found = []
+    for i in dis.get_instructions(code):
+        if i.opname not in _INCIDENTAL:
+            value = None if "JUMP" in i.opname or "FOR_ITER" in i.opname or "SEND" in i.opname else i.argval
+            value = "code" if isinstance(value, types.CodeType) else value
+            found.append((i.opname.replace("LOAD_METHOD", "LOAD_ATTR"), type(value), value))
+    return found
+
+
+def code_in(code, name):
+    return next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+
+
+def make_function(name, arguments, body):
+    made = ast.FunctionDef(name=name, args=arguments, body=body, decorator_list=[])
+    made.type_params = []
+    return made
+
+
+def arguments(names):
+    return ast.arguments(posonlyargs=[], args=[ast.arg(n) for n in names], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+class Static:
+    """Values of names that do not belong to the function itself: closures, globals and builtins."""
+
+    missing = object()
+
+    def __init__(self, function):
+        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        self.globals = function.__globals__
+
+    def name(self, name):
+        if name in self.cells:
+            try:
+                return self.cells[name].cell_contents
+            except ValueError:
+                return self.missing
+        builtins = self.globals.get("__builtins__", {})
+        builtins = builtins if isinstance(builtins, dict) else vars(builtins)
+        return self.globals.get(name, builtins.get(name, self.missing))
