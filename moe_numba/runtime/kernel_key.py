@@ -9,6 +9,7 @@ import hashlib
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 _OWN = "moe_numba"
+_SIMULATOR = f"{_OWN}.simulator."
 # What these packages define is identified by its text; the keys of the cubin cache hold the packages' versions.
 _LIBRARIES = ("builtins", "math", "operator", "numpy", "numba", "llvmlite", "torch", "cuda")
 
@@ -84,7 +85,7 @@ class _Walk:
         self._functions[function] = len(self._functions)
         self.lines.append(f"function {function.__module__}.{function.__qualname__}")
         package = _package(function.__module__)
-        if package in _LIBRARIES:
+        if package in _LIBRARIES or function.__module__.startswith(_SIMULATOR):  # never a part of machine code
             return
         if package != _OWN:
             raise UnknownValueError(f"{function.__qualname__} is from {function.__module__}")

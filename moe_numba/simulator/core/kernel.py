@@ -115,7 +115,8 @@ def run(
     if ranks is not None:
         ranks.add(make_grid, done)
         return
-    _run_alone(make_grid, seed)
+    with ShortTraceback():
+        _run_alone(make_grid, seed)
     for callback in done:
         callback()
 
@@ -127,8 +128,7 @@ def _run_alone(make_grid, seed):
     def with_threads():
         world = World(seed)
         world.add(make_grid(world))
-        with ShortTraceback():
-            world.run()
+        world.run()
 
     launch.run(lambda world: {None: [make_grid(world)]}, with_threads, seed)
 
