@@ -233,6 +233,7 @@ def test_a_rank_that_stops_after_dispatch(operation, uses_tma):
     run(2, work, timeout=SHORT_TIMEOUT)
 
 
+@pytest.mark.intended_races("a rank that aborts an exchange reads what the other one still writes")
 def test_inconsistent_counts():
     inputs = make_inputs([4, 4])
 
@@ -252,6 +253,7 @@ def test_inconsistent_counts():
     run(2, work, timeout=SHORT_TIMEOUT)
 
 
+@pytest.mark.intended_races("after an abort, several CTAs overwrite the same rows")
 def test_more_rows_than_num_worst_tokens():
     inputs = make_inputs([9, 9], only=0)
 
