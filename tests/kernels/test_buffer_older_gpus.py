@@ -126,11 +126,11 @@ def atomics_on_peers(monkeypatch):
     """Return the atomics that kernels of an exchange execute on memory of other ranks."""
     found, update = [], atomic.update
 
-    def watched(target, index, change):
+    def watched(target, index, change, *options):
         name = getattr(target, "name", "") or ""
         if name.startswith("the buffer of rank") and name.split()[4] != str(thread().grid.rank):
             found.append(name)
-        return update(target, index, change)
+        return update(target, index, change, *options)
 
     monkeypatch.setattr(atomic, "update", watched)
     exchange_on_two_ranks(0)

@@ -348,6 +348,27 @@ def test_dependent_launches(waits, conflict):
                 launch_both(dependent=True)
 
 
+def test_a_failed_kernel_has_no_history():
+    """A dependent launch after a kernel that failed starts without the accesses of kernels before."""
+
+    @cuda.jit
+    def read(data):
+        data[64 + cuda.threadIdx.x] = data[0]
+
+    @cuda.jit
+    def fail(data):
+        data[64 + cuda.threadIdx.x] = data[0]
+        cuda.syncthreads()
+        data[1000]
+
+    data = simulator.pointer(ints(256), "data")
+    with simulator.races():
+        simulator.run(read, 1, 64, (data,))
+        with pytest.raises(simulator.SimulatorError):
+            simulator.run(fail, 1, 64, (data,), dependent=True)
+        simulator.run(read, 1, 32, (data,), dependent=True)
+
+
 @pytest.mark.parametrize("fences", [0, 1, 2])
 def test_the_last_block_sees_the_others(fences):
     """The pattern of CUDA's threadFenceReduction sample, with a fence before and after the atomic."""

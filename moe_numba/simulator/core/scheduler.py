@@ -94,6 +94,7 @@ class World:
         if self.detects_races:
             if self.races is None:
                 previous = getattr(_previous, "history", None) if grid.dependent and not self.threads else None
+                _previous.history = None  # this world changes it, and may fail
                 self.races = HappensBefore(self.threads or grid.size, previous)
             self.races.start(grid)
         if self.profile is not None:

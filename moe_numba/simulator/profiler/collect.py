@@ -10,6 +10,7 @@ Python's line events (`sys.settrace`) report executions, `memory.before_access` 
 """
 
 import contextlib
+import gc
 import itertools
 import re
 import sys
@@ -182,13 +183,19 @@ class Collector:
     def stop(self):
         """End the tracing of a World's threads, and count what they have executed."""
         sys.settrace(self._previous)
+        if self._collects_garbage:
+            gc.enable()
         for group in self._warps:
             group.flush()
         self._warps = []
 
     def begin(self):
-        """Note the trace function in force before the World runs."""
-        self._previous = sys.gettrace()
+        """Note the trace function in force before the World runs.
+
+        Callbacks of the garbage collector would be traced as functions that the kernel calls.
+        """
+        self._previous, self._collects_garbage = sys.gettrace(), gc.isenabled()
+        gc.disable()
 
     def _exit(self, lane):
         lane.warp.running -= 1
