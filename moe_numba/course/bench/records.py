@@ -6,7 +6,6 @@ diff. All times are in microseconds.
 """
 
 import json
-import os
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -186,8 +185,8 @@ def write(
     record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
     if wrong := invalid(record):
         raise ValueError("; ".join(wrong))
-    other = os.environ.get(capability.VARIABLE)
-    path = results / (folder(env["gpu"]) + (f"-sm{other}" if other else "")) / f"{topic}.json"
+    other = capability.requested()
+    path = results / (folder(env["gpu"]) + ("-sm{}{}".format(*other) if other else "")) / f"{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dump(record))
     return path

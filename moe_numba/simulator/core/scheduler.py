@@ -23,7 +23,7 @@ from moe_numba.simulator.memory_model.happens_before import HappensBefore
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
 _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
-REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
+_REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
 
 
 class Event(NamedTuple):
@@ -134,6 +134,15 @@ class World:
                 warp.queued = True
                 self.schedule(warp)
 
+    def step(self) -> None:
+        """Run the unit with the least priority until it waits."""
+        _, _, unit = heapq.heappop(self.queue)
+        unit.queued = False
+        self.steps += 1
+        if self.rng.random() < _REDRAW:
+            unit.priority = self.rng.random()
+        unit.step(self.rng)
+
     def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
@@ -151,12 +160,7 @@ class World:
                         raise Deadlock(self._report("every thread that still runs polls in vain"))
                     pollers, self.pollers = self.pollers, []
                     self.wake(pollers)
-                _, _, unit = heapq.heappop(self.queue)
-                unit.queued = False
-                self.steps += 1
-                if self.rng.random() < REDRAW:
-                    unit.priority = self.rng.random()
-                unit.step(self.rng)
+                self.step()
                 if self.memory_model is not None:
                     self.memory_model.step()
             if any(not t.dead for t in self._threads()):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_numba.simulator.core.errors import is_internal_file
+from moe_numba.simulator.core.errors import kernel_frame
 from moe_numba.simulator.memory_model import race_report
 from moe_numba.simulator.memory_model.shadow_memory import ShadowMemory
 from moe_numba.simulator.memory_model.vector_clock import NOBODY, Merger, VectorClock, initial, join
@@ -88,6 +88,10 @@ class ThreadState:
         self.clock = VectorClock(self.clock.known, self.number, self.clock.epoch + 1)
         self.accesses = {}
 
+    def learn(self, clock_merger, fenced_merger):
+        """Add what others knew when they published it."""
+        self.clock, self.fenced = clock_merger.add_to(self.clock), fenced_merger.add_to(self.fenced)
+
 
 class _Phase:
     """What was published to one phase of a barrier."""
@@ -103,6 +107,11 @@ def includes(scope, a, b):
     if scope == "sys" or a.block is b.block:
         return True
     return a.grid.rank == b.grid.rank if scope == "gpu" else scope == "cluster" and a.block.cluster is b.block.cluster
+
+
+def _mergers(releases):
+    """Return what adds the clocks of these releases to others, and what adds their `fenced`."""
+    return Merger(join(r.clock for r in releases)), Merger(join(r.fenced for r in releases))
 
 
 class History(NamedTuple):
@@ -171,7 +180,7 @@ class HappensBefore:
         state = thread.race_state
         if state.prerequisite is not None:
             merger = Merger(VectorClock(state.prerequisite, NOBODY, 0))
-            state.clock, state.fenced = merger.add_to(state.clock), merger.add_to(state.fenced)
+            state.learn(merger, merger)
             state.prerequisite = None
 
     # Accesses
@@ -179,9 +188,7 @@ class HappensBefore:
     def access(self, thread, address, size, writes, scope, target, index, value=None):
         """Check a thread's access to an element of an array or a pointer; `value` is what a plain store stores."""
         state, element = thread.race_state, (target, index, value)
-        frame = sys._getframe(2)
-        while is_internal_file[frame.f_code.co_filename]:
-            frame = frame.f_back
+        frame = kernel_frame(sys._getframe(2))
         number = state.accesses.get((id(frame.f_code), frame.f_lasti, writes, scope))
         if number is None:
             number = self._number(state, writes, scope, None, frame)
@@ -205,7 +212,7 @@ class HappensBefore:
     def issue(self, thread, operation, address, size, writes, where, is_global):
         """Check the accesses of an asynchronous operation that a thread issues."""
         state = thread.race_state
-        number = self._number(state, writes, None, operation, sys._getframe(1))
+        number = self._number(state, writes, None, operation, kernel_frame(sys._getframe(1)))
         for page, cells in self.shadow.distinct(address, size):
             for cell in cells:
                 earlier = [page.writes[cell], *(self._reads(page.reads[cell]) if writes else ())]
@@ -226,9 +233,7 @@ class HappensBefore:
         operation.known_from.setdefault(state.number, state.clock.epoch)
 
     def _number(self, state, writes, scope, operation, frame):
-        """Return the number of the access that a frame makes."""
-        while is_internal_file[frame.f_code.co_filename]:
-            frame = frame.f_back
+        """Return the number of the access that a frame of the kernel makes."""
         code, instruction = frame.f_code, frame.f_lasti
         key = id(code), instruction, writes, scope if operation is None else operation
         number = state.accesses.get(key)
@@ -331,12 +336,9 @@ class HappensBefore:
         key = thread.block, scope
         if key not in found.mergers:
             reaching = [r for r in found.releases if self._reaches(r, thread, scope)]
-            found.mergers[key] = reaching and (
-                Merger(join(r.clock for r in reaching)),
-                Merger(join(r.fenced for r in reaching)),
-            )
+            found.mergers[key] = reaching and _mergers(reaching)
         if mergers := found.mergers[key]:
-            state.clock, state.fenced = mergers[0].add_to(state.clock), mergers[1].add_to(state.fenced)
+            state.learn(*mergers)
 
     # Releases, acquires and fences
 
@@ -352,10 +354,7 @@ class HappensBefore:
     def _acquire(self, state, releases, scope):
         reaching = [r for r in releases if self._reaches(r, state.thread, scope)]
         if reaching:
-            for name in ("clock", "fenced"):
-                own = getattr(state, name)
-                known = join([VectorClock(own.known, NOBODY, 0), *(getattr(r, name) for r in reaching)]).known
-                setattr(state, name, VectorClock(known, own.owner, own.epoch))
+            state.learn(*_mergers(reaching))
 
     def stored(self, thread, address, scope, release=False, updates=False):
         """Record a strong store: with release semantics, or what the thread's last fence published.

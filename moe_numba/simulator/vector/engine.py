@@ -3,15 +3,13 @@
 Gangs run in a random order that follows from the seed.
 """
 
-import heapq
-
 import greenlet
 
 from moe_numba.simulator.async_ import tensor_map
 from moe_numba.simulator.async_.mbarrier import MBarrier
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
-from moe_numba.simulator.core.scheduler import REDRAW, World
+from moe_numba.simulator.core.scheduler import World
 from moe_numba.simulator.memory_model import ranks
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.clocks import Clocks
@@ -85,12 +83,7 @@ class VectorWorld(World):
                         raise Unsupported("all threads poll in vain")
                     pollers, self.pollers = self.pollers, []
                     self.wake(pollers)
-                _, _, unit = heapq.heappop(self.queue)
-                unit.queued = False
-                self.steps += 1
-                if self.rng.random() < REDRAW:
-                    unit.priority = self.rng.random()
-                unit.step(self.rng)
+                self.step()
             if any(not gang.dead for gang in self.engine.gangs):
                 raise Unsupported("no thread can run")
         finally:
