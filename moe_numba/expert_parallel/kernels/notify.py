@@ -45,14 +45,15 @@ _LOADS_IN_FLIGHT = 4  # per thread
 
 @cuda.jit(device=True)
 def wait_flag(ctx, offset, expected, code, peer):
-    """Wait until the sequence number that a peer stores at ``offset`` is ``expected`` or more."""
+    """Wait until the number that a peer stores at ``offset`` is ``expected`` or more; return whether to abort."""
     start = globaltimer()
     found = ld_acquire_sys_s32(ctx.local, offset)
     while int32(found - expected) < 0:
         if timed_out(start, ctx):
             abort(ctx, code, int32(-1), peer, expected, found)
-            break
+            return int32(1)
         found = ld_acquire_sys_s32(ctx.local, offset)
+    return int32(0)
 
 
 @cache
@@ -150,10 +151,11 @@ def make_notify_dispatch(num_ranks, threads):
         call,
     ):
         """Wait for the counts of all ranks, and compute the prefix matrices and the host's counters."""
-        local, t = ctx.local, int32(cuda.threadIdx.x)
+        local, t, must_abort = ctx.local, int32(cuda.threadIdx.x), int32(0)
         if t < num_ranks:
-            wait_flag(ctx, flags_offset + t, sequence, COUNTS, t)
-        cuda.syncthreads()
+            must_abort = wait_flag(ctx, flags_offset + t, sequence, COUNTS, t)
+        if cuda.syncthreads_or(must_abort) != 0:
+            return  # counts are missing
         offset = counts_offset + int32((sequence & 1) * num_ranks) * counts_stride
         for r in range(t, num_ranks, threads):
             total = int32(0)
@@ -179,7 +181,7 @@ def make_notify_dispatch(num_ranks, threads):
                 counters[int32(1 + e)] = int32((total + alignment - 1) // alignment * alignment)
             fence_acq_rel_sys()
         # The last warp compares the calls, while the others load counts.
-        source, must_abort = int32(t - (threads - 32)), int32(0)
+        source = int32(t - (threads - 32))
         if 0 <= source and source < num_ranks:
             must_abort = check_call(ctx, offset + source * counts_stride, source, call)
         must_abort = cuda.syncthreads_or(must_abort)
