@@ -35,7 +35,16 @@ def _remedy(earlier, later):
     """Return what would order the two accesses."""
     if earlier.operation is not None:
         return f"{earlier.operation.remedy}, then let other threads know (a barrier, or release and acquire)"
-    a, b = earlier.thread, later.thread
+    return ("atomic operations, or " if _same_line(earlier, later) else "") + _ordering(earlier.thread, later.thread)
+
+
+def _same_line(a, b):
+    """Return whether two accesses are on the same line, as those of threads that update one element are."""
+    return location_of(a.code, a.instruction) == location_of(b.code, b.instruction)
+
+
+def _ordering(a, b):
+    """Return what orders accesses of two threads."""
     if a.grid is not b.grid and a.grid.rank == b.grid.rank:
         return (
             f"kernel {b.grid.name} is launched to overlap the kernel before it, {a.grid.name}: "
