@@ -86,6 +86,7 @@ import time
 
 import matplotlib
 import torch
+from IPython.display import HTML
 from numba import cuda, float32
 
 from moe_numba import doctor, simulator
@@ -117,7 +118,7 @@ print("\n".join(doctor.report()))
 # | right results | yes, on small inputs | yes |
 # | an index outside the memory | an error that names the line | garbage, or a crash later |
 # | a lane that does not come | an error that names the lane | undefined |
-# | a missing barrier | a wrong result, under some orders of the threads | a wrong result, once in a while |
+# | a missing barrier | a wrong result, under some orders of the threads; with `races()` an error that names both lines | a wrong result, once in a while |
 # | threads that wait for ever | an error that says who waits where | it hangs |
 # | memory that nobody wrote | poison (NaN) | whatever lay there |
 # | time, registers, caches | none | yes |
@@ -126,8 +127,9 @@ print("\n".join(doctor.report()))
 # the reason, and the time that an H200 took. The notebooks from 05 on are about Hopper's instructions. With any other
 # GPU their kernels run in the simulator.
 #
-# It cannot find everything. Only one thread runs at a time, and each sees what the others wrote at once. On a GPU two
-# writes may arrive in another order, unless the code asks for the right one.
+# Only one thread runs at a time, and each sees what the others wrote at once. On a GPU two writes may arrive in another
+# order, unless the code asks for the right one. The race detector below finds where it does not ask, and
+# `simulator.weak_memory()` runs a kernel with stores to global memory that arrive late.
 #
 # The next cells run kernels with a mistake in them. On a GPU a mistake may hang or break the whole process, so we run
 # them in the simulator, and in a process of its own. `in_simulator` starts that process. It hands over the source of a
@@ -242,6 +244,80 @@ in_simulator(try_preemption)
 # %% [markdown]
 # Another seed, another result: that is how a race shows itself. The tests of this project run each kernel under several
 # seeds. A test that passes under one seed shows little.
+#
+# ### The race detector
+#
+# A race may give the right result under every seed that you try. `simulator.races()` does not look at results. It
+# records which accesses are ordered, by a barrier, a fence, or a release that another thread acquires. Two accesses to
+# the same memory that nothing orders are an error, if one of them writes. One run is enough. We run both kernels from
+# above with it; put a kernel of your own in their place.
+
+
+# %%
+def detect_races():
+    x, out, count = torch.arange(64.0), torch.zeros(64), torch.zeros(1, dtype=torch.int32)
+    runs = {
+        "reverse without a barrier": lambda: reverse[1, 64](x, out, 0),
+        "reverse with a barrier": lambda: reverse[1, 64](x, out, 1),
+        "count_threads": lambda: count_threads[1, 64](count),
+    }
+    for name, run in runs.items():
+        try:
+            with simulator.races():
+                run()
+            print(f"{name}: no race")
+        except simulator.DataRace as error:
+            print(f"{name}: {error}")
+
+
+in_simulator(detect_races)
+
+# %% [markdown]
+# Each report names both threads, both lines, the memory, and what would order the two accesses.
+#
+# ### A report per line
+#
+# The simulator has no clock, but it can count. The kernel below transposes a matrix of 32 x 32 numbers through shared
+# memory. A warp writes a row of the tile and reads a column. Shared memory has 32 **banks**, and neighbouring 4-byte
+# words lie in neighbouring banks. With 32 words per row, all words of a column lie in the same bank, which serves one
+# of them at a time. `simulator.profile()` counts these **bank conflicts** for each line of the source, beside other
+# counters: how often a warp executed the line, how many bytes it moved, how long it waited.
+
+
+# %%
+@cuda.jit
+def transpose(x, out, words_per_row):
+    tile = cuda.shared.array(32 * 33, float32)
+    column, row = cuda.threadIdx.x, cuda.threadIdx.y
+    tile[row * words_per_row + column] = x[row, column]
+    cuda.syncthreads()
+    out[row, column] = tile[column * words_per_row + row]
+
+
+def count_bank_conflicts():
+    x, pages = torch.rand(32, 32), []
+    for words_per_row in (32, 33):
+        out = torch.empty(32, 32)
+        with simulator.profile() as profile:
+            transpose[1, (32, 32)](x, out, words_per_row)
+        total = profile["transpose"].total
+        right = "right" if torch.equal(out, x.T) else "WRONG"
+        print(
+            f"{words_per_row} words per row: {right}, {total.shared_load_requests} loads of a warp from shared memory,"
+        )
+        print(
+            f"    {total.shared_load_wavefronts} times that shared memory served one, {total.bank_conflicts} of them conflicts"
+        )
+        pages.append(profile.heatmap("bank_conflicts").body)
+    return pages[0]
+
+
+HTML(in_simulator(count_bank_conflicts))
+
+# %% [markdown]
+# The table shows the source of the first run, and its conflicts by line: they are all in the last one, which reads
+# columns. A row of 33 words, of which the last is not used, puts the words of a column into 32 different banks.
+# `print(profile)` shows all counters; docs/simulator_profile.md explains them.
 #
 # ## 4. How a kernel is started
 #

@@ -18,18 +18,22 @@ _COLOUR = "230, 85, 13"  # translucent, so that it suits light and dark pages
 
 
 class Page:
-    """A heat map; `str` gives a whole HTML page, and notebooks display its body in their own colours."""
+    """A heat map; `str` gives a whole HTML page, and `body` what notebooks display, in their own colours."""
 
     def __init__(self, kernels, counter):
         self._kernels, self._counter = kernels, counter
 
     def __str__(self):
         head = '<meta charset="utf-8"><title>Profile</title><style>:root { color-scheme: light dark }</style>'
-        return f"<!DOCTYPE html><html><head>{head}</head><body>{self._repr_html_()}</body></html>"
+        return f"<!DOCTYPE html><html><head>{head}</head><body>{self.body}</body></html>"
 
-    def _repr_html_(self):
+    @property
+    def body(self):
         parts = "".join(_kernel(kernel, self._counter) for kernel in self._kernels)
         return f'<div class="sim-profile"><style>{_STYLE}</style>{parts}</div>'
+
+    def _repr_html_(self):
+        return self.body
 
 
 def _kernel(kernel, counter):
