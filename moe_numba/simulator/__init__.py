@@ -63,6 +63,7 @@ _EXPORTS = {
         "BarrierMisuse",
         "AsyncRace",
         "DataRace",
+        "UninitializedRead",
         "MissingFence",
         "OutOfBounds",
         "Misaligned",

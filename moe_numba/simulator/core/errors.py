@@ -46,6 +46,10 @@ class DataRace(SimulatorError):
     """Two threads access the same memory, one of them writes, and nothing orders the two accesses."""
 
 
+class UninitializedRead(SimulatorError):
+    """A kernel reads global memory that nothing has written since its allocation."""
+
+
 class MissingFence(SimulatorError):
     """Data written through one proxy is read through another with no fence in between."""
 

@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from moe_numba.simulator import capability
-from moe_numba.simulator.core import memory
+from moe_numba.simulator.core import memory, uninitialized
 from moe_numba.simulator.core.errors import SimulatorError
 
 
@@ -40,7 +40,13 @@ def _poisoned(shape, dtype=np.float64, strides=None, order="C"):
     else:
         strides = tuple(np.atleast_1d(strides).tolist())
         size = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) // dtype.itemsize
-    return np.ndarray(shape, dtype, memory.poison(max(0, size), dtype, 256), 0, strides, order)
+    raw = memory.poison(max(0, size), dtype, 256)
+    # Views of the memory keep the array alive that has no further base, not those between.
+    owner = raw
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    uninitialized.register(owner, raw.__array_interface__["data"][0], raw.nbytes, memory.is_float(dtype))
+    return np.ndarray(shape, dtype, raw, 0, strides, order)
 
 
 def _array_functions(devicearray):

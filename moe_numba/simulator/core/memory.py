@@ -15,6 +15,7 @@ import threading
 import greenlet
 import numpy as np
 
+from moe_numba.simulator.core import uninitialized
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame
 from moe_numba.simulator.core.polling import LOADS, sample
 from moe_numba.simulator.core.settings import settings
@@ -23,8 +24,6 @@ from moe_numba.simulator.core.settings import settings
 watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
-
-_PATTERN = np.array([0xCD, 0xFF], np.uint8)  # a NaN as float32, float16 and bfloat16, and an odd number as an integer
 
 _INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
 
@@ -63,6 +62,8 @@ def before_access(target, index, writes, nbytes=None, scope=None, value=None, op
     if world.races is not None and type(target) is not LocalArray:
         address, size = byte_span(target, index, writes, nbytes)
         if size:
+            if allocation is None and (not writes or operation == "atomic"):
+                uninitialized.check(t, target, index, address, size)
             world.races.access(t, address, size, writes, scope, target, index, value)
     if world.profile is not None:
         world.profile.access(t, target, index, writes, nbytes, operation)
@@ -131,10 +132,7 @@ def poison(shape, dtype, alignment=16, past=0):
     start = (past - padded.__array_interface__["data"][0]) % alignment
     # Through a buffer, so that `reachable_view` does not count the padding as a part of the array's memory.
     raw = np.frombuffer(padded[start : start + count * dtype.itemsize].data, np.uint8)
-    if is_float(dtype) or dtype.kind == "c":
-        raw.fill(0xFF)  # a NaN in every float format that has one
-    else:
-        raw[0::2], raw[1::2] = _PATTERN
+    uninitialized.poison(raw, is_float(dtype) or dtype.kind == "c")
     return raw.view(dtype).reshape(shape)
 
 

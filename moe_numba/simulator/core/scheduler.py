@@ -10,11 +10,12 @@ import contextvars
 import heapq
 import random
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from moe_numba.simulator.core import memory
+from moe_numba.simulator.core import memory, uninitialized
 from moe_numba.simulator.core.errors import Deadlock, wait_report
 from moe_numba.simulator.core.polling import LOADS, snapshot
 from moe_numba.simulator.core.settings import override_settings, settings
@@ -52,9 +53,15 @@ def trace() -> contextlib.AbstractContextManager[list[Event]]:
     return override_settings(events=[])
 
 
-def races(enabled: bool = True) -> contextlib.AbstractContextManager:
-    """Return a context in which data races are detected, or, with ``enabled=False``, are not."""
-    return override_settings(races=enabled)
+@contextlib.contextmanager
+def races(enabled: bool = True) -> Iterator[None]:
+    """Detect data races and reads of uninitialised global memory within this context, or, with ``False``, do not.
+
+    Memory is known to be uninitialised if it was allocated within this context, by `torch.empty` or its relatives, or
+    at any time by `cuda.device_array`.
+    """
+    with override_settings(races=enabled), uninitialized.registered_tensors() if enabled else contextlib.nullcontext():
+        yield
 
 
 _previous = threading.local()  # `history`: of this OS thread's last kernel, which a dependent launch may overlap
@@ -73,6 +80,8 @@ class World:
         memory_model = settings["memory_model"]
         self.memory_model = memory_model(self) if memory_model else None
         self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
+        if self.detects_races:
+            uninitialized.register_tensors()  # with MOE_NUMBA_RACES=1 there is no context that does it
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
         self.threads = 0  # of all grids; 0: of the first one
         self.elected_lanes = {}  # mask -> the lane that elect.sync chooses

@@ -1,0 +1,116 @@
+"""Reads of global memory that nothing has written since its allocation.
+
+New memory of `cuda.device_array` and, where data races are detected, of `torch.empty` and its relatives is filled with
+poison. A load that still finds poison there has read uninitialised memory. Nothing records who writes, so any way to
+fill the memory is recognised: a kernel, a torch operation, a NumPy view. The price is that a value that happens to be
+poison (-1 in memory of floats, stored as an integer) counts as uninitialised.
+
+Accesses narrower than 4 bytes are reported if the whole 4-byte word around them is poison. Asynchronous copies are not
+checked: a kernel may copy a whole tile and use a part of it.
+"""
+
+import bisect
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+import weakref
+
+import numpy as np
+
+from moe_numba.simulator.core.errors import UninitializedRead
+
+_PATTERN = np.array([0xCD, 0xFF], np.uint8)  # of integers: an odd number, and a NaN as float32, float16 and bfloat16
+_allocations = {}  # address -> (address behind it, the poison of a word)
+_addresses = []  # sorted
+
+
+def poison(raw, is_float):
+    """Fill bytes with implausible values: NaN of every float format that has one, or an odd bit pattern."""
+    if is_float:
+        raw.fill(0xFF)
+    else:
+        raw[0::2], raw[1::2] = _PATTERN
+
+
+def register(owner, address, size, is_float):
+    """Report reads of these bytes while they are poison, as long as `owner` lives."""
+    if address not in _allocations:
+        bisect.insort(_addresses, address)
+    word = np.zeros(4, np.uint8)
+    poison(word, is_float)
+    _allocations[address] = entry = address + size, word.tobytes()
+    weakref.finalize(owner, _forget, address, entry).atexit = False
+
+
+def _forget(address, entry):
+    if _allocations.get(address) is entry:
+        del _allocations[address]
+        del _addresses[bisect.bisect_left(_addresses, address)]
+
+
+def check(thread, target, index, address, size):
+    """Raise an error if the bytes that a thread reads at an address of global memory are uninitialised."""
+    position = bisect.bisect_right(_addresses, address) - 1
+    if position < 0:
+        return
+    start = _addresses[position]
+    end, word = _allocations[start]
+    if address >= end:
+        return
+    first, last = address & -4, min(address + size + 3 & -4, end)
+    if ctypes.string_at(first, last - first) == word * ((last - first) // 4):
+        raise UninitializedRead(f"{thread} reads index {index} of {target}, which nothing has written")
+
+
+def register_tensor(tensor):
+    """Fill the memory of a new torch tensor with poison, and report reads of it."""
+    storage = tensor.untyped_storage()
+    if size := storage.nbytes():
+        is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        poison(np.frombuffer((ctypes.c_uint8 * size).from_address(storage.data_ptr()), np.uint8), is_float)
+        register(storage, storage.data_ptr(), size, is_float)
+
+
+@contextlib.contextmanager
+def registered_tensors():
+    """Register the tensors that `torch.empty` and its relatives return to this OS thread within this context."""
+    if "torch" in sys.modules and not _thread.active:
+        with _tensor_mode()():
+            _thread.active = True
+            try:
+                yield
+            finally:
+                _thread.active = False
+    else:
+        yield
+
+
+def register_tensors():
+    """Register from now on the tensors that `torch.empty` and its relatives return to this OS thread."""
+    if "torch" in sys.modules and not _thread.active:
+        _tensor_mode()().__enter__()
+        _thread.active = True
+
+
+class _Thread(threading.local):
+    active = False
+
+
+_thread = _Thread()
+
+
+@functools.cache
+def _tensor_mode():
+    torch = sys.modules["torch"]
+    functions = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
+
+    class RegisterEmptyTensors(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **kwargs or {})
+            if function in functions and result.device.type == "cpu":
+                register_tensor(result)
+            return result
+
+    return RegisterEmptyTensors
