@@ -1,0 +1,115 @@
+"""A call of every public function in the simulator, with small inputs: together they launch all kernels."""
+
+import pytest
+import torch
+
+import moe_numba
+from helpers.expert_parallel import NUM_BYTES, SMALL, make_inputs, new_output, send
+from helpers.grouped_gemm import FUNCTIONS, SILU, inputs
+from moe_numba.expert_parallel import Buffer
+from moe_numba.expert_parallel.local_group import LocalGroup
+
+
+def gate(experts=256, groups=8, kept=4, **options):
+    generator = torch.Generator().manual_seed(experts)
+    x, bias = torch.randn(9, experts, generator=generator), torch.randn(experts, generator=generator)
+    return lambda: moe_numba.biased_grouped_topk(x, bias, 6, True, groups, kept, **options)
+
+
+def align(tokens, experts=64, **options):
+    ids = torch.randint(-1, experts, (tokens, 4), generator=torch.Generator().manual_seed(tokens), dtype=torch.int32)
+    return lambda: moe_numba.moe_align_block_size(ids, 16, experts, **options)
+
+
+def gate_align(tokens):
+    x, bias = torch.randn(tokens, 64), torch.randn(64)
+    return lambda: moe_numba.biased_grouped_topk_align(x, bias, 4, 16, num_expert_group=4, topk_group=2)
+
+
+def grouped_gemm(functions, kind):
+    arguments = inputs(n=256 if functions is SILU else 128)[kind]
+    return lambda: functions[kind][0](*arguments)
+
+
+def casts():
+    x = torch.randn(5, 256).bfloat16()
+
+    def call():
+        quantised = moe_numba.per_token_cast_to_fp8(x)
+        return *quantised, moe_numba.per_token_cast_back(*quantised)
+
+    return call
+
+
+def shared_experts():
+    weights, ids = torch.rand(7, 4), torch.randint(0, 16, (7, 4), dtype=torch.int32)
+    return lambda: moe_numba.fuse_routing(weights, ids, 16, 2, 2.5)
+
+
+def dispatch_layout():
+    idx = torch.randint(-1, 16, (50, 4))
+    return lambda: moe_numba.get_dispatch_layout(idx, 16, 4)
+
+
+def dispatch_and_combine(uses_tma=None):
+    given = make_inputs([7, 9, 4])
+
+    def on_rank(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        x, idx, weights, _, handle, _ = send(buffer, transport.rank, given)
+        combined = buffer.combine(x, handle, weights, config=SMALL)[:2]
+        buffer.destroy()
+        return x, idx, weights, *combined
+
+    def call():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Buffer, "_uses_tma", uses_tma)
+            return [tensor for tensors in LocalGroup(3).run(on_rank) for tensor in tensors]
+
+    return call
+
+
+def dispatch_to_output(fp8):
+    given = make_inputs([7, 9, 4], fp8=fp8)
+
+    def on_rank(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        out = new_output(buffer, sum(map(len, given.topk_idx)), fp8)
+        for _ in range(2):
+            x, idx, weights, *_ = send(buffer, transport.rank, given, out=out)
+        copies = [t.clone() for t in (*(x if fp8 else (x,)), idx, weights)]
+        buffer.destroy()
+        return copies
+
+    return lambda: [tensor for tensors in LocalGroup(3).run(on_rank) for tensor in tensors]
+
+
+def gathered_rows(kind):
+    x, *arguments = inputs(n=128)[kind]
+    indices = torch.arange(len(x) - 1, -1, -1, dtype=torch.int32)
+    return lambda: FUNCTIONS[kind][0](x, *arguments, gather_indices=indices)
+
+
+CALLS = {
+    "gate": gate(),
+    "gate, softmax": gate(128, 1, 1, scoring="softmax"),
+    "gate, many experts": gate(1024, 64, 8),
+    "gate, 4 tokens": lambda: moe_numba.biased_grouped_topk(
+        torch.randn(300, 256, generator=torch.Generator().manual_seed(1)), torch.linspace(-1, 1, 256), 8, True, 8, 4
+    ),
+    "align, small": align(5),
+    "align, medium": align(200),
+    "align, large": align(1500, 256),
+    "gate and align, one CTA": gate_align(3),
+    "gate and align, cluster": gate_align(40),
+    "shared experts": shared_experts(),
+    "dispatch layout": dispatch_layout(),
+    "FP8 casts": casts(),
+    **{f"grouped GEMM, {kind}": grouped_gemm(FUNCTIONS, kind) for kind in FUNCTIONS},
+    **{f"grouped GEMM with activation, {kind}": grouped_gemm(SILU, kind) for kind in SILU},
+    "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
+    "dispatch to an output": dispatch_to_output(False),
+    "FP8 dispatch to an output": dispatch_to_output(True),
+    "dispatch and combine": dispatch_and_combine(),
+    "dispatch and combine without TMA": dispatch_and_combine(False),
+}
