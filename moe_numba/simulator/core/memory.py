@@ -62,7 +62,9 @@ def before_access(target, index, writes, nbytes=None, scope=None, value=None, op
     if world.races is not None and type(target) is not LocalArray:
         address, size = byte_span(target, index, writes, nbytes)
         if size:
-            if allocation is None and (not writes or operation == "atomic"):
+            # Weak memory may hold back what has been written.
+            reads = allocation is None and world.memory_model is None and (not writes or operation == "atomic")
+            if reads:
                 uninitialized.check(t, target, index, address, size)
             world.races.access(t, address, size, writes, scope, target, index, value)
     if world.profile is not None:

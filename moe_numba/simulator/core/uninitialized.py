@@ -19,7 +19,7 @@ import weakref
 
 import numpy as np
 
-from moe_numba.simulator.core.errors import UninitializedRead
+from moe_numba.simulator.core.errors import UninitializedRead, source_location
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # of integers: an odd number, and a NaN as float32, float16 and bfloat16
 _allocations = {}  # address -> (address behind it, the poison of a word)
@@ -61,7 +61,8 @@ def check(thread, target, index, address, size):
         return
     first, last = address & -4, min(address + size + 3 & -4, end)
     if ctypes.string_at(first, last - first) == word * ((last - first) // 4):
-        raise UninitializedRead(f"{thread} reads index {index} of {target}, which nothing has written")
+        where = source_location(sys._getframe())
+        raise UninitializedRead(f"{thread}, at {where}, reads index {index} of {target}, which nothing has written")
 
 
 def register_tensor(tensor):
