@@ -49,9 +49,7 @@ def empty_tensors(dtype):
 def test_a_read_of_an_empty_tensor_is_reported(dtype):
     with simulator.races():
         for x in empty_tensors(dtype):
-            with pytest.raises(
-                simulator.UninitializedRead, match=r"lane \d+, at copy, .*, reads index \d+ of x "
-            ):
+            with pytest.raises(simulator.UninitializedRead, match=r"lane \d+, at copy, .*, reads index \d+ of x "):
                 copy[2, 32](x, torch.zeros(64, dtype=dtype))
 
 
@@ -88,7 +86,9 @@ def test_the_first_unwritten_element_is_named():
     with simulator.races():
         x = torch.empty(64)
         x[:63] = 1
-        with pytest.raises(simulator.UninitializedRead, match=r"warp 1 lane 31, .* reads index 63 of x \(64 x float32\)"):
+        with pytest.raises(
+            simulator.UninitializedRead, match=r"warp 1 lane 31, .* reads index 63 of x \(64 x float32\)"
+        ):
             copy[1, 64](x, torch.empty(64))
 
 

@@ -120,7 +120,7 @@ class _Frame:
     def __init__(self, lane, frame, code):
         self.lane, self.caller, self.frame, self.code = lane, lane.frame, frame, code
         caller = self.caller
-        site = (caller.context, caller.frame.f_lasti, caller.iteration) if caller else (0, 0, ())
+        site = (caller.context, caller.code.instruction(caller.frame), caller.iteration) if caller else (0, 0, ())
         contexts, key = lane.warp.contexts, (*site, id(code))
         if key not in contexts:
             contexts[key] = next(_contexts)
@@ -143,7 +143,7 @@ class _Frame:
 
     def access(self, operation, space, address, size):
         """Record an access of the instruction that this frame executes; one call may make several."""
-        offset = self.frame.f_lasti
+        offset = self.code.instruction(self.frame)
         self.access_number = self.access_number + 1 if offset == self.access_offset else 0
         self.access_offset = offset
         key = self.context, offset, self.iteration, self.access_number, space, operation, size

@@ -38,12 +38,19 @@ class FunctionCode:
 
     def __init__(self, code, kernel):
         self.code, self._kernel, self._lines, self._moves = code, kernel, {}, {}
-        self._loops = _loops(code)
+        self._loops, self._instructions = _loops(code), _instructions(code)
 
     def counters(self, line):
         if line not in self._lines:
             self._lines[line] = self._kernel.line(self.code, line)
         return self._lines[line]
+
+    def instruction(self, frame):
+        """Return the bytecode offset of the instruction that a frame executes.
+
+        Python's specialised instructions leave `f_lasti` at a cache entry behind the instruction.
+        """
+        return self._instructions[frame.f_lasti]
 
     def move(self, frame, before, iteration):
         """Return the line counters of a frame's new line, and the iteration numbers of the loops around it.
@@ -85,6 +92,13 @@ class _Loop:
         if after >= self._latch:
             return before < self._latch
         return after <= before < self._latch
+
+
+def _instructions(code):
+    """Return, for each bytecode offset, where the instruction begins to which it belongs."""
+    starts = [instruction.offset for instruction in dis.get_instructions(code)]
+    ends = [*starts[1:], len(code.co_code)]
+    return {offset: start for start, end in zip(starts, ends) for offset in range(start, end, 2)}
 
 
 def _loops(code):
