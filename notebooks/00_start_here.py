@@ -280,8 +280,9 @@ in_simulator(detect_races)
 # The simulator has no clock, but it can count. The kernel below transposes a matrix of 32 x 32 numbers through shared
 # memory. A warp writes a row of the tile and reads a column. Shared memory has 32 **banks**, and neighbouring 4-byte
 # words lie in neighbouring banks. With 32 words per row, all words of a column lie in the same bank, which serves one
-# of them at a time. `simulator.profile()` counts these **bank conflicts** for each line of the source, beside other
-# counters: how often a warp executed the line, how many bytes it moved, how long it waited.
+# of them at a time: a load of a warp takes 32 **wavefronts** in place of one. `simulator.profile()` counts these **bank
+# conflicts** for each line of the source, beside other counters: how often a warp executed the line, how many bytes it
+# moved, how long it waited.
 
 
 # %%
@@ -300,14 +301,11 @@ def count_bank_conflicts():
         out = torch.empty(32, 32)
         with simulator.profile() as profile:
             transpose[1, (32, 32)](x, out, words_per_row)
-        total = profile["transpose"].total
-        right = "right" if torch.equal(out, x.T) else "WRONG"
+        total, right = profile["transpose"].total, "right" if torch.equal(out, x.T) else "WRONG"
         print(
-            f"{words_per_row} words per row: {right}, {total.shared_load_requests} loads of a warp from shared memory,"
+            f"{words_per_row} words per row: {right}, {total.shared_load_requests} loads from shared memory,", end=" "
         )
-        print(
-            f"    {total.shared_load_wavefronts} times that shared memory served one, {total.bank_conflicts} of them conflicts"
-        )
+        print(f"{total.shared_load_wavefronts} wavefronts, {total.bank_conflicts} bank conflicts")
         pages.append(profile.heatmap("bank_conflicts").body)
     return pages[0]
 

@@ -191,7 +191,7 @@ METRICS = {
         "wavefronts of these stores", f"{_WAVEFRONTS}_op_st.sum", _sum("wavefronts", "shared", *_STORES)
     ),
     "bank_conflicts": Metric(
-        "wavefronts of these loads and stores beyond the ideal number",
+        "wavefronts of shared-memory loads and stores beyond the ideal number",
         f"{_CONFLICTS}_op_ld.sum + ..._op_st.sum",
         lambda line: _wavefronts(line, "wavefronts") - _wavefronts(line, "ideal_wavefronts"),
     ),

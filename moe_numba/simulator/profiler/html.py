@@ -9,8 +9,8 @@ from moe_numba.simulator.profiler.counters import METRICS
 _STYLE = """
 .sim-profile { font: 13px/1.45 system-ui, sans-serif; overflow-x: auto }
 .sim-profile table { border-collapse: collapse; font: 12px/1.45 ui-monospace, monospace }
-.sim-profile td, .sim-profile th { padding: 0 .6em; text-align: right; white-space: pre; border: 0 }
-.sim-profile td.source { text-align: left }
+.sim-profile :is(td, th) { padding: 0 .6em; text-align: right; white-space: pre; border: 0 }
+.sim-profile :is(td, th).source { text-align: left }
 .sim-profile th { font-weight: 600 }
 .sim-profile .number { opacity: .6 }
 """
