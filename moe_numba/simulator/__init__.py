@@ -20,7 +20,8 @@ test suite. docs/simulator.md explains both.
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
-- `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`.
+- `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`. It also reports
+  reads of uninitialised global memory; see `core.uninitialized`.
 - `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
