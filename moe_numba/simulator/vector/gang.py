@@ -194,6 +194,7 @@ class Gang(greenlet.greenlet):
         """Wait for all threads of the grid."""
         if active is not None:
             raise Unsupported("grid sync that not all threads reach together")
+        self.grid.check_cooperative(self.block)
         arrived = self.grid.__dict__.setdefault("vector_barrier", [])
         arrived.append(self)
         self.barriers += 1
