@@ -199,40 +199,54 @@ def test_accesses_with_a_memory_order_need_threads():
 # Dependent launches
 
 
+def _consume(waits, reads):
+    @cuda.jit
+    def consume(data, weights):
+        t = cuda.threadIdx.x
+        weight = weights[t] if reads == "weights" else data[t] if reads == "results" else 0
+        if waits == "all" or waits == "one lane" and t == 0:
+            griddepcontrol_wait()
+        data[128 + t] = data[t] + weight
+
+    return consume
+
+
 @cuda.jit
-def produce(data):
+def produce(data, weights):
     t = cuda.threadIdx.x
-    data[t] = data[64 + t] + 1
+    data[t] = data[64 + t] + weights[t]
 
 
-@cuda.jit
-def consume(data):
-    data[128 + cuda.threadIdx.x] = data[cuda.threadIdx.x]
-
-
-@cuda.jit
-def wait_and_consume(data):
-    griddepcontrol_wait()
-    data[128 + cuda.threadIdx.x] = data[cuda.threadIdx.x]
-
-
-@pytest.mark.parametrize("kernel", [consume, wait_and_consume], ids=lambda kernel: kernel.__name__)
-def test_a_dependent_launch_knows_a_kernel_that_ran_as_vectors(kernel):
-    """The inputs have changed meanwhile: the kernel before is repeated on what it found."""
+@pytest.mark.parametrize("reads", ["nothing", "weights", "results"])
+@pytest.mark.parametrize("waits", ["all", "one lane", "none"])
+@pytest.mark.parametrize("first", ["threads", "vector"])
+def test_dependent_launches(first, waits, reads):
+    """The report is that of threads, though the inputs have changed since the kernel before."""
     results = []
-    for engine in ("threads", "vector"):
-        data = simulator.pointer(np.zeros(256, np.int32), "data")
+    for engine in ("threads", "either"):
+        data, weights = simulator.pointer(np.zeros(256, np.int32)), simulator.pointer(np.arange(64, dtype=np.int32))
         with simulator.seed(3), simulator.races():
-            with override_settings(engine=engine):
-                simulator.run(produce, 1, 64, (data,))
+            with override_settings(engine="threads" if engine == "threads" else first):
+                simulator.run(produce, 1, 64, (data, weights))
             data.array[64:128] = 70
-            try:
-                simulator.run(kernel, 1, 64, (data,), dependent=True)
-                results.append(data.array.tolist())
-            except simulator.DataRace as error:
-                results.append(str(error))
+            with override_settings(engine=engine):
+                try:
+                    simulator.run(_consume(waits, reads), 1, 64, (data, weights), dependent=True)
+                    results.append(data.array.tolist())
+                except simulator.DataRace as error:
+                    results.append(str(error))
     assert results[0] == results[1]
-    assert ("overlap the kernel before it, produce" in results[0]) == (kernel is consume)
+    assert ("overlap the kernel before it, produce" in results[0]) == (waits != "all" or reads == "results")
+
+
+def test_dependent_launches_that_wait_run_as_vectors():
+    data, weights = simulator.pointer(np.zeros(256, np.int32)), simulator.pointer(np.zeros(64, np.int32))
+    with simulator.races(), override_settings(engine="vector"):
+        simulator.run(produce, 1, 64, (data, weights))
+        for _ in range(2):
+            simulator.run(_consume("all", "weights"), 1, 64, (data, weights), dependent=True)
+        with pytest.raises(Conflict, match="before griddepcontrol.wait"):
+            simulator.run(_consume("all", "results"), 1, 64, (data, weights), dependent=True)
 
 
 @pytest.mark.parametrize("engine", ["threads", "vector"])
@@ -241,11 +255,11 @@ def test_a_kernel_whose_races_are_not_detected_ends_the_history(engine):
     def unrelated(data):
         data[200] = float32(1)
 
-    data = simulator.pointer(np.zeros(256, np.float32), "data")
+    data, weights = simulator.pointer(np.zeros(256, np.float32)), simulator.pointer(np.zeros(64, np.float32))
     with override_settings(engine="either"):
         with simulator.races():
-            simulator.run(produce, 1, 64, (data,))
+            simulator.run(produce, 1, 64, (data, weights))
         with override_settings(engine=engine):
             simulator.run(unrelated, 1, 1, (data,))
         with simulator.races():
-            simulator.run(consume, 1, 64, (data,), dependent=True)
+            simulator.run(_consume("none", "nothing"), 1, 64, (data, weights), dependent=True)

@@ -62,12 +62,17 @@ _previous = threading.local()  # `history`: of this OS thread's last kernel, whi
 
 def history():
     """Return the History of this OS thread's last kernel, or None."""
-    found = getattr(_previous, "history", None)
+    found = last_kernel()
     return found() if callable(found) else found
 
 
+def last_kernel():
+    """Return what `set_history` was given last."""
+    return getattr(_previous, "history", None)
+
+
 def set_history(found):
-    """Set what `history` returns: a History, a function that returns one, or None."""
+    """Set what a dependent launch may overlap: a History, a function that returns one, or None."""
     _previous.history = found
 
 

@@ -7,7 +7,7 @@ import greenlet
 
 from moe_numba.simulator.async_ import tensor_map
 from moe_numba.simulator.async_.mbarrier import MBarrier
-from moe_numba.simulator.core import memory
+from moe_numba.simulator.core import memory, scheduler
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.scheduler import World
 from moe_numba.simulator.memory_model import ranks
@@ -108,7 +108,7 @@ class Engine:
     def __init__(self, by_warp, strict, function_of):
         self.by_warp, self.strict, self.function_of = by_warp, strict, function_of
         self.memory, self.clocks, self.gangs = Memory(keeps_all=strict), Clocks(), []
-        self.first_gang, self.world = {}, None
+        self.first_gang, self.world, self.last_kernel = {}, None, scheduler.last_kernel() if strict else None
         self.parent = greenlet.getcurrent()
 
     def prepare(self, grids):
@@ -169,7 +169,7 @@ class Engine:
             region.pending = []
         for gang in self.gangs:
             gang.log = None
-        self.gangs, self.clocks.points = [], {}
+        self.gangs, self.clocks.points, self.last_kernel = [], {}, None
         for grid in self.world.grids:
             grid.args = ()
 

@@ -33,7 +33,6 @@ def run(make_grids, with_threads, seed):
     repeat = Repetition(with_threads) if settings["races"] else None
     failed = attempt(make_grids, seed, repeat) if possible() else {}
     if failed is None:
-        scheduler.set_history(repeat)
         return
     with_threads()
     for key, kernels in failed.items():  # without an error: the kernel is correct
@@ -68,7 +67,8 @@ def attempt(make_grids, seed, repeat=None):
                 world.add(stream[0])
             world.run()
             if strict:
-                repeat.copies = engine.memory.copies() if len(grids) == 1 else None
+                repeat.keep(engine.memory.regions)
+            scheduler.set_history(repeat if len(grids) == 1 else None)
             return None
         except Exception as error:
             engine.memory.restore()

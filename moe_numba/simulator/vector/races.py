@@ -4,18 +4,49 @@ A launch that runs as vectors without a conflict has no race: gangs of a `strict
 the ends of kernels alone. Anything else runs again with threads, and their detector (`happens_before`) decides.
 """
 
+import numpy as np
+
 from moe_numba.simulator.core import scheduler
 from moe_numba.simulator.core.settings import override_settings, settings
-from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.memory_model.shadow_memory import PAGE_BITS
+from moe_numba.simulator.vector.clocks import ATOMIC, WRITE
+from moe_numba.simulator.vector.errors import Conflict, Unsupported
+from moe_numba.simulator.vector.shadow import ADDRESS, REGION, STEP, WIDTH, lanes_of
 
 
 def check_judged(streams):
     """Raise if the detector of data races knows more about the order of accesses than the vector engine."""
     if len(streams) > 1:
         raise Unsupported("several ranks, while data races are detected")
-    for grid in next(iter(streams.values())):
-        if grid.uses_async or grid.cluster_dim != (1, 1, 1) or grid.dependent:
-            raise Unsupported("an asynchronous instruction, a cluster or a dependent launch, while races are detected")
+    stream = next(iter(streams.values()))
+    for grid in stream:
+        if grid.uses_async or grid.cluster_dim != (1, 1, 1):
+            raise Unsupported("an asynchronous instruction or a cluster, while data races are detected")
+        if grid.dependent and len(stream) > 1:
+            raise Unsupported("several kernels, one of which may overlap another, while data races are detected")
+
+
+def check_before_wait(last, kinds, all_lanes):
+    """Raise if accesses of a dependent launch, before it has waited, may race with those of the kernel before it.
+
+    `last` is what `scheduler.last_kernel` returns.
+    """
+    for kind, accesses in enumerate(kinds):
+        for entry in accesses if last is not None else ():
+            if entry[REGION].shared is None:
+                index = lanes_of(entry, all_lanes)[1]
+                low = entry[ADDRESS] + int(index.min()) * entry[STEP]
+                high = entry[ADDRESS] + int(index.max()) * entry[STEP] + entry[WIDTH]
+                if _touches(last, low, high, kind in (WRITE, ATOMIC)):
+                    raise Conflict("an access before griddepcontrol.wait to memory of the kernel before")
+
+
+def _touches(last, low, high, writes):
+    """Return whether the last kernel wrote these bytes, or also, for accesses that write, whether it read them."""
+    if type(last) is Repetition:
+        return any(start < high and low < end and (writes or written) for start, end, written in last.accessed)
+    pages = [last.shadow.pages.get(index) for index in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1)]
+    return any(np.any(page.writes) or writes and np.any(page.reads) for page in pages if page is not None)
 
 
 class Repetition:
@@ -29,12 +60,17 @@ class Repetition:
         self.with_threads = with_threads
         self.settings = {name: settings[name] for name in ("seed", "wraparound")}
         self.settings |= {"races": True, "preempt": 0.0, "memory_model": None, "events": None, "profile": None}
-        self.copies = None  # (bytes, what they were before the launch)
+        self.copies, self.accessed = [], []  # (bytes, what they were before the launch); (start, end, whether written)
+
+    def keep(self, regions):
+        """Keep what the launch found in memory, and which regions it accessed."""
+        regions = [region for region in regions if region.saved is not None]
+        self.copies = [(region.memory, region.saved) for region in regions]
+        self.accessed = [(region.start, region.end, region.written) for region in regions]
 
     def __call__(self):
         """Return the launch's History; memory is afterwards as it was."""
-        if self.copies is None:
-            return None
+        scheduler.set_history(None)  # the kernel did not race with the one before it, which is not kept
         now = [memory.copy() for memory, _ in self.copies]
         try:
             for memory, before in self.copies:

@@ -48,10 +48,6 @@ class Memory:
             self.regions[k].keep()
         return self.regions[k]
 
-    def copies(self):
-        """Return (bytes, what they were before the launch) of each region that was kept."""
-        return [(region.memory, region.saved) for region in self.regions if region.saved is not None]
-
     def restore(self):
         for region in self.regions:
             region.restore()

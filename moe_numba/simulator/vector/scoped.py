@@ -139,6 +139,7 @@ def globaltimer(mask):
 
 
 NAMES = {
+    ("memory", "griddepcontrol_wait"): lambda mask: state.gang.wait_for_kernel_before(mask),
     ("special_registers", "globaltimer"): globaltimer,
     ("atomics", "ld_relaxed_gpu_s32"): ld_relaxed_gpu_s32,
     ("atomics", "ld_relaxed_gpu_u64x2"): ld_relaxed_gpu_u64x2,
