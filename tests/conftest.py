@@ -132,6 +132,14 @@ def data_races(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def threads(request):
+    """Run the kernels of tests marked ``threads(reason)`` with one greenlet per thread."""
+    marked = request.node.get_closest_marker("threads")
+    with simulator.settings.settings.override(engine="threads") if marked else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture
 def device():
     """Return the device of tensors: "cuda", or "cpu" in the simulator."""

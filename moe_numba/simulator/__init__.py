@@ -9,7 +9,8 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_ONLY=90       simulate a GPU of compute capability 9.0 if the GPU has another; for notebooks
     MOE_NUMBA_ARCH=80       compute capability of the simulated GPU (9.0)
     MOE_NUMBA_SEED=7        seed of the thread order (see `seed`)
-    MOE_NUMBA_ENGINE=threads   run each thread in Python; `vector`: raise an error where vectors of lanes do not do
+    MOE_NUMBA_ENGINE=threads   run each thread in Python; `vector`: raise an error where vectors of lanes do not do;
+                            `either` (the default): try vectors first
     MOE_NUMBA_PREEMPT=0.02  probability that a memory access yields to another thread first
     MOE_NUMBA_WEAK_MEMORY=1 weak memory in all launches (see `weak_memory`)
     MOE_NUMBA_RACES=1       detect data races in all launches (see `races`)
@@ -32,8 +33,9 @@ test suite. docs/simulator.md explains both.
   plain loads is an error (`core.polling`).
 
 `vector` runs the lanes of a block, or of a warp, as NumPy vectors. It gives up kernels with races, errors or anything
-that it does not support; these run again with one greenlet per thread, as do all kernels under `weak_memory`, `trace`
-and preemption. `vector.launch.fallbacks` says which and why.
+that it does not support; these run again with one greenlet per thread, as do all kernels under `weak_memory`, `trace`,
+`profile` and preemption. `vector.launch.fallbacks` says which and why. Under `races` it gives up whatever is ordered by
+more than barriers, so that threads report each race.
 
 Arithmetic is NumPy's. It differs from compiled Numba in five ways, none of which affects kernels that name their types:
 - A Python number takes the type of the NumPy scalar it is combined with. Numba makes it int64 or float64.

@@ -749,6 +749,7 @@ def test_a_traceback_ends_at_the_kernels_line(kernel, together, weak):
     assert found.value.__cause__ is None and (found.value.__suppress_context__ or not found.value.__context__)
 
 
+@pytest.mark.threads("it breaks a function that the vector engine does not call")
 def test_an_error_of_the_simulator_itself_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(simulator.warp, "collective", None)
     with pytest.raises(TypeError) as found:

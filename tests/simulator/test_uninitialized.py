@@ -86,9 +86,7 @@ def test_the_first_unwritten_element_is_named():
     with simulator.races():
         x = torch.empty(64)
         x[:63] = 1
-        with pytest.raises(
-            simulator.UninitializedRead, match=r"warp 1 lane 31, .* index 63 of x \(64 x float32\)"
-        ):
+        with pytest.raises(simulator.UninitializedRead, match=r"warp 1 lane 31, .* index 63 of x \(64 x float32\)"):
             copy[1, 64](x, torch.empty(64))
 
 

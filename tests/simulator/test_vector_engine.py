@@ -301,13 +301,13 @@ def test_results_of_races_are_those_of_threads_with_the_same_seed(kernel):
     for seed in range(5):
         with simulator.seed(seed):
             expected = run(kernel, "threads", grid, 64, np.zeros(64, np.int32))
-            assert (run(kernel, "", grid, 64, np.zeros(64, np.int32))[0] == expected[0]).all()
+            assert (run(kernel, "either", grid, 64, np.zeros(64, np.int32))[0] == expected[0]).all()
 
 
 @pytest.mark.parametrize("kernel", ERRORS, ids=lambda k: k.__name__)
 def test_errors_are_those_of_threads(kernel):
     messages = []
-    for engine in ("threads", ""):
+    for engine in ("threads", "either"):
         with pytest.raises(Exception) as found:
             run(kernel, engine, 1, 64, np.zeros(64, np.int32))
         messages.append((type(found.value), str(found.value)))
@@ -322,7 +322,7 @@ def test_memory_is_restored_before_the_kernel_runs_again():
         out[0] = t
 
     x, out = np.zeros(64, np.int32), np.zeros(1, np.int32)
-    with override_settings(engine=""):
+    with override_settings(engine="either"):
         increments_then_races[1, 64](x, out)
     assert (x == 1).all()
 

@@ -170,7 +170,7 @@ class Thread(greenlet.greenlet):
             self.block.cluster.mark_arrived(warp)
         if self.block.exited == self.block.size:
             self.block.shared.check_end_of_block()
-            self.grid.world.wake(self.grid.start_next(self.block.cluster))
+            self.grid.world.start(self.grid.start_next(self.block.cluster))
             self.grid.world.retire(self.grid)
 
     def _missing_from(self, rendezvous):

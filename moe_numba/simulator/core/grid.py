@@ -160,22 +160,19 @@ class Grid:
         per_sm = SM_LIMITS[SIMULATED].resident_blocks(self.block_size, self.shared_layout.used)
         return SM_COUNT * per_sm
 
-    def start(self) -> list[Thread]:
-        """Return the threads of the blocks that start at once: as many blocks as can be resident."""
+    def start(self) -> list[Block]:
+        """Return the blocks that start at once: as many as can be resident."""
         clusters = max(self.resident_blocks // len(self.clusters[0].blocks), 1)
-        return [t for _ in range(min(clusters, len(self.clusters))) for t in self._start_cluster()]
+        return [b for _ in range(min(clusters, len(self.clusters))) for b in self.waiting_clusters.popleft().blocks]
 
-    def start_next(self, cluster: Cluster) -> list[Thread]:
-        """Return the threads that start after a block of `cluster` has ended."""
+    def start_next(self, cluster: Cluster) -> list[Block]:
+        """Return the blocks that start after a block of `cluster` has ended."""
         if not self.waiting_clusters or any(block.exited < block.size for block in cluster.blocks):
             return []
-        return self._start_cluster()
+        return self.waiting_clusters.popleft().blocks
 
-    def _start_cluster(self):
-        return [t for block in self.waiting_clusters.popleft().blocks for t in block.threads()]
-
-    def check_cooperative(self, thread: Thread) -> None:
-        """Raise a SimulatorError if the blocks cannot wait for one another."""
+    def check_cooperative(self, thread: Thread | Block) -> None:
+        """Raise a SimulatorError if the blocks cannot wait for one another; `thread` or a block of them calls."""
         if self.cooperative is False:
             raise SimulatorError(
                 f"{thread} calls grid.sync(), but kernel {self.name} was not launched with cooperative=True"

@@ -67,6 +67,22 @@ def races(enabled: bool = True) -> Iterator[None]:
 _previous = threading.local()  # `history`: of this OS thread's last kernel, which a dependent launch may overlap
 
 
+def history():
+    """Return the History of this OS thread's last kernel, or None."""
+    found = last_kernel()
+    return found() if callable(found) else found
+
+
+def last_kernel():
+    """Return what `set_history` was given last."""
+    return getattr(_previous, "history", None)
+
+
+def set_history(found):
+    """Set what a dependent launch may overlap: a History, a function that returns one, or None."""
+    _previous.history = found
+
+
 class World:
     """The scheduler, and the grids that run under it at the same time."""
 
@@ -102,15 +118,19 @@ class World:
             self.watch_accesses()
         if self.detects_races:
             if self.races is None:
-                previous = getattr(_previous, "history", None) if grid.dependent and not self.threads else None
-                _previous.history = None  # this world changes it, and may fail
+                previous = history() if grid.dependent and not self.threads else None
+                set_history(None)  # this world changes it, and may fail
                 self.races = HappensBefore(self.threads or grid.size, previous)
             self.races.start(grid)
         if self.profile is not None:
             self.profile.start(grid)
         if self.memory_model is not None:
             self.memory_model.start(grid)
-        self.wake(grid.start())
+        self.start(grid.start())
+
+    def start(self, blocks):
+        """Let the threads of blocks run."""
+        self.wake([t for block in blocks for t in block.threads()])
 
     def retire(self, grid):
         """Record that a block or a copy of a grid has ended; after the last one the rank's next grid starts."""
@@ -176,9 +196,9 @@ class World:
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
-            history = self.races.finish() if self.races is not None else None
+            finished = self.races.finish() if self.races is not None else None
             # With its threads it keeps the kernel's arguments alive, so that no new memory has their addresses.
-            _previous.history = history if len(self.grids) == 1 else None
+            set_history(finished if len(self.grids) == 1 else None)
         finally:
             self.races = None
             memory.watch(-self.watching)

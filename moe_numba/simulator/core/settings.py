@@ -20,7 +20,7 @@ def _switch(text):
 
 
 def _engine(text):
-    return {"0": "threads", "threads": "threads", "vector": "vector", "either": ""}[text]
+    return {"either": "either", "threads": "threads", "vector": "vector"}[text]
 
 
 def _memory_model(text):
@@ -29,14 +29,14 @@ def _memory_model(text):
     return StoreBuffers if _switch(text) else None
 
 
-# Setting -> its environment variable, and how to read it. An empty or missing variable counts as "0".
+# Setting -> its environment variable, what an empty or missing variable counts as, how to read it, and what is allowed.
 _VARIABLES = {
-    "seed": ("MOE_NUMBA_SEED", int, "an integer"),
-    "preempt": ("MOE_NUMBA_PREEMPT", _probability, "a number from 0 to 1"),
-    "memory_model": ("MOE_NUMBA_WEAK_MEMORY", _memory_model, "0 or 1"),
-    "engine": ("MOE_NUMBA_ENGINE", _engine, "threads, vector or either"),
-    "races": ("MOE_NUMBA_RACES", _switch, "0 or 1"),
-    "wraparound": ("MOE_NUMBA_WRAPAROUND", _switch, "0 or 1"),
+    "seed": ("MOE_NUMBA_SEED", "0", int, "an integer"),
+    "preempt": ("MOE_NUMBA_PREEMPT", "0", _probability, "a number from 0 to 1"),
+    "memory_model": ("MOE_NUMBA_WEAK_MEMORY", "0", _memory_model, "0 or 1"),
+    "engine": ("MOE_NUMBA_ENGINE", "either", _engine, "either, vector or threads"),
+    "races": ("MOE_NUMBA_RACES", "0", _switch, "0 or 1"),
+    "wraparound": ("MOE_NUMBA_WRAPAROUND", "0", _switch, "0 or 1"),
 }
 
 
@@ -65,8 +65,8 @@ class Settings:
 
     @staticmethod
     def _from_environment(name):
-        variable, read, allowed = _VARIABLES[name]
-        text = os.environ.get(variable) or "0"
+        variable, default, read, allowed = _VARIABLES[name]
+        text = os.environ.get(variable) or default
         try:
             return read(text)
         except (ValueError, KeyError):

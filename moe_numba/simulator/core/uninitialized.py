@@ -50,13 +50,19 @@ def _forget(address, entry):
         del _addresses[bisect.bisect_left(_addresses, address)]
 
 
+def overlapping(start, end):
+    """Return (first byte, end, poison of a word) of each registered part of some memory."""
+    first = max(bisect.bisect_right(_addresses, start) - 1, 0)
+    found = ((address, *_allocations[address]) for address in _addresses[first : bisect.bisect_left(_addresses, end)])
+    return [(max(low, start), min(high, end), word) for low, high, word in found if high > start]
+
+
 def check(thread, target, index, address, size):
     """Raise an error if the bytes that a thread reads at an address of global memory are uninitialised."""
     position = bisect.bisect_right(_addresses, address) - 1
     if position < 0:
         return
-    start = _addresses[position]
-    end, word = _allocations[start]
+    end, word = _allocations[_addresses[position]]
     if address >= end:
         return
     first, last = address & -4, min(address + size + 3 & -4, end)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-_PAGE_BITS = 12
-PAGE = 1 << _PAGE_BITS
+PAGE_BITS = 12
+PAGE = 1 << PAGE_BITS
 _COARSEST = 4  # cells start with 16 bytes
 
 
@@ -71,9 +71,9 @@ class ShadowMemory:
         if stop > PAGE:
             here = PAGE - first
             return *self.cells(address, here), *self.cells(address + here, size - here)
-        page = self.pages.get(address >> _PAGE_BITS)
+        page = self.pages.get(address >> PAGE_BITS)
         if page is None:
-            page = self.pages[address >> _PAGE_BITS] = Page()
+            page = self.pages[address >> PAGE_BITS] = Page()
         shift = page.shift
         if (first | stop) & (1 << shift) - 1:
             shift = ((first | stop) & -(first | stop)).bit_length() - 1

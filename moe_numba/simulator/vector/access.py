@@ -60,10 +60,10 @@ def store(mask, x, index, value):
     if kind is not Array and kind is not Pointer:
         _store_other(mask, x, index, value)
         return
-    region = x.region or region_of(x)
+    region, engine = x.region or region_of(x), state.gang.engine
     if not region.written:
         region.save()
-    array = x.array
+    array, given, may_be_silent = x.array, value, engine.by_warp and not engine.strict
     address, step, width = x.address, array.strides[0] if array.ndim else 0, array.itemsize
     if type(index) is tuple or array.ndim != 1:
         if array.dtype.names:
@@ -72,10 +72,10 @@ def store(mask, x, index, value):
     elif type(index) is slice:
         raise Unsupported("a store to a slice")
     if type(value) is Weak:
-        value = value.values
-    if type(value) is float and array.dtype.kind in "iu" or type(value) is int:
+        given = value = value.values
+    if type(value) in (int, float, bool):
         value = memory.convert(value, array.dtype)
-    elif not isinstance(value, (ndarray, np.generic, int, float)):
+    elif not isinstance(value, (ndarray, np.generic)):
         raise Unsupported(f"a store of {type(value).__name__}")
     if array.dtype.names or array.dtype.kind in "iu" and value.dtype.kind == "f":
         raise Unsupported("a conversion of floats to integers by a store")
@@ -87,7 +87,7 @@ def store(mask, x, index, value):
         if not 0 <= index < len(array):
             raise Unsupported("an index out of bounds")
         index = int(index)
-        silent = state.gang.engine.by_warp and bool(np.all(array[index] == value))
+        silent = may_be_silent and bool(np.all(array[index] == value))
         if type(value) is ndarray:
             lane = -1 if mask is None else mask.nonzero()[0][-1]
             array[index] = value[lane]
@@ -96,18 +96,20 @@ def store(mask, x, index, value):
     elif mask is None:
         if index.dtype is not _INT64:
             index = as_index(index)
-        silent = state.gang.engine.by_warp and bool((array[index] == value).all())
+        silent = may_be_silent and bool((array[index] == value).all())
         array[index] = value
     else:
         if index.dtype is not _INT64:
             index = as_index(index)
         part, own = index[mask], value[mask] if type(value) is ndarray else value
-        silent = state.gang.engine.by_warp and bool((array[part] == own).all())
+        silent = may_be_silent and bool((array[part] == own).all())
         array[part] = own
         index = index * mask
     # A store that changes nothing is in conflict with what a load is in conflict with. Where warps have different work,
     # lanes without work of their own may load what another lane stores again.
     log = state.gang.log.reads if silent else state.gang.log.writes
+    if engine.strict and value is not given and not np.array_equal(value, given):
+        value = None  # a value that was rounded differs from what memory holds
     log.append((region, address, step, width, index, mask, value))
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(region, address, step, width, index, mask, True)
@@ -282,7 +284,7 @@ def store_vector(mask, pointer, index, values, dtype=None):
             value = value if mask is None else value[mask]
             value = value if many else value[-1]
         elements[first + k if k else first] = value
-    if not many and len(values) == 1:
+    if not many and len(values) == 1 and not state.gang.engine.strict:
         entry = (*entry[:6], values[0].values if type(values[0]) is Weak else values[0])
     state.gang.log.writes.append(entry)
     if region.shared is not None and region.shared.detector is not None:

@@ -36,7 +36,7 @@ def _target(mask, x, index, acquires=True):
     if len(where) and (where.min() < 0 or where.max() >= len(array)):
         raise Unsupported("an index out of bounds")
     points = set()
-    if gang.engine.shares(region) and len(where) <= 32:
+    if gang.engine.shares(region) and len(where) <= 32 and not gang.engine.strict:
         points = {(region, address + int(k) * step) for k in where}
     if acquires:
         for point in points:

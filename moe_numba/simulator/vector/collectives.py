@@ -13,16 +13,17 @@ from moe_numba.simulator.vector.numbers import Weak
 ndarray = np.ndarray
 
 
-def participants(mask, active):
+def participants(mask, active, is_barrier=False):
     """Check that the lanes that a mask names are those that execute the operation, and order their accesses.
 
-    Returns None if whole warps take part. Otherwise it returns an array of bools [warp, lane, other lane]: whether the
-    lane's mask names the other lane.
+    In strict mode only a barrier orders them. Returns None if whole warps take part. Otherwise it returns an array of
+    bools [warp, lane, other lane]: whether the lane's mask names the other lane.
     """
     gang = state.gang
     if type(mask) is not Weak and type(mask) is not ndarray:
         if int(mask) & FULL_MASK == FULL_MASK and (active is None or _whole_warps(active)):
-            gang.log.collective(active)
+            if is_barrier or not gang.engine.strict:
+                gang.log.collective(active)
             return None
         mask = np.full(gang.size, int(mask) & FULL_MASK, np.int64)
     else:
@@ -37,7 +38,8 @@ def participants(mask, active):
     if (wrong & running).any():
         raise Unsupported("a warp operation whose mask does not name the lanes that execute it together")
     if np.array_equal((named & exists[:, None, :] & running[:, :, None]).sum((1, 2)), exists.sum(1) ** 2):
-        gang.log.collective(active)
+        if is_barrier or not gang.engine.strict:
+            gang.log.collective(active)
         return None
     return named & exists[:, None, :]
 
@@ -221,7 +223,7 @@ def redux(active, op, mask, value, dtype=None):
 
 
 def syncwarp(active, mask=FULL_MASK):
-    participants(mask, active)
+    participants(mask, active, is_barrier=True)
 
 
 def activemask(active):

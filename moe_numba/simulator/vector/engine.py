@@ -7,7 +7,7 @@ import greenlet
 
 from moe_numba.simulator.async_ import tensor_map
 from moe_numba.simulator.async_.mbarrier import MBarrier
-from moe_numba.simulator.core import memory
+from moe_numba.simulator.core import memory, scheduler
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.scheduler import World
 from moe_numba.simulator.memory_model import ranks
@@ -28,11 +28,13 @@ class _Order:
         self.clocks = clocks
 
     def publish_to(self, point, thread):
+        state.gang.engine.refuse_if_strict("an mbarrier")
         # Arrivals at the next phase do not order what follows a wait for this one.
         point = (point, point.phases) if type(point) is MBarrier else point
         self.clocks.release(state.gang, point)
 
     def receive_from(self, point, thread):
+        state.gang.engine.refuse_if_strict("an mbarrier")
         point = (point, point.phases - 1) if type(point) is MBarrier else point
         self.clocks.acquire(state.gang, point)
 
@@ -57,10 +59,12 @@ class VectorWorld(World):
 
     def add(self, grid):
         self.grids.append(grid)
-        gangs = self.engine.start(grid)
         if grid.uses_async:
             self.watch_accesses()
-        self.wake(gangs)
+        self.start(grid.start())
+
+    def start(self, blocks):
+        self.wake([gang for block in blocks for gang in self.engine.gangs_for(block)])
 
     def wake(self, gangs):
         for gang in gangs:
@@ -95,12 +99,16 @@ class VectorWorld(World):
 
 
 class Engine:
-    """One attempt to run grids with gangs of whole blocks, or of single warps (`by_warp`)."""
+    """One attempt to run grids with gangs of whole blocks, or of single warps (`by_warp`).
 
-    def __init__(self, by_warp, function_of):
-        self.by_warp, self.function_of = by_warp, function_of
-        self.memory, self.clocks, self.gangs = Memory(), Clocks(), []
-        self.first_gang, self.world = {}, None
+    A `strict` one orders accesses by barriers and the ends of kernels alone: whatever the detector of data races
+    (`happens_before`) may report under some order of the threads is a conflict, or unsupported.
+    """
+
+    def __init__(self, by_warp, strict, function_of):
+        self.by_warp, self.strict, self.function_of = by_warp, strict, function_of
+        self.memory, self.clocks, self.gangs = Memory(keeps_all=strict), Clocks(), []
+        self.first_gang, self.world, self.last_kernel = {}, None, scheduler.last_kernel() if strict else None
         self.parent = greenlet.getcurrent()
 
     def prepare(self, grids):
@@ -109,21 +117,25 @@ class Engine:
         storages = [(first, first + size) for first, size, alive in tensor_map.storages if not alive.expired()]
         self.memory.add([*intervals_of(values), *storages])
         for grid in grids:
-            self.first_gang[grid] = self.clocks.size
-            self.clocks.size += self.gangs_of(grid)
+            for block in grid.blocks:
+                self.first_gang[block] = self.clocks.size
+                self.clocks.size += len(block.warps) if self.by_warp else 1
+
+    def refuse_if_strict(self, what):
+        """Raise if the detector of data races knows more of an operation than this engine does."""
+        if self.strict:
+            raise Unsupported(f"{what}, while data races are detected")
 
     def gangs_of(self, grid):
         return sum(len(block.warps) for block in grid.blocks) if self.by_warp else len(grid.blocks)
 
-    def start(self, grid):
-        """Return the gangs of a grid that starts now."""
-        made, number = [], self.first_gang[grid]
-        for block in grid.blocks:
-            for warps in [[warp] for warp in block.warps] if self.by_warp else [block.warps]:
-                made.append(Gang(self, block, warps, number))
-                for warp in warps:
-                    warp.gang = made[-1]
-                number += 1
+    def gangs_for(self, block):
+        """Return the gangs of a block that starts now."""
+        made = []
+        for warps in [[warp] for warp in block.warps] if self.by_warp else [block.warps]:
+            made.append(Gang(self, block, warps, self.first_gang[block] + len(made)))
+            for warp in warps:
+                warp.gang = made[-1]
         self.gangs += made
         return made
 
@@ -147,6 +159,7 @@ class Engine:
                 if scope.open_rendezvous:
                     raise Unsupported("a barrier at which threads are missing")
             block.shared.check_end_of_block()
+            self.world.start(grid.start_next(block.cluster))
             self.world.retire(grid)
 
     def close(self):
@@ -156,7 +169,7 @@ class Engine:
             region.pending = []
         for gang in self.gangs:
             gang.log = None
-        self.gangs, self.clocks.points = [], {}
+        self.gangs, self.clocks.points, self.last_kernel = [], {}, None
         for grid in self.world.grids:
             grid.args = ()
 

@@ -55,7 +55,9 @@ def _shared_array(mask, shape, dtype, alignment=None):
 
 
 def _local_array(mask, shape, dtype, alignment=None):
-    return Local.new(shape, dtype)
+    made, frame = Local.new(shape, dtype), sys._getframe(1)
+    state.gang.grid.add_local_array((frame.f_code, frame.f_lasti), made.size * made.dtype.itemsize)
+    return made
 
 
 def _selp(mask, condition, a, b):
@@ -288,6 +290,8 @@ def method(mask, value, name, *arguments, **keywords):
         raise Unsupported(f"method {name} of a number")
     if kind is LaneThread:
         return getattr(value, name)(*arguments)
+    if isinstance(value, (list, dict, set)):
+        raise Unsupported(f"{name} of a {kind.__name__}, which the host may see")
     found = getattr(value, name)
     if isinstance(found, types.MethodType) and isinstance(value, (Array, np.generic)):
         return _uniform(found)(mask, *arguments, **keywords)

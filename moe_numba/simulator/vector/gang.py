@@ -12,9 +12,10 @@ import numpy as np
 
 from moe_numba.simulator.core.errors import kernel_frame
 from moe_numba.simulator.vector import access, state
-from moe_numba.simulator.vector.clocks import fold
+from moe_numba.simulator.vector.clocks import READ, fold
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
 from moe_numba.simulator.vector.numbers import Weak
+from moe_numba.simulator.vector.races import check_before_wait, check_initialized
 from moe_numba.simulator.vector.shadow import Log
 
 
@@ -39,6 +40,7 @@ class Gang(greenlet.greenlet):
         self.whole = None  # a mask that is known to consist of whole warps
         self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0, 0)
         self.lane, self.waits, self.result, self.quiet = 0, None, None, False
+        self.overlaps = engine.strict and block.grid.dependent  # it has not waited for the kernel before
         self.barriers = 0  # barriers of the block and of the grid that it has reached
         self.acquired = {}  # point -> what the gang last acquired there
         self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
@@ -154,8 +156,18 @@ class Gang(greenlet.greenlet):
         self.flushed = tuple(map(len, kinds))
         if any(new):
             access.check_indices(new)
+            if self.engine.strict:
+                check_initialized([e for kind in new[READ:] for e in kind], self.all_lanes)
+            if self.overlaps:
+                check_before_wait(self.engine.last_kernel, new, self.all_lanes)
             new = [[e for e in kind if self.engine.shares(e[0])] for kind in new]
             fold(self, self.time, self.known, new)
+
+    def wait_for_kernel_before(self, active):
+        """Execute `griddepcontrol.wait`."""
+        if self.overlaps and active is None:
+            self.flush()
+            self.overlaps = False
 
     def end_of_epoch(self):
         self.flush()
@@ -194,6 +206,7 @@ class Gang(greenlet.greenlet):
         """Wait for all threads of the grid."""
         if active is not None:
             raise Unsupported("grid sync that not all threads reach together")
+        self.grid.check_cooperative(self.block)
         arrived = self.grid.__dict__.setdefault("vector_barrier", [])
         arrived.append(self)
         self.barriers += 1

@@ -59,6 +59,7 @@ def scalar(value):
 
 
 def _whole_warp(mask, what):
+    state.gang.engine.refuse_if_strict(what)
     if mask is not None or state.gang.num_warps != 1:
         raise Unsupported(f"{what} that not all lanes of one warp execute")
 
@@ -239,6 +240,7 @@ def fence_init(mask):
 def _record_box(map_pointer, map_index, coordinates, writes):
     """Record the access of a TMA copy to global memory: the rows that it writes, or all that a box spans."""
     gang = state.gang
+    gang.engine.refuse_if_strict("a tensor copy")
     tensor = tensor_map.map_for_copy(map_pointer, map_index)
     if len(coordinates) != tensor.rank:
         return  # an error, which the copy raises
@@ -272,6 +274,7 @@ def _recorded(function, pointer, index, size, writes):
 
     def call(*arguments):
         gang, x = state.gang, arguments[pointer]
+        gang.engine.refuse_if_strict("an asynchronous copy")
         region = x.region or access.region_of(x)
         if writes and not region.written:
             region.save()

@@ -2,15 +2,18 @@
 
 import weakref
 
+from moe_numba.simulator.core import scheduler
 from moe_numba.simulator.core.settings import settings
 from moe_numba.simulator.vector import fragment, functions, hopper, scoped
 from moe_numba.simulator.vector.engine import Engine, VectorWorld
+from moe_numba.simulator.vector.errors import Conflict
+from moe_numba.simulator.vector.races import Repetition, check_judged
 
 functions.CALLS.update(fragment.VERSIONS | hopper.VERSIONS | scoped.VERSIONS)
 functions.NAMES.update(fragment.NAMES | hopper.NAMES | scoped.NAMES)
 functions.FACTORIES.update(fragment.FACTORIES)
 _MOST_FAILURES = 2  # launches of a kernel that fall back before the vector engine is not tried any more
-_failures = weakref.WeakKeyDictionary()  # kernel -> {by_warp: number of failed launches}
+_failures = weakref.WeakKeyDictionary()  # kernel -> {(by_warp, strict): number of failed launches}
 fallbacks = {}  # name of a kernel -> why its last launch did not run on the vector engine
 
 
@@ -18,51 +21,64 @@ def possible():
     """Return whether the settings in force leave the choice of the engine open."""
     if settings["engine"] == "threads" or settings["preempt"] or settings["memory_model"]:
         return False
-    return settings["events"] is None and settings["profile"] is None and not settings["races"]
+    return settings["events"] is None and settings["profile"] is None
 
 
 def run(make_grids, with_threads, seed):
     """Run grids on the vector engine; if it gives up, restore memory and call `with_threads()`.
 
-    `make_grids(world)` makes the grids of each rank, those of one rank in order: a dict of lists.
+    `make_grids(world)` makes the grids of each rank, those of one rank in order: a dict of lists. Where data races are
+    to be detected, the vector engine gives up whatever it cannot tell from a race, and threads report it.
     """
-    failed = attempt(make_grids, seed) if possible() else {}
+    repeat = Repetition(with_threads) if settings["races"] else None
+    failed = attempt(make_grids, seed, repeat) if possible() else {}
     if failed is None:
         return
     with_threads()
-    for by_warp, kernels in failed.items():  # without an error: the kernel is correct
+    for key, kernels in failed.items():  # without an error: the kernel is correct
         for kernel in kernels:
             counts = _failures.setdefault(kernel, {})
-            counts[by_warp] = counts.get(by_warp, 0) + 1
+            counts[key] = counts.get(key, 0) + 1
 
 
-def attempt(make_grids, seed):
-    """Try to run grids on the vector engine; return None if they have run, and else {by_warp: kernels} of attempts."""
-    reason, failed = None, {}
+def attempt(make_grids, seed, repeat=None):
+    """Try to run grids on the vector engine; return None if they have run, and else {attempt: kernels}.
+
+    `repeat` receives what memory was before, if data races are to be detected.
+    """
+    reason, failed, strict = None, {}, repeat is not None
     for by_warp in (False, True):
-        engine = Engine(by_warp, lambda grid: functions.CALLS[grid.kernel])
+        engine = Engine(by_warp, strict, lambda grid: functions.CALLS[grid.kernel])
         engine.world = world = VectorWorld(engine, seed)
         streams = make_grids(world)
         grids = [grid for stream in streams.values() for grid in stream]
         kernels = {grid.kernel for grid in grids}
-        if settings["engine"] != "vector" and any(_failed(k, by_warp) >= _MOST_FAILURES for k in kernels):
+        if settings["engine"] != "vector" and any(_failed(k, by_warp, strict) >= _MOST_FAILURES for k in kernels):
             continue
         if not by_warp and any(_needs_warps(grid) for grid in grids):
             continue
         try:
+            if strict:
+                check_judged(streams)
             engine.prepare(grids)
             for rank, stream in streams.items():
                 world.queued_grids[rank] = stream[1:]
             for stream in streams.values():
                 world.add(stream[0])
             world.run()
+            if strict:
+                repeat.keep(engine.memory.regions)
+            scheduler.set_history(repeat if len(grids) == 1 else None)
             return None
         except Exception as error:
             engine.memory.restore()
             reason = f"{type(error).__name__}: {error}"
-            failed[by_warp] = kernels
-            if by_warp and settings["engine"] == "vector":
+            failed[by_warp, strict] = kernels
+            last = by_warp or strict and isinstance(error, Conflict)  # to gangs of warps it is a conflict, too
+            if last and settings["engine"] == "vector":
                 raise
+            if last:
+                break
         finally:
             engine.close()
     if reason is not None:
@@ -72,8 +88,8 @@ def attempt(make_grids, seed):
     return failed
 
 
-def _failed(kernel, by_warp):
-    return _failures.get(kernel, {}).get(by_warp, 0)
+def _failed(kernel, by_warp, strict):
+    return _failures.get(kernel, {}).get((by_warp, strict), 0)
 
 
 def _needs_warps(grid):

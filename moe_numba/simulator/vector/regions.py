@@ -13,8 +13,9 @@ from moe_numba.simulator.vector.shadow import Region
 class Memory:
     """The regions of memory that the kernels of a world may access."""
 
-    def __init__(self):
-        self.starts, self.regions, self.shared = [], [], {}
+    def __init__(self, keeps_all=False):
+        """`keeps_all`: keep a copy of all regions that are accessed, not only of those that are written."""
+        self.starts, self.regions, self.shared, self.keeps_all = [], [], {}, keeps_all
 
     def add(self, intervals):
         """Make regions of the given intervals of addresses; overlapping ones are one region."""
@@ -43,6 +44,8 @@ class Memory:
         k = bisect.bisect_right(self.starts, address) - 1
         if k < 0 or address > self.regions[k].end:
             raise Unsupported("memory that is no argument of the kernel")
+        if self.keeps_all:
+            self.regions[k].keep()
         return self.regions[k]
 
     def restore(self):

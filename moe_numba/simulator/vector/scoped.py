@@ -18,6 +18,7 @@ ndarray = np.ndarray
 def _elements(mask, x, index, dtype, count):
     """Return (elements, index of each active lane, lanes, points, whether the index varies, record of the access)."""
     gang = state.gang
+    gang.engine.refuse_if_strict("an access with a memory order")
     dtype = np.dtype(dtype)
     elements, index, step = access.vector_elements(mask, x, index, dtype, count)
     region = x.region or access.region_of(x)
@@ -138,6 +139,7 @@ def globaltimer(mask):
 
 
 NAMES = {
+    ("memory", "griddepcontrol_wait"): lambda mask: state.gang.wait_for_kernel_before(mask),
     ("special_registers", "globaltimer"): globaltimer,
     ("atomics", "ld_relaxed_gpu_s32"): ld_relaxed_gpu_s32,
     ("atomics", "ld_relaxed_gpu_u64x2"): ld_relaxed_gpu_u64x2,

@@ -23,6 +23,7 @@ class Region:
     def __init__(self, start, end, memory=None, shared=None):
         self.start, self.end, self.memory, self.shared = start, end, memory, shared
         self.saved = None  # the bytes before the first write
+        self.poisoned = None  # see `races.check_initialized`
         self.grain, self.tags, self.history = 4, None, None
         self.written, self.pending = False, []
         self.kept = 0  # elements in `pending`; the accesses are forgotten if they are too many
@@ -32,9 +33,13 @@ class Region:
         if self.kept > MOST_KEPT:
             raise Unsupported("a write to memory that was read too often to keep a record")
         self.written = True
-        if self.memory is not None:
+        self.keep()
+
+    def keep(self):
+        """Keep a copy of the bytes of global memory."""
+        if self.memory is not None and self.saved is None:
             if self.memory.size > 1 << 28:
-                raise Unsupported("more than 256 MiB of writable memory")
+                raise Unsupported("more than 256 MiB of memory to keep a copy of")
             self.saved = self.memory.copy()
 
     def restore(self):
@@ -113,7 +118,8 @@ def touched_cells(region, entries, all_lanes):
 def check(region, writes, reads, atomics, loads, all_lanes, shift):
     """Raise a Conflict if two units access the same cell and one of them writes; a unit is `lane >> shift`.
 
-    `loads` are those with a memory order: only plain writes conflict with them.
+    Units may write the same value, if no other access touches the cell. `loads` are those with a memory order: only
+    plain writes conflict with them.
     """
     region.refine(writes + reads + atomics + loads)
     tags, stored = region.tags, []
@@ -123,8 +129,11 @@ def check(region, writes, reads, atomics, loads, all_lanes, shift):
             unit = unit >> shift
             tags[cell] = unit
             stored.append(cell)
-            if (tags[cell] != unit).any() and not _same_values(region, writes, all_lanes):
-                raise Conflict("two threads write to the same memory")
+            others = tags[cell] != unit
+            if others.any():
+                if not _same_values(region, writes, all_lanes):
+                    raise Conflict("two threads write to the same memory")
+                tags[cell[others]] = MANY
             for entries in (reads, atomics, loads):
                 _compare(region, entries, all_lanes, shift)
         if atomics and reads:

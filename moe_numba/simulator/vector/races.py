@@ -1,0 +1,113 @@
+"""Launches whose data races are to be detected: which ones may run as vectors, and what the next launch learns of them.
+
+A launch that runs as vectors without a conflict has no race: gangs of a `strict` engine order accesses by barriers and
+the ends of kernels alone. Anything else runs again with threads, and their detector (`happens_before`) decides.
+"""
+
+import numpy as np
+
+from moe_numba.simulator.core import scheduler, uninitialized
+from moe_numba.simulator.core.settings import override_settings, settings
+from moe_numba.simulator.memory_model.shadow_memory import PAGE_BITS
+from moe_numba.simulator.vector.clocks import ATOMIC, WRITE
+from moe_numba.simulator.vector.errors import Conflict, Unsupported
+from moe_numba.simulator.vector.shadow import ADDRESS, REGION, STEP, WIDTH, lanes_of
+
+
+def check_judged(streams):
+    """Raise if the detector of data races knows more about the order of accesses than the vector engine."""
+    if len(streams) > 1:
+        raise Unsupported("several ranks, while data races are detected")
+    stream = next(iter(streams.values()))
+    for grid in stream:
+        if grid.uses_async or grid.cluster_dim != (1, 1, 1):
+            raise Unsupported("an asynchronous instruction or a cluster, while data races are detected")
+        if grid.dependent and len(stream) > 1:
+            raise Unsupported("several kernels, one of which may overlap another, while data races are detected")
+
+
+def check_initialized(entries, all_lanes):
+    """Raise if one of these reads or atomic operations is of memory that held poison when the launch began.
+
+    Whether the kernel has written it since then is not known; threads find out.
+    """
+    for entry in entries:
+        region = entry[REGION]
+        if region.shared is None and (poisoned := _poisoned_words(region)) is not None:
+            first = entry[ADDRESS] - _first_word(region) + lanes_of(entry, all_lanes)[1] * entry[STEP]
+            if poisoned[np.maximum(first, 0) >> 2].any():
+                raise Unsupported("a read of memory that may be uninitialised")
+
+
+def _first_word(region):
+    return region.start + 3 & -4
+
+
+def _poisoned_words(region):
+    """Return which words of a region were poison when the launch began; None if none was."""
+    if region.poisoned is None:
+        base = _first_word(region)
+        content = (region.memory if region.saved is None else region.saved)[base - region.start :]
+        found = np.zeros((region.end - base >> 2) + 1, bool)
+        for start, end, word in uninitialized.overlapping(base, region.end):
+            first, last = start - base >> 2, end - base >> 2
+            found[first:last] = content[4 * first : 4 * last].view(np.uint32) == np.frombuffer(word, np.uint32)
+        region.poisoned = found if found.any() else ()
+    return region.poisoned if len(region.poisoned) else None
+
+
+def check_before_wait(last, kinds, all_lanes):
+    """Raise if accesses of a dependent launch, before it has waited, may race with those of the kernel before it.
+
+    `last` is what `scheduler.last_kernel` returns.
+    """
+    for kind, accesses in enumerate(kinds):
+        for entry in accesses if last is not None else ():
+            if entry[REGION].shared is None:
+                index = lanes_of(entry, all_lanes)[1]
+                low = entry[ADDRESS] + int(index.min()) * entry[STEP]
+                high = entry[ADDRESS] + int(index.max()) * entry[STEP] + entry[WIDTH]
+                if _touches(last, low, high, kind in (WRITE, ATOMIC)):
+                    raise Conflict("an access before griddepcontrol.wait to memory of the kernel before")
+
+
+def _touches(last, low, high, writes):
+    """Return whether the last kernel wrote these bytes, or also, for accesses that write, whether it read them."""
+    if type(last) is Repetition:
+        return any(start < high and low < end and (writes or written) for start, end, written in last.accessed)
+    pages = [last.shadow.pages.get(index) for index in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1)]
+    return any(np.any(page.writes) or writes and np.any(page.reads) for page in pages if page is not None)
+
+
+class Repetition:
+    """Runs a launch again with threads and the detector of data races, for a dependent launch that may overlap it.
+
+    The vector engine records no source lines. So the history of a kernel, which only a dependent launch needs, comes
+    from a repetition with the same seed, on the memory that the kernel found.
+    """
+
+    def __init__(self, with_threads):
+        self.with_threads = with_threads
+        self.settings = {name: settings[name] for name in ("seed", "wraparound")}
+        self.settings |= {"races": True, "preempt": 0.0, "memory_model": None, "events": None, "profile": None}
+        self.copies, self.accessed = [], []  # (bytes, what they were before the launch); (start, end, whether written)
+
+    def keep(self, regions):
+        """Keep what the launch found in memory, and which regions it accessed."""
+        regions = [region for region in regions if region.saved is not None]
+        self.copies = [(region.memory, region.saved) for region in regions]
+        self.accessed = [(region.start, region.end, region.written) for region in regions]
+
+    def __call__(self):
+        """Return the launch's History; memory is afterwards as it was."""
+        scheduler.set_history(None)  # the kernel did not race with the one before it, which is not kept
+        now = [memory.copy() for memory, _ in self.copies]
+        try:
+            for memory, before in self.copies:
+                memory[:] = before
+            with override_settings(**self.settings):
+                self.with_threads()
+            return scheduler.history()
+        finally:
+            for (memory, _), content in zip(self.copies, now):
+                memory[:] = content
