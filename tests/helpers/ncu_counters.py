@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python tests/helpers/ncu_counters.py                    # needs an H200 and ncu
     PYTHONPATH=. python tests/helpers/ncu_counters.py --gpu A100
+    PYTHONPATH=. python tests/helpers/ncu_counters.py --save FILE        # write what ncu prints to a file, too
     PYTHONPATH=. python tests/helpers/ncu_counters.py --csv FILE         # compare with what an earlier ncu printed
     PYTHONPATH=. python tests/helpers/ncu_counters.py --simulate         # print the simulator's counters as JSON
 
@@ -25,6 +26,7 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 # isort: split
 from numba import cuda, float32, float64, int32
 
+from moe_numba.course.bench import records
 from moe_numba.ptx.memory import ld_global_s32x4, ld_shared_s32x4, st_global_s32x4, st_shared_s32x4
 from moe_numba.runtime.launch import launch
 
@@ -260,6 +262,7 @@ def measure():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", default="H200", help="the GPU that the kernels are compiled for")
+    parser.add_argument("--save", metavar="FILE", help="write what ncu prints to a file, with the GPU and the versions")
     parser.add_argument("--csv", help="a file with what ncu printed, instead of running it")
     parser.add_argument("--simulate", action="store_true", help="print the simulator's counters as JSON")
     parser.add_argument("--launch", action="store_true", help="launch the kernels on the GPU; ncu runs this")
@@ -278,6 +281,9 @@ def main():
                 printed = file.read()
         else:
             printed = measure()
+        if options.save:
+            with open(options.save, "w", encoding="utf-8") as file:
+                file.write(json.dumps(records.environment()) + "\n" + printed)
         rows = compare(json.loads(text.splitlines()[-1]), parse_csv(printed))
         for name, counter, simulated, measured, verdict in rows:
             print(f"{name:18} {counter:24} simulated {simulated!s:>8}  measured {measured!s:>10}  {verdict}")

@@ -5,7 +5,9 @@ from helpers import ncu_counters
 from helpers.ncu_counters import EXACT, INSTRUCTIONS, KERNELS, METRICS, compare, parse_csv
 
 from moe_numba import simulator
+from moe_numba.course.bench import records
 
+RESULTS = records.repository(None) / "docs" / "results"
 LONG = """\
 ==PROF== Connected to process 4242 (/usr/bin/python3.11)
 ==PROF== Profiling "copy": 0%....50%....100% - 2 passes
@@ -87,3 +89,12 @@ def test_the_kernels_run_and_have_known_counters():
     assert profile["broadcast_float4"].total.global_load_sectors == 64
     assert profile["shared_float4"].total.shared_load_wavefronts == 16
     assert len(METRICS) == len(set(METRICS)) == 9
+
+
+@pytest.mark.parametrize("recorded", sorted(RESULTS.glob("*/ncu_counters.csv")), ids=lambda path: path.parent.name)
+def test_the_simulator_counts_what_ncu_measured(recorded, monkeypatch, capsys):
+    """`docs/results/<gpu>/ncu_counters.csv` is what ``ncu_counters.py --save`` wrote on a GPU."""
+    monkeypatch.setattr("sys.argv", ["ncu_counters.py", "--csv", str(recorded)])
+    with pytest.raises(SystemExit) as ended:
+        ncu_counters.main()
+    assert ended.value.code == 0, capsys.readouterr().out
