@@ -31,14 +31,14 @@
 # | a token ... | notebook | the article is about |
 # |---|---|---|
 # | chooses its experts | [01_gate](01_gate.ipynb) | `moe_fused_gate`, SGLang's kernel for DeepSeek-V3's gate |
-# | visits shared experts too | [03_shared_experts](03_shared_experts.ipynb) | folding them into the others, in SGLang |
-# | is told where to go | [04_dispatch_layout](04_dispatch_layout.ipynb) | DeepEP's dispatch layout, and its buffer |
-# | travels there | [05_ring_buffer_dispatch](05_ring_buffer_dispatch.ipynb) | DeepEP's `dispatch` in one machine |
+# | visits shared experts too | [04_shared_experts](04_shared_experts.ipynb) | folding them into the others, in SGLang |
+# | is told where to go | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP's dispatch layout, and its buffer |
+# | travels there | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb) | DeepEP's `dispatch` in one machine |
 # | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
-# | goes through the experts | [08_grouped_gemm](08_grouped_gemm.ipynb) | the grouped product (group GEMM) of hpc-ops |
-# | comes home, and is added up | [06_combine](06_combine.ipynb) | DeepEP's `combine`, which the article leaves out |
+# | goes through the experts | [06_grouped_gemm](06_grouped_gemm.ipynb) | the grouped product (group GEMM) of hpc-ops |
+# | comes home, and is added up | [09_combine](09_combine.ipynb) | DeepEP's `combine`, which the article leaves out |
 #
-# Before the grouped product, [07_hopper_from_numba](07_hopper_from_numba.ipynb) shows the instructions that it is made
+# Before the grouped product, [05_hopper_from_numba](05_hopper_from_numba.ipynb) shows the instructions that it is made
 # of. It follows no article.
 #
 # From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. From the alignment you
@@ -124,7 +124,7 @@ print("\n".join(doctor.report()))
 # | time, registers, caches | none | yes |
 #
 # Most of this course also runs on GPUs older than Hopper. A step that needs more than yours has is not run: it prints
-# the reason, and the time that an H200 took. The notebooks from 05 on are about Hopper's instructions. With any other
+# the reason, and the time that an H200 took. Notebooks 05, 06, 08 and 09 are about Hopper's instructions. With any other
 # GPU their kernels run in the simulator.
 #
 # Only one thread runs at a time, and each sees what the others wrote at once. On a GPU two writes may arrive in another

@@ -43,7 +43,7 @@ TOPICS = (
         ("align_ladder",),
     ),
     Topic(
-        "03_shared_experts",
+        "04_shared_experts",
         "shared-expert fusion: route the shared expert like a routed one",
         "SGLang",
         "shared_experts",
@@ -51,7 +51,22 @@ TOPICS = (
         ("shared_experts_ladder",),
     ),
     Topic(
-        "04_dispatch_layout",
+        "05_hopper_from_numba",
+        "TMA, mbarriers and wgmma from Numba, through intrinsics and through linked CUDA C++",
+        records=("hopper_ladder", "hopper_copy"),
+        hopper=True,
+    ),
+    Topic(
+        "06_grouped_gemm",
+        "the experts' FP8 grouped GEMM, with TMA and wgmma",
+        "Tencent's hpc-ops",
+        "grouped_gemm",
+        "the grouped GEMM",
+        ("grouped_gemm_dense_ladder", "grouped_gemm_ladder"),
+        hopper=True,
+    ),
+    Topic(
+        "07_dispatch_layout",
         "the dispatch layout: count the tokens that each rank sends to each rank and expert",
         "DeepEP, intranode",
         "dispatch_layout",
@@ -59,7 +74,7 @@ TOPICS = (
         ("dispatch_layout_ladder",),
     ),
     Topic(
-        "05_ring_buffer_dispatch",
+        "08_ring_buffer_dispatch",
         "dispatch: send token rows over NVLink through ring buffers",
         "DeepEP, intranode",
         "dispatch_combine",
@@ -68,25 +83,10 @@ TOPICS = (
         hopper=True,
     ),
     Topic(
-        "06_combine",
+        "09_combine",
         "combine: return the experts' results and reduce them per token",
         "DeepEP, intranode",
         records=("combine_ladder",),
-        hopper=True,
-    ),
-    Topic(
-        "07_hopper_from_numba",
-        "TMA, mbarriers and wgmma from Numba, through intrinsics and through linked CUDA C++",
-        records=("hopper_ladder", "hopper_copy"),
-        hopper=True,
-    ),
-    Topic(
-        "08_grouped_gemm",
-        "the experts' FP8 grouped GEMM, with TMA and wgmma",
-        "Tencent's hpc-ops",
-        "grouped_gemm",
-        "the grouped GEMM",
-        ("grouped_gemm_dense_ladder", "grouped_gemm_ladder"),
         hopper=True,
     ),
 )

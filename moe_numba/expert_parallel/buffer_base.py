@@ -26,7 +26,7 @@ class BufferBase:
     """Shared memory of a group of ranks; see `Buffer`."""
 
     num_sms = 20
-    _channels_per_warp = None  # None: the best number; notebook 06 measures others
+    _channels_per_warp = None  # None: the best number; notebook 09 measures others
     _uses_tma = None  # None: if the GPUs of all ranks have TMA
 
     def __init__(

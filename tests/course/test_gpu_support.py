@@ -144,10 +144,10 @@ def test_doctor_prints_the_tables_of_an_architecture(capsys):
 def test_doctor_of_an_h200_that_takes_older_paths():
     """torch's grouped GEMM is the H200's; no kernel has wgmma, not even as code for 9.0 on a newer GPU."""
     lines = doctor.tables((8, 0), (9, 0))
-    assert "03_shared_experts        yes   all steps" in lines and "grouped GEMM              yes   mma.sync" in str(
+    assert "04_shared_experts        yes   all steps" in lines and "grouped GEMM              yes   mma.sync" in str(
         lines
     )
-    assert any(line.startswith("07_hopper_from_numba     no ") for line in doctor.tables((9, 0), (10, 0)))
+    assert any(line.startswith("05_hopper_from_numba     no ") for line in doctor.tables((9, 0), (10, 0)))
 
 
 # Notebooks
@@ -203,7 +203,7 @@ def test_notebooks_about_one_architecture_are_simulated_on_others(gpu, arch, onl
     assert done.stdout == printed + "\n", done.stderr[-2000:]
 
 
-NOT_RUN = {"03_shared_experts": ["own grouped GEMM"], "04_dispatch_layout": ["one cluster", "teams of lanes"]}
+NOT_RUN = {"04_shared_experts": ["own grouped GEMM"], "07_dispatch_layout": ["one cluster", "teams of lanes"]}
 
 
 @pytest.mark.parametrize("name", NOT_RUN)

@@ -18,7 +18,7 @@
 # product needs them: copies that go on by themselves, barriers that count bytes, and tensor cores that read shared
 # memory without the threads' help. Numba knows none of them. This notebook shows how to say them all the same, from
 # Python, and builds a matrix product (**GEMM**) out of them, step by step. The next notebook,
-# [08_grouped_gemm](08_grouped_gemm.ipynb), makes an MoE layer's product of it.
+# [06_grouped_gemm](06_grouped_gemm.ipynb), makes an MoE layer's product of it.
 #
 # There are two doors from Numba to such an instruction.
 #
@@ -1204,7 +1204,7 @@ look_back("persistent", "loaders and multipliers", prediction)
 # **Look back.** Less than the tenth. The two steps differ by less than the time of either varies, so the line above may
 # even say that this one is slower. At the end all are measured again, by turns; there it is some per cent faster. On an
 # H200 there are 1024 tiles for 132 blocks, which is 7.8 each: in the last round some blocks have nothing to do. That
-# part no persistent kernel mends. Notebook 08 draws it.
+# part no persistent kernel mends. Notebook 06 draws it.
 #
 # ### Step 7: a wider tile
 #
@@ -1257,7 +1257,7 @@ for name, error in ERRORS.items():
 # **Look back.** The relative error is that of the result against float64, and rounding to bfloat16 is a part of it
 # (section 2). The last lines take that part out. What is left is a small part of what it was before: within a stage of
 # 128 the tensor cores add up well enough. cuBLAS can do the same, if it is told not to take its fast way. This is the
-# form that notebook 08 goes on with. Its scales of 1 x 128 numbers need it anyway.
+# form that notebook 06 goes on with. Its scales of 1 x 128 numbers need it anyway.
 #
 # ### Other sizes
 #
@@ -1344,7 +1344,7 @@ for wrong in (skip_one_k_block, skip_one_tile, shift_rows):
 
 # %%
 SOURCES = [
-    *notebook_sources("notebooks/07_hopper_from_numba.py"),
+    *notebook_sources("notebooks/05_hopper_from_numba.py"),
     *(f"moe_numba/ptx/cuda_cpp/{name}.cu" for name in ("tensormap", "wgmma")),
 ]
 copies.measure_all()
@@ -1441,7 +1441,7 @@ assert GROUPS["right and clipped"]
 # Look at the last two. *Loading* works with a single map for all groups: a box may start at any row. (Along a row it
 # must start at a multiple of 16 bytes, or the GPU stops with an illegal instruction.) It then brings
 # rows of the next group too, which do no harm as long as nobody stores what is computed from them. [Notebook
-# 08](08_grouped_gemm.ipynb) makes use of that. For *storing* by TMA it is another matter, since there the map is what
+# 08](06_grouped_gemm.ipynb) makes use of that. For *storing* by TMA it is another matter, since there the map is what
 # keeps a box from writing over its neighbour.
 #
 # A matrix of three dimensions, such as the weights of all experts, needs one map. Its box may be flat: one expert, 64
@@ -1597,7 +1597,7 @@ for name, said in REFUSED.items():
 #
 # ## 9. The article's claims
 #
-# The course's article about TMA is [that of notebook 08](08_grouped_gemm.ipynb), *CUTLASS CUTE 7: hpc-ops 之 group gemm
+# The course's article about TMA is [that of notebook 06](06_grouped_gemm.ipynb), *CUTLASS CUTE 7: hpc-ops 之 group gemm
 # & tma*. What it says of the instructions themselves is checked here. A verdict is computed, never typed.
 
 # %%

@@ -31,7 +31,7 @@
 #
 # The first two, it says, are commonplaces of GEMM (老生常谈), and the last three are the heart of hpc-ops. We build all
 # five, one at a time. Then we go on, and drop one of them. The instructions themselves (TMA, mbarriers, wgmma) are the
-# subject of notebook 07; here they are explained in a sentence each.
+# subject of notebook 05; here they are explained in a sentence each.
 #
 # As in the other notebooks, every kernel runs on a GPU, and with few rows in a simulator on any computer. Times that
 # you see without a GPU are recorded ones and say so.
@@ -1144,7 +1144,7 @@ for wrong_step in (short_k, forgets_a_row):
 
 # %%
 dense.measure_all()
-dense.save(notebook_sources("notebooks/08_grouped_gemm.py"))
+dense.save(notebook_sources("notebooks/06_grouped_gemm.py"))
 
 # %%
 dense.plot(floor_us=DENSE_FLOOR)
@@ -2310,7 +2310,7 @@ else:
 # So the two ends of a tile are well hidden. What is left to gain with many tokens lies in the turns.
 
 # %%
-ladder.save(notebook_sources("notebooks/08_grouped_gemm.py"))
+ladder.save(notebook_sources("notebooks/06_grouped_gemm.py"))
 
 # %% [markdown]
 # ## 10. The sweep over tokens

@@ -18,7 +18,7 @@
 # GPUs each has 32 of the 256. This is **expert parallelism** (EP). Each GPU, called a **rank**, has tokens of its own
 # too. A token must travel to the ranks that have its experts (**dispatch**), and the results must travel back
 # (**combine**). Before anything can travel, each rank must count: how many of my tokens go where? That is the
-# **dispatch layout**, and the subject of this notebook. Notebook 05 sends the tokens, and notebook 06 brings them back.
+# **dispatch layout**, and the subject of this notebook. Notebook 08 sends the tokens, and notebook 09 brings them back.
 # The package does both with `moe_numba.expert_parallel.Buffer`, used as DeepEP's.
 #
 # The notebook follows the first part of a Chinese article,
@@ -1089,7 +1089,7 @@ assert SHARED is None or SHARED["words"] == list(range(100, 108))
 # The record of the ladder gets this too.
 if not simulator.ENABLED and SHARED:
     next(row for row in ladder.rows if row["step"] == "final")["ipc"] = {"handle_bytes": SHARED["handle_bytes"]}
-ladder.save(notebook_sources("notebooks/04_dispatch_layout.py"))
+ladder.save(notebook_sources("notebooks/07_dispatch_layout.py"))
 
 # %% [markdown]
 # Both processes used the same GPU here. With two GPUs nothing changes but the way that the stores take. The name of the

@@ -687,7 +687,7 @@ if not KNOWN_ROUTES:
 # ### One more step: our own grouped product
 #
 # **Idea.** Torch's two grouped products have stayed the same up to here, and they are most of the time. The package has
-# a grouped product too, the subject of [notebook 08](08_grouped_gemm.ipynb), and `group_gemm_bf16` takes what torch's
+# a grouped product too, the subject of [notebook 06](06_grouped_gemm.ipynb), and `group_gemm_bf16` takes what torch's
 # takes: rows in order, and where each expert's end (`offs`). So it goes in their place, and nothing else changes.
 #
 # Only in bfloat16. This layer's FP8 matrices have a scale for each row, as torch's product wants them. The package's
@@ -699,7 +699,7 @@ Markdown("```python\n" + inspect.getsource(moe_numba_grouped_gemm) + "```")
 
 # %% [markdown]
 # **Prediction.** For step 0 we guessed that torch's product reads weights at 70 % of the bandwidth, and we keep to that
-# guess. In notebook 08 ours was above 90 % with few tokens. And it has no kernel before it, so two of 2 us go. (The
+# guess. In notebook 06 ours was above 90 % with few tokens. And it has no kernel before it, so two of 2 us go. (The
 # second product is a hard case, however. K is only 256 here, so a tile is finished after four turns.)
 
 # %%
@@ -795,7 +795,7 @@ for wrong_layer in (no_division, all_replicas, forgets_one):
 
 # %%
 ladder.measure_all()
-ladder.save(notebook_sources("notebooks/03_shared_experts.py"))
+ladder.save(notebook_sources("notebooks/04_shared_experts.py"))
 
 # %%
 ladder.plot(floor_us=FLOOR_US)

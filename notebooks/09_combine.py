@@ -14,16 +14,16 @@
 # %% [markdown]
 # # Combine: the results come home
 #
-# Notebook 05 sent tokens to the **ranks** (GPUs) that hold their experts. There each row went through its experts, and
+# Notebook 08 sent tokens to the **ranks** (GPUs) that hold their experts. There each row went through its experts, and
 # something came of it. Now the way back: a token that visited three ranks has three result rows, one on each. They must
 # travel to the rank where the token lives, and be added up there. This is **combine**.
 #
-# The article that notebooks 04 and 05 follow,
+# The article that notebooks 07 and 08 follow,
 # [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), ends with the heading
 # "combine" and the words "to be continued" (待续). So here we follow the code itself, DeepEP's first version, and call
 # its kernel, brought to Numba, the **document's** all the same.
 #
-# You should know from notebook 05: a **ring** is a buffer of some rows on the receiver's GPU, used again and again. Its
+# You should know from notebook 08: a **ring** is a buffer of some rows on the receiver's GPU, used again and again. Its
 # **tail** says how many rows have been put in, its **head** how many have been taken out. A **channel** is a share of a
 # rank's tokens that has rings of its own. Data is written first, then the tail is stored with **release**; who reads
 # the tail with **acquire** sees the data.
@@ -119,7 +119,7 @@ print(
 # %% [markdown]
 # ## 1. The problem in one picture
 #
-# Three ranks with four tokens each, and six experts, two on each rank. Each rank has received rows, as notebook 05 left
+# Three ranks with four tokens each, and six experts, two on each rank. Each rank has received rows, as notebook 08 left
 # them: by source rank, and the rows of one rank in the order of its tokens. Say that each row has been through its
 # experts, and is to go home. The picture shows the rows that belong to rank 0:
 
@@ -710,7 +710,7 @@ look_back("push, then add up", "torch", prediction)
 # %% [markdown]
 # **Look back.** How much of it is the push? Here it is alone, with its meeting. It uses all multiprocessors, and
 # nothing waits for it: rings can be measured against this push. (It is no ceiling: it copies a rank's own rows as well,
-# and it meets. Notebook 05 has measured stores that do neither.)
+# and it meets. Notebook 08 has measured stores that do neither.)
 
 # %%
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
@@ -844,7 +844,7 @@ look_back("the document's rings", "more loads at once", prediction)
 # %% [markdown]
 # **Look back.** Compare it with the push, which has five times as many multiprocessors. Where it loses time, look at
 # who waits: the sending warps meet at a barrier for each chunk, the release holds up a warp that carries rows, and each
-# row makes a detour through registers. Notebook 05 takes that apart for dispatch. New here is the receiving half: 23
+# row makes a detour through registers. Notebook 08 takes that apart for dispatch. New here is the receiving half: 23
 # warps must agree on each head.
 #
 # ### Step 4: a warp for a channel
@@ -857,7 +857,7 @@ look_back("the document's rings", "more loads at once", prediction)
 # - **The sending warp serves its rings by turns.** In each turn a row goes to each rank whose ring has space. It passes
 #   over one that is full, and comes back later. It never *waits* for one ring. Section 6 shows why that matters.
 # - Rows travel as **bulk copies**: one thread asks, and the row goes to shared memory, and from there to the other GPU.
-# - One warp of each block carries nothing. It tells the other ranks how far all others are (notebook 05).
+# - One warp of each block carries nothing. It tells the other ranks how far all others are (notebook 08).
 # - Heads and tails count on from launch to launch. Nothing is cleared. There are barriers, before and after, only where
 #   the number of channels is not that of the buffer's first combine.
 #
@@ -1832,7 +1832,7 @@ assert SENTENCE
 # %%
 if TIMED:
     ladder.row("final").update({name: found for name, found in FACTS.items() if found})
-ladder.save(notebook_sources("notebooks/06_combine.py"))
+ladder.save(notebook_sources("notebooks/09_combine.py"))
 
 # %% [markdown]
 # A verdict is computed, never typed. Times come from the ladder's rows, measured now or recorded. Where a verdict needs

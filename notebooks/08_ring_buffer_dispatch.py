@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Dispatch: rows travel through ring buffers
 #
-# Notebook 04 counted which tokens go to which rank, and made the buffers. Now the tokens travel. This is **dispatch**:
-# each rank sends each of its rows to the ranks that have the row's experts. Notebook 06 brings the results back.
+# Notebook 07 counted which tokens go to which rank, and made the buffers. Now the tokens travel. This is **dispatch**:
+# each rank sends each of its rows to the ranks that have the row's experts. Notebook 09 brings the results back.
 #
 # The notebook follows the article's next two parts, `notify_dispatch` and `dispatch`
 # ([一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824)). The way there: a first store
@@ -120,7 +120,7 @@ print(
 # A `LocalGroup` has its ranks in this one process, a thread for each, so that a notebook can hold them all. In a server
 # each rank is a process of its own; the kernels do not see the difference. `GROUP.run(work)` calls `work(transport)`
 # for each rank at the same time. A **transport** knows its `rank`, can `gather` what all ranks give, and can
-# `allocate` memory that all of them reach: its `addresses` say where. In notebook 04 we did that by hand, with IPC.
+# `allocate` memory that all of them reach: its `addresses` say where. In notebook 07 we did that by hand, with IPC.
 #
 # ## 1. The problem in one picture
 #
@@ -229,7 +229,7 @@ print(
 # Each rank writes into the next rank's memory, all at the same time, in two ways:
 #
 # - **stores** of 16 bytes, by all threads of some blocks;
-# - **bulk copies** (TMA, notebook 07): a thread hands over a whole row in shared memory, and goes on. Once from shared
+# - **bulk copies** (TMA, notebook 05): a thread hands over a whole row in shared memory, and goes on. Once from shared
 #   memory alone; once with a bulk load of the row from the rank's own memory before, as a dispatch needs it.
 #
 # (The "plain push" in the README is another kernel: it loads what it stores, and needs more blocks for the same rate.)
@@ -1250,7 +1250,7 @@ show(token_slot.make_pack_token, "def pack_token(", "return pack_token")
 
 # %% [markdown]
 # **Who is faster takes more.** Where the link is full, multiprocessors do not all get the same part of it. With equal
-# shares the last warp ended long after the mean one (notebook 06 measures it). So there are four times as many channels
+# shares the last warp ended long after the mean one (notebook 09 measures it). So there are four times as many channels
 # as warps that send. A warp begins with one, and then takes the next that nobody has begun with. (It also waits until
 # what it said of its last channel has been passed on. By whom? See below.)
 
@@ -1272,7 +1272,7 @@ show(progress.make_publish, "def publish", "return publish")
 
 # %% [markdown]
 # **Proxy fences only after news.** Bulk copies reach memory by another way than loads and stores (another *proxy*,
-# notebook 07). Who has acquired a flag must fence (`fence.proxy.async`) before it lets a copy read what the flag
+# notebook 05). Who has acquired a flag must fence (`fence.proxy.async`) before it lets a copy read what the flag
 # announced. A receiver fences only where it has seen a *new* tail, a sender after each look at the head. But a sender
 # that still has room does not even look.
 #
@@ -1575,7 +1575,7 @@ if TIMED:
             row |= FACTS
 
 # %%
-ladder.save(notebook_sources("notebooks/05_ring_buffer_dispatch.py"))
+ladder.save(notebook_sources("notebooks/08_ring_buffer_dispatch.py"))
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
@@ -1841,7 +1841,7 @@ claims.append(
 claims.append(
     (
         "Each token's src_idx is what combine reduces by",
-        "open here: notebook 06; in DeepEP's code combine finds rows by send_head",
+        "open here: notebook 09; in DeepEP's code combine finds rows by send_head",
     )
 )
 claims.append(
@@ -1968,7 +1968,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #   `csrc/deep_ep.cpp` of its first version; the second one writes rows to slots of their own. The port that writes them
 #   to their place: [TileScale](https://github.com/tile-ai/tilescale).
 # - On release and acquire: NVIDIA, *PTX ISA*, "Memory Consistency Model"; on proxies, the same, "Proxies".
-# - Bulk copies and mbarriers: notebook 07.
+# - Bulk copies and mbarriers: notebook 05.
 #
 # ## The final kernel
 #
