@@ -10,6 +10,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats, call_time, call_times, kernel_time, kernel_times
+from moe_numba.course.prediction import Judgement
 from moe_numba.course.unsupported import why_not_run
 from moe_numba.runtime.validate import check_device
 
@@ -72,6 +73,8 @@ class Ladder:
         call: Callable,
         *,
         prediction_us: float | None = None,
+        after: str | None = None,
+        predicted_gain_us: float | None = None,
         note: str | None = None,
         size: dict | None = None,
         dtype: str = "float32",
@@ -98,6 +101,11 @@ class Ladder:
             Runs the step on torch's current stream and returns its outputs.
         prediction_us : float, optional
             The kernel time that the notebook predicted, in microseconds.
+        after : str, optional
+            An earlier step, which this one changes. Both are timed again, interleaved, and a second line compares what
+            the step saves with ``predicted_gain_us`` (see `prediction.Judgement`).
+        predicted_gain_us : float, optional
+            The kernel time that the step saves over ``after`` by the notebook's prediction; negative for a loss.
         slower : bool
             Marks an attempt that gained nothing. It is drawn in grey, and the next step is not compared with it.
         floor_us : float, optional
@@ -121,7 +129,13 @@ class Ladder:
         ------
         WrongResult
             The check rejected the outputs, or accepted those of a step with ``expect_wrong``.
+        ValueError
+            ``after`` is no earlier step, or only one of ``after`` and ``predicted_gain_us`` is given.
         """
+        if (after is None) != (predicted_gain_us is None):
+            raise ValueError(f"{name}: after and predicted_gain_us belong together")
+        if after is not None and after not in (row["step"] for row in self.rows):
+            raise ValueError(f"{name}: after is {after!r}; the steps so far are {[row['step'] for row in self.rows]}")
         self._forget(name)
         fields = {
             "config": config or self.config,
@@ -129,6 +143,8 @@ class Ladder:
             "dtype": dtype,
             "floor_us": floor_us,
             "prediction_us": prediction_us,
+            "after": after,
+            "predicted_gain_us": predicted_gain_us,
             "note": note,
             "slower": slower or None,
             **more,
@@ -137,6 +153,8 @@ class Ladder:
             if needs is not None:
                 check_device(torch.device("cpu" if simulator.ENABLED else "cuda"), name, needs)
             self._run(name, call, fields, timed, graph, slow, expect_wrong, kernel)
+        if after is not None and (gain := self.gain(name)) is not None:
+            print(f"{'':<24}{'recorded: ' if self.untimed else ''}{gain}")
 
     @contextmanager
     def attempt(self, name: str, dtype: str = "float32") -> Iterator[None]:
@@ -187,6 +205,22 @@ class Ladder:
         kernel = kernel_time(timed or call, **few_launches) if graph else None
         self.rows.append(records.row(name, kernel=kernel, call=call_time(call), **fields))
         print(self.line(self.rows[-1]))
+        if fields["after"] is not None:
+            self._compare(name, fields["after"])
+
+    def _compare(self, name, before):
+        """Time a step and the one that it changes interleaved, and keep both medians in its row."""
+        calls = {step: self._calls.get(step, (None, None))[0] for step in (before, name)}
+        if None not in calls.values():
+            times = kernel_times(calls)
+            self.rows[-1]["compared_us"] = [round(times[step].median, 3) for step in (before, name)]
+
+    def gain(self, name: str) -> Judgement | None:
+        """Return what a step was predicted to save, and what it saved, now or as recorded; None if it is not known."""
+        row = self.row(name) or {}
+        if "compared_us" not in row:
+            return None
+        return Judgement(*row["compared_us"], row["predicted_gain_us"])
 
     def line(self, row: dict) -> str:
         """Format one measured step: times, speedups over the previous step and the reference, prediction."""

@@ -1,10 +1,91 @@
-"""Source diffs of kernels, and a counter of torch operations."""
+"""What a step changes in the source: a diff of two kernels in colours. Also a counter of torch operations."""
 
 import difflib
+import html
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_STYLE = """
+.step-diff pre { font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace; margin: .4em 0; overflow-x: auto }
+.step-diff .line { display: block; white-space: pre; padding: 0 .5em }
+.step-diff .added { background: rgba(46, 160, 67, .2) }
+.step-diff .removed { background: rgba(248, 81, 73, .2) }
+.step-diff .hunk { opacity: .6 }
+.step-diff summary { cursor: pointer }
+""".strip()
+_KINDS = {"+": "added", "-": "removed", "@": "hunk"}
+
+
+class Change:
+    """The difference between two kernels: notebooks display it in colours, ``str`` is the unified diff."""
+
+    def __init__(self, old: str, new: str, name: str, context: int):
+        self.new, self.name = new, name
+        self.lines = list(_unified(old.splitlines(), new.splitlines(), context))
+
+    def __str__(self):
+        return "\n".join(self.lines)
+
+    def _repr_html_(self):
+        lines = "".join(
+            f'<span class="{" ".join(filter(None, ("line", _KINDS.get(line[:1]))))}">{html.escape(line) or " "}</span>'
+            for line in self.lines
+        )
+        name, code = html.escape(self.name), html.escape(self.new)
+        folded = f"<details><summary>the whole of {name}</summary><pre>{code}</pre></details>"
+        return f'<div class="step-diff"><style>{_STYLE}</style><pre>{lines}</pre>{folded}</div>'
+
+    def _repr_markdown_(self):
+        """Return the form that viewers show which remove styles from HTML."""
+        return (
+            f"```diff\n{self}\n```\n<details><summary>the whole of {html.escape(self.name)}</summary>\n\n"
+            f"```python\n{self.new}\n```\n</details>"
+        )
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"text/plain": str(self), "text/html": self._repr_html_(), "text/markdown": self._repr_markdown_()}
+
+
+def change(old: Callable, new: Callable, context: int = 2) -> Change:
+    """Return what a step changes: the lines in which two functions or kernels differ, apart from their names.
+
+    Parameters
+    ----------
+    old, new : function or kernel
+        Their sources must be available, as those of notebook cells are.
+    context : int
+        Unchanged lines shown before and after each change.
+
+    Raises
+    ------
+    ValueError
+        The two do not differ.
+    """
+    name = new.__name__
+    made = Change(re.sub(rf"\b{old.__name__}\b", name, _source(old)), _source(new), name, context)
+    if not made.lines:
+        raise ValueError(f"{made.name} has the same source as the function that it is compared with")
+    return made
+
+
+def _source(function):
+    return inspect.getsource(inspect.unwrap(getattr(function, "py_func", function))).rstrip()
+
+
+def _unified(old: list[str], new: list[str], context: int) -> Iterator[str]:
+    """Yield the lines of a unified diff, whose hunks begin with the line numbers of the new function."""
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(context):
+        first, last = group[0][3] + 1, group[-1][4]
+        yield f"@@ lines {first} to {last} @@"
+        for kind, a, b, c, d in group:
+            if kind == "equal":
+                yield from (f"  {line}" for line in old[a:b])
+            else:
+                yield from (f"- {line}" for line in old[a:b])
+                yield from (f"+ {line}" for line in new[c:d])
 
 
 def diff(old: Callable, new: Callable) -> None:

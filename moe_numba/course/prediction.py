@@ -1,0 +1,55 @@
+"""Predicted gains of steps, judged by the change: its sign first, then its size.
+
+A prediction of the total is almost always close when a step changes little. So a step predicts the microseconds that it
+saves, and the judgement compares this with the saving that was measured, both kernels interleaved.
+"""
+
+from dataclasses import dataclass
+
+NOISE = 0.02  # of the time before: a smaller change counts as none
+TOLERANCE = 1 / 3  # of the predicted change: a larger miss needs an explanation
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a step was predicted to save, and what it saved, in microseconds; negative numbers are losses."""
+
+    before_us: float
+    after_us: float
+    predicted_us: float
+
+    def __post_init__(self):
+        if self.before_us <= 0 or self.after_us <= 0:
+            raise ValueError(f"times must be above zero, not {self.before_us} and {self.after_us} us")
+
+    @property
+    def saved_us(self) -> float:
+        return self.before_us - self.after_us
+
+    @property
+    def verdict(self) -> str:
+        """One of "within a third", "too high", "too low", "no change" and "wrong sign".
+
+        "too high" and "too low" speak of the prediction. "no change" is within the noise: good if nothing was
+        predicted either, else a miss.
+        """
+        noise = NOISE * self.before_us
+        if abs(self.saved_us - self.predicted_us) <= max(noise, TOLERANCE * abs(self.predicted_us)):
+            return "within a third"
+        if abs(self.saved_us) <= noise:
+            return "no change"
+        if self.saved_us * self.predicted_us < 0:
+            return "wrong sign"
+        return "too high" if abs(self.predicted_us) > abs(self.saved_us) else "too low"
+
+    @property
+    def missed(self) -> bool:
+        """Whether the step needs an explanation that a cell measures."""
+        return self.verdict != "within a third"
+
+    def __str__(self):
+        return f"predicted {self._change(self.predicted_us)}, measured {self._change(self.saved_us)}: {self.verdict}"
+
+    def _change(self, saved_us):
+        """Format a saving as the change of the time: "-12.7 us (-26 %)"."""
+        return f"{-saved_us:+.3g} us ({-saved_us / self.before_us:+.0%})".replace("%)", " %)")
