@@ -20,6 +20,7 @@ TOPICS = "moe_numba/course/bench/topics/"
 LEFT_OUT = (  # these files draw, record or simulate: they cannot change what was measured
     "moe_numba/simulator",
     "moe_numba/course/draw",
+    "moe_numba/course/exercises",
     TOPICS,  # only a topic's own record depends on it: see topic_sources
     *(f"moe_numba/course/bench/{name}.py" for name in _BENCH),
     *(f"moe_numba/course/{name}.py" for name in _COURSE),

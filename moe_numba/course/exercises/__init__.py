@@ -1,0 +1,132 @@
+"""Exercises of the notebooks: a reader's answer is run in the simulator, and the message says what is wrong with it.
+
+A module per notebook, such as ``start``, has a dict ``EXERCISES`` of `Exercise` by number. In a notebook,
+``exercise("start-1").check(answer)`` ends the cell of the stub. It displays a sentence, the hint and the solution, both
+folded. A wrong answer raises no error, so that a notebook with all its stubs runs to its end.
+"""
+
+import html
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moe_numba import simulator
+from moe_numba.course.simulate import in_simulator
+
+__all__ = ["Exercise", "Result", "exercise"]
+
+_STYLE = """
+.exercise { border-left: 4px solid; padding: .2em .8em; font: 14px/1.5 system-ui, sans-serif }
+.exercise.right { border-color: rgb(46, 160, 67) }
+.exercise.wrong { border-color: rgb(230, 130, 13) }
+.exercise pre { font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto }
+.exercise summary { cursor: pointer }
+""".strip()
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    Attributes
+    ----------
+    task : str
+        What the answer is, a noun phrase: "a kernel that reverses 64 elements".
+    test : callable
+        ``test(answer)`` returns None for a right answer, or a sentence that says what is wrong. If the answer is a
+        kernel, it runs in the simulator, where errors such as a race become such a sentence.
+    hint : str
+    solution : function, kernel or str
+        Its source is shown.
+    """
+
+    task: str
+    test: Callable[[Any], str | None]
+    hint: str
+    solution: Any
+    name: str = ""
+
+    def check(self, answer: Any = ...) -> "Result":
+        """Test an answer. ``...``, which stubs contain, counts as none."""
+        if answer is ... or (isinstance(answer, (tuple, list)) and any(part is ... for part in answer)):
+            return Result(self, f"not answered yet: the answer is {self.task}")
+        return Result(self, self._wrong(answer))
+
+    def _wrong(self, answer):
+        if not _is_kernel(answer):
+            return self.test(answer)
+        if simulator.ENABLED:
+            return run_kernel(self.name, answer)
+        return in_simulator(_run_by_name, self.name, answer.__name__, functions=[answer])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `Exercise.check` found: ``wrong`` is None, or what is wrong with the answer."""
+
+    exercise: Exercise
+    wrong: str | None
+
+    def __str__(self):
+        return f"{self.exercise.name}: {self.wrong or 'right'}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        exercise, solution = self.exercise, self.exercise.solution
+        if not isinstance(solution, str):
+            solution = inspect.getsource(getattr(solution, "py_func", solution)).rstrip()
+        return (
+            f'<div class="exercise {"wrong" if self.wrong else "right"}"><style>{_STYLE}</style>'
+            f"<b>Exercise {html.escape(exercise.name)}:</b> {html.escape(self.wrong or 'right')}"
+            f"<details><summary>Hint</summary>{html.escape(exercise.hint)}</details>"
+            f"<details><summary>Solution</summary><pre>{html.escape(solution)}</pre></details></div>"
+        )
+
+
+def exercise(name: str) -> Exercise:
+    """Return an exercise by its name, such as "gate-3"; raise a ValueError with the known names if there is none."""
+    topic, _, number = name.rpartition("-")
+    try:
+        exercises = importlib.import_module(f"{__name__}.{topic}").EXERCISES if topic else {}
+    except ModuleNotFoundError:
+        exercises = {}
+    if not number.isdigit() or int(number) not in exercises:
+        known = ", ".join(f"{topic}-{n}" for n in exercises) or "those in moe_numba/course/exercises"
+        raise ValueError(f"there is no exercise {name!r}; there are {known}")
+    found = exercises[int(number)]
+    return Exercise(found.task, found.test, found.hint, found.solution, name)
+
+
+def _is_kernel(answer):
+    return hasattr(answer, "__getitem__") and callable(getattr(answer, "py_func", None))
+
+
+def _run_by_name(name, kernel):
+    return run_kernel(name, getattr(sys.modules["__main__"], kernel))  # where `in_simulator` copies it
+
+
+def run_kernel(name: str, kernel: Any) -> str | None:
+    """Test a kernel in the simulator, and detect races; return what is wrong, or None."""
+    try:
+        with simulator.races():
+            return exercise(name).test(kernel)
+    except simulator.SimulatorError as error:
+        return f"{_FINDINGS.get(type(error).__name__, 'the simulator refuses it')}: {error}"
+    except Exception as error:  # a mistake such as a wrong name is the reader's, too
+        return f"{type(error).__name__}: {error}"
+
+
+_FINDINGS = {
+    "DataRace": "two threads race",
+    "UninitializedRead": "it reads memory that nothing has written",
+    "OutOfBounds": "an index is out of bounds",
+    "Misaligned": "an access is not aligned",
+    "Deadlock": "threads wait for ever",
+    "DivergentBarrier": "not all threads reach the barrier",
+    "MissingLane": "a lane is missing from a warp's operation",
+    "CompileError": "Numba would not compile it",
+}

@@ -1,0 +1,76 @@
+"""Exercises of notebook 00."""
+
+import numpy as np
+
+from moe_numba import simulator  # noqa: F401  before numba
+
+# isort: split
+from numba import cuda, float32, int32
+
+from moe_numba.course.exercises import Exercise
+
+
+@cuda.jit
+def reverse(x, out):
+    tile = cuda.shared.array(64, float32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    cuda.syncthreads()
+    out[i] = tile[63 - i]
+
+
+def _reverses(kernel):
+    x, out = np.arange(64, dtype=np.float32), np.full(64, np.nan, np.float32)
+    kernel[1, 64](x, out)
+    if not (wrong := np.flatnonzero(out != x[::-1])).size:
+        return None
+    return f"out[{wrong[0]}] is {out[wrong[0]]:g}, not {x[63 - wrong[0]]:g}; {wrong.size} of 64 elements are wrong"
+
+
+@cuda.jit
+def count_positive(x, count):
+    i = cuda.grid(1)
+    if i < len(x) and x[i] > 0:
+        cuda.atomic.add(count, 0, int32(1))
+
+
+def _counts(kernel):
+    for size in (256, 250):
+        x, count = np.arange(size, dtype=np.float32) % 3 - 1, np.zeros(1, np.int32)
+        kernel[4, 64](x, count)
+        if count[0] != (wanted := int((x > 0).sum())):
+            return f"of {size} numbers {wanted} are positive; the kernel counts {count[0]}"
+    return None
+
+
+KERNEL_US, CALL_US = 6, 9  # of exercise 3
+
+
+def _times_per_call(answer):
+    """Per call, of many in a row: with half of the kernel time, and with half of the call time."""
+    halved_kernel, halved_call = max(KERNEL_US / 2, CALL_US), max(KERNEL_US, CALL_US / 2)
+    if tuple(answer) == (halved_kernel, halved_call):
+        return None
+    return "each call takes as long as the slower of the host and the GPU: compare the two after each change"
+
+
+EXERCISES = {
+    1: Exercise(
+        "a kernel that reverses 64 numbers through shared memory",
+        _reverses,
+        "Which threads write the elements that a thread reads? All of them must have written before it reads.",
+        reverse,
+    ),
+    2: Exercise(
+        "a kernel that counts the positive numbers of x, whose size may be no multiple of the block size",
+        _counts,
+        "Threads that add to the same element need cuda.atomic.add(count, 0, 1). Which threads have no number?",
+        count_positive,
+    ),
+    3: Exercise(
+        "two times in microseconds",
+        _times_per_call,
+        "Draw the host's calls and the GPU's kernels in two rows, as in the timeline.",
+        "(9, 6)  # halving the kernel gains nothing: the GPU waits for the host",
+    ),
+}
