@@ -263,3 +263,17 @@ def test_a_kernel_whose_races_are_not_detected_ends_the_history(engine):
             simulator.run(unrelated, 1, 1, (data,))
         with simulator.races():
             simulator.run(_consume("none", "nothing"), 1, 64, (data, weights), dependent=True)
+
+
+def test_shared_memory_of_the_kernel_before_is_not_used_again():
+    """A dependent launch would seem to race with accesses at the same addresses of memory that has been freed."""
+
+    @cuda.jit
+    def kernel(data):
+        smem = cuda.shared.array(4096, int32)
+        smem[cuda.threadIdx.x] = 1
+
+    data = simulator.pointer(np.zeros(1, np.int32))
+    with simulator.races(), override_settings(engine="threads"):
+        for _ in range(8):
+            simulator.run(kernel, 4, 64, (data,), dependent=True)

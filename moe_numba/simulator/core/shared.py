@@ -169,11 +169,14 @@ class SharedMemory:
                 return SharedRegion(allocation, start, end)
         raise OutOfBounds(f"{thread_prefix()}{what} addresses byte {start:#x} of shared memory, which holds no array")
 
-    def free(self):
-        """Forget all arrays and mbarriers."""
+    def forget_threads(self):
+        """Forget which threads wrote to the arrays."""
         for allocation in self.allocations.values():
             if allocation.detector is not None:
                 allocation.detector.writers.clear()
+
+    def free(self):
+        """Forget all arrays and mbarriers."""
         for known in (self.allocations, self.arrays, self.barriers):
             known.clear()
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
 
+count_nonzero = np.count_nonzero  # faster than the method `any`
 MANY = -2  # in place of a gang's number
 MOST_KEPT = 1 << 24  # elements whose reads are kept while nothing writes to their region
 _MAX_CELLS = 1 << 22  # tags of larger memory would take too much memory themselves
@@ -128,8 +129,8 @@ def check(region, writes, reads, atomics, loads, all_lanes, shift):
             unit = unit >> shift
             tags[cell] = unit
             stored.append(cell)
-            others = tags[cell] != unit
-            if others.any():
+            others = tags.take(cell) != unit
+            if count_nonzero(others):
                 if not _same_values(region, writes, all_lanes):
                     raise Conflict("two threads write to the same memory")
                 tags[cell[others]] = MANY
@@ -150,8 +151,8 @@ def check(region, writes, reads, atomics, loads, all_lanes, shift):
 def _compare(region, entries, all_lanes, shift):
     """Raise a Conflict if one of these accesses touches a cell that is tagged with another unit."""
     cell, unit = cells(region, entries, all_lanes)
-    tag = region.tags[cell]
-    if ((tag != -1) & (tag != unit >> shift)).any():
+    tag = region.tags.take(cell)
+    if count_nonzero((tag != -1) & (tag != unit >> shift)):
         raise Conflict("a thread reads what another one writes")
 
 
