@@ -188,7 +188,11 @@ class Log:
     def __init__(self, all_lanes):
         self.all_lanes, self.warps = all_lanes, (len(all_lanes) + 31) // 32
         self.kinds = self.writes, self.reads, self.atomics, self.loads = [], [], [], []
-        self.open, self.marks = ([], [], [], []), (0, 0, 0, 0)
+        self.open, self.marks, self.forgotten = ([], [], [], []), (0, 0, 0, 0), 0
+
+    def count(self):
+        """Return the number of accesses that were ever in the log."""
+        return self.forgotten + sum(map(len, self.kinds))
 
     def collective(self, mask):
         """Check the accesses of the lanes in a mask since their last collective: their lanes are ordered now."""
@@ -222,6 +226,7 @@ class Log:
         self._close(None)
         if self.warps > 1:
             self.check(self.kinds, 5)
+        self.forgotten = self.count()
         for kind in self.kinds:
             kind.clear()
         self.marks = 0, 0, 0, 0
