@@ -5,7 +5,13 @@ import pytest
 from numba import cuda, float32, int32
 
 from moe_numba import simulator
-from moe_numba.ptx.atomics import ld_acquire_sys_s32
+from moe_numba.ptx.atomics import (
+    ld_acquire_sys_s32,
+    ld_relaxed_sys_s32,
+    st_relaxed_sys_s32,
+    st_release_cta_shared_s32,
+    st_release_sys_s32,
+)
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
@@ -254,14 +260,41 @@ def test_stores_of_a_value_that_is_rounded_race():
             run(kernel, engine, 1, 64, dtype=np.float32)
 
 
-def test_accesses_with_a_memory_order_need_threads():
+@cuda.jit
+def messages_in_one_word(data):
+    """Relaxed accesses do not race, whoever makes them; here the message is the word itself."""
+    if cuda.blockIdx.x == 0:
+        st_relaxed_sys_s32(data, 0, 7)
+    else:
+        while ld_relaxed_sys_s32(data, 0) == 0:
+            pass
+
+
+@cuda.jit
+def message_beside_the_flag(data):
+    if cuda.blockIdx.x == 0:
+        data[1] = 7
+        st_release_sys_s32(data, 0, 1)
+    else:
+        while ld_acquire_sys_s32(data, 0) == 0:
+            pass
+        data[2] = data[1]
+
+
+def test_what_release_and_acquire_order_needs_threads():
+    run(messages_in_one_word, "vector", 2, 1)
+    with pytest.raises(Conflict):
+        run(message_beside_the_flag, "vector", 2, 1)
+    assert run(message_beside_the_flag, "either", 2, 1)[2] == 7
+
+
+def test_accesses_of_block_scope_need_threads():
     @cuda.jit
     def kernel(data):
-        ld_acquire_sys_s32(data, 0)
+        st_release_cta_shared_s32(cuda.shared.array(1, int32), 0, 1)
 
-    with pytest.raises(Unsupported, match="while data races are detected"):
-        run(kernel, "vector", 1, 64)
-    run(kernel, "either", 1, 64)
+    with pytest.raises(Unsupported, match="an access of cta scope, while data races are detected"):
+        run(kernel, "vector", 1, 1)
 
 
 # Dependent launches
