@@ -5,9 +5,17 @@ import pytest
 from numba import cuda, float32, int32
 
 from moe_numba import simulator
-from moe_numba.ptx.atomics import ld_acquire_sys_s32
+from moe_numba.ptx.atomics import (
+    ld_acquire_sys_s32,
+    ld_relaxed_sys_s32,
+    st_relaxed_sys_s32,
+    st_release_cta_shared_s32,
+    st_release_sys_s32,
+)
+from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
+from moe_numba.ptx.warpgroup import bar_arrive, bar_sync
 from moe_numba.simulator.core.scheduler import override_settings
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
 
@@ -40,6 +48,32 @@ def exchange_in_a_warp(data):
 
 
 @cuda.jit
+def hand_over(data):
+    smem, t = cuda.shared.array(64, int32), cuda.threadIdx.x
+    smem[t] = t
+    bar_sync(1, 64)
+    value = smem[63 - t]
+    if t < 32:
+        bar_arrive(2, 64)
+    else:
+        bar_sync(2, 64)
+        smem[t - 32] = 5
+    cuda.syncthreads()
+    data[t] = smem[t // 2] + value
+
+
+@cuda.jit
+def exchange_in_a_cluster(data):
+    smem, t = cuda.shared.array(32, int32), cuda.threadIdx.x
+    barrier_cluster_arrive()
+    barrier_cluster_wait()
+    st_cluster_s32(smem, t, 1 - cuda.blockIdx.x, t)
+    barrier_cluster_arrive()
+    barrier_cluster_wait()
+    data[cuda.grid(1)] = smem[31 - t]
+
+
+@cuda.jit
 def count(data):
     counts, t = cuda.shared.array(8, int32), cuda.threadIdx.x
     if t < 8:
@@ -64,13 +98,23 @@ def same_value(data):
     data[0] = 5
 
 
-@pytest.mark.parametrize(
-    "kernel", [reverse_a_block, exchange_in_a_warp, count, shift_in_a_grid], ids=lambda kernel: kernel.__name__
-)
+NO_RACES = {  # kernel: grid, block, options
+    reverse_a_block: (2, 64, {}),
+    exchange_in_a_warp: (1, 64, {}),
+    hand_over: (1, 64, {}),
+    exchange_in_a_cluster: (2, 32, {"cluster": 2}),
+    count: (2, 64, {}),
+    shift_in_a_grid: (2, 64, {"cooperative": True}),
+}
+
+
+@pytest.mark.parametrize("kernel", NO_RACES, ids=lambda kernel: kernel.__name__)
 def test_kernels_without_races_run_as_vectors(kernel):
-    grid = 1 if kernel is exchange_in_a_warp else 2
-    given = run(kernel, "vector", grid, 64, cooperative=None)  # gives up nothing: "vector" would raise
-    assert (given == run(kernel, "threads", grid, 64, cooperative=None)).all()
+    grid, block, options = NO_RACES[kernel]
+    for seed in range(4):
+        with simulator.seed(seed):
+            given = run(kernel, "vector", grid, block, **options)  # gives up nothing: "vector" would raise
+            assert (given == run(kernel, "threads", grid, block, **options)).all()
 
 
 def test_stores_of_one_value_are_no_race():
@@ -117,6 +161,28 @@ def atomic_beside_load(data):
 
 
 @cuda.jit
+def arrival_alone(data):
+    """Threads that only arrive at a barrier do not know what others did before it."""
+    smem, t = cuda.shared.array(64, int32), cuda.threadIdx.x
+    smem[t] = t
+    if t < 32:
+        bar_arrive(1, 64)
+        data[t] = smem[t + 32]
+    else:
+        bar_sync(1, 64)
+
+
+@cuda.jit
+def between_arrival_and_wait(data):
+    """A barrier orders nothing that its threads do after they arrived."""
+    smem, t = cuda.shared.array(64, int32), cuda.threadIdx.x
+    barrier_cluster_arrive()
+    smem[t] = t
+    barrier_cluster_wait()
+    data[t] = smem[t ^ 1]
+
+
+@cuda.jit
 def block_beside_block(data):
     data[cuda.threadIdx.x + 32 * cuda.blockIdx.x] = cuda.blockIdx.x
 
@@ -151,7 +217,15 @@ def one_value_and_a_reader(data):
         data[1] = data[0]
 
 
-KERNELS = plain_beside_atomic, atomic_beside_load, block_beside_block, flag_by_atomics, stored_again_and_read
+KERNELS = (
+    arrival_alone,
+    between_arrival_and_wait,
+    plain_beside_atomic,
+    atomic_beside_load,
+    block_beside_block,
+    flag_by_atomics,
+    stored_again_and_read,
+)
 HIDDEN = {between: _across_lanes(between) for between in ("nothing", "shuffle", "vote", "match", "redux", "fence")}
 HIDDEN |= {kernel.__name__: kernel for kernel in (*KERNELS, one_value_and_a_reader)}
 
@@ -186,14 +260,41 @@ def test_stores_of_a_value_that_is_rounded_race():
             run(kernel, engine, 1, 64, dtype=np.float32)
 
 
-def test_accesses_with_a_memory_order_need_threads():
+@cuda.jit
+def messages_in_one_word(data):
+    """Relaxed accesses do not race, whoever makes them; here the message is the word itself."""
+    if cuda.blockIdx.x == 0:
+        st_relaxed_sys_s32(data, 0, 7)
+    else:
+        while ld_relaxed_sys_s32(data, 0) == 0:
+            pass
+
+
+@cuda.jit
+def message_beside_the_flag(data):
+    if cuda.blockIdx.x == 0:
+        data[1] = 7
+        st_release_sys_s32(data, 0, 1)
+    else:
+        while ld_acquire_sys_s32(data, 0) == 0:
+            pass
+        data[2] = data[1]
+
+
+def test_what_release_and_acquire_order_needs_threads():
+    run(messages_in_one_word, "vector", 2, 1)
+    with pytest.raises(Conflict):
+        run(message_beside_the_flag, "vector", 2, 1)
+    assert run(message_beside_the_flag, "either", 2, 1)[2] == 7
+
+
+def test_accesses_of_block_scope_need_threads():
     @cuda.jit
     def kernel(data):
-        ld_acquire_sys_s32(data, 0)
+        st_release_cta_shared_s32(cuda.shared.array(1, int32), 0, 1)
 
-    with pytest.raises(Unsupported, match="while data races are detected"):
-        run(kernel, "vector", 1, 64)
-    run(kernel, "either", 1, 64)
+    with pytest.raises(Unsupported, match="an access of cta scope, while data races are detected"):
+        run(kernel, "vector", 1, 1)
 
 
 # Dependent launches
@@ -263,3 +364,17 @@ def test_a_kernel_whose_races_are_not_detected_ends_the_history(engine):
             simulator.run(unrelated, 1, 1, (data,))
         with simulator.races():
             simulator.run(_consume("none", "nothing"), 1, 64, (data, weights), dependent=True)
+
+
+def test_shared_memory_of_the_kernel_before_is_not_used_again():
+    """A dependent launch would seem to race with accesses at the same addresses of memory that has been freed."""
+
+    @cuda.jit
+    def kernel(data):
+        smem = cuda.shared.array(4096, int32)
+        smem[cuda.threadIdx.x] = 1
+
+    data = simulator.pointer(np.zeros(1, np.int32))
+    with simulator.races(), override_settings(engine="threads"):
+        for _ in range(8):
+            simulator.run(kernel, 4, 64, (data,), dependent=True)

@@ -21,7 +21,8 @@ def block(what, value=None, finish=None):
             f"{t} reaches {what} ({source_location(frame)}), but {scope.exited} threads of its block have exited"
         )
     for other in scope.open_rendezvous.values():
-        if other.waiting and other.expected == scope.size and (other.site != site or other.what != what):
+        expected = other.expected == scope.size and t not in other.values  # it may have arrived without waiting
+        if other.waiting and expected and (other.site != site or other.what != what):
             first = other.waiting[0]
             raise DivergentBarrier(
                 f"{t} reaches {what} ({source_location(frame)}), "

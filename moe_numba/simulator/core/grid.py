@@ -199,6 +199,21 @@ class Grid:
                     f"{_MAX_LOCAL_BYTES}"
                 )
 
+    def free(self, shared_memory: bool = True) -> None:
+        """Free what the simulator keeps of the threads, and the blocks' shared memory, after the kernel's end.
+
+        The garbage collector cannot: a greenlet that runs is invisible to it, and so is, for good, a dict that the
+        greenlet was put into as a key meanwhile. Without `shared_memory` the collector frees that with the grid.
+        """
+        for block in self.blocks:
+            block.shared.forget_threads()
+            if shared_memory:
+                block.shared.free()
+            block.registers = None
+            for scope in (block, *block.warpgroups, *block.warps):
+                scope.open_rendezvous.clear()
+        self.open_rendezvous.clear()
+
     def unstarted_report(self) -> list[str]:
         """Describe, for a deadlock, the blocks that have not started."""
         waiting = sum(len(cluster.blocks) for cluster in self.waiting_clusters)

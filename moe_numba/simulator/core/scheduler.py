@@ -205,6 +205,9 @@ class World:
             for t in self._threads():
                 if not t.dead:
                     t.throw()
+            for grid in self.grids:
+                grid.free(shared_memory=not self.detects_races)  # a history has its addresses
+            self.acquired_tensor_maps.clear()
             if self.profile is not None:
                 self.profile.stop()
 

@@ -169,6 +169,17 @@ class SharedMemory:
                 return SharedRegion(allocation, start, end)
         raise OutOfBounds(f"{thread_prefix()}{what} addresses byte {start:#x} of shared memory, which holds no array")
 
+    def forget_threads(self):
+        """Forget which threads wrote to the arrays."""
+        for allocation in self.allocations.values():
+            if allocation.detector is not None:
+                allocation.detector.writers.clear()
+
+    def free(self):
+        """Forget all arrays and mbarriers."""
+        for known in (self.allocations, self.arrays, self.barriers):
+            known.clear()
+
     def check_end_of_block(self):
         """Raise an AsyncRace if asynchronous operations still use this memory when the block ends."""
         for warp in self.block.warps:

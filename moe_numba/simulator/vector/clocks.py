@@ -11,6 +11,7 @@ from moe_numba.simulator.vector.errors import Conflict
 from moe_numba.simulator.vector.shadow import MANY, MOST_KEPT, by_region, elements, touched_cells
 
 WRITE, READ, ATOMIC, LOAD = range(4)  # LOAD: one with a memory order, which conflicts with plain writes only
+count_nonzero = np.count_nonzero  # faster than the method `any`
 _MOST_EXACT = 1 << 22  # cells times gangs
 _CONFLICTS = ((WRITE, (WRITE, READ, ATOMIC, LOAD)), (READ, (WRITE, ATOMIC)), (ATOMIC, (WRITE, READ)), (LOAD, (WRITE,)))
 
@@ -61,13 +62,13 @@ class History:
         """Raise a Conflict if the last accesses of a kind are not ordered before this gang's."""
         if self.exact and kind != WRITE:
             for other, times in self.every[kind].items():
-                if other != gang and (times[cell] > (0 if known is None else known[other])).any():
+                if other != gang and count_nonzero(times.take(cell) > (0 if known is None else known[other])):
                     raise Conflict("two warps access the same memory")
             return
         gangs, times = self.tables[kind]
-        other = gangs[cell]
+        other = gangs.take(cell)
         foreign = (other != -1) & (other != gang)
-        if not foreign.any():
+        if not count_nonzero(foreign):
             return
         if known is None:
             raise Conflict("two blocks or warps access the same memory")
@@ -85,7 +86,7 @@ class History:
         if kind != WRITE:  # keep the latest if the earlier ones are ordered before it
             other = gangs[cell]
             foreign = (other != -1) & (other != gang)
-            if foreign.any():
+            if count_nonzero(foreign):
                 ordered = np.zeros(len(cell), bool)
                 if known is not None:
                     ordered = (other >= 0) & (known[other] > times[cell])

@@ -163,15 +163,19 @@ class Engine:
             self.world.retire(grid)
 
     def close(self):
-        """Free what the attempt has recorded; the garbage collector would take its time."""
+        """Free what the attempt has recorded; the garbage collector would take its time, or could not (`Grid.free`)."""
         for region in (*self.memory.regions, *self.memory.shared.values()):
             region.saved = region.tags = region.history = None
             region.pending = []
         for gang in self.gangs:
-            gang.log = None
+            gang.__dict__.clear()
         self.gangs, self.clocks.points, self.last_kernel = [], {}, None
+        self.memory.regions, self.memory.shared = [], {}
         for grid in self.world.grids:
             grid.args = ()
+            grid.free()
+            for block in grid.blocks:
+                block.__dict__.pop("vector_barrier", None)
 
     def shares(self, region):
         """Return whether several gangs may access a region."""

@@ -16,7 +16,7 @@ from moe_numba.simulator.vector.clocks import READ, fold
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
 from moe_numba.simulator.vector.numbers import Weak
 from moe_numba.simulator.vector.races import check_before_wait, check_initialized
-from moe_numba.simulator.vector.shadow import Log
+from moe_numba.simulator.vector.shadow import Log, count_nonzero
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,11 +93,13 @@ class Gang(greenlet.greenlet):
             offset = offset[mask]
         flags = np.frombuffer(detector.flags, np.uint8)
         if many:
-            found = flags[offset >> 4].any() or width > 1 and flags[(offset + (width - 1)) >> 4].any()
-            if width > 32:
-                found = found or flags[(offset[:, None] + np.arange(16, width, 16)) >> 4].any()
+            found = count_nonzero(flags.take(offset >> 4))
+            if width > 1 and not found:
+                found = count_nonzero(flags.take((offset + (width - 1)) >> 4))
+            if width > 32 and not found:
+                found = count_nonzero(flags.take((offset[:, None] + np.arange(16, width, 16)) >> 4))
         else:
-            found = flags[offset >> 4 : (offset + width - 1 >> 4) + 1].any()
+            found = count_nonzero(flags[offset >> 4 : (offset + width - 1 >> 4) + 1])
         if found:
             start = region.shared.start
             for o in offset if many else (offset,):

@@ -59,7 +59,6 @@ def scalar(value):
 
 
 def _whole_warp(mask, what):
-    state.gang.engine.refuse_if_strict(what)
     if mask is not None or state.gang.num_warps != 1:
         raise Unsupported(f"{what} that not all lanes of one warp execute")
 
@@ -82,7 +81,8 @@ def _try_wait(barriers, index, phase):
 def _meet(scope, what, expected, count, value=None, finish=None, wait=True):
     """Arrive with `count` threads at an operation of a scope; wait until `expected` threads have arrived."""
     gang, opened = state.gang, scope.open_rendezvous
-    gang.log.collective(None)
+    if wait or not gang.engine.strict:
+        gang.log.collective(None)
     current = opened.get((what, None))
     if current is None:
         current = opened[what, None] = _Meeting(expected)
@@ -152,6 +152,7 @@ def setmaxnreg(mask, direction, count):
 def multiply(mask, n, dtype, a, b, accumulators, steps):
     """wgmma: the four warps of a warpgroup issue it together."""
     what = f"wgmma m64n{n} {dtype}"
+    state.gang.engine.refuse_if_strict(what)
     group = _warpgroup(mask, what)
     if accumulators is not None and not isinstance(accumulators, (fragment.LaneFragment, wgmma.PendingAccumulators)):
         accumulators = fragment.LaneFragment(fragment.as_matrix(accumulators))
@@ -200,6 +201,7 @@ def cluster_arrive(mask):
     group = gang.block.cluster
     collectives.participants(FULL_MASK, mask)
     gang.engine.clocks.release(gang, (group, group.phase))
+    gang.count_at_arrival = gang.log.count()
     group.arrive(gang.warps[0])
 
 
@@ -214,6 +216,8 @@ def cluster_wait(mask):
         gang.park(group)
     group.synchronized.add(gang.warps[0])
     gang.engine.clocks.acquire(gang, (group, phase))
+    if gang.log.count() == gang.count_at_arrival:  # accesses between arrival and wait are ordered before neither
+        gang.log.collective(None)
 
 
 def fence(mask, thread, shared_only=False):

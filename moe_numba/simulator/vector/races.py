@@ -20,8 +20,8 @@ def check_judged(streams):
         raise Unsupported("several ranks, while data races are detected")
     stream = next(iter(streams.values()))
     for grid in stream:
-        if grid.uses_async or grid.cluster_dim != (1, 1, 1):
-            raise Unsupported("an asynchronous instruction or a cluster, while data races are detected")
+        if grid.uses_async:
+            raise Unsupported("an asynchronous instruction, while data races are detected")
         if grid.dependent and len(stream) > 1:
             raise Unsupported("several kernels, one of which may overlap another, while data races are detected")
 
