@@ -1,0 +1,83 @@
+"""Frames of a player from simulator traces: the shuffles of a warp."""
+
+from moe_numba.course.draw.player import Arrow, Box, Frame, Label
+
+_CELL, _ROW, _LEFT = 44, 34, 64
+_ABOVE, _BELOW = 26, 122  # upper edges of the two rows of lanes
+
+
+def shuffles(events, warp=0, lanes=16, explain=None):
+    """Return a frame for each shuffle of a warp in a trace (`simulator.trace`), with the arrows of the first lanes.
+
+    Parameters
+    ----------
+    events : list of Event
+        Of a trace of one block.
+    lanes : int
+        The first lanes are shown, at most 16.
+    explain : callable, optional
+        ``explain(number, operation, operand)`` returns the sentence of a frame.
+
+    Returns
+    -------
+    list of Frame, and the width and height of the drawing in pixels.
+    """
+    if not 1 <= lanes <= 16:
+        raise ValueError(f"lanes is {lanes}; 1 to 16 can be shown")
+    found = list(_by_shuffle(events, warp))
+    if not found:
+        raise ValueError(f"the trace has no shuffle of warp {warp}")
+    explain = explain or (lambda number, what, operand: f"{what}, operand {operand}")
+    frames = []
+    for number, (what, values) in enumerate(found):
+        operand = values[0][1]
+        rows = {"before": _ABOVE + _ROW / 2, "received": _BELOW + _ROW / 2, "from lane": _BELOW + _ROW + 12}
+        shapes = [Label(4, y, name) for name, y in rows.items()]
+        for lane in range(lanes):
+            given, _, result, source = values[lane]
+            x, group = _LEFT + _CELL * lane, f"lane {lane}"
+            shapes += [Label(x + 20, 12, str(lane), centred=True)]
+            shapes += [Label(x + 20, rows["from lane"], str(source), centred=True)]
+            shapes.append(Box(x, _ABOVE, 40, _ROW, _short(given), group=group))
+            shapes.append(Box(x, _BELOW, 40, _ROW, _short(result), "active" if source != lane else "plain", group))
+            if source < lanes:
+                start = _LEFT + _CELL * source + 20
+                shapes.append(Arrow(start, _ABOVE + _ROW, x + 20, _BELOW, group))
+        frames.append(Frame(explain(number, what, operand), shapes))
+    return frames, _LEFT + _CELL * lanes, _BELOW + _ROW + 24
+
+
+def _by_shuffle(events, warp):
+    """Yield each shuffle as (operation, {lane: (value, operand, result, source lane)})."""
+    lanes = {}
+    for event in events:
+        if event.warp != warp or not event.what.startswith("shfl"):
+            continue
+        value, operand = event.details["value"]
+        lanes[event.lane] = event.what, value, operand, event.details["result"]
+        if len(lanes) == 32:
+            what = event.what
+            yield (
+                what,
+                {
+                    lane: (value, operand, result, _source(what, lane, operand))
+                    for lane, (_, value, operand, result) in sorted(lanes.items())
+                },
+            )
+            lanes = {}
+
+
+def _source(what, lane, operand):
+    mode = what.removesuffix("_sync").rpartition("_")[2]
+    if mode in ("xor", "bfly"):
+        return lane ^ operand
+    if mode == "up":
+        return lane - operand if lane >= operand else lane
+    if mode == "down":
+        return lane + operand if lane + operand < 32 else lane
+    return operand
+
+
+def _short(value):
+    """Format a value in the width of a box."""
+    return str(int(value)) if float(value).is_integer() else f"{value:.3g}"
