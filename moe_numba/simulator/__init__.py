@@ -73,6 +73,7 @@ _EXPORTS = {
     ),
     "engine": ("thread",),
     "grid": ("Grid",),
+    "session": ("debug",),
     "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
@@ -93,6 +94,7 @@ _PACKAGES = {
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
     "profiler": ("collect", "report"),
+    "debugger": ("session",),
     "memory_model": ("happens_before", "ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}

@@ -40,14 +40,14 @@ def check_compilable(kernel):
     """Raise a CompileError if Numba would not compile this function as a kernel."""
     if kernel in _checked:
         return
-    for function in _with_device_functions(kernel):
+    for function in with_device_functions(kernel):
         definition = _definition_of(function)
         if definition is not None:
             _Checker(kernel, function, definition).check()
     _checked.add(kernel)
 
 
-def _with_device_functions(kernel):
+def with_device_functions(kernel):
     """Return a kernel and the jitted functions that it names, and those that they name."""
     found, todo = {kernel}, [kernel]
     while todo:
