@@ -74,6 +74,9 @@ _EXPORTS = {
     "engine": ("thread",),
     "grid": ("Grid",),
     "session": ("debug",),
+    "spans": ("Span", "Track", "trace_spans", "measured_spans"),
+    "chrome_trace": ("write_chrome_trace", "read_chrome_trace"),
+    "player": ("timeline",),
     "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
@@ -95,6 +98,7 @@ _PACKAGES = {
     ),
     "profiler": ("collect", "report"),
     "debugger": ("session",),
+    "timelines": ("chrome_trace", "player", "spans"),
     "memory_model": ("happens_before", "ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}
