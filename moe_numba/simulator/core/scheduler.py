@@ -19,6 +19,7 @@ from moe_numba.simulator.core import memory, uninitialized
 from moe_numba.simulator.core.errors import Deadlock, wait_report
 from moe_numba.simulator.core.polling import LOADS, snapshot
 from moe_numba.simulator.core.settings import override_settings, settings
+from moe_numba.simulator.core.stall import Stall
 from moe_numba.simulator.memory_model.happens_before import HappensBefore
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
@@ -117,7 +118,7 @@ class World:
         self.observers = []  # called by `memory.before_access`
         self.grids, self.queue, self.pollers = [], [], []
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
-        self.snapshots = None
+        self.snapshots, self.stall = None, Stall(self)
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
         memory_model = settings["memory_model"]
         self.memory_model = memory_model(self) if memory_model else None
@@ -228,6 +229,8 @@ class World:
                 self.step()
                 if self.memory_model is not None:
                     self.memory_model.step()
+                if self.steps >= self.stall.next_step and self.stall.is_certain():
+                    raise Deadlock(self._report("every thread repeats what it did, and no memory changes"))
             if any(not t.dead for t in self._threads()):
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
