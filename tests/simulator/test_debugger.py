@@ -485,7 +485,7 @@ def test_a_deadlock_stops_with_what_the_threads_wait_for():
         kernel[1, 64](np.zeros(1, np.int32))
     text = answers(made)[2]
     assert (
-        "* block (0, 0, 0) warp 0 lanes 0: kernel" in text and text.count("waits: syncthreads (63 of 64 arrived)") == 2
+        "* block (0, 0, 0) warp 0 lane 0: kernel" in text and text.count("waits: syncthreads (63 of 64 arrived)") == 2
     )
 
 

@@ -132,6 +132,13 @@ def describe(value):
     return text if len(text) <= 100 else text[:97] + "..."
 
 
+def show(value):
+    """Format the value of an expression: arrays with their elements, NumPy's scalars as numbers."""
+    if type(value) is tuple:
+        return f"({', '.join(map(show, value))}{',' * (len(value) == 1)})"
+    return repr(value) if isinstance(value, str) else str(value)
+
+
 def parse_count(text, what="the count"):
     """Return the number that a command takes, 1 if there is none."""
     if not text:

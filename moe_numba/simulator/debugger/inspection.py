@@ -4,7 +4,15 @@ import linecache
 import os
 
 from moe_numba.simulator.core.errors import format_ranges
-from moe_numba.simulator.debugger.frames import CommandError, describe, evaluate, format_place, parse_count, source_line
+from moe_numba.simulator.debugger.frames import (
+    CommandError,
+    describe,
+    evaluate,
+    format_place,
+    parse_count,
+    show,
+    source_line,
+)
 
 _MOST_GROUPS = 40  # lines of `info threads`
 
@@ -81,8 +89,7 @@ class Inspection:
         """print EXPRESSION: show its value in the frame of the thread in focus; arrays with their elements; alias p."""
         if not arg:
             raise CommandError("print takes an expression")
-        value = self._evaluate(arg)
-        self.write(repr(value) if isinstance(value, str) else str(value))
+        self.write(show(self._evaluate(arg)))
 
     def do_info(self, arg):
         """info locals | breakpoints | threads | warps | lanes: list variables, breakpoints, or where threads are.
@@ -154,8 +161,8 @@ class Inspection:
                 if kind == "threads" or t.block is focus.block and (kind == "warps" or t.warp == focus.warp):
                     groups.setdefault((t.block, t.warp, self._state(t)), []).append(t)
         for (block, warp, state), threads in list(groups.items())[:_MOST_GROUPS]:
-            lanes = format_ranges(t.lane for t in threads)
-            self.write(f"{'*' if focus in threads else ' '} {block} warp {warp} lanes {lanes}: {state}")
+            lanes = f"lane{'s' * (len(threads) > 1)} {format_ranges(t.lane for t in threads)}"
+            self.write(f"{'*' if focus in threads else ' '} {block} warp {warp} {lanes}: {state}")
         if len(groups) > _MOST_GROUPS:
             self.write(f"  and {len(groups) - _MOST_GROUPS} more groups")
 
