@@ -1,7 +1,9 @@
 """The debugger: commands, stops, and going backwards."""
 
+import gc
 import inspect
 import re
+import signal
 import subprocess
 import sys
 
@@ -311,6 +313,27 @@ def test_memory_too_large_to_copy_is_debugged_forwards_only(arrays):
     assert step_of(stops[4]) > step_of(stops[1]) and arrays[1].any()
 
 
+def test_garbage_collection_adds_no_steps():
+    @cuda.jit
+    def kernel(x):
+        for i in range(300):
+            x[0] += i
+            y = x[i:]  # noqa: F841  an object that counts for the collector
+
+    def callback(phase, info):
+        pass
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        stops = session(["goto 400", "goto end", "goto 400"], kernel, 1, 1, np.zeros(400))
+    finally:
+        gc.callbacks.remove(callback)
+        gc.set_threshold(*threshold)
+    assert stops[1] == stops[3] and "callback" not in stops[1]
+
+
 def test_a_launch_that_differs_when_repeated_is_an_error():
     count = iter(range(100))
 
@@ -437,6 +460,18 @@ def test_breakpoints_hold_in_later_launches_and_unused_commands_are_named(arrays
         diverge[1, 32](*arrays)
     assert made.transcript.count("Breakpoint 1\n") == 2
     assert made.transcript.endswith("[not executed, since no launch has stopped any more: continue; continue; step]\n")
+
+
+def test_a_world_that_the_program_runs_itself_is_not_debugged():
+    def kernel(x):
+        x[0] = 1
+
+    x = simulator.pointer(np.zeros(1))
+    with simulator.debug(["step"]) as made:
+        world = simulator.World(seed=0)
+        world.add(simulator.Grid(world, kernel, (1, 1, 1), (1, 1, 1), (x,)))
+        world.run()
+    assert x[0] == 1 and made.transcript.startswith("[not executed")
 
 
 @pytest.mark.parametrize("context", [simulator.together, simulator.profile, lambda: simulator.debug([])])
@@ -575,3 +610,32 @@ def test_the_command_reads_from_the_terminal(tmp_path, end, printed):
     done = subprocess.run(command, cwd=tmp_path, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "block (0, 0, 0) warp 0 lane 2, step" in done.stdout and done.stdout.endswith(printed or "(sim) ")
+
+
+ENDLESS = """
+import numpy as np
+from numba import cuda
+
+@cuda.jit
+def kernel(x):
+    n = x[0]
+    print("started", flush=True)
+    while n < 5:
+        pass
+
+kernel[1, 1](np.zeros(1))
+"""
+
+
+def test_ctrl_c_stops_a_kernel_that_spins(tmp_path):
+    (tmp_path / "program.py").write_text(ENDLESS)
+    command = [sys.executable, "-m", "moe_numba.simulator", "debug", "program.py"]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
+        process.stdin.write("continue\n")
+        process.stdin.flush()
+        before = [line for line in iter(process.stdout.readline, "(sim) started\n")]
+        process.send_signal(signal.SIGINT)
+        after = process.communicate("print n\nquit\n")[0]
+    assert len(before) == 2 and process.returncode == 0
+    assert after.startswith("Interrupted\nblock (0, 0, 0) warp 0 lane 0, step ") and "(sim) 0.0\n" in after

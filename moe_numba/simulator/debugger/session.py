@@ -6,7 +6,6 @@ of threads is that of a run without the debugger, and so are the results.
 """
 
 import contextlib
-import io
 import sys
 
 import greenlet
@@ -18,6 +17,7 @@ from moe_numba.simulator.debugger.breakpoints import Breakpoint
 from moe_numba.simulator.debugger.frames import CommandError, KernelCode, ThreadName, block_at, chain, frames_of_error
 from moe_numba.simulator.debugger.goals import Goal, NextLine, Rewind
 from moe_numba.simulator.debugger.memory_copies import MemoryCopies
+from moe_numba.simulator.debugger.run_context import run_context
 from moe_numba.simulator.debugger.shell import DebuggerQuit, Shell
 from moe_numba.simulator.debugger.watchpoints import Watcher
 
@@ -63,21 +63,6 @@ def debug(commands: "list[str] | str | None" = None, max_copied_bytes: int = 1 <
         sys.breakpointhook = session.breakpoint_hook
 
 
-class _Output(io.TextIOBase):
-    """Standard output of kernels; what they printed before is not printed again when a launch is repeated."""
-
-    def __init__(self, session, stream):
-        self._session, self._stream = session, stream
-
-    def write(self, text):
-        session = self._session
-        known = session.step < session.furthest or session.completed
-        return len(text) if known else self._stream.write(text)
-
-    def flush(self):
-        self._stream.flush()
-
-
 class Session:
     """The debugger's state: of the session, of its present launch, and of the present run of that launch."""
 
@@ -88,6 +73,7 @@ class Session:
         self.shell, self.watcher = Shell(self, commands), Watcher(self)
         self.goal, self.focus = NextLine(), None
         self.detached = self.interrupted = False
+        self._in_launch = False  # worlds that a program runs itself are not debugged: they cannot be repeated
         self.start_run()
 
     @property
@@ -103,13 +89,13 @@ class Session:
         self.cannot_repeat = ""  # why not
         self.furthest = self.stops = 0  # the last step of all runs; how often the launch has stopped
         self.completed = False  # whether one run came to the launch's end
-        events, traced, switched = settings["events"], sys.gettrace(), greenlet.gettrace()
-        recorded = len(events or ())
+        events = settings["events"]
+        recorded, self._in_launch = len(events or ()), True
         try:
             while True:
                 self.start_run()
                 try:
-                    with contextlib.redirect_stdout(_Output(self, sys.stdout)):
+                    with run_context(self):
                         run()
                     return self.detached or self._finish("ended", [])
                 except Rewind as rewind:
@@ -117,8 +103,7 @@ class Session:
                     self.copies.restore()
                     del (events or [])[recorded:]
         finally:
-            sys.settrace(traced)
-            greenlet.settrace(switched)
+            self._in_launch = False
             self.goal = Goal()
             self.points = {n: p for n, p in self.points.items() if not getattr(p, "is_shared", False)}
 
@@ -138,7 +123,7 @@ class Session:
 
     def start(self, grid):
         """Prepare a grid that is about to start."""
-        if self.detached:
+        if self.detached or not self._in_launch:
             return
         self.copies.add(grid)
         if grid.dependent and grid.world.detects_races:
@@ -213,7 +198,7 @@ class Session:
 
     def failed(self, error):
         """Stop because a launch has failed; its threads still exist."""
-        if not self.detached:
+        if self._in_launch and not self.detached:
             self.failed_thread, self._failed_frames = frames_of_error(error)
             self._finish("failed", [f"{type(error).__name__}: {error}"])
 

@@ -34,13 +34,13 @@ class _Transcript:
     """Keeps what is written, and writes it to the terminal of an interactive session."""
 
     def __init__(self, stream):
-        self.texts, self._stream = [], stream
+        self.texts, self.stream = [], stream
 
     def write(self, text):
         self.texts.append(text)
-        if self._stream is not None:
-            self._stream.write(text)
-            self._stream.flush()
+        if self.stream is not None:
+            self.stream.write(text)
+            self.stream.flush()
 
     def flush(self):
         pass
@@ -74,7 +74,7 @@ class Shell(Stepping, Inspection, cmd.Cmd):
         self.level = 0
         self._show_focus()
         # Kernels print through a filter.
-        with contextlib.redirect_stdout(sys.__stdout__ if self._commands is None else sys.stdout):
+        with contextlib.redirect_stdout(self.stdout.stream or sys.stdout):
             while True:
                 line = self._read()
                 if line is None:
