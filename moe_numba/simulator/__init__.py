@@ -16,14 +16,16 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_RACES=1       detect data races in all launches (see `races`)
     MOE_NUMBA_WRAPAROUND=1  let computed negative indices of arrays count from the end, as compiled Numba does
 
-`python -m moe_numba.simulator run script.py` runs a program in the simulator, and `moe_numba.simulator.pytest_plugin` a
-test suite. docs/simulator.md explains both.
+`python -m moe_numba.simulator run script.py` runs a program in the simulator, `debug script.py` in its debugger, and
+`moe_numba.simulator.pytest_plugin` a test suite. docs/simulator.md and docs/simulator_debug.md explain them.
 
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`. It also reports
   reads of uninitialised global memory; see `core.uninitialized`.
 - `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
+- `debug` stops kernels at breakpoints, steps lanes and warps, and goes back in time; see `debugger`.
+- `trace` records what happens; `write_chrome_trace` and `timeline` show it beside a GPU's time stamps; see `timelines`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
   for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
 - The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
@@ -73,6 +75,10 @@ _EXPORTS = {
     ),
     "engine": ("thread",),
     "grid": ("Grid",),
+    "session": ("debug",),
+    "spans": ("Span", "Track", "trace_spans", "measured_spans"),
+    "chrome_trace": ("write_chrome_trace", "read_chrome_trace"),
+    "player": ("timeline",),
     "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
     "ranks": ("together", "on_rank", "register", "forget"),
@@ -93,6 +99,8 @@ _PACKAGES = {
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
     "profiler": ("collect", "report"),
+    "debugger": ("session",),
+    "timelines": ("chrome_trace", "player", "spans"),
     "memory_model": ("happens_before", "ranks", "scoped_access", "store_buffer", "weak_pointers"),
 }
 _PACKAGE_OF = {module: package for package, modules in _PACKAGES.items() for module in modules}

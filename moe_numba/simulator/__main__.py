@@ -1,4 +1,4 @@
-"""Command line: ``python -m moe_numba.simulator run [options] script.py [arguments]``."""
+"""Command line: ``python -m moe_numba.simulator run|debug [options] script.py [arguments]``."""
 
 import sys
 

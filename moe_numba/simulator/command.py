@@ -1,4 +1,4 @@
-"""The command `run`: run a Numba-CUDA program in the simulator, under one or several seeds."""
+"""The commands `run` and `debug`: run a Numba-CUDA program in the simulator, under one or several seeds."""
 
 import argparse
 import contextlib
@@ -36,19 +36,33 @@ def _parser():
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a program whose @cuda.jit kernels are simulated; needs no GPU")
     seeds = run.add_mutually_exclusive_group()
-    seeds.add_argument("--seed", type=int, metavar="N", help="seed of the thread order (MOE_NUMBA_SEED, or 0)")
+    _add_seed(seeds)
     seeds.add_argument("--seeds", type=int, metavar="N", help="run with seeds 0 to N-1 and stop at the first failure")
-    run.add_argument(
+    run.add_argument("--report", action="store_true", help="print a report per source line at the end")
+    _add_options(run)
+    debug = commands.add_parser("debug", help="run a program under the debugger; `help` there lists its commands")
+    _add_seed(debug)
+    _add_options(debug)
+    run.set_defaults(debug=False)
+    debug.set_defaults(debug=True, seeds=None, report=False)
+    return parser
+
+
+def _add_seed(parser):
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the thread order (MOE_NUMBA_SEED, or 0)")
+
+
+def _add_options(parser):
+    """Add what both commands take."""
+    parser.add_argument(
         "--preempt", type=float, metavar="P", help="probability that a memory access yields to another thread first"
     )
-    run.add_argument("--races", action="store_true", help="report data races, also those that change no value")
-    run.add_argument("--weak-memory", action="store_true", help="let stores to global memory become visible late")
-    run.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
-    run.add_argument("--arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
-    run.add_argument("--report", action="store_true", help="print a report per source line at the end")
-    run.add_argument("script", type=Path, metavar="script.py")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
-    return parser
+    parser.add_argument("--races", action="store_true", help="report data races, also those that change no value")
+    parser.add_argument("--weak-memory", action="store_true", help="let stores to global memory become visible late")
+    parser.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
+    parser.add_argument("--arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
+    parser.add_argument("script", type=Path, metavar="script.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
 
 
 def _prepare(options):
@@ -96,9 +110,11 @@ def _run_seeds(options):
 def _run(options):
     """Run the program in this process as `python script.py` would."""
     report = _profile() if options.report else contextlib.nullcontext()
+    debugger = simulator.debug() if options.debug else contextlib.nullcontext()
     sys.argv = [str(options.script), *options.arguments]
     sys.path[0] = str(options.script.resolve().parent)
-    with report as table:
+    code = 0  # if the debugger's `quit` ends the program
+    with report as table, debugger:
         code = _run_script(options.script)
     if table is not None:
         print(table)

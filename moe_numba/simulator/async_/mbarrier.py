@@ -130,10 +130,11 @@ class MBarrier:
 
     def wait(self, phase):
         waiter = greenlet.getcurrent()  # a thread, or a gang of the vector engine
+        since = thread().grid.world.steps
         while not self.test(phase):
             self.waiting.append(waiter)
             waiter.park(self._wait_conditions[phase])
-        self._record_event("mbarrier.wait", phase_bit=int(phase))
+        self._record_event("mbarrier.wait", phase_bit=int(phase), since=since)
 
     def _record_event(self, what, **details):
         t = thread()

@@ -1,9 +1,9 @@
 """Static check of a kernel's source for what Numba does not compile for a GPU, before it starts.
 
 Python runs a kernel that builds a dict; Numba refuses it. This finds the constructs below, shapes of arrays that are
-not constant, and values that a kernel returns, in the kernel and in the device functions that it names. Types are not
-inferred: dtypes, attributes and calls are not checked, and the parameters of a device function may be constants. A
-kernel without source (made by `exec`) is not checked.
+not constant, values that a kernel returns and loops without an end, in the kernel and in the device functions that it
+names. Types are not inferred: dtypes, attributes and calls are not checked, and the parameters of a device function may
+be constants. A kernel without source (made by `exec`) is not checked.
 """
 
 import ast
@@ -14,7 +14,7 @@ import types
 import weakref
 
 from moe_numba.simulator.async_.uses_async import names_in, values_of
-from moe_numba.simulator.core.errors import CompileError
+from moe_numba.simulator.core.errors import CompileError, Deadlock
 
 _UNSUPPORTED = {
     ast.Dict: "a dict",
@@ -40,14 +40,14 @@ def check_compilable(kernel):
     """Raise a CompileError if Numba would not compile this function as a kernel."""
     if kernel in _checked:
         return
-    for function in _with_device_functions(kernel):
+    for function in with_device_functions(kernel):
         definition = _definition_of(function)
         if definition is not None:
             _Checker(kernel, function, definition).check()
     _checked.add(kernel)
 
 
-def _with_device_functions(kernel):
+def with_device_functions(kernel):
     """Return a kernel and the jitted functions that it names, and those that they name."""
     found, todo = {kernel}, [kernel]
     while todo:
@@ -101,6 +101,8 @@ class _Checker:
                 what = None
             if isinstance(node, ast.Call):
                 self._check_call(node)
+            if isinstance(node, ast.While) and isinstance(node.test, ast.Constant) and node.test.value:
+                self._check_ends(node)
             if what:
                 self._refuse(node, f"uses {what}, which Numba does not support on a GPU")
             if isinstance(node, ast.Return) and self.function is self.kernel and id(node) not in returned_by_others:
@@ -120,6 +122,22 @@ class _Checker:
                     f"declares {declares} of shape {ast.unparse(shapes[0])}, which must be a compile-time constant: "
                     "an integer or a tuple of integers, written out or named (Numba folds no arithmetic on variables)",
                 )
+
+    def _check_ends(self, loop):
+        """Refuse a loop without a condition that nothing leaves."""
+        todo = list(loop.body)
+        for node in todo:
+            if isinstance(node, (ast.Break, ast.Return, ast.Raise)):
+                return
+            if isinstance(node, (ast.For, ast.While)):  # a `break` in there leaves only the inner loop
+                inner = [n for child in node.body for n in ast.walk(child)]
+                todo += [n for n in inner if isinstance(n, (ast.Return, ast.Raise))] + node.orelse
+            elif not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                todo += ast.iter_child_nodes(node)
+        raise Deadlock(
+            f"deadlock: kernel {self.kernel.__name__} has a loop that never ends, at {self._place(loop)}: "
+            f"`while {ast.unparse(loop.test)}` without break or return"
+        )
 
     def _check_return(self, node):
         value = node.value
@@ -179,7 +197,9 @@ class _Checker:
         return self.function.__globals__.get(name, default)
 
     def _refuse(self, node, what):
+        raise CompileError(f"kernel {self.kernel.__name__} does not compile: {self._place(node)} {what}")
+
+    def _place(self, node):
         code = self.function.__code__
         where = "" if self.function is self.kernel else f" (device function {code.co_name})"
-        place = f"{os.path.basename(code.co_filename)}:{node.lineno}"
-        raise CompileError(f"kernel {self.kernel.__name__} does not compile: {place}{where} {what}")
+        return f"{os.path.basename(code.co_filename)}:{node.lineno}{where}"

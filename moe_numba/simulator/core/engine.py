@@ -46,12 +46,13 @@ class Rendezvous:
     threads of the scope may.
     """
 
-    __slots__ = ("scope", "what", "expected", "mask", "values", "waiting", "site", "departed")
+    __slots__ = ("scope", "what", "expected", "mask", "values", "waiting", "site", "departed", "arrivals")
 
     def __init__(self, scope, what, expected, mask, site):
         self.scope, self.what, self.expected, self.mask, self.site = scope, what, expected, mask, site
         self.values, self.waiting = {}, []
         self.departed = {}  # thread that did not wait -> what it published (see `happens_before`)
+        self.arrivals = {}  # thread -> the step of the scheduler in which it arrived, if a trace is recorded
 
     def needs(self, thread):
         """Return whether the rendezvous cannot complete without this thread."""
@@ -103,6 +104,8 @@ class Thread(greenlet.greenlet):
         elif self in current.values:
             raise SimulatorError(f"{self} arrived twice at {current}, at {source_location(sys._getframe())}")
         current.values[self] = value
+        if self.grid.world.events is not None:
+            current.arrivals[self] = self.grid.world.steps
         if wait:
             current.waiting.append(self)
             self.waits = current
@@ -130,7 +133,8 @@ class Thread(greenlet.greenlet):
         if world.events is not None:
             for t, value in rendezvous.values.items():
                 result = results[t] if results else None
-                t.record_event(rendezvous.what, {"value": value, "result": result, "mask": rendezvous.mask})
+                details = {"value": value, "result": result, "mask": rendezvous.mask}
+                t.record_event(rendezvous.what, details | {"since": rendezvous.arrivals[t]})
 
     def park(self, where):
         """Wait until `World.wake` names this thread; `str(where)` describes what it waits for."""

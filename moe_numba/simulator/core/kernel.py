@@ -17,7 +17,7 @@ from moe_numba.simulator.core.errors import ShortTraceback, SimulatorError
 from moe_numba.simulator.core.grid import Grid
 from moe_numba.simulator.core.host import Device
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
-from moe_numba.simulator.core.scheduler import World
+from moe_numba.simulator.core.scheduler import World, run_world
 from moe_numba.simulator.core.settings import settings
 
 _MAX_CLUSTER_BLOCKS = 8  # the portable cluster size; larger ones need an opt-in that `launch` does not have
@@ -130,7 +130,7 @@ def _run_alone(make_grid, seed):
         world.add(make_grid(world))
         world.run()
 
-    launch.run(lambda world: {None: [make_grid(world)]}, with_threads, seed)
+    launch.run(lambda world: {None: [make_grid(world)]}, lambda: run_world(with_threads), seed)
 
 
 class Kernel:

@@ -20,7 +20,7 @@ from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_fram
 from moe_numba.simulator.core.polling import LOADS, sample
 from moe_numba.simulator.core.settings import settings
 
-# Number of running worlds that preempt at memory accesses, detect races or are profiled
+# Number of running worlds that preempt at memory accesses, detect races, are profiled or observed
 watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
@@ -69,6 +69,8 @@ def before_access(target, index, writes, nbytes=None, scope=None, value=None, op
             world.races.access(t, address, size, writes, scope, target, index, value)
     if world.profile is not None:
         world.profile.access(t, target, index, writes, nbytes, operation)
+    for observe in world.observers:
+        observe(t, target, index, writes, nbytes, scope, value, operation)
 
 
 def byte_span(target, index, writes, size=None):

@@ -10,7 +10,7 @@ import contextvars
 import heapq
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from moe_numba.simulator.core import memory, uninitialized
 from moe_numba.simulator.core.errors import Deadlock, wait_report
 from moe_numba.simulator.core.polling import LOADS, snapshot
 from moe_numba.simulator.core.settings import override_settings, settings
+from moe_numba.simulator.core.stall import Stall
 from moe_numba.simulator.memory_model.happens_before import HappensBefore
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
@@ -39,6 +40,20 @@ class Event(NamedTuple):
     rank: int | None = None
 
 
+def record_access(t, target, index, writes, nbytes, scope, value, operation):
+    """Record an access that thread `t` is about to make; the arguments are those of `memory.before_access`."""
+    _, size = memory.byte_span(target, index, writes, nbytes)
+    if not size or type(target) is memory.LocalArray:
+        return
+    space = "global" if target.allocation is None else "shared"
+    details = {"buffer": target.name, "index": index, "bytes": size}
+    if value is not None:
+        details["value"] = value
+    elif not writes and nbytes is None and t.grid.world.memory_model is None:
+        details["value"] = target.array[index]
+    t.record_event(f"{space} {operation or ('store' if writes else 'load')}", details)
+
+
 def seed(n: int, preempt: float = 0.0) -> contextlib.AbstractContextManager:
     """Return a context in which seed `n` determines the order of simulated threads.
 
@@ -48,9 +63,13 @@ def seed(n: int, preempt: float = 0.0) -> contextlib.AbstractContextManager:
     return override_settings(seed=n, preempt=preempt)
 
 
-def trace() -> contextlib.AbstractContextManager[list[Event]]:
-    """Return a context that records every collective, barrier and copy: `with trace() as events`."""
-    return override_settings(events=[])
+def trace(accesses: bool = False) -> contextlib.AbstractContextManager[list[Event]]:
+    """Return a context that records every collective, barrier and copy: `with trace() as events`.
+
+    With `accesses` it records loads, stores and atomics as well, as "global load", "shared store" and so on, each
+    before it happens.
+    """
+    return override_settings(events=[], accesses=accesses)
 
 
 @contextlib.contextmanager
@@ -62,6 +81,12 @@ def races(enabled: bool = True) -> Iterator[None]:
     """
     with override_settings(races=enabled), uninitialized.registered_tensors() if enabled else contextlib.nullcontext():
         yield
+
+
+def run_world(run: Callable[[], None]) -> None:
+    """Call `run()`, which makes a World and runs it, or let the debugger in force call it as often as it needs."""
+    debugger = settings["debugger"]
+    run() if debugger is None else debugger.run(run)
 
 
 _previous = threading.local()  # `history`: of this OS thread's last kernel, which a dependent launch may overlap
@@ -89,9 +114,11 @@ class World:
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
         self.preempt, self.events, self.profile = settings["preempt"], settings["events"], settings["profile"]
+        self.debugger = settings["debugger"]
+        self.observers = []  # called by `memory.before_access`
         self.grids, self.queue, self.pollers = [], [], []
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
-        self.snapshots = None
+        self.snapshots, self.stall = None, Stall(self)
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
         memory_model = settings["memory_model"]
         self.memory_model = memory_model(self) if memory_model else None
@@ -111,11 +138,21 @@ class World:
         self.watching += 1
         memory.watch(1)
 
+    def observe_accesses(self, observer):
+        """Make every later memory access call `observer` too, with the arguments of `record_access`."""
+        if observer not in self.observers:
+            self.observers.append(observer)
+            self.watch_accesses()
+
     def add(self, grid) -> None:
         """Start a grid: the threads of its resident blocks may run."""
         self.grids.append(grid)
         if grid.uses_async or self.preempt or self.detects_races or self.profile is not None:
             self.watch_accesses()
+        if settings["accesses"]:
+            self.observe_accesses(record_access)
+        if self.debugger is not None:
+            self.debugger.start(grid)
         if self.detects_races:
             if self.races is None:
                 previous = history() if grid.dependent and not self.threads else None
@@ -192,6 +229,8 @@ class World:
                 self.step()
                 if self.memory_model is not None:
                     self.memory_model.step()
+                if self.steps >= self.stall.next_step and self.stall.is_certain():
+                    raise Deadlock(self._report("every thread repeats what it did, and no memory changes"))
             if any(not t.dead for t in self._threads()):
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
@@ -199,6 +238,10 @@ class World:
             finished = self.races.finish() if self.races is not None else None
             # With its threads it keeps the kernel's arguments alive, so that no new memory has their addresses.
             set_history(finished if len(self.grids) == 1 else None)
+        except Exception as error:
+            if self.debugger is not None:
+                self.debugger.failed(error)  # while the threads still exist
+            raise
         finally:
             self.races = None
             memory.watch(-self.watching)

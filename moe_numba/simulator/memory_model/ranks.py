@@ -17,7 +17,7 @@ import greenlet
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, ShortTraceback, SimulatorError
 from moe_numba.simulator.core.memory import Pointer, as_dtype, thread_prefix
 from moe_numba.simulator.core.pointer_wrapping import pointer
-from moe_numba.simulator.core.scheduler import World
+from moe_numba.simulator.core.scheduler import World, run_world
 from moe_numba.simulator.core.settings import override_settings, settings
 
 buffers = {}  # address of a registered buffer -> Pointer to its bytes
@@ -44,7 +44,7 @@ class _RankLaunches:
     """The queued launches of all ranks."""
 
     def __init__(self):
-        self.world, self.launches, self.done = World(), [], []
+        self.launches, self.done = [], []
         self.seed = settings["seed"]
 
     def add(self, make_grid, done):
@@ -56,7 +56,7 @@ class _RankLaunches:
         from moe_numba.simulator.vector import launch  # it needs this module
 
         if self.launches:
-            launch.run(self._streams, self._run_with_threads, self.seed)
+            launch.run(self._streams, lambda: run_world(self._run_with_threads), self.seed)
         for callback in self.done:
             callback()
 
@@ -75,15 +75,16 @@ class _RankLaunches:
         return streams
 
     def _run_with_threads(self):
-        streams = self._streams(self.world)
+        world = World(self.seed)
+        streams = self._streams(world)
         for rank, stream in streams.items():
             for t in (t for grid in stream for t in grid.threads()):
                 t.parent = greenlet.getcurrent()  # threads of later grids are started by threads of earlier ones
-            self.world.queued_grids[rank] = stream[1:]
-        self.world.threads = sum(grid.size for stream in streams.values() for grid in stream)
+            world.queued_grids[rank] = stream[1:]
+        world.threads = sum(grid.size for stream in streams.values() for grid in stream)
         for stream in streams.values():
-            self.world.add(stream[0])
-        self.world.run()
+            world.add(stream[0])
+        world.run()
 
 
 def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  # noqa: F821
