@@ -236,6 +236,21 @@ def test_lists_of_the_host_are_left_to_threads():
     assert sorted(seen) == list(range(32))
 
 
+@pytest.mark.parametrize("cast, table", [(int32, 1), (uint32, 2), (int32, [4, 5])])
+def test_configs_share_the_transformed_code(cast, table):
+    """Closures of one code object, with another type and with a value that has no hash."""
+
+    def factory(cast, table):
+        @cuda.jit
+        def kernel(x, out):
+            i = cuda.threadIdx.x
+            out[i] = float32(cast(x[i] - 50)) + float32(table[1] if isinstance(table, list) else table)
+
+        return kernel
+
+    check(factory(cast, table), 1, 32, X, np.zeros(32, np.float32))
+
+
 # Kernels that the engine must give up, each with a different answer under another order, or an error
 
 

@@ -82,11 +82,12 @@ class Static:
     def kinds(self, special):
         """Return what the transformation asks of the values that the function names; `special` as there."""
         values = {name: self.name(name) for names in names_in(self.code) for name in names}
-        identified = types.ModuleType, type, Type, type(self.missing)
-        return tuple(
-            (name, values[name] if isinstance(values[name], identified) else special(values[name]))
-            for name in sorted(values)
-        )
+        return tuple((name, self._kind(values[name], special)) for name in sorted(values))
+
+    def _kind(self, value, special):
+        if value is self.missing or isinstance(value, (types.ModuleType, type, Type)):
+            return value
+        return special(value)
 
     def name(self, name):
         if name in self.cells:
