@@ -11,7 +11,7 @@ from numba import cuda, int32
 from moe_numba import simulator
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.simulator.core.grid import Grid
-from moe_numba.simulator.core.scheduler import override_settings
+from moe_numba.simulator.core.scheduler import override_settings, set_history
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="it tests the simulator")
 
@@ -49,6 +49,7 @@ def give_up():
 @pytest.mark.parametrize("call", [pipelines, failure, give_up], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("engine", ["either", "threads"])
 def test_grids_are_freed(engine, call):
+    set_history(None)  # that of an earlier test would keep a grid
     gc.collect()
     before = sum(type(o) is Grid for o in gc.get_objects())
     with override_settings(engine=engine):

@@ -5,7 +5,9 @@ import pytest
 from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
+from moe_numba.ptx.arithmetic import add_rn_bf16x2
 from moe_numba.simulator.core.scheduler import override_settings
+from moe_numba.simulator.vector import functions
 from moe_numba.simulator.vector.errors import Unsupported
 
 FULL = 0xFFFFFFFF
@@ -142,6 +144,29 @@ def last_block_sums(x, partial, done, out):
 
 
 @cuda.jit
+def enumerations(x, out):
+    i = cuda.threadIdx.x
+    total = int32(0)
+    for k, (a, b) in enumerate(zip((x[i], x[i] + int32(1)), (int32(3), x[0]))):
+        total += int32(k + a * b)
+    out[i] = total
+
+
+@cuda.jit
+def packed_sums(x, out):
+    i = cuda.threadIdx.x
+    out[i] = int32(add_rn_bf16x2(uint32(x[i]) << uint32(7), uint32(0x3F803F80)))
+
+
+@cuda.jit
+def store_numbers(out):
+    i = cuda.threadIdx.x
+    out[i] = 0.1 if i == 3 else 2.5
+    out[32] = 0.1
+    out[33] = True
+
+
+@cuda.jit
 def transpose(x, out):
     tile = cuda.shared.array((8, 9), int32)
     a, b = cuda.threadIdx.x, cuda.threadIdx.y
@@ -181,6 +206,49 @@ def test_block_operations(seed):
 def test_two_dimensions():
     x = np.arange(16 * 24, dtype=np.int32).reshape(16, 24)
     check(transpose, (3, 2), (8, 8), x, np.zeros((24, 16), np.int32))
+
+
+@pytest.mark.parametrize("block", [1, 2, 32])
+@pytest.mark.parametrize("kernel", [enumerations, packed_sums], ids=lambda k: k.__name__)
+def test_functions_of_several_values(kernel, block):
+    check(kernel, 1, block, X, np.zeros(96, np.int32))
+
+
+def test_lanes_are_no_elements_of_an_array():
+    """The package's own functions make arrays of registers: those of two lanes would look like two registers."""
+    with pytest.raises(Unsupported):
+        functions.CALLS[np.array](None, [np.arange(2)], np.uint32)
+
+
+def test_python_numbers_are_stored():
+    check(store_numbers, 1, 32, np.zeros(34, np.float32))
+
+
+def test_lists_of_the_host_are_left_to_threads():
+    seen = []
+
+    @cuda.jit
+    def kernel(out):
+        seen.append(cuda.threadIdx.x)
+
+    with override_settings(engine="either"):
+        kernel[1, 32](X)
+    assert sorted(seen) == list(range(32))
+
+
+@pytest.mark.parametrize("cast, table", [(int32, 1), (uint32, 2), (int32, [4, 5])])
+def test_configs_share_the_transformed_code(cast, table):
+    """Closures of one code object, with another type and with a value that has no hash."""
+
+    def factory(cast, table):
+        @cuda.jit
+        def kernel(x, out):
+            i = cuda.threadIdx.x
+            out[i] = float32(cast(x[i] - 50)) + float32(table[1] if isinstance(table, list) else table)
+
+        return kernel
+
+    check(factory(cast, table), 1, 32, X, np.zeros(32, np.float32))
 
 
 # Kernels that the engine must give up, each with a different answer under another order, or an error

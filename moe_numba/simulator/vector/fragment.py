@@ -159,6 +159,16 @@ def bf16x2(mask, high, low):
     return _bf16_in_high_half(high) | _bf16_in_high_half(low) >> np.uint32(16)
 
 
+def add_bf16x2(mask, a, b):
+    """add.rn.bf16x2."""
+    a, b = _register(a), _register(b)
+    low, high = (
+        (a << np.uint32(16)).view(np.float32) + (b << np.uint32(16)).view(np.float32),
+        (a & np.uint32(0xFFFF0000)).view(np.float32) + (b & np.uint32(0xFFFF0000)).view(np.float32),
+    )
+    return bf16x2(mask, high, low)
+
+
 def _bf16_in_high_half(value):
     value = column(value)
     bits = value.view(np.uint32)
@@ -202,7 +212,7 @@ def stmatrix_fragment(function):
     return store_fragment
 
 
-NAMES = {("conversions", "cvt_rn_bf16x2_f32"): bf16x2}
+NAMES = {("conversions", "cvt_rn_bf16x2_f32"): bf16x2, ("arithmetic", "add_rn_bf16x2"): add_bf16x2}
 FACTORIES = {("matrix", "load_shared"): load_shared, ("matrix", "stmatrix_fragment"): stmatrix_fragment}
 VERSIONS = {
     fragments.fma: fma,

@@ -115,6 +115,8 @@ VERSIONS = {
     ),
     builtins.bool: lambda mask, x: Weak(truth(x)) if varies(x) else bool(x),
     builtins.len: lambda mask, x: len(x),
+    builtins.enumerate: lambda mask, x, start=0: enumerate(loops.iterate(x), start),
+    builtins.zip: lambda mask, *values: zip(*map(loops.iterate, values)),
     builtins.tuple: lambda mask, x=(): tuple(loops.iterate(x)),
     builtins.range: _uniform(range),
     builtins.isinstance: _uniform(isinstance),

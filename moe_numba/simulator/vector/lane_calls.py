@@ -20,7 +20,7 @@ def varies(value):
     kind = type(value)
     if kind is ndarray or kind is Weak or kind is Pointers:
         return True
-    return isinstance(value, tuple) and any(varies(item) for item in value)
+    return isinstance(value, (tuple, list)) and any(varies(item) for item in value)
 
 
 def item(value, lane):
@@ -34,9 +34,9 @@ def item(value, lane):
         return value.pointers[value.which[lane]]
     if kind is Local or kind is access.Rows:
         raise Unsupported("a local array in a function that is called lane by lane")
-    if isinstance(value, tuple) and varies(value):
+    if isinstance(value, (tuple, list)) and varies(value):
         items = [item(v, lane) for v in value]
-        return tuple(items) if kind is tuple else kind._make(items)
+        return kind(items) if kind in (tuple, list) else kind._make(items)
     return value
 
 

@@ -8,6 +8,9 @@ import inspect
 import textwrap
 import types
 
+from numba.core.types.abstract import Type
+
+from moe_numba.simulator.async_.uses_async import names_in
 from moe_numba.simulator.vector.errors import Unsupported
 
 
@@ -73,8 +76,18 @@ class Static:
     missing = object()
 
     def __init__(self, function):
+        self.code, self.globals = function.__code__, function.__globals__
         self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-        self.globals = function.__globals__
+
+    def kinds(self, special):
+        """Return what the transformation asks of the values that the function names; `special` as there."""
+        values = {name: self.name(name) for names in names_in(self.code) for name in names}
+        return tuple((name, self._kind(values[name], special)) for name in sorted(values))
+
+    def _kind(self, value, special):
+        if value is self.missing or isinstance(value, (types.ModuleType, type, Type)):
+            return value
+        return special(value)
 
     def name(self, name):
         if name in self.cells:

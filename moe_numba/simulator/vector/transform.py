@@ -14,7 +14,7 @@ from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.expressions import Expressions
 from moe_numba.simulator.vector.source import Static, arguments, code_in, definition, make_function
 
-HELPERS = {
+HELPERS = {  # `functions` adds _Vload, _Vstore, _Vcall, _Veffect, _Vmethod, _Vattribute, _Vindex, _Vunpack, _Vassert
     "_Vsplit": lanes.split,
     "_Vkeep": lanes.keep,
     "_Vrejoin": lanes.rejoin,
@@ -34,7 +34,8 @@ HELPERS = {
     "_Vrange": loops.vrange,
     "_Viter": loops.iterate,
     "_Vendless": loops.endless,
-}  # completed by `functions`: _Vload, _Vstore, _Vcall, _Veffect, _Vmethod, _Vattribute, _Vindex, _Vunpack, _Vassert
+}
+_generated = {}  # (code, kinds of the static values that it names) -> what `_generate` returns: configs share it
 
 
 def vector_function(function, special):
@@ -43,15 +44,12 @@ def vector_function(function, special):
     `special(value)` says whether a static value is special: "index" (threadIdx and so on), "module", "type" (of Numba),
     "cast" (another function that is safe to call for lanes that are not active) or None.
     """
-    tree = definition(function.__code__)
     static = Static(function)
-    generator = _Function(tree, static, special)
-    body = generator.generate()
-    helpers = HELPERS | {name: HELPERS["_Vcall"][value] for value, name in generator.types.items()}
-    factory = make_function("_Vfactory", arguments([*helpers, *function.__code__.co_freevars]), [body])
-    module = ast.fix_missing_locations(ast.Module([factory], []))
-    code = compile(module, function.__code__.co_filename, "exec")
-    code = code_in(code_in(code, "_Vfactory"), body.name)
+    key = function.__code__, static.kinds(special)
+    if key not in _generated:
+        _generated[key] = _generate(function.__code__, static, special)
+    code, numeric_types = _generated[key]
+    helpers = HELPERS | {name: HELPERS["_Vcall"][value] for value, name in numeric_types.items()}
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     cells = tuple(cells.get(name) or types.CellType(helpers[name]) for name in code.co_freevars)
     made = types.FunctionType(code, function.__globals__, function.__name__, None, cells)
@@ -59,6 +57,16 @@ def vector_function(function, special):
         made.__defaults__ = function.__defaults__
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def _generate(code, static, special):
+    """Return the vector version's code, and the Numba types that it calls with the names of their versions."""
+    generator = _Function(definition(code), static, special)
+    body = generator.generate()
+    names = *HELPERS, *generator.types.values(), *code.co_freevars
+    factory = make_function("_Vfactory", arguments(names), [body])
+    made = compile(ast.fix_missing_locations(ast.Module([factory], [])), code.co_filename, "exec")
+    return code_in(code_in(made, "_Vfactory"), body.name), generator.types
 
 
 class _Function(Expressions):
