@@ -123,7 +123,7 @@ class World:
         memory_model = settings["memory_model"]
         self.memory_model = memory_model(self) if memory_model else None
         self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
-        if self.detects_races:
+        if self.detects_races and not settings.is_changed("races"):
             uninitialized.register_tensors()  # with MOE_NUMBA_RACES=1 there is no context that does it
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
         self.threads = 0  # of all grids; 0: of the first one

@@ -63,6 +63,10 @@ class Settings:
             return changes[name]
         return self._from_environment(name) if name in _VARIABLES else None
 
+    def is_changed(self, name: str) -> bool:
+        """Return whether a context has changed a setting of the calling thread."""
+        return name in self._thread.changes
+
     @staticmethod
     def _from_environment(name):
         variable, default, read, allowed = _VARIABLES[name]

@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import functools
 import sys
-import threading
 import weakref
 
 import numpy as np
@@ -83,29 +82,22 @@ def register_tensor(tensor):
 @contextlib.contextmanager
 def registered_tensors():
     """Register the tensors that `torch.empty` and its relatives return to this OS thread within this context."""
-    if "torch" in sys.modules and not _thread.active:
-        with _tensor_mode()():
-            _thread.active = True
-            try:
-                yield
-            finally:
-                _thread.active = False
-    else:
+    with contextlib.nullcontext() if "torch" not in sys.modules or _modes() else _tensor_mode()():
         yield
 
 
 def register_tensors():
-    """Register from now on the tensors that `torch.empty` and its relatives return to this OS thread."""
-    if "torch" in sys.modules and not _thread.active:
+    """Register from now on the tensors that `torch.empty` and its relatives return to this OS thread.
+
+    Within a context of torch, whose end would end this mode instead, nothing happens.
+    """
+    if "torch" in sys.modules and not sys.modules["torch"].overrides._get_current_function_mode_stack():
         _tensor_mode()().__enter__()
-        _thread.active = True
 
 
-class _Thread(threading.local):
-    active = False
-
-
-_thread = _Thread()
+def _modes():
+    stack = sys.modules["torch"].overrides._get_current_function_mode_stack()
+    return [mode for mode in stack if type(mode) is _tensor_mode()]
 
 
 @functools.cache
