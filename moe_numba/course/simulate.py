@@ -88,6 +88,12 @@ def in_simulator(
     return answer["result"]
 
 
+def source_with_dependencies(functions: Iterable[Callable]) -> str:
+    """Return Python that defines notebook functions and kernels, what their sources name, and the imports of these."""
+    imports, sources = _dependencies(list(functions), set())
+    return "\n".join([*imports, *sources])
+
+
 def changed_module(module: types.ModuleType, *replacements: tuple[str, str]) -> types.ModuleType:
     """Return a new module made from the source of ``module`` with passages replaced.
 

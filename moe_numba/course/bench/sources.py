@@ -13,8 +13,8 @@ from moe_numba.course.bench.code_hash import code_cells, hash_file
 TIMING = "moe_numba.course.bench.timing"
 _BENCH = ("__init__", "code_hash", "environment", "labels", "layer_figure", "plots", "records", "sources", "style")
 _COURSE = (
-    *("__init__", "executed", "execute", "gpu_support", "ladder", "prediction", "simulate", "source_diff"),
-    "unsupported",
+    *("__init__", "executed", "execute", "gpu_support", "instruction_mix", "ladder", "prediction", "simulate"),
+    *("source_diff", "unsupported"),
 )
 TOPICS = "moe_numba/course/bench/topics/"
 LEFT_OUT = (  # these files draw, record or simulate: they cannot change what was measured
