@@ -154,8 +154,10 @@ def make_notify_dispatch(num_ranks, threads):
         local, t, must_abort = ctx.local, int32(cuda.threadIdx.x), int32(0)
         if t < num_ranks:
             must_abort = wait_flag(ctx, flags_offset + t, sequence, COUNTS, t)
-        if cuda.syncthreads_or(must_abort) != 0:
-            return  # counts are missing
+        if cuda.syncthreads_or(must_abort) != 0:  # counts are missing; later kernels use the prefixes as indices
+            fill(rank_prefix, num_ranks * num_ranks, int32(0))
+            fill(recv_channel_prefix, num_ranks * channels, int32(0))
+            return
         offset = counts_offset + int32((sequence & 1) * num_ranks) * counts_stride
         for r in range(t, num_ranks, threads):
             total = int32(0)
