@@ -80,6 +80,12 @@ def first_block_only(x, count):
 
 
 WRONG = [
+    ("align-1", lambda experts: experts, "with 64 experts .* need 32 wavefronts .* without bank conflicts they need 1"),
+    ("align-1", lambda experts: experts + 1, "with 7 experts and rows of 8 words, the 32 lanes need 8 wavefronts"),
+    ("align-1", lambda experts: 33, r"a row holds 64 counters, but ROW_PITCH\(64\) is 33"),
+    ("align-1", lambda experts: experts + 0.5, r"ROW_PITCH\(64\) is 64.5"),
+    ("align-1", lambda experts: 1025, r"ROW_PITCH\(64\) is 1025; rows of at most 130 words fit"),
+    ("align-1", lambda experts: ..., "not answered yet"),
     ("start-1", no_barrier, "two threads race: .* it needs cuda.syncthreads"),
     ("start-1", half_a_barrier, "not all threads reach the barrier|two threads race"),
     ("start-1", one_too_far, "an index is out of bounds: .* index 64 is outside the shared array"),
