@@ -26,6 +26,11 @@ def copy(x, y):
 
 
 @cuda.jit
+def last(x, y):
+    y[0] = x[len(x) - 1]
+
+
+@cuda.jit
 def add_one(x):
     cuda.atomic.add(x, cuda.grid(1), 1)
 
@@ -58,6 +63,14 @@ def test_a_read_of_an_empty_device_array_is_reported(dtype):
     x = cuda.device_array(64, dtype)  # outside of the context
     with simulator.races(), pytest.raises(simulator.UninitializedRead):
         copy[2, 32](x, cuda.device_array(64, dtype))
+
+
+@pytest.mark.parametrize("size, dtype", [(1, np.int8), (1, np.float16), (3, np.float16), (5, np.int8)])
+def test_the_last_bytes_of_an_array_are_checked(size, dtype):
+    x, y = cuda.device_array(size, dtype), cuda.device_array(1, dtype)
+    x[: size - 1] = 0
+    with simulator.races(), pytest.raises(simulator.UninitializedRead):
+        last[1, 1](x, y)
 
 
 def by_torch(x):

@@ -57,7 +57,10 @@ def overlapping(start, end):
 
 
 def check(thread, target, index, address, size):
-    """Raise an error if the bytes that a thread reads at an address of global memory are uninitialised."""
+    """Raise an error if every 4-byte word that a thread's read of global memory touches is uninitialised.
+
+    So a vector load of memory that is written in part is not reported.
+    """
     position = bisect.bisect_right(_addresses, address) - 1
     if position < 0:
         return
@@ -65,7 +68,7 @@ def check(thread, target, index, address, size):
     if address >= end:
         return
     first, last = address & -4, min(address + size + 3 & -4, end)
-    if ctypes.string_at(first, last - first) == word * ((last - first) // 4):
+    if ctypes.string_at(first, last - first) == (word * (last - first))[: last - first]:
         where = source_location(sys._getframe())
         raise UninitializedRead(f"{thread}, at {where}, reads index {index} of {target}, which nothing has written")
 

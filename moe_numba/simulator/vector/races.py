@@ -50,8 +50,10 @@ def _poisoned_words(region):
         content = (region.memory if region.saved is None else region.saved)[base - region.start :]
         found = np.zeros((region.end - base >> 2) + 1, bool)
         for start, end, word in uninitialized.overlapping(base, region.end):
-            first, last = start - base >> 2, end - base >> 2
-            found[first:last] = content[4 * first : 4 * last].view(np.uint32) == np.frombuffer(word, np.uint32)
+            poison = np.resize(np.frombuffer(word, np.uint8), end - start)
+            equal = np.pad(content[start - base : end - base] == poison, (0, start - end & 3), constant_values=True)
+            words = equal.reshape(-1, 4).all(axis=1)
+            found[start - base >> 2 :][: len(words)] = words
         region.poisoned = found if found.any() else ()
     return region.poisoned if len(region.poisoned) else None
 
