@@ -79,6 +79,24 @@ def test_the_session_stops_at_the_first_line(arrays):
     assert step_of(first) == 1 and first.endswith("tile = cuda.shared.array(64, float32)  # first line")
 
 
+def test_a_lane_of_another_warp_stays_where_it_is_after_a_warp_step(arrays):
+    stops = debug_diverge(arrays, "goto 150", "warp-step", "warp 0", "lane 3", "warp 1", "lane 3")
+    assert "warp 1" in stops[2] and "warp 0 lane 3" in stops[4]
+    assert step_of(stops[4]) == step_of(stops[3]) == step_of(stops[2])
+    assert "warp 1 lane 3" in stops[6] and step_of(stops[6]) < step_of(stops[2])  # of the warp that has stepped
+
+
+def test_breakpoint_calls_after_the_last_command_are_ignored():
+    @cuda.jit
+    def kernel(out):
+        breakpoint()
+        out[cuda.threadIdx.x] = 1
+
+    out = np.zeros(2)
+    session(["continue"], kernel, 1, 2, out)
+    assert out.tolist() == [1, 1]
+
+
 def test_step_enters_a_device_function_and_next_does_not(arrays):
     stops = debug_diverge(arrays, "step 2", "step", "finish", "reverse-step", "rn", "rn", "next")
     lines = [int(re.findall(r"\.py:(\d+)", stop)[-1]) for stop in stops]
@@ -309,7 +327,7 @@ def test_kernels_do_not_print_twice(capsys):
 def test_memory_too_large_to_copy_is_debugged_forwards_only(arrays):
     stops = debug_diverge(arrays, "step", "reverse-step", "ws", "step", max_copied_bytes=600)
     assert stops[2] == stops[3]
-    assert re.fullmatch(r"going backwards needs a copy .* \d+ bytes; max_copied_bytes is 600", stops[2])
+    assert re.fullmatch(r"warp-step and going backwards repeat .* \d+ bytes; max_copied_bytes is 600", stops[2])
     assert step_of(stops[4]) > step_of(stops[1]) and arrays[1].any()
 
 

@@ -71,11 +71,11 @@ def frames_of_error(error):
     """Return the thread that raised an error, or None, and the frames of its traceback, innermost first."""
     thread, frames, tb = None, [], error.__traceback__
     while tb is not None:
-        frame, tb = tb.tb_frame, tb.tb_next
-        if frame.f_code is Thread.run.__code__:
-            thread, frames = frame.f_locals["self"], []
-        frames.append((frame, tb))
-    return thread, [frame for frame, _ in reversed(frames)] if thread is not None else []
+        if tb.tb_frame.f_code is Thread.run.__code__:
+            thread, frames = tb.tb_frame.f_locals["self"], []
+        frames.append(tb.tb_frame)
+        tb = tb.tb_next
+    return (None, []) if thread is None else (thread, frames[::-1])
 
 
 def format_place(code, line):

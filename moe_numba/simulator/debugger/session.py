@@ -189,11 +189,11 @@ class Session:
         self.shell.interact([*texts, *filter(None, [getattr(goal, "note", "")])])
 
     def on_breakpoint_call(self, *args, **kwargs):
-        """Stop in a kernel that calls `breakpoint()`; elsewhere start Python's debugger."""
+        """Stop in a kernel that calls `breakpoint()`, unless detached; elsewhere start Python's debugger."""
         t = greenlet.getcurrent()
-        if type(t) is not Thread or self.detached:
+        if type(t) is not Thread:
             return self.breakpoint_hook(*args, **kwargs)
-        if self.goal.breaks and self.stopped_at != self.step:
+        if not self.detached and self.goal.breaks and self.stopped_at != self.step:
             self._stop(t, kernel_frame(sys._getframe(1)), ["breakpoint()"], t)
 
     def failed(self, error):
@@ -275,8 +275,8 @@ class Session:
             return
         if not self.copies.complete:
             raise CommandError(
-                f"going backwards needs a copy of the memory that the launch can reach, {self.copies.bytes} bytes; "
-                f"max_copied_bytes is {self.max_copied_bytes}"
+                "warp-step and going backwards repeat the launch, which needs a copy of the memory that it can reach, "
+                f"{self.copies.bytes} bytes; max_copied_bytes is {self.max_copied_bytes}"
             )
         if self.cannot_repeat:
             raise CommandError(f"going backwards is not possible: {self.cannot_repeat}")

@@ -9,7 +9,7 @@ from moe_numba.simulator.debugger.goals import At, Goal, NextLine, Record, Searc
 class Stepping:
     """Part of the Shell. A command that moves returns True, which ends the reading of commands, or rewinds."""
 
-    _warp_steps = None  # those of the last `warp-step`: (step of the launch, {lane: its step})
+    _warp_steps = None  # of the last `warp-step`: (copies of the launch, its step, warp, {lane: its step})
 
     def do_step(self, arg):
         """step [COUNT]: run until the thread in focus comes to its next line, also in a device function; alias s."""
@@ -108,7 +108,7 @@ class Stepping:
                 return At(now, focus, f"the warp has no {'later' if count > 0 else 'earlier'} line")
             lanes = steps[number].steps
             lane = focus.thread % 32 if focus.thread % 32 in lanes else min(lanes)
-            self._warp_steps = lanes[lane], lanes
+            self._warp_steps = session.copies, lanes[lane], warp, lanes
             note = f"warp step {number + 1} of {len(steps)}: lanes {format_ranges(lanes)}"
             return At(lanes[lane], focus._replace(thread=focus.thread // 32 * 32 + lane), note)
 
@@ -125,11 +125,15 @@ class Stepping:
 
     def travel_to_lane(self, text):
         """After `warp-step`, go to the step at which a lane executes the line; return whether the launch runs."""
-        step, lanes = self._warp_steps or (None, {})
-        if step != self.session.now or not text.isdecimal() or int(text) not in lanes:
+        focus, now = self.session.focus, self.session.now
+        warp = (*focus[:2], focus.thread // 32)
+        launch, step, stepped, lanes = self._warp_steps or (None, None, None, {})
+        if self.session.copies is not launch or (step, stepped) != (now, warp):
             return False
-        lane, focus = int(text), self.session.focus
-        self._warp_steps = lanes[lane], lanes
+        if not text.isdecimal() or int(text) not in lanes:
+            return False
+        lane = int(text)
+        self._warp_steps = launch, lanes[lane], warp, lanes
         if lanes[lane] == step:
             return False
         self._travel(At(lanes[lane], focus._replace(thread=focus.thread // 32 * 32 + lane)))

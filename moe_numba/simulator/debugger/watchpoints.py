@@ -34,7 +34,7 @@ class Watchpoint:
             self._where = grid_number, block, key, address + allocation.to_window - allocation.start
             self.text += f" of block {block}"
         else:
-            self._bytes = tensor_map.bytes_at(address, self.size)
+            self._bytes, self._owner = tensor_map.bytes_at(address, self.size), target.array  # which keeps it alive
 
     def bytes(self, grids):
         """Return a view of the watched bytes; None if a repeated launch has not declared their shared array yet."""
