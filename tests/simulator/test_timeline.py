@@ -349,3 +349,11 @@ def test_a_saved_trace_can_be_shown_again(written):
     simulated = [span for span in spans if span.track.process == "simulated"]
     text = str(simulator.timeline(simulated, [span for span in spans if span.track.process == "GPU"]))
     assert Markup(text).tags["svg"] == 2
+
+
+def test_tracks_of_a_file_keep_their_names(tmp_path):
+    tracks = [("gpu", "warp 0 (producer)"), ("gpu", "warp 0 (consumer)"), ("gpu", "warp 9")]
+    spans = [simulator.Span("work", simulator.Track(*track), 0.0, 10.0) for track in tracks]
+    simulator.write_chrome_trace(tmp_path / "trace.json", spans[:2], spans[2:] + spans[:1])
+    found = simulator.read_chrome_trace(tmp_path / "trace.json")
+    assert [tuple(span.track) for span in found] == [*tracks[:2], tracks[2], tracks[0]]

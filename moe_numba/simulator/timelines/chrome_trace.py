@@ -1,5 +1,6 @@
 """The Trace Event Format of Chrome, which ui.perfetto.dev and chrome://tracing open."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -31,15 +32,14 @@ def write_chrome_trace(
     parts = [from_zero(as_spans(values)) for values in (simulated, measured)]
     if not any(parts):
         raise ValueError("the trace has no events: run a kernel with barriers, copies or other operations in the trace")
-    processes, records = {}, []
+    processes, records, threads = {}, [], itertools.count(1)
     for part in parts:
-        for number, ((track, row), found) in enumerate(rows(part).items()):
-            process = processes.setdefault(track.process, len(processes) + 1)
-            thread = number + 1
+        for (track, row), found in rows(part).items():
+            process, thread = processes.setdefault(track.process, len(processes) + 1), next(threads)
             name = track.thread if row == 0 else f"{track.thread} ({row + 1})"
             where = {"pid": process, "tid": thread}
-            records.append({"ph": "M", "name": "thread_name", "args": {"name": name}} | where)
-            records.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": number}} | where)
+            records.append({"ph": "M", "name": "thread_name", "args": {"name": name, "track": track.thread}} | where)
+            records.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": thread}} | where)
             records += [_record(span) | where for span in found]
     names = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
@@ -65,7 +65,7 @@ def read_chrome_trace(path: str | os.PathLike) -> list[Span]:
     try:
         records = json.loads(Path(path).read_text())["traceEvents"]
         names = {
-            (r["name"], r["pid"], r["tid"]): r["args"]["name"]
+            (r["name"], r["pid"], r["tid"]): r["args"].get("track", r["args"]["name"])
             for r in records
             if r["ph"] == "M" and r["name"] in ("process_name", "thread_name")
         }
@@ -75,8 +75,7 @@ def read_chrome_trace(path: str | os.PathLike) -> list[Span]:
 
 
 def _span(record, names):
-    thread = names["thread_name", record["pid"], record["tid"]]
-    track = Track(names["process_name", record["pid"], 0], thread.partition(" (")[0])
+    track = Track(names["process_name", record["pid"], 0], names["thread_name", record["pid"], record["tid"]])
     # Through integers, since a file's times are decimal fractions of a microsecond.
     times = (round(1000 * value, 3) for value in (record["ts"], record.get("dur", 0)))
     return Span(record["name"], track, *times, record["args"], record["cat"])
