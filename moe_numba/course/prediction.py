@@ -28,28 +28,32 @@ class Judgement:
 
     @property
     def verdict(self) -> str:
-        """One of "within a third", "too high", "too low", "no change" and "wrong sign".
+        """One of "within a third", "within the noise", "wrong sign", "no change", "overestimated", "underestimated".
 
-        "too high" and "too low" speak of the prediction. "no change" is within the noise: good if nothing was
-        predicted either, else a miss.
+        "within the noise": both changes are below it. "no change": a predicted change did not show. The last two speak
+        of the size of a change whose sign was right, or that nobody predicted.
         """
         noise = NOISE * self.before_us
-        if abs(self.saved_us - self.predicted_us) <= max(noise, TOLERANCE * abs(self.predicted_us)):
-            return "within a third"
-        if abs(self.saved_us) <= noise:
+        saved, predicted = abs(self.saved_us), abs(self.predicted_us)
+        if max(saved, predicted) <= noise:
+            return "within the noise"
+        if saved <= noise:
             return "no change"
         if self.saved_us * self.predicted_us < 0:
             return "wrong sign"
-        return "too high" if abs(self.predicted_us) > abs(self.saved_us) else "too low"
+        if abs(saved - predicted) <= max(noise, TOLERANCE * predicted):
+            return "within a third"
+        return "overestimated" if predicted > saved else "underestimated"
 
     @property
     def missed(self) -> bool:
         """Whether the step needs an explanation that a cell measures."""
-        return self.verdict != "within a third"
+        return self.verdict not in ("within a third", "within the noise")
 
     def __str__(self):
         return f"predicted {self._change(self.predicted_us)}, measured {self._change(self.saved_us)}: {self.verdict}"
 
     def _change(self, saved_us):
         """Format a saving as the change of the time: "-12.7 us (-26 %)"."""
-        return f"{-saved_us:+.3g} us ({-saved_us / self.before_us:+.0%})".replace("%)", " %)")
+        change_us = 0.0 - saved_us  # and no negative zero
+        return f"{change_us:+.3g} us ({change_us / self.before_us:+.0%})".replace("%)", " %)")

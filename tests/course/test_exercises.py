@@ -5,6 +5,7 @@ import os
 import pkgutil
 import re
 
+import numpy as np
 import pytest
 
 from moe_numba import simulator
@@ -83,7 +84,9 @@ WRONG = [
     ("align-1", lambda experts: experts, "with 64 experts .* need 32 wavefronts .* without bank conflicts they need 1"),
     ("align-1", lambda experts: experts + 1, "with 7 experts and rows of 8 words, the 32 lanes need 8 wavefronts"),
     ("align-1", lambda experts: 33, r"a row holds 64 counters, but ROW_PITCH\(64\) is 33"),
-    ("align-1", lambda experts: experts + 0.5, r"ROW_PITCH\(64\) is 64.5"),
+    ("align-1", lambda experts: experts + 0.5, r"ROW_PITCH\(64\) is 64.5, which is no integer"),
+    ("align-1", 65, "TypeError: 'int' object is not callable"),
+    ("start-3", 9, "TypeError: 'int' object is not iterable"),
     ("align-1", lambda experts: 1025, r"ROW_PITCH\(64\) is 1025; rows of at most 130 words fit"),
     ("align-1", lambda experts: ..., "not answered yet"),
     ("start-1", no_barrier, "two threads race: .* it needs cuda.syncthreads"),
@@ -127,6 +130,10 @@ def test_the_solution_is_right(name):
     result = found.check(solution)
     assert result.wrong is None and str(result) == f"{name}: right"
     assert "<summary>Hint" in result._repr_html_() and "<summary>Solution" in result._repr_html_()
+
+
+def test_numpy_integers_are_integers():
+    assert exercise("align-1").check(lambda experts: np.int64(experts | 1)).wrong is None
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,7 +41,7 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
         if "data-frame" in (attributes := dict(attributes)):
-            self.frames.append("hidden" in attributes)
+            self.frames.append(attributes.get("display") == "none")
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag

@@ -82,22 +82,25 @@ def test_what_a_step_is_compared_with_must_exist(measured):
     [
         (48.2, 35.5, 16, "within a third"),  # missed by a quarter
         (48.2, 35.5, 12, "within a third"),
-        (48.2, 35.5, 20, "too high"),
-        (48.2, 35.5, 5, "too low"),
+        (48.2, 35.5, 20, "overestimated"),
+        (48.2, 35.5, 5, "underestimated"),
         (20.0, 21.6, 0.4, "wrong sign"),
         (20.0, 18.4, -0.5, "wrong sign"),
         (20.0, 19.9, 4, "no change"),
-        (20.0, 19.9, 0, "within a third"),
-        (20.0, 19.8, 0.2, "within a third"),
-        (20.0, 21.0, 0, "too low"),  # a loss that nobody predicted
+        (20.0, 19.9, 0, "within the noise"),
+        (20.0, 20.0, 0, "within the noise"),
+        (20.0, 19.8, 0.2, "within the noise"),
+        (20.0, 20.3, 0.3, "within the noise"),
+        (20.0, 20.8, 0.1, "wrong sign"),
+        (20.0, 21.0, 0, "underestimated"),  # a loss that nobody predicted
         (20.0, 24.0, -4, "within a third"),  # a loss as predicted
-        (20.0, 24.0, -9, "too high"),
+        (20.0, 24.0, -9, "overestimated"),
     ],
 )
 def test_verdicts(before, after, predicted, verdict):
     judgement = Judgement(before, after, predicted)
     assert judgement.verdict == verdict
-    assert judgement.missed == (verdict != "within a third")
+    assert judgement.missed == (not verdict.startswith("within"))
 
 
 def test_a_close_total_does_not_excuse_a_wrong_change():
@@ -107,6 +110,7 @@ def test_a_close_total_does_not_excuse_a_wrong_change():
 
 def test_the_text_names_both_changes():
     assert str(Judgement(48.2, 35.5, 16)) == "predicted -16 us (-33 %), measured -12.7 us (-26 %): within a third"
+    assert str(Judgement(20.0, 20.0, 0.0)) == "predicted +0 us (+0 %), measured +0 us (+0 %): within the noise"
     assert str(Judgement(20.0, 21.6, 0.4)) == "predicted -0.4 us (-2 %), measured +1.6 us (+8 %): wrong sign"
 
 

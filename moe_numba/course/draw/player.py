@@ -1,6 +1,6 @@
 """Players: pages that step through frames of boxes and arrows, with buttons, arrow keys and a slider, offline.
 
-Viewers that run no scripts show the last frame. `Player.strip` draws some frames beside each other as a figure, which a
+Viewers that run no scripts show the last frame. `Player.strip` draws some frames below each other as a figure, which a
 notebook displays for them.
 """
 
@@ -93,8 +93,9 @@ class Player:
     def _repr_html_(self):
         name = f"player-{uuid.uuid4().hex[:12]}"
         last = len(self.frames) - 1
+        hidden = ' display="none"'
         drawn = "".join(
-            f'<g data-frame="{k}"{"" if k == last else " hidden"}>{"".join(map(_svg, frame.shapes))}</g>'
+            f'<g data-frame="{k}"{hidden if k < last else ""}>{"".join(map(_svg, frame.shapes))}</g>'
             for k, frame in enumerate(self.frames)
         )
         buttons = "".join(
@@ -180,7 +181,6 @@ _STYLE = f"""
 .player .controls {{ display: none; gap: .5em; align-items: center; margin: .4em 0 }}
 .player .controls input {{ flex: 1 }}
 .player p {{ min-height: 3em; margin: .3em 0 }}
-.player [hidden] {{ display: none }}
 .player [data-group] {{ cursor: pointer }}
 .player.picked [data-group]:not(.marked) {{ opacity: .15 }}
 """.strip()
@@ -192,7 +192,7 @@ _SCRIPT = """
   let at = 0, timer = null;
   const show = (k) => {
     at = Math.max(0, Math.min(frames.length - 1, k));
-    frames.forEach((frame, i) => frame.toggleAttribute("hidden", i !== at));
+    frames.forEach((frame, i) => frame.setAttribute("display", i === at ? "inline" : "none"));
     root.querySelector("p").textContent = notes[at];
     root.querySelector(".controls span").textContent = `${at + 1} / ${frames.length}`;
     slider.value = root.dataset.at = at;
@@ -202,6 +202,7 @@ _SCRIPT = """
     first: () => show(0), back: () => show(at - 1), next: () => show(at + 1),
     play: () => {
       play.textContent = "pause";
+      if (at + 1 === frames.length) show(0);
       timer = setInterval(() => at + 1 < frames.length ? show(at + 1) : pause(), 900);
     },
   };

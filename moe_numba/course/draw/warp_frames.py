@@ -12,15 +12,21 @@ def shuffles(events, warp=0, lanes=16, explain=None):
     Parameters
     ----------
     events : list of Event
-        Of a trace of one block.
+        Of a trace of one block, whose shuffles have the default width of 32 lanes.
+    warp : int
     lanes : int
-        The first lanes are shown, at most 16.
+        The first lanes are shown, at most 16; arrows from other lanes are left out.
     explain : callable, optional
         ``explain(number, operation, operand)`` returns the sentence of a frame.
 
     Returns
     -------
     list of Frame, and the width and height of the drawing in pixels.
+
+    Raises
+    ------
+    ValueError
+        ``lanes`` is not 1 to 16, or the warp executes no shuffle.
     """
     if not 1 <= lanes <= 16:
         raise ValueError(f"lanes is {lanes}; 1 to 16 can be shown")
@@ -30,10 +36,10 @@ def shuffles(events, warp=0, lanes=16, explain=None):
     explain = explain or (lambda number, what, operand: f"{what}, operand {operand}")
     frames = []
     for number, (what, values) in enumerate(found):
-        operand = values[0][1]
+        operand = min(values.items())[1][1]  # of the first lane that takes part
         rows = {"before": _ABOVE + _ROW / 2, "received": _BELOW + _ROW / 2, "from lane": _BELOW + _ROW + 12}
         shapes = [Label(4, y, name) for name, y in rows.items()]
-        for lane in range(lanes):
+        for lane in sorted(values.keys() & range(lanes)):
             given, _, result, source = values[lane]
             x, group = _LEFT + _CELL * lane, f"lane {lane}"
             shapes += [Label(x + 20, 12, str(lane), centred=True)]
@@ -55,7 +61,7 @@ def _by_shuffle(events, warp):
             continue
         value, operand = event.details["value"]
         lanes[event.lane] = event.what, value, operand, event.details["result"]
-        if len(lanes) == 32:
+        if len(lanes) == event.details["mask"].bit_count():  # all lanes that the mask names
             what = event.what
             yield (
                 what,

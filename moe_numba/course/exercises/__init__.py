@@ -57,7 +57,7 @@ class Exercise:
 
     def _wrong(self, answer):
         if not _is_kernel(answer):
-            return self.test(answer)
+            return _tested(self.test, answer)
         if simulator.ENABLED:
             return run_kernel(self.name, answer)
         return in_simulator(_run_by_name, self.name, answer.__name__, functions=[answer])
@@ -111,12 +111,17 @@ def _run_by_name(name, kernel):
 
 def run_kernel(name: str, kernel: Any) -> str | None:
     """Test a kernel in the simulator, and detect races; return what is wrong, or None."""
+    with simulator.races():
+        return _tested(exercise(name).test, kernel)
+
+
+def _tested(test, answer):
+    """Return what a test finds; an error that the answer raises is a finding, too."""
     try:
-        with simulator.races():
-            return exercise(name).test(kernel)
+        return test(answer)
     except simulator.SimulatorError as error:
         return f"{_FINDINGS.get(type(error).__name__, 'the simulator refuses it')}: {error}"
-    except Exception as error:  # a mistake such as a wrong name is the reader's, too
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,6 @@
-"""Exercises of the alignment's notebooks."""
+"""Exercises of the notebooks on the alignment (`moe_align_block_size`)."""
+
+from numbers import Integral
 
 from moe_numba.course.exercises import Exercise
 from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
@@ -10,7 +12,9 @@ def _has_no_bank_conflicts(row_pitch):
         words = row_pitch(num_experts)
         if words is ...:
             return "not answered yet: return a number of words"
-        if not isinstance(words, int) or words < num_experts:
+        if not isinstance(words, Integral):
+            return f"ROW_PITCH({num_experts}) is {words}, which is no integer"
+        if words < num_experts:
             return f"a row holds {num_experts} counters, but ROW_PITCH({num_experts}) is {words}"
         if words > 2 * num_experts + 2:
             return f"ROW_PITCH({num_experts}) is {words}; rows of at most {2 * num_experts + 2} words fit"
