@@ -35,6 +35,16 @@ def test_commands_print_what_the_page_says(command, expected, tmp_path):
     assert missing_lines(expected, done.stdout + done.stderr) == [], done.stdout + done.stderr
 
 
+def test_the_program_with_several_gpus(tmp_path):
+    (text,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```", PAGE, re.M | re.S)
+    (tmp_path / "program.py").write_text(text)
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
+    environment |= {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "6\n", done.stderr
+
+
 def test_the_page_has_commands_and_their_check_rejects_other_output():
     assert len(COMMANDS) == 2
     assert missing_lines("6 failed in ...\n", "5 failed in 2 s\n") and not missing_lines(

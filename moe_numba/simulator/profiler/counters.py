@@ -122,8 +122,9 @@ _WAVEFRONTS, _CONFLICTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared", "l1tex__
 
 METRICS = {
     "executions": Metric(
-        "executions of the line by warps: lanes that execute it together count once. A line compiles to any number of "
-        "SASS instructions, so this is no count of instructions; times that number, it estimates Nsight Compute's",
+        "executions of the line by warps: lanes that execute it together count once. A line compiles to several "
+        "SASS instructions, so this is not an instruction count; multiplied by their number (`static.sass_lines`) it "
+        "estimates the metric",
         "smsp__inst_executed.sum",
         lambda line: line.executions,
     ),
@@ -201,7 +202,7 @@ METRICS = {
         _sum("requests", "shared", "atomic"),
     ),
     "contention": Metric(
-        "most lanes of one atomic operation that update the same address",
+        "largest number of lanes of one warp-level atomic operation that update the same address",
         "",
         lambda line: max((accesses.contention for accesses in line.accesses.values()), default=0),
     ),
