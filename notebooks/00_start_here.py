@@ -137,7 +137,7 @@ print("\n".join(doctor.report()))
 
 
 # %% [markdown]
-# ### A lane that does not come
+# ### A lane missing from a shuffle
 #
 # 32 lanes add up 32 numbers. A **shuffle** gives each lane the value that another lane holds. After five of them, over
 # distances 16, 8, 4, 2 and 1, every lane has the sum. The first argument of the shuffle is a mask with a bit for each
@@ -176,7 +176,7 @@ in_simulator(try_missing_lanes)
 # The mistake is repaired by moving the `if`: all lanes shuffle, and those from 24 on bring a zero. Kernels in this
 # course do that wherever a shuffle or a barrier follows: no thread leaves early.
 #
-# ### A barrier that is missing
+# ### A missing barrier
 #
 # 64 threads turn 64 numbers round. Each puts its number into shared memory and takes out the number at the other end.
 # That one was put there by another thread, of the other warp. So all must have put before one may take. That is what
@@ -217,7 +217,7 @@ in_simulator(try_seeds)
 # wrong elements are NaN, because the simulator fills shared memory with poison before the block starts. On a GPU old
 # numbers would lie there. With the barrier every seed gives the right result.
 #
-# ### A count that gets lost
+# ### A lost update
 #
 # Some races need a finer order. Here 64 threads add 1 to the same number. Each reads it, adds, and writes it back. If
 # another thread comes between, one of the two additions is lost. By itself the simulator changes threads only where
@@ -247,10 +247,11 @@ in_simulator(try_preemption)
 #
 # ### The race detector
 #
-# A race may give the right result under every seed that you try. `simulator.races()` does not look at results. It
-# records which accesses are ordered, by a barrier, a fence, or a release that another thread acquires. Two accesses to
-# the same memory that nothing orders are an error, if one of them writes. One run is enough. We run both kernels from
-# above with it; put a kernel of your own in their place.
+# A race may give the right result under every seed that you try. Two unordered accesses to the same memory, at least one
+# of them a write, are a data race. Under `simulator.races()` they are an error even if the result happens to be right.
+# Barriers order accesses, and so does a release that another thread acquires. The detector sees only the code that a
+# run executes, so run every branch, with several inputs. The next cell checks `reverse` and `count_threads`. To check
+# your own kernel, replace them in `runs`.
 
 
 # %%
@@ -275,14 +276,14 @@ in_simulator(detect_races)
 # %% [markdown]
 # Each report names both threads, both lines, the memory, and what would order the two accesses.
 #
-# ### A report per line
+# ### Counters per source line
 #
 # The simulator has no clock, but it can count. The kernel below transposes a matrix of 32 x 32 numbers through shared
 # memory. A warp writes a row of the tile and reads a column. Shared memory has 32 **banks**, and neighbouring 4-byte
 # words lie in neighbouring banks. With 32 words per row, all words of a column lie in the same bank, which serves one
-# of them at a time: a load of a warp takes 32 **wavefronts** in place of one. `simulator.profile()` counts these **bank
-# conflicts** for each line of the source, beside other counters: how often a warp executed the line, how many bytes it
-# moved, how long it waited.
+# word per **wavefront**, so a warp's load takes 32 wavefronts instead of 1 (a 32-way bank conflict).
+# `simulator.profile()` counts these **bank conflicts** for each line of the source, beside other counters: how often a
+# warp executed the line, how many bytes it moved, how long it waited.
 
 
 # %%
@@ -314,7 +315,7 @@ HTML(in_simulator(count_bank_conflicts))
 
 # %% [markdown]
 # The table shows the source of the first run, and its conflicts by line: they are all in the last one, which reads
-# columns. A row of 33 words, of which the last is not used, puts the words of a column into 32 different banks.
+# columns. Padding each row to 33 words puts the words of a column into 32 different banks.
 # `print(profile)` shows all counters; docs/simulator_profile.md explains them.
 #
 # ## 4. How a kernel is started
