@@ -109,6 +109,6 @@ def instruction_mix(
     for name, (kernel, signature, *threads) in kernels.items():
         if not isinstance(kernel, str):
             needed.append(kernel)
-            kernel = getattr(kernel, "py_func", kernel).__name__
+            kernel = kernel.__name__
         requests[name] = (kernel, signature, threads[0] if threads else None, False)
     return InstructionMix(compile_apart(source_with_dependencies(needed), requests, arch))

@@ -31,7 +31,7 @@ class Judgement:
         """One of "within a third", "within the noise", "wrong sign", "no change", "overestimated", "underestimated".
 
         "within the noise": both changes are below it. "no change": a predicted change did not show. The last two speak
-        of the size of a change whose sign was right, or that nobody predicted.
+        of the size of a change whose sign was right, or for which no change was predicted.
         """
         noise = NOISE * self.before_us
         saved, predicted = abs(self.saved_us), abs(self.predicted_us)

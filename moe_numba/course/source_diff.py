@@ -2,11 +2,12 @@
 
 import difflib
 import html
-import inspect
 import re
 from collections.abc import Callable, Iterator
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_numba.course.simulate import source_of
 
 _STYLE = """
 .step-diff pre { font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace; margin: .4em 0; overflow-x: auto }
@@ -65,14 +66,10 @@ def change(old: Callable, new: Callable, context: int = 2) -> Change:
         The two do not differ.
     """
     name = new.__name__
-    made = Change(re.sub(rf"\b{old.__name__}\b", name, _source(old)), _source(new), name, context)
+    made = Change(re.sub(rf"\b{old.__name__}\b", name, source_of(old).rstrip()), source_of(new).rstrip(), name, context)
     if not made.lines:
         raise ValueError(f"{made.name} has the same source as the function that it is compared with")
     return made
-
-
-def _source(function):
-    return inspect.getsource(inspect.unwrap(getattr(function, "py_func", function))).rstrip()
 
 
 def _unified(old: list[str], new: list[str], context: int) -> Iterator[str]:
@@ -90,7 +87,7 @@ def _unified(old: list[str], new: list[str], context: int) -> Iterator[str]:
 
 def diff(old: Callable, new: Callable) -> None:
     """Print the lines in which two functions or kernels differ."""
-    sources = [inspect.getsource(inspect.unwrap(getattr(f, "py_func", f))).splitlines() for f in (old, new)]
+    sources = [source_of(f).splitlines() for f in (old, new)]
     changed = [line for line in difflib.unified_diff(*sources, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")]
     print("\n".join(changed))
 

@@ -34,10 +34,10 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - A kernel that Numba would not compile is refused if its source shows it (`core.compilable`). A loop that polls with
   plain loads is an error (`core.polling`).
 
-`vector` runs the lanes of a block, or of a warp, as NumPy vectors. It gives up kernels with races, errors or anything
-that it does not support; these run again with one greenlet per thread, as do all kernels under `weak_memory`, `trace`,
-`profile` and preemption. `vector.launch.fallbacks` says which and why. Under `races` it gives up whatever is ordered by
-more than barriers, so that threads report each race.
+`vector` runs the lanes of a block, or of a warp, as NumPy vectors. Kernels with races, errors or anything that it does
+not support run again with one greenlet per thread, as do all kernels under `weak_memory`, `trace`, `profile`, `debug`
+and preemption. `vector.launch.fallbacks` lists them with the reasons. Under `races` it accepts only kernels that
+barriers order; threads execute all others and report each race.
 
 Arithmetic is NumPy's. It differs from compiled Numba in five ways, none of which affects kernels that name their types:
 - A Python number takes the type of the NumPy scalar it is combined with. Numba makes it int64 or float64.

@@ -1,7 +1,10 @@
 """Frames of a player from simulator traces: the shuffles of a warp."""
 
 from moe_numba.course.draw.player import Arrow, Box, Frame, Label
+from moe_numba.simulator.core.warp import source_lane
 
+# Numba's name of a shuffle -> its mode; the PTX names, such as shfl.sync.bfly, end with the mode.
+_MODES = {"shfl_sync": "idx", "shfl_xor_sync": "bfly", "shfl_up_sync": "up", "shfl_down_sync": "down"}
 _CELL, _ROW, _LEFT = 44, 34, 64
 _ABOVE, _BELOW = 26, 122  # upper edges of the two rows of lanes
 
@@ -60,28 +63,12 @@ def _by_shuffle(events, warp):
         if event.warp != warp or not event.what.startswith("shfl"):
             continue
         value, operand = event.details["value"]
-        lanes[event.lane] = event.what, value, operand, event.details["result"]
+        lanes[event.lane] = value, operand, event.details["result"]
         if len(lanes) == event.details["mask"].bit_count():  # all lanes that the mask names
-            what = event.what
-            yield (
-                what,
-                {
-                    lane: (value, operand, result, _source(what, lane, operand))
-                    for lane, (_, value, operand, result) in sorted(lanes.items())
-                },
-            )
+            mode = _MODES.get(event.what, event.what.rpartition(".")[2])
+            found = {lane: (*of_lane, source_lane(mode, lane, of_lane[1])) for lane, of_lane in sorted(lanes.items())}
+            yield event.what, found
             lanes = {}
-
-
-def _source(what, lane, operand):
-    mode = what.removesuffix("_sync").rpartition("_")[2]
-    if mode in ("xor", "bfly"):
-        return lane ^ operand
-    if mode == "up":
-        return lane - operand if lane >= operand else lane
-    if mode == "down":
-        return lane + operand if lane + operand < 32 else lane
-    return operand
 
 
 def _short(value):

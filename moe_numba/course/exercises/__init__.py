@@ -7,14 +7,13 @@ folded. A wrong answer raises no error, so that a notebook with all its stubs ru
 
 import html
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from moe_numba import simulator
-from moe_numba.course.simulate import in_simulator
+from moe_numba.course.simulate import in_simulator, source_of
 
 __all__ = ["Exercise", "Result", "exercise"]
 
@@ -76,9 +75,7 @@ class Result:
     __repr__ = __str__
 
     def _repr_html_(self):
-        exercise, solution = self.exercise, self.exercise.solution
-        if not isinstance(solution, str):
-            solution = inspect.getsource(getattr(solution, "py_func", solution)).rstrip()
+        exercise, solution = self.exercise, source_of(self.exercise.solution).rstrip()
         return (
             f'<div class="exercise {"wrong" if self.wrong else "right"}"><style>{_STYLE}</style>'
             f"<b>Exercise {html.escape(exercise.name)}:</b> {html.escape(self.wrong or 'right')}"

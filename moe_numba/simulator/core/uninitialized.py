@@ -1,7 +1,7 @@
 """Reads of global memory that nothing has written since its allocation.
 
 New memory of `cuda.device_array` and, where data races are detected, of `torch.empty` and its relatives is filled with
-poison. A load that still finds poison there has read uninitialised memory. Nothing records who writes, so any way to
+poison. A load that still finds poison there has read uninitialised memory. Writers are not recorded, so any way to
 fill the memory is recognised: a kernel, a torch operation, a NumPy view. The price is that a value that happens to be
 poison (-1 in memory of floats, stored as an integer) counts as uninitialised.
 

@@ -57,6 +57,18 @@ def undefined_value(like):
     return float("nan") if isinstance(like, float) else 0xCDCDCDCD
 
 
+def source_lane(mode, lane, operand, width=32):
+    """Return the lane that `shfl.sync` in a mode reads from; a lane without a source reads its own value."""
+    first = lane & ~(width - 1)
+    if mode == "bfly":
+        source = lane ^ operand
+    elif mode == "idx":
+        source = first | (operand & (width - 1))
+    else:
+        source = lane - operand if mode == "up" else lane + operand
+    return lane if source > first + width - 1 or (mode == "up" and source < first) else source
+
+
 def shuffle(mode, mask, value, operand, width=32, what=None):
     """Read another lane's value: mode "idx", "up", "down" or "bfly" of `shfl.sync`, in segments of `width` lanes."""
     operand = int(operand) & 31
@@ -64,16 +76,7 @@ def shuffle(mode, mask, value, operand, width=32, what=None):
     def finish(values):
         results = {}
         for lane, (own, operand) in values.items():
-            first = lane & ~(width - 1)
-            last = first + width - 1
-            if mode == "bfly":
-                source = lane ^ operand
-            elif mode == "idx":
-                source = first | (operand & (width - 1))
-            else:
-                source = lane - operand if mode == "up" else lane + operand
-            if source > last or (mode == "up" and source < first):
-                source = lane
+            source = source_lane(mode, lane, operand, width)
             results[lane] = values[source][0] if source in values else undefined_value(own)
         return results
 
