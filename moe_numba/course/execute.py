@@ -168,13 +168,28 @@ def progress():
         yield report
 
 
+# Folded cells, which Jupyter shows without their code, keep it below a summary line.
+_TEMPLATE = """
+{%- extends "lab/index.html.j2" -%}
+{%- block input -%}
+{%- if cell.metadata.get("jupyter", {}).get("source_hidden") -%}
+<details class="folded"><summary>code</summary>{{ super() }}</details>
+{%- else -%}{{ super() }}{%- endif -%}
+{%- endblock input -%}
+"""
+
+
 def write_page(notebook, name, out):
     """Write the executed copy, its figures and a self-contained HTML page; return the page's path."""
+    from jinja2 import DictLoader
     from nbconvert import HTMLExporter
 
     out.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, out / f"{name}.ipynb")
-    page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, {"metadata": {"name": name}})
+    exporter = HTMLExporter(
+        embed_images=True, extra_loaders=[DictLoader({"lesson.html.j2": _TEMPLATE})], template_file="lesson.html.j2"
+    )
+    page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
     (out / f"{name}.html").write_text(page)
     figures = out / f"{name}_figures"
     for number, cell in enumerate(code_cells(notebook), start=1):

@@ -63,7 +63,7 @@ class Ladder:
         self.topic, self.check, self.title, self.reference_name = topic, check, title or topic, reference_name
         self.config, self.size, self.root = config or {}, size or {}, root
         self.untimed = "simulator" if simulator.ENABLED else untimed
-        self.rows, self._calls = [], {}
+        self.rows, self.diagnosis, self._calls = [], {}, {}
         self._environment = None
         self.record = records.recorded(topic, gpu, root)
 
@@ -215,12 +215,40 @@ class Ladder:
             times = kernel_times(calls)
             self.rows[-1]["compared_us"] = [round(times[step].median, 3) for step in (before, name)]
 
+    def times(self, name: str, calls: dict[str, Callable | list[Callable]]) -> dict[str, float] | None:
+        """Time kernels that diagnose a step, such as one without its loads, and record them; they are no steps.
+
+        Parameters
+        ----------
+        name : str
+            What the times belong to, unique in the ladder: "phases of 0x1".
+        calls : dict
+            Label -> callable, or a list of callables, one per set of inputs. Their results are not checked.
+
+        Returns
+        -------
+        dict or None
+            Label -> median kernel time in microseconds, all measured interleaved. If nothing is timed each runs once,
+            and the recorded times are returned; None if there are none, or if the GPU cannot run one of them.
+        """
+        self.diagnosis.pop(name, None)
+        if self.untimed:
+            for call in calls.values():
+                (call[0] if isinstance(call, list) else call)()
+            return (self.record or {}).get("diagnosis", {}).get(name)
+        try:
+            measured = kernel_times(calls)
+        except Exception as error:
+            if (reason := why_not_run(error)) is None:
+                raise
+            print(f"{name}: not run: {reason}")
+            return None
+        self.diagnosis[name] = {label: round(stats.median, 3) for label, stats in measured.items()}
+        return self.diagnosis[name]
+
     def gain(self, name: str) -> Judgement | None:
         """Return what a step was predicted to save, and what it saved, now or as recorded; None if it is not known."""
-        row = self.row(name) or {}
-        if "compared_us" not in row:
-            return None
-        return Judgement(*row["compared_us"], row["predicted_gain_us"])
+        return judgement_of(self.row(name) or {})
 
     def line(self, row: dict) -> str:
         """Format one measured step: times, speedups over the previous step and the reference, prediction."""
@@ -304,7 +332,9 @@ class Ladder:
         if self.untimed:
             print(f"not timed ({self.untimed}): no record is written")
             return
-        path = records.write(self.topic, self.rows, sources, self.root, results=results, env=self._environment)
+        path = records.write(
+            self.topic, self.rows, sources, self.root, results=results, env=self._environment, diagnosis=self.diagnosis
+        )
         print(f"{len(self.rows)} rows written to {path}")
 
     def plot(self, *, floor_us: float | None = None, peers: dict[str, float] | None = None):
@@ -339,3 +369,8 @@ class Ladder:
             f"{records.format_us(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row
         ]
         return f"{gpu} recorded{f' ({sizes})' if sizes else ''}: {', '.join(times) or 'no time'}"
+
+
+def judgement_of(row: dict) -> Judgement | None:
+    """Return what the step of a row was predicted to save, and what it saved; None if they were not compared."""
+    return Judgement(*row["compared_us"], row["predicted_gain_us"]) if "compared_us" in row else None

@@ -59,10 +59,11 @@ def ladder_figure(
     caption: str = "",
     reference: str = "torch eager",
 ) -> Picture:
-    """Draw kernel times as horizontal bars, top to bottom in teaching order.
+    """Draw kernel times as horizontal bars, top to bottom in teaching order, or as dots on a logarithmic axis.
 
-    Columns show each step's time and its speedup over the previous step and over ``reference``. Slower steps are grey;
-    those that were rejected, or not run, have no bar. Whiskers span the 10th to 90th percentile.
+    Columns show each step's time and its speedup over the previous step and over ``reference``. Slower steps are grey:
+    those that are marked so, and those that take over 2 % longer than the previous step. Steps that were rejected, or
+    not run, have no mark. Whiskers span the 10th to 90th percentile.
 
     Parameters
     ----------
@@ -76,12 +77,12 @@ def ladder_figure(
         lines = {reference: torch_row["kernel_us"]["median"]} | lines
     with matplotlib.rc_context(STYLE):
         figure, axes = _bars(rows, columns=3)
+        logarithmic = _time_axis(axes, rows, ["kernel_us"], list(lines.values()), "kernel time, µs")
         for y, row in enumerate(rows):
             stats = row.get("kernel_us")
             if stats:
-                colour = PALE if row.get("slower") else ORANGE if row is torch_row else BLUE
-                axes.barh(y, stats["median"], height=0.62, color=colour)
-                _whisker(axes, y, stats)
+                colour = PALE if _is_slower(rows, row) else ORANGE if row is torch_row else BLUE
+                _mark(axes, y, stats, 0.62, logarithmic, color=colour)
             else:
                 reasons = {"refused": "refused: wrong result", "not_run": "not run on this GPU"}
                 why = next((text for key, text in reasons.items() if key in row), "no kernel time")
@@ -96,7 +97,6 @@ def ladder_figure(
                     zorder=4,
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
                 )
-        _time_axis(axes, rows, ["kernel_us"], list(lines.values()), "kernel time, µs")
         number_columns(
             axes,
             rows,
@@ -126,6 +126,8 @@ def bars_figure(
 ) -> Picture:
     """Draw up to three times of each step as bars, one below the other, and as columns of numbers.
 
+    On a logarithmic axis, where the length of a bar means nothing, they are dots.
+
     Parameters
     ----------
     rows : list of dict
@@ -138,14 +140,13 @@ def bars_figure(
     lines = lines or {}
     with matplotlib.rc_context(STYLE):
         figure, axes = _bars(rows, columns=len(columns))
+        logarithmic = _time_axis(axes, rows, list(columns), list(lines.values()), "µs")
         for number, (key, colour) in enumerate(zip(columns, (BLUE, ORANGE, GREEN))):
             offset = (number - (len(columns) - 1) / 2) * 0.76 / len(columns)
             for y, row in enumerate(rows):
                 if key in row:
                     alpha = 0.4 if row.get("slower") else 1
-                    axes.barh(y + offset, row[key]["median"], height=0.68 / len(columns), color=colour, alpha=alpha)
-                    _whisker(axes, y + offset, row[key])
-        _time_axis(axes, rows, list(columns), list(lines.values()), "µs")
+                    _mark(axes, y + offset, row[key], 0.68 / len(columns), logarithmic, color=colour, alpha=alpha)
         texts = {heading: lambda row, key=key: _us(row.get(key)) for key, heading in columns.items()}
         number_columns(axes, rows, texts, colours=(BLUE, BROWN, GREEN))
         levels = vertical_lines(figure, axes, lines)
@@ -233,7 +234,10 @@ def _finish(figure, axes, title, caption, rows, levels):
 
 
 def _time_axis(axes, rows, keys, more, label):
-    """Scale the axis linearly from zero, or logarithmically if the values span more than a factor of ten."""
+    """Scale the axis linearly from zero, or logarithmically if the values span more than a factor of ten.
+
+    Returns whether it is logarithmic.
+    """
     stats = [row[key] for row in rows for key in keys if key in row]
     low, high = min([s["median"] for s in stats] + more, default=1), max([s["p90"] for s in stats] + more, default=1)
     if high > 10 * low:
@@ -243,9 +247,15 @@ def _time_axis(axes, rows, keys, more, label):
     else:
         axes.set_xlim(0, high * 1.05)
     axes.set_xlabel(label)
+    return high > 10 * low
 
 
-def _whisker(axes, y, stats):
+def _mark(axes, y, stats, height, logarithmic, **style):
+    """Draw a median as a bar, or as a dot on a logarithmic axis, with a whisker."""
+    if logarithmic:
+        axes.plot([stats["median"]], [y], "o", markersize=12 * height, **style)
+    else:
+        axes.barh(y, stats["median"], height=height, **style)
     axes.plot([stats["p10"], stats["p90"]], [y, y], color=INK, linewidth=0.9, alpha=0.7, solid_capstyle="butt")
 
 

@@ -172,17 +172,21 @@ def write(
     *,
     results: Path | str | None = None,
     env: dict | None = None,
+    diagnosis: dict[str, dict[str, float]] | None = None,
 ) -> Path:
     """Write a record and return its path, ``docs/results/<gpu>/<topic>.json``.
 
     With ``MOE_NUMBA_ARCH=80`` the folder is ``<gpu>-sm80``, so that times of the paths for another GPU replace none.
-    ``results`` replaces ``docs/results``. Raises ``ValueError`` for invalid rows and without a GPU.
+    ``results`` replaces ``docs/results``. ``diagnosis`` holds times of kernels that are no steps, such as a step without
+    one of its phases: ``{name: {label: microseconds}}``. Raises ``ValueError`` for invalid rows and without a GPU.
     """
     env = env or environment()
     if env["gpu"] == SIMULATOR:
         raise ValueError("records are not written without a GPU: the simulator measures no times")
     results = Path(results) if results is not None else repository(root) / "docs" / "results"
     record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
+    if diagnosis:
+        record["diagnosis"] = diagnosis
     if wrong := invalid(record):
         raise ValueError("; ".join(wrong))
     other = capability.requested()
