@@ -73,7 +73,8 @@ def _unexplained(notebook, record):
         judgement = judgement_of(row)
         if judgement is None or not judgement.missed:
             continue
-        steps = [n for n, cell in enumerate(cells) if cell.cell_type == "code" and _names_step(cell.source, row["step"])]
+        code = [number for number, cell in enumerate(cells) if cell.cell_type == "code"]
+        steps = [number for number in code if _names_step(cells[number].source, row["step"])]
         if not steps:
             yield f"no cell has the step {row['step']!r} of the record"
         elif not _explains(cells[steps[-1] + 1 :]):

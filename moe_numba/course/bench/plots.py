@@ -259,6 +259,11 @@ def _mark(axes, y, stats, height, logarithmic, **style):
     axes.plot([stats["p10"], stats["p90"]], [y, y], color=INK, linewidth=0.9, alpha=0.7, solid_capstyle="butt")
 
 
+def _is_slower(rows, row):
+    before = (previous_step(rows, row) or {}).get("kernel_us")
+    return bool(row.get("slower") or (before and row["kernel_us"]["median"] > 1.02 * before["median"]))
+
+
 def _us(stats):
     return stats and format_us(stats["median"])
 
