@@ -177,8 +177,9 @@ def write(
     """Write a record and return its path, ``docs/results/<gpu>/<topic>.json``.
 
     With ``MOE_NUMBA_ARCH=80`` the folder is ``<gpu>-sm80``, so that times of the paths for another GPU replace none.
-    ``results`` replaces ``docs/results``. ``diagnosis`` holds times of kernels that are no steps, such as
-    those of a step without one of its phases: ``{name: {label: microseconds}}``. Raises ``ValueError`` for invalid rows and without a GPU.
+    ``results`` replaces ``docs/results``. ``diagnosis`` holds times of kernels that are no steps, such as those of a
+    step without one of its phases: ``{name: {label: microseconds}}``. Raises ``ValueError`` for invalid rows and
+    without a GPU.
     """
     env = env or environment()
     if env["gpu"] == SIMULATOR:
