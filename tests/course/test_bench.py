@@ -18,6 +18,7 @@ from moe_numba import doctor, simulator
 from moe_numba.course import ladder
 from moe_numba.course.bench import Stats, plots, records, timing
 from moe_numba.course.ladder import Ladder, WrongResult
+from moe_numba.runtime.device import UnsupportedDeviceError
 
 
 @pytest.fixture
@@ -291,6 +292,32 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     assert "measured now on NVIDIA H200" in all_text(figure) and "speed of light 2.00" in all_text(figure)
 
 
+def test_diagnostic_times_are_recorded_beside_the_steps(measured, tmp_path, capsys, monkeypatch):
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "kernel.py").write_text("")
+    steps = Ladder("gate", check, root=tmp_path)
+    steps.step("pointers", Step(RIGHT, 48.0))
+    assert steps.times("phases", {"loads": Step(None, 30.5), "all": Step(None, 48.0)}) == {"loads": 30.5, "all": 48.0}
+    steps.save(["kernel.py"])
+    record = records.read("gate", root=tmp_path)
+    assert record["diagnosis"] == {"phases": {"loads": 30.5, "all": 48.0}} and len(record["rows"]) == 1
+    monkeypatch.setattr(simulator, "ENABLED", True)
+    steps, loads = Ladder("gate", check, root=tmp_path), Step(None, 1.0)
+    assert steps.times("phases", {"loads": loads, "of each set": [loads, loads]}) == record["diagnosis"]["phases"]
+    assert loads.runs == 2, "each kernel runs once, and of several sets of inputs the first"
+    assert steps.times("unknown", {}) is None
+
+
+def test_diagnostic_kernels_that_a_gpu_cannot_run_have_no_times(measured, monkeypatch, capsys):
+    def refuse(named):
+        raise UnsupportedDeviceError("loads needs compute capability 9.0")
+
+    steps = Ladder("gate", check)
+    monkeypatch.setattr(ladder, "kernel_times", refuse)
+    assert steps.times("phases", {"loads": Step(None, 1.0)}) is None and steps.diagnosis == {}
+    assert "phases: not run: loads needs compute capability 9.0" in capsys.readouterr().out
+
+
 # The figures
 
 
@@ -333,14 +360,18 @@ def test_ladder_figure_shows_times_and_ratios(lines):
     assert "refused: wrong result" in shown and "no kernel time" in shown and "torch eager 178" in shown
     for number in ("6.90", "4.5", "26"):  # us, x previous (the slower step does not count), x torch
         assert number in shown.splitlines()
-    colours = [matplotlib.colors.to_hex(bar.get_facecolor()).upper() for bar in axes.patches]
-    assert colours == [plots.ORANGE, plots.BLUE, plots.BLUE, plots.PALE, plots.BLUE]
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [dot.get_color() for dot in dots] == [plots.ORANGE, plots.BLUE, plots.BLUE, plots.PALE, plots.BLUE]
+    assert not axes.patches, "the length of a bar on a logarithmic axis means nothing"
 
 
-def test_ladder_figure_is_linear_within_a_factor_of_ten():
-    rows = some_rows(low=20.0)[1:]
+def test_ladder_figure_has_bars_from_zero_within_a_factor_of_ten():
+    rows = [*some_rows(low=20.0)[1:], records.row("longer again", kernel=Stats(21.0, 20.0, 22.0))]
     figure = plots.ladder_figure(rows, lines={"triton": 50.0}, caption=CAPTION)
-    assert figure.axes[0].get_xscale() == "linear" and misplaced(figure) == []
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "linear" and axes.get_xlim()[0] == 0 and misplaced(figure) == []
+    colours = [matplotlib.colors.to_hex(bar.get_facecolor()).upper() for bar in axes.patches]
+    assert colours == [plots.BLUE, plots.BLUE, plots.PALE, plots.BLUE, plots.PALE], "a longer step is grey"
 
 
 def test_split_figure_has_no_overlapping_text():

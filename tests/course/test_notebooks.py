@@ -75,7 +75,7 @@ print("run in", Path.cwd())
 plt.plot([1, 2])
 plt.show()
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 1 + 1
 """
 ABOUT = {"gpu": "NVIDIA H200", "driver": "1", "versions": {}, "commit": "c", "date": "2026-01-01T00:00:00Z"}
@@ -127,6 +127,7 @@ def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
     assert f"{repository}/build/01_small.html" in done.stdout
     page = (repository / "build" / "01_small.html").read_text()
     assert "data:image/png;base64" in page and "A small notebook" in page
+    assert page.count('<details class="folded">') == 1, "a folded cell keeps its code below a summary line"
     assert [path.name for path in (repository / "build" / "01_small_figures").iterdir()] == ["cell_02_0.png"]
     page = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
     assert "run in notebooks" in executed.code_cells(page)[0].outputs[0].text  # not the absolute path

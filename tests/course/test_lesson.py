@@ -1,0 +1,84 @@
+"""The checks of a lesson's format accept a lesson that keeps the rules, and find each rule that one breaks."""
+
+import pytest
+
+from moe_numba.course import executed, lesson
+
+HEAD = "# ---\n# jupyter:\n#   jupytext:\n#     formats: ipynb,py:percent\n# ---\n\n"
+PROSE = "# %% [markdown]\n"
+CODE = "# %%\n"
+STEP = 'ladder.step("wide loads", run, after="pointers", predicted_gain_us=16.0)\n'
+MISSED = {"rows": [{"step": "wide loads", "compared_us": [48.2, 45.5], "predicted_gain_us": 16.0}]}
+HIT = {"rows": [{"step": "wide loads", "compared_us": [48.2, 33.5], "predicted_gain_us": 16.0}]}
+EXPLANATION = PROSE + "# **Explanation.** Loads alone:\n\n" + CODE + 'ladder.times("loads", {"loads": loads_only})\n'
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text):
+        path = tmp_path / "01_small.py"
+        path.write_text(HEAD + text)
+        return executed.read(path)
+
+    return read
+
+
+def test_a_good_lesson_has_no_problems(read):
+    notebook = read(PROSE + "# ### Step 7: 16-byte loads\n#\n# > 36 us before\n\n" + CODE + STEP + "\n" + EXPLANATION)
+    assert lesson.problems(notebook, MISSED) == []
+    assert lesson.size(notebook) == {"words": 12, "cells": 4, "visible code lines": 2, "exercises": 0}
+
+
+@pytest.mark.parametrize(
+    "text", ["It takes 8 us.", "by 5.5 %", "moves 4,300 GB/s", "a gain of 12% here", "16-25 µs", "3 microseconds later"]
+)
+def test_typed_measurements_are_found(read, text):
+    (problem,) = lesson.problems(read(PROSE + f"# {text}\n"))
+    assert "typed measurement" in problem
+
+
+@pytest.mark.parametrize(
+    "text", ["32 lanes, 16 bytes each", "> 8 us, says the article", "128 GB of memory", "{us:.1f} us"]
+)
+def test_numbers_that_are_no_measurements_are_accepted(read, text):
+    assert lesson.problems(read(PROSE + f"# {text}\n")) == []
+
+
+def test_long_notebooks_and_cells_are_found(read):
+    words = read(PROSE + "# word\n" * (lesson.MAX_WORDS + 1))
+    assert lesson.problems(words) == [f"{lesson.MAX_WORDS + 1} words; at most {lesson.MAX_WORDS}"]
+    long = "x = 1\n" * (lesson.MAX_CELL_LINES + 1)
+    (problem,) = lesson.problems(read(CODE + long))
+    assert "a cell of 41 lines" in problem
+    assert lesson.problems(read(f"{lesson.FOLDED}\n{long}")) == [], "a folded cell may be longer"
+    lines = (CODE + "x = 1\n" * 30 + "\n") * 17
+    assert lesson.problems(read(lines)) == [f"510 visible code lines; at most {lesson.MAX_CODE_LINES}"]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "",
+        PROSE + "# **Explanation.** The cache.\n",  # measures nothing
+        CODE + "ladder.times('loads', {})\n",  # explains nothing
+        PROSE + "# ### Step 8\n\n" + EXPLANATION,  # another step's
+    ],
+)
+def test_a_missed_prediction_needs_an_explanation_that_is_measured(read, rest):
+    notebook = read(CODE + STEP + "\n" + rest)
+    (problem,) = lesson.problems(notebook, MISSED)
+    assert "wide loads" in problem and "overestimated" in problem
+    assert lesson.problems(notebook, HIT) == lesson.problems(notebook, None) == []
+
+
+def test_a_recorded_step_without_a_cell_is_found(read):
+    (problem,) = lesson.problems(read(CODE + "x = 1\n"), MISSED)
+    assert "no cell has the step 'wide loads'" in problem
+
+
+def test_command_line_reports_problems(read, tmp_path, capsys):
+    read(PROSE + "# It takes 8 us.\n")
+    assert lesson.main([str(tmp_path / "01_small.py")]) == 1
+    assert "typed measurement" in capsys.readouterr().out
+    read(CODE + "%pip install x\n")
+    assert lesson.main([str(tmp_path / "01_small.py")]) == 0
