@@ -82,6 +82,13 @@ def test_wrong_frames_are_refused(made, message):
         Player(made, 200, 60, "x")
 
 
+def test_a_player_can_be_sent_as_json():
+    shapes = [Box(0, 0, 9, 9, "b", "done", "g"), Arrow(0, 0, 5, 5, "g"), Label(3, 3, "l", centred=True)]
+    sent = Player([*frames(), Frame("last", shapes)], 200, 60, "x")
+    received = Player.from_dict(json.loads(json.dumps(sent.as_dict())))
+    assert received.as_dict() == sent.as_dict() and received.frames[-1].shapes == shapes
+
+
 def test_a_strip_shows_the_chosen_frames():
     figure = Player(frames(), 300, 60, "three moments").strip([0, 2])
     words = [text.get_text() for text in figure.axes[0].texts]

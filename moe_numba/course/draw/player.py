@@ -8,7 +8,8 @@ import html
 import json
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from moe_numba.course.bench.style import BLUE, GREEN, GREY, ORANGE, WIDTH
 from moe_numba.course.draw.canvas import arrow, box, canvas, text
@@ -62,6 +63,9 @@ class Frame:
     shapes: Sequence[Box | Arrow | Label] = field(default_factory=tuple)
 
 
+_SHAPES = {"Box": Box, "Arrow": Arrow, "Label": Label}
+
+
 class Player:
     """Steps through frames; notebooks display it, ``str`` is a whole page.
 
@@ -84,6 +88,17 @@ class Player:
                 raise ValueError(f"kind is {shape.kind!r}; it must be one of {', '.join(COLOURS)}")
             if not (0 <= shape.x <= width - shape.width and 0 <= shape.y <= height - shape.height):
                 raise ValueError(f"{shape} is outside the drawing of {width} x {height} pixels")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the player as plain values, which `in_simulator` can return from another process."""
+        frames = [(frame.note, [(type(s).__name__, asdict(s)) for s in frame.shapes]) for frame in self.frames]
+        return {"frames": frames, "width": self.width, "height": self.height, "title": self.title}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Player":
+        """Return the player that `as_dict` described."""
+        frames = [Frame(note, [_SHAPES[kind](**fields) for kind, fields in shapes]) for note, shapes in values["frames"]]
+        return cls(frames, values["width"], values["height"], values["title"])
 
     def __str__(self):
         head = f'<meta charset="utf-8"><title>{html.escape(self.title)}</title>'
