@@ -97,7 +97,8 @@ class Player:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Player":
         """Return the player that `as_dict` described."""
-        frames = [Frame(note, [_SHAPES[kind](**fields) for kind, fields in shapes]) for note, shapes in values["frames"]]
+        of = lambda shapes: [_SHAPES[kind](**fields) for kind, fields in shapes]
+        frames = [Frame(note, of(shapes)) for note, shapes in values["frames"]]
         return cls(frames, values["width"], values["height"], values["title"])
 
     def __str__(self):
