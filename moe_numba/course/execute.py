@@ -10,6 +10,7 @@ import asyncio
 import base64
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import textwrap
@@ -192,6 +193,7 @@ def write_page(notebook, name, out):
     page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
     (out / f"{name}.html").write_text(page)
     figures = out / f"{name}_figures"
+    shutil.rmtree(figures, ignore_errors=True)  # of an earlier execution
     for number, cell in enumerate(code_cells(notebook), start=1):
         for place, output in enumerate(cell.outputs):
             for kind, ending in (("image/svg+xml", "svg"), ("image/png", "png")):

@@ -121,6 +121,9 @@ def command(repository, *arguments):
 
 
 def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
+    old = repository / "build" / "01_small_figures" / "cell_09_0.png"
+    old.parent.mkdir(parents=True)
+    old.touch()
     done = command(repository, "execute", "--out", str(repository / "build"))
     assert done.returncode == 0, done.stderr
     assert "01_small  cell 2/3  'Step 1: a figure [in brackets]'" in done.stderr
