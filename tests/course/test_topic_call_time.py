@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.bench_topics import ABOUT
-from helpers.figures import misplaced
+from helpers.figures import marks, misplaced
 
 from moe_numba import moe_align_block_size
 from moe_numba.course import readme
@@ -299,7 +299,7 @@ def test_the_figure_shows_each_function_and_two_torch_calls():
     assert misplaced(figure) == []
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [*FUNCTIONS, "Buffer.combine"]
-    assert len(axes.patches) == 3 * len(FUNCTIONS) + 1
+    assert len(marks(axes)) == 3 * len(FUNCTIONS) + 1
     shown = [text.get_text() for text in axes.texts]
     assert {"torch.sigmoid 7.20", "torch.empty, twice 6.80", "call", "out=", "prepared", "4.70"} <= set(shown)
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.bench_topics import ABOUT, patch_topic
-from helpers.figures import misplaced
+from helpers.figures import marks, misplaced
 
 from moe_numba import simulator
 from moe_numba.course import readme
@@ -200,13 +200,13 @@ def test_on_an_a100_the_table_has_torch_alone(record):
     assert older_gpus.figures(record)
 
 
-def test_the_figure_has_a_bar_per_path(record):
+def test_the_figure_has_a_mark_per_path(record):
     (figure,) = older_gpus.figures(record).values()
     assert misplaced(figure) == []
     (axes,) = figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert len(labels) == 13 + 5 and labels[0] == "group_gemm_bf16, 8192 x 8192 x 8192"
-    assert len(axes.patches) == 2 * 18 + 1
+    assert len(marks(axes)) == 2 * 18 + 1
     assert {"path of 8.0", "path of 9.0", "torch.mm", "2500", "1750"} <= {text.get_text() for text in axes.texts}
 
 

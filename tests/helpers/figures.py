@@ -13,6 +13,11 @@ def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts if text.get_text()]
 
 
+def marks(axes):
+    """Return the bars of a figure of times, or the dots that replace them on a logarithmic axis."""
+    return [*axes.patches, *(line for line in axes.lines if line.get_marker() == "o")]
+
+
 def labelled(figure, label):
     """Return the shapes and lines with a label."""
     artists = figure.axes[0].patches + figure.axes[0].lines
