@@ -253,7 +253,7 @@ def _time_axis(axes, rows, keys, more, label):
 def _mark(axes, y, stats, height, logarithmic, **style):
     """Draw a median as a bar, or as a dot on a logarithmic axis, with a whisker."""
     if logarithmic:
-        axes.plot([stats["median"]], [y], "o", markersize=12 * height, **style)
+        axes.plot([stats["median"]], [y], "o", markersize=max(5, 12 * height), **style)
     else:
         axes.barh(y, stats["median"], height=height, **style)
     axes.plot([stats["p10"], stats["p90"]], [y, y], color=INK, linewidth=0.9, alpha=0.7, solid_capstyle="butt")
