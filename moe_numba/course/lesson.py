@@ -20,7 +20,7 @@ FOLDED = '# %% jupyter={"source_hidden": true} tags=["hide-input"]'  # how a sou
 _UNIT = r"(?:us|µs|ms|ns|microseconds?|milliseconds?|%|percent|[GTM]B/s|TFLOP/s)"
 _MEASUREMENT = re.compile(rf"\d(?:[\d.,]*\d)?\s*{_UNIT}(?![\w/])")
 _EXPLANATION = "**Explanation"
-_MEASURES = {"times", "instruction_mix", "in_simulator", "profile", "access_report", "step", "phases"}
+_MEASURES = {"times", "instruction_mix", "in_simulator", "profile", "step", "phases"}
 
 
 def size(notebook) -> dict[str, int]:
@@ -69,11 +69,11 @@ def _typed_measurements(notebook):
 def _unexplained(notebook, record):
     """Find steps whose predicted gain was missed, and which no cell explains before the next heading."""
     cells = notebook.cells
+    code = [number for number, cell in enumerate(cells) if cell.cell_type == "code"]
     for row in record["rows"] if record else ():
         judgement = judgement_of(row)
         if judgement is None or not judgement.missed:
             continue
-        code = [number for number, cell in enumerate(cells) if cell.cell_type == "code"]
         steps = [number for number in code if _names_step(cells[number].source, row["step"])]
         if not steps:
             yield f"no cell has the step {row['step']!r} of the record"

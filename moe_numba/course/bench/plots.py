@@ -24,6 +24,7 @@ from moe_numba.course.bench.style import (
     WIDTH,
     Picture,
 )
+from moe_numba.course.prediction import NOISE
 
 
 def save(figure: Figure, path: Path | str) -> list[Path]:
@@ -261,7 +262,7 @@ def _mark(axes, y, stats, height, logarithmic, **style):
 
 def _is_slower(rows, row):
     before = (previous_step(rows, row) or {}).get("kernel_us")
-    return bool(row.get("slower") or (before and row["kernel_us"]["median"] > 1.02 * before["median"]))
+    return bool(row.get("slower") or (before and row["kernel_us"]["median"] > (1 + NOISE) * before["median"]))
 
 
 def _us(stats):

@@ -124,10 +124,15 @@ def file_name(path):
     return "cell" if "ipykernel_" in os.path.dirname(path) else os.path.basename(path)
 
 
+def format_place(code, line):
+    """Format a place in the source: function, file and line."""
+    return f"{code.co_name}, {file_name(code.co_filename)}:{line}"
+
+
 def location_of(code, instruction):
     """Format where an instruction of a code object stands: function, file and line."""
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
-    return f"{code.co_name}, {file_name(code.co_filename)}:{line}"
+    return format_place(code, line)
 
 
 def source_location(frame):
@@ -135,7 +140,7 @@ def source_location(frame):
     frame = kernel_frame(frame)
     if frame is None:
         return "its first line"
-    return f"{frame.f_code.co_name}, {file_name(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return format_place(frame.f_code, frame.f_lineno)
 
 
 def wait_report(threads, limit=8):

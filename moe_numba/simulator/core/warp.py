@@ -57,15 +57,19 @@ def undefined_value(like):
     return float("nan") if isinstance(like, float) else 0xCDCDCDCD
 
 
+def unbounded_source(mode, lane, operand, first, width):
+    """Return the lane that a mode names, also outside the segment that begins at ``first``; numbers or arrays."""
+    if mode == "bfly":
+        return lane ^ operand
+    if mode == "idx":
+        return first | (operand & (width - 1))
+    return lane - operand if mode == "up" else lane + operand
+
+
 def source_lane(mode, lane, operand, width=32):
     """Return the lane that `shfl.sync` in a mode reads from; a lane without a source reads its own value."""
     first = lane & ~(width - 1)
-    if mode == "bfly":
-        source = lane ^ operand
-    elif mode == "idx":
-        source = first | (operand & (width - 1))
-    else:
-        source = lane - operand if mode == "up" else lane + operand
+    source = unbounded_source(mode, lane, operand, first, width)
     return lane if source > first + width - 1 or (mode == "up" and source < first) else source
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
-from moe_numba.simulator.core.errors import file_name, is_internal_file
+from moe_numba.simulator.core.errors import is_internal_file
 from moe_numba.simulator.profiler.control_flow import belongs_to_kernel
 
 
@@ -75,11 +75,6 @@ def frames_of_error(error):
         frames.append(tb.tb_frame)
         tb = tb.tb_next
     return (None, []) if thread is None else (thread, frames[::-1])
-
-
-def format_place(code, line):
-    """Format a place in the source: function, file and line."""
-    return f"{code.co_name}, {file_name(code.co_filename)}:{line}"
 
 
 def source_line(path, number):

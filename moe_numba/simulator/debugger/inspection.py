@@ -3,16 +3,8 @@
 import linecache
 import os
 
-from moe_numba.simulator.core.errors import format_ranges
-from moe_numba.simulator.debugger.frames import (
-    CommandError,
-    describe,
-    evaluate,
-    format_place,
-    parse_count,
-    show,
-    source_line,
-)
+from moe_numba.simulator.core.errors import format_place, format_ranges
+from moe_numba.simulator.debugger.frames import CommandError, describe, evaluate, parse_count, show, source_line
 
 _MOST_GROUPS = 40  # lines of `info threads`
 

@@ -10,7 +10,8 @@ import numpy as np
 from moe_numba.simulator.async_ import tensor_map
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
-from moe_numba.simulator.debugger.frames import CommandError, Hit, block_at, format_place
+from moe_numba.simulator.core.errors import format_place
+from moe_numba.simulator.debugger.frames import CommandError, Hit, block_at
 
 
 class Watchpoint:

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from moe_numba.simulator.core.warp import FULL_MASK, undefined_value
+from moe_numba.simulator.core.warp import FULL_MASK, unbounded_source, undefined_value
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lanes import truth
@@ -69,12 +69,7 @@ def _compute_sources(number, mode, operand, width):
     lane, base = number & 31, number & ~31
     first = lane & ~(width - 1)
     last = first + width - 1
-    if mode == "bfly":
-        source = lane ^ operand
-    elif mode == "idx":
-        source = first | (operand & (width - 1))
-    else:
-        source = lane - operand if mode == "up" else lane + operand
+    source = unbounded_source(mode, lane, operand, first, width)
     outside = (source > last) | (source < first if mode == "up" else False)
     return base + np.where(outside, lane, source)
 
