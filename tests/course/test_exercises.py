@@ -98,6 +98,10 @@ WRONG = [
     ("start-2", no_guard, r"an index is out of bounds: .* index 25\d "),
     ("start-2", first_block_only, "of 256 numbers 85 are positive; the kernel counts 21"),
     ("start-3", (4.5, 6), "as long as the slower of the host and the GPU"),
+    ("start-4", lambda a, b: not ((a - b).abs() > 1e-3).any(), "never written: it is still NaN"),
+    ("start-4", lambda a, b: bool((a == b).all()), "rejects a result whose largest error is 0.0001"),
+    ("start-4", lambda a, b: bool((a - b <= 1e-3).all()), "accepts a result that is too small"),
+    ("start-4", lambda a, b: True, "accepts a result of which one element is wrong by 1"),
     ("start-3", (9, ...), "not answered yet: the answer is two times in microseconds"),
 ]
 

@@ -1,6 +1,7 @@
 """Exercises of notebook 00."""
 
 import numpy as np
+import torch
 
 from moe_numba import simulator  # noqa: F401  before numba
 
@@ -54,6 +55,27 @@ def _times_per_call(answer):
     return "each call takes as long as the slower of the host and the GPU: compare the two after each change"
 
 
+def all_close(result, wanted):
+    return bool(((result - wanted).abs() <= 1e-3).all())  # "not any(... > 1e-3)" would accept NaN
+
+
+def _rejects(check):
+    wanted = torch.arange(8.0)
+    wrong = wanted.clone()
+    wrong[5] += 1
+    unwritten = wanted.clone()
+    unwritten[7] = float("nan")
+    if not check(wanted + 1e-4, wanted):
+        return "it rejects a result whose largest error is 0.0001"
+    if check(wrong, wanted):
+        return "it accepts a result of which one element is wrong by 1"
+    if check(wrong - 2, wanted):
+        return "it accepts a result that is too small"
+    if check(unwritten, wanted):
+        return "it accepts a result of which one element was never written: it is still NaN, and NaN > 0.001 is False"
+    return None
+
+
 EXERCISES = {
     1: Exercise(
         "a kernel that reverses 64 numbers through shared memory",
@@ -70,7 +92,13 @@ EXERCISES = {
     3: Exercise(
         "two times in microseconds",
         _times_per_call,
-        "Draw the host's calls and the GPU's kernels in two rows, as in the timeline.",
+        "Draw the host's calls and the GPU's kernels in two rows, as in the figure of consecutive calls.",
         "(9, 6)  # halving the kernel gains nothing: the GPU waits for the host",
+    ),
+    4: Exercise(
+        "a function of a result and the wanted tensor that returns whether all elements are within 0.001",
+        _rejects,
+        "Comparisons with NaN are false. Ask whether every error is small, not whether any is large.",
+        all_close,
     ),
 }
