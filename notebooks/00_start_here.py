@@ -43,6 +43,7 @@ from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw.call_timeline import call_timeline
 from moe_numba.course.draw.player import Player
+from moe_numba.course.draw.shared_memory_frames import shared_accesses
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
@@ -156,6 +157,34 @@ exercise("start-1").check(reverse)
 # memory that nothing orders, at least one of which is a write. The message names both threads, both lines, the memory,
 # and what would order the accesses.
 #
+# The player steps through one order of the accesses, for 8 threads without the barrier. Use its buttons or the arrow keys.
+
+
+# %%
+@cuda.jit
+def reverse_8(x, out):
+    tile = cuda.shared.array(8, float32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    out[i] = tile[7 - i]
+
+
+def race():
+    with simulator.seed(1), simulator.trace(accesses=True) as events:
+        reverse_8[1, 8](np.arange(8, dtype=np.float32), np.zeros(8, np.float32))
+    return Player(*shared_accesses(events, 8, 8), "Reversing 8 numbers without a barrier").as_dict()
+
+
+player = Player.from_dict(in_simulator(race))
+player
+
+# %% [markdown]
+# Viewers that run no scripts, such as GitHub's, show these steps instead:
+
+# %%
+player.strip([0, 1, 7])
+
+# %% [markdown]
 # ### Atomic operations
 #
 # When many threads update one element, each must read, modify and write it as one indivisible step, an **atomic**
@@ -183,7 +212,7 @@ exercise("start-2").check(count_positive)
 # and 16, leave the maximum of all 32 lanes in every lane: a **butterfly reduction**. The mask has a bit for each lane that
 # takes part; all of these lanes must execute the shuffle.
 #
-# The player steps through a simulated run. Click on a lane to follow its value; the arrow keys work as well.
+# The player steps through a simulated run. Click on a lane to follow its value.
 
 
 # %%
@@ -208,7 +237,7 @@ player = Player.from_dict(in_simulator(butterfly))
 player
 
 # %% [markdown]
-# Viewers that run no scripts, such as GitHub's, show this strip of three of the shuffles instead:
+# Three of the five shuffles, for viewers that run no scripts:
 
 # %%
 player.strip([0, 1, 3])
