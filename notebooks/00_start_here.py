@@ -22,10 +22,16 @@
 # This notebook introduces what the others assume: how a kernel is launched, what threads, warps, CTAs and memory spaces
 # are, how the simulator finds mistakes, and how times are measured. You need Python and some torch, but no CUDA.
 #
-# On Colab or Kaggle, install the package first; on your own computer the project's README says how.
+# On Colab or Kaggle, clone the repository and open this notebook in it: the first cell installs the package.
 
 # %%
-# %pip install -q "moe_numba[cu12,notebooks]"   # Colab and Kaggle: remove the first "#" of this line
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("moe_numba") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "..[cu12,notebooks]"], check=True)
+
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
