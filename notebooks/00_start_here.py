@@ -14,15 +14,16 @@
 # %% [markdown]
 # # Start here
 #
-# A mixture-of-experts (MoE) layer sends each token to a few of many small networks, the **experts**. Routing the tokens,
-# sorting them by expert, exchanging them between GPUs and multiplying them takes a handful of GPU kernels. This course
-# builds these kernels in Python with Numba CUDA. Each notebook starts from a torch reference and ends with the kernel that
-# the package `moe_numba` ships.
+# A mixture-of-experts (MoE) layer sends each token to a few of many small networks, the **experts**. Choosing the experts,
+# sorting the tokens by expert, sending them to the GPUs that hold their experts, and multiplying them by the experts'
+# weights takes a handful of GPU kernels. This course builds these kernels in Python with Numba CUDA. Most notebooks start
+# from a torch reference and end with the kernel that the package `moe_numba` ships.
 #
 # This notebook introduces what the others assume: how a kernel is launched, what threads, warps, CTAs and memory spaces
 # are, how the simulator finds mistakes, and how times are measured. You need Python and some torch, but no CUDA.
 #
-# On Colab or Kaggle, clone the repository and open this notebook in it: the first cell installs the package.
+# On Colab or Kaggle, clone the repository first (`!git clone` with its address, then `%cd moe_numba/notebooks`). The next
+# cell then installs the package.
 
 # %%
 import importlib.util
@@ -30,11 +31,15 @@ import subprocess
 import sys
 
 if importlib.util.find_spec("moe_numba") is None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "..[cu12,notebooks]"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", "..[cu12,notebooks]"], check=True)
+    sys.path.insert(0, "..")  # this process does not see a package that is installed while it runs
 
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
+
+# %% [markdown]
+# `moe_numba.course` holds this course's helpers for figures, timing and exercises; each is explained where it is used.
 
 # %%
 import numpy as np
@@ -61,25 +66,27 @@ from moe_numba.runtime.launch import launch
 # %% [markdown]
 # ## What you will build
 #
-# Kernel times of the package's final kernels, next to the fastest other implementation, from the recorded benchmarks:
+# A token passes through the layer in this order. A **token slot** is one pair of a token and an expert that it chose.
+#
+# | step | notebook | reference implementation |
+# |---|---|---|
+# | gate: choose the experts of each token | [01_gate](01_gate.ipynb) | SGLang's `moe_fused_gate` |
+# | alignment: sort the token slots by expert | [02_align](02_align.ipynb), [03_align_one_launch](03_align_one_launch.ipynb) | SGLang's `moe_align_block_size` |
+# | shared experts, which every token visits | [04_shared_experts](04_shared_experts.ipynb) | SGLang |
+# | grouped GEMM: multiply by the experts' weights | [05_hopper_from_numba](05_hopper_from_numba.ipynb), [06_grouped_gemm](06_grouped_gemm.ipynb) | hpc-ops |
+# | dispatch layout: count what goes to which GPU | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP |
+# | dispatch and combine: send the tokens, return the results | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb), [09_combine](09_combine.ipynb) | DeepEP |
+#
+# Read this notebook first, then the others in order. [appendix_claims](appendix_claims.ipynb) compares the articles that
+# the notebooks follow with what was measured here.
+#
+# These are kernel times of the package's kernels beside the fastest of the other kernels that were measured in the same
+# run; the ratio is the other time divided by the package's. The README lists what was measured.
 
 # %%
 Markdown(readme.headline())
 
 # %% [markdown]
-# A token passes through the layer in this order:
-#
-# | step | notebook | follows |
-# |---|---|---|
-# | choose the experts of each token | [01_gate](01_gate.ipynb) | SGLang's `moe_fused_gate` |
-# | sort the token slots by expert | [02_align](02_align.ipynb), [03_align_one_launch](03_align_one_launch.ipynb) | SGLang's `moe_align_block_size` |
-# | route shared experts like routed ones | [04_shared_experts](04_shared_experts.ipynb) | SGLang |
-# | multiply: the instructions, then the GEMM | [05_hopper_from_numba](05_hopper_from_numba.ipynb), [06_grouped_gemm](06_grouped_gemm.ipynb) | hpc-ops |
-# | count what goes to which GPU | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP |
-# | send the tokens, return the results | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb), [09_combine](09_combine.ipynb) | DeepEP |
-#
-# Read this notebook first, then the others in order.
-#
 # ## 1. A first kernel
 #
 # A **kernel** is a function that many **threads** execute at the same time. The decorator `@cuda.jit` compiles a Python
@@ -88,14 +95,14 @@ Markdown(readme.headline())
 # %%
 SIMULATED = simulator.ENABLED
 DEVICE = "cpu" if SIMULATED else "cuda"
-SIZE = 1000 if SIMULATED else 1 << 24  # elements; try others
+SIZE = 1000 if SIMULATED else 10_000_000  # elements; try others
 
 
 @cuda.jit
 def add_one(x, y):
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x  # cuda.grid(1) is short for this
     if i < len(x):
-        y[i] = x[i] + float32(1)
+        y[i] = x[i] + float32(1)  # float32 plus a Python int would be computed in float64
 
 
 x = torch.rand(SIZE, device=DEVICE)
@@ -112,7 +119,8 @@ print("y == x + 1:", torch.equal(y, x + 1))
 # - The threads are organised in **CTAs** (cooperative thread arrays), which CUDA also calls thread *blocks*. All CTAs of a
 #   launch are the **grid**. `cuda.blockIdx.x` is the index of the CTA in the grid, `cuda.blockDim.x` the number of threads
 #   per CTA, and `cuda.threadIdx.x` the index of the thread in its CTA.
-# - The last CTA has more threads than elements are left, so `if i < len(x)` guards the access.
+# - If `SIZE` is no multiple of 256, the last CTA has threads without an element; `if i < len(x)` keeps them from accessing
+#   memory outside the arrays.
 # - A launch returns before the kernel has finished. Later operations on the same **stream**, a queue of work for the GPU,
 #   wait for it.
 #
@@ -125,12 +133,14 @@ print("y == x + 1:", torch.equal(y, x + 1))
 # | memory | who can access it | size on an H200 | written in Numba |
 # |---|---|---|---|
 # | registers | one thread | 255 x 4 bytes per thread | local variables |
-# | local memory | one thread; lies in DRAM, cached | 512 KB per thread | `cuda.local.array`, if an index is not a constant |
-# | shared memory | the threads of a CTA | 227 KB per CTA | `cuda.shared.array` |
-# | L2 cache | all SMs | 50 MB | not addressed directly |
-# | global memory | all threads, and the CPU through copies | 141 GB | kernel arguments |
+# | local memory | one thread; lies in DRAM, cached | 512 KB per thread | `cuda.local.array` with an index that is no constant; registers that do not fit |
+# | shared memory | the threads of a CTA | 48 KB per CTA, up to 227 KB if it is sized at the launch | `cuda.shared.array` |
+# | L1 cache | the CTAs of an SM | 256 KB per SM, together with shared memory | not addressed directly |
+# | L2 cache | all SMs | 60 MB | not addressed directly |
+# | global memory | all threads, and the CPU through copies | 141 GB | arrays passed as arguments |
 #
-# This computer has:
+# `doctor` prints what this computer has. (sm_90a is the instruction set of Hopper GPUs. The lines about tests and results are
+# for developers.)
 
 # %%
 print("\n".join(doctor.report()))
@@ -140,11 +150,13 @@ print("\n".join(doctor.report()))
 #
 # ### Shared memory and barriers
 #
-# To reverse 64 numbers within a CTA, each thread writes one to shared memory and reads another one. The thread that wrote
-# it may belong to the other warp, so all threads must have written before any thread reads. `cuda.syncthreads()` is the
-# **barrier** that ensures it: no thread continues before all threads of the CTA have reached it.
+# 64 threads, two warps, reverse 64 numbers: each thread writes one to shared memory and reads another one. The thread that
+# wrote it is in the other warp, so all threads must have written before any thread reads. `cuda.syncthreads()` is the
+# **barrier** that ensures it: no thread continues before all threads of the CTA have reached it, and what they wrote before
+# it is visible to all of them after it.
 #
-# **Exercise 1.** The kernel below lacks the barrier. Run the cell, read the message, and repair the kernel.
+# **Exercise 1.** The kernel below lacks the barrier. It is launched with one CTA of 64 threads. Run the cell, read the message,
+# and repair the kernel.
 
 
 # %%
@@ -163,7 +175,10 @@ exercise("start-1").check(reverse)
 # memory that nothing orders, at least one of which is a write. The message names both threads, both lines, the memory,
 # and what would order the accesses.
 #
-# The player steps through one order of the accesses, for 8 threads without the barrier. Use its buttons or the arrow keys.
+# The player steps through one order of the accesses, for 8 threads without the barrier. Blue: accessed in this step. Green:
+# written earlier. Orange and "?": read before any thread wrote it, so the value is undefined. The simulator orders the
+# threads of a warp independently, as CUDA permits; a GPU normally executes the store for all 8 at once, which hides this
+# race until the threads belong to different warps.
 
 
 # %%
@@ -178,14 +193,15 @@ def reverse_8(x, out):
 def race():
     with simulator.seed(1), simulator.trace(accesses=True) as events:
         reverse_8[1, 8](np.arange(8, dtype=np.float32), np.zeros(8, np.float32))
-    return Player(*shared_accesses(events, 8, 8), "Reversing 8 numbers without a barrier").as_dict()
+    title = "Reversing 8 numbers without a barrier"
+    return Player(*shared_accesses(events, 8, 8), title).as_dict()  # on a GPU, the simulator is another process
 
 
 player = Player.from_dict(in_simulator(race))
 player
 
 # %% [markdown]
-# Viewers that run no scripts, such as GitHub's, show these steps instead:
+# Steps 1, 2 and 8 of the 16, for viewers that run no scripts:
 
 # %%
 player.strip([0, 1, 7])
@@ -194,10 +210,11 @@ player.strip([0, 1, 7])
 # ### Atomic operations
 #
 # When many threads update one element, each must read, modify and write it as one indivisible step, an **atomic**
-# operation. `count[0] = count[0] + 1` is three steps, between which other threads run, so increments are lost.
+# operation. `count[0] = count[0] + 1` is three steps, between which other threads may run, so increments can be lost.
+# `cuda.atomic.add(array, index, value)` is one.
 #
-# **Exercise 2.** Write a kernel that counts the positive numbers of `x`. It is launched with 4 CTAs of 64 threads, and
-# `x` may have fewer elements than that.
+# **Exercise 2.** Repair the kernel, which adds the number of positive elements of `x` to `count[0]`. It is launched with 4
+# CTAs of 64 threads, and `x` has 256 elements or fewer. There are two mistakes.
 
 
 # %%
@@ -214,11 +231,12 @@ exercise("start-2").check(count_positive)
 # ### Shuffles
 #
 # The lanes of a warp can exchange registers without shared memory. `cuda.shfl_xor_sync(mask, value, distance)` returns
-# the `value` of the lane whose index differs in the bits of `distance`. Five of these **shuffles**, at distances 1, 2, 4, 8
+# the `value` of lane `lane ^ distance`. Five of these **shuffles**, at distances 1, 2, 4, 8
 # and 16, leave the maximum of all 32 lanes in every lane: a **butterfly reduction**. The mask has a bit for each lane that
 # takes part; all of these lanes must execute the shuffle.
 #
-# The player steps through a simulated run. Click on a lane to follow its value.
+# The player shows the first 16 lanes of a simulated run. After each shuffle a lane keeps the larger of the two values, which
+# the next step shows as "before". Click on a lane to follow its value.
 
 
 # %%
@@ -251,8 +269,8 @@ player.strip([0, 1, 3])
 # %% [markdown]
 # ## 3. The simulator
 #
-# The simulator runs the Python source of a kernel on the CPU, with warps, CTAs, clusters, asynchronous copies, tensor-core
-# instructions and several GPUs. Every notebook runs in it on any computer. On a machine with a GPU, cells that show
+# The simulator runs the Python source of a kernel on the CPU, with warps, CTAs, the asynchronous copies and
+# tensor-core instructions of notebook 05, and several GPUs. Every notebook runs in it on any computer. On a machine with a GPU, cells that show
 # mistakes start it in a process of its own (`in_simulator`), because a faulty kernel can hang a GPU.
 #
 # | fault | simulator | GPU |
@@ -261,11 +279,11 @@ player.strip([0, 1, 3])
 # | data race | error with both threads and lines (`simulator.races()`) | wrong result, sometimes |
 # | lane missing from a shuffle | error with the lane and the line | undefined |
 # | deadlock | error that lists what each thread waits for | the kernel never ends |
-# | read of unwritten global memory | error (`simulator.races()`) | whatever the memory holds |
+# | read of unwritten global memory | error (`simulator.races()`) | undefined value |
 # | store that becomes visible late | `simulator.weak_memory()` runs the kernel with delayed stores | rare, timing-dependent |
 #
-# Threads run in an order that a **seed** determines, so that a failure can be repeated. The kernel below has its barrier,
-# and another race:
+# Threads run in an order that a **seed** determines, so that a failure can be repeated. The kernel below has a barrier,
+# but still a race:
 
 
 # %%
@@ -286,26 +304,29 @@ def try_seeds():
         out = torch.zeros(64)
         with simulator.seed(seed):
             double_neighbour[1, 64](x, out)
-        print(f"seed {seed}: {int((out != 2 * x.roll(-1)).sum())} of 64 elements are wrong")
-    try:
-        with simulator.races():
-            double_neighbour[1, 64](x, out)
-    except simulator.DataRace as error:
-        print(error)
+            wrong = int((out != 2 * x.roll(-1)).sum())
+            try:
+                with simulator.races():
+                    double_neighbour[1, 64](x, out)
+            except simulator.DataRace as error:
+                print(f"seed {seed}: {wrong} of 64 elements are wrong; race found")
+                message = error
+    print(message)
 
 
 in_simulator(try_seeds)
 
 # %% [markdown]
-# The number of wrong elements depends on the seed, and on a GPU on timing. The race detector reports the race under every
-# seed, because it looks at the order of accesses and not at values.
+# The number of wrong elements depends on the seed. On a GPU, which executes the load of line 7 for a whole warp before the
+# store, at most one element would be wrong, in rare runs. The race detector reports the race under every seed, because it
+# checks whether something orders the two accesses, not which of them came first.
 #
 # ### Counters per source line
 #
 # The simulator has no clock, but it counts what the hardware would do. `simulator.profile()` reports executed
 # instructions, divergence, memory transactions and bank conflicts for each line of the source. Shared memory has 32
-# **banks**; word `w` lies in bank `w % 32`. If lanes of a warp read different words of one bank, the request takes several
-# **wavefronts**. The kernel transposes a tile of 32 x 32 numbers, whose rows are stored 32 or 33 words apart.
+# **banks**; the 4-byte word `w` lies in bank `w % 32`. If lanes of a warp access different words of one bank, the request
+# takes several **wavefronts**. The kernel transposes a tile of 32 x 32 numbers, whose rows are stored 32 or 33 words apart.
 
 
 # %%
@@ -324,9 +345,12 @@ def count_bank_conflicts():
         out = torch.empty(32, 32)
         with simulator.profile() as profile:
             transpose[1, (32, 32)](x, out, row_pitch)
-        total, right = profile["transpose"].total, "correct" if torch.equal(out, x.T) else "WRONG"
-        print(f"row pitch {row_pitch}: {right}, {total.shared_load_wavefronts} wavefronts", end=" ")
-        print(f"for {total.shared_load_requests} loads from shared memory")
+        total = profile["transpose"].total
+        correct = torch.equal(out, x.T)
+        print(
+            f"row pitch {row_pitch}: correct {correct}, {total.shared_load_requests} loads of a warp from shared memory "
+            f"take {total.shared_load_wavefronts} wavefronts"
+        )
         pages.append(profile.heatmap("bank_conflicts").body)
     return pages[0]
 
@@ -334,18 +358,19 @@ def count_bank_conflicts():
 HTML(in_simulator(count_bank_conflicts))
 
 # %% [markdown]
-# The table belongs to a row pitch of 32. All conflicts are in the last line, which reads a column of the tile: with this
-# pitch all words of a column lie in one bank.
+# The table belongs to a row pitch of 32. All bank conflicts, which are wavefronts beyond one per request, are in the last
+# line. It reads a column of the tile, and with this pitch all words of a column lie in one bank.
 #
 # ## 4. Kernel time and call time
 #
-# A launch has two costs. **Kernel time** is what the GPU spends. The course measures it from many launches in one **CUDA
+# A launch has two costs. **Kernel time** is what the GPU spends per launch, including the gap to the next
+# one. The course measures it from many launches in one **CUDA
 # graph**, a list of launches that the GPU executes without the CPU. **Call time** is what the CPU spends on the Python
 # call, measured over many calls without waiting for the GPU.
 #
 # The next cell launches one kernel in two ways. `kernel[grid, block](...)` is Numba's launch, which inspects every argument
 # and passes an array as its address, shape and strides. `launch` from `moe_numba.runtime` passes a tensor as a pointer to
-# its first element and uses torch's current stream. A `Ladder` runs each step, checks its output, and measures it. In the
+# its first element and uses torch's current stream; a pointer has no length, so the kernel takes `n`. A `Ladder` runs each step, checks its output, and measures it. In the
 # simulator, where nothing is timed, it shows what was recorded on an H200.
 
 
@@ -364,25 +389,23 @@ def check(outputs):
 
 
 small_x, small_y = torch.rand(1024, device=DEVICE), torch.empty(1024, device=DEVICE)
+expected_y = small_x + 1
 ladder = Ladder("start_here", check, "Launching and copying", "one row per thread")
 
 
 def by_numba():
     add_one[4, 256](small_x, small_y)
-    return small_y, small_x + 1
+    return small_y, expected_y
 
 
 def by_launch():
     launch(add_one_pointer, 4, 256, small_x, small_y, 1024)
-    return small_y, small_x + 1
+    return small_y, expected_y
 
 
-for name, run, timed in (
-    ("kernel[grid, block](...)", by_numba, lambda: add_one[4, 256](small_x, small_y)),
-    ("launch(kernel, ...)", by_launch, lambda: launch(add_one_pointer, 4, 256, small_x, small_y, 1024)),
-):
+for name, run in (("kernel[grid, block](...)", by_numba), ("launch(kernel, ...)", by_launch)):
     small_y.fill_(float("nan"))  # a kernel that writes nothing must not pass with an older result
-    ladder.step(name, run, timed=timed, graph=False)
+    ladder.step(name, run, graph=False)
 
 # %%
 numba_us, launch_us = (
@@ -391,9 +414,10 @@ numba_us, launch_us = (
 say("Numba's launch takes {numba:.0f} us of CPU time, `launch` {launch:.0f} us.", numba=numba_us, launch=launch_us)
 
 # %% [markdown]
-# Which of the two times counts? The figure shows consecutive calls of the package's gate, drawn from its recorded times. If
-# the calls take longer than the kernels, the GPU waits for the CPU, and a faster kernel gains nothing. In a graph no
-# kernel waits for the CPU. If the kernels take longer, the CPU runs ahead and its cost is hidden.
+# In a loop of calls the longer of the two times limits the throughput. The figure shows consecutive calls of the package's
+# gate, drawn from its recorded times. If the calls take longer than the kernels, the GPU waits for the CPU, and a faster
+# kernel gains nothing. In a graph no kernel waits for the CPU. If the kernels take longer, the CPU runs ahead and its cost
+# is hidden.
 
 # %%
 GATE, CALLS = records.recorded("gate"), records.recorded("call_time")
@@ -407,12 +431,12 @@ call_timeline(
         "64 tokens, CUDA graph": (None, kernel_us[64]),
         "65536 tokens": (call_us, kernel_us[65536]),
     },
-    caption=plots.caption(GATE),
+    caption="records gate and call_time: " + plots.caption(GATE),
 )
 
 # %% [markdown]
-# **Exercise 3.** In microseconds, a kernel takes 6 and its call 9. How long does each of many consecutive calls take if the
-# kernel becomes twice as fast? And if, instead, the call becomes twice as fast?
+# **Exercise 3.** In microseconds, a kernel takes 6 and its call 9. A loop makes many calls without waiting for the GPU. What is
+# the average time per iteration if the kernel becomes twice as fast? And if, instead, the call becomes twice as fast?
 
 # %%
 halved_kernel, halved_call = ..., ...
@@ -424,7 +448,8 @@ exercise("start-3").check((halved_kernel, halved_call))
 # The other notebooks improve a kernel step by step. Each step has the same parts: the measured **bottleneck**, the
 # **idea**, the **predicted gain**, the **change** of the source, a check of the result, the **measured gain**, and, if the
 # prediction missed by more than a third, an **explanation** that is measured as well. Here is one step as an example. Its
-# starting point copies a matrix of 32 columns, one row per thread.
+# starting point copies a matrix of 32 columns, one row per thread. `rotating` makes so many inputs that none is still in the L2
+# cache when it is used again; `copy_with` bundles what is checked and what is timed.
 
 # %%
 ROWS, COLUMNS = (64, 32) if SIMULATED else (1 << 19, 32)
@@ -435,8 +460,8 @@ copied = torch.empty(ROWS, COLUMNS, device=DEVICE)
 @cuda.jit
 def copy_rows(x, y, rows):
     row = cuda.grid(1)
-    for column in range(COLUMNS):
-        if row < rows:
+    if row < rows:
+        for column in range(COLUMNS):
             y[row * COLUMNS + column] = x[row * COLUMNS + column]
 
 
@@ -502,9 +527,10 @@ ladder.step(
 )
 
 # %% [markdown]
-# **Explanation.** A cache line that a warp has fetched may still be in the L1 cache when the next column is read, so
-# scattered loads cost less than the model says. Stores are not collected in L1: each goes to the L2 cache on its own. Two
-# more kernels separate the two: one reads rows and writes elements' sums, the other only writes rows.
+# **Explanation.** The model ignores the L1 cache, which may keep a sector until a warp needs its next columns. Each SM runs up
+# to 2048 threads, whose rows of 128 bytes are as large as the whole L1 cache, so only some of the loads find their sector
+# there. Stores always go to the L2 cache, each on its own. Two more kernels separate reading from writing: `read_rows`
+# reads whole rows and writes one sum per row; `write_rows` reads one number per row and writes whole rows.
 
 
 # %%
@@ -531,6 +557,7 @@ parts = {
     for name, kernel, threads in (
         ("read by rows", read_rows, ROWS),
         ("written by rows", write_rows, ROWS),
+        ("copied by rows", copy_rows, ROWS),
         ("copied by elements", copy_elements, ROWS * COLUMNS),
     )
 }
@@ -538,8 +565,9 @@ parts_us = ladder.times("parts of the copy", parts) or {}
 
 # %%
 say(
-    "Reading by rows takes {read:.0f} us and writing by rows {write:.0f} us; a coalesced copy, which does both, takes "
-    "{both:.0f} us.",
+    "Reading by rows takes {read:.0f} us and writing by rows {write:.0f} us. The copy by rows takes {rows:.0f} us, and the "
+    "coalesced copy {both:.0f} us.",
+    rows=parts_us.get("copied by rows"),
     read=parts_us.get("read by rows"),
     write=parts_us.get("written by rows"),
     both=parts_us.get("copied by elements"),
@@ -555,7 +583,7 @@ say(
 # | time the first call | it includes compilation and loading | warm-up before the clock starts |
 # | report the minimum or the mean | one lucky or one interrupted sample decides | median, 10th and 90th percentile |
 # | compare runs of different days | the clock frequency differs | interleaved measurements in one process |
-# | capture a graph on another stream | the graph is empty, and fast | launches use torch's current stream |
+# | launch on a stream that the graph does not capture | the graph is empty, and fast | launches use torch's current stream |
 # | time a kernel that is wrong | half of the work takes half of the time | outputs are poisoned with NaN and checked first |
 # | measure with zeros | fewer bits toggle, the chip clocks higher | random inputs |
 #
@@ -563,14 +591,9 @@ say(
 
 # %%
 FLOATS = 1024 if SIMULATED else 1 << 22
-inputs, sums = rotating(lambda: torch.rand(FLOATS, device=DEVICE), 8 * FLOATS), torch.empty(FLOATS, device=DEVICE)
-repeated_us = ladder.times(
-    "repeated inputs",
-    {
-        "one input": lambda: torch.add(inputs[0], 1, out=sums),
-        "rotating inputs": [lambda x=x: torch.add(x, 1, out=sums) for x in inputs],
-    },
-)
+PAIRS = rotating(lambda: (torch.rand(FLOATS, device=DEVICE), torch.empty(FLOATS, device=DEVICE)), 8 * FLOATS)
+adds = [lambda x=x, out=out: torch.add(x, 1, out=out) for x, out in PAIRS]
+repeated_us = ladder.times("repeated inputs", {"one input": adds[0], "rotating inputs": adds})
 SIDE = 64 if SIMULATED else 8192
 DTYPE = torch.float32 if SIMULATED else torch.float16
 random, product = torch.randn(SIDE, SIDE, device=DEVICE).to(DTYPE), torch.empty(SIDE, SIDE, device=DEVICE, dtype=DTYPE)
@@ -584,13 +607,14 @@ zeros_us = ladder.times(
 )
 
 # %%
-TERABYTES = 2 * 4 * (1 << 22) / 1e6  # per microsecond and us, of the recorded size
+MEGABYTES = 2 * 4 * (1 << 22) / 1e6  # read and written; MB per us are TB/s
 say(
-    "Adding 1 to 16 MB seems to move {hot:.1f} TB/s with one input, and {cold:.1f} TB/s with rotating inputs; the data sheet "
-    "of an H200 says {peak:.1f} TB/s. A matrix product takes {random:.0f} us with random numbers and {zeros:.0f} us with zeros.",
+    "Adding 1 to 16 MB seems to move {hot:.1f} TB/s with one input, and {cold:.1f} TB/s with rotating inputs; the peak of an "
+    "H200's DRAM is {peak:.1f} TB/s (data sheet). A GEMM of side 8192 in FP16 takes {random:.0f} us with random numbers and "
+    "{zeros:.0f} us with zeros.",
     peak=H200.hbm_bandwidth / 1e12,
-    hot=repeated_us and TERABYTES / repeated_us["one input"],
-    cold=repeated_us and TERABYTES / repeated_us["rotating inputs"],
+    hot=repeated_us and MEGABYTES / repeated_us["one input"],
+    cold=repeated_us and MEGABYTES / repeated_us["rotating inputs"],
     random=zeros_us and zeros_us["random numbers"],
     zeros=zeros_us and zeros_us["zeros"],
 )

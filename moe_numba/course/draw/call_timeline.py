@@ -50,11 +50,12 @@ def call_timeline(cases: Mapping[str, tuple[float | None, float]], caption: str 
                 if call_us:
                     axes.barh(cpu_y, call_us, left=number * call_us, height=0.8, color=ORANGE, edgecolor="white")
             ends.append(kernels[-1][1])
-            axes.annotate(f" {ends[-1] / calls:.1f} µs per call", (ends[-1], gpu_y), va="center", fontsize=8.5)
-            names += [(cpu_y, f"{label}:  CPU"), (gpu_y, "GPU")]
+            text = f" {max(call_us or 0, kernel_us):.1f} µs per call in a long run"
+            axes.annotate(text, (ends[-1], gpu_y), va="center", fontsize=8.5)
+            names += [(cpu_y, f"{label}:  CPU" if call_us else f"{label}:"), (gpu_y, "GPU")]
         axes.set_yticks(*zip(*names), color=INK)
         axes.set_ylim(2.6 * len(cases) - 1, -0.7)
-        axes.set_xlim(0, 1.22 * max(ends))
+        axes.set_xlim(0, 1.4 * max(ends))
         axes.set_xlabel("µs")
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x")

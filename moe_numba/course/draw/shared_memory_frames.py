@@ -55,10 +55,10 @@ def shared_accesses(events, threads, elements):
 
 
 def _shapes(read, array, threads, elements, kind, thread, element, stale):
-    yield Label(4, _THREADS + _HEIGHT / 2, "has read")
+    yield Label(4, _THREADS + _HEIGHT / 2, "value read")
     yield Label(4, _ARRAY + _HEIGHT / 2, "array")
     for t in range(threads):
-        state = "waits" if read.get(t) == "?" else "active" if t == thread else "plain"
+        state = "waits" if read.get(t) == "?" else "active" if t == thread and kind == "load" else "plain"
         yield Label(_LEFT + _CELL * t + 25, 10, f"thread {t}", centred=True)
         yield Box(_LEFT + _CELL * t, _THREADS, 50, _HEIGHT, read.get(t, ""), state, f"thread {t}")
     for e in range(elements):
