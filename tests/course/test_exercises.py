@@ -94,7 +94,7 @@ WRONG = [
     ("start-1", one_too_far, "an index is out of bounds: .* index 64 is outside the shared array"),
     ("start-1", copies, r"out\[0\] is 0, not 63; 64 of 64 elements are wrong"),
     ("start-1", misspelt, "NameError: name 'y' is not defined"),
-    ("start-2", plain_count, "two threads race: .* atomic operations"),
+    ("start-2", plain_count, "two threads race: .* it needs an atomic operation"),
     ("start-2", no_guard, r"an index is out of bounds: .* index 25\d "),
     ("start-2", first_block_only, "of 256 numbers 85 are positive; the kernel counts 21"),
     ("start-3", (9, 4.5), "the second number is wrong"),
