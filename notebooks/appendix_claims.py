@@ -44,7 +44,7 @@ claims.contents()
 # numbers. "Numba port" is a kernel of this course that follows the article's listing statement by statement. A port
 # decides which of two versions is faster, which part is largest, and what the code does. It does not decide a figure,
 # such as a percentage, because that depends on the compiler and the GPU: rule 2 applies. And a port that misses a
-# threshold refutes nothing, because the article's own kernel may differ: the verdict is then "different setup" too.
+# threshold does not count against the article, whose own kernel may differ: the verdict is then "different setup" too.
 #
 # The thresholds stand in the tables, behind the quantity. Those of times and figures follow four rules:
 

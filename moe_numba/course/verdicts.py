@@ -159,8 +159,8 @@ def verdict(claim: Claim, found: Found | None) -> str:
     """Return the verdict on a claim, one of `VERDICTS`.
 
     In this order: without a result it is "not measured". If the result is not like for like it is "different setup".
-    If the threshold is met the claim holds. A port that misses it does not refute the claim, since the article's own
-    kernel may differ: "different setup". Anything else that misses the threshold refutes the claim.
+    If the threshold is met the claim holds. A port that misses it does not count against the claim, since the article's
+    own kernel may differ: "different setup". Otherwise the claim is not reproduced, or does not hold for the code.
     """
     if found is None:
         return NOT_MEASURED

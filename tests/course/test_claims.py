@@ -34,7 +34,7 @@ from moe_numba.course.verdicts import (
 )
 
 EVERY = [(name, claim) for name, article in ARTICLES.items() for claim in article.claims]
-REFUTED = {"not reproduced", "does not hold for the code"}
+NEGATIVE = {"not reproduced", "does not hold for the code"}
 EXACTLY_THESE = {
     "reproduced",
     "not reproduced",
@@ -126,15 +126,15 @@ def test_no_claim_has_a_typed_verdict():
         outside = next(value for value in (inside - 1e9, inside + 1e9) if not claim.threshold.is_met(value))
         met, missed = (verdict(claim, Found(value, "")) for value in (inside, outside))
         if claim.is_like_for_like:
-            assert met != missed and met not in REFUTED, claim.quote
+            assert met != missed and met not in NEGATIVE, claim.quote
         else:
             assert met == missed == "different setup", claim.quote
 
 
-def test_only_what_is_like_for_like_refutes_and_no_port_does():
+def test_only_the_same_setup_gets_a_negative_verdict():
     for _, claim in EVERY:
         if claim.setup is not Setup.SAME:
-            assert not REFUTED & {verdict(claim, Found(value, "")) for value in (-1e9, 0, 1, 1e9)}, claim.quote
+            assert not NEGATIVE & {verdict(claim, Found(value, "")) for value in (-1e9, 0, 1, 1e9)}, claim.quote
 
 
 def test_every_lookup_names_a_record_that_exists_or_is_none():
