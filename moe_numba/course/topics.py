@@ -89,6 +89,9 @@ TOPICS = (
         records=("combine_ladder",),
         hopper=True,
     ),
+    Topic(
+        "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
+    ),
 )
 # {bench topic: what it measures}; the last belongs to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
