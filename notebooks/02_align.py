@@ -225,10 +225,14 @@ def chain_calls(links):
 
 
 # %%
+E, T, K = (
+    (256, 4096, 8) if SIMULATED else (EXPERTS, TOKENS, TOPK)
+)  # what the times are of: without a GPU, recorded ones
+N, TIMED_LENGTH = T * K, sizes(T * K, BLOCK, E)[0]
 ladder = Ladder(
     "align_ladder",
     partial(wrong, ids=IDS, num_experts=EXPERTS, block_size=BLOCK),
-    "Align, step by step: 4096 tokens, 256 experts, top-8, blocks of 16",
+    f"Align, step by step: {T} tokens, {E} experts, top-{K}, blocks of {BLOCK}",
     "torch",
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": TOKENS},
@@ -241,8 +245,6 @@ if chains:
     EMPTY_US = chains["empty kernel"]
     NS = {name: 1000 * (chains[f"{name} x 2048"] - chains[f"{name} x 1024"]) / 1024 for name in CHAINS}
 KNOWN = bool(NS)  # whether times are measured or recorded, for the predictions
-E, N = (256, 32768) if SIMULATED else (EXPERTS, NUMEL)  # the sizes that the times belong to: those of the record
-TIMED_LENGTH = sizes(N, BLOCK, E)[0]
 BYTES = 4 * (NUMEL + LENGTH + LENGTH // BLOCK + 1)
 LIMITS = chip_limits()
 FLOOR_US = max(BYTES / LIMITS.copy_bandwidth * 1e6, EMPTY_US)
@@ -280,6 +282,12 @@ def measure(name, run, **more):
             assert error is None, f"{name}, {ids.shape[0]} tokens: {error}"
         outputs = poisoned(IDS, EXPERTS, BLOCK)
         ladder.step(name, lambda: run(IDS, outputs), dtype="int32", floor_us=FLOOR_US, bytes=BYTES, **more)
+
+
+def predict(gain_us):
+    """Print a predicted gain; None, because a time that it needs is not recorded, counts as no change."""
+    print("predicted gain:", "unknown, no times are recorded" if gain_us is None else f"{gain_us:.2f} us")
+    return gain_us or 0.0
 
 
 # %% [markdown]
@@ -403,16 +411,25 @@ def run_baseline(ids, outputs):
 POINTERS_AND_SIZES = ("int32*",) * 5 + ("int32",) * 3
 
 
-def instructions_per_expert(make):
-    """SASS instructions of the scan's loop, per iteration of the source; None without nvdisasm."""
+@cache
+def opcodes_of(make):
+    """The SASS instructions of a version for 256 experts, in order; empty without nvdisasm."""
     if sass.disassembler() is None:
-        return None
+        print("nvdisasm is missing: install nvidia-cuda-nvdisasm")
+        return []
     mix = instruction_mix({"kernel": (f"{make.__name__}(256)", POINTERS_AND_SIZES, 1024)}, functions=[make])
-    opcodes = mix.codes["kernel"].opcodes
-    first_load = next(n for n, opcode in enumerate(opcodes) if opcode.startswith("LDS"))
-    start = max(n for n in range(first_load) if opcodes[n].startswith("BRA"))
-    end = next(n for n in range(first_load, len(opcodes)) if opcodes[n].startswith("BRA"))
-    return (end - start) / sum(opcode.startswith("LDS") for opcode in opcodes[start:end])  # the loop is unrolled
+    return mix.codes["kernel"].opcodes
+
+
+def instructions_per_expert(make):
+    """SASS instructions of the scan's loop, with its set-up, per expert; None without nvdisasm."""
+    opcodes = opcodes_of(make)
+    branches = [n for n, opcode in enumerate(opcodes) if opcode.startswith("BRA")]
+    loads = [n for n, opcode in enumerate(opcodes) if opcode.startswith("LDS")]  # one per expert
+    if not loads:
+        return None
+    start, end = max(n for n in branches if n < loads[0]), min(n for n in branches if n > loads[0])
+    return (end - start) / sum(start < n < end for n in loads)  # the compiler unrolls the loop
 
 
 # %%
@@ -424,10 +441,10 @@ if KNOWN and PER_EXPERT:
     PREDICTED["scan"] = E * PER_EXPERT * 4 / LIMITS.boost_clock * 1e6
     PREDICTED["sort"] = EMPTY_US + (NS["load from L2"] + NS["global atomic"]) / 1000
 gain = us("torch") - sum(PREDICTED.values()) if PREDICTED else None
-print({phase: round(time, 1) for phase, time in PREDICTED.items()})
+print("instructions per expert:", PER_EXPERT, " phases:", {phase: round(time, 1) for phase, time in PREDICTED.items()})
 
 # %%
-measure("0x1 baseline", run_baseline, after="torch", predicted_gain_us=gain or 0.0)
+measure("0x1 baseline", run_baseline, after="torch", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # #### Where the time goes
@@ -446,7 +463,7 @@ def sort_replayed(topk_ids, sorted_token_ids, cumsum, numel, mask):
 
 
 MASK = (1 << (LENGTH.bit_length() - 1)) - 1  # the largest power of two that fits, less one
-PHASES = {}
+PHASES, ORDER = {}, ["fill", "count", "scan", "expert_ids", "sort"]  # the order of the colours
 
 
 def phases(name, make, fill=False):
@@ -465,7 +482,8 @@ def phases(name, make, fill=False):
 
 
 def show_phases():
-    return phase_bars(PHASES, "Where the time goes; a launch counts for its first phase") if PHASES else None
+    title = "Where the time goes; a launch counts for its first phase"
+    return phase_bars(PHASES, title, phases=ORDER) if PHASES else None
 
 
 # %% [markdown]
@@ -477,19 +495,36 @@ print("predicted:", {phase: round(time, 2) for phase, time in PREDICTED.items()}
 show_phases()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check the sentence against the figures
+ATOMIC = "            cuda.atomic.add(shared_counts, warp * experts_per_warp + offset, 1)\n"
+NEVER = "            if warp + offset == -1:\n                shared_counts[0] = 1\n"  # never true: keeps the loads
+no_atomics = define(changed_source(make_baseline, ATOMIC, NEVER), globals(), "0x1 without atomics")["make_baseline"]
+count_only, outputs = until(make_baseline, "count", globals())(EXPERTS), poisoned(IDS, EXPERTS, BLOCK)
+counting = ladder.times(
+    "counting",
+    {
+        "random ids": partial(launch_main, count_only, IDS, outputs, CUMSUM),
+        "same experts": partial(launch_main, count_only, SKEWED, outputs, CUMSUM),
+        "no atomics": partial(launch_main, until(no_atomics, "count", globals())(EXPERTS), IDS, outputs, CUMSUM),
+    },
+)
+print("atomic instructions of the main kernel:", {opcode for opcode in opcodes_of(make_baseline) if "ATOM" in opcode})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: check the sentences against the figures
 BASE = PHASES.get("0x1 baseline", {})
 say(
-    "The serial scan is the largest part, {scan:.1f} of {total:.1f} us: the article is right to call it the bottleneck. The "
+    "The serial scan is the largest part, {scan:.1f} of {total:.1f} us: the article is right to call it a bottleneck. The "
     "second largest is the sort kernel, {sort:.1f} us, where waiting for one load and one atomic operation explains {simple:.1f}. "
-    "Counting, the other suspect of the article, takes {count:.1f} us. Counting cannot get slower when all tokens choose the "
-    "same experts: an atomic addition of 1 whose result is unused compiles to `ATOMS.POPC.INC`, which adds for all lanes with the "
-    "same address at once.",
+    "The article's other suspect are the atomic additions of the counting: it takes {count:.1f} us, {same:.1f} if all tokens "
+    "choose the same experts, and {none:.1f} without atomic additions. The additions are `ATOMS.POPC.INC`, which counts the lanes "
+    "of a warp with the same address in one operation; the compiler chooses it if 1 is added and the result is not used.",
     scan=BASE.get("scan"),
     total=us("0x1 baseline"),
     sort=BASE.get("sort"),
     simple=PREDICTED.get("sort"),
-    count=BASE.get("count"),
+    count=counting and counting["random ids"],
+    same=counting and counting["same experts"],
+    none=counting and counting["no atomics"],
 )
 
 # %% [markdown]
@@ -533,7 +568,6 @@ filled = poisoned(IDS, EXPERTS, BLOCK)[0]
 alone = lambda kernel: partial(launch, kernel, 1, THREADS, filled, NUMEL, LENGTH)
 fills = ladder.times("fills", {"16-byte stores": alone(only_fill), "4-byte stores": alone(only_fill_singly)})
 gain = BASE["fill"] - (fills["16-byte stores"] - EMPTY_US) if fills and BASE else None
-print("times:", fills, "predicted gain:", gain)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -613,22 +647,24 @@ def version(make, ctas=1):
     return lambda ids, outputs: run_both(kernel, ids, outputs, ctas=ctas)
 
 
-measure("0x2 padding inside", version(make_padding), after="0x1 baseline", predicted_gain_us=gain or 0.0)
+measure("0x2 padding inside", version(make_padding), after="0x1 baseline", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** The loop stops at `num_tokens_post_pad`, so the tail is not filled; and it rounds up to four elements, so it
-# needs a buffer that is that long. Whether the fill runs beside other work, the phases tell, and the same two versions with
-# few tokens, where the launch is a larger part:
+# needs a buffer that is that long. The fill comes after all other work, so it hides behind nothing. The phases, and the same
+# two versions with few tokens:
 
 # %%
 phases("0x2 padding inside", make_padding)
 few, few_outputs = OTHERS[1], poisoned(OTHERS[1], EXPERTS, BLOCK)
-ladder.times(
-    "0x1 and 0x2 with few tokens",
-    {
-        "0x1 baseline": partial(run_baseline, few, few_outputs),
-        "0x2 padding inside": partial(version(make_padding), few, few_outputs),
-    },
+calls = {"0x1": partial(run_baseline, few, few_outputs), "0x2": partial(version(make_padding), few, few_outputs)}
+few_us = ladder.times("0x1 and 0x2 with few tokens", calls) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "With 64 tokens, 0x1 takes {before:.2f} us and 0x2 {after:.2f} us: the less there is to fill, the more the launch counts.",
+    before=few_us.get("0x1"),
+    after=few_us.get("0x2"),
 )
 
 # %% [markdown]
@@ -692,7 +728,7 @@ PLAIN_PER_EXPERT = instructions_per_expert(make_plain)
 before = PHASES.get("0x2 padding inside")
 gain = before["scan"] * (1 - PLAIN_PER_EXPERT / PER_EXPERT) if before and PER_EXPERT else None
 print(f"instructions of the scan per expert: {PER_EXPERT} -> {PLAIN_PER_EXPERT}")
-measure("0x3 plain counters", version(make_plain), after="0x2 padding inside", predicted_gain_us=gain or 0.0)
+measure("0x3 plain counters", version(make_plain), after="0x2 padding inside", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** Clearing was a loop, too; it belongs to the phase `count`.
@@ -810,7 +846,7 @@ player = Player.from_dict(in_simulator(play_blelloch, NUMBERS))
 player
 
 # %%
-player.strip([1, 3, 5])
+player.strip([1, 5])
 
 # %% [markdown]
 # In the kernel, the thread of an expert rounds its count up into `scan_buf`; `prefix` keeps the result. Three shared arrays
@@ -867,8 +903,7 @@ change(make_plain, make_blelloch)
 before, levels = PHASES.get("0x3 plain counters"), 2 * (next_pow2(E).bit_length() - 1)
 scan_us = (levels * (NS["barrier"] + NS["shared load"]) + 2 * NS["barrier"]) / 1000 if KNOWN else None
 gain = before["scan"] - scan_us if before else None
-print("levels:", levels, "predicted scan, us:", scan_us)
-measure("0x3 Blelloch scan", version(make_blelloch), after="0x3 plain counters", predicted_gain_us=gain or 0.0)
+measure("0x3 Blelloch scan", version(make_blelloch), after="0x3 plain counters", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** From O(n) to O(log n) is not 256 / 8 times faster: the tree is walked twice, and a level costs more than an
@@ -952,7 +987,7 @@ change(make_blelloch, make_search)
 before, blocks = PHASES.get("0x3 Blelloch scan"), (N + E * BLOCK // 2) / BLOCK  # half of each last block is padding
 search_us = -(-blocks // 1024) * (E.bit_length()) * NS["shared load"] / 1000 if KNOWN else None
 gain = before["expert_ids"] - search_us if before else None
-measure("0x3 binary search", version(make_search), after="0x3 Blelloch scan", predicted_gain_us=gain or 0.0)
+measure("0x3 binary search", version(make_search), after="0x3 Blelloch scan", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** Besides the phases, the same two versions when all tokens choose the same experts: that is what the search is
@@ -1010,7 +1045,9 @@ def play_warp_scan(numbers):
     values = torch.tensor(numbers + [0] * (32 - len(numbers)), dtype=torch.int32)
     with simulator.trace() as events:
         launch(warp_scan_alone, 1, 32, values, torch.zeros(32, dtype=torch.int32))
-    explain = lambda number, what, offset: f"Each lane receives the value of the lane {offset} below and adds it."
+    explain = lambda number, what, offset: (
+        f"Each lane adds the value of the lane {offset} below; the first {offset} have none."
+    )
     return Player(*shuffles(events, lanes=8, explain=explain), "A warp's scan, traced: lanes 0 to 7").as_dict()
 
 
@@ -1018,7 +1055,7 @@ player = Player.from_dict(in_simulator(play_warp_scan, NUMBERS))
 player
 
 # %%
-player.strip([0, 1, 2])
+player.strip([0, 2])
 
 # %% [markdown]
 # The sums of all rounds, and what remains after the subtraction:
@@ -1151,7 +1188,7 @@ more_levels = levels - 14  # than for 128 experts
 fewer_barriers = BARRIERS["make_search"] - BARRIERS["make_two_level"] + more_levels
 scan_loads = levels * NS["shared load"] - 20 * NS["shuffle"] if KNOWN else None
 gain = (fewer_barriers * NS["barrier"] + scan_loads) / 1000 if KNOWN else None
-measure("0x4 two-level scan", version(make_two_level), after="0x3 binary search", predicted_gain_us=gain or 0.0)
+measure("0x4 two-level scan", version(make_two_level), after="0x3 binary search", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** The scan was already a small part of the whole:
@@ -1264,7 +1301,7 @@ print(BARRIERS)
 fewer_barriers = BARRIERS["make_two_level"] - BARRIERS["make_one_pass"]
 saved_ns = fewer_barriers * NS["barrier"] + 10 * NS["shuffle"] + 2 * NS["shared load"] if KNOWN else None
 gain = saved_ns / 1000 if KNOWN else None
-measure("0x4, one pass", version(make_one_pass), after="0x4 two-level scan", predicted_gain_us=gain or 0.0)
+measure("0x4, one pass", version(make_one_pass), after="0x4 two-level scan", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** The phases:
@@ -1321,7 +1358,7 @@ change(make_one_pass, make_filling_first)
 used = (N + E * BLOCK / 2) / TIMED_LENGTH  # about half of each last block is padding
 gain = used * (fills["16-byte stores"] - EMPTY_US) - (fills["4-byte stores"] - EMPTY_US) if fills else None
 run = version(make_filling_first)
-measure("0x4, filling first", run, after="0x4, one pass", predicted_gain_us=gain or 0.0, slower=True)
+measure("0x4, filling first", run, after="0x4, one pass", predicted_gain_us=predict(gain), slower=True)
 
 # %% [markdown]
 # **Explanation.** If counting takes longer behind the fill than in the version before, the loads of the ids wait for the stores
@@ -1380,7 +1417,7 @@ change(make_filling_first, make_parallel_fill)
 before = PHASES.get("0x4, filling first")
 gain = before["fill"] - EMPTY_US if before else None
 run_0x5 = version(make_parallel_fill, ctas=2)
-measure("0x5 parallel fill", run_0x5, after="0x4, filling first", predicted_gain_us=gain or 0.0)
+measure("0x5 parallel fill", run_0x5, after="0x4, filling first", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** The phases of CTA 0; CTA 1 fills beside it.
@@ -1470,7 +1507,7 @@ SMALL_THREADS = max(SMALL_EXPERTS, 32)
 small_ladder = Ladder(
     "align_small_ladder",
     partial(wrong, ids=SMALL_IDS, num_experts=SMALL_EXPERTS, block_size=BLOCK),
-    "The small kernel: 64 tokens, 64 experts, top-8, blocks of 16",
+    f"The small kernel: {FEW_TOKENS} tokens, {SMALL_EXPERTS} experts, top-{TOPK}, blocks of {BLOCK}",
     "0x1 small",
     config={"num_experts": SMALL_EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": FEW_TOKENS},
@@ -1535,8 +1572,7 @@ def make_small(num_experts):
     return kernel
 
 
-# %%
-small_ladder.step("0x1 small", small_version(make_small, fill=True), dtype="int32")
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 SMALL_PHASES = {}
 
 
@@ -1549,9 +1585,12 @@ def small_phases(name, make, fill=False, more_threads=0):
     if times:
         SMALL_PHASES[name] = without_earlier(times, phases_of(make))
         print({phase: round(time, 2) for phase, time in SMALL_PHASES[name].items()})
-    return phase_bars(SMALL_PHASES, "The small kernels; a launch counts for its first phase") if times else None
+    title = "The small kernels; a launch counts for its first phase"
+    return phase_bars(SMALL_PHASES, title, phases=[*ORDER, "column sums"]) if times else None
 
 
+# %%
+small_ladder.step("0x1 small", small_version(make_small, fill=True), dtype="int32")
 small_phases("0x1 small", make_small, fill=True)
 
 # %% [markdown]
@@ -1573,7 +1612,6 @@ fill_calls = {
 small_fills = small_ladder.times("fills", fill_calls)
 fill_us = small_fills["counting threads"] - EMPTY_US if small_fills and KNOWN else None
 gain = SMALL_PHASES["0x1 small"]["fill"] - fill_us if SMALL_PHASES and fill_us is not None else None
-print("fills:", small_fills, "predicted gain:", gain)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1628,7 +1666,7 @@ change(make_small, make_small_filling)
 
 # %%
 run = small_version(make_small_filling)
-small_ladder.step("0x2 small", run, dtype="int32", after="0x1 small", predicted_gain_us=gain or 0.0)
+small_ladder.step("0x2 small", run, dtype="int32", after="0x1 small", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** The phases of both:
@@ -1672,7 +1710,7 @@ def try_two_branches():
 in_simulator(try_two_branches)
 
 # %% [markdown]
-# In the port all threads pass the same three barriers. A kernel cut off before its first one cannot be timed alone here.
+# In the port all threads pass the same three barriers.
 #
 # **Predicted gain.** The fill of the counting threads.
 
@@ -1731,7 +1769,7 @@ change(make_small_filling, make_small_fill_threads)
 
 # %%
 run = small_version(make_small_fill_threads, more_threads=FILL_THREADS)
-small_ladder.step("0x5 small", run, dtype="int32", after="0x2 small", predicted_gain_us=fill_us or 0.0)
+small_ladder.step("0x5 small", run, dtype="int32", after="0x2 small", predicted_gain_us=predict(fill_us))
 
 # %% [markdown]
 # **Explanation.** The phase `count` now lasts as long as the slower of the fill and the counting:
@@ -1831,9 +1869,9 @@ change(make_small_fill_threads, make_small_row_pitch)
 # %%
 LEFT, _ = in_simulator(bank_conflicts, "make_small_row_pitch", functions=[make_small_row_pitch])
 gain = (CONFLICTS - LEFT) / LIMITS.boost_clock * 1e6
-print(f"bank conflicts: {CONFLICTS} -> {LEFT}, predicted gain {gain:.2f} us")
+print(f"bank conflicts: {CONFLICTS} -> {LEFT}")
 run = small_version(make_small_row_pitch, more_threads=FILL_THREADS)
-small_ladder.step("row pitch", run, dtype="int32", after="0x5 small", predicted_gain_us=gain)
+small_ladder.step("row pitch", run, dtype="int32", after="0x5 small", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** Rows of an odd number of words need a multiplication where rows of 64 words need a shift. The phases show what
@@ -1878,7 +1916,7 @@ print("the second, where any order is accepted:", ladder.check((*spoiled(swaps_t
 # %% [markdown]
 # ## 6. All steps
 #
-# All steps once more, interleaved. The dashed lines are the compiled kernels of other projects, measured by `python -m moe_numba
+# All steps once more, interleaved, and how good the predictions were. The dashed lines are the compiled kernels of other projects, measured by `python -m moe_numba
 # bench align`.
 
 # %%
@@ -1886,6 +1924,10 @@ ladder.measure_all()
 ladder.save(notebook_sources("notebooks/02_align.py"))
 small_ladder.measure_all()
 small_ladder.save(notebook_sources("notebooks/02_align.py"))
+for steps in (ladder, small_ladder):
+    for row in steps.rows:
+        if gain := steps.gain(row["step"]):
+            print(f"{row['step']:<20} {gain}")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 PEERS = {}
@@ -1921,7 +1963,8 @@ if ALIGN:
     peer = records.series(ALIGN, step="peer:sglang-aot", config=CASE["config"])
     lines["sglang-aot"] = {tokens: stats for tokens, stats in peer.items() if tokens in lines["0x5"] or not swept}
 lines = {name: points for name, points in lines.items() if points}
-plots.sweep_figure(lines, title="Align over tokens, 256 experts, top-8, blocks of 16", caption=plots.caption(ALIGN))
+title = f"Align over tokens, {E} experts, top-{K}, blocks of {BLOCK}"
+plots.sweep_figure(lines, title=title, caption=plots.caption(ALIGN) if ALIGN else "") if lines else None
 
 # %% [markdown]
 # ## 7. What is left
