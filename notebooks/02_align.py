@@ -35,7 +35,7 @@ import moe_numba  # before Numba: it decides whether kernels run on a GPU or in 
 
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import warnings
 from functools import cache, partial
 
@@ -47,7 +47,7 @@ from moe_numba import simulator
 from moe_numba.align.reference import moe_align_block_size as reference
 from moe_numba.align.reference import sizes
 from moe_numba.course.align_runs import poisoned, random_ids, wrong
-from moe_numba.course.bench import plots, records
+from moe_numba.course.bench import kernel_time, plots, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import align as draw
@@ -62,7 +62,7 @@ from moe_numba.course.kernel_phases import phases_of, until, without_earlier
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.prose import say
 from moe_numba.course.simulate import changed_source, define, in_simulator
-from moe_numba.course.source_diff import change
+from moe_numba.course.source_diff import OpCounter, change
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime import sass
 from moe_numba.runtime.launch import launch
@@ -143,7 +143,7 @@ SMALL_EXPERTS = 16 if SIMULATED else 64  # for the small kernel
 
 IDS = random_ids(TOKENS, EXPERTS, TOPK, DEVICE)
 SKEWED = IDS[:1].repeat(TOKENS, 1).contiguous()  # all tokens choose the same experts
-OTHERS = IDS[:1].contiguous(), IDS[:FEW_TOKENS].contiguous(), SKEWED
+OTHERS = {"one": IDS[:1].contiguous(), "few": IDS[:FEW_TOKENS].contiguous(), "skewed": SKEWED}
 NUMEL, LENGTH = IDS.numel(), sizes(IDS.numel(), BLOCK, EXPERTS)[0]
 print(f"{NUMEL} slots, {LENGTH} places, of which {int(reference(IDS, BLOCK, EXPERTS)[2])} are used")
 print("the reference:", wrong(reference(IDS, BLOCK, EXPERTS), IDS, EXPERTS, BLOCK))
@@ -180,6 +180,16 @@ def chain_of_shared_loads(links, out, n):
 
 
 @cuda.jit
+def chain_of_shared_atomics(links, out, n):
+    counter = cuda.shared.array(1, int32)
+    counter[0] = 0
+    at = int32(0)
+    for _ in range(n):
+        at = cuda.atomic.add(counter, at >> 31, 1)  # the sign of what came back, 0, is the next index
+    out[0] = at
+
+
+@cuda.jit
 def chain_of_shuffles(links, out, n):
     value = links[cuda.threadIdx.x]
     for _ in range(n):
@@ -198,16 +208,17 @@ def chain_of_barriers(links, out, n):
 def chain_of_atomics(links, out, n):
     at = int32(0)
     for _ in range(n):
-        at = atom_add_s32(out, at >> 31, 1)  # the sign of what came back, 0, is the next index
+        at = atom_add_s32(out, at >> 31, 1)
     out[1] = at
 
 
 CHAINS = {
-    "load from L2": (chain_of_loads, 1),
-    "shared load": (chain_of_shared_loads, 32),
-    "shuffle": (chain_of_shuffles, 32),
-    "barrier": (chain_of_barriers, THREADS),
-    "global atomic": (chain_of_atomics, 1),
+    "a load from the L2": (chain_of_loads, 1),
+    "a shared load": (chain_of_shared_loads, 32),
+    "a shared atomic": (chain_of_shared_atomics, 1),
+    "a shuffle": (chain_of_shuffles, 32),
+    "a barrier": (chain_of_barriers, THREADS),
+    "a global atomic": (chain_of_atomics, 1),
 }
 
 
@@ -225,9 +236,7 @@ def chain_calls(links):
 
 
 # %%
-E, T, K = (
-    (256, 4096, 8) if SIMULATED else (EXPERTS, TOKENS, TOPK)
-)  # what the times are of: without a GPU, recorded ones
+E, T, K = (256, 4096, 8) if SIMULATED else (EXPERTS, TOKENS, TOPK)  # of the times: without a GPU, of the record
 N, TIMED_LENGTH = T * K, sizes(T * K, BLOCK, E)[0]
 ladder = Ladder(
     "align_ladder",
@@ -252,15 +261,9 @@ print(LIMITS, f"\n{BYTES} bytes: {BYTES / LIMITS.copy_bandwidth * 1e6:.2f} us")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "An empty kernel takes {empty:.2f} us. One link takes, in ns: a load from L2 {l2:.0f}, a load from shared memory "
-    "{shared:.0f}, a shuffle {shuffle:.0f}, a barrier of a CTA {barrier:.0f}, a global atomic operation that returns a value "
-    "{atomic:.0f}.",
+    "An empty kernel takes {empty:.2f} us. One link takes: {links}.",
     empty=EMPTY_US or None,
-    l2=NS.get("load from L2"),
-    shared=NS.get("shared load"),
-    shuffle=NS.get("shuffle"),
-    barrier=NS.get("barrier"),
-    atomic=NS.get("global atomic"),
+    links=", ".join(f"{name} {ns:.0f} ns" for name, ns in NS.items()) or None,
 )
 
 # %% [markdown]
@@ -275,18 +278,21 @@ CUMSUM = torch.empty(EXPERTS + 1, dtype=torch.int32, device=DEVICE)
 
 
 def measure(name, run, **more):
-    """Check ``run(ids, outputs)`` for all inputs, then time it for the main one."""
+    """Check ``run(ids, outputs)`` for all inputs, and time it for each of them."""
     with ladder.attempt(name, "int32"):
-        for ids in OTHERS:
-            error = wrong(run(ids, poisoned(ids, EXPERTS, BLOCK)), ids, EXPERTS, BLOCK)
-            assert error is None, f"{name}, {ids.shape[0]} tokens: {error}"
+        for which, ids in OTHERS.items():
+            outputs = poisoned(ids, EXPERTS, BLOCK)
+            error = wrong(run(ids, outputs), ids, EXPERTS, BLOCK)
+            assert error is None, f"{name}, {which}: {error}"
+            time = kernel_time(partial(run, ids, outputs))
+            more[f"{which}_us"] = time and time.median
         outputs = poisoned(IDS, EXPERTS, BLOCK)
-        ladder.step(name, lambda: run(IDS, outputs), dtype="int32", floor_us=FLOOR_US, bytes=BYTES, **more)
+        ladder.step(name, partial(run, IDS, outputs), dtype="int32", floor_us=FLOOR_US, bytes=BYTES, **more)
 
 
 def predict(gain_us):
-    """Print a predicted gain; None, because a time that it needs is not recorded, counts as no change."""
-    print("predicted gain:", "unknown, no times are recorded" if gain_us is None else f"{gain_us:.2f} us")
+    """Print what a step should change; None, because a time that this needs is not recorded, counts as no change."""
+    print("predicted:", "unknown, no times are recorded" if gain_us is None else f"{-gain_us:+.2f} us")
     return gain_us or 0.0
 
 
@@ -313,12 +319,15 @@ def torch_align(ids, outputs=None):
     return sorted_token_ids, expert_ids.int(), ends[-1:].int()
 
 
-measure("torch", torch_align)
+with OpCounter() as count:
+    torch_align(IDS)
+print(len(count.names), "operations, each at least one kernel")
+measure("torch", torch_align, latency_ns=NS or None, operations=len(count.names))
 
 # %% [markdown]
 # ### Step 1: the baseline, 0x1
 #
-# **Bottleneck.** Some thirty operations, each at least one kernel.
+# **Bottleneck.** Dozens of operations, each at least one kernel.
 #
 # **Idea.** Two kernels of our own. The **main kernel** is a single CTA of 1024 threads. It counts into shared memory with
 # atomic additions, one thread computes the scan, and one thread per expert writes `expert_ids`. The **sort kernel** has many
@@ -390,7 +399,8 @@ def launch_main(kernel, ids, outputs, cumsum, block_size=BLOCK, ctas=1):
     launch(kernel, ctas, THREADS, ids, *outputs, cumsum, block_size, ids.numel(), len(outputs[0]))
 
 
-def run_both(kernel, ids, outputs, cumsum=CUMSUM, block_size=BLOCK, ctas=1):
+def run_both(kernel, ids, outputs, cumsum=None, block_size=BLOCK, ctas=1):
+    cumsum = CUMSUM if cumsum is None else cumsum
     launch_main(kernel, ids, outputs, cumsum, block_size, ctas)
     launch(count_and_sort, -(-ids.numel() // 256), 256, ids, outputs[0], cumsum, ids.numel())
     return *outputs, "any order", "any tail"
@@ -437,9 +447,9 @@ PER_EXPERT = instructions_per_expert(make_baseline)
 PREDICTED = {}  # microseconds of each phase
 if KNOWN and PER_EXPERT:
     PREDICTED["fill"] = EMPTY_US
-    PREDICTED["count"] = EMPTY_US + N / 1024 * NS["load from L2"] / 1000
+    PREDICTED["count"] = EMPTY_US + N / 1024 * NS["a load from the L2"] / 1000
     PREDICTED["scan"] = E * PER_EXPERT * 4 / LIMITS.boost_clock * 1e6
-    PREDICTED["sort"] = EMPTY_US + (NS["load from L2"] + NS["global atomic"]) / 1000
+    PREDICTED["sort"] = EMPTY_US + (NS["a load from the L2"] + NS["a global atomic"]) / 1000
 gain = us("torch") - sum(PREDICTED.values()) if PREDICTED else None
 print("instructions per expert:", PER_EXPERT, " phases:", {phase: round(time, 1) for phase, time in PREDICTED.items()})
 
@@ -447,11 +457,10 @@ print("instructions per expert:", PER_EXPERT, " phases:", {phase: round(time, 1)
 measure("0x1 baseline", run_baseline, after="torch", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# #### Where the time goes
-#
-# The total says little about the parts. `until(make, phase)` builds the same main kernel, cut off after a phase; differences
-# of such kernels are the phases. The sort kernel is timed alone. It must be replayed many times, and each replay moves the
-# counters on, so the replayed one masks the place: the same loads, atomics and scattered stores, always inside the array.
+# **Explanation.** The total says little about the parts. `until(make, phase)` builds the same main kernel, cut off after a phase;
+# the differences of such kernels are the phases. The sort kernel is timed alone. It must be replayed many times, and each replay
+# moves the counters on, so the replayed one masks the place: the same loads, atomic operations and scattered stores, always
+# inside the array.
 
 
 # %%
@@ -474,20 +483,26 @@ def phases(name, make, fill=False):
     for phase in phases_of(make):
         calls[phase] = partial(launch_main, until(make, phase, globals())(EXPERTS), IDS, outputs, cumsum)
     calls["sort"] = partial(launch, sort_replayed, -(-NUMEL // 256), 256, IDS, outputs[0], starts, NUMEL, MASK)
-    times = ladder.times(f"phases of {name}", calls)
-    if times:
-        PHASES[name] = without_earlier(times, phases_of(make))
-        parts = ", ".join(f"{phase} {time:.2f}" for phase, time in PHASES[name].items())
-        print(f"{parts}; together {sum(PHASES[name].values()):.2f} us, measured as a whole {us(name):.2f} us")
+    if times := ladder.times(f"phases of {name}", calls):
+        PHASES[name] = {phase: round(us, 2) for phase, us in without_earlier(times, phases_of(make)).items()}
+        (ladder.row(name) or {})["phases_us"] = PHASES[name]  # recorded with the step
+        print(PHASES[name], f"together {sum(PHASES[name].values()):.2f} us; the whole takes {us(name)} us")
+        show_changes(name, PHASES)
+
+
+def show_changes(name, phases_of_all):
+    """Print what changed since the version before, without changes below a twentieth of a microsecond."""
+    names = list(phases_of_all)
+    if place := names.index(name):
+        old, new = phases_of_all[names[place - 1]], phases_of_all[name]
+        changes = {phase: new.get(phase, 0) - old.get(phase, 0) for phase in [*old, *new]}
+        print("since", names[place - 1], {phase: f"{us:+.2f}" for phase, us in changes.items() if abs(us) >= 0.05})
 
 
 def show_phases():
     title = "Where the time goes; a launch counts for its first phase"
     return phase_bars(PHASES, title, phases=ORDER) if PHASES else None
 
-
-# %% [markdown]
-# **Explanation.** Predicted and measured parts:
 
 # %%
 phases("0x1 baseline", make_baseline, fill=True)
@@ -536,8 +551,8 @@ say(
 # that get a slot. A store of 16 bytes writes four elements: `st_global_s32x4` is `st.global.v4.s32`. (C++ needs a type for it,
 # the article's `AlignedArray<int32_t, 4>`.) The article expects four times the bandwidth of single stores, and almost no cost.
 #
-# **Predicted gain.** The launch of the fill goes, but all 140 KB now leave through one SM. This is what one CTA needs for
-# nothing but a fill, with both kinds of store:
+# **Predicted gain.** The launch of the fill goes, but the whole array now leaves through one SM. This is what one CTA needs
+# for nothing but a fill, with both kinds of store:
 
 
 # %%
@@ -656,13 +671,14 @@ measure("0x2 padding inside", version(make_padding), after="0x1 baseline", predi
 
 # %%
 phases("0x2 padding inside", make_padding)
-few, few_outputs = OTHERS[1], poisoned(OTHERS[1], EXPERTS, BLOCK)
-calls = {"0x1": partial(run_baseline, few, few_outputs), "0x2": partial(version(make_padding), few, few_outputs)}
+arguments = OTHERS["few"], poisoned(OTHERS["few"], EXPERTS, BLOCK)
+calls = {"0x1": partial(run_baseline, *arguments), "0x2": partial(version(make_padding), *arguments)}
 few_us = ladder.times("0x1 and 0x2 with few tokens", calls) or {}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "With 64 tokens, 0x1 takes {before:.2f} us and 0x2 {after:.2f} us: the less there is to fill, the more the launch counts.",
+    "With {tokens} tokens, 0x1 takes {before:.2f} us and 0x2 {after:.2f} us: with less to fill, the launch counts for more.",
+    tokens=64 if SIMULATED else FEW_TOKENS,
     before=few_us.get("0x1"),
     after=few_us.get("0x2"),
 )
@@ -672,8 +688,8 @@ say(
 #
 # 0x3 changes three things. They are separate steps here, so that each gain has an owner.
 #
-# **Bottleneck.** Still the serial scan. Half of its instructions compute `warp * 32 + offset` in 64 bits, with a floor division
-# for negative numbers.
+# **Bottleneck.** Still the serial scan. Part of its instructions compute `warp * 32 + offset`, in 64 bits, and rounding down
+# for negative numbers as well, as Python's `//` does. SASS says how many.
 #
 # **Idea.** `shared_counts[expert]`, and one thread clears each counter.
 #
@@ -901,7 +917,7 @@ change(make_plain, make_blelloch)
 
 # %%
 before, levels = PHASES.get("0x3 plain counters"), 2 * (next_pow2(E).bit_length() - 1)
-scan_us = (levels * (NS["barrier"] + NS["shared load"]) + 2 * NS["barrier"]) / 1000 if KNOWN else None
+scan_us = (levels * (NS["a barrier"] + NS["a shared load"]) + 2 * NS["a barrier"]) / 1000 if KNOWN else None
 gain = before["scan"] - scan_us if before else None
 measure("0x3 Blelloch scan", version(make_blelloch), after="0x3 plain counters", predicted_gain_us=predict(gain))
 
@@ -985,7 +1001,7 @@ change(make_blelloch, make_search)
 
 # %%
 before, blocks = PHASES.get("0x3 Blelloch scan"), (N + E * BLOCK // 2) / BLOCK  # half of each last block is padding
-search_us = -(-blocks // 1024) * (E.bit_length()) * NS["shared load"] / 1000 if KNOWN else None
+search_us = -(-blocks // 1024) * (E.bit_length()) * NS["a shared load"] / 1000 if KNOWN else None
 gain = before["expert_ids"] - search_us if before else None
 measure("0x3 binary search", version(make_search), after="0x3 Blelloch scan", predicted_gain_us=predict(gain))
 
@@ -1015,7 +1031,7 @@ say(
 # %% [markdown]
 # ### Step 6: a scan in two levels, 0x4
 #
-# **Bottleneck.** Every level of Blelloch's tree ends with a barrier of the whole CTA.
+# **Bottleneck.** Every level of Blelloch's tree ends with a barrier of the whole CTA: 14 for 128 experts, as the article counts.
 #
 # **Idea.** The lanes of a warp exchange registers with shuffles: no shared memory, no barrier. `shfl_up` returns the value of
 # the lane `offset` below; with the offsets 1, 2, 4, 8 and 16 each lane sums up all lanes below it. At the end it subtracts its
@@ -1045,9 +1061,7 @@ def play_warp_scan(numbers):
     values = torch.tensor(numbers + [0] * (32 - len(numbers)), dtype=torch.int32)
     with simulator.trace() as events:
         launch(warp_scan_alone, 1, 32, values, torch.zeros(32, dtype=torch.int32))
-    explain = lambda number, what, offset: (
-        f"Each lane adds the value of the lane {offset} below; the first {offset} have none."
-    )
+    explain = lambda number, what, offset: f"Each lane adds the value of the lane {offset} below, if there is one."
     return Player(*shuffles(events, lanes=8, explain=explain), "A warp's scan, traced: lanes 0 to 7").as_dict()
 
 
@@ -1180,14 +1194,14 @@ def barriers(make):
     return in_simulator(count_barriers, make.__name__, functions=[make], constants=IN_SIMULATOR)
 
 
-BARRIERS = {make.__name__: barriers(make) for make in (make_plain, make_search, make_two_level)}
-print(BARRIERS)
+BARRIERS = {"0x2": barriers(make_plain), "0x3": barriers(make_search), "0x4": barriers(make_two_level)}
+print("barriers of the main kernel, 128 experts:", BARRIERS)
 
 # %%
 more_levels = levels - 14  # than for 128 experts
-fewer_barriers = BARRIERS["make_search"] - BARRIERS["make_two_level"] + more_levels
-scan_loads = levels * NS["shared load"] - 20 * NS["shuffle"] if KNOWN else None
-gain = (fewer_barriers * NS["barrier"] + scan_loads) / 1000 if KNOWN else None
+fewer_barriers = BARRIERS["0x3"] - BARRIERS["0x4"] + more_levels
+scan_loads = levels * NS["a shared load"] - 20 * NS["a shuffle"] if KNOWN else None
+gain = (fewer_barriers * NS["a barrier"] + scan_loads) / 1000 if KNOWN else None
 measure("0x4 two-level scan", version(make_two_level), after="0x3 binary search", predicted_gain_us=predict(gain))
 
 # %% [markdown]
@@ -1201,17 +1215,20 @@ phases("0x4 two-level scan", make_two_level)
 #
 # The last barrier before the search is ours. In SGLang's source, where it was added later, the first threads write `prefix[tid]`
 # and then all threads search all of `prefix`. A warp that is early reads elements that are not written yet. On a GPU the warps
-# run close together, and the fault rarely shows. The simulator shows it, with its race detector and by running the kernel under
-# several seeds, that is, orders of threads:
+# run close together and may hide it. The simulator shows it, with its race detector and by running the kernel under several
+# seeds, that is, orders of threads:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+def as_in_sglang():
+    barrier = "        cuda.syncthreads()  # SGLang's source had no barrier here\n"
+    return define(changed_source(make_two_level, barrier, ""), globals(), "0x4 as in SGLang")["make_two_level"]
+
+
 def race():
-    without = changed_source(make_two_level, "        cuda.syncthreads()  # SGLang's source had no barrier here\n", "")
-    make_as_in_sglang = define(without, globals(), "0x4 as in SGLang")["make_two_level"]
     torch.manual_seed(0)
     ids = random_ids(64, 64, 4)
-    for name, make in {"as in SGLang's source": make_as_in_sglang, "with the barrier": make_two_level}.items():
+    for name, make in {"as in SGLang's source": as_in_sglang(), "with the barrier": make_two_level}.items():
         failing = []
         for seed in range(8):
             with simulator.seed(seed):
@@ -1220,12 +1237,18 @@ def race():
         print(f"{name}: wrong under the seeds {failing}")
     try:
         with simulator.races():
-            simulate(make_as_in_sglang, ids, 64)
+            simulate(as_in_sglang(), ids, 64)
     except simulator.DataRace as error:
         print(error)
 
 
 in_simulator(race, constants=IN_SIMULATOR)
+if not SIMULATED:
+    run, outputs, others, failures = version(as_in_sglang()), *(poisoned(IDS, EXPERTS, BLOCK) for _ in range(2)), 0
+    for _ in range(200):
+        run(SKEWED, others)  # otherwise shared memory holds the right prefix of the run before
+        failures += ladder.check(run(IDS, outputs)) is not None
+    print(f"on this GPU: {failures} of 200 runs as in SGLang's source are wrong")
 
 # %% [markdown]
 # Only some `expert_ids` come out wrong: the GEMM would multiply those blocks with another expert's matrix, and no error would
@@ -1296,15 +1319,15 @@ def make_one_pass(num_experts):
 change(make_two_level, make_one_pass)
 
 # %%
-BARRIERS["make_one_pass"] = barriers(make_one_pass)
-print(BARRIERS)
-fewer_barriers = BARRIERS["make_two_level"] - BARRIERS["make_one_pass"]
-saved_ns = fewer_barriers * NS["barrier"] + 10 * NS["shuffle"] + 2 * NS["shared load"] if KNOWN else None
+BARRIERS["0x4, one pass"] = barriers(make_one_pass)
+print("barriers of the main kernel, 128 experts:", BARRIERS)
+fewer_barriers = BARRIERS["0x4"] - BARRIERS["0x4, one pass"]
+saved_ns = fewer_barriers * NS["a barrier"] + 10 * NS["a shuffle"] + 2 * NS["a shared load"] if KNOWN else None
 gain = saved_ns / 1000 if KNOWN else None
 measure("0x4, one pass", version(make_one_pass), after="0x4 two-level scan", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The phases:
+# **Explanation.** What the scan really lost:
 
 # %%
 phases("0x4, one pass", make_one_pass)
@@ -1365,12 +1388,13 @@ measure("0x4, filling first", run, after="0x4, one pass", predicted_gain_us=pred
 # ahead of them in the SM's path to L2:
 
 # %%
+# after the GPU run: say in words whether counting takes longer
 phases("0x4, filling first", make_filling_first)
 
 # %% [markdown]
 # ### Step 9: a second CTA fills, 0x5
 #
-# **Bottleneck.** One SM does everything; 131 others are idle.
+# **Bottleneck.** One SM does everything in the main kernel; all others are idle.
 #
 # **Idea.** The fill needs neither counts nor scan. The main kernel is launched with two CTAs: CTA 1 fills and returns, CTA 0
 # does the rest. They need no synchronisation, because the sort kernel, which overwrites the fill, is a later launch.
@@ -1458,23 +1482,30 @@ say(
 exercise("align-3").check(lambda numel, num_experts, block_size: ...)
 
 # %% [markdown]
-# The next cell times both lengths, with both ways to fill, for one token and blocks of 128.
+# With the short buffer, both ways to fill have less to do:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def lengths_compared(old, new, block_size=128):
-    calls, ids = {}, OTHERS[0]
+    calls, ids = {}, OTHERS["one"]
     for name, make, ctas in (("filling first", make_filling_first, 1), ("a second CTA fills", make_parallel_fill, 2)):
-        for length in (old, new):
+        for which, length in {"old": old, "new": new}.items():
             outputs = torch.empty(length, dtype=torch.int32, device=DEVICE), *poisoned(ids, EXPERTS, block_size)[1:]
-            calls[f"{name}, {length} positions"] = partial(
-                run_both, make(EXPERTS), ids, outputs, block_size=block_size, ctas=ctas
-            )
-            assert wrong(calls[f"{name}, {length} positions"](), ids, EXPERTS, block_size) is None
-    return ladder.times("buffer lengths", calls)
+            options = {"block_size": block_size, "ctas": ctas}
+            run = calls[f"{name}, {which} length"] = partial(run_both, make(EXPERTS), ids, outputs, **options)
+            assert wrong(run(), ids, EXPERTS, block_size) is None
+    return ladder.times("buffer lengths", calls) or {}
 
 
-lengths_compared(old=TOPK + EXPERTS * 127, new=TOPK * 128)
+lengths = lengths_compared(old=TOPK + EXPERTS * 127, new=TOPK * 128)
+say(
+    "For one token and blocks of 128, filling first takes {a:.2f} us with the old length and {b:.2f} us with the new one; with a "
+    "second CTA that fills, {c:.2f} and {d:.2f} us.",
+    a=lengths.get("filling first, old length"),
+    b=lengths.get("filling first, new length"),
+    c=lengths.get("a second CTA fills, old length"),
+    d=lengths.get("a second CTA fills, new length"),
+)
 
 # %% [markdown]
 # #### Other ids and more experts
@@ -1576,22 +1607,30 @@ def make_small(num_experts):
 SMALL_PHASES = {}
 
 
-def small_phases(name, make, fill=False, more_threads=0):
-    """Time the small kernel cut off after each of its phases, and a fill by torch."""
+def cut_off(make, fill=False, more_threads=0):
+    """Calls of a small kernel, cut off after each of its phases, and of a fill by torch."""
     calls = {"fill": partial(poisoned(SMALL_IDS, SMALL_EXPERTS, BLOCK)[0].fill_, 0)} if fill else {}
     for phase in phases_of(make):
         calls[phase] = small_version(until(make, phase, globals()), more_threads=more_threads)
-    times = small_ladder.times(f"phases of {name}", calls)
-    if times:
-        SMALL_PHASES[name] = without_earlier(times, phases_of(make))
-        print({phase: round(time, 2) for phase, time in SMALL_PHASES[name].items()})
+    return calls
+
+
+def show_small(name, make, times):
+    """Print and draw the phases of a small kernel."""
+    if times is None:
+        return None
+    SMALL_PHASES[name] = {phase: round(us, 2) for phase, us in without_earlier(times, phases_of(make)).items()}
+    (small_ladder.row(name) or {})["phases_us"] = SMALL_PHASES[name]
+    print(SMALL_PHASES[name])
+    show_changes(name, SMALL_PHASES)
     title = "The small kernels; a launch counts for its first phase"
-    return phase_bars(SMALL_PHASES, title, phases=[*ORDER, "column sums"]) if times else None
+    return phase_bars(SMALL_PHASES, title, phases=[*ORDER, "column sums"])
 
 
 # %%
 small_ladder.step("0x1 small", small_version(make_small, fill=True), dtype="int32")
-small_phases("0x1 small", make_small, fill=True)
+times = small_ladder.times("phases of 0x1 small", cut_off(make_small, fill=True))
+show_small("0x1 small", make_small, times)
 
 # %% [markdown]
 # ### Small step 1: fill in the kernel, 0x2
@@ -1672,7 +1711,8 @@ small_ladder.step("0x2 small", run, dtype="int32", after="0x1 small", predicted_
 # **Explanation.** The phases of both:
 
 # %%
-small_phases("0x2 small", make_small_filling)
+times = small_ladder.times("phases of 0x2 small", cut_off(make_small_filling))
+show_small("0x2 small", make_small_filling, times)
 
 # %% [markdown]
 # ### Small step 2: threads that only fill, 0x5
@@ -1775,7 +1815,8 @@ small_ladder.step("0x5 small", run, dtype="int32", after="0x2 small", predicted_
 # **Explanation.** The phase `count` now lasts as long as the slower of the fill and the counting:
 
 # %%
-small_phases("0x5 small", make_small_fill_threads, more_threads=FILL_THREADS)
+times = small_ladder.times("phases of 0x5 small", cut_off(make_small_fill_threads, more_threads=FILL_THREADS))
+show_small("0x5 small", make_small_fill_threads, times)
 
 # %% [markdown]
 # ### Small step 3: no bank conflicts
@@ -1787,6 +1828,7 @@ small_phases("0x5 small", make_small_fill_threads, more_threads=FILL_THREADS)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def bank_conflicts(name):
+    torch.manual_seed(0)
     ids = random_ids(64, 64, 8)
     outputs = poisoned(ids, 64, 16)
     with simulator.profile() as profile:
@@ -1878,7 +1920,29 @@ small_ladder.step("row pitch", run, dtype="int32", after="0x5 small", predicted_
 # each side of the trade is worth:
 
 # %%
-small_phases("row pitch", make_small_row_pitch, more_threads=FILL_THREADS)
+times = small_ladder.times("phases of row pitch", cut_off(make_small_row_pitch, more_threads=FILL_THREADS))
+show_small("row pitch", make_small_row_pitch, times)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+outputs, cumsum = (
+    poisoned(SMALL_IDS, SMALL_EXPERTS, BLOCK),
+    torch.empty(SMALL_EXPERTS + 1, dtype=torch.int32, device=DEVICE),
+)
+calls = {
+    "main and sort kernel of 0x5": partial(
+        run_both, make_parallel_fill(SMALL_EXPERTS), SMALL_IDS, outputs, cumsum, ctas=2
+    ),
+    "small kernel of 0x5": small_version(make_small_fill_threads, more_threads=FILL_THREADS),
+    "small kernel, row pitch": small_version(make_small_row_pitch, more_threads=FILL_THREADS),
+}
+alternatives = small_ladder.times("small kernel or two launches", calls) or {}
+say(
+    "Is the small kernel worth having? For the same slots, the two kernels of 0x5 take {two:.1f} us, the small kernel of 0x5 takes "
+    "{small:.1f} us, and {pitch:.1f} us without bank conflicts.",
+    two=alternatives.get("main and sort kernel of 0x5"),
+    small=alternatives.get("small kernel of 0x5"),
+    pitch=alternatives.get("small kernel, row pitch"),
+)
 
 # %% [markdown]
 # **Exercise align-5.** The order of the small kernel is the same in every run, but not ascending: thread 0 brings slots 0, 64 and
@@ -2009,11 +2073,12 @@ sort_us = ladder.times("sort kernel", calls) or {}
 say(
     "As it is, the sort kernel takes {whole:.1f} us; without scattered stores {no_scatter:.1f}, without atomic operations "
     "{no_atomics:.1f}, with a cache line per counter {spread:.1f}. The variant that is much faster names the limit: the stores, the "
-    "atomic operations themselves, or their few addresses, which share nine cache lines.",
+    "atomic operations themselves, or their few addresses, which share {cache_lines} cache lines.",
     whole=sort_us.get("as it is"),
     no_scatter=sort_us.get("no scattered stores"),
     no_atomics=sort_us.get("no atomics"),
     spread=sort_us.get("a cache line per counter"),
+    cache_lines=-(-4 * (E + 1) // 128),
 )
 
 # %% [markdown]
