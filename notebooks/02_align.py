@@ -15,8 +15,8 @@
 # # Align: sort the token slots by expert
 #
 # The gate ([01](01_gate.ipynb)) has chosen 8 experts for every token. Before the experts' GEMMs can run, the token slots
-# must be sorted by expert, and each expert's slots padded to whole blocks. This is `moe_align_block_size`. It moves almost
-# no data; its time is latency, and this notebook is about finding out which latency.
+# must be sorted by expert, and each expert's slots padded to whole blocks. This is `moe_align_block_size`. It moves almost no
+# data; its time is latency, and this notebook measures which latency.
 #
 # It follows an article on SGLang's kernel
 # ([`moe_align_kernel.cu`](https://github.com/sgl-project/sglang/blob/main/sgl-kernel/csrc/moe/moe_align_kernel.cu)), whose
@@ -84,7 +84,7 @@ first_us, last_us = recorded_us(LADDER, "0x1 baseline"), recorded_us(LADDER, "0x
 sglang_us, final_us = recorded_us(ALIGN, "peer:sglang-aot"), recorded_us(ALIGN, "final")
 say(
     "**Result**, recorded on an H200, 4096 tokens, 256 experts, top-8, blocks of 16: the Numba port of 0x1 takes {first:.1f} "
-    "us, the port of 0x5 {last:.1f} us. SGLang's own compiled kernel (0x5) takes {peer:.1f} us, so the port {verdict} it. The "
+    "us, the port of 0x5 {last:.1f} us. SGLang's own compiled kernel, which 0x5 became, takes {peer:.1f} us, so the port {verdict} it. The "
     "package's final kernel, which [03_align_one_launch](03_align_one_launch.ipynb) builds, takes {final:.1f} us and returns "
     "the same order in every run.",
     first=first_us,
@@ -97,8 +97,8 @@ say(
 # %% [markdown]
 # ## 1. The problem
 #
-# Each element of the gate's `topk_ids` is a **slot**; slot `s` belongs to token `s // topk`. A grouped GEMM multiplies
-# blocks of, say, 16 rows, and all rows of a block must belong to one expert. The function returns
+# Each element of the gate's `topk_ids` is a **slot**; slot `s` belongs to token `s // topk`. A grouped GEMM works on **expert
+# blocks** of, say, 16 rows, and all rows of a block must belong to one expert. The function returns
 #
 # - `sorted_token_ids`: the slots sorted by expert; each expert's part is padded to whole blocks with the number of slots,
 #   `numel`, which no slot has;
@@ -153,8 +153,8 @@ print("poison:       ", wrong(poisoned(IDS, EXPERTS, BLOCK), IDS, EXPERTS, BLOCK
 # ## 2. Lower bound
 #
 # The bytes are no limit: each id is read once, each output written once, and an empty kernel takes longer than that. What
-# costs time is a chain of things that wait for each other: load an id, add to a counter, wait at a barrier. The next cell
-# measures what one link of such a chain costs, from kernels whose every operation needs the result of the one before.
+# costs time is a chain of operations that wait for each other: load an id, add to a counter, wait at a barrier. The next cell
+# measures what one link of such a chain costs, in kernels whose every operation needs the result of the one before.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FULL = 0xFFFFFFFF  # all 32 lanes
@@ -269,8 +269,8 @@ say(
 # %% [markdown]
 # ## 3. The ladder
 #
-# Each version is checked for the main input, for few tokens, for one token and for tokens that all choose the same experts;
-# the main input is timed.
+# Each version is checked, and timed, for the main input, for few tokens, for one token and for tokens that all choose the same
+# experts. Steps are compared by the main input.
 
 
 # %%
@@ -545,7 +545,7 @@ say(
 # %% [markdown]
 # ### Step 2: fill in the kernel, 0x2
 #
-# **Bottleneck.** The fill is a launch of its own.
+# **Bottleneck.** The fill is a launch of its own; the bar above shows its part.
 #
 # **Idea.** The main kernel fills the used part of `sorted_token_ids` at its end, and the sort kernel overwrites the places
 # that get a slot. A store of 16 bytes writes four elements: `st_global_s32x4` is `st.global.v4.s32`. (C++ needs a type for it,
@@ -689,7 +689,7 @@ say(
 # 0x3 changes three things. They are separate steps here, so that each gain has an owner.
 #
 # **Bottleneck.** Still the serial scan. Part of its instructions compute `warp * 32 + offset`, in 64 bits, and rounding down
-# for negative numbers as well, as Python's `//` does. SASS says how many.
+# for negative numbers as well, as Python's `//` does. The SASS shows how many.
 #
 # **Idea.** `shared_counts[expert]`, and one thread clears each counter.
 #
@@ -747,7 +747,7 @@ print(f"instructions of the scan per expert: {PER_EXPERT} -> {PLAIN_PER_EXPERT}"
 measure("0x3 plain counters", version(make_plain), after="0x2 padding inside", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** Clearing was a loop, too; it belongs to the phase `count`.
+# **Explanation.** The prediction leaves out the loop that cleared the counters, which is part of the phase `count`:
 
 # %%
 phases("0x3 plain counters", make_plain)
@@ -922,12 +922,21 @@ gain = before["scan"] - scan_us if before else None
 measure("0x3 Blelloch scan", version(make_blelloch), after="0x3 plain counters", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** From O(n) to O(log n) is not 256 / 8 times faster: the tree is walked twice, and a level costs more than an
-# iteration of the loop.
+# **Explanation.** From O(n) to O(log n) is not 256 / 8 times faster: the sweeps walk the tree twice, and a level is not as short
+# as an iteration of the loop.
 
 # %%
 phases("0x3 Blelloch scan", make_blelloch)
 show_phases()
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = PHASES.get("0x3 plain counters"), PHASES.get("0x3 Blelloch scan")
+say(
+    "The loop took {loop:.0f} ns per expert; the sweeps take {level:.0f} ns for each of their {levels} levels.",
+    loop=before and 1000 * before["scan"] / E,
+    level=after and 1000 * after["scan"] / levels,
+    levels=levels,
+)
 
 # %% [markdown]
 # ### Step 5: binary search, 0x3
@@ -1006,8 +1015,7 @@ gain = before["expert_ids"] - search_us if before else None
 measure("0x3 binary search", version(make_search), after="0x3 Blelloch scan", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** Besides the phases, the same two versions when all tokens choose the same experts: that is what the search is
-# for.
+# **Explanation.** The phases, and both versions when all tokens choose the same experts, the case that the search is for:
 
 # %%
 phases("0x3 binary search", make_search)
@@ -1205,7 +1213,7 @@ gain = (fewer_barriers * NS["a barrier"] + scan_loads) / 1000 if KNOWN else None
 measure("0x4 two-level scan", version(make_two_level), after="0x3 binary search", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The scan was already a small part of the whole:
+# **Explanation.** How small the scan had become before, and what it lost:
 
 # %%
 phases("0x4 two-level scan", make_two_level)
@@ -1327,7 +1335,7 @@ gain = saved_ns / 1000 if KNOWN else None
 measure("0x4, one pass", version(make_one_pass), after="0x4 two-level scan", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** What the scan really lost:
+# **Explanation.** The change of the scan alone:
 
 # %%
 phases("0x4, one pass", make_one_pass)
@@ -1335,12 +1343,12 @@ phases("0x4, one pass", make_one_pass)
 # %% [markdown]
 # ### Step 8: fill first, the starting point of 0x5
 #
-# **Bottleneck.** The fill has become one of the larger phases, and it waits for the scan although it only needs the length.
+# **Bottleneck.** The fill waits for the scan, although filling the whole array only needs its length.
 #
 # **Idea.** In its chapter on 0x5 the article starts from a kernel that fills the whole array at the beginning, one element per
 # store.
 #
-# **Predicted gain.** The fill changes from wide stores to the used part to single stores to the whole array.
+# **Predicted gain.** Wide stores to the used part become single stores to the whole array. Step 2 measured both alone.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1384,8 +1392,8 @@ run = version(make_filling_first)
 measure("0x4, filling first", run, after="0x4, one pass", predicted_gain_us=predict(gain), slower=True)
 
 # %% [markdown]
-# **Explanation.** If counting takes longer behind the fill than in the version before, the loads of the ids wait for the stores
-# ahead of them in the SM's path to L2:
+# **Explanation.** If counting takes longer behind the fill than in the version before, the loads of the ids wait behind the
+# stores in the SM's path to L2:
 
 # %%
 # after the GPU run: say in words whether counting takes longer
@@ -1399,7 +1407,7 @@ phases("0x4, filling first", make_filling_first)
 # **Idea.** The fill needs neither counts nor scan. The main kernel is launched with two CTAs: CTA 1 fills and returns, CTA 0
 # does the rest. They need no synchronisation, because the sort kernel, which overwrites the fill, is a later launch.
 #
-# **Predicted gain.** The whole phase `fill`, as CTA 1 needs less time than CTA 0.
+# **Predicted gain.** The whole phase `fill`, because CTA 1 needs less time for it than CTA 0 for the rest.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1475,8 +1483,8 @@ say(
 #     max_num_tokens_padded = topk_ids.numel() * block_size
 # ```
 #
-# **Exercise align-3.** This is enough, but not the least. Write a function that returns the fewest positions that suffice for
-# any routing. The check accepts SGLang's rule, too.
+# **Exercise align-3.** The rule is sufficient, but not tight. Write a function that returns the fewest positions that suffice
+# for any routing. The check accepts SGLang's rule, too.
 
 # %%
 exercise("align-3").check(lambda numel, num_experts, block_size: ...)
@@ -1511,7 +1519,8 @@ say(
 # #### Other ids and more experts
 #
 # The kernel in C++ is a template over the type of the ids, `scalar_t`. In Numba the same source is compiled for the types of its
-# arguments, so 64-bit ids need no change. A CTA has a thread for each expert, so 1024 threads allow at most 1024 experts:
+# arguments, so 64-bit ids need no change. The main kernel has one thread per expert, so a CTA of 1024 threads supports at most
+# 1024 experts:
 
 # %%
 for ids, experts in ((IDS.long(), EXPERTS), (random_ids(16, THREADS, TOPK, DEVICE), THREADS)):
@@ -1723,8 +1732,8 @@ show_small("0x2 small", make_small_filling, times)
 # before slots overwrite the fill.
 #
 # In the article's listing the fill threads stand in a branch of their own, which calls `__syncthreads()` three times, only to
-# match the barriers of the other branch. CUDA allows a barrier in a branch only if all threads of the CTA take it. Hardware
-# counts arrivals, so it works, but it is undefined, and the simulator rejects it:
+# match the barriers of the other branch. CUDA allows a barrier in a branch only if all threads of the CTA take it. The hardware
+# counts arrivals, so the listing happens to work, but its behaviour is undefined. The simulator rejects it:
 
 
 # %%
@@ -1752,7 +1761,7 @@ in_simulator(try_two_branches)
 # %% [markdown]
 # In the port all threads pass the same three barriers.
 #
-# **Predicted gain.** The fill of the counting threads.
+# **Predicted gain.** The time that the counting threads need to fill.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2001,8 +2010,8 @@ print("the second, where any order is accepted:", ladder.check((*spoiled(swaps_t
 # %% [markdown]
 # ## 6. All steps
 #
-# All steps once more, interleaved, and how good the predictions were. The dashed lines are the compiled kernels of other projects, measured by `python -m moe_numba
-# bench align`.
+# All steps once more, interleaved, and how good the predictions were. The dashed lines are compiled kernels of other projects,
+# measured by `python -m moe_numba bench align`.
 
 # %%
 ladder.measure_all()
@@ -2028,8 +2037,7 @@ small_ladder.plot()
 # %% [markdown]
 # ### Other sizes
 #
-# With few tokens the scan and the launches are everything; with many, counting in one CTA. `sglang-aot` is SGLang's compiled
-# kernel, from the record.
+# `sglang-aot` is SGLang's compiled kernel, from the record.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 SWEEP = (1, 8, 64) if SIMULATED else (1, 16, 64, 256, 1024, 4096, 16384)
@@ -2051,12 +2059,22 @@ lines = {name: points for name, points in lines.items() if points}
 title = f"Align over tokens, {E} experts, top-{K}, blocks of {BLOCK}"
 plots.sweep_figure(lines, title=title, caption=plots.caption(ALIGN) if ALIGN else "") if lines else None
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+both = {
+    tokens: lines["0x5"][tokens] / stats["median"] for tokens, stats in lines.get("sglang-aot", {}).items() if swept
+}
+say(
+    "The port of 0x5 is slower than SGLang's compiled kernel for {slower} tokens; the largest ratio is {ratio:.2f}.",
+    slower=both and (", ".join(str(tokens) for tokens, ratio in both.items() if ratio > 1) or "no number of") or None,
+    ratio=max(both.values(), default=None),
+)
+
 # %% [markdown]
 # ## 7. What is left
 #
-# The sort kernel is the largest part of 0x5, and it was the same in all versions. What does it wait for? Four kernels tell: as it
-# is; without the scattered stores; without the atomic operations; and with each counter in a cache line of its own, so that more
-# parts of L2 can work on the counters.
+# The sort kernel is the same in all versions. To see what it waits for, it is timed as it is, without the scattered stores,
+# without the atomic operations, and with each counter in a cache line of its own, so that more parts of L2 can work on the
+# counters.
 
 
 # %%
