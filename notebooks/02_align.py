@@ -1544,10 +1544,11 @@ for ids, experts in ((IDS.long(), EXPERTS), (random_ids(16, THREADS, TOPK, DEVIC
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 SMALL_IDS = random_ids(FEW_TOKENS, SMALL_EXPERTS, TOPK, DEVICE)
 SMALL_THREADS = max(SMALL_EXPERTS, 32)
+TIMED_SMALL = (64, 64, 8) if SIMULATED else (FEW_TOKENS, SMALL_EXPERTS, TOPK)
 small_ladder = Ladder(
     "align_small_ladder",
     partial(wrong, ids=SMALL_IDS, num_experts=SMALL_EXPERTS, block_size=BLOCK),
-    f"The small kernel: {FEW_TOKENS} tokens, {SMALL_EXPERTS} experts, top-{TOPK}, blocks of {BLOCK}",
+    "The small kernel: {} tokens, {} experts, top-{}, blocks of {}".format(*TIMED_SMALL, BLOCK),
     "0x1 small",
     config={"num_experts": SMALL_EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": FEW_TOKENS},
@@ -2057,7 +2058,8 @@ if ALIGN:
     lines["sglang-aot"] = {tokens: stats for tokens, stats in peer.items() if tokens in lines["0x5"] or not swept}
 lines = {name: points for name, points in lines.items() if points}
 title = f"Align over tokens, {E} experts, top-{K}, blocks of {BLOCK}"
-plots.sweep_figure(lines, title=title, caption=plots.caption(ALIGN) if ALIGN else "") if lines else None
+caption = f"The ports are timed with the ladder above; sglang-aot: {plots.caption(ALIGN)}" if ALIGN else ""
+plots.sweep_figure(lines, title=title, caption=caption) if lines else None
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 both = {
