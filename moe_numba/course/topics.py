@@ -40,7 +40,7 @@ TOPICS = (
         "SGLang's `moe_align_block_size`",
         "align",
         "the alignment",
-        ("align_ladder",),
+        ("align_ladder", "align_small_ladder"),
     ),
     Topic(
         "04_shared_experts",
