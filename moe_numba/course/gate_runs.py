@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from numba import cuda
 
 from moe_numba import simulator
 from moe_numba.course.bench.timing import rotating
@@ -17,6 +18,7 @@ class Routing(NamedTuple):
     weights: torch.Tensor
     ids: torch.Tensor
     logits: torch.Tensor
+    any_order: bool = False  # of the experts of a token, as torch.topk(sorted=False) returns them
 
 
 class GateRuns:
@@ -44,7 +46,9 @@ class GateRuns:
         weights = torch.full(shape, float("nan"), device=self.device)
         return weights, torch.full(shape, -7, dtype=torch.int32, device=self.device)
 
-    def calls(self, run: Callable, tokens: int | None = None) -> tuple[Callable, list[Callable]]:
+    def calls(
+        self, run: Callable, tokens: int | None = None, any_order: bool = False
+    ) -> tuple[Callable, list[Callable]]:
         """Return a call whose `Routing` can be checked, and one call per set of logits to be timed.
 
         Parameters
@@ -54,25 +58,35 @@ class GateRuns:
             returns (weights, ids) of its own.
         tokens : int, optional
             Only the first tokens are routed.
+        any_order : bool
+            See `Routing`.
         """
         weights, ids = self.poisoned(tokens)
         sets = [logits[:tokens] for logits in self.sets]
 
         def call():
-            return Routing(*(run(sets[0], weights, ids) or (weights, ids)), sets[0])
+            return Routing(*(run(sets[0], weights, ids) or (weights, ids)), sets[0], any_order)
 
         return call, [lambda logits=logits: run(logits, weights, ids) for logits in sets]
 
     def check(self, routing: Routing) -> str | None:
-        """Return what is wrong with a routing, or None; experts must be in descending order of their biased scores."""
-        return reference.mismatch(*routing, self.bias, self.topk, **self.groups)
+        """Return what is wrong with a routing, or None: experts, their order by biased score, or weights."""
+        weights, ids, logits, any_order = routing
+        if any_order:
+            weights, ids = self._best_first(weights, ids, logits)
+        return reference.mismatch(weights, ids, logits, self.bias, self.topk, **self.groups)
 
-    def best_first(self, weights: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor):
+    def _best_first(self, weights, ids, logits):
         """Sort the experts of each token as the reference does: by biased score, the lower id first."""
         order = ids.argsort(dim=1)
         weights, ids = weights.gather(1, order), ids.gather(1, order)
         order = (logits.sigmoid() + self.bias).gather(1, ids.long()).argsort(dim=1, descending=True, stable=True)
         return weights.gather(1, order), ids.gather(1, order)
+
+
+def numba_stream():
+    """Return torch's current stream for ``kernel[grid, block, stream]``; Numba's own default is another stream."""
+    return 0 if simulator.ENABLED else cuda.external_stream(torch.cuda.current_stream().cuda_stream)
 
 
 def phases(

@@ -101,15 +101,23 @@ class PipeClocks:
         Kernel -> `MachineCode`.
     """
 
-    def __init__(self, counts: Mapping[str, dict[str, int]], codes: Mapping[str, MachineCode]):
-        self.counts, self.codes = dict(counts), dict(codes)
+    def __init__(
+        self, counts: Mapping[str, dict[str, int]] | None = None, codes: Mapping[str, MachineCode] | None = None
+    ):
+        self.counts, self.codes = dict(counts or {}), dict(codes or {})
 
     def __getitem__(self, name: str) -> int:
         """Return the clocks of the slowest pipe of a kernel."""
         return max(self.counts[name].values())
 
-    def __or__(self, other: "PipeClocks") -> "PipeClocks":
-        return PipeClocks(self.counts | other.counts, self.codes | other.codes)
+    def update(self, other: "PipeClocks") -> None:
+        """Add the kernels of another table."""
+        self.counts |= other.counts
+        self.codes |= other.codes
+
+    def select(self, *names: str) -> "PipeClocks":
+        """Return a table of some kernels."""
+        return PipeClocks({name: self.counts[name] for name in names}, {name: self.codes[name] for name in names})
 
     def slowest(self, name: str) -> str:
         """Return the name of the slowest pipe of a kernel."""

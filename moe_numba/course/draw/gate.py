@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from moe_numba.course.bench.style import BLUE, GREY, INK, ORANGE, PALE, SKY, WIDTH
 from moe_numba.course.draw.canvas import arrow, box, canvas, ink_on, lane_colour, note, plural, text
 from moe_numba.course.draw.player import Box, Frame, Label
@@ -273,6 +275,29 @@ def redistribution(kept, num_groups):
     note(axes, 0.2, 0.4, "Grey: dropped groups. Their lanes would have nothing to do while the experts are chosen.")
     note(axes, 0.2, 0.16, "A colour is a token. Each lane on the right holds an equal part of a kept group (g).")
     return figure
+
+
+def picks_of(events, warp=0):
+    """Return the picks of a warp in a trace (`simulator.trace`), as `pick_frames` takes them.
+
+    Each pick is a ``redux.sync.max`` of the lanes' best keys, followed by a ballot. A key is the bits of a float32 with
+    the magnitude of negative floats flipped; the least int32 stands for a lane without a key.
+    """
+    fronts, ballots = [], []
+    for event in (event for event in events if event.warp == warp):
+        if event.what.startswith("redux"):
+            if not fronts or len(fronts[-1]) == 32:
+                fronts.append({})
+            fronts[-1][event.lane] = int(event.details["value"])
+        elif event.what == "ballot_sync" and len(ballots) < len(fronts) and event.lane == 0:
+            ballots.append(int(event.details["result"]) & 0xFFFFFFFF)
+    return [([_float_of(keys[lane]) for lane in range(32)], ballot) for keys, ballot in zip(fronts, ballots)]
+
+
+def _float_of(key):
+    """Return the float of a key, or None for that of no expert."""
+    bits = np.int32(key ^ ((key >> 31) & 0x7FFFFFFF))
+    return None if key == -(1 << 31) else float(bits.view(np.float32))
 
 
 def pick_frames(picks: Sequence[tuple[list[float | None], int]], num_groups: int):
