@@ -20,12 +20,12 @@
 # the simulator, kernel time and call time, and how a step is read.
 
 # %%
-# %pip install -q "moe_numba[cu12,notebooks]"   # Colab and Kaggle: remove the first "#" of this line
+# On Colab or Kaggle, first run: %pip install -q "moe_numba[cu12,notebooks]"
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
 import time
 import warnings
@@ -56,12 +56,15 @@ from moe_numba.course.source_diff import OpCounter, change
 from moe_numba.gate.device_functions import LOG2_E, make_sort_descending, sorting_network
 from moe_numba.gate.kernel import GateConfig, make_kernel
 from moe_numba.gate.reference import biased_grouped_topk as reference
+from moe_numba.gate.reference import choose_experts
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.memory import ld_shared_s32x4, load_nc_u32x4, st_shared_s32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")
+
+# %%
 EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3; (128, 4, 2, 6) works as well
 SHAPE = EXPERTS, GROUPS, KEPT, TOPK
 TOKENS = 16 if simulator.ENABLED else 16384
@@ -70,7 +73,7 @@ MODEL_TOKENS = 16384 if simulator.ENABLED else TOKENS  # of predictions: recorde
 # %% [markdown]
 # ## What you will build
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 GATE, LADDER = records.recorded("gate"), records.recorded("gate_ladder")
 CONFIG = {"num_experts": 256, "num_expert_group": 8}
 
@@ -184,6 +187,8 @@ print(LIMITS)
 for tokens in (64, 1024, 16384, 65536):
     print(f"{tokens:6} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in lower_bounds_us(tokens).items()))
 FLOOR_US = max(lower_bounds_us(MODEL_TOKENS).values())
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 EMPTY = {on: recorded_us(GATE, "empty kernel", config={"dependent": on}) for on in (False, True)}
 say(
     "An empty kernel takes {empty:.2f} us in a CUDA graph, so with few tokens the launch is the bound.",
@@ -296,7 +301,7 @@ else:
 #
 # > 36us->8us.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 rows = {name: ladder.row(name) or {} for name in ("torch eager", "torch.compile")}
 timelines = {name: row["timeline"] for name, row in rows.items() if row.get("timeline")}
 if timelines and final:
@@ -305,7 +310,7 @@ else:
     picture = print("no kernels of a call are recorded yet")
 picture
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 searches = {name: sum(us for kernel, _, us in kernels if is_search(kernel)) for name, kernels in timelines.items()}
 say(
     "Kernels that select or sort take {before:.0f} us of torch's {eager:.0f} us, and {after:.0f} us of `torch.compile`'s "
@@ -446,6 +451,7 @@ def lowest(value, index, start, stop):
     return value, index
 
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
 def worst_group_of_each_token(sums, out):
     lane = cuda.threadIdx.x
@@ -632,7 +638,7 @@ measure(
 PHASES = {"article, dynamic": phases(ladder, gate, "article, dynamic", run_dynamic)}
 instruction_mix({"article, dynamic": (article_dynamic, (*ARRAYS, "int32", "int32", "int32"))})
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "Choosing the experts takes {pick:.0f} us, choosing the groups {group:.0f} us, and the rest {load:.0f} us. Loops of "
     "run-time length are not unrolled: each comparison loads a value from local memory, waits for it, and branches.",
@@ -721,7 +727,7 @@ run = run_arrays(make_article_static)(KEPT, TOPK)
 measure("article, static", run, after="article, dynamic", predicted_gain_us=gain_us)
 CLOCKS
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "The instructions alone would take {pipe:.0f} us of the {us:.0f} us: this kernel still waits most of the time.",
     pipe=pipe_us("article, static", 32 // GROUPS),
@@ -818,6 +824,8 @@ measure("in registers", run, after="article, static", predicted_gain_us=gain_us,
 # %%
 PHASES["article, static"] = phases(ladder, gate, "article, static", run_arrays(make_article_static))
 PHASES["in registers"] = phases(ladder, gate, "in registers", run_arrays(make_in_registers))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 before, after = ((PHASES[name] or {}) for name in ("article, static", "in registers"))
 say(
     "Choosing the experts: {before:.1f} -> {after:.1f} us; choosing the groups: {groups:.1f} -> {now:.1f} us. Local memory "
@@ -834,7 +842,7 @@ say(
 # **Bottleneck.** The call. A Numba array is passed as shape, strides and more, which Python collects from each tensor at each
 # call.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "A call of the static kernel takes {call:.0f} us of CPU time, {ratio:.1f} times its kernel time.",
     call=ladder.median_us("article, static", "call_us"),
@@ -921,8 +929,10 @@ measure("pointers", run_of(KEPT, TOPK), after="article, static", predicted_gain_
 # **Explanation.** If the kernel times differ, the phases show where:
 
 # %%
-# after the GPU run: the recorded difference was 2 %, at the edge of the noise
 PHASES["pointers"] = phases(ladder, gate, "pointers", run_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: the recorded difference was 2 %, at the edge of the noise
 say(
     "Call time: {call:.0f} -> {call_now:.0f} us. Kernel: loading {load:.1f} -> {load_now:.1f} us, choosing experts "
     "{picks:.1f} -> {picks_now:.1f} us.",
@@ -1149,8 +1159,8 @@ def make_one_warp_per_token(num_experts, num_groups, kept, topk):
 
 
 # %% [markdown]
-# **Predicted gain.** A lane has a quarter of the experts but takes part in just as many butterflies. The pipes of four times as
-# many warps then need more time than the last kernel took: a loss with many tokens.
+# **Predicted gain.** A lane has a quarter of the experts but takes part in just as many butterflies, and there are four times
+# as many warps. Their pipe time replaces the time of the last kernel.
 
 
 # %%
@@ -1163,23 +1173,27 @@ def butterflies(words):
     }
 
 
-name = "one warp per token"
-count(name, make_one_warp_per_token, butterflies(2))
+count("one warp per token", make_one_warp_per_token, butterflies(2))
 before_us = ladder.median_us("16-byte loads") or 0
-gain_us = before_us and before_us - pipe_us(name)
+gain_us = before_us and before_us - pipe_us("one warp per token")
 run_of = run_pointers(make_one_warp_per_token, 1)
-measure(name, run_of(KEPT, TOPK), after="16-byte loads", predicted_gain_us=gain_us, slower=True)
-CLOCKS.select("article, static", name)
+measure("one warp per token", run_of(KEPT, TOPK), after="16-byte loads", predicted_gain_us=gain_us, slower=True)
 
 # %% [markdown]
-# **Explanation.** With 64 tokens, and with the next step's machine code, the layout shows what it is worth:
+# **Explanation.** The pipe time is a lower bound: a warp also waits for results. The layout pays with few tokens:
 
 # %%
 few = {"one thread per group": run_pointers(make_wide_loads, 32 // GROUPS), "one warp per token": run_of}
-few_us = ladder.times("64 tokens", {name: gate.calls(run(KEPT, TOPK), tokens=64)[1] for name, run in few.items()})
+few_us = ladder.times("64 tokens", {key: gate.calls(run(KEPT, TOPK), tokens=64)[1] for key, run in few.items()})
 few_us = few_us or dict.fromkeys(few)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "With 64 tokens: {group:.1f} us with one thread per group, {warp:.1f} us with one warp per token.",
+    "With {tokens} tokens the kernel takes {us:.1f} us, {ratio:.2f} times its pipe time. With 64 tokens one thread per group "
+    "takes {group:.1f} us, one warp per token {warp:.1f} us.",
+    tokens=MODEL_TOKENS,
+    us=ladder.median_us("one warp per token"),
+    ratio=(ladder.median_us("one warp per token") or 0) / pipe_us("one warp per token") or None,
     group=few_us["one thread per group"],
     warp=few_us["one warp per token"],
 )
@@ -1187,11 +1201,28 @@ say(
 # %% [markdown]
 # ### Step 10: 32-bit integers
 #
-# **Bottleneck.** The LSU clocks are twice what the butterflies of 32-bit values need. The types explain it: Numba follows
-# Python, where integers do not overflow, and types `int32 + int32`, `range` and constants as **int64**. Registers have 32
-# bits, so each 64-bit index takes two registers, two shuffles, and two instructions for a comparison.
-#
-# **Idea.** Cast each index back where it is computed: `int32(...)`.
+# **Bottleneck.** The butterflies. Numba follows Python, where integers do not overflow: `int32 + int32`, an index of `range`
+# and `lane * 8` are **int64**. A register has 32 bits, so an index takes two of them, and two shuffles. One butterfly alone:
+
+
+# %%
+@cuda.jit
+def best_int64(x, out):
+    lane = cuda.threadIdx.x
+    _, out[lane] = highest(x[lane], lane * 8, 1, 32)
+
+
+@cuda.jit
+def best_int32(x, out):
+    lane = int32(cuda.threadIdx.x)
+    _, out[lane] = highest(x[lane], int32(lane * 8), 1, 32)
+
+
+instruction_mix({kernel.__name__: (kernel, ("float32*", "int32*")) for kernel in (best_int64, best_int32)})
+
+# %% [markdown]
+# **Idea.** Cast each index back to 32 bits where it is computed. SGLang's C++ has `int` in these places, so the port has had the
+# casts from the start.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1248,12 +1279,8 @@ def make_int32(num_experts, num_groups, kept, topk):
 # %%
 change(make_one_warp_per_token, make_int32)
 
-# %%
-makes = {"int64": make_one_warp_per_token, "int32": make_int32}
-instruction_mix({name: (f"{make.__name__}{SHAPE}", SIGNATURE) for name, make in makes.items()}, makes.values())
-
 # %% [markdown]
-# **Predicted gain.** From here on the ALU is the bottleneck, and each step predicts the difference of the slowest pipes.
+# **Predicted gain.** The ALU is the bottleneck, so from here on a step predicts the difference of the slowest pipes.
 
 
 # %%
@@ -1275,6 +1302,8 @@ CLOCKS.select("one warp per token", "32-bit integers")
 
 # %%
 PHASES["32-bit integers"] = phases(ladder, gate, "32-bit integers", run_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "Choosing the groups takes {groups:.1f} of {us:.1f} us: four times the same search.",
     groups=(PHASES["32-bit integers"] or {}).get("choose groups"),
@@ -1391,7 +1420,7 @@ in_simulator(show_missing_lanes)
 # `or`, keeps too many groups.
 
 # %%
-exercise("gate-4").check([...] * 8)
+exercise("gate-2").check([...] * 8)
 
 # %% [markdown]
 # ### Step 12: integer keys and redux
@@ -1411,7 +1440,7 @@ def key_of(bits):
     return ...
 
 
-exercise("gate-2").check(key_of)
+exercise("gate-3").check(key_of)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 NEVER = -(1 << 31)  # less than the key of every float
@@ -1577,7 +1606,7 @@ measure("sorted lanes", run, after="integer keys", predicted_gain_us=predicted_u
 # The picks of token 0, from a trace of this kernel:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def trace_picks(logits, bias):
     outputs = torch.zeros(1, TOPK), torch.zeros(1, TOPK, dtype=torch.int32)
     with simulator.trace() as events:
@@ -1636,21 +1665,21 @@ def network_with(condition, name):
 
 
 networks = {
-    "no comparison": network_with("False", "network_without"),
+    "always swap": network_with("True", "network_without"),
     "or, and": network,
     "|, &": network_with(NO_SHORT_CIRCUIT, "network_bits"),
 }
 mix = instruction_mix({name: (kernel, ("int32*", "int32*")) for name, kernel in networks.items()})
 mix
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 total = {name: sum(mix[name].values()) for name in networks}
 say(
     "A compare-exchange takes {slow:.0f} instructions with `or` and `and`, {branches} of the network's are branches; with "
     "`|` and `&` it takes {fast:.0f}, and none is a branch.",
-    slow=(total["or, and"] - total["no comparison"]) / STEPS,
-    fast=(total["|, &"] - total["no comparison"]) / STEPS,
-    branches=mix["or, and"]["branch"] - mix["no comparison"]["branch"],
+    slow=(total["or, and"] - total["always swap"]) / STEPS,
+    fast=(total["|, &"] - total["always swap"]) / STEPS,
+    branches=mix["or, and"]["branch"] - mix["always swap"]["branch"],
 )
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1690,7 +1719,7 @@ def sort_four(keys, slots):
         keys[row, i], slots[row, i] = key[i], slot[i]
 
 
-exercise("gate-3").check(sort_four)
+exercise("gate-4").check(sort_four)
 
 # %% [markdown]
 # ### Step 15: a fast sigmoid
@@ -1847,6 +1876,8 @@ loads_us = ladder.times(
     "loads of keys alone", {name: gate.calls(run_pointers(make, 1)(KEPT, TOPK))[1] for name, make in variants.items()}
 )
 loads_us = loads_us or dict.fromkeys(variants)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "From DRAM {dram:.1f} us, from L1 {l1:.1f} us; the slowest pipe needs {pipe:.1f} us.",
     dram=loads_us["from DRAM"],
@@ -1941,7 +1972,7 @@ measure("loads ahead", run_loads_ahead(make_loads_ahead), after="keys alone", pr
 # %% [markdown]
 # **Explanation.** The same loop, with each token's load at its usual place, separates the loop from the load ahead:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 AHEAD = """            following = int32(token + warps)
             if following < tokens:
                 load(logits, following * num_experts + first, score)
@@ -1953,11 +1984,15 @@ source = changed_source(
     "            load(logits, token * num_experts + first, score)\n            for i in range(held):\n                key[i] = order",
 )
 make_loop = define(source, globals(), "make_loop.py")["make_loop"]
+
+# %%
 loops = {"one token per warp": run_pointers(make_keys_alone, 1)(KEPT, TOPK)}
 loops |= {"loop": run_loads_ahead(make_loop), "loop, loads ahead": run_loads_ahead(make_loads_ahead)}
 loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
 count("loads ahead", make_loads_ahead, {"REDUX": TOPK})
 count("loop", make_loop, {"REDUX": TOPK})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: which of the two matters, and what the registers cost
 say(
     "One token per warp {one:.1f} us, in a loop {loop:.1f} us, with loads ahead {ahead:.1f} us. The registers per thread are "
@@ -2112,6 +2147,8 @@ if FOUR:
     large = GateRuns(4 * WAVE, *SHAPE)
     calls = {f"{n}": large.calls(run_four_tokens, tokens=n * WAVE)[1] for n in (1, 2, 4)}
     waves_us = ladder.times("waves of four tokens per warp", calls) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: compare the steady state with both bounds, and say which of them the kernel approaches
 say(
     "16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, four {four:.1f} us. In the steady state "
@@ -2130,8 +2167,8 @@ say(
 # ### Step 19: the package
 #
 # `moe_numba.biased_grouped_topk` takes the kernel of step 18 for many tokens and that of step 17 for few. Its kernels
-# ([kernel.py](../moe_numba/gate/kernel.py), [kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py)) also handle NaN, infinities, 16-bit logits, other numbers of experts and groups,
-# shared experts and padding.
+# ([kernel.py](../moe_numba/gate/kernel.py), [kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py)) also handle NaN,
+# infinities, 16-bit logits, other numbers of experts and groups, shared experts and padding.
 #
 # **Idea.** What is left is the launch. With **programmatic dependent launch** (compute capability 9.0) a kernel may start while the
 # one before it ends.
@@ -2160,12 +2197,15 @@ measure("final", run_package, after=last, predicted_gain_us=gain_us)
 
 # %%
 half = GateRuns(TOKENS, *SHAPE, dtype=torch.bfloat16)
-rounded = half.logits[:4096].sigmoid() + bias.bfloat16()  # bfloat16 arithmetic
-exact = half.logits[:4096].float().sigmoid() + bias
-differ = rounded.topk(TOPK).indices.sort().values != exact.topk(TOPK).indices.sort().values
+logits_16 = torch.randn(4096, EXPERTS, device=half.device).bfloat16()
+rounded = logits_16.sigmoid() + bias.bfloat16()  # both operations round to bfloat16
+exact = logits_16.float().sigmoid() + bias
+chosen = [choose_experts(scores.float(), TOPK, GROUPS, KEPT).sort().values for scores in (rounded, exact)]
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "Without groups, rounding to bfloat16 changes the experts of {share:.0%} of the tokens.",
-    share=differ.any(dim=1).float().mean().item(),
+    "Rounding to bfloat16 changes the experts of {share:.0%} of the tokens.",
+    share=(chosen[0] != chosen[1]).any(dim=1).float().mean().item(),
 )
 
 # %% [markdown]
@@ -2188,6 +2228,9 @@ types = {"float32": ("float32*", *BFLOAT16[1:]), "bfloat16": BFLOAT16}
 configs = {dtype: f"GateConfig({', '.join(map(str, SHAPE))}, dtype={dtype!r})" for dtype in types}
 makes = {dtype: f"make_kernel({config})" for dtype, config in configs.items()}
 pipes = pipe_clocks({dtype: (makes[dtype], types[dtype]) for dtype in types}, [make_kernel, GateConfig])
+pipes
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 many = {dtype: recorded_us(GATE, "final", size={"tokens": 65536}, dtype=dtype, config=CONFIG) for dtype in types}
 # after the GPU run: say which part of the predicted gain showed
 say(
@@ -2211,7 +2254,7 @@ ladder.measure_all()
 ladder.save(notebook_sources("notebooks/01_gate.py"))
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def named(step):
     """The name of a peer with its version, such as "sglang-aot (sglang#4530)"."""
     row = records.find(GATE, step=step)
@@ -2225,7 +2268,7 @@ ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in times.items() if 
 # %% [markdown]
 # The count of instructions against the measured time, for all steps that were counted:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 print(f"{'':<22}{'slowest pipe':>14}{'clocks':>8}{'pipe us':>9}{'measured us':>13}")
 for name in CLOCKS.counts:
     tokens_per_warp = 4 if name in ("article, static", "in registers", "four tokens per warp") else 1
@@ -2233,7 +2276,7 @@ for name in CLOCKS.counts:
     line = f"{name:<22}{CLOCKS.slowest(name):>14}{CLOCKS[name]:>8,}{pipe_us(name, tokens_per_warp):>9.1f}"
     print(line + (f"{measured:>13.1f}" if measured else ""))
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "The final kernel takes {ratio:.1f} times the lower bound. {launch:.2f} us are the launch; the pipes take {pipe:.1f} us, "
     "and the lower bound, DRAM, {dram:.1f} us. The two overlap only in part, because a wave first loads and then computes.",
@@ -2249,7 +2292,7 @@ say(
 # A server decodes a handful of tokens at a time and reads prompts of thousands. From the record of `python -m moe_numba bench
 # gate`, with the peers built from their sources and timed in the same run:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 if GATE:
     names = {"final": "moe_numba", "torch eager": "torch eager", "torch.compile": "torch.compile"} | PEERS
     lines = {name: records.series(GATE, step=step, dtype="float32", config=CONFIG) for step, name in names.items()}

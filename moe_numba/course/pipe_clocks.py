@@ -79,6 +79,8 @@ def clocks_of(code: MachineCode, executed: Mapping[str, int] | None = None) -> d
     """Return the clocks of a scheduler that the instructions of one warp take in each pipe, and their issue slots."""
     if code.opcodes is None:
         raise ValueError("the instructions are unknown: install nvidia-cuda-nvdisasm, or the CUDA toolkit")
+    if code.body is None:
+        raise ValueError("the main path is unknown: every EXIT has a predicate")
     found = Counter(dict.fromkeys(NAMES, 0))
     for opcode, count in zip(code.opcodes[code.body[0] :], executions(code, executed)):
         name = opcode.partition(".")[0]

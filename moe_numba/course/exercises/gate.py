@@ -121,22 +121,22 @@ EXERCISES = {
         max_of_half_warps,
     ),
     2: Exercise(
+        "eight group scores of which a kernel without the rule for ties keeps more than 4",
+        _shows_the_missing_rule,
+        "Without the rule equal groups do not count as better than each other. Where must they be in the order?",
+        "[9, 8, 7, 5, 5, 3, 2, 1]",
+    ),
+    3: Exercise(
         "a function from the bits of a float32, a Python int, to an int32 that sorts as the float does",
         _sorts_as_floats,
         "bits >> 31 is 0 for a positive and -1 for a negative number: all bits set. Which bits of a negative float "
         "must be flipped, so that -2 sorts below -1 and its sign stays?",
         "lambda bits: bits ^ ((bits >> 31) & 0x7FFFFFFF)",
     ),
-    3: Exercise(
+    4: Exercise(
         "a kernel without branches that sorts four (key, slot) pairs: larger keys first, of equal keys the lower slot",
         _sorts_without_branches,
         "Which operators evaluate both of their operands? Mind that they bind more tightly than comparisons.",
         sort_four,
-    ),
-    4: Exercise(
-        "eight group scores of which a kernel without the rule for ties keeps more than 4",
-        _shows_the_missing_rule,
-        "Without the rule equal groups do not count as better than each other. Where must they be in the order?",
-        "[9, 8, 7, 5, 5, 3, 2, 1]",
     ),
 }
