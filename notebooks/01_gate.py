@@ -201,13 +201,9 @@ say(
 # `measure` checks a step against the reference and times it. The inputs rotate through more logits than the L2 cache holds.
 
 # %%
-ladder = Ladder(
-    "gate_ladder",
-    gate.check,
-    f"The gate, {MODEL_TOKENS} tokens",
-    config={"num_experts": EXPERTS, "num_expert_group": GROUPS, "topk_group": KEPT, "topk": TOPK},
-    size={"tokens": TOKENS},
-)
+config = {"num_experts": EXPERTS, "num_expert_group": GROUPS, "topk_group": KEPT, "topk": TOPK}
+title = f"The gate, {MODEL_TOKENS} tokens"
+ladder = Ladder("gate_ladder", gate.check, title, config=config, size={"tokens": TOKENS})
 BYTES = TOKENS * (EXPERTS * 4 + TOPK * 8) + EXPERTS * 4
 
 
@@ -227,8 +223,9 @@ def measure(name, run, any_order=False, **more):
 # | XU | MUFU, popc, ffs, conversions, redux | 8 |
 # | LSU | loads, stores, shuffles | 4 |
 #
-# `pipe_clocks` compiles a kernel for an H200, disassembles it, and adds up these clocks for one warp. The slowest pipe, times
-# the warps per scheduler, is the time that the instructions take if no warp ever has to wait for a result.
+# `pipe_clocks` compiles a kernel for an H200, disassembles it, and adds up these clocks for one warp. The **issue slots** are the
+# number of instructions. The slowest pipe, times the warps per scheduler, is the time that the instructions take if some warp
+# is always ready: a lower bound that needs no GPU.
 
 # %%
 SIGNATURE = ("float32*", "float32*", "float32*", "int32*", "int32")  # logits, bias, weights, ids, tokens
@@ -268,10 +265,13 @@ measure("torch eager", torch_eager, any_order=True, timeline=launch_profile(lamb
 # %% [markdown]
 # ### Step 2: torch.compile
 #
+# **Bottleneck.** Each operation reads the table of scores from DRAM, and most write one: six of the operations above make twelve
+# passes over it, besides those of `topk`.
+#
 # **Idea.** `torch.compile` generates fused kernels. The article names two drawbacks: a server starts later, and operations
 # like `topk` and `gather` are not fused.
 #
-# **Predicted gain.** Eight of the twelve passes over the table of scores disappear; the searches remain.
+# **Predicted gain.** Eight of the twelve passes disappear; the searches remain.
 
 # %%
 if simulator.ENABLED:
@@ -388,12 +388,12 @@ def run_one_thread_per_token(x, weights, ids):
     one_thread_per_token[-(-len(x) // 32), 32, numba_stream()](x, bias, weights, ids)
 
 
-predicted_us = EXPERTS * (20 + 4 * TOPK) * 10 / CLOCK * 1e6
+waiting_us = EXPERTS * (20 + 4 * TOPK) * 10 / CLOCK * 1e6
 measure(
     "one thread per token",
     run_one_thread_per_token,
     after="torch eager",
-    predicted_gain_us=(ladder.median_us("torch eager") or 0) - predicted_us,
+    predicted_gain_us=(ladder.median_us("torch eager") or 0) - waiting_us,
 )
 
 # %% [markdown]
@@ -440,7 +440,7 @@ FULL = 0xFFFFFFFF  # all 32 lanes take part
 
 @cuda.jit(device=True)
 def lowest(value, index, start, stop):
-    """The lowest value and its index among lanes at distances start, 2 start, ... < stop; of equal ones the higher index."""
+    """The lowest value among the lanes at distances start, 2 start, ... below stop, and its index."""
     step = start
     while step < stop:
         other = cuda.shfl_xor_sync(FULL, value, step)
@@ -494,7 +494,7 @@ def max_of_half_warps(x, out):
 exercise("gate-1").check(max_of_half_warps)
 
 # %% [markdown]
-# `highest` is `lowest` with both comparisons reversed. The port, with the kernel's `int` as `int32(...)`:
+# `highest` is `lowest` with both comparisons reversed. The port, with `int32(...)` where the kernel has `int`:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WARPS = 6  # per CTA
@@ -514,6 +514,7 @@ def highest(value, index, start, stop):
     return value, index
 
 
+# %%
 @cuda.jit
 def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk):
     num_rows, num_experts = logits.shape
@@ -524,8 +525,7 @@ def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, to
     safe_row = min(row, num_rows - 1)
     group = int32(lane % num_expert_group)
     first = int32(group * vpt)
-    score = cuda.local.array(MAX_VPT, float32)
-    choice = cuda.local.array(MAX_VPT, float32)
+    score, choice = cuda.local.array(MAX_VPT, float32), cuda.local.array(MAX_VPT, float32)
     for i in range(vpt):
         score[i] = sigmoid(logits[safe_row, first + i])
         choice[i] = score[i] + bias[first + i]
@@ -548,8 +548,7 @@ def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, to
         best, expert = highest(best, expert, 1, num_expert_group)
         if group == expert // vpt and row < num_rows:
             choice[expert % vpt] = float32(LOWEST)
-            weights[row, k] = score[expert % vpt]
-            ids[row, k] = expert
+            weights[row, k], ids[row, k] = score[expert % vpt], expert
         cuda.syncwarp()  # the next line reads what another lane has just written
         if group == 0 and row < num_rows:
             total += weights[row, k]
@@ -564,7 +563,7 @@ def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, to
 # has just stored, with no barrier between; here `syncwarp` orders the two. The simulator shows both faults:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 no_barrier = changed_source(
     article_dynamic,
     "        cuda.syncwarp()  # the next line reads what another lane has just written\n",
@@ -574,6 +573,7 @@ no_barrier = changed_source(
 no_barrier = define(no_barrier, globals(), "no_barrier.py")["no_barrier"]
 
 
+# %%
 @cuda.jit
 def returns_early(out, num_rows):
     row = cuda.threadIdx.x // 8
@@ -798,13 +798,8 @@ def make_in_registers(num_experts, num_expert_group, topk_group, topk):
 change(make_article_static, make_in_registers)
 
 # %%
-expressions = {
-    name: f"{make}{SHAPE}" for name, make in (("before", "make_article_static"), ("after", "make_in_registers"))
-}
-mix = instruction_mix(
-    {name: (text, ARRAYS) for name, text in expressions.items()}, [make_article_static, make_in_registers]
-)
-mix
+makes = make_article_static, make_in_registers
+instruction_mix({make.__name__: (f"{make.__name__}{SHAPE}", ARRAYS) for make in makes}, makes)
 
 # %% [markdown]
 # The stack is empty and local memory is not accessed any more. But each pick now compares 32 indices.
@@ -1016,23 +1011,15 @@ def make_wide_loads(num_experts, num_expert_group, topk_group, topk):
 
 # %%
 def count_sectors():
-    found = {}
-    rows = 32 // GROUPS
+    rows, found = 32 // GROUPS, {}
+    logits, bias, weights = torch.randn(rows, EXPERTS), torch.rand(EXPERTS), torch.zeros(rows, TOPK)
     for name, make in (("4 bytes", make_pointers), ("16 bytes", make_wide_loads)):
-        outputs = torch.zeros(rows, TOPK), torch.zeros(rows, TOPK, dtype=torch.int32)
+        kernel, ids = make(EXPERTS, GROUPS, KEPT, TOPK), torch.zeros(rows, TOPK, dtype=torch.int32)
         with simulator.profile() as profile:
-            launch(
-                make(EXPERTS, GROUPS, KEPT, TOPK),
-                1,
-                (32, 1),
-                torch.randn(rows, EXPERTS),
-                torch.rand(EXPERTS),
-                *outputs,
-                rows,
-            )
+            launch(kernel, 1, (32, 1), logits, bias, weights, ids, rows)
         total = profile["kernel"].total
-        found[name] = total.global_load_requests, total.global_load_sectors
-        print(f"{name}: {found[name][0]} requests of a warp, {found[name][1]} sectors")
+        found[name] = total.global_load_sectors
+        print(f"{name}: {total.global_load_requests} requests of a warp, {found[name]} sectors")
     return found
 
 
@@ -1041,7 +1028,7 @@ SECTORS = in_simulator(count_sectors)
 # %% [markdown]
 # **Idea.** `ld.global.nc.v4.u32` loads 16 bytes per lane, so the same bytes take a quarter of the requests.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 size = EXPERTS // GROUPS * 4  # bytes between the lanes
 loads = {f"{width} bytes per lane": (width, [lane * size for lane in range(32)]) for width in (4, 16)}
 draw.warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, one thread per group")
@@ -1054,11 +1041,13 @@ change(make_pointers, make_wide_loads)
 # per clock. So the difference in sectors, times the warps per SM, is the difference in clocks.
 
 # %%
-fewer = SECTORS["4 bytes"][1] - SECTORS["16 bytes"][1]
+fewer = SECTORS["4 bytes"] - SECTORS["16 bytes"]
 gain_us = fewer * MODEL_TOKENS / (32 // GROUPS) / SMS / CLOCK * 1e6
 run_of = run_pointers(make_wide_loads, 32 // GROUPS)
 measure("16-byte loads", run_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us)
 PHASES["16-byte loads"] = phases(ladder, gate, "16-byte loads", run_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 if all(PHASES.values()):
     picture = phase_bars(PHASES, "What each phase of a version takes")
 else:
@@ -1075,7 +1064,7 @@ picture
 # bytes, and a token has four times the threads. Each lane finds its two best values, and two rounds merge them
 # (`merge_two`). Every lane learns each pick from the butterfly; lane `k` keeps pick `k`, and one store writes all 8.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 loads = {"one thread per group": (16, [lane * size for lane in range(32)])}
 loads["one warp per token"] = 16, [lane * EXPERTS // 32 * 4 for lane in range(32)]
 draw.warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, 16 bytes per lane")
@@ -1314,7 +1303,7 @@ say(
 # **Idea.** A group is kept if fewer than 4 groups are better. 8 groups make 64 comparisons, two for each lane. `ballot_sync`
 # collects a bit of each lane in a word, and `popc` counts the bits.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 sums = (gate.logits[0].float().sigmoid() + bias).view(GROUPS, -1).topk(2)[0].sum(-1).tolist()
 draw.rank_by_counting(sums, KEPT)
 
@@ -1425,8 +1414,22 @@ exercise("gate-2").check([...] * 8)
 # %% [markdown]
 # ### Step 12: integer keys and redux
 #
-# **Bottleneck.** A pick takes 5 rounds, each with two shuffles and three comparisons, on the ALU.
-#
+# **Bottleneck.** A pick takes 5 rounds, each with two shuffles and three comparisons. Compiled for one pick instead of 8, the
+# kernel shows what a pick costs:
+
+
+# %%
+def pick_clocks(name, make, executed):
+    """The clocks of one pick in the slowest pipe, and the share of all picks, of a kernel that was counted."""
+    one = pipe_clocks({name: (f"{make.__name__}{(EXPERTS, GROUPS, KEPT, 1)}", SIGNATURE, executed)}, [make])
+    each = (CLOCKS[name] - one[name]) / (TOPK - 1)
+    text = "A pick takes {each:.0f} of {total} clocks of the {pipe}, so all picks take {share:.0%}."
+    return say(text, each=each, total=CLOCKS[name], pipe=CLOCKS.slowest(name), share=TOPK * each / CLOCKS[name])
+
+
+pick_clocks("rank by counting", make_rank_groups, {"SHFL.IDX": 1 + RIVALS})
+
+# %% [markdown]
 # **Idea.** `redux.sync.max` finds the maximum of 32 lanes in one instruction (compute capability 8.0; below, `moe_numba.ptx`
 # uses shuffles), but only of integers. So we convert each float to an integer that sorts in the same way, its **key**. A
 # `ballot` of the lanes whose best key is the maximum and `ffs`, the lowest set bit, find the winner: the lowest lane holds the
@@ -1524,12 +1527,16 @@ CLOCKS.select("32-bit integers", "rank by counting", "integer keys")
 # ### Step 13: sort once, then pop
 #
 # **Bottleneck.** For each pick, every lane compares its 8 keys again, though 31 of 32 lanes have not changed.
-#
+
+# %%
+pick_clocks("integer keys", make_integer_keys, {"REDUX": 1})
+
+# %% [markdown]
 # **Idea.** Sort the keys of a lane once. Its best key is then always in front, and the winner moves the rest up. A **sorting
 # network** is a list of compare-exchange steps that does not depend on the data, so all indices are constants and the keys
 # stay in registers. The steps of one level do not wait for each other.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 lane_0 = (gate.logits[0, : EXPERTS // 32].float().sigmoid() + bias[: EXPERTS // 32]).tolist()
 draw.sorting_network([round(value, 2) for value in lane_0], sorting_network(EXPERTS // 32))
 
@@ -2015,7 +2022,7 @@ say(
 # **redistributes** the candidates: 8 lanes per token, 16 candidates per lane, and all four tokens pick at the same time. A pick
 # takes three shuffle rounds, but for four tokens.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # the kept groups of four tokens
 sums = (gate.logits[:4].float().sigmoid() + bias).view(4, GROUPS, -1).topk(2)[0].sum(-1)
 draw.redistribution(sums.topk(KEPT).indices.tolist(), GROUPS)
