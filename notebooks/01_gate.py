@@ -45,6 +45,7 @@ from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.warp_frames import shuffles
+from moe_numba.course.draw.warp_loads import warp_loads
 from moe_numba.course.exercises import exercise
 from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases
 from moe_numba.course.instruction_mix import instruction_mix
@@ -465,16 +466,14 @@ def trace_butterfly():
     explain = lambda number, _, distance: (
         f"Round {number // 2 + 1}: each lane receives the {'group' if number % 2 else 'sum'} of the lane at distance {distance}."
     )
-    return Player(
-        *shuffles(events, explain=explain), "Butterfly: the lowest sum among 8 lanes, for two tokens"
-    ).as_dict()
+    return Player(*shuffles(events, explain=explain), f"Butterfly: the lowest sum among {GROUPS} lanes").as_dict()
 
 
 butterfly = Player.from_dict(in_simulator(trace_butterfly))
 butterfly
 
 # %%
-butterfly.strip([0, 1, 4])
+butterfly.strip([0, 1, len(butterfly.frames) - 2])
 
 # %% [markdown]
 # **Exercise 1.** If 16 lanes share a token, two tokens share a warp. Change the kernel so that each lane returns the maximum
@@ -1031,7 +1030,7 @@ SECTORS = in_simulator(count_sectors)
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 size = EXPERTS // GROUPS * 4  # bytes between the lanes
 loads = {f"{width} bytes per lane": (width, [lane * size for lane in range(32)]) for width in (4, 16)}
-draw.warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, one thread per group")
+warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, one thread per group")
 
 # %%
 change(make_pointers, make_wide_loads)
@@ -1067,7 +1066,7 @@ picture
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 loads = {"one thread per group": (16, [lane * size for lane in range(32)])}
 loads["one warp per token"] = 16, [lane * EXPERTS // 32 * 4 for lane in range(32)]
-draw.warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, 16 bytes per lane")
+warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, 16 bytes per lane")
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2232,7 +2231,8 @@ ladder.step(
 # %%
 BFLOAT16 = ("uint16*", *SIGNATURE[1:], "int64", "int32", "float32", "float32")  # 16-bit floats are passed as their bits
 types = {"float32": ("float32*", *BFLOAT16[1:]), "bfloat16": BFLOAT16}
-configs = {dtype: f"GateConfig({', '.join(map(str, SHAPE))}, dtype={dtype!r})" for dtype in types}
+widths = {"float32": min(16, EXPERTS // 8), "bfloat16": min(16, EXPERTS // 16)}  # bytes per load: all of a lane, or 16
+configs = {name: f"GateConfig{SHAPE}._replace(dtype={name!r}, load_bytes={widths[name]})" for name in types}
 makes = {dtype: f"make_kernel({config})" for dtype, config in configs.items()}
 pipes = pipe_clocks({dtype: (makes[dtype], types[dtype]) for dtype in types}, [make_kernel, GateConfig])
 pipes

@@ -8,6 +8,7 @@ Clocks are those of compute capability 9.0: the table of arithmetic throughput i
 results per clock and SM, divided by 4 schedulers.
 """
 
+import html
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -139,7 +140,8 @@ class PipeClocks:
         rows = []
         for name, counts in self.counts.items():
             cells = (f"<b>{counts[p]:,}</b>" if p == self.slowest(name) else f"{counts[p]:,}" for p in NAMES)
-            rows.append(f"<tr><th style='text-align: left'>{name}</th>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
+            cells = "".join(f"<td>{cell}</td>" for cell in cells)
+            rows.append(f"<tr><th style='text-align: left'>{html.escape(name)}</th>{cells}</tr>")
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
