@@ -86,7 +86,7 @@ def recorded_us(record, step, **where):
 
 
 where = {"size": {"tokens": 16384}, "dtype": "float32", "config": CONFIG}
-compiled, sglang, final = (recorded_us(GATE, step, **where) for step in ("torch.compile", "peer:sglang-aot", "final"))
+compile_us, sglang, final = (recorded_us(GATE, step, **where) for step in ("torch.compile", "peer:sglang-aot", "final"))
 port = recorded_us(LADDER, "article, static")
 say(
     "Recorded on an H200 with 16384 tokens: SGLang's kernel, compiled from C++, takes {sglang:.0f} us. Our Numba port "
@@ -96,8 +96,8 @@ say(
     port=port,
     final=final,
     faster=sglang and final and sglang / final,
-    more=compiled and final and compiled / final,
-    compiled=compiled,
+    more=compile_us and final and compile_us / final,
+    compiled=compile_us,
 )
 
 # %% [markdown]
@@ -286,15 +286,9 @@ else:
     started = time.perf_counter()
     torch_compiled(gate.logits)
     torch.cuda.synchronize()
-    measure(
-        "torch.compile",
-        torch_compiled,
-        any_order=True,
-        after="torch eager",
-        predicted_gain_us=8 * TOKENS * EXPERTS * 4 / LIMITS.copy_bandwidth * 1e6,
-        compile_s=time.perf_counter() - started,
-        timeline=launch_profile(lambda: torch_compiled(gate.logits)),
-    )
+    more = {"compile_s": time.perf_counter() - started, "timeline": launch_profile(lambda: torch_compiled(gate.logits))}
+    gain_us = 8 * TOKENS * EXPERTS * 4 / LIMITS.copy_bandwidth * 1e6
+    measure("torch.compile", torch_compiled, True, after="torch eager", predicted_gain_us=gain_us, **more)
 
 # %% [markdown]
 # **Explanation.** Torch's profiler recorded the kernels of one call. The article shows such a profile of a whole layer, before
@@ -311,16 +305,30 @@ else:
     picture = print("no kernels of a call are recorded yet")
 picture
 
+# %%
+scores = gate.logits.sigmoid() + bias
+topks = {
+    "two best of each group": lambda: scores.view(TOKENS, GROUPS, -1).topk(2, dim=-1),
+    "experts": lambda: scores.topk(TOPK, dim=-1, sorted=False),
+}
+topk_us = ladder.times("torch.topk alone", topks) or {}
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-searches = {name: sum(us for kernel, _, us in kernels if is_search(kernel)) for name, kernels in timelines.items()}
+split = {
+    name: [sum(us for kernel, _, us in kernels if is_search(kernel) == searches) for searches in (True, False)]
+    for name, kernels in timelines.items()
+}
+eager, compiled = (split.get(name, [None, None]) for name in ("torch eager", "torch.compile"))
 say(
-    "Kernels that select or sort take {before:.0f} us of torch's {eager:.0f} us, and {after:.0f} us of `torch.compile`'s "
-    "{compiled:.0f} us: they are not fused. `torch.topk` is made for long rows, not for 32 or 256 elements. The first "
-    "call took {compile_s:.1f} s.",
-    before=searches.get("torch eager"),
-    after=searches.get("torch.compile"),
-    eager=ladder.median_us("torch eager"),
-    compiled=ladder.median_us("torch.compile"),
+    "Kernels that select or sort take {before:.0f} us of torch's call and {after:.0f} us of `torch.compile`'s: they are not "
+    "fused. Alone, the two large `topk` take {topk:.0f} us; `torch.topk` is made for long rows, not for 32 or 256 "
+    "elements. All other kernels take {others:.0f} us and, fused, {fused:.0f} us. The first compiled call took "
+    "{compile_s:.1f} s.",
+    before=eager[0],
+    after=compiled[0],
+    topk=sum(topk_us.values()) or None,
+    others=eager[1],
+    fused=compiled[1],
     compile_s=rows["torch.compile"].get("compile_s"),
 )
 
@@ -390,12 +398,8 @@ def run_one_thread_per_token(x, weights, ids):
 
 
 waiting_us = EXPERTS * (20 + 4 * TOPK) * 10 / CLOCK * 1e6
-measure(
-    "one thread per token",
-    run_one_thread_per_token,
-    after="torch eager",
-    predicted_gain_us=(ladder.median_us("torch eager") or 0) - waiting_us,
-)
+gain_us = (ladder.median_us("torch eager") or 0) - waiting_us
+measure("one thread per token", run_one_thread_per_token, after="torch eager", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # ### Step 4: SGLang's design, with run-time sizes
@@ -622,13 +626,8 @@ def run_dynamic(kept, topk):
     return run
 
 
-before_us = ladder.median_us("one thread per token") or 0
-measure(
-    "article, dynamic",
-    run_dynamic(KEPT, TOPK),
-    after="one thread per token",
-    predicted_gain_us=before_us * (1 - 1 / GROUPS),
-)
+gain_us = (ladder.median_us("one thread per token") or 0) * (1 - 1 / GROUPS)
+measure("article, dynamic", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** Time the kernel without its group phase and with one pick, and look at its machine code:
@@ -1731,8 +1730,8 @@ exercise("gate-4").check(sort_four)
 # ### Step 15: a fast sigmoid
 #
 # **Bottleneck.** `math.exp` and an exact division also handle subnormal numbers and round correctly. The machine code of one
-# sigmoid, and of one with `ex2.approx` and `rcp.approx`, which are one MUFU instruction each, with errors of 2 units in the
-# last place:
+# sigmoid, and of one with `ex2.approx` and `rcp.approx`, which are one MUFU instruction each, with errors of at most 2 units
+# in the last place:
 
 
 # %%
@@ -2014,9 +2013,12 @@ say(
 # %% [markdown]
 # ### Step 18: four tokens per warp
 #
-# **Bottleneck.** Half of the groups are dropped, so while the experts are chosen, half of the lanes have nothing to do, and all
-# picks of a token wait for each other.
-#
+# **Bottleneck.** The picks again. Half of the groups are dropped, so half of the lanes have nothing to do during the picks.
+
+# %%
+pick_clocks("loads ahead", make_loads_ahead, {"REDUX": 1})
+
+# %% [markdown]
 # **Idea.** A warp takes four tokens. It scores them one after another and writes the keys to shared memory. Then it
 # **redistributes** the candidates: 8 lanes per token, 16 candidates per lane, and all four tokens pick at the same time. A pick
 # takes three shuffle rounds, but for four tokens.
@@ -2284,6 +2286,7 @@ for name in CLOCKS.counts:
     print(line + (f"{measured:>13.1f}" if measured else ""))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: check against the waves of step 18
 say(
     "The final kernel takes {ratio:.1f} times the lower bound. {launch:.2f} us are the launch; the pipes take {pipe:.1f} us, "
     "and the lower bound, DRAM, {dram:.1f} us. The two overlap only in part, because a wave first loads and then computes.",
@@ -2294,6 +2297,9 @@ say(
 )
 
 # %% [markdown]
+# To come closer, a warp would have to load the next tokens while it chooses experts, as in step 17, without the registers
+# that this takes: asynchronous copies into shared memory hold data in flight without registers.
+#
 # ## 7. The sweep over tokens
 #
 # A server decodes a handful of tokens at a time and reads prompts of thousands. From the record of `python -m moe_numba bench
