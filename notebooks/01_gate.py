@@ -1420,9 +1420,10 @@ exercise("gate-2").check([...] * 8)
 def pick_clocks(name, make, executed):
     """The clocks of one pick in the slowest pipe, and the share of all picks, of a kernel that was counted."""
     one = pipe_clocks({name: (f"{make.__name__}{(EXPERTS, GROUPS, KEPT, 1)}", SIGNATURE, executed)}, [make])
-    each = (CLOCKS[name] - one[name]) / (TOPK - 1)
+    pipe = CLOCKS.slowest(name)
+    each = (CLOCKS[name] - one.counts[name][pipe]) / (TOPK - 1)
     text = "A pick takes {each:.0f} of {total} clocks of the {pipe}, so all picks take {share:.0%}."
-    return say(text, each=each, total=CLOCKS[name], pipe=CLOCKS.slowest(name), share=TOPK * each / CLOCKS[name])
+    return say(text, each=each, total=CLOCKS[name], pipe=pipe, share=TOPK * each / CLOCKS[name])
 
 
 pick_clocks("rank by counting", make_rank_groups, {"SHFL.IDX": 1 + RIVALS})
@@ -2013,7 +2014,8 @@ say(
 # %% [markdown]
 # ### Step 18: four tokens per warp
 #
-# **Bottleneck.** The picks again. Half of the groups are dropped, so half of the lanes have nothing to do during the picks.
+# **Bottleneck.** Half of the groups are dropped, so half of the lanes sort and pick for nothing, and a warp picks for one token
+# at a time:
 
 # %%
 pick_clocks("loads ahead", make_loads_ahead, {"REDUX": 1})

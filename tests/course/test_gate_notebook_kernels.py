@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from moe_numba import simulator
+from moe_numba.course.draw import gate as draw
+from moe_numba.course.draw.player import Player
 from moe_numba.course.simulate import define
 from moe_numba.gate.reference import mismatch
 from moe_numba.runtime.launch import launch
@@ -82,6 +84,24 @@ def test_a_kernel_without_the_rule_for_repeated_keys_is_rejected(kernels):
     assert source.count(rule) == 2
     wrong = define(source.replace(rule, "matches"), {"__name__": "notebook"}, "wrong_01.py")
     assert route(wrong["make_keys_alone"](256, 8, 4, 8), *inputs("all equal", 2), 1) is not None
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="runs in the simulator")
+@pytest.mark.parametrize("kind", ["random", "few values"])
+def test_frames_of_picks_show_the_chosen_experts(kernels, kind):
+    logits, bias = inputs(kind, 1)
+    weights, ids = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
+    with simulator.trace() as events:
+        launch(kernels["make_sorted_lanes"](256, 8, 4, 8), 1, (32, 1), logits, bias, weights, ids, 1)
+    picks = draw.picks_of(events)
+    scores = (logits[0].sigmoid() + bias)[ids[0]].tolist()
+    assert [max(front for front in fronts if front is not None) for fronts, _ in picks] == pytest.approx(scores)
+    assert [sum(front is None for front in fronts) for fronts, _ in picks] == [16] * 8  # four groups are dropped
+    frames, width, height = draw.pick_frames(picks, 8)
+    Player(frames, width, height, "picks")
+    for expert, frame in zip(ids[0].tolist(), frames, strict=True):
+        (winner,) = [shape for shape in frame.shapes if getattr(shape, "kind", None) == "active"]
+        assert winner.group == f"lane {expert // 8}" and f"lane {expert // 8}, which drops" in frame.note
 
 
 @pytest.mark.parametrize("arch", [(7, 5), (8, 0), (9, 0, "a")])

@@ -263,9 +263,10 @@ def pick_frames(picks: Sequence[tuple[list[float | None], int]], num_groups: int
             words = f"{lane}: dropped" if value is None else f"{lane}: {value:.4f}"
             where = left + wide * group, top - 12 + tall * row, wide - 6, tall - 4
             shapes.append(Box(*where, words, kind, group=f"lane {lane}"))
-        holders = ballot.bit_count()
-        who = f"lane {winner} holds it" if holders == 1 else f"{holders} lanes hold it; lane {winner}, the lowest,"
-        says = f"Pick {number}: redux.sync.max returns {best:.4f}. By the ballot {who} and drops its first value."
-        says = says.replace(", and", " wins and")
+        chosen = "that of" if ballot.bit_count() == 1 else "ffs selects the lowest,"
+        says = (
+            f"Pick {number}: redux.sync.max returns {best:.4f}. The ballot has {plural(ballot.bit_count(), 'bit')}: "
+            f"{chosen} lane {winner}, which drops its first value."
+        )
         frames.append(Frame(says, shapes))
     return frames, left + wide * num_groups, top + tall * lanes
