@@ -11,6 +11,7 @@ from moe_numba import simulator
 from moe_numba.align import reference as alignment
 from moe_numba.course.draw import align, combine, dispatch, dispatch_layout, gate, hopper, scans, shared_experts
 from moe_numba.expert_parallel import reference
+from moe_numba.gate.device_functions import sorting_network
 from moe_numba.gate.reference import biased_grouped_topk
 
 VALUES = [0.62, 0.91, 0.35, 0.77, 0.58, 0.83, 0.49, 0.70]
@@ -36,7 +37,7 @@ def token(seed):
 def check_gate(figure, inputs, _):
     ids, words = biased_grouped_topk(inputs[0][None], inputs[1], 8, num_expert_group=8, topk_group=4)[1], texts(figure)
     assert sorted(int(word) for word in words if word.isdigit()) == sorted(ids[0].tolist())
-    assert words.count("kept") == words.count("out") == 4
+    assert words.count("kept") == words.count("dropped") == 4
 
 
 def check_fusion(figure, _, routing):
@@ -48,14 +49,24 @@ def check_fusion(figure, _, routing):
 
 
 def test_rank_by_counting_keeps_the_lower_group_of_a_tie():
-    words = [word for word in texts(gate.rank_by_counting([0.9, 0.5, 0.9, 0.9], 2)) if word in ("kept", "out")]
-    assert words == ["kept", "out", "kept", "out"]
+    words = [word for word in texts(gate.rank_by_counting([0.9, 0.5, 0.9, 0.9], 2)) if word in ("kept", "dropped")]
+    assert words == ["kept", "dropped", "kept", "dropped"]
 
 
 def test_sorting_network_sorts():
     figure = gate.sorting_network(VALUES, [(int(i), int(j)) for i, j in PAIRS.split()])
     bold = [t.get_text() for t in figure.axes[0].texts if t.get_weight() == "bold"][1:]  # after the title
     assert len(labelled(figure, "comparator")) == 19 and bold == [f"{v:.2f}" for v in sorted(VALUES, reverse=True)]
+    assert len(labelled(figure, "level")) == 6
+
+
+def test_comparators_of_a_column_do_not_overlap():
+    figure = gate.sorting_network(list(range(16)), sorting_network(16))
+    columns = {}
+    for line in labelled(figure, "comparator"):
+        columns.setdefault(round(line.get_xdata()[0], 3), []).append(sorted(line.get_ydata()))
+    for spans in map(sorted, columns.values()):
+        assert all(upper < lower for (_, upper), (lower, _) in zip(spans, spans[1:]))
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -13,7 +13,13 @@ from moe_numba.course import exercises
 from moe_numba.course.exercises import exercise
 
 # isort: split
+<<<<<<< HEAD
 from numba import cuda, float32, int32, uint32
+=======
+from numba import cuda, float32, int32
+
+from moe_numba.course.exercises.gate import PAIRS
+>>>>>>> l01
 
 TOPICS = [module.name for module in pkgutil.iter_modules(exercises.__path__)]
 NAMES = [
@@ -80,6 +86,7 @@ def first_block_only(x, count):
         cuda.atomic.add(count, 0, 1)
 
 
+<<<<<<< HEAD
 FULL = 0xFFFFFFFF
 
 
@@ -170,6 +177,67 @@ WRONG = [
     ("align-5", lambda t, threads, n: range(n) if t == 0 else (), "one thread takes 100 slots; shared evenly, 4"),
     ("align-5", lambda t, threads, n: range(t * n // threads, t * n // threads + 1), "slot 1 is taken 0 times"),
     ("align-5", lambda t, threads, n: ..., "not answered yet"),
+=======
+@cuda.jit
+def max_of_the_warp(x, out):
+    lane = cuda.threadIdx.x
+    value = x[lane]
+    for r in range(5):
+        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << r))
+    out[lane] = value
+
+
+@cuda.jit
+def max_in_eight_rounds(x, out):
+    lane = cuda.threadIdx.x
+    value = x[lane]
+    for r in range(8):
+        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << (r % 4)))
+    out[lane] = value
+
+
+@cuda.jit
+def sort_four_with_or(keys, slots):
+    row = cuda.threadIdx.x
+    key, slot = cuda.local.array(4, int32), cuda.local.array(4, int32)
+    for i in range(4):
+        key[i], slot[i] = keys[row, i], slots[row, i]
+    for step in range(5):
+        i, j = PAIRS[step]
+        swap = key[j] > key[i] or (key[j] == key[i] and slot[j] < slot[i])
+        key[i], key[j] = key[j] if swap else key[i], key[i] if swap else key[j]
+        slot[i], slot[j] = slot[j] if swap else slot[i], slot[i] if swap else slot[j]
+    for i in range(4):
+        keys[row, i], slots[row, i] = key[i], slot[i]
+
+
+@cuda.jit
+def sort_four_keys_only(keys, slots):
+    row = cuda.threadIdx.x
+    key = cuda.local.array(4, int32)
+    for i in range(4):
+        key[i] = keys[row, i]
+    for step in range(5):
+        i, j = PAIRS[step]
+        key[i], key[j] = max(key[i], key[j]), min(key[i], key[j])
+    for i in range(4):
+        keys[row, i] = key[i]
+
+
+WRONG = [
+    ("gate-1", max_of_the_warp, "lane 16 has 31; the maximum of lanes 16 to 31 is 30"),
+    ("gate-1", max_in_eight_rounds, "the result is right after 8 shuffles; 16 lanes need 4"),
+    ("gate-2", [...] * 8, "not answered yet"),
+    ("gate-2", [9, 8, 7, 6, 4, 3, 2, 1], "4 groups are kept, as they should be"),
+    ("gate-2", [9, 9, 9, 6, 5, 3, 2, 1], "4 groups are kept, as they should be"),
+    ("gate-2", [5, 5], "the answer has 2 numbers; one for each of 8 groups is needed"),
+    ("gate-3", lambda bits: ..., "not answered yet: return an int"),
+    ("gate-3", lambda bits: bits, "-inf < -3.40282e.38, but their keys are"),
+    ("gate-3", lambda bits: bits ^ (bits >> 31), "-inf < -3.40282e.38, but their keys are|-1e-30 < 0"),
+    ("gate-3", lambda bits: -bits, r"which is no int32|but their keys are"),
+    ("gate-4", sort_four_with_or, "it sorts, but its machine code has [1-9][0-9]* branch instructions"),
+    ("gate-4", sort_four_keys_only, r"the keys \[.*\] become the \(key, slot\) pairs"),
+>>>>>>> l01
     ("align-1", lambda experts: experts, "with 64 experts .* need 32 wavefronts .* without bank conflicts they need 1"),
     ("align-1", lambda experts: experts + 1, "with 7 experts and rows of 8 words, the 32 lanes need 8 wavefronts"),
     ("align-1", lambda experts: 33, r"a row holds 64 counters, but ROW_PITCH\(64\) is 33"),
@@ -200,7 +268,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("name, answer, message", WRONG, ids=lambda value: getattr(value, "__name__", None))
-def test_wrong_answers_are_told_what_is_wrong(name, answer, message):
+def test_wrong_answers_are_told_what_is_wrong(name, answer, message, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # other processes import kernels from this module
     result = exercise(name).check(answer)
     assert result.wrong is not None
     assert re.search(message, result.wrong, re.DOTALL), result.wrong
