@@ -13,13 +13,9 @@ from moe_numba.course import exercises
 from moe_numba.course.exercises import exercise
 
 # isort: split
-<<<<<<< HEAD
 from numba import cuda, float32, int32, uint32
-=======
-from numba import cuda, float32, int32
 
 from moe_numba.course.exercises.gate import PAIRS
->>>>>>> l01
 
 TOPICS = [module.name for module in pkgutil.iter_modules(exercises.__path__)]
 NAMES = [
@@ -86,7 +82,6 @@ def first_block_only(x, count):
         cuda.atomic.add(count, 0, 1)
 
 
-<<<<<<< HEAD
 FULL = 0xFFFFFFFF
 
 
@@ -177,7 +172,6 @@ WRONG = [
     ("align-5", lambda t, threads, n: range(n) if t == 0 else (), "one thread takes 100 slots; shared evenly, 4"),
     ("align-5", lambda t, threads, n: range(t * n // threads, t * n // threads + 1), "slot 1 is taken 0 times"),
     ("align-5", lambda t, threads, n: ..., "not answered yet"),
-=======
 @cuda.jit
 def max_of_the_warp(x, out):
     lane = cuda.threadIdx.x
@@ -237,7 +231,6 @@ WRONG = [
     ("gate-3", lambda bits: -bits, r"which is no int32|but their keys are"),
     ("gate-4", sort_four_with_or, "it sorts, but its machine code has [1-9][0-9]* branch instructions"),
     ("gate-4", sort_four_keys_only, r"the keys \[.*\] become the \(key, slot\) pairs"),
->>>>>>> l01
     ("align-1", lambda experts: experts, "with 64 experts .* need 32 wavefronts .* without bank conflicts they need 1"),
     ("align-1", lambda experts: experts + 1, "with 7 experts and rows of 8 words, the 32 lanes need 8 wavefronts"),
     ("align-1", lambda experts: 33, r"a row holds 64 counters, but ROW_PITCH\(64\) is 33"),
