@@ -7,15 +7,11 @@ import re
 
 import numpy as np
 import pytest
+from wrong_answers import start
 
 from moe_numba import simulator
 from moe_numba.course import exercises
 from moe_numba.course.exercises import exercise
-
-# isort: split
-from numba import cuda, float32, int32, uint32
-
-from moe_numba.course.exercises.gate import PAIRS
 
 TOPICS = [module.name for module in pkgutil.iter_modules(exercises.__path__)]
 NAMES = [
@@ -23,246 +19,12 @@ NAMES = [
     for topic in TOPICS
     for number in importlib.import_module(f"moe_numba.course.exercises.{topic}").EXERCISES
 ]
-
-
-@cuda.jit
-def no_barrier(x, out):
-    tile = cuda.shared.array(64, float32)
-    i = cuda.threadIdx.x
-    tile[i] = x[i]
-    out[i] = tile[63 - i]
-
-
-@cuda.jit
-def half_a_barrier(x, out):
-    tile = cuda.shared.array(64, float32)
-    i = cuda.threadIdx.x
-    tile[i] = x[i]
-    if i < 32:
-        cuda.syncthreads()
-    out[i] = tile[63 - i]
-
-
-@cuda.jit
-def one_too_far(x, out):
-    tile = cuda.shared.array(64, float32)
-    i = cuda.threadIdx.x
-    tile[i] = x[i]
-    cuda.syncthreads()
-    out[i] = tile[64 - i]
-
-
-@cuda.jit
-def copies(x, out):
-    out[cuda.threadIdx.x] = x[cuda.threadIdx.x]
-
-
-@cuda.jit
-def misspelt(x, out):
-    out[cuda.threadIdx.x] = y[cuda.threadIdx.x]  # noqa: F821
-
-
-@cuda.jit
-def plain_count(x, count):
-    i = cuda.grid(1)
-    if i < len(x) and x[i] > 0:
-        count[0] = count[0] + 1
-
-
-@cuda.jit
-def no_guard(x, count):
-    if x[cuda.grid(1)] > 0:
-        cuda.atomic.add(count, 0, 1)
-
-
-@cuda.jit
-def first_block_only(x, count):
-    i = cuda.threadIdx.x
-    if i < len(x) and x[i] > 0 and cuda.blockIdx.x == 0:
-        cuda.atomic.add(count, 0, 1)
-
-
-FULL = 0xFFFFFFFF
-
-
-@cuda.jit
-def scan_of_each_warp(counts, starts):
-    tid = cuda.threadIdx.x
-    value = counts[tid]
-    for k in range(5):
-        below = cuda.shfl_up_sync(FULL, value, 1 << k)
-        if tid % 32 >= 1 << k:
-            value += below
-    starts[tid] = value - counts[tid]
-
-
-@cuda.jit
-def inclusive_scan(counts, starts):
-    total = int32(0)
-    for i in range(cuda.threadIdx.x + 1):
-        total += counts[i]
-    starts[cuda.threadIdx.x] = total
-
-
-@cuda.jit
-def scan_without_barrier(counts, starts):
-    sums = cuda.shared.array(2, int32)
-    tid = cuda.threadIdx.x
-    value = counts[tid]
-    for k in range(5):
-        below = cuda.shfl_up_sync(FULL, value, 1 << k)
-        if tid % 32 >= 1 << k:
-            value += below
-    if tid % 32 == 31:
-        sums[tid // 32] = value
-    starts[tid] = value - counts[tid] + (sums[0] if tid >= 32 else 0)
-
-
-@cuda.jit
-def shuffle_in_a_branch(counts, starts):
-    tid = cuda.threadIdx.x
-    value = counts[tid]
-    if tid % 32 >= 1:
-        value += cuda.shfl_up_sync(FULL, value, 1)
-    starts[tid] = value
-
-
-@cuda.jit
-def an_atomic_per_slot(ids, next_place, places):
-    i = cuda.grid(1)
-    places[i] = cuda.atomic.add(next_place, ids[i], 1)
-
-
-@cuda.jit
-def same_place_for_all(ids, next_place, places):
-    i = cuda.grid(1)
-    same = uint32(cuda.match_any_sync(FULL, ids[i]))
-    if cuda.threadIdx.x % 32 == cuda.ffs(same) - 1:
-        cuda.atomic.add(next_place, ids[i], cuda.popc(same))
-    places[i] = next_place[ids[i]]
-
-
-@cuda.jit
-def rank_without_base(ids, next_place, places):
-    i = cuda.grid(1)
-    same = uint32(cuda.match_any_sync(FULL, ids[i]))
-    places[i] = cuda.popc(same & uint32((uint32(1) << uint32(cuda.threadIdx.x % 32)) - uint32(1)))
-
-
-WRONG = [
-    ("align-2", scan_of_each_warp, "warp 1 begins at 0; it must begin at 174, the sum of the counts of warp 0"),
-    ("align-2", inclusive_scan, "that is the inclusive scan"),
-    ("align-2", scan_without_barrier, "two threads race: .* it needs cuda.syncthreads"),
-    ("align-2", shuffle_in_a_branch, "a lane is missing from a warp's operation"),
-    ("align-2", copies, r"starts\[0\] is 1, not 0"),
-    ("align-3", lambda n, e, b: n, "1 slots, 1 experts, blocks of 2: 1 positions are too few; .* take 2"),
-    ("align-3", lambda n, e, b: n + e * (b - 1), "0 slots, 1 experts, blocks of 2: 1 positions, but 0 suffice"),
-    ("align-3", lambda n, e, b: -(-n // b) * b, "2 slots, 2 experts, blocks of 2: 2 positions are too few"),
-    ("align-3", lambda n, e, b: n / 1, "the length is 0.0, which is no integer"),
-    ("align-3", lambda n, e, b: ..., "not answered yet"),
-    ("align-4", an_atomic_per_slot, "correct, with 128 atomic operations; one per warp and expert would be 41"),
-    ("align-4", same_place_for_all, "two threads race"),
-    ("align-4", rank_without_base, r"the slots of expert 0 get the places \[.*, not 0 to 48, each once"),
-    (
-        "align-5",
-        lambda t, threads, n: range(t, n, threads),
-        "32 threads, 100 slots: slot 96 comes before slot 1 if both",
-    ),
-    ("align-5", lambda t, threads, n: range(n), "slot 0 is taken 32 times"),
-    ("align-5", lambda t, threads, n: range(n) if t == 0 else (), "one thread takes 100 slots; shared evenly, 4"),
-    ("align-5", lambda t, threads, n: range(t * n // threads, t * n // threads + 1), "slot 1 is taken 0 times"),
-    ("align-5", lambda t, threads, n: ..., "not answered yet"),
-@cuda.jit
-def max_of_the_warp(x, out):
-    lane = cuda.threadIdx.x
-    value = x[lane]
-    for r in range(5):
-        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << r))
-    out[lane] = value
-
-
-@cuda.jit
-def max_in_eight_rounds(x, out):
-    lane = cuda.threadIdx.x
-    value = x[lane]
-    for r in range(8):
-        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << (r % 4)))
-    out[lane] = value
-
-
-@cuda.jit
-def sort_four_with_or(keys, slots):
-    row = cuda.threadIdx.x
-    key, slot = cuda.local.array(4, int32), cuda.local.array(4, int32)
-    for i in range(4):
-        key[i], slot[i] = keys[row, i], slots[row, i]
-    for step in range(5):
-        i, j = PAIRS[step]
-        swap = key[j] > key[i] or (key[j] == key[i] and slot[j] < slot[i])
-        key[i], key[j] = key[j] if swap else key[i], key[i] if swap else key[j]
-        slot[i], slot[j] = slot[j] if swap else slot[i], slot[i] if swap else slot[j]
-    for i in range(4):
-        keys[row, i], slots[row, i] = key[i], slot[i]
-
-
-@cuda.jit
-def sort_four_keys_only(keys, slots):
-    row = cuda.threadIdx.x
-    key = cuda.local.array(4, int32)
-    for i in range(4):
-        key[i] = keys[row, i]
-    for step in range(5):
-        i, j = PAIRS[step]
-        key[i], key[j] = max(key[i], key[j]), min(key[i], key[j])
-    for i in range(4):
-        keys[row, i] = key[i]
-
-
-WRONG = [
-    ("gate-1", max_of_the_warp, "lane 16 has 31; the maximum of lanes 16 to 31 is 30"),
-    ("gate-1", max_in_eight_rounds, "the result is right after 8 shuffles; 16 lanes need 4"),
-    ("gate-2", [...] * 8, "not answered yet"),
-    ("gate-2", [9, 8, 7, 6, 4, 3, 2, 1], "4 groups are kept, as they should be"),
-    ("gate-2", [9, 9, 9, 6, 5, 3, 2, 1], "4 groups are kept, as they should be"),
-    ("gate-2", [5, 5], "the answer has 2 numbers; one for each of 8 groups is needed"),
-    ("gate-3", lambda bits: ..., "not answered yet: return an int"),
-    ("gate-3", lambda bits: bits, "-inf < -3.40282e.38, but their keys are"),
-    ("gate-3", lambda bits: bits ^ (bits >> 31), "-inf < -3.40282e.38, but their keys are|-1e-30 < 0"),
-    ("gate-3", lambda bits: -bits, r"which is no int32|but their keys are"),
-    ("gate-4", sort_four_with_or, "it sorts, but its machine code has [1-9][0-9]* branch instructions"),
-    ("gate-4", sort_four_keys_only, r"the keys \[.*\] become the \(key, slot\) pairs"),
-    ("align-1", lambda experts: experts, "with 64 experts .* need 32 wavefronts .* without bank conflicts they need 1"),
-    ("align-1", lambda experts: experts + 1, "with 7 experts and rows of 8 words, the 32 lanes need 8 wavefronts"),
-    ("align-1", lambda experts: 33, r"a row holds 64 counters, but ROW_PITCH\(64\) is 33"),
-    ("align-1", lambda experts: experts + 0.5, r"ROW_PITCH\(64\) is 64.5, which is no integer"),
-    ("align-1", 65, "TypeError: 'int' object is not callable"),
-    ("start-3", 9, "two numbers are needed"),
-    ("align-1", lambda experts: 1025, r"ROW_PITCH\(64\) is 1025; rows of at most 130 words fit"),
-    ("align-1", lambda experts: ..., "not answered yet"),
-    ("start-1", no_barrier, "two threads race: .* it needs cuda.syncthreads"),
-    ("start-1", half_a_barrier, "not all threads reach the barrier|two threads race"),
-    ("start-1", one_too_far, "an index is out of bounds: .* index 64 is outside the shared array"),
-    ("start-1", copies, r"out\[0\] is 0, not 63; 64 of 64 elements are wrong"),
-    ("start-1", misspelt, "NameError: name 'y' is not defined"),
-    ("start-2", plain_count, "two threads race: .* it needs an atomic operation"),
-    ("start-2", no_guard, r"an index is out of bounds: .* index 25\d "),
-    ("start-2", first_block_only, "of 256 numbers 85 are positive; the kernel counts 21"),
-    ("start-3", (9, 4.5), "the second number is wrong"),
-    ("start-3", (4.5, 6), "the first number is wrong"),
-    ("start-3", (9.75, 7.125), "the first and the second number is wrong"),
-    ("start-4", lambda a, b: not ((a - b).abs() > 1e-3).any(), "never written: it is still NaN"),
-    ("start-4", lambda a, b: bool((a == b).all()), "rejects a result whose largest error is 0.0001"),
-    ("start-4", lambda a, b: bool((a - b <= 1e-3).all()), "accepts a result that is too small"),
-    ("start-4", lambda a, b: bool((a - b).abs().mean() <= 1e-3), "wrong by 0.002: each error counts"),
-    ("start-4", lambda a, b: not ((a.nan_to_num() - b).abs() > 1e-3).any(), "never written"),
-    ("start-4", lambda a, b: True, "accepts a result of which one element is wrong by 1"),
-    ("start-3", (9, ...), "not answered yet: the answer is two numbers, in microseconds"),
-]
+WRONG = [answer for topic in TOPICS for answer in importlib.import_module(f"wrong_answers.{topic}").WRONG]
 
 
 @pytest.mark.parametrize("name, answer, message", WRONG, ids=lambda value: getattr(value, "__name__", None))
 def test_wrong_answers_are_told_what_is_wrong(name, answer, message, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # other processes import kernels from this module
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # other processes import kernels from there
     result = exercise(name).check(answer)
     assert result.wrong is not None
     assert re.search(message, result.wrong, re.DOTALL), result.wrong
@@ -271,7 +33,7 @@ def test_wrong_answers_are_told_what_is_wrong(name, answer, message, monkeypatch
 def test_on_a_gpu_kernels_run_in_a_process_with_the_simulator(monkeypatch):
     monkeypatch.setattr(simulator, "ENABLED", False)
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    assert exercise("start-1").check(no_barrier).wrong.startswith("two threads race")
+    assert exercise("start-1").check(start.no_barrier).wrong.startswith("two threads race")
     assert exercise("start-2").check(exercise("start-2").solution).wrong is None
 
 
