@@ -47,7 +47,7 @@ from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.phase_times import phase_instructions, phases
 from moe_numba.course.prose import say
-from moe_numba.course.simulate import changed_source, define, in_simulator
+from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
 from moe_numba.course.source_diff import change
 from moe_numba.gate.kernel import GateConfig, make_router
 from moe_numba.ptx.atomics import (
@@ -113,7 +113,7 @@ SIMULATED = simulator.ENABLED
 DEVICE = "cpu" if SIMULATED else "cuda"
 EXPERTS, TOPK, BLOCK = (64, 4, 16) if SIMULATED else (256, 8, 16)  # DeepSeek-V3 has 256 experts and top-8
 TOKENS, FEW_TOKENS = (64, 8) if SIMULATED else (4096, 64)
-CTAS, THREADS = (4, 128) if SIMULATED else (64, 1024)  # more threads than experts
+CTAS, THREADS = (6, 128) if SIMULATED else (64, 1024)  # more threads than experts
 
 torch.manual_seed(0)
 IDS = random_ids(TOKENS, EXPERTS, TOPK, DEVICE)
@@ -241,7 +241,9 @@ ladder.step("0x5", run_0x5(), dtype="int32")
 # the one before. Predictions below are multiples of this latency.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
 @cuda.jit
 def empty(links):
     griddepcontrol_wait()  # step 10 explains these two
@@ -373,8 +375,7 @@ def make_one_launch(num_experts, threads):
         masks = cuda.shared.array(mask_words, int32)
         first_block, warp_sums = cuda.shared.array(ends, int32), cuda.shared.array(32, int32)
         # start
-        tid, first = cuda.threadIdx.x, cuda.blockIdx.x * chunk
-        slot = first + tid
+        tid, first, slot = cuda.threadIdx.x, cuda.blockIdx.x * chunk, cuda.blockIdx.x * chunk + cuda.threadIdx.x
         if tid < num_experts:
             before[tid] = counts[tid] = 0
         for i in range(tid, mask_words, threads):
@@ -411,10 +412,10 @@ def make_one_launch(num_experts, threads):
 def align(kernel, ids, ctas, threads, *workspace, **options):
     """Return a call that launches a kernel on ids and returns its outputs, which are poisoned once."""
     outputs, chunk = poisoned(ids, EXPERTS, BLOCK), -(-ids.numel() // ctas)
-    numbers = BLOCK, ids.numel(), len(outputs[0]), chunk
+    arguments = ids, *outputs, *workspace, BLOCK, ids.numel(), len(outputs[0]), chunk
 
     def call():
-        launch(kernel, ctas, threads, ids, *outputs, *workspace, *numbers, **options)
+        launch(kernel, ctas, threads, *arguments, launch_bounds=threads, **options)
         return outputs
 
     return call
@@ -634,3 +635,1494 @@ say(
     waits=LATENCY_US * -(-NUMEL // THREADS),
     rounds=-(-NUMEL // THREADS),
 )  # after the GPU run: compare the phases in which no load waits
+
+# %% [markdown]
+# ### Step 3: eight loads in flight
+#
+# **Bottleneck.** Counting waits. A thread loads an id, adds to a counter, and only then loads the next id: the compiler
+# may not move a load over an atomic operation, which could change what is loaded.
+#
+# **Idea.** Load eight ids into registers, then count them. `cuda.local.array` with constant indices is registers, not
+# memory, and `range(8)` is unrolled, because its length is a constant.
+#
+# **Predicted gain.** A thread waits once for eight loads: seven of eight waits go.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cache
+def make_eight_loads(num_experts, threads):
+    words, ends, scan = threads // 32, num_experts + 1, make_scan(threads)
+    mask_words = num_experts * words
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, block_size, numel, length, chunk):
+        before, counts = cuda.shared.array(num_experts, int32), cuda.shared.array(num_experts, int32)
+        masks = cuda.shared.array(mask_words, int32)
+        first_block, warp_sums = cuda.shared.array(ends, int32), cuda.shared.array(32, int32)
+        ids = cuda.local.array(8, uint32)
+        # start
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid, first = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x * chunk)
+        slot = uint32(first + tid)
+        if tid < num_experts:
+            before[tid] = counts[tid] = 0
+        clear(masks, mask_words)
+        cuda.syncthreads()
+        # count
+        i = tid
+        while i < numel:
+            for k in range(8):
+                s = uint32(i + k * threads)
+                ids[k] = topk_ids[s] if s < numel else 0
+            for k in range(8):
+                s = uint32(i + k * threads)
+                if s < numel:
+                    if s < first:
+                        cuda.atomic.add(before, ids[k], 1)
+                    else:
+                        cuda.atomic.add(counts, ids[k], 1)
+            i = uint32(i + 8 * threads)
+        # scan
+        if tid < chunk and slot < numel:
+            word = uint32(uint32(topk_ids[slot]) * words + (tid >> uint32(5)))
+            cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+        cuda.syncthreads()
+        blocks = int32(0)
+        if tid < num_experts:
+            counts[tid] += before[tid]
+            blocks = int32(uint32(counts[tid] + block_size - 1) // block_size)
+        start, _ = scan(blocks, warp_sums)
+        if tid <= num_experts:
+            first_block[tid] = start
+        cuda.syncthreads()
+        # write
+        if tid < chunk and slot < numel:
+            e = uint32(topk_ids[slot])
+            row = uint32(first_block[e] * block_size + before[e] + rank_below(masks, uint32(e * words)))
+            sorted_token_ids[row] = slot
+        write_rest(first_block, counts, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return kernel
+
+
+# %%
+change(make_unsigned, make_eight_loads)
+
+# %%
+ROUNDS = -(-NUMEL // THREADS)
+waits = ROUNDS - -(-ROUNDS // 8)
+step("eight loads", make_eight_loads, count_all, after="unsigned integers", predicted_gain_us=waits * LATENCY_US)
+
+# %% [markdown]
+# **Explanation.** The counting loop alone, and what it does at the level of instructions:
+
+# %%
+PHASES["eight loads"] = phases(ladder, "eight loads", make_eight_loads, count_all)
+SASS["eight loads"] = phase_instructions(make_eight_loads, (256, 1024), SIGNATURE, 1024)
+say(
+    "`count` went from {before:.2f} to {now:.2f} us. The loop has {slot:.0f} instructions per slot and {branch} branches; issuing these "
+    "instructions takes at least {issue:.2f} us, the remaining waits {waits:.2f} us.",
+    before=PHASES["unsigned integers"]["count"],
+    now=PHASES["eight loads"]["count"],
+    slot=per_slot(SASS["eight loads"], atomics=2),
+    branch=SASS["eight loads"]["count"].get("branch", 0),
+    issue=issue_us(per_slot(SASS["eight loads"], atomics=2)),
+    waits=LATENCY_US * -(-ROUNDS // 8),
+)  # after the GPU run: which of the two limits it
+
+# %% [markdown]
+# ### Step 4: a drop bin
+#
+# **Bottleneck.** Each slot meets two conditions: does it exist, and does it lie in an earlier chunk? Both became branches,
+# as the count above shows. A branch also keeps the compiler from interleaving the eight slots.
+#
+# **Idea.** A histogram may have a bin for what should not be counted. Slots past the end go to bin `num_experts`. `before`
+# and `counts` become the two halves of one array, so that the half is a number to be added, not a branch. One condition
+# is left, which is the same for all threads of the CTA.
+#
+# **Predicted gain.** Fewer instructions per slot, by the same model as in step 2. The prediction compiles both kernels.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cache
+def make_drop_bin(num_experts, threads):
+    words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
+    mask_words, both = num_experts * words, 2 * bins
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, block_size, numel, length, chunk):
+        halves = cuda.shared.array(both, int32)
+        before, counts = halves[:bins], halves[bins:]
+        masks = cuda.shared.array(mask_words, int32)
+        first_block, warp_sums = cuda.shared.array(bins, int32), cuda.shared.array(32, int32)
+        ids = cuda.local.array(8, uint32)
+        # start
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid, first = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x * chunk)
+        slot = uint32(first + tid)
+        clear(halves, both)
+        clear(masks, mask_words)
+        cuda.syncthreads()
+        # count
+        i = uint32(0)
+        while i < numel:
+            for k in range(8):
+                s = uint32(i + k * threads + tid)
+                ids[k] = topk_ids[s] if s < numel else num_experts
+            for k in range(8):
+                if uint32(i + k * threads) < numel:  # the same for all threads
+                    half = uint32(0) if uint32(i + k * threads + tid) < first else uint32(bins)
+                    cuda.atomic.add(halves, uint32(ids[k] + half), 1)
+            i = uint32(i + 8 * threads)
+        # scan
+        if tid < chunk and slot < numel:
+            word = uint32(uint32(topk_ids[slot]) * words + (tid >> uint32(5)))
+            cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+        cuda.syncthreads()
+        blocks = int32(0)
+        if tid < num_experts:
+            counts[tid] += before[tid]
+            blocks = int32(uint32(counts[tid] + block_size - 1) // block_size)
+        start, _ = scan(blocks, warp_sums)
+        if tid <= num_experts:
+            first_block[tid] = start
+        cuda.syncthreads()
+        # write
+        if tid < chunk and slot < numel:
+            e = uint32(topk_ids[slot])
+            row = uint32(first_block[e] * block_size + before[e] + rank_below(masks, uint32(e * words)))
+            sorted_token_ids[row] = slot
+        write_rest(first_block, counts, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return kernel
+
+
+# %%
+change(make_eight_loads, make_drop_bin)
+
+# %%
+SASS["drop bin"] = phase_instructions(make_drop_bin, (256, 1024), SIGNATURE, 1024)
+fewer = per_slot(SASS["eight loads"], atomics=2) - per_slot(SASS["drop bin"])
+branches = [SASS[name]["count"].get("branch", 0) for name in ("eight loads", "drop bin")]
+print(f"{fewer:.0f} instructions per slot less; branches in the loop: {branches[0]} -> {branches[1]}")
+step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_us=issue_us(fewer))
+
+# %% [markdown]
+# **Explanation.** The phases after four steps:
+
+# %%
+PHASES["drop bin"] = phases(ladder, "drop bin", make_drop_bin, count_all)
+say(
+    "`count` went from {before:.2f} to {now:.2f} us. Every CTA still counts all {numel} slots: {share:.0f} % of the kernel's {total:.1f} us. More "
+    "CTAs would not help.",
+    before=PHASES["eight loads"]["count"],
+    now=PHASES["drop bin"]["count"],
+    numel=NUMEL,
+    share=PHASES["drop bin"]["count"] and 100 * PHASES["drop bin"]["count"] / sum(PHASES["drop bin"].values()),
+    total=PHASES["drop bin"]["count"] and sum(PHASES["drop bin"].values()),
+)  # after the GPU run: was step 4 limited by issue, by atomics, or by neither
+
+# %% [markdown]
+# ## 5. CTAs exchange counts
+#
+# ### Step 5: a grid-wide barrier
+#
+# **Bottleneck.** The redundant counting.
+#
+# **Idea.** Each CTA counts only its own chunk and stores its counts in a **workspace** in global memory. When all have
+# done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs.
+
+# %%
+draw.exchange_counts(ctas=3, experts=4)
+
+# %% [markdown]
+# `cuda.syncthreads()` knows only the threads of one CTA. A **grid-wide barrier** is a counter in global memory: each CTA
+# adds to it and then **polls** until all CTAs have arrived. Three things must be right:
+#
+# - **All CTAs are resident at once.** A waiting CTA keeps its place on an SM; if another CTA found no place, the grid would
+#   wait forever. A **cooperative launch** (`cooperative=True`) makes the driver refuse a grid that does not fit.
+# - **Order.** The counts must be visible to other SMs before the arrival is. `cuda.threadfence()` between the two ensures
+#   it, and again between the last poll and the loads of the counts.
+# - **The next launch** finds the counter as this one left it. Nobody can reset it safely while others poll. If each launch
+#   adds the number of CTAs and waits for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here
+#   the CTAs together add $2^{31}$: CTA 0 adds $2^{31}$ minus the number of others, these add 1 each. The top bit flips when
+#   the last one arrives, and the lower bits are 0 again. CUDA's cooperative groups use the same trick.
+
+
+# %%
+HEADER = 4  # words of the workspace before the counts
+
+
+@cuda.jit(device=True)
+def grid_barrier(workspace):
+    """Wait until all CTAs have arrived; what they stored before is then visible."""
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        cuda.threadfence()
+        others = uint32(uint32(1 << 31) - uint32(cuda.gridDim.x - 1))
+        old = atom_add_relaxed_gpu_s32(workspace, 0, int32(others) if cuda.blockIdx.x == 0 else int32(1))
+        while int32(old ^ ld_relaxed_gpu_s32(workspace, 0)) >= 0:  # the top bit is the same
+            pass
+        cuda.threadfence()
+    cuda.syncthreads()
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cuda.jit
+def barrier_only(workspace, passed):
+    grid_barrier(workspace)
+    if cuda.threadIdx.x == 0:
+        passed[cuda.blockIdx.x] = 1
+
+
+def play_barrier():
+    workspace, passed = torch.zeros(HEADER, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    with simulator.trace(accesses=True) as events:
+        launch(barrier_only, 4, 32, workspace, passed, cooperative=True)
+    return Player(*draw.barrier_frames(events, 4), "A grid-wide barrier of 4 CTAs").as_dict()
+
+
+player = Player.from_dict(in_simulator(play_barrier))
+player
+
+# %%
+player.strip([0, 1, len(player.frames) - 3, len(player.frames) - 1])
+
+# %% [markdown]
+# **Exercise 2.** This kernel adds up one number of each of three CTAs, and its barrier waits for the next multiple of 3. The
+# check launches it with the counters that it would find after very many launches. Repair it.
+
+
+# %%
+@cuda.jit
+def sum_of_all(values, rows, sums, counter):
+    cta = cuda.blockIdx.x
+    rows[cta] = values[cta]
+    cuda.threadfence()
+    arrived = atom_add_relaxed_gpu_s32(counter, 0, 1)
+    goal = int32((arrived // 3 + 1) * 3)
+    while ld_relaxed_gpu_s32(counter, 0) < goal:
+        pass
+    cuda.threadfence()
+    sums[cta] = rows[0] + rows[1] + rows[2]
+
+
+exercise("align_one_launch-2").check(sum_of_all)
+
+# %% [markdown]
+# **Predicted gain.** `count` shrinks to one load. The exchange costs a store, a fence, an atomic addition and a poll, one
+# after the other, and then a load for each CTA, eight at a time. Each is taken as the latency of a load.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cuda.jit(device=True)
+def add_up(workspace, num_experts):
+    """Add up column `tid` of the counts of all CTAs, and of earlier CTAs, with eight loads in flight."""
+    row = cuda.local.array(8, int32)
+    all_ctas, earlier, cta = int32(0), int32(0), uint32(0)
+    while cta < uint32(cuda.gridDim.x):
+        for k in range(8):
+            row[k] = 0
+            if uint32(cta + k) < uint32(cuda.gridDim.x):
+                row[k] = workspace[uint32(HEADER + uint32(cta + k) * num_experts + cuda.threadIdx.x)]
+        for k in range(8):
+            all_ctas = int32(all_ctas + row[k])
+            earlier = int32(earlier + (row[k] if uint32(cta + k) < uint32(cuda.blockIdx.x) else int32(0)))
+        cta = uint32(cta + 8)
+    return all_ctas, earlier
+
+
+@cache
+def make_grid_barrier(num_experts, threads):
+    words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
+    mask_words = bins * words
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, workspace, block_size, numel, length, chunk):
+        counts, before = cuda.shared.array(bins, int32), cuda.shared.array(bins, int32)
+        masks = cuda.shared.array(mask_words, int32)
+        first_block, warp_sums = cuda.shared.array(bins, int32), cuda.shared.array(32, int32)
+        # start
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid = uint32(cuda.threadIdx.x)
+        slot = uint32(cuda.blockIdx.x * chunk + tid)
+        clear(counts, bins)
+        clear(masks, mask_words)
+        cuda.syncthreads()
+        # count
+        e = uint32(num_experts)
+        if tid < chunk and slot < numel:
+            e = uint32(topk_ids[slot])
+        cuda.atomic.add(counts, e, 1)
+        word = uint32(e * words + (tid >> uint32(5)))
+        cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+        cuda.syncthreads()
+        # exchange
+        if tid < num_experts:
+            workspace[uint32(HEADER + cuda.blockIdx.x * num_experts + tid)] = counts[tid]
+        grid_barrier(workspace)
+        if tid < num_experts:
+            counts[tid], before[tid] = add_up(workspace, num_experts)
+        # scan
+        blocks = int32(0)
+        if tid < num_experts:
+            blocks = int32(uint32(counts[tid] + block_size - 1) // block_size)
+        start, _ = scan(blocks, warp_sums)
+        if tid <= num_experts:
+            first_block[tid] = start
+        cuda.syncthreads()
+        # write
+        if e < num_experts:
+            row = uint32(first_block[e] * block_size + before[e] + rank_below(masks, uint32(e * words)))
+            sorted_token_ids[row] = slot
+        write_rest(first_block, counts, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return kernel
+
+
+# %%
+change(make_drop_bin, make_grid_barrier)
+
+# %%
+OWN_THREADS = -(-max(-(-NUMEL // CTAS), EXPERTS + 1) // 32) * 32  # a thread for each slot of the chunk
+
+
+def exchange(make, ids=IDS):
+    workspace = torch.zeros(HEADER + 2 * CTAS * (EXPERTS + 3), dtype=torch.int32, device=DEVICE)
+    return align(make(EXPERTS, OWN_THREADS), ids, CTAS, OWN_THREADS, workspace, cooperative=True)
+
+
+steps = 1 + 4 + -(-CTAS // 8)  # one after another: the slot's id; store, fence, atomic, poll; rounds of loads
+gain_us = (PHASES["drop bin"]["count"] or 0) - steps * LATENCY_US
+step("grid-wide barrier", make_grid_barrier, exchange, after="drop bin", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** `exchange` is the new phase.
+
+# %%
+PHASES["grid-wide barrier"] = phases(ladder, "grid-wide barrier", make_grid_barrier, exchange)
+say(
+    "`count` went from {before:.2f} to {count:.2f} us; the exchange takes {exchange:.2f} us, {latencies:.0f} latencies of a load ({steps} were counted).",
+    before=PHASES["drop bin"]["count"],
+    count=PHASES["grid-wide barrier"]["count"],
+    exchange=PHASES["grid-wide barrier"]["exchange"],
+    latencies=PHASES["grid-wide barrier"]["exchange"] and PHASES["grid-wide barrier"]["exchange"] / LATENCY_US,
+    steps=steps - 1,
+)  # after the GPU run: a fence and an atomic addition take longer than a load
+
+# %% [markdown]
+# ### Step 6: counts that carry the launch number
+#
+# **Bottleneck.** Before a CTA may load the first count it waits for a fence, for its own arrival, and for a poll that sees
+# the last arrival.
+#
+# **Idea.** Store each count and the number of this launch as one 64-bit word, which is atomic. A reader that finds the
+# right number knows that the count is there: it polls the data itself. **Decoupled look-back** (Merrill and Garland), the
+# fastest scan of large arrays, publishes its sums like this. It then reads only earlier CTAs; here every CTA must know
+# the totals of all experts before it can place a slot, so it reads all.
+
+# %%
+draw.count_words()
+
+# %% [markdown]
+# The launch number lies in the workspace, because a CUDA graph repeats a launch with the same arguments. The last CTA that
+# has read all counts increments it. This needs no fence either: the next launch begins after this one has ended.
+#
+# **Exercise 3.** Here each of four CTAs adds its value to the prefix of the CTA before, whose flag it polls. The order of
+# the two stores is wrong, and fences are missing. Repair the kernel with `cuda.threadfence()`.
+
+
+# %%
+@cuda.jit
+def chained_scan(values, prefix, flags):
+    cta, before = cuda.blockIdx.x, int32(0)
+    if cta > 0:
+        while ld_relaxed_gpu_s32(flags, cta - 1) == 0:
+            pass
+        before = prefix[cta - 1]
+    st_relaxed_gpu_s32(flags, cta, 1)
+    prefix[cta] = before + values[cta]
+
+
+exercise("align_one_launch-3").check(chained_scan)
+
+# %% [markdown]
+# **Predicted gain.** The fence, the atomic addition and the poll of the counter go: three latencies.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+LAUNCHES, DONE = 0, 1  # in the workspace: launches so far, CTAs that have read all counts
+
+
+@cuda.jit(device=True)
+def publish(workspace, counts, number, num_experts):
+    tid = uint32(cuda.threadIdx.x)
+    if tid < num_experts:
+        word = uint64(uint64(number) << uint64(32)) | uint64(uint32(counts[tid]))
+        st_relaxed_gpu_u64(workspace, int64(HEADER + 2 * (cuda.blockIdx.x * num_experts + tid)), word)
+
+
+@cuda.jit(device=True)
+def add_up_tagged(workspace, number, num_experts):
+    """As `add_up`; waits until all words have the number of this launch."""
+    word = cuda.local.array(8, uint64)
+    tag = uint64(uint64(number) << uint64(32))
+    all_ctas, earlier, cta = int32(0), int32(0), uint32(0)
+    while cta < uint32(cuda.gridDim.x):
+        differ = uint64(1) << uint64(32)
+        while differ >> uint64(32) != uint64(0):
+            differ = uint64(0)
+            for k in range(8):
+                word[k] = tag  # past the last CTA: a count of 0
+                if uint32(cta + k) < uint32(cuda.gridDim.x):
+                    at = int64(HEADER + 2 * (uint32(cta + k) * num_experts + cuda.threadIdx.x))
+                    word[k] = ld_relaxed_gpu_u64(workspace, at)
+                differ |= word[k] ^ tag
+        for k in range(8):
+            count = int32(word[k] & uint64(0xFFFFFFFF))
+            all_ctas = int32(all_ctas + count)
+            earlier = int32(earlier + (count if uint32(cta + k) < uint32(cuda.blockIdx.x) else int32(0)))
+        cta = uint32(cta + 8)
+    return all_ctas, earlier
+
+
+@cuda.jit(device=True)
+def end_exchange(workspace, number):
+    """Let the last CTA that has read all counts store the number of this launch."""
+    if cuda.threadIdx.x == 0:
+        if atom_add_relaxed_gpu_s32(workspace, DONE, 1) == cuda.gridDim.x - 1:
+            st_relaxed_gpu_s32(workspace, DONE, 0)
+            st_relaxed_gpu_s32(workspace, LAUNCHES, int32(number))
+
+
+@cache
+def make_tagged(num_experts, threads):
+    words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
+    mask_words = bins * words
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, workspace, block_size, numel, length, chunk):
+        counts, before = cuda.shared.array(bins, int32), cuda.shared.array(bins, int32)
+        masks = cuda.shared.array(mask_words, int32)
+        first_block, warp_sums = cuda.shared.array(bins, int32), cuda.shared.array(32, int32)
+        # start
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid = uint32(cuda.threadIdx.x)
+        slot = uint32(cuda.blockIdx.x * chunk + tid)
+        clear(counts, bins)
+        clear(masks, mask_words)
+        cuda.syncthreads()
+        # count
+        number = uint32(ld_relaxed_gpu_s32(workspace, LAUNCHES) + 1)
+        e = uint32(num_experts)
+        if tid < chunk and slot < numel:
+            e = uint32(topk_ids[slot])
+        cuda.atomic.add(counts, e, 1)
+        word = uint32(e * words + (tid >> uint32(5)))
+        cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+        cuda.syncthreads()
+        # exchange
+        publish(workspace, counts, number, num_experts)
+        if tid < num_experts:
+            counts[tid], before[tid] = add_up_tagged(workspace, number, num_experts)
+        cuda.syncthreads()
+        end_exchange(workspace, number)
+        # scan
+        blocks = int32(0)
+        if tid < num_experts:
+            blocks = int32(uint32(counts[tid] + block_size - 1) // block_size)
+        start, _ = scan(blocks, warp_sums)
+        if tid <= num_experts:
+            first_block[tid] = start
+        cuda.syncthreads()
+        # write
+        if e < num_experts:
+            row = uint32(first_block[e] * block_size + before[e] + rank_below(masks, uint32(e * words)))
+            sorted_token_ids[row] = slot
+        write_rest(first_block, counts, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return kernel
+
+
+# %%
+display(change(add_up, add_up_tagged))
+change(make_grid_barrier, make_tagged)
+
+# %%
+step("tagged counts", make_tagged, exchange, after="grid-wide barrier", predicted_gain_us=3 * LATENCY_US)
+
+# %% [markdown]
+# **Explanation.** The exchange before and after; and what happens when the launch number overflows:
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+def overflow():
+    ids = random_ids(64, 64, 4)
+    for launches in (2**31 - 1, -1):
+        workspace = torch.zeros(HEADER + 2 * 6 * 64, dtype=torch.int32)
+        workspace[LAUNCHES] = launches
+        for _ in range(2):
+            outputs = poisoned(ids, 64, 16)
+            launch(make_tagged(64, 96), 6, 96, ids, *outputs, workspace, 16, 256, len(outputs[0]), 43, cooperative=True)
+            print(f"launch number {launches} -> {int(workspace[LAUNCHES])}: {wrong(outputs, ids, 64, 16) or 'correct'}")
+            launches = int(workspace[LAUNCHES])
+
+
+# %%
+in_simulator(overflow)
+PHASES["tagged counts"] = phases(ladder, "tagged counts", make_tagged, exchange)
+say(
+    "`exchange` went from {before:.2f} to {now:.2f} us: {less:.1f} latencies less.",
+    before=PHASES["grid-wide barrier"]["exchange"],
+    now=PHASES["tagged counts"]["exchange"],
+    less=PHASES["tagged counts"]["exchange"]
+    and (PHASES["grid-wide barrier"]["exchange"] - PHASES["tagged counts"]["exchange"]) / LATENCY_US,
+)  # after the GPU run: what a fence and an atomic addition cost
+
+# %% [markdown]
+# ### Step 7: packed counts
+#
+# **Bottleneck.** A thread adds up a column, in rounds of eight loads. The next cell replaces the loop by its first round;
+# the result is wrong, and the difference is what the other rounds take.
+
+# %%
+ONE_ROUND = changed_source(add_up_tagged, "while cta < uint32(cuda.gridDim.x)", "while cta < uint32(8)")
+make_one_round = define(ONE_ROUND + "\n" + source_of(make_tagged), globals(), "one round")["make_tagged"]
+rounds = ladder.times("rounds of loads", {"all": exchange(make_tagged), "one": exchange(make_one_round)})
+say(
+    "{threads} of {all_threads} threads add up. {rounds} rounds of loads instead of one take {us:.2f} us, {latencies:.1f} latencies.",
+    threads=EXPERTS,
+    all_threads=OWN_THREADS,
+    rounds=-(-CTAS // 8),
+    us=rounds and rounds["all"] - rounds["one"],
+    latencies=rounds and (rounds["all"] - rounds["one"]) / LATENCY_US,
+)
+
+# %% [markdown]
+# **Idea.** Put two counts of 16 bits into one word, and load two words at once: 16 bytes with four counts. A row of counts
+# then takes a quarter of the threads, so that several rows are loaded in parallel. Groups of threads combine their sums
+# with atomic additions in shared memory.
+#
+# **Exercise 4.** Up to how many slots may a CTA have? And which two counts does a reader unpack if a CTA packs the counts
+# 65537 and 4 nevertheless?
+
+# %%
+exercise("align_one_launch-4").check((..., ..., ...))
+
+# %% [markdown]
+# **Predicted gain.** One round of loads is left, so the gain is the difference measured above.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cuda.jit(device=True)
+def publish_packed(workspace, counts, number, columns):
+    i = uint32(cuda.threadIdx.x)
+    if i < uint32(columns // 2):
+        two = uint32(uint32(counts[uint32(2 * i)]) | uint32(uint32(counts[uint32(2 * i + 1)]) << uint32(16)))
+        at = int64(HEADER + cuda.blockIdx.x * columns + 2 * i)
+        st_relaxed_gpu_u64(workspace, at, uint64(uint64(number) << uint64(32)) | uint64(two))
+
+
+@cuda.jit(device=True)
+def add_up_packed(workspace, number, totals, before, columns, threads):
+    """Add to the totals of all CTAs and of earlier CTAs; waits until all words have the number of this launch."""
+    low, high = cuda.local.array(8, uint64), cuda.local.array(8, uint64)
+    all_ctas, earlier = cuda.local.array(4, int32), cuda.local.array(4, int32)
+    tag, ctas = uint64(uint64(number) << uint64(32)), uint32(cuda.gridDim.x)
+    vectors = uint32(columns // 4)  # of 16 bytes per row
+    groups = uint32(threads // vectors)
+    group = uint32(uint32(cuda.threadIdx.x) // vectors)
+    vector, cta = uint32(cuda.threadIdx.x - group * vectors), group
+    if group >= groups:
+        cta = ctas
+    for c in range(4):
+        all_ctas[c] = earlier[c] = 0
+    while cta < ctas:
+        differ = uint64(1) << uint64(32)
+        while differ >> uint64(32) != uint64(0):
+            differ = uint64(0)
+            for k in range(8):
+                low[k] = high[k] = tag
+                if uint32(cta + k * groups) < ctas:
+                    at = int64(HEADER + uint32(cta + k * groups) * columns + 4 * vector)
+                    low[k], high[k] = ld_relaxed_gpu_u64x2(workspace, at)
+                differ |= (low[k] ^ tag) | (high[k] ^ tag)
+        for k in range(8):
+            is_earlier = uint32(cta + k * groups) < uint32(cuda.blockIdx.x)
+            for c in range(4):
+                two = uint32((low[k] if c < 2 else high[k]) & uint64(0xFFFFFFFF))
+                count = int32(two >> uint32(16)) if c % 2 else int32(two & uint32(0xFFFF))
+                all_ctas[c] = int32(all_ctas[c] + count)
+                earlier[c] = int32(earlier[c] + (count if is_earlier else int32(0)))
+        cta = uint32(cta + 8 * groups)
+    if group < groups:
+        for c in range(4):
+            cuda.atomic.add(totals, uint32(4 * vector + c), all_ctas[c])
+            cuda.atomic.add(before, uint32(4 * vector + c), earlier[c])
+
+
+@cache
+def make_packed(num_experts, threads):
+    columns = -(-num_experts // 4) * 4
+    words, bins, scan = threads // 32, columns + 1, make_scan(threads)
+    mask_words, sums = bins * words, 2 * bins
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, workspace, block_size, numel, length, chunk):
+        counts, both = cuda.shared.array(bins, int32), cuda.shared.array(sums, int32)
+        totals, before = both[:bins], both[bins:]
+        masks = cuda.shared.array(mask_words, int32)
+        first_block, warp_sums = cuda.shared.array(bins, int32), cuda.shared.array(32, int32)
+        # start
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid = uint32(cuda.threadIdx.x)
+        slot = uint32(cuda.blockIdx.x * chunk + tid)
+        clear(counts, bins)
+        clear(both, sums)
+        clear(masks, mask_words)
+        cuda.syncthreads()
+        # count
+        number = uint32(ld_relaxed_gpu_s32(workspace, LAUNCHES) + 1)
+        e = uint32(columns)
+        if tid < chunk and slot < numel:
+            e = uint32(topk_ids[slot])
+        cuda.atomic.add(counts, e, 1)
+        word = uint32(e * words + (tid >> uint32(5)))
+        cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+        cuda.syncthreads()
+        # exchange
+        publish_packed(workspace, counts, number, columns)
+        add_up_packed(workspace, number, totals, before, columns, threads)
+        cuda.syncthreads()
+        end_exchange(workspace, number)
+        # scan
+        blocks = int32(0)
+        if tid < num_experts:
+            blocks = int32(uint32(totals[tid] + block_size - 1) // block_size)
+        start, _ = scan(blocks, warp_sums)
+        if tid <= num_experts:
+            first_block[tid] = start
+        cuda.syncthreads()
+        # write
+        if e < num_experts:
+            row = uint32(first_block[e] * block_size + before[e] + rank_below(masks, uint32(e * words)))
+            sorted_token_ids[row] = slot
+        write_rest(first_block, totals, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return kernel
+
+
+# %%
+display(change(publish, publish_packed))
+change(make_tagged, make_packed)
+
+# %%
+gain_us = rounds["all"] - rounds["one"] if rounds else 0.0
+step("packed counts", make_packed, exchange, after="tagged counts", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The exchange before and after:
+
+# %%
+PHASES["packed counts"] = phases(ladder, "packed counts", make_packed, exchange)
+say(
+    "`exchange` went from {before:.2f} to {now:.2f} us. All CTAs together load {mb:.1f} MB of counts from L2, before {twice:.1f} MB.",
+    before=PHASES["tagged counts"]["exchange"],
+    now=PHASES["packed counts"]["exchange"],
+    mb=CTAS * CTAS * EXPERTS * 4 / 1e6,
+    twice=CTAS * CTAS * EXPERTS * 8 / 1e6,
+)  # after the GPU run: is the rest of the exchange latency or L2 bandwidth
+
+# %% [markdown]
+# ### Step 8: rank while the counts travel
+#
+# **Bottleneck.** From its own store to the last count that arrives, a CTA does nothing. Its slots' ranks within the chunk
+# need no counts of others, but are computed before (the bits) and after (the rank). The next cell removes both.
+
+# %%
+without_bits = changed_source(make_packed, "cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))", "pass")
+without_ranks = without_bits.replace("rank_below(masks, uint32(e * words))", "uint32(0)")
+make_without_ranks = define(without_ranks, globals(), "without ranks")["make_packed"]
+ranks = ladder.times("ranks", {"with": exchange(make_packed), "without": exchange(make_without_ranks)})
+say("The ranks take {us:.2f} us.", us=ranks and ranks["with"] - ranks["without"])
+
+# %% [markdown]
+# **Idea.** Publish the counts first, then set the bits and rank, and only then wait for the counts of the others. With the
+# barrier of step 5 this would have been impossible: it lets nothing pass.
+#
+# **Predicted gain.** The time of the ranks, unless the counts arrive earlier than the ranks are done.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cache
+def make_overlapped(num_experts, threads):
+    columns = -(-num_experts // 4) * 4
+    words, bins, scan = threads // 32, columns + 1, make_scan(threads)
+    mask_words, sums = bins * words, 2 * bins
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, workspace, block_size, numel, length, chunk):
+        counts, both = cuda.shared.array(bins, int32), cuda.shared.array(sums, int32)
+        totals, before = both[:bins], both[bins:]
+        masks = cuda.shared.array(mask_words, int32)
+        first_block, warp_sums = cuda.shared.array(bins, int32), cuda.shared.array(32, int32)
+        # start
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid = uint32(cuda.threadIdx.x)
+        slot = uint32(cuda.blockIdx.x * chunk + tid)
+        clear(counts, bins)
+        clear(both, sums)
+        clear(masks, mask_words)
+        cuda.syncthreads()
+        # count
+        number = uint32(ld_relaxed_gpu_s32(workspace, LAUNCHES) + 1)
+        e = uint32(columns)
+        if tid < chunk and slot < numel:
+            e = uint32(topk_ids[slot])
+        cuda.atomic.add(counts, e, 1)
+        cuda.syncthreads()
+        # exchange
+        publish_packed(workspace, counts, number, columns)
+        word = uint32(e * words + (tid >> uint32(5)))
+        cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+        cuda.syncthreads()
+        rank = rank_below(masks, uint32(e * words))
+        add_up_packed(workspace, number, totals, before, columns, threads)
+        cuda.syncthreads()
+        end_exchange(workspace, number)
+        # scan
+        blocks = int32(0)
+        if tid < num_experts:
+            blocks = int32(uint32(totals[tid] + block_size - 1) // block_size)
+        start, _ = scan(blocks, warp_sums)
+        if tid <= num_experts:
+            first_block[tid] = start
+        cuda.syncthreads()
+        # write
+        if e < num_experts:
+            sorted_token_ids[uint32(first_block[e] * block_size + before[e] + rank)] = slot
+        write_rest(first_block, totals, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return kernel
+
+
+# %%
+change(make_packed, make_overlapped)
+
+# %%
+gain_us = ranks["with"] - ranks["without"] if ranks else 0.0
+step("overlapped ranks", make_overlapped, exchange, after="packed counts", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The phases before and after:
+
+# %%
+PHASES["overlapped ranks"] = phases(ladder, "overlapped ranks", make_overlapped, exchange)
+say(
+    "`count` and `write` together went from {before:.2f} to {now:.2f} us, `exchange` from {old:.2f} to {new:.2f} us: what the ranks add there was not "
+    "hidden.",
+    before=PHASES["packed counts"]["count"] and PHASES["packed counts"]["count"] + PHASES["packed counts"]["write"],
+    now=PHASES["overlapped ranks"]["count"]
+    and PHASES["overlapped ranks"]["count"] + PHASES["overlapped ranks"]["write"],
+    old=PHASES["packed counts"]["exchange"],
+    new=PHASES["overlapped ranks"]["exchange"],
+)  # after the GPU run
+
+# %% [markdown]
+# ### Step 9: warps rank their own slots
+#
+# **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. Fewer CTAs
+# need several slots per thread, and then the bitmask over the chunk becomes long: each rank reads all of its lower words.
+#
+# **Idea.** A warp ranks its own slots, 32 after 32. Lanes with the same expert find each other through one mask per warp and
+# expert, and a counter per warp and expert holds what came before. Afterwards one thread per expert turns the counters
+# into sums over lower warps. The cost does not depend on the length of the chunk.
+#
+# **Predicted gain.** None yet: with one slot per thread this replaces a loop over the lower words by a loop over the warps, in
+# which each load from shared memory waits for a store (some 30 clocks).
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cache
+def make_warp_ranks(num_experts, threads, slots=1):
+    columns, warps, scan = -(-num_experts // 4) * 4, threads // 32, make_scan(threads)
+    bins = columns + 1
+    sums, words = 2 * bins, warps * bins
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, workspace, block_size, numel, length, chunk):
+        counts, both = cuda.shared.array(bins, int32), cuda.shared.array(sums, int32)
+        totals, before = both[:bins], both[bins:]
+        masks, counters = cuda.shared.array(words, int32), cuda.shared.array(words, int32)
+        first_block, warp_sums = cuda.shared.array(bins, int32), cuda.shared.array(32, int32)
+        e, rank = cuda.local.array(slots, uint32), cuda.local.array(slots, int32)
+        # start
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid, first = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x * chunk)
+        row_of_warp = uint32((tid >> uint32(5)) * uint32(bins))
+        own = uint32((tid >> uint32(5)) * uint32(32 * slots) + (tid & uint32(31)))  # the thread's first slot in the chunk
+        clear(counts, bins)
+        clear(both, sums)
+        clear(masks, words)
+        clear(counters, words)
+        cuda.syncthreads()
+        # count
+        number = uint32(ld_relaxed_gpu_s32(workspace, LAUNCHES) + 1)
+        for k in range(slots):
+            e[k] = columns
+            if uint32(own + 32 * k) < chunk and uint32(first + own + 32 * k) < numel:
+                e[k] = topk_ids[uint32(first + own + 32 * k)]
+        for k in range(slots):
+            cuda.atomic.add(counts, e[k], 1)
+        cuda.syncthreads()
+        # exchange
+        publish_packed(workspace, counts, number, columns)
+        for k in range(slots):
+            word = uint32(row_of_warp + e[k])
+            cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+            cuda.syncwarp()
+            same, earlier = uint32(masks[word]), int32(counters[word])
+            cuda.syncwarp()
+            lower = uint32(same & lanemask_lt())
+            rank[k] = int32(earlier + cuda.popc(lower))
+            if lower == uint32(0):  # the lowest lane of each expert
+                masks[word], counters[word] = 0, int32(earlier + cuda.popc(same))
+            cuda.syncwarp()
+        cuda.syncthreads()
+        if tid < num_experts:
+            earlier = int32(0)
+            for w in range(warps):
+                word = uint32(w * bins + tid)
+                of_warp = counters[word]
+                counters[word] = earlier
+                earlier = int32(earlier + of_warp)
+        add_up_packed(workspace, number, totals, before, columns, threads)
+        cuda.syncthreads()
+        end_exchange(workspace, number)
+        # scan
+        blocks = int32(0)
+        if tid < num_experts:
+            blocks = int32(uint32(totals[tid] + block_size - 1) // block_size)
+        start, _ = scan(blocks, warp_sums)
+        if tid <= num_experts:
+            first_block[tid] = start
+        cuda.syncthreads()
+        # write
+        for k in range(slots):
+            if e[k] < num_experts:
+                in_chunk = int32(counters[uint32(row_of_warp + e[k])] + rank[k])
+                row = uint32(first_block[e[k]] * block_size + before[e[k]] + in_chunk)
+                sorted_token_ids[row] = uint32(first + own + 32 * k)
+        write_rest(first_block, totals, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return kernel
+
+
+# %%
+change(make_overlapped, make_warp_ranks)
+
+# %%
+gain_us = -(OWN_THREADS // 32) * 30 / LIMITS.boost_clock * 1e6
+step("ranks per warp", make_warp_ranks, exchange, after="overlapped ranks", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The ranks are a part of `exchange`:
+
+# %%
+PHASES["ranks per warp"] = phases(ladder, "ranks per warp", make_warp_ranks, exchange)
+say(
+    "`start`, which clears the masks and counters, went from {a:.2f} to {b:.2f} us, `exchange` from {c:.2f} to {d:.2f} us.",
+    a=PHASES["overlapped ranks"]["start"],
+    b=PHASES["ranks per warp"]["start"],
+    c=PHASES["overlapped ranks"]["exchange"],
+    d=PHASES["ranks per warp"]["exchange"],
+)  # after the GPU run
+
+# %% [markdown]
+# ### Step 10: half the CTAs, two slots per thread
+#
+# **Bottleneck.** The traffic of counts.
+#
+# **Idea.** Half the CTAs, whose threads take two slots each. The kernel is the same, compiled with `slots=2`.
+#
+# **Predicted gain.** The counts that CTAs load fall to a quarter, at the bandwidth of L2. The second slot costs each thread
+# another rank.
+
+
+# %%
+def exchange_half(make, ids=IDS, ctas=CTAS // 2, slots=2, **options):
+    workspace = torch.zeros(HEADER + ctas * (EXPERTS + 3), dtype=torch.int32, device=DEVICE)
+    return align(make(EXPERTS, OWN_THREADS, slots), ids, ctas, OWN_THREADS, workspace, cooperative=True, **options)
+
+
+saved = 4 * EXPERTS * (CTAS**2 - (CTAS // 2) ** 2)  # bytes
+gain_us = saved / LIMITS.l2_bandwidth * 1e6 - (ranks["with"] - ranks["without"] if ranks else 0.0)
+step("two slots per thread", make_warp_ranks, exchange_half, after="ranks per warp", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The same kernel with other numbers of CTAs, and its phases:
+
+# %%
+PHASES["two slots per thread"] = phases(ladder, "two slots per thread", make_warp_ranks, exchange_half)
+SHAPES = {f"{CTAS // n} CTAs, {n} per thread": (CTAS // n, n) for n in (1, 2, 4)}
+by_ctas = ladder.times(
+    "numbers of CTAs", {name: exchange_half(make_warp_ranks, IDS, *shape) for name, shape in SHAPES.items()}
+)
+say(
+    "{times}. Fewer CTAs load fewer counts, and each ranks more slots.",
+    times=by_ctas and "; ".join(f"{name}: {us:.2f} us" for name, us in by_ctas.items()),
+)  # after the GPU run
+
+# %% [markdown]
+# ### Step 11: programmatic dependent launch
+#
+# **Bottleneck.** `start`: the launch, and the clearing of shared memory. Normally a kernel begins when the one before in the
+# stream has ended and its stores are visible.
+#
+# **Idea.** With **programmatic dependent launch** (Hopper and newer) the next kernel may start early: when all CTAs of this
+# one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and must
+# execute `griddepcontrol.wait` before it touches global memory: that waits until the previous kernel has ended. This
+# kernel lets its successor start once it has read all counts. Earlier would be dangerous: the successor's CTAs could take
+# the places of CTAs that others of this kernel wait for.
+#
+# **Predicted gain.** What remains of `start` is an empty kernel with a dependent launch.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+early = changed_source(
+    make_warp_ranks,
+    """        cuda.syncthreads()
+        # count
+""",
+    """        cuda.syncthreads()
+        griddepcontrol_wait()
+        # count
+""",
+    "make_dependent",
+).replace(
+    """        end_exchange(workspace, number)
+""",
+    """        end_exchange(workspace, number)
+        griddepcontrol_launch_dependents()
+""",
+)
+make_dependent = define(early, globals(), "dependent")["make_dependent"]
+
+# %%
+change(make_warp_ranks, make_dependent)
+
+
+# %%
+def dependent(make, ids=IDS):
+    return exchange_half(make, ids, dependent=True)
+
+
+gain_us = (PHASES["two slots per thread"]["start"] or DEPENDENT_US) - DEPENDENT_US
+step("dependent launch", make_dependent, dependent, after="two slots per thread", predicted_gain_us=gain_us, needs=(9, 0))
+
+# %% [markdown]
+# **Explanation.** The gain depends on the kernel before. Here that is the same kernel again. In a model it is the gate:
+
+# %%
+in_order = ladder.times("dependent", {"in order": exchange_half(make_dependent), "dependent": dependent(make_dependent)})
+say(
+    "The same machine code takes {order:.2f} us in order and {early:.2f} us with a dependent launch; `start` was {start:.2f} us.",
+    order=in_order and in_order["in order"],
+    early=in_order and in_order["dependent"],
+    start=PHASES["two slots per thread"]["start"],
+)  # after the GPU run
+
+# %% [markdown]
+# ## 6. The whole ladder
+#
+# `moe_numba.moe_align_block_size` has three kernels, from [`moe_numba/align`](../moe_numba/align). Up to 32 slots: one CTA with
+# a warp per slot. Up to 16384 slots: the kernel of step 4 with a dependent launch, because a barrier costs more than
+# counting there. Beyond: the kernel of step 11. It also sorts its chunk in shared memory, so that neighbouring lanes store
+# to neighbouring rows, and it takes any number of slots, invalid ids, and an expert map.
+
+
+# %%
+def package(ids=IDS):
+    outputs = poisoned(ids, EXPERTS, BLOCK)
+    return lambda: moe_numba.moe_align_block_size(ids, BLOCK, EXPERTS, out=outputs)
+
+
+RUNS["final"] = package
+ladder.step("final", package(), dtype="int32", floor_us=FLOOR_US, bytes=bytes_of(TOKENS))
+ladder.measure_all()
+ladder.save(notebook_sources("notebooks/03_align_one_launch.py"))
+
+# %%
+PEERS = {name.removeprefix("peer:"): recorded_us(name, 4096) for name in (records.peers(ALIGN) if ALIGN else [])}
+ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in PEERS.items() if us})
+
+# %%
+known = {name: parts for name, parts in PHASES.items() if None not in parts.values()}
+phase_bars(known, "Where the time of each step goes") if known else print("no phases are recorded yet")
+
+# %% [markdown]
+# The two designs at other sizes. Counting everything has no fixed cost; exchanging counts does not grow with the slots.
+
+# %%
+for what, ids in OTHERS.items():
+    found = ladder.times(what, {name: run(ids) for name, run in RUNS.items()})
+    print(f"{what}: " + (", ".join(f"{name} {us:.2f}" for name, us in found.items()) if found else "not measured yet"))
+
+# %% [markdown]
+# ## 7. The sweep over tokens
+#
+# Measured by `python -m moe_numba bench align`, with the kernels of SGLang and vLLM in the same run. `sglang-v2` also
+# uses programmatic dependent launch; "in order" is the package's kernel without it.
+
+# %%
+LINES = {"moe_numba": "final", "moe_numba, in order": "final, in order", "torch": "torch"}
+LINES |= {name.removeprefix("peer:"): name for name in (records.peers(ALIGN) if ALIGN else [])}
+lines = {label: records.series(ALIGN, step=name, config=CONFIG) for label, name in LINES.items()} if ALIGN else {}
+floor = {t: max(bytes_of(t, 8, 256, 16) / LIMITS.copy_bandwidth * 1e6, DEPENDENT_US) for t in lines.get("moe_numba", ())}
+if lines:
+    title = "Align over tokens: 256 experts, top-8, expert blocks of 16"
+    display(plots.sweep_figure(lines, floor=floor, title=title, caption=plots.caption(ALIGN)))
+
+# %%
+slower = []
+for row in ALIGN["rows"] if ALIGN else ():
+    size, block = row["size"], row["config"].get("block_size")
+    ours = recorded_us("final", size.get("tokens"), block_size=block)
+    if row["step"] in records.peers(ALIGN) and ours and row["kernel_us"]["median"] < ours and row["config"]["num_experts"] == 256:
+        times = f"{row['kernel_us']['median']:.2f} against {ours:.2f} us"
+        slower.append(f"{row['step'][5:]} with {size['tokens']} tokens and expert blocks of {block} ({times})")
+say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowhere in this record") if ALIGN else None)
+
+# %% [markdown]
+# ## 8. Fused with the gate
+#
+# When a server decodes, the gate and the alignment run one after the other for some 64 tokens. The ids travel through
+# global memory between two launches. Can one kernel do both? A second ladder starts from two launches, each with a
+# dependent launch where the GPU has it. The gate is the device function of notebook 01's final kernel: one warp routes one
+# token. The alignment is the body of step 4.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+GROUPS = 8
+PER_LANE = -(-EXPERTS // GROUPS // 4)  # experts per lane: four lanes hold a group
+WIDTH = max(w for w in (16, 8, 4) if 4 * PER_LANE % w == 0 and 4 * (EXPERTS // GROUPS) % w == 0)
+GATE_CONFIG = GateConfig(EXPERTS, GROUPS, 4, TOPK, load_bytes=WIDTH, bias_load_bytes=WIDTH)
+
+
+@cache
+def make_route(config):
+    """The gate of notebook 01: one warp routes one token; lane k gets column k of the result."""
+    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = make_router(config)
+    num_experts = config.num_experts
+
+    @cuda.jit(device=True)
+    def route_token(logits, bias, token):
+        lane_bias, scores = cuda.local.array(experts_per_lane, float32), cuda.local.array(experts_per_lane, float32)
+        raw = cuda.local.array(raw_words, uint32)
+        lane, group, lane_in_group, first_expert, num_valid = lane_slice()
+        start = int64(token) * num_experts
+        fetch(logits, start + first_expert, num_valid, raw)
+        load_bias(bias, first_expert, num_valid, lane_bias)
+        unpack(raw, num_valid, scores)
+        one = float32(1)
+        return route(logits, start, scores, lane_bias, lane, group, lane_in_group, num_valid, one, one)
+
+    return route_token
+
+
+@cache
+def make_align_ids(num_experts, threads):
+    """The body of step 4, for ids in global or shared memory."""
+    words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
+    both, mask_words = 2 * bins, num_experts * words
+
+    @cuda.jit(device=True)
+    def align_ids(ids, halves, masks, sorted_token_ids, expert_ids, total, block_size, numel, length, chunk):
+        """`halves` and `masks` are shared and zero, and this CTA is synchronised."""
+        before, counts = halves[:bins], halves[bins:]
+        first_block, warp_sums = cuda.shared.array(bins, int32), cuda.shared.array(32, int32)
+        block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
+        tid, first = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x * chunk)
+        slot, i, e = uint32(first + tid), tid, uint32(num_experts)
+        while i < numel:
+            half = uint32(0) if i < first else uint32(bins)
+            cuda.atomic.add(halves, uint32(uint32(ids[i]) + half), 1)
+            i = uint32(i + threads)
+        if tid < chunk and slot < numel:
+            e = uint32(ids[slot])
+            word = uint32(e * words + (tid >> uint32(5)))
+            cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))
+        cuda.syncthreads()
+        blocks = int32(0)
+        if tid < num_experts:
+            counts[tid] += before[tid]
+            blocks = int32(uint32(counts[tid] + block_size - 1) // block_size)
+        start, all_blocks = scan(blocks, warp_sums)
+        if tid < num_experts:
+            first_block[tid] = start
+        if tid == 0:
+            first_block[num_experts] = all_blocks
+        cuda.syncthreads()
+        if e < num_experts:
+            row = uint32(first_block[e] * block_size + before[e] + rank_below(masks, uint32(e * words)))
+            sorted_token_ids[row] = slot
+        write_rest(first_block, counts, sorted_token_ids, expert_ids, total, num_experts, block_size, numel, length)
+
+    return align_ids, both, mask_words
+
+
+@cache
+def make_gate(config, warps):
+    """The first of two launches: a warp routes a token."""
+    topk, route_token = config.topk, make_route(config)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, topk_ids, tokens):
+        lane, token = int32(cuda.threadIdx.x & 31), int32(cuda.blockIdx.x * warps + (cuda.threadIdx.x >> 5))
+        griddepcontrol_wait()
+        while token < tokens:
+            weight, expert = route_token(logits, bias, token)
+            if lane < topk:
+                weights[int32(token * topk + lane)] = weight
+                topk_ids[int32(token * topk + lane)] = expert
+            cuda.syncwarp()
+            token = int32(token + cuda.gridDim.x * warps)
+        griddepcontrol_launch_dependents()
+
+    return kernel
+
+
+@cache
+def make_align(num_experts, threads):
+    """The second of two launches."""
+    align_ids, both, mask_words = make_align_ids(num_experts, threads)
+
+    @cuda.jit
+    def kernel(topk_ids, sorted_token_ids, expert_ids, total, block_size, numel, length, chunk):
+        halves, masks = cuda.shared.array(both, int32), cuda.shared.array(mask_words, int32)
+        clear(halves, both)
+        clear(masks, mask_words)
+        cuda.syncthreads()
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+        align_ids(topk_ids, halves, masks, sorted_token_ids, expert_ids, total, block_size, numel, length, chunk)
+
+    return kernel
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+def gate_outputs(tokens):
+    weights = torch.full((tokens, TOPK), float("nan"), device=DEVICE)
+    ids = torch.full((tokens, TOPK), -7, dtype=torch.int32, device=DEVICE)
+    return weights, ids, *poisoned(ids, EXPERTS, BLOCK)
+
+
+def routed_outputs(tokens):
+    """As `gate_outputs`, with the gate's results: for times of the alignment alone."""
+    outputs = gate_outputs(tokens)
+    for output, expected in zip(outputs, EXPECTED[tokens]):
+        output.copy_(expected)
+    return outputs
+
+
+def numbers(outputs, ctas):
+    numel = outputs[1].numel()
+    return BLOCK, numel, len(outputs[2]), -(-numel // ctas)
+
+
+def gate_call(tokens, outputs, ctas, warps):
+    kernel = make_gate(GATE_CONFIG, warps)
+    arguments = LOGITS[tokens], BIAS, *outputs[:2], tokens
+    return lambda: launch(kernel, ctas, 32 * warps, *arguments, dependent=True, launch_bounds=32 * warps)
+
+
+def align_call(outputs, ctas, threads):
+    kernel, arguments = make_align(EXPERTS, threads), (*outputs[1:], *numbers(outputs, ctas))
+    return lambda: launch(kernel, ctas, threads, *arguments, dependent=True, launch_bounds=threads)
+
+
+def two_launches(tokens=FEW_TOKENS):
+    outputs = gate_outputs(tokens)
+    calls = gate_call(tokens, outputs, CLUSTER, WARPS), align_call(outputs, 4 * CLUSTER, 32 * WARPS)
+
+    def call():
+        for launch_one in calls:
+            launch_one()
+        return outputs
+
+    return call
+
+
+# %%
+WARPS, CLUSTER = -(-EXPERTS // 32), 4 if SIMULATED else 8  # warps per CTA, CTAs per cluster: a warp for each token
+assert FEW_TOKENS <= WARPS * CLUSTER
+BIAS = torch.rand(EXPERTS, device=DEVICE) * 0.2
+LOGITS = {tokens: torch.randn(tokens, EXPERTS, device=DEVICE) for tokens in (FEW_TOKENS, 1)}
+OPTIONS = {"num_expert_group": GROUPS, "topk_group": 4}
+EXPECTED = {n: moe_numba.biased_grouped_topk(logits, BIAS, TOPK, **OPTIONS) for n, logits in LOGITS.items()}
+
+
+def check_fused(outputs):
+    weights, ids, *aligned = outputs
+    expected_weights, expected_ids = EXPECTED[len(ids)]
+    if not torch.equal(ids, expected_ids):
+        return f"{int((ids != expected_ids).sum())} ids differ from those of the gate"
+    if not torch.allclose(weights, expected_weights, rtol=1e-5):
+        return "weights differ from those of the gate"
+    return check(aligned, expected_ids)
+
+
+fused = Ladder(
+    "gate_align_ladder",
+    check_fused,
+    title=f"Gate and alignment: {FEW_TOKENS} tokens, {EXPERTS} experts, top-{TOPK}",
+    reference_name="two launches",
+    config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
+    size={"tokens": FEW_TOKENS},
+)
+fused.step("two launches", two_launches())
+
+# %% [markdown]
+# ### Fused step 1: one CTA
+#
+# **Bottleneck.** The parts alone, with as many CTAs as above and with fewer:
+
+# %%
+parts = {
+    f"gate, {CLUSTER} CTAs": gate_call(FEW_TOKENS, gate_outputs(FEW_TOKENS), CLUSTER, WARPS),
+    "gate, 1 CTA": gate_call(FEW_TOKENS, gate_outputs(FEW_TOKENS), 1, THREADS // 32),
+    f"align, {4 * CLUSTER} CTAs": align_call(routed_outputs(FEW_TOKENS), 4 * CLUSTER, 32 * WARPS),
+    f"align, {CLUSTER} CTAs": align_call(routed_outputs(FEW_TOKENS), CLUSTER, 32 * WARPS),
+    "align, 1 CTA": align_call(routed_outputs(FEW_TOKENS), 1, THREADS),
+}
+measured = fused.times("parts", parts)
+PARTS = list((measured or dict.fromkeys(parts, 0.0)).values())
+say("{times}.", times=measured and ", ".join(f"{name}: {us:.2f} us" for name, us in measured.items()))
+
+# %% [markdown]
+# **Idea.** One CTA with all warps routes all tokens and keeps their ids in shared memory. This works on every GPU.
+#
+# **Predicted gain.** One launch and two latencies less, the store and the load of the ids; but all work is on one SM.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cache
+def make_one_cta(config, warps, max_slots):
+    topk, threads, route_token = config.topk, 32 * warps, make_route(config)
+    align_ids, both, mask_words = make_align_ids(config.num_experts, threads)
+
+    @cuda.jit
+    def kernel(
+        logits, bias, weights, topk_ids, sorted_token_ids, expert_ids, total, tokens, block_size, numel, length, chunk
+    ):
+        halves, masks = cuda.shared.array(both, int32), cuda.shared.array(mask_words, int32)
+        ids = cuda.shared.array(max_slots, int32)
+        lane, token = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        clear(halves, both)
+        clear(masks, mask_words)
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+        while token < tokens:
+            weight, expert = route_token(logits, bias, token)
+            if lane < topk:
+                ids[int32(token * topk + lane)] = expert
+                weights[int32(token * topk + lane)] = weight
+                topk_ids[int32(token * topk + lane)] = expert
+            cuda.syncwarp()
+            token = int32(token + warps)
+        cuda.syncthreads()
+        align_ids(ids, halves, masks, sorted_token_ids, expert_ids, total, block_size, numel, length, chunk)
+
+    return kernel
+
+
+# %%
+change(make_align, make_one_cta)
+
+
+# %%
+def fused_call(kernel, ctas, threads, tokens=FEW_TOKENS, **options):
+    outputs = gate_outputs(tokens)
+    arguments = LOGITS[tokens], BIAS, *outputs, tokens, *numbers(outputs, ctas)
+
+    def call():
+        launch(kernel, ctas, threads, *arguments, dependent=True, launch_bounds=threads, **options)
+        return outputs
+
+    return call
+
+
+def one_cta(tokens=FEW_TOKENS):
+    return fused_call(make_one_cta(GATE_CONFIG, THREADS // 32, FEW_TOKENS * TOPK), 1, THREADS, tokens)
+
+
+assert check_fused(one_cta(1)()) is None
+gain_us = PARTS[0] + PARTS[2] - (PARTS[1] + PARTS[4] - DEPENDENT_US - 2 * LATENCY_US)
+fused.step("one CTA", one_cta(), after="two launches", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The alignment in the same CTA, with the ids given, against all:
+
+# %%
+again = fused.times("one CTA", {"gate": parts["gate, 1 CTA"], "align": parts["align, 1 CTA"], "both": one_cta()})
+say(
+    "Alone they take {gate:.2f} and {align:.2f} us, together {both:.2f} us.",
+    gate=again and again["gate"],
+    align=again and again["align"],
+    both=again and again["both"],
+)  # after the GPU run
+
+# %% [markdown]
+# ### Fused step 2: a cluster
+#
+# **Bottleneck.** One SM routes all tokens, several per warp, and writes all outputs.
+#
+# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs on neighbouring SMs that can access each other's
+# shared memory: **distributed shared memory**. Each CTA routes its share of the tokens, one per warp, and stores the ids in
+# the shared memory of all. After a **cluster barrier** every CTA has all ids. Then each counts all slots and writes its
+# share, as in step 1. A CTA's shared memory exists only while the CTA runs. A first barrier therefore ensures that all have
+# started; no CTA touches remote memory after the second, so CTAs may end at any time.
+
+# %%
+draw.cluster_ids()
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cache
+def make_cluster(config, warps, ctas, max_slots):
+    topk, threads, route_token = config.topk, 32 * warps, make_route(config)
+    align_ids, both, mask_words = make_align_ids(config.num_experts, threads)
+
+    @cuda.jit
+    def kernel(
+        logits, bias, weights, topk_ids, sorted_token_ids, expert_ids, total, tokens, block_size, numel, length, chunk
+    ):
+        halves, masks = cuda.shared.array(both, int32), cuda.shared.array(mask_words, int32)
+        ids = cuda.shared.array(max_slots, int32)
+        lane = int32(cuda.threadIdx.x & 31)
+        token = int32(int32(cuda.threadIdx.x >> 5) * ctas + int32(cluster_ctarank()))
+        barrier_cluster_arrive()  # this CTA has started
+        clear(halves, both)
+        clear(masks, mask_words)
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+        weight, expert = route_token(logits, bias, min(token, tokens - 1))  # warps without a token route the last one
+        barrier_cluster_wait()
+        if token < tokens and lane < topk:
+            for cta in range(ctas):
+                st_cluster_s32(ids, int32(token * topk + lane), uint32(cta), expert)
+            if cuda.blockIdx.x < ctas:  # of several clusters the first stores the gate's outputs
+                weights[int32(token * topk + lane)] = weight
+                topk_ids[int32(token * topk + lane)] = expert
+        cuda.syncwarp()
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+        align_ids(ids, halves, masks, sorted_token_ids, expert_ids, total, block_size, numel, length, chunk)
+
+    return kernel
+
+
+# %%
+change(make_one_cta, make_cluster)
+
+# %% [markdown]
+# **Predicted gain.** The gate takes as long as on many CTAs, and so does the alignment. Two barriers of the cluster are taken
+# as one latency each.
+
+
+# %%
+def clusters(number, tokens=FEW_TOKENS):
+    kernel = make_cluster(GATE_CONFIG, WARPS, CLUSTER, WARPS * CLUSTER * TOPK)
+    return fused_call(kernel, number * CLUSTER, 32 * WARPS, tokens, cluster=CLUSTER)
+
+
+gain_us = PARTS[1] - PARTS[0] + PARTS[4] - PARTS[3] - 2 * LATENCY_US
+with fused.attempt("one cluster"):
+    assert check_fused(clusters(1, 1)()) is None
+    fused.step("one cluster", clusters(1), after="one CTA", predicted_gain_us=gain_us, needs=(9, 0))
+
+# %% [markdown]
+# ### Fused step 3: four clusters
+#
+# **Bottleneck.** Few CTAs write many elements of padding and tail.
+#
+# **Idea.** Clusters need nothing from each other: four of them route all tokens redundantly, and each CTA writes a quarter.
+#
+# **Predicted gain.** What the alignment alone gains from four times as many CTAs.
+
+# %%
+with fused.attempt("four clusters"):
+    assert check_fused(clusters(4, 1)()) is None
+    gain_us = PARTS[3] - PARTS[2]
+    fused.step("four clusters", clusters(4), after="one cluster", predicted_gain_us=gain_us, needs=(9, 0))
+
+# %% [markdown]
+# **Explanation.** Other numbers of clusters:
+
+# %%
+numbers_of_clusters = fused.times("clusters", {f"{n} clusters": clusters(n) for n in (1, 2, 4, 8)})
+say("{times}.", times=numbers_of_clusters and ", ".join(f"{n}: {us:.2f} us" for n, us in numbers_of_clusters.items()))
+# after the GPU run: what the cluster barrier costs
+
+# %% [markdown]
+# ### The package
+#
+# `moe_numba.biased_grouped_topk_align` is the kernel with four clusters, and for up to 32 slots one CTA. It returns the same
+# bits as the two functions in a row.
+
+
+# %%
+def two_functions(tokens=FEW_TOKENS):
+    outputs = gate_outputs(tokens)
+
+    def call():
+        moe_numba.biased_grouped_topk(LOGITS[tokens], BIAS, TOPK, **OPTIONS, out=outputs[:2])
+        moe_numba.moe_align_block_size(outputs[1], BLOCK, EXPERTS, out=outputs[2:])
+        return outputs
+
+    return call
+
+
+def one_function(tokens=FEW_TOKENS):
+    outputs = gate_outputs(tokens)
+    options = OPTIONS | {"out": outputs}
+    return lambda: moe_numba.biased_grouped_topk_align(LOGITS[tokens], BIAS, TOPK, BLOCK, **options)
+
+
+fused.step("two functions", two_functions())
+fused.step("final", one_function(), after="two functions", predicted_gain_us=DEPENDENT_US)
+fused.measure_all()
+fused.save(notebook_sources("notebooks/03_align_one_launch.py"))
+say(
+    "Kernel time: {two:.2f} us with two functions, {one:.2f} us with one. Call time, which counts where no CUDA graph is used: {call2:.1f} us and "
+    "{call1:.1f} us.",
+    two=fused.median_us("two functions"),
+    one=fused.median_us("final"),
+    call2=fused.median_us("two functions", "call_us"),
+    call1=fused.median_us("final", "call_us"),
+)
+
+# %%
+fused.plot(floor_us=DEPENDENT_US)
+
+# %% [markdown]
+# ## 9. Sources
+#
+# - SGLang's versions of the kernel: notebook 02 and the links there. vLLM's kernel descends from the same baseline.
+# - D. Merrill, M. Garland: *Single-pass parallel prefix scan with decoupled look-back*, 2016.
+# - NVIDIA: *CUDA C++ Programming Guide*: cooperative groups, thread block clusters, programmatic dependent launch;
+#   *PTX ISA*: memory consistency model, `griddepcontrol`, `barrier.cluster`.
+# - Users who need the same order in every run: [sglang 33511](https://github.com/sgl-project/sglang/pull/33511),
+#   [vllm 52532](https://github.com/vllm-project/vllm/pull/52532).
+# - The final kernels: [`moe_numba/align`](../moe_numba/align), [`moe_numba/gate_align.py`](../moe_numba/gate_align.py).
