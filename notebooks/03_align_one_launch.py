@@ -24,12 +24,11 @@ import moe_numba  # before Numba: it decides whether kernels run on a GPU or in 
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-import contextlib
 import warnings
 from functools import cache
 
 import torch
-from IPython.display import display
+from IPython.display import Markdown, display
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba import simulator
@@ -43,7 +42,6 @@ from moe_numba.course.draw import align_one_launch as draw
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
-from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.phase_times import phase_instructions, phases
 from moe_numba.course.prose import say
@@ -77,9 +75,9 @@ def recorded_us(step, tokens, **config):
 
 
 say(
-    "**Result** (kernel time of 4096 tokens, 256 experts, top-8, expert blocks of 16, recorded on {gpu}): {ours:.1f} us in one launch. "
-    "SGLang's compiled kernel, which version 0x5 became, takes {aot:.1f} us in two launches, SGLang's current one (v2) {v2:.1f} us, "
-    "and vLLM's {vllm:.1f} us.",
+    "**Result** (kernel time of 4096 tokens, 256 experts, top-8, expert blocks of 16, recorded on {gpu}): "
+    "{ours:.1f} us in one launch. SGLang's compiled kernel, which version 0x5 became, takes {aot:.1f} us in two "
+    "launches, SGLang's current one (v2) {v2:.1f} us, and vLLM's {vllm:.1f} us.",
     gpu=ALIGN and ALIGN["gpu"].replace("NVIDIA", "an NVIDIA"),
     ours=recorded_us("final", 4096),
     aot=recorded_us("peer:sglang-aot", 4096),
@@ -114,12 +112,16 @@ DEVICE = "cpu" if SIMULATED else "cuda"
 EXPERTS, TOPK, BLOCK = (64, 4, 16) if SIMULATED else (256, 8, 16)  # DeepSeek-V3 has 256 experts and top-8
 TOKENS, FEW_TOKENS = (64, 8) if SIMULATED else (4096, 64)
 CTAS, THREADS = (6, 128) if SIMULATED else (64, 1024)  # more threads than experts
+# Tokens, slots, experts, CTAs and threads of the times below: in the simulator they are recorded ones.
+TIMED = (4096, 32768, 256, 64, 1024) if SIMULATED else (TOKENS, TOKENS * TOPK, EXPERTS, CTAS, THREADS)
+TIMED_TOKENS, TIMED_SLOTS, TIMED_EXPERTS, TIMED_CTAS, TIMED_THREADS = TIMED
+assert EXPERTS < THREADS and TOKENS * TOPK <= CTAS * THREADS
 
 torch.manual_seed(0)
 IDS = random_ids(TOKENS, EXPERTS, TOPK, DEVICE)
 NUMEL = IDS.numel()
 OTHERS = {  # each step is checked for these, too
-    f"{FEW_TOKENS} tokens": IDS[:FEW_TOKENS].contiguous(),
+    "few tokens": IDS[:FEW_TOKENS].contiguous(),
     "1 token": IDS[:1].contiguous(),
     "all to the same experts": IDS[:1].repeat(TOKENS, 1).contiguous(),
 }
@@ -132,7 +134,7 @@ def check(outputs, ids=IDS):
 ladder = Ladder(
     "align_one_launch_ladder",
     check,
-    title=f"Align in one launch: {TOKENS} tokens, {EXPERTS} experts, top-{TOPK}, expert blocks of {BLOCK}",
+    title=f"Align in one launch: {TIMED_TOKENS} tokens, {TIMED_EXPERTS} experts, expert blocks of 16",
     reference_name="0x5",
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": TOKENS},
@@ -281,13 +283,16 @@ def bytes_of(tokens, topk=TOPK, num_experts=EXPERTS, block_size=BLOCK):
     return 4 * (tokens * topk + length + blocks + 1)
 
 
-FLOOR_US = max(bytes_of(TOKENS) / LIMITS.copy_bandwidth * 1e6, EMPTY_US)
+TIMED_BYTES = bytes_of(TIMED_TOKENS, TIMED_SLOTS // TIMED_TOKENS, TIMED_EXPERTS)
+COPY_US = TIMED_BYTES / LIMITS.copy_bandwidth * 1e6
+FLOOR_US = max(COPY_US, EMPTY_US)
 say(
-    "{tokens} tokens: {kb:.0f} KB, {bytes_us:.2f} us at the speed of a copy. An empty kernel takes {empty:.2f} us, a load from L2 "
-    "{latency:.0f} ns. The kernel is limited by latency: by the number of things that must happen one after another.",
-    tokens=TOKENS,
-    kb=bytes_of(TOKENS) / 1e3,
-    bytes_us=bytes_of(TOKENS) / LIMITS.copy_bandwidth * 1e6,
+    "{tokens} tokens: {kb:.0f} KB, {bytes_us:.2f} us at the speed of a copy. An empty kernel takes {empty:.2f} us, a "
+    "load from L2 {latency:.0f} ns. The kernel is limited by latency: by the number of things that must happen one after "
+    "another.",
+    tokens=TIMED_TOKENS,
+    kb=TIMED_BYTES / 1e3,
+    bytes_us=COPY_US,
     empty=basics and EMPTY_US,
     latency=1000 * LATENCY_US,
 )
@@ -302,11 +307,12 @@ say(
 
 # %%
 KERNELS = ladder.times("kernels of 0x5", {"both": run_0x5(), "main": main_of_0x5(make_0x5)[0]})
-SORT_US = KERNELS["both"] - KERNELS["main"] if KERNELS else 0.0
+SORT_US = max(KERNELS["both"] - KERNELS["main"], 0.0) if KERNELS else 0.0
 PHASES = {"0x5": phases(ladder, "0x5", make_0x5, lambda make: main_of_0x5(make)[0])}
 PHASES["0x5"]["sort kernel"] = KERNELS and SORT_US
 say(
-    "The sort kernel takes {sort:.1f} of {both:.1f} us, the main kernel {main:.1f}, of which counting takes {count:.1f}.",
+    "The sort kernel takes {sort:.1f} of {both:.1f} us, the main kernel {main:.1f}, of which counting takes "
+    "{count:.1f}.",
     sort=KERNELS and SORT_US,
     both=KERNELS and KERNELS["both"],
     main=KERNELS and KERNELS["main"],
@@ -449,11 +455,11 @@ step("one launch", make_one_launch, count_all, after="0x5", predicted_gain_us=SO
 # %%
 PHASES["one launch"] = phases(ladder, "one launch", make_one_launch, count_all)
 say(
-    "Counting takes {count:.1f} us (in 0x5 {old:.1f}): {ctas} CTAs load the same ids at once. Placing the slots and writing the padding takes "
-    "{write:.1f} us, against {sort:.1f} us of the sort kernel.",
+    "Counting takes {count:.1f} us (in 0x5 {old:.1f}): {ctas} CTAs load the same ids at once. Placing the slots "
+    "and writing the padding takes {write:.1f} us, against {sort:.1f} us of the sort kernel.",
     count=PHASES["one launch"]["count"],
     old=PHASES["0x5"]["count"],
-    ctas=CTAS,
+    ctas=TIMED_CTAS,
     write=PHASES["one launch"]["write"],
     sort=PHASES["0x5"]["sort kernel"],
 )  # after the GPU run: say which phase explains the difference from the prediction
@@ -616,7 +622,7 @@ change(make_one_launch, make_unsigned)
 # %%
 SASS["unsigned"] = phase_instructions(make_unsigned, (256, 1024), SIGNATURE, 1024)
 fewer = per_slot(SASS["one launch"], atomics=2) - per_slot(SASS["unsigned"], atomics=2)
-issue_us = lambda instructions: instructions * NUMEL / 32 / 4 / LIMITS.boost_clock * 1e6
+issue_us = lambda instructions: instructions * TIMED_SLOTS / 32 / 4 / LIMITS.boost_clock * 1e6
 step("unsigned integers", make_unsigned, count_all, after="one launch", predicted_gain_us=issue_us(fewer))
 
 # %% [markdown]
@@ -627,13 +633,13 @@ PHASES["unsigned integers"] = phases(ladder, "unsigned integers", make_unsigned,
 for phase in SASS["unsigned"]:
     print(f"{phase:<8}" + " -> ".join(f"{sum(made[phase].values()):5}" for made in SASS.values()) + " instructions")
 say(
-    "`count` went from {count:.2f} to {now:.2f} us with {fewer:.0f} instructions per slot less. What remains of it is mostly the wait for the "
-    "loads: {waits:.1f} us for {rounds} loads, one after the other.",
+    "`count` went from {count:.2f} to {now:.2f} us with {fewer:.0f} instructions per slot less. Each thread "
+    "loads {rounds} ids, one after the other, which takes {waits:.1f} us if every load takes the latency of L2.",
     count=PHASES["one launch"]["count"],
     now=PHASES["unsigned integers"]["count"],
     fewer=fewer,
-    waits=LATENCY_US * -(-NUMEL // THREADS),
-    rounds=-(-NUMEL // THREADS),
+    waits=LATENCY_US * -(-TIMED_SLOTS // TIMED_THREADS),
+    rounds=-(-TIMED_SLOTS // TIMED_THREADS),
 )  # after the GPU run: compare the phases in which no load waits
 
 # %% [markdown]
@@ -710,7 +716,7 @@ def make_eight_loads(num_experts, threads):
 change(make_unsigned, make_eight_loads)
 
 # %%
-ROUNDS = -(-NUMEL // THREADS)
+ROUNDS = -(-TIMED_SLOTS // TIMED_THREADS)
 waits = ROUNDS - -(-ROUNDS // 8)
 step("eight loads", make_eight_loads, count_all, after="unsigned integers", predicted_gain_us=waits * LATENCY_US)
 
@@ -721,8 +727,8 @@ step("eight loads", make_eight_loads, count_all, after="unsigned integers", pred
 PHASES["eight loads"] = phases(ladder, "eight loads", make_eight_loads, count_all)
 SASS["eight loads"] = phase_instructions(make_eight_loads, (256, 1024), SIGNATURE, 1024)
 say(
-    "`count` went from {before:.2f} to {now:.2f} us. The loop has {slot:.0f} instructions per slot and {branch} branches; issuing these "
-    "instructions takes at least {issue:.2f} us, the remaining waits {waits:.2f} us.",
+    "`count` went from {before:.2f} to {now:.2f} us. The loop has {slot:.0f} instructions per slot and {branch} "
+    "branches; issuing these instructions takes at least {issue:.2f} us, the remaining waits {waits:.2f} us.",
     before=PHASES["unsigned integers"]["count"],
     now=PHASES["eight loads"]["count"],
     slot=per_slot(SASS["eight loads"], atomics=2),
@@ -815,11 +821,11 @@ step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_u
 # %%
 PHASES["drop bin"] = phases(ladder, "drop bin", make_drop_bin, count_all)
 say(
-    "`count` went from {before:.2f} to {now:.2f} us. Every CTA still counts all {numel} slots: {share:.0f} % of the kernel's {total:.1f} us. More "
-    "CTAs would not help.",
+    "`count` went from {before:.2f} to {now:.2f} us. Every CTA still counts all {numel} slots: {share:.0f} % of "
+    "the kernel's {total:.1f} us. More CTAs would not help.",
     before=PHASES["eight loads"]["count"],
     now=PHASES["drop bin"]["count"],
-    numel=NUMEL,
+    numel=TIMED_SLOTS,
     share=PHASES["drop bin"]["count"] and 100 * PHASES["drop bin"]["count"] / sum(PHASES["drop bin"].values()),
     total=PHASES["drop bin"]["count"] and sum(PHASES["drop bin"].values()),
 )  # after the GPU run: was step 4 limited by issue, by atomics, or by neither
@@ -829,7 +835,7 @@ say(
 #
 # ### Step 5: a grid-wide barrier
 #
-# **Bottleneck.** The redundant counting.
+# **Bottleneck.** Each CTA counts all slots; its `count` is the largest phase.
 #
 # **Idea.** Each CTA counts only its own chunk and stores its counts in a **workspace** in global memory. When all have
 # done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs.
@@ -845,9 +851,9 @@ draw.exchange_counts(ctas=3, experts=4)
 #   wait forever. A **cooperative launch** (`cooperative=True`) makes the driver refuse a grid that does not fit.
 # - **Order.** The counts must be visible to other SMs before the arrival is. `cuda.threadfence()` between the two ensures
 #   it, and again between the last poll and the loads of the counts.
-# - **The next launch** finds the counter as this one left it. Nobody can reset it safely while others poll. If each launch
+# - **The next launch** finds the counter as this one left it. No CTA can reset it safely while others poll. If each launch
 #   adds the number of CTAs and waits for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here
-#   the CTAs together add $2^{31}$: CTA 0 adds $2^{31}$ minus the number of others, these add 1 each. The top bit flips when
+#   the CTAs together add `2**31`: CTA 0 adds `2**31` minus the number of others, these add 1 each. The top bit flips when
 #   the last one arrives, and the lower bits are 0 again. CUDA's cooperative groups use the same trick.
 
 
@@ -890,7 +896,7 @@ player = Player.from_dict(in_simulator(play_barrier))
 player
 
 # %%
-player.strip([0, 1, len(player.frames) - 3, len(player.frames) - 1])
+player.strip([1, len(player.frames) - 5, len(player.frames) - 1])
 
 # %% [markdown]
 # **Exercise 2.** This kernel adds up one number of each of three CTAs, and its barrier waits for the next multiple of 3. The
@@ -997,7 +1003,7 @@ def exchange(make, ids=IDS):
     return align(make(EXPERTS, OWN_THREADS), ids, CTAS, OWN_THREADS, workspace, cooperative=True)
 
 
-steps = 1 + 4 + -(-CTAS // 8)  # one after another: the slot's id; store, fence, atomic, poll; rounds of loads
+steps = 1 + 4 + -(-TIMED_CTAS // 8)  # one after another: the slot's id; store, fence, atomic, poll; rounds of loads
 gain_us = (PHASES["drop bin"]["count"] or 0) - steps * LATENCY_US
 step("grid-wide barrier", make_grid_barrier, exchange, after="drop bin", predicted_gain_us=gain_us)
 
@@ -1007,7 +1013,8 @@ step("grid-wide barrier", make_grid_barrier, exchange, after="drop bin", predict
 # %%
 PHASES["grid-wide barrier"] = phases(ladder, "grid-wide barrier", make_grid_barrier, exchange)
 say(
-    "`count` went from {before:.2f} to {count:.2f} us; the exchange takes {exchange:.2f} us, {latencies:.0f} latencies of a load ({steps} were counted).",
+    "`count` went from {before:.2f} to {count:.2f} us; the exchange takes {exchange:.2f} us, {latencies:.0f} "
+    "latencies of a load ({steps} were counted).",
     before=PHASES["drop bin"]["count"],
     count=PHASES["grid-wide barrier"]["count"],
     exchange=PHASES["grid-wide barrier"]["exchange"],
@@ -1196,10 +1203,11 @@ ONE_ROUND = changed_source(add_up_tagged, "while cta < uint32(cuda.gridDim.x)", 
 make_one_round = define(ONE_ROUND + "\n" + source_of(make_tagged), globals(), "one round")["make_tagged"]
 rounds = ladder.times("rounds of loads", {"all": exchange(make_tagged), "one": exchange(make_one_round)})
 say(
-    "{threads} of {all_threads} threads add up. {rounds} rounds of loads instead of one take {us:.2f} us, {latencies:.1f} latencies.",
-    threads=EXPERTS,
-    all_threads=OWN_THREADS,
-    rounds=-(-CTAS // 8),
+    "{threads} of {all_threads} threads add up. {rounds} rounds of loads instead of one take {us:.2f} us, "
+    "{latencies:.1f} latencies.",
+    threads=TIMED_EXPERTS,
+    all_threads=512 if SIMULATED else OWN_THREADS,
+    rounds=-(-TIMED_CTAS // 8),
     us=rounds and rounds["all"] - rounds["one"],
     latencies=rounds and (rounds["all"] - rounds["one"]) / LATENCY_US,
 )
@@ -1333,11 +1341,12 @@ step("packed counts", make_packed, exchange, after="tagged counts", predicted_ga
 # %%
 PHASES["packed counts"] = phases(ladder, "packed counts", make_packed, exchange)
 say(
-    "`exchange` went from {before:.2f} to {now:.2f} us. All CTAs together load {mb:.1f} MB of counts from L2, before {twice:.1f} MB.",
+    "`exchange` went from {before:.2f} to {now:.2f} us. All CTAs together load {mb:.1f} MB of counts from L2, "
+    "before {twice:.1f} MB.",
     before=PHASES["tagged counts"]["exchange"],
     now=PHASES["packed counts"]["exchange"],
-    mb=CTAS * CTAS * EXPERTS * 4 / 1e6,
-    twice=CTAS * CTAS * EXPERTS * 8 / 1e6,
+    mb=TIMED_CTAS**2 * TIMED_EXPERTS * 4 / 1e6,
+    twice=TIMED_CTAS**2 * TIMED_EXPERTS * 8 / 1e6,
 )  # after the GPU run: is the rest of the exchange latency or L2 bandwidth
 
 # %% [markdown]
@@ -1346,11 +1355,16 @@ say(
 # **Bottleneck.** From its own store to the last count that arrives, a CTA does nothing. Its slots' ranks within the chunk
 # need no counts of others, but are computed before (the bits) and after (the rank). The next cell removes both.
 
+
 # %%
-without_bits = changed_source(make_packed, "cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))", "pass")
-without_ranks = without_bits.replace("rank_below(masks, uint32(e * words))", "uint32(0)")
-make_without_ranks = define(without_ranks, globals(), "without ranks")["make_packed"]
-ranks = ladder.times("ranks", {"with": exchange(make_packed), "without": exchange(make_without_ranks)})
+def without_ranks(make):
+    source = changed_source(make, "cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(tid & 31)))", "pass")
+    source = source.replace("rank_below(masks, uint32(e * words))", "uint32(0)")
+    return define(source, globals(), f"{make.__name__} without ranks")[make.__name__]
+
+
+calls = {"with": exchange(make_packed), "without": exchange(without_ranks(make_packed))}
+ranks = ladder.times("ranks", calls)
 say("The ranks take {us:.2f} us.", us=ranks and ranks["with"] - ranks["without"])
 
 # %% [markdown]
@@ -1422,18 +1436,15 @@ gain_us = ranks["with"] - ranks["without"] if ranks else 0.0
 step("overlapped ranks", make_overlapped, exchange, after="packed counts", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The phases before and after:
+# **Explanation.** The ranks are removed once more, from the new kernel:
 
 # %%
-PHASES["overlapped ranks"] = phases(ladder, "overlapped ranks", make_overlapped, exchange)
+calls = {"with": exchange(make_overlapped), "without": exchange(without_ranks(make_overlapped))}
+hidden = ladder.times("overlapped ranks", calls)
 say(
-    "`count` and `write` together went from {before:.2f} to {now:.2f} us, `exchange` from {old:.2f} to {new:.2f} us: what the ranks add there was not "
-    "hidden.",
-    before=PHASES["packed counts"]["count"] and PHASES["packed counts"]["count"] + PHASES["packed counts"]["write"],
-    now=PHASES["overlapped ranks"]["count"]
-    and PHASES["overlapped ranks"]["count"] + PHASES["overlapped ranks"]["write"],
-    old=PHASES["packed counts"]["exchange"],
-    new=PHASES["overlapped ranks"]["exchange"],
+    "The ranks took {before:.2f} us and add {now:.2f} us now: the rest is hidden behind the wait.",
+    before=ranks and ranks["with"] - ranks["without"],
+    now=hidden and hidden["with"] - hidden["without"],
 )  # after the GPU run
 
 # %% [markdown]
@@ -1469,7 +1480,7 @@ def make_warp_ranks(num_experts, threads, slots=1):
         block_size, numel, length, chunk = uint32(block_size), uint32(numel), uint32(length), uint32(chunk)
         tid, first = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x * chunk)
         row_of_warp = uint32((tid >> uint32(5)) * uint32(bins))
-        own = uint32((tid >> uint32(5)) * uint32(32 * slots) + (tid & uint32(31)))  # the thread's first slot in the chunk
+        own = uint32((tid >> uint32(5)) * uint32(32 * slots) + (tid & uint32(31)))  # its first slot in the chunk
         clear(counts, bins)
         clear(both, sums)
         clear(masks, words)
@@ -1535,15 +1546,15 @@ gain_us = -(OWN_THREADS // 32) * 30 / LIMITS.boost_clock * 1e6
 step("ranks per warp", make_warp_ranks, exchange, after="overlapped ranks", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The ranks are a part of `exchange`:
+# **Explanation.** The phases, compared with step 7, whose `exchange` contains no ranks:
 
 # %%
 PHASES["ranks per warp"] = phases(ladder, "ranks per warp", make_warp_ranks, exchange)
 say(
-    "`start`, which clears the masks and counters, went from {a:.2f} to {b:.2f} us, `exchange` from {c:.2f} to {d:.2f} us.",
-    a=PHASES["overlapped ranks"]["start"],
+    "`start`, which clears masks and counters, went from {a:.2f} to {b:.2f} us, `exchange` from {c:.2f} to {d:.2f} us.",
+    a=PHASES["packed counts"]["start"],
     b=PHASES["ranks per warp"]["start"],
-    c=PHASES["overlapped ranks"]["exchange"],
+    c=PHASES["packed counts"]["exchange"],
     d=PHASES["ranks per warp"]["exchange"],
 )  # after the GPU run
 
@@ -1559,12 +1570,12 @@ say(
 
 
 # %%
-def exchange_half(make, ids=IDS, ctas=CTAS // 2, slots=2, **options):
+def exchange_half(make, ids=IDS, ctas=-(-CTAS // 2), slots=2, **options):
     workspace = torch.zeros(HEADER + ctas * (EXPERTS + 3), dtype=torch.int32, device=DEVICE)
     return align(make(EXPERTS, OWN_THREADS, slots), ids, ctas, OWN_THREADS, workspace, cooperative=True, **options)
 
 
-saved = 4 * EXPERTS * (CTAS**2 - (CTAS // 2) ** 2)  # bytes
+saved = 4 * TIMED_EXPERTS * (TIMED_CTAS**2 - (TIMED_CTAS // 2) ** 2)  # bytes
 gain_us = saved / LIMITS.l2_bandwidth * 1e6 - (ranks["with"] - ranks["without"] if ranks else 0.0)
 step("two slots per thread", make_warp_ranks, exchange_half, after="ranks per warp", predicted_gain_us=gain_us)
 
@@ -1573,7 +1584,7 @@ step("two slots per thread", make_warp_ranks, exchange_half, after="ranks per wa
 
 # %%
 PHASES["two slots per thread"] = phases(ladder, "two slots per thread", make_warp_ranks, exchange_half)
-SHAPES = {f"{CTAS // n} CTAs, {n} per thread": (CTAS // n, n) for n in (1, 2, 4)}
+SHAPES = {f"{-(-CTAS // n)} CTAs, {n} per thread": (-(-CTAS // n), n) for n in (1, 2, 4)}
 by_ctas = ladder.times(
     "numbers of CTAs", {name: exchange_half(make_warp_ranks, IDS, *shape) for name, shape in SHAPES.items()}
 )
@@ -1591,8 +1602,7 @@ say(
 # **Idea.** With **programmatic dependent launch** (Hopper and newer) the next kernel may start early: when all CTAs of this
 # one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and must
 # execute `griddepcontrol.wait` before it touches global memory: that waits until the previous kernel has ended. This
-# kernel lets its successor start once it has read all counts. Earlier would be dangerous: the successor's CTAs could take
-# the places of CTAs that others of this kernel wait for.
+# kernel lets its successor start once it has read all counts.
 #
 # **Predicted gain.** What remains of `start` is an empty kernel with a dependent launch.
 
@@ -1626,17 +1636,25 @@ def dependent(make, ids=IDS):
 
 
 gain_us = (PHASES["two slots per thread"]["start"] or DEPENDENT_US) - DEPENDENT_US
-step("dependent launch", make_dependent, dependent, after="two slots per thread", predicted_gain_us=gain_us, needs=(9, 0))
+before = "two slots per thread"
+step("dependent launch", make_dependent, dependent, after=before, predicted_gain_us=gain_us, needs=(9, 0))
 
 # %% [markdown]
-# **Explanation.** The gain depends on the kernel before. Here that is the same kernel again. In a model it is the gate:
+# **Explanation.** The same machine code without the launch attribute, and a kernel that lets its successor start at once:
 
 # %%
-in_order = ladder.times("dependent", {"in order": exchange_half(make_dependent), "dependent": dependent(make_dependent)})
+AT_ONCE = early.replace("        griddepcontrol_launch_dependents()\n", "").replace(
+    "griddepcontrol_wait()\n", "griddepcontrol_wait()\n        griddepcontrol_launch_dependents()\n"
+)
+make_at_once = define(AT_ONCE, globals(), "dependents at once")["make_dependent"]
+calls = {"in order": exchange_half(make_dependent), "after the exchange": dependent(make_dependent)}
+DEPENDENT = ladder.times("dependent launches", calls | {"at once": dependent(make_at_once)})
 say(
-    "The same machine code takes {order:.2f} us in order and {early:.2f} us with a dependent launch; `start` was {start:.2f} us.",
-    order=in_order and in_order["in order"],
-    early=in_order and in_order["dependent"],
+    "In order {order:.2f} us; dependents after the exchange {late:.2f} us, at once {at_once:.2f} us. `start` "
+    "was {start:.2f} us.",
+    order=DEPENDENT and DEPENDENT["in order"],
+    late=DEPENDENT and DEPENDENT["after the exchange"],
+    at_once=DEPENDENT and DEPENDENT["at once"],
     start=PHASES["two slots per thread"]["start"],
 )  # after the GPU run
 
@@ -1644,9 +1662,9 @@ say(
 # ## 6. The whole ladder
 #
 # `moe_numba.moe_align_block_size` has three kernels, from [`moe_numba/align`](../moe_numba/align). Up to 32 slots: one CTA with
-# a warp per slot. Up to 16384 slots: the kernel of step 4 with a dependent launch, because a barrier costs more than
-# counting there. Beyond: the kernel of step 11. It also sorts its chunk in shared memory, so that neighbouring lanes store
-# to neighbouring rows, and it takes any number of slots, invalid ids, and an expert map.
+# a warp per slot. Up to 16384 slots: the kernel of step 4 with a dependent launch. Beyond: the kernel of step 11, which also
+# sorts its chunk in shared memory, so that neighbouring lanes store to neighbouring rows. All take invalid ids and an
+# expert map.
 
 
 # %%
@@ -1669,7 +1687,8 @@ known = {name: parts for name, parts in PHASES.items() if None not in parts.valu
 phase_bars(known, "Where the time of each step goes") if known else print("no phases are recorded yet")
 
 # %% [markdown]
-# The two designs at other sizes. Counting everything has no fixed cost; exchanging counts does not grow with the slots.
+# All steps at other sizes. The time of redundant counting grows with the slots; an exchange takes about as long at every
+# size. So each design has its sizes.
 
 # %%
 for what, ids in OTHERS.items():
@@ -1686,19 +1705,30 @@ for what, ids in OTHERS.items():
 LINES = {"moe_numba": "final", "moe_numba, in order": "final, in order", "torch": "torch"}
 LINES |= {name.removeprefix("peer:"): name for name in (records.peers(ALIGN) if ALIGN else [])}
 lines = {label: records.series(ALIGN, step=name, config=CONFIG) for label, name in LINES.items()} if ALIGN else {}
-floor = {t: max(bytes_of(t, 8, 256, 16) / LIMITS.copy_bandwidth * 1e6, DEPENDENT_US) for t in lines.get("moe_numba", ())}
+copied_us = lambda tokens: bytes_of(tokens, 8, 256, 16) / LIMITS.copy_bandwidth * 1e6
+floor = {tokens: max(copied_us(tokens), DEPENDENT_US) for tokens in lines.get("moe_numba", ())}
 if lines:
     title = "Align over tokens: 256 experts, top-8, expert blocks of 16"
     display(plots.sweep_figure(lines, floor=floor, title=title, caption=plots.caption(ALIGN)))
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+times = {t: {label: us["median"] for label, points in lines.items() if (us := points.get(t))} for t in floor}
+table = ["| tokens | " + " | ".join(lines) + " |", "|---:" * (len(lines) + 1) + "|"]
+for tokens, found in sorted(times.items()):
+    fastest = min(found.values())
+    cells = (f"**{found[name]:.2f}**" if found[name] == fastest else f"{found[name]:.2f}" for name in lines)
+    table.append(f"| {tokens} | {' | '.join(cells)} |")
+Markdown("\n".join(["Kernel times in microseconds; the fastest of each row in bold:", "", *table]) if lines else "")
+
 # %%
 slower = []
 for row in ALIGN["rows"] if ALIGN else ():
-    size, block = row["size"], row["config"].get("block_size")
-    ours = recorded_us("final", size.get("tokens"), block_size=block)
-    if row["step"] in records.peers(ALIGN) and ours and row["kernel_us"]["median"] < ours and row["config"]["num_experts"] == 256:
+    tokens, config = row["size"].get("tokens"), row["config"]
+    ours = recorded_us("final", tokens, block_size=config.get("block_size"))
+    if row["step"] in records.peers(ALIGN) and config["num_experts"] == 256 and ours > row["kernel_us"]["median"]:
         times = f"{row['kernel_us']['median']:.2f} against {ours:.2f} us"
-        slower.append(f"{row['step'][5:]} with {size['tokens']} tokens and expert blocks of {block} ({times})")
+        what = f"{row['step'][5:]} with {tokens} token{'s' * (tokens > 1)} and expert blocks of {config['block_size']}"
+        slower.append(f"{what} ({times})")
 say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowhere in this record") if ALIGN else None)
 
 # %% [markdown]
@@ -1864,7 +1894,7 @@ def two_launches(tokens=FEW_TOKENS):
 
 # %%
 WARPS, CLUSTER = -(-EXPERTS // 32), 4 if SIMULATED else 8  # warps per CTA, CTAs per cluster: a warp for each token
-assert FEW_TOKENS <= WARPS * CLUSTER
+assert FEW_TOKENS <= WARPS * CLUSTER and FEW_TOKENS * TOPK <= THREADS
 BIAS = torch.rand(EXPERTS, device=DEVICE) * 0.2
 LOGITS = {tokens: torch.randn(tokens, EXPERTS, device=DEVICE) for tokens in (FEW_TOKENS, 1)}
 OPTIONS = {"num_expert_group": GROUPS, "topk_group": 4}
@@ -1884,7 +1914,7 @@ def check_fused(outputs):
 fused = Ladder(
     "gate_align_ladder",
     check_fused,
-    title=f"Gate and alignment: {FEW_TOKENS} tokens, {EXPERTS} experts, top-{TOPK}",
+    title=f"Gate and alignment: {64 if SIMULATED else FEW_TOKENS} tokens, {TIMED_EXPERTS} experts",
     reference_name="two launches",
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": FEW_TOKENS},
@@ -2053,6 +2083,30 @@ with fused.attempt("one cluster"):
     fused.step("one cluster", clusters(1), after="one CTA", predicted_gain_us=gain_us, needs=(9, 0))
 
 # %% [markdown]
+# **Explanation.** What does a barrier of the cluster take? Chains of them tell:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+
+
+@cuda.jit
+def chain_of_cluster_barriers(out, n):
+    for _ in range(n):
+        barrier_cluster_arrive()
+        barrier_cluster_wait()
+    out[0] = n
+
+
+number = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+chain = lambda n: launch(chain_of_cluster_barriers, CLUSTER, 32 * WARPS, number, n, cluster=CLUSTER)
+barriers = fused.times("cluster barriers", {"32": lambda: chain(32), "64": lambda: chain(64)})
+say(
+    "A barrier of {ctas} CTAs takes {ns:.0f} ns, {ratio:.1f} latencies of a load from L2.",
+    ctas=8 if SIMULATED else CLUSTER,
+    ns=barriers and 1000 * (barriers["64"] - barriers["32"]) / 32,
+    ratio=barriers and (barriers["64"] - barriers["32"]) / 32 / LATENCY_US,
+)  # after the GPU run
+
+# %% [markdown]
 # ### Fused step 3: four clusters
 #
 # **Bottleneck.** Few CTAs write many elements of padding and tail.
@@ -2102,16 +2156,27 @@ def one_function(tokens=FEW_TOKENS):
 
 fused.step("two functions", two_functions())
 fused.step("final", one_function(), after="two functions", predicted_gain_us=DEPENDENT_US)
+
+# %% [markdown]
+# **Explanation.** The two functions alone, and the call times, which count where no CUDA graph is used:
+
+# %%
+logits, outputs = LOGITS[FEW_TOKENS], routed_outputs(FEW_TOKENS)
+gate_alone = lambda: moe_numba.biased_grouped_topk(logits, BIAS, TOPK, **OPTIONS, out=outputs[:2])
+align_alone = lambda: moe_numba.moe_align_block_size(outputs[1], BLOCK, EXPERTS, out=outputs[2:])
+alone = fused.times("functions", {"gate": gate_alone, "align": align_alone})
 fused.measure_all()
 fused.save(notebook_sources("notebooks/03_align_one_launch.py"))
 say(
-    "Kernel time: {two:.2f} us with two functions, {one:.2f} us with one. Call time, which counts where no CUDA graph is used: {call2:.1f} us and "
-    "{call1:.1f} us.",
+    "Kernel time: the gate alone {gate:.2f} us, the alignment alone {align:.2f} us, both {two:.2f} us, fused "
+    "{one:.2f} us. Call time: {call_two:.1f} us for two calls, {call_one:.1f} us for one.",
+    gate=alone and alone["gate"],
+    align=alone and alone["align"],
     two=fused.median_us("two functions"),
     one=fused.median_us("final"),
-    call2=fused.median_us("two functions", "call_us"),
-    call1=fused.median_us("final", "call_us"),
-)
+    call_two=fused.median_us("two functions", "call_us"),
+    call_one=fused.median_us("final", "call_us"),
+)  # after the GPU run
 
 # %%
 fused.plot(floor_us=DEPENDENT_US)

@@ -18,7 +18,7 @@ from moe_numba.course.draw.canvas import (
     text,
     tint,
 )
-from moe_numba.course.draw.player import Box, Frame, Label
+from moe_numba.course.draw.player import Arrow, Box, Frame, Label
 
 EMPTY = "#F4F4F4"
 # Colours of the phases, as `phase_bars` gives them to the versions of the notebook
@@ -61,7 +61,8 @@ def two_launches():
                 for phase, long in launch.get(sm, ()):
                     fill = PHASES[phase]
                     words = "" if phase == "start" else phase
-                    box(axes, at, low, long, tall, words, fill=fill, edge=WHITE, colour=ink_on(fill), size=8, label=phase)
+                    colours = {"fill": fill, "edge": WHITE, "colour": ink_on(fill)}
+                    box(axes, at, low, long, tall, words, size=8, label=phase, **colours)
                     at += long
             long = max(sum(long for _, long in phases) for phases in launch.values())
             for sm in set(range(4)) - set(launch):
@@ -69,7 +70,12 @@ def two_launches():
                 box(axes, x, low, long, tall, "idle", fill=EMPTY, edge=PALE, colour=GREY, size=8, label="idle")
             x += long + 0.2
         y -= 4 * each + 0.55
-    note(axes, 0.15, 0.15, "Blue: the launch. In 0x5 the second CTA only fills. A launch begins when the previous one has ended.")
+    note(
+        axes,
+        0.15,
+        0.15,
+        "Blue: the launch. In 0x5 the second CTA only fills. A launch begins when the one before has ended.",
+    )
     return figure
 
 
@@ -127,7 +133,8 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
             block, end = i // block_size, x + min(block_size, len(elements) - i) * wide
             axes.plot([x + 0.03, end - 0.03], [at + tall + 0.06] * 2, color=GREY, linewidth=1)
             words = f"expert block {block}: {f'expert {expert_ids[block]}' if i < used else 'unused'}"
-            text(axes, (x + end) / 2, at + tall + 0.16, words, size=6.5 if wide * block_size > 1.2 else 5.5, colour=GREY)
+            size = 6.5 if wide * block_size > 1.2 else 5.5
+            text(axes, (x + end) / 2, at + tall + 0.16, words, size=size, colour=GREY)
     part = ((WIDTH - 2 * left + 0.15) / ctas - 0.15) / 3
     for cta in range(ctas):
         x, colour = left + cta * (3 * part + 0.15), lane_colour(cta)
@@ -188,13 +195,8 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
         fill = RED if at == slot else BLUE if at < slot else WHITE
         cell(axes, left + r * each, 0.5, each, tall, at, fill=fill, edge=PALE, label="ranked", size=8)
         text(axes, left + (r + 0.5) * each, 0.92, str(r), size=8, colour=GREY)
-    note(
-        axes,
-        0.15,
-        0.15,
-        f"Drawn with words of {word_bits} bits, bit 0 on the left; the kernels have words of 32. Red: the slot. Blue: earlier "
-        "slots of its expert.",
-    )
+    words = f"Words of {word_bits} bits are drawn, bit 0 on the left; the kernels have 32."
+    note(axes, 0.15, 0.15, f"{words} Red: the slot. Blue: earlier slots of its expert.")
     return figure
 
 
@@ -232,7 +234,8 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
     axes.plot([0.15, WIDTH - 0.15], [below + 0.25] * 2, color=INK, linewidth=1.2, linestyle="--")
     note(axes, right, below + 0.42, f"Grid-wide barrier: all {ctas} CTAs have stored their counts.")
     names = f"before CTA {g}", "total", "padded", "start"
-    whys = "the blue counts", "all counts", f"rounded up to expert blocks of {block_size}", "exclusive scan of the padded totals"
+    padding = f"rounded up to expert blocks of {block_size}"
+    whys = "the blue counts", "all counts", padding, "exclusive scan of the padded totals"
     for row, (name, why) in enumerate(zip(names, whys, strict=True)):
         y = below - (row + 0.5) * tall
         text(axes, left - 0.12, y, name, ha="right", size=8.5)
@@ -249,7 +252,8 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
         fill = EMPTY if cta == "-" else BLUE if cta < g else RED if cta == g else tint(GREY, 0.18)
         cell(axes, left + i * wide, y, wide, tall, cta, fill=fill, edge=WHITE, label="written")
         text(axes, left + (i + 0.5) * wide, y + tall + 0.12, str(first + i), size=7.5, colour=GREY)
-    note(axes, 0.15, 0.15, f"The rows of expert {e} and the CTA that writes each; a dash is padding. Red: CTA {g}. Blue: earlier CTAs.")
+    words = f"The rows of expert {e} and the CTA that writes each; a dash is padding."
+    note(axes, 0.15, 0.15, f"{words} Red: CTA {g}. Blue: earlier CTAs.")
     return figure
 
 
@@ -258,17 +262,13 @@ def count_words():
     left, tall, wide = 2.0, 0.3, 1.55
     figure, axes = canvas(WIDTH, 2.75, "How counts travel: 16 bytes of a CTA's row")
     launch, count = tint(ORANGE, 0.45), tint(BLUE, 0.35)
+    plain = [(f"expert {e}", 1, count) for e in range(4)]
+    tagged = [part for e in (0, 1) for part in ((f"expert {e}", 1, count), ("launch", 1, launch))]
+    two = lambda e: [(f"expert {e}", 0.5, count), (f"expert {e + 1}", 0.5, count), ("launch", 1, launch)]
     rows = {
-        "step 5: plain counts": (4, [(f"expert {e}", 1, count) for e in range(4)]),
-        "step 6: tagged counts": (2, [part for e in (0, 1) for part in ((f"expert {e}", 1, count), ("launch", 1, launch))]),
-        "step 7: packed counts": (
-            4,
-            [
-                part
-                for e in (0, 2)
-                for part in ((f"expert {e}", 0.5, count), (f"expert {e + 1}", 0.5, count), ("launch", 1, launch))
-            ],
-        ),
+        "step 5: plain counts": (4, plain),
+        "step 6: tagged counts": (2, tagged),
+        "step 7: packed counts": (4, [*two(0), *two(2)]),
     }
     for number, (name, (counts, parts)) in enumerate(rows.items()):
         x, y = left, 1.75 - 0.52 * number
@@ -282,8 +282,18 @@ def count_words():
         text(axes, left + 4.06 * wide, y + tall / 2, f"{counts} counts", ha="left", size=8, colour=GREY)
     for byte in range(0, 17, 4):
         text(axes, left + byte / 4 * wide, 2.2, f"byte {byte}" if byte < 16 else "16", size=7.5, colour=GREY)
-    note(axes, 0.15, 0.35, "Framed: 8 bytes that are stored and loaded atomically. A reader that finds the number of this launch in a word")
-    note(axes, 0.15, 0.16, "knows that the counts beside it are of this launch, too: no barrier, flag or fence is needed.")
+    note(
+        axes,
+        0.15,
+        0.35,
+        "Framed: 8 bytes that are stored and loaded atomically. A reader that finds the number of this",
+    )
+    note(
+        axes,
+        0.15,
+        0.16,
+        "launch in a word knows that the counts beside it are of this launch, too: no fence is needed.",
+    )
     return figure
 
 
@@ -303,7 +313,8 @@ def cluster_ids(ctas=4):
             colour = lane_colour(other)
             cell(axes, x + 0.1 + other * part, 0.58, part, tall, "ids", fill=colour, edge=WHITE, size=7.5, label="ids")
             arrow(axes, (middle(other), 1.85), (x + 0.1 + (other + 0.5) * part, 1.13), colour=colour, label="store")
-    note(axes, 0.15, 0.18, "Colour: the CTA that routed the tokens. Arrows: st.shared::cluster (distributed shared memory).")
+    words = "Arrows: st.shared::cluster (distributed shared memory)."
+    note(axes, 0.15, 0.18, f"Colour: the CTA that routed the tokens. {words}")
     return figure
 
 
@@ -342,19 +353,17 @@ def barrier_frames(events, ctas, counter="workspace"):
         frames.append(Frame(words, _barrier_shapes(ctas, arrived, passed, cta)))
     if len(passed) < ctas:
         raise ValueError(f"only the CTAs {sorted(passed)} of {ctas} pass the barrier: is it a trace of accesses?")
-    return frames, 16 + 84 * ctas, 150
+    return frames, 16 + 170 * ctas, 118
 
 
 def _barrier_shapes(ctas, arrived, passed, active):
-    top = len(arrived) == ctas
     value = ((1 << 31) - (ctas - 1) if 0 in arrived else 0) + sum(cta != 0 for cta in arrived)
-    shapes = [Label(8, 20, f"counter: top bit {int(top)}, other bits {value % (1 << 31):,}")]
+    shapes = [Label(8, 14, f"counter: top bit {value >> 31}, other bits {value % (1 << 31):,}")]
     for cta in range(ctas):
-        x = 8 + 84 * cta
+        x = 8 + 170 * cta
         kind = "done" if cta in passed else "waits" if cta in arrived else "plain"
-        state = "passed" if cta in passed else "polls" if cta in arrived else "counts"
-        shapes.append(Box(x, 52, 76, 40, f"CTA {cta}", kind, f"CTA {cta}"))
-        shapes.append(Label(x + 38, 108, state, centred=True))
+        state = "passed" if cta in passed else "polls" if cta in arrived else "not arrived"
+        shapes.append(Box(x, 34, 160, 34, f"CTA {cta}: {state}", kind, f"CTA {cta}"))
         if cta == active:
-            shapes.append(Label(x + 38, 132, "now", centred=True))
+            shapes.append(Arrow(x + 80, 104, x + 80, 70))
     return shapes

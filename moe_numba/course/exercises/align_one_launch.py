@@ -146,22 +146,22 @@ EXERCISES = {
     1: Exercise(
         "a kernel that ranks the elements of each expert in ascending order",
         _ranks_stably,
-        "Give each expert two words of 32 bits. Element i sets bit i % 32 of word i // 32 with cuda.atomic.or_. After a "
-        "barrier, cuda.popc counts the bits below its own.",
+        "Give each expert two words of 32 bits. Element i sets bit i % 32 of word i // 32 with cuda.atomic.or_. After "
+        "a barrier, cuda.popc counts the bits below its own.",
         stable_ranks,
     ),
     2: Exercise(
         "a kernel whose barrier works after any number of launches",
         _survives_the_wrap,
-        "Let the CTAs together add exactly 2^31 in each launch: one of them 2^31 - 2, the others 1. Then the top bit flips "
-        "when the last one arrives, and the other bits are 0 again. Wait until old ^ now is negative.",
+        "Let the CTAs together add exactly 2^31 in each launch: one of them 2^31 - 2, the others 1. Then the top bit "
+        "flips when the last one arrives, and the other bits are 0 again. Wait until old ^ now is negative.",
         sum_of_all,
     ),
     3: Exercise(
         "a kernel in which each CTA adds its value to the sum of the CTA before",
         _publishes_in_order,
-        "The value first, then cuda.threadfence(), then the flag. The reader needs a fence as well: between the load of "
-        "the flag and the load of the value.",
+        "The value first, then cuda.threadfence(), then the flag. The reader needs a fence as well: between the load "
+        "of the flag and the load of the value.",
         chained_scan,
     ),
     4: Exercise(
