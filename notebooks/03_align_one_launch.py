@@ -42,6 +42,7 @@ from moe_numba.course.draw import align_one_launch as draw
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
+from moe_numba.course.kernel_phases import until
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.phase_times import phase_instructions, phases
 from moe_numba.course.prose import say
@@ -310,6 +311,8 @@ KERNELS = ladder.times("kernels of 0x5", {"both": run_0x5(), "main": main_of_0x5
 SORT_US = max(KERNELS["both"] - KERNELS["main"], 0.0) if KERNELS else 0.0
 PHASES = {"0x5": phases(ladder, "0x5", make_0x5, lambda make: main_of_0x5(make)[0])}
 PHASES["0x5"]["sort kernel"] = KERNELS and SORT_US
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "The sort kernel takes {sort:.1f} of {both:.1f} us, the main kernel {main:.1f}, of which counting takes "
     "{count:.1f}.",
@@ -454,6 +457,9 @@ step("one launch", make_one_launch, count_all, after="0x5", predicted_gain_us=SO
 
 # %%
 PHASES["one launch"] = phases(ladder, "one launch", make_one_launch, count_all)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: say which phase explains the difference from the prediction
 say(
     "Counting takes {count:.1f} us (in 0x5 {old:.1f}): {ctas} CTAs load the same ids at once. Placing the slots "
     "and writing the padding takes {write:.1f} us, against {sort:.1f} us of the sort kernel.",
@@ -462,7 +468,7 @@ say(
     ctas=TIMED_CTAS,
     write=PHASES["one launch"]["write"],
     sort=PHASES["0x5"]["sort kernel"],
-)  # after the GPU run: say which phase explains the difference from the prediction
+)
 
 # %% [markdown]
 # **Exercise 1.** Counters with atomic additions rank slots in the order in which threads arrive. Make the ranks of this
@@ -499,6 +505,8 @@ def per_slot(made, atomics=1):
 
 SASS = {"one launch": phase_instructions(make_one_launch, (256, 1024), SIGNATURE, 1024)}
 print({phase: sum(made.values()) for phase, made in SASS["one launch"].items()})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "{all} instructions, {integer} of them on integers; {slot:.0f} per slot in the loop of `count`.",
     all=sum(sum(made.values()) for made in SASS["one launch"].values()),
@@ -632,6 +640,9 @@ step("unsigned integers", make_unsigned, count_all, after="one launch", predicte
 PHASES["unsigned integers"] = phases(ladder, "unsigned integers", make_unsigned, count_all)
 for phase in SASS["unsigned"]:
     print(f"{phase:<8}" + " -> ".join(f"{sum(made[phase].values()):5}" for made in SASS.values()) + " instructions")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: compare the phases in which no load waits
 say(
     "`count` went from {count:.2f} to {now:.2f} us with {fewer:.0f} instructions per slot less. Each thread "
     "loads {rounds} ids, one after the other, which takes {waits:.1f} us if every load takes the latency of L2.",
@@ -640,7 +651,7 @@ say(
     fewer=fewer,
     waits=LATENCY_US * -(-TIMED_SLOTS // TIMED_THREADS),
     rounds=-(-TIMED_SLOTS // TIMED_THREADS),
-)  # after the GPU run: compare the phases in which no load waits
+)
 
 # %% [markdown]
 # ### Step 3: eight loads in flight
@@ -726,6 +737,9 @@ step("eight loads", make_eight_loads, count_all, after="unsigned integers", pred
 # %%
 PHASES["eight loads"] = phases(ladder, "eight loads", make_eight_loads, count_all)
 SASS["eight loads"] = phase_instructions(make_eight_loads, (256, 1024), SIGNATURE, 1024)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: which of the two limits it
 say(
     "`count` went from {before:.2f} to {now:.2f} us. The loop has {slot:.0f} instructions per slot and {branch} "
     "branches; issuing these instructions takes at least {issue:.2f} us, the remaining waits {waits:.2f} us.",
@@ -735,7 +749,7 @@ say(
     branch=SASS["eight loads"]["count"].get("branch", 0),
     issue=issue_us(per_slot(SASS["eight loads"], atomics=2)),
     waits=LATENCY_US * -(-ROUNDS // 8),
-)  # after the GPU run: which of the two limits it
+)
 
 # %% [markdown]
 # ### Step 4: a drop bin
@@ -816,19 +830,36 @@ print(f"{fewer:.0f} instructions per slot less; branches in the loop: {branches[
 step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_us=issue_us(fewer))
 
 # %% [markdown]
-# **Explanation.** The phases after four steps:
+# **Explanation.** What limits the counting now? Two kernels that end after `count` tell: one stores to shared memory where the
+# other adds atomically, and one computes ids instead of loading them.
+
 
 # %%
+def only_count(old="", new="", make=make_drop_bin):
+    if old:
+        make = define(changed_source(make, old, new), globals(), f"drop bin: {new}")["make_drop_bin"]
+    return count_all(until(make, "count", globals()))
+
+
+ATOMIC, LOAD = "cuda.atomic.add(halves, uint32(ids[k] + half), 1)", "topk_ids[s] if s < numel else num_experts"
+calls = {"as it is": only_count(), "stores": only_count(ATOMIC, "masks[tid] = uint32(ids[k] + half)")}
+calls["no loads"] = only_count(LOAD, "uint32(s * 40503 >> 7) % num_experts")
+counting = ladder.times("counting", calls)
 PHASES["drop bin"] = phases(ladder, "drop bin", make_drop_bin, count_all)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: say what limits the counting
 say(
-    "`count` went from {before:.2f} to {now:.2f} us. Every CTA still counts all {numel} slots: {share:.0f} % of "
-    "the kernel's {total:.1f} us. More CTAs would not help.",
-    before=PHASES["eight loads"]["count"],
-    now=PHASES["drop bin"]["count"],
-    numel=TIMED_SLOTS,
+    "`start` and `count` take {all:.2f} us; {stores:.2f} us with stores instead of atomic additions, {loads:.2f} us "
+    "without loads. Every CTA still counts all {slots} slots: {share:.0f} % of the kernel's {total:.1f} us. More CTAs "
+    "would not help.",
+    all=counting and counting["as it is"],
+    stores=counting and counting["stores"],
+    loads=counting and counting["no loads"],
+    slots=TIMED_SLOTS,
     share=PHASES["drop bin"]["count"] and 100 * PHASES["drop bin"]["count"] / sum(PHASES["drop bin"].values()),
     total=PHASES["drop bin"]["count"] and sum(PHASES["drop bin"].values()),
-)  # after the GPU run: was step 4 limited by issue, by atomics, or by neither
+)
 
 # %% [markdown]
 # ## 5. CTAs exchange counts
@@ -923,9 +954,8 @@ exercise("align_one_launch-2").check(sum_of_all)
 # **Predicted gain.** `count` shrinks to one load. The exchange costs a store, a fence, an atomic addition and a poll, one
 # after the other, and then a load for each CTA, eight at a time. Each is taken as the latency of a load.
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 
-
+# %%
 @cuda.jit(device=True)
 def add_up(workspace, num_experts):
     """Add up column `tid` of the counts of all CTAs, and of earlier CTAs, with eight loads in flight."""
@@ -943,6 +973,7 @@ def add_up(workspace, num_experts):
     return all_ctas, earlier
 
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_grid_barrier(num_experts, threads):
     words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
@@ -1012,15 +1043,28 @@ step("grid-wide barrier", make_grid_barrier, exchange, after="drop bin", predict
 
 # %%
 PHASES["grid-wide barrier"] = phases(ladder, "grid-wide barrier", make_grid_barrier, exchange)
+workspace, passed = (torch.zeros(length, dtype=torch.int32, device=DEVICE) for length in (HEADER, CTAS))
+barrier = ladder.times(
+    "barrier alone",
+    {
+        "barrier": lambda: launch(barrier_only, CTAS, OWN_THREADS, workspace, passed, cooperative=True),
+        "empty": lambda: launch(empty, CTAS, OWN_THREADS, workspace, cooperative=True),
+    },
+)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: how much of the exchange is the barrier
 say(
-    "`count` went from {before:.2f} to {count:.2f} us; the exchange takes {exchange:.2f} us, {latencies:.0f} "
-    "latencies of a load ({steps} were counted).",
+    "`count` went from {before:.2f} to {count:.2f} us. The exchange takes {exchange:.2f} us, {latencies:.0f} "
+    "latencies of a load, where {steps} were predicted. The barrier alone, with nothing to exchange, takes "
+    "{barrier:.2f} us.",
     before=PHASES["drop bin"]["count"],
     count=PHASES["grid-wide barrier"]["count"],
     exchange=PHASES["grid-wide barrier"]["exchange"],
     latencies=PHASES["grid-wide barrier"]["exchange"] and PHASES["grid-wide barrier"]["exchange"] / LATENCY_US,
     steps=steps - 1,
-)  # after the GPU run: a fence and an atomic addition take longer than a load
+    barrier=barrier and barrier["barrier"] - barrier["empty"],
+)
 
 # %% [markdown]
 # ### Step 6: counts that carry the launch number
@@ -1061,7 +1105,7 @@ exercise("align_one_launch-3").check(chained_scan)
 # %% [markdown]
 # **Predicted gain.** The fence, the atomic addition and the poll of the counter go: three latencies.
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %%
 LAUNCHES, DONE = 0, 1  # in the workspace: launches so far, CTAs that have read all counts
 
 
@@ -1073,6 +1117,16 @@ def publish(workspace, counts, number, num_experts):
         st_relaxed_gpu_u64(workspace, int64(HEADER + 2 * (cuda.blockIdx.x * num_experts + tid)), word)
 
 
+@cuda.jit(device=True)
+def end_exchange(workspace, number):
+    """Let the last CTA that has read all counts store the number of this launch."""
+    if cuda.threadIdx.x == 0:
+        if atom_add_relaxed_gpu_s32(workspace, DONE, 1) == cuda.gridDim.x - 1:
+            st_relaxed_gpu_s32(workspace, DONE, 0)
+            st_relaxed_gpu_s32(workspace, LAUNCHES, int32(number))
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(device=True)
 def add_up_tagged(workspace, number, num_experts):
     """As `add_up`; waits until all words have the number of this launch."""
@@ -1095,15 +1149,6 @@ def add_up_tagged(workspace, number, num_experts):
             earlier = int32(earlier + (count if uint32(cta + k) < uint32(cuda.blockIdx.x) else int32(0)))
         cta = uint32(cta + 8)
     return all_ctas, earlier
-
-
-@cuda.jit(device=True)
-def end_exchange(workspace, number):
-    """Let the last CTA that has read all counts store the number of this launch."""
-    if cuda.threadIdx.x == 0:
-        if atom_add_relaxed_gpu_s32(workspace, DONE, 1) == cuda.gridDim.x - 1:
-            st_relaxed_gpu_s32(workspace, DONE, 0)
-            st_relaxed_gpu_s32(workspace, LAUNCHES, int32(number))
 
 
 @cache
@@ -1184,13 +1229,16 @@ def overflow():
 # %%
 in_simulator(overflow)
 PHASES["tagged counts"] = phases(ladder, "tagged counts", make_tagged, exchange)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: compare with the barrier alone
 say(
     "`exchange` went from {before:.2f} to {now:.2f} us: {less:.1f} latencies less.",
     before=PHASES["grid-wide barrier"]["exchange"],
     now=PHASES["tagged counts"]["exchange"],
     less=PHASES["tagged counts"]["exchange"]
     and (PHASES["grid-wide barrier"]["exchange"] - PHASES["tagged counts"]["exchange"]) / LATENCY_US,
-)  # after the GPU run: what a fence and an atomic addition cost
+)
 
 # %% [markdown]
 # ### Step 7: packed counts
@@ -1202,6 +1250,8 @@ say(
 ONE_ROUND = changed_source(add_up_tagged, "while cta < uint32(cuda.gridDim.x)", "while cta < uint32(8)")
 make_one_round = define(ONE_ROUND + "\n" + source_of(make_tagged), globals(), "one round")["make_tagged"]
 rounds = ladder.times("rounds of loads", {"all": exchange(make_tagged), "one": exchange(make_one_round)})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "{threads} of {all_threads} threads add up. {rounds} rounds of loads instead of one take {us:.2f} us, "
     "{latencies:.1f} latencies.",
@@ -1340,6 +1390,9 @@ step("packed counts", make_packed, exchange, after="tagged counts", predicted_ga
 
 # %%
 PHASES["packed counts"] = phases(ladder, "packed counts", make_packed, exchange)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: is the rest of the exchange latency or L2 bandwidth
 say(
     "`exchange` went from {before:.2f} to {now:.2f} us. All CTAs together load {mb:.1f} MB of counts from L2, "
     "before {twice:.1f} MB.",
@@ -1347,7 +1400,7 @@ say(
     now=PHASES["packed counts"]["exchange"],
     mb=TIMED_CTAS**2 * TIMED_EXPERTS * 4 / 1e6,
     twice=TIMED_CTAS**2 * TIMED_EXPERTS * 8 / 1e6,
-)  # after the GPU run: is the rest of the exchange latency or L2 bandwidth
+)
 
 # %% [markdown]
 # ### Step 8: rank while the counts travel
@@ -1365,6 +1418,8 @@ def without_ranks(make):
 
 calls = {"with": exchange(make_packed), "without": exchange(without_ranks(make_packed))}
 ranks = ladder.times("ranks", calls)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say("The ranks take {us:.2f} us.", us=ranks and ranks["with"] - ranks["without"])
 
 # %% [markdown]
@@ -1441,11 +1496,14 @@ step("overlapped ranks", make_overlapped, exchange, after="packed counts", predi
 # %%
 calls = {"with": exchange(make_overlapped), "without": exchange(without_ranks(make_overlapped))}
 hidden = ladder.times("overlapped ranks", calls)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run
 say(
     "The ranks took {before:.2f} us and add {now:.2f} us now: the rest is hidden behind the wait.",
     before=ranks and ranks["with"] - ranks["without"],
     now=hidden and hidden["with"] - hidden["without"],
-)  # after the GPU run
+)
 
 # %% [markdown]
 # ### Step 9: warps rank their own slots
@@ -1550,13 +1608,16 @@ step("ranks per warp", make_warp_ranks, exchange, after="overlapped ranks", pred
 
 # %%
 PHASES["ranks per warp"] = phases(ladder, "ranks per warp", make_warp_ranks, exchange)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run
 say(
     "`start`, which clears masks and counters, went from {a:.2f} to {b:.2f} us, `exchange` from {c:.2f} to {d:.2f} us.",
     a=PHASES["packed counts"]["start"],
     b=PHASES["ranks per warp"]["start"],
     c=PHASES["packed counts"]["exchange"],
     d=PHASES["ranks per warp"]["exchange"],
-)  # after the GPU run
+)
 
 # %% [markdown]
 # ### Step 10: half the CTAs, two slots per thread
@@ -1588,10 +1649,13 @@ SHAPES = {f"{-(-CTAS // n)} CTAs, {n} per thread": (-(-CTAS // n), n) for n in (
 by_ctas = ladder.times(
     "numbers of CTAs", {name: exchange_half(make_warp_ranks, IDS, *shape) for name, shape in SHAPES.items()}
 )
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run
 say(
     "{times}. Fewer CTAs load fewer counts, and each ranks more slots.",
     times=by_ctas and "; ".join(f"{name}: {us:.2f} us" for name, us in by_ctas.items()),
-)  # after the GPU run
+)
 
 # %% [markdown]
 # ### Step 11: programmatic dependent launch
@@ -1649,6 +1713,9 @@ AT_ONCE = early.replace("        griddepcontrol_launch_dependents()\n", "").repl
 make_at_once = define(AT_ONCE, globals(), "dependents at once")["make_dependent"]
 calls = {"in order": exchange_half(make_dependent), "after the exchange": dependent(make_dependent)}
 DEPENDENT = ladder.times("dependent launches", calls | {"at once": dependent(make_at_once)})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run
 say(
     "In order {order:.2f} us; dependents after the exchange {late:.2f} us, at once {at_once:.2f} us. `start` "
     "was {start:.2f} us.",
@@ -1656,7 +1723,7 @@ say(
     late=DEPENDENT and DEPENDENT["after the exchange"],
     at_once=DEPENDENT and DEPENDENT["at once"],
     start=PHASES["two slots per thread"]["start"],
-)  # after the GPU run
+)
 
 # %% [markdown]
 # ## 6. The whole ladder
@@ -1729,6 +1796,8 @@ for row in ALIGN["rows"] if ALIGN else ():
         times = f"{row['kernel_us']['median']:.2f} against {ours:.2f} us"
         what = f"{row['step'][5:]} with {tokens} token{'s' * (tokens > 1)} and expert blocks of {config['block_size']}"
         slower.append(f"{what} ({times})")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowhere in this record") if ALIGN else None)
 
 # %% [markdown]
@@ -1936,6 +2005,8 @@ parts = {
 }
 measured = fused.times("parts", parts)
 PARTS = list((measured or dict.fromkeys(parts, 0.0)).values())
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say("{times}.", times=measured and ", ".join(f"{name}: {us:.2f} us" for name, us in measured.items()))
 
 # %% [markdown]
@@ -2005,12 +2076,15 @@ fused.step("one CTA", one_cta(), after="two launches", predicted_gain_us=gain_us
 
 # %%
 again = fused.times("one CTA", {"gate": parts["gate, 1 CTA"], "align": parts["align, 1 CTA"], "both": one_cta()})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run
 say(
     "Alone they take {gate:.2f} and {align:.2f} us, together {both:.2f} us.",
     gate=again and again["gate"],
     align=again and again["align"],
     both=again and again["both"],
-)  # after the GPU run
+)
 
 # %% [markdown]
 # ### Fused step 2: a cluster
@@ -2126,8 +2200,10 @@ with fused.attempt("four clusters"):
 
 # %%
 numbers_of_clusters = fused.times("clusters", {f"{n} clusters": clusters(n) for n in (1, 2, 4, 8)})
-say("{times}.", times=numbers_of_clusters and ", ".join(f"{n}: {us:.2f} us" for n, us in numbers_of_clusters.items()))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: what the cluster barrier costs
+say("{times}.", times=numbers_of_clusters and ", ".join(f"{n}: {us:.2f} us" for n, us in numbers_of_clusters.items()))
 
 # %% [markdown]
 # ### The package
@@ -2167,6 +2243,9 @@ align_alone = lambda: moe_numba.moe_align_block_size(outputs[1], BLOCK, EXPERTS,
 alone = fused.times("functions", {"gate": gate_alone, "align": align_alone})
 fused.measure_all()
 fused.save(notebook_sources("notebooks/03_align_one_launch.py"))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run
 say(
     "Kernel time: the gate alone {gate:.2f} us, the alignment alone {align:.2f} us, both {two:.2f} us, fused "
     "{one:.2f} us. Call time: {call_two:.1f} us for two calls, {call_one:.1f} us for one.",
@@ -2176,7 +2255,7 @@ say(
     one=fused.median_us("final"),
     call_two=fused.median_us("two functions", "call_us"),
     call_one=fused.median_us("final", "call_us"),
-)  # after the GPU run
+)
 
 # %%
 fused.plot(floor_us=DEPENDENT_US)

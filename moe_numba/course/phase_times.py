@@ -29,8 +29,15 @@ def phases(ladder: Ladder, name: str, make: Callable, run: Callable[[Callable], 
     -------
     dict
         Phase -> microseconds; None if nothing is measured or recorded.
+
+    Raises
+    ------
+    ValueError
+        No comment of the kernel marks a phase.
     """
     names, namespace = phases_of(make), _namespace(make)
+    if not names:
+        raise ValueError(f"the kernel of {make.__name__} has no comments that mark phases")
     calls = {phase: run(until(make, phase, namespace)) for phase in names[:-1]} | {names[-1]: run(make)}
     measured = ladder.times(f"phases of {name}", calls)
     if measured is None:

@@ -1,4 +1,4 @@
-"""The sizes of the dispatch and combine notebooks are valid for their kernels; others run with a second set of sizes."""
+"""The sizes of the dispatch and combine notebooks are valid for their kernels; the gate notebook runs with others."""
 
 from pathlib import Path
 from types import SimpleNamespace
