@@ -33,7 +33,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.align.device_functions import make_scan
-from moe_numba.align.reference import sizes
+from moe_numba.align.reference import moe_align_block_size, sizes
 from moe_numba.course.align_runs import poisoned, random_ids, wrong
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import chip_limits
@@ -91,7 +91,8 @@ say(
 #
 # The function gets `topk_ids`, the experts that each token visits. An element of it is a **slot**: slot `s` belongs to
 # token `s // topk`. `sorted_token_ids` lists the slots by expert. The part of each expert is padded to whole **expert
-# blocks**, the row tiles of the grouped GEMM that follows, and `expert_ids` names the expert of each block.
+# blocks**, the row tiles of the grouped GEMM that follows, and `expert_ids` names the expert of each block. The arrays are
+# allocated for the worst case; their unused end is the **tail**.
 
 # %%
 draw.two_launches()
@@ -104,8 +105,8 @@ draw.two_launches()
 # ## 2. The reference and the starting point
 #
 # All shapes below are variables; try others. `wrong` compares the outputs with the package's torch reference, element by
-# element. Outputs are poisoned before each step. Only 0x5 is compared without the order and the unused tail, which it
-# leaves undefined.
+# element. Outputs are poisoned before each step. Only 0x5 is compared without the order and the tail, which it leaves
+# undefined.
 
 # %%
 SIMULATED = simulator.ENABLED
@@ -140,6 +141,14 @@ ladder = Ladder(
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": TOKENS},
 )
+
+# %%
+right = moe_align_block_size(IDS, BLOCK, EXPERTS)
+swapped = right[0].clone()
+swapped[:2] = right[0][:2].flip(0)
+print("the reference:", check(right))
+print("the first two elements exchanged:", check((swapped, *right[1:])))
+print("poison:", check(poisoned(IDS, EXPERTS, BLOCK)))
 
 # %% [markdown]
 # The folded cell defines version 0x5 as notebook 02 derives it. The comments `# count`, `# scan` and `# write` mark its
@@ -245,8 +254,6 @@ ladder.step("0x5", run_0x5(), dtype="int32")
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cuda.jit
 def empty(links):
     griddepcontrol_wait()  # step 10 explains these two
@@ -492,7 +499,7 @@ exercise("align_one_launch-1").check(stable_ranks)
 # %% [markdown]
 # ### Step 2: 32-bit unsigned integers
 #
-# **Bottleneck.** Counting is the longest phase. The compiler tells how many instructions it takes; no GPU is needed.
+# **Bottleneck.** How many instructions do the phases take? The compiler tells; no GPU is needed.
 
 # %%
 SIGNATURE = ("int32*",) * 4 + ("int32",) * 4
@@ -517,16 +524,15 @@ say(
 # %% [markdown]
 # **Idea.** Numba computes with Python's integers in mind. `int32 + int32` is an `int64`; `//` and `%` round towards minus
 # infinity; a negative index counts from the end of a shared array, so every signed index is tested. A GPU has 32-bit
-# integer units: 64-bit additions take two instructions, and 64-bit divisions take about a hundred. `uint32(...)` around
-# each result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits as well, so
-# loops become `while`.
+# integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine. `uint32(...)` around each
+# result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits as well, so loops
+# become `while`.
 #
 # **Predicted gain.** An SM issues four warp instructions per clock. Counting executes the loop's instructions once for each
 # 32 slots. If issue limits the phase, it saves the difference of instructions per slot.
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cuda.jit(device=True)
 def rank_below(masks, word):
     """The set bits below this thread's own in the masks that begin at a word."""
@@ -664,9 +670,8 @@ say(
 #
 # **Predicted gain.** A thread waits once for eight loads: seven of eight waits go.
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cache
 def make_eight_loads(num_experts, threads):
     words, ends, scan = threads // 32, num_experts + 1, make_scan(threads)
@@ -763,9 +768,8 @@ say(
 #
 # **Predicted gain.** Fewer instructions per slot, by the same model as in step 2. The prediction compiles both kernels.
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cache
 def make_drop_bin(num_experts, threads):
     words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
@@ -866,7 +870,7 @@ say(
 #
 # ### Step 5: a grid-wide barrier
 #
-# **Bottleneck.** Each CTA counts all slots; its `count` is the largest phase.
+# **Bottleneck.** Each CTA counts all slots, which takes the share of the time that is printed above.
 #
 # **Idea.** Each CTA counts only its own chunk and stores its counts in a **workspace** in global memory. When all have
 # done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs.
@@ -907,8 +911,6 @@ def grid_barrier(workspace):
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cuda.jit
 def barrier_only(workspace, passed):
     grid_barrier(workspace)
@@ -1074,8 +1076,8 @@ say(
 #
 # **Idea.** Store each count and the number of this launch as one 64-bit word, which is atomic. A reader that finds the
 # right number knows that the count is there: it polls the data itself. **Decoupled look-back** (Merrill and Garland), the
-# fastest scan of large arrays, publishes its sums like this. It then reads only earlier CTAs; here every CTA must know
-# the totals of all experts before it can place a slot, so it reads all.
+# scan of NVIDIA's CUB, publishes its sums like this. It then reads only earlier CTAs. Here every CTA must know the totals
+# of all experts before it can place a slot, so it reads all.
 
 # %%
 draw.count_words()
@@ -1212,8 +1214,6 @@ step("tagged counts", make_tagged, exchange, after="grid-wide barrier", predicte
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 def overflow():
     ids = random_ids(64, 64, 4)
     for launches in (2**31 - 1, -1):
@@ -1276,9 +1276,8 @@ exercise("align_one_launch-4").check((..., ..., ...))
 # %% [markdown]
 # **Predicted gain.** One round of loads is left, so the gain is the difference measured above.
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cuda.jit(device=True)
 def publish_packed(workspace, counts, number, columns):
     i = uint32(cuda.threadIdx.x)
@@ -1423,14 +1422,13 @@ ranks = ladder.times("ranks", calls)
 say("The ranks take {us:.2f} us.", us=ranks and ranks["with"] - ranks["without"])
 
 # %% [markdown]
-# **Idea.** Publish the counts first, then set the bits and rank, and only then wait for the counts of the others. With the
-# barrier of step 5 this would have been impossible: it lets nothing pass.
+# **Idea.** Publish the counts first, then set the bits and rank, and only then wait for the counts of the others. The diff
+# only moves lines: since step 6, publishing and waiting are two calls.
 #
 # **Predicted gain.** The time of the ranks, unless the counts arrive earlier than the ranks are done.
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cache
 def make_overlapped(num_experts, threads):
     columns = -(-num_experts // 4) * 4
@@ -1516,11 +1514,10 @@ say(
 # into sums over lower warps. The cost does not depend on the length of the chunk.
 #
 # **Predicted gain.** None yet: with one slot per thread this replaces a loop over the lower words by a loop over the warps, in
-# which each load from shared memory waits for a store (some 30 clocks).
+# which each load from shared memory follows a store (taken as 30 clocks).
+
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cache
 def make_warp_ranks(num_experts, threads, slots=1):
     columns, warps, scan = -(-num_experts // 4) * 4, threads // 32, make_scan(threads)
@@ -1666,7 +1663,7 @@ say(
 # **Idea.** With **programmatic dependent launch** (Hopper and newer) the next kernel may start early: when all CTAs of this
 # one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and must
 # execute `griddepcontrol.wait` before it touches global memory: that waits until the previous kernel has ended. This
-# kernel lets its successor start once it has read all counts.
+# kernel lets its successor start once it has read all counts. Older GPUs leave this step out.
 #
 # **Predicted gain.** What remains of `start` is an empty kernel with a dependent launch.
 
@@ -1689,6 +1686,11 @@ early = changed_source(
 """,
 )
 make_dependent = define(early, globals(), "dependent")["make_dependent"]
+# For the explanation: dependents may start at once
+at_once = early.replace("        griddepcontrol_launch_dependents()\n", "").replace(
+    "griddepcontrol_wait()\n", "griddepcontrol_wait()\n        griddepcontrol_launch_dependents()\n"
+)
+make_at_once = define(at_once, globals(), "dependents at once")["make_dependent"]
 
 # %%
 change(make_warp_ranks, make_dependent)
@@ -1707,10 +1709,6 @@ step("dependent launch", make_dependent, dependent, after=before, predicted_gain
 # **Explanation.** The same machine code without the launch attribute, and a kernel that lets its successor start at once:
 
 # %%
-AT_ONCE = early.replace("        griddepcontrol_launch_dependents()\n", "").replace(
-    "griddepcontrol_wait()\n", "griddepcontrol_wait()\n        griddepcontrol_launch_dependents()\n"
-)
-make_at_once = define(AT_ONCE, globals(), "dependents at once")["make_dependent"]
 calls = {"in order": exchange_half(make_dependent), "after the exchange": dependent(make_dependent)}
 DEPENDENT = ladder.times("dependent launches", calls | {"at once": dependent(make_at_once)})
 
@@ -1754,8 +1752,7 @@ known = {name: parts for name, parts in PHASES.items() if None not in parts.valu
 phase_bars(known, "Where the time of each step goes") if known else print("no phases are recorded yet")
 
 # %% [markdown]
-# All steps at other sizes. The time of redundant counting grows with the slots; an exchange takes about as long at every
-# size. So each design has its sizes.
+# All steps at other sizes. Redundant counting grows with the slots, an exchange has a fixed cost: the package uses both.
 
 # %%
 for what, ids in OTHERS.items():
@@ -1917,8 +1914,6 @@ def make_align(num_experts, threads):
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 def gate_outputs(tokens):
     weights = torch.full((tokens, TOPK), float("nan"), device=DEVICE)
     ids = torch.full((tokens, TOPK), -7, dtype=torch.int32, device=DEVICE)
@@ -1950,6 +1945,7 @@ def align_call(outputs, ctas, threads):
 
 
 def two_launches(tokens=FEW_TOKENS):
+    """The gate with a warp per token, then the alignment with four times as many CTAs."""
     outputs = gate_outputs(tokens)
     calls = gate_call(tokens, outputs, CLUSTER, WARPS), align_call(outputs, 4 * CLUSTER, 32 * WARPS)
 
@@ -1988,6 +1984,9 @@ fused = Ladder(
     config={"num_experts": EXPERTS, "topk": TOPK, "block_size": BLOCK},
     size={"tokens": FEW_TOKENS},
 )
+outputs = routed_outputs(FEW_TOKENS)
+outputs[1][0] = outputs[1][0].flip(0)
+print("the ids of a token in another order:", check_fused(outputs))
 fused.step("two launches", two_launches())
 
 # %% [markdown]
@@ -2014,9 +2013,8 @@ say("{times}.", times=measured and ", ".join(f"{name}: {us:.2f} us" for name, us
 #
 # **Predicted gain.** One launch and two latencies less, the store and the load of the ids; but all work is on one SM.
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cache
 def make_one_cta(config, warps, max_slots):
     topk, threads, route_token = config.topk, 32 * warps, make_route(config)
@@ -2095,14 +2093,14 @@ say(
 # shared memory: **distributed shared memory**. Each CTA routes its share of the tokens, one per warp, and stores the ids in
 # the shared memory of all. After a **cluster barrier** every CTA has all ids. Then each counts all slots and writes its
 # share, as in step 1. A CTA's shared memory exists only while the CTA runs. A first barrier therefore ensures that all have
-# started; no CTA touches remote memory after the second, so CTAs may end at any time.
+# started; no CTA touches remote memory after the second, so CTAs may end at any time. Older GPUs, which have no clusters,
+# keep step 1 or two launches.
 
 # %%
 draw.cluster_ids()
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cache
 def make_cluster(config, warps, ctas, max_slots):
     topk, threads, route_token = config.topk, 32 * warps, make_route(config)
@@ -2159,9 +2157,8 @@ with fused.attempt("one cluster"):
 # %% [markdown]
 # **Explanation.** What does a barrier of the cluster take? Chains of them tell:
 
+
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-
-
 @cuda.jit
 def chain_of_cluster_barriers(out, n):
     for _ in range(n):
