@@ -260,7 +260,8 @@ class Ladder:
         reference = records.find_step(self.rows, self.reference_name)
         compared = {"previous": records.previous_step(self.rows, row), self.reference_name.split()[0]: reference}
         for label, other in compared.items():
-            if ratio := records.speedup(other, row):
+            repeats = label != "previous" and other is compared["previous"]  # the second step
+            if (ratio := records.speedup(other, row)) and not repeats:
                 parts.append(f"x{ratio} {label}")
         if "prediction_us" in row:
             parts.append(f"(predicted {row['prediction_us']:g} us)")

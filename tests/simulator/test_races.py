@@ -41,6 +41,7 @@ from moe_numba.ptx.mbarrier import (
 from moe_numba.ptx.memory import griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_arrive, bar_sync
+from moe_numba.simulator.core.errors import file_name
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the simulator's races")
 wait_stores, wait_reads = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
@@ -574,3 +575,33 @@ def test_messages_are_one_sentence_per_access():
         r"^block .* lane \d+, at kernel, test_races\.py:\d+, writes index 0 of out .*, which block .* lane \d+ at "
     )
     assert re.match(pattern + r"kernel, test_races\.py:\d+ wrote; nothing orders the two: .*$", str(caught.value))
+
+
+def test_the_remedy_of_an_update_is_an_atomic_operation():
+    @cuda.jit
+    def count(total):
+        total[0] = total[0] + int32(1)
+
+    @cuda.jit
+    def shift(tile):
+        i = cuda.threadIdx.x
+        value = tile[(i + 1) % 64]
+        tile[i] = value
+
+    def message(kernel):
+        with simulator.races(), pytest.raises(simulator.DataRace) as caught:
+            kernel[1, 64](np.zeros(64, np.int32))
+        return str(caught.value)
+
+    assert "if threads update one element here, it needs an atomic operation; otherwise, between" in message(count)
+    assert "atomic" not in message(shift) and message(shift).endswith("between the two accesses")
+
+
+def test_cells_of_notebooks_have_a_readable_name():
+    namespace = {"cuda": cuda}
+    source = "@cuda.jit\ndef kernel(x):\n    x[99] = 1\n"
+    exec(compile(source, "/tmp/ipykernel_7/3051.py", "exec"), namespace)
+    with pytest.raises(simulator.OutOfBounds) as caught:
+        namespace["kernel"][1, 1](np.zeros(1, np.int32))
+    assert file_name("/tmp/ipykernel_7/3051.py") == "cell" and file_name("/tmp/kernels.py") == "kernels.py"
+    assert "3051" not in str(caught.value)

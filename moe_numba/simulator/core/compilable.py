@@ -9,12 +9,11 @@ be constants. A kernel without source (made by `exec`) is not checked.
 import ast
 import builtins
 import linecache
-import os
 import types
 import weakref
 
 from moe_numba.simulator.async_.uses_async import names_in, values_of
-from moe_numba.simulator.core.errors import CompileError, Deadlock
+from moe_numba.simulator.core.errors import CompileError, Deadlock, file_name
 
 _UNSUPPORTED = {
     ast.Dict: "a dict",
@@ -202,4 +201,4 @@ class _Checker:
     def _place(self, node):
         code = self.function.__code__
         where = "" if self.function is self.kernel else f" (device function {code.co_name})"
-        return f"{os.path.basename(code.co_filename)}:{node.lineno}{where}"
+        return f"{file_name(code.co_filename)}:{node.lineno}{where}"

@@ -119,10 +119,15 @@ class _InternalFiles(dict):
 is_internal_file = _InternalFiles()
 
 
+def file_name(path):
+    """Return the name that messages show for a source file; cells of a notebook have made-up names."""
+    return "cell" if "ipykernel_" in os.path.dirname(path) else os.path.basename(path)
+
+
 def location_of(code, instruction):
     """Format where an instruction of a code object stands: function, file and line."""
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
-    return f"{code.co_name}, {os.path.basename(code.co_filename)}:{line}"
+    return f"{code.co_name}, {file_name(code.co_filename)}:{line}"
 
 
 def source_location(frame):
@@ -130,7 +135,7 @@ def source_location(frame):
     frame = kernel_frame(frame)
     if frame is None:
         return "its first line"
-    return f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{frame.f_code.co_name}, {file_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def wait_report(threads, limit=8):

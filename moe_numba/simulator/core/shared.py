@@ -4,13 +4,11 @@ Copies and matrix instructions name shared memory by its 18-bit address in that 
 every block, so that one block of a cluster can address another's memory.
 """
 
-import os
-
 import numpy as np
 
 from moe_numba.simulator.async_.race_detector import RaceDetector
 from moe_numba.simulator.capability import SIMULATED, SM_LIMITS
-from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError
+from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError, file_name
 from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, thread_prefix
 
 MAX_SHARED_BYTES = 1024 * SM_LIMITS[SIMULATED].shared_kib_of_a_block
@@ -124,7 +122,7 @@ class SharedMemory:
             return Array(allocation.array[:usable].view(dtype), allocation.name, allocation)
         # The instruction, not the line: one line may declare two arrays. The shape too: closures share their code.
         key = frame.f_code, frame.f_lasti, shape, dtype, alignment
-        name = f"the shared array of {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        name = f"the shared array of {file_name(frame.f_code.co_filename)}:{frame.f_lineno}"
         allocation = self._allocation(key, name)
         return Array(allocation.array, allocation.name, allocation)
 

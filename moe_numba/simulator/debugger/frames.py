@@ -2,7 +2,6 @@
 
 import contextlib
 import linecache
-import os
 import sys
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
-from moe_numba.simulator.core.errors import is_internal_file
+from moe_numba.simulator.core.errors import file_name, is_internal_file
 from moe_numba.simulator.profiler.control_flow import belongs_to_kernel
 
 
@@ -80,7 +79,7 @@ def frames_of_error(error):
 
 def format_place(code, line):
     """Format a place in the source: function, file and line."""
-    return f"{code.co_name}, {os.path.basename(code.co_filename)}:{line}"
+    return f"{code.co_name}, {file_name(code.co_filename)}:{line}"
 
 
 def source_line(path, number):

@@ -35,7 +35,10 @@ def _remedy(earlier, later):
     """Return what would order the two accesses."""
     if earlier.operation is not None:
         return f"{earlier.operation.remedy}, then let other threads know (a barrier, or release and acquire)"
-    return ("atomic operations, or " if _same_line(earlier, later) else "") + _ordering(earlier.thread, later.thread)
+    ordering = _ordering(earlier.thread, later.thread)
+    if _same_line(earlier, later):
+        return f"if threads update one element here, it needs an atomic operation; otherwise, {ordering}"
+    return ordering
 
 
 def _same_line(a, b):
@@ -52,8 +55,8 @@ def _ordering(a, b):
         )
     if a.block is b.block:
         if a.warp == b.warp:
-            return "between lanes of a warp it needs cuda.syncwarp, or a barrier of the block"
-        return "between warps of a block it needs cuda.syncthreads, another barrier, or release and acquire"
+            return "between lanes of a warp it needs cuda.syncwarp, or a barrier of the block, between the two accesses"
+        return "between warps of a block it needs cuda.syncthreads or another barrier, between the two accesses"
     if a.block.cluster is b.block.cluster:
         return "between blocks of a cluster it needs the cluster barrier, or release and acquire at cluster scope"
     if a.grid.rank == b.grid.rank:

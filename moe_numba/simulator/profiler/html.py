@@ -2,8 +2,8 @@
 
 import html
 import linecache
-import os
 
+from moe_numba.simulator.core.errors import file_name
 from moe_numba.simulator.profiler.counters import METRICS
 
 _STYLE = """
@@ -45,7 +45,7 @@ def _kernel(kernel, counter):
     for path, number in _source_lines(kernel):
         if path != file:
             file = path
-            rows.append(f'<tr><th></th><th></th><th class="source">{html.escape(os.path.basename(path))}</th></tr>')
+            rows.append(f'<tr><th></th><th></th><th class="source">{html.escape(file_name(path))}</th></tr>')
         rows.append(_row(path, number, counted.get((path, number)), metric, most))
     described = html.escape(metric.description)
     return f"<p><b>{html.escape(title)}</b><br>{described}</p><table>{''.join(rows)}</table>"

@@ -2,10 +2,10 @@
 
 import json
 import linecache
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_numba.simulator.core.errors import file_name
 from moe_numba.simulator.profiler import html, static
 from moe_numba.simulator.profiler.counters import METRICS, LineCounters, ratio
 from moe_numba.simulator.profiler.occupancy import gpu_properties
@@ -187,7 +187,7 @@ def _cell(value):
 def _kernel_table(kernel) -> Iterator[str]:
     """Yield the lines of a kernel's table."""
     lines, total = kernel.lines, kernel.total
-    yield f"kernel {kernel.name} ({os.path.basename(kernel.file)})"
+    yield f"kernel {kernel.name} ({file_name(kernel.file)})"
     for launch in kernel.launches[:3]:
         yield f"  {describe_launch(launch)}"
     if len(kernel.launches) > 3:
@@ -201,7 +201,7 @@ def _kernel_table(kernel) -> Iterator[str]:
     for i, line in enumerate(lines):
         if line.file != file:
             file = line.file
-            yield f"  {os.path.basename(file)}"
+            yield f"  {file_name(file)}"
         yield f"{line.line:6}  {row([cells[i] for _, cells in columns])}  {source_text(line)}"
     yield " total  " + row([cells[-1] for _, cells in columns])
     yield f"  bytes: {describe_bytes(total)}"
