@@ -1744,8 +1744,11 @@ ladder.measure_all()
 ladder.save(notebook_sources("notebooks/03_align_one_launch.py"))
 
 # %%
-PEERS = {name.removeprefix("peer:"): recorded_us(name, 4096) for name in (records.peers(ALIGN) if ALIGN else [])}
-ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in PEERS.items() if us})
+PEERS = {}
+for step_of_peer in records.peers(ALIGN) if ALIGN else ():
+    row = records.find(ALIGN, step=step_of_peer, size={"tokens": 4096}, config=CONFIG)
+    PEERS[f"{step_of_peer.removeprefix('peer:')} {row['version'].rpartition('@')[2]}"] = row["kernel_us"]["median"]
+ladder.plot(floor_us=FLOOR_US, peers=PEERS)
 
 # %%
 known = {name: parts for name, parts in PHASES.items() if None not in parts.values()}
@@ -1762,8 +1765,8 @@ for what, ids in OTHERS.items():
 # %% [markdown]
 # ## 7. The sweep over tokens
 #
-# Measured by `python -m moe_numba bench align`, with the kernels of SGLang and vLLM in the same run. `sglang-v2` also
-# uses programmatic dependent launch; "in order" is the package's kernel without it.
+# Measured by `python -m moe_numba bench align`, with the kernels of SGLang and vLLM in the same run (their commits are in the
+# figure above). `sglang-v2` also uses programmatic dependent launch; "in order" is the package's kernel without it.
 
 # %%
 LINES = {"moe_numba": "final", "moe_numba, in order": "final, in order", "torch": "torch"}
