@@ -232,11 +232,11 @@ class Ladder:
             and the recorded times are returned; None if there are none, or if the GPU cannot run one of them.
         """
         self.diagnosis.pop(name, None)
-        if self.untimed:
-            for call in calls.values():
-                (call[0] if isinstance(call, list) else call)()
-            return (self.record or {}).get("diagnosis", {}).get(name)
         try:
+            if self.untimed:
+                for call in calls.values():
+                    (call[0] if isinstance(call, list) else call)()
+                return (self.record or {}).get("diagnosis", {}).get(name)
             measured = kernel_times(calls)
         except Exception as error:
             if (reason := why_not_run(error)) is None:

@@ -43,6 +43,11 @@ TOPICS = (
         ("align_ladder", "align_small_ladder"),
     ),
     Topic(
+        "03_align_one_launch",
+        "the alignment in one launch, without a sort kernel, and fused with the gate",
+        records=("align_one_launch_ladder", "gate_align_ladder"),
+    ),
+    Topic(
         "04_shared_experts",
         "shared-expert fusion: route the shared expert like a routed one",
         "SGLang",

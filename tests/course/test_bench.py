@@ -318,6 +318,16 @@ def test_diagnostic_kernels_that_a_gpu_cannot_run_have_no_times(measured, monkey
     assert "phases: not run: loads needs compute capability 9.0" in capsys.readouterr().out
 
 
+def test_diagnostic_kernels_that_the_simulator_refuses_have_no_times(simulated, capsys):
+    def refused():
+        raise UnsupportedDeviceError("loads needs compute capability 9.0")
+
+    assert Ladder("gate", check).times("phases", {"loads": refused}) is None
+    assert "phases: not run: loads needs compute capability 9.0" in capsys.readouterr().out
+    with pytest.raises(ZeroDivisionError):
+        Ladder("gate", check).times("phases", {"loads": lambda: 1 / 0})
+
+
 # The figures
 
 

@@ -7,7 +7,17 @@ from helpers.schedules import schedule
 
 from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
 from moe_numba.course.bench.layer_figure import layer_bars
-from moe_numba.course.draw import align, combine, dispatch, dispatch_layout, gate, grouped_gemm, hopper, shared_experts
+from moe_numba.course.draw import (
+    align,
+    align_one_launch,
+    combine,
+    dispatch,
+    dispatch_layout,
+    gate,
+    grouped_gemm,
+    hopper,
+    shared_experts,
+)
 from moe_numba.course.draw.canvas import check_range, text
 from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
 from moe_numba.course.draw.warp_loads import warp_loads
@@ -45,6 +55,8 @@ LOAD_TITLES = (
     "crossing: 5 lines, 17 sectors, 512 of 544 bytes used",
 )
 KERNELS = [("sigmoid", 0.0, 8.0), ("gatherTopK", 10.0, 250.0), ("bitonicSort", 260.0, 122.0)]
+EXPERT = [f"expert {e}" for e in range(4)]
+WORDS = [*EXPERT, EXPERT[0], "launch", EXPERT[1], "launch", *EXPERT[:2], "launch", *EXPERT[2:], "launch"]
 
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
     "thread model": (gate.thread_model, (128, 4), {"lane": range(32)}),
@@ -66,7 +78,15 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     "Blelloch's scan": (align.blelloch, (COUNTS,), {"copy": 7, "add": 2 * 14}, "start"),
     "warp scan": (align.warp_scan, (COUNTS,), {"shuffle": 7 + 6 + 4}, "offset = 4"),
     "two-level scan": (align.two_level_scan, (), {"barrier": 2, "sum": 4, "before": 4}, "barrier"),
-    "writers": (align.element_writers, (torch.arange(8).view(4, 2), 4, 8, 3), {"slot": range(8), "padding": 24}),
+    "two launches": (align_one_launch.two_launches, (), {"count": 5, "sort kernel": 4, "idle": 2}, "SM 0", "exchange"),
+    "writers": (
+        align_one_launch.element_writers,
+        (torch.arange(8).view(4, 2), 4, 8, 3),
+        {"slot": range(8), "padding": 24},
+        "expert block 7: expert 7",
+    ),
+    "words of counts": (align_one_launch.count_words, (), {"word": 4, "part": WORDS}, "2 counts", "byte 12"),
+    "cluster": (align_one_launch.cluster_ids, (3,), {"ids": 9, "store": 9}, "shared memory of CTA 2"),
     "bank conflicts": (dispatch_layout.banks, (), {"marked": [2] * 8 + [2, 3, 4, 5, 6, 7, 0, 1]}, *WAVEFRONTS),
     "buffer map": (dispatch_layout.buffer_map, (1 << 20,), {"data": 1, "entry": [*range(8)] * 3}),
     "rings of 4 slots": (dispatch.queues, (SMALL_RING,), {"slot": 8 * 4, "section": 6}, "head", "tail"),

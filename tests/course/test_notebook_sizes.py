@@ -58,3 +58,18 @@ def test_align_notebook_runs_with_other_sizes(tmp_path):
     path = tmp_path / "02_align.py"
     path.write_text(source)
     execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
+
+
+def test_align_one_launch_notebook_runs_with_other_sizes(tmp_path):
+    """No size is a power of two, the experts fill no whole warps, and the CTAs do not divide by two."""
+    source = (Path(__file__).parents[2] / "notebooks" / "03_align_one_launch.py").read_text()
+    for name, sizes, others in (
+        ("EXPERTS, TOPK, BLOCK", "(64, 4, 16)", "(48, 6, 7)"),
+        ("TOKENS, FEW_TOKENS", "(64, 8)", "(50, 7)"),
+        ("CTAS, THREADS", "(6, 128)", "(5, 96)"),
+    ):
+        assert f"{name} = {sizes} if SIMULATED" in source
+        source = source.replace(f"{name} = {sizes}", f"{name} = {others}")
+    path = tmp_path / "03_align_one_launch.py"
+    path.write_text(source)
+    execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
