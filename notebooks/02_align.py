@@ -344,9 +344,9 @@ measure("torch", torch_align, operations=len(count.names))
 # CTAs: each thread takes a slot, adds 1 to its expert's `cumsum` and gets the slot's place. Before both, torch fills
 # `sorted_token_ids` with `numel`.
 #
-# SGLang's kernel has a parameter `experts_per_warp = 32`, which suggests private counters per warp. But the index `expert // 32
-# * 32 + expert % 32` equals `expert`: all threads share one histogram. In the loop that clears it, all 32 lanes of a warp write
-# the same 32 words. Comment lines such as `# scan` mark the phases; later cells use them.
+# SGLang's kernel has a parameter `experts_per_warp = 32`, which suggests private counters per warp. But the index
+# `expert // 32 * 32 + expert % 32` equals `expert`: all threads share one histogram. In the loop that clears it, all 32 lanes
+# of a warp write the same 32 words. Comment lines such as `# scan` mark the phases; later cells use them.
 
 
 # %%
@@ -912,7 +912,7 @@ gain = before["scan"] - scan_us if before else None
 measure("0x3 Blelloch scan", version(make_blelloch), after="0x3 plain counters", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** 256 iterations become 16 levels, but not 16 times faster: a level has a barrier, two loads and a store. Its
+# **Explanation.** 256 iterations become 16 levels, but not 16 times faster: a level has a barrier, two loads and a store or two. Its
 # strided accesses have bank conflicts, too: step 6 counts them, [small step 3](#Small-step-3:-pad-the-rows) explains them.
 
 # %%
@@ -1288,7 +1288,7 @@ exercise("align-1").check(scan_64)
 #
 # **Bottleneck.** Two passes over the same values.
 #
-# **Idea.** The last expert's start plus its count is the total, so the first pass goes, and with it `scan_buf`: a thread keeps
+# **Idea.** The last expert's start plus its count is the total, so the first pass disappears, and with it `scan_buf`: a thread keeps
 # its value in a register. Three barriers remain in the scan, as the article counts.
 #
 # **Predicted gain.** Fewer barriers * a barrier + 10 shuffles + 2 shared loads.

@@ -116,7 +116,7 @@ def ladder_figure(
         )
         levels = vertical_lines(figure, axes, lines)
         if any("kernel_us" in row and _is_slower(rows, row) for row in rows):
-            caption = f"Grey: slower than the step before. {caption}".rstrip()
+            caption = "; ".join(filter(None, [caption, "grey: slower than the step before"]))
         _finish(figure, axes, title, caption, rows=len(rows), levels=levels)
     return figure
 
