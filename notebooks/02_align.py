@@ -19,8 +19,8 @@
 # data; its time is latency, and this notebook measures which latency.
 #
 # It follows an article on SGLang's kernel
-# ([`moe_align_kernel.cu`](https://github.com/sgl-project/sglang/blob/main/sgl-kernel/csrc/moe/moe_align_kernel.cu)), whose
-# five versions you will build, measure and take apart:
+# ([`moe_align_kernel.cu`](https://github.com/sgl-project/sglang/blob/9fcf74e1d36629cc616701e2ad4cdde012372e19/python/sglang/kernels/aot/csrc/moe/moe_align_kernel.cu)).
+# The article describes five versions, 0x1 to 0x5. You will port, measure and profile each:
 #
 # | version | what it changes | author |
 # |---|---|---|
@@ -28,7 +28,7 @@
 # | 0x2 | the main kernel fills the padding ([PR 7437](https://github.com/sgl-project/sglang/pull/7437)) | ispobock |
 # | 0x3 | a parallel prefix sum, and a binary search ([PR 7794](https://github.com/sgl-project/sglang/pull/7794)) | ispobock |
 # | 0x4 | a prefix sum from warp shuffles ([PR 7884](https://github.com/sgl-project/sglang/pull/7884)) | yuan-luo |
-# | 0x5 | a second CTA fills; shorter buffers ([PR 14133](https://github.com/sgl-project/sglang/pull/14133)) | the community |
+# | 0x5 | a second CTA fills; shorter buffers ([PR 14133](https://github.com/sgl-project/sglang/pull/14133)) | BBuf, after jinzhen-lin's [vLLM PR 29642](https://github.com/vllm-project/vllm/pull/29642) |
 
 # %%
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
@@ -61,7 +61,7 @@ from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.kernel_phases import phases_of, until, without_earlier
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.prose import say
-from moe_numba.course.simulate import changed_source, define, in_simulator
+from moe_numba.course.simulate import changed_source, define, in_simulator, source_with_dependencies
 from moe_numba.course.source_diff import OpCounter, change
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime import sass
@@ -84,13 +84,14 @@ first_us, last_us = recorded_us(LADDER, "0x1 baseline"), recorded_us(LADDER, "0x
 sglang_us, final_us = recorded_us(ALIGN, "peer:sglang-aot"), recorded_us(ALIGN, "final")
 say(
     "**Result**, recorded on an H200, 4096 tokens, 256 experts, top-8, blocks of 16: the Numba port of 0x1 takes {first:.1f} "
-    "us, the port of 0x5 {last:.1f} us. SGLang's own compiled kernel, which 0x5 became, takes {peer:.1f} us, so the port {verdict} it. The "
-    "package's final kernel, which [03_align_one_launch](03_align_one_launch.ipynb) builds, takes {final:.1f} us and returns "
-    "the same order in every run.",
+    "us, the port of 0x5 {last:.1f} us. SGLang's compiled kernel takes {peer:.1f} us; the port of 0x5 is {percent:.0f} % {verdict} "
+    "(section 6 names the differences). The package's final kernel, which [03_align_one_launch](03_align_one_launch.ipynb) "
+    "builds, takes {final:.1f} us and returns the same order in every run.",
     first=first_us,
     last=last_us,
     peer=sglang_us,
-    verdict=last_us and sglang_us and ("is slower than" if last_us > sglang_us else "is not slower than"),
+    percent=last_us and sglang_us and abs(100 * (last_us / sglang_us - 1)),
+    verdict=last_us and sglang_us and ("slower" if last_us > sglang_us else "faster"),
     final=final_us,
 )
 
@@ -128,9 +129,10 @@ print("sorted_token_ids", torch.full((int(padded.sum()),), numel).scatter_(0, pl
 print("expert_ids      ", torch.arange(4).repeat_interleave(padded // block).tolist())
 
 # %% [markdown]
-# `wrong(outputs, ...)` compares a result with the package's reference. The article's kernels leave the slots of an expert in
-# any order and do not write parts of the tails; their results say so with the tags "any order" and "any tail". Everything
-# else must match, and outputs are poisoned before a kernel runs. The sizes may be changed:
+# `wrong(outputs, ...)` compares a result with the package's reference; `None` means no error. The article's kernels leave the
+# slots of an expert in any order, and the tail unwritten or only partly written; their results carry the tags "any order" and
+# "any tail". Everything else must match, and outputs are poisoned before a kernel runs. The next cell sets the sizes. Recorded
+# times belong to the H200 sizes only.
 
 # %%
 SIMULATED = simulator.ENABLED
@@ -152,9 +154,12 @@ print("poison:       ", wrong(poisoned(IDS, EXPERTS, BLOCK), IDS, EXPERTS, BLOCK
 # %% [markdown]
 # ## 2. Lower bound
 #
-# The bytes are no limit: each id is read once, each output written once, and an empty kernel takes longer than that. What
-# costs time is a chain of operations that wait for each other: load an id, add to a counter, wait at a barrier. The next cell
-# measures what one link of such a chain costs, in kernels whose every operation needs the result of the one before.
+# The lower bound of a step is the longer of two times: its bytes at copy bandwidth, and an empty kernel; figures call it *speed
+# of light*. Here an empty kernel takes longer than the bytes.
+#
+# What costs time is a chain of operations that wait for each other: load an id, add to a counter, wait at a barrier. The next
+# two cells measure one link of such chains. A link includes its address arithmetic: a shared load is one load instruction and
+# three dependent integer instructions.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FULL = 0xFFFFFFFF  # all 32 lanes
@@ -236,7 +241,8 @@ def chain_calls(links):
 
 
 # %%
-E, T, K = (256, 4096, 8) if SIMULATED else (EXPERTS, TOKENS, TOPK)  # of the times: without a GPU, of the record
+# the sizes that times belong to; without a GPU those of the record
+E, T, K = (256, 4096, 8) if SIMULATED else (EXPERTS, TOKENS, TOPK)
 N, TIMED_LENGTH = T * K, sizes(T * K, BLOCK, E)[0]
 ladder = Ladder(
     "align_ladder",
@@ -254,7 +260,7 @@ if chains:
     EMPTY_US = chains["empty kernel"]
     NS = {name: 1000 * (chains[f"{name} x 2048"] - chains[f"{name} x 1024"]) / 1024 for name in CHAINS}
 KNOWN = bool(NS)  # whether times are measured or recorded, for the predictions
-BYTES = 4 * (NUMEL + LENGTH + LENGTH // BLOCK + 1)
+BYTES = 4 * (N + TIMED_LENGTH + TIMED_LENGTH // BLOCK + 1)
 LIMITS = chip_limits()
 FLOOR_US = max(BYTES / LIMITS.copy_bandwidth * 1e6, EMPTY_US)
 print(LIMITS, f"\n{BYTES} bytes: {BYTES / LIMITS.copy_bandwidth * 1e6:.2f} us")
@@ -270,11 +276,15 @@ say(
 # ## 3. The ladder
 #
 # Each version is checked, and timed, for the main input, for few tokens, for one token and for tokens that all choose the same
-# experts. Steps are compared by the main input.
+# experts. Steps are compared by the main input; section 6 shows the other times.
+#
+# The address of `cumsum`, whose counters the sort kernel increments, affects its time; section 7 measures how much. So all
+# versions, and all parts of them, use the same buffer.
 
 
 # %%
-CUMSUM = torch.empty(EXPERTS + 1, dtype=torch.int32, device=DEVICE)
+COUNTERS = torch.empty(33 * max(EXPERTS, 256), dtype=torch.int32, device=DEVICE)  # section 7 uses more of it
+CUMSUM = COUNTERS[: EXPERTS + 1]
 
 
 def measure(name, run, **more):
@@ -291,7 +301,7 @@ def measure(name, run, **more):
 
 
 def predict(gain_us):
-    """Print what a step should change; None, because a time that this needs is not recorded, counts as no change."""
+    """Print the predicted change; return 0 if the times it needs are not recorded."""
     print("predicted:", "unknown, no times are recorded" if gain_us is None else f"{-gain_us:+.2f} us")
     return gain_us or 0.0
 
@@ -299,7 +309,7 @@ def predict(gain_us):
 # %% [markdown]
 # ### Step 0: torch
 #
-# The reference without operations that wait for the GPU, so that a CUDA graph can hold it.
+# The reference, rewritten without operations that synchronise the CPU with the GPU, so that it can be captured in a CUDA graph.
 
 
 # %%
@@ -321,22 +331,22 @@ def torch_align(ids, outputs=None):
 
 with OpCounter() as count:
     torch_align(IDS)
-print(len(count.names), "operations, each at least one kernel")
-measure("torch", torch_align, latency_ns=NS or None, operations=len(count.names))
+print(f"{len(count.names)} operations, about as many kernels")
+measure("torch", torch_align, operations=len(count.names))
 
 # %% [markdown]
 # ### Step 1: the baseline, 0x1
 #
-# **Bottleneck.** Dozens of operations, each at least one kernel.
+# **Bottleneck.** About 30 kernels, one after another.
 #
 # **Idea.** Two kernels of our own. The **main kernel** is a single CTA of 1024 threads. It counts into shared memory with
 # atomic additions, one thread computes the scan, and one thread per expert writes `expert_ids`. The **sort kernel** has many
 # CTAs: each thread takes a slot, adds 1 to its expert's `cumsum` and gets the slot's place. Before both, torch fills
 # `sorted_token_ids` with `numel`.
 #
-# SGLang passes `experts_per_warp = 32`, as if each warp counted for its own 32 experts. The index says otherwise: `expert //
-# 32 * 32 + expert % 32` is `expert`, and all threads add to all counters. Comment lines such as `# scan` mark the phases;
-# later cells use them.
+# SGLang's kernel has a parameter `experts_per_warp = 32`, which suggests private counters per warp. But the index
+# `expert // 32 * 32 + expert % 32` equals `expert`: all threads share one histogram. In the loop that clears it, all 32 lanes
+# of a warp write the same 32 words. Comment lines such as `# scan` mark the phases; later cells use them.
 
 
 # %%
@@ -412,9 +422,15 @@ def run_baseline(ids, outputs):
 
 
 # %% [markdown]
-# **Predicted gain.** Three launches. Counting waits for a load from L2 in every iteration. The scan is a loop of one thread:
-# its time is its instructions, one per 4 clocks if each needs the result of the one before. SASS shows how many there are per
-# expert. The sort kernel waits for a load and for an atomic operation.
+# **Predicted gain.** torch's time less the sum of four parts, computed from the links above and from **SASS**, the GPU's machine
+# code:
+#
+# - `fill`: an empty kernel;
+# - `count`: an empty kernel + slots / 1024 threads / loads at once * a load from L2. The compiler unrolls the loop by 4 and
+#   issues four loads at once;
+# - `scan`: experts * instructions per expert * 4 clocks. Assumption: 4 clocks per instruction, the latency of dependent integer
+#   instructions on Hopper; an upper bound where instructions are independent;
+# - `sort`: an empty kernel + a load from L2 + a global atomic.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -422,45 +438,52 @@ POINTERS_AND_SIZES = ("int32*",) * 5 + ("int32",) * 3
 
 
 @cache
-def opcodes_of(make):
-    """The SASS instructions of a version for 256 experts, in order; empty without nvdisasm."""
+def code_of(make):
+    """The machine code of a version for 256 experts; None without nvdisasm."""
     if sass.disassembler() is None:
-        print("nvdisasm is missing: install nvidia-cuda-nvdisasm")
-        return []
+        return print("nvdisasm is missing: install nvidia-cuda-nvdisasm")
     mix = instruction_mix({"kernel": (f"{make.__name__}(256)", POINTERS_AND_SIZES, 1024)}, functions=[make])
-    return mix.codes["kernel"].opcodes
+    return mix.codes["kernel"]
+
+
+def number(opcodes, name):
+    return sum(opcode.startswith(name) for opcode in opcodes)
+
+
+def loop_with(make, name):
+    """The instructions of the longest loop that contains this one; empty without nvdisasm."""
+    code = code_of(make)
+    loops = [code.opcodes[first : last + 1] for first, last in code.loops] if code else []
+    return max((body for body in loops if number(body, name)), key=len, default=[])
 
 
 def instructions_per_expert(make):
-    """SASS instructions of the scan's loop, with its set-up, per expert; None without nvdisasm."""
-    opcodes = opcodes_of(make)
-    branches = [n for n, opcode in enumerate(opcodes) if opcode.startswith("BRA")]
-    loads = [n for n, opcode in enumerate(opcodes) if opcode.startswith("LDS")]  # one per expert
-    if not loads:
-        return None
-    start, end = max(n for n in branches if n < loads[0]), min(n for n in branches if n > loads[0])
-    return (end - start) / sum(start < n < end for n in loads)  # the compiler unrolls the loop
+    """SASS instructions of the scan's loop per expert, which is per shared load: the compiler unrolls the loop."""
+    body = loop_with(make, "LDS")
+    return len(body) / number(body, "LDS") if body else None
 
 
 # %%
-PER_EXPERT = instructions_per_expert(make_baseline)
+PER_EXPERT, AT_ONCE = instructions_per_expert(make_baseline), number(loop_with(make_baseline, "ATOMS"), "LDG")
 PREDICTED = {}  # microseconds of each phase
 if KNOWN and PER_EXPERT:
     PREDICTED["fill"] = EMPTY_US
-    PREDICTED["count"] = EMPTY_US + N / 1024 * NS["a load from the L2"] / 1000
+    PREDICTED["count"] = EMPTY_US + N / 1024 / AT_ONCE * NS["a load from the L2"] / 1000
     PREDICTED["scan"] = E * PER_EXPERT * 4 / LIMITS.boost_clock * 1e6
     PREDICTED["sort"] = EMPTY_US + (NS["a load from the L2"] + NS["a global atomic"]) / 1000
 gain = us("torch") - sum(PREDICTED.values()) if PREDICTED else None
-print("instructions per expert:", PER_EXPERT, " phases:", {phase: round(time, 1) for phase, time in PREDICTED.items()})
+print(
+    f"{PER_EXPERT} instructions per expert, {AT_ONCE} loads at once;", {p: round(us, 1) for p, us in PREDICTED.items()}
+)
 
 # %%
 measure("0x1 baseline", run_baseline, after="torch", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The total says little about the parts. `until(make, phase)` builds the same main kernel, cut off after a phase;
-# the differences of such kernels are the phases. The sort kernel is timed alone. It must be replayed many times, and each replay
-# moves the counters on, so the replayed one masks the place: the same loads, atomic operations and scattered stores, always
-# inside the array.
+# **Explanation.** `until(make, phase)` builds the same main kernel, cut off after a phase; the differences of such kernels are
+# the phases. The cut loses no work, because stores and atomic operations on shared memory stay; but without a global store the
+# compiler may load the ids through the read-only path (`LDG.E.CONSTANT` instead of `LDG.E`). The sort kernel is timed alone.
+# Every replay advances the counters, so `sort_replayed` wraps the place into the array with a mask.
 
 
 # %%
@@ -477,12 +500,12 @@ PHASES, ORDER = {}, ["fill", "count", "scan", "expert_ids", "sort"]  # the order
 
 def phases(name, make, fill=False):
     """Time the main kernel cut off after each of its phases, the sort kernel, and a fill by torch."""
-    outputs, starts, cumsum = poisoned(IDS, EXPERTS, BLOCK), CUMSUM.clone(), CUMSUM.clone()
-    launch_main(make(EXPERTS), IDS, outputs, starts)  # where each expert starts, for the sort kernel
+    outputs = poisoned(IDS, EXPERTS, BLOCK)
+    launch_main(make(EXPERTS), IDS, outputs, CUMSUM)  # where each expert starts, for the sort kernel
     calls = {"fill": partial(outputs[0].fill_, NUMEL)} if fill else {}
     for phase in phases_of(make):
-        calls[phase] = partial(launch_main, until(make, phase, globals())(EXPERTS), IDS, outputs, cumsum)
-    calls["sort"] = partial(launch, sort_replayed, -(-NUMEL // 256), 256, IDS, outputs[0], starts, NUMEL, MASK)
+        calls[phase] = partial(launch_main, until(make, phase, globals())(EXPERTS), IDS, outputs, CUMSUM)
+    calls["sort"] = partial(launch, sort_replayed, -(-NUMEL // 256), 256, IDS, outputs[0], CUMSUM, NUMEL, MASK)
     if times := ladder.times(f"phases of {name}", calls):
         PHASES[name] = {phase: round(us, 2) for phase, us in without_earlier(times, phases_of(make)).items()}
         (ladder.row(name) or {})["phases_us"] = PHASES[name]  # recorded with the step
@@ -522,7 +545,8 @@ counting = ladder.times(
         "no atomics": partial(launch_main, until(no_atomics, "count", globals())(EXPERTS), IDS, outputs, CUMSUM),
     },
 )
-print("atomic instructions of the main kernel:", {opcode for opcode in opcodes_of(make_baseline) if "ATOM" in opcode})
+atomics = {opcode for opcode in loop_with(make_baseline, "ATOMS") if "ATOM" in opcode}
+print("atomic instructions of the main kernel:", atomics or "unknown")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: check the sentences against the figures
@@ -530,7 +554,7 @@ BASE = PHASES.get("0x1 baseline", {})
 say(
     "The serial scan is the largest part, {scan:.1f} of {total:.1f} us: the article is right to call it a bottleneck. The "
     "second largest is the sort kernel, {sort:.1f} us, where waiting for one load and one atomic operation explains {simple:.1f}. "
-    "The article's other suspect are the atomic additions of the counting: it takes {count:.1f} us, {same:.1f} if all tokens "
+    "The article also suspects the atomic additions in the count phase: it takes {count:.1f} us, {same:.1f} if all tokens "
     "choose the same experts, and {none:.1f} without atomic additions. The additions are `ATOMS.POPC.INC`, which counts the lanes "
     "of a warp with the same address in one operation; the compiler chooses it if 1 is added and the result is not used.",
     scan=BASE.get("scan"),
@@ -547,12 +571,12 @@ say(
 #
 # **Bottleneck.** The fill is a launch of its own; the bar above shows its part.
 #
-# **Idea.** The main kernel fills the used part of `sorted_token_ids` at its end, and the sort kernel overwrites the places
-# that get a slot. A store of 16 bytes writes four elements: `st_global_s32x4` is `st.global.v4.s32`. (C++ needs a type for it,
-# the article's `AlignedArray<int32_t, 4>`.) The article expects four times the bandwidth of single stores, and almost no cost.
+# **Idea.** The main kernel fills the used part of `sorted_token_ids` at its end, and the sort kernel overwrites the places that
+# get a slot. `st_global_s32x4`, which is `st.global.v4.s32`, stores four elements at once. The article expects four times the
+# bandwidth of single stores, and almost no cost.
 #
-# **Predicted gain.** The launch of the fill goes, but the whole array now leaves through one SM. This is what one CTA needs
-# for nothing but a fill, with both kinds of store:
+# **Predicted gain.** `fill` - used part * (a fill by one CTA - an empty kernel): the launch of the fill disappears, but the
+# used part now leaves through one SM. The next cell times one CTA that only fills the whole array, with both kinds of store.
 
 
 # %%
@@ -582,7 +606,8 @@ def only_fill_singly(sorted_token_ids, value, count):
 filled = poisoned(IDS, EXPERTS, BLOCK)[0]
 alone = lambda kernel: partial(launch, kernel, 1, THREADS, filled, NUMEL, LENGTH)
 fills = ladder.times("fills", {"16-byte stores": alone(only_fill), "4-byte stores": alone(only_fill_singly)})
-gain = BASE["fill"] - (fills["16-byte stores"] - EMPTY_US) if fills and BASE else None
+used = (N + E * BLOCK / 2) / TIMED_LENGTH  # about half of each last block is padding
+gain = BASE["fill"] - used * (fills["16-byte stores"] - EMPTY_US) if fills and BASE else None
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -590,8 +615,9 @@ def profile_fills():
     for kernel in (only_fill, only_fill_singly):
         with simulator.profile() as profile:
             launch(kernel, 1, 128, torch.zeros(4096, dtype=torch.int32), 1, 4096)
-        total = profile[kernel.py_func.__name__].total
-        print(f"{total.global_store_requests} store requests, {total.global_store_sectors} sectors of 32 bytes")
+        name = kernel.py_func.__name__
+        total = profile[name].total
+        print(f"{name}: {total.global_store_requests} store requests, {total.global_store_sectors} sectors of 32 bytes")
 
 
 in_simulator(profile_fills)
@@ -601,10 +627,11 @@ in_simulator(profile_fills)
 sectors, clock = TIMED_LENGTH / 8, LIMITS.boost_clock / 1e6
 clocks = fills and {kind: (time - EMPTY_US) * clock / sectors for kind, time in fills.items()}
 say(
-    "Filling the array with one CTA takes {wide:.2f} us with 16-byte stores and {single:.2f} us with 4-byte stores. The lanes of "
-    "a warp store to neighbouring addresses either way, so both kernels write the same sectors of 32 bytes; wide stores only "
-    "need a quarter of the instructions. The SM spends {a:.1f} and {b:.1f} clocks per sector. The path from an SM to L2 is the "
+    "{used:.0f} % of the array are used. Filling all of it with one CTA takes {wide:.2f} us with 16-byte stores and {single:.2f} "
+    "us with 4-byte stores. The lanes of a warp store to neighbouring addresses either way, so both kernels write the same "
+    "sectors of 32 bytes; wide stores only need a quarter of the instructions. The SM spends {a:.1f} and {b:.1f} clocks per sector. The path from an SM to L2 is the "
     "limit, and four times the bandwidth can only come from more SMs.",
+    used=100 * used,
     wide=fills and fills["16-byte stores"],
     single=fills and fills["4-byte stores"],
     a=clocks and clocks["16-byte stores"],
@@ -665,9 +692,8 @@ def version(make, ctas=1):
 measure("0x2 padding inside", version(make_padding), after="0x1 baseline", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The loop stops at `num_tokens_post_pad`, so the tail is not filled; and it rounds up to four elements, so it
-# needs a buffer that is that long. The fill comes after all other work, so it hides behind nothing. The phases, and the same
-# two versions with few tokens:
+# **Explanation.** The tail is not filled, and rounding up to four elements needs a buffer that is that long. The fill comes
+# after all other work, so nothing overlaps with it. The phases, and both versions with few tokens:
 
 # %%
 phases("0x2 padding inside", make_padding)
@@ -686,14 +712,14 @@ say(
 # %% [markdown]
 # ### Step 3: plain counters, 0x3
 #
-# 0x3 changes three things. They are separate steps here, so that each gain has an owner.
+# 0x3 changes three things. They are separate steps here, so that each gain is measured alone.
 #
-# **Bottleneck.** Still the serial scan. Part of its instructions compute `warp * 32 + offset`, in 64 bits, and rounding down
-# for negative numbers as well, as Python's `//` does. The SASS shows how many.
+# **Bottleneck.** Still the serial scan. Part of its instructions compute `warp * 32 + offset` in 64 bits, with extra
+# instructions for Python's floor division of negative numbers.
 #
-# **Idea.** `shared_counts[expert]`, and one thread clears each counter.
+# **Idea.** `shared_counts[expert]`. The index becomes simpler in the scan and in counting, and one thread clears each counter.
 #
-# **Predicted gain.** The scan shrinks as the instructions of its loop do.
+# **Predicted gain.** For the scan only: `scan` * (1 - instructions per expert now / before).
 
 
 # %%
@@ -747,7 +773,8 @@ print(f"instructions of the scan per expert: {PER_EXPERT} -> {PLAIN_PER_EXPERT}"
 measure("0x3 plain counters", version(make_plain), after="0x2 padding inside", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The prediction leaves out the loop that cleared the counters, which is part of the phase `count`:
+# **Explanation.** The prediction leaves out the phase `count`: the index of its atomic additions, and the loop that cleared the
+# counters.
 
 # %%
 phases("0x3 plain counters", make_plain)
@@ -791,52 +818,15 @@ def blelloch_scan(scan_buf, scan_size):
 
 
 # %% [markdown]
-# The article steps through eight numbers. This kernel writes the array down after every step, and the rows are compared with
-# the article's.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NUMBERS = [3, 1, 7, 0, 4, 1, 6, 3]
-ROWS_OF_ARTICLE = {
-    "up, neighbours": [3, 4, 7, 7, 4, 5, 6, 9],
-    "up, 2 apart": [3, 4, 7, 11, 4, 5, 6, 14],
-    "up, 4 apart": [3, 4, 7, 11, 4, 5, 6, 25],
-    "the last becomes 0": [3, 4, 7, 11, 4, 5, 6, 0],
-    "down, pair (3, 7)": [3, 4, 7, 0, 4, 5, 6, 11],
-    "down, pairs (1, 3) (5, 7)": [3, 0, 7, 4, 4, 11, 6, 16],
-    "down, all neighbours": [0, 3, 4, 11, 11, 15, 16, 22],
-}
-
-
-@cuda.jit
-def blelloch_in_rows(values, rows, n):
-    scan_buf = cuda.shared.array(32, int32)
-    tid, row = cuda.threadIdx.x, 0
-    scan_buf[tid] = values[tid]
-    cuda.syncthreads()
-    for step in range(-3, 4):  # up with the offsets 1, 2, 4; the zero; down with the offsets 4, 2, 1
-        offset = 1 << (step + 3 if step < 0 else 3 - step)
-        ai, bi = offset * (2 * tid + 1) - 1, offset * (2 * tid + 2) - 1
-        if step == 0 and tid == n - 1:
-            scan_buf[tid] = 0
-        elif step != 0 and bi < n:
-            left, right = scan_buf[ai], scan_buf[bi]
-            scan_buf[bi] = int32(left + right)
-            if step > 0:
-                scan_buf[ai] = right
-        cuda.syncthreads()
-        rows[row * n + tid] = scan_buf[tid]
-        row += 1
-        cuda.syncthreads()
-
-
-values = torch.tensor(NUMBERS, dtype=torch.int32, device=DEVICE)
-rows = torch.full((len(ROWS_OF_ARTICLE), 8), -7, dtype=torch.int32, device=DEVICE)
-launch(blelloch_in_rows, 1, 8, values, rows, 8)
-for (name, expected), row in zip(ROWS_OF_ARTICLE.items(), rows.tolist()):
-    print(f"{name:<26}", row, "as in the article" if row == expected else f"but the article has {expected}")
+# The two sweeps of the article's eight numbers:
 
 # %%
+NUMBERS = [3, 1, 7, 0, 4, 1, 6, 3]
 draw.blelloch(NUMBERS)
+
+# %% [markdown]
+# The next cell runs `blelloch_scan` in the simulator and plays its trace, a frame per barrier; blue elements are stored in this
+# step. The figure below it shows two of the frames.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -865,11 +855,11 @@ player
 player.strip([1, 5])
 
 # %% [markdown]
-# In the kernel, the thread of an expert rounds its count up into `scan_buf`; `prefix` keeps the result. Three shared arrays
-# now: `shared_counts`, `prefix` with one element more, and `scan_buf`, whose length is the next power of two.
+# In the kernel, the thread of an expert rounds its count up into `scan_buf`, whose length is the next power of two; `prefix`
+# keeps the result.
 #
-# **Predicted gain.** The serial loop goes. Each of the levels, up and down, costs a barrier and a dependent load from shared
-# memory; two more barriers follow.
+# **Predicted gain.** `scan` - levels * (a barrier + a shared load) - 3 barriers. 256 experts have 16 levels, 8 up and 8 down.
+# The three barriers come after filling `scan_buf`, after the zero and after `prefix`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -917,13 +907,13 @@ change(make_plain, make_blelloch)
 
 # %%
 before, levels = PHASES.get("0x3 plain counters"), 2 * (next_pow2(E).bit_length() - 1)
-scan_us = (levels * (NS["a barrier"] + NS["a shared load"]) + 2 * NS["a barrier"]) / 1000 if KNOWN else None
+scan_us = (levels * (NS["a barrier"] + NS["a shared load"]) + 3 * NS["a barrier"]) / 1000 if KNOWN else None
 gain = before["scan"] - scan_us if before else None
 measure("0x3 Blelloch scan", version(make_blelloch), after="0x3 plain counters", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** From O(n) to O(log n) is not 256 / 8 times faster: the sweeps walk the tree twice, and a level is not as short
-# as an iteration of the loop.
+# **Explanation.** 256 iterations become 16 levels, but not 16 times faster: a level has a barrier, two loads and a store or two. Its
+# strided accesses have bank conflicts, too: step 6 counts them, [small step 3](#Small-step-3:-pad-the-rows) explains them.
 
 # %%
 phases("0x3 Blelloch scan", make_blelloch)
@@ -947,7 +937,9 @@ say(
 # **Idea.** A thread takes blocks instead, and searches `prefix` for the last expert that starts at or before a block. The work
 # is even for any routing, and O(log num_experts) per block.
 #
-# **Predicted gain.** For random ids an expert has few blocks, while a search is a chain of dependent loads from shared memory.
+# **Predicted gain.** `expert_ids` - blocks per thread, rounded up * 9 * a shared load. An expert has about 8 blocks, so its
+# thread stores about 8 times without waiting. The search costs 3 blocks of 9 dependent shared loads each: a loss for random
+# ids, a gain for skewed ids.
 
 
 # %%
@@ -1020,13 +1012,9 @@ measure("0x3 binary search", version(make_search), after="0x3 Blelloch scan", pr
 # %%
 phases("0x3 binary search", make_search)
 outputs = poisoned(SKEWED, EXPERTS, BLOCK)
-skewed = ladder.times(
-    "skewed ids",
-    {
-        "a thread per expert": partial(version(make_blelloch), SKEWED, outputs),
-        "binary search": partial(version(make_search), SKEWED, outputs),
-    },
-)
+makes = {"a thread per expert": make_blelloch, "binary search": make_search}
+calls = {name: partial(version(make), SKEWED, outputs) for name, make in makes.items()}
+skewed = ladder.times("skewed ids", calls)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
@@ -1039,12 +1027,12 @@ say(
 # %% [markdown]
 # ### Step 6: a scan in two levels, 0x4
 #
-# **Bottleneck.** Every level of Blelloch's tree ends with a barrier of the whole CTA: 14 for 128 experts, as the article counts.
+# **Bottleneck.** Every level of Blelloch's tree ends with a barrier of the whole CTA. The article counts 14 for 128 experts, which
+# is right for the two sweeps; the kernel has 5 more, 2 in `count` and 3 around the sweeps.
 #
 # **Idea.** The lanes of a warp exchange registers with shuffles: no shared memory, no barrier. `shfl_up` returns the value of
 # the lane `offset` below; with the offsets 1, 2, 4, 8 and 16 each lane sums up all lanes below it. At the end it subtracts its
-# own value, which makes the scan exclusive. The lanes of a warp need not run in step; the shuffle itself waits for all lanes
-# that its mask names.
+# own value, which makes the scan exclusive.
 
 
 # %%
@@ -1080,7 +1068,8 @@ player
 player.strip([0, 2])
 
 # %% [markdown]
-# The sums of all rounds, and what remains after the subtraction:
+# Lanes without a source receive their own value (white) and do not add it. Blue: received and added. The sums of all rounds, and
+# what remains after the subtraction:
 
 # %%
 draw.warp_scan(NUMBERS)
@@ -1093,11 +1082,12 @@ draw.warp_scan(NUMBERS)
 draw.two_level_scan()
 
 # %% [markdown]
-# The article has two listings of this. One computes the total, with inclusive scans; the other, the complete flow, computes the
-# starts with one pass of exclusive scans. In SGLang's source both stand one after the other: the CTA scans twice, first for the
-# total, then for the starts. The port follows the source, with a function for each pass.
+# The article's complete flow has one pass of exclusive scans. SGLang's source scans twice, first for the total, then for the
+# starts. The port follows the source, with a function for each pass.
 #
-# **Predicted gain.** The simulator counts the barriers of both versions. Shuffles replace the loads from shared memory.
+# **Predicted gain.** Fewer barriers * a barrier + 16 shared loads - 20 shuffles. The simulator counts the barriers: 9 fewer for
+# 128 experts, so 11 fewer for 256. The 16 dependent loads of the sweeps become 20 dependent shuffles, 5 for each of four warp
+# scans.
 
 
 # %%
@@ -1202,18 +1192,31 @@ def barriers(make):
     return in_simulator(count_barriers, make.__name__, functions=[make], constants=IN_SIMULATOR)
 
 
-BARRIERS = {"0x2": barriers(make_plain), "0x3": barriers(make_search), "0x4": barriers(make_two_level)}
+def count_conflicts(name):
+    torch.manual_seed(0)
+    with simulator.profile() as profile:
+        simulate(globals()[name], random_ids(8, 64, 4), 64)
+    return profile["kernel"].total.bank_conflicts
+
+
+COMPARED = {"serial": make_plain, "Blelloch": make_search, "two levels": make_two_level}
+BARRIERS = {name: barriers(make) for name, make in COMPARED.items()}
+conflicts = {
+    name: in_simulator(count_conflicts, make.__name__, functions=[make], constants=IN_SIMULATOR)
+    for name, make in COMPARED.items()
+}
 print("barriers of the main kernel, 128 experts:", BARRIERS)
+print("bank conflicts, 64 experts:", conflicts)
 
 # %%
 more_levels = levels - 14  # than for 128 experts
-fewer_barriers = BARRIERS["0x3"] - BARRIERS["0x4"] + more_levels
+fewer_barriers = BARRIERS["Blelloch"] - BARRIERS["two levels"] + more_levels
 scan_loads = levels * NS["a shared load"] - 20 * NS["a shuffle"] if KNOWN else None
 gain = (fewer_barriers * NS["a barrier"] + scan_loads) / 1000 if KNOWN else None
 measure("0x4 two-level scan", version(make_two_level), after="0x3 binary search", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** How small the scan had become before, and what it lost:
+# **Explanation.** The scan before and after:
 
 # %%
 phases("0x4 two-level scan", make_two_level)
@@ -1221,10 +1224,10 @@ phases("0x4 two-level scan", make_two_level)
 # %% [markdown]
 # #### A race in SGLang's source
 #
-# The last barrier before the search is ours. In SGLang's source, where it was added later, the first threads write `prefix[tid]`
-# and then all threads search all of `prefix`. A warp that is early reads elements that are not written yet. On a GPU the warps
-# run close together and may hide it. The simulator shows it, with its race detector and by running the kernel under several
-# seeds, that is, orders of threads:
+# The last barrier before the search is ours. In SGLang's source, the first threads write `prefix[tid]`, and all threads search
+# all of `prefix` ([PR 37663](https://github.com/sgl-project/sglang/pull/37663), still open, adds the barrier). An early warp
+# reads elements that are not written yet. On a GPU, warps that run close together may hide it. The simulator shows it with its
+# race detector, and by running the kernel under several seeds, that is, orders of threads:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1262,7 +1265,7 @@ if not SIMULATED:
 # Only some `expert_ids` come out wrong: the GEMM would multiply those blocks with another expert's matrix, and no error would
 # be raised.
 #
-# **Exercise align-2.** The kernel scans 64 counts with two warps, but each warp only knows its own lanes. Complete it.
+# **Exercise align-1.** The kernel scans 64 counts with two warps, but each warp only knows its own lanes. Complete it.
 
 
 # %%
@@ -1278,18 +1281,17 @@ def scan_64(counts, starts):
     starts[tid] = value - counts[tid]
 
 
-exercise("align-2").check(scan_64)
+exercise("align-1").check(scan_64)
 
 # %% [markdown]
 # ### Step 7: one scan
 #
 # **Bottleneck.** Two passes over the same values.
 #
-# **Idea.** The second pass knows everything: the last expert's start plus its count is the total. So the first pass goes, and
-# with it `scan_buf`, because a thread can keep its own value in a register. Three barriers remain in the scan, the three that
-# the article counts.
+# **Idea.** The last expert's start plus its count is the total, so the first pass disappears, and with it `scan_buf`: a thread keeps
+# its value in a register. Three barriers remain in the scan, as the article counts.
 #
-# **Predicted gain.** The barriers that go, ten shuffles, and two trips through shared memory.
+# **Predicted gain.** Fewer barriers * a barrier + 10 shuffles + 2 shared loads.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1327,9 +1329,9 @@ def make_one_pass(num_experts):
 change(make_two_level, make_one_pass)
 
 # %%
-BARRIERS["0x4, one pass"] = barriers(make_one_pass)
+BARRIERS["one pass"] = barriers(make_one_pass)
 print("barriers of the main kernel, 128 experts:", BARRIERS)
-fewer_barriers = BARRIERS["0x4"] - BARRIERS["0x4, one pass"]
+fewer_barriers = BARRIERS["two levels"] - BARRIERS["one pass"]
 saved_ns = fewer_barriers * NS["a barrier"] + 10 * NS["a shuffle"] + 2 * NS["a shared load"] if KNOWN else None
 gain = saved_ns / 1000 if KNOWN else None
 measure("0x4, one pass", version(make_one_pass), after="0x4 two-level scan", predicted_gain_us=predict(gain))
@@ -1343,12 +1345,13 @@ phases("0x4, one pass", make_one_pass)
 # %% [markdown]
 # ### Step 8: fill first, the starting point of 0x5
 #
-# **Bottleneck.** The fill waits for the scan, although filling the whole array only needs its length.
+# **Bottleneck.** The fill waits for the scan, which knows the used part.
 #
 # **Idea.** In its chapter on 0x5 the article starts from a kernel that fills the whole array at the beginning, one element per
-# store.
+# store. The SM can then send these stores while the threads count.
 #
-# **Predicted gain.** Wide stores to the used part become single stores to the whole array. Step 2 measured both alone.
+# **Predicted gain.** Used part * (16-byte fill - an empty kernel) - (4-byte fill - an empty kernel): a loss, from the length
+# and the width. If nothing overlaps, the step loses this; the measured difference to it is the overlap.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1386,18 +1389,22 @@ def make_filling_first(num_experts):
 change(make_one_pass, make_filling_first)
 
 # %%
-used = (N + E * BLOCK / 2) / TIMED_LENGTH  # about half of each last block is padding
 gain = used * (fills["16-byte stores"] - EMPTY_US) - (fills["4-byte stores"] - EMPTY_US) if fills else None
 run = version(make_filling_first)
 measure("0x4, filling first", run, after="0x4, one pass", predicted_gain_us=predict(gain), slower=True)
 
 # %% [markdown]
 # **Explanation.** If counting takes longer behind the fill than in the version before, the loads of the ids wait behind the
-# stores in the SM's path to L2:
+# stores in the SM's path to L2. The second measurement changes the width of the stores alone:
 
 # %%
 # after the GPU run: say in words whether counting takes longer
 phases("0x4, filling first", make_filling_first)
+text = changed_source(make_filling_first, "fill_singly(", "fill(", "make_wide")
+make_wide = define(text, globals(), "filling first, 16-byte stores")["make_wide"]
+outputs = poisoned(IDS, EXPERTS, BLOCK)
+calls = {"4-byte stores": partial(run, IDS, outputs), "16-byte stores": partial(version(make_wide), IDS, outputs)}
+print(ladder.times("filling first", calls) or "no times are recorded")
 
 # %% [markdown]
 # ### Step 9: a second CTA fills, 0x5
@@ -1407,7 +1414,8 @@ phases("0x4, filling first", make_filling_first)
 # **Idea.** The fill needs neither counts nor scan. The main kernel is launched with two CTAs: CTA 1 fills and returns, CTA 0
 # does the rest. They need no synchronisation, because the sort kernel, which overwrites the fill, is a later launch.
 #
-# **Predicted gain.** The whole phase `fill`, because CTA 1 needs less time for it than CTA 0 for the rest.
+# **Predicted gain.** `fill` + rest - max(CTA 1, CTA 0). CTA 1 takes as long as the 4-byte fill of step 2, CTA 0 an empty kernel
+# and the rest: `count`, `scan` and `expert_ids`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1446,8 +1454,11 @@ def make_parallel_fill(num_experts):
 change(make_filling_first, make_parallel_fill)
 
 # %%
-before = PHASES.get("0x4, filling first")
-gain = before["fill"] - EMPTY_US if before else None
+before, gain = PHASES.get("0x4, filling first"), None
+if before and fills:
+    rest = sum(before[phase] for phase in ("count", "scan", "expert_ids"))
+    gain = before["fill"] + rest - max(fills["4-byte stores"], EMPTY_US + rest)
+    print(f"CTA 1: {fills['4-byte stores']:.2f} us, CTA 0: {EMPTY_US + rest:.2f} us")
 run_0x5 = version(make_parallel_fill, ctas=2)
 measure("0x5 parallel fill", run_0x5, after="0x4, filling first", predicted_gain_us=predict(gain))
 
@@ -1483,11 +1494,11 @@ say(
 #     max_num_tokens_padded = topk_ids.numel() * block_size
 # ```
 #
-# **Exercise align-3.** The rule is sufficient, but not tight. Write a function that returns the fewest positions that suffice
-# for any routing. The check accepts SGLang's rule, too.
+# **Exercise align-2.** The rule is sufficient, but not tight. Write a function that returns the fewest positions that suffice
+# for any routing; all slots may choose the same expert.
 
 # %%
-exercise("align-3").check(lambda numel, num_experts, block_size: ...)
+exercise("align-2").check(lambda numel, num_experts, block_size: ...)
 
 # %% [markdown]
 # With the short buffer, both ways to fill have less to do:
@@ -1524,8 +1535,8 @@ say(
 
 # %%
 for ids, experts in ((IDS.long(), EXPERTS), (random_ids(16, THREADS, TOPK, DEVICE), THREADS)):
-    outputs, cumsum = poisoned(ids, experts, BLOCK), torch.empty(experts + 1, dtype=torch.int32, device=DEVICE)
-    result = run_both(make_parallel_fill(experts), ids, outputs, cumsum, ctas=2)
+    outputs = poisoned(ids, experts, BLOCK)
+    result = run_both(make_parallel_fill(experts), ids, outputs, COUNTERS, ctas=2)
     print(ids.dtype, experts, "experts:", wrong(result, ids, experts, BLOCK) or "correct")
 
 # %% [markdown]
@@ -1534,8 +1545,8 @@ for ids, experts in ((IDS.long(), EXPERTS), (random_ids(16, THREADS, TOPK, DEVIC
 # For at most 64 experts and fewer than 1024 slots, the article has a kernel that does everything in one launch of one CTA, and
 # without atomics: each thread has a row of counters of its own in shared memory, `tokens_cnts`.
 #
-# 1. A thread clears its row and counts its own slots there.
-# 2. The thread of an expert sums up its column. Row `t` then tells how many slots of each expert the threads before `t` have.
+# 1. Thread `t` clears row `t + 1` and counts its slots there; row 0 is zero.
+# 2. The thread of an expert sums up its column. Row `t` then holds, for each expert, the slots of the threads below `t`.
 # 3. Thread 0 scans the padded counts; the thread of an expert writes its `expert_ids`.
 # 4. A slot's place is its expert's start plus the thread's counter, which then grows by one.
 #
@@ -1649,7 +1660,8 @@ show_small("0x1 small", make_small, times)
 #
 # **Idea.** The threads fill first, then count.
 #
-# **Predicted gain.** The launch goes; what the fill costs one CTA with few threads is measured alone:
+# **Predicted gain.** `fill` - (a fill by the counting threads - an empty kernel). The next cell measures it, and a fill by the
+# 256 threads that the next step adds.
 
 # %%
 few_threads, filled = SMALL_THREADS, poisoned(SMALL_IDS, SMALL_EXPERTS, BLOCK)[0]
@@ -1732,9 +1744,9 @@ show_small("0x2 small", make_small_filling, times)
 # **Idea.** 256 more threads, the template argument `fill_threads`, fill while the others count. All must wait for each other
 # before slots overwrite the fill.
 #
-# In the article's listing the fill threads stand in a branch of their own, which calls `__syncthreads()` three times, only to
-# match the barriers of the other branch. CUDA allows a barrier in a branch only if all threads of the CTA take it. The hardware
-# counts arrivals, so the listing happens to work, but its behaviour is undefined. The simulator rejects it:
+# In the article's listing the fill threads call `__syncthreads()` three times in a branch of their own, to match the barriers
+# of the other branch. PTX's `bar.sync` permits it for whole warps; CUDA C++ does not, so the behaviour is undefined. The
+# simulator rejects it:
 
 
 # %%
@@ -1762,7 +1774,7 @@ in_simulator(try_two_branches)
 # %% [markdown]
 # In the port all threads pass the same three barriers.
 #
-# **Predicted gain.** The time that the counting threads need to fill.
+# **Predicted gain.** The fill of the counting threads - what the fill threads take longer than the counting, if they do.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1818,8 +1830,10 @@ def make_small_fill_threads(num_experts, fill_threads=FILL_THREADS):
 change(make_small_filling, make_small_fill_threads)
 
 # %%
-run = small_version(make_small_fill_threads, more_threads=FILL_THREADS)
-small_ladder.step("0x5 small", run, dtype="int32", after="0x2 small", predicted_gain_us=predict(fill_us))
+run, gain = small_version(make_small_fill_threads, more_threads=FILL_THREADS), None
+if fill_us is not None and (before := SMALL_PHASES.get("0x2 small")):
+    gain = fill_us - max(0, small_fills["fill threads"] - EMPTY_US - before["count"])
+small_ladder.step("0x5 small", run, dtype="int32", after="0x2 small", predicted_gain_us=predict(gain))
 
 # %% [markdown]
 # **Explanation.** The phase `count` now lasts as long as the slower of the fill and the counting:
@@ -1829,7 +1843,7 @@ times = small_ladder.times("phases of 0x5 small", cut_off(make_small_fill_thread
 show_small("0x5 small", make_small_fill_threads, times)
 
 # %% [markdown]
-# ### Small step 3: no bank conflicts
+# ### Small step 3: pad the rows
 #
 # **Bottleneck.** Shared memory has 32 **banks**; word `w` lies in bank `w % 32`. Lanes that access different words of one bank
 # are served one after another: a **bank conflict** costs a wavefront per word. With 64 experts a row of `tokens_cnts` is 64
@@ -1850,27 +1864,29 @@ CONFLICTS, heatmap = in_simulator(bank_conflicts, "make_small_fill_threads", fun
 HTML(heatmap)
 
 # %% [markdown]
-# **Idea.** Make rows one word longer than the experts need. The same column then lies in another bank in each row; here with 8
-# banks instead of 32:
+# **Idea.** Make rows one word longer if the number of experts is even: `num_experts | 1` words. The same column then lies in
+# another bank in each row; here with 8 banks instead of 32:
 
 # %%
 banks()
 
 # %% [markdown]
-# **Exercise align-1.** Which row pitches, in words, have no bank conflicts, for any number of experts?
+# **Exercise align-3.** Return a row pitch in words (at least `num_experts`, at most `2 * num_experts + 2`) without bank conflicts
+# for any number of experts.
 
 # %%
-exercise("align-1").check(lambda num_experts: ...)
+exercise("align-3").check(lambda num_experts: ...)
 
 # %% [markdown]
-# **Predicted gain.** An SM delivers one wavefront per clock, so each conflict that goes saves a clock.
+# **Predicted gain.** Removed conflicts / clock rate: an SM delivers one wavefront per clock, so each removed conflict saves one
+# clock. The conflicts that remain come from counters indexed by expert id, where the lanes of a warp access random columns.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_small_row_pitch(num_experts, fill_threads=FILL_THREADS):
     threads = max(num_experts, 32)
-    pitch, ends, cells = num_experts + 1, num_experts + 1, (threads + 1) * (num_experts + 1)
+    pitch, ends, cells = num_experts | 1, num_experts + 1, (threads + 1) * (num_experts | 1)
 
     @cuda.jit
     def kernel(topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, block_size, numel, length):
@@ -1926,61 +1942,65 @@ run = small_version(make_small_row_pitch, more_threads=FILL_THREADS)
 small_ladder.step("row pitch", run, dtype="int32", after="0x5 small", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The conflicts are not the whole story. In Numba a negative index counts from the end of an array, so compiled
-# code tests the sign of each index. With rows of 64 words the compiler tests once per row; with 65 words it tests in every
-# store. An unsigned index needs no test:
+# **Explanation.** In Numba a negative index counts from the end of an array, so compiled code tests the sign of each index:
+# once per row with rows of 64 words, but in every store of the clearing loop with 65. `uint32((tid + 1) * pitch + i)` would
+# remove the tests, but this sum must wrap modulo `2**32`, so each address is computed anew. With an unsigned start of the row,
+# computed before the loop, the compiler adds constants to one address:
 
 # %%
 times = small_ladder.times("phases of row pitch", cut_off(make_small_row_pitch, more_threads=FILL_THREADS))
 show_small("row pitch", make_small_row_pitch, times)
 
 # %%
-signed = "tokens_cnts[(tid + 1) * pitch + i] = 0"
-unsigned = "tokens_cnts[uint32((tid + 1) * pitch + i)] = 0"
-text = changed_source(make_small_row_pitch, signed, unsigned, "make_small_unsigned")
-make_small_unsigned = define(text, globals(), "row pitch, unsigned")["make_small_unsigned"]
-makes = {"0x5 small": make_small_fill_threads, "row pitch": make_small_row_pitch, "unsigned": make_small_unsigned}
+loop = "            for i in range(num_experts):\n                tokens_cnts["
+start = "            row = uint32((tid + 1) * pitch)\n" + loop
+text = changed_source(make_small_row_pitch, loop + "(tid + 1) * pitch + i]", start + "row + i]", "make_small_row")
+make_small_row = define(text, globals(), "row pitch, unsigned row")["make_small_row"]
+makes = {"0x5 small": make_small_fill_threads, "row pitch": make_small_row_pitch, "unsigned row": make_small_row}
 calls = {name: small_version(make, more_threads=FILL_THREADS) for name, make in makes.items()}
-assert small_ladder.check(calls["unsigned"]()) is None
+assert small_ladder.check(calls["unsigned row"]()) is None
 pitches = small_ladder.times("row pitches", calls) or {}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check that the unsigned index reaches the prediction
+if sass.disassembler():
+    source = source_with_dependencies([make_small_fill_threads, make_small_row_pitch]) + "\n" + text
+    signature = ("int32*",) * 4 + ("int32",) * 3
+    requests = {name: (f"{make.__name__}(64, 256)", signature, 320, False) for name, make in makes.items()}
+    codes = sass.compile_apart(source, requests)
+    print("instructions:", {name: len(code.opcodes) - code.count("NOP") for name, code in codes.items()})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: check that the unsigned row reaches the prediction
 say(
     "The small kernel of 0x5 takes {before:.2f} us, with the new row pitch {pitch:.2f}, and {unsigned:.2f} if the clearing loop "
-    "also has an unsigned index.",
+    "also has an unsigned row.",
     before=pitches.get("0x5 small"),
     pitch=pitches.get("row pitch"),
-    unsigned=pitches.get("unsigned"),
+    unsigned=pitches.get("unsigned row"),
 )
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-outputs, cumsum = (
-    poisoned(SMALL_IDS, SMALL_EXPERTS, BLOCK),
-    torch.empty(SMALL_EXPERTS + 1, dtype=torch.int32, device=DEVICE),
-)
+outputs = poisoned(SMALL_IDS, SMALL_EXPERTS, BLOCK)
 calls = {
-    "main and sort kernel of 0x5": partial(
-        run_both, make_parallel_fill(SMALL_EXPERTS), SMALL_IDS, outputs, cumsum, ctas=2
-    ),
+    "main and sort kernel of 0x5": partial(run_both, make_parallel_fill(SMALL_EXPERTS), SMALL_IDS, outputs, ctas=2),
     "small kernel of 0x5": small_version(make_small_fill_threads, more_threads=FILL_THREADS),
     "small kernel, row pitch": small_version(make_small_row_pitch, more_threads=FILL_THREADS),
 }
 alternatives = small_ladder.times("small kernel or two launches", calls) or {}
 say(
     "Is the small kernel worth having? For the same slots, the two kernels of 0x5 take {two:.1f} us, the small kernel of 0x5 takes "
-    "{small:.1f} us, and {pitch:.1f} us without bank conflicts.",
+    "{small:.1f} us, and {pitch:.1f} us with padded rows.",
     two=alternatives.get("main and sort kernel of 0x5"),
     small=alternatives.get("small kernel of 0x5"),
     pitch=alternatives.get("small kernel, row pitch"),
 )
 
 # %% [markdown]
-# **Exercise align-5.** The order of the small kernel is the same in every run, but not ascending: thread 0 brings slots 0, 64 and
-# 128 before thread 1 brings slot 1. Which slots must a thread take instead?
+# **Exercise align-4.** The order of the small kernel is the same in every run, but not ascending: thread 0 places slots 0, 64 and
+# 128 before thread 1 places slot 1. Which slots must a thread take instead?
 
 # %%
-exercise("align-5").check(lambda thread, threads, numel: ...)
+exercise("align-4").check(lambda thread, threads, numel: ...)
 
 # %% [markdown]
 # ## 5. A check must be able to fail
@@ -2006,23 +2026,34 @@ def swaps_two_slots(sorted_token_ids):
 trial = Ladder("align_trial", ladder.check)
 trial.step("loses a slot", lambda: (*spoiled(loses_a_slot), "any order", "any tail"), expect_wrong=True)
 trial.step("swaps two slots", lambda: spoiled(swaps_two_slots), expect_wrong=True)
-print("the second, where any order is accepted:", ladder.check((*spoiled(swaps_two_slots), "any order")))
+print("the second, where any order is accepted:", ladder.check((*spoiled(swaps_two_slots), "any order")) or "accepted")
 
 # %% [markdown]
 # ## 6. All steps
 #
-# All steps once more, interleaved, and how good the predictions were. The dashed lines are compiled kernels of other projects,
-# measured by `python -m moe_numba bench align`.
+# All steps once more, interleaved, and how good the predictions were. The dashed lines are compiled kernels of other projects
+# and their commits, measured by `python -m moe_numba bench align`: `sglang-aot` is the kernel of this notebook, `sglang-v2` is
+# SGLang's newer one, `vllm` is vLLM's.
+#
+# The port of 0x5 follows the article; `sglang-aot` differs from it: it scans twice, as in step 6, and fills with 16-byte
+# stores, where the port scans once and fills with 4-byte stores.
 
 # %%
-ladder.measure_all()
-ladder.save(notebook_sources("notebooks/02_align.py"))
-small_ladder.measure_all()
-small_ladder.save(notebook_sources("notebooks/02_align.py"))
 for steps in (ladder, small_ladder):
+    steps.measure_all()
+    steps.save(notebook_sources("notebooks/02_align.py"))
     for row in steps.rows:
         if gain := steps.gain(row["step"]):
             print(f"{row['step']:<20} {gain}")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+headings = {"few_us": f"{FEW_TOKENS} tokens", "one_us": "1 token", "skewed_us": "same experts"}
+if SIMULATED:
+    headings["few_us"] = "64 tokens"  # of the record
+print(f"{'us, other inputs':<22}", "".join(f"{heading:>14}" for heading in headings.values()))
+for step in (row["step"] for row in ladder.rows):
+    if "one_us" in (found := ladder.row(step) or {}):
+        print(f"{step:<22}", "".join(f"{found[key]:>14.2f}" for key in headings))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 PEERS = {}
@@ -2058,7 +2089,10 @@ if ALIGN:
     lines["sglang-aot"] = {tokens: stats for tokens, stats in peer.items() if tokens in lines["0x5"] or not swept}
 lines = {name: points for name, points in lines.items() if points}
 title = f"Align over tokens, {E} experts, top-{K}, blocks of {BLOCK}"
-caption = f"The ports are timed with the ladder above; sglang-aot: {plots.caption(ALIGN)}" if ALIGN else ""
+captions = ["Ports: timed by this notebook, interleaved."] if swept else []
+if "sglang-aot" in lines:
+    captions.append(f"sglang-aot: {plots.caption(ALIGN)}; the band spans its 10th to 90th percentile.")
+caption = " ".join(captions)
 plots.sweep_figure(lines, title=title, caption=caption) if lines else None
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2075,8 +2109,8 @@ say(
 # ## 7. What is left
 #
 # The sort kernel is the same in all versions. To see what it waits for, it is timed as it is, without the scattered stores,
-# without the atomic operations, and with each counter in a cache line of its own, so that more parts of L2 can work on the
-# counters.
+# with a load instead of the atomic, and with each counter in a cache line of its own, so that the counters spread over more L2
+# slices. Without atomics, `i & 127` spreads the stores: an expert has about 128 slots.
 
 
 # %%
@@ -2097,36 +2131,60 @@ def make_sort(atomic=True, scatter=True, spread=1):
 VARIANTS = {
     "as it is": {},
     "no scattered stores": {"scatter": False},
-    "no atomics": {"atomic": False},
+    "a load instead of the atomic": {"atomic": False},
     "a cache line per counter": {"spread": 32},
 }
 outputs, calls = poisoned(IDS, EXPERTS, BLOCK), {}
 launch_main(make_parallel_fill(EXPERTS), IDS, outputs, CUMSUM)  # where each expert starts
+apart = COUNTERS[max(EXPERTS, 256) :]
+apart[::32][:EXPERTS] = CUMSUM[:EXPERTS]
 for name, options in VARIANTS.items():
-    spread = options.get("spread", 1)
-    counters = torch.zeros(EXPERTS * spread, dtype=torch.int32, device=DEVICE)
-    counters[::spread] = CUMSUM[:EXPERTS]
-    arguments = IDS, outputs[0], counters, NUMEL, MASK
+    arguments = IDS, outputs[0], apart if "spread" in options else CUMSUM, NUMEL, MASK
     calls[name] = partial(launch, make_sort(**options), -(-NUMEL // 256), 256, *arguments)
 sort_us = ladder.times("sort kernel", calls) or {}
+saved = {name: sort_us["as it is"] - us for name, us in sort_us.items() if name != "as it is"}
+most = max(saved, key=saved.get, default=None)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: say which of the three removals accounts for the time
+# after the GPU run: check that one removal dominates
 say(
-    "As it is, the sort kernel takes {whole:.1f} us; without scattered stores {no_scatter:.1f}, without atomic operations "
-    "{no_atomics:.1f}, with a cache line per counter {spread:.1f}. The variant that is much faster names the limit: the stores, the "
-    "atomic operations themselves, or their few addresses, which share {cache_lines} cache lines.",
+    "As it is, the sort kernel takes {whole:.1f} us; without scattered stores {no_scatter:.1f}, with a load instead of the atomic "
+    "operation {load:.1f}, with a cache line per counter {spread:.1f}. '{most}' saves most, {saved:.1f} us. The counters "
+    "share {cache_lines} cache lines.",
     whole=sort_us.get("as it is"),
     no_scatter=sort_us.get("no scattered stores"),
-    no_atomics=sort_us.get("no atomics"),
+    load=sort_us.get("a load instead of the atomic"),
     spread=sort_us.get("a cache line per counter"),
+    most=most,
+    saved=most and saved[most],
     cache_lines=-(-4 * (E + 1) // 128),
 )
 
 # %% [markdown]
-# **Exercise align-4.** If many lanes of a warp have the same expert, one of them can add for all (a *warp-aggregated* atomic
+# The same sort kernel, with its counters at 16 addresses that are 1 KB apart:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+starts, places = CUMSUM.clone(), [256 * n for n in range(16)]  # 256 counters take 1 KB
+calls = {}
+for at in places:
+    COUNTERS[at : at + EXPERTS + 1] = starts
+    arguments = IDS, outputs[0], COUNTERS[at:], NUMEL, MASK
+    calls[f"{4 * at} bytes"] = partial(launch, sort_replayed, -(-NUMEL // 256), 256, *arguments)
+by_address = ladder.times("addresses of the counters", calls) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: check the last sentence
+say(
+    "The sort kernel takes {fastest:.1f} to {slowest:.1f} us, depending on the address of its counters; a difference of this size "
+    "between two kernels with different buffers would say nothing about the kernels.",
+    fastest=min(by_address.values(), default=None),
+    slowest=max(by_address.values(), default=None),
+)
+
+# %% [markdown]
+# **Exercise align-5.** If many lanes of a warp have the same expert, one of them can add for all (a *warp-aggregated* atomic
 # operation). The kernel computes the place of each slot; `next_place[e]` is where expert `e` continues. Change it so that a warp
-# adds to a counter once.
+# adds to a counter once. `cuda.match_any_sync(mask, value)` returns to each lane a bit mask of the lanes with the same value.
 
 
 # %%
@@ -2136,7 +2194,7 @@ def sort_aggregated(ids, next_place, places):
     places[i] = cuda.atomic.add(next_place, ids[i], 1)
 
 
-exercise("align-4").check(sort_aggregated)
+exercise("align-5").check(sort_aggregated)
 
 # %% [markdown]
 # ### The order changes from run to run
@@ -2158,22 +2216,17 @@ RUNS = 4 if SIMULATED else 50
 print(f"0x5: {distinct_results(run_0x5, IDS, RUNS)} different orders in {RUNS} runs")
 
 # %% [markdown]
-# The order decides how a GEMM may split and round its sums, so the same prompt can give other tokens. Users reported it
-# ([sglang 33511](https://github.com/sgl-project/sglang/pull/33511)), and for vLLM there is a patch that sorts again
-# ([vllm 52532](https://github.com/vllm-project/vllm/pull/52532)).
+# In Marlin's MoE GEMM, which splits K across CTAs, a slot's place decides how its sum is rounded, so the same prompt can yield
+# other tokens ([sglang 33511](https://github.com/sgl-project/sglang/pull/33511),
+# [vllm 52532](https://github.com/vllm-project/vllm/pull/52532)).
 #
-# Three things are left to gain: the second launch with its atomic operations, the counting in a single SM, and the elements that
-# are written twice, first by the fill and then by a slot. [03_align_one_launch](03_align_one_launch.ipynb) removes all three, and
-# returns the same order in every run.
+# Three things are left to gain: the second launch with its atomic operations, the counting in a single SM, and the elements
+# that are written twice. [03_align_one_launch](03_align_one_launch.ipynb) removes all three.
 #
 # ## Sources
 #
-# - The article: *sgl-kernel MoE Align Block Size Kernel*, in Chinese, by the author of 0x1; 0x2 and 0x3 are by
-#   [ispobock](https://github.com/ispobock), 0x4 by [yuan-luo](https://github.com/yuan-luo).
-# - SGLang's pull requests [7437](https://github.com/sgl-project/sglang/pull/7437),
-#   [7794](https://github.com/sgl-project/sglang/pull/7794), [7884](https://github.com/sgl-project/sglang/pull/7884) and
-#   [14133](https://github.com/sgl-project/sglang/pull/14133); the last follows
-#   [vllm 29642](https://github.com/vllm-project/vllm/pull/29642).
+# - The article: *sgl-kernel MoE Align Block Size Kernel*, in Chinese, by the author of 0x1, and the pull requests of the table
+#   above.
 # - G. E. Blelloch, *Prefix sums and their applications*, 1990.
 # - NVIDIA, *PTX ISA*: `st.global.v4`, `shfl.sync`, `atom`; *CUDA C++ Programming Guide*, on barriers in branches.
 # - What the article claims, and what is measured: [appendix_claims](appendix_claims.ipynb).

@@ -77,8 +77,7 @@ def blelloch(values):
         axes,
         0.15,
         0.15,
-        "Coloured: the elements that a step stores. Blue: a sum. Green: a copy. "
-        "A block-wide barrier follows each step.",
+        "Coloured: the elements that a step stores. Blue: a sum. Green: a copy. A CTA-wide barrier follows each step.",
     )
     return figure
 
