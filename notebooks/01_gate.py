@@ -46,7 +46,7 @@ from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.draw.warp_loads import warp_loads
 from moe_numba.course.exercises import exercise
-from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases
+from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases, resident_ctas, variants
 from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.pipe_clocks import PipeClocks, pipe_clocks
@@ -86,7 +86,7 @@ def recorded_us(record, step, **where):
 
 where = {"size": {"tokens": 16384}, "dtype": "float32", "config": CONFIG}
 compile_us, sglang, final = (recorded_us(GATE, step, **where) for step in ("torch.compile", "peer:sglang-aot", "final"))
-port = recorded_us(LADDER, "article, static")
+port = recorded_us(LADDER, "port, static sizes") or recorded_us(LADDER, "article, static")
 say(
     "Recorded on an H200 with 16384 tokens: SGLang's kernel, compiled from C++, takes {sglang:.0f} us. Our Numba port "
     "of it takes {port:.0f} us. The kernel at the end of this notebook takes {final:.1f} us: **{faster:.1f} times as "
@@ -218,14 +218,20 @@ def measure(name, run, any_order=False, **more):
 #
 # | pipe | instructions | clocks per instruction of a warp |
 # |---|---|---|
-# | FMA | float add, multiply; integer multiply | 1; 2 |
-# | ALU | integer, compare, select, minimum, maximum | 2 |
-# | XU | MUFU, popc, ffs, conversions, redux | 8 |
+# | FMA | float add, multiply | 1 |
+# | FMA | integer multiply | 2 |
+# | ALU | other integer instructions, compare, select, minimum, maximum | 2 |
+# | XU | the special function unit: MUFU, conversions, bit counts (`popc`, `ffs`), and a maximum of a warp (`redux`, step 12) | 8 |
 # | LSU | loads, stores, shuffles | 4 |
 #
 # `pipe_clocks` compiles a kernel for an H200, disassembles it, and adds up these clocks for one warp. The **issue slots** are the
-# number of instructions. The slowest pipe, times the warps per scheduler, is the time that the instructions take if some warp
-# is always ready: a lower bound that needs no GPU.
+# number of instructions. If some warp is always ready, the time in microseconds is
+#
+# clocks of the slowest pipe x (tokens / tokens per warp) / (4 x SMs) / clock rate.
+#
+# This is an estimate. It is too low where warps wait, and too high where a branch skips instructions, such as the slow path of a
+# division: they count as executed. Where the machine code has loops, we state how many shuffles a warp executes in total, and
+# the number of iterations follows.
 
 # %%
 SIGNATURE = ("float32*", "float32*", "float32*", "int32*", "int32")  # logits, bias, weights, ids, tokens
@@ -233,14 +239,19 @@ ARRAYS = ("float32[,]", "float32[]", "float32[,]", "int32[,]")
 CLOCKS = PipeClocks()
 
 
-def count(name, make, executed=None, signature=SIGNATURE):
-    """Count the clocks of ``make(*SHAPE)``. ``executed`` says how often a warp executes an opcode that is in a loop."""
-    CLOCKS.update(pipe_clocks({name: (f"{make.__name__}{SHAPE}", signature, executed)}, [make]))
+TOKENS_PER_WARP = {}
 
 
-def pipe_us(name, tokens_per_warp=1):
-    """The clocks of a warp in the slowest pipe x the warps per scheduler, in microseconds."""
-    return CLOCKS[name] * MODEL_TOKENS / tokens_per_warp / (4 * SMS) / CLOCK * 1e6
+def count(name, make, executed=None, signature=SIGNATURE, tokens_per_warp=1, threads=None):
+    """Count the clocks of ``make(*SHAPE)``, which has loops that execute its shuffles ``executed`` times in total."""
+    TOKENS_PER_WARP[name] = tokens_per_warp
+    CLOCKS.update(pipe_clocks({name: (f"{make.__name__}{SHAPE}", signature, executed, threads)}, [make]))
+
+
+def pipe_us(name):
+    """Clocks of a warp in the slowest pipe x warps per scheduler / clock rate, in microseconds."""
+    warps = MODEL_TOKENS / TOKENS_PER_WARP[name]
+    return CLOCKS[name] * warps / (4 * SMS) / CLOCK * 1e6
 
 
 # %% [markdown]
@@ -387,8 +398,11 @@ def one_thread_per_token(logits, bias, weights, ids):
 # %% [markdown]
 # Numba types a global such as `LOWEST` as a 64-bit float; `float32(...)` keeps the arithmetic in 32 bits.
 #
-# **Predicted gain.** A thread executes about 20 instructions per expert for the scores and 4 per expert and pick. 16384 threads
-# are one warp per scheduler, so a warp waits for each of its own results, say 10 clocks.
+# **Bottleneck.** The passes over memory of step 2. The machine code has 34 instructions per expert for the scores, and 21 per
+# expert and pick, of which two load from local memory (step 4).
+#
+# **Predicted gain.** The time of step 1 disappears. 16384 threads are one warp per scheduler, so a warp waits for each of its own
+# results, say 5 clocks: experts x (34 + 21 x picks) x 5 clocks / 1.98 GHz remain.
 
 
 # %%
@@ -396,7 +410,7 @@ def run_one_thread_per_token(x, weights, ids):
     one_thread_per_token[-(-len(x) // 32), 32, numba_stream()](x, bias, weights, ids)
 
 
-waiting_us = EXPERTS * (20 + 4 * TOPK) * 10 / CLOCK * 1e6
+waiting_us = EXPERTS * (34 + 21 * TOPK) * 5 / CLOCK * 1e6
 gain_us = (ladder.median_us("torch eager") or 0) - waiting_us
 measure("one thread per token", run_one_thread_per_token, after="torch eager", predicted_gain_us=gain_us)
 
@@ -518,7 +532,7 @@ def highest(value, index, start, stop):
 
 # %%
 @cuda.jit
-def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk):
+def port_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk):
     num_rows, num_experts = logits.shape
     vpt = num_experts // num_expert_group
     rows_per_warp = max(1, 32 // num_expert_group)
@@ -567,7 +581,7 @@ def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, to
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 no_barrier = changed_source(
-    article_dynamic,
+    port_dynamic,
     "        cuda.syncwarp()  # the next line reads what another lane has just written\n",
     "",
     "no_barrier",
@@ -587,7 +601,7 @@ def returns_early(out, num_rows):
 def show_faults():
     logits, bias = torch.randn(4, EXPERTS), torch.rand(EXPERTS)
     with simulator.races():
-        for kernel in (article_dynamic, no_barrier):
+        for kernel in (port_dynamic, no_barrier):
             try:
                 kernel[1, (32, 1)](
                     logits, bias, torch.zeros(4, TOPK), torch.zeros(4, TOPK, dtype=torch.int32), GROUPS, KEPT, TOPK
@@ -620,28 +634,30 @@ def ctas(tokens, tokens_per_warp):
 def run_dynamic(kept, topk):
     def run(x, weights, ids):
         grid = ctas(len(x), 32 // GROUPS)
-        article_dynamic[grid, (32, WARPS), numba_stream()](x, bias, weights, ids, GROUPS, kept, topk)
+        port_dynamic[grid, (32, WARPS), numba_stream()](x, bias, weights, ids, GROUPS, kept, topk)
 
     return run
 
 
 gain_us = (ladder.median_us("one thread per token") or 0) * (1 - 1 / GROUPS)
-measure("article, dynamic", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
+measure("port, run-time sizes", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** Time the kernel without its group phase and with one pick, and look at its machine code:
 
 # %%
-PHASES = {"article, dynamic": phases(ladder, gate, "article, dynamic", run_dynamic)}
-instruction_mix({"article, dynamic": (article_dynamic, (*ARRAYS, "int32", "int32", "int32"))})
+PHASES = {"port, run-time sizes": phases(ladder, gate, "port, run-time sizes", run_dynamic)}
+instruction_mix({"port, run-time sizes": (port_dynamic, (*ARRAYS, "int32", "int32", "int32"))})
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "Choosing the experts takes {pick:.0f} us, choosing the groups {group:.0f} us, and the rest {load:.0f} us. Loops of "
-    "run-time length are not unrolled: each comparison loads a value from local memory, waits for it, and branches.",
-    pick=(PHASES["article, dynamic"] or {}).get("choose experts"),
-    group=(PHASES["article, dynamic"] or {}).get("choose groups"),
-    load=(PHASES["article, dynamic"] or {}).get("load, sigmoid, bias"),
+    "Choosing the experts takes {pick:.0f} us, choosing the groups {group:.0f} us, and the rest {load:.0f} us. The "
+    "compiler unrolls loops of run-time length by four and tests after each four whether more are left; each comparison "
+    "loads a value from local memory. The divisions by run-time sizes are calls of a 64-bit division in software, one "
+    "of them in each pick.",
+    pick=(PHASES["port, run-time sizes"] or {}).get("choose experts"),
+    group=(PHASES["port, run-time sizes"] or {}).get("choose groups"),
+    load=(PHASES["port, run-time sizes"] or {}).get("load, sigmoid, bias"),
 )
 
 # %% [markdown]
@@ -654,7 +670,7 @@ say(
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
-def make_article_static(num_experts, num_expert_group, topk_group, topk):
+def make_port_static(num_experts, num_expert_group, topk_group, topk):
     vpt = num_experts // num_expert_group
     rows_per_warp = max(1, 32 // num_expert_group)
 
@@ -708,128 +724,28 @@ def make_article_static(num_experts, num_expert_group, topk_group, topk):
 
 
 # %%
-def run_arrays(make):
-    def run_of(kept, topk):
-        kernel, grid = make(EXPERTS, GROUPS, kept, topk), ctas(TOKENS, 32 // GROUPS)
-        return lambda x, weights, ids: kernel[grid, (32, WARPS), numba_stream()](x, bias, weights, ids)
-
-    return run_of
+def run_static(x, weights, ids):
+    grid = ctas(len(x), 32 // GROUPS)
+    make_port_static(*SHAPE)[grid, (32, WARPS), numba_stream()](x, bias, weights, ids)
 
 
 ROUNDS = GROUPS.bit_length() - 1  # of a butterfly over the groups
-count("article, static", make_article_static, {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}, ARRAYS)
-before_us = ladder.median_us("article, dynamic") or 0
-gain_us = before_us and before_us - pipe_us("article, static", 32 // GROUPS)
-run = run_arrays(make_article_static)(KEPT, TOPK)
-measure("article, static", run, after="article, dynamic", predicted_gain_us=gain_us)
+executed = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}
+count("port, static sizes", make_port_static, executed, ARRAYS, tokens_per_warp=32 // GROUPS)
+before_us = ladder.median_us("port, run-time sizes") or 0
+gain_us = before_us and before_us - pipe_us("port, static sizes")
+measure("port, static sizes", run_static, after="port, run-time sizes", predicted_gain_us=gain_us)
 CLOCKS
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "The instructions alone would take {pipe:.0f} us of the {us:.0f} us: this kernel still waits most of the time.",
-    pipe=pipe_us("article, static", 32 // GROUPS),
-    us=ladder.median_us("article, static"),
+    pipe=pipe_us("port, static sizes"),
+    us=ladder.median_us("port, static sizes"),
 )
 
 # %% [markdown]
-# ### Step 6: arrays in registers
-#
-# **Bottleneck.** Local memory again: `choice[expert % vpt]` needs an index that is known only at run time, as in C++.
-#
-# **Idea.** Go through all 32 places and act on the one whose number fits. The loop is unrolled, all indices are constants, and
-# `cuda.local.array` becomes registers.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-@cache
-def make_in_registers(num_experts, num_expert_group, topk_group, topk):
-    vpt = num_experts // num_expert_group
-    rows_per_warp = max(1, 32 // num_expert_group)
-
-    @cuda.jit
-    def kernel(logits, bias, weights, ids):
-        num_rows = logits.shape[0]
-        lane = cuda.threadIdx.x
-        row = (cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * rows_per_warp + lane // num_expert_group
-        safe_row = min(row, num_rows - 1)
-        group = int32(lane % num_expert_group)
-        first = int32(group * vpt)
-        score = cuda.local.array(vpt, float32)
-        choice = cuda.local.array(vpt, float32)
-        for i in range(vpt):
-            score[i] = sigmoid(logits[safe_row, first + i])
-            choice[i] = score[i] + bias[first + i]
-        for _ in range(num_expert_group - topk_group):
-            best, second = float32(LOWEST), float32(LOWEST)
-            for i in range(vpt):
-                second = max(second, min(best, choice[i]))
-                best = max(best, choice[i])
-            _, worst_group = lowest(best + second, group, 1, num_expert_group)
-            if group == worst_group:
-                for i in range(vpt):
-                    choice[i] = float32(EXCLUDED)
-        total = float32(0)
-        for k in range(topk):
-            best, expert = float32(LOWEST), first
-            if choice[0] != float32(EXCLUDED):
-                for i in range(vpt):
-                    if choice[i] > best:
-                        best, expert = choice[i], int32(first + i)
-            best, expert = highest(best, expert, 1, num_expert_group)
-            for i in range(vpt):
-                if first + i == expert and row < num_rows:
-                    choice[i] = float32(LOWEST)
-                    weights[row, k] = score[i]
-                    ids[row, k] = expert
-            cuda.syncwarp()  # the next line reads what another lane has just written
-            if group == 0 and row < num_rows:
-                total += weights[row, k]
-        if group == 0 and row < num_rows:
-            for k in range(topk):
-                weights[row, k] /= total
-
-    return kernel
-
-
-# %%
-change(make_article_static, make_in_registers)
-
-# %%
-makes = make_article_static, make_in_registers
-instruction_mix({make.__name__: (f"{make.__name__}{SHAPE}", ARRAYS) for make in makes}, makes)
-
-# %% [markdown]
-# The stack is empty and local memory is not accessed any more. But each pick now compares 32 indices.
-#
-# **Predicted gain.** The difference of the slowest pipes, which is a loss.
-
-# %%
-marks = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS, "LDG": EXPERTS // GROUPS * 2 + 2 * TOPK}
-count("in registers", make_in_registers, marks, ARRAYS)
-gain_us = pipe_us("article, static", 32 // GROUPS) - pipe_us("in registers", 32 // GROUPS)
-run = run_arrays(make_in_registers)(KEPT, TOPK)
-measure("in registers", run, after="article, static", predicted_gain_us=gain_us, slower=True)
-
-# %% [markdown]
-# **Explanation.** Which phases became slower?
-
-# %%
-PHASES["article, static"] = phases(ladder, gate, "article, static", run_arrays(make_article_static))
-PHASES["in registers"] = phases(ladder, gate, "in registers", run_arrays(make_in_registers))
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-before, after = ((PHASES[name] or {}) for name in ("article, static", "in registers"))
-say(
-    "Choosing the experts: {before:.1f} -> {after:.1f} us; choosing the groups: {groups:.1f} -> {now:.1f} us. Local memory "
-    "is cached, and a pick touched it only a few times. Eliminating local memory is a means, not an end.",
-    before=before.get("choose experts"),
-    after=after.get("choose experts"),
-    groups=before.get("choose groups"),
-    now=after.get("choose groups"),
-)
-
-# %% [markdown]
-# ### Step 7: pointers instead of arrays
+# ### Step 6: pointers instead of arrays
 #
 # **Bottleneck.** The call. A Numba array is passed as shape, strides and more, which Python collects from each tensor at each
 # call.
@@ -837,15 +753,17 @@ say(
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "A call of the static kernel takes {call:.0f} us of CPU time, {ratio:.1f} times its kernel time.",
-    call=ladder.median_us("article, static", "call_us"),
-    ratio=(ladder.median_us("article, static", "call_us") or 0) / (ladder.median_us("article, static") or 1) or None,
+    call=ladder.median_us("port, static sizes", "call_us"),
+    ratio=(ladder.median_us("port, static sizes", "call_us") or 0) / (ladder.median_us("port, static sizes") or 1)
+    or None,
 )
 
 # %% [markdown]
-# **Idea.** We go on from the static kernel. `launch` compiles a kernel once for bare pointers and then packs a few numbers per
-# call. The kernel computes its indices itself.
+# **Idea.** `launch` compiles a kernel once for bare pointers and then packs a few numbers per call. The kernel computes its
+# indices itself.
 #
-# **Predicted gain.** None in kernel time.
+# **Predicted gain.** In call time, most of it. In kernel time, the difference of the slowest pipes: strides that are known only at
+# run time make every index a 64-bit multiplication. From here on every step predicts with this formula.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -898,42 +816,166 @@ def make_pointers(num_experts, num_expert_group, topk_group, topk):
 
 
 # %%
-change(make_article_static, make_pointers)
+change(make_port_static, make_pointers)
 
 
 # %%
 def run_pointers(make, tokens_per_warp):
-    def run_of(kept, topk):
+    def run_of(kept, topk, **options):
         kernel = make(EXPERTS, GROUPS, kept, topk)
 
         def run(x, weights, ids):
-            launch(kernel, ctas(len(x), tokens_per_warp), (32, WARPS), x, bias, weights, ids, len(x))
+            grid = ctas(len(x), tokens_per_warp)
+            launch(kernel, grid, (32, WARPS), x, bias, weights, ids, len(x), **options)
 
         return run
 
     return run_of
 
 
-run_of = run_pointers(make_pointers, 32 // GROUPS)
-measure("pointers", run_of(KEPT, TOPK), after="article, static", predicted_gain_us=0.0)
+def predicted_us(before, after):
+    """What the slowest pipe saves, in microseconds; a negative number is a loss."""
+    return pipe_us(before) - pipe_us(after)
+
+
+count("pointers", make_pointers, {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}, tokens_per_warp=32 // GROUPS)
+run_pointers_of = run_pointers(make_pointers, 32 // GROUPS)
+gain_us = predicted_us("port, static sizes", "pointers")
+measure("pointers", run_pointers_of(KEPT, TOPK), after="port, static sizes", predicted_gain_us=gain_us)
+CLOCKS.select("port, static sizes", "pointers")
 
 # %% [markdown]
-# **Explanation.** If the kernel times differ, the phases show where:
+# **Explanation.** Step 5 found that the kernel mostly waits. Integer instructions that are issued during a wait cost no time.
 
 # %%
-PHASES["pointers"] = phases(ladder, gate, "pointers", run_of)
+makes = {"port, static sizes": (make_port_static, ARRAYS), "pointers": (make_pointers, SIGNATURE)}
+kernels = {name: (f"{make.__name__}{SHAPE}", signature) for name, (make, signature) in makes.items()}
+mix = instruction_mix(kernels, [make for make, _ in makes.values()])
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: the recorded difference was 2 %, at the edge of the noise
+# after the GPU run: compare the share of the predicted gain that showed
 say(
-    "Call time: {call:.0f} -> {call_now:.0f} us. Kernel: loading {load:.1f} -> {load_now:.1f} us, choosing experts "
-    "{picks:.1f} -> {picks_now:.1f} us.",
-    call=ladder.median_us("article, static", "call_us"),
+    "Call time: {call:.0f} -> {call_now:.0f} us. Integer instructions in the machine code: {integers:,} -> {now:,}. "
+    "Kernel time: {us:.1f} -> {us_now:.1f} us, where the pipes alone take {pipe:.1f} and {pipe_now:.1f} us.",
+    call=ladder.median_us("port, static sizes", "call_us"),
     call_now=ladder.median_us("pointers", "call_us"),
-    load=before.get("load, sigmoid, bias"),
-    load_now=(PHASES["pointers"] or {}).get("load, sigmoid, bias"),
-    picks=before.get("choose experts"),
-    picks_now=(PHASES["pointers"] or {}).get("choose experts"),
+    integers=mix["port, static sizes"]["integer"],
+    now=mix["pointers"]["integer"],
+    us=ladder.median_us("port, static sizes"),
+    us_now=ladder.median_us("pointers"),
+    pipe=pipe_us("port, static sizes"),
+    pipe_now=pipe_us("pointers"),
+)
+
+# %% [markdown]
+# ### Step 7: arrays in registers
+#
+# **Bottleneck.** Local memory again: `choice[expert % vpt]` needs an index that is known only at run time, as in C++.
+#
+# **Idea.** Go through all 32 places and act on the one whose number fits. The loop is unrolled, all indices are constants, and
+# `cuda.local.array` becomes registers.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cache
+def make_in_registers(num_experts, num_expert_group, topk_group, topk):
+    vpt = num_experts // num_expert_group
+    rows_per_warp = max(1, 32 // num_expert_group)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, ids, num_rows):
+        lane = cuda.threadIdx.x
+        row = (cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * rows_per_warp + lane // num_expert_group
+        safe_row = min(row, num_rows - 1)
+        group = int32(lane % num_expert_group)
+        first = int32(group * vpt)
+        score = cuda.local.array(vpt, float32)
+        choice = cuda.local.array(vpt, float32)
+        for i in range(vpt):
+            score[i] = sigmoid(logits[safe_row * num_experts + first + i])
+            choice[i] = score[i] + bias[first + i]
+        for _ in range(num_expert_group - topk_group):
+            best, second = float32(LOWEST), float32(LOWEST)
+            for i in range(vpt):
+                second = max(second, min(best, choice[i]))
+                best = max(best, choice[i])
+            _, worst_group = lowest(best + second, group, 1, num_expert_group)
+            if group == worst_group:
+                for i in range(vpt):
+                    choice[i] = float32(EXCLUDED)
+        total = float32(0)
+        for k in range(topk):
+            best, expert = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
+                for i in range(vpt):
+                    if choice[i] > best:
+                        best, expert = choice[i], int32(first + i)
+            best, expert = highest(best, expert, 1, num_expert_group)
+            for i in range(vpt):
+                if first + i == expert and row < num_rows:
+                    choice[i] = float32(LOWEST)
+                    weights[row * topk + k] = score[i]
+                    ids[row * topk + k] = expert
+            cuda.syncwarp()  # the next line reads what another lane has just written
+            if group == 0 and row < num_rows:
+                total += weights[row * topk + k]
+        if group == 0 and row < num_rows:
+            for k in range(topk):
+                weights[row * topk + k] /= total
+
+    return kernel
+
+
+# %%
+change(make_pointers, make_in_registers)
+
+# %%
+makes = make_pointers, make_in_registers
+instruction_mix({make.__name__: (f"{make.__name__}{SHAPE}", SIGNATURE) for make in makes}, makes)
+
+# %% [markdown]
+# The stack is empty and local memory is not accessed any more. But each pick now compares 32 indices, and for each of them has
+# two stores that all lanes but one skip.
+#
+# **Predicted gain.** The difference of the slowest pipes. The table below shows it to be a loss.
+
+# %%
+marks = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS, "LDG": EXPERTS // GROUPS * 2 + 2 * TOPK}
+count("in registers", make_in_registers, marks, tokens_per_warp=32 // GROUPS)
+gain_us = predicted_us("pointers", "in registers")
+run_registers_of = run_pointers(make_in_registers, 32 // GROUPS)
+measure("in registers", run_registers_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us, slower=True)
+CLOCKS.select("pointers", "in registers")
+
+# %% [markdown]
+# **Explanation.** Which phases became slower? Kernels with fewer phases need fewer registers, so more of their warps fit on an SM.
+# `phases` therefore gives all variants of a kernel so much unused shared memory that the same number of CTAs fits.
+
+
+# %%
+def time_phases(name, make, run_of):
+    """Time the variants of ``make`` without the groups and with one pick, each with the same CTAs per SM."""
+    sizes = variants(gate)
+    kernels = {label: (f"{make.__name__}{(EXPERTS, GROUPS, *size)}", SIGNATURE) for label, size in sizes.items()}
+    codes = instruction_mix(kernels, [make]).codes
+    registers = {label: code.registers for label, code in codes.items()}
+    PHASES[name] = phases(ladder, gate, name, run_of, registers, WARPS)
+
+
+time_phases("pointers", make_pointers, run_pointers_of)
+time_phases("in registers", make_in_registers, run_registers_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = ((PHASES[name] or {}) for name in ("pointers", "in registers"))
+# after the GPU run: the sentence about a means holds if choosing the experts became slower
+say(
+    "Choosing the experts: {before:.1f} -> {after:.1f} us; choosing the groups: {groups:.1f} -> {now:.1f} us. Local memory "
+    "is cached, and a pick touched it only a few times. Eliminating local memory is a means, not an end. We go on from the "
+    "kernel with pointers.",
+    before=before.get("choose experts"),
+    after=after.get("choose experts"),
+    groups=before.get("choose groups"),
+    now=after.get("choose groups"),
 )
 
 # %% [markdown]
@@ -1042,7 +1084,9 @@ fewer = SECTORS["4 bytes"] - SECTORS["16 bytes"]
 gain_us = fewer * MODEL_TOKENS / (32 // GROUPS) / SMS / CLOCK * 1e6
 run_of = run_pointers(make_wide_loads, 32 // GROUPS)
 measure("16-byte loads", run_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us)
-PHASES["16-byte loads"] = phases(ladder, gate, "16-byte loads", run_of)
+executed = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}
+count("16-byte loads", make_wide_loads, executed, tokens_per_warp=32 // GROUPS)
+time_phases("16-byte loads", make_wide_loads, run_of)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if all(PHASES.values()):
@@ -1160,8 +1204,7 @@ def butterflies(words):
 
 
 count("one warp per token", make_one_warp_per_token, butterflies(2))
-before_us = ladder.median_us("16-byte loads") or 0
-gain_us = before_us and before_us - pipe_us("one warp per token")
+gain_us = predicted_us("16-byte loads", "one warp per token")
 run_of = run_pointers(make_one_warp_per_token, 1)
 measure("one warp per token", run_of(KEPT, TOPK), after="16-byte loads", predicted_gain_us=gain_us, slower=True)
 
@@ -1266,15 +1309,9 @@ def make_int32(num_experts, num_groups, kept, topk):
 change(make_one_warp_per_token, make_int32)
 
 # %% [markdown]
-# **Predicted gain.** The ALU is the bottleneck, so from here on a step predicts the difference of the slowest pipes.
-
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
-def predicted_us(before, after):
-    """What the slower of the pipes saves, in microseconds; a warp routes one token."""
-    return pipe_us(before) - pipe_us(after)
-
-
 count("32-bit integers", make_int32, butterflies(1))
 gain_us = predicted_us("one warp per token", "32-bit integers")
 run_of = run_pointers(make_int32, 1)
@@ -1287,7 +1324,7 @@ CLOCKS.select("one warp per token", "32-bit integers")
 # **Bottleneck.** Which phase takes the ALU's clocks?
 
 # %%
-PHASES["32-bit integers"] = phases(ladder, gate, "32-bit integers", run_of)
+time_phases("32-bit integers", make_int32, run_of)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
@@ -1729,7 +1766,7 @@ exercise("gate-4").check(sort_four)
 # %% [markdown]
 # ### Step 15: a fast sigmoid
 #
-# **Bottleneck.** `math.exp` and an exact division also handle subnormal numbers and round correctly. The machine code of one
+# **Bottleneck.** `math.exp` and an exact division also handle subnormal numbers and overflow, and the division rounds correctly. The machine code of one
 # sigmoid, and of one with `ex2.approx` and `rcp.approx`, which are one MUFU instruction each, with errors of at most 2 units
 # in the last place:
 
@@ -1892,7 +1929,8 @@ say(
 
 # %% [markdown]
 # **Idea.** A warp routes several tokens, one after another, and loads the logits of the next one before it starts with the
-# current one. The grid has as many warps as the SMs can hold.
+# current one. The grid has as many CTAs as fit
+# on the SMs at once, which the registers of the kernel decide.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1962,8 +2000,12 @@ change(make_keys_alone, make_loads_ahead)
 
 
 # %%
-def run_loads_ahead(make):
-    kernel, most = make(*SHAPE), 64 // WARPS * SMS  # an SM holds at most 64 warps
+count("loads ahead", make_loads_ahead, {"REDUX": TOPK})
+
+
+def run_in_a_loop(name, make):
+    """As many CTAs as fit on all SMs, by the registers of the kernel."""
+    kernel, most = make(*SHAPE), resident_ctas(CLOCKS.codes[name].registers, WARPS) * SMS
 
     def run(x, weights, ids):
         launch(kernel, min(ctas(len(x), 1), most), (32, WARPS), x, bias, weights, ids, len(x))
@@ -1972,7 +2014,7 @@ def run_loads_ahead(make):
 
 
 gain_us = (loads_us["from DRAM"] or 0) - (loads_us["from L1"] or 0)
-measure("loads ahead", run_loads_ahead(make_loads_ahead), after="keys alone", predicted_gain_us=gain_us)
+measure("loads ahead", run_in_a_loop("loads ahead", make_loads_ahead), after="keys alone", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** The same loop, with each token's load at its usual place, separates the loop from the load ahead:
@@ -1992,10 +2034,10 @@ make_loop = define(source, globals(), "make_loop.py")["make_loop"]
 
 # %%
 loops = {"one token per warp": run_pointers(make_keys_alone, 1)(KEPT, TOPK)}
-loops |= {"loop": run_loads_ahead(make_loop), "loop, loads ahead": run_loads_ahead(make_loads_ahead)}
-loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
-count("loads ahead", make_loads_ahead, {"REDUX": TOPK})
 count("loop", make_loop, {"REDUX": TOPK})
+loops["loop"] = run_in_a_loop("loop", make_loop)
+loops["loop, loads ahead"] = run_in_a_loop("loads ahead", make_loads_ahead)
+loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: which of the two matters, and what the registers cost
@@ -2037,7 +2079,7 @@ def make_four_tokens(num_experts, num_groups, kept, topk):
     size = num_experts // num_groups
     candidates = kept * size // 8  # experts that a lane holds while the experts are chosen
     lanes_per_group = size // candidates
-    pitch = size + 4  # 16 bytes of padding avoid bank conflicts
+    pitch = size + 4  # 16 bytes of padding against bank conflicts
     num_keys = WARPS * 4 * num_groups * pitch
     load = make_load(held)
     sort_descending = make_sort_descending(candidates)
@@ -2135,13 +2177,13 @@ FOUR = GROUPS == 8 and KEPT * EXPERTS // GROUPS % 32 == 0 and EXPERTS // 32 % 4 
 
 
 def run_four_tokens(x, weights, ids):
-    kernel, bounds = make_four_tokens(*SHAPE), (32 * WARPS, 4)  # at least 4 CTAs per SM: at most 80 registers
+    kernel, bounds = make_four_tokens(*SHAPE), (32 * WARPS, 4)  # see below
     launch(kernel, ctas(len(x), 4), (32, WARPS), x, bias, weights, ids, len(x), launch_bounds=bounds)
 
 
 if FOUR:
-    count("four tokens per warp", make_four_tokens)
-    gain_us = pipe_us("loads ahead") - pipe_us("four tokens per warp", 4)
+    count("four tokens per warp", make_four_tokens, tokens_per_warp=4, threads=(32 * WARPS, 4))
+    gain_us = predicted_us("loads ahead", "four tokens per warp")
     measure("four tokens per warp", run_four_tokens, after="loads ahead", predicted_gain_us=gain_us)
 else:
     print("left out: the kernel needs 8 groups")
@@ -2168,7 +2210,7 @@ say(
     two=waves_us.get("2"),
     four=waves_us.get("4"),
     each=waves_us and (waves_us["4"] - waves_us["2"]) / 2 or None,
-    pipe=pipe_us("four tokens per warp", 4) * 24 * 4 * 132 / MODEL_TOKENS if FOUR else None,
+    pipe=pipe_us("four tokens per warp") * 24 * 4 * 132 / MODEL_TOKENS if FOUR else None,
     dram=lower_bounds_us(24 * 4 * 132)["DRAM"],
 )
 
@@ -2281,9 +2323,8 @@ ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in times.items() if 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 print(f"{'':<22}{'slowest pipe':>14}{'clocks':>8}{'pipe us':>9}{'measured us':>13}")
 for name in CLOCKS.counts:
-    tokens_per_warp = 4 if name in ("article, static", "in registers", "four tokens per warp") else 1
     measured = ladder.median_us(name)
-    line = f"{name:<22}{CLOCKS.slowest(name):>14}{CLOCKS[name]:>8,}{pipe_us(name, tokens_per_warp):>9.1f}"
+    line = f"{name:<22}{CLOCKS.slowest(name):>14}{CLOCKS[name]:>8,}{pipe_us(name):>9.1f}"
     print(line + (f"{measured:>13.1f}" if measured else ""))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2293,7 +2334,7 @@ say(
     "and the lower bound, DRAM, {dram:.1f} us. The two overlap only in part, because a wave first loads and then computes.",
     ratio=(ladder.median_us("final") or 0) / FLOOR_US or None,
     launch=EMPTY[True],
-    pipe=pipe_us("four tokens per warp", 4) if FOUR else None,
+    pipe=pipe_us("four tokens per warp") if FOUR else None,
     dram=FLOOR_US,
 )
 
