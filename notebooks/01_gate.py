@@ -55,7 +55,7 @@ from moe_numba.course.simulate import changed_source, define, in_simulator
 from moe_numba.course.source_diff import OpCounter, change
 from moe_numba.gate.device_functions import LOG2_E, make_sort_descending, sorting_network
 from moe_numba.gate.kernel import GateConfig
-from moe_numba.gate.kernel_4tokens import WARPS_PER_BLOCK, launch_bounds, make_4tokens_kernel
+from moe_numba.gate.kernel_4tokens import WARPS_PER_BLOCK, launch_bounds, make_4tokens_kernel, supports
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import choose_experts
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
@@ -320,7 +320,7 @@ else:
     picture = print("no kernels of a call are recorded yet")
 picture
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 scores = gate.logits.sigmoid() + bias
 topks = {
     "two best of each group": lambda: scores.view(TOKENS, GROUPS, -1).topk(2, dim=-1),
@@ -859,7 +859,7 @@ CLOCKS.select("port, static sizes", "pointers")
 # %% [markdown]
 # **Explanation.** Step 5 found that the kernel mostly waits. Integer instructions that are issued during a wait cost no time.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 makes = {"port, static sizes": (make_port_static, ARRAYS), "pointers": (make_pointers, SIGNATURE)}
 kernels = {name: (f"{make.__name__}{SHAPE}", signature) for name, (make, signature) in makes.items()}
 mix = instruction_mix(kernels, [make for make, _ in makes.values()])
@@ -964,7 +964,7 @@ CLOCKS.select("pointers", "in registers")
 # `phases` therefore gives all variants of a kernel so much unused shared memory that the same number of CTAs fits.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def time_phases(name, make, run_of):
     """Time the variants of ``make`` without the groups and with one pick, each with the same CTAs per SM."""
     sizes = variants(gate)
@@ -974,6 +974,7 @@ def time_phases(name, make, run_of):
     PHASES[name] = phases(ladder, gate, name, run_of, registers, WARPS)
 
 
+# %%
 time_phases("pointers", make_pointers, run_pointers_of)
 time_phases("in registers", make_in_registers, run_registers_of)
 
@@ -1341,7 +1342,7 @@ CLOCKS.select("one warp per token", "32-bit integers")
 #
 # **Bottleneck.** Which phase takes the ALU's clocks? Compiled with all 8 groups kept, the kernel has no group phase:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 executed = {"SHFL.BFLY": TOPK * 5 * 2 + 5, "SHFL.IDX": TOPK}
 kernel = f"make_int32{(EXPERTS, GROUPS, GROUPS, TOPK)}"
 no_groups = pipe_clocks({"without groups": (kernel, SIGNATURE, executed)}, [make_int32])
@@ -2257,7 +2258,7 @@ def make_four_tokens(num_experts, num_groups, kept, topk):
 # **Predicted gain.** The difference of the slowest pipes. The kernel needs 8 groups; for other shapes this step is left out.
 
 # %%
-FOUR = GROUPS == 8 and KEPT * EXPERTS // GROUPS % 32 == 0 and EXPERTS // 32 % 4 == 0 and TOPK <= 8
+FOUR = supports(*SHAPE, 0)  # as the package's kernel: 8 groups, no shared experts
 
 
 def run_four_tokens(x, weights, ids, bounds=(32 * WARPS, 4)):  # threads per CTA, and at least 4 CTAs per SM
@@ -2276,7 +2277,7 @@ else:
 # **Explanation.** The launch bounds are a choice: with them `ptxas` takes more registers and schedules more loads ahead of their
 # use, without them more warps fit on an SM. Both kernels:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 bounds = {"launch bounds": (32 * WARPS, 4), "none": None}
 bounds_us = {}
 if FOUR:
@@ -2302,7 +2303,7 @@ say(
 # With the bounds 4 CTAs of 6 warps fit on an SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Time the kernel with
 # whole waves:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAVE_OF_H200 = 24 * 4 * 132  # tokens
 WAVE = 24 * 4 * SMS if not simulator.ENABLED else TOKENS
 waves_us = {}
@@ -2340,7 +2341,7 @@ say(
 #
 # **Predicted gain.** The difference of the slowest pipes.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 PACKAGE = ("float32*", "float32*", "float32*", "int32*", "int32", "int64", "int32", "float32", "float32")
 PACKAGE_CTA = 32 * WARPS_PER_BLOCK, 6  # threads per CTA, and at least 6 CTAs per SM
 
@@ -2368,8 +2369,9 @@ def run_package_kernel(x, weights, ids):
     launch(kernel, grid, PACKAGE_CTA[0], x, bias, weights, ids, *sizes, *scales, launch_bounds=BOUNDS)
 
 
+# %%
 if FOUR:
-    BOUNDS = launch_bounds(gpu_of(gate.device).capability)  # PACKAGE_CTA, and others before Hopper
+    BOUNDS = launch_bounds(gpu_of(gate.logits.device).capability)  # PACKAGE_CTA, and others before Hopper
     gain_us = predicted_us("four tokens per warp", count_package("float32"))
     measure("package kernel", run_package_kernel, after="four tokens per warp", predicted_gain_us=gain_us)
 
