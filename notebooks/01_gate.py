@@ -1494,7 +1494,8 @@ pick_clocks("rank by counting", make_rank_groups, {"SHFL.IDX": 1 + RIVALS})
 # `ballot` of the lanes whose best key is the maximum and `ffs`, the lowest set bit, find the winner: the lowest lane holds the
 # lowest experts, so ties are resolved as well.
 #
-# **Exercise 3.** The bits of a positive float already sort as an integer. Find the key for all floats.
+# **Exercise 3.** The bits of a positive float already sort as an integer. Find the key for all floats. `bits`: the float's bits as
+# a signed 32-bit Python int; return an int32.
 
 
 # %%
@@ -1597,7 +1598,7 @@ pick_clocks("integer keys", make_integer_keys, {"REDUX": 1})
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 lane_0 = (gate.logits[0, : EXPERTS // 32].float().sigmoid() + bias[: EXPERTS // 32]).tolist()
-draw.sorting_network([round(value, 2) for value in lane_0], sorting_network(EXPERTS // 32))
+draw.sorting_network([round(value, 3) for value in lane_0], sorting_network(EXPERTS // 32))
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
