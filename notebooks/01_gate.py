@@ -115,8 +115,7 @@ say(
 # 5. **Experts**: the 8 best experts of the kept groups are chosen.
 # 6. **Weights**: the chosen experts' scores without the bias, divided by their sum.
 #
-# Models such as Mixtral have no groups. DeepSeek-V3 was trained with each group on a node of its own, so that a token
-# travels to at most 4 nodes.
+# DeepSeek-V3 was trained with each group on a node of its own, so that a token travels to at most 4 nodes.
 
 # %%
 gate = GateRuns(TOKENS, *SHAPE)  # logits from a normal distribution, in several sets that exceed the L2 cache
@@ -170,9 +169,9 @@ for name, outputs in {
 # %% [markdown]
 # ## 3. Lower bound
 #
-# Two limits of the chip bound the time from below. A token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which
-# DRAM must transfer at the bandwidth of a copy. With the instructions `ex2` and `rcp`, a sigmoid takes two results of the special
-# function unit (MUFU), which returns 16 per clock and SM.
+# Two limits of the chip: a token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which DRAM must transfer at
+# the bandwidth of a copy. With the instructions `ex2` and `rcp`, a sigmoid takes two results of the special function unit
+# (MUFU), which returns 16 per clock and SM.
 
 # %%
 LIMITS = chip_limits()
@@ -234,9 +233,9 @@ def measure(name, run, any_order=False, **more):
 #
 # clocks of the slowest pipe x (tokens / tokens per warp) / (4 x SMs) / clock rate.
 #
-# This is an estimate. It is too low where warps wait, and too high where a branch skips instructions, such as the slow path of a
-# division: they count as executed. Where the machine code has loops, we state how many shuffles a warp executes in total, and
-# the number of iterations follows.
+# This is an estimate: too low where warps wait, too high where a branch skips instructions, such as the slow path of a
+# division. Where the machine code has loops, we state how many shuffles a warp executes in total; the loop's trip count
+# follows.
 
 # %%
 SIGNATURE = ("float32*", "float32*", "float32*", "int32*", "int32")  # logits, bias, weights, ids, tokens
@@ -281,16 +280,15 @@ measure("torch eager", torch_eager, any_order=True, timeline=launch_profile(lamb
 # %% [markdown]
 # ### Step 2: torch.compile
 #
-# **Bottleneck.** Most operations read and write tables of one number per token and expert. Six of the operations above make eight
-# passes over float tables (the sigmoid 2, the sum with the bias 2, the expanded mask 1, its conversion to bool 1, `masked_fill` 2)
-# and four over tables of bytes (the mask as bool): together nine times tokens x 1 KB, besides those of `topk`.
+# **Bottleneck.** Most operations read and write tables of one number per token and expert. Besides `topk`, they make eight
+# passes over float tables (sigmoid 2, sum with the bias 2, expanded mask 1, its conversion 1, `masked_fill` 2) and four over
+# tables of bytes (the mask as bool): nine times tokens x 1 KB.
 #
-# **Idea.** `torch.compile` generates fused kernels. The article names two drawbacks: a server starts later, and operations
-# like `topk` and `gather` are not fused.
+# **Idea.** `torch.compile` generates fused kernels. Operations like `topk` are not fused.
 #
-# **Predicted gain.** Four passes remain: logits in and biased scores out for `topk`, then these in and masked scores out. 5 passes x
-# tokens x 1 KB / the bandwidth of a copy disappear, an upper bound because tables may stay in the L2 cache between two
-# operations. The searches remain.
+# **Predicted gain.** Four passes remain: logits in, biased scores out for `topk`, these in again, masked scores out. 5 x
+# tokens x 1 KB / the bandwidth of a copy disappear: an upper bound, because tables may stay in the L2 cache. The searches
+# remain.
 
 # %%
 if simulator.ENABLED:
@@ -350,7 +348,7 @@ say(
 # %% [markdown]
 # ### Step 3: one thread per token
 #
-# **Bottleneck.** The kernels of steps 1 and 2: each reads and writes memory, and those of `topk` are slow for short rows.
+# **Bottleneck.** Each kernel of steps 1 and 2 reads and writes memory.
 #
 # **Idea.** One kernel does everything. If each thread routes one token, threads need nothing from each other.
 
@@ -403,7 +401,7 @@ def one_thread_per_token(logits, bias, weights, ids):
 
 
 # %% [markdown]
-# Numba types a global such as `LOWEST` as a 64-bit float; `float32(...)` keeps the arithmetic in 32 bits.
+# `float32(...)` is needed because Numba types a global such as `LOWEST` as a 64-bit float.
 #
 # **Predicted gain.** The time of step 1 disappears. The machine code has 34 instructions per expert for the scores, and 21 per
 # expert and pick, of which two load from local memory (step 4). 16384 threads are one warp per scheduler, so a warp waits for each of its own
@@ -429,8 +427,8 @@ measure("one thread per token", run_one_thread_per_token, after="torch eager", p
 instruction_mix({"one thread per token": (one_thread_per_token, ARRAYS)})
 
 # %% [markdown]
-# The counts are static: an instruction in a loop counts once, and unrolling raises the count. The stack holds the three arrays:
-# (256 + 256 + 8) x 4 bytes. One warp per scheduler also means that the scheduler idles while that warp waits.
+# The counts are static: an instruction in a loop counts once, and unrolling raises the count. The stack holds the three
+# arrays: (256 + 256 + 8) x 4 bytes. One warp per scheduler also means that the scheduler idles while that warp waits.
 #
 # **Idea.** One thread per *group* of a token. A thread holds the 32 experts of its group (`VPT`, values per thread), and
 # `THREADS_PER_ROW` = 8 neighbouring lanes share a token. They find the worst group and the best expert with shuffles.
@@ -439,15 +437,12 @@ instruction_mix({"one thread per token": (one_thread_per_token, ARRAYS)})
 draw.thread_model(EXPERTS, GROUPS)
 
 # %% [markdown]
-# SGLang's host function computes this configuration, checks that the sizes are powers of two and `VPT` at most 32, and selects
-# a **template** of the kernel for 256 or 128 experts, or a **dynamic** kernel with run-time sizes. This step is the dynamic
-# kernel. Its phases, beside the lines of the torch function:
+# SGLang selects a **template** of the kernel for 256 or 128 experts, or a **dynamic** kernel with run-time sizes, which this
+# step ports:
 #
 # | phase | kernel | torch |
 # |---|---|---|
-# | load | `row_chunk`, `bias_chunk`: 32 values each, in the thread | `gating_output`, `correction_bias` |
-# | sigmoid | in place | `scores = gating_output.sigmoid()` |
-# | bias | `bias_chunk[i] += row_chunk[i]` | `scores_for_choice = scores + ...` |
+# | load, sigmoid, bias | 32 values each, in the thread | `scores`, `scores_for_choice` |
 # | exclude groups, 4 times | each thread: sum of its two best; butterfly: the lowest sum, of equal sums the higher group; its thread sets its values to `FLT_MAX` | `group_scores`, `group_idx`, `group_mask`, `masked_fill` |
 # | choose experts, 8 times | each thread: its best value; butterfly: the highest, of equal values the lower expert; its thread stores weight and id, and sets the value to `-FLT_MAX` | `topk_ids`, `gather` |
 # | rescale | the first thread of the token divides by the sum | `topk_weights / topk_weights.sum()` |
@@ -516,9 +511,9 @@ def max_of_half_warps(x, out):
 exercise("gate-1").check(max_of_half_warps)
 
 # %% [markdown]
-# `highest` is `lowest` with both comparisons reversed. The port, with `int32(...)` where the kernel has `int`. The groups are
-# excluded from the lowest sum up, so an excluded group's values become `FLT_MAX`: its sum is never the lowest again. A thread
-# whose `choice[0]` is `EXCLUDED` knows that its group is out.
+# `highest` is `lowest` with both comparisons reversed. The port, with `int32(...)` where the kernel has `int`. The lowest
+# sum is excluded first, so an excluded group's values become `FLT_MAX`, and `choice[0] != EXCLUDED` tells whether a group is
+# in.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WARPS = 6  # per CTA
@@ -582,9 +577,9 @@ def port_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk)
 
 
 # %% [markdown]
-# The port repairs two faults. In SGLang's kernel, threads without a token return before barriers and shuffles that all threads
-# must execute; here they compute on the last token and store nothing. And its first thread reads a weight that another lane
-# has just stored, with no barrier between; here `syncwarp` orders the two. The simulator shows both faults:
+# The port repairs two faults. In SGLang's kernel, threads without a token return before shuffles that all must execute; here
+# they compute on the last token and store nothing. And its first thread reads a weight that another lane has just stored;
+# here `syncwarp` orders the two. The simulator shows both:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -626,9 +621,8 @@ def show_faults():
 in_simulator(show_faults)
 
 # %% [markdown]
-# A third fault only costs time: in the host function's `if (groups == 8) if (type == bf16) ... else if (groups == 16) ...` the
-# last `else` belongs to the inner `if`, because C++ ignores indentation. So 256 experts in 16 groups, and 128 in 8, never
-# reach their templates. The result is right, so no test finds it.
+# A third fault only costs time: in the host function an `else` belongs to the inner of two `if`s, so 256 experts in 16
+# groups, and 128 in 8, never reach their templates.
 #
 # **Predicted gain.** There are 8 times as many warps, each with an eighth of the work. If warps only wait, the time falls to an
 # eighth.
@@ -651,9 +645,9 @@ gain_us = (ladder.median_us("one thread per token") or 0) * (1 - 1 / GROUPS)
 measure("port, run-time sizes", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Time the kernel with all groups kept, which leaves out the group phase, and with one pick. Of the time `t`, the
-# groups take `t` - `t(all groups kept)`, the picks (`t` - `t(one pick)`) x 8 / 7, and loading the remainder. The picks include
-# 7/8 of the rescaling. The machine code:
+# **Explanation.** Time the kernel with all groups kept, which leaves out the group phase, and with one pick. Of the time
+# `t`, the groups take `t` - `t(all kept)`, the picks, with 7/8 of the rescaling, (`t` - `t(one pick)`) x 8 / 7, loading the
+# rest:
 
 # %%
 PHASES = {"port, run-time sizes": phases(ladder, gate, "port, run-time sizes", run_dynamic)}
@@ -731,8 +725,8 @@ def make_port_static(num_experts, num_expert_group, topk_group, topk):
 # %% [markdown]
 # **Bottleneck.** Loop counters, tests and 64-bit divisions, which exist only because sizes are not known before run time.
 #
-# **Predicted gain.** The loops of step 4 run as often as their arguments say, so they have no pipe time. At best the instructions remain, at the speed of the slowest pipe: measured time before - pipe time after.
-# Later steps subtract two pipe times.
+# **Predicted gain.** Measured time before - pipe time after: the loops of step 4 depend on arguments, so it has no pipe
+# time. Later steps subtract two pipe times.
 
 
 # %%
@@ -759,8 +753,7 @@ say(
 # %% [markdown]
 # ### Step 6: pointers instead of arrays
 #
-# **Bottleneck.** The call. A Numba array is passed as shape, strides and more, which Python collects from each tensor at each
-# call.
+# **Bottleneck.** The call. Numba passes an array as shape, strides and more, which Python collects at each call.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
@@ -774,8 +767,8 @@ say(
 # **Idea.** `launch` compiles a kernel once for bare pointers and then packs a few numbers per call. The kernel computes its
 # indices itself.
 #
-# **Predicted gain.** In call time, most of it. In kernel time, the difference of the slowest pipes: strides that are known only at
-# run time make every index a 64-bit multiplication. From here on every step predicts with this formula.
+# **Predicted gain.** In kernel time, the difference of the slowest pipes: run-time strides make every index a 64-bit
+# multiplication.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -960,8 +953,8 @@ measure("in registers", run_registers_of(KEPT, TOPK), after="pointers", predicte
 CLOCKS.select("pointers", "in registers")
 
 # %% [markdown]
-# **Explanation.** Which phases became slower? Kernels with fewer phases need fewer registers, so more of their warps fit on an SM.
-# `phases` therefore gives all variants of a kernel so much unused shared memory that the same number of CTAs fits.
+# **Explanation.** Which phases became slower? Kernels with fewer phases need fewer registers, so more warps fit on an SM.
+# `phases` gives all variants unused shared memory, so that the same number of CTAs fits.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1116,10 +1109,10 @@ picture
 # **Bottleneck.** Each lane still uses half of a sector, in another line than its neighbour. And with few tokens most SMs idle:
 # 64 tokens are 16 warps.
 #
-# **Idea.** 32 lanes share one token; a lane holds 8 experts, and 4 lanes are a group. A request then touches 8 lines instead of
-# 32, and a token has four times the threads. The change is of the whole layout, so almost every line changes. It also drops the
-# `int32(...)` of the port on purpose; step 10 puts them back and measures what they are worth. Each lane finds its two best values, and two rounds merge them
-# (`merge_two`). Every lane learns each pick from the butterfly; lane `k` keeps pick `k`, and one store writes all 8.
+# **Idea.** 32 lanes share one token; a lane holds 8 experts, and 4 lanes are a group. A request then touches 8 lines instead
+# of 32, and a token has four times the threads. Almost every line changes. The `int32(...)` of the port are dropped on
+# purpose; step 10 restores and measures them. Each lane finds its two best values, and two rounds merge them (`merge_two`).
+# Lane `k` keeps pick `k`, and one store writes all 8.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 loads = {"one thread per group": (16, [lane * size for lane in range(32)])}
@@ -1226,7 +1219,7 @@ measure("one warp per token", run_of(KEPT, TOPK), after="16-byte loads", predict
 CLOCKS.select("16-byte loads", "one warp per token")
 
 # %% [markdown]
-# **Explanation.** The pipes explain the difference if the kernel before waited as long as this one. With few tokens:
+# **Explanation.** Compare how long both kernels wait beyond their pipes, and both with few tokens:
 
 # %%
 few = {"one thread per group": run_pointers(make_wide_loads, 32 // GROUPS), "one warp per token": run_of}
@@ -1269,8 +1262,7 @@ def best_int32(x, out):
 instruction_mix({kernel.__name__: (kernel, ("float32*", "int32*")) for kernel in (best_int64, best_int32)})
 
 # %% [markdown]
-# **Idea.** Cast each index back to 32 bits where it is computed. SGLang's C++ has `int` in these places, so the port has had the
-# casts from the start.
+# **Idea.** Cast each index back to 32 bits, as the port does.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1358,8 +1350,8 @@ say(
 
 # %% [markdown]
 # **Idea.** A group is kept if fewer than 4 groups are better. 8 groups make 64 comparisons, two for each lane. `ballot_sync`
-# collects a bit of each lane in a word, and `popc` counts the bits. The two best values are now found once, in the loop that
-# computes the scores, and dropped groups get the lowest value, so that a pick needs no test for them.
+# collects a bit of each lane in a word, and `popc` counts the bits. The two best values are now found once, with the scores,
+# and a pick needs no test for dropped groups.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 sums = (gate.logits[0].float().sigmoid() + bias).view(GROUPS, -1).topk(2)[0].sum(-1).tolist()
@@ -1438,8 +1430,7 @@ run = run_pointers(make_rank_groups, 1)(KEPT, TOPK)
 measure("rank by counting", run, after="32-bit integers", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# In `better_groups` the shuffle stands alone. After `and`, lanes whose left operand is false skip the shuffle, and a GPU may hang.
-# The simulator names them:
+# After `and`, lanes whose left operand is false skip the shuffle, and a GPU may hang. The simulator names them:
 
 
 # %%
@@ -1594,7 +1585,7 @@ pick_clocks("integer keys", make_integer_keys, {"REDUX": 1})
 # %% [markdown]
 # **Idea.** Sort the keys of a lane once. Its best key is then always in front, and the winner moves the rest up. A **sorting
 # network** is a list of compare-exchange steps that does not depend on the data, so all indices are constants and the keys
-# stay in registers. The steps of one level do not wait for each other.
+# stay in registers.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 lane_0 = (gate.logits[0, : EXPERTS // 32].float().sigmoid() + bias[: EXPERTS // 32]).tolist()
@@ -1700,8 +1691,8 @@ picks.strip([0, 1, len(picks.frames) - 1])
 # %% [markdown]
 # ### Step 14: no short circuits
 #
-# **Bottleneck.** `x or (y and z)` evaluates `y` only if `x` is false. In a long network the compiler keeps these decisions as
-# branches; with `|` and `&` on booleans it computes all and selects. The network alone, in three kernels:
+# **Bottleneck.** `x or (y and z)` evaluates `y` only if `x` is false. In a long network the compiler keeps branches; with
+# `|` and `&` on booleans it computes all and selects. The network alone:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1749,8 +1740,8 @@ make_no_branches = define(source, globals(), "make_no_branches.py")["make_no_bra
 change(make_sorted_lanes, make_no_branches)
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes. Branches are not issued to the ALU, and the model has no latency of
-# branches, so it predicts almost nothing; a gain would be the cost of the branches, which is why we try it.
+# **Predicted gain.** The difference of the slowest pipes. The model has no branch latency, so it predicts almost nothing; a
+# gain would be the cost of branches.
 
 # %%
 count("no short circuits", make_no_branches, {"REDUX": TOPK})
@@ -1890,9 +1881,9 @@ CLOCKS.select("fast sigmoid", "selecting pop")
 # **Bottleneck.** The slots. Each compare-exchange selects two of them, each pop moves 7, and each pick shuffles slot and
 # score of the winner, although only one lane needs them.
 #
-# **Idea.** Sort only keys: a compare-exchange is one maximum and one minimum. Lane `k` remembers the key of pick `k` and the lane
-# that held it. At the end, all lanes search at the same time: lane `k` looks for its key among the unsorted keys of that lane,
-# and loads the logit of the expert it finds. `sort_descending` is
+# **Idea.** Sort only keys: a compare-exchange is one maximum and one minimum. Lane `k` remembers the key of pick `k` and the
+# lane that held it. At the end, lane `k` looks for its key among the unsorted keys of that lane and loads the logit of the
+# expert it finds. All three changes belong together: without slots, each winner must be searched. `sort_descending` is
 # Batcher's network again ([device_functions.py](../moe_numba/gate/device_functions.py)).
 #
 # Equal keys of one lane are taken in ascending order (`drop_taken`). An example: experts 3 and 5 of a lane have equal keys, and
@@ -2012,8 +2003,7 @@ say(
 
 # %% [markdown]
 # **Idea.** A warp routes several tokens, one after another, and loads the logits of the next one before it starts with the
-# current one. The grid has as many CTAs as fit
-# on the SMs at once, which the registers of the kernel decide.
+# current one. The grid has as many CTAs as fit on the SMs at once.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2138,16 +2128,14 @@ say(
 # %% [markdown]
 # ### Step 19: four tokens per warp
 #
-# **Bottleneck.** Half of the groups are dropped, so half of the lanes sort and pick for nothing, and a warp picks for one token
-# at a time:
+# **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick for nothing:
 
 # %%
 pick_clocks("loads ahead", make_loads_ahead, {"REDUX": 1})
 
 # %% [markdown]
-# **Idea.** A warp takes four tokens. It scores them one after another and writes the keys to shared memory. Then it
-# **redistributes** the candidates: 8 lanes per token, 16 candidates per lane, and all four tokens pick at the same time. A pick
-# takes three shuffle rounds, but for four tokens.
+# **Idea.** A warp scores four tokens one after another and writes the keys to shared memory. Then it **redistributes** the
+# candidates: 8 lanes per token, 16 candidates per lane. A pick takes three shuffle rounds, but for four tokens.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # the kept groups of four tokens
@@ -2253,10 +2241,10 @@ def make_four_tokens(num_experts, num_groups, kept, topk):
 
 
 # %% [markdown]
-# The rows of keys in shared memory have 16 bytes of padding. Stores then have no bank conflicts. Loads still do: the lanes of a
-# token read groups whose distance depends on the data, and take about one and a half times the clocks of loads without.
+# The rows of keys in shared memory have 16 bytes of padding. Stores then have no bank conflicts. Loads, from groups that
+# depend on the data, take about one and a half times the clocks of loads without conflicts.
 #
-# **Predicted gain.** The difference of the slowest pipes. The kernel needs 8 groups; for other shapes this step is left out.
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
 FOUR = supports(*SHAPE, 0)  # as the package's kernel: 8 groups, no shared experts
@@ -2275,8 +2263,7 @@ else:
     print("left out: the kernel needs 8 groups")
 
 # %% [markdown]
-# **Explanation.** The launch bounds are a choice: with them `ptxas` takes more registers and schedules more loads ahead of their
-# use, without them more warps fit on an SM. Both kernels:
+# **Explanation.** With launch bounds `ptxas` takes more registers, without them more warps fit on an SM. Both kernels:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 bounds = {"launch bounds": (32 * WARPS, 4), "none": None}
@@ -2301,8 +2288,7 @@ say(
 )
 
 # %% [markdown]
-# With the bounds 4 CTAs of 6 warps fit on an SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Time the kernel with
-# whole waves:
+# The bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAVE_OF_H200 = 24 * 4 * 132  # tokens
@@ -2331,14 +2317,13 @@ say(
 # %% [markdown]
 # ### Step 20: the package's kernel
 #
-# `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few. Both
-# ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) also handle NaN,
-# infinities, 16-bit logits, other numbers of experts and groups, shared experts and padding.
+# `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few.
+# Both ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) also handle NaN,
+# 16-bit logits, other shapes, shared experts and padding.
 #
-# **Bottleneck.** The ALU, still, in the kernel of step 19.
+# **Bottleneck.** The ALU, still.
 #
-# **Idea.** The package's kernel was tuned further: 4 warps per CTA, bounds of 6 CTAs per SM, and a shorter search for ranks and
-# picks. Here it is launched like the kernels before.
+# **Idea.** The package's kernel has 4 warps per CTA, bounds of 6 CTAs per SM, and fewer instructions for ranks and picks.
 #
 # **Predicted gain.** The difference of the slowest pipes.
 
@@ -2377,7 +2362,7 @@ if FOUR:
     measure("package kernel", run_package_kernel, after="four tokens per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** What the pipes and the registers of both kernels are:
+# **Explanation.** Pipes and registers of both kernels:
 
 # %%
 both = CLOCKS.select(*(("four tokens per warp", "package, float32") if FOUR else ("loads ahead",)))
@@ -2389,8 +2374,8 @@ both
 #
 # **Bottleneck.** The launch: a kernel starts only when the one before it has ended.
 #
-# **Idea.** With **programmatic dependent launch** (compute capability 9.0) a kernel may start while the one before it ends. The
-# public function launches the same kernel in this way.
+# **Idea.** With **programmatic dependent launch** (compute capability 9.0) it may start while the other ends. The public
+# function launches in this way.
 #
 # **Predicted gain.** The difference between the two empty kernels of section 3.
 
@@ -2427,8 +2412,7 @@ say(
 )
 
 # %% [markdown]
-# **Predicted gain.** A kernel takes at least the longer of its DRAM time and its pipe time. The gain is the difference of these
-# bounds. A token has 576 bytes instead of 1,088, because the outputs stay as they are.
+# **Predicted gain.** max(DRAM time, pipe time) before - after. A token has 576 bytes instead of 1,088: the outputs stay.
 
 # %%
 BYTES_16 = TOKENS * (EXPERTS * 2 + TOPK * 8) + EXPERTS * 4
@@ -2441,7 +2425,7 @@ if FOUR:
     ladder.step("final, bfloat16", call, timed=timed, **predicted, dtype="bfloat16", bytes=BYTES_16)
 
 # %% [markdown]
-# **Explanation.** The pipes of the package's kernel for four tokens, for both types:
+# **Explanation.** The pipes for both types:
 
 # %%
 pipes = CLOCKS.select("package, float32", "package, bfloat16") if FOUR else None
@@ -2464,9 +2448,9 @@ say(
 # %% [markdown]
 # ## 6. The whole ladder
 #
-# All steps once more, timed interleaved. In the figures "speed of light" is the lower bound of section 3, and in the sweep at least
-# the time of an empty kernel. Grey points are steps that did not pay. Peers are other implementations, timed in the same way;
-# "aot" is SGLang's C++ kernel, compiled ahead of time.
+# All steps once more, timed interleaved. In the figures "speed of light" is the lower bound of section 3, and in the sweep
+# at least the time of an empty kernel. Grey points are steps that did not pay. Peers are other implementations; "aot" is
+# SGLang's C++ kernel, compiled ahead of time.
 
 # %%
 ladder.measure_all()
@@ -2485,7 +2469,7 @@ times = {name: recorded_us(GATE, step, **where) for step, name in PEERS.items()}
 ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in times.items() if us})
 
 # %% [markdown]
-# The count of instructions against the measured time, for all steps that were counted:
+# Pipe time against measured time:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 print(f"{'':<22}{'slowest pipe':>14}{'clocks':>8}{'pipe us':>9}{'measured us':>13}")
@@ -2506,13 +2490,12 @@ say(
 )
 
 # %% [markdown]
-# To come closer, a warp would have to load the next tokens while it chooses experts, as in step 18, without the registers
-# that this takes: asynchronous copies into shared memory hold data in flight without registers.
+# To come closer, a warp would have to load the next tokens while it chooses experts. Asynchronous copies into shared memory
+# need no registers for this.
 #
 # ## 7. The sweep over tokens
 #
-# A server decodes a handful of tokens at a time and reads prompts of thousands. From the record of `python -m moe_numba bench
-# gate`, with the peers built from their sources and timed in the same run:
+# From the record of `python -m moe_numba bench gate`, with the peers built from their sources and timed in the same run:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if GATE:
@@ -2533,8 +2516,8 @@ picture
 #   the [appendix](appendix_claims.ipynb).
 # - The kernel: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530), used since
 #   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). Its design comes from TensorRT-LLM and FasterTransformer.
-# - Later kernels: FlashInfer `fused_topk_deepseek`, in SGLang since
-#   [PR 15347](https://github.com/sgl-project/sglang/pull/15347), and SGLang's Triton router
+# - Later kernels: FlashInfer `fused_topk_deepseek`
+#   ([PR 15347](https://github.com/sgl-project/sglang/pull/15347)), SGLang's Triton router
 #   ([PR 29771](https://github.com/sgl-project/sglang/pull/29771)).
-# - NVIDIA: *CUDA C++ Programming Guide*, arithmetic throughput; *PTX ISA*: `shfl.sync`, `vote.sync.ballot`, `redux.sync`.
+# - NVIDIA: *CUDA C++ Programming Guide*, arithmetic throughput; *PTX ISA*.
 # - K. E. Batcher, *Sorting networks and their applications*, 1968.

@@ -160,10 +160,6 @@ def _shared_bytes(ctas):
     """Return the bytes of shared memory per CTA with which at most this many CTAs fit on an SM."""
     if simulator.ENABLED:
         return 0
-    limits = torch.cuda.get_device_properties(0)
-    system_bytes = 1024  # of each CTA, from compute capability 8.0 on
-    return (
-        min(limits.shared_memory_per_multiprocessor // ctas - system_bytes, limits.shared_memory_per_block_optin)
-        // 128
-        * 128
-    )
+    most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    system_bytes = 1024  # of each CTA, from compute capability 8.0 on: an SM has one CTA's most and its system bytes
+    return ((most + system_bytes) // ctas - system_bytes) // 128 * 128

@@ -66,7 +66,8 @@ def test_rank_by_counting_keeps_the_lower_group_of_a_tie():
 def test_sorting_network_sorts():
     figure = gate.sorting_network(VALUES, [(int(i), int(j)) for i, j in PAIRS.split()])
     bold = [t.get_text() for t in figure.axes[0].texts if t.get_weight() == "bold"][1:]  # after the title
-    assert len(labelled(figure, "compare-exchange")) == 19 and bold == [f"{v:.3f}" for v in sorted(VALUES, reverse=True)]
+    assert len(labelled(figure, "compare-exchange")) == 19
+    assert bold == [f"{v:.3f}" for v in sorted(VALUES, reverse=True)]
     assert len(labelled(figure, "level")) == 6
 
 

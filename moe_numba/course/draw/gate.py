@@ -139,7 +139,8 @@ def sorting_network(values, pairs):
         for wire in pair:
             depth[wire] = level + 1
     columns = {level: _columns(of_level) for level, of_level in levels.items()}
-    figure, axes = canvas(WIDTH, 1.15 + 0.34 * n, f"Batcher's network for {n} values: {len(pairs)} compare-exchange steps")
+    title = f"Batcher's network for {n} values: {len(pairs)} compare-exchange steps"
+    figure, axes = canvas(WIDTH, 1.15 + 0.34 * n, title)
     left, right, top = 0.95, WIDTH - 0.95, 0.34 * n + 0.3
     y = [top - 0.34 * (i + 0.5) for i in range(n)]
     gap = 0.14
@@ -255,7 +256,7 @@ def pick_frames(picks: Sequence[tuple[list[float | None], int]], num_groups: int
     lanes = 32 // num_groups  # of a group
     wide, tall, left, top = 700 // num_groups, 26, 60, 40
     frames = []
-    for number, (fronts, ballot) in enumerate(picks):
+    for fronts, ballot in picks:
         best = max(value for value in fronts if value is not None)
         winner = (ballot & -ballot).bit_length() - 1
         shapes = [Label(left + wide * (g + 0.5), 14, f"group {g}", centred=True) for g in range(num_groups)]
