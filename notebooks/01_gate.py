@@ -169,7 +169,7 @@ for name, outputs in {
 # %% [markdown]
 # ## 3. Lower bound
 #
-# Two limits of the chip: a token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which DRAM must transfer at
+# A token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which DRAM must transfer at
 # the bandwidth of a copy. With the instructions `ex2` and `rcp`, a sigmoid takes two results of the special function unit
 # (MUFU), which returns 16 per clock and SM.
 
@@ -263,7 +263,7 @@ def pipe_us(name):
 #
 # ### Step 1: torch, operation by operation
 #
-# **Idea.** Run the function as it is. Torch launches at least one kernel per operation, and each reads its input from memory
+# **Idea.** Torch launches at least one kernel per operation, and each reads its input from memory
 # and writes its output back.
 
 
