@@ -169,9 +169,9 @@ for name, outputs in {
 # %% [markdown]
 # ## 3. Lower bound
 #
-# A token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which DRAM must transfer at
-# the bandwidth of a copy. With the instructions `ex2` and `rcp`, a sigmoid takes two results of the special function unit
-# (MUFU), which returns 16 per clock and SM.
+# A token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which DRAM must transfer at the bandwidth of a copy. With
+# the instructions `ex2` and `rcp`, a sigmoid takes two results of the special function unit (MUFU), which returns 16 per clock
+# and SM.
 
 # %%
 LIMITS = chip_limits()
@@ -667,6 +667,8 @@ say(
 # %% [markdown]
 # ### Step 5: the same, static
 #
+# **Bottleneck.** Loop counters, tests and 64-bit divisions, which exist only because sizes are not known before run time.
+#
 # **Idea.** C++ passes the sizes as template parameters. In Python a **closure** does the same: a function that makes the kernel.
 # Numba treats names from the enclosing function as constants, so loops can be unrolled and divisions become shifts. `cache`
 # keeps one kernel per combination.
@@ -723,9 +725,7 @@ def make_port_static(num_experts, num_expert_group, topk_group, topk):
 
 
 # %% [markdown]
-# **Bottleneck.** Loop counters, tests and 64-bit divisions, which exist only because sizes are not known before run time.
-#
-# **Predicted gain.** Measured time before - pipe time after: the loops of step 4 depend on arguments, so it has no pipe
+# **Predicted gain.** Measured time before - pipe time after: the loops of step 4 depend on arguments, so that has no pipe
 # time. Later steps subtract two pipe times.
 
 
