@@ -15,8 +15,8 @@
 # # The gate: choose each token's experts
 #
 # DeepSeek-V3 has 256 experts in each mixture-of-experts layer and sends each token to 8 of them. The **gate** chooses these
-# 8 and computes their weights. This notebook ports SGLang's CUDA C++ kernel `moe_fused_gate`, as a Chinese article explains
-# it, to Numba, and then improves it step by step. It assumes [00_start_here](00_start_here.ipynb): CTAs, warps, shuffles,
+# 8 and computes their weights. This notebook ports SGLang's CUDA C++ kernel `moe_fused_gate`
+# ([PR 4530](https://github.com/sgl-project/sglang/pull/4530)), which an article in Chinese explains (see Sources), to Numba, and then improves it step by step. It assumes [00_start_here](00_start_here.ipynb): CTAs, warps, shuffles,
 # the simulator, kernel time and call time, and how a step is read.
 
 # %%
@@ -28,7 +28,7 @@ print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on
 import math
 import time
 import warnings
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.draw.warp_loads import warp_loads
 from moe_numba.course.exercises import exercise
-from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases
+from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases, resident_ctas, variants
 from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.pipe_clocks import PipeClocks, pipe_clocks
@@ -54,12 +54,14 @@ from moe_numba.course.prose import say
 from moe_numba.course.simulate import changed_source, define, in_simulator
 from moe_numba.course.source_diff import OpCounter, change
 from moe_numba.gate.device_functions import LOG2_E, make_sort_descending, sorting_network
-from moe_numba.gate.kernel import GateConfig, make_kernel
+from moe_numba.gate.kernel import GateConfig
+from moe_numba.gate.kernel_4tokens import WARPS_PER_BLOCK, launch_bounds, make_4tokens_kernel, supports
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import choose_experts
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.memory import ld_shared_s32x4, load_nc_u32x4, st_shared_s32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")
@@ -72,6 +74,8 @@ MODEL_TOKENS = 16384 if simulator.ENABLED else TOKENS  # of predictions: recorde
 
 # %% [markdown]
 # ## What you will build
+#
+# The result, from the records:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GATE, LADDER = records.recorded("gate"), records.recorded("gate_ladder")
@@ -86,7 +90,7 @@ def recorded_us(record, step, **where):
 
 where = {"size": {"tokens": 16384}, "dtype": "float32", "config": CONFIG}
 compile_us, sglang, final = (recorded_us(GATE, step, **where) for step in ("torch.compile", "peer:sglang-aot", "final"))
-port = recorded_us(LADDER, "article, static")
+port = recorded_us(LADDER, "port, static sizes") or recorded_us(LADDER, "article, static")
 say(
     "Recorded on an H200 with 16384 tokens: SGLang's kernel, compiled from C++, takes {sglang:.0f} us. Our Numba port "
     "of it takes {port:.0f} us. The kernel at the end of this notebook takes {final:.1f} us: **{faster:.1f} times as "
@@ -111,8 +115,7 @@ say(
 # 5. **Experts**: the 8 best experts of the kept groups are chosen.
 # 6. **Weights**: the chosen experts' scores without the bias, divided by their sum.
 #
-# Models such as Mixtral have no groups. DeepSeek-V3 was trained with each group on a node of its own, so that a token
-# travels to at most 4 nodes.
+# DeepSeek-V3 was trained with each group on a node of its own, so that a token travels to at most 4 nodes.
 
 # %%
 gate = GateRuns(TOKENS, *SHAPE)  # logits from a normal distribution, in several sets that exceed the L2 cache
@@ -166,9 +169,9 @@ for name, outputs in {
 # %% [markdown]
 # ## 3. Lower bound
 #
-# Two limits of the chip bound the time from below. A token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which
-# DRAM must transfer. And each sigmoid needs an exponential and a reciprocal from the special function unit (MUFU), which
-# returns 16 results per clock and SM.
+# A token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which DRAM must transfer at the bandwidth of a copy. With
+# the instructions `ex2` and `rcp`, a sigmoid takes two results of the special function unit (MUFU), which returns 16 per clock
+# and SM.
 
 # %%
 LIMITS = chip_limits()
@@ -189,6 +192,7 @@ for tokens in (64, 1024, 16384, 65536):
 FLOOR_US = max(lower_bounds_us(MODEL_TOKENS).values())
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+# {False: an ordinary launch, True: with programmatic dependent launch, step 21}
 EMPTY = {on: recorded_us(GATE, "empty kernel", config={"dependent": on}) for on in (False, True)}
 say(
     "An empty kernel takes {empty:.2f} us in a CUDA graph, so with few tokens the launch is the bound.",
@@ -218,14 +222,20 @@ def measure(name, run, any_order=False, **more):
 #
 # | pipe | instructions | clocks per instruction of a warp |
 # |---|---|---|
-# | FMA | float add, multiply; integer multiply | 1; 2 |
-# | ALU | integer, compare, select, minimum, maximum | 2 |
-# | XU | MUFU, popc, ffs, conversions, redux | 8 |
+# | FMA | float add, multiply | 1 |
+# | FMA | integer multiply | 2 |
+# | ALU | other integer instructions, compare, select, minimum, maximum | 2 |
+# | XU | the special function unit: MUFU, conversions, bit counts (`popc`, `ffs`), and a maximum of a warp (`redux`, step 12) | 8 |
 # | LSU | loads, stores, shuffles | 4 |
 #
 # `pipe_clocks` compiles a kernel for an H200, disassembles it, and adds up these clocks for one warp. The **issue slots** are the
-# number of instructions. The slowest pipe, times the warps per scheduler, is the time that the instructions take if some warp
-# is always ready: a lower bound that needs no GPU.
+# number of instructions. If some warp is always ready, the time in microseconds is
+#
+# clocks of the slowest pipe x (tokens / tokens per warp) / (4 x SMs) / clock rate.
+#
+# This is an estimate: too low where warps wait, too high where a branch skips instructions, such as the slow path of a
+# division. Where the machine code has loops, we state how many shuffles a warp executes in total; the loop's trip count
+# follows.
 
 # %%
 SIGNATURE = ("float32*", "float32*", "float32*", "int32*", "int32")  # logits, bias, weights, ids, tokens
@@ -233,14 +243,19 @@ ARRAYS = ("float32[,]", "float32[]", "float32[,]", "int32[,]")
 CLOCKS = PipeClocks()
 
 
-def count(name, make, executed=None, signature=SIGNATURE):
-    """Count the clocks of ``make(*SHAPE)``. ``executed`` says how often a warp executes an opcode that is in a loop."""
-    CLOCKS.update(pipe_clocks({name: (f"{make.__name__}{SHAPE}", signature, executed)}, [make]))
+TOKENS_PER_WARP = {}
 
 
-def pipe_us(name, tokens_per_warp=1):
-    """The clocks of a warp in the slowest pipe x the warps per scheduler, in microseconds."""
-    return CLOCKS[name] * MODEL_TOKENS / tokens_per_warp / (4 * SMS) / CLOCK * 1e6
+def count(name, make, executed=None, signature=SIGNATURE, tokens_per_warp=1, threads=None):
+    """Count the clocks of ``make(*SHAPE)``, which has loops that execute its shuffles ``executed`` times in total."""
+    TOKENS_PER_WARP[name] = tokens_per_warp
+    CLOCKS.update(pipe_clocks({name: (f"{make.__name__}{SHAPE}", signature, executed, threads)}, [make]))
+
+
+def pipe_us(name):
+    """Clocks of a warp in the slowest pipe x warps per scheduler / clock rate, in microseconds."""
+    warps = MODEL_TOKENS / TOKENS_PER_WARP[name]
+    return CLOCKS[name] * warps / (4 * SMS) / CLOCK * 1e6
 
 
 # %% [markdown]
@@ -248,7 +263,7 @@ def pipe_us(name, tokens_per_warp=1):
 #
 # ### Step 1: torch, operation by operation
 #
-# **Idea.** Run the function as it is. Torch launches at least one kernel per operation, and each reads its input from memory
+# **Idea.** Torch launches at least one kernel per operation, and each reads its input from memory
 # and writes its output back.
 
 
@@ -265,13 +280,15 @@ measure("torch eager", torch_eager, any_order=True, timeline=launch_profile(lamb
 # %% [markdown]
 # ### Step 2: torch.compile
 #
-# **Bottleneck.** Each operation reads the table of scores from DRAM, and most write one: six of the operations above make twelve
-# passes over it, besides those of `topk`.
+# **Bottleneck.** Most operations read and write tables of one number per token and expert. Besides `topk`, they make eight
+# passes over float tables (sigmoid 2, sum with the bias 2, expanded mask 1, its conversion 1, `masked_fill` 2) and four over
+# tables of bytes (the mask as bool): nine times tokens x 1 KB.
 #
-# **Idea.** `torch.compile` generates fused kernels. The article names two drawbacks: a server starts later, and operations
-# like `topk` and `gather` are not fused.
+# **Idea.** `torch.compile` generates fused kernels. Operations like `topk` are not fused.
 #
-# **Predicted gain.** Eight of the twelve passes disappear; the searches remain.
+# **Predicted gain.** Four passes remain: logits in, biased scores out for `topk`, these in again, masked scores out. 5 x
+# tokens x 1 KB / the bandwidth of a copy disappear: an upper bound, because tables may stay in the L2 cache. The searches
+# remain.
 
 # %%
 if simulator.ENABLED:
@@ -286,14 +303,11 @@ else:
     torch_compiled(gate.logits)
     torch.cuda.synchronize()
     more = {"compile_s": time.perf_counter() - started, "timeline": launch_profile(lambda: torch_compiled(gate.logits))}
-    gain_us = 8 * TOKENS * EXPERTS * 4 / LIMITS.copy_bandwidth * 1e6
+    gain_us = 5 * TOKENS * EXPERTS * 4 / LIMITS.copy_bandwidth * 1e6
     measure("torch.compile", torch_compiled, True, after="torch eager", predicted_gain_us=gain_us, **more)
 
 # %% [markdown]
-# **Explanation.** Torch's profiler recorded the kernels of one call. The article shows such a profile of a whole layer, before
-# and after the gate is one kernel:
-#
-# > 36us->8us.
+# **Explanation.** Torch's profiler recorded the kernels of one call:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 rows = {name: ladder.row(name) or {} for name in ("torch eager", "torch.compile")}
@@ -304,7 +318,7 @@ else:
     picture = print("no kernels of a call are recorded yet")
 picture
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 scores = gate.logits.sigmoid() + bias
 topks = {
     "two best of each group": lambda: scores.view(TOKENS, GROUPS, -1).topk(2, dim=-1),
@@ -333,6 +347,8 @@ say(
 
 # %% [markdown]
 # ### Step 3: one thread per token
+#
+# **Bottleneck.** Each kernel of steps 1 and 2 reads and writes memory.
 #
 # **Idea.** One kernel does everything. If each thread routes one token, threads need nothing from each other.
 
@@ -385,10 +401,11 @@ def one_thread_per_token(logits, bias, weights, ids):
 
 
 # %% [markdown]
-# Numba types a global such as `LOWEST` as a 64-bit float; `float32(...)` keeps the arithmetic in 32 bits.
+# `float32(...)` is needed because Numba types a global such as `LOWEST` as a 64-bit float.
 #
-# **Predicted gain.** A thread executes about 20 instructions per expert for the scores and 4 per expert and pick. 16384 threads
-# are one warp per scheduler, so a warp waits for each of its own results, say 10 clocks.
+# **Predicted gain.** The time of step 1 disappears. The machine code has 34 instructions per expert for the scores, and 21 per
+# expert and pick, of which two load from local memory (step 4). 16384 threads are one warp per scheduler, so a warp waits for each of its own
+# results, say 5 clocks: experts x (34 + 21 x picks) x 5 clocks / 1.98 GHz remain.
 
 
 # %%
@@ -396,7 +413,7 @@ def run_one_thread_per_token(x, weights, ids):
     one_thread_per_token[-(-len(x) // 32), 32, numba_stream()](x, bias, weights, ids)
 
 
-waiting_us = EXPERTS * (20 + 4 * TOPK) * 10 / CLOCK * 1e6
+waiting_us = EXPERTS * (34 + 21 * TOPK) * 5 / CLOCK * 1e6
 gain_us = (ladder.median_us("torch eager") or 0) - waiting_us
 measure("one thread per token", run_one_thread_per_token, after="torch eager", predicted_gain_us=gain_us)
 
@@ -410,7 +427,8 @@ measure("one thread per token", run_one_thread_per_token, after="torch eager", p
 instruction_mix({"one thread per token": (one_thread_per_token, ARRAYS)})
 
 # %% [markdown]
-# And a scheduler with one warp idles whenever this warp waits.
+# The counts are static: an instruction in a loop counts once, and unrolling raises the count. The stack holds the three
+# arrays: (256 + 256 + 8) x 4 bytes. One warp per scheduler also means that the scheduler idles while that warp waits.
 #
 # **Idea.** One thread per *group* of a token. A thread holds the 32 experts of its group (`VPT`, values per thread), and
 # `THREADS_PER_ROW` = 8 neighbouring lanes share a token. They find the worst group and the best expert with shuffles.
@@ -419,15 +437,12 @@ instruction_mix({"one thread per token": (one_thread_per_token, ARRAYS)})
 draw.thread_model(EXPERTS, GROUPS)
 
 # %% [markdown]
-# SGLang's host function computes this configuration, checks that the sizes are powers of two and `VPT` at most 32, and selects
-# a **template** of the kernel for 256 or 128 experts, or a **dynamic** kernel with run-time sizes. This step is the dynamic
-# kernel. Its phases, beside the lines of the torch function:
+# SGLang selects a **template** of the kernel for 256 or 128 experts, or a **dynamic** kernel with run-time sizes, which this
+# step ports:
 #
 # | phase | kernel | torch |
 # |---|---|---|
-# | load | `row_chunk`, `bias_chunk`: 32 values each, in the thread | `gating_output`, `correction_bias` |
-# | sigmoid | in place | `scores = gating_output.sigmoid()` |
-# | bias | `bias_chunk[i] += row_chunk[i]` | `scores_for_choice = scores + ...` |
+# | load, sigmoid, bias | 32 values each, in the thread | `scores`, `scores_for_choice` |
 # | exclude groups, 4 times | each thread: sum of its two best; butterfly: the lowest sum, of equal sums the higher group; its thread sets its values to `FLT_MAX` | `group_scores`, `group_idx`, `group_mask`, `masked_fill` |
 # | choose experts, 8 times | each thread: its best value; butterfly: the highest, of equal values the lower expert; its thread stores weight and id, and sets the value to `-FLT_MAX` | `topk_ids`, `gather` |
 # | rescale | the first thread of the token divides by the sum | `topk_weights / topk_weights.sum()` |
@@ -476,7 +491,7 @@ butterfly = Player.from_dict(in_simulator(trace_butterfly))
 butterfly
 
 # %%
-butterfly.strip([0, 1, len(butterfly.frames) - 2])
+butterfly.strip([0, 1, len(butterfly.frames) - 2])  # half of the lanes, and three of the shuffles
 
 # %% [markdown]
 # **Exercise 1.** If 16 lanes share a token, two tokens share a warp. Change the kernel so that each lane returns the maximum
@@ -496,7 +511,9 @@ def max_of_half_warps(x, out):
 exercise("gate-1").check(max_of_half_warps)
 
 # %% [markdown]
-# `highest` is `lowest` with both comparisons reversed. The port, with `int32(...)` where the kernel has `int`:
+# `highest` is `lowest` with both comparisons reversed. The port, with `int32(...)` where the kernel has `int`. The lowest
+# sum is excluded first, so an excluded group's values become `FLT_MAX`, and `choice[0] != EXCLUDED` tells whether a group is
+# in.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WARPS = 6  # per CTA
@@ -518,7 +535,7 @@ def highest(value, index, start, stop):
 
 # %%
 @cuda.jit
-def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk):
+def port_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk):
     num_rows, num_experts = logits.shape
     vpt = num_experts // num_expert_group
     rows_per_warp = max(1, 32 // num_expert_group)
@@ -560,14 +577,14 @@ def article_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, to
 
 
 # %% [markdown]
-# The port repairs two faults. In SGLang's kernel, threads without a token return before barriers and shuffles that all threads
-# must execute; here they compute on the last token and store nothing. And its first thread reads a weight that another lane
-# has just stored, with no barrier between; here `syncwarp` orders the two. The simulator shows both faults:
+# The port repairs two faults. In SGLang's kernel, threads without a token return before shuffles that all must execute; here
+# they compute on the last token and store nothing. And its first thread reads a weight that another lane has just stored;
+# here `syncwarp` orders the two. The simulator shows both:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 no_barrier = changed_source(
-    article_dynamic,
+    port_dynamic,
     "        cuda.syncwarp()  # the next line reads what another lane has just written\n",
     "",
     "no_barrier",
@@ -587,7 +604,7 @@ def returns_early(out, num_rows):
 def show_faults():
     logits, bias = torch.randn(4, EXPERTS), torch.rand(EXPERTS)
     with simulator.races():
-        for kernel in (article_dynamic, no_barrier):
+        for kernel in (port_dynamic, no_barrier):
             try:
                 kernel[1, (32, 1)](
                     logits, bias, torch.zeros(4, TOPK), torch.zeros(4, TOPK, dtype=torch.int32), GROUPS, KEPT, TOPK
@@ -604,9 +621,8 @@ def show_faults():
 in_simulator(show_faults)
 
 # %% [markdown]
-# A third fault only costs time: in the host function's `if (groups == 8) if (type == bf16) ... else if (groups == 16) ...` the
-# last `else` belongs to the inner `if`, because C++ ignores indentation. So 256 experts in 16 groups, and 128 in 8, never
-# reach their templates. The result is right, so no test finds it.
+# A third fault only costs time: in the host function an `else` belongs to the inner of two `if`s, so 256 experts in 16
+# groups, and 128 in 8, never reach their templates.
 #
 # **Predicted gain.** There are 8 times as many warps, each with an eighth of the work. If warps only wait, the time falls to an
 # eighth.
@@ -620,32 +636,38 @@ def ctas(tokens, tokens_per_warp):
 def run_dynamic(kept, topk):
     def run(x, weights, ids):
         grid = ctas(len(x), 32 // GROUPS)
-        article_dynamic[grid, (32, WARPS), numba_stream()](x, bias, weights, ids, GROUPS, kept, topk)
+        port_dynamic[grid, (32, WARPS), numba_stream()](x, bias, weights, ids, GROUPS, kept, topk)
 
     return run
 
 
 gain_us = (ladder.median_us("one thread per token") or 0) * (1 - 1 / GROUPS)
-measure("article, dynamic", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
+measure("port, run-time sizes", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Time the kernel without its group phase and with one pick, and look at its machine code:
+# **Explanation.** Time the kernel with all groups kept, which leaves out the group phase, and with one pick. Of the time
+# `t`, the groups take `t` - `t(all kept)`, the picks, with 7/8 of the rescaling, (`t` - `t(one pick)`) x 8 / 7, loading the
+# rest:
 
 # %%
-PHASES = {"article, dynamic": phases(ladder, gate, "article, dynamic", run_dynamic)}
-instruction_mix({"article, dynamic": (article_dynamic, (*ARRAYS, "int32", "int32", "int32"))})
+PHASES = {"port, run-time sizes": phases(ladder, gate, "port, run-time sizes", run_dynamic)}
+instruction_mix({"port, run-time sizes": (port_dynamic, (*ARRAYS, "int32", "int32", "int32"))})
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "Choosing the experts takes {pick:.0f} us, choosing the groups {group:.0f} us, and the rest {load:.0f} us. Loops of "
-    "run-time length are not unrolled: each comparison loads a value from local memory, waits for it, and branches.",
-    pick=(PHASES["article, dynamic"] or {}).get("choose experts"),
-    group=(PHASES["article, dynamic"] or {}).get("choose groups"),
-    load=(PHASES["article, dynamic"] or {}).get("load, sigmoid, bias"),
+    "Choosing the experts takes {pick:.0f} us, choosing the groups {group:.0f} us, and the rest {load:.0f} us. The "
+    "compiler unrolls loops of run-time length by four and tests after each four whether more are left; each comparison "
+    "loads a value from local memory. The divisions by run-time sizes are calls of a 64-bit division in software, one "
+    "of them in each pick.",
+    pick=(PHASES["port, run-time sizes"] or {}).get("choose experts"),
+    group=(PHASES["port, run-time sizes"] or {}).get("choose groups"),
+    load=(PHASES["port, run-time sizes"] or {}).get("load, sigmoid, bias"),
 )
 
 # %% [markdown]
 # ### Step 5: the same, static
+#
+# **Bottleneck.** Loop counters, tests and 64-bit divisions, which exist only because sizes are not known before run time.
 #
 # **Idea.** C++ passes the sizes as template parameters. In Python a **closure** does the same: a function that makes the kernel.
 # Numba treats names from the enclosing function as constants, so loops can be unrolled and divisions become shifts. `cache`
@@ -654,7 +676,7 @@ say(
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
-def make_article_static(num_experts, num_expert_group, topk_group, topk):
+def make_port_static(num_experts, num_expert_group, topk_group, topk):
     vpt = num_experts // num_expert_group
     rows_per_warp = max(1, 32 // num_expert_group)
 
@@ -703,149 +725,50 @@ def make_article_static(num_experts, num_expert_group, topk_group, topk):
 
 
 # %% [markdown]
-# **Predicted gain.** All that remains are the instructions, at the speed of the slowest pipe. The counts of shuffles tell how
-# often the loops run that the compiler did not unroll.
+# **Predicted gain.** Measured time before - pipe time after: the loops of step 4 depend on arguments, so that has no pipe
+# time. Later steps subtract two pipe times.
 
 
 # %%
-def run_arrays(make):
-    def run_of(kept, topk):
-        kernel, grid = make(EXPERTS, GROUPS, kept, topk), ctas(TOKENS, 32 // GROUPS)
-        return lambda x, weights, ids: kernel[grid, (32, WARPS), numba_stream()](x, bias, weights, ids)
-
-    return run_of
+def run_static(x, weights, ids):
+    grid = ctas(len(x), 32 // GROUPS)
+    make_port_static(*SHAPE)[grid, (32, WARPS), numba_stream()](x, bias, weights, ids)
 
 
 ROUNDS = GROUPS.bit_length() - 1  # of a butterfly over the groups
-count("article, static", make_article_static, {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}, ARRAYS)
-before_us = ladder.median_us("article, dynamic") or 0
-gain_us = before_us and before_us - pipe_us("article, static", 32 // GROUPS)
-run = run_arrays(make_article_static)(KEPT, TOPK)
-measure("article, static", run, after="article, dynamic", predicted_gain_us=gain_us)
+executed = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}
+count("port, static sizes", make_port_static, executed, ARRAYS, tokens_per_warp=32 // GROUPS)
+before_us = ladder.median_us("port, run-time sizes") or 0
+gain_us = before_us and before_us - pipe_us("port, static sizes")
+measure("port, static sizes", run_static, after="port, run-time sizes", predicted_gain_us=gain_us)
 CLOCKS
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "The instructions alone would take {pipe:.0f} us of the {us:.0f} us: this kernel still waits most of the time.",
-    pipe=pipe_us("article, static", 32 // GROUPS),
-    us=ladder.median_us("article, static"),
+    pipe=pipe_us("port, static sizes"),
+    us=ladder.median_us("port, static sizes"),
 )
 
 # %% [markdown]
-# ### Step 6: arrays in registers
+# ### Step 6: pointers instead of arrays
 #
-# **Bottleneck.** Local memory again: `choice[expert % vpt]` needs an index that is known only at run time, as in C++.
-#
-# **Idea.** Go through all 32 places and act on the one whose number fits. The loop is unrolled, all indices are constants, and
-# `cuda.local.array` becomes registers.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-@cache
-def make_in_registers(num_experts, num_expert_group, topk_group, topk):
-    vpt = num_experts // num_expert_group
-    rows_per_warp = max(1, 32 // num_expert_group)
-
-    @cuda.jit
-    def kernel(logits, bias, weights, ids):
-        num_rows = logits.shape[0]
-        lane = cuda.threadIdx.x
-        row = (cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * rows_per_warp + lane // num_expert_group
-        safe_row = min(row, num_rows - 1)
-        group = int32(lane % num_expert_group)
-        first = int32(group * vpt)
-        score = cuda.local.array(vpt, float32)
-        choice = cuda.local.array(vpt, float32)
-        for i in range(vpt):
-            score[i] = sigmoid(logits[safe_row, first + i])
-            choice[i] = score[i] + bias[first + i]
-        for _ in range(num_expert_group - topk_group):
-            best, second = float32(LOWEST), float32(LOWEST)
-            for i in range(vpt):
-                second = max(second, min(best, choice[i]))
-                best = max(best, choice[i])
-            _, worst_group = lowest(best + second, group, 1, num_expert_group)
-            if group == worst_group:
-                for i in range(vpt):
-                    choice[i] = float32(EXCLUDED)
-        total = float32(0)
-        for k in range(topk):
-            best, expert = float32(LOWEST), first
-            if choice[0] != float32(EXCLUDED):
-                for i in range(vpt):
-                    if choice[i] > best:
-                        best, expert = choice[i], int32(first + i)
-            best, expert = highest(best, expert, 1, num_expert_group)
-            for i in range(vpt):
-                if first + i == expert and row < num_rows:
-                    choice[i] = float32(LOWEST)
-                    weights[row, k] = score[i]
-                    ids[row, k] = expert
-            cuda.syncwarp()  # the next line reads what another lane has just written
-            if group == 0 and row < num_rows:
-                total += weights[row, k]
-        if group == 0 and row < num_rows:
-            for k in range(topk):
-                weights[row, k] /= total
-
-    return kernel
-
-
-# %%
-change(make_article_static, make_in_registers)
-
-# %%
-makes = make_article_static, make_in_registers
-instruction_mix({make.__name__: (f"{make.__name__}{SHAPE}", ARRAYS) for make in makes}, makes)
-
-# %% [markdown]
-# The stack is empty and local memory is not accessed any more. But each pick now compares 32 indices.
-#
-# **Predicted gain.** The difference of the slowest pipes, which is a loss.
-
-# %%
-marks = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS, "LDG": EXPERTS // GROUPS * 2 + 2 * TOPK}
-count("in registers", make_in_registers, marks, ARRAYS)
-gain_us = pipe_us("article, static", 32 // GROUPS) - pipe_us("in registers", 32 // GROUPS)
-run = run_arrays(make_in_registers)(KEPT, TOPK)
-measure("in registers", run, after="article, static", predicted_gain_us=gain_us, slower=True)
-
-# %% [markdown]
-# **Explanation.** Which phases became slower?
-
-# %%
-PHASES["article, static"] = phases(ladder, gate, "article, static", run_arrays(make_article_static))
-PHASES["in registers"] = phases(ladder, gate, "in registers", run_arrays(make_in_registers))
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-before, after = ((PHASES[name] or {}) for name in ("article, static", "in registers"))
-say(
-    "Choosing the experts: {before:.1f} -> {after:.1f} us; choosing the groups: {groups:.1f} -> {now:.1f} us. Local memory "
-    "is cached, and a pick touched it only a few times. Eliminating local memory is a means, not an end.",
-    before=before.get("choose experts"),
-    after=after.get("choose experts"),
-    groups=before.get("choose groups"),
-    now=after.get("choose groups"),
-)
-
-# %% [markdown]
-# ### Step 7: pointers instead of arrays
-#
-# **Bottleneck.** The call. A Numba array is passed as shape, strides and more, which Python collects from each tensor at each
-# call.
+# **Bottleneck.** The call. Numba passes an array as shape, strides and more, which Python collects at each call.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "A call of the static kernel takes {call:.0f} us of CPU time, {ratio:.1f} times its kernel time.",
-    call=ladder.median_us("article, static", "call_us"),
-    ratio=(ladder.median_us("article, static", "call_us") or 0) / (ladder.median_us("article, static") or 1) or None,
+    call=ladder.median_us("port, static sizes", "call_us"),
+    ratio=(ladder.median_us("port, static sizes", "call_us") or 0) / (ladder.median_us("port, static sizes") or 1)
+    or None,
 )
 
 # %% [markdown]
-# **Idea.** We go on from the static kernel. `launch` compiles a kernel once for bare pointers and then packs a few numbers per
-# call. The kernel computes its indices itself.
+# **Idea.** `launch` compiles a kernel once for bare pointers and then packs a few numbers per call. The kernel computes its
+# indices itself.
 #
-# **Predicted gain.** None in kernel time.
+# **Predicted gain.** In kernel time, the difference of the slowest pipes: run-time strides make every index a 64-bit
+# multiplication.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -898,48 +821,173 @@ def make_pointers(num_experts, num_expert_group, topk_group, topk):
 
 
 # %%
-change(make_article_static, make_pointers)
+change(make_port_static, make_pointers)
 
 
 # %%
 def run_pointers(make, tokens_per_warp):
-    def run_of(kept, topk):
+    def run_of(kept, topk, **options):
         kernel = make(EXPERTS, GROUPS, kept, topk)
 
         def run(x, weights, ids):
-            launch(kernel, ctas(len(x), tokens_per_warp), (32, WARPS), x, bias, weights, ids, len(x))
+            grid = ctas(len(x), tokens_per_warp)
+            launch(kernel, grid, (32, WARPS), x, bias, weights, ids, len(x), **options)
 
         return run
 
     return run_of
 
 
-run_of = run_pointers(make_pointers, 32 // GROUPS)
-measure("pointers", run_of(KEPT, TOPK), after="article, static", predicted_gain_us=0.0)
+def predicted_us(before, after):
+    """What the slowest pipe saves, in microseconds; a negative number is a loss."""
+    return pipe_us(before) - pipe_us(after)
+
+
+count("pointers", make_pointers, {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}, tokens_per_warp=32 // GROUPS)
+run_pointers_of = run_pointers(make_pointers, 32 // GROUPS)
+gain_us = predicted_us("port, static sizes", "pointers")
+measure("pointers", run_pointers_of(KEPT, TOPK), after="port, static sizes", predicted_gain_us=gain_us)
+CLOCKS.select("port, static sizes", "pointers")
 
 # %% [markdown]
-# **Explanation.** If the kernel times differ, the phases show where:
-
-# %%
-PHASES["pointers"] = phases(ladder, gate, "pointers", run_of)
+# **Explanation.** Step 5 found that the kernel mostly waits. Integer instructions that are issued during a wait cost no time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: the recorded difference was 2 %, at the edge of the noise
+makes = {"port, static sizes": (make_port_static, ARRAYS), "pointers": (make_pointers, SIGNATURE)}
+kernels = {name: (f"{make.__name__}{SHAPE}", signature) for name, (make, signature) in makes.items()}
+mix = instruction_mix(kernels, [make for make, _ in makes.values()])
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: compare the share of the predicted gain that showed
 say(
-    "Call time: {call:.0f} -> {call_now:.0f} us. Kernel: loading {load:.1f} -> {load_now:.1f} us, choosing experts "
-    "{picks:.1f} -> {picks_now:.1f} us.",
-    call=ladder.median_us("article, static", "call_us"),
+    "Call time: {call:.0f} -> {call_now:.0f} us. Integer instructions in the machine code: {integers:,} -> {now:,}. "
+    "Kernel time: {us:.1f} -> {us_now:.1f} us, where the pipes alone take {pipe:.1f} and {pipe_now:.1f} us.",
+    call=ladder.median_us("port, static sizes", "call_us"),
     call_now=ladder.median_us("pointers", "call_us"),
-    load=before.get("load, sigmoid, bias"),
-    load_now=(PHASES["pointers"] or {}).get("load, sigmoid, bias"),
-    picks=before.get("choose experts"),
-    picks_now=(PHASES["pointers"] or {}).get("choose experts"),
+    integers=mix["port, static sizes"]["integer"],
+    now=mix["pointers"]["integer"],
+    us=ladder.median_us("port, static sizes"),
+    us_now=ladder.median_us("pointers"),
+    pipe=pipe_us("port, static sizes"),
+    pipe_now=pipe_us("pointers"),
+)
+
+# %% [markdown]
+# ### Step 7: arrays in registers
+#
+# **Bottleneck.** Local memory again: `choice[expert % vpt]` needs an index that is known only at run time, as in C++.
+#
+# **Idea.** Go through all 32 places and act on the one whose number equals the index. The loop is unrolled, all indices are constants, and
+# `cuda.local.array` becomes registers.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cache
+def make_in_registers(num_experts, num_expert_group, topk_group, topk):
+    vpt = num_experts // num_expert_group
+    rows_per_warp = max(1, 32 // num_expert_group)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, ids, num_rows):
+        lane = cuda.threadIdx.x
+        row = (cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * rows_per_warp + lane // num_expert_group
+        safe_row = min(row, num_rows - 1)
+        group = int32(lane % num_expert_group)
+        first = int32(group * vpt)
+        score = cuda.local.array(vpt, float32)
+        choice = cuda.local.array(vpt, float32)
+        for i in range(vpt):
+            score[i] = sigmoid(logits[safe_row * num_experts + first + i])
+            choice[i] = score[i] + bias[first + i]
+        for _ in range(num_expert_group - topk_group):
+            best, second = float32(LOWEST), float32(LOWEST)
+            for i in range(vpt):
+                second = max(second, min(best, choice[i]))
+                best = max(best, choice[i])
+            _, worst_group = lowest(best + second, group, 1, num_expert_group)
+            if group == worst_group:
+                for i in range(vpt):
+                    choice[i] = float32(EXCLUDED)
+        total = float32(0)
+        for k in range(topk):
+            best, expert = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
+                for i in range(vpt):
+                    if choice[i] > best:
+                        best, expert = choice[i], int32(first + i)
+            best, expert = highest(best, expert, 1, num_expert_group)
+            for i in range(vpt):
+                if first + i == expert and row < num_rows:
+                    choice[i] = float32(LOWEST)
+                    weights[row * topk + k] = score[i]
+                    ids[row * topk + k] = expert
+            cuda.syncwarp()  # the next line reads what another lane has just written
+            if group == 0 and row < num_rows:
+                total += weights[row * topk + k]
+        if group == 0 and row < num_rows:
+            for k in range(topk):
+                weights[row * topk + k] /= total
+
+    return kernel
+
+
+# %%
+change(make_pointers, make_in_registers)
+
+# %%
+makes = make_pointers, make_in_registers
+instruction_mix({make.__name__: (f"{make.__name__}{SHAPE}", SIGNATURE) for make in makes}, makes)
+
+# %% [markdown]
+# The stack is empty and local memory is not accessed any more. But each pick now compares 32 indices, and for each of them has
+# two stores that all lanes but one skip.
+#
+# **Predicted gain.** The difference of the slowest pipes. The table below shows it to be a loss.
+
+# %%
+marks = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS, "LDG": EXPERTS // GROUPS * 2 + 2 * TOPK}
+count("in registers", make_in_registers, marks, tokens_per_warp=32 // GROUPS)
+gain_us = predicted_us("pointers", "in registers")
+run_registers_of = run_pointers(make_in_registers, 32 // GROUPS)
+measure("in registers", run_registers_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us, slower=True)
+CLOCKS.select("pointers", "in registers")
+
+# %% [markdown]
+# **Explanation.** Which phases became slower? Kernels with fewer phases need fewer registers, so more warps fit on an SM.
+# `phases` gives all variants unused shared memory, so that the same number of CTAs fits.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def time_phases(name, make, run_of):
+    """Time the variants of ``make`` without the groups and with one pick, each with the same CTAs per SM."""
+    sizes = variants(gate)
+    kernels = {label: (f"{make.__name__}{(EXPERTS, GROUPS, *size)}", SIGNATURE) for label, size in sizes.items()}
+    codes = instruction_mix(kernels, [make]).codes
+    registers = {label: code.registers for label, code in codes.items()}
+    PHASES[name] = phases(ladder, gate, name, run_of, registers, WARPS)
+
+
+# %%
+time_phases("pointers", make_pointers, run_pointers_of)
+time_phases("in registers", make_in_registers, run_registers_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = ((PHASES[name] or {}) for name in ("pointers", "in registers"))
+# after the GPU run: the sentence about a means holds if choosing the experts became slower
+say(
+    "Choosing the experts: {before:.1f} -> {after:.1f} us; choosing the groups: {groups:.1f} -> {now:.1f} us. Local memory "
+    "is cached, and a pick touched it only a few times. Eliminating local memory is a means, not an end. We go on from the "
+    "kernel with pointers.",
+    before=before.get("choose experts"),
+    after=after.get("choose experts"),
+    groups=before.get("choose groups"),
+    now=after.get("choose groups"),
 )
 
 # %% [markdown]
 # ### Step 8: 16-byte loads
 #
-# **Bottleneck.** Loading is a large phase. The simulator counts the 32-byte **sectors** that the loads of one warp touch:
+# **Bottleneck.** The loads, with 4 bytes per lane. The simulator counts the 32-byte **sectors** that the loads of one warp touch:
 
 
 # %%
@@ -1023,7 +1071,8 @@ def count_sectors():
 SECTORS = in_simulator(count_sectors)
 
 # %% [markdown]
-# **Idea.** `ld.global.nc.v4.u32` loads 16 bytes per lane, so the same bytes take a quarter of the requests.
+# **Idea.** `ld.global.nc.v4.u32` loads 16 bytes per lane: 16 requests for logits and bias instead of 64. The other 16 requests
+# read the weights again for their sum. In the figure, a row is the 1,024 bytes of one token.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 size = EXPERTS // GROUPS * 4  # bytes between the lanes
@@ -1034,15 +1083,18 @@ warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, one thread per g
 change(make_pointers, make_wide_loads)
 
 # %% [markdown]
-# **Predicted gain.** Each sector of a request lies in another 128-byte line, and the L1 cache of an SM looks up about one line
-# per clock. So the difference in sectors, times the warps per SM, is the difference in clocks.
+# **Predicted gain.** The instructions hardly change, so this step predicts from the loads. Each lane's sector lies in a 128-byte
+# line of its own: here lines = sectors. The L1 cache of an SM looks up about one line per clock, so the difference in
+# sectors x warps per SM / clock rate is the gain.
 
 # %%
 fewer = SECTORS["4 bytes"] - SECTORS["16 bytes"]
 gain_us = fewer * MODEL_TOKENS / (32 // GROUPS) / SMS / CLOCK * 1e6
 run_of = run_pointers(make_wide_loads, 32 // GROUPS)
 measure("16-byte loads", run_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us)
-PHASES["16-byte loads"] = phases(ladder, gate, "16-byte loads", run_of)
+executed = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}
+count("16-byte loads", make_wide_loads, executed, tokens_per_warp=32 // GROUPS)
+time_phases("16-byte loads", make_wide_loads, run_of)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if all(PHASES.values()):
@@ -1057,9 +1109,10 @@ picture
 # **Bottleneck.** Each lane still uses half of a sector, in another line than its neighbour. And with few tokens most SMs idle:
 # 64 tokens are 16 warps.
 #
-# **Idea.** 32 lanes share one token; a lane holds 8 experts, and 4 lanes are a group. The lanes of a warp then read adjacent
-# bytes, and a token has four times the threads. Each lane finds its two best values, and two rounds merge them
-# (`merge_two`). Every lane learns each pick from the butterfly; lane `k` keeps pick `k`, and one store writes all 8.
+# **Idea.** 32 lanes share one token; a lane holds 8 experts, and 4 lanes are a group. A request then touches 8 lines instead
+# of 32, and a token has four times the threads. Almost every line changes. The `int32(...)` of the port are dropped on
+# purpose; step 10 restores and measures them. Each lane finds its two best values, and two rounds merge them (`merge_two`).
+# Lane `k` keeps pick `k`, and one store writes all 8.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 loads = {"one thread per group": (16, [lane * size for lane in range(32)])}
@@ -1145,8 +1198,8 @@ def make_one_warp_per_token(num_experts, num_groups, kept, topk):
 
 
 # %% [markdown]
-# **Predicted gain.** A lane has a quarter of the experts but takes part in just as many butterflies, and there are four times
-# as many warps. Their pipe time replaces the time of the last kernel.
+# **Predicted gain.** The difference of the slowest pipes: a loss. A lane has a quarter of the experts but takes part in just as
+# many butterflies, and there are four times as many warps.
 
 
 # %%
@@ -1160,13 +1213,13 @@ def butterflies(words):
 
 
 count("one warp per token", make_one_warp_per_token, butterflies(2))
-before_us = ladder.median_us("16-byte loads") or 0
-gain_us = before_us and before_us - pipe_us("one warp per token")
+gain_us = predicted_us("16-byte loads", "one warp per token")
 run_of = run_pointers(make_one_warp_per_token, 1)
 measure("one warp per token", run_of(KEPT, TOPK), after="16-byte loads", predicted_gain_us=gain_us, slower=True)
+CLOCKS.select("16-byte loads", "one warp per token")
 
 # %% [markdown]
-# **Explanation.** The pipe time is a lower bound: a warp also waits for results. The layout pays with few tokens:
+# **Explanation.** Compare how long both kernels wait beyond their pipes, and both with few tokens:
 
 # %%
 few = {"one thread per group": run_pointers(make_wide_loads, 32 // GROUPS), "one warp per token": run_of}
@@ -1175,8 +1228,10 @@ few_us = few_us or dict.fromkeys(few)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "With {tokens} tokens the kernel takes {us:.1f} us, {ratio:.2f} times its pipe time. With 64 tokens one thread per group "
-    "takes {group:.1f} us, one warp per token {warp:.1f} us.",
+    "With {tokens} tokens the kernel takes {us:.1f} us, {ratio:.2f} times its pipe time, and the one before it {before:.1f} us, "
+    "{before_ratio:.2f} times. With 64 tokens one thread per group takes {group:.1f} us, one warp per token {warp:.1f} us.",
+    before=ladder.median_us("16-byte loads"),
+    before_ratio=(ladder.median_us("16-byte loads") or 0) / pipe_us("16-byte loads") or None,
     tokens=MODEL_TOKENS,
     us=ladder.median_us("one warp per token"),
     ratio=(ladder.median_us("one warp per token") or 0) / pipe_us("one warp per token") or None,
@@ -1207,8 +1262,7 @@ def best_int32(x, out):
 instruction_mix({kernel.__name__: (kernel, ("float32*", "int32*")) for kernel in (best_int64, best_int32)})
 
 # %% [markdown]
-# **Idea.** Cast each index back to 32 bits where it is computed. SGLang's C++ has `int` in these places, so the port has had the
-# casts from the start.
+# **Idea.** Cast each index back to 32 bits, as the port does.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1266,15 +1320,9 @@ def make_int32(num_experts, num_groups, kept, topk):
 change(make_one_warp_per_token, make_int32)
 
 # %% [markdown]
-# **Predicted gain.** The ALU is the bottleneck, so from here on a step predicts the difference of the slowest pipes.
-
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
-def predicted_us(before, after):
-    """What the slower of the pipes saves, in microseconds; a warp routes one token."""
-    return pipe_us(before) - pipe_us(after)
-
-
 count("32-bit integers", make_int32, butterflies(1))
 gain_us = predicted_us("one warp per token", "32-bit integers")
 run_of = run_pointers(make_int32, 1)
@@ -1284,21 +1332,26 @@ CLOCKS.select("one warp per token", "32-bit integers")
 # %% [markdown]
 # ### Step 11: rank the groups by counting
 #
-# **Bottleneck.** Which phase takes the ALU's clocks?
-
-# %%
-PHASES["32-bit integers"] = phases(ladder, gate, "32-bit integers", run_of)
+# **Bottleneck.** Which phase takes the ALU's clocks? Compiled with all 8 groups kept, the kernel has no group phase:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+executed = {"SHFL.BFLY": TOPK * 5 * 2 + 5, "SHFL.IDX": TOPK}
+kernel = f"make_int32{(EXPERTS, GROUPS, GROUPS, TOPK)}"
+no_groups = pipe_clocks({"without groups": (kernel, SIGNATURE, executed)}, [make_int32])
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+pipe = CLOCKS.slowest("32-bit integers")
 say(
-    "Choosing the groups takes {groups:.1f} of {us:.1f} us: four times the same search.",
-    groups=(PHASES["32-bit integers"] or {}).get("choose groups"),
-    us=ladder.median_us("32-bit integers"),
+    "Choosing the groups takes {groups} of {all} clocks of the {pipe}: four times the same search.",
+    groups=CLOCKS["32-bit integers"] - no_groups.counts["without groups"][pipe],
+    all=CLOCKS["32-bit integers"],
+    pipe=pipe,
 )
 
 # %% [markdown]
 # **Idea.** A group is kept if fewer than 4 groups are better. 8 groups make 64 comparisons, two for each lane. `ballot_sync`
-# collects a bit of each lane in a word, and `popc` counts the bits.
+# collects a bit of each lane in a word, and `popc` counts the bits. The two best values are now found once, with the scores,
+# and a pick needs no test for dropped groups.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 sums = (gate.logits[0].float().sigmoid() + bias).view(GROUPS, -1).topk(2)[0].sum(-1).tolist()
@@ -1377,8 +1430,7 @@ run = run_pointers(make_rank_groups, 1)(KEPT, TOPK)
 measure("rank by counting", run, after="32-bit integers", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# In `better_groups` the shuffle stands alone. Behind an `and` it would be lost: `a and b` evaluates `b` only if `a` is true, so
-# some lanes never reach the shuffle, and a GPU may hang. The simulator names them:
+# After `and`, lanes whose left operand is false skip the shuffle, and a GPU may hang. The simulator names them:
 
 
 # %%
@@ -1428,12 +1480,13 @@ def pick_clocks(name, make, executed):
 pick_clocks("rank by counting", make_rank_groups, {"SHFL.IDX": 1 + RIVALS})
 
 # %% [markdown]
-# **Idea.** `redux.sync.max` finds the maximum of 32 lanes in one instruction (compute capability 8.0; below, `moe_numba.ptx`
-# uses shuffles), but only of integers. So we convert each float to an integer that sorts in the same way, its **key**. A
+# **Idea.** `redux.sync.max` finds the maximum of 32 lanes in one instruction (compute capability 8.0 or higher; on older GPUs
+# `moe_numba.ptx` uses shuffles), but only of integers. So we convert each float to an integer that sorts in the same way, its **key**. A
 # `ballot` of the lanes whose best key is the maximum and `ffs`, the lowest set bit, find the winner: the lowest lane holds the
 # lowest experts, so ties are resolved as well.
 #
-# **Exercise 3.** The bits of a positive float already sort as an integer. Find the key for all floats.
+# **Exercise 3.** The bits of a positive float already sort as an integer. Find the key for all floats. `bits`: the float's bits as
+# a signed 32-bit Python int; return an int32.
 
 
 # %%
@@ -1532,11 +1585,11 @@ pick_clocks("integer keys", make_integer_keys, {"REDUX": 1})
 # %% [markdown]
 # **Idea.** Sort the keys of a lane once. Its best key is then always in front, and the winner moves the rest up. A **sorting
 # network** is a list of compare-exchange steps that does not depend on the data, so all indices are constants and the keys
-# stay in registers. The steps of one level do not wait for each other.
+# stay in registers.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 lane_0 = (gate.logits[0, : EXPERTS // 32].float().sigmoid() + bias[: EXPERTS // 32]).tolist()
-draw.sorting_network([round(value, 2) for value in lane_0], sorting_network(EXPERTS // 32))
+draw.sorting_network([round(value, 3) for value in lane_0], sorting_network(EXPERTS // 32))
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1598,14 +1651,16 @@ def make_sorted_lanes(num_experts, num_groups, kept, topk):
 change(make_integer_keys, make_sorted_lanes)
 
 # %% [markdown]
-# A network does not keep the order of equal keys, so each key travels with its place in the lane, `slot`.
+# A network does not keep the order of equal keys, so each key travels with its place in the lane, `slot`. A lane that never wins
+# never moves its keys up, so clearing `key[0]` is enough to drop its group.
 #
-# **Predicted gain.** The difference in ALU clocks.
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
 count("sorted lanes", make_sorted_lanes, {"REDUX": TOPK})
 run = run_pointers(make_sorted_lanes, 1)(KEPT, TOPK)
 measure("sorted lanes", run, after="integer keys", predicted_gain_us=predicted_us("integer keys", "sorted lanes"))
+CLOCKS.select("integer keys", "sorted lanes")
 
 # %% [markdown]
 # The picks of token 0, from a trace of this kernel:
@@ -1636,8 +1691,8 @@ picks.strip([0, 1, len(picks.frames) - 1])
 # %% [markdown]
 # ### Step 14: no short circuits
 #
-# **Bottleneck.** `x or (y and z)` evaluates `y` only if `x` is false. In a long network the compiler keeps these decisions as
-# branches; with `|` and `&` on booleans it computes all and selects. The network alone, in three kernels:
+# **Bottleneck.** `x or (y and z)` evaluates `y` only if `x` is false. In a long network the compiler keeps branches; with
+# `|` and `&` on booleans it computes all and selects. The network alone:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1678,16 +1733,6 @@ mix = instruction_mix({name: (kernel, ("int32*", "int32*")) for name, kernel in 
 mix
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-total = {name: sum(mix[name].values()) for name in networks}
-say(
-    "A compare-exchange takes {slow:.0f} instructions with `or` and `and`, {branches} of the network's are branches; with "
-    "`|` and `&` it takes {fast:.0f}, and none is a branch.",
-    slow=(total["or, and"] - total["always swap"]) / STEPS,
-    fast=(total["|, &"] - total["always swap"]) / STEPS,
-    branches=mix["or, and"]["branch"] - mix["always swap"]["branch"],
-)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 source = changed_source(make_sorted_lanes, SHORT_CIRCUIT, NO_SHORT_CIRCUIT, "make_no_branches")
 make_no_branches = define(source, globals(), "make_no_branches.py")["make_no_branches"]
 
@@ -1695,7 +1740,8 @@ make_no_branches = define(source, globals(), "make_no_branches.py")["make_no_bra
 change(make_sorted_lanes, make_no_branches)
 
 # %% [markdown]
-# **Predicted gain.** Branches are not issued to the ALU, so its clocks hardly change; only the issue slots do.
+# **Predicted gain.** The difference of the slowest pipes. The model has no branch latency, so it predicts almost nothing; a
+# gain would be the cost of branches.
 
 # %%
 count("no short circuits", make_no_branches, {"REDUX": TOPK})
@@ -1704,6 +1750,29 @@ measure(
     "no short circuits", run, after="sorted lanes", predicted_gain_us=predicted_us("sorted lanes", "no short circuits")
 )
 CLOCKS.select("integer keys", "sorted lanes", "no short circuits")
+
+# %% [markdown]
+# **Explanation.** How many branches the kernel has:
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def branches(name):
+    """How many branch and reconvergence instructions the main path of a kernel has."""
+    (start, end), opcodes = CLOCKS.codes[name].body, CLOCKS.codes[name].opcodes
+    return sum(opcode.partition(".")[0] in ("BRA", "BSSY", "BSYNC") for opcode in opcodes[start : end + 1])
+
+
+total = {name: sum(mix[name].values()) for name in networks}
+say(
+    "Alone, a compare-exchange takes {slow:.0f} instructions with `or` and `and`, and the network has {branches} branches; "
+    "with `|` and `&` it takes {fast:.0f}, and the network has none. In the kernel, which the compiler optimizes as a whole, "
+    "branches and their reconvergence take {kernel} instructions, and {after} without short circuits.",
+    slow=(total["or, and"] - total["always swap"]) / STEPS,
+    fast=(total["|, &"] - total["always swap"]) / STEPS,
+    branches=mix["or, and"]["branch"] - mix["always swap"]["branch"],
+    kernel=branches("sorted lanes"),
+    after=branches("no short circuits"),
+)
 
 # %% [markdown]
 # **Exercise 4.** The kernel below sorts four keys. Remove its branches.
@@ -1729,7 +1798,7 @@ exercise("gate-4").check(sort_four)
 # %% [markdown]
 # ### Step 15: a fast sigmoid
 #
-# **Bottleneck.** `math.exp` and an exact division also handle subnormal numbers and round correctly. The machine code of one
+# **Bottleneck.** `math.exp` and an exact division also handle subnormal numbers and overflow, and the division rounds correctly. The machine code of one
 # sigmoid, and of one with `ex2.approx` and `rcp.approx`, which are one MUFU instruction each, with errors of at most 2 units
 # in the last place:
 
@@ -1760,7 +1829,7 @@ make_fast_sigmoid = define(source, globals(), "make_fast_sigmoid.py")["make_fast
 change(make_no_branches, make_fast_sigmoid)
 
 # %% [markdown]
-# **Predicted gain.** The difference in ALU clocks.
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
 count("fast sigmoid", make_fast_sigmoid, {"REDUX": TOPK})
@@ -1769,18 +1838,58 @@ gain_us = predicted_us("no short circuits", "fast sigmoid")
 measure("fast sigmoid", run, after="no short circuits", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# ### Step 16: sort the keys alone
+# ### Step 16: a pop without a branch
+#
+# **Bottleneck.** In each pick the winner alone moves its keys and slots up, behind a branch, while 31 lanes wait.
+
+# %%
+pick_clocks("fast sigmoid", make_fast_sigmoid, {"REDUX": 1})
+
+# %% [markdown]
+# **Idea.** All lanes select: the next key if they won, their own if not. This prepares step 17, where less has to move.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+POP = """            if lane == winner:
+                for i in range(held - 1):
+                    key[i], slot[i] = key[i + 1], slot[i + 1]
+                key[held - 1] = int32(NEVER)
+"""
+SELECTING_POP = """            wins = lane == winner
+            for i in range(held - 1):
+                key[i], slot[i] = key[i + 1] if wins else key[i], slot[i + 1] if wins else slot[i]
+            key[held - 1] = int32(NEVER) if wins else key[held - 1]
+"""
+source = changed_source(make_fast_sigmoid, POP, SELECTING_POP, "make_selecting_pop")
+make_selecting_pop = define(source, globals(), "make_selecting_pop.py")["make_selecting_pop"]
+
+# %%
+change(make_fast_sigmoid, make_selecting_pop)
+
+# %% [markdown]
+# **Predicted gain.** The difference of the slowest pipes: a loss, because a pop selects 15 times. The model has no branch latency.
+
+# %%
+count("selecting pop", make_selecting_pop, {"REDUX": TOPK})
+run = run_pointers(make_selecting_pop, 1)(KEPT, TOPK)
+gain_us = predicted_us("fast sigmoid", "selecting pop")
+# after the GPU run: not grey if it gained
+measure("selecting pop", run, after="fast sigmoid", predicted_gain_us=gain_us, slower=True)
+CLOCKS.select("fast sigmoid", "selecting pop")
+
+# %% [markdown]
+# ### Step 17: sort the keys alone
 #
 # **Bottleneck.** The slots. Each compare-exchange selects two of them, each pop moves 7, and each pick shuffles slot and
 # score of the winner, although only one lane needs them.
-
-# %%
-CLOCKS.select("no short circuits", "fast sigmoid")
-
-# %% [markdown]
-# **Idea.** Sort only keys: a compare-exchange is one maximum and one minimum. Lane `k` remembers the key of pick `k` and the lane
-# that held it. At the end, all lanes search at the same time: lane `k` looks for its key among the unsorted keys of that lane,
-# and loads the logit of the expert it finds. Equal keys of one lane are taken in ascending order (`drop_taken`).
+#
+# **Idea.** Sort only keys: a compare-exchange is one maximum and one minimum. Lane `k` remembers the key of pick `k` and the
+# lane that held it. At the end, lane `k` looks for its key among the unsorted keys of that lane and loads the logit of the
+# expert it finds. All three changes belong together: without slots, each winner must be searched. `sort_descending` is
+# Batcher's network again ([device_functions.py](../moe_numba/gate/device_functions.py)).
+#
+# Equal keys of one lane are taken in ascending order (`drop_taken`). An example: experts 3 and 5 of a lane have equal keys, and
+# picks 0 and 1 both find `matches` = `0b101000`. Pick 1 repeats the key and the lane of pick 0, so it clears the lowest bit:
+# `0b100000` is expert 5.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1850,7 +1959,7 @@ def make_keys_alone(num_experts, num_groups, kept, topk):
 
 
 # %%
-change(make_fast_sigmoid, make_keys_alone)
+change(make_selecting_pop, make_keys_alone)
 
 # %% [markdown]
 # **Predicted gain.** The difference of the slowest pipes.
@@ -1858,13 +1967,13 @@ change(make_fast_sigmoid, make_keys_alone)
 # %%
 count("keys alone", make_keys_alone, {"REDUX": TOPK})
 run = run_pointers(make_keys_alone, 1)(KEPT, TOPK)
-measure("keys alone", run, after="fast sigmoid", predicted_gain_us=predicted_us("fast sigmoid", "keys alone"))
-CLOCKS.select("fast sigmoid", "keys alone")
+measure("keys alone", run, after="selecting pop", predicted_gain_us=predicted_us("selecting pop", "keys alone"))
+CLOCKS.select("selecting pop", "keys alone")
 
 # %% [markdown]
-# ### Step 17: loads ahead of their use
+# ### Step 18: loads ahead of their use
 #
-# **Bottleneck.** Measured time and pipe time have been parting. How much is waiting for DRAM? The same kernel, if every warp
+# **Bottleneck.** The gap between measured time and pipe time has grown. How much is waiting for DRAM? The same kernel, if every warp
 # reads the logits of token 0, which stay in the L1 cache:
 
 # %%
@@ -1884,7 +1993,10 @@ loads_us = loads_us or dict.fromkeys(variants)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "From DRAM {dram:.1f} us, from L1 {l1:.1f} us; the slowest pipe needs {pipe:.1f} us.",
+    "Measured / pipe time was {first:.2f} in step 10 and is {now:.2f}. From DRAM {dram:.1f} us, from L1 {l1:.1f} us; the "
+    "slowest pipe needs {pipe:.1f} us.",
+    first=(ladder.median_us("32-bit integers") or 0) / pipe_us("32-bit integers") or None,
+    now=(ladder.median_us("keys alone") or 0) / pipe_us("keys alone") or None,
     dram=loads_us["from DRAM"],
     l1=loads_us["from L1"],
     pipe=pipe_us("keys alone"),
@@ -1892,7 +2004,7 @@ say(
 
 # %% [markdown]
 # **Idea.** A warp routes several tokens, one after another, and loads the logits of the next one before it starts with the
-# current one. The grid has as many warps as the SMs can hold.
+# current one. The grid has as many CTAs as fit on the SMs at once.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1958,12 +2070,16 @@ def make_loads_ahead(num_experts, num_groups, kept, topk):
 change(make_keys_alone, make_loads_ahead)
 
 # %% [markdown]
-# **Predicted gain.** At best, the whole wait for DRAM.
+# **Predicted gain.** The wait for DRAM, measured above: an upper bound, because the first load of each warp is never hidden.
 
 
 # %%
-def run_loads_ahead(make):
-    kernel, most = make(*SHAPE), 64 // WARPS * SMS  # an SM holds at most 64 warps
+count("loads ahead", make_loads_ahead, {"REDUX": TOPK})
+
+
+def run_in_a_loop(name, make):
+    """As many CTAs as fit on all SMs, by the registers of the kernel."""
+    kernel, most = make(*SHAPE), resident_ctas(CLOCKS.codes[name].registers, WARPS) * SMS
 
     def run(x, weights, ids):
         launch(kernel, min(ctas(len(x), 1), most), (32, WARPS), x, bias, weights, ids, len(x))
@@ -1972,7 +2088,7 @@ def run_loads_ahead(make):
 
 
 gain_us = (loads_us["from DRAM"] or 0) - (loads_us["from L1"] or 0)
-measure("loads ahead", run_loads_ahead(make_loads_ahead), after="keys alone", predicted_gain_us=gain_us)
+measure("loads ahead", run_in_a_loop("loads ahead", make_loads_ahead), after="keys alone", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** The same loop, with each token's load at its usual place, separates the loop from the load ahead:
@@ -1992,10 +2108,10 @@ make_loop = define(source, globals(), "make_loop.py")["make_loop"]
 
 # %%
 loops = {"one token per warp": run_pointers(make_keys_alone, 1)(KEPT, TOPK)}
-loops |= {"loop": run_loads_ahead(make_loop), "loop, loads ahead": run_loads_ahead(make_loads_ahead)}
-loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
-count("loads ahead", make_loads_ahead, {"REDUX": TOPK})
 count("loop", make_loop, {"REDUX": TOPK})
+loops["loop"] = run_in_a_loop("loop", make_loop)
+loops["loop, loads ahead"] = run_in_a_loop("loads ahead", make_loads_ahead)
+loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: which of the two matters, and what the registers cost
@@ -2011,18 +2127,16 @@ say(
 )
 
 # %% [markdown]
-# ### Step 18: four tokens per warp
+# ### Step 19: four tokens per warp
 #
-# **Bottleneck.** Half of the groups are dropped, so half of the lanes sort and pick for nothing, and a warp picks for one token
-# at a time:
+# **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick for nothing:
 
 # %%
 pick_clocks("loads ahead", make_loads_ahead, {"REDUX": 1})
 
 # %% [markdown]
-# **Idea.** A warp takes four tokens. It scores them one after another and writes the keys to shared memory. Then it
-# **redistributes** the candidates: 8 lanes per token, 16 candidates per lane, and all four tokens pick at the same time. A pick
-# takes three shuffle rounds, but for four tokens.
+# **Idea.** A warp scores four tokens one after another and writes the keys to shared memory. Then it **redistributes** the
+# candidates: 8 lanes per token, 16 candidates per lane. A pick takes three shuffle rounds, but for four tokens.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # the kept groups of four tokens
@@ -2037,7 +2151,7 @@ def make_four_tokens(num_experts, num_groups, kept, topk):
     size = num_experts // num_groups
     candidates = kept * size // 8  # experts that a lane holds while the experts are chosen
     lanes_per_group = size // candidates
-    pitch = size + 4  # 16 bytes of padding avoid bank conflicts
+    pitch = size + 4  # 16 bytes of padding against bank conflicts
     num_keys = WARPS * 4 * num_groups * pitch
     load = make_load(held)
     sort_descending = make_sort_descending(candidates)
@@ -2128,28 +2242,57 @@ def make_four_tokens(num_experts, num_groups, kept, topk):
 
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes. The kernel needs 8 groups; for other shapes this step is left out.
+# The rows of keys in shared memory have 16 bytes of padding. Stores then have no bank conflicts. Loads, from groups that
+# depend on the data, take about one and a half times the clocks of loads without conflicts.
+#
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
-FOUR = GROUPS == 8 and KEPT * EXPERTS // GROUPS % 32 == 0 and EXPERTS // 32 % 4 == 0 and TOPK <= 8
+FOUR = supports(*SHAPE, 0)  # as the package's kernel: 8 groups, no shared experts
 
 
-def run_four_tokens(x, weights, ids):
-    kernel, bounds = make_four_tokens(*SHAPE), (32 * WARPS, 4)  # at least 4 CTAs per SM: at most 80 registers
+def run_four_tokens(x, weights, ids, bounds=(32 * WARPS, 4)):  # threads per CTA, and at least 4 CTAs per SM
+    kernel = make_four_tokens(*SHAPE)
     launch(kernel, ctas(len(x), 4), (32, WARPS), x, bias, weights, ids, len(x), launch_bounds=bounds)
 
 
 if FOUR:
-    count("four tokens per warp", make_four_tokens)
-    gain_us = pipe_us("loads ahead") - pipe_us("four tokens per warp", 4)
+    count("four tokens per warp", make_four_tokens, tokens_per_warp=4, threads=(32 * WARPS, 4))
+    gain_us = predicted_us("loads ahead", "four tokens per warp")
     measure("four tokens per warp", run_four_tokens, after="loads ahead", predicted_gain_us=gain_us)
 else:
     print("left out: the kernel needs 8 groups")
 
 # %% [markdown]
-# **Explanation.** 24 warps per SM at a time, 4 tokens each, are one **wave** of the grid. Time the kernel with whole waves:
+# **Explanation.** With launch bounds `ptxas` takes more registers, without them more warps fit on an SM. Both kernels:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+bounds = {"launch bounds": (32 * WARPS, 4), "none": None}
+bounds_us = {}
+if FOUR:
+    kernel = f"make_four_tokens{SHAPE}"
+    codes = {
+        key: pipe_clocks({key: (kernel, SIGNATURE, None, b)}, [make_four_tokens]).codes[key]
+        for key, b in bounds.items()
+    }
+    registers = {key: code.registers for key, code in codes.items()}
+    print({key: f"{n} registers, {resident_ctas(n, WARPS) * WARPS} warps per SM" for key, n in registers.items()})
+    calls = {key: gate.calls(partial(run_four_tokens, bounds=b))[1] for key, b in bounds.items()}
+    bounds_us = ladder.times("launch bounds of four tokens per warp", calls) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: take the faster one, and say what it shows
+say(
+    "With launch bounds the kernel takes {bounded:.1f} us, without them {free:.1f} us.",
+    bounded=bounds_us.get("launch bounds"),
+    free=bounds_us.get("none"),
+)
+
+# %% [markdown]
+# The bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+WAVE_OF_H200 = 24 * 4 * 132  # tokens
 WAVE = 24 * 4 * SMS if not simulator.ENABLED else TOKENS
 waves_us = {}
 if FOUR:
@@ -2163,26 +2306,79 @@ say(
     "16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, four {four:.1f} us. In the steady state "
     "a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us. In the first wave, nothing overlaps "
     "the wait for DRAM, and a last wave that is not full takes as long as a full one.",
-    count=16384 / (24 * 4 * 132),
+    count=16384 / WAVE_OF_H200,
     one=waves_us.get("1"),
     two=waves_us.get("2"),
     four=waves_us.get("4"),
     each=waves_us and (waves_us["4"] - waves_us["2"]) / 2 or None,
-    pipe=pipe_us("four tokens per warp", 4) * 24 * 4 * 132 / MODEL_TOKENS if FOUR else None,
-    dram=lower_bounds_us(24 * 4 * 132)["DRAM"],
+    pipe=pipe_us("four tokens per warp") * WAVE_OF_H200 / MODEL_TOKENS if FOUR else None,
+    dram=lower_bounds_us(WAVE_OF_H200)["DRAM"],
 )
 
 # %% [markdown]
-# ### Step 19: the package
+# ### Step 20: the package's kernel
 #
-# `moe_numba.biased_grouped_topk` takes the kernel of step 18 for many tokens and that of step 17 for few. Its kernels
-# ([kernel.py](../moe_numba/gate/kernel.py), [kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py)) also handle NaN,
-# infinities, 16-bit logits, other numbers of experts and groups, shared experts and padding.
+# `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few.
+# Both ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) also handle NaN,
+# 16-bit logits, other shapes, shared experts and padding.
 #
-# **Idea.** What is left is the launch. With **programmatic dependent launch** (compute capability 9.0) a kernel may start while the
-# one before it ends.
+# **Bottleneck.** The ALU, still.
 #
-# **Predicted gain.** The difference between the empty kernels.
+# **Idea.** The package's kernel has 4 warps per CTA, bounds of 6 CTAs per SM, and fewer instructions for ranks and picks.
+#
+# **Predicted gain.** The difference of the slowest pipes.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+PACKAGE = ("float32*", "float32*", "float32*", "int32*", "int32", "int64", "int32", "float32", "float32")
+PACKAGE_CTA = 32 * WARPS_PER_BLOCK, 6  # threads per CTA, and at least 6 CTAs per SM
+
+
+def count_package(dtype):
+    """Count the clocks of the package's kernel for four tokens of a type, and keep them under its name."""
+    width = min(16, EXPERTS // 32 * (4 if dtype == "float32" else 2))  # bytes per load: all of a lane, or 16
+    config = f"GateConfig{SHAPE}._replace(dtype={dtype!r}, load_bytes={width})"
+    signature = (
+        PACKAGE[0] if dtype == "float32" else "uint16*",
+        *PACKAGE[1:],
+    )  # 16-bit floats are passed as their bits
+    name = f"package, {dtype}"
+    TOKENS_PER_WARP[name] = TOKENS_PER_WARP["four tokens per warp"]
+    kernel = f"make_4tokens_kernel({config})", signature, None, PACKAGE_CTA
+    CLOCKS.update(pipe_clocks({name: kernel}, [make_4tokens_kernel, GateConfig]))
+    return name
+
+
+def run_package_kernel(x, weights, ids):
+    kernel, tokens = make_4tokens_kernel(GateConfig(*SHAPE)), len(x)
+    grid = -(-tokens // (4 * WARPS_PER_BLOCK))
+    scales = 1.0, 1.0  # of shared experts and of the output
+    sizes = tokens, np.int64(x.stride(0)), tokens  # tokens, elements between rows, tokens that are not padding
+    launch(kernel, grid, PACKAGE_CTA[0], x, bias, weights, ids, *sizes, *scales, launch_bounds=BOUNDS)
+
+
+# %%
+if FOUR:
+    BOUNDS = launch_bounds(gpu_of(gate.logits.device).capability)  # PACKAGE_CTA, and others before Hopper
+    gain_us = predicted_us("four tokens per warp", count_package("float32"))
+    measure("package kernel", run_package_kernel, after="four tokens per warp", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Pipes and registers of both kernels:
+
+# %%
+both = CLOCKS.select(*(("four tokens per warp", "package, float32") if FOUR else ("loads ahead",)))
+print({name: f"{code.registers} registers" for name, code in both.codes.items()})
+both
+
+# %% [markdown]
+# ### Step 21: programmatic dependent launch
+#
+# **Bottleneck.** The launch: a kernel starts only when the one before it has ended.
+#
+# **Idea.** With **programmatic dependent launch** (compute capability 9.0) it may start while the other ends. The public
+# function launches in this way.
+#
+# **Predicted gain.** The difference between the two empty kernels of section 3.
 
 # %%
 OPTIONS = {"num_expert_group": GROUPS, "topk_group": KEPT}
@@ -2192,12 +2388,11 @@ def run_package(x, weights, ids):
     return moe_numba.biased_grouped_topk(x, bias, TOPK, **OPTIONS, out=(weights, ids))
 
 
-last = "four tokens per warp" if FOUR else "loads ahead"
 gain_us = EMPTY[False] - EMPTY[True] if all(EMPTY.values()) else 0.0
-measure("final", run_package, after=last, predicted_gain_us=gain_us)
+measure("final", run_package, after="package kernel" if FOUR else "loads ahead", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# ### Step 20: bfloat16
+# ### Step 22: bfloat16
 #
 # **Bottleneck.** Models compute logits in bfloat16, which halves the bytes.
 #
@@ -2218,38 +2413,35 @@ say(
 )
 
 # %% [markdown]
-# **Predicted gain.** If DRAM were the bottleneck, half of the DRAM time. But the instructions remain, and each value must be
-# converted.
+# **Predicted gain.** max(DRAM time, pipe time) before - after. A token has 576 bytes instead of 1,088: the outputs stay.
 
 # %%
-gain_us = lower_bounds_us(MODEL_TOKENS)["DRAM"] / 2
-call, timed = half.calls(run_package)
-ladder.step(
-    "final, bfloat16", call, timed=timed, after="final", predicted_gain_us=gain_us, dtype="bfloat16", bytes=BYTES // 2
-)
+BYTES_16 = TOKENS * (EXPERTS * 2 + TOPK * 8) + EXPERTS * 4
+if FOUR:
+    dram_us = lower_bounds_us(MODEL_TOKENS)["DRAM"]
+    dram_16_us = dram_us * (EXPERTS * 2 + TOPK * 8) / (EXPERTS * 4 + TOPK * 8)
+    gain_us = max(dram_us, pipe_us("package, float32")) - max(dram_16_us, pipe_us(count_package("bfloat16")))
+    call, timed = half.calls(run_package)
+    predicted = {"after": "final", "predicted_gain_us": gain_us}
+    ladder.step("final, bfloat16", call, timed=timed, **predicted, dtype="bfloat16", bytes=BYTES_16)
 
 # %% [markdown]
-# **Explanation.** The pipes of the package's kernel, for both types:
+# **Explanation.** The pipes for both types:
 
 # %%
-BFLOAT16 = ("uint16*", *SIGNATURE[1:], "int64", "int32", "float32", "float32")  # 16-bit floats are passed as their bits
-types = {"float32": ("float32*", *BFLOAT16[1:]), "bfloat16": BFLOAT16}
-widths = {"float32": min(16, EXPERTS // 8), "bfloat16": min(16, EXPERTS // 16)}  # bytes per load: all of a lane, or 16
-configs = {name: f"GateConfig{SHAPE}._replace(dtype={name!r}, load_bytes={widths[name]})" for name in types}
-makes = {dtype: f"make_kernel({config})" for dtype, config in configs.items()}
-pipes = pipe_clocks({dtype: (makes[dtype], types[dtype]) for dtype in types}, [make_kernel, GateConfig])
+pipes = CLOCKS.select("package, float32", "package, bfloat16") if FOUR else None
 pipes
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+types = "float32", "bfloat16"
 many = {dtype: recorded_us(GATE, "final", size={"tokens": 65536}, dtype=dtype, config=CONFIG) for dtype in types}
 # after the GPU run: say which part of the predicted gain showed
 say(
-    "One token of one warp takes {float32} clocks of the {pipe} with float32 logits and {bfloat16} with bfloat16: the "
+    "Four tokens of one warp take {float32} clocks of the slowest pipe with float32 logits and {bfloat16} with bfloat16: the "
     "conversion costs instructions where the loads save bytes. With 65536 tokens the record has {before:.1f} and "
     "{after:.1f} us.",
-    float32=pipes["float32"],
-    bfloat16=pipes["bfloat16"],
-    pipe=pipes.slowest("float32"),
+    float32=pipes and pipes["package, float32"],
+    bfloat16=pipes and pipes["package, bfloat16"],
     before=many["float32"],
     after=many["bfloat16"],
 )
@@ -2257,7 +2449,9 @@ say(
 # %% [markdown]
 # ## 6. The whole ladder
 #
-# All steps once more, timed interleaved.
+# All steps once more, timed interleaved. In the figures "speed of light" is the lower bound of section 3, and in the sweep
+# at least the time of an empty kernel. Grey points are steps that did not pay. Peers are other implementations; "aot" is
+# SGLang's C++ kernel, compiled ahead of time.
 
 # %%
 ladder.measure_all()
@@ -2276,35 +2470,33 @@ times = {name: recorded_us(GATE, step, **where) for step, name in PEERS.items()}
 ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in times.items() if us})
 
 # %% [markdown]
-# The count of instructions against the measured time, for all steps that were counted:
+# Pipe time against measured time:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 print(f"{'':<22}{'slowest pipe':>14}{'clocks':>8}{'pipe us':>9}{'measured us':>13}")
 for name in CLOCKS.counts:
-    tokens_per_warp = 4 if name in ("article, static", "in registers", "four tokens per warp") else 1
     measured = ladder.median_us(name)
-    line = f"{name:<22}{CLOCKS.slowest(name):>14}{CLOCKS[name]:>8,}{pipe_us(name, tokens_per_warp):>9.1f}"
+    line = f"{name:<22}{CLOCKS.slowest(name):>14}{CLOCKS[name]:>8,}{pipe_us(name):>9.1f}"
     print(line + (f"{measured:>13.1f}" if measured else ""))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check against the waves of step 18
+# after the GPU run: check against the waves of step 19
 say(
-    "The final kernel takes {ratio:.1f} times the lower bound. {launch:.2f} us are the launch; the pipes take {pipe:.1f} us, "
+    "The final kernel takes {ratio:.1f} times the lower bound. {launch:.2f} us are the launch, even as a dependent one; the pipes take {pipe:.1f} us, "
     "and the lower bound, DRAM, {dram:.1f} us. The two overlap only in part, because a wave first loads and then computes.",
     ratio=(ladder.median_us("final") or 0) / FLOOR_US or None,
     launch=EMPTY[True],
-    pipe=pipe_us("four tokens per warp", 4) if FOUR else None,
+    pipe=pipe_us("package, float32") if FOUR else None,
     dram=FLOOR_US,
 )
 
 # %% [markdown]
-# To come closer, a warp would have to load the next tokens while it chooses experts, as in step 17, without the registers
-# that this takes: asynchronous copies into shared memory hold data in flight without registers.
+# To come closer, a warp would have to load the next tokens while it chooses experts. Asynchronous copies into shared memory
+# need no registers for this.
 #
 # ## 7. The sweep over tokens
 #
-# A server decodes a handful of tokens at a time and reads prompts of thousands. From the record of `python -m moe_numba bench
-# gate`, with the peers built from their sources and timed in the same run:
+# From the record of `python -m moe_numba bench gate`, with the peers built from their sources and timed in the same run:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if GATE:
@@ -2325,8 +2517,8 @@ picture
 #   the [appendix](appendix_claims.ipynb).
 # - The kernel: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530), used since
 #   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). Its design comes from TensorRT-LLM and FasterTransformer.
-# - Later kernels: FlashInfer `fused_topk_deepseek`, in SGLang since
-#   [PR 15347](https://github.com/sgl-project/sglang/pull/15347), and SGLang's Triton router
+# - Later kernels: FlashInfer `fused_topk_deepseek`
+#   ([PR 15347](https://github.com/sgl-project/sglang/pull/15347)), SGLang's Triton router
 #   ([PR 29771](https://github.com/sgl-project/sglang/pull/29771)).
-# - NVIDIA: *CUDA C++ Programming Guide*, arithmetic throughput; *PTX ISA*: `shfl.sync`, `vote.sync.ballot`, `redux.sync`.
+# - NVIDIA: *CUDA C++ Programming Guide*, arithmetic throughput; *PTX ISA*.
 # - K. E. Batcher, *Sorting networks and their applications*, 1968.

@@ -66,14 +66,15 @@ def test_rank_by_counting_keeps_the_lower_group_of_a_tie():
 def test_sorting_network_sorts():
     figure = gate.sorting_network(VALUES, [(int(i), int(j)) for i, j in PAIRS.split()])
     bold = [t.get_text() for t in figure.axes[0].texts if t.get_weight() == "bold"][1:]  # after the title
-    assert len(labelled(figure, "comparator")) == 19 and bold == [f"{v:.2f}" for v in sorted(VALUES, reverse=True)]
+    assert len(labelled(figure, "compare-exchange")) == 19
+    assert bold == [f"{v:.3f}" for v in sorted(VALUES, reverse=True)]
     assert len(labelled(figure, "level")) == 6
 
 
-def test_comparators_of_a_column_do_not_overlap():
+def test_steps_of_a_column_do_not_overlap():
     figure = gate.sorting_network(list(range(16)), sorting_network(16))
     columns = {}
-    for line in labelled(figure, "comparator"):
+    for line in labelled(figure, "compare-exchange"):
         columns.setdefault(round(line.get_xdata()[0], 3), []).append(sorted(line.get_ydata()))
     for spans in map(sorted, columns.values()):
         assert all(upper < lower for (_, upper), (lower, _) in zip(spans, spans[1:]))

@@ -20,6 +20,7 @@ POINTERS = ("float32*", "float32*", "float32*", "int32*", "int32")
 ARRAYS = ("float32[,]", "float32[]", "float32[,]", "int32[,]")
 TOKENS_PER_WARP = {  # of the kernels that take pointers
     "make_pointers": 4,
+    "make_in_registers": 4,
     "make_wide_loads": 4,
     "make_one_warp_per_token": 1,
     "make_int32": 1,
@@ -109,16 +110,16 @@ def test_no_kernel_spills(arch):
     shape = "(256, 8, 4, 8)"
     requests = {name: (name + shape, POINTERS, None, False) for name in TOKENS_PER_WARP}
     requests["make_four_tokens"] = ("make_four_tokens" + shape, POINTERS, (192, 4), False)
-    requests |= {name: (name + shape, ARRAYS, None, False) for name in ("make_article_static", "make_in_registers")}
+    requests["make_port_static"] = ("make_port_static" + shape, ARRAYS, None, False)
     requests["one_thread_per_token"] = ("one_thread_per_token", ARRAYS, None, False)
-    requests["article_dynamic"] = ("article_dynamic", (*ARRAYS, "int32", "int32", "int32"), None, False)
+    requests["port_dynamic"] = ("port_dynamic", (*ARRAYS, "int32", "int32", "int32"), None, False)
     codes = compile_apart(definitions(), requests, arch)
     assert {name: code.spilled_bytes for name, code in codes.items()} == dict.fromkeys(requests, 0)
     stacks = {name: code.stack_bytes for name, code in codes.items() if code.stack_bytes}
     assert stacks.keys() == {
         "one_thread_per_token",
-        "article_dynamic",
-        "make_article_static",
+        "port_dynamic",
+        "make_port_static",
         "make_pointers",
         "make_wide_loads",
     }

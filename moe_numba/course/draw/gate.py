@@ -25,26 +25,28 @@ def problem(logits, bias, num_groups, topk_group, topk):
         f"One token: {len(choice)} experts in {num_groups} groups, {topk_group} groups kept, {topk} experts chosen",
     )
     left, bottom, width, height = 0.95, 0.95, WIDTH - 1.15, 2.0
-    step, tallest = width / len(choice), float(choice.max())
+    gap = 0.08  # inches between groups
+    step, tallest = (width - gap * num_groups) / len(choice), float(choice.max())
+    at = lambda place: left + place * step + gap * (int(place) // size + 0.5)  # of an expert, in its group's frame
     high = lambda value: bottom + height * value / tallest
     for tick in range(int(tallest / 0.5) + 1):
         text(axes, left - 0.08, high(tick / 2), f"{tick / 2:.1f}", size=8, colour=GREY, ha="right")
         axes.plot([left - 0.04, left], [high(tick / 2)] * 2, color=GREY, linewidth=0.8)
     for group in range(num_groups):
-        x, inside = left + group * size * step, group in kept
+        x, inside = at(group * size), group in kept
         fill, edge, colour = ("#EEF5FA", BLUE, BLUE) if inside else ("#F4F4F4", PALE, GREY)
-        box(axes, x + 0.02, bottom, size * step - 0.04, height + 0.08, fill=fill, edge=edge)
+        box(axes, x - 0.02, bottom, size * step + 0.04, height + 0.08, fill=fill, edge=edge)
         text(axes, x + size * step / 2, bottom - 0.17, f"group {group}", size=8.5, colour=colour)
         text(axes, x + size * step / 2, bottom - 0.37, f"{sums[group]:.3f}", size=8.5, colour=colour)
         word, weight = ("kept", "bold") if inside else ("dropped", "normal")
         text(axes, x + size * step / 2, bottom - 0.57, word, size=8.5, colour=colour, weight=weight)
     for expert, value in enumerate(choice.tolist()):
         colour = BLUE if expert in weight_of else SKY if expert // size in kept else PALE
-        box(axes, left + (expert + 0.1) * step, bottom, 0.8 * step, high(value) - bottom, fill=colour, edge="none")
+        box(axes, at(expert + 0.1), bottom, 0.8 * step, high(value) - bottom, fill=colour, edge="none")
     chosen, above = sorted(weight_of), bottom + height + 0.3
-    places = _spread([left + (expert + 0.5) * step for expert in chosen], 0.27, left, left + width)
+    places = _spread([at(expert + 0.5) for expert in chosen], 0.27, left, left + width)
     for expert, place in zip(chosen, places, strict=True):
-        x, y = left + (expert + 0.5) * step, high(float(choice[expert])) + 0.02
+        x, y = at(expert + 0.5), high(float(choice[expert])) + 0.02
         axes.plot([x, x, place], [y, above - 0.16, above - 0.08], color=BLUE, linewidth=0.7)
         text(axes, place, above, str(expert), size=8, colour=BLUE)
     text(axes, 0.3, bottom + height / 2, "score + bias", colour=GREY, rotation=90)
@@ -126,9 +128,9 @@ def rank_by_counting(sums, kept):
 
 
 def sorting_network(values, pairs):
-    """Draw a sorting network: values move to the right, and a comparator puts the larger one on the upper wire.
+    """Draw a sorting network: values move to the right, and a compare-exchange puts the larger one on the upper wire.
 
-    Comparators of one level have no wire in common, so none of them waits for another.
+    Steps of one level have no wire in common, so none of them waits for another.
     """
     n, depth, levels = len(values), [0] * len(values), {}
     for pair in pairs:
@@ -137,7 +139,8 @@ def sorting_network(values, pairs):
         for wire in pair:
             depth[wire] = level + 1
     columns = {level: _columns(of_level) for level, of_level in levels.items()}
-    figure, axes = canvas(WIDTH, 1.15 + 0.34 * n, f"Batcher's network for {n} values: {len(pairs)} comparators")
+    title = f"Batcher's network for {n} values: {len(pairs)} compare-exchange steps"
+    figure, axes = canvas(WIDTH, 1.15 + 0.34 * n, title)
     left, right, top = 0.95, WIDTH - 0.95, 0.34 * n + 0.3
     y = [top - 0.34 * (i + 0.5) for i in range(n)]
     gap = 0.14
@@ -145,7 +148,7 @@ def sorting_network(values, pairs):
     now, x = list(values), left + gap
     for i in range(n):
         axes.plot([left, right], [y[i], y[i]], color=PALE, linewidth=1, zorder=0)
-        text(axes, left - 0.08, y[i], f"{values[i]:.2f}", ha="right")
+        text(axes, left - 0.08, y[i], f"{values[i]:.3f}", ha="right")
     for level, of_level in columns.items():
         width = wide * len(of_level)
         box(axes, x, top - 0.34 * n, width, 0.34 * n, fill="#F4F4F4", edge="none", label="level", zorder=-1)
@@ -156,11 +159,11 @@ def sorting_network(values, pairs):
                 swap = now[j] > now[i]
                 now[i], now[j] = max(now[i], now[j]), min(now[i], now[j])
                 style = {"color": ORANGE if swap else INK, "linewidth": 1.6, "marker": "o", "markersize": 4.5}
-                axes.plot([at] * 2, [y[i], y[j]], label="comparator", **style)
+                axes.plot([at] * 2, [y[i], y[j]], label="compare-exchange", **style)
         x += width + gap
     for i in range(n):
-        text(axes, right + 0.08, y[i], f"{now[i]:.2f}", ha="left", weight="bold")
-    note(axes, left, 0.14, "Orange: the two values are swapped. Comparators of one level do not wait for each other.")
+        text(axes, right + 0.08, y[i], f"{now[i]:.3f}", ha="left", weight="bold")
+    note(axes, left, 0.14, "Orange: the two values are swapped. Steps of one level do not wait for each other.")
     return figure
 
 
@@ -253,7 +256,7 @@ def pick_frames(picks: Sequence[tuple[list[float | None], int]], num_groups: int
     lanes = 32 // num_groups  # of a group
     wide, tall, left, top = 700 // num_groups, 26, 60, 40
     frames = []
-    for number, (fronts, ballot) in enumerate(picks):
+    for fronts, ballot in picks:
         best = max(value for value in fronts if value is not None)
         winner = (ballot & -ballot).bit_length() - 1
         shapes = [Label(left + wide * (g + 0.5), 14, f"group {g}", centred=True) for g in range(num_groups)]
@@ -265,7 +268,7 @@ def pick_frames(picks: Sequence[tuple[list[float | None], int]], num_groups: int
             shapes.append(Box(*where, words, kind, group=f"lane {lane}"))
         chosen = "that of" if ballot.bit_count() == 1 else "ffs selects the lowest,"
         says = (
-            f"Pick {number}: redux.sync.max returns {best:.4f}. The ballot has {plural(ballot.bit_count(), 'bit')}: "
+            f"redux.sync.max returns the key of {best:.4f}. The ballot has {plural(ballot.bit_count(), 'bit')}: "
             f"{chosen} lane {winner}, which drops its first value."
         )
         frames.append(Frame(says, shapes))

@@ -61,7 +61,11 @@ def warp_loads(loads, row_bytes, title):
                 if start // row_bytes == row:
                     x = left + scale * (start % row_bytes)
                     box(axes, x, y + 0.03, scale * size, tall - 0.06, fill=BLUE, edge="white", line=0.4, label="used")
+        for at in range(0, row_bytes + 1, LINE):  # where a line begins
+            x = left + scale * at
+            axes.plot([x, x], [y - 0.05, y], color=GREY, linewidth=0.8)
         y -= 0.3
+    text(axes, left + 4.6, 0.29, f"ticks: {LINE}-byte lines", ha="left", size=8.5, colour=GREY)
     for x, fill, words in ((left, BLUE, "bytes that a lane loads"), (left + 2.4, _UNUSED, "rest of their sectors")):
         box(axes, x, 0.22, 0.14, 0.14, fill=fill, edge="white")
         text(axes, x + 0.2, 0.29, words, ha="left", size=8.5, colour=GREY)

@@ -1,5 +1,9 @@
 """Exercises of notebook 01, on the gate."""
 
+import ast
+import math
+import textwrap
+
 import numpy as np
 
 from moe_numba import simulator  # noqa: F401  before numba
@@ -8,7 +12,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 from numba import cuda, int32
 
 from moe_numba.course.exercises import Exercise
-from moe_numba.course.simulate import source_with_dependencies
+from moe_numba.course.simulate import source_of, source_with_dependencies
 from moe_numba.runtime.sass import compile_apart
 
 FULL = 0xFFFFFFFF
@@ -23,6 +27,30 @@ def max_of_half_warps(x, out):
     out[lane] = value
 
 
+def _tree(kernel):
+    return ast.parse(textwrap.dedent(source_of(kernel)))
+
+
+def _names(tree):
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _has_shuffle_in_a_lane_branch(tree):
+    """Return whether a shuffle is in a branch whose condition depends on the thread."""
+    of_thread = lambda node: "threadIdx" in ast.unparse(node) or "laneid" in ast.unparse(node)
+    tainted, known = set(), None
+    while tainted != known:  # names that depend on the thread, also through others
+        known = set(tainted)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AugAssign) and (of_thread(node.value) or _names(node.value) & tainted):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                tainted |= set().union(*map(_names, targets))
+    branches = (node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While))
+    diverging = (node for node in branches if of_thread(node.test) or _names(node.test) & tainted)
+    parts = (part for node in diverging for field in (node.body, node.orelse) for part in np.atleast_1d(field))
+    return any("shfl" in ast.unparse(part) for part in parts)
+
+
 def _finds_both_maxima(kernel):
     x, out = (np.arange(32) * 7 % 32).astype(np.float32), np.full(32, np.nan, np.float32)
     with simulator.trace() as events:
@@ -31,7 +59,15 @@ def _finds_both_maxima(kernel):
     if (wrong := np.flatnonzero(out != wanted)).size:
         lane, first = wrong[0], wrong[0] // 16 * 16
         return f"lane {lane} has {out[lane]:g}; the maximum of lanes {first} to {first + 15} is {wanted[lane]:g}"
-    rounds = sum(event.what.startswith("shfl") and event.lane == 0 for event in events)
+    shuffles = [event for event in events if event.what.startswith("shfl")]
+    halves = [0xFFFF << (event.lane // 16 * 16) for event in shuffles]
+    crosses = any(event.details["mask"] & 0xFFFFFFFF & ~half for event, half in zip(shuffles, halves))
+    if crosses and _has_shuffle_in_a_lane_branch(_tree(kernel)):
+        return (
+            "the result is right here, but a shuffle is in a branch that only some lanes take, and its mask names "
+            "lanes that do not: on a GPU this is undefined. Let all 32 lanes execute the same shuffles"
+        )
+    rounds = sum(event.lane == 0 for event in shuffles)
     return None if rounds == 4 else f"the result is right after {rounds} shuffles; 16 lanes need 4"
 
 
@@ -45,6 +81,8 @@ def _sorts_as_floats(order_key):
         key = order_key(bits)
         if key is ...:
             return "not answered yet: return an int"
+        if not isinstance(key, int | np.integer):
+            return f"the key of bits {bits} is {key!r}, which is no integer"
         if not -(1 << 31) <= key < 1 << 31:
             return f"the key of bits {bits} is {key}, which is no int32"
         keys.append(int(key))
@@ -55,17 +93,13 @@ def _sorts_as_floats(order_key):
     return None
 
 
-PAIRS = ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2))  # a sorting network for 4 values
-
-
 @cuda.jit
 def sort_four(keys, slots):
     row = cuda.threadIdx.x
     key, slot = cuda.local.array(4, int32), cuda.local.array(4, int32)
     for i in range(4):
         key[i], slot[i] = keys[row, i], slots[row, i]
-    for step in range(5):
-        i, j = PAIRS[step]
+    for i, j in ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2)):
         swap = (key[j] > key[i]) | ((key[j] == key[i]) & (slot[j] < slot[i]))
         key[i], key[j] = key[j] if swap else key[i], key[i] if swap else key[j]
         slot[i], slot[j] = slot[j] if swap else slot[i], slot[i] if swap else slot[j]
@@ -82,8 +116,13 @@ def _sorts_without_branches(kernel):
     for row in range(32):
         wanted = sorted(zip(keys[row].tolist(), slots[row].tolist()), key=lambda pair: (-pair[0], pair[1]))
         found = list(zip(new_keys[row].tolist(), new_slots[row].tolist()))
-        if found != wanted:
-            return f"the keys {keys[row].tolist()} become the (key, slot) pairs {found}, not {wanted}"
+        if found == wanted:
+            continue
+        if _compares_bits(_tree(kernel)):
+            return "`|` and `&` bind more tightly than comparisons: put each comparison in parentheses"
+        if sorted(found) == sorted(wanted) and [key for key, _ in found] == [key for key, _ in wanted]:
+            return f"the keys are sorted, but of equal keys the lower slot must come first: {found}, not {wanted}"
+        return f"the keys {keys[row].tolist()} become the (key, slot) pairs {found}, not {wanted}"
     signature = "int32[,]", "int32[,]"
     (code,) = compile_apart(
         source_with_dependencies([kernel]), {"": (kernel.__name__, signature, None, False)}
@@ -92,7 +131,16 @@ def _sorts_without_branches(kernel):
         return "it sorts, but its machine code cannot be read: install nvidia-cuda-nvdisasm"
     if branches > 1:  # one is the endless loop behind the EXIT
         return f"it sorts, but its machine code has {branches - 1} branch instructions"
+    if any(isinstance(node, ast.BoolOp) for node in ast.walk(_tree(kernel))):
+        return "it sorts, and the compiler removed the branches of this small network, but an `and` or `or` is left"
     return None
+
+
+def _compares_bits(tree):
+    """Return whether a comparison has an unparenthesised `|` or `&` as an operand: ``a > b | c < d``."""
+    bits = lambda node: isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr | ast.BitAnd)
+    compares = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    return any(bits(part) for node in compares for part in (node.left, *node.comparators))
 
 
 def better_groups(sums, with_ties):
@@ -105,6 +153,8 @@ def _shows_the_missing_rule(sums):
     sums = list(sums)
     if len(sums) != 8:
         return f"the answer has {len(sums)} numbers; one for each of 8 groups is needed"
+    if not all(math.isfinite(value) for value in sums):
+        return "a sum of two scores is finite: the answer needs eight finite numbers"
     kept = sum(count < 4 for count in better_groups(sums, with_ties=False))
     if kept == 4:
         return (
@@ -127,7 +177,8 @@ EXERCISES = {
         "[9, 8, 7, 5, 5, 3, 2, 1]",
     ),
     3: Exercise(
-        "a function from the bits of a float32, a Python int, to an int32 that sorts as the float does",
+        "a function of `bits`, the bits of a float32 as a signed 32-bit Python int, that returns an int32 which "
+        "sorts as the float does",
         _sorts_as_floats,
         "bits >> 31 is 0 for a positive and -1 for a negative number: all bits set. Which bits of a negative float "
         "must be flipped, so that -2 sorts below -1 and its sign stays?",
