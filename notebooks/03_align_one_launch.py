@@ -44,7 +44,7 @@ from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
 from moe_numba.course.kernel_phases import until
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.phase_times import phase_instructions, phases
+from moe_numba.course.phase_times import atomic_loop, phase_instructions, phases
 from moe_numba.course.prose import say
 from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
 from moe_numba.course.source_diff import change
@@ -256,7 +256,7 @@ ladder.step("0x5", run_0x5(), dtype="int32")
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
 def empty(links):
-    griddepcontrol_wait()  # step 10 explains these two
+    griddepcontrol_wait()  # step 11 explains these two
     griddepcontrol_launch_dependents()
 
 
@@ -334,8 +334,9 @@ say(
 #
 # - **Each CTA counts all slots.** That is redundant, but the SMs were idle.
 # - **Each output element has one writer.** From the counts every CTA knows which element holds a slot, padding, or tail.
-#   Nothing is filled first and overwritten later, so nothing must be ordered. A CTA places the slots of its own chunk;
-#   padding and tail are distributed over all warps of the grid.
+#   Nothing is filled first and overwritten later, so nothing must be ordered. The slots are
+#   split into as many consecutive **chunks** as there are CTAs; a CTA places the slots of its own. The padding of expert
+#   `e` goes to warp `e` of the grid, the tail to all threads.
 # - **Ranks come from bitmasks.** A slot's row is the first row of its expert, plus the expert's slots in earlier chunks
 #   (`before`), plus its rank in the chunk. Each expert has a bit for each slot of the chunk; the rank is the number of set
 #   bits below the slot's own. An atomic *or* has the same result in any order, so the order is stable.
@@ -505,20 +506,22 @@ exercise("align_one_launch-1").check(stable_ranks)
 SIGNATURE = ("int32*",) * 4 + ("int32",) * 4
 
 
-def per_slot(made, atomics=1):
-    """Instructions of the counting loop per slot; its atomic operations tell how often the compiler unrolled it."""
-    return sum(made["count"].values()) / (made["count"]["atomic"] / atomics)
+def per_slot(loop):
+    """Instructions of the counting loop per slot; it loads an id for each slot, so its loads show the unrolling."""
+    return len(loop.opcodes) / loop.count("LDG")
 
 
 SASS = {"one launch": phase_instructions(make_one_launch, (256, 1024), SIGNATURE, 1024)}
+LOOPS = {"one launch": atomic_loop(make_one_launch, (256, 1024), SIGNATURE, 1024)}
 print({phase: sum(made.values()) for phase, made in SASS["one launch"].items()})
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "{all} instructions, {integer} of them on integers; {slot:.0f} per slot in the loop of `count`.",
+    "{all} instructions, {integer} of them on integers. The counting loop, from its label to the branch back, has {slot:.0f} "
+    "per slot.",
     all=sum(sum(made.values()) for made in SASS["one launch"].values()),
     integer=sum(made["integer"] for made in SASS["one launch"].values()),
-    slot=per_slot(SASS["one launch"], atomics=2),
+    slot=per_slot(LOOPS["one launch"]),
 )
 
 # %% [markdown]
@@ -635,7 +638,8 @@ change(make_one_launch, make_unsigned)
 
 # %%
 SASS["unsigned"] = phase_instructions(make_unsigned, (256, 1024), SIGNATURE, 1024)
-fewer = per_slot(SASS["one launch"], atomics=2) - per_slot(SASS["unsigned"], atomics=2)
+LOOPS["unsigned"] = atomic_loop(make_unsigned, (256, 1024), SIGNATURE, 1024)
+fewer = per_slot(LOOPS["one launch"]) - per_slot(LOOPS["unsigned"])
 issue_us = lambda instructions: instructions * TIMED_SLOTS / 32 / 4 / LIMITS.boost_clock * 1e6
 step("unsigned integers", make_unsigned, count_all, after="one launch", predicted_gain_us=issue_us(fewer))
 
@@ -741,7 +745,7 @@ step("eight loads", make_eight_loads, count_all, after="unsigned integers", pred
 
 # %%
 PHASES["eight loads"] = phases(ladder, "eight loads", make_eight_loads, count_all)
-SASS["eight loads"] = phase_instructions(make_eight_loads, (256, 1024), SIGNATURE, 1024)
+LOOPS["eight loads"] = atomic_loop(make_eight_loads, (256, 1024), SIGNATURE, 1024)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: which of the two limits it
@@ -750,21 +754,20 @@ say(
     "branches; issuing these instructions takes at least {issue:.2f} us, the remaining waits {waits:.2f} us.",
     before=PHASES["unsigned integers"]["count"],
     now=PHASES["eight loads"]["count"],
-    slot=per_slot(SASS["eight loads"], atomics=2),
-    branch=SASS["eight loads"]["count"].get("branch", 0),
-    issue=issue_us(per_slot(SASS["eight loads"], atomics=2)),
+    slot=per_slot(LOOPS["eight loads"]),
+    branch=LOOPS["eight loads"].count("BRA"),
+    issue=issue_us(per_slot(LOOPS["eight loads"])),
     waits=LATENCY_US * -(-ROUNDS // 8),
 )
 
 # %% [markdown]
 # ### Step 4: a drop bin
 #
-# **Bottleneck.** Each slot meets two conditions: does it exist, and does it lie in an earlier chunk? Both became branches,
+# **Bottleneck.** Each slot is tested twice: does it exist, and does it lie in an earlier chunk? Both tests became branches,
 # as the count above shows. A branch also keeps the compiler from interleaving the eight slots.
 #
 # **Idea.** A histogram may have a bin for what should not be counted. Slots past the end go to bin `num_experts`. `before`
-# and `counts` become the two halves of one array, so that the half is a number to be added, not a branch. One condition
-# is left, which is the same for all threads of the CTA.
+# and `counts` become the two halves of one array, so that the half is a number to be added, not a branch.
 #
 # **Predicted gain.** Fewer instructions per slot, by the same model as in step 2. The prediction compiles both kernels.
 
@@ -790,15 +793,14 @@ def make_drop_bin(num_experts, threads):
         clear(masks, mask_words)
         cuda.syncthreads()
         # count
-        i = uint32(0)
+        i = tid
         while i < numel:
             for k in range(8):
-                s = uint32(i + k * threads + tid)
+                s = uint32(i + k * threads)
                 ids[k] = topk_ids[s] if s < numel else num_experts
             for k in range(8):
-                if uint32(i + k * threads) < numel:  # the same for all threads
-                    half = uint32(0) if uint32(i + k * threads + tid) < first else uint32(bins)
-                    cuda.atomic.add(halves, uint32(ids[k] + half), 1)
+                half = uint32(0) if uint32(i + k * threads) < first else uint32(bins)
+                cuda.atomic.add(halves, uint32(ids[k] + half), 1)
             i = uint32(i + 8 * threads)
         # scan
         if tid < chunk and slot < numel:
@@ -827,10 +829,10 @@ def make_drop_bin(num_experts, threads):
 change(make_eight_loads, make_drop_bin)
 
 # %%
-SASS["drop bin"] = phase_instructions(make_drop_bin, (256, 1024), SIGNATURE, 1024)
-fewer = per_slot(SASS["eight loads"], atomics=2) - per_slot(SASS["drop bin"])
-branches = [SASS[name]["count"].get("branch", 0) for name in ("eight loads", "drop bin")]
-print(f"{fewer:.0f} instructions per slot less; branches in the loop: {branches[0]} -> {branches[1]}")
+LOOPS["drop bin"] = atomic_loop(make_drop_bin, (256, 1024), SIGNATURE, 1024)
+fewer = per_slot(LOOPS["eight loads"]) - per_slot(LOOPS["drop bin"])
+branches = [LOOPS[name].count("BRA") for name in ("eight loads", "drop bin")]
+print(f"{fewer:.1f} instructions per slot less; branches in the loop: {branches[0]} -> {branches[1]}")
 step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_us=issue_us(fewer))
 
 # %% [markdown]
@@ -1084,7 +1086,9 @@ draw.count_words()
 
 # %% [markdown]
 # The launch number lies in the workspace, because a CUDA graph repeats a launch with the same arguments. The last CTA that
-# has read all counts increments it. This needs no fence either: the next launch begins after this one has ended.
+# has read all counts increments it. This needs no fence either: the next launch begins after this one has ended. A zeroed workspace
+# is right for the first launch because the numbers start at 1. When the number overflows, every word still carries that
+# of the launch before; a cell below checks it.
 #
 # **Exercise 3.** Here each of four CTAs adds its value to the prefix of the CTA before, whose flag it polls. The order of
 # the two stores is wrong, and fences are missing. Repair the kernel with `cuda.threadfence()`.
@@ -1218,7 +1222,7 @@ def overflow():
     ids = random_ids(64, 64, 4)
     for launches in (2**31 - 1, -1):
         workspace = torch.zeros(HEADER + 2 * 6 * 64, dtype=torch.int32)
-        workspace[LAUNCHES] = launches
+        workspace[LAUNCHES] = workspace[HEADER + 1 :: 2] = launches  # as the launch with this number left it
         for _ in range(2):
             outputs = poisoned(ids, 64, 16)
             launch(make_tagged(64, 96), 6, 96, ids, *outputs, workspace, 16, 256, len(outputs[0]), 43, cooperative=True)
@@ -1423,7 +1427,7 @@ say("The ranks take {us:.2f} us.", us=ranks and ranks["with"] - ranks["without"]
 
 # %% [markdown]
 # **Idea.** Publish the counts first, then set the bits and rank, and only then wait for the counts of the others. The diff
-# only moves lines: since step 6, publishing and waiting are two calls.
+# moves publishing up and adds one barrier: the bits must be set before a thread ranks.
 #
 # **Predicted gain.** The time of the ranks, unless the counts arrive earlier than the ranks are done.
 
@@ -1513,8 +1517,9 @@ say(
 # expert, and a counter per warp and expert holds what came before. Afterwards one thread per expert turns the counters
 # into sums over lower warps. The cost does not depend on the length of the chunk.
 #
-# **Predicted gain.** None yet: with one slot per thread this replaces a loop over the lower words by a loop over the warps, in
-# which each load from shared memory follows a store (taken as 30 clocks).
+# **Predicted gain.** With one slot per thread, none. The sums over lower warps come in addition: a thread per expert loads
+# the counters of all W warps and stores as many sums. The compiler issues the loads together, so they take one latency
+# of shared memory (30 clocks), and each access of a warp takes a clock: gain = -(30 + 2 W x experts / 32) clocks.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1597,7 +1602,8 @@ def make_warp_ranks(num_experts, threads, slots=1):
 change(make_overlapped, make_warp_ranks)
 
 # %%
-gain_us = -(OWN_THREADS // 32) * 30 / LIMITS.boost_clock * 1e6
+clocks = 30 + 2 * (512 if SIMULATED else OWN_THREADS) // 32 * TIMED_EXPERTS // 32
+gain_us = -clocks / LIMITS.boost_clock * 1e6
 step("ranks per warp", make_warp_ranks, exchange, after="overlapped ranks", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1806,7 +1812,7 @@ say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowh
 # When a server decodes, the gate and the alignment run one after the other for some 64 tokens. The ids travel through
 # global memory between two launches. Can one kernel do both? A second ladder starts from two launches, each with a
 # dependent launch where the GPU has it. The gate is the device function of notebook 01's final kernel: one warp routes one
-# token. The alignment is the body of step 4.
+# token. The alignment is a simplified step 4 with one load at a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GROUPS = 8
@@ -1838,7 +1844,7 @@ def make_route(config):
 
 @cache
 def make_align_ids(num_experts, threads):
-    """The body of step 4, for ids in global or shared memory."""
+    """Step 4 with one load at a time, for ids in global or shared memory."""
     words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
     both, mask_words = 2 * bins, num_experts * words
 

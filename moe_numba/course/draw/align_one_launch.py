@@ -34,7 +34,7 @@ def two_launches():
             (
                 {
                     0: (("start", 0.35), ("count", 1.7), ("scan", 0.55), ("write", 0.45)),
-                    1: (("start", 0.35), ("write", 1.5)),
+                    1: (("start", 0.35), ("fill", 1.5)),
                 },
                 dict.fromkeys(range(4), (("start", 0.35), ("sort kernel", 2.1))),
             ),
@@ -59,7 +59,7 @@ def two_launches():
                 at, low = x, y - 0.2 - (sm + 1) * each
                 text(axes, left - 0.12, low + tall / 2, f"SM {sm}", size=8, colour=GREY, ha="right")
                 for phase, long in launch.get(sm, ()):
-                    fill = PHASES[phase]
+                    fill = PHASES["write" if phase == "fill" else phase]
                     words = "" if phase == "start" else phase
                     colours = {"fill": fill, "edge": WHITE, "colour": ink_on(fill)}
                     box(axes, at, low, long, tall, words, size=8, label=phase, **colours)
@@ -74,7 +74,7 @@ def two_launches():
         axes,
         0.15,
         0.15,
-        "Blue: the launch. In 0x5 the second CTA only fills. A launch begins when the one before has ended.",
+        "Blue: the launch; it begins when the one before has ended. 'exchange': CTAs exchange counts (step 5).",
     )
     return figure
 
@@ -86,7 +86,8 @@ def _align(topk_ids, block_size, num_experts):
 def list_writers(topk_ids, block_size, num_experts, ctas):
     """List value, kind ("slot", "padding" or "tail") and writing CTA of each element of sorted_token_ids.
 
-    A CTA places its chunk of the slots; expert e's padding falls to CTA e % ctas; the tail is split evenly.
+    A CTA has one warp and places its chunk of the slots. Expert e's padding falls to warp e of the grid, modulo the
+    number of warps; the tail is drawn as equal parts.
     """
     sorted_ids, expert_ids, (used,) = _align(topk_ids, block_size, num_experts)
     numel, elements = topk_ids.numel(), []
@@ -124,7 +125,7 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
         text(axes, x + wide / 2, y + tall + 0.09, str(slot), size=6.5, colour=GREY)
     y -= 0.25
     text(axes, left, y, "sorted_token_ids", ha="left", weight="bold")
-    note(axes, left + 1.45, y, f"CTA e % {ctas} writes the padding of expert e. The unused tail is split evenly.")
+    note(axes, left + 1.45, y, "Warp e of the grid (here: one per CTA, so modulo CTAs) writes the padding of expert e.")
     for i, (value, kind, cta) in enumerate(elements):
         colour, x, at = lane_colour(cta), left + i % a_line * wide, y - 0.67 - i // a_line * 0.58
         fill = {"slot": colour, "padding": tint(colour, 0.35), "tail": WHITE}[kind]
