@@ -250,7 +250,12 @@ ladder.step("0x5", run_0x5(), dtype="int32")
 #
 # The ids are read once and each output element is written once. All of them fit in the L2 cache. The next cell compares
 # their bytes with an empty kernel, and measures the latency of a load from L2 by a chain of loads, each of which needs
-# the one before. Predictions below are multiples of this latency.
+# the one before. A dependent launch (step 11) of the empty kernel is measured as well: it bounds the sweep of section 7.
+#
+# The predictions below use one **cost model**: `n` accesses to L2, each of which needs the one before, take `n L`, where `L`
+# is this latency; atomic operations, polls and fences count as accesses. Bytes take bytes / `B_L2`, the bandwidth of
+# L2, and `n` instructions per slot take `n` x slots / (32 x 4 x `f`), because an SM issues four warp instructions per
+# clock, with frequency `f`. Measured times are written `t`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -295,9 +300,8 @@ TIMED_BYTES = bytes_of(TIMED_TOKENS, TIMED_SLOTS // TIMED_TOKENS, TIMED_EXPERTS)
 COPY_US = TIMED_BYTES / LIMITS.copy_bandwidth * 1e6
 FLOOR_US = max(COPY_US, EMPTY_US)
 say(
-    "{tokens} tokens: {kb:.0f} KB, {bytes_us:.2f} us at the speed of a copy. An empty kernel takes {empty:.2f} us, a "
-    "load from L2 {latency:.0f} ns. The kernel is limited by latency: by the number of things that must happen one after "
-    "another.",
+    "{tokens} tokens: {kb:.0f} KB, {bytes_us:.2f} us at the bandwidth of a copy. An empty kernel takes {empty:.2f} us, a "
+    "load from L2 {latency:.0f} ns. The kernel is limited by latency: by the length of the longest dependency chain.",
     tokens=TIMED_TOKENS,
     kb=TIMED_BYTES / 1e3,
     bytes_us=COPY_US,
@@ -453,8 +457,9 @@ def step(name, make, run, **prediction):
 
 
 # %% [markdown]
-# **Predicted gain.** The sort kernel goes. Two loads from L2 come instead, one after the other: the slot's own id for its
-# bit, and again for its place.
+# **Predicted gain.** `t_sort - 2 L`: the sort kernel is no longer needed. Two loads from L2 come instead, one after the
+# other: the slot's own id for its bit, and again for its place. Counting, scan and launch are as in 0x5; clearing and
+# padding are not counted.
 
 # %%
 step("one launch", make_one_launch, count_all, after="0x5", predicted_gain_us=SORT_US - 2 * LATENCY_US)
@@ -531,8 +536,8 @@ say(
 # result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits as well, so loops
 # become `while`.
 #
-# **Predicted gain.** An SM issues four warp instructions per clock. Counting executes the loop's instructions once for each
-# 32 slots. If issue limits the phase, it saves the difference of instructions per slot.
+# **Predicted gain.** `d` x slots / (32 x 4 x `f`), if issue limits the counting: `d` is the difference of instructions per
+# slot.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -672,7 +677,8 @@ say(
 # **Idea.** Load eight ids into registers, then count them. `cuda.local.array` with constant indices is registers, not
 # memory, and `range(8)` is unrolled, because its length is a constant.
 #
-# **Predicted gain.** A thread waits once for eight loads: seven of eight waits go.
+# **Predicted gain.** A thread loads `R` = slots / threads ids and waits once for eight of them: `(R - R/8) L`. With 32768
+# slots and 1024 threads that is 28 L.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -769,7 +775,7 @@ say(
 # **Idea.** A histogram may have a bin for what should not be counted. Slots past the end go to bin `num_experts`. `before`
 # and `counts` become the two halves of one array, so that the half is a number to be added, not a branch.
 #
-# **Predicted gain.** Fewer instructions per slot, by the same model as in step 2. The prediction compiles both kernels.
+# **Predicted gain.** As in step 2: `d` x slots / (32 x 4 x `f`). The next cell compiles both kernels for `d`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -955,8 +961,9 @@ def sum_of_all(values, rows, sums, counter):
 exercise("align_one_launch-2").check(sum_of_all)
 
 # %% [markdown]
-# **Predicted gain.** `count` shrinks to one load. The exchange costs a store, a fence, an atomic addition and a poll, one
-# after the other, and then a load for each CTA, eight at a time. Each is taken as the latency of a load.
+# **Predicted gain.** `t_count - (1 + 5 + CTAs / 8) L - bytes / B_L2`. `count` shrinks to one load. The exchange adds a store,
+# a fence, an atomic addition, a poll and a fence, one after the other, and then a load for each CTA, eight at a time. Each
+# CTA loads the counts of all: 4 x experts x CTAs² bytes.
 
 
 # %%
@@ -1038,8 +1045,9 @@ def exchange(make, ids=IDS):
     return align(make(EXPERTS, OWN_THREADS), ids, CTAS, OWN_THREADS, workspace, cooperative=True)
 
 
-steps = 1 + 4 + -(-TIMED_CTAS // 8)  # one after another: the slot's id; store, fence, atomic, poll; rounds of loads
-gain_us = (PHASES["drop bin"]["count"] or 0) - steps * LATENCY_US
+L2_US = lambda bytes_per_count, ctas=TIMED_CTAS: bytes_per_count * TIMED_EXPERTS * ctas**2 / LIMITS.l2_bandwidth * 1e6
+exchange_us = (5 + -(-TIMED_CTAS // 8)) * LATENCY_US + L2_US(4)
+gain_us = (PHASES["drop bin"]["count"] or 0) - LATENCY_US - exchange_us
 step("grid-wide barrier", make_grid_barrier, exchange, after="drop bin", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1059,14 +1067,13 @@ barrier = ladder.times(
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: how much of the exchange is the barrier
 say(
-    "`count` went from {before:.2f} to {count:.2f} us. The exchange takes {exchange:.2f} us, {latencies:.0f} "
-    "latencies of a load, where {steps} were predicted. The barrier alone, with nothing to exchange, takes "
+    "`count` went from {before:.2f} to {count:.2f} us. The exchange takes {exchange:.2f} us, where "
+    "{predicted:.2f} us were predicted. The barrier alone, with nothing to exchange, takes "
     "{barrier:.2f} us.",
     before=PHASES["drop bin"]["count"],
     count=PHASES["grid-wide barrier"]["count"],
     exchange=PHASES["grid-wide barrier"]["exchange"],
-    latencies=PHASES["grid-wide barrier"]["exchange"] and PHASES["grid-wide barrier"]["exchange"] / LATENCY_US,
-    steps=steps - 1,
+    predicted=exchange_us,
     barrier=barrier and barrier["barrier"] - barrier["empty"],
 )
 
@@ -1109,7 +1116,8 @@ def chained_scan(values, prefix, flags):
 exercise("align_one_launch-3").check(chained_scan)
 
 # %% [markdown]
-# **Predicted gain.** The fence, the atomic addition and the poll of the counter go: three latencies.
+# **Predicted gain.** `4 L - bytes / B_L2`: two fences, the atomic addition and the poll of the counter are no longer needed;
+# a count takes 8 bytes instead of 4.
 
 # %%
 LAUNCHES, DONE = 0, 1  # in the workspace: launches so far, CTAs that have read all counts
@@ -1211,7 +1219,7 @@ display(change(add_up, add_up_tagged))
 change(make_grid_barrier, make_tagged)
 
 # %%
-step("tagged counts", make_tagged, exchange, after="grid-wide barrier", predicted_gain_us=3 * LATENCY_US)
+step("tagged counts", make_tagged, exchange, after="grid-wide barrier", predicted_gain_us=4 * LATENCY_US - L2_US(4))
 
 # %% [markdown]
 # **Explanation.** The exchange before and after; and what happens when the launch number overflows:
@@ -1278,7 +1286,9 @@ say(
 exercise("align_one_launch-4").check((..., ..., ...))
 
 # %% [markdown]
-# **Predicted gain.** One round of loads is left, so the gain is the difference measured above.
+# **Predicted gain.** `(CTAs / 8 - 1) L + bytes / B_L2 - t_atomics`. One round of loads is left, and a count takes 4 bytes
+# instead of 8. Each thread adds 8 sums in shared memory; four lanes of a warp share a bank, so these take 8 x 4 clocks
+# per warp. The difference measured above is an upper bound, because its one-round kernel loads only an eighth of the bytes.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1385,7 +1395,8 @@ display(change(publish, publish_packed))
 change(make_tagged, make_packed)
 
 # %%
-gain_us = rounds["all"] - rounds["one"] if rounds else 0.0
+clocks = 8 * 4 * (512 if SIMULATED else OWN_THREADS) // 32
+gain_us = (-(-TIMED_CTAS // 8) - 1) * LATENCY_US + L2_US(4) - clocks / LIMITS.boost_clock * 1e6
 step("packed counts", make_packed, exchange, after="tagged counts", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1429,7 +1440,7 @@ say("The ranks take {us:.2f} us.", us=ranks and ranks["with"] - ranks["without"]
 # **Idea.** Publish the counts first, then set the bits and rank, and only then wait for the counts of the others. The diff
 # moves publishing up and adds one barrier: the bits must be set before a thread ranks.
 #
-# **Predicted gain.** The time of the ranks, unless the counts arrive earlier than the ranks are done.
+# **Predicted gain.** `t_ranks`, unless the counts arrive earlier than the ranks are done.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1629,8 +1640,8 @@ say(
 #
 # **Idea.** Half the CTAs, whose threads take two slots each. The kernel is the same, compiled with `slots=2`.
 #
-# **Predicted gain.** The counts that CTAs load fall to a quarter, at the bandwidth of L2. The second slot costs each thread
-# another rank.
+# **Predicted gain.** `4 x experts x (CTAs² - (CTAs/2)²) / B_L2 - t_ranks`. The second slot costs each thread another rank;
+# `t_ranks` is that of step 7's bitmasks, an upper bound, because step 8 hides ranks behind the wait.
 
 
 # %%
@@ -1639,8 +1650,8 @@ def exchange_half(make, ids=IDS, ctas=-(-CTAS // 2), slots=2, **options):
     return align(make(EXPERTS, OWN_THREADS, slots), ids, ctas, OWN_THREADS, workspace, cooperative=True, **options)
 
 
-saved = 4 * TIMED_EXPERTS * (TIMED_CTAS**2 - (TIMED_CTAS // 2) ** 2)  # bytes
-gain_us = saved / LIMITS.l2_bandwidth * 1e6 - (ranks["with"] - ranks["without"] if ranks else 0.0)
+saved_us = L2_US(4) - L2_US(4, TIMED_CTAS // 2)
+gain_us = saved_us - (ranks["with"] - ranks["without"] if ranks else 0.0)
 step("two slots per thread", make_warp_ranks, exchange_half, after="ranks per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1671,7 +1682,7 @@ say(
 # execute `griddepcontrol.wait` before it touches global memory: that waits until the previous kernel has ended. This
 # kernel lets its successor start once it has read all counts. Older GPUs leave this step out.
 #
-# **Predicted gain.** What remains of `start` is an empty kernel with a dependent launch.
+# **Predicted gain.** `t_start - t_empty,dependent`: of `start` the dependent launch of an empty kernel remains.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 early = changed_source(
@@ -2020,7 +2031,8 @@ say("{times}.", times=measured and ", ".join(f"{name}: {us:.2f} us" for name, us
 # %% [markdown]
 # **Idea.** One CTA with all warps routes all tokens and keeps their ids in shared memory. This works on every GPU.
 #
-# **Predicted gain.** One launch and two latencies less, the store and the load of the ids; but all work is on one SM.
+# **Predicted gain.** `(g8 + a32) - (g1 + a1 - t_empty,dependent - 2 L)`, where `g` and `a` are the times of the gate and of
+# the alignment with so many CTAs: one launch less, and no store and load of the ids; but all work is on one SM.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2148,8 +2160,8 @@ def make_cluster(config, warps, ctas, max_slots):
 change(make_one_cta, make_cluster)
 
 # %% [markdown]
-# **Predicted gain.** The gate takes as long as on many CTAs, and so does the alignment. Two barriers of the cluster are taken
-# as one latency each.
+# **Predicted gain.** `(g1 - g8) + (a1 - a8) - 2 L`: gate and alignment take as long as on 8 CTAs; each of the two barriers of
+# the cluster is taken as one latency.
 
 
 # %%
@@ -2191,9 +2203,10 @@ say(
 #
 # **Bottleneck.** Few CTAs write many elements of padding and tail.
 #
-# **Idea.** Clusters need nothing from each other: four of them route all tokens redundantly, and each CTA writes a quarter.
+# **Idea.** Clusters need nothing from each other: four of them route all tokens redundantly, and each CTA writes
+# a quarter of its former share.
 #
-# **Predicted gain.** What the alignment alone gains from four times as many CTAs.
+# **Predicted gain.** `a8 - a32`, what the alignment alone gains from four times as many CTAs (first cell of fused step 1).
 
 # %%
 with fused.attempt("four clusters"):
@@ -2216,6 +2229,8 @@ say("{times}.", times=numbers_of_clusters and ", ".join(f"{n}: {us:.2f} us" for 
 #
 # `moe_numba.biased_grouped_topk_align` is the kernel with four clusters, and for up to 32 slots one CTA. It returns the same
 # bits as the two functions in a row.
+#
+# **Predicted gain.** `t_empty,dependent`: one launch less.
 
 
 # %%
