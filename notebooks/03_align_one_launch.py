@@ -881,23 +881,34 @@ say(
 # **Bottleneck.** Each CTA counts all slots, which takes the share of the time that is printed above.
 #
 # **Idea.** Each CTA counts only its own chunk and stores its counts in a **workspace** in global memory. When all have
-# done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs.
+# done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs. With one slot per thread and CTA,
+# four more things change:
+#
+# - A CTA has as many threads as its chunk has slots (512 instead of 1024), at least one for each expert.
+# - A thread keeps its slot's id in the register `e` until `write`, instead of loading it three times.
+# - The mask bits are set in `count`, where `e` is known, instead of `scan`: compare the sum of the phases.
+# - The masks get a row for the drop bin, so that threads without a slot set their bit there.
 
 # %%
 draw.exchange_counts(ctas=3, experts=4)
 
 # %% [markdown]
 # `cuda.syncthreads()` knows only the threads of one CTA. A **grid-wide barrier** is a counter in global memory: each CTA
-# adds to it and then **polls** until all CTAs have arrived. Three things must be right:
+# adds to it and then **polls** until all CTAs have arrived. The functions `..._relaxed_gpu_...` access the counter.
+# *Relaxed* accesses are atomic but order no other access; *gpu scope* means that all threads of this GPU see them. A
+# **fence**, `cuda.threadfence()`, adds the order: what a thread accessed before it comes before what it accesses after it,
+# for all threads of the GPU. Three things must be right:
 #
-# - **All CTAs are resident at once.** A waiting CTA keeps its place on an SM; if another CTA found no place, the grid would
-#   wait forever. A **cooperative launch** (`cooperative=True`) makes the driver refuse a grid that does not fit.
-# - **Order.** The counts must be visible to other SMs before the arrival is. `cuda.threadfence()` between the two ensures
-#   it, and again between the last poll and the loads of the counts.
-# - **The next launch** finds the counter as this one left it. No CTA can reset it safely while others poll. If each launch
-#   adds the number of CTAs and waits for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here
-#   the CTAs together add `2**31`: CTA 0 adds `2**31` minus the number of others, these add 1 each. The top bit flips when
-#   the last one arrives, and the lower bits are 0 again. CUDA's cooperative groups use the same trick.
+# - **All CTAs are resident at once.** Every CTA must occupy an SM at the same time: a waiting CTA keeps its place, and if
+#   another CTA could not start, the grid would wait forever. A **cooperative launch** (`cooperative=True`) makes the
+#   driver refuse a grid that does not fit.
+# - **Order.** The counts must be visible to other SMs before the arrival is: a fence between the two, and another between
+#   the last poll and the loads of the counts.
+# - **The next use** finds the counter as this one left it. The last CTA could store 0 while the others poll for 0, but with
+#   a second barrier in the kernel, a CTA that polls late would miss the 0. If each launch adds the number of CTAs and waits
+#   for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here the CTAs together add `2**31`:
+#   CTA 0 adds `2**31` minus the number of others, these add 1 each. The top bit flips when the last one arrives, and the
+#   lower bits are 0 again. CUDA's cooperative groups do the same.
 
 
 # %%
@@ -1092,10 +1103,10 @@ say(
 draw.count_words()
 
 # %% [markdown]
-# The launch number lies in the workspace, because a CUDA graph repeats a launch with the same arguments. The last CTA that
-# has read all counts increments it. This needs no fence either: the next launch begins after this one has ended. A zeroed workspace
-# is right for the first launch because the numbers start at 1. When the number overflows, every word still carries that
-# of the launch before; a cell below checks it.
+# The launch number is in the workspace, because a CUDA graph repeats a launch with the same arguments. The last CTA that
+# has read all counts increments it. This needs no fence either: the next launch begins after this one has ended. A zeroed
+# workspace is right for the first launch because the numbers start at 1. When the number overflows, every word still
+# carries that of the launch before; a cell below checks it.
 #
 # **Exercise 3.** Here each of four CTAs adds its value to the prefix of the CTA before, whose flag it polls. The order of
 # the two stores is wrong, and fences are missing. Repair the kernel with `cuda.threadfence()`.

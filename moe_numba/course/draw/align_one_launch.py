@@ -253,8 +253,8 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
         fill = EMPTY if cta == "-" else BLUE if cta < g else RED if cta == g else tint(GREY, 0.18)
         cell(axes, left + i * wide, y, wide, tall, cta, fill=fill, edge=WHITE, label="written")
         text(axes, left + (i + 0.5) * wide, y + tall + 0.12, str(first + i), size=7.5, colour=GREY)
-    words = f"The rows of expert {e} and the CTA that writes each; a dash is padding."
-    note(axes, 0.15, 0.15, f"{words} Red: CTA {g}. Blue: earlier CTAs.")
+    words = f"Rows of expert {e} and the CTA that writes each; a dash is padding."
+    note(axes, 0.15, 0.15, f"{words} Red: CTA {g}. Blue: earlier CTAs. Yellow: expert {e}, all CTAs.")
     return figure
 
 
@@ -344,11 +344,11 @@ def barrier_frames(events, ctas, counter="workspace"):
             polls[cta] += 1
             if len(arrived) == ctas:
                 passed.append(cta)
-                words = f"CTA {cta} loads the counter: the top bit has flipped, so it passes the barrier."
+                words = f"CTA {cta} loads the counter: the top bit is not as when this CTA arrived, so it passes."
             elif polls[cta] > 1:
                 continue  # a frame for each poll would be many
             else:
-                words = f"CTA {cta} loads the counter: the top bit is the same, so it polls."
+                words = f"CTA {cta} loads the counter: the top bit is as when this CTA arrived, so it polls."
         else:
             continue
         frames.append(Frame(words, _barrier_shapes(ctas, arrived, passed, cta)))
