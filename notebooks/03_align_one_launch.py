@@ -105,7 +105,7 @@ draw.two_launches()
 # ## 2. The reference and the starting point
 #
 # All shapes below are variables; try others. `wrong` compares the outputs with the package's torch reference, element by
-# element. Outputs are poisoned before each step. Only 0x5 is compared without the order and the tail, which it leaves
+# element. Outputs are filled with -7 before each step. Only 0x5 is compared without the order and the tail, which it leaves
 # undefined.
 
 # %%
@@ -505,7 +505,7 @@ exercise("align_one_launch-1").check(stable_ranks)
 # %% [markdown]
 # ### Step 2: 32-bit unsigned integers
 #
-# **Bottleneck.** How many instructions do the phases take? The compiler tells; no GPU is needed.
+# **Bottleneck.** How many instructions do the phases take? The compiled code shows it; no GPU is needed.
 
 # %%
 SIGNATURE = ("int32*",) * 4 + ("int32",) * 4
@@ -530,11 +530,11 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Numba computes with Python's integers in mind. `int32 + int32` is an `int64`; `//` and `%` round towards minus
+# **Idea.** Numba follows Python's integer rules. `int32 + int32` is an `int64`; `//` and `%` round towards minus
 # infinity; a negative index counts from the end of a shared array, so every signed index is tested. A GPU has 32-bit
 # integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine. `uint32(...)` around each
-# result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits as well, so loops
-# become `while`.
+# result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits if an argument
+# is a Python integer, and takes more instructions than a `while` with `uint32` in any case.
 #
 # **Predicted gain.** `d` x slots / (32 x 4 x `f`), if issue limits the counting: `d` is the difference of instructions per
 # slot.
@@ -639,6 +639,7 @@ def make_unsigned(num_experts, threads):
 
 
 # %%
+display(change(rank_of, rank_below), change(write_padding, write_rest))
 change(make_one_launch, make_unsigned)
 
 # %%
@@ -672,10 +673,10 @@ say(
 # ### Step 3: eight loads in flight
 #
 # **Bottleneck.** Counting waits. A thread loads an id, adds to a counter, and only then loads the next id: the compiler
-# may not move a load over an atomic operation, which could change what is loaded.
+# treats an atomic operation as a memory barrier, so it does not hoist the next load above it.
 #
-# **Idea.** Load eight ids into registers, then count them. `cuda.local.array` with constant indices is registers, not
-# memory, and `range(8)` is unrolled, because its length is a constant.
+# **Idea.** Load eight ids into registers, then count them. `cuda.local.array` with constant indices is kept in
+# registers, not memory, and `range(8)` is unrolled, because its length is a constant.
 #
 # **Predicted gain.** A thread loads `R` = slots / threads ids and waits once for eight of them: `(R - R/8) L`. With 32768
 # slots and 1024 threads that is 28 L.
@@ -842,7 +843,7 @@ print(f"{fewer:.1f} instructions per slot less; branches in the loop: {branches[
 step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_us=issue_us(fewer))
 
 # %% [markdown]
-# **Explanation.** What limits the counting now? Two kernels that end after `count` tell: one stores to shared memory where the
+# **Explanation.** What limits the counting now? Two kernels that end after `count` show it: one stores to shared memory where the
 # other adds atomically, and one computes ids instead of loading them.
 
 
@@ -1094,10 +1095,10 @@ say(
 # **Bottleneck.** Before a CTA may load the first count it waits for a fence, for its own arrival, and for a poll that sees
 # the last arrival.
 #
-# **Idea.** Store each count and the number of this launch as one 64-bit word, which is atomic. A reader that finds the
+# **Idea.** Store each count and the number of this launch with one aligned 64-bit store, which is single-copy atomic. A reader that finds the
 # right number knows that the count is there: it polls the data itself. **Decoupled look-back** (Merrill and Garland), the
 # scan of NVIDIA's CUB, publishes its sums like this. It then reads only earlier CTAs. Here every CTA must know the totals
-# of all experts before it can place a slot, so it reads all.
+# of all experts before it can place a slot, so it reads all. The figure also shows step 7.
 
 # %%
 draw.count_words()
@@ -1286,8 +1287,8 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Put two counts of 16 bits into one word, and load two words at once: 16 bytes with four counts. A row of counts
-# then takes a quarter of the threads, so that several rows are loaded in parallel. Groups of threads combine their sums
+# **Idea.** Put two counts of 16 bits into one word, and load two words at once: 16 bytes with four counts. 64 threads
+# then load a row, so 512 threads load 8 rows at once. Groups of threads combine their sums
 # with atomic additions in shared memory.
 #
 # **Exercise 4.** Up to how many slots may a CTA have? And which two counts does a reader unpack if a CTA packs the counts
@@ -1428,7 +1429,7 @@ say(
 )
 
 # %% [markdown]
-# ### Step 8: rank while the counts travel
+# ### Step 8: rank while the counts arrive
 #
 # **Bottleneck.** From its own store to the last count that arrives, a CTA does nothing. Its slots' ranks within the chunk
 # need no counts of others, but are computed before (the bits) and after (the rank). The next cell removes both.
@@ -1535,7 +1536,7 @@ say(
 # **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. Fewer CTAs
 # need several slots per thread, and then the bitmask over the chunk becomes long: each rank reads all of its lower words.
 #
-# **Idea.** A warp ranks its own slots, 32 after 32. Lanes with the same expert find each other through one mask per warp and
+# **Idea.** A warp ranks its own slots, in rounds of 32. Lanes with the same expert find each other through one mask per warp and
 # expert, and a counter per warp and expert holds what came before. Afterwards one thread per expert turns the counters
 # into sums over lower warps. The cost does not depend on the length of the chunk.
 #
@@ -1690,8 +1691,9 @@ say(
 #
 # **Idea.** With **programmatic dependent launch** (Hopper and newer) the next kernel may start early: when all CTAs of this
 # one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and must
-# execute `griddepcontrol.wait` before it touches global memory: that waits until the previous kernel has ended. This
-# kernel lets its successor start once it has read all counts. Older GPUs leave this step out.
+# execute `griddepcontrol.wait` before it accesses memory that an earlier kernel writes or still reads: that waits until the
+# previous kernel has ended and its stores are visible. This kernel lets its successor start once it has read all counts.
+# By then all its CTAs are resident, so that the successor cannot take the SM of a CTA that others poll. Older GPUs leave this step out.
 #
 # **Predicted gain.** `t_start - t_empty,dependent`: of `start` the dependent launch of an empty kernel remains.
 
@@ -1831,7 +1833,7 @@ say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowh
 # %% [markdown]
 # ## 8. Fused with the gate
 #
-# When a server decodes, the gate and the alignment run one after the other for some 64 tokens. The ids travel through
+# When a server decodes, the gate and the alignment run one after the other for some 64 tokens. The ids pass through
 # global memory between two launches. Can one kernel do both? A second ladder starts from two launches, each with a
 # dependent launch where the GPU has it. The gate is the device function of notebook 01's final kernel: one warp routes one
 # token. The alignment is a simplified step 4 with one load at a time.
@@ -2121,7 +2123,7 @@ say(
 #
 # **Bottleneck.** One SM routes all tokens, several per warp, and writes all outputs.
 #
-# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs on neighbouring SMs that can access each other's
+# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs that are co-scheduled on the SMs of one GPC and can access each other's
 # shared memory: **distributed shared memory**. Each CTA routes its share of the tokens, one per warp, and stores the ids in
 # the shared memory of all. After a **cluster barrier** every CTA has all ids. Then each counts all slots and writes its
 # share, as in step 1. A CTA's shared memory exists only while the CTA runs. A first barrier therefore ensures that all have
@@ -2187,7 +2189,7 @@ with fused.attempt("one cluster"):
     fused.step("one cluster", clusters(1), after="one CTA", predicted_gain_us=gain_us, needs=(9, 0))
 
 # %% [markdown]
-# **Explanation.** What does a barrier of the cluster take? Chains of them tell:
+# **Explanation.** What does a barrier of the cluster take? Chains of them show it:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

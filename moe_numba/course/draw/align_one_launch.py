@@ -259,13 +259,13 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
 
 
 def count_words():
-    """Draw the words in which counts travel: plain, with the launch number, and two counts per word."""
+    """Draw the layout of published counts: plain, with the launch number, and two counts per word."""
     left, tall, wide = 2.0, 0.3, 1.55
-    figure, axes = canvas(WIDTH, 2.75, "How counts travel: 16 bytes of a CTA's row")
+    figure, axes = canvas(WIDTH, 2.75, "Layout of published counts: 16 bytes of a CTA's row")
     launch, count = tint(ORANGE, 0.45), tint(BLUE, 0.35)
     plain = [(f"expert {e}", 1, count) for e in range(4)]
-    tagged = [part for e in (0, 1) for part in ((f"expert {e}", 1, count), ("launch", 1, launch))]
-    two = lambda e: [(f"expert {e}", 0.5, count), (f"expert {e + 1}", 0.5, count), ("launch", 1, launch)]
+    tagged = [part for e in (0, 1) for part in ((f"expert {e}", 1, count), ("launch number", 1, launch))]
+    two = lambda e: [(f"expert {e}", 0.5, count), (f"expert {e + 1}", 0.5, count), ("launch number", 1, launch)]
     rows = {
         "step 5: plain counts": (4, plain),
         "step 6: tagged counts": (2, tagged),
@@ -282,7 +282,7 @@ def count_words():
                 box(axes, left + 2 * wide * half, y, 2 * wide, tall, fill="none", edge=INK, line=1.3, label="word")
         text(axes, left + 4.06 * wide, y + tall / 2, f"{counts} counts", ha="left", size=8, colour=GREY)
     for byte in range(0, 17, 4):
-        text(axes, left + byte / 4 * wide, 2.2, f"byte {byte}" if byte < 16 else "16", size=7.5, colour=GREY)
+        text(axes, left + byte / 4 * wide, 2.2, f"byte {byte}", size=7.5, colour=GREY)
     note(
         axes,
         0.15,

@@ -43,8 +43,8 @@ def _ranks_stably(kernel):
                 kernel[1, 64](ids, ranks)
         except OverflowError as error:
             return (
-                f"{error}. The masks of cuda.match_any_sync and cuda.ballot_sync are int32 and may be negative: convert "
-                "them with uint32(...) before an operation with another uint32"
+                f"{error}. The masks of cuda.match_any_sync and cuda.ballot_sync are int32 and may be negative: "
+                "convert them with uint32(...) before an operation with another uint32"
             )
         if (wrong := np.flatnonzero(ranks != wanted)).size:
             i = wrong[0]
