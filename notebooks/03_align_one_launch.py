@@ -358,6 +358,7 @@ def rank_of(masks, word):
     rank = 0
     for w in range(cuda.threadIdx.x // 32):
         rank += cuda.popc(masks[word + w])
+    # `lanemask_lt()` has a bit for each lane below this one; `popc` counts the bits set
     return rank + cuda.popc(masks[word + cuda.threadIdx.x // 32] & lanemask_lt())
 
 
@@ -1731,6 +1732,7 @@ def dependent(make, ids=IDS):
     return exchange_half(make, ids, dependent=True)
 
 
+# `needs`: the compute capability, here that of Hopper; the ladder leaves the step out on older GPUs
 gain_us = (PHASES["two slots per thread"]["start"] or DEPENDENT_US) - DEPENDENT_US
 before = "two slots per thread"
 step("dependent launch", make_dependent, dependent, after=before, predicted_gain_us=gain_us, needs=(9, 0))
