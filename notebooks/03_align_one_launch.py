@@ -44,7 +44,7 @@ from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
 from moe_numba.course.kernel_phases import until
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.phase_times import phase_instructions, phases
+from moe_numba.course.phase_times import atomic_loop, phase_instructions, phases
 from moe_numba.course.prose import say
 from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
 from moe_numba.course.source_diff import change
@@ -105,7 +105,7 @@ draw.two_launches()
 # ## 2. The reference and the starting point
 #
 # All shapes below are variables; try others. `wrong` compares the outputs with the package's torch reference, element by
-# element. Outputs are poisoned before each step. Only 0x5 is compared without the order and the tail, which it leaves
+# element. Outputs are filled with -7 before each step. Only 0x5 is compared without the order and the tail, which it leaves
 # undefined.
 
 # %%
@@ -250,13 +250,18 @@ ladder.step("0x5", run_0x5(), dtype="int32")
 #
 # The ids are read once and each output element is written once. All of them fit in the L2 cache. The next cell compares
 # their bytes with an empty kernel, and measures the latency of a load from L2 by a chain of loads, each of which needs
-# the one before. Predictions below are multiples of this latency.
+# the one before. A dependent launch (step 11) of the empty kernel is measured as well: it bounds the sweep of section 7.
+#
+# The predictions below use one **cost model**: `n` accesses to L2, each of which needs the one before, take `n L`, where `L`
+# is this latency; atomic operations, polls and fences count as accesses. Bytes take bytes / `B_L2`, the bandwidth of
+# L2, and `n` instructions per slot take `n` x slots / (32 x 4 x `f`), because an SM issues four warp instructions per
+# clock, with frequency `f`. Measured times are written `t`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
 def empty(links):
-    griddepcontrol_wait()  # step 10 explains these two
+    griddepcontrol_wait()  # step 11 explains these two
     griddepcontrol_launch_dependents()
 
 
@@ -295,9 +300,8 @@ TIMED_BYTES = bytes_of(TIMED_TOKENS, TIMED_SLOTS // TIMED_TOKENS, TIMED_EXPERTS)
 COPY_US = TIMED_BYTES / LIMITS.copy_bandwidth * 1e6
 FLOOR_US = max(COPY_US, EMPTY_US)
 say(
-    "{tokens} tokens: {kb:.0f} KB, {bytes_us:.2f} us at the speed of a copy. An empty kernel takes {empty:.2f} us, a "
-    "load from L2 {latency:.0f} ns. The kernel is limited by latency: by the number of things that must happen one after "
-    "another.",
+    "{tokens} tokens: {kb:.0f} KB, {bytes_us:.2f} us at the bandwidth of a copy. An empty kernel takes {empty:.2f} us, a "
+    "load from L2 {latency:.0f} ns. The kernel is limited by latency: by the length of the longest dependency chain.",
     tokens=TIMED_TOKENS,
     kb=TIMED_BYTES / 1e3,
     bytes_us=COPY_US,
@@ -334,8 +338,9 @@ say(
 #
 # - **Each CTA counts all slots.** That is redundant, but the SMs were idle.
 # - **Each output element has one writer.** From the counts every CTA knows which element holds a slot, padding, or tail.
-#   Nothing is filled first and overwritten later, so nothing must be ordered. A CTA places the slots of its own chunk;
-#   padding and tail are distributed over all warps of the grid.
+#   Nothing is filled first and overwritten later, so nothing must be ordered. The slots are
+#   split into as many consecutive **chunks** as there are CTAs; a CTA places the slots of its own. The padding of expert
+#   `e` goes to warp `e` of the grid, the tail to all threads.
 # - **Ranks come from bitmasks.** A slot's row is the first row of its expert, plus the expert's slots in earlier chunks
 #   (`before`), plus its rank in the chunk. Each expert has a bit for each slot of the chunk; the rank is the number of set
 #   bits below the slot's own. An atomic *or* has the same result in any order, so the order is stable.
@@ -353,6 +358,7 @@ def rank_of(masks, word):
     rank = 0
     for w in range(cuda.threadIdx.x // 32):
         rank += cuda.popc(masks[word + w])
+    # `lanemask_lt()` has a bit for each lane below this one; `popc` counts the bits set
     return rank + cuda.popc(masks[word + cuda.threadIdx.x // 32] & lanemask_lt())
 
 
@@ -452,8 +458,9 @@ def step(name, make, run, **prediction):
 
 
 # %% [markdown]
-# **Predicted gain.** The sort kernel goes. Two loads from L2 come instead, one after the other: the slot's own id for its
-# bit, and again for its place.
+# **Predicted gain.** `t_sort - 2 L`: the sort kernel is no longer needed. Two loads from L2 come instead, one after the
+# other: the slot's own id for its bit, and again for its place. Counting, scan and launch are as in 0x5; clearing and
+# padding are not counted.
 
 # %%
 step("one launch", make_one_launch, count_all, after="0x5", predicted_gain_us=SORT_US - 2 * LATENCY_US)
@@ -499,37 +506,39 @@ exercise("align_one_launch-1").check(stable_ranks)
 # %% [markdown]
 # ### Step 2: 32-bit unsigned integers
 #
-# **Bottleneck.** How many instructions do the phases take? The compiler tells; no GPU is needed.
+# **Bottleneck.** How many instructions do the phases take? The compiled code shows it; no GPU is needed.
 
 # %%
 SIGNATURE = ("int32*",) * 4 + ("int32",) * 4
 
 
-def per_slot(made, atomics=1):
-    """Instructions of the counting loop per slot; its atomic operations tell how often the compiler unrolled it."""
-    return sum(made["count"].values()) / (made["count"]["atomic"] / atomics)
+def per_slot(loop):
+    """Instructions of the counting loop per slot; it loads an id for each slot, so its loads show the unrolling."""
+    return len(loop.opcodes) / loop.count("LDG")
 
 
 SASS = {"one launch": phase_instructions(make_one_launch, (256, 1024), SIGNATURE, 1024)}
+LOOPS = {"one launch": atomic_loop(make_one_launch, (256, 1024), SIGNATURE, 1024)}
 print({phase: sum(made.values()) for phase, made in SASS["one launch"].items()})
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "{all} instructions, {integer} of them on integers; {slot:.0f} per slot in the loop of `count`.",
+    "{all} instructions, {integer} of them on integers. The counting loop, from its label to the branch back, has {slot:.0f} "
+    "per slot.",
     all=sum(sum(made.values()) for made in SASS["one launch"].values()),
     integer=sum(made["integer"] for made in SASS["one launch"].values()),
-    slot=per_slot(SASS["one launch"], atomics=2),
+    slot=per_slot(LOOPS["one launch"]),
 )
 
 # %% [markdown]
-# **Idea.** Numba computes with Python's integers in mind. `int32 + int32` is an `int64`; `//` and `%` round towards minus
+# **Idea.** Numba follows Python's integer rules. `int32 + int32` is an `int64`; `//` and `%` round towards minus
 # infinity; a negative index counts from the end of a shared array, so every signed index is tested. A GPU has 32-bit
 # integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine. `uint32(...)` around each
-# result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits as well, so loops
-# become `while`.
+# result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits if an argument
+# is a Python integer, and takes more instructions than a `while` with `uint32` in any case.
 #
-# **Predicted gain.** An SM issues four warp instructions per clock. Counting executes the loop's instructions once for each
-# 32 slots. If issue limits the phase, it saves the difference of instructions per slot.
+# **Predicted gain.** `d` x slots / (32 x 4 x `f`), if issue limits the counting: `d` is the difference of instructions per
+# slot.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -631,11 +640,13 @@ def make_unsigned(num_experts, threads):
 
 
 # %%
+display(change(rank_of, rank_below), change(write_padding, write_rest))
 change(make_one_launch, make_unsigned)
 
 # %%
 SASS["unsigned"] = phase_instructions(make_unsigned, (256, 1024), SIGNATURE, 1024)
-fewer = per_slot(SASS["one launch"], atomics=2) - per_slot(SASS["unsigned"], atomics=2)
+LOOPS["unsigned"] = atomic_loop(make_unsigned, (256, 1024), SIGNATURE, 1024)
+fewer = per_slot(LOOPS["one launch"]) - per_slot(LOOPS["unsigned"])
 issue_us = lambda instructions: instructions * TIMED_SLOTS / 32 / 4 / LIMITS.boost_clock * 1e6
 step("unsigned integers", make_unsigned, count_all, after="one launch", predicted_gain_us=issue_us(fewer))
 
@@ -663,12 +674,13 @@ say(
 # ### Step 3: eight loads in flight
 #
 # **Bottleneck.** Counting waits. A thread loads an id, adds to a counter, and only then loads the next id: the compiler
-# may not move a load over an atomic operation, which could change what is loaded.
+# treats an atomic operation as a memory barrier, so it does not hoist the next load above it.
 #
-# **Idea.** Load eight ids into registers, then count them. `cuda.local.array` with constant indices is registers, not
-# memory, and `range(8)` is unrolled, because its length is a constant.
+# **Idea.** Load eight ids into registers, then count them. `cuda.local.array` with constant indices is kept in
+# registers, not memory, and `range(8)` is unrolled, because its length is a constant.
 #
-# **Predicted gain.** A thread waits once for eight loads: seven of eight waits go.
+# **Predicted gain.** A thread loads `R` = slots / threads ids and waits once for eight of them: `(R - R/8) L`. With 32768
+# slots and 1024 threads that is 28 L.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -741,7 +753,7 @@ step("eight loads", make_eight_loads, count_all, after="unsigned integers", pred
 
 # %%
 PHASES["eight loads"] = phases(ladder, "eight loads", make_eight_loads, count_all)
-SASS["eight loads"] = phase_instructions(make_eight_loads, (256, 1024), SIGNATURE, 1024)
+LOOPS["eight loads"] = atomic_loop(make_eight_loads, (256, 1024), SIGNATURE, 1024)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: which of the two limits it
@@ -750,23 +762,22 @@ say(
     "branches; issuing these instructions takes at least {issue:.2f} us, the remaining waits {waits:.2f} us.",
     before=PHASES["unsigned integers"]["count"],
     now=PHASES["eight loads"]["count"],
-    slot=per_slot(SASS["eight loads"], atomics=2),
-    branch=SASS["eight loads"]["count"].get("branch", 0),
-    issue=issue_us(per_slot(SASS["eight loads"], atomics=2)),
+    slot=per_slot(LOOPS["eight loads"]),
+    branch=LOOPS["eight loads"].count("BRA"),
+    issue=issue_us(per_slot(LOOPS["eight loads"])),
     waits=LATENCY_US * -(-ROUNDS // 8),
 )
 
 # %% [markdown]
 # ### Step 4: a drop bin
 #
-# **Bottleneck.** Each slot meets two conditions: does it exist, and does it lie in an earlier chunk? Both became branches,
+# **Bottleneck.** Each slot is tested twice: does it exist, and does it lie in an earlier chunk? Both tests became branches,
 # as the count above shows. A branch also keeps the compiler from interleaving the eight slots.
 #
 # **Idea.** A histogram may have a bin for what should not be counted. Slots past the end go to bin `num_experts`. `before`
-# and `counts` become the two halves of one array, so that the half is a number to be added, not a branch. One condition
-# is left, which is the same for all threads of the CTA.
+# and `counts` become the two halves of one array, so that the half is a number to be added, not a branch.
 #
-# **Predicted gain.** Fewer instructions per slot, by the same model as in step 2. The prediction compiles both kernels.
+# **Predicted gain.** As in step 2: `d` x slots / (32 x 4 x `f`). The next cell compiles both kernels for `d`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -790,15 +801,14 @@ def make_drop_bin(num_experts, threads):
         clear(masks, mask_words)
         cuda.syncthreads()
         # count
-        i = uint32(0)
+        i = tid
         while i < numel:
             for k in range(8):
-                s = uint32(i + k * threads + tid)
+                s = uint32(i + k * threads)
                 ids[k] = topk_ids[s] if s < numel else num_experts
             for k in range(8):
-                if uint32(i + k * threads) < numel:  # the same for all threads
-                    half = uint32(0) if uint32(i + k * threads + tid) < first else uint32(bins)
-                    cuda.atomic.add(halves, uint32(ids[k] + half), 1)
+                half = uint32(0) if uint32(i + k * threads) < first else uint32(bins)
+                cuda.atomic.add(halves, uint32(ids[k] + half), 1)
             i = uint32(i + 8 * threads)
         # scan
         if tid < chunk and slot < numel:
@@ -827,14 +837,14 @@ def make_drop_bin(num_experts, threads):
 change(make_eight_loads, make_drop_bin)
 
 # %%
-SASS["drop bin"] = phase_instructions(make_drop_bin, (256, 1024), SIGNATURE, 1024)
-fewer = per_slot(SASS["eight loads"], atomics=2) - per_slot(SASS["drop bin"])
-branches = [SASS[name]["count"].get("branch", 0) for name in ("eight loads", "drop bin")]
-print(f"{fewer:.0f} instructions per slot less; branches in the loop: {branches[0]} -> {branches[1]}")
+LOOPS["drop bin"] = atomic_loop(make_drop_bin, (256, 1024), SIGNATURE, 1024)
+fewer = per_slot(LOOPS["eight loads"]) - per_slot(LOOPS["drop bin"])
+branches = [LOOPS[name].count("BRA") for name in ("eight loads", "drop bin")]
+print(f"{fewer:.1f} instructions per slot less; branches in the loop: {branches[0]} -> {branches[1]}")
 step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_us=issue_us(fewer))
 
 # %% [markdown]
-# **Explanation.** What limits the counting now? Two kernels that end after `count` tell: one stores to shared memory where the
+# **Explanation.** What limits the counting now? Two kernels that end after `count` show it: one stores to shared memory where the
 # other adds atomically, and one computes ids instead of loading them.
 
 
@@ -873,23 +883,34 @@ say(
 # **Bottleneck.** Each CTA counts all slots, which takes the share of the time that is printed above.
 #
 # **Idea.** Each CTA counts only its own chunk and stores its counts in a **workspace** in global memory. When all have
-# done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs.
+# done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs. With one slot per thread and CTA,
+# four more things change:
+#
+# - A CTA has as many threads as its chunk has slots (512 instead of 1024), at least one for each expert.
+# - A thread keeps its slot's id in the register `e` until `write`, instead of loading it three times.
+# - The mask bits are set in `count`, where `e` is known, instead of `scan`: compare the sum of the phases.
+# - The masks get a row for the drop bin, so that threads without a slot set their bit there.
 
 # %%
 draw.exchange_counts(ctas=3, experts=4)
 
 # %% [markdown]
 # `cuda.syncthreads()` knows only the threads of one CTA. A **grid-wide barrier** is a counter in global memory: each CTA
-# adds to it and then **polls** until all CTAs have arrived. Three things must be right:
+# adds to it and then **polls** until all CTAs have arrived. The functions `..._relaxed_gpu_...` access the counter.
+# *Relaxed* accesses are atomic but order no other access; *gpu scope* means that all threads of this GPU see them. A
+# **fence**, `cuda.threadfence()`, adds the order: what a thread accessed before it comes before what it accesses after it,
+# for all threads of the GPU. Three things must be right:
 #
-# - **All CTAs are resident at once.** A waiting CTA keeps its place on an SM; if another CTA found no place, the grid would
-#   wait forever. A **cooperative launch** (`cooperative=True`) makes the driver refuse a grid that does not fit.
-# - **Order.** The counts must be visible to other SMs before the arrival is. `cuda.threadfence()` between the two ensures
-#   it, and again between the last poll and the loads of the counts.
-# - **The next launch** finds the counter as this one left it. No CTA can reset it safely while others poll. If each launch
-#   adds the number of CTAs and waits for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here
-#   the CTAs together add `2**31`: CTA 0 adds `2**31` minus the number of others, these add 1 each. The top bit flips when
-#   the last one arrives, and the lower bits are 0 again. CUDA's cooperative groups use the same trick.
+# - **All CTAs are resident at once.** Every CTA must occupy an SM at the same time: a waiting CTA keeps its place, and if
+#   another CTA could not start, the grid would wait forever. A **cooperative launch** (`cooperative=True`) makes the
+#   driver refuse a grid that does not fit.
+# - **Order.** The counts must be visible to other SMs before the arrival is: a fence between the two, and another between
+#   the last poll and the loads of the counts.
+# - **The next use** finds the counter as this one left it. The last CTA could store 0 while the others poll for 0, but with
+#   a second barrier in the kernel, a CTA that polls late would miss the 0. If each launch adds the number of CTAs and waits
+#   for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here the CTAs together add `2**31`:
+#   CTA 0 adds `2**31` minus the number of others, these add 1 each. The top bit flips when the last one arrives, and the
+#   lower bits are 0 again. CUDA's cooperative groups do the same.
 
 
 # %%
@@ -953,8 +974,9 @@ def sum_of_all(values, rows, sums, counter):
 exercise("align_one_launch-2").check(sum_of_all)
 
 # %% [markdown]
-# **Predicted gain.** `count` shrinks to one load. The exchange costs a store, a fence, an atomic addition and a poll, one
-# after the other, and then a load for each CTA, eight at a time. Each is taken as the latency of a load.
+# **Predicted gain.** `t_count - (1 + 5 + CTAs / 8) L - bytes / B_L2`. `count` shrinks to one load. The exchange adds a store,
+# a fence, an atomic addition, a poll and a fence, one after the other, and then a load for each CTA, eight at a time. Each
+# CTA loads the counts of all: 4 x experts x CTAs² bytes.
 
 
 # %%
@@ -1036,8 +1058,9 @@ def exchange(make, ids=IDS):
     return align(make(EXPERTS, OWN_THREADS), ids, CTAS, OWN_THREADS, workspace, cooperative=True)
 
 
-steps = 1 + 4 + -(-TIMED_CTAS // 8)  # one after another: the slot's id; store, fence, atomic, poll; rounds of loads
-gain_us = (PHASES["drop bin"]["count"] or 0) - steps * LATENCY_US
+L2_US = lambda bytes_per_count, ctas=TIMED_CTAS: bytes_per_count * TIMED_EXPERTS * ctas**2 / LIMITS.l2_bandwidth * 1e6
+exchange_us = (5 + -(-TIMED_CTAS // 8)) * LATENCY_US + L2_US(4)
+gain_us = (PHASES["drop bin"]["count"] or 0) - LATENCY_US - exchange_us
 step("grid-wide barrier", make_grid_barrier, exchange, after="drop bin", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1057,14 +1080,13 @@ barrier = ladder.times(
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # after the GPU run: how much of the exchange is the barrier
 say(
-    "`count` went from {before:.2f} to {count:.2f} us. The exchange takes {exchange:.2f} us, {latencies:.0f} "
-    "latencies of a load, where {steps} were predicted. The barrier alone, with nothing to exchange, takes "
+    "`count` went from {before:.2f} to {count:.2f} us. The exchange takes {exchange:.2f} us, where "
+    "{predicted:.2f} us were predicted. The barrier alone, with nothing to exchange, takes "
     "{barrier:.2f} us.",
     before=PHASES["drop bin"]["count"],
     count=PHASES["grid-wide barrier"]["count"],
     exchange=PHASES["grid-wide barrier"]["exchange"],
-    latencies=PHASES["grid-wide barrier"]["exchange"] and PHASES["grid-wide barrier"]["exchange"] / LATENCY_US,
-    steps=steps - 1,
+    predicted=exchange_us,
     barrier=barrier and barrier["barrier"] - barrier["empty"],
 )
 
@@ -1074,17 +1096,19 @@ say(
 # **Bottleneck.** Before a CTA may load the first count it waits for a fence, for its own arrival, and for a poll that sees
 # the last arrival.
 #
-# **Idea.** Store each count and the number of this launch as one 64-bit word, which is atomic. A reader that finds the
+# **Idea.** Store each count and the number of this launch with one aligned 64-bit store, which is single-copy atomic. A reader that finds the
 # right number knows that the count is there: it polls the data itself. **Decoupled look-back** (Merrill and Garland), the
 # scan of NVIDIA's CUB, publishes its sums like this. It then reads only earlier CTAs. Here every CTA must know the totals
-# of all experts before it can place a slot, so it reads all.
+# of all experts before it can place a slot, so it reads all. The figure also shows step 7.
 
 # %%
 draw.count_words()
 
 # %% [markdown]
-# The launch number lies in the workspace, because a CUDA graph repeats a launch with the same arguments. The last CTA that
-# has read all counts increments it. This needs no fence either: the next launch begins after this one has ended.
+# The launch number is in the workspace, because a CUDA graph repeats a launch with the same arguments. The last CTA that
+# has read all counts increments it. This needs no fence either: the next launch begins after this one has ended. A zeroed
+# workspace is right for the first launch because the numbers start at 1. When the number overflows, every word still
+# carries that of the launch before; a cell below checks it.
 #
 # **Exercise 3.** Here each of four CTAs adds its value to the prefix of the CTA before, whose flag it polls. The order of
 # the two stores is wrong, and fences are missing. Repair the kernel with `cuda.threadfence()`.
@@ -1105,7 +1129,8 @@ def chained_scan(values, prefix, flags):
 exercise("align_one_launch-3").check(chained_scan)
 
 # %% [markdown]
-# **Predicted gain.** The fence, the atomic addition and the poll of the counter go: three latencies.
+# **Predicted gain.** `4 L - bytes / B_L2`: two fences, the atomic addition and the poll of the counter are no longer needed;
+# a count takes 8 bytes instead of 4.
 
 # %%
 LAUNCHES, DONE = 0, 1  # in the workspace: launches so far, CTAs that have read all counts
@@ -1207,7 +1232,7 @@ display(change(add_up, add_up_tagged))
 change(make_grid_barrier, make_tagged)
 
 # %%
-step("tagged counts", make_tagged, exchange, after="grid-wide barrier", predicted_gain_us=3 * LATENCY_US)
+step("tagged counts", make_tagged, exchange, after="grid-wide barrier", predicted_gain_us=4 * LATENCY_US - L2_US(4))
 
 # %% [markdown]
 # **Explanation.** The exchange before and after; and what happens when the launch number overflows:
@@ -1218,7 +1243,7 @@ def overflow():
     ids = random_ids(64, 64, 4)
     for launches in (2**31 - 1, -1):
         workspace = torch.zeros(HEADER + 2 * 6 * 64, dtype=torch.int32)
-        workspace[LAUNCHES] = launches
+        workspace[LAUNCHES] = workspace[HEADER + 1 :: 2] = launches  # as the launch with this number left it
         for _ in range(2):
             outputs = poisoned(ids, 64, 16)
             launch(make_tagged(64, 96), 6, 96, ids, *outputs, workspace, 16, 256, len(outputs[0]), 43, cooperative=True)
@@ -1263,8 +1288,8 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Put two counts of 16 bits into one word, and load two words at once: 16 bytes with four counts. A row of counts
-# then takes a quarter of the threads, so that several rows are loaded in parallel. Groups of threads combine their sums
+# **Idea.** Put two counts of 16 bits into one word, and load two words at once: 16 bytes with four counts. 64 threads
+# then load a row, so 512 threads load 8 rows at once. Groups of threads combine their sums
 # with atomic additions in shared memory.
 #
 # **Exercise 4.** Up to how many slots may a CTA have? And which two counts does a reader unpack if a CTA packs the counts
@@ -1274,7 +1299,9 @@ say(
 exercise("align_one_launch-4").check((..., ..., ...))
 
 # %% [markdown]
-# **Predicted gain.** One round of loads is left, so the gain is the difference measured above.
+# **Predicted gain.** `(CTAs / 8 - 1) L + bytes / B_L2 - t_atomics`. One round of loads is left, and a count takes 4 bytes
+# instead of 8. Each thread adds 8 sums in shared memory; four lanes of a warp share a bank, so these take 8 x 4 clocks
+# per warp. The difference measured above is an upper bound, because its one-round kernel loads only an eighth of the bytes.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1381,7 +1408,8 @@ display(change(publish, publish_packed))
 change(make_tagged, make_packed)
 
 # %%
-gain_us = rounds["all"] - rounds["one"] if rounds else 0.0
+clocks = 8 * 4 * (512 if SIMULATED else OWN_THREADS) // 32
+gain_us = (-(-TIMED_CTAS // 8) - 1) * LATENCY_US + L2_US(4) - clocks / LIMITS.boost_clock * 1e6
 step("packed counts", make_packed, exchange, after="tagged counts", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1402,7 +1430,7 @@ say(
 )
 
 # %% [markdown]
-# ### Step 8: rank while the counts travel
+# ### Step 8: rank while the counts arrive
 #
 # **Bottleneck.** From its own store to the last count that arrives, a CTA does nothing. Its slots' ranks within the chunk
 # need no counts of others, but are computed before (the bits) and after (the rank). The next cell removes both.
@@ -1423,9 +1451,9 @@ say("The ranks take {us:.2f} us.", us=ranks and ranks["with"] - ranks["without"]
 
 # %% [markdown]
 # **Idea.** Publish the counts first, then set the bits and rank, and only then wait for the counts of the others. The diff
-# only moves lines: since step 6, publishing and waiting are two calls.
+# moves publishing up and adds one barrier: the bits must be set before a thread ranks.
 #
-# **Predicted gain.** The time of the ranks, unless the counts arrive earlier than the ranks are done.
+# **Predicted gain.** `t_ranks`, unless the counts arrive earlier than the ranks are done.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1509,12 +1537,13 @@ say(
 # **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. Fewer CTAs
 # need several slots per thread, and then the bitmask over the chunk becomes long: each rank reads all of its lower words.
 #
-# **Idea.** A warp ranks its own slots, 32 after 32. Lanes with the same expert find each other through one mask per warp and
+# **Idea.** A warp ranks its own slots, in rounds of 32. Lanes with the same expert find each other through one mask per warp and
 # expert, and a counter per warp and expert holds what came before. Afterwards one thread per expert turns the counters
 # into sums over lower warps. The cost does not depend on the length of the chunk.
 #
-# **Predicted gain.** None yet: with one slot per thread this replaces a loop over the lower words by a loop over the warps, in
-# which each load from shared memory follows a store (taken as 30 clocks).
+# **Predicted gain.** With one slot per thread, none. The sums over lower warps come in addition: a thread per expert loads
+# the counters of all W warps and stores as many sums. The compiler issues the loads together, so they take one latency
+# of shared memory (30 clocks), and each access of a warp takes a clock: gain = -(30 + 2 W x experts / 32) clocks.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1597,7 +1626,8 @@ def make_warp_ranks(num_experts, threads, slots=1):
 change(make_overlapped, make_warp_ranks)
 
 # %%
-gain_us = -(OWN_THREADS // 32) * 30 / LIMITS.boost_clock * 1e6
+clocks = 30 + 2 * (512 if SIMULATED else OWN_THREADS) // 32 * TIMED_EXPERTS // 32
+gain_us = -clocks / LIMITS.boost_clock * 1e6
 step("ranks per warp", make_warp_ranks, exchange, after="overlapped ranks", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1623,8 +1653,8 @@ say(
 #
 # **Idea.** Half the CTAs, whose threads take two slots each. The kernel is the same, compiled with `slots=2`.
 #
-# **Predicted gain.** The counts that CTAs load fall to a quarter, at the bandwidth of L2. The second slot costs each thread
-# another rank.
+# **Predicted gain.** `4 x experts x (CTAs² - (CTAs/2)²) / B_L2 - t_ranks`. The second slot costs each thread another rank;
+# `t_ranks` is that of step 7's bitmasks, an upper bound, because step 8 hides ranks behind the wait.
 
 
 # %%
@@ -1633,8 +1663,8 @@ def exchange_half(make, ids=IDS, ctas=-(-CTAS // 2), slots=2, **options):
     return align(make(EXPERTS, OWN_THREADS, slots), ids, ctas, OWN_THREADS, workspace, cooperative=True, **options)
 
 
-saved = 4 * TIMED_EXPERTS * (TIMED_CTAS**2 - (TIMED_CTAS // 2) ** 2)  # bytes
-gain_us = saved / LIMITS.l2_bandwidth * 1e6 - (ranks["with"] - ranks["without"] if ranks else 0.0)
+saved_us = L2_US(4) - L2_US(4, TIMED_CTAS // 2)
+gain_us = saved_us - (ranks["with"] - ranks["without"] if ranks else 0.0)
 step("two slots per thread", make_warp_ranks, exchange_half, after="ranks per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1662,10 +1692,11 @@ say(
 #
 # **Idea.** With **programmatic dependent launch** (Hopper and newer) the next kernel may start early: when all CTAs of this
 # one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and must
-# execute `griddepcontrol.wait` before it touches global memory: that waits until the previous kernel has ended. This
-# kernel lets its successor start once it has read all counts. Older GPUs leave this step out.
+# execute `griddepcontrol.wait` before it accesses memory that an earlier kernel writes or still reads: that waits until the
+# previous kernel has ended and its stores are visible. This kernel lets its successor start once it has read all counts.
+# By then all its CTAs are resident, so that the successor cannot take the SM of a CTA that others poll. Older GPUs leave this step out.
 #
-# **Predicted gain.** What remains of `start` is an empty kernel with a dependent launch.
+# **Predicted gain.** `t_start - t_empty,dependent`: of `start` the dependent launch of an empty kernel remains.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 early = changed_source(
@@ -1701,6 +1732,7 @@ def dependent(make, ids=IDS):
     return exchange_half(make, ids, dependent=True)
 
 
+# `needs`: the compute capability, here that of Hopper; the ladder leaves the step out on older GPUs
 gain_us = (PHASES["two slots per thread"]["start"] or DEPENDENT_US) - DEPENDENT_US
 before = "two slots per thread"
 step("dependent launch", make_dependent, dependent, after=before, predicted_gain_us=gain_us, needs=(9, 0))
@@ -1803,10 +1835,10 @@ say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowh
 # %% [markdown]
 # ## 8. Fused with the gate
 #
-# When a server decodes, the gate and the alignment run one after the other for some 64 tokens. The ids travel through
+# When a server decodes, the gate and the alignment run one after the other for some 64 tokens. The ids pass through
 # global memory between two launches. Can one kernel do both? A second ladder starts from two launches, each with a
 # dependent launch where the GPU has it. The gate is the device function of notebook 01's final kernel: one warp routes one
-# token. The alignment is the body of step 4.
+# token. The alignment is a simplified step 4 with one load at a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GROUPS = 8
@@ -1838,7 +1870,7 @@ def make_route(config):
 
 @cache
 def make_align_ids(num_experts, threads):
-    """The body of step 4, for ids in global or shared memory."""
+    """Step 4 with one load at a time, for ids in global or shared memory."""
     words, bins, scan = threads // 32, num_experts + 1, make_scan(threads)
     both, mask_words = 2 * bins, num_experts * words
 
@@ -2014,7 +2046,8 @@ say("{times}.", times=measured and ", ".join(f"{name}: {us:.2f} us" for name, us
 # %% [markdown]
 # **Idea.** One CTA with all warps routes all tokens and keeps their ids in shared memory. This works on every GPU.
 #
-# **Predicted gain.** One launch and two latencies less, the store and the load of the ids; but all work is on one SM.
+# **Predicted gain.** `(g8 + a32) - (g1 + a1 - t_empty,dependent - 2 L)`, where `g` and `a` are the times of the gate and of
+# the alignment with so many CTAs: one launch less, and no store and load of the ids; but all work is on one SM.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2092,7 +2125,7 @@ say(
 #
 # **Bottleneck.** One SM routes all tokens, several per warp, and writes all outputs.
 #
-# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs on neighbouring SMs that can access each other's
+# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs that are co-scheduled on the SMs of one GPC and can access each other's
 # shared memory: **distributed shared memory**. Each CTA routes its share of the tokens, one per warp, and stores the ids in
 # the shared memory of all. After a **cluster barrier** every CTA has all ids. Then each counts all slots and writes its
 # share, as in step 1. A CTA's shared memory exists only while the CTA runs. A first barrier therefore ensures that all have
@@ -2142,8 +2175,8 @@ def make_cluster(config, warps, ctas, max_slots):
 change(make_one_cta, make_cluster)
 
 # %% [markdown]
-# **Predicted gain.** The gate takes as long as on many CTAs, and so does the alignment. Two barriers of the cluster are taken
-# as one latency each.
+# **Predicted gain.** `(g1 - g8) + (a1 - a8) - 2 L`: gate and alignment take as long as on 8 CTAs; each of the two barriers of
+# the cluster is taken as one latency.
 
 
 # %%
@@ -2158,7 +2191,7 @@ with fused.attempt("one cluster"):
     fused.step("one cluster", clusters(1), after="one CTA", predicted_gain_us=gain_us, needs=(9, 0))
 
 # %% [markdown]
-# **Explanation.** What does a barrier of the cluster take? Chains of them tell:
+# **Explanation.** What does a barrier of the cluster take? Chains of them show it:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2185,9 +2218,10 @@ say(
 #
 # **Bottleneck.** Few CTAs write many elements of padding and tail.
 #
-# **Idea.** Clusters need nothing from each other: four of them route all tokens redundantly, and each CTA writes a quarter.
+# **Idea.** Clusters need nothing from each other: four of them route all tokens redundantly, and each CTA writes
+# a quarter of its former share.
 #
-# **Predicted gain.** What the alignment alone gains from four times as many CTAs.
+# **Predicted gain.** `a8 - a32`, what the alignment alone gains from four times as many CTAs (first cell of fused step 1).
 
 # %%
 with fused.attempt("four clusters"):
@@ -2210,6 +2244,8 @@ say("{times}.", times=numbers_of_clusters and ", ".join(f"{n}: {us:.2f} us" for 
 #
 # `moe_numba.biased_grouped_topk_align` is the kernel with four clusters, and for up to 32 slots one CTA. It returns the same
 # bits as the two functions in a row.
+#
+# **Predicted gain.** `t_empty,dependent`: one launch less.
 
 
 # %%

@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 from moe_numba.course.instruction_mix import classify
 from moe_numba.course.kernel_phases import phases_of, until, without_earlier
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import source_of, source_with_dependencies
-from moe_numba.runtime.sass import compile_apart
+from moe_numba.runtime.sass import MachineCode, compile_apart
 
 
 def phases(ladder: Ladder, name: str, make: Callable, run: Callable[[Callable], Callable]) -> dict[str, float | None]:
@@ -83,6 +84,39 @@ def phase_instructions(
         found[phase] = {kind: counts.get(kind, 0) - before.get(kind, 0) for kind in {**before, **counts}}
         before = counts
     return found
+
+
+def atomic_loop(
+    make: Callable, arguments: tuple, signature: tuple[str, ...], threads: int, arch: tuple | None = None
+) -> MachineCode:
+    """Compile a kernel and return its loop with the most atomic operations, from its label to the branch back to it.
+
+    No GPU is needed. What the compiler places outside the loop, such as the remainder of an unrolled one, does not
+    count.
+
+    Parameters
+    ----------
+    make, arguments, signature, threads, arch
+        As for `phase_instructions`.
+
+    Raises
+    ------
+    ValueError
+        No loop has an atomic operation, or nvdisasm is missing.
+    """
+    request = f"{make.__name__}({', '.join(map(repr, arguments))})", signature, threads, False
+    code = compile_apart(source_with_dependencies([make]), {"kernel": request}, arch)["kernel"]
+    if code.opcodes is None:
+        raise ValueError("the instructions are unknown: install nvidia-cuda-nvdisasm, or the CUDA toolkit")
+    loops = [replace(code, opcodes=code.opcodes[first : last + 1], loops=None) for first, last in code.loops or ()]
+    most = max(loops, key=_atomics, default=None)
+    if most is None or not _atomics(most):
+        raise ValueError(f"no loop of the kernel of {make.__name__} has an atomic operation")
+    return most
+
+
+def _atomics(code):
+    return code.count("ATOMS", "ATOMG", "RED", "REDG")
 
 
 def _namespace(make):

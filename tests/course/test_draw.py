@@ -56,7 +56,17 @@ LOAD_TITLES = (
 )
 KERNELS = [("sigmoid", 0.0, 8.0), ("gatherTopK", 10.0, 250.0), ("bitonicSort", 260.0, 122.0)]
 EXPERT = [f"expert {e}" for e in range(4)]
-WORDS = [*EXPERT, EXPERT[0], "launch", EXPERT[1], "launch", *EXPERT[:2], "launch", *EXPERT[2:], "launch"]
+WORDS = [
+    *EXPERT,
+    EXPERT[0],
+    "launch number",
+    EXPERT[1],
+    "launch number",
+    *EXPERT[:2],
+    "launch number",
+    *EXPERT[2:],
+    "launch number",
+]
 
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
     "thread model": (gate.thread_model, (128, 4), {"lane": range(32)}),

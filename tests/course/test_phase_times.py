@@ -1,5 +1,6 @@
 """Phases of kernels: times from shortened kernels, and instructions of each phase."""
 
+import inspect
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from numba import cuda, float32
 from moe_numba.course import ladder, phase_times
 from moe_numba.course.bench.timing import Stats
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.phase_times import phase_instructions, phases
+from moe_numba.course.phase_times import atomic_loop, phase_instructions, phases
 
 
 @cache
@@ -71,6 +72,31 @@ def test_instructions_are_those_of_each_phase(monkeypatch):
     assert counts["load"]["global load"] == 1 and counts["write"]["global store"] == 1
     assert counts["scale"]["special function"] >= 1 and counts["scale"]["barrier, fence"] == 1
     assert "global store" not in counts["load"] and "special function" not in counts["write"]
+
+
+@cache
+def make_counts(unused):
+    @cuda.jit
+    def kernel(x, y):
+        counts = cuda.shared.array(32, float32)
+        for i in range(int(x[0])):
+            counts[i % 32] += x[i]
+        for i in range(int(x[1])):
+            for k in range(3):
+                cuda.atomic.add(counts, (i + 5 * k) % 32, x[i])
+        y[0] = counts[0]
+
+    return kernel
+
+
+def test_the_loop_is_the_one_with_the_atomic_operations(monkeypatch):
+    source = IMPORTS + inspect.getsource(inspect.unwrap(make_counts))
+    monkeypatch.setattr(phase_times, "source_with_dependencies", lambda functions: source)
+    loop = atomic_loop(make_counts, (0,), ("float32*", "float32*"), 32)
+    assert loop.count("LDG") >= 1 and loop.opcodes[-1].startswith("BRA")
+    source = IMPORTS + inspect.getsource(inspect.unwrap(make_scaled))
+    with pytest.raises(ValueError, match="no loop of the kernel of make_scaled has an atomic operation"):
+        atomic_loop(make_scaled, (32,), ("float32*", "float32*"), 32)
 
 
 IMPORTS = "from functools import cache\nfrom numba import cuda, float32\n"

@@ -34,7 +34,7 @@ def two_launches():
             (
                 {
                     0: (("start", 0.35), ("count", 1.7), ("scan", 0.55), ("write", 0.45)),
-                    1: (("start", 0.35), ("write", 1.5)),
+                    1: (("start", 0.35), ("fill", 1.5)),
                 },
                 dict.fromkeys(range(4), (("start", 0.35), ("sort kernel", 2.1))),
             ),
@@ -59,7 +59,7 @@ def two_launches():
                 at, low = x, y - 0.2 - (sm + 1) * each
                 text(axes, left - 0.12, low + tall / 2, f"SM {sm}", size=8, colour=GREY, ha="right")
                 for phase, long in launch.get(sm, ()):
-                    fill = PHASES[phase]
+                    fill = PHASES["write" if phase == "fill" else phase]
                     words = "" if phase == "start" else phase
                     colours = {"fill": fill, "edge": WHITE, "colour": ink_on(fill)}
                     box(axes, at, low, long, tall, words, size=8, label=phase, **colours)
@@ -74,7 +74,7 @@ def two_launches():
         axes,
         0.15,
         0.15,
-        "Blue: the launch. In 0x5 the second CTA only fills. A launch begins when the one before has ended.",
+        "Blue: the launch; it begins when the one before has ended. 'exchange': CTAs exchange counts (step 5).",
     )
     return figure
 
@@ -86,7 +86,8 @@ def _align(topk_ids, block_size, num_experts):
 def list_writers(topk_ids, block_size, num_experts, ctas):
     """List value, kind ("slot", "padding" or "tail") and writing CTA of each element of sorted_token_ids.
 
-    A CTA places its chunk of the slots; expert e's padding falls to CTA e % ctas; the tail is split evenly.
+    A CTA has one warp and places its chunk of the slots. Expert e's padding falls to warp e of the grid, modulo the
+    number of warps; the tail is drawn as equal parts.
     """
     sorted_ids, expert_ids, (used,) = _align(topk_ids, block_size, num_experts)
     numel, elements = topk_ids.numel(), []
@@ -124,7 +125,7 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
         text(axes, x + wide / 2, y + tall + 0.09, str(slot), size=6.5, colour=GREY)
     y -= 0.25
     text(axes, left, y, "sorted_token_ids", ha="left", weight="bold")
-    note(axes, left + 1.45, y, f"CTA e % {ctas} writes the padding of expert e. The unused tail is split evenly.")
+    note(axes, left + 1.45, y, "Warp e of the grid (here: one per CTA, so modulo CTAs) writes the padding of expert e.")
     for i, (value, kind, cta) in enumerate(elements):
         colour, x, at = lane_colour(cta), left + i % a_line * wide, y - 0.67 - i // a_line * 0.58
         fill = {"slot": colour, "padding": tint(colour, 0.35), "tail": WHITE}[kind]
@@ -252,19 +253,19 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
         fill = EMPTY if cta == "-" else BLUE if cta < g else RED if cta == g else tint(GREY, 0.18)
         cell(axes, left + i * wide, y, wide, tall, cta, fill=fill, edge=WHITE, label="written")
         text(axes, left + (i + 0.5) * wide, y + tall + 0.12, str(first + i), size=7.5, colour=GREY)
-    words = f"The rows of expert {e} and the CTA that writes each; a dash is padding."
-    note(axes, 0.15, 0.15, f"{words} Red: CTA {g}. Blue: earlier CTAs.")
+    words = f"Rows of expert {e} and the CTA that writes each; a dash is padding."
+    note(axes, 0.15, 0.15, f"{words} Red: CTA {g}. Blue: earlier CTAs. Yellow: expert {e}, all CTAs.")
     return figure
 
 
 def count_words():
-    """Draw the words in which counts travel: plain, with the launch number, and two counts per word."""
+    """Draw the layout of published counts: plain, with the launch number, and two counts per word."""
     left, tall, wide = 2.0, 0.3, 1.55
-    figure, axes = canvas(WIDTH, 2.75, "How counts travel: 16 bytes of a CTA's row")
+    figure, axes = canvas(WIDTH, 2.75, "Layout of published counts: 16 bytes of a CTA's row")
     launch, count = tint(ORANGE, 0.45), tint(BLUE, 0.35)
     plain = [(f"expert {e}", 1, count) for e in range(4)]
-    tagged = [part for e in (0, 1) for part in ((f"expert {e}", 1, count), ("launch", 1, launch))]
-    two = lambda e: [(f"expert {e}", 0.5, count), (f"expert {e + 1}", 0.5, count), ("launch", 1, launch)]
+    tagged = [part for e in (0, 1) for part in ((f"expert {e}", 1, count), ("launch number", 1, launch))]
+    two = lambda e: [(f"expert {e}", 0.5, count), (f"expert {e + 1}", 0.5, count), ("launch number", 1, launch)]
     rows = {
         "step 5: plain counts": (4, plain),
         "step 6: tagged counts": (2, tagged),
@@ -281,7 +282,7 @@ def count_words():
                 box(axes, left + 2 * wide * half, y, 2 * wide, tall, fill="none", edge=INK, line=1.3, label="word")
         text(axes, left + 4.06 * wide, y + tall / 2, f"{counts} counts", ha="left", size=8, colour=GREY)
     for byte in range(0, 17, 4):
-        text(axes, left + byte / 4 * wide, 2.2, f"byte {byte}" if byte < 16 else "16", size=7.5, colour=GREY)
+        text(axes, left + byte / 4 * wide, 2.2, f"byte {byte}", size=7.5, colour=GREY)
     note(
         axes,
         0.15,
@@ -343,11 +344,11 @@ def barrier_frames(events, ctas, counter="workspace"):
             polls[cta] += 1
             if len(arrived) == ctas:
                 passed.append(cta)
-                words = f"CTA {cta} loads the counter: the top bit has flipped, so it passes the barrier."
+                words = f"CTA {cta} loads the counter: the top bit is not as when this CTA arrived, so it passes."
             elif polls[cta] > 1:
                 continue  # a frame for each poll would be many
             else:
-                words = f"CTA {cta} loads the counter: the top bit is the same, so it polls."
+                words = f"CTA {cta} loads the counter: the top bit is as when this CTA arrived, so it polls."
         else:
             continue
         frames.append(Frame(words, _barrier_shapes(ctas, arrived, passed, cta)))

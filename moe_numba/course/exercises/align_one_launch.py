@@ -38,8 +38,14 @@ def _ranks_stably(kernel):
     for seed in range(_SEEDS):
         ids = np.random.default_rng(seed).integers(0, 8, 64, dtype=np.int32) % (8 if seed % 2 else 3)
         ranks, wanted = np.full(64, -7, np.int32), [int((ids[:i] == ids[i]).sum()) for i in range(64)]
-        with simulator.seed(seed):
-            kernel[1, 64](ids, ranks)
+        try:
+            with simulator.seed(seed):
+                kernel[1, 64](ids, ranks)
+        except OverflowError as error:
+            return (
+                f"{error}. The masks of cuda.match_any_sync and cuda.ballot_sync are int32 and may be negative: "
+                "convert them with uint32(...) before an operation with another uint32"
+            )
         if (wrong := np.flatnonzero(ranks != wanted)).size:
             i = wrong[0]
             return (
@@ -84,6 +90,12 @@ def _survives_the_wrap(kernel):
     return None
 
 
+_BARRIER_FINDINGS = {
+    "Deadlock": "a CTA waits for a value of the counter that never comes, or that it missed",
+    "DataRace": "a CTA passed the barrier before the CTA whose row it loads arrived, or a fence is missing",
+}
+
+
 def _launches_of_sum(kernel, counter, when, launches=3):
     for n in range(launches):
         values = torch.arange(3, dtype=torch.int32) + 10 * n + 1
@@ -91,7 +103,8 @@ def _launches_of_sum(kernel, counter, when, launches=3):
         try:
             launch(kernel, 3, 1, values, rows, sums, counter, cooperative=True)
         except simulator.SimulatorError as error:
-            return f"{when}: {type(error).__name__}: {error}"
+            finding = _BARRIER_FINDINGS.get(type(error).__name__)
+            return f"{when}: {f'{finding} ' if finding else ''}({type(error).__name__}: {error})"
         if (sums != values.sum()).any():
             return f"{when}: the sums are {sums.tolist()}, not {int(values.sum())}: a CTA did not wait for all rows"
     return None
@@ -131,6 +144,8 @@ COUNTS = 65537, 4
 
 
 def _unpacks(answer):
+    if not isinstance(answer, (tuple, list)) or len(answer) != 3:
+        return "three numbers are needed, in parentheses: the most slots, and the two counts"
     most, low, high = answer
     word = COUNTS[0] | COUNTS[1] << 16
     if most == 1 << 16:

@@ -25,6 +25,24 @@ def ranks_within_the_warp(ids, ranks):
 
 
 @cuda.jit
+def signed_mask(ids, ranks):
+    below = uint32((uint32(1) << uint32(cuda.threadIdx.x % 32)) - uint32(1))
+    ranks[cuda.threadIdx.x] = cuda.popc(cuda.match_any_sync(0xFFFFFFFF, ids[cuda.threadIdx.x]) & below)
+
+
+@cuda.jit
+def goal_is_one_too_high(values, rows, sums, counter):
+    cta = cuda.blockIdx.x
+    rows[cta] = values[cta]
+    cuda.threadfence()
+    goal = int32((atom_add_relaxed_gpu_s32(counter, 0, 1) // 3 + 1) * 3 + 1)
+    while ld_relaxed_gpu_s32(counter, 0) < goal:
+        pass
+    cuda.threadfence()
+    sums[cta] = rows[0] + rows[1] + rows[2]
+
+
+@cuda.jit
 def goal_wraps(values, rows, sums, counter):
     cta = cuda.blockIdx.x
     rows[cta] = values[cta]
@@ -97,13 +115,16 @@ def own_value_only(values, prefix, flags):
 WRONG = [
     ("align_one_launch-1", ranks_by_arrival, "seed 0, element .* gets rank .* earlier elements have this expert"),
     ("align_one_launch-1", ranks_within_the_warp, "seed 0, element 3. of expert . gets rank 0"),
+    ("align_one_launch-1", signed_mask, r"are int32 and may be negative: convert them with uint32\(...\)"),
     ("align_one_launch-2", goal_wraps, "after 715,827,882 launches, when the counter is 2,147,483,646: "),
     ("align_one_launch-2", goal_wraps_at_32_bits, "after 1,431,655,765 launches, when the counter is -1: "),
-    ("align_one_launch-2", does_not_wait, "the first launches: DataRace"),
-    ("align_one_launch-2", works_once, "the first launches: Deadlock"),
+    ("align_one_launch-2", does_not_wait, "the first launches: a CTA passed the barrier before .*DataRace"),
+    ("align_one_launch-2", works_once, "the first launches: a CTA waits for a value .*Deadlock"),
+    ("align_one_launch-2", goal_is_one_too_high, "the first launches: a CTA waits for a value .*Deadlock"),
     ("align_one_launch-3", flag_before_value, "two threads race: .*prefix"),
     ("align_one_launch-3", one_fence, "two threads race: .*prefix"),
     ("align_one_launch-3", own_value_only, r"prefix is \[5, 3, 8, 1\], not \[5, 8, 16, 17\]"),
+    ("align_one_launch-4", 65535, "three numbers are needed"),
     ("align_one_launch-4", (65536, 1, 5), "a count of 65536, which needs 17 bits"),
     ("align_one_launch-4", (32767, 1, 5), "32767 slots per CTA: the largest count of 16 bits is another number"),
     ("align_one_launch-4", (65535, 65537, 4), "= 0x50001; its halves are not 65537 and 4"),
