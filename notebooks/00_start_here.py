@@ -14,299 +14,343 @@
 # %% [markdown]
 # # Start here
 #
-# A mixture-of-experts (MoE) layer sends each token to a few of many small networks, the **experts**. Between "here is
-# a token" and "here is its result" a GPU runs several special programs, called **kernels**. This course builds these
-# kernels in Python, with Numba CUDA. Each notebook starts from plain torch code and ends with a kernel that you can
-# use.
+# A mixture-of-experts (MoE) layer sends each token to a few of many small networks, the **experts**. Choosing the experts,
+# sorting the tokens by expert, sending them to the GPUs that hold their experts, and multiplying them by the experts'
+# weights takes a handful of GPU kernels. This course builds these kernels in Python with Numba CUDA. Most notebooks start
+# from a torch reference and end with the kernel that the package `moe_numba` ships.
 #
-# This first notebook builds no MoE kernel. It shows what the other notebooks take for granted: how to read them, what
-# the simulator finds, how a kernel is started, and how its time is taken. The longest section is about times that are
-# wrong.
+# This notebook introduces what the others assume: how a kernel is launched, what threads, warps, CTAs and memory spaces
+# are, how the simulator finds mistakes, and how times are measured. You need Python and some torch, but no CUDA.
 #
-# ## 1. The map
-#
-# Each notebook follows a Chinese article about a kernel that is in use. It covers all that the article tells, and
-# then goes on from there. This is the way of a token through the layer:
-#
-# | a token ... | notebook | the article is about |
-# |---|---|---|
-# | chooses its experts | [01_gate](01_gate.ipynb) | `moe_fused_gate`, SGLang's kernel for DeepSeek-V3's gate |
-# | visits shared experts too | [04_shared_experts](04_shared_experts.ipynb) | folding them into the others, in SGLang |
-# | is told where to go | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP's dispatch layout, and its buffer |
-# | travels there | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb) | DeepEP's `dispatch` in one machine |
-# | is put in line by expert | [02_align](02_align.ipynb) | `moe_align_block_size`, version by version, in SGLang |
-# | goes through the experts | [06_grouped_gemm](06_grouped_gemm.ipynb) | the grouped product (group GEMM) of hpc-ops |
-# | comes home, and is added up | [09_combine](09_combine.ipynb) | DeepEP's `combine`, which the article leaves out |
-#
-# Before the grouped product, [05_hopper_from_numba](05_hopper_from_numba.ipynb) shows the instructions that it is made
-# of. It follows no article.
-#
-# From the gate you learn about threads and warps, shuffles, registers, wide loads, and sorting. From the alignment you
-# learn about prefix sums, atomics, races, and blocks that wait for each other. From the shared experts you learn how to
-# find out what a change to a whole layer is worth. From the dispatch layout you learn about the banks of shared memory
-# and clusters of blocks, and how a process reaches another GPU's memory. From dispatch and combine you learn about
-# memory that several GPUs share: rings in it, who sees what when, and how long to wait for another GPU. From the
-# grouped product you learn about tensor cores and asynchronous copies.
-#
-# Read this notebook first, then the others by number. You should know Python and some torch; you need to know nothing
-# about GPUs.
-#
-# A few words to begin with. A kernel is run by many **threads** at once. 32 threads form a **warp** and run in step;
-# a thread's place in its warp is its **lane**, 0 to 31. Up to 1024 threads form a **block**, whose threads can wait
-# for each other and have some fast memory in common, the **shared memory**. All blocks together are the **grid**. The
-# CPU and its Python program, which start the kernel, are the **host**.
-#
-# ## 2. How to read a step
-#
-# A notebook climbs a **ladder** of steps. Each step has the same six parts.
-#
-# | part | what it is | what to do with it |
-# |---|---|---|
-# | **Idea** | the one thing that this step changes | say in your own words why it should help |
-# | **Prediction** | a time, computed before the measurement | make your own first |
-# | **Kernel** | the code, or the lines that differ from the step before | find the line that carries the idea |
-# | **Check** | a comparison with the torch reference | a wrong step has no time |
-# | **Measure** | one line: two times, and how they compare | see section 5 for what the two times are |
-# | **Look back** | what the prediction missed | this is where most of the learning is |
-#
-# Some steps make the kernel slower. They stay in, grey in the figures, because they teach as much as the others.
-#
-# ## 3. Simulator or GPU
-#
-# The first import decides where kernels run: on a GPU, or in a **simulator** if there is none. It must come before
-# Numba's.
+# On Colab or Kaggle, clone the repository first (`!git clone` with its address, then `%cd moe_numba/notebooks`). The next
+# cell then installs the package.
 
 # %%
-import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
+import importlib.util
+import subprocess
+import sys
 
-print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
+if importlib.util.find_spec("moe_numba") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", "..[cu12,notebooks]"], check=True)
+    sys.path.insert(0, "..")  # this process does not see a package that is installed while it runs
+
+import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
+
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
+
+# %% [markdown]
+# `moe_numba.course` holds this course's helpers for figures, timing and exercises; each is explained where it is used.
 
 # %%
-import time
-
-import matplotlib
+import numpy as np
 import torch
-from IPython.display import HTML
+from IPython.display import HTML, Markdown
 from numba import cuda, float32
 
 from moe_numba import doctor, simulator
-from moe_numba.course.bench import Stats, call_time, kernel_time, kernel_times, plots, records, rotating
+from moe_numba.course import readme
+from moe_numba.course.bench import plots, records, rotating
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.draw.call_timeline import call_timeline
+from moe_numba.course.draw.player import Player
+from moe_numba.course.draw.shared_memory_frames import shared_accesses
+from moe_numba.course.draw.warp_frames import shuffles
+from moe_numba.course.exercises import exercise
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.prose import say
 from moe_numba.course.simulate import in_simulator
-from moe_numba.runtime.device import gpu_of
-from moe_numba.runtime.launch import address, current_stream, launch, launcher
+from moe_numba.course.source_diff import change
+from moe_numba.runtime.launch import launch
 
+# %% [markdown]
+# ## What you will build
+#
+# A token passes through the layer in this order. A **token slot** is one pair of a token and an expert that it chose.
+#
+# | step | notebook | reference implementation |
+# |---|---|---|
+# | gate: choose the experts of each token | [01_gate](01_gate.ipynb) | SGLang's `moe_fused_gate` |
+# | alignment: sort the token slots by expert | [02_align](02_align.ipynb), [03_align_one_launch](03_align_one_launch.ipynb) | SGLang's `moe_align_block_size` |
+# | shared experts, which every token visits | [04_shared_experts](04_shared_experts.ipynb) | SGLang |
+# | grouped GEMM: multiply by the experts' weights | [05_hopper_from_numba](05_hopper_from_numba.ipynb), [06_grouped_gemm](06_grouped_gemm.ipynb) | hpc-ops |
+# | dispatch layout: count what goes to which GPU | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP |
+# | dispatch and combine: send the tokens, return the results | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb), [09_combine](09_combine.ipynb) | DeepEP |
+#
+# Read this notebook first, then the others in order. [appendix_claims](appendix_claims.ipynb) compares the articles that
+# the notebooks follow with what was measured here.
+#
+# These are kernel times of the package's kernels beside the fastest of the other kernels that were measured in the same
+# run; the ratio is the other time divided by the package's. The README lists what was measured.
+
+# %%
+Markdown(readme.headline())
+
+# %% [markdown]
+# ## 1. A first kernel
+#
+# A **kernel** is a function that many **threads** execute at the same time. The decorator `@cuda.jit` compiles a Python
+# function into one. Each thread computes its own index and processes one element:
+
+# %%
 SIMULATED = simulator.ENABLED
 DEVICE = "cpu" if SIMULATED else "cuda"
-FLOATS = 1 << 10 if SIMULATED else 1 << 22  # 16 MB of float32 on a GPU
-MANY_FLOATS = 1 << 12 if SIMULATED else 1 << 28  # 1 GB on a GPU
-SIDE = 64 if SIMULATED else 8192  # of a square matrix
-FEW_TOKENS, MANY_TOKENS = 64, 65536  # the many are for a GPU only
-torch.manual_seed(0)
+SIZE = 1000 if SIMULATED else 10_000_000  # elements; try others
 
+
+@cuda.jit
+def add_one(x, y):
+    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x  # cuda.grid(1) is short for this
+    if i < len(x):
+        y[i] = x[i] + float32(1)  # float32 plus a Python int would be computed in float64
+
+
+x = torch.rand(SIZE, device=DEVICE)
+y = torch.empty_like(x)
+threads = 256
+blocks = -(-SIZE // threads)  # rounded up, so that there are enough threads
+add_one[blocks, threads](x, y)
+print("y == x + 1:", torch.equal(y, x + 1))
+
+# %% [markdown]
+# `add_one[blocks, threads](x, y)` **launches** the kernel: the numbers in brackets are the launch configuration, the
+# arguments follow in parentheses.
+#
+# - The threads are organised in **CTAs** (cooperative thread arrays), which CUDA also calls thread *blocks*. All CTAs of a
+#   launch are the **grid**. `cuda.blockIdx.x` is the index of the CTA in the grid, `cuda.blockDim.x` the number of threads
+#   per CTA, and `cuda.threadIdx.x` the index of the thread in its CTA.
+# - If `SIZE` is no multiple of 256, the last CTA has threads without an element; `if i < len(x)` keeps them from accessing
+#   memory outside the arrays.
+# - A launch returns before the kernel has finished. Later operations on the same **stream**, a queue of work for the GPU,
+#   wait for it.
+#
+# ### Warps and memory
+#
+# The hardware executes threads in groups of 32, called **warps**. A thread's position in its warp is its **lane**. One
+# instruction is issued for a whole warp; lanes that do not take part in a branch idle while the others execute it
+# (**divergence**). A GPU has tens to hundreds of **SMs** (streaming multiprocessors); each CTA runs on one SM.
+#
+# | memory | who can access it | size on an H200 | written in Numba |
+# |---|---|---|---|
+# | registers | one thread | 255 x 4 bytes per thread | local variables |
+# | local memory | one thread; lies in DRAM, cached | 512 KB per thread | `cuda.local.array` with an index that is no constant; registers that do not fit |
+# | shared memory | the threads of a CTA | 48 KB per CTA, up to 227 KB if it is sized at the launch | `cuda.shared.array` |
+# | L1 cache | the CTAs of an SM | 256 KB per SM, together with shared memory | not addressed directly |
+# | L2 cache | all SMs | 60 MB | not addressed directly |
+# | global memory | all threads, and the CPU through copies | 141 GB | arrays passed as arguments |
+#
+# `doctor` prints what this computer has. (sm_90a is the instruction set of Hopper GPUs. The lines about tests and results are
+# for developers.)
+
+# %%
 print("\n".join(doctor.report()))
 
 # %% [markdown]
-# This is what `python -m moe_numba doctor` prints: the GPU, the versions, whether the compiler works, and what will
-# therefore run. `sm_90a` is the name that the compiler gives to Hopper GPUs such as the H100 and the H200.
+# ## 2. Threads that cooperate
 #
-# The simulator runs the kernel's Python source, thread by thread, on the CPU. You can use it beside a GPU too: set
-# the environment variable `MOE_NUMBA_SIMULATE=1` before you start Jupyter.
+# ### Shared memory and barriers
 #
-# | | simulator | GPU |
-# |---|---|---|
-# | right results | yes, on small inputs | yes |
-# | an index outside the memory | an error that names the line | garbage, or a crash later |
-# | a lane that does not come | an error that names the lane | undefined |
-# | a missing barrier | a wrong result, under some orders of the threads; with `races()` an error that names both lines | a wrong result, once in a while |
-# | threads that wait for ever | an error that says who waits where | it hangs |
-# | memory that nobody wrote | poison (NaN) | whatever lay there |
-# | time, registers, caches | none | yes |
+# 64 threads, two warps, reverse 64 numbers: each thread writes one to shared memory and reads another one. The thread that
+# wrote it is in the other warp, so all threads must have written before any thread reads. `cuda.syncthreads()` is the
+# **barrier** that ensures it: no thread continues before all threads of the CTA have reached it, and what they wrote before
+# it is visible to all of them after it.
 #
-# Most of this course also runs on GPUs older than Hopper. A step that needs more than yours has is not run: it prints
-# the reason, and the time that an H200 took. Notebooks 05, 06, 08 and 09 are about Hopper's instructions. With any other
-# GPU their kernels run in the simulator.
-#
-# Only one thread runs at a time, and each sees what the others wrote at once. On a GPU two writes may arrive in another
-# order, unless the code asks for the right one. The race detector below finds where it does not ask, and
-# `simulator.weak_memory()` runs a kernel with stores to global memory that arrive late.
-#
-# The next cells run kernels with a mistake in them. On a GPU a mistake may hang or break the whole process, so we run
-# them in the simulator, and in a process of its own. `in_simulator` starts that process. It hands over the source of a
-# function and of the kernels that the function starts.
-
-
-# %% [markdown]
-# ### A lane missing from a shuffle
-#
-# 32 lanes add up 32 numbers. A **shuffle** gives each lane the value that another lane holds. After five of them, over
-# distances 16, 8, 4, 2 and 1, every lane has the sum. The first argument of the shuffle is a mask with a bit for each
-# lane that takes part: here all 32. But the `if` lets only `count` lanes in.
+# **Exercise 1.** The kernel below lacks the barrier. It is launched with one CTA of 64 threads. Run the cell, read the message,
+# and repair the kernel.
 
 
 # %%
 @cuda.jit
-def sum_of_lanes(x, out, count):
-    lane = cuda.threadIdx.x
-    if lane < count:
-        value = x[lane]
-        for k in range(5):
-            value += cuda.shfl_xor_sync(0xFFFFFFFF, value, 16 >> k)
-        out[lane] = value
-
-
-def try_missing_lanes():
-    for count in (32, 24):
-        out = torch.zeros(32)
-        try:
-            sum_of_lanes[1, 32](torch.ones(32), out, count)
-            print(f"{count} lanes: the sum is {out[0].item():g}")
-        except simulator.SimulatorError as error:
-            print(f"{count} lanes: {type(error).__name__}: {error}")
-
-
-in_simulator(try_missing_lanes)
-
-# %% [markdown]
-# With 32 lanes the sum is right. With 24 the simulator stops as soon as one of the missing lanes has reached the
-# kernel's end. It says which lane that is, which operation names it, and where others wait. `cell:7` is the seventh
-# line of the function, counted from `@cuda.jit`: the shuffle. On a GPU the result would be undefined: it may even look
-# right.
-#
-# The mistake is repaired by moving the `if`: all lanes shuffle, and those from 24 on bring a zero. Kernels in this
-# course do that wherever a shuffle or a barrier follows: no thread leaves early.
-#
-# ### A missing barrier
-#
-# 64 threads turn 64 numbers round. Each puts its number into shared memory and takes out the number at the other end.
-# That one was put there by another thread, of the other warp. So all must have put before one may take. That is what
-# the **barrier** `cuda.syncthreads()` is for: no thread goes on before all have come. With `barrier=0` it is left
-# out.
-#
-# Threads run in no fixed order. The simulator draws one at random, and the **seed** fixes which. The same seed gives
-# the same order again, so that a mistake can be looked at twice.
-
-
-# %%
-@cuda.jit
-def reverse(x, out, barrier):
+def reverse(x, out):
     tile = cuda.shared.array(64, float32)
     i = cuda.threadIdx.x
     tile[i] = x[i]
-    if barrier:
-        cuda.syncthreads()
     out[i] = tile[63 - i]
+
+
+exercise("start-1").check(reverse)
+
+# %% [markdown]
+# The check ran the kernel in the **simulator**, with its race detector. A **data race** is a pair of accesses to the same
+# memory that nothing orders, at least one of which is a write. The message names both threads, both lines, the memory,
+# and what would order the accesses.
+#
+# The player steps through one order of the accesses, for 8 threads without the barrier. Blue: accessed in this step. Green:
+# written earlier. Orange and "?": read before any thread wrote it, so the value is undefined. The simulator orders the
+# threads of a warp independently, as CUDA permits; a GPU normally executes the store for all 8 at once, which hides this
+# race until the threads belong to different warps.
+
+
+# %%
+@cuda.jit
+def reverse_8(x, out):
+    tile = cuda.shared.array(8, float32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    out[i] = tile[7 - i]
+
+
+def race():
+    with simulator.seed(1), simulator.trace(accesses=True) as events:
+        reverse_8[1, 8](np.arange(8, dtype=np.float32), np.zeros(8, np.float32))
+    title = "Reversing 8 numbers without a barrier"
+    return Player(*shared_accesses(events, 8, 8), title).as_dict()  # on a GPU, the simulator is another process
+
+
+player = Player.from_dict(in_simulator(race))
+player
+
+# %% [markdown]
+# Steps 1, 2 and 8 of the 16, for viewers that run no scripts:
+
+# %%
+player.strip([0, 1, 7])
+
+# %% [markdown]
+# ### Atomic operations
+#
+# When many threads update one element, each must read, modify and write it as one indivisible step, an **atomic**
+# operation. `count[0] = count[0] + 1` is three steps, between which other threads may run, so increments can be lost.
+# `cuda.atomic.add(array, index, value)` is one.
+#
+# **Exercise 2.** Repair the kernel, which adds the number of positive elements of `x` to `count[0]`. It is launched with 4
+# CTAs of 64 threads, and `x` has 256 elements or fewer. There are two mistakes.
+
+
+# %%
+@cuda.jit
+def count_positive(x, count):
+    i = cuda.grid(1)
+    if x[i] > 0:
+        count[0] = count[0] + 1
+
+
+exercise("start-2").check(count_positive)
+
+# %% [markdown]
+# ### Shuffles
+#
+# The lanes of a warp can exchange registers without shared memory. `cuda.shfl_xor_sync(mask, value, distance)` returns
+# the `value` of lane `lane ^ distance`. Five of these **shuffles**, at distances 1, 2, 4, 8
+# and 16, leave the maximum of all 32 lanes in every lane: a **butterfly reduction**. The mask has a bit for each lane that
+# takes part; all of these lanes must execute the shuffle.
+#
+# The player shows the first 16 lanes of a simulated run. After each shuffle a lane keeps the larger of the two values, which
+# the next step shows as "before". Click on a lane to follow its value.
+
+
+# %%
+@cuda.jit
+def warp_max(x, out):
+    lane = cuda.threadIdx.x
+    value = x[lane]
+    for k in range(5):
+        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << k))
+    out[lane] = value
+
+
+def butterfly():
+    numbers = (np.arange(32) * 7 % 32).astype(np.int32)
+    with simulator.trace() as events:
+        warp_max[1, 32](numbers, np.zeros(32, np.int32))
+    explain = lambda number, what, distance: f"Each lane receives the value of the lane at distance {distance}."
+    return Player(*shuffles(events, explain=explain), "Butterfly maximum: what lanes 0 to 15 receive").as_dict()
+
+
+player = Player.from_dict(in_simulator(butterfly))
+player
+
+# %% [markdown]
+# Three of the five shuffles, for viewers that run no scripts:
+
+# %%
+player.strip([0, 1, 3])
+
+# %% [markdown]
+# ## 3. The simulator
+#
+# The simulator runs the Python source of a kernel on the CPU, with warps, CTAs, the asynchronous copies and
+# tensor-core instructions of notebook 05, and several GPUs. Every notebook runs in it on any computer. On a machine with a GPU, cells that show
+# mistakes start it in a process of its own (`in_simulator`), because a faulty kernel can hang a GPU.
+#
+# | fault | simulator | GPU |
+# |---|---|---|
+# | index out of bounds | error with thread, line and array | undefined; possibly a crash later |
+# | data race | error with both threads and lines (`simulator.races()`) | wrong result, sometimes |
+# | lane missing from a shuffle | error with the lane and the line | undefined |
+# | deadlock | error that lists what each thread waits for | the kernel never ends |
+# | read of unwritten global memory | error (`simulator.races()`) | undefined value |
+# | store that becomes visible late | `simulator.weak_memory()` runs the kernel with delayed stores | rare, timing-dependent |
+#
+# Threads run in an order that a **seed** determines, so that a failure can be repeated. The kernel below has a barrier,
+# but still a race:
+
+
+# %%
+@cuda.jit
+def double_neighbour(x, out):
+    tile = cuda.shared.array(64, float32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    cuda.syncthreads()
+    tile[i] = tile[(i + 1) % 64] * float32(2)  # the previous thread may not have read tile[i] yet
+    cuda.syncthreads()
+    out[i] = tile[i]
 
 
 def try_seeds():
     x = torch.arange(64.0)
-    for barrier in (0, 1):
-        for seed in (0, 1):
-            out = torch.zeros(64)
-            with simulator.seed(seed):
-                reverse[1, 64](x, out, barrier)
-            wrong = (out != x.flip(0)).nonzero().flatten().tolist()
-            where = f"the numbers {wrong[0]} to {wrong[-1]}" if wrong else "none"
-            print(f"barrier={barrier}, seed {seed}: wrong are {where}; the result begins {out[:3].tolist()}")
+    for seed in range(4):
+        out = torch.zeros(64)
+        with simulator.seed(seed):
+            double_neighbour[1, 64](x, out)
+            wrong = int((out != 2 * x.roll(-1)).sum())
+            try:
+                with simulator.races():
+                    double_neighbour[1, 64](x, out)
+            except simulator.DataRace as error:
+                print(f"seed {seed}: {wrong} of 64 elements are wrong; race found")
+                message = error
+    print(message)
 
 
 in_simulator(try_seeds)
 
 # %% [markdown]
-# Without the barrier the result depends on the order: each seed gets other elements wrong. This is a **race**. The
-# wrong elements are NaN, because the simulator fills shared memory with poison before the block starts. On a GPU old
-# numbers would lie there. With the barrier every seed gives the right result.
-#
-# ### A lost update
-#
-# Some races need a finer order. Here 64 threads add 1 to the same number. Each reads it, adds, and writes it back. If
-# another thread comes between, one of the two additions is lost. By itself the simulator changes threads only where
-# they wait for each other. With `preempt=0.5` it may also change at each access to memory.
-
-
-# %%
-@cuda.jit
-def count_threads(count):
-    count[0] = count[0] + 1
-
-
-def try_preemption():
-    for preempt in (0.0, 0.5):
-        for seed in (0, 1, 2):
-            count = torch.zeros(1, dtype=torch.int32)
-            with simulator.seed(seed, preempt=preempt):
-                count_threads[1, 64](count)
-            print(f"preempt={preempt}, seed {seed}: {count.item()} of 64 threads counted")
-
-
-in_simulator(try_preemption)
-
-# %% [markdown]
-# Another seed, another result: that is how a race shows itself. The tests of this project run each kernel under several
-# seeds. A test that passes under one seed shows little.
-#
-# ### The race detector
-#
-# A race may give the right result under every seed that you try. Two unordered accesses to the same memory, at least one
-# of them a write, are a data race. Under `simulator.races()` they are an error even if the result happens to be right.
-# Barriers order accesses, and so does a release that another thread acquires. The detector sees only the code that a
-# run executes, so run every branch, with several inputs. The next cell checks `reverse` and `count_threads`. To check
-# your own kernel, replace them in `runs`.
-
-
-# %%
-def detect_races():
-    x, out, count = torch.arange(64.0), torch.zeros(64), torch.zeros(1, dtype=torch.int32)
-    runs = {
-        "reverse without a barrier": lambda: reverse[1, 64](x, out, 0),
-        "reverse with a barrier": lambda: reverse[1, 64](x, out, 1),
-        "count_threads": lambda: count_threads[1, 64](count),
-    }
-    for name, run in runs.items():
-        try:
-            with simulator.races():
-                run()
-            print(f"{name}: no race")
-        except simulator.DataRace as error:
-            print(f"{name}: {error}")
-
-
-in_simulator(detect_races)
-
-# %% [markdown]
-# Each report names both threads, both lines, the memory, and what would order the two accesses.
+# The number of wrong elements depends on the seed. On a GPU, which executes the load of line 7 for a whole warp before the
+# store, at most one element would be wrong, in rare runs. The race detector reports the race under every seed, because it
+# checks whether something orders the two accesses, not which of them came first.
 #
 # ### Counters per source line
 #
-# The simulator has no clock, but it can count. The kernel below transposes a matrix of 32 x 32 numbers through shared
-# memory. A warp writes a row of the tile and reads a column. Shared memory has 32 **banks**, and neighbouring 4-byte
-# words lie in neighbouring banks. With 32 words per row, all words of a column lie in the same bank, which serves one
-# word per **wavefront**, so a warp's load takes 32 wavefronts instead of 1 (a 32-way bank conflict).
-# `simulator.profile()` counts these **bank conflicts** for each line of the source, beside other counters: how often a
-# warp executed the line, how many bytes it moved, how long it waited.
+# The simulator has no clock, but it counts what the hardware would do. `simulator.profile()` reports executed
+# instructions, divergence, memory transactions and bank conflicts for each line of the source. Shared memory has 32
+# **banks**; the 4-byte word `w` lies in bank `w % 32`. If lanes of a warp access different words of one bank, the request
+# takes several **wavefronts**. The kernel transposes a tile of 32 x 32 numbers, whose rows are stored 32 or 33 words apart.
 
 
 # %%
 @cuda.jit
-def transpose(x, out, words_per_row):
+def transpose(x, out, row_pitch):
     tile = cuda.shared.array(32 * 33, float32)
     column, row = cuda.threadIdx.x, cuda.threadIdx.y
-    tile[row * words_per_row + column] = x[row, column]
+    tile[row * row_pitch + column] = x[row, column]
     cuda.syncthreads()
-    out[row, column] = tile[column * words_per_row + row]
+    out[row, column] = tile[column * row_pitch + row]
 
 
 def count_bank_conflicts():
     x, pages = torch.rand(32, 32), []
-    for words_per_row in (32, 33):
+    for row_pitch in (32, 33):
         out = torch.empty(32, 32)
         with simulator.profile() as profile:
-            transpose[1, (32, 32)](x, out, words_per_row)
-        total, right = profile["transpose"].total, "right" if torch.equal(out, x.T) else "WRONG"
+            transpose[1, (32, 32)](x, out, row_pitch)
+        total = profile["transpose"].total
+        correct = torch.equal(out, x.T)
         print(
-            f"{words_per_row} words per row: {right}, {total.shared_load_requests} loads from shared memory,", end=" "
+            f"row pitch {row_pitch}: correct {correct}, {total.shared_load_requests} loads of a warp from shared memory "
+            f"take {total.shared_load_wavefronts} wavefronts"
         )
-        print(f"{total.shared_load_wavefronts} wavefronts, {total.bank_conflicts} bank conflicts")
         pages.append(profile.heatmap("bank_conflicts").body)
     return pages[0]
 
@@ -314,474 +358,294 @@ def count_bank_conflicts():
 HTML(in_simulator(count_bank_conflicts))
 
 # %% [markdown]
-# The table shows the source of the first run, and its conflicts by line: they are all in the last one, which reads
-# columns. Padding each row to 33 words puts the words of a column into 32 different banks.
-# `print(profile)` shows all counters; docs/simulator_profile.md explains them.
+# The table belongs to a row pitch of 32. All bank conflicts, which are wavefronts beyond one per request, are in the last
+# line. It reads a column of the tile, and with this pitch all words of a column lie in one bank.
 #
-# ## 4. How a kernel is started
+# ## 4. Kernel time and call time
 #
-# There are three ways in this course. We take the smallest kernel there is, and start it in all three.
+# A launch has two costs. **Kernel time** is what the GPU spends per launch, including the gap to the next
+# one. The course measures it from many launches in one **CUDA
+# graph**, a list of launches that the GPU executes without the CPU. **Call time** is what the CPU spends on the Python
+# call, measured over many calls without waiting for the GPU.
+#
+# The next cell launches one kernel in two ways. `kernel[grid, block](...)` is Numba's launch, which inspects every argument
+# and passes an array as its address, shape and strides. `launch` from `moe_numba.runtime` passes a tensor as a pointer to
+# its first element and uses torch's current stream; a pointer has no length, so the kernel takes `n`. A `Ladder` runs each step, checks its output, and measures it. In the
+# simulator, where nothing is timed, it shows what was recorded on an H200.
 
 
 # %%
 @cuda.jit
-def add_one(x, y, n):
-    i = cuda.grid(1)  # the thread's number in the whole grid
+def add_one_pointer(x, y, n):
+    i = cuda.grid(1)
     if i < n:
         y[i] = x[i] + float32(1)
 
 
-x = torch.rand(FLOATS, device=DEVICE)
-y = torch.empty_like(x)
-GRID, BLOCK = FLOATS // 256, 256  # so many blocks, of so many threads each
+def check(outputs):
+    result, expected = outputs
+    wrong = int((~((result - expected).abs() <= 1e-6)).sum())
+    return f"{wrong} of {result.numel()} elements differ" if wrong else None
+
+
+small_x, small_y = torch.rand(1024, device=DEVICE), torch.empty(1024, device=DEVICE)
+expected_y = small_x + 1
+ladder = Ladder("start_here", check, "Launching and copying", "one row per thread")
 
 
 def by_numba():
-    """Numba's own way: it looks at every argument, and passes an array as its address, shape, strides, ..."""
-    add_one[GRID, BLOCK](x, y, FLOATS)
+    add_one[4, 256](small_x, small_y)
+    return small_y, expected_y
 
 
 def by_launch():
-    """moe_numba.runtime.launch: a tensor becomes a plain pointer; torch's current stream is asked for."""
-    launch(add_one, GRID, BLOCK, x, y, FLOATS)
+    launch(add_one_pointer, 4, 256, small_x, small_y, 1024)
+    return small_y, expected_y
 
 
-start = launcher(add_one, ("float32*", "float32*", "int32"), 0)  # compiled once, for pointers and numbers
-
-
-def by_launcher():
-    """What moe_numba.runtime.launch uses inside, and what the package's own functions use."""
-    start(GRID, BLOCK, current_stream(0), address(x), address(y), FLOATS)
-
-
-for way in (by_numba, by_launch, by_launcher):
-    y.fill_(float("nan"))
-    way()
-    print(f"{way.__name__}: {'right' if torch.equal(y, x + 1) else 'WRONG'}")
-
-# %% [markdown]
-# - `kernel[grid, block](...)` is Numba's way and the one to start with. The first steps of each notebook use it.
-# - `moe_numba.runtime.launch.launch(kernel, grid, block, ...)` takes the same arguments. A tensor reaches the kernel as a
-#   pointer to its first element, so the kernel is told the sizes as numbers.
-# - `launcher(...)` returns a function that only packs the arguments and asks the driver. The **driver** is the
-#   software that hands work to the GPU.
-#
-# A **stream** is a queue of work for the GPU. The last two ways use the stream that torch uses at this moment. The
-# first one uses a fixed one, unless it is told otherwise: `kernel[grid, block, stream]`. The source of the kernel is
-# the same for all three.
-#
-# How much do they cost? The next cells need a way to tell times. On a GPU they measure. In the simulator there is
-# nothing to measure, so they show what was recorded on an H200, and say so.
+for name, run in (("kernel[grid, block](...)", by_numba), ("launch(kernel, ...)", by_launch)):
+    small_y.fill_(float("nan"))  # a kernel that writes nothing must not pass with an older result
+    ladder.step(name, run, graph=False)
 
 # %%
-ROWS = []  # what this notebook measures
-
-
-RECORD, GATE = records.recorded("start_here"), records.recorded("gate")
-
-
-def tell(name, kernel=None, call=None, **more):
-    """Print the times of a step, just measured or recorded, and give its row; None where there is neither."""
-    if SIMULATED:
-        row = records.find(RECORD, step=name) if RECORD else None
-    else:
-        row = records.row(name, kernel=kernel, call=call, **more)
-        ROWS[:] = [old for old in ROWS if old["step"] != name] + [row]  # a cell that is run again replaces its row
-    if row is None:
-        print(f"{name}: ran, not timed; no figure is recorded yet")
-        return None
-    times = [f"{records.format_us(row[key]['median'])} us {key[:-3]}" for key in ("kernel_us", "call_us") if key in row]
-    print(f"{name}: {', '.join(times)}{' (recorded on an H200)' if SIMULATED else ''}")
-    return row
-
-
-for way in (by_numba, by_launch, by_launcher):
-    tell(way.__name__, call=call_time(way))
+numba_us, launch_us = (
+    ladder.median_us(name, "call_us") for name in ("kernel[grid, block](...)", "launch(kernel, ...)")
+)
+say("Numba's launch takes {numba:.0f} us of CPU time, `launch` {launch:.0f} us.", numba=numba_us, launch=launch_us)
 
 # %% [markdown]
-# These are **call times**: what the Python call costs on the host. Much of the difference is work that Numba does for
-# each argument, every time. A small kernel takes a few microseconds on the GPU, so this work can cost more than the
-# kernel itself.
-#
-# ## 5. How times are taken, and how one lies with them
-#
-# A wrong time is easier to get than a right one, and it is rarely too slow. Here are nine ways to get one. Each has
-# a remedy, and the notebooks use all nine remedies.
-#
-# ### Lie 1: forgetting to wait
-#
-# A call puts work into the stream and comes back at once. The GPU may not even have begun. A clock around the call
-# measures the host. We add 1 to a large array, and then ask how much memory the GPU must have moved per second.
-
+# In a loop of calls the longer of the two times limits the throughput. The figure shows consecutive calls of the package's
+# gate, drawn from its recorded times. If the calls take longer than the kernels, the GPU waits for the CPU, and a faster
+# kernel gains nothing. In a graph no kernel waits for the CPU. If the kernels take longer, the CPU runs ahead and its cost
+# is hidden.
 
 # %%
-def stopwatch(call, wait, repeats=30):
-    """Times of single calls on the host's clock, for `tell`; nothing in the simulator."""
-    if SIMULATED:
-        call()
-        return {}
-    samples = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()  # the GPU is idle when the clock starts
-        begin = time.perf_counter()
-        call()
-        if wait:
-            torch.cuda.synchronize()
-        samples.append((time.perf_counter() - begin) * 1e6)
-    mean = sum(samples) / repeats
-    return {"call": Stats.of(samples), "min_us": min(samples), "mean_us": mean, "max_us": max(samples)}
+GATE, CALLS = records.recorded("gate"), records.recorded("call_time")
+SAME = {"config": {"num_experts": 256, "num_expert_group": 8}, "dtype": "float32"}
+kernel_us = {tokens: stats["median"] for tokens, stats in records.series(GATE, step="final", **SAME).items()}
+call_us = records.find(CALLS, step="final, out=", operation="biased_grouped_topk")["call_us"]["median"]
 
-
-def bandwidth(row, key):
-    """Say how many terabytes a second a time would mean."""
-    if row:
-        print(f"    {row['bytes'] / row[key]['median'] / 1e6:.1f} TB/s")
-
-
-large, result = torch.rand(MANY_FLOATS, device=DEVICE), torch.empty(MANY_FLOATS, device=DEVICE)
-
-
-def add_large():
-    torch.add(large, 1, out=result)
-
-
-for name, wait in (("the clock stops at once", False), ("the clock stops when the GPU is done", True)):
-    row = tell(name, **stopwatch(add_large, wait), bytes=8 * MANY_FLOATS)  # each float is read and written
-    bandwidth(row, "call_us")
+call_timeline(
+    {
+        "64 tokens": (call_us, kernel_us[64]),
+        "64 tokens, CUDA graph": (None, kernel_us[64]),
+        "65536 tokens": (call_us, kernel_us[65536]),
+    },
+    caption="records gate and call_time: " + plots.caption(GATE),
+)
 
 # %% [markdown]
-# By its data sheet the memory of an H200 moves 4.8 TB/s. A figure far above that says: nobody waited. The simulator
-# cannot show this, because its calls come back when the work is done.
-#
-# **Remedy.** Wait before the clock stops, or let the GPU take the time. And compare each time with what the chip can
-# do at all.
-#
-# ### Lie 2: one time for two things
-#
-# There are two honest times, and they answer two questions.
-#
-# - **Kernel time**: what does the GPU spend? We put many launches into a **CUDA graph**, a list of work that the GPU
-#   goes through without asking the host again. The time of the whole graph, divided by the number of launches, is the
-#   kernel time. It contains the small gap between two launches.
-# - **Call time**: what does the host spend? We call the Python function many times in a row, without waiting.
-#
-# Which of them a user feels depends on the size, and on whether the user has a graph. Here is the package's gate, for
-# few tokens and for many.
+# **Exercise 3.** In microseconds, a kernel takes 6 and its call 9. A loop makes many calls without waiting for the GPU. What is
+# the average time per iteration if the kernel becomes twice as fast? And if, instead, the call becomes twice as fast?
 
 # %%
-CONFIG = {"num_expert_group": 8, "topk_group": 4}
+halved_kernel, halved_call = ..., ...
+exercise("start-3").check((halved_kernel, halved_call))
+
+# %% [markdown]
+# ## 5. How to read a step
+#
+# The other notebooks improve a kernel step by step. Each step has the same parts: the measured **bottleneck**, the
+# **idea**, the **predicted gain**, the **change** of the source, a check of the result, the **measured gain**, and, if the
+# prediction missed by more than a third, an **explanation** that is measured as well. Here is one step as an example. Its
+# starting point copies a matrix of 32 columns, one row per thread. `rotating` makes so many inputs that none is still in the L2
+# cache when it is used again; `copy_with` bundles what is checked and what is timed.
+
+# %%
+ROWS, COLUMNS = (64, 32) if SIMULATED else (1 << 19, 32)
+SETS = rotating(lambda: torch.randn(ROWS, COLUMNS, device=DEVICE), ROWS * COLUMNS * 8)
+copied = torch.empty(ROWS, COLUMNS, device=DEVICE)
 
 
-def make_gate(tokens):
-    """A function that routes random tokens to 8 of 256 experts; its outputs are allocated here, once."""
-    logits, bias = torch.randn(tokens, 256, device=DEVICE), torch.rand(256, device=DEVICE)
-    out = torch.empty(tokens, 8, device=DEVICE), torch.empty(tokens, 8, dtype=torch.int32, device=DEVICE)
-    return lambda: moe_numba.biased_grouped_topk(logits, bias, 8, **CONFIG, out=out)
+@cuda.jit
+def copy_rows(x, y, rows):
+    row = cuda.grid(1)
+    if row < rows:
+        for column in range(COLUMNS):
+            y[row * COLUMNS + column] = x[row * COLUMNS + column]
 
 
-gate = make_gate(2 if SIMULATED else FEW_TOKENS)
+def copy_with(kernel, threads):
+    """Return the call that is checked, and the calls that are timed: one per input, so that L2 does not hold them."""
+    grid = -(-threads // 256)
+    timed = [lambda x=x: launch(kernel, grid, 256, x, copied, ROWS) for x in SETS]
+
+    def call():
+        copied.fill_(float("nan"))
+        timed[0]()
+        return copied, SETS[0]
+
+    return dict(call=call, timed=timed, size={"rows": ROWS, "columns": COLUMNS}, bytes=2 * ROWS * COLUMNS * 4)
 
 
-def gate_row(tokens):
-    """The gate's two times: measured here, or in the simulator those of the record of `bench gate`."""
-    if not SIMULATED:
-        run = make_gate(tokens)
-        return tell(f"gate, {tokens} tokens", kernel_time(run), call_time(run), size={"tokens": tokens})
-    wanted = {"config": {"num_experts": 256, **CONFIG}, "size": {"tokens": tokens}, "dtype": "float32"}
-    row = records.find(GATE, step="final, out=", **wanted) if GATE else None
-    if row is None:
-        return print(f"gate, {tokens} tokens: no figure is recorded yet")
-    kernel_us, call_us = row["kernel_us"]["median"], row["call_us"]["median"]
-    print(f"gate, {tokens} tokens: {kernel_us:.2f} us kernel, {call_us:.2f} us call (recorded on an H200)")
-    return row
+ladder.step("one row per thread", **copy_with(copy_rows, ROWS))
 
-
-gate()
-FEW, MANY = gate_row(FEW_TOKENS), gate_row(MANY_TOKENS)
+# %% [markdown]
+# ### Step: one element per thread
+#
+# **Bottleneck.** GPUs read and write global memory in **sectors** of 32 bytes. The profile counts how many sectors a load
+# of a warp touches. If 32 lanes read 32 neighbouring floats, these are 4 sectors.
 
 
 # %%
-def timeline(cases, caption="", calls=4):
-    """Who works when, in `calls` calls in a row: {label: (call time, or None in a graph, kernel time)}."""
-    with matplotlib.rc_context(plots.STYLE):
-        figure = plots.Picture(figsize=(9.2, 0.95 * len(cases) + 1.1))
-        axes = figure.add_axes((0.27, 0.62 / figure.get_figheight(), 0.71, 1 - 1.05 / figure.get_figheight()))
-        names, ends = [], []
-        for case, (label, (call_us, kernel_us)) in enumerate(cases.items()):
-            host_y, gpu_y, free = 2.6 * case, 2.6 * case + 1, 0.0
-            for i in range(calls):
-                ready = (i + 1) * call_us if call_us else 0.0
-                begin = max(ready, free)  # a kernel starts when it was asked for and the one before it is done
-                free = begin + kernel_us
-                axes.barh(gpu_y, kernel_us, left=begin, height=0.8, color=plots.BLUE, edgecolor="white")
-                if call_us:
-                    axes.barh(host_y, call_us, left=i * call_us, height=0.8, color=plots.ORANGE, edgecolor="white")
-            ends.append(free)
-            axes.annotate(f" {free / calls:.1f} us for each", (free, gpu_y), va="center", fontsize=8.5)
-            names += [(host_y, f"{label}:  host"), (gpu_y, "GPU")]
-        axes.set_yticks(*zip(*names), color=plots.INK)
-        axes.set_ylim(2.6 * len(cases) - 1, -0.7)
-        axes.set_xlim(0, 1.16 * max(ends))
-        axes.set_xlabel("µs")
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x")
-        figure.text(0.01, 0.985, f"{calls} calls in a row: who works when", va="top", fontsize=12, fontweight="bold")
-        figure.text(0.01, 0.02, caption, fontsize=7.5, color=plots.GREY)
-    return figure
+def sectors_per_load():
+    x = torch.rand(64 * 32)
+    with simulator.profile() as profile:
+        copy_rows[1, 64](x, torch.empty_like(x), 64)
+    total = profile["copy_rows"].total
+    return total.global_load_sectors / total.global_load_requests
 
 
-def times(row):
-    return row["call_us"]["median"], row["kernel_us"]["median"]
-
-
-if FEW and MANY:
-    picture = timeline(
-        {
-            f"{FEW_TOKENS} tokens, called": times(FEW),
-            f"{FEW_TOKENS} tokens, in a graph": (None, times(FEW)[1]),
-            f"{MANY_TOKENS} tokens, called": times(MANY),
-        },
-        caption=plots.caption(GATE) if SIMULATED else "measured in this notebook",
-    )
-else:
-    picture = print("No figures are recorded yet, so there is no picture of a call.")
-picture
+SECTORS = in_simulator(sectors_per_load, constants={"COLUMNS": COLUMNS})
+say("Each load touches {sectors:.0f} sectors, and uses 4 of the 32 bytes of each.", sectors=SECTORS)
 
 # %% [markdown]
-# The picture is drawn from the two times above. An orange bar is a call on the host, a blue bar is a kernel on the
-# GPU. A kernel starts when it was asked for and the one before it is done. If the calls take longer than the kernels,
-# the GPU waits, and a faster kernel gains nothing. In a graph nobody waits for the host. If the kernels take longer
-# than the calls, the host runs ahead, and its cost is hidden.
+# **Idea.** Let neighbouring lanes copy neighbouring elements: thread `i` copies element `i`. Such accesses are called
+# **coalesced**.
 #
-# **Remedy.** Give both times, and say which is which.
-#
-# ### Lie 3: inputs that are still in the cache
-#
-# An H200 keeps up to 60 MB in its L2 cache. A benchmark calls the same kernel on the same input again and again. If
-# the input fits, the memory is hardly asked. In a real model other kernels have run in between, and the input must
-# come from memory. We add 1 to 16 MB, first always the same, then several arrays by turns: together more than twice
-# the cache.
-
-# %%
-sets = rotating(lambda: (torch.rand(FLOATS, device=DEVICE), torch.empty(FLOATS, device=DEVICE)), 8 * FLOATS)
-
-
-def add_to(a, b):
-    return lambda: torch.add(a, 1, out=b)
-
-
-times_us = kernel_times({"one array": add_to(*sets[0]), "arrays by turns": [add_to(*pair) for pair in sets]})
-for name, stats in times_us.items():
-    row = tell(name, kernel=stats, bytes=8 * FLOATS)
-    bandwidth(row, "kernel_us")
-
-# %% [markdown]
-# If the first figure is above 4.8 TB/s, it cannot come from the memory.
-#
-# **Remedy.** `moe_numba.course.bench.rotating` makes enough inputs to take turns. Sometimes the cache is honest: a kernel
-# that reads what the one before it just wrote does find it there. Say which case is meant.
-#
-# ### Lie 4: the first call
-#
-# The first call compiles the kernel. It also loads the code onto the GPU. Later calls do neither.
+# **Predicted gain.** If each sector were fetched again for every column, the time would be proportional to the number of
+# sectors per load.
 
 
 # %%
 @cuda.jit
-def add_two(x, y, n):
+def copy_elements(x, y, rows):
     i = cuda.grid(1)
-    if i < n:
-        y[i] = x[i] + float32(2)
+    if i < rows * COLUMNS:
+        y[i] = x[i]
 
 
-def by_launch_two():
-    launch(add_two, GRID, BLOCK, x, y, FLOATS)
-
-
-for name in ("the first call", "the second call"):
-    tell(name, **stopwatch(by_launch_two, wait=True, repeats=1))
-
-# %% [markdown]
-# **Remedy.** Call once or twice before the clock starts. If a server's start-up time matters, time it on its own.
-#
-# ### Lie 5: the best of many, or the mean of many
-#
-# Times of the same call differ. The operating system interrupts, clocks change, Python collects its garbage. The
-# smallest time happened once, under the best of circumstances. The mean is moved by a single bad sample. Here are
-# 1000 single calls of the gate, each with the wait for the GPU.
+change(copy_rows, copy_elements)
 
 # %%
-row = tell("1000 single calls", **stopwatch(gate, wait=True, repeats=1000))
-if row:
-    call = row["call_us"]
-    shown = {
-        "smallest": row["min_us"],
-        "10th percentile": call["p10"],
-        "median": call["median"],
-        "mean": row["mean_us"],
-        "90th percentile": call["p90"],
-        "largest": row["max_us"],
-    }
-    print("    " + ", ".join(f"{name} {us:.1f}" for name, us in shown.items()), "us")
+before_us = ladder.median_us("one row per thread")
+ladder.step(
+    "one element per thread",
+    **copy_with(copy_elements, ROWS * COLUMNS),
+    after="one row per thread",
+    predicted_gain_us=(before_us or 0) * (1 - 4 / SECTORS),
+)
 
 # %% [markdown]
-# **Remedy.** The **median**: half of the samples are below it. With it, the 10th and the 90th **percentile** say how
-# far the samples spread. If those of two kernels overlap, neither is faster. To compare kernels, we measure them by
-# turns in one process, so that a clock that drifts hits both.
-#
-# ### Lie 6: a wrong kernel that looks fast
-#
-# A kernel that does half of the work takes half of the time. The check should notice. But here the output still holds
-# the right result of an earlier run, and the check looks at that.
+# **Explanation.** The model ignores the L1 cache, which may keep a sector until a warp needs its next columns. Each SM runs up
+# to 2048 threads, whose rows of 128 bytes are as large as the whole L1 cache, so only some of the loads find their sector
+# there. Stores always go to the L2 cache, each on its own. Two more kernels separate reading from writing: `read_rows`
+# reads whole rows and writes one sum per row; `write_rows` reads one number per row and writes whole rows.
+
 
 # %%
-want = x + 1
+@cuda.jit
+def read_rows(x, y, rows):
+    row, total = cuda.grid(1), float32(0)
+    if row < rows:
+        for column in range(COLUMNS):
+            total += x[row * COLUMNS + column]
+        y[row] = total
 
 
-def right():
-    launch(add_one, GRID, BLOCK, x, y, FLOATS)
+@cuda.jit
+def write_rows(x, y, rows):
+    row = cuda.grid(1)
+    if row < rows:
+        value = x[row]
+        for column in range(COLUMNS):
+            y[row * COLUMNS + column] = value
 
 
-def forgets_half():
-    launch(add_one, GRID // 2, BLOCK, x, y, FLOATS // 2)
-
-
-def weak_check(result):
-    """Is any difference too large?"""
-    return "refused" if ((result - want).abs() > 1e-6).any() else "accepted"
-
-
-def check(result):
-    """Is every difference small? A NaN is not small."""
-    good = (result - want).abs() <= 1e-6
-    return "accepted" if good.all() else f"refused: {int((~good).sum())} of {len(good)} elements are wrong"
-
-
-right()
-forgets_half()
-print("no poison, check:   ", check(y))
-y.fill_(float("nan"))
-forgets_half()
-print("poison, weak check: ", weak_check(y))
-print("poison, check:      ", check(y))
-y.fill_(float("nan"))
-right()
-print("right, poison, check:", check(y))
-
-times_us = kernel_times({"right": right, "forgets half": forgets_half})
-for name, stats in times_us.items():
-    tell(name, kernel=stats)
-
-# %% [markdown]
-# Two things are needed. The outputs must be **poisoned** first, with NaN or with a number that no kernel would write.
-# And the check must refuse a NaN. `weak_check` asks whether a difference is too large. A difference from NaN is NaN,
-# and a comparison with NaN is always false. So it accepts. `check` asks the opposite question, whether each
-# difference is small, and refuses.
-#
-# **Remedy.** Poison, check, and only then take the time. The project's tests also contain kernels that are wrong on
-# purpose. A check that accepts one of them fails the test.
-#
-# ### Lie 7: zeros
-#
-# The easiest input to make is zeros. A chip needs less power when few bits change, and a chip that needs less power
-# can keep a higher clock. So a large matrix product runs faster on zeros than on random numbers. There is a second
-# reason: with equal inputs some kernels take a shorter way, for example when they sort.
+parts = {
+    name: copy_with(kernel, threads)["timed"]
+    for name, kernel, threads in (
+        ("read by rows", read_rows, ROWS),
+        ("written by rows", write_rows, ROWS),
+        ("copied by rows", copy_rows, ROWS),
+        ("copied by elements", copy_elements, ROWS * COLUMNS),
+    )
+}
+parts_us = ladder.times("parts of the copy", parts) or {}
 
 # %%
-HALF = torch.bfloat16 if gpu_of(0).hardware_capability >= (8, 0) else torch.float16  # what tensor cores multiply
-random = torch.randn(SIDE, SIDE, device=DEVICE).to(HALF)
-product = torch.empty_like(random)
-
-
-def multiply(matrix):
-    return lambda: torch.matmul(matrix, matrix, out=product)
-
-
-for name, matrix in (("product, random", random), ("product, zeros", torch.zeros_like(random))):
-    row = tell(name, kernel=kernel_time(multiply(matrix), launches=20), dtype=str(HALF)[6:], size={"n": SIDE})
-    if row:
-        print(f"    {2 * row['size']['n'] ** 3 / row['kernel_us']['median'] / 1e6:.0f} TFLOP/s")
+say(
+    "Reading by rows takes {read:.0f} us and writing by rows {write:.0f} us. The copy by rows takes {rows:.0f} us, and the "
+    "coalesced copy {both:.0f} us.",
+    rows=parts_us.get("copied by rows"),
+    read=parts_us.get("read by rows"),
+    write=parts_us.get("written by rows"),
+    both=parts_us.get("copied by elements"),
+)
 
 # %% [markdown]
-# **Remedy.** Random inputs, spread like real ones. For the experts' load this matters even more: real tokens do not
-# choose all experts equally often.
+# ## 6. Mistakes in measuring
 #
-# ### Lie 8: an empty graph
+# | mistake | what happens | what the course does |
+# |---|---|---|
+# | stop the clock without waiting | the launch has returned, the kernel still runs | events on the GPU, CUDA graphs |
+# | one input, repeated | it stays in the L2 cache; the "bandwidth" exceeds that of DRAM | `rotating` inputs |
+# | time the first call | it includes compilation and loading | warm-up before the clock starts |
+# | report the minimum or the mean | one lucky or one interrupted sample decides | median, 10th and 90th percentile |
+# | compare runs of different days | the clock frequency differs | interleaved measurements in one process |
+# | launch on a stream that the graph does not capture | the graph is empty, and fast | launches use torch's current stream |
+# | time a kernel that is wrong | half of the work takes half of the time | outputs are poisoned with NaN and checked first |
+# | measure with zeros | fewer bits toggle, the chip clocks higher | random inputs |
 #
-# A CUDA graph holds what was put into torch's current stream while it was made. A kernel that is started on some
-# other stream is not in it. The graph is then empty, and very fast. If the stream was looked up once and kept, this
-# happens without any error.
-#
-# **Remedy.** The package asks for the current stream at every call. A test poisons the outputs, replays the graph,
-# and checks them.
-#
-# ### Lie 9: two things compared that are not the same
-#
-# Does the other kernel allocate its outputs? Does it return its results in order? Does it wait for the GPU? Was it
-# timed on the same day, with the same driver? A figure from another machine, or from an article, can be quoted. It
-# cannot be compared.
-#
-# **Remedy.** The kernels of other projects are timed by the same code, in the same process, by turns with ours, and
-# pass the same check.
-#
-# ## 6. How figures are recorded
-#
-# A notebook's times are worth little if the code has changed since. So a measurement on a GPU is written to
-# `docs/results/<gpu>/<topic>.json`, together with the GPU, the driver, the versions, the commit, and a **hash** of each
-# source file that it used. A hash (here SHA-256) is a number that changes when the file changes. For a notebook only
-# the code cells count: words may be mended without measuring again.
+# Two of them, measured:
 
 # %%
-if SIMULATED:
-    print("simulator: nothing was timed, so nothing is written")
-else:
-    path = records.write("start_here", ROWS, notebook_sources("notebooks/00_start_here.py"))
-    print(f"{len(ROWS)} rows written to docs/results/{path.parent.name}/{path.name}")
-
-# %% [markdown]
-# Now the guard. We make a small record of our own, ask whether it is stale, then pretend that the file has changed.
+FLOATS = 1024 if SIMULATED else 1 << 22
+PAIRS = rotating(lambda: (torch.rand(FLOATS, device=DEVICE), torch.empty(FLOATS, device=DEVICE)), 8 * FLOATS)
+adds = [lambda x=x, out=out: torch.add(x, 1, out=out) for x, out in PAIRS]
+repeated_us = ladder.times("repeated inputs", {"one input": adds[0], "rotating inputs": adds})
+SIDE = 64 if SIMULATED else 8192
+DTYPE = torch.float32 if SIMULATED else torch.float16
+random, product = torch.randn(SIDE, SIDE, device=DEVICE).to(DTYPE), torch.empty(SIDE, SIDE, device=DEVICE, dtype=DTYPE)
+zeros = torch.zeros_like(random)
+zeros_us = ladder.times(
+    "zeros",
+    {
+        "random numbers": lambda: torch.matmul(random, random, out=product),
+        "zeros": lambda: torch.matmul(zeros, zeros, out=product),
+    },
+)
 
 # %%
-trial = {"topic": "trial", "date": "2026-01-01", "sources": records.sources(["moe_numba/course/bench/timing.py"])}
-print("recorded now:      ", records.stale(trial) or "up to date")
-trial["sources"]["moe_numba/course/bench/timing.py"] = "another hash"
-print("after a change:    ", *records.stale(trial))
-
-if GATE:
-    print("the gate's record: ", plots.caption(GATE))
-    print("                   ", len(GATE["rows"]), "rows;", *(records.stale(GATE) or ["up to date"]))
-else:
-    print("the gate's record:  there is none yet; `python -m moe_numba bench gate` makes it on a GPU")
+MEGABYTES = 2 * 4 * (1 << 22) / 1e6  # read and written; MB per us are TB/s
+say(
+    "Adding 1 to 16 MB seems to move {hot:.1f} TB/s with one input, and {cold:.1f} TB/s with rotating inputs; the peak of an "
+    "H200's DRAM is {peak:.1f} TB/s (data sheet). A GEMM of side 8192 in FP16 takes {random:.0f} us with random numbers and "
+    "{zeros:.0f} us with zeros.",
+    peak=H200.hbm_bandwidth / 1e12,
+    hot=repeated_us and MEGABYTES / repeated_us["one input"],
+    cold=repeated_us and MEGABYTES / repeated_us["rotating inputs"],
+    random=zeros_us and zeros_us["random numbers"],
+    zeros=zeros_us and zeros_us["zeros"],
+)
 
 # %% [markdown]
-# A test asks the same question about every record and every notebook. If code has changed and the figures have not,
-# the test fails. All figures and the tables in the README are drawn from records, so anybody can draw them again
-# without a GPU: `python -m moe_numba plot gate`.
+# **Exercise 4.** Outputs are filled with NaN before a kernel runs, so that elements that it does not write are found. Write
+# the check that finds them. It returns whether all elements of a result are within 0.001 of the expected ones.
+
+
+# %%
+def all_close(result, expected):
+    return not ((result - expected).abs() > 1e-3).any()
+
+
+exercise("start-4").check(all_close)
+
+# %% [markdown]
+# ## 7. Records
 #
-# ## 7. Exercises
+# A measurement on a GPU is written to `docs/results/<gpu>/<topic>.json` with the GPU, the driver, the versions, the commit
+# and a hash of every source file that it depends on. All figures and tables are drawn from these records; `python -m
+# moe_numba plot gate` draws them again on any computer. `make stale` lists records that are older than their code.
+
+# %%
+ladder.save(notebook_sources("notebooks/00_start_here.py"))
+
+# %% [markdown]
+# ## Sources
 #
-# 1. **Half a barrier.** In `reverse`, write `if barrier and i < 32:`, so that only the first warp comes to the
-#    barrier. What do you expect of a GPU, and what does the simulator say?
-#    *Hint: a barrier waits for all threads of the block. Let `try_seeds` only try `barrier=1`.*
-# 2. **Count them all.** Repair `count_threads`, so that it counts 64 under every seed, with `preempt=0.5` too.
-#    *Hint: `cuda.atomic.add(count, 0, 1)` reads, adds and writes without letting another thread between.*
-# 3. **Who waits?** A kernel takes 6 us, and its call takes 9 us. You may halve one of the two. Which one, if there are
-#    many calls in a row? Which one in a CUDA graph? Which one if the call takes 4 us?
-#    *Hint: `timeline({"before": (9, 6), "after": (4.5, 6)})` draws your numbers; it needs no record.*
-#
-# ## 8. Sources
-#
-# The articles that the notebooks follow, in the order of the map:
-#
-# - the gate: a walk through SGLang's `moe_fused_gate` and its torch function `biased_grouped_topk`
-# - shared experts: 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, about [sglang PR
-#   4918](https://github.com/sgl-project/sglang/pull/4918), after [vllm PR
-#   15502](https://github.com/vllm-project/vllm/pull/15502)
-# - DeepEP: [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), by BoLi2001
-# - align: sgl-kernel MoE Align Block Size Kernel 优化过程解析
-# - grouped GEMM: CUTLASS CUTE 7 hpc-ops 之 group gemm & tma
-#
-# On CUDA in Python: the documentation of [Numba CUDA](https://nvidia.github.io/numba-cuda/). On the rules for threads,
-# barriers and shuffles: NVIDIA's *CUDA C++ Programming Guide* and *PTX ISA*. A check that let NaN pass, and so gave a
-# time to a broken kernel, was found in a well-known course: [SGEMM_CUDA PR
-# 20](https://github.com/siboehm/SGEMM_CUDA/pull/20).
+# - NVIDIA: *CUDA C++ Programming Guide*, *PTX ISA*
+# - [Numba CUDA](https://nvidia.github.io/numba-cuda/)
+# - A check that let NaN pass and gave a time to a broken kernel: [SGEMM_CUDA PR
+#   20](https://github.com/siboehm/SGEMM_CUDA/pull/20)
+# - The articles that the notebooks follow are named in each notebook.

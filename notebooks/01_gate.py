@@ -12,124 +12,138 @@
 # ---
 
 # %% [markdown]
-# # The gate: which experts does a token go to?
+# # The gate: choose each token's experts
 #
-# DeepSeek-V3 has 256 experts in each mixture-of-experts layer, and a token visits 8 of them. The **gate** chooses
-# these 8 for every token and says how much each one counts. This notebook builds a GPU kernel for the gate. It starts
-# from torch code, goes on to a well-known CUDA C++ design, and ends with the kernels of this package.
-#
-# It follows a Chinese article about SGLang's kernel `moe_fused_gate`. Everything in that article is here: what the
-# function computes, what the fused kernel gained, how its host code and its threads are laid out, and each phase of
-# the kernel. Then we go on from there.
-#
-# Every kernel here runs on a GPU, and, with few tokens, in a simulator on any computer. The simulator checks results
-# and finds mistakes. It does not measure time. Where you see times without a GPU, they are recorded ones and say so.
+# DeepSeek-V3 has 256 experts in each mixture-of-experts layer and sends each token to 8 of them. The **gate** chooses these
+# 8 and computes their weights. This notebook ports SGLang's CUDA C++ kernel `moe_fused_gate`
+# ([PR 4530](https://github.com/sgl-project/sglang/pull/4530)), which an article in Chinese explains (see Sources), to Numba, and then improves it step by step. It assumes [00_start_here](00_start_here.ipynb): CTAs, warps, shuffles,
+# the simulator, kernel time and call time, and how a step is read.
 
 # %%
-import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
+import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
-print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
-# %%
-import inspect
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
 import time
 import warnings
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
-from IPython.display import Markdown
 from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
-from moe_numba.course.bench import kernel_time, plots, records, rotating
+from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.launch_profile import launch_profile
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
+from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
+from moe_numba.course.draw.phases import phase_bars
+from moe_numba.course.draw.player import Player
+from moe_numba.course.draw.warp_frames import shuffles
+from moe_numba.course.draw.warp_loads import warp_loads
+from moe_numba.course.exercises import exercise
+from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases, resident_ctas, variants
+from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.simulate import define
-from moe_numba.course.source_diff import OpCounter, diff
-from moe_numba.gate.device_functions import sorting_network as batcher_network
+from moe_numba.course.pipe_clocks import PipeClocks, pipe_clocks
+from moe_numba.course.prose import say
+from moe_numba.course.simulate import changed_source, define, in_simulator
+from moe_numba.course.source_diff import OpCounter, change
+from moe_numba.gate.device_functions import LOG2_E, make_sort_descending, sorting_network
 from moe_numba.gate.kernel import GateConfig
+from moe_numba.gate.kernel_4tokens import WARPS_PER_BLOCK, launch_bounds, make_4tokens_kernel, supports
 from moe_numba.gate.reference import biased_grouped_topk as reference
-from moe_numba.gate.reference import mismatch
-from moe_numba.ptx.arithmetic import float_as_int, int_as_float, uint_as_float
-from moe_numba.ptx.memory import load_nc_u32x4
+from moe_numba.gate.reference import choose_experts
+from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
+from moe_numba.ptx.memory import ld_shared_s32x4, load_nc_u32x4, st_shared_s32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
-from moe_numba.runtime.compile import compile_kernel
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 
-warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some demonstrations use one block, on purpose
-EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3: 256 experts in 8 groups; 4 groups are kept; 8 experts chosen
-TOKENS = 16 if simulator.ENABLED else 16384
-DEVICE = "cpu" if simulator.ENABLED else "cuda"
-
-# %% [markdown]
-# ## 1. The problem in one picture
-#
-# For each token the model computes one number per expert, the **logit** (门控输出, gating output). The gate does six
-# things:
-#
-# 1. **Sigmoid.** Each logit becomes a score between 0 and 1.
-# 2. **Bias.** A correction bias (修正偏置) is added, one number per expert. It was learned to spread the load over the
-#    experts. It decides *who* is chosen, but it does not change *how much* the chosen expert counts.
-# 3. **Group scores.** The experts form 8 groups (专家组) of 32. A group is worth the sum of its two best experts.
-# 4. **Grouped top-k.** The 4 best groups are kept. The experts of the other groups are out.
-# 5. **Experts.** Of the experts that are left, the 8 best are chosen.
-# 6. **Weights.** The weight of a chosen expert is its score *without* the bias, divided by the sum of the eight.
-#
-# Mixtral and Qwen2 have no groups: they choose the best experts at once. DeepSeek-V3 was trained with each group on a
-# machine of its own. With 4 groups a token travels to at most 4 machines.
+warnings.filterwarnings("ignore", message=".*low occupancy.*")
 
 # %%
-torch.manual_seed(0)
-LOGITS = rotating(lambda: torch.randn(TOKENS, EXPERTS, device=DEVICE), TOKENS * EXPERTS * 4)  # several sets: section 3
-logits = LOGITS[0]
-bias = torch.rand(EXPERTS, device=DEVICE) * 0.2
+EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3; (128, 4, 2, 6) works as well
+SHAPE = EXPERTS, GROUPS, KEPT, TOPK
+TOKENS = 16 if simulator.ENABLED else 16384
+MODEL_TOKENS = 16384 if simulator.ENABLED else TOKENS  # of predictions: recorded times are for 16384
 
-draw.problem(logits[0].cpu(), bias.cpu(), GROUPS, KEPT, TOPK)
+# %% [markdown]
+# ## What you will build
+#
+# The result, from the records:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+GATE, LADDER = records.recorded("gate"), records.recorded("gate_ladder")
+CONFIG = {"num_experts": 256, "num_expert_group": 8}
+
+
+def recorded_us(record, step, **where):
+    """The median kernel time of a step in a record, or None."""
+    row = record and records.find(record, step=step, **where)
+    return row and row["kernel_us"]["median"]
+
+
+where = {"size": {"tokens": 16384}, "dtype": "float32", "config": CONFIG}
+compile_us, sglang, final = (recorded_us(GATE, step, **where) for step in ("torch.compile", "peer:sglang-aot", "final"))
+port = recorded_us(LADDER, "port, static sizes") or recorded_us(LADDER, "article, static")
+say(
+    "Recorded on an H200 with 16384 tokens: SGLang's kernel, compiled from C++, takes {sglang:.0f} us. Our Numba port "
+    "of it takes {port:.0f} us. The kernel at the end of this notebook takes {final:.1f} us: **{faster:.1f} times as "
+    "fast as the C++ original** and {more:.0f} times as fast as `torch.compile` ({compiled:.0f} us).",
+    sglang=sglang,
+    port=port,
+    final=final,
+    faster=sglang and final and sglang / final,
+    more=compile_us and final and compile_us / final,
+    compiled=compile_us,
+)
+
+# %% [markdown]
+# ## 1. The problem
+#
+# For each token the model computes one number per expert, the **logit**. The gate computes:
+#
+# 1. **Sigmoid**: each logit becomes a score between 0 and 1.
+# 2. **Bias**: a learned number per expert is added, which balances the load. It affects the choice, not the weight.
+# 3. **Group scores**: 256 experts form 8 groups; the score of a group is the sum of its two best experts.
+# 4. **Groups**: the 4 best groups are kept.
+# 5. **Experts**: the 8 best experts of the kept groups are chosen.
+# 6. **Weights**: the chosen experts' scores without the bias, divided by their sum.
+#
+# DeepSeek-V3 was trained with each group on a node of its own, so that a token travels to at most 4 nodes.
+
+# %%
+gate = GateRuns(TOKENS, *SHAPE)  # logits from a normal distribution, in several sets that exceed the L2 cache
+bias = gate.bias  # 0 to 0.2
+draw.problem(gate.logits[0].cpu(), bias.cpu(), GROUPS, KEPT, TOPK)
 
 # %% [markdown]
 # ## 2. The reference
 #
-# This is the article's torch function, which SGLang and vLLM both started from. The comments are the article's, in
-# English. `num_expert_group` is the number of groups, `topk_group` is how many are kept, `topk` is how many experts
-# are chosen. Three things must hold: `topk_group <= num_expert_group`, `topk <= num_experts`, and `num_experts %
-# num_expert_group == 0`.
+# The torch function from which SGLang and vLLM started:
 
 
 # %%
 def biased_grouped_topk_impl(
-    hidden_states,  # [num_token, ...] only its first dimension is looked at
-    gating_output,  # [num_token, num_experts] the logits
-    correction_bias,  # [num_experts]
-    topk,
-    renormalize,  # divide the weights by their sum?
-    num_expert_group=0,
-    topk_group=0,
+    hidden_states, gating_output, correction_bias, topk, renormalize, num_expert_group=0, topk_group=0
 ):
     assert hidden_states.shape[0] == gating_output.shape[0], "Number of tokens mismatch"
-    scores = gating_output.sigmoid()
+    scores = gating_output.sigmoid()  # [tokens, experts]
     num_token, num_experts = scores.shape
     scores_for_choice = scores.view(num_token, -1) + correction_bias.unsqueeze(0)
-    # a group's score: the sum of its two best experts
     group_scores = scores_for_choice.view(num_token, num_expert_group, -1).topk(2, dim=-1)[0].sum(dim=-1)
-    # the best groups, as a mask: [num_token, num_expert_group]
     group_idx = torch.topk(group_scores, k=topk_group, dim=-1, sorted=False)[1]
-    group_mask = torch.zeros_like(group_scores)
+    group_mask = torch.zeros_like(group_scores)  # [tokens, groups]
     group_mask.scatter_(1, group_idx, 1)
-    # the mask stretched from groups to experts: [num_token, num_experts]
-    score_mask = (
-        group_mask.unsqueeze(-1)
-        .expand(num_token, num_expert_group, num_experts // num_expert_group)
-        .reshape(num_token, -1)
-    )
-    # experts of the other groups can never win
+    size = num_experts // num_expert_group
+    score_mask = group_mask.unsqueeze(-1).expand(num_token, num_expert_group, size).reshape(num_token, -1)
     tmp_scores = scores_for_choice.masked_fill(~score_mask.bool(), float("-inf"))
     _, topk_ids = torch.topk(tmp_scores, k=topk, dim=-1, sorted=False)
-    # the weight is the score without the bias
     topk_weights = scores.gather(1, topk_ids)
     if renormalize:
         topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
@@ -137,278 +151,210 @@ def biased_grouped_topk_impl(
 
 
 # %% [markdown]
-# This function leaves two things open. `sorted=False` lets the ids come in any order, and `torch.topk` does not say
-# which of two equal values it takes. So the package has a reference of its own. It returns the best expert first, and
-# of equal values it takes the lower index. `mismatch` compares a result with it: it returns `None`, or a sentence
-# that says what is wrong. It computes in float64, and it accepts another choice only where two scores are too close
-# for float32.
-#
-# A kernel that forgets to write an element must not pass by luck, because an older result still lies in memory. So
-# all outputs are **poisoned** first: weights with NaN, ids with -7.
+# `torch.topk` does not define which of two equal values it takes. Kernels are therefore compared with a float64 reference
+# that returns the best expert first and, of equal values, the lower index. Outputs are **poisoned** with NaN and -7, so that
+# an element that a kernel does not write is found. A check must be able to fail:
 
 # %%
-OPTIONS = {"num_expert_group": GROUPS, "topk_group": KEPT}
-
-
-def poisoned(tokens=TOKENS, topk=TOPK):
-    """Outputs that no kernel would leave as they are."""
-    weights = torch.full((tokens, topk), float("nan"), device=DEVICE)
-    return weights, torch.full((tokens, topk), -7, dtype=torch.int32, device=DEVICE)
-
-
-def best_first(weights, ids):
-    """The same routing in the reference's order: by biased score, the lower id first."""
-    order = ids.argsort(dim=1)
-    weights, ids = weights.gather(1, order), ids.gather(1, order)
-    choice = (logits.sigmoid() + bias).gather(1, ids.long())
-    order = choice.argsort(dim=1, descending=True, stable=True)
-    return weights.gather(1, order), ids.gather(1, order)
-
-
-def check(outputs):
-    weights, ids, *any_order = outputs
-    if any_order:  # the article's torch code promises no order
-        weights, ids = best_first(weights, ids)
-    return mismatch(weights, ids, logits, bias, TOPK, **OPTIONS)
-
-
-print("the reference: ", check(reference(logits, bias, TOPK, **OPTIONS)))
-print("poison:        ", check(poisoned()))
+weights, ids = reference(gate.logits, bias, TOPK, num_expert_group=GROUPS, topk_group=KEPT)
+wrong_ids = ids.clone()
+wrong_ids[TOKENS // 2, 3] = (ids[TOKENS // 2, 3] + 1) % EXPERTS
+for name, outputs in {
+    "reference": (weights, ids),
+    "one wrong expert": (weights, wrong_ids),
+    "nothing written": gate.poisoned(),
+}.items():
+    print(f"{name:<17}", gate.check(Routing(*outputs, gate.logits)) or "right")
 
 # %% [markdown]
-# ## 3. The floor: how fast could it be?
+# ## 3. Lower bound
 #
-# Before the first kernel we ask what the chip must do at least. There are three limits.
-#
-# - **Bytes.** A token brings 256 logits of 4 bytes, 1 KB. It takes away 8 weights and 8 ids, 64 bytes. An H200 moves
-#   about 4.3 TB/s between its memory and its cores (measured with a copy).
-# - **Special functions.** A sigmoid needs one exponential and one reciprocal. A small unit, the **MUFU**, computes
-#   these: 16 results per clock on each multiprocessor.
-# - **Launch.** Even a kernel that does nothing takes some time in a CUDA graph: the next cell prints it.
-#
-# A CUDA graph is a list of launches that the GPU runs without asking Python again. We quote two times for every step.
-# **Kernel time** is taken inside a graph. **Call time** is what the Python call costs on the host. An H200 keeps up
-# to 60 MB in its L2 cache, so the kernel time takes turns over several sets of logits. Otherwise we would measure the
-# cache.
+# A token is 256 logits of 4 bytes of input and 8 x 8 bytes of output, which DRAM must transfer at the bandwidth of a copy. With
+# the instructions `ex2` and `rcp`, a sigmoid takes two results of the special function unit (MUFU), which returns 16 per clock
+# and SM.
 
 # %%
 LIMITS = chip_limits()
-print(LIMITS)
-BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
-SMS, SCHEDULERS, CLOCK = LIMITS.sm_count, 4, LIMITS.boost_clock  # an SM has 4 warp schedulers
-BYTES = TOKENS * (EXPERTS * 4 + TOPK * 8) + EXPERTS * 4
+SMS, CLOCK = LIMITS.sm_count, LIMITS.boost_clock
 
 
-def floors_us(tokens):
+def lower_bounds_us(tokens):
     """What each limit allows at best, in microseconds."""
     return {
-        "bytes": tokens * (EXPERTS * 4 + TOPK * 8) / BANDWIDTH * 1e6,
+        "DRAM": tokens * (EXPERTS * 4 + TOPK * 8) / LIMITS.copy_bandwidth * 1e6,
         "MUFU": tokens * EXPERTS * 2 / (16 * SMS * CLOCK) * 1e6,
     }
 
 
-for tokens in (1, 1024, 16384, 65536):
-    print(f"{tokens:6} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in floors_us(tokens).items()))
-FLOOR_US = max(floors_us(16384).values())
+print(LIMITS)
+for tokens in (64, 1024, 16384, 65536):
+    print(f"{tokens:6} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in lower_bounds_us(tokens).items()))
+FLOOR_US = max(lower_bounds_us(MODEL_TOKENS).values())
 
-
-GATE = records.recorded("gate")  # what `python -m moe_numba bench gate` measured
-if GATE:
-    empty = [records.find(GATE, step="empty kernel", config={"dependent": d})["kernel_us"] for d in (False, True)]
-    alone, chained = (stats["median"] for stats in empty)
-    print(f"an empty kernel: {alone:.2f} us; {chained:.2f} us if it may start before the last one ends")
-
-# %% [markdown]
-# Up to about a thousand tokens the launch is the limit. Beyond, it is the bytes. For 16384 tokens the floor is about 4
-# us. (A kernel may start early if it asks for **programmatic dependent launch**: its blocks take their places while
-# the kernel before it ends, and it waits before it touches memory. The package's kernels do so.)
-#
-# There is a fourth limit that we shall meet again and again: **instructions**. A multiprocessor has 4 schedulers, and
-# each starts at most one instruction per clock for one warp. (A **warp** is 32 threads that run in step. A thread's
-# place in its warp is its **lane**, 0 to 31.) So if every warp runs `n` instructions, this is the least time:
-
-
-# %%
-def issue_us(instructions, warps):
-    """Time in which the GPU can start this many instructions for each of this many warps, in microseconds."""
-    return instructions * warps / (SMS * SCHEDULERS * CLOCK) * 1e6
-
-
-print(f"16384 warps with 1000 instructions each: {issue_us(1000, 16384):.1f} us")
-
-# %% [markdown]
-# ## 4. The ladder
-#
-# Each step has an idea, a prediction, a kernel, a check with a measurement, and a look back. A step changes what its
-# idea says and nothing else. Predictions are made for 16384 tokens on an H200, before the step was measured. Many of
-# them are wrong, and that is where one learns something.
-
-# %%
-ladder = Ladder(
-    "gate_ladder",
-    check,
-    title=f"The gate, step by step: {16384} tokens, 256 experts, float32",
-    config={"num_experts": EXPERTS, **OPTIONS, "topk": TOPK},
-    size={"tokens": TOKENS},
-)
-us = ladder.median_us  # a step's median time, measured now or recorded
-
-
-def measure(name, run, **more):
-    """Check and time ``run(logits)``; kernel time takes turns over all sets of logits."""
-    timed = [lambda x=x: run(x) for x in LOGITS]
-    ladder.step(name, lambda: run(logits), timed=timed, floor_us=FLOOR_US, bytes=BYTES, **more)
-
-
-def bound(run):
-    """``run(x, outputs)`` with outputs of its own, poisoned once: a timed call must not allocate."""
-    outputs = poisoned()
-    return lambda x: run(x, outputs)
-
-
-def look_back(name, before=None, predicted=None):
-    """Say in one sentence what the step gained, and how far off the prediction was."""
-    ladder.report(name, before, predicted, FLOOR_US)
-
-
-def with_few(run, tokens=64):
-    """The kernel time with few tokens, as a server decodes; None in the simulator."""
-    stats = kernel_time(lambda: run(logits[:tokens]))
-    return stats and stats.median
-
-
-# %% [markdown]
-# ### Step 0: torch, line by line
-#
-# **Idea.** Run the article's function as it is. Torch starts at least one kernel for every operation, and each kernel
-# reads its input from memory and writes its output back.
-#
-# **Prediction.** Let us count. A `TorchDispatchMode` sees every operation that torch carries out. Views cost nothing;
-# each of the others starts at least one kernel.
-
-
-# %%
-def torch_eager(x):
-    return *biased_grouped_topk_impl(x, x, bias, TOPK, True, GROUPS, KEPT), "any order"
-
-
-with OpCounter() as count:
-    torch_eager(logits)
-print(len(count.names), "operations:", ", ".join(count.names))
-
-# %% [markdown]
-# Eight of them go through a whole table of 16384 x 256 numbers: 16.8 MB. Six read such a table and write one. The
-# other two are the first and the last `topk`. They must search, so we count ten passes for each. The remaining eight
-# operations are small.
-
-# %%
-TABLE_US = 16384 * EXPERTS * 4 / BANDWIDTH * 1e6
-prediction = (6 * 2 + 2 * 10) * TABLE_US + 8 * 2.0  # a small operation takes 2 us
-print(f"one pass over the table: {TABLE_US:.1f} us; prediction: {prediction:.0f} us")
-
-
-# %%
-def launches(call):
-    """How many kernels a call starts, as a profile of the GPU sees it; None in the simulator."""
-    if simulator.ENABLED:
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-        call()
-        torch.cuda.synchronize()
-    kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in e.name]
-    return len(kernels)
-
-
-choice = logits.sigmoid() + bias
-searches = [lambda: choice.view(TOKENS, GROUPS, -1).topk(2, dim=-1), lambda: choice.topk(TOPK, dim=-1, sorted=False)]
-searches = [time and time.median for time in map(kernel_time, searches)]
-measure(
-    "torch eager",
-    torch_eager,
-    prediction_us=round(prediction),
-    launches=launches(lambda: torch_eager(logits)),
-    searches_us=None if simulator.ENABLED else sum(searches),
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# {False: an ordinary launch, True: with programmatic dependent launch, step 21}
+EMPTY = {on: recorded_us(GATE, "empty kernel", config={"dependent": on}) for on in (False, True)}
+say(
+    "An empty kernel takes {empty:.2f} us in a CUDA graph, so with few tokens the launch is the bound.",
+    empty=EMPTY[False],
 )
 
-# %%
-look_back("torch eager", predicted=prediction)
-if row := ladder.row("torch eager"):
-    print(f"A profile shows {row.get('launches')} kernels for one call.")
-    print(f"The two large topk alone take {row['searches_us']:.0f} us.")
-
 # %% [markdown]
-# **Look back.** The passes over memory were counted well. The two searches were not. `torch.topk` does not read a row
-# ten times: it finds the k-th best bit by bit and then sorts, for rows that are far too short for it. Counting bytes
-# tells little about a search.
-
-# %% [markdown]
-# This is what the article's figure "36 us -> 8 us" is about. In a profile of a whole DeepSeek-V3 layer, the gate
-# shows up as a row of many small kernels, 36 us together. After the change there is one kernel of 8 us
-# (现在只有一个kernel了, "now there is only one kernel"). With few tokens most of the gain is just that: one launch
-# in place of many.
+# ## 4. Timing, and a model of the instruction pipes
 #
-# ### Step 1: torch.compile
-#
-# **Idea.** `torch.compile` reads the function and writes fused kernels for it. SGLang and vLLM did this before the
-# CUDA kernel existed. It has two drawbacks, says the article: starting a server takes much longer, and operations
-# like `topk` and `gather` are not fused.
-#
-# **Prediction.** Sigmoid, bias and mask become one or two passes, which saves perhaps 8 of the 12 passes. The three
-# `topk` stay as they are.
+# `measure` checks a step against the reference and times it. The inputs rotate through more logits than the L2 cache holds.
 
 # %%
-prediction = prediction - 8 * TABLE_US
+config = {"num_experts": EXPERTS, "num_expert_group": GROUPS, "topk_group": KEPT, "topk": TOPK}
+title = f"The gate, {MODEL_TOKENS} tokens"
+ladder = Ladder("gate_ladder", gate.check, title, config=config, size={"tokens": TOKENS})
+BYTES = TOKENS * (EXPERTS * 4 + TOPK * 8) + EXPERTS * 4
+
+
+def measure(name, run, any_order=False, **more):
+    """Check and time ``run(logits, weights, ids)``."""
+    call, timed = gate.calls(run, any_order=any_order)
+    ladder.step(name, call, timed=timed, floor_us=FLOOR_US, bytes=BYTES, **more)
+
+
+# %% [markdown]
+# An SM has four schedulers. Each issues one instruction per clock for one of its warps, to one of several **pipes**:
+#
+# | pipe | instructions | clocks per instruction of a warp |
+# |---|---|---|
+# | FMA | float add, multiply | 1 |
+# | FMA | integer multiply | 2 |
+# | ALU | other integer instructions, compare, select, minimum, maximum | 2 |
+# | XU | the special function unit: MUFU, conversions, bit counts (`popc`, `ffs`), and a maximum of a warp (`redux`, step 12) | 8 |
+# | LSU | loads, stores, shuffles | 4 |
+#
+# `pipe_clocks` compiles a kernel for an H200, disassembles it, and adds up these clocks for one warp. The **issue slots** are the
+# number of instructions. If some warp is always ready, the time in microseconds is
+#
+# clocks of the slowest pipe x (tokens / tokens per warp) / (4 x SMs) / clock rate.
+#
+# This is an estimate: too low where warps wait, too high where a branch skips instructions, such as the slow path of a
+# division. Where the machine code has loops, we state how many shuffles a warp executes in total; the loop's trip count
+# follows.
+
+# %%
+SIGNATURE = ("float32*", "float32*", "float32*", "int32*", "int32")  # logits, bias, weights, ids, tokens
+ARRAYS = ("float32[,]", "float32[]", "float32[,]", "int32[,]")
+CLOCKS = PipeClocks()
+
+
+TOKENS_PER_WARP = {}
+
+
+def count(name, make, executed=None, signature=SIGNATURE, tokens_per_warp=1, threads=None):
+    """Count the clocks of ``make(*SHAPE)``, which has loops that execute its shuffles ``executed`` times in total."""
+    TOKENS_PER_WARP[name] = tokens_per_warp
+    CLOCKS.update(pipe_clocks({name: (f"{make.__name__}{SHAPE}", signature, executed, threads)}, [make]))
+
+
+def pipe_us(name):
+    """Clocks of a warp in the slowest pipe x warps per scheduler / clock rate, in microseconds."""
+    warps = MODEL_TOKENS / TOKENS_PER_WARP[name]
+    return CLOCKS[name] * warps / (4 * SMS) / CLOCK * 1e6
+
+
+# %% [markdown]
+# ## 5. The steps
+#
+# ### Step 1: torch, operation by operation
+#
+# **Idea.** Torch launches at least one kernel per operation, and each reads its input from memory
+# and writes its output back.
+
+
+# %%
+def torch_eager(x, *_):
+    return biased_grouped_topk_impl(x, x, bias, TOPK, True, GROUPS, KEPT)
+
+
+with OpCounter() as operations:
+    torch_eager(gate.logits)
+print(len(operations.names), "operations:", ", ".join(operations.names))
+measure("torch eager", torch_eager, any_order=True, timeline=launch_profile(lambda: torch_eager(gate.logits)))
+
+# %% [markdown]
+# ### Step 2: torch.compile
+#
+# **Bottleneck.** Most operations read and write tables of one number per token and expert. Besides `topk`, they make eight
+# passes over float tables (sigmoid 2, sum with the bias 2, expanded mask 1, its conversion 1, `masked_fill` 2) and four over
+# tables of bytes (the mask as bool): nine times tokens x 1 KB.
+#
+# **Idea.** `torch.compile` generates fused kernels. Operations like `topk` are not fused.
+#
+# **Predicted gain.** Four passes remain: logits in, biased scores out for `topk`, these in again, masked scores out. 5 x
+# tokens x 1 KB / the bandwidth of a copy disappear: an upper bound, because tables may stay in the L2 cache. The searches
+# remain.
+
+# %%
 if simulator.ENABLED:
-    print("torch.compile needs a GPU here; in the simulator this step is left out.")
+    print("torch.compile is not run in the simulator")
 else:
-    compiled = torch.compile(biased_grouped_topk_impl, dynamic=False)
+    compiled_gate = torch.compile(biased_grouped_topk_impl, dynamic=False)
 
-    def torch_compiled(x):
-        return *compiled(x, x, bias, TOPK, True, GROUPS, KEPT), "any order"
+    def torch_compiled(x, *_):
+        return compiled_gate(x, x, bias, TOPK, True, GROUPS, KEPT)
 
     started = time.perf_counter()
-    torch_compiled(logits)
+    torch_compiled(gate.logits)
     torch.cuda.synchronize()
-    COMPILE_S = time.perf_counter() - started
-    measure(
-        "torch.compile",
-        torch_compiled,
-        prediction_us=round(prediction),
-        compile_s=COMPILE_S,
-        launches=launches(lambda: torch_compiled(logits)),
-    )
-
-# %%
-look_back("torch.compile", "torch eager", prediction)
-if row := ladder.row("torch.compile"):
-    print(f"The first call took {row['compile_s']:.1f} s. One call starts {row['launches']} kernels.")
+    more = {"compile_s": time.perf_counter() - started, "timeline": launch_profile(lambda: torch_compiled(gate.logits))}
+    gain_us = 5 * TOKENS * EXPERTS * 4 / LIMITS.copy_bandwidth * 1e6
+    measure("torch.compile", torch_compiled, True, after="torch eager", predicted_gain_us=gain_us, **more)
 
 # %% [markdown]
-# **Look back.** The article is right: the searches stay what they were, each between kernels of its own. What is fused
-# is what was cheap. A better compiler does not help where the algorithm is the trouble.
+# **Explanation.** Torch's profiler recorded the kernels of one call:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+rows = {name: ladder.row(name) or {} for name in ("torch eager", "torch.compile")}
+timelines = {name: row["timeline"] for name, row in rows.items() if row.get("timeline")}
+if timelines and final:
+    picture = launch_timeline(timelines | {"this notebook": [["moe_numba", 0, final]]}, "Kernels of one call")
+else:
+    picture = print("no kernels of a call are recorded yet")
+picture
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+scores = gate.logits.sigmoid() + bias
+topks = {
+    "two best of each group": lambda: scores.view(TOKENS, GROUPS, -1).topk(2, dim=-1),
+    "experts": lambda: scores.topk(TOPK, dim=-1, sorted=False),
+}
+topk_us = ladder.times("torch.topk alone", topks) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+split = {
+    name: [sum(us for kernel, _, us in kernels if is_search(kernel) == searches) for searches in (True, False)]
+    for name, kernels in timelines.items()
+}
+eager, compiled = (split.get(name, [None, None]) for name in ("torch eager", "torch.compile"))
+say(
+    "Kernels that select or sort take {before:.0f} us of torch's call and {after:.0f} us of `torch.compile`'s: they are not "
+    "fused. Alone, the two large `topk` take {topk:.0f} us; `torch.topk` is made for long rows, not for 32 or 256 "
+    "elements. All other kernels take {others:.0f} us and, fused, {fused:.0f} us. The first compiled call took "
+    "{compile_s:.1f} s.",
+    before=eager[0],
+    after=compiled[0],
+    topk=sum(topk_us.values()) or None,
+    others=eager[1],
+    fused=compiled[1],
+    compile_s=rows["torch.compile"].get("compile_s"),
+)
 
 # %% [markdown]
-# ### Step 2: one thread for a token
+# ### Step 3: one thread per token
 #
-# **Idea.** One kernel does it all. The simplest split gives each thread one token. Threads need nothing from each
-# other, so the code is plain Python: load, sigmoid, bias, the best two of each group, drop the 4 worst groups, pick 8
-# times.
+# **Bottleneck.** Each kernel of steps 1 and 2 reads and writes memory.
+#
+# **Idea.** One kernel does everything. If each thread routes one token, threads need nothing from each other.
+
 
 # %%
-draw.work_split("a thread for a token")
-
-# %% [markdown]
-# **Prediction.** A thread runs about 256 x 20 instructions for the sigmoids and 8 x 256 x 4 for the picks, 13000 in
-# all. 16384 threads are 512 warps, about one for each scheduler of the chip. A lone warp waits for each of its own
-# results: about 10 clocks per instruction, with the arrays in memory. That is 13000 x 10 / 1.98 GHz = 66 us.
-
-# %%
-FULL = 0xFFFFFFFF  # all 32 lanes
-LOWEST = float32(-3.4028234663852886e38)  # -FLT_MAX
-EXCLUDED = float32(3.4028234663852886e38)  # FLT_MAX; the article marks excluded groups with it
+LOWEST, EXCLUDED = -3.4028234663852886e38, 3.4028234663852886e38  # -FLT_MAX and FLT_MAX
 
 
 @cuda.jit(device=True)
@@ -417,16 +363,16 @@ def sigmoid(x):
 
 
 @cuda.jit
-def thread_a_token(logits, bias, weights, ids):
+def one_thread_per_token(logits, bias, weights, ids):
     token = cuda.grid(1)
     if token >= logits.shape[0]:
-        return  # safe here: no thread waits for another one
+        return  # no other thread waits for this one
     score = cuda.local.array(EXPERTS, float32)
     choice = cuda.local.array(EXPERTS, float32)
     group_score = cuda.local.array(GROUPS, float32)
     size = EXPERTS // GROUPS
     for g in range(GROUPS):
-        best, second = LOWEST, LOWEST
+        best, second = float32(LOWEST), float32(LOWEST)
         for e in range(g * size, (g + 1) * size):
             score[e] = sigmoid(logits[token, e])
             choice[e] = score[e] + bias[e]
@@ -436,163 +382,84 @@ def thread_a_token(logits, bias, weights, ids):
     for _ in range(GROUPS - KEPT):
         worst = 0
         for g in range(GROUPS):
-            if group_score[g] <= group_score[worst]:  # of equal groups the later one goes
+            if group_score[g] <= group_score[worst]:  # of equal groups the later one is dropped
                 worst = g
-        group_score[worst] = EXCLUDED
+        group_score[worst] = float32(EXCLUDED)
         for e in range(worst * size, (worst + 1) * size):
-            choice[e] = LOWEST
+            choice[e] = float32(LOWEST)
     total = float32(0)
     for k in range(TOPK):
         best_expert = 0
         for e in range(EXPERTS):
             if choice[e] > choice[best_expert]:
                 best_expert = e
-        choice[best_expert] = LOWEST
-        weights[token, k] = score[best_expert]
-        ids[token, k] = best_expert
+        choice[best_expert] = float32(LOWEST)
+        weights[token, k], ids[token, k] = score[best_expert], best_expert
         total += score[best_expert]
     for k in range(TOPK):
         weights[token, k] /= total
 
 
 # %% [markdown]
-# `cuda.grid(1)` is the thread's number in the whole grid. `cuda.local.array` is a small array of the thread's own. If
-# every index is known when the kernel is compiled, the array lives in **registers**, the fastest memory. Here 256
-# values are too many, so it lives in **local memory**: slow memory of the GPU, behind the caches.
+# `float32(...)` is needed because Numba types a global such as `LOWEST` as a 64-bit float.
 #
-# The second best of a stream of values needs no `if`: the loser of "new value against best" meets the second best.
+# **Predicted gain.** The time of step 1 disappears. The machine code has 34 instructions per expert for the scores, and 21 per
+# expert and pick, of which two load from local memory (step 4). 16384 threads are one warp per scheduler, so a warp waits for each of its own
+# results, say 5 clocks: experts x (34 + 21 x picks) x 5 clocks / 1.98 GHz remain.
 
 
 # %%
-def stream():
-    """Torch's current stream, as Numba wants it."""
-    return 0 if simulator.ENABLED else cuda.external_stream(torch.cuda.current_stream().cuda_stream)
+def run_one_thread_per_token(x, weights, ids):
+    one_thread_per_token[-(-len(x) // 32), 32, numba_stream()](x, bias, weights, ids)
 
 
-def run_thread_a_token(x, outputs):
-    thread_a_token[(x.shape[0] + 31) // 32, 32, stream()](x, bias, *outputs)
-    return outputs
-
-
-measure("a thread for a token", bound(run_thread_a_token), prediction_us=66)
-
-# %%
-look_back("a thread for a token", "torch eager", 66)
+waiting_us = EXPERTS * (34 + 21 * TOPK) * 5 / CLOCK * 1e6
+gain_us = (ladder.median_us("torch eager") or 0) - waiting_us
+measure("one thread per token", run_one_thread_per_token, after="torch eager", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Look back.** One kernel in place of seventeen is already faster, though this one does almost everything wrong. Its
-# lanes read 32 rows at once, 1 KB apart, so every load touches 32 different places. And 512 values a thread do not fit
-# in registers: each pick reads all of them again from local memory.
-
-# %% [markdown]
-# ### Step 3: the article's design, with run-time sizes
+# ### Step 4: SGLang's design, with run-time sizes
 #
-# **Idea.** One thread for each *group* of a token. Each thread holds the 32 experts of its group, and 8 neighbouring
-# lanes share a token. They find the worst group and the best expert together, by **shuffles**. A shuffle lets each
-# lane read a register of another lane, without memory.
-#
-# #### The host code and the thread model (线程模型)
-#
-# The article's C++ host function makes the outputs, checks the sizes, chooses a kernel and starts it. Its names:
-#
-# | name | meaning | for DeepSeek-V3 |
-# |---|---|---|
-# | `WARP_SIZE` | threads in a warp | 32 |
-# | `WARPS_PER_CTA` | warps in a block; CTA is another word for block | 6 |
-# | `VPT` | values per thread: `num_experts / num_expert_group` | 256 / 8 = 32 |
-# | `THREADS_PER_ROW` | threads for a token: `num_expert_group` | 8 |
-# | `ROWS_PER_WARP` | tokens for a warp: `max(1, 32 / num_expert_group)` | 32 / 8 = 4 |
-# | `ROWS_PER_CTA` | tokens for a block: `WARPS_PER_CTA * ROWS_PER_WARP` | 6 * 4 = 24 |
-# | `block_dim` | `dim3(WARP_SIZE, WARPS_PER_CTA)`: x is the lane, y is the warp | (32, 6) |
-# | `num_blocks` | tokens / `ROWS_PER_CTA`, rounded up | 16384 / 24 = 683 |
-#
-# It refuses what the kernel cannot do: `num_experts` must be a power of two, `num_expert_group` must divide it (and
-# is then a power of two itself), and `VPT` may not exceed `MAX_VPT = 32`. It knows three types of logits: bfloat16,
-# float16 and float32. It launches on torch's current stream, as `moe_numba.runtime.launch` does. The same host code in
-# Python:
-
+# **Bottleneck.** The arrays are indexed with values that are only known at run time. Registers cannot be indexed dynamically,
+# so the arrays are in **local memory**: DRAM, behind the caches. The machine code shows it:
 
 # %%
-def host(num_rows, num_experts, num_expert_group):
-    """What the article's host function checks and computes before it starts the kernel."""
-    if num_experts & (num_experts - 1):
-        raise ValueError(f"num_experts must be a power of 2, but got {num_experts}")
-    if num_experts % num_expert_group:
-        raise ValueError(f"num_experts must be divisible by num_expert_group: {num_experts} / {num_expert_group}")
-    vpt = num_experts // num_expert_group
-    if vpt > 32:
-        raise ValueError(f"num_experts / num_expert_group = {vpt} exceeds the maximum supported, 32")
-    rows_per_warp = max(1, 32 // num_expert_group)
-    num_warps = -(-num_rows // rows_per_warp)
-    num_blocks = -(-num_warps // 6)
-    return {"VPT": vpt, "ROWS_PER_WARP": rows_per_warp, "ROWS_PER_CTA": 6 * rows_per_warp, "num_blocks": num_blocks}
+instruction_mix({"one thread per token": (one_thread_per_token, ARRAYS)})
 
-
-for experts, groups in ((256, 8), (256, 16), (128, 4), (128, 8)):
-    print(f"{experts}/{groups}:", host(16384, experts, groups))
+# %% [markdown]
+# The counts are static: an instruction in a loop counts once, and unrolling raises the count. The stack holds the three
+# arrays: (256 + 256 + 8) x 4 bytes. One warp per scheduler also means that the scheduler idles while that warp waits.
+#
+# **Idea.** One thread per *group* of a token. A thread holds the 32 experts of its group (`VPT`, values per thread), and
+# `THREADS_PER_ROW` = 8 neighbouring lanes share a token. They find the worst group and the best expert with shuffles.
 
 # %%
 draw.thread_model(EXPERTS, GROUPS)
 
-# %%
-draw.work_split("a thread for a group")
-
 # %% [markdown]
-# #### The two kernel interfaces (接口)
+# SGLang selects a **template** of the kernel for 256 or 128 experts, or a **dynamic** kernel with run-time sizes, which this
+# step ports:
 #
-# The article has one kernel body and two ways in. The **templated** kernel gets all sizes at compile time (`template
-# <int VPT, int NUM_EXPERTS, ...>`, collected in a struct `KernelParams` of `constexpr` members). A macro
-# `LAUNCH_MOE_GATE_CONFIG` computes them for 256 experts in 8 or 16 groups and for 128 experts in 4 or 8 groups. The
-# **dynamic** kernel gets them as arguments, in a struct `KernelParamsDynamic` with the same names. It serves every
-# other case. Both follow the same thread model. This step is the dynamic one; the next is the templated one.
+# | phase | kernel | torch |
+# |---|---|---|
+# | load, sigmoid, bias | 32 values each, in the thread | `scores`, `scores_for_choice` |
+# | exclude groups, 4 times | each thread: sum of its two best; butterfly: the lowest sum, of equal sums the higher group; its thread sets its values to `FLT_MAX` | `group_scores`, `group_idx`, `group_mask`, `masked_fill` |
+# | choose experts, 8 times | each thread: its best value; butterfly: the highest, of equal values the lower expert; its thread stores weight and id, and sets the value to `-FLT_MAX` | `topk_ids`, `gather` |
+# | rescale | the first thread of the token divides by the sum | `topk_weights / topk_weights.sum()` |
 #
-# #### Helpers and types
+# SGLang's kernel computes in the type of the logits, ours in float32.
 #
-# - `AlignedArray<T, N>` (from CUTLASS) is an array that promises to lie at a multiple of its own size. The compiler
-#   may then load several elements with one instruction. `AccessType` is such an array of `MAX_VPT` elements. In
-#   Python we ask for wide loads by name, in step 7.
-# - `cmp_gt` and `cmp_eq` compare two values. They exist because C++ cannot decide between several `>` for `at::Half`,
-#   the 16-bit float; so it is turned into `float` first. In Python a 16-bit float reaches a kernel as its bits, and
-#   the kernel turns them into a float32 itself. The change is exact, so comparisons stay the same.
-#
-# #### The phases of the kernel
-#
-# 1. **Who am I?** `thread_row` is the thread's token, `thread_group_idx = tidx % THREADS_PER_ROW` is its group, and
-#    `first_elt_read_by_thread = thread_group_idx * VPT` is its first expert.
-# 2. **Load.** 32 logits and 32 biases go into arrays of the thread (`row_chunk`, `bias_chunk`).
-# 3. **Sigmoid**, in place. (`scores = gating_output.sigmoid()`)
-# 4. **Bias.** (`scores_for_choice = scores + correction_bias`)
-# 5. **Exclude groups** (排除专家组). Four times: each thread finds its two best values, the eight threads find
-#    the lowest sum by shuffles, and the owner fills its array with `FLT_MAX`, the largest float, as a mark. Of equal
-#    sums the higher group goes. (`group_scores`, `group_idx`, `group_mask`, `masked_fill`)
-# 6. **Top-k.** Eight times: each thread finds its best value (none if its first one bears the mark), the eight
-#    threads find the highest, the owner writes weight and id to memory and sets the value to `-FLT_MAX`. Of equal
-#    values the lower expert wins. The first thread of the token reads the weight back and adds it up. (`topk`,
-#    `gather`, `sum`)
-# 7. **Rescale.** The first thread divides the eight weights by their sum. (`topk_weights / topk_weights_sum`)
-#
-# All of this happens in the type of the logits. With bfloat16 a score, a group's sum and the final weight are rounded
-# to 8 significant bits, and many scores become equal. Our kernels compute in float32 whatever comes in.
-
-# %%
-draw.flow_chart()
-
-# %% [markdown]
-# #### The butterfly
-#
-# How do eight lanes find the lowest of eight values? In three rounds. In each, a lane swaps its value with a partner,
-# and both keep the better one. The partners' lane numbers differ in one bit: `shfl_xor_sync(mask, value, 1)`, then 2,
-# then 4. In the end every lane knows the answer. For 32 lanes it takes five rounds. `mask` names the lanes that take
-# part, and **all of them must come**, or the result is undefined.
-
-# %%
-draw.butterfly([0.62, 0.91, 0.35, 0.77, 0.58, 0.83, 0.49, 0.70], "lowest")
+# In the butterfly `lowest`, each lane exchanges a value and its group with the lane at distance 1, 2, then 4, and keeps the
+# lower value:
 
 
 # %%
+FULL = 0xFFFFFFFF  # all 32 lanes take part
+
+
 @cuda.jit(device=True)
 def lowest(value, index, start, stop):
-    """The lowest value and its index among the lanes that differ in the bits start, 2 start, ... below stop."""
+    """The lowest value among the lanes at distances start, 2 start, ... below stop, and its index."""
     step = start
     while step < stop:
         other = cuda.shfl_xor_sync(FULL, value, step)
@@ -601,6 +468,56 @@ def lowest(value, index, start, stop):
             value, index = other, other_index
         step *= 2
     return value, index
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cuda.jit
+def worst_group_of_each_token(sums, out):
+    lane = cuda.threadIdx.x
+    _, out[lane] = lowest(sums[lane], int32(lane % GROUPS), 1, GROUPS)
+
+
+def trace_butterfly():
+    sums = np.random.default_rng(0).integers(100, 240, 32).astype(np.float32) / 100
+    with simulator.trace() as events:
+        worst_group_of_each_token[1, 32](sums, np.zeros(32, np.int32))
+    explain = lambda number, _, distance: (
+        f"Round {number // 2 + 1}: each lane receives the {'group' if number % 2 else 'sum'} of the lane at distance {distance}."
+    )
+    return Player(*shuffles(events, explain=explain), f"Butterfly: the lowest sum among {GROUPS} lanes").as_dict()
+
+
+butterfly = Player.from_dict(in_simulator(trace_butterfly))
+butterfly
+
+# %%
+butterfly.strip([0, 1, len(butterfly.frames) - 2])  # half of the lanes, and three of the shuffles
+
+# %% [markdown]
+# **Exercise 1.** If 16 lanes share a token, two tokens share a warp. Change the kernel so that each lane returns the maximum
+# of its own half of the warp.
+
+
+# %%
+@cuda.jit
+def max_of_half_warps(x, out):
+    lane = cuda.threadIdx.x
+    value = x[lane]
+    for r in range(5):
+        value = max(value, cuda.shfl_xor_sync(FULL, value, 1 << r))
+    out[lane] = value
+
+
+exercise("gate-1").check(max_of_half_warps)
+
+# %% [markdown]
+# `highest` is `lowest` with both comparisons reversed. The port, with `int32(...)` where the kernel has `int`. The lowest
+# sum is excluded first, so an excluded group's values become `FLT_MAX`, and `choice[0] != EXCLUDED` tells whether a group is
+# in.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+WARPS = 6  # per CTA
+MAX_VPT = 32
 
 
 @cuda.jit(device=True)
@@ -616,28 +533,9 @@ def highest(value, index, start, stop):
     return value, index
 
 
-# %% [markdown]
-# **Two repairs.** The article's kernel has two faults that this one does not copy.
-#
-# - It returns early from threads without a token, although shuffles and barriers follow that want all threads. Here
-#   such a thread works on the last token like the others and stores nothing. We call this **predicating**.
-# - Its first thread reads a weight from memory right after *another* lane has stored it. Nothing makes it wait. Here
-#   a `syncwarp` stands between the two: it lets the lanes of a warp wait for one another. Section 7 shows what
-#   happens without it.
-#
-# **Prediction.** 4096 warps now, so the chip is full. Each runs 32 x 20 instructions for the sigmoids, 4 x 32 x 3 for
-# the groups and 8 x 32 x 3 for the picks: about 1800 with the shuffles. But the arrays are indexed with numbers that
-# only the running kernel knows, so they lie in local memory and each access is an instruction more: 3000.
-
 # %%
-prediction = issue_us(3000, 16384 / 4)
-print(f"prediction: {prediction:.0f} us if every scheduler is always busy; we say {2 * prediction:.0f}")
-WARPS = 6
-MAX_VPT = 32
-
-
 @cuda.jit
-def document_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk):
+def port_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk):
     num_rows, num_experts = logits.shape
     vpt = num_experts // num_expert_group
     rows_per_warp = max(1, 32 // num_expert_group)
@@ -646,32 +544,30 @@ def document_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, t
     safe_row = min(row, num_rows - 1)
     group = int32(lane % num_expert_group)
     first = int32(group * vpt)
-    score = cuda.local.array(MAX_VPT, float32)
-    choice = cuda.local.array(MAX_VPT, float32)
+    score, choice = cuda.local.array(MAX_VPT, float32), cuda.local.array(MAX_VPT, float32)
     for i in range(vpt):
         score[i] = sigmoid(logits[safe_row, first + i])
         choice[i] = score[i] + bias[first + i]
     for _ in range(num_expert_group - topk_group):
-        best, second = LOWEST, LOWEST
+        best, second = float32(LOWEST), float32(LOWEST)
         for i in range(vpt):
             second = max(second, min(best, choice[i]))
             best = max(best, choice[i])
         _, worst_group = lowest(best + second, group, 1, num_expert_group)
         if group == worst_group:
             for i in range(vpt):
-                choice[i] = EXCLUDED
+                choice[i] = float32(EXCLUDED)
     total = float32(0)
     for k in range(topk):
-        best, expert = LOWEST, first
-        if choice[0] != EXCLUDED:
+        best, expert = float32(LOWEST), first
+        if choice[0] != float32(EXCLUDED):
             for i in range(vpt):
                 if choice[i] > best:
                     best, expert = choice[i], int32(first + i)
         best, expert = highest(best, expert, 1, num_expert_group)
         if group == expert // vpt and row < num_rows:
-            choice[expert % vpt] = LOWEST
-            weights[row, k] = score[expert % vpt]
-            ids[row, k] = expert
+            choice[expert % vpt] = float32(LOWEST)
+            weights[row, k], ids[row, k] = score[expert % vpt], expert
         cuda.syncwarp()  # the next line reads what another lane has just written
         if group == 0 and row < num_rows:
             total += weights[row, k]
@@ -680,39 +576,107 @@ def document_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, t
             weights[row, k] /= total
 
 
+# %% [markdown]
+# The port repairs two faults. In SGLang's kernel, threads without a token return before shuffles that all must execute; here
+# they compute on the last token and store nothing. And its first thread reads a weight that another lane has just stored;
+# here `syncwarp` orders the two. The simulator shows both:
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+no_barrier = changed_source(
+    port_dynamic,
+    "        cuda.syncwarp()  # the next line reads what another lane has just written\n",
+    "",
+    "no_barrier",
+)
+no_barrier = define(no_barrier, globals(), "no_barrier.py")["no_barrier"]
+
+
 # %%
-def blocks(tokens, tokens_per_warp):
+@cuda.jit
+def returns_early(out, num_rows):
+    row = cuda.threadIdx.x // 8
+    if row >= num_rows:
+        return
+    out[row] = cuda.shfl_xor_sync(FULL, int32(cuda.threadIdx.x), 1)
+
+
+def show_faults():
+    logits, bias = torch.randn(4, EXPERTS), torch.rand(EXPERTS)
+    with simulator.races():
+        for kernel in (port_dynamic, no_barrier):
+            try:
+                kernel[1, (32, 1)](
+                    logits, bias, torch.zeros(4, TOPK), torch.zeros(4, TOPK, dtype=torch.int32), GROUPS, KEPT, TOPK
+                )
+                print(f"{kernel.__name__}: no race")
+            except simulator.DataRace as error:
+                print(f"{kernel.__name__}: {error}\n")
+    try:
+        returns_early[1, 32](torch.zeros(4, dtype=torch.int32), 3)
+    except simulator.SimulatorError as error:
+        print(f"returns_early: {error}")
+
+
+in_simulator(show_faults)
+
+# %% [markdown]
+# A third fault only costs time: in the host function an `else` belongs to the inner of two `if`s, so 256 experts in 16
+# groups, and 128 in 8, never reach their templates.
+#
+# **Predicted gain.** There are 8 times as many warps, each with an eighth of the work. If warps only wait, the time falls to an
+# eighth.
+
+
+# %%
+def ctas(tokens, tokens_per_warp):
     return -(-tokens // (tokens_per_warp * WARPS))
 
 
-def run_dynamic(x, outputs, kernel=document_dynamic):
-    kernel[blocks(x.shape[0], 32 // GROUPS), (32, WARPS), stream()](x, bias, *outputs, GROUPS, KEPT, TOPK)
-    return outputs
+def run_dynamic(kept, topk):
+    def run(x, weights, ids):
+        grid = ctas(len(x), 32 // GROUPS)
+        port_dynamic[grid, (32, WARPS), numba_stream()](x, bias, weights, ids, GROUPS, kept, topk)
+
+    return run
 
 
-measure("article, dynamic", bound(run_dynamic), prediction_us=round(2 * prediction))
-
-# %%
-look_back("article, dynamic", "a thread for a token", 2 * prediction)
-
-# %% [markdown]
-# **Look back.** The prediction counted instructions as if nothing ever waited. But the loops have no fixed length, so
-# nothing is unrolled, every value comes from local memory, and each comparison waits for the load before it.
+gain_us = (ladder.median_us("one thread per token") or 0) * (1 - 1 / GROUPS)
+measure("port, run-time sizes", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# ### Step 4: the same, static
-#
-# **Idea.** Tell the compiler the sizes. In C++ that is what templates are for. In Python a **closure** does it: a
-# function that makes a kernel. Numba treats the names that the kernel takes from around it as constants.
-# `functools.cache` keeps the kernels that were made, so each combination is compiled once. Divisions become shifts,
-# and loops can be unrolled.
-#
-# **Prediction.** A third of the instructions were index arithmetic and loop control: 2000 are left.
-
+# **Explanation.** Time the kernel with all groups kept, which leaves out the group phase, and with one pick. Of the time
+# `t`, the groups take `t` - `t(all kept)`, the picks, with 7/8 of the rescaling, (`t` - `t(one pick)`) x 8 / 7, loading the
+# rest:
 
 # %%
+PHASES = {"port, run-time sizes": phases(ladder, gate, "port, run-time sizes", run_dynamic)}
+instruction_mix({"port, run-time sizes": (port_dynamic, (*ARRAYS, "int32", "int32", "int32"))})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "Choosing the experts takes {pick:.0f} us, choosing the groups {group:.0f} us, and the rest {load:.0f} us. The "
+    "compiler unrolls loops of run-time length by four and tests after each four whether more are left; each comparison "
+    "loads a value from local memory. The divisions by run-time sizes are calls of a 64-bit division in software, one "
+    "of them in each pick.",
+    pick=(PHASES["port, run-time sizes"] or {}).get("choose experts"),
+    group=(PHASES["port, run-time sizes"] or {}).get("choose groups"),
+    load=(PHASES["port, run-time sizes"] or {}).get("load, sigmoid, bias"),
+)
+
+# %% [markdown]
+# ### Step 5: the same, static
+#
+# **Bottleneck.** Loop counters, tests and 64-bit divisions, which exist only because sizes are not known before run time.
+#
+# **Idea.** C++ passes the sizes as template parameters. In Python a **closure** does the same: a function that makes the kernel.
+# Numba treats names from the enclosing function as constants, so loops can be unrolled and divisions become shifts. `cache`
+# keeps one kernel per combination.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
-def make_document_static(num_experts, num_expert_group, topk_group, topk):
+def make_port_static(num_experts, num_expert_group, topk_group, topk):
     vpt = num_experts // num_expert_group
     rows_per_warp = max(1, 32 // num_expert_group)
 
@@ -730,24 +694,24 @@ def make_document_static(num_experts, num_expert_group, topk_group, topk):
             score[i] = sigmoid(logits[safe_row, first + i])
             choice[i] = score[i] + bias[first + i]
         for _ in range(num_expert_group - topk_group):
-            best, second = LOWEST, LOWEST
+            best, second = float32(LOWEST), float32(LOWEST)
             for i in range(vpt):
                 second = max(second, min(best, choice[i]))
                 best = max(best, choice[i])
             _, worst_group = lowest(best + second, group, 1, num_expert_group)
             if group == worst_group:
                 for i in range(vpt):
-                    choice[i] = EXCLUDED
+                    choice[i] = float32(EXCLUDED)
         total = float32(0)
         for k in range(topk):
-            best, expert = LOWEST, first
-            if choice[0] != EXCLUDED:
+            best, expert = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
                 for i in range(vpt):
                     if choice[i] > best:
                         best, expert = choice[i], int32(first + i)
             best, expert = highest(best, expert, 1, num_expert_group)
             if group == expert // vpt and row < num_rows:
-                choice[expert % vpt] = LOWEST
+                choice[expert % vpt] = float32(LOWEST)
                 weights[row, k] = score[expert % vpt]
                 ids[row, k] = expert
             cuda.syncwarp()  # the next line reads what another lane has just written
@@ -760,125 +724,54 @@ def make_document_static(num_experts, num_expert_group, topk_group, topk):
     return kernel
 
 
-# %%
-document_static = make_document_static(EXPERTS, GROUPS, KEPT, TOPK)
+# %% [markdown]
+# **Predicted gain.** Measured time before - pipe time after: the loops of step 4 depend on arguments, so that has no pipe
+# time. Later steps subtract two pipe times.
 
-
-def run_arrays(kernel, tokens_per_warp):
-    def run(x, outputs):
-        kernel[blocks(x.shape[0], tokens_per_warp), (32, WARPS), stream()](x, bias, *outputs)
-        return outputs
-
-    return bound(run)
-
-
-prediction = issue_us(2000, 16384 / 4) * 2
-measure("article, static", run_arrays(document_static, 4), prediction_us=round(prediction))
 
 # %%
-look_back("article, static", "article, dynamic", prediction)
+def run_static(x, weights, ids):
+    grid = ctas(len(x), 32 // GROUPS)
+    make_port_static(*SHAPE)[grid, (32, WARPS), numba_stream()](x, bias, weights, ids)
+
+
+ROUNDS = GROUPS.bit_length() - 1  # of a butterfly over the groups
+executed = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}
+count("port, static sizes", make_port_static, executed, ARRAYS, tokens_per_warp=32 // GROUPS)
+before_us = ladder.median_us("port, run-time sizes") or 0
+gain_us = before_us and before_us - pipe_us("port, static sizes")
+measure("port, static sizes", run_static, after="port, run-time sizes", predicted_gain_us=gain_us)
+CLOCKS
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "The instructions alone would take {pipe:.0f} us of the {us:.0f} us: this kernel still waits most of the time.",
+    pipe=pipe_us("port, static sizes"),
+    us=ladder.median_us("port, static sizes"),
+)
 
 # %% [markdown]
-# **Look back.** Templates are worth far more than a third. With loops unrolled the compiler keeps many values in
-# registers between their uses and starts independent loads together. The count is still too small, for two reasons.
-# Comparing, choosing, minimum and maximum, and all integer work run on units that take a warp only every *second*
-# clock. And `math.exp` with an exact division is longer than it looks.
+# ### Step 6: pointers instead of arrays
+#
+# **Bottleneck.** The call. Numba passes an array as shape, strides and more, which Python collects at each call.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "A call of the static kernel takes {call:.0f} us of CPU time, {ratio:.1f} times its kernel time.",
+    call=ladder.median_us("port, static sizes", "call_us"),
+    ratio=(ladder.median_us("port, static sizes", "call_us") or 0) / (ladder.median_us("port, static sizes") or 1)
+    or None,
+)
 
 # %% [markdown]
-# This is the article's kernel, in Python. One thing it could not win: `choice[expert % vpt]` still takes an index
-# that is only known at run time. Registers have no index, so both arrays stay in local memory. The C++ kernel has the
-# same trouble.
+# **Idea.** `launch` compiles a kernel once for bare pointers and then packs a few numbers per call. The kernel computes its
+# indices itself.
 #
-# ### Step 5: arrays in registers
-#
-# **Idea.** Never index with a number that only the running kernel knows. In place of `choice[expert % vpt]` go
-# through all 32 places and act on the one whose number fits. The loop is unrolled, so every index is a constant, and
-# the arrays become registers.
-#
-# **Prediction.** A pick costs 32 comparisons more, 8 x 64 instructions in all. But some 32 x 2 x 12 accesses to local
-# memory disappear. We expect a gain of a third.
+# **Predicted gain.** In kernel time, the difference of the slowest pipes: run-time strides make every index a 64-bit
+# multiplication.
 
 
-# %%
-@cache
-def make_in_registers(num_experts, num_expert_group, topk_group, topk):
-    vpt = num_experts // num_expert_group
-    rows_per_warp = max(1, 32 // num_expert_group)
-
-    @cuda.jit
-    def kernel(logits, bias, weights, ids):
-        num_rows = logits.shape[0]
-        lane = cuda.threadIdx.x
-        row = (cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * rows_per_warp + lane // num_expert_group
-        safe_row = min(row, num_rows - 1)
-        group = int32(lane % num_expert_group)
-        first = int32(group * vpt)
-        score = cuda.local.array(vpt, float32)
-        choice = cuda.local.array(vpt, float32)
-        for i in range(vpt):
-            score[i] = sigmoid(logits[safe_row, first + i])
-            choice[i] = score[i] + bias[first + i]
-        for _ in range(num_expert_group - topk_group):
-            best, second = LOWEST, LOWEST
-            for i in range(vpt):
-                second = max(second, min(best, choice[i]))
-                best = max(best, choice[i])
-            _, worst_group = lowest(best + second, group, 1, num_expert_group)
-            if group == worst_group:
-                for i in range(vpt):
-                    choice[i] = EXCLUDED
-        total = float32(0)
-        for k in range(topk):
-            best, expert = LOWEST, first
-            if choice[0] != EXCLUDED:
-                for i in range(vpt):
-                    if choice[i] > best:
-                        best, expert = choice[i], int32(first + i)
-            best, expert = highest(best, expert, 1, num_expert_group)
-            for i in range(vpt):
-                if first + i == expert:
-                    choice[i] = LOWEST
-                    if row < num_rows:
-                        weights[row, k] = score[i]
-                        ids[row, k] = expert
-            cuda.syncwarp()  # the next line reads what another lane has just written
-            if group == 0 and row < num_rows:
-                total += weights[row, k]
-        if group == 0 and row < num_rows:
-            for k in range(topk):
-                weights[row, k] /= total
-
-    return kernel
-
-
-# %%
-diff(make_document_static, make_in_registers)
-
-# %%
-in_registers = make_in_registers(EXPERTS, GROUPS, KEPT, TOPK)
-prediction = 0.67 * (us("article, static") or 32)
-measure("in registers", run_arrays(in_registers, 4), prediction_us=round(prediction), slower=True)
-
-# %%
-look_back("in registers", "article, static", prediction)
-
-# %% [markdown]
-# **Look back.** A loss. The arrays are gone from local memory, as planned. But that memory is cached, and a pick
-# touched it only a few times. In exchange every pick makes 32 comparisons more for each lane, on the slow half of the
-# units, and more registers for a thread mean fewer warps to hide behind. "No local memory" is a means and no end.
-
-# %% [markdown]
-# ### Step 6: pointers in place of arrays
-#
-# **Idea.** We take the last step back and go on from the static kernel. So far it took Numba arrays. Each is seven
-# numbers or more: shape, strides, size, ... Python has to look at every tensor and fill them in, for every call. A
-# kernel that takes bare **pointers** needs one number for each. `moe_numba.runtime.launch` compiles such a kernel once and then
-# only packs a few numbers. The kernel now indexes by hand: `logits[row * num_experts + expert]`.
-#
-# **Prediction.** Kernel time stays. Call time falls from some 50 us or more to about 10 us.
-
-
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_pointers(num_experts, num_expert_group, topk_group, topk):
     vpt = num_experts // num_expert_group
@@ -897,24 +790,24 @@ def make_pointers(num_experts, num_expert_group, topk_group, topk):
             score[i] = sigmoid(logits[safe_row * num_experts + first + i])
             choice[i] = score[i] + bias[first + i]
         for _ in range(num_expert_group - topk_group):
-            best, second = LOWEST, LOWEST
+            best, second = float32(LOWEST), float32(LOWEST)
             for i in range(vpt):
                 second = max(second, min(best, choice[i]))
                 best = max(best, choice[i])
             _, worst_group = lowest(best + second, group, 1, num_expert_group)
             if group == worst_group:
                 for i in range(vpt):
-                    choice[i] = EXCLUDED
+                    choice[i] = float32(EXCLUDED)
         total = float32(0)
         for k in range(topk):
-            best, expert = LOWEST, first
-            if choice[0] != EXCLUDED:
+            best, expert = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
                 for i in range(vpt):
                     if choice[i] > best:
                         best, expert = choice[i], int32(first + i)
             best, expert = highest(best, expert, 1, num_expert_group)
             if group == expert // vpt and row < num_rows:
-                choice[expert % vpt] = LOWEST
+                choice[expert % vpt] = float32(LOWEST)
                 weights[row * topk + k] = score[expert % vpt]
                 ids[row * topk + k] = expert
             cuda.syncwarp()  # the next line reads what another lane has just written
@@ -928,56 +821,173 @@ def make_pointers(num_experts, num_expert_group, topk_group, topk):
 
 
 # %%
-diff(make_document_static, make_pointers)
+change(make_port_static, make_pointers)
 
 
 # %%
-def run_pointers(kernel, tokens_per_warp):
-    def run(x, outputs):
-        launch(kernel, blocks(x.shape[0], tokens_per_warp), (32, WARPS), x, bias, *outputs, x.shape[0])
-        return outputs
+def run_pointers(make, tokens_per_warp):
+    def run_of(kept, topk, **options):
+        kernel = make(EXPERTS, GROUPS, kept, topk)
 
-    return bound(run)
+        def run(x, weights, ids):
+            grid = ctas(len(x), tokens_per_warp)
+            launch(kernel, grid, (32, WARPS), x, bias, weights, ids, len(x), **options)
 
+        return run
 
-SIGNATURE = ("float32*", "float32*", "float32*", "int32*", "int32")  # logits, bias, weights, ids, tokens
-
-
-def resources(name, kernel):
-    """What ptxas, the GPU's assembler, says of a kernel: registers, local memory ("stack frame"), spills."""
-    if simulator.ENABLED:
-        return print(f"{name}: only a GPU's compiler knows the registers; nothing is compiled in the simulator")
-    log = compile_kernel(kernel, SIGNATURE).log
-    lines = [line.removeprefix("ptxas info    :").strip() for line in log.splitlines()]
-    print(f"{name}: " + "; ".join(line for line in lines if "stack frame" in line or "registers" in line))
+    return run_of
 
 
-pointers = make_pointers(EXPERTS, GROUPS, KEPT, TOPK)
-prediction = us("article, static") or 32
-measure("pointers", run_pointers(pointers, 4), prediction_us=round(prediction))
-resources("pointers", pointers)
+def predicted_us(before, after):
+    """What the slowest pipe saves, in microseconds; a negative number is a loss."""
+    return pipe_us(before) - pipe_us(after)
+
+
+count("pointers", make_pointers, {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}, tokens_per_warp=32 // GROUPS)
+run_pointers_of = run_pointers(make_pointers, 32 // GROUPS)
+gain_us = predicted_us("port, static sizes", "pointers")
+measure("pointers", run_pointers_of(KEPT, TOPK), after="port, static sizes", predicted_gain_us=gain_us)
+CLOCKS.select("port, static sizes", "pointers")
+
+# %% [markdown]
+# **Explanation.** Step 5 found that the kernel mostly waits. Integer instructions that are issued during a wait cost no time.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+makes = {"port, static sizes": (make_port_static, ARRAYS), "pointers": (make_pointers, SIGNATURE)}
+kernels = {name: (f"{make.__name__}{SHAPE}", signature) for name, (make, signature) in makes.items()}
+mix = instruction_mix(kernels, [make for make, _ in makes.values()])
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: compare the share of the predicted gain that showed
+say(
+    "Call time: {call:.0f} -> {call_now:.0f} us. Integer instructions in the machine code: {integers:,} -> {now:,}. "
+    "Kernel time: {us:.1f} -> {us_now:.1f} us, where the pipes alone take {pipe:.1f} and {pipe_now:.1f} us.",
+    call=ladder.median_us("port, static sizes", "call_us"),
+    call_now=ladder.median_us("pointers", "call_us"),
+    integers=mix["port, static sizes"]["integer"],
+    now=mix["pointers"]["integer"],
+    us=ladder.median_us("port, static sizes"),
+    us_now=ladder.median_us("pointers"),
+    pipe=pipe_us("port, static sizes"),
+    pipe_now=pipe_us("pointers"),
+)
+
+# %% [markdown]
+# ### Step 7: arrays in registers
+#
+# **Bottleneck.** Local memory again: `choice[expert % vpt]` needs an index that is known only at run time, as in C++.
+#
+# **Idea.** Go through all 32 places and act on the one whose number equals the index. The loop is unrolled, all indices are constants, and
+# `cuda.local.array` becomes registers.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cache
+def make_in_registers(num_experts, num_expert_group, topk_group, topk):
+    vpt = num_experts // num_expert_group
+    rows_per_warp = max(1, 32 // num_expert_group)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, ids, num_rows):
+        lane = cuda.threadIdx.x
+        row = (cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * rows_per_warp + lane // num_expert_group
+        safe_row = min(row, num_rows - 1)
+        group = int32(lane % num_expert_group)
+        first = int32(group * vpt)
+        score = cuda.local.array(vpt, float32)
+        choice = cuda.local.array(vpt, float32)
+        for i in range(vpt):
+            score[i] = sigmoid(logits[safe_row * num_experts + first + i])
+            choice[i] = score[i] + bias[first + i]
+        for _ in range(num_expert_group - topk_group):
+            best, second = float32(LOWEST), float32(LOWEST)
+            for i in range(vpt):
+                second = max(second, min(best, choice[i]))
+                best = max(best, choice[i])
+            _, worst_group = lowest(best + second, group, 1, num_expert_group)
+            if group == worst_group:
+                for i in range(vpt):
+                    choice[i] = float32(EXCLUDED)
+        total = float32(0)
+        for k in range(topk):
+            best, expert = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
+                for i in range(vpt):
+                    if choice[i] > best:
+                        best, expert = choice[i], int32(first + i)
+            best, expert = highest(best, expert, 1, num_expert_group)
+            for i in range(vpt):
+                if first + i == expert and row < num_rows:
+                    choice[i] = float32(LOWEST)
+                    weights[row * topk + k] = score[i]
+                    ids[row * topk + k] = expert
+            cuda.syncwarp()  # the next line reads what another lane has just written
+            if group == 0 and row < num_rows:
+                total += weights[row * topk + k]
+        if group == 0 and row < num_rows:
+            for k in range(topk):
+                weights[row * topk + k] /= total
+
+    return kernel
+
 
 # %%
-look_back("pointers", "article, static", prediction)
-if us("pointers"):
-    arrays_us, pointers_us = us("article, static", "call_us"), us("pointers", "call_us")
-    print(f"Call time: {arrays_us:.0f} us with arrays, {pointers_us:.0f} us with pointers.")
+change(make_pointers, make_in_registers)
+
+# %%
+makes = make_pointers, make_in_registers
+instruction_mix({make.__name__: (f"{make.__name__}{SHAPE}", SIGNATURE) for make in makes}, makes)
 
 # %% [markdown]
-# **Look back.** As predicted: the GPU does not care, and Python does. A server that decodes a few tokens at a time
-# feels this step more than any other.
+# The stack is empty and local memory is not accessed any more. But each pick now compares 32 indices, and for each of them has
+# two stores that all lanes but one skip.
+#
+# **Predicted gain.** The difference of the slowest pipes. The table below shows it to be a loss.
+
+# %%
+marks = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS, "LDG": EXPERTS // GROUPS * 2 + 2 * TOPK}
+count("in registers", make_in_registers, marks, tokens_per_warp=32 // GROUPS)
+gain_us = predicted_us("pointers", "in registers")
+run_registers_of = run_pointers(make_in_registers, 32 // GROUPS)
+measure("in registers", run_registers_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us, slower=True)
+CLOCKS.select("pointers", "in registers")
 
 # %% [markdown]
-# ### Step 7: wide loads
+# **Explanation.** Which phases became slower? Kernels with fewer phases need fewer registers, so more warps fit on an SM.
+# `phases` gives all variants unused shared memory, so that the same number of CTAs fits.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def time_phases(name, make, run_of):
+    """Time the variants of ``make`` without the groups and with one pick, each with the same CTAs per SM."""
+    sizes = variants(gate)
+    kernels = {label: (f"{make.__name__}{(EXPERTS, GROUPS, *size)}", SIGNATURE) for label, size in sizes.items()}
+    codes = instruction_mix(kernels, [make]).codes
+    registers = {label: code.registers for label, code in codes.items()}
+    PHASES[name] = phases(ladder, gate, name, run_of, registers, WARPS)
+
+
+# %%
+time_phases("pointers", make_pointers, run_pointers_of)
+time_phases("in registers", make_in_registers, run_registers_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = ((PHASES[name] or {}) for name in ("pointers", "in registers"))
+# after the GPU run: the sentence about a means holds if choosing the experts became slower
+say(
+    "Choosing the experts: {before:.1f} -> {after:.1f} us; choosing the groups: {groups:.1f} -> {now:.1f} us. Local memory "
+    "is cached, and a pick touched it only a few times. Eliminating local memory is a means, not an end. We go on from the "
+    "kernel with pointers.",
+    before=before.get("choose experts"),
+    after=after.get("choose experts"),
+    groups=before.get("choose groups"),
+    now=after.get("choose groups"),
+)
+
+# %% [markdown]
+# ### Step 8: 16-byte loads
 #
-# **Idea.** A thread loads its 32 logits one by one, 4 bytes each. It could load 16 bytes at once:
-# `ld.global.nc.v4.u32`. The intrinsic `load_nc_u32x4` is this instruction. It gives four 32-bit words, and
-# `uint_as_float` reads each as a float without changing a bit. This is what `AlignedArray` hopes for in C++; here it
-# is certain.
-#
-# **Prediction.** 56 instructions of about 2000 disappear, so the instructions hardly matter. But each scalar load of
-# a warp touched 32 different 32-byte **sectors**, the pieces in which memory is moved, and used 4 bytes of each. We
-# expect a gain of a tenth.
+# **Bottleneck.** The loads, with 4 bytes per lane. The simulator counts the 32-byte **sectors** that the loads of one warp touch:
 
 
 # %%
@@ -992,6 +1002,7 @@ def make_load(count):
     return load
 
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_wide_loads(num_experts, num_expert_group, topk_group, topk):
     vpt = num_experts // num_expert_group
@@ -1013,24 +1024,24 @@ def make_wide_loads(num_experts, num_expert_group, topk_group, topk):
             score[i] = sigmoid(score[i])
             choice[i] = score[i] + choice[i]
         for _ in range(num_expert_group - topk_group):
-            best, second = LOWEST, LOWEST
+            best, second = float32(LOWEST), float32(LOWEST)
             for i in range(vpt):
                 second = max(second, min(best, choice[i]))
                 best = max(best, choice[i])
             _, worst_group = lowest(best + second, group, 1, num_expert_group)
             if group == worst_group:
                 for i in range(vpt):
-                    choice[i] = EXCLUDED
+                    choice[i] = float32(EXCLUDED)
         total = float32(0)
         for k in range(topk):
-            best, expert = LOWEST, first
-            if choice[0] != EXCLUDED:
+            best, expert = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
                 for i in range(vpt):
                     if choice[i] > best:
                         best, expert = choice[i], int32(first + i)
             best, expert = highest(best, expert, 1, num_expert_group)
             if group == expert // vpt and row < num_rows:
-                choice[expert % vpt] = LOWEST
+                choice[expert % vpt] = float32(LOWEST)
                 weights[row * topk + k] = score[expert % vpt]
                 ids[row * topk + k] = expert
             cuda.syncwarp()  # the next line reads what another lane has just written
@@ -1044,51 +1055,75 @@ def make_wide_loads(num_experts, num_expert_group, topk_group, topk):
 
 
 # %%
-diff(make_pointers, make_wide_loads)
+def count_sectors():
+    rows, found = 32 // GROUPS, {}
+    logits, bias, weights = torch.randn(rows, EXPERTS), torch.rand(EXPERTS), torch.zeros(rows, TOPK)
+    for name, make in (("4 bytes", make_pointers), ("16 bytes", make_wide_loads)):
+        kernel, ids = make(EXPERTS, GROUPS, KEPT, TOPK), torch.zeros(rows, TOPK, dtype=torch.int32)
+        with simulator.profile() as profile:
+            launch(kernel, 1, (32, 1), logits, bias, weights, ids, rows)
+        total = profile["kernel"].total
+        found[name] = total.global_load_sectors
+        print(f"{name}: {total.global_load_requests} requests of a warp, {found[name]} sectors")
+    return found
 
-# %%
-wide_loads = make_wide_loads(EXPERTS, GROUPS, KEPT, TOPK)
-prediction = 0.9 * (us("pointers") or 32)
-run_wide_loads = run_pointers(wide_loads, 4)
-measure("wide loads", run_wide_loads, prediction_us=round(prediction), few_us=with_few(run_wide_loads))
-resources("wide loads", wide_loads)
 
-# %%
-look_back("wide loads", "pointers", prediction)
-
-# %% [markdown]
-# **Look back.** A little better than predicted. The loads were scattered over 32 rows, and each request now brings four
-# times as much. The memory units have a quarter of the requests to look after, and that counts more than the
-# instructions saved.
+SECTORS = in_simulator(count_sectors)
 
 # %% [markdown]
-# ### Step 8: a warp for a token
+# **Idea.** `ld.global.nc.v4.u32` loads 16 bytes per lane: 16 requests for logits and bias instead of 64. The other 16 requests
+# read the weights again for their sum. In the figure, a row is the 1,024 bytes of one token.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+size = EXPERTS // GROUPS * 4  # bytes between the lanes
+loads = {f"{width} bytes per lane": (width, [lane * size for lane in range(32)]) for width in (4, 16)}
+warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, one thread per group")
+
+# %%
+change(make_pointers, make_wide_loads)
+
+# %% [markdown]
+# **Predicted gain.** The instructions hardly change, so this step predicts from the loads. Each lane's sector lies in a 128-byte
+# line of its own: here lines = sectors. The L1 cache of an SM looks up about one line per clock, so the difference in
+# sectors x warps per SM / clock rate is the gain.
+
+# %%
+fewer = SECTORS["4 bytes"] - SECTORS["16 bytes"]
+gain_us = fewer * MODEL_TOKENS / (32 // GROUPS) / SMS / CLOCK * 1e6
+run_of = run_pointers(make_wide_loads, 32 // GROUPS)
+measure("16-byte loads", run_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us)
+executed = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}
+count("16-byte loads", make_wide_loads, executed, tokens_per_warp=32 // GROUPS)
+time_phases("16-byte loads", make_wide_loads, run_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+if all(PHASES.values()):
+    picture = phase_bars(PHASES, "What each phase of a version takes")
+else:
+    picture = print("no phases are recorded yet")
+picture
+
+# %% [markdown]
+# ### Step 9: one warp per token
 #
-# **Idea.** Turn the layout around: 32 lanes share one token, and a lane holds 8 experts. A group is 4 neighbouring
-# lanes. Now the lanes of a warp read one piece of 1024 bytes without gaps: the loads are **coalesced**. A lane holds
-# 16 values in place of 64, so more warps fit on a multiprocessor. And a token has four times as many threads, which
-# helps when tokens are few.
+# **Bottleneck.** Each lane still uses half of a sector, in another line than its neighbour. And with few tokens most SMs idle:
+# 64 tokens are 16 warps.
 #
-# The two best of a group come from 4 lanes: each finds its own two, and two shuffle rounds merge the pairs. Every
-# lane knows each pick after the shuffles, so lane `k` keeps pick `k` in a register. Nothing goes through global
-# memory any more, and the eight results leave in one store.
+# **Idea.** 32 lanes share one token; a lane holds 8 experts, and 4 lanes are a group. A request then touches 8 lines instead
+# of 32, and a token has four times the threads. Almost every line changes. The `int32(...)` of the port are dropped on
+# purpose; step 10 restores and measures them. Each lane finds its two best values, and two rounds merge them (`merge_two`).
+# Lane `k` keeps pick `k`, and one store writes all 8.
 
-# %%
-draw.work_split("a warp for a token")
-
-# %% [markdown]
-# **Prediction.** Here is the catch. A lane has a quarter of the experts but does just as many shuffles: the rest of
-# the work shrinks, the talking does not. Sigmoids 8 x 20, groups 4 x (8 x 2 + 2 x 5 + 3 x 6) = 180, picks 8 x (8 x 3
-# + 5 x 6 + 8 x 2) = 560. That is 900 instructions for each of 16384 warps, against 1900 for each of 4096 before.
-
-# %%
-prediction = issue_us(900, 16384)
-print(f"prediction: {prediction:.0f} us; by the same count the step before is {issue_us(1900, 4096):.0f} us")
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+loads = {"one thread per group": (16, [lane * size for lane in range(32)])}
+loads["one warp per token"] = 16, [lane * EXPERTS // 32 * 4 for lane in range(32)]
+warp_loads(loads, EXPERTS * 4, "One load instruction of a warp, 16 bytes per lane")
 
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(device=True)
 def merge_two(best, second, start, stop):
-    """The two best values among the lanes that differ in the bits start, 2 start, ... below stop."""
+    """The two best values among the lanes at distances start, 2 start, ... below stop."""
     step = start
     while step < stop:
         other_best = cuda.shfl_xor_sync(FULL, best, step)
@@ -1101,7 +1136,7 @@ def merge_two(best, second, start, stop):
 
 @cuda.jit(device=True)
 def store_scaled(weights, ids, at, weight, expert, topk, valid):
-    """Lane k stores pick k, its weight divided by the sum over the picks; lanes from topk on bring weight 0."""
+    """Lane k stores pick k, its weight divided by the sum over the picks; the weight of the other lanes is 0."""
     total, lane = weight, int32(cuda.threadIdx.x)
     step = 1
     while step < 32:
@@ -1113,7 +1148,126 @@ def store_scaled(weights, ids, at, weight, expert, topk, valid):
 
 
 @cache
-def make_warp_a_token(num_experts, num_groups, kept, topk):
+def make_one_warp_per_token(num_experts, num_groups, kept, topk):
+    held = num_experts // 32  # experts that a lane holds
+    share = 32 // num_groups  # lanes that share a group
+    load = make_load(held)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, ids, tokens):
+        lane = cuda.threadIdx.x
+        token = cuda.blockIdx.x * WARPS + cuda.threadIdx.y
+        safe_token = min(token, tokens - 1)
+        group = lane // share
+        first = lane * held
+        score = cuda.local.array(held, float32)
+        choice = cuda.local.array(held, float32)
+        load(logits, safe_token * num_experts + first, score)
+        load(bias, first, choice)
+        for i in range(held):
+            score[i] = sigmoid(score[i])
+            choice[i] = score[i] + choice[i]
+        for _ in range(num_groups - kept):
+            best, second = float32(LOWEST), float32(LOWEST)
+            for i in range(held):
+                second = max(second, min(best, choice[i]))
+                best = max(best, choice[i])
+            best, second = merge_two(best, second, 1, share)
+            _, worst_group = lowest(best + second, group, share, 32)
+            if group == worst_group:
+                for i in range(held):
+                    choice[i] = float32(EXCLUDED)
+        weight, expert = float32(0), 0
+        for k in range(topk):
+            best, winner = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
+                for i in range(held):
+                    if choice[i] > best:
+                        best, winner = choice[i], first + i
+            best, winner = highest(best, winner, 1, 32)
+            won = float32(0)
+            for i in range(held):
+                if first + i == winner:
+                    choice[i], won = float32(LOWEST), score[i]
+            won = cuda.shfl_sync(FULL, won, winner // held)
+            if lane == k:
+                weight, expert = won, winner
+        store_scaled(weights, ids, token * topk, weight, expert, topk, token < tokens)
+
+    return kernel
+
+
+# %% [markdown]
+# **Predicted gain.** The difference of the slowest pipes: a loss. A lane has a quarter of the experts but takes part in just as
+# many butterflies, and there are four times as many warps.
+
+
+# %%
+def butterflies(words):
+    """How often a warp executes a shuffle, if an index takes this many 32-bit words."""
+    merge = 2 * (32 // GROUPS).bit_length() - 2
+    return {
+        "SHFL.BFLY": (GROUPS - KEPT) * (merge + ROUNDS * (1 + words)) + TOPK * 5 * (1 + words) + 5,
+        "SHFL.IDX": TOPK,
+    }
+
+
+count("one warp per token", make_one_warp_per_token, butterflies(2))
+gain_us = predicted_us("16-byte loads", "one warp per token")
+run_of = run_pointers(make_one_warp_per_token, 1)
+measure("one warp per token", run_of(KEPT, TOPK), after="16-byte loads", predicted_gain_us=gain_us, slower=True)
+CLOCKS.select("16-byte loads", "one warp per token")
+
+# %% [markdown]
+# **Explanation.** Compare how long both kernels wait beyond their pipes, and both with few tokens:
+
+# %%
+few = {"one thread per group": run_pointers(make_wide_loads, 32 // GROUPS), "one warp per token": run_of}
+few_us = ladder.times("64 tokens", {key: gate.calls(run(KEPT, TOPK), tokens=64)[1] for key, run in few.items()})
+few_us = few_us or dict.fromkeys(few)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "With {tokens} tokens the kernel takes {us:.1f} us, {ratio:.2f} times its pipe time, and the one before it {before:.1f} us, "
+    "{before_ratio:.2f} times. With 64 tokens one thread per group takes {group:.1f} us, one warp per token {warp:.1f} us.",
+    before=ladder.median_us("16-byte loads"),
+    before_ratio=(ladder.median_us("16-byte loads") or 0) / pipe_us("16-byte loads") or None,
+    tokens=MODEL_TOKENS,
+    us=ladder.median_us("one warp per token"),
+    ratio=(ladder.median_us("one warp per token") or 0) / pipe_us("one warp per token") or None,
+    group=few_us["one thread per group"],
+    warp=few_us["one warp per token"],
+)
+
+# %% [markdown]
+# ### Step 10: 32-bit integers
+#
+# **Bottleneck.** The butterflies. Numba follows Python, where integers do not overflow: `int32 + int32`, an index of `range`
+# and `lane * 8` are **int64**. A register has 32 bits, so an index takes two of them, and two shuffles. One butterfly alone:
+
+
+# %%
+@cuda.jit
+def best_int64(x, out):
+    lane = cuda.threadIdx.x
+    _, out[lane] = highest(x[lane], lane * 8, 1, 32)
+
+
+@cuda.jit
+def best_int32(x, out):
+    lane = int32(cuda.threadIdx.x)
+    _, out[lane] = highest(x[lane], int32(lane * 8), 1, 32)
+
+
+instruction_mix({kernel.__name__: (kernel, ("float32*", "int32*")) for kernel in (best_int64, best_int32)})
+
+# %% [markdown]
+# **Idea.** Cast each index back to 32 bits, as the port does.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cache
+def make_int32(num_experts, num_groups, kept, topk):
     held = num_experts // 32  # experts that a lane holds
     share = 32 // num_groups  # lanes that share a group
     load = make_load(held)
@@ -1133,7 +1287,7 @@ def make_warp_a_token(num_experts, num_groups, kept, topk):
             score[i] = sigmoid(score[i])
             choice[i] = score[i] + choice[i]
         for _ in range(num_groups - kept):
-            best, second = LOWEST, LOWEST
+            best, second = float32(LOWEST), float32(LOWEST)
             for i in range(held):
                 second = max(second, min(best, choice[i]))
                 best = max(best, choice[i])
@@ -1141,11 +1295,11 @@ def make_warp_a_token(num_experts, num_groups, kept, topk):
             _, worst_group = lowest(best + second, group, share, 32)
             if group == worst_group:
                 for i in range(held):
-                    choice[i] = EXCLUDED
+                    choice[i] = float32(EXCLUDED)
         weight, expert = float32(0), int32(0)
         for k in range(topk):
-            best, winner = LOWEST, first
-            if choice[0] != EXCLUDED:
+            best, winner = float32(LOWEST), first
+            if choice[0] != float32(EXCLUDED):
                 for i in range(held):
                     if choice[i] > best:
                         best, winner = choice[i], int32(first + i)
@@ -1153,7 +1307,7 @@ def make_warp_a_token(num_experts, num_groups, kept, topk):
             won = float32(0)
             for i in range(held):
                 if first + i == winner:
-                    choice[i], won = LOWEST, score[i]
+                    choice[i], won = float32(LOWEST), score[i]
             won = cuda.shfl_sync(FULL, won, winner // held)
             if lane == k:
                 weight, expert = won, winner
@@ -1163,55 +1317,59 @@ def make_warp_a_token(num_experts, num_groups, kept, topk):
 
 
 # %%
-warp_a_token = make_warp_a_token(EXPERTS, GROUPS, KEPT, TOPK)
-run_warp_a_token = run_pointers(warp_a_token, 1)
-measure("a warp for a token", run_warp_a_token, prediction_us=round(prediction), few_us=with_few(run_warp_a_token))
-resources("a warp for a token", warp_a_token)
+change(make_one_warp_per_token, make_int32)
+
+# %% [markdown]
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
-look_back("a warp for a token", "wide loads", prediction)
-rows = [ladder.row("wide loads"), ladder.row("a warp for a token")]
-if all(row and "few_us" in row for row in rows):
-    print("With 64 tokens: {:.1f} us before, {:.1f} us now.".format(*(row["few_us"] for row in rows)))
+count("32-bit integers", make_int32, butterflies(1))
+gain_us = predicted_us("one warp per token", "32-bit integers")
+run_of = run_pointers(make_int32, 1)
+measure("32-bit integers", run_of(KEPT, TOPK), after="one warp per token", predicted_gain_us=gain_us)
+CLOCKS.select("one warp per token", "32-bit integers")
 
 # %% [markdown]
-# **Look back.** By the count of instructions this step takes twice as long as the one before. With many tokens it
-# loses, but only a little: the step before was not limited by its instructions but mostly waited, with a quarter of the
-# warps. With few tokens it wins, because each token now has four times the threads. And it opens the way: a lane holds
-# so little that all of it stays in registers. The count is wrong in itself, too. A shuffle occupies a unit that the
-# four schedulers share, so that it costs each of them four clocks, and comparisons cost two.
-
-# %% [markdown]
-# From here on the layout stays, and each step takes instructions away.
+# ### Step 11: rank the groups by counting
 #
-# ### Step 9: rank the groups by counting
-#
-# **Idea.** Excluding the worst group four times repeats the same work four times. But a group can find out by itself
-# whether it is kept: it counts how many groups are better. With fewer than 4 better ones it stays. Eight groups mean
-# 64 comparisons. We have 32 lanes, so each makes two. `ballot_sync` collects one bit from each lane into a word, and
-# `popc` counts the bits that are set.
+# **Bottleneck.** Which phase takes the ALU's clocks? Compiled with all 8 groups kept, the kernel has no group phase:
 
-# %%
-group_scores = (logits[0].sigmoid() + bias).view(GROUPS, -1).topk(2)[0].sum(-1).cpu()
-draw.rank_by_counting(group_scores.tolist(), KEPT)
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+executed = {"SHFL.BFLY": TOPK * 5 * 2 + 5, "SHFL.IDX": TOPK}
+kernel = f"make_int32{(EXPERTS, GROUPS, GROUPS, TOPK)}"
+no_groups = pipe_clocks({"without groups": (kernel, SIGNATURE, executed)}, [make_int32])
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+pipe = CLOCKS.slowest("32-bit integers")
+say(
+    "Choosing the groups takes {groups} of {all} clocks of the {pipe}: four times the same search.",
+    groups=CLOCKS["32-bit integers"] - no_groups.counts["without groups"][pipe],
+    all=CLOCKS["32-bit integers"],
+    pipe=pipe,
+)
 
 # %% [markdown]
-# **Prediction.** The four rounds cost about 180 instructions. Once through costs 16 + 10 for the two best, and 2 x 8
-# for the counting. Some 140 of 900 instructions disappear.
+# **Idea.** A group is kept if fewer than 4 groups are better. 8 groups make 64 comparisons, two for each lane. `ballot_sync`
+# collects a bit of each lane in a word, and `popc` counts the bits. The two best values are now found once, with the scores,
+# and a pick needs no test for dropped groups.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+sums = (gate.logits[0].float().sigmoid() + bias).view(GROUPS, -1).topk(2)[0].sum(-1).tolist()
+draw.rank_by_counting(sums, KEPT)
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(device=True)
 def better_groups(score, group, share, num_groups):
-    """How many groups are better than this lane's: each of the ``share`` lanes of a group asks some of the others."""
+    """How many groups are better than this lane's: each of the ``share`` lanes of a group compares it with some."""
     lane = int32(cuda.threadIdx.x)
-    mine = uint32(((1 << share) - 1) << (group * share))  # the lanes of this group
+    own_lanes = uint32(((1 << share) - 1) << (group * share))
     count = int32(0)
     for i in range((num_groups + share - 1) // share):
         rival = int32(lane % share + i * share)
-        theirs = cuda.shfl_sync(FULL, score, rival * share)
-        better = rival < num_groups and (theirs > score or (theirs == score and rival < group))
-        count += int32(cuda.popc(uint32(cuda.ballot_sync(FULL, better)) & mine))
+        rival_score = cuda.shfl_sync(FULL, score, rival * share)
+        better = rival < num_groups and (rival_score > score or (rival_score == score and rival < group))
+        count += int32(cuda.popc(uint32(cuda.ballot_sync(FULL, better)) & own_lanes))
     return count
 
 
@@ -1232,20 +1390,19 @@ def make_rank_groups(num_experts, num_groups, kept, topk):
         choice = cuda.local.array(held, float32)
         load(logits, safe_token * num_experts + first, score)
         load(bias, first, choice)
+        best, second = float32(LOWEST), float32(LOWEST)
         for i in range(held):
             score[i] = sigmoid(score[i])
             choice[i] = score[i] + choice[i]
-        best, second = LOWEST, LOWEST
-        for i in range(held):
             second = max(second, min(best, choice[i]))
             best = max(best, choice[i])
         best, second = merge_two(best, second, 1, share)
         if better_groups(best + second, group, share, num_groups) >= kept:
             for i in range(held):
-                choice[i] = LOWEST
+                choice[i] = float32(LOWEST)
         weight, expert = float32(0), int32(0)
         for k in range(topk):
-            best, winner = LOWEST, first
+            best, winner = float32(LOWEST), first
             for i in range(held):
                 if choice[i] > best:
                     best, winner = choice[i], int32(first + i)
@@ -1253,7 +1410,7 @@ def make_rank_groups(num_experts, num_groups, kept, topk):
             won = float32(0)
             for i in range(held):
                 if first + i == winner:
-                    choice[i], won = LOWEST, score[i]
+                    choice[i], won = float32(LOWEST), score[i]
             won = cuda.shfl_sync(FULL, won, winner // held)
             if lane == k:
                 weight, expert = won, winner
@@ -1263,28 +1420,17 @@ def make_rank_groups(num_experts, num_groups, kept, topk):
 
 
 # %%
-diff(make_warp_a_token, make_rank_groups)
+change(make_int32, make_rank_groups)
 
 # %%
-rank_groups = make_rank_groups(EXPERTS, GROUPS, KEPT, TOPK)
-prediction = (us("a warp for a token") or 14) * (1 - 140 / 900)
-measure("rank by counting", run_pointers(rank_groups, 1), prediction_us=round(prediction))
-resources("rank by counting", rank_groups)
-
-# %%
-look_back("rank by counting", "a warp for a token", prediction)
+RIVALS = -(-GROUPS // (32 // GROUPS))  # groups that a lane compares with its own
+count("rank by counting", make_rank_groups, {"SHFL.IDX": TOPK + RIVALS})
+gain_us = predicted_us("32-bit integers", "rank by counting")
+run = run_pointers(make_rank_groups, 1)(KEPT, TOPK)
+measure("rank by counting", run, after="32-bit integers", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Look back.** Once a kernel is limited by its instructions, predictions come true: so much less work, so much less
-# time.
-
-# %% [markdown]
-# Look at `better_groups` once more. It shuffles first, for every lane, and uses the result afterwards. That order
-# matters.
-#
-# > **Python's `and` can lose a shuffle.** `a and b` does not look at `b` when `a` is false. So in `a == shfl(a) and b
-# > == shfl(b)` only the lanes that pass the first test come to the second shuffle. The others never arrive, and the
-# > shuffle waits for all 32. On a GPU such a kernel hung. The simulator names the lanes that are missing.
+# After `and`, lanes whose left operand is false skip the shuffle, and a GPU may hang. The simulator names them:
 
 
 # %%
@@ -1292,45 +1438,68 @@ look_back("rank by counting", "a warp for a token", prediction)
 def like_my_neighbour(a, b, out):
     lane = cuda.threadIdx.x
     same = a[lane] == cuda.shfl_xor_sync(FULL, a[lane], 1) and b[lane] == cuda.shfl_xor_sync(FULL, b[lane], 1)
-    out[lane] = int32(1) if same else int32(0)
+    out[lane] = int32(same)
 
 
-@cuda.jit
-def like_my_neighbour_mended(a, b, out):
-    lane = cuda.threadIdx.x
-    other_a = cuda.shfl_xor_sync(FULL, a[lane], 1)
-    other_b = cuda.shfl_xor_sync(FULL, b[lane], 1)
-    out[lane] = int32(1) if a[lane] == other_a and b[lane] == other_b else int32(0)
-
-
-b = torch.arange(32, dtype=torch.int32, device=DEVICE) // 2  # lanes 0 and 1 have 0, lanes 2 and 3 have 1, ...
-a, out = b.clone(), torch.empty_like(b)
-a[5] = 99  # lanes 4 and 5 differ
-if simulator.ENABLED:
+def show_missing_lanes():
+    b = torch.arange(32, dtype=torch.int32) // 2  # lanes 0 and 1 have 0, lanes 2 and 3 have 1, ...
+    a = b.clone()
+    a[5] = 99  # so lanes 4 and 5 differ
     try:
-        like_my_neighbour[1, 32](a, b, out)
+        like_my_neighbour[1, 32](a, b, torch.zeros_like(b))
     except simulator.SimulatorError as error:
-        print(f"{type(error).__name__}: {error}\n")
-else:
-    print("On a GPU the first kernel may hang, so it is not run here. The simulator shows what is wrong with it.\n")
-like_my_neighbour_mended[1, 32](a, b, out)
-print("mended:", out.tolist())
+        print(error)
+
+
+in_simulator(show_missing_lanes)
 
 # %% [markdown]
-# ### Step 10: integer keys and one instruction for 32 lanes
+# **Exercise 2.** Of two equal groups the lower one is kept. Find eight sums for which `better_groups`, without the part after
+# `or`, keeps too many groups.
+
+# %%
+exercise("gate-2").check([...] * 8)
+
+# %% [markdown]
+# ### Step 12: integer keys and redux
 #
-# **Idea.** Each pick has five shuffle rounds, with two shuffles and three comparisons in each. Hopper can find the
-# maximum of 32 lanes with **one** instruction, `redux.sync.max`, but only for integers. So we turn each float into an
-# integer that sorts in the same way, its **key**. For a positive float the bits already do that: read as an integer,
-# a larger float is a larger number. For a negative float the order is reversed, and flipping the lower 31 bits puts
-# it right.
-#
-# The key says how good the winner is, but not who it is. A `ballot` does: every lane says whether its own best equals
-# the maximum, and `ffs` finds the first set bit. It is the lowest lane, which holds the lowest experts. So ties are
-# broken for free.
+# **Bottleneck.** A pick takes 5 rounds, each with two shuffles and three comparisons. Compiled for one pick instead of 8, the
+# kernel shows what a pick costs:
 
 
 # %%
+def pick_clocks(name, make, executed):
+    """The clocks of one pick in the slowest pipe, and the share of all picks, of a kernel that was counted."""
+    one = pipe_clocks({name: (f"{make.__name__}{(EXPERTS, GROUPS, KEPT, 1)}", SIGNATURE, executed)}, [make])
+    pipe = CLOCKS.slowest(name)
+    each = (CLOCKS[name] - one.counts[name][pipe]) / (TOPK - 1)
+    text = "A pick takes {each:.0f} of {total} clocks of the {pipe}, so all picks take {share:.0%}."
+    return say(text, each=each, total=CLOCKS[name], pipe=pipe, share=TOPK * each / CLOCKS[name])
+
+
+pick_clocks("rank by counting", make_rank_groups, {"SHFL.IDX": 1 + RIVALS})
+
+# %% [markdown]
+# **Idea.** `redux.sync.max` finds the maximum of 32 lanes in one instruction (compute capability 8.0 or higher; on older GPUs
+# `moe_numba.ptx` uses shuffles), but only of integers. So we convert each float to an integer that sorts in the same way, its **key**. A
+# `ballot` of the lanes whose best key is the maximum and `ffs`, the lowest set bit, find the winner: the lowest lane holds the
+# lowest experts, so ties are resolved as well.
+#
+# **Exercise 3.** The bits of a positive float already sort as an integer. Find the key for all floats. `bits`: the float's bits as
+# a signed 32-bit Python int; return an int32.
+
+
+# %%
+def key_of(bits):
+    return ...
+
+
+exercise("gate-3").check(key_of)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+NEVER = -(1 << 31)  # less than the key of every float
+
+
 @cuda.jit(device=True)
 def order_key(x):
     """An integer that sorts as the float does."""
@@ -1340,31 +1509,8 @@ def order_key(x):
 
 @cuda.jit(device=True)
 def key_as_float(key):
-    """The float that a key was made from: the same flip again."""
+    """The float of a key."""
     return int_as_float(int32(key ^ ((key >> int32(31)) & int32(0x7FFFFFFF))))
-
-
-floats = torch.tensor([-2.0, -0.5, 0.0, 0.25, 0.5, 1.0])
-bits = floats.view(torch.int32)
-keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # what order_key does, in torch
-for row in zip(floats.tolist(), bits.tolist(), keys.tolist()):
-    print("{:6.2f}: bits {:12d}, key {:12d}".format(*row))
-
-# %%
-by_lane = (logits[0].sigmoid() + bias).cpu().view(32, -1).sort(dim=1, descending=True).values
-draw.pick_loop(
-    [[round(float(v), 2) for v in lane[:4]] for lane in by_lane[:6]],
-    picks=3,
-    title="Three picks: redux, ballot, ffs (6 of 32 lanes; of each the best 4 of 8 keys)",
-)
-
-# %% [markdown]
-# **Prediction.** Of a pick's 5 x 6 + 10 instructions for the rounds, about 8 are left: redux, compare, ballot, ffs,
-# two to tell the owner. Eight picks save 8 x 30 = 240 of about 760. (A redux takes longer than a shuffle, but it is
-# one.)
-
-# %%
-NEVER = int32(-(1 << 31))  # below the key of every float
 
 
 @cache
@@ -1385,7 +1531,7 @@ def make_integer_keys(num_experts, num_groups, kept, topk):
         key = cuda.local.array(held, int32)
         load(logits, safe_token * num_experts + first, score)
         load(bias, first, choice)
-        best, second = LOWEST, LOWEST
+        best, second = float32(LOWEST), float32(LOWEST)
         for i in range(held):
             score[i] = sigmoid(score[i])
             choice[i] = score[i] + choice[i]
@@ -1394,10 +1540,10 @@ def make_integer_keys(num_experts, num_groups, kept, topk):
         best, second = merge_two(best, second, 1, share)
         keep = better_groups(best + second, group, share, num_groups) < kept
         for i in range(held):
-            key[i] = order_key(choice[i]) if keep else NEVER
+            key[i] = order_key(choice[i]) if keep else int32(NEVER)
         weight, expert = float32(0), int32(0)
         for k in range(topk):
-            best_key, slot = NEVER, int32(0)
+            best_key, slot = int32(NEVER), int32(0)
             for i in range(held):
                 if key[i] > best_key:
                     best_key, slot = key[i], int32(i)
@@ -1406,7 +1552,7 @@ def make_integer_keys(num_experts, num_groups, kept, topk):
             won = float32(0)
             for i in range(held):
                 if lane == winner and i == slot:
-                    key[i] = NEVER
+                    key[i] = int32(NEVER)
                 won = score[i] if i == slot else won
             won = cuda.shfl_sync(FULL, won, winner)
             slot = cuda.shfl_sync(FULL, slot, winner)
@@ -1418,54 +1564,41 @@ def make_integer_keys(num_experts, num_groups, kept, topk):
 
 
 # %%
-diff(make_rank_groups, make_integer_keys)
+change(make_rank_groups, make_integer_keys)
 
 # %%
-integer_keys = make_integer_keys(EXPERTS, GROUPS, KEPT, TOPK)
-prediction = (us("rank by counting") or 12) * (1 - 240 / 760)
-measure("integer keys", run_pointers(integer_keys, 1), prediction_us=round(prediction))
-resources("integer keys", integer_keys)
-
-# %%
-look_back("integer keys", "rank by counting", prediction)
+count("integer keys", make_integer_keys, {"REDUX": TOPK})
+run = run_pointers(make_integer_keys, 1)(KEPT, TOPK)
+measure(
+    "integer keys", run, after="rank by counting", predicted_gain_us=predicted_us("rank by counting", "integer keys")
+)
+CLOCKS.select("32-bit integers", "rank by counting", "integer keys")
 
 # %% [markdown]
-# **Look back.** Close, and a little less than hoped. A `redux` is one instruction but not one clock: like the special
-# functions it runs on a unit that takes eight clocks for a warp.
-
-# %% [markdown]
-# ### Step 11: sort once, then pop
+# ### Step 13: sort once, then pop
 #
-# **Idea.** For each pick every lane looks through its 8 keys again, though 31 of 32 lanes have not changed. If each
-# lane **sorts** its keys once, its best is always in front. The winner drops its front and moves the rest up by one.
-#
-# A sort with `if`s would send the lanes different ways. A **sorting network** is a fixed list of compare-and-swap
-# steps, the same for all data. Batcher's network needs 19 of them for 8 values. All indices are constants, so the
-# keys stay in registers.
-
+# **Bottleneck.** For each pick, every lane compares its 8 keys again, though 31 of 32 lanes have not changed.
 
 # %%
-print(inspect.getsource(batcher_network))
-first_lane = (logits[0].sigmoid() + bias)[:8].cpu()
-print(len(batcher_network(8)), "compare-and-swap steps for 8 values")
-draw.sorting_network([round(float(v), 2) for v in first_lane], batcher_network(8))
+pick_clocks("integer keys", make_integer_keys, {"REDUX": 1})
 
 # %% [markdown]
-# Equal keys must stay in the order of their experts, and a network does not promise that. So each key travels with
-# its place in the lane, `slot`, and of equal keys the lower slot goes first.
-#
-# **Prediction.** A compare-and-swap of key and slot is about 7 instructions: 19 x 7 = 130. A pick no longer searches
-# (8 x 3) but moves 7 keys and slots (14, and only the winner changes anything). The search for the score stays. So 8
-# x 10 = 80 are saved and 130 spent: we expect a small loss, unless the shorter chain of dependent instructions pays.
+# **Idea.** Sort the keys of a lane once. Its best key is then always in front, and the winner moves the rest up. A **sorting
+# network** is a list of compare-exchange steps that does not depend on the data, so all indices are constants and the keys
+# stay in registers.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+lane_0 = (gate.logits[0, : EXPERTS // 32].float().sigmoid() + bias[: EXPERTS // 32]).tolist()
+draw.sorting_network([round(value, 3) for value in lane_0], sorting_network(EXPERTS // 32))
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_sorted_lanes(num_experts, num_groups, kept, topk):
     held = num_experts // 32  # experts that a lane holds
     share = 32 // num_groups  # lanes that share a group
     load = make_load(held)
-    pairs = tuple(batcher_network(held))
+    pairs = tuple(sorting_network(held))
     steps = len(pairs)
 
     @cuda.jit
@@ -1485,14 +1618,14 @@ def make_sorted_lanes(num_experts, num_groups, kept, topk):
             score[i] = sigmoid(score[i])
             choice[i] = score[i] + choice[i]
             key[i], slot[i] = order_key(choice[i]), int32(i)
-        for s in range(steps):
-            i, j = pairs[s]
+        for step in range(steps):
+            i, j = pairs[step]
             swap = key[j] > key[i] or (key[j] == key[i] and slot[j] < slot[i])
             key[i], key[j] = key[j] if swap else key[i], key[i] if swap else key[j]
             slot[i], slot[j] = slot[j] if swap else slot[i], slot[i] if swap else slot[j]
         best, second = merge_two(key_as_float(key[0]), key_as_float(key[1]), 1, share)
         if better_groups(best + second, group, share, num_groups) >= kept:
-            key[0] = NEVER
+            key[0] = int32(NEVER)
         weight, expert = float32(0), int32(0)
         for k in range(topk):
             highest_key = redux_sync_max_s32(uint32(FULL), key[0])
@@ -1504,7 +1637,7 @@ def make_sorted_lanes(num_experts, num_groups, kept, topk):
             if lane == winner:
                 for i in range(held - 1):
                     key[i], slot[i] = key[i + 1], slot[i + 1]
-                key[held - 1] = NEVER
+                key[held - 1] = int32(NEVER)
             won = cuda.shfl_sync(FULL, won, winner)
             front = cuda.shfl_sync(FULL, front, winner)
             if lane == k:
@@ -1515,575 +1648,877 @@ def make_sorted_lanes(num_experts, num_groups, kept, topk):
 
 
 # %%
-diff(make_integer_keys, make_sorted_lanes)
-
-# %%
-sorted_lanes = make_sorted_lanes(EXPERTS, GROUPS, KEPT, TOPK)
-prediction = (us("integer keys") or 9) * 1.1
-measure("sorted lanes", run_pointers(sorted_lanes, 1), prediction_us=round(prediction))
-resources("sorted lanes", sorted_lanes)
-
-# %%
-look_back("sorted lanes", "integer keys", prediction)
+change(make_integer_keys, make_sorted_lanes)
 
 # %% [markdown]
-# **Look back.** We expected a small loss and got a clear gain. The search through eight keys was a chain of
-# eight steps, each of which waits for the one before. The network has nineteen, but only six levels: what stands in one
-# level does not wait. And the compiler turns a swap into two selections, fewer than we counted.
-
-# %% [markdown]
-# ### Step 12: the package's kernel for few tokens
+# A network does not keep the order of equal keys, so each key travels with its place in the lane, `slot`. A lane that never wins
+# never moves its keys up, so clearing `key[0]` is enough to drop its group.
 #
-# **Idea.** The package's first kernel has the layout and the ideas of step 11. It adds four things.
-#
-# - **A faster sigmoid.** `math.exp` and an exact division are some 20 instructions. `ex2.approx` and `rcp.approx` are
-#   two, with an error of two units in the last place. This is the MUFU of section 3.
-# - **Keys sorted alone.** Only keys go through the network. Lane `k` looks for the expert of pick `k` at the end, once
-#   for all picks.
-# - **Loads ahead of their use.** A warp routes several tokens. It loads the next one's logits while it works on
-#   this one.
-# - **Every input.** NaN, infinities, ties, 16-bit floats, other numbers of experts and groups, shared experts, padding.
-#
-# **Prediction.** The sigmoids fall from 160 to 40 instructions, the network from 130 to 40, the picks from about 25 to
-# 15 each. With the rest it is some 320 in all.
+# **Predicted gain.** The difference of the slowest pipes.
 
 # %%
-from moe_numba.gate import kernel as few_tokens
-from moe_numba.gate import kernel_4tokens as many_tokens
+count("sorted lanes", make_sorted_lanes, {"REDUX": TOPK})
+run = run_pointers(make_sorted_lanes, 1)(KEPT, TOPK)
+measure("sorted lanes", run, after="integer keys", predicted_gain_us=predicted_us("integer keys", "sorted lanes"))
+CLOCKS.select("integer keys", "sorted lanes")
 
-config = GateConfig(EXPERTS, GROUPS, KEPT, TOPK)
-polished = few_tokens.make_kernel(config)
-HAS_4TOKENS = many_tokens.supports(*config[:5])  # 8 groups; for other shapes step 13 is left out
-dealing = many_tokens.make_4tokens_kernel(config) if HAS_4TOKENS else None
-
-
-def run_of_package(kernel, tokens_per_block, warps, most_blocks, **options):
-    def run(x, outputs):
-        tokens = x.shape[0]
-        grid = min(-(-tokens // tokens_per_block), most_blocks)
-        # after the outputs: tokens, elements from row to row, tokens to route, two scales
-        numbers = tokens, np.int64(x.stride(0)), tokens, 1.0, 1.0
-        launch(kernel, grid, 32 * warps, x, bias, *outputs, *numbers, dependent=True, **options)
-        return outputs
-
-    return bound(run)
+# %% [markdown]
+# The picks of token 0, from a trace of this kernel:
 
 
-prediction = max(issue_us(320, 16384), FLOOR_US)
-print(f"prediction: {prediction:.1f} us; the floor is {FLOOR_US:.1f} us")
-run_polished = run_of_package(
-    polished, few_tokens.WARPS_PER_BLOCK, few_tokens.WARPS_PER_BLOCK, SMS * 64 // few_tokens.WARPS_PER_BLOCK
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def trace_picks(logits, bias):
+    outputs = torch.zeros(1, TOPK), torch.zeros(1, TOPK, dtype=torch.int32)
+    with simulator.trace() as events:
+        launch(
+            make_sorted_lanes(EXPERTS, GROUPS, KEPT, TOPK),
+            1,
+            (32, 1),
+            torch.tensor([logits]),
+            torch.tensor(bias),
+            *outputs,
+            1,
+        )
+    return Player(*draw.pick_frames(draw.picks_of(events), GROUPS), "Eight picks from sorted lanes").as_dict()
+
+
+picks = Player.from_dict(in_simulator(trace_picks, gate.logits[0].tolist(), bias.tolist()))
+picks
+
+# %%
+picks.strip([0, 1, len(picks.frames) - 1])
+
+# %% [markdown]
+# ### Step 14: no short circuits
+#
+# **Bottleneck.** `x or (y and z)` evaluates `y` only if `x` is false. In a long network the compiler keeps branches; with
+# `|` and `&` on booleans it computes all and selects. The network alone:
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+PAIRS = tuple(sorting_network(8))
+STEPS = len(PAIRS)
+
+
+@cuda.jit
+def network(keys, slots):
+    row = cuda.grid(1)
+    key, slot = cuda.local.array(8, int32), cuda.local.array(8, int32)
+    for i in range(8):
+        key[i], slot[i] = keys[row * 8 + i], slots[row * 8 + i]
+    for step in range(STEPS):
+        i, j = PAIRS[step]
+        swap = key[j] > key[i] or (key[j] == key[i] and slot[j] < slot[i])
+        key[i], key[j] = key[j] if swap else key[i], key[i] if swap else key[j]
+        slot[i], slot[j] = slot[j] if swap else slot[i], slot[i] if swap else slot[j]
+    for i in range(8):
+        keys[row * 8 + i], slots[row * 8 + i] = key[i], slot[i]
+
+
+# %%
+SHORT_CIRCUIT = "key[j] > key[i] or (key[j] == key[i] and slot[j] < slot[i])"
+NO_SHORT_CIRCUIT = "(key[j] > key[i]) | ((key[j] == key[i]) & (slot[j] < slot[i]))"
+
+
+def network_with(condition, name):
+    return define(changed_source(network, SHORT_CIRCUIT, condition, name), globals(), f"{name}.py")[name]
+
+
+networks = {
+    "always swap": network_with("True", "network_without"),
+    "or, and": network,
+    "|, &": network_with(NO_SHORT_CIRCUIT, "network_bits"),
+}
+mix = instruction_mix({name: (kernel, ("int32*", "int32*")) for name, kernel in networks.items()})
+mix
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+source = changed_source(make_sorted_lanes, SHORT_CIRCUIT, NO_SHORT_CIRCUIT, "make_no_branches")
+make_no_branches = define(source, globals(), "make_no_branches.py")["make_no_branches"]
+
+# %%
+change(make_sorted_lanes, make_no_branches)
+
+# %% [markdown]
+# **Predicted gain.** The difference of the slowest pipes. The model has no branch latency, so it predicts almost nothing; a
+# gain would be the cost of branches.
+
+# %%
+count("no short circuits", make_no_branches, {"REDUX": TOPK})
+run = run_pointers(make_no_branches, 1)(KEPT, TOPK)
+measure(
+    "no short circuits", run, after="sorted lanes", predicted_gain_us=predicted_us("sorted lanes", "no short circuits")
 )
-measure("polished", run_polished, prediction_us=round(prediction, 1))
-
-# %%
-look_back("polished", "sorted lanes", prediction)
+CLOCKS.select("integer keys", "sorted lanes", "no short circuits")
 
 # %% [markdown]
-# **Look back.** Twice the prediction, and now we know why: more than half of the instructions that are left compare,
-# choose or shift, and take two clocks each. Count those twice, and the measurement is explained almost to the end. The
-# kernel is limited by instructions; its memory traffic would allow half the time.
+# **Explanation.** How many branches the kernel has:
 
-# %% [markdown]
-# ### Step 13: the package's kernel for many tokens
-#
-# **Idea.** Half of the groups are out, so from then on half of the lanes of a token work for nothing. With few tokens
-# that does not matter: there are lanes enough. With many tokens it does. So a warp takes **four tokens**. It chooses
-# the groups of one after the other, in the layout of step 8, and puts the keys into shared memory (memory on the
-# multiprocessor that the threads of a block share). Then it **deals** the 128 candidates of each token anew: 8 lanes
-# for a token, 16 candidates for a lane, and all four tokens pick at the same time. A pick needs three shuffle rounds,
-# but they serve four tokens.
-#
-# `moe_numba.biased_grouped_topk` takes this kernel for many tokens and the one of step 12 for few.
-#
-# **Prediction.** A pick costs about 25 instructions for four tokens, in place of 15 for one. The network for 16 values
-# is longer, 63 steps of 2, but also for four tokens. Sigmoids and groups stay at 100 for each token, and the search for
-# the experts is 100 for four. That is 100 + (8 x 25 + 126 + 100) / 4, some 200 for a token.
 
-# %%
-count = issue_us(200, 16384)
-prediction = max(count, FLOOR_US)
-print(f"by the count {count:.1f} us; so the floor is the prediction: {prediction:.1f} us")
-run_dealing = run_of_package(
-    dealing,
-    many_tokens.WARPS_PER_BLOCK * many_tokens.TOKENS_PER_WARP,
-    many_tokens.WARPS_PER_BLOCK,
-    1 << 20,
-    launch_bounds=many_tokens.launch_bounds(gpu_of(0).capability),
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def branches(name):
+    """How many branch and reconvergence instructions the main path of a kernel has."""
+    (start, end), opcodes = CLOCKS.codes[name].body, CLOCKS.codes[name].opcodes
+    return sum(opcode.partition(".")[0] in ("BRA", "BSSY", "BSYNC") for opcode in opcodes[start : end + 1])
+
+
+total = {name: sum(mix[name].values()) for name in networks}
+say(
+    "Alone, a compare-exchange takes {slow:.0f} instructions with `or` and `and`, and the network has {branches} branches; "
+    "with `|` and `&` it takes {fast:.0f}, and the network has none. In the kernel, which the compiler optimizes as a whole, "
+    "branches and their reconvergence take {kernel} instructions, and {after} without short circuits.",
+    slow=(total["or, and"] - total["always swap"]) / STEPS,
+    fast=(total["|, &"] - total["always swap"]) / STEPS,
+    branches=mix["or, and"]["branch"] - mix["always swap"]["branch"],
+    kernel=branches("sorted lanes"),
+    after=branches("no short circuits"),
 )
-if HAS_4TOKENS:
-    measure("dealt again", run_dealing, prediction_us=round(prediction, 1))
-
-
-def run_package(x, outputs):
-    return moe_numba.biased_grouped_topk(x, bias, TOPK, **OPTIONS, out=outputs)
-
-
-measure("final", bound(run_package), prediction_us=round(prediction, 1))
-
-# %%
-if HAS_4TOKENS:
-    look_back("dealt again", "polished", prediction)
-# the public function: the same kernel, and what checking the arguments costs
-look_back("final", "dealt again" if HAS_4TOKENS else "polished")
 
 # %% [markdown]
-# **Look back.** At this size the gain is small. There are only 4096 warps now, eight for each scheduler, and they run
-# through once: there is not enough to hide behind. The more tokens, the more the saved instructions count. Here are
-# both sizes, from the record of the whole comparison:
+# **Exercise 4.** The kernel below sorts four keys. Remove its branches.
+
 
 # %%
-for dtype in ("float32", "bfloat16"):
-    for tokens in (16384, 65536):
-        row = GATE and records.find(GATE, step="final", dtype=dtype, size={"tokens": tokens}, config=OPTIONS)
-        if row:
-            took = row["kernel_us"]["median"]
-            print(f"{tokens} tokens, {dtype}: {took:.1f} us, {took / row['floor_us']:.1f} times the floor")
+@cuda.jit
+def sort_four(keys, slots):
+    row = cuda.threadIdx.x
+    key, slot = cuda.local.array(4, int32), cuda.local.array(4, int32)
+    for i in range(4):
+        key[i], slot[i] = keys[row, i], slots[row, i]
+    for i, j in ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2)):
+        swap = key[j] > key[i] or (key[j] == key[i] and slot[j] < slot[i])
+        key[i], key[j] = key[j] if swap else key[i], key[i] if swap else key[j]
+        slot[i], slot[j] = slot[j] if swap else slot[i], slot[i] if swap else slot[j]
+    for i in range(4):
+        keys[row, i], slots[row, i] = key[i], slot[i]
+
+
+exercise("gate-4").check(sort_four)
 
 # %% [markdown]
-# ### A check must be able to fail
+# ### Step 15: a fast sigmoid
 #
-# Before we believe the times, we try the check on two wrong steps. The first names a wrong expert once, next to the
-# right one. The second forgets the last token. Both must be refused, and a refused step gets no time.
+# **Bottleneck.** `math.exp` and an exact division also handle subnormal numbers and overflow, and the division rounds correctly. The machine code of one
+# sigmoid, and of one with `ex2.approx` and `rcp.approx`, which are one MUFU instruction each, with errors of at most 2 units
+# in the last place:
 
 
 # %%
-def off_by_one():
-    weights, ids = moe_numba.biased_grouped_topk(logits, bias, TOPK, **OPTIONS)
-    ids[TOKENS // 2, 3] = (ids[TOKENS // 2, 3] + 1) % EXPERTS
-    return weights, ids
+@cuda.jit(device=True)
+def fast_sigmoid(x):
+    return rcp_approx(float32(1) + ex2_approx(-LOG2_E * x))
 
 
-def forgets_the_last_token():
-    outputs = poisoned()
-    launch(wide_loads, blocks(TOKENS, 4), (32, WARPS), logits, bias, *outputs, TOKENS - 1)
-    return outputs
+@cuda.jit
+def exact(x):
+    x[cuda.grid(1)] = sigmoid(x[cuda.grid(1)])
 
 
-trial = Ladder("gate_trial", check)
-trial.step("off by one", off_by_one, expect_wrong=True)
-trial.step("forgets a token", forgets_the_last_token, expect_wrong=True)
+@cuda.jit
+def fast(x):
+    x[cuda.grid(1)] = fast_sigmoid(x[cuda.grid(1)])
+
+
+instruction_mix({"exact": (exact, ("float32*",)), "fast": (fast, ("float32*",))})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+source = changed_source(make_no_branches, "score[i] = sigmoid(", "score[i] = fast_sigmoid(", "make_fast_sigmoid")
+make_fast_sigmoid = define(source, globals(), "make_fast_sigmoid.py")["make_fast_sigmoid"]
+
+# %%
+change(make_no_branches, make_fast_sigmoid)
 
 # %% [markdown]
-# ### The whole ladder
+# **Predicted gain.** The difference of the slowest pipes.
+
+# %%
+count("fast sigmoid", make_fast_sigmoid, {"REDUX": TOPK})
+run = run_pointers(make_fast_sigmoid, 1)(KEPT, TOPK)
+gain_us = predicted_us("no short circuits", "fast sigmoid")
+measure("fast sigmoid", run, after="no short circuits", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# ### Step 16: a pop without a branch
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
+# **Bottleneck.** In each pick the winner alone moves its keys and slots up, behind a branch, while 31 lanes wait.
+
+# %%
+pick_clocks("fast sigmoid", make_fast_sigmoid, {"REDUX": 1})
+
+# %% [markdown]
+# **Idea.** All lanes select: the next key if they won, their own if not. This prepares step 17, where less has to move.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+POP = """            if lane == winner:
+                for i in range(held - 1):
+                    key[i], slot[i] = key[i + 1], slot[i + 1]
+                key[held - 1] = int32(NEVER)
+"""
+SELECTING_POP = """            wins = lane == winner
+            for i in range(held - 1):
+                key[i], slot[i] = key[i + 1] if wins else key[i], slot[i + 1] if wins else slot[i]
+            key[held - 1] = int32(NEVER) if wins else key[held - 1]
+"""
+source = changed_source(make_fast_sigmoid, POP, SELECTING_POP, "make_selecting_pop")
+make_selecting_pop = define(source, globals(), "make_selecting_pop.py")["make_selecting_pop"]
+
+# %%
+change(make_fast_sigmoid, make_selecting_pop)
+
+# %% [markdown]
+# **Predicted gain.** The difference of the slowest pipes: a loss, because a pop selects 15 times. The model has no branch latency.
+
+# %%
+count("selecting pop", make_selecting_pop, {"REDUX": TOPK})
+run = run_pointers(make_selecting_pop, 1)(KEPT, TOPK)
+gain_us = predicted_us("fast sigmoid", "selecting pop")
+# after the GPU run: not grey if it gained
+measure("selecting pop", run, after="fast sigmoid", predicted_gain_us=gain_us, slower=True)
+CLOCKS.select("fast sigmoid", "selecting pop")
+
+# %% [markdown]
+# ### Step 17: sort the keys alone
+#
+# **Bottleneck.** The slots. Each compare-exchange selects two of them, each pop moves 7, and each pick shuffles slot and
+# score of the winner, although only one lane needs them.
+#
+# **Idea.** Sort only keys: a compare-exchange is one maximum and one minimum. Lane `k` remembers the key of pick `k` and the
+# lane that held it. At the end, lane `k` looks for its key among the unsorted keys of that lane and loads the logit of the
+# expert it finds. All three changes belong together: without slots, each winner must be searched. `sort_descending` is
+# Batcher's network again ([device_functions.py](../moe_numba/gate/device_functions.py)).
+#
+# Equal keys of one lane are taken in ascending order (`drop_taken`). An example: experts 3 and 5 of a lane have equal keys, and
+# picks 0 and 1 both find `matches` = `0b101000`. Pick 1 repeats the key and the lane of pick 0, so it clears the lowest bit:
+# `0b100000` is expert 5.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cuda.jit(device=True)
+def drop_taken(matches, picked, holder, column):
+    """Clear the matches that earlier picks of an equal key took from the same lane; this lane has pick ``column``."""
+    k = int32(cuda.threadIdx.x)
+    previous = cuda.shfl_up_sync(FULL, picked, 1)
+    previous_holder = cuda.shfl_up_sync(FULL, holder, 1)
+    repeats = uint32(cuda.ballot_sync(FULL, (picked == previous) & (holder == previous_holder) & (column > 0)))
+    if repeats != uint32(0):
+        while (repeats >> uint32(k)) & uint32(1):
+            matches = uint32(matches & uint32(matches - uint32(1)))
+            k = int32(k - 1)
+    return matches
+
+
+@cache
+def make_keys_alone(num_experts, num_groups, kept, topk):
+    held = num_experts // 32  # experts that a lane holds
+    share = 32 // num_groups  # lanes that share a group
+    load = make_load(held)
+    sort_descending = make_sort_descending(held)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, ids, tokens):
+        lane = int32(cuda.threadIdx.x)
+        token = int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
+        safe_token = min(token, tokens - 1)
+        group = int32(lane // share)
+        first = int32(lane * held)
+        score = cuda.local.array(held, float32)
+        choice = cuda.local.array(held, float32)
+        key = cuda.local.array(held, int32)
+        queue = cuda.local.array(held, int32)
+        load(logits, safe_token * num_experts + first, score)
+        load(bias, first, choice)
+        for i in range(held):
+            key[i] = order_key(fast_sigmoid(score[i]) + choice[i])
+            queue[i] = key[i]
+        sort_descending(queue)
+        best, second = merge_two(key_as_float(queue[0]), key_as_float(queue[1]), 1, share)
+        if better_groups(best + second, group, share, num_groups) >= kept:
+            queue[0] = int32(NEVER)
+        picked, holders = int32(0), uint32(0)
+        for k in range(topk):
+            highest_key = redux_sync_max_s32(uint32(FULL), queue[0])
+            ballot = uint32(cuda.ballot_sync(FULL, queue[0] == highest_key))
+            if lane == k:
+                picked, holders = highest_key, ballot
+            wins = lane == int32(cuda.ffs(ballot) - 1)
+            for i in range(held - 1):
+                queue[i] = queue[i + 1] if wins else queue[i]
+            queue[held - 1] = int32(NEVER) if wins else queue[held - 1]
+        holder = int32(cuda.ffs(holders) - 1)
+        matches = uint32(0)
+        for i in range(held):
+            same = cuda.shfl_sync(FULL, key[i], holder) == picked
+            matches = uint32(matches | uint32(1 << i)) if same else matches
+        expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane)) - 1)
+        weight = float32(0)
+        if lane < topk:
+            weight = fast_sigmoid(logits[safe_token * num_experts + expert])
+        store_scaled(weights, ids, token * topk, weight, expert, topk, token < tokens)
+
+    return kernel
+
+
+# %%
+change(make_selecting_pop, make_keys_alone)
+
+# %% [markdown]
+# **Predicted gain.** The difference of the slowest pipes.
+
+# %%
+count("keys alone", make_keys_alone, {"REDUX": TOPK})
+run = run_pointers(make_keys_alone, 1)(KEPT, TOPK)
+measure("keys alone", run, after="selecting pop", predicted_gain_us=predicted_us("selecting pop", "keys alone"))
+CLOCKS.select("selecting pop", "keys alone")
+
+# %% [markdown]
+# ### Step 18: loads ahead of their use
+#
+# **Bottleneck.** The gap between measured time and pipe time has grown. How much is waiting for DRAM? The same kernel, if every warp
+# reads the logits of token 0, which stay in the L1 cache:
+
+# %%
+source = changed_source(
+    make_keys_alone,
+    "load(logits, safe_token * num_experts + first, score)",
+    "load(logits, first, score)",
+    "make_cached",
+)
+source = changed_source(source, "logits[safe_token * num_experts + expert]", "logits[expert]")
+make_cached = define(source, globals(), "make_cached.py")["make_cached"]
+variants = {"from DRAM": make_keys_alone, "from L1": make_cached}
+loads_us = ladder.times(
+    "loads of keys alone", {name: gate.calls(run_pointers(make, 1)(KEPT, TOPK))[1] for name, make in variants.items()}
+)
+loads_us = loads_us or dict.fromkeys(variants)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "Measured / pipe time was {first:.2f} in step 10 and is {now:.2f}. From DRAM {dram:.1f} us, from L1 {l1:.1f} us; the "
+    "slowest pipe needs {pipe:.1f} us.",
+    first=(ladder.median_us("32-bit integers") or 0) / pipe_us("32-bit integers") or None,
+    now=(ladder.median_us("keys alone") or 0) / pipe_us("keys alone") or None,
+    dram=loads_us["from DRAM"],
+    l1=loads_us["from L1"],
+    pipe=pipe_us("keys alone"),
+)
+
+# %% [markdown]
+# **Idea.** A warp routes several tokens, one after another, and loads the logits of the next one before it starts with the
+# current one. The grid has as many CTAs as fit on the SMs at once.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cache
+def make_loads_ahead(num_experts, num_groups, kept, topk):
+    held = num_experts // 32  # experts that a lane holds
+    share = 32 // num_groups  # lanes that share a group
+    load = make_load(held)
+    sort_descending = make_sort_descending(held)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, ids, tokens):
+        lane = int32(cuda.threadIdx.x)
+        token = int32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
+        warps = int32(cuda.gridDim.x * WARPS)
+        group = int32(lane // share)
+        first = int32(lane * held)
+        score = cuda.local.array(held, float32)
+        choice = cuda.local.array(held, float32)
+        key = cuda.local.array(held, int32)
+        queue = cuda.local.array(held, int32)
+        if token < tokens:
+            load(logits, token * num_experts + first, score)
+        load(bias, first, choice)
+        while token < tokens:
+            cuda.syncwarp()  # redux needs all lanes, and the stores below diverge
+            for i in range(held):
+                key[i] = order_key(fast_sigmoid(score[i]) + choice[i])
+                queue[i] = key[i]
+            following = int32(token + warps)
+            if following < tokens:
+                load(logits, following * num_experts + first, score)
+            sort_descending(queue)
+            best, second = merge_two(key_as_float(queue[0]), key_as_float(queue[1]), 1, share)
+            if better_groups(best + second, group, share, num_groups) >= kept:
+                queue[0] = int32(NEVER)
+            picked, holders = int32(0), uint32(0)
+            for k in range(topk):
+                highest_key = redux_sync_max_s32(uint32(FULL), queue[0])
+                ballot = uint32(cuda.ballot_sync(FULL, queue[0] == highest_key))
+                if lane == k:
+                    picked, holders = highest_key, ballot
+                wins = lane == int32(cuda.ffs(ballot) - 1)
+                for i in range(held - 1):
+                    queue[i] = queue[i + 1] if wins else queue[i]
+                queue[held - 1] = int32(NEVER) if wins else queue[held - 1]
+            holder = int32(cuda.ffs(holders) - 1)
+            matches = uint32(0)
+            for i in range(held):
+                same = cuda.shfl_sync(FULL, key[i], holder) == picked
+                matches = uint32(matches | uint32(1 << i)) if same else matches
+            expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane)) - 1)
+            weight = float32(0)
+            if lane < topk:
+                weight = fast_sigmoid(logits[token * num_experts + expert])
+            store_scaled(weights, ids, token * topk, weight, expert, topk, True)
+            token = following
+
+    return kernel
+
+
+# %%
+change(make_keys_alone, make_loads_ahead)
+
+# %% [markdown]
+# **Predicted gain.** The wait for DRAM, measured above: an upper bound, because the first load of each warp is never hidden.
+
+
+# %%
+count("loads ahead", make_loads_ahead, {"REDUX": TOPK})
+
+
+def run_in_a_loop(name, make):
+    """As many CTAs as fit on all SMs, by the registers of the kernel."""
+    kernel, most = make(*SHAPE), resident_ctas(CLOCKS.codes[name].registers, WARPS) * SMS
+
+    def run(x, weights, ids):
+        launch(kernel, min(ctas(len(x), 1), most), (32, WARPS), x, bias, weights, ids, len(x))
+
+    return run
+
+
+gain_us = (loads_us["from DRAM"] or 0) - (loads_us["from L1"] or 0)
+measure("loads ahead", run_in_a_loop("loads ahead", make_loads_ahead), after="keys alone", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The same loop, with each token's load at its usual place, separates the loop from the load ahead:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+AHEAD = """            following = int32(token + warps)
+            if following < tokens:
+                load(logits, following * num_experts + first, score)
+"""
+source = changed_source(make_loads_ahead, AHEAD, "            following = int32(token + warps)\n", "make_loop")
+source = changed_source(
+    source,
+    "            for i in range(held):\n                key[i] = order",
+    "            load(logits, token * num_experts + first, score)\n            for i in range(held):\n                key[i] = order",
+)
+make_loop = define(source, globals(), "make_loop.py")["make_loop"]
+
+# %%
+loops = {"one token per warp": run_pointers(make_keys_alone, 1)(KEPT, TOPK)}
+count("loop", make_loop, {"REDUX": TOPK})
+loops["loop"] = run_in_a_loop("loop", make_loop)
+loops["loop, loads ahead"] = run_in_a_loop("loads ahead", make_loads_ahead)
+loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: which of the two matters, and what the registers cost
+say(
+    "One token per warp {one:.1f} us, in a loop {loop:.1f} us, with loads ahead {ahead:.1f} us. The registers per thread are "
+    "{registers}, {loop_registers} and {ahead_registers}: more registers mean fewer warps per SM, which hide less latency.",
+    one=loop_us["one token per warp"],
+    loop=loop_us["loop"],
+    ahead=loop_us["loop, loads ahead"],
+    registers=CLOCKS.codes["keys alone"].registers,
+    loop_registers=CLOCKS.codes["loop"].registers,
+    ahead_registers=CLOCKS.codes["loads ahead"].registers,
+)
+
+# %% [markdown]
+# ### Step 19: four tokens per warp
+#
+# **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick for nothing:
+
+# %%
+pick_clocks("loads ahead", make_loads_ahead, {"REDUX": 1})
+
+# %% [markdown]
+# **Idea.** A warp scores four tokens one after another and writes the keys to shared memory. Then it **redistributes** the
+# candidates: 8 lanes per token, 16 candidates per lane. A pick takes three shuffle rounds, but for four tokens.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# the kept groups of four tokens
+sums = (gate.logits[:4].float().sigmoid() + bias).view(4, GROUPS, -1).topk(2)[0].sum(-1)
+draw.redistribution(sums.topk(KEPT).indices.tolist(), GROUPS)
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cache
+def make_four_tokens(num_experts, num_groups, kept, topk):
+    held = num_experts // 32  # experts that a lane holds while the groups are chosen
+    size = num_experts // num_groups
+    candidates = kept * size // 8  # experts that a lane holds while the experts are chosen
+    lanes_per_group = size // candidates
+    pitch = size + 4  # 16 bytes of padding against bank conflicts
+    num_keys = WARPS * 4 * num_groups * pitch
+    load = make_load(held)
+    sort_descending = make_sort_descending(candidates)
+
+    @cuda.jit
+    def kernel(logits, bias, weights, ids, tokens):
+        lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.y)
+        group, part = int32(lane // 4), int32(lane % 4)  # while the groups are chosen
+        own, column = int32(lane // 8), int32(lane % 8)  # while the experts are chosen: token `own` of the warp
+        token = int32((cuda.blockIdx.x * WARPS + warp) * 4)
+        keys = cuda.shared.array(num_keys, int32)
+        kept_groups = cuda.shared.array((WARPS, 4, num_groups), int32)
+        score = cuda.local.array((4, held), float32)
+        choice = cuda.local.array(held, float32)
+        key = cuda.local.array(held, int32)
+        queue = cuda.local.array(candidates, int32)
+        load(bias, int32(lane * held), choice)
+        for t in range(4):
+            load(logits, int32(min(token + t, tokens - 1) * num_experts + lane * held), score[t])
+
+        # Groups: 32 lanes score one token after another. Lane (group, part) then ranks the group for token `part`.
+        sum_key = int32(NEVER)
+        for t in range(4):
+            best, second = int32(NEVER), int32(NEVER)
+            for i in range(held):
+                key[i] = order_key(fast_sigmoid(score[t, i]) + choice[i])
+                second = max(second, min(best, key[i]))
+                best = max(best, key[i])
+            place = int32(((warp * 4 + t) * num_groups + group) * pitch + part * held)
+            for i in range(0, held, 4):
+                st_shared_s32x4(keys, int32(place + i), key[i], key[i + 1], key[i + 2], key[i + 3])
+            best, second = merge_two(best, second, 1, 4)
+            if part == t:
+                sum_key = order_key(key_as_float(best) + key_as_float(second))
+        better = int32(0)
+        for i in range(1, num_groups):
+            rival = cuda.shfl_xor_sync(FULL, sum_key, 4 * i)
+            better += int32((rival > sum_key) | ((rival == sum_key) & ((group ^ i) < group)))
+        ballot = uint32(cuda.ballot_sync(FULL, better < kept))
+        lower_groups = uint32(uint32(0x11111111 << part) & uint32((1 << lane) - 1))
+        if better < kept:
+            kept_groups[warp, part, cuda.popc(uint32(ballot & lower_groups))] = group
+        cuda.syncwarp()
+
+        # Experts: 8 lanes take the candidates of a token, and the four tokens pick at the same time.
+        source = kept_groups[warp, own, column // lanes_per_group]
+        start = int32(column % lanes_per_group * candidates)
+        place = int32(((warp * 4 + own) * num_groups + source) * pitch + start)
+        for i in range(0, candidates, 4):
+            queue[i], queue[i + 1], queue[i + 2], queue[i + 3] = ld_shared_s32x4(keys, int32(place + i))
+        sort_descending(queue)
+        own_lanes = uint32(0xFF << (own * 8))
+        picked, holders = int32(0), uint32(0)
+        for k in range(topk):
+            highest_key = queue[0]
+            for s in range(3):
+                highest_key = max(highest_key, cuda.shfl_xor_sync(FULL, highest_key, 1 << s))
+            ballot = uint32(uint32(cuda.ballot_sync(FULL, queue[0] == highest_key)) & own_lanes)
+            if column == k:
+                picked, holders = highest_key, ballot
+            wins = lane == int32(cuda.ffs(ballot) - 1)
+            for i in range(topk - 1):
+                queue[i] = queue[i + 1] if wins else queue[i]
+            queue[topk - 1] = int32(NEVER) if wins else queue[topk - 1]
+
+        # Lane (own, column) looks for pick `column` among the candidates of the lane that held it.
+        holder = int32((cuda.ffs(holders) - 1) % 8)
+        source = kept_groups[warp, own, holder // lanes_per_group]
+        start = int32(holder % lanes_per_group * candidates)
+        place = int32(((warp * 4 + own) * num_groups + source) * pitch + start)
+        for i in range(0, candidates, 4):
+            queue[i], queue[i + 1], queue[i + 2], queue[i + 3] = ld_shared_s32x4(keys, int32(place + i))
+        matches = uint32(0)
+        for i in range(candidates):
+            matches = uint32(matches | uint32(1 << i)) if queue[i] == picked else matches
+        expert = int32(source * size + start + cuda.ffs(drop_taken(matches, picked, holder, column)) - 1)
+        weight, valid = float32(0), (column < topk) & (token + own < tokens)
+        if valid:
+            weight = fast_sigmoid(logits[(token + own) * num_experts + expert])
+        total = weight
+        for s in range(3):
+            total += cuda.shfl_xor_sync(FULL, total, 1 << s)
+        if valid:
+            weights[(token + own) * topk + column] = weight / total
+            ids[(token + own) * topk + column] = expert
+
+    return kernel
+
+
+# %% [markdown]
+# The rows of keys in shared memory have 16 bytes of padding. Stores then have no bank conflicts. Loads, from groups that
+# depend on the data, take about one and a half times the clocks of loads without conflicts.
+#
+# **Predicted gain.** The difference of the slowest pipes.
+
+# %%
+FOUR = supports(*SHAPE, 0)  # as the package's kernel: 8 groups, no shared experts
+
+
+def run_four_tokens(x, weights, ids, bounds=(32 * WARPS, 4)):  # threads per CTA, and at least 4 CTAs per SM
+    kernel = make_four_tokens(*SHAPE)
+    launch(kernel, ctas(len(x), 4), (32, WARPS), x, bias, weights, ids, len(x), launch_bounds=bounds)
+
+
+if FOUR:
+    count("four tokens per warp", make_four_tokens, tokens_per_warp=4, threads=(32 * WARPS, 4))
+    gain_us = predicted_us("loads ahead", "four tokens per warp")
+    measure("four tokens per warp", run_four_tokens, after="loads ahead", predicted_gain_us=gain_us)
+else:
+    print("left out: the kernel needs 8 groups")
+
+# %% [markdown]
+# **Explanation.** With launch bounds `ptxas` takes more registers, without them more warps fit on an SM. Both kernels:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+bounds = {"launch bounds": (32 * WARPS, 4), "none": None}
+bounds_us = {}
+if FOUR:
+    kernel = f"make_four_tokens{SHAPE}"
+    codes = {
+        key: pipe_clocks({key: (kernel, SIGNATURE, None, b)}, [make_four_tokens]).codes[key]
+        for key, b in bounds.items()
+    }
+    registers = {key: code.registers for key, code in codes.items()}
+    print({key: f"{n} registers, {resident_ctas(n, WARPS) * WARPS} warps per SM" for key, n in registers.items()})
+    calls = {key: gate.calls(partial(run_four_tokens, bounds=b))[1] for key, b in bounds.items()}
+    bounds_us = ladder.times("launch bounds of four tokens per warp", calls) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: take the faster one, and say what it shows
+say(
+    "With launch bounds the kernel takes {bounded:.1f} us, without them {free:.1f} us.",
+    bounded=bounds_us.get("launch bounds"),
+    free=bounds_us.get("none"),
+)
+
+# %% [markdown]
+# The bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+WAVE_OF_H200 = 24 * 4 * 132  # tokens
+WAVE = 24 * 4 * SMS if not simulator.ENABLED else TOKENS
+waves_us = {}
+if FOUR:
+    large = GateRuns(4 * WAVE, *SHAPE)
+    calls = {f"{n}": large.calls(run_four_tokens, tokens=n * WAVE)[1] for n in (1, 2, 4)}
+    waves_us = ladder.times("waves of four tokens per warp", calls) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: compare the steady state with both bounds, and say which of them the kernel approaches
+say(
+    "16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, four {four:.1f} us. In the steady state "
+    "a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us. In the first wave, nothing overlaps "
+    "the wait for DRAM, and a last wave that is not full takes as long as a full one.",
+    count=16384 / WAVE_OF_H200,
+    one=waves_us.get("1"),
+    two=waves_us.get("2"),
+    four=waves_us.get("4"),
+    each=waves_us and (waves_us["4"] - waves_us["2"]) / 2 or None,
+    pipe=pipe_us("four tokens per warp") * WAVE_OF_H200 / MODEL_TOKENS if FOUR else None,
+    dram=lower_bounds_us(WAVE_OF_H200)["DRAM"],
+)
+
+# %% [markdown]
+# ### Step 20: the package's kernel
+#
+# `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few.
+# Both ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) also handle NaN,
+# 16-bit logits, other shapes, shared experts and padding.
+#
+# **Bottleneck.** The ALU, still.
+#
+# **Idea.** The package's kernel has 4 warps per CTA, bounds of 6 CTAs per SM, and fewer instructions for ranks and picks.
+#
+# **Predicted gain.** The difference of the slowest pipes.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+PACKAGE = ("float32*", "float32*", "float32*", "int32*", "int32", "int64", "int32", "float32", "float32")
+PACKAGE_CTA = 32 * WARPS_PER_BLOCK, 6  # threads per CTA, and at least 6 CTAs per SM
+
+
+def count_package(dtype):
+    """Count the clocks of the package's kernel for four tokens of a type, and keep them under its name."""
+    width = min(16, EXPERTS // 32 * (4 if dtype == "float32" else 2))  # bytes per load: all of a lane, or 16
+    config = f"GateConfig{SHAPE}._replace(dtype={dtype!r}, load_bytes={width})"
+    signature = (
+        PACKAGE[0] if dtype == "float32" else "uint16*",
+        *PACKAGE[1:],
+    )  # 16-bit floats are passed as their bits
+    name = f"package, {dtype}"
+    TOKENS_PER_WARP[name] = TOKENS_PER_WARP["four tokens per warp"]
+    kernel = f"make_4tokens_kernel({config})", signature, None, PACKAGE_CTA
+    CLOCKS.update(pipe_clocks({name: kernel}, [make_4tokens_kernel, GateConfig]))
+    return name
+
+
+def run_package_kernel(x, weights, ids):
+    kernel, tokens = make_4tokens_kernel(GateConfig(*SHAPE)), len(x)
+    grid = -(-tokens // (4 * WARPS_PER_BLOCK))
+    scales = 1.0, 1.0  # of shared experts and of the output
+    sizes = tokens, np.int64(x.stride(0)), tokens  # tokens, elements between rows, tokens that are not padding
+    launch(kernel, grid, PACKAGE_CTA[0], x, bias, weights, ids, *sizes, *scales, launch_bounds=BOUNDS)
+
+
+# %%
+if FOUR:
+    BOUNDS = launch_bounds(gpu_of(gate.logits.device).capability)  # PACKAGE_CTA, and others before Hopper
+    gain_us = predicted_us("four tokens per warp", count_package("float32"))
+    measure("package kernel", run_package_kernel, after="four tokens per warp", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Pipes and registers of both kernels:
+
+# %%
+both = CLOCKS.select(*(("four tokens per warp", "package, float32") if FOUR else ("loads ahead",)))
+print({name: f"{code.registers} registers" for name, code in both.codes.items()})
+both
+
+# %% [markdown]
+# ### Step 21: programmatic dependent launch
+#
+# **Bottleneck.** The launch: a kernel starts only when the one before it has ended.
+#
+# **Idea.** With **programmatic dependent launch** (compute capability 9.0) it may start while the other ends. The public
+# function launches in this way.
+#
+# **Predicted gain.** The difference between the two empty kernels of section 3.
+
+# %%
+OPTIONS = {"num_expert_group": GROUPS, "topk_group": KEPT}
+
+
+def run_package(x, weights, ids):
+    return moe_numba.biased_grouped_topk(x, bias, TOPK, **OPTIONS, out=(weights, ids))
+
+
+gain_us = EMPTY[False] - EMPTY[True] if all(EMPTY.values()) else 0.0
+measure("final", run_package, after="package kernel" if FOUR else "loads ahead", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# ### Step 22: bfloat16
+#
+# **Bottleneck.** Models compute logits in bfloat16, which halves the bytes.
+#
+# **Idea.** Load 16-bit logits, 8 per 16-byte load, and compute in float32. SGLang's kernel computes in the type of the logits.
+# Scores then have 8 significant bits, and many are equal:
+
+# %%
+half = GateRuns(TOKENS, *SHAPE, dtype=torch.bfloat16)
+logits_16 = torch.randn(4096, EXPERTS, device=half.device).bfloat16()
+rounded = logits_16.sigmoid() + bias.bfloat16()  # both operations round to bfloat16
+exact = logits_16.float().sigmoid() + bias
+chosen = [choose_experts(scores.float(), TOPK, GROUPS, KEPT).sort().values for scores in (rounded, exact)]
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "Rounding to bfloat16 changes the experts of {share:.0%} of the tokens.",
+    share=(chosen[0] != chosen[1]).any(dim=1).float().mean().item(),
+)
+
+# %% [markdown]
+# **Predicted gain.** max(DRAM time, pipe time) before - after. A token has 576 bytes instead of 1,088: the outputs stay.
+
+# %%
+BYTES_16 = TOKENS * (EXPERTS * 2 + TOPK * 8) + EXPERTS * 4
+if FOUR:
+    dram_us = lower_bounds_us(MODEL_TOKENS)["DRAM"]
+    dram_16_us = dram_us * (EXPERTS * 2 + TOPK * 8) / (EXPERTS * 4 + TOPK * 8)
+    gain_us = max(dram_us, pipe_us("package, float32")) - max(dram_16_us, pipe_us(count_package("bfloat16")))
+    call, timed = half.calls(run_package)
+    predicted = {"after": "final", "predicted_gain_us": gain_us}
+    ladder.step("final, bfloat16", call, timed=timed, **predicted, dtype="bfloat16", bytes=BYTES_16)
+
+# %% [markdown]
+# **Explanation.** The pipes for both types:
+
+# %%
+pipes = CLOCKS.select("package, float32", "package, bfloat16") if FOUR else None
+pipes
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+types = "float32", "bfloat16"
+many = {dtype: recorded_us(GATE, "final", size={"tokens": 65536}, dtype=dtype, config=CONFIG) for dtype in types}
+# after the GPU run: say which part of the predicted gain showed
+say(
+    "Four tokens of one warp take {float32} clocks of the slowest pipe with float32 logits and {bfloat16} with bfloat16: the "
+    "conversion costs instructions where the loads save bytes. With 65536 tokens the record has {before:.1f} and "
+    "{after:.1f} us.",
+    float32=pipes and pipes["package, float32"],
+    bfloat16=pipes and pipes["package, bfloat16"],
+    before=many["float32"],
+    after=many["bfloat16"],
+)
+
+# %% [markdown]
+# ## 6. The whole ladder
+#
+# All steps once more, timed interleaved. In the figures "speed of light" is the lower bound of section 3, and in the sweep
+# at least the time of an empty kernel. Grey points are steps that did not pay. Peers are other implementations; "aot" is
+# SGLang's C++ kernel, compiled ahead of time.
 
 # %%
 ladder.measure_all()
 ladder.save(notebook_sources("notebooks/01_gate.py"))
 
 
-# %%
-CONFIG = {"num_experts": EXPERTS, "num_expert_group": GROUPS}
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def named(step):
+    """The name of a peer with its version, such as "sglang-aot (sglang#4530)"."""
+    row = records.find(GATE, step=step)
+    return f"{step.removeprefix('peer:')} ({row['version'].split()[0].rpartition('/')[2]})"
 
 
-def peers_us(tokens=16384, dtype="float32"):
-    """The kernel times of other projects' kernels, {name: us}, from the record of the whole comparison."""
-    rows = records.select(GATE, size={"tokens": tokens}, dtype=dtype, config=CONFIG) if GATE else []
-    times = {row["step"]: row["kernel_us"]["median"] for row in rows}
-    return {name.removeprefix("peer:"): times[name] for name in records.peers(GATE) if name in times} if GATE else {}
-
-
-ladder.plot(floor_us=FLOOR_US, peers=peers_us())
+PEERS = {step: named(step) for step in records.peers(GATE)} if GATE else {}
+times = {name: recorded_us(GATE, step, **where) for step, name in PEERS.items()}
+ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in times.items() if us})
 
 # %% [markdown]
-# Kernel time is not all that a user feels. Without a CUDA graph one also pays for the Python call.
+# Pipe time against measured time:
 
-# %%
-LADDER = ladder.record if simulator.ENABLED else {"rows": ladder.rows}
-if LADDER:
-    picture = plots.split_figure(LADDER["rows"], title="What the GPU takes, and what Python takes")
-else:
-    picture = print("No ladder is recorded yet, so there is nothing to draw.")
-picture
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+print(f"{'':<22}{'slowest pipe':>14}{'clocks':>8}{'pipe us':>9}{'measured us':>13}")
+for name in CLOCKS.counts:
+    measured = ladder.median_us(name)
+    line = f"{name:<22}{CLOCKS.slowest(name):>14}{CLOCKS[name]:>8,}{pipe_us(name):>9.1f}"
+    print(line + (f"{measured:>13.1f}" if measured else ""))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# after the GPU run: check against the waves of step 19
+say(
+    "The final kernel takes {ratio:.1f} times the lower bound. {launch:.2f} us are the launch, even as a dependent one; the pipes take {pipe:.1f} us, "
+    "and the lower bound, DRAM, {dram:.1f} us. The two overlap only in part, because a wave first loads and then computes.",
+    ratio=(ladder.median_us("final") or 0) / FLOOR_US or None,
+    launch=EMPTY[True],
+    pipe=pipe_us("package, float32") if FOUR else None,
+    dram=FLOOR_US,
+)
 
 # %% [markdown]
-# ## 5. The sweep over tokens
+# To come closer, a warp would have to load the next tokens while it chooses experts. Asynchronous copies into shared memory
+# need no registers for this.
 #
-# One size does not tell much. A server decodes a handful of tokens at a time and reads prompts of thousands. The
-# comparison with the kernels of other projects is measured by `python -m moe_numba bench gate` and read here from its
-# record.
+# ## 7. The sweep over tokens
+#
+# From the record of `python -m moe_numba bench gate`, with the peers built from their sources and timed in the same run:
 
-# %%
-NAMES = {"final": "moe_numba"}
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 if GATE:
-    rows = records.select(GATE, dtype="float32", config=CONFIG)
-    steps = sorted({row["step"] for row in rows if not row["step"].endswith("out=")})  # with out= only calls differ
-    lines = {
-        NAMES.get(step, step.removeprefix("peer:")): records.series(GATE, step=step, dtype="float32", config=CONFIG)
-        for step in steps
-    }
+    names = {"final": "moe_numba", "torch eager": "torch eager", "torch.compile": "torch.compile"} | PEERS
+    lines = {name: records.series(GATE, step=step, dtype="float32", config=CONFIG) for step, name in names.items()}
     lines = {name: points for name, points in lines.items() if points}
     sizes = sorted({tokens for points in lines.values() for tokens in points})
-    floor = {tokens: max(*floors_us(tokens).values(), chained) for tokens in sizes}  # nor faster than an empty kernel
+    floor = {tokens: max(*lower_bounds_us(tokens).values(), EMPTY[True]) for tokens in sizes}
     picture = plots.sweep_figure(lines, floor=floor, title="The gate over tokens, float32", caption=plots.caption(GATE))
 else:
-    picture = print("The comparison over tokens has not been recorded yet; `python -m moe_numba bench gate` does it.")
+    picture = print("nothing is recorded yet; `python -m moe_numba bench gate` records it")
 picture
 
 # %% [markdown]
-# ## 6. The article's claims
+# ## Sources
 #
-# The article promises that DeepSeek-V3 as a whole gains 5 % or more. Its end-to-end test ran on 8 H200, before (main)
-# and after (pr) the change:
-#
-# ```shell
-# SGL_ENABLE_JIT_DEEPGEMM=0 python3 -m sglang.launch_server --model /DeepSeek-V3 --tp 8 --trust-remote-code --port 30001
-# python3 -m sglang.bench_serving --backend sglang --num-prompts 300 --request-rate 1 --port 30001 --flush-cache \
-#     --warmup-requests 20
-# ```
-#
-# Tokens per second (qps is queries per second):
-#
-# | qps | | input | output | total |
-# |---|---|---|---|---|
-# | 4 | main | 719.99 | 456.44 | 1176.43 |
-# | 4 | pr | 763.11 | 483.77 | 1246.88 |
-# | 8 | main | 840.96 | 533.13 | 1374.09 |
-# | 8 | pr | 887.35 | 562.54 | 1449.89 |
-# | 16 | main | 892.55 | 565.83 | 1458.38 |
-# | 16 | pr | 964.91 | 611.70 | 1576.61 |
-#
-# (The command above says `--request-rate 1`; the table has 4, 8 and 16.)
-#
-# Its second measurement is a picture: the kernel alone against `torch.compile`, over the number of tokens
-# (`seq_length` there, with a batch of one). It says that the fused kernel is ahead by an order of magnitude
-# (数量级的领先). The picture's numbers are not in the text, but vLLM repeated the test on an H200
-# ([#21107](https://github.com/vllm-project/vllm/pull/21107)). Both times contain the copying of the inputs.
-#
-# Its third is the profile of a layer, taken with `bench_serving --num-prompts 2 --request-rate 1 --profile`:
-# 36 us -> 8 us.
-#
-# The next cell compares what can be compared. A verdict is computed, never typed. Where it needs a figure that is not
-# recorded, it says so.
-
-# %%
-THROUGHPUT = {4: (1176.43, 1246.88, 5.9), 8: (1374.09, 1449.89, 5.5), 16: (1458.38, 1576.61, 8.1)}
-REPEATED = {5000: (208.9, 25.8), 10000: (400, 35.9), 20000: (719, 52.6), 40000: (1354, 83.4)}  # vLLM's figures, us
-PROMISED = ((256, 8), (256, 16), (128, 4), (128, 8))
-NOT_RECORDED = "open: not recorded yet"
-
-
-def reaches_template(num_experts, groups, dtype="float32"):
-    """The article's switch, with each ``else`` where C++ puts it (section 7)."""
-    outer, inner = {256: (8, 16), 128: (4, 8)}[num_experts]
-    if groups == outer:
-        if dtype in ("bfloat16", "float16", "float32"):
-            return True
-        elif groups == inner:
-            return True
-    return False
-
-
-def verdict(holds, figure):
-    return f"{'confirmed' if holds else 'refuted'}: {figure}"
-
-
-def compare_times(fast, slow, factor, what):
-    """Whether ``slow`` takes ``factor`` times as long as ``fast``; both in us or None."""
-    if not fast or not slow:
-        return NOT_RECORDED
-    return verdict(slow / fast >= factor, f"{slow:.1f} -> {fast:.1f} us, {slow / fast:.1f} times ({what})")
-
-
-def gate_us(part, tokens):
-    """The recorded kernel time of the first step whose name contains ``part``, in microseconds, or None."""
-    rows = records.select(GATE, size={"tokens": tokens}, dtype="float32", config=CONFIG) if GATE else []
-    found = (row["kernel_us"]["median"] for row in rows if part in row["step"].lower() and "kernel_us" in row)
-    return next(found, None)
-
-
-claims = []
-for qps, (main, pr, said) in THROUGHPUT.items():
-    gain = 100 * (pr / main - 1)
-    claims.append(
-        (
-            f"qps {qps}: {said} % more tokens per second",
-            verdict(abs(gain - said) < 0.15, f"the table itself gives {gain:.1f} %; not measured again here"),
-        )
-    )
-ratios = [slow / fast for slow, fast in REPEATED.values()]
-claims.append(
-    (
-        "The fused kernel is ahead of torch.compile by an order of magnitude, in the article's test",
-        verdict(min(ratios) > 8, f"{min(ratios):.0f} to {max(ratios):.0f} times in vLLM's repetition"),
-    )
-)
-for tokens in (64, 1024, 16384):
-    claims.append(
-        (
-            f"The article's kernel is 10 times as fast as torch.compile, {tokens} tokens",
-            compare_times(gate_us("aot", tokens), gate_us("torch.compile", tokens), 10, "kernel times in a CUDA graph"),
-        )
-    )
-eager, compiled_row = ladder.row("torch eager"), ladder.row("torch.compile")
-if eager:
-    text = f"confirmed: torch starts {eager['launches']} kernels; the fused gate is one"
-else:
-    text = f"torch carries out {len(count.names)} operations; the fused gate is one kernel; times not recorded yet"
-claims.append(("36 us -> 8 us: many kernels become one", text))
-one_token = {name: gate_us(name, 1) for name in ("torch eager", "torch.compile", "aot")}
-if all(one_token.values()):
-    text = verdict(
-        one_token["torch.compile"] / one_token["aot"] > 2,
-        f"in a CUDA graph torch takes {one_token['torch eager']:.1f} us, torch.compile "
-        f"{one_token['torch.compile']:.1f} us and the article's kernel {one_token['aot']:.1f} us",
-    )
-else:
-    text = NOT_RECORDED
-claims.append(("36 us -> 8 us: the time of one call while decoding (here one token)", text))
-claims.append(
-    (
-        "torch.compile cannot fuse all of it",
-        verdict(compiled_row["launches"] > 1, f"{compiled_row['launches']} kernels are left")
-        if compiled_row
-        else NOT_RECORDED,
-    )
-)
-claims.append(
-    (
-        "torch.compile makes the start slower",
-        verdict(compiled_row["compile_s"] > 1, f"its first call took {compiled_row['compile_s']:.1f} s")
-        if compiled_row
-        else NOT_RECORDED,
-    )
-)
-claims.append(
-    (
-        "The templated kernel is worth having",
-        compare_times(us("article, static"), us("article, dynamic"), 1.05, "static against dynamic, in Numba"),
-    )
-)
-lost = [f"{experts}/{groups}" for experts, groups in PROMISED if not reaches_template(experts, groups)]
-claims.append(
-    (
-        "256/8, 256/16, 128/4 and 128/8 run a templated kernel",
-        verdict(not lost, f"{' and '.join(lost)} never reach theirs (section 7)" if lost else "all do"),
-    )
-)
-rows_per_warp = host(TOKENS, 128, 4)["ROWS_PER_WARP"]
-claims.append(
-    (
-        "128 experts, 4 groups: ROWS_PER_WARP = 32/16 = 2, ROWS_PER_CTA = 12 (a comment)",
-        verdict(rows_per_warp == 2, f"32/4 = {rows_per_warp}, so {6 * rows_per_warp}; the macro has it right"),
-    )
-)
-try:
-    host(TOKENS, 64, 16)  # 4 experts for a thread
-    refused = False
-except ValueError:
-    refused = True
-claims.append(
-    (
-        "The dynamic kernel wants 8 to 32 experts in a group (a comment)",
-        verdict(refused, "only the upper bound is checked; 4 experts in a group pass"),
-    )
-)
-claims.append(
-    (
-        "The block barrier makes sure that the exclusion is finished",
-        "more subtle: each thread excludes only values of its own, so no barrier is needed there; "
-        "where one thread reads what another has stored, there is none (section 7)",
-    )
-)
-claims.append(
-    (
-        "`if (k_idx < topk)` and its twin guard the stores",
-        "more subtle: inside `for (k_idx < topk)` they are always true",
-    )
-)
-claims.append(
-    (
-        "The kernel comes from TensorRT-LLM and FasterTransformer",
-        "confirmed: its names (VPT, THREADS_PER_ROW, ROWS_PER_WARP) and its loop of maximum and clear "
-        "are those of their `topkGatingSoftmax`",
-    )
-)
-
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
-
-# %% [markdown]
-# ## 7. Faults to know
-#
-# Reading other people's kernels taught us more than writing our own. Each remark below names a fault that we found by
-# reading, and the cell after it shows what our kernel does.
-#
-# ### An `else` that belongs to somebody else
-#
-# ```c++
-# if (num_expert_group == 8)
-#   if (type == BFloat16) { LAUNCH(bfloat16_t, 256, 8); }
-#   else if (type == Half) { LAUNCH(float16_t, 256, 8); }
-#   else if (type == Float) { LAUNCH(float32_t, 256, 8); }
-#   else if (num_expert_group == 16)          // belongs to the inner ifs, although it is meant for the outer one
-#     ...
-# ```
-#
-# In C++ an `else` belongs to the nearest `if`. So 16 groups are only looked at when there are 8 groups and the type
-# is none of the three. 256/16 and 128/8 never reach their templates and run the dynamic kernel. The result is right,
-# only slower, so no test finds it. In Python indentation decides, and a closure makes the kernel for every
-# combination.
-
-# %%
-for experts, groups in ((256, 16), (128, 8)):
-    x, b = torch.randn(TOKENS, experts, device=DEVICE), torch.rand(experts, device=DEVICE) * 0.2
-    out = moe_numba.biased_grouped_topk(x, b, 8, num_expert_group=groups, topk_group=4)
-    print(f"{experts}/{groups}:", mismatch(*out, x, b, 8, num_expert_group=groups, topk_group=4) or "right")
-
-# %% [markdown]
-# ### A mark that is also a value
-#
-# The article's kernel marks an excluded group with `FLT_MAX`, the largest float32, in the type of the logits. In 16
-# bits there is no such number. It becomes infinity. A group whose first expert has an infinite bias ("always choose
-# this one") then looks excluded, and the expert that should always be chosen never is.
-
-# %%
-print("FLT_MAX in bfloat16:", torch.tensor(float(EXCLUDED)).to(torch.bfloat16).item())
-eager_bias = bias.clone()
-eager_bias[0] = float("inf")  # expert 0 must always be chosen
-x = logits.to(torch.bfloat16)
-weights, ids = moe_numba.biased_grouped_topk(x, eager_bias, TOPK, **OPTIONS)
-print("expert 0 is chosen for", int((ids == 0).any(dim=1).sum()), "of", TOKENS, "tokens")
-
-# %% [markdown]
-# ### A sum that does not wait
-#
-# In the article's top-k loop one thread stores a weight, and the first thread of the token reads it in the next line,
-# without any barrier between. On today's GPUs it mostly works, because the lanes of a warp mostly run in step. Nobody
-# promises that. The simulator runs lanes in a random order that follows from a **seed**. The same kernel without its
-# `syncwarp`:
-
-# %%
-source = inspect.getsource(document_dynamic.py_func).replace("document_dynamic", "racy")
-source = "\n".join(line for line in source.splitlines() if "syncwarp" not in line)  # the same, less one line
-racy = define(source, globals())["racy"]
-
-
-def seeds_that_fail(kernel, seeds=8):
-    failed = []
-    for seed in range(seeds):
-        with simulator.seed(seed):
-            if check(run_dynamic(logits, poisoned(), kernel)):
-                failed.append(seed)
-    return failed
-
-
-if simulator.ENABLED:
-    print("without syncwarp: wrong for the seeds", seeds_that_fail(racy))
-    print("with syncwarp:    wrong for the seeds", seeds_that_fail(document_dynamic))
-else:
-    print("On a GPU this race is rarely lost. Run the notebook in the simulator (MOE_NUMBA_SIMULATE=1) to see it.")
-
-# %% [markdown]
-# ### Leaving before the barrier
-#
-# `if (thread_row >= num_rows) return;` stands at the top of the article's kernel, and `__syncthreads()` below. A
-# barrier waits for all threads of a block, and those that returned never come. Today's GPUs forgive it; the language
-# does not allow it. The simulator refuses both forms of it: a barrier without all threads, and a shuffle without all
-# lanes.
-
-
-# %%
-@cuda.jit
-def leaves_early(out, num_rows, barrier):
-    row = cuda.threadIdx.y * 4 + cuda.threadIdx.x // 8
-    if row >= num_rows:
-        return
-    if barrier:
-        cuda.syncthreads()
-    out[row] = cuda.shfl_xor_sync(FULL, int32(cuda.threadIdx.x), 1)
-
-
-if simulator.ENABLED:
-    for tokens, barrier in ((16, True), (15, False)):
-        try:
-            leaves_early[1, (32, WARPS)](torch.zeros(24, dtype=torch.int32), tokens, barrier)
-        except simulator.SimulatorError as error:
-            print(f"{tokens} tokens: {type(error).__name__}: {str(error).splitlines()[0]}")
-else:
-    print("On a GPU this is undefined behaviour and is not run. The simulator shows the errors.")
-for tokens in (1, 7, 15):
-    out = moe_numba.biased_grouped_topk(logits[:tokens], bias, TOPK, **OPTIONS)
-    print(f"{tokens} tokens, ours:", mismatch(*out, logits[:tokens], bias, TOPK, **OPTIONS) or "right")
-
-# %% [markdown]
-# ### An argument that nobody reads
-#
-# The torch function has an argument `renormalize`. The article's kernel has none: it always divides. SGLang's wrapper
-# takes the argument and ignores it. Ours obeys.
-
-# %%
-for renormalize in (True, False):
-    weights, _ = moe_numba.biased_grouped_topk(logits, bias, TOPK, renormalize=renormalize, **OPTIONS)
-    print(f"renormalize={renormalize}: the weights of the first token add up to {weights[0].sum().item():.4f}")
-
-# %% [markdown]
-# ### Equal values
-#
-# `torch.topk` does not say which of two equal values it takes. Here all scores of a token are equal, and the bias has
-# only four values, so almost everything is a tie. Every kernel of the ladder takes the lower group and the lower
-# expert, and so does the reference.
-
-# %%
-tied_logits = torch.zeros(TOKENS, EXPERTS, device=DEVICE)
-tied_bias = torch.randint(0, 4, (EXPERTS,), device=DEVICE).float() / 8
-outputs = {"package": moe_numba.biased_grouped_topk(tied_logits, tied_bias, TOPK, **OPTIONS)}
-for name, kernel, tokens_per_warp in (
-    ("wide loads", wide_loads, 4),
-    ("a warp for a token", warp_a_token, 1),
-    ("rank by counting", rank_groups, 1),
-    ("integer keys", integer_keys, 1),
-    ("sorted lanes", sorted_lanes, 1),
-):
-    outputs[name] = poisoned()
-    launch(kernel, blocks(TOKENS, tokens_per_warp), (32, WARPS), tied_logits, tied_bias, *outputs[name], TOKENS)
-for name, (weights, ids) in outputs.items():
-    print(f"{name:20}", mismatch(weights, ids, tied_logits, tied_bias, TOPK, **OPTIONS) or "right")
-
-# %% [markdown]
-# ## 8. Exercises
-#
-# Each can be done in the simulator. `check` tells whether a kernel is right; a GPU tells whether it is fast.
-#
-# 1. **Two tokens for a warp.** In step 8, give 16 lanes to a token and 16 experts to a lane. How many shuffle rounds
-#    does a pick need?
-#    *Hint: `highest(..., 1, 16)`. A group is two lanes. `store_scaled` must store for two tokens.*
-# 2. **The sum without shuffles.** `store_scaled` runs five rounds, although only 8 lanes have a weight. Stop after
-#    three.
-#    *Hint: lanes 8 to 31 then have a sum of zeros. They divide by it, but do they store?*
-# 3. **A faster sigmoid.** Put `ex2_approx` and `rcp_approx` from `moe_numba.ptx.arithmetic` into `sigmoid`. Does the
-#    check still pass?  *Hint: exp(-x) = 2^(-x log2 e).*
-# 4. **Fewer swaps.** Only the 8 best keys of a token are needed, and a lane has 8. But how often does a lane win more
-#    than 4 times? Sort only the four best to the front and find out what breaks.  *Hint: some tokens have 8 picks in
-#    one lane. Make one.*
-# 5. **No groups.** Kimi-K2 has 384 experts in a single group and picks 8. Which steps fall away? What must change
-#    with 12 experts in a lane?  *Hint: 384 / 32 = 12 is three wide loads; Batcher's network works for 12 values too.
-#    Check it.*
-# 6. **Break a tie.** In `better_groups`, leave out the part after `or`. Which input shows the mistake?
-#    *Hint: section 7, equal values. Why does the random input never show it?*
-#
-# ## 9. Sources
-#
-# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. Its kernel came with [sglang PR
-#   4530](https://github.com/sgl-project/sglang/pull/4530) and was put to use with [sglang PR
-#   5371](https://github.com/sgl-project/sglang/pull/5371). The torch function is in
-#   `python/sglang/srt/layers/moe/topk.py`, the kernel in `sgl-kernel/csrc/moe/moe_fused_gate.cu`.
-# - As the article says in its summary, the design goes back to TensorRT-LLM and FasterTransformer: a classic of fused
-#   kernels in inference frameworks, improved and passed on until it reached DeepSeek-V3.
-# - The kernels that came after it: FlashInfer `fused_topk_deepseek` (in SGLang since
-#   [#15347](https://github.com/sgl-project/sglang/pull/15347)) and SGLang's Triton router
-#   ([#29771](https://github.com/sgl-project/sglang/pull/29771)).
+# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. What it claims, and what was measured here, is in
+#   the [appendix](appendix_claims.ipynb).
+# - The kernel: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530), used since
+#   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). Its design comes from TensorRT-LLM and FasterTransformer.
+# - Later kernels: FlashInfer `fused_topk_deepseek`
+#   ([PR 15347](https://github.com/sgl-project/sglang/pull/15347)), SGLang's Triton router
+#   ([PR 29771](https://github.com/sgl-project/sglang/pull/29771)).
+# - NVIDIA: *CUDA C++ Programming Guide*, arithmetic throughput; *PTX ISA*.
 # - K. E. Batcher, *Sorting networks and their applications*, 1968.
-# - The instructions: NVIDIA, *PTX ISA*: `shfl.sync`, `vote.sync.ballot`, `redux.sync`, `ld.global.nc`.
-#
-# ## The final kernels
-#
-# This is what `moe_numba.biased_grouped_topk` runs: first the kernel for few tokens, then the one for many. What they
-# share, such as loading, scoring and sorting, is in `moe_numba/gate/device_functions.py`.
-
-# %%
-Markdown("```python\n" + inspect.getsource(few_tokens) + "\n```")
-
-# %%
-Markdown("```python\n" + inspect.getsource(many_tokens) + "\n```")

@@ -232,11 +232,11 @@ class Ladder:
             and the recorded times are returned; None if there are none, or if the GPU cannot run one of them.
         """
         self.diagnosis.pop(name, None)
-        if self.untimed:
-            for call in calls.values():
-                (call[0] if isinstance(call, list) else call)()
-            return (self.record or {}).get("diagnosis", {}).get(name)
         try:
+            if self.untimed:
+                for call in calls.values():
+                    (call[0] if isinstance(call, list) else call)()
+                return (self.record or {}).get("diagnosis", {}).get(name)
             measured = kernel_times(calls)
         except Exception as error:
             if (reason := why_not_run(error)) is None:
@@ -260,7 +260,8 @@ class Ladder:
         reference = records.find_step(self.rows, self.reference_name)
         compared = {"previous": records.previous_step(self.rows, row), self.reference_name.split()[0]: reference}
         for label, other in compared.items():
-            if ratio := records.speedup(other, row):
+            repeats = label != "previous" and other is compared["previous"]  # the second step
+            if (ratio := records.speedup(other, row)) and not repeats:
                 parts.append(f"x{ratio} {label}")
         if "prediction_us" in row:
             parts.append(f"(predicted {row['prediction_us']:g} us)")

@@ -20,7 +20,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
     tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
     readme = {
-        "headline": _headline(gpu, root),
+        "headline": headline(gpu, root),
         "notebooks": _notebooks(),
         "bench": _bench_commands(),
         "gpus": _gpus(),
@@ -101,7 +101,8 @@ def _records():
     return "\n".join(lines)
 
 
-def _headline(gpu, root):
+def headline(gpu: str = "h200", root: Path | None = None) -> str:
+    """Return the table of the package's kernels beside the fastest other implementation, in Markdown."""
     lines = ["| kernel time, us | moe_numba | best other kernel measured | ratio |", "|---|---:|---:|---:|"]
     for line in HEADLINES:
         record = records.read(line.record, gpu, root)

@@ -40,7 +40,12 @@ TOPICS = (
         "SGLang's `moe_align_block_size`",
         "align",
         "the alignment",
-        ("align_ladder",),
+        ("align_ladder", "align_small_ladder"),
+    ),
+    Topic(
+        "03_align_one_launch",
+        "the alignment in one launch, without a sort kernel, and fused with the gate",
+        records=("align_one_launch_ladder", "gate_align_ladder"),
     ),
     Topic(
         "04_shared_experts",
@@ -88,6 +93,9 @@ TOPICS = (
         "DeepEP, intranode",
         records=("combine_ladder",),
         hopper=True,
+    ),
+    Topic(
+        "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
     ),
 )
 # {bench topic: what it measures}; the last belongs to no notebook.

@@ -81,6 +81,14 @@ def ld_relaxed_gpu_s32(pointer, index):
     return value
 
 
+def ld_relaxed_gpu_u64(pointer, index):
+    """``ld.relaxed.gpu.global.u64``: load 8 bytes, 8-byte aligned, at element ``index`` atomically."""
+    simulator.thread().spin("ld.relaxed")
+    value = pointer.load_vector(index, np.uint64, 1, "gpu")[0]
+    simulator.scoped_access.loaded(simulator.thread(), pointer, index, "gpu")
+    return value
+
+
 def ld_relaxed_gpu_u64x2(pointer, index):
     """``ld.relaxed.gpu.global.v2.u64``: load 16 bytes, 16-byte aligned, at element ``index``; each half is atomic."""
     simulator.thread().spin("ld.relaxed")
@@ -108,6 +116,7 @@ def atom_add_relaxed_gpu_s32(pointer, index, value):
 
 
 ld_relaxed_gpu_s32 = instruction("ld.relaxed.gpu.global.s32 $0, [$1];", "s32", POINTER, simulate=ld_relaxed_gpu_s32)
+ld_relaxed_gpu_u64 = instruction("ld.relaxed.gpu.global.u64 $0, [$1];", "u64", POINTER, simulate=ld_relaxed_gpu_u64)
 ld_relaxed_gpu_u64x2 = instruction(
     "ld.relaxed.gpu.global.v2.u64 {$0, $1}, [$2];", "u64 x 2", POINTER, simulate=ld_relaxed_gpu_u64x2
 )

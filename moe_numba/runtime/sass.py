@@ -17,6 +17,7 @@ from pathlib import Path
 
 __all__ = [
     "MachineCode",
+    "body_and_loops",
     "compile_apart",
     "disassemble",
     "disassembler",
@@ -28,6 +29,9 @@ __all__ = [
 _RESERVED_SHARED_BYTES = 1024  # from compute capability 9.0 on, machine code counts the system's part as well
 _LINE = re.compile(r'//## File "(.*?)", line (\d+)')
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
+_EXIT = re.compile(r"\*/\s+EXIT\b")
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.")
+_LABEL, _BRANCH = re.compile(r"\.(L_x_\d+):"), re.compile(r"\bBRA\S* .*\.(L_x_\d+)")
 _SETMAXNREG = re.compile(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)\S*\s+(?:UP\w+, )?(0x[0-9a-f]+)")
 # ptxas warns of wgmmas that it serialises, of a setmaxnreg that it ignores, of anything that costs time.
 _WARNING = re.compile(r"\((C\d+)\) Potential Performance Loss|\((C75\d\d)\)|(Potential Performance Loss)")
@@ -43,6 +47,8 @@ class MachineCode:
     complaints: list
     opcodes: list | None
     setmaxnreg: list | None = None  # register counts of its setmaxnreg instructions, in order
+    body: list | None = None  # first and last instruction of the main path, as indices into opcodes
+    loops: list | None = None  # the same for each loop in it
 
     def count(self, *prefixes):
         """Count the instructions that begin with one of these names; None without nvdisasm."""
@@ -92,6 +98,33 @@ def sass_per_line(text):
             counts[site] = counts.get(site, 0) + (not is_padding)
         previous = line
     return counts
+
+
+def body_and_loops(text):
+    """Return the main path of a kernel and its loops, from what ``disassemble`` returns.
+
+    The main path ends with the first EXIT without a predicate: ptxas places what is rarely executed behind it, and
+    functions that the kernel calls, such as the slow path of a division, in sections of their own.
+
+    Returns
+    -------
+    [int, int], list of [int, int]
+        First and last instruction of the main path, and of each loop in it, as indices of all instructions; None and
+        None if every EXIT has a predicate.
+    """
+    first, labels, loops, count = 0, {}, [], 0
+    for line in text.splitlines():
+        if _SECTION.search(line):
+            first, labels, loops = count, {}, []
+        if found := _LABEL.search(line):
+            labels[found[1]] = count
+        if _OPCODE.search(line):
+            if (found := _BRANCH.search(line)) and labels.get(found[1], count) < count:
+                loops.append([labels[found[1]], count])
+            if _EXIT.search(line):
+                return [first, count], loops
+            count += 1
+    return None, None
 
 
 def static_shared_bytes(cubin, arch):
@@ -170,11 +203,14 @@ def resources(log):
 
 def _report(compiled):
     text = disassemble(compiled.code.code, "-c")
+    body, loops = body_and_loops(text) if text else (None, None)
     return {
         **resources(compiled.log),
         "complaints": ["".join(found) for found in _WARNING.findall(compiled.log)],
         "opcodes": text and _OPCODE.findall(text),
         "setmaxnreg": text and [int(count, 16) for count in _SETMAXNREG.findall(text)],
+        "body": body,
+        "loops": loops,
     }
 
 

@@ -318,6 +318,16 @@ def test_diagnostic_kernels_that_a_gpu_cannot_run_have_no_times(measured, monkey
     assert "phases: not run: loads needs compute capability 9.0" in capsys.readouterr().out
 
 
+def test_diagnostic_kernels_that_the_simulator_refuses_have_no_times(simulated, capsys):
+    def refused():
+        raise UnsupportedDeviceError("loads needs compute capability 9.0")
+
+    assert Ladder("gate", check).times("phases", {"loads": refused}) is None
+    assert "phases: not run: loads needs compute capability 9.0" in capsys.readouterr().out
+    with pytest.raises(ZeroDivisionError):
+        Ladder("gate", check).times("phases", {"loads": lambda: 1 / 0})
+
+
 # The figures
 
 
@@ -363,6 +373,23 @@ def test_ladder_figure_shows_times_and_ratios(lines):
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [dot.get_color() for dot in dots] == [plots.ORANGE, plots.BLUE, plots.BLUE, plots.PALE, plots.BLUE]
     assert not axes.patches, "the length of a bar on a logarithmic axis means nothing"
+    assert "grey: slower than the step before" in " ".join(shown.split())
+    vertical = [line for line in axes.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2]
+    for words in (t for t in axes.texts if t.get_text() in ("refused: wrong result", "no kernel time")):
+        box = words.get_window_extent(figure.canvas.get_renderer())
+        xs = [axes.transData.transform((line.get_xdata()[0], 1))[0] for line in vertical]
+        assert vertical and not any(box.x0 < x < box.x1 for x in xs), "no line crosses the text"
+
+
+def test_lines_of_peers_differ_in_colour_and_dashes():
+    peers = {"speed of light": 2.0, "sglang": 10.0, "sglang-v2": 8.0, "vllm": 19.0}
+    figure = plots.ladder_figure(some_rows(), lines=peers)
+    vertical = {line.get_xdata()[0]: line for line in figure.axes[0].lines if line.get_xdata()[0] in peers.values()}
+    colours = {name: vertical[us].get_color() for name, us in peers.items()}
+    assert len(set(colours.values())) == 4 and colours["speed of light"] == plots.GREEN
+    assert len({str(vertical[us]._unscaled_dash_pattern) for name, us in peers.items() if name[0] in "sv"}) >= 3
+    names = {text.get_text().rpartition(" ")[0]: text.get_color() for text in figure.axes[0].texts}
+    assert {name: names[name] for name in peers} == colours, "a name has the colour of its line"
 
 
 def test_ladder_figure_has_bars_from_zero_within_a_factor_of_ten():

@@ -7,10 +7,22 @@ from helpers.schedules import schedule
 
 from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
 from moe_numba.course.bench.layer_figure import layer_bars
-from moe_numba.course.draw import align, combine, dispatch, dispatch_layout, gate, grouped_gemm, hopper, shared_experts
+from moe_numba.course.draw import (
+    align,
+    align_one_launch,
+    combine,
+    dispatch,
+    dispatch_layout,
+    gate,
+    grouped_gemm,
+    hopper,
+    shared_experts,
+)
 from moe_numba.course.draw.canvas import check_range, text
+from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
+from moe_numba.course.draw.warp_loads import warp_loads
 
-LANES, COUNTS = [[0.5, 0.4], [0.9, 0.5], [0.9, 0.1]], [3, 1, 7, 0, 4, 1, 6, 3]
+COUNTS = [3, 1, 7, 0, 4, 1, 6, 3]
 LOAD = {"separate": [4] * 256, "8 replicas": [4] * 256 + [99, 70, 80, 64, 65, 66, 67, 68]}
 TILES = {name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}
 HEADS, FILLED, NONE = [0, -1, -1, 1, 2, -1, 3, -1], [0, -2, -2, 1, 2, -4, 3], 1 << 25
@@ -25,30 +37,66 @@ MAKESPANS = "whole columns per SM: 9 units of time", "single tiles per SM: 4 uni
 MINIMUM = "needs no position below 0: the minimum"
 ROUNDING = {"narrow": [1, 256, 256, 0], "wide": [1, 257, 258, 2], "rounded once": [2]}  # 257 is not a bfloat16 number
 ERRORS = "Bottom: both as bfloat16. Errors: 2 rounded at each step, 0 rounded once."
-# 8 values, and the minima of 2, 4 and 8 lanes
-BUTTERFLY = ["0.62", "0.91", "0.35", "0.77", "0.58", "0.83", "0.49", "0.70"]
-MINIMA = [m for m in ("0.62", "0.35", "0.58", "0.49") for _ in (0, 1)] + ["0.35"] * 4 + ["0.49"] * 4 + ["0.35"] * 8
-SPLIT = "A warp works on {}. A lane holds {}."
+KEPT = [[7, 0, 2, 3], [1, 2, 5, 6], [0, 1, 4, 5], [3, 4, 6, 7]]
+LANE_GROUPS = [group for groups in KEPT for group in sorted(groups) for _ in (0, 1)]
+LOADS = {  # the first load of a warp: bytes per lane, and the first byte of each lane
+    "a row per lane": (4, [1024 * lane for lane in range(32)]),
+    "a group per lane": (4, [128 * lane for lane in range(32)]),
+    "16 bytes": (16, [128 * lane for lane in range(32)]),
+    "adjacent": (16, [32 * lane for lane in range(32)]),
+    "dense": (16, [16 * lane for lane in range(32)]),
+    "crossing": (32, [32 * lane + 16 for lane in range(16)]),
+}
+LOAD_TITLES = (
+    "a row per lane: 32 lines, 32 sectors, 128 of 1024 bytes used",
+    "16 bytes: 32 lines, 32 sectors, 512 of 1024 bytes used",
+    "adjacent: 8 lines, 32 sectors, 512 of 1024 bytes used",
+    "dense: 4 lines, 16 sectors, 512 of 512 bytes used",
+    "crossing: 5 lines, 17 sectors, 512 of 544 bytes used",
+)
+KERNELS = [("sigmoid", 0.0, 8.0), ("gatherTopK", 10.0, 250.0), ("bitonicSort", 260.0, 122.0)]
+EXPERT = [f"expert {e}" for e in range(4)]
+WORDS = [
+    *EXPERT,
+    EXPERT[0],
+    "launch number",
+    EXPERT[1],
+    "launch number",
+    *EXPERT[:2],
+    "launch number",
+    *EXPERT[2:],
+    "launch number",
+]
 
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
-    "flow chart": (gate.flow_chart, (), {"step": 16}, "Sigmoid"),
     "thread model": (gate.thread_model, (128, 4), {"lane": range(32)}),
-    **{
-        layout: (gate.work_split, (layout,), {"held": 32}, SPLIT.format(tokens, experts))
-        for layout, tokens, experts in (
-            ("a thread for a token", "32 tokens", "256 experts"),
-            ("a thread for a group", "4 tokens", "one group, 32 experts"),
-            ("a warp for a token", "1 token", "8 experts. A group is 4 lanes"),
-        )
-    },
-    "butterfly": (gate.butterfly, ([*map(float, BUTTERFLY)], "lowest"), {"value": BUTTERFLY + MINIMA, "shuffle": 24}),
-    "rank by counting": (gate.rank_by_counting, ([0.5, 0.9, 0.9, 0.1], 2), {"better": 0 + 1 + 2 + 3}, "kept", "out"),
-    "pick loop": (gate.pick_loop, (LANES, 2), {"winner": ["0.90"] * 2}, "ballot = 110", "ballot = 100"),
-    "tie": (gate.pick_loop, (LANES, 2), {"winner": 2}, *(f"ffs: lane {i} wins, drops its first" for i in (1, 2))),
+    "rank by counting": (
+        gate.rank_by_counting,
+        ([0.5, 0.9, 0.9, 0.1], 2),
+        {"better": 0 + 1 + 2 + 3},
+        "kept",
+        "dropped",
+    ),
+    "redistribution": (gate.redistribution, (KEPT, 8), {"candidates": [f"g{g}" for g in LANE_GROUPS]}, "token 3"),
+    "warp loads": (
+        warp_loads,
+        (LOADS, 1024, "One load"),
+        {"used": 4 + 4 * 32 + 16, "sector": 4 + 3 * 32 + 16 + 17},
+        *LOAD_TITLES,
+    ),
+    "launch timeline": (launch_timeline, ({"a": KERNELS, "b": KERNELS[:1]}, "x"), {"kernel": 4}, "3 kernels, 380 µs"),
     "Blelloch's scan": (align.blelloch, (COUNTS,), {"copy": 7, "add": 2 * 14}, "start"),
     "warp scan": (align.warp_scan, (COUNTS,), {"shuffle": 7 + 6 + 4}, "offset = 4"),
     "two-level scan": (align.two_level_scan, (), {"barrier": 2, "sum": 4, "before": 4}, "barrier"),
-    "writers": (align.element_writers, (torch.arange(8).view(4, 2), 4, 8, 3), {"slot": range(8), "padding": 24}),
+    "two launches": (align_one_launch.two_launches, (), {"count": 5, "sort kernel": 4, "idle": 2}, "SM 0", "exchange"),
+    "writers": (
+        align_one_launch.element_writers,
+        (torch.arange(8).view(4, 2), 4, 8, 3),
+        {"slot": range(8), "padding": 24},
+        "expert block 7: expert 7",
+    ),
+    "words of counts": (align_one_launch.count_words, (), {"word": 4, "part": WORDS}, "2 counts", "byte 12"),
+    "cluster": (align_one_launch.cluster_ids, (3,), {"ids": 9, "store": 9}, "shared memory of CTA 2"),
     "bank conflicts": (dispatch_layout.banks, (), {"marked": [2] * 8 + [2, 3, 4, 5, 6, 7, 0, 1]}, *WAVEFRONTS),
     "buffer map": (dispatch_layout.buffer_map, (1 << 20,), {"data": 1, "entry": [*range(8)] * 3}),
     "rings of 4 slots": (dispatch.queues, (SMALL_RING,), {"slot": 8 * 4, "section": 6}, "head", "tail"),
@@ -108,7 +156,7 @@ def test_missing_shapes_and_other_texts_are_rejected(draw, arguments, expected):
 
 
 def test_text_outside_the_canvas_is_found():
-    figure = gate.flow_chart()
+    figure = gate.thread_model(256, 8)
     text(figure.axes[0], 9.1, 1, "beyond the right edge")
     text(figure.axes[0], 1, 0, "below the lower edge")
     assert cut_off(figure) == ["beyond the right edge", "below the lower edge"]
@@ -117,6 +165,7 @@ def test_text_outside_the_canvas_is_found():
 @pytest.mark.parametrize(
     "label, values, draw, arguments",
     [
+        ("kernel", [8, 250, 122, 8], launch_timeline, ({"a": KERNELS, "b": KERNELS[:1]}, "x")),
         ("part", [32, 64, 64], dispatch_layout.buffer_map, (1 << 20,)),
         ("shared", LOAD["8 replicas"][256:], shared_experts.load, (LOAD, 256, 64)),
         ("extra", [0.5, 1.0, 3.5], shared_experts.memory, ({1: 0.5, 2: 1.0, 8: 3.5}, {})),
@@ -129,10 +178,21 @@ def test_bars_are_to_scale(label, values, draw, arguments):
 
 
 def test_notebooks_show_figures_as_png():
-    assert gate.flow_chart()._repr_png_().startswith(b"\x89PNG")
+    assert gate.thread_model(256, 8)._repr_png_().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("value", [1, 9])
 def test_values_out_of_range_are_refused(value):
     with pytest.raises(ValueError, match=f"warps is {value}; this figure can show 2 to 8"):
         check_range("warps", value, 2, 8)
+
+
+def test_searches_are_told_apart_by_name():
+    searches = ["gatherTopK", "bitonicSortKVInPlace", "radixFindKthValues", "DeviceRadixSortOnesweepKernel"]
+    others = [
+        "vectorized_elementwise_kernel",
+        "vectorized_gather_kernel",
+        "reduce_kernel",
+        "triton_poi_fused_add_sigmoid_0",
+    ]
+    assert all(map(is_search, searches)) and not any(map(is_search, others))

@@ -9,8 +9,19 @@ from helpers.figures import colours_of, labelled, texts, values_of
 
 from moe_numba import simulator
 from moe_numba.align import reference as alignment
-from moe_numba.course.draw import align, combine, dispatch, dispatch_layout, gate, hopper, scans, shared_experts
+from moe_numba.course.draw import (
+    align,
+    align_one_launch,
+    combine,
+    dispatch,
+    dispatch_layout,
+    gate,
+    hopper,
+    scans,
+    shared_experts,
+)
 from moe_numba.expert_parallel import reference
+from moe_numba.gate.device_functions import sorting_network
 from moe_numba.gate.reference import biased_grouped_topk
 
 VALUES = [0.62, 0.91, 0.35, 0.77, 0.58, 0.83, 0.49, 0.70]
@@ -36,7 +47,7 @@ def token(seed):
 def check_gate(figure, inputs, _):
     ids, words = biased_grouped_topk(inputs[0][None], inputs[1], 8, num_expert_group=8, topk_group=4)[1], texts(figure)
     assert sorted(int(word) for word in words if word.isdigit()) == sorted(ids[0].tolist())
-    assert words.count("kept") == words.count("out") == 4
+    assert words.count("kept") == words.count("dropped") == 4
 
 
 def check_fusion(figure, _, routing):
@@ -48,14 +59,25 @@ def check_fusion(figure, _, routing):
 
 
 def test_rank_by_counting_keeps_the_lower_group_of_a_tie():
-    words = [word for word in texts(gate.rank_by_counting([0.9, 0.5, 0.9, 0.9], 2)) if word in ("kept", "out")]
-    assert words == ["kept", "out", "kept", "out"]
+    words = [word for word in texts(gate.rank_by_counting([0.9, 0.5, 0.9, 0.9], 2)) if word in ("kept", "dropped")]
+    assert words == ["kept", "dropped", "kept", "dropped"]
 
 
 def test_sorting_network_sorts():
     figure = gate.sorting_network(VALUES, [(int(i), int(j)) for i, j in PAIRS.split()])
     bold = [t.get_text() for t in figure.axes[0].texts if t.get_weight() == "bold"][1:]  # after the title
-    assert len(labelled(figure, "comparator")) == 19 and bold == [f"{v:.2f}" for v in sorted(VALUES, reverse=True)]
+    assert len(labelled(figure, "compare-exchange")) == 19
+    assert bold == [f"{v:.3f}" for v in sorted(VALUES, reverse=True)]
+    assert len(labelled(figure, "level")) == 6
+
+
+def test_steps_of_a_column_do_not_overlap():
+    figure = gate.sorting_network(list(range(16)), sorting_network(16))
+    columns = {}
+    for line in labelled(figure, "compare-exchange"):
+        columns.setdefault(round(line.get_xdata()[0], 3), []).append(sorted(line.get_ydata()))
+    for spans in map(sorted, columns.values()):
+        assert all(upper < lower for (_, upper), (lower, _) in zip(spans, spans[1:]))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -111,7 +133,7 @@ def test_scans_have_the_articles_intermediate_sums():
 @pytest.mark.parametrize("ctas", [1, 2, 3, 4])
 def test_every_element_has_one_writer(ctas):
     ids, chunk = routing(12, 2, 6, seed=ctas), -(-24 // ctas)
-    elements, figure = align.list_writers(ids, 4, 6, ctas), align.element_writers(ids, 4, 6, ctas)
+    elements, figure = align_one_launch.list_writers(ids, 4, 6, ctas), align_one_launch.element_writers(ids, 4, 6, ctas)
     right, expert_ids, (total,) = (t.tolist() for t in alignment.moe_align_block_size(ids, 4, 6))
     assert [value for value, *_ in elements] == right
     for i, (value, kind, cta) in enumerate(elements[:total]):
@@ -120,13 +142,15 @@ def test_every_element_has_one_writer(ctas):
     assert tail == [i * ctas // len(tail) for i in range(len(right) - total)]
     for kind in ("slot", "padding", "tail"):
         assert values_of(figure, kind) == [str(value) for value, of, _ in elements if of == kind]
-    assert colours_of(figure, "slot") == [align.lane_colour(c).lower() for _, kind, c in elements if kind == "slot"]
+    assert colours_of(figure, "slot") == [
+        align_one_launch.lane_colour(c).lower() for _, kind, c in elements if kind == "slot"
+    ]
 
 
 @pytest.mark.parametrize("word_bits", [4, 8, 32])
 def test_bitmask_rank_counts_the_earlier_slots(word_bits):
     for slot, expert in enumerate(CHUNK):
-        figure, rank = align.bitmask_rank(CHUNK, expert, word_bits, slot), CHUNK[:slot].count(expert)
+        figure, rank = align_one_launch.bitmask_rank(CHUNK, expert, word_bits, slot), CHUNK[:slot].count(expert)
         assert len(labelled(figure, "counted")) == rank and values_of(figure, "ranked")[rank] == str(slot)
         (words,) = [words for words in texts(figure) if words.startswith(f"rank of slot {slot} = ")]
         parts = [int(part) for part in words.split(" = ")[1].split(" + ")]
@@ -137,10 +161,10 @@ def test_bitmask_rank_counts_the_earlier_slots(word_bits):
 
 @pytest.mark.parametrize("ctas, experts, block_size, seed", [(4, 6, 4, 0), (2, 2, 1, 1), (5, 8, 16, 2), (3, 4, 3, 5)])
 def test_exchanged_counts_place_slots_as_the_reference(ctas, experts, block_size, seed):
-    figure = align.exchange_counts(ctas, experts, block_size, seed)
+    figure = align_one_launch.exchange_counts(ctas, experts, block_size, seed)
     ids = np.random.default_rng(seed).integers(0, experts, (ctas, 2 * experts))
     right = alignment.moe_align_block_size(torch.from_numpy(ids), block_size, experts)[0].tolist()
-    (words,) = [words for words in texts(figure) if "place = " in words]
+    (words,) = [words for words in texts(figure) if "first row = " in words]
     cta, expert, place = map(int, re.search(r"(\d+), expert (\d+): .* = (\d+)$", words).groups())
     slots, written = np.flatnonzero(ids.ravel() == expert), values_of(figure, "written")
     assert right[place] == slots[slots // (2 * experts) == cta][0] and len(written) % block_size == 0

@@ -215,3 +215,13 @@ def test_notebooks_go_on_after_steps_that_a_t4_cannot_run(name):
     assert [line.split("not run: ")[0].strip() for line in lines] == NOT_RUN[name]
     assert all("H200 recorded" in line and "the simulated GPU has" in line for line in lines)
     assert nbformat.validate(page) is None
+
+
+def test_the_notebook_on_one_launch_goes_on_after_steps_that_a_t4_cannot_run():
+    path = ROOT / "notebooks" / "03_align_one_launch.py"
+    page = execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_ARCH": "75"})
+    texts = [output.get("text", "") for cell in executed.code_cells(page) for output in cell.outputs]
+    lines = [line for text in texts for line in text.splitlines() if "not run: " in line]
+    names = [line.split("not run: ")[0].strip(" :") for line in lines]
+    assert names == ["dependent launch", "one cluster", "cluster barriers", "four clusters", "clusters"]
+    assert all("the simulated GPU has" in line for line in lines)

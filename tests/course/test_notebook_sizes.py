@@ -1,4 +1,4 @@
-"""The sizes of the dispatch and combine notebooks are valid for their kernels; the gate notebook runs with others."""
+"""The sizes of the dispatch and combine notebooks are valid for their kernels; other notebooks run with other sizes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,4 +41,35 @@ def test_gate_notebook_runs_with_other_sizes(tmp_path):
     assert f"{sizes}256, 8, 4, 8" in source
     path = tmp_path / "01_gate.py"
     path.write_text(source.replace(f"{sizes}256, 8, 4, 8", f"{sizes}128, 4, 2, 6"))
+    execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
+
+
+def test_align_notebook_runs_with_other_sizes(tmp_path):
+    """A number of experts that is no power of two and no multiple of a warp, and ids that no vector fits."""
+    source = (Path(__file__).parents[2] / "notebooks" / "02_align.py").read_text()
+    for old, new in (
+        ("EXPERTS, TOPK = (64, 4)", "EXPERTS, TOPK = (41, 3)"),
+        ("TOKENS, FEW_TOKENS = (64, 8)", "TOKENS, FEW_TOKENS = (51, 7)"),
+        ("BLOCK = 16 ", "BLOCK = 8 "),
+        ("SMALL_EXPERTS = 16", "SMALL_EXPERTS = 33"),
+    ):
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    path = tmp_path / "02_align.py"
+    path.write_text(source)
+    execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
+
+
+def test_align_one_launch_notebook_runs_with_other_sizes(tmp_path):
+    """No size is a power of two, the experts fill no whole warps, and the CTAs do not divide by two."""
+    source = (Path(__file__).parents[2] / "notebooks" / "03_align_one_launch.py").read_text()
+    for name, sizes, others in (
+        ("EXPERTS, TOPK, BLOCK", "(64, 4, 16)", "(48, 6, 7)"),
+        ("TOKENS, FEW_TOKENS", "(64, 8)", "(50, 7)"),
+        ("CTAS, THREADS", "(6, 128)", "(5, 96)"),
+    ):
+        assert f"{name} = {sizes} if SIMULATED" in source
+        source = source.replace(f"{name} = {sizes}", f"{name} = {others}")
+    path = tmp_path / "03_align_one_launch.py"
+    path.write_text(source)
     execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})

@@ -24,6 +24,14 @@ def test_bars_are_to_scale_and_phases_keep_their_colours():
     assert not misplaced(figure)
 
 
+def test_colours_follow_a_given_order():
+    few = {"small": {"counting": 3.1, "column sums": 2.0, "sort kernel": 1.0}}
+    figures = [phase_bars(v, "x", phases=["counting", "sort kernel"]).axes[0] for v in (few, {"large": few["small"]})]
+    bars = [[p.get_facecolor() for p in axes.patches if p.get_height() > 0.2] for axes in figures]
+    default = [p.get_facecolor() for p in phase_bars(few, "x").axes[0].patches if p.get_height() > 0.2]
+    assert bars[0] == bars[1] and bars[0][0] == default[0] and bars[0][2] == default[1] and bars[0][1] == default[2]
+
+
 @pytest.mark.parametrize(
     "versions, message",
     [

@@ -13,9 +13,10 @@ from helpers.figures import misplaced
 from moe_numba import simulator
 
 # isort: split
-from numba import cuda
+from numba import cuda, int32
 
 from moe_numba.course.draw.player import Arrow, Box, Frame, Label, Player
+from moe_numba.course.draw.shared_frames import barrier_steps
 from moe_numba.course.draw.warp_frames import shuffles
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -169,3 +170,63 @@ def test_traces_without_shuffles_are_refused():
         shuffles(traced(shift), warp=3)
     with pytest.raises(ValueError, match="lanes is 17; 1 to 16"):
         shuffles(traced(shift), lanes=17)
+
+
+@cuda.jit
+def sweeps(x, out):
+    tile = cuda.shared.array(4, int32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    cuda.syncthreads()
+    if i < 2:
+        tile[2 * i + 1] += tile[2 * i]
+    cuda.syncthreads()
+    if i == 3:
+        tile[3] = 0
+    cuda.syncthreads()
+    if i == 0:
+        left = tile[1]
+        tile[1] = tile[3]
+        tile[3] += left
+    cuda.syncthreads()
+    out[i] = tile[i]
+
+
+def shared_frames(length=4, **options):
+    with simulator.trace(**options) as events:
+        sweeps[1, 4](np.array([3, 1, 7, 2], np.int32), np.zeros(4, np.int32))
+    return barrier_steps(events, length)
+
+
+def row(frame, y):
+    return [s.text for s in frame.shapes if isinstance(s, Box) and (s.y > 60) == (y > 60)]
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="it draws simulator traces")
+def test_frames_of_a_shared_array_end_at_barriers():
+    made, width, height = shared_frames(accesses=True)
+    assert Player(made, width, height, "x").frames == made
+    assert [row(frame, 0) for frame in made] == [["3", "1", "7", "2"], ["3", "4", "7", "9"], ["3", "4", "7", "0"]]
+    assert [row(frame, 99) for frame in made] == [["3", "4", "7", "9"], ["3", "4", "7", "0"], ["3", "0", "7", "4"]]
+    stored = [[s.group for s in f.shapes if isinstance(s, Box) and s.kind == "active"] for f in made]
+    assert stored == [["element 1", "element 3"], ["element 3"], ["element 1", "element 3"]]
+    moves = [
+        [(round((s.x1 - 88) / 56), round((s.x2 - 88) / 56)) for s in f.shapes if isinstance(s, Arrow)] for f in made
+    ]
+    assert moves == [[(0, 1), (2, 3)], [], [(1, 3), (3, 1)]]
+    assert made[1].note == "Elements 3 change."
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="it draws simulator traces")
+def test_only_the_first_elements_are_shown():
+    made, *_ = shared_frames(2, accesses=True)
+    assert [row(frame, 99) for frame in made] == [["3", "4"], ["3", "0"]]
+    assert [[s for s in f.shapes if isinstance(s, Arrow)] for f in made][1] == []
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="it draws simulator traces")
+def test_traces_without_accesses_are_refused():
+    with pytest.raises(ValueError, match="is it a trace of accesses"):
+        shared_frames()
+    with pytest.raises(ValueError, match="length is 17; 1 to 16"):
+        shared_frames(17, accesses=True)

@@ -17,7 +17,13 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 # isort: split
 from numba import cuda, float32, int32, uint32, uint64
 
-from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, ld_relaxed_gpu_u64x2, st_relaxed_gpu_u64
+from moe_numba.ptx.atomics import (
+    atom_add_relaxed_gpu_s32,
+    ld_relaxed_gpu_s32,
+    ld_relaxed_gpu_u64,
+    ld_relaxed_gpu_u64x2,
+    st_relaxed_gpu_u64,
+)
 from moe_numba.ptx.cluster import (
     barrier_cluster_arrive,
     barrier_cluster_wait,
@@ -595,6 +601,25 @@ def test_blocks_exchange_64_bit_words(device):
     for out, shared, _ in runs(kernel, device, *empty, words, blocks=8, cooperative=True):
         assert (out.reshape(8, 32, 2)[:, :8] == words.reshape(4, 2).repeat(2, axis=0)).all()
         assert (shared[4:-4].view(np.uint64) == words).all() and not shared[:4].any() and not shared[-4:].any()
+
+
+def test_blocks_poll_a_64_bit_word(device):
+    """Each block waits for the word of the next one, of which both halves change at once."""
+
+    @cuda.jit
+    def kernel(out, shared, words):
+        block, blocks, word, polls = cuda.blockIdx.x, cuda.gridDim.x, uint64(0), 0
+        st_relaxed_gpu_u64(shared, 2 * block + 2, words[block])
+        while word >> uint64(32) == uint64(0) and polls < MAX_POLLS:
+            word = ld_relaxed_gpu_u64(shared, 2 * ((block + 1) % blocks) + 2)
+            polls += 1
+        out[block] = word
+
+    words = (WORDS[2:10].astype(np.uint64) << np.uint64(32)) | WORDS[10:18]
+    empty = np.zeros(8, np.uint64), np.zeros(2 + 2 * 8 + 2, np.int32)
+    for out, shared, _ in runs(kernel, device, *empty, words, blocks=8, threads=1, cooperative=True):
+        assert (out == np.roll(words, -1)).all()
+        assert (shared[2:-2].view(np.uint64) == words).all() and not shared[:2].any() and not shared[-2:].any()
 
 
 @pytest.mark.parametrize("step", [3, -5])

@@ -6,7 +6,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import LogFormatter
 
 from moe_numba.course.bench.records import format_us
-from moe_numba.course.bench.style import BROWN, COLUMN, GREEN, GREY, INK, PURPLE
+from moe_numba.course.bench.style import BROWN, COLUMN, GREEN, GREY, INK, PURPLE, RED, SKY
+
+_DASHED = (0, (4, 3))
+_PEERS = (PURPLE, _DASHED), (RED, (0, (1, 1.5))), (INK, (0, (6, 2, 1, 2))), (SKY, (0, (2, 2)))  # colour and dashes
 
 
 def headings(figure, title, caption):
@@ -53,11 +56,18 @@ def number_columns(axes, rows, columns, colours=(INK, INK, INK)):
 
 
 def vertical_lines(figure, axes, lines):
-    """Draw dashed lines named above the bars; return the number of text lines that avoid overlaps."""
+    """Draw dashed lines named above the bars; return the number of text lines that avoid overlaps.
+
+    The lower bound and torch have colours of their own; the other lines differ in colour and dashes.
+    """
     levels, renderer = [], _renderer(figure)
+    peers = [label for label in lines if label != "speed of light" and not label.startswith("torch")]
     for label, value in sorted(lines.items(), key=lambda line: line[1]):
-        colour = GREEN if label == "speed of light" else BROWN if label.startswith("torch") else PURPLE
-        axes.axvline(value, color=colour, linestyle=(0, (4, 3)), linewidth=1.1, zorder=3)
+        if label in peers:
+            colour, dashes = _PEERS[peers.index(label) % len(_PEERS)]
+        else:
+            colour, dashes = GREEN if label == "speed of light" else BROWN, _DASHED
+        axes.axvline(value, color=colour, linestyle=dashes, linewidth=1.1, zorder=3)
         text = axes.annotate(
             f"{label} {format_us(value)}",
             (value, 1),
@@ -78,6 +88,15 @@ def vertical_lines(figure, axes, lines):
         levels[level].append((left, right))
         text.set_position((shift * 72 / figure.dpi, 5 + 13 * level))
     return len(levels)
+
+
+def free_place(figure, axes, text, values):
+    """Return where text of a row begins, as a fraction of the axes' width, so that it covers none of the values."""
+    width = widest(figure, [text]) / (axes.get_position().width * figure.get_figwidth()) + 0.02
+    to_fraction = axes.transData + axes.transAxes.inverted()
+    taken = [0, *sorted(to_fraction.transform((value, 0))[0] for value in values), 1]
+    gaps = [(end - start, start) for start, end in zip(taken, taken[1:])]
+    return 0.01 + next((start for size, start in gaps if size >= width), max(gaps)[1])
 
 
 def name_ends(figure, axes, ends):

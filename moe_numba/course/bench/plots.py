@@ -7,7 +7,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.labels import headings, name_ends, number_columns, plain_numbers, vertical_lines, widest
+from moe_numba.course.bench.labels import (
+    free_place,
+    headings,
+    name_ends,
+    number_columns,
+    plain_numbers,
+    vertical_lines,
+    widest,
+)
 from moe_numba.course.bench.records import find_step, format_us, previous_step, speedup
 from moe_numba.course.bench.style import (
     BLUE,
@@ -63,8 +71,8 @@ def ladder_figure(
     """Draw kernel times as horizontal bars, top to bottom in teaching order, or as dots on a logarithmic axis.
 
     Columns show each step's time and its speedup over the previous step and over ``reference``. Slower steps are grey:
-    those that are marked so, and those that take over 2 % longer than the previous step. Steps that were rejected, or
-    not run, have no mark. Whiskers span the 10th to 90th percentile.
+    those that are marked so, and those that take over 2 % longer than the previous step; the caption says so. Steps
+    that were rejected, or not run, have no mark. Whiskers span the 10th to 90th percentile.
 
     Parameters
     ----------
@@ -88,7 +96,7 @@ def ladder_figure(
                 reasons = {"refused": "refused: wrong result", "not_run": "not run on this GPU"}
                 why = next((text for key, text in reasons.items() if key in row), "no kernel time")
                 axes.text(
-                    0.01,
+                    free_place(figure, axes, why, lines.values()),
                     y,
                     why,
                     transform=axes.get_yaxis_transform(),
@@ -108,6 +116,8 @@ def ladder_figure(
             },
         )
         levels = vertical_lines(figure, axes, lines)
+        if any("kernel_us" in row and _is_slower(rows, row) for row in rows):
+            caption = "; ".join(filter(None, [caption, "grey: slower than the step before"]))
         _finish(figure, axes, title, caption, rows=len(rows), levels=levels)
     return figure
 

@@ -1,6 +1,6 @@
 """Figure of kernels divided into phases: where the time of each version goes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moe_numba.course.bench.style import COLOURS, GREY, INK, ROW, WIDTH
 from moe_numba.course.draw.canvas import box, canvas, check_range, ink_on, note, text
@@ -8,7 +8,9 @@ from moe_numba.course.draw.canvas import box, canvas, check_range, ink_on, note,
 _LEFT, _RIGHT, _BAR = 1.9, 0.9, 0.26
 
 
-def phase_bars(versions: Mapping[str, Mapping[str, float]], title: str, caption: str = ""):
+def phase_bars(
+    versions: Mapping[str, Mapping[str, float]], title: str, caption: str = "", phases: Sequence[str] | None = None
+):
     """Draw a bar for each version, divided into its phases, to scale from zero.
 
     Parameters
@@ -16,12 +18,15 @@ def phase_bars(versions: Mapping[str, Mapping[str, float]], title: str, caption:
     versions : dict
         Version -> phase -> microseconds. A phase keeps its colour in all versions; at most seven phases.
     title, caption : str
+    phases : sequence of str, optional
+        All phases, in the order of their colours: figures with the same order have the same colours. By default they
+        are in the order in which they first occur.
 
     Returns
     -------
     Figure
     """
-    phases = list(dict.fromkeys(phase for parts in versions.values() for phase in parts))
+    phases = list(dict.fromkeys([*(phases or ()), *(phase for parts in versions.values() for phase in parts)]))
     check_range("the number of versions", len(versions), 1, 16)
     check_range("the number of phases", len(phases), 1, len(COLOURS))
     for version, parts in versions.items():

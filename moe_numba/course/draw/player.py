@@ -123,7 +123,8 @@ class Player:
             f'<div class="player" id="{name}" tabindex="0"><style>{_STYLE}</style><b>{html.escape(self.title)}</b>'
             f'<div class="controls">{buttons}<input type="range" min="0" max="{last}" aria-label="frame">'
             f"<span></span></div>"
-            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{html.escape(self.title)}">'
+            f'<svg viewBox="0 0 {self.width} {self.height}" style="max-width: {1.25 * self.width:.0f}px" '
+            f'role="img" aria-label="{html.escape(self.title)}">'
             f"{_MARKER.replace('ID', name)}{drawn.replace('#arrow', f'#{name}-arrow')}</svg>"
             f'<p aria-live="polite">{html.escape(self.frames[-1].note)}</p>'
             f'<script type="application/json">{notes}</script><script>{_SCRIPT.replace("ID", name)}</script></div>'

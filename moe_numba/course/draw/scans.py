@@ -51,7 +51,7 @@ def blelloch(values):
             text(axes, left, y + tall - 0.2, "\n".join(listed), ha="left", va="top", size=7, colour=GREY)
             for i, number in enumerate(numbers):
                 small = stored.get(i, "")
-                fill = tint(GREEN if small.startswith("a[") else BLUE if "+" in small else ORANGE) if small else WHITE
+                fill = tint(GREEN if small.startswith("a[") else BLUE if "+" in small else GREY) if small else WHITE
                 cell(
                     axes,
                     x[i] - 0.46 * wide,
@@ -77,8 +77,7 @@ def blelloch(values):
         axes,
         0.15,
         0.15,
-        "Coloured: the elements that a step stores. Blue: a sum. Green: a copy. "
-        "A block-wide barrier follows each step.",
+        "Coloured: the elements that a step stores. Blue: a sum. Green: a copy. A CTA-wide barrier follows each step.",
     )
     return figure
 
@@ -106,23 +105,23 @@ def warp_scan(values):
     left, wide = 1.2, (WIDTH - 1.35) / lanes
     inside, x = min(0.6, 0.92 * wide), [left + (lane + 0.5) * wide for lane in range(lanes)]
     for row, (name, numbers, offset, small) in enumerate(steps):
-        y, colour = 0.36 + step * (rows - 1 - row), lane_colour(row - 1) if offset else INK
-        text(axes, 0.15, y + tall / 2, name, ha="left", colour=colour)
+        y = 0.36 + step * (rows - 1 - row)
+        text(axes, 0.15, y + tall / 2, name, ha="left")
         for lane, number in enumerate(numbers):
             came = 0 < offset <= lane
-            fill = tint(colour) if came else WHITE if row < rows - 1 else tint(ORANGE, 0.45)
+            fill = tint(BLUE) if came else WHITE if row < rows - 1 else tint(ORANGE, 0.45)
             cell(axes, x[lane] - inside / 2, y, inside, tall, number, small[lane], fill=fill)
             if row == 0:
                 text(axes, x[lane], y + tall + 0.13, f"lane {lane}" if wide > 0.6 else str(lane), size=8, colour=GREY)
             else:
                 axes.plot([x[lane]] * 2, [y + tall, y + step], color=PALE, linewidth=0.9, zorder=0)
             if came:
-                arrow(axes, (x[lane - offset], y + step), (x[lane], y + tall), colour=colour, label="shuffle")
+                arrow(axes, (x[lane - offset], y + step), (x[lane], y + tall), colour=BLUE, label="shuffle")
     note(
         axes,
         0.15,
         0.14,
-        "A dash: the source lane is out of range; the sum is unchanged. At the end each lane subtracts its own number.",
+        "Blue: a sum. A dash: no source lane, the sum is unchanged. Orange: each lane subtracts its own number.",
     )
     return figure
 
@@ -170,6 +169,6 @@ def two_level_scan(warps=4, lanes=4, seed=0):
         axes,
         0.15,
         0.15,
-        "No barrier inside a warp. If other threads read the result from shared memory, a third barrier follows.",
+        "Colour: the warp. No barrier inside a warp. A third barrier follows if other threads read the result.",
     )
     return figure

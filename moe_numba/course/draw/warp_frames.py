@@ -41,7 +41,7 @@ def shuffles(events, warp=0, lanes=16, explain=None):
     for number, (what, values) in enumerate(found):
         operand = min(values.items())[1][1]  # of the first lane that takes part
         rows = {"before": _ABOVE + _ROW / 2, "received": _BELOW + _ROW / 2, "from lane": _BELOW + _ROW + 12}
-        shapes = [Label(4, y, name) for name, y in rows.items()]
+        shapes = [Label(4, 12, "lane"), *(Label(4, y, name) for name, y in rows.items())]
         for lane in sorted(values.keys() & range(lanes)):
             given, _, result, source = values[lane]
             x, group = _LEFT + _CELL * lane, f"lane {lane}"

@@ -1,6 +1,7 @@
 """Exercises of notebook 00."""
 
 import numpy as np
+import torch
 
 from moe_numba import simulator  # noqa: F401  before numba
 
@@ -38,8 +39,8 @@ def _counts(kernel):
     for size in (256, 250):
         x, count = np.arange(size, dtype=np.float32) % 3 - 1, np.zeros(1, np.int32)
         kernel[4, 64](x, count)
-        if count[0] != (wanted := int((x > 0).sum())):
-            return f"of {size} numbers {wanted} are positive; the kernel counts {count[0]}"
+        if count[0] != (expected := int((x > 0).sum())):
+            return f"of {size} numbers {expected} are positive; the kernel counts {count[0]}"
     return None
 
 
@@ -47,11 +48,38 @@ KERNEL_US, CALL_US = 6, 9  # of exercise 3
 
 
 def _times_per_call(answer):
-    """Per call, of many in a row: with half of the kernel time, and with half of the call time."""
-    halved_kernel, halved_call = max(KERNEL_US / 2, CALL_US), max(KERNEL_US, CALL_US / 2)
-    if tuple(answer) == (halved_kernel, halved_call):
+    """Per iteration of a loop of calls: with half of the kernel time, and with half of the call time."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        return "two numbers are needed, one for each question"
+    expected = max(KERNEL_US / 2, CALL_US), max(KERNEL_US, CALL_US / 2)
+    wrong = [which for which, a, b in zip(("first", "second"), answer, expected, strict=True) if a != b]
+    if not wrong:
         return None
-    return "each call takes as long as the slower of the host and the GPU: compare the two after each change"
+    return f"the {' and the '.join(wrong)} number is wrong: after the change, which of the CPU and the GPU waits?"
+
+
+def all_close(result, expected):
+    return bool(((result - expected).abs() <= 1e-3).all())  # "not any(... > 1e-3)" would accept NaN
+
+
+def _rejects(check):
+    expected = torch.arange(8.0)
+    wrong = expected.clone()
+    wrong[5] += 1
+    slightly_wrong, unwritten = expected.clone(), expected.clone()
+    slightly_wrong[2] += 0.002
+    unwritten[0] = float("nan")
+    if not check(expected + 1e-4, expected):
+        return "it rejects a result whose largest error is 0.0001"
+    if check(wrong, expected):
+        return "it accepts a result of which one element is wrong by 1"
+    if check(slightly_wrong, expected):
+        return "it accepts a result of which one of 8 elements is wrong by 0.002: each error counts, not their mean"
+    if check(wrong - 2, expected):
+        return "it accepts a result that is too small"
+    if check(unwritten, expected):
+        return "it accepts a result of which one element was never written: it is still NaN, and NaN > 0.001 is False"
+    return None
 
 
 EXERCISES = {
@@ -68,9 +96,15 @@ EXERCISES = {
         count_positive,
     ),
     3: Exercise(
-        "two times in microseconds",
+        "two numbers, in microseconds",
         _times_per_call,
-        "Draw the host's calls and the GPU's kernels in two rows, as in the timeline.",
-        "(9, 6)  # halving the kernel gains nothing: the GPU waits for the host",
+        "Draw the CPU's calls and the GPU's kernels in two rows, as in the figure of consecutive calls.",
+        "(9, 6)  # halving the kernel gains nothing: the GPU waits for the CPU",
+    ),
+    4: Exercise(
+        "a function of a result and the expected tensor that returns whether all elements are within 0.001",
+        _rejects,
+        "Comparisons with NaN are false. Ask whether every error is small, not whether any is large.",
+        all_close,
     ),
 }

@@ -115,6 +115,11 @@ def ld_relaxed_gpu_s32(mask, pointer, index):
     return scoped_load(mask, "ld.relaxed", pointer, index)
 
 
+def ld_relaxed_gpu_u64(mask, pointer, index):
+    state.gang.spin("ld.relaxed")
+    return load(mask, pointer, index, np.uint64, 1)[0]
+
+
 def ld_relaxed_gpu_u64x2(mask, pointer, index):
     state.gang.spin("ld.relaxed")
     return load(mask, pointer, index, np.uint64, 2)
@@ -151,6 +156,7 @@ NAMES = {
     ("memory", "griddepcontrol_wait"): lambda mask: state.gang.wait_for_kernel_before(mask),
     ("special_registers", "globaltimer"): globaltimer,
     ("atomics", "ld_relaxed_gpu_s32"): ld_relaxed_gpu_s32,
+    ("atomics", "ld_relaxed_gpu_u64"): ld_relaxed_gpu_u64,
     ("atomics", "ld_relaxed_gpu_u64x2"): ld_relaxed_gpu_u64x2,
     ("atomics", "st_relaxed_gpu_u64"): st_relaxed_gpu_u64,
     ("atomics", "_simulated_load"): shared_load,

@@ -1,0 +1,517 @@
+"""What the article on the versions of SGLang's `moe_align_block_size` claims."""
+
+from moe_numba.course.articles.claims import align_checks as checks
+from moe_numba.course.verdicts import (
+    About,
+    Article,
+    Claim,
+    Found,
+    Setup,
+    at_least,
+    at_most,
+    clear,
+    exactly,
+    faster,
+    figure,
+    least_saving,
+    no_cost,
+    percentage,
+    saving,
+    share,
+)
+
+SIZES = ("4096 tokens", "64 tokens", "1 token")
+VERSIONS = ("0x1", "0x2", "0x3", "0x4", "0x5")
+NO_CPP = "the article's percentage is of SGLang's compiled kernels on a GPU that it does not name"
+TWO_SCANS = "of SGLang's kernel, which has both of the article's scans"
+
+
+def _both(old, new, sizes=SIZES):
+    """Return the lookups of two versions, for `saving` and `least_saving`."""
+    return tuple(f"{version}, {size}" for size in sizes for version in (old, new))
+
+
+def _versions(*times):
+    """Compare 0x4 with the fastest version, size by size; the largest ratio counts."""
+    worst, texts = 0.0, []
+    for i, size in enumerate(SIZES):
+        own = dict(zip(VERSIONS, times[i * len(VERSIONS) : (i + 1) * len(VERSIONS)], strict=True))
+        best = min(own, key=own.get)
+        worst = max(worst, own["0x4"] / own[best])
+        texts.append(f"{size}: {best} is fastest, {own[best]:.4g} us, and 0x4 takes {own['0x4']:.4g}")
+    return Found(worst, "; ".join(texts))
+
+
+def _largest_part(scan, *others):
+    return Found(scan / max(others), f"the scan {scan:.4g} us, the others {', '.join(f'{o:.4g}' for o in others)} us")
+
+
+def _counting(counted, loads, total):
+    return share(counted - loads, total, "the atomics of the counting take")
+
+
+def _sort(sort, total):
+    return share(sort, total, "the sort kernel takes")
+
+
+def _store_width(single, wide):
+    return Found(single / wide, f"{single:.4g} -> {wide:.4g} us with 16-byte stores, {single / wide:.2f} times as fast")
+
+
+def _padding(baseline, fill, padding):
+    extra = 100 * (padding / (baseline - fill) - 1)
+    return Found(extra, f"{baseline - fill:.4g} us without any fill, {padding:.4g} us with the padding: {extra:+.1f} %")
+
+
+def _two_scans(*times):
+    """Describe 0x3, 0x4 and 0x4 with one scan, size by size; the least saving of 0x4 counts."""
+    found = [saving(*times[i : i + 2], f"{size}: ") for i, size in zip(range(0, 9, 3), SIZES)]
+    one = [saving(times[i], times[i + 2]) for i in range(0, 9, 3)]
+    texts = [f"{f.text} ({o.value:.1f} % with the article's one scan)" for f, o in zip(found, one)]
+    return Found(min(f.value for f in found), "; ".join(texts))
+
+
+def _gain_by_size(*times):
+    large, small = (saving(*pair) for pair in (times[:2], times[2:]))
+    return Found(
+        large.value - small.value, f"{large.value:.1f} % less for {SIZES[0]}, {small.value:.1f} % for {SIZES[2]}"
+    )
+
+
+BASELINE = (
+    Claim(
+        "0x0",
+        "for small experts (num_expert <= 64 && token <= 1024) I basically kept vLLM's implementation",
+        "numbers of tokens for which section 0x1's condition, numel < 1024, says otherwise (top-8)",
+        About.CODE,
+        exactly(0),
+        checks.small_kernel_conditions,
+    ),
+    Claim(
+        "0x0",
+        "0x4: this is the version with the best performance at present",
+        "its time over that of the fastest version, largest of three sizes",
+        About.DIRECTION,
+        at_most(1.02),
+        _versions,
+        tuple(f"{version}, {size}" for size in SIZES for version in VERSIONS),
+        Setup.PORT,
+    ),
+    Claim(
+        "0x3, of 0x2; also 0x1",
+        "the prefix sum is still serial, only thread 0 works; this is the largest bottleneck",
+        "time of 0x1's scan over that of any other part, 4096 tokens",
+        About.DIRECTION,
+        at_least(1.02),
+        _largest_part,
+        ("0x1: serial scan", "0x1: sort kernel", "0x1: rest of the main kernel", "0x1: fill"),
+        Setup.PORT,
+        needs="the time of each part of 0x1 in the record: the scan, the rest of the main kernel, the sort kernel",
+    ),
+    Claim(
+        "0x1",
+        "the counting stage uses many atomicAdd, and atomic operations cost quite a lot",
+        "share of 0x1 that the main kernel's atomics take, in shared memory, 4096 tokens",
+        About.DIRECTION,
+        clear(),
+        _counting,
+        ("0x1: loads and counting", "0x1: loads", "0x1, 4096 tokens"),
+        Setup.PORT,
+    ),
+    Claim(
+        "0x1",
+        "the counting stage uses many atomicAdd, and atomic operations cost quite a lot",
+        "share of 0x1 that count_and_sort_expert_tokens_kernel takes, an atomic in global memory for each slot",
+        About.DIRECTION,
+        clear(),
+        _sort,
+        ("0x1: sort kernel", "0x1, 4096 tokens"),
+        Setup.PORT,
+        needs="the time of the sort kernel alone in the record",
+    ),
+    Claim(
+        "0x1",
+        "counts in shared memory reduce the accesses to global memory",
+        "time saved beside counts in global memory",
+        About.DIRECTION,
+        faster(),
+        needs="0x1 with its counts in global memory beside 0x1",
+    ),
+    Claim(
+        "0x6",
+        "for small sizes the small_batch_expert_kernel, which fuses all operations, is more suitable",
+        "time that it saves beside the main and the sort kernel, 64 tokens, 64 experts",
+        About.DIRECTION,
+        faster(),
+        saving,
+        ("0x5 instead of the small kernel", "small kernel of 0x5"),
+        Setup.PORT,
+    ),
+)
+
+PADDING = (
+    *(
+        Claim(
+            "0x2",
+            "padding directly in the kernel reduces the cost of the fill",
+            f"time saved, 0x1 -> 0x2, {size}",
+            About.DIRECTION,
+            faster(),
+            saving,
+            _both("0x1", "0x2", (size,)),
+            Setup.PORT,
+        )
+        for size in SIZES
+    ),
+    Claim(
+        "0x2",
+        "with int4 four int32_t are written at once, and the use of the memory bandwidth rises by 4 times",
+        "time with 4-byte stores over time with 16-byte stores",
+        About.FIGURE,
+        figure(4, ""),
+        _store_width,
+        ("fill with 4-byte stores", "fill with 16-byte stores"),
+        Setup.PORT,
+        f"a kernel of one CTA that only fills; {NO_CPP}",
+    ),
+    Claim(
+        "0x2",
+        "vectorised writes can merge several memory transactions",
+        "requests with 4-byte stores over those with 16-byte stores",
+        About.CODE,
+        exactly(4),
+        checks.store_requests,
+    ),
+    Claim(
+        "0x2",
+        "it guarantees that the output data are deterministic",
+        "sets of padded places in runs with different orders of the atomics",
+        About.CODE,
+        exactly(1),
+        checks.padding_places,
+    ),
+    Claim(
+        "0x2",
+        "the padding runs in parallel with other computation, at almost no extra cost",
+        "time added, 4096 tokens",
+        About.DIRECTION,
+        no_cost(),
+        _padding,
+        ("0x1, 4096 tokens", "0x1: fill", "0x2, 4096 tokens"),
+        Setup.PORT,
+    ),
+)
+
+BLELLOCH = (
+    Claim(
+        "0x3",
+        "[3, 4, 7, 7, 4, 5, 6, 9] ... [0, 3, 4, 11, 11, 15, 16, 22]",
+        "rows of the example that the sweeps produce, of 7",
+        About.CODE,
+        exactly(7),
+        checks.blelloch_rows,
+    ),
+    Claim(
+        "0x3",
+        "for num_experts=128 from O(128) down to O(log 128) = O(7)",
+        "levels of a sweep",
+        About.CODE,
+        exactly(7),
+        checks.blelloch_levels,
+    ),
+    Claim(
+        "0x3",
+        "all threads take part in the computation",
+        "threads that work on 128 numbers, the most of all levels",
+        About.CODE,
+        exactly(128),
+        checks.blelloch_active_threads,
+    ),
+    Claim(
+        "0x3",
+        "scan_size must be a power of 2",
+        "other sizes up to 64 for which the result is right",
+        About.CODE,
+        exactly(0),
+        checks.blelloch_other_sizes,
+    ),
+    Claim(
+        "0x3",
+        "filling expert_ids: 0x2 is O(blocks/experts), unbalanced; 0x3 is O(blocks), balanced",
+        "blocks of the busiest of 1024 threads, of 2048 that belong to one expert",
+        About.CODE,
+        exactly(2),
+        checks.busiest_thread,
+    ),
+    Claim(
+        "0x3",
+        "the binary search is O(log num_experts)",
+        "iterations for 256 experts",
+        About.CODE,
+        at_most(9),
+        checks.search_iterations,
+    ),
+    Claim(
+        "0x3",
+        "suited to an uneven distribution over the experts",
+        "time that the search saves beside 0x2's loop, ids that prefer one expert",
+        About.DIRECTION,
+        faster(),
+        saving,
+        ("0x3: loop over each expert's blocks instead, uneven", "0x3: search for expert_ids, uneven"),
+        Setup.PORT,
+        needs="0x3 with 0x2's loop for expert_ids beside 0x3, both on ids that prefer one expert",
+    ),
+    Claim(
+        "0x3",
+        "for num_experts=128: (128 + 129 + 128) * 4 = 1540 bytes",
+        "bytes of shared memory",
+        About.CODE,
+        exactly(1540),
+        checks.shared_bytes_0x3,
+    ),
+    Claim(
+        "0x6",
+        "0x3: the prefix sum in parallel by Blelloch's scan, a clear gain in performance",
+        "time saved, 0x2 -> 0x3, least of three sizes",
+        About.DIRECTION,
+        clear(),
+        least_saving(SIZES),
+        _both("0x2", "0x3"),
+        Setup.PORT,
+    ),
+)
+
+WARP_SCAN = (
+    Claim(
+        "0x4",
+        "0x3: 2 * log(128) = 14 synchronisations",
+        "barriers in the loops of 0x3's listing",
+        About.CODE,
+        exactly(14),
+        checks.blelloch_barriers,
+    ),
+    Claim(
+        "0x4",
+        "0x4 needs only 3 __syncthreads()",
+        "barriers of the scan in 0x4's listing",
+        About.CODE,
+        exactly(3),
+        checks.two_level_barriers,
+    ),
+    Claim(
+        "0x4",
+        "[3, 4, 8, 7, 4, 5, 7, 9] ... [0, 3, 4, 11, 11, 15, 16, 22]",
+        "rows of the example that the warp scan produces, of 4",
+        About.CODE,
+        exactly(4),
+        checks.warp_scan_rows,
+    ),
+    Claim(
+        "0x4", "O(log 32) = 5 iterations", "exchanges of 32 lanes", About.CODE, exactly(5), checks.warp_scan_iterations
+    ),
+    Claim(
+        "0x4",
+        "the threads of a warp are synchronous by nature",
+        "exchanges through shared memory that go wrong without syncwarp",
+        About.CODE,
+        exactly(0),
+        needs="a kernel whose lanes diverge before they exchange data",
+    ),
+    Claim(
+        "0x4",
+        "shuffles have a low latency: usually a few clock cycles",
+        "cycles of one of many dependent shuffles",
+        About.FIGURE,
+        at_most(10),
+        needs="a chain of dependent shuffles, timed by the clock register",
+    ),
+    Claim(
+        "0x4",
+        "additional cost of warp_sums: 32 * 4 = 128 bytes",
+        "bytes of shared memory added",
+        About.CODE,
+        exactly(128),
+        checks.shared_bytes_added,
+    ),
+    *(
+        Claim(
+            "0x6",
+            "0x4: fewer synchronisations by a warp scan improve the performance further",
+            f"time saved, 0x3 -> 0x4, {size}",
+            About.DIRECTION,
+            faster(),
+            saving,
+            _both("0x3", "0x4", (size,)),
+            Setup.PORT,
+            TWO_SCANS,
+        )
+        for size in SIZES
+    ),
+    Claim(
+        "0x4",
+        "fewer synchronisations bring about 10 % of performance",
+        "time saved, 0x3 -> 0x4, least of three sizes",
+        About.FIGURE,
+        figure(10),
+        _two_scans,
+        tuple(f"{version}, {size}" for size in SIZES for version in ("0x3", "0x4", "0x4, one scan")),
+        Setup.PORT,
+        NO_CPP,
+    ),
+    Claim(
+        "0x4",
+        "instruction-level parallelism is better",
+        "instructions per cycle, 0x4 over 0x3",
+        About.DIRECTION,
+        at_least(1.02),
+        needs="the issue slots of both scans from a profiler",
+    ),
+    Claim(
+        "0x4",
+        "suited to num_experts >= 128",
+        "time saved, 0x3 -> 0x4, with 128 experts, less that with 64",
+        About.DIRECTION,
+        faster(),
+        needs="0x3 beside 0x4 with fewer than 128 experts and with more",
+    ),
+)
+
+PARALLEL_FILL = (
+    Claim(
+        "0x5",
+        "8 tokens, 256 experts, block_size=128: 32520, now 1024 (96.8 % of the memory saved)",
+        "memory saved",
+        About.ARITHMETIC,
+        percentage(96.8),
+        checks.saved_for_8_slots,
+    ),
+    Claim(
+        "0x5",
+        "the new logic guarantees that each token takes at most one block",
+        "blocks per slot, the most of 300 random cases",
+        About.CODE,
+        at_most(1),
+        checks.blocks_per_slot,
+    ),
+    Claim(
+        "0x5",
+        "memory: 90 %+ saved for small batches",
+        "memory saved, least of all numbers of slots to which the rule applies",
+        About.CODE,
+        at_least(90, " %"),
+        checks.least_saved,
+    ),
+    Claim(
+        "0x5",
+        "a smaller fill, about 5-10 % of performance",
+        "time saved, 1 token, block_size 128",
+        About.FIGURE,
+        figure(5),
+        saving,
+        ("serial fill, old length", "serial fill, new length"),
+        Setup.PORT,
+        NO_CPP,
+    ),
+    Claim(
+        "0x5",
+        "the two blocks run completely in parallel and need no synchronisation",
+        "runs with a data race or a wrong result",
+        About.CODE,
+        exactly(0),
+        checks.runs_without_races,
+    ),
+    Claim(
+        "0x5",
+        "it reduces the latency of the main path",
+        "time saved, 0x4 filling first -> 0x5, least of three sizes",
+        About.DIRECTION,
+        faster(),
+        least_saving(SIZES),
+        _both("0x4, filling first", "0x5"),
+        Setup.PORT,
+    ),
+    Claim(
+        "0x5",
+        "main kernel: filling and computing fully in parallel, the latency falls by 20-30 %",
+        "time saved by the main kernel alone, 4096 tokens",
+        About.FIGURE,
+        figure(20),
+        saving,
+        ("0x4, filling first: main kernel", "0x5: main kernel"),
+        Setup.PORT,
+        NO_CPP,
+        needs="the main kernels alone in the record, without the sort kernel",
+    ),
+    Claim(
+        "0x5",
+        "it suits large sizes in particular",
+        "percentage points that 4096 tokens gain more than 1 token",
+        About.DIRECTION,
+        at_least(2),
+        _gain_by_size,
+        _both("0x4, filling first", "0x5", (SIZES[0], SIZES[2])),
+        Setup.PORT,
+    ),
+    Claim(
+        "0x5",
+        "3 __syncthreads() are needed, to make sure that the fill threads wait for the computation",
+        "errors that the simulator reports for barriers in these two branches",
+        About.CODE,
+        exactly(0),
+        checks.refused_barriers,
+    ),
+    Claim(
+        "0x5",
+        "small-batch kernel: the latency falls by 10-15 %",
+        "time saved, 64 tokens, 64 experts",
+        About.FIGURE,
+        figure(10),
+        saving,
+        ("small kernel of 0x4", "small kernel of 0x5"),
+        Setup.PORT,
+        NO_CPP,
+    ),
+    Claim(
+        "0x5",
+        "in all, small batches: 15-30 %",
+        "time saved, 1 token, block_size 128",
+        About.FIGURE,
+        figure(15),
+        saving,
+        ("serial fill, old length", "parallel fill, new length"),
+        Setup.PORT,
+        NO_CPP,
+    ),
+    Claim(
+        "0x5",
+        "in all, large batches: 10-20 %",
+        "time saved, 4096 tokens",
+        About.FIGURE,
+        figure(10),
+        saving,
+        _both("0x4, filling first", "0x5", SIZES[:1]),
+        Setup.PORT,
+        NO_CPP,
+    ),
+    Claim(
+        "0x6",
+        "0x5 can bring another 10-30 % of performance",
+        "time saved, 0x4 -> 0x5, least of three sizes",
+        About.FIGURE,
+        figure(10),
+        least_saving(SIZES),
+        _both("0x4", "0x5"),
+        Setup.PORT,
+        NO_CPP,
+    ),
+)
+
+ARTICLE = Article(
+    "align",
+    "how sgl-kernel's MoE align block size kernel was optimised",
+    "SGLang's `moe_align_block_size`, versions 0x1 to 0x5",
+    "https://github.com/sgl-project/sglang/blob/main/sgl-kernel/csrc/moe/moe_align_kernel.cu",
+    ("02_align", "03_align_one_launch"),
+    BASELINE + PADDING + BLELLOCH + WARP_SCAN + PARALLEL_FILL,
+)

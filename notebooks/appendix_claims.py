@@ -1,0 +1,114 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Appendix: what the articles claim
+#
+# The course follows five articles. This notebook lists what they claim and what was found here. It builds nothing: the
+# times come from the records of the other notebooks and benchmarks, and the checks of code run below, most of them in
+# the simulator. Descriptions of what a line of code does are left out, unless a check can decide them.
+
+# %%
+from IPython.display import Markdown
+
+from moe_numba.course import claims
+from moe_numba.course.prediction import NOISE
+from moe_numba.course.verdicts import CLEAR, TOLERANCE
+
+claims.contents()
+
+# %% [markdown]
+# ## How a verdict is computed
+#
+# Each claim has a quotation (translated), a quantity that decides it, a threshold, and the way in which the quantity is
+# measured or checked here. One function, `moe_numba.course.verdicts.verdict`, computes the verdict from them:
+#
+# 1. Without a result the verdict is **not measured**, and the table says what a measurement needs.
+# 2. If what was measured is not what the article speaks of, the verdict is **different setup**, whatever the number.
+#    The column "like for like" names the difference.
+# 3. If the threshold is met, the verdict is **reproduced** for a measurement, **consistent with the article's own
+#    table** if the claim follows from the article's own numbers, and **holds for the code** if it is about code.
+# 4. Otherwise it is **not reproduced**, or **does not hold for the code**.
+#
+# "Like for like" is "yes" for the article's own code under all conditions that it names, and for its listings and its
+# numbers. "Numba port" is a kernel of this course that follows the article's listing statement by statement. A port
+# decides which of two versions is faster, which part is largest, and what the code does. It does not decide a figure,
+# such as a percentage, because that depends on the compiler and the GPU: rule 2 applies. And a port that misses a
+# threshold does not count against the article, whose own kernel may differ: the verdict is then "different setup" too.
+#
+# The thresholds stand in the tables, behind the quantity. Those of times and figures follow four rules:
+
+# %%
+Markdown(f"""
+- "Faster" means {100 * NOISE:g} % less time, and "no cost" at most {100 * NOISE:g} % more: interleaved measurements of one
+  kernel differ by less.
+- "Clear" and "not small" mean {100 * CLEAR:g} % of the time.
+- A figure such as "about 10 %" or "10 to 20 %" is met from the smaller number on, less {100 * TOLERANCE:g} % of it.
+- A percentage of a table may differ from the table's numbers by one in the last digit.
+""")
+
+# %% [markdown]
+# The records, each of which names the GPU, the versions and the code that it was measured with:
+
+# %%
+claims.measured()
+
+# %% [markdown]
+# ## The numbers of verdicts
+
+# %%
+claims.summary()
+
+# %% [markdown]
+# ## Gate
+#
+# The measured kernel is SGLang's, compiled by nvcc from the source that the article prints, beside torch.compile on the
+# same H200.
+
+# %%
+claims.table("gate")
+
+# %% [markdown]
+# ## Align
+#
+# The measured kernels are Numba ports of the five versions with 256 experts, top-8 and `block_size` 16, unless a row
+# says otherwise.
+
+# %%
+claims.table("align")
+
+# %% [markdown]
+# ## Shared experts
+#
+# The article serves a whole model with eight GPUs. The records have one layer on one GPU, with another grouped GEMM.
+
+# %%
+claims.table("shared experts")
+
+# %% [markdown]
+# ## DeepEP
+#
+# The article prints code and gives no times, so nearly all of its claims are about code. The checks run a port of its
+# listings in the simulator, with two ranks.
+
+# %%
+claims.table("DeepEP")
+
+# %% [markdown]
+# ## hpc-ops
+#
+# The measured kernels are a Numba port of hpc-ops' two kernels, with 32 groups, n 4096 and k 7168, unless a row says
+# otherwise.
+
+# %%
+claims.table("hpc-ops")

@@ -1,0 +1,474 @@
+"""The claims of the articles: data without verdicts, one rule, and checks that can fail."""
+
+import copy
+import re
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from numba import cuda
+
+from moe_numba.course import claims
+from moe_numba.course.articles.claims import (
+    align_checks,
+    deepep_checks,
+    gate_checks,
+    hpc_ops_checks,
+    shared_experts_checks,
+)
+from moe_numba.course.bench import records
+from moe_numba.course.claims import ARTICLES, LOOKUPS, Diagnosis, judge
+from moe_numba.course.verdicts import (
+    VERDICTS,
+    About,
+    Claim,
+    Found,
+    Setup,
+    Threshold,
+    at_least,
+    at_most,
+    exactly,
+    figure,
+    percentage,
+    verdict,
+)
+
+EVERY = [(name, claim) for name, article in ARTICLES.items() for claim in article.claims]
+NEGATIVE = {"not reproduced", "does not hold for the code"}
+EXACTLY_THESE = {
+    "reproduced",
+    "not reproduced",
+    "different setup",
+    "consistent with the article's own table",
+    "holds for the code",
+    "does not hold for the code",
+    "not measured",
+}
+
+
+def one(about, setup=Setup.SAME):
+    """Make a claim that is met from 10 on."""
+    return Claim("0x0", "a quote", "a quantity", about, at_least(10), lambda: None, (), setup)
+
+
+def claim_about(name, quantity, about=None):
+    claims_of = [claim for claim in ARTICLES[name].claims if about in (None, claim.about)]
+    (found,) = [claim for claim in claims_of if claim.quantity.startswith(quantity)]
+    return found
+
+
+# The rule
+
+
+def test_there_are_exactly_these_verdicts():
+    assert set(VERDICTS) == EXACTLY_THESE
+
+
+@pytest.mark.parametrize(
+    "about, setup, value, expected",
+    [
+        (About.FIGURE, Setup.SAME, 10, "reproduced"),
+        (About.FIGURE, Setup.SAME, 9, "not reproduced"),
+        (About.FIGURE, Setup.PORT, 10, "different setup"),
+        (About.FIGURE, Setup.OTHER, 10, "different setup"),
+        (About.DIRECTION, Setup.SAME, 10, "reproduced"),
+        (About.DIRECTION, Setup.SAME, 9, "not reproduced"),
+        (About.DIRECTION, Setup.PORT, 10, "reproduced"),
+        (About.DIRECTION, Setup.PORT, 9, "different setup"),
+        (About.DIRECTION, Setup.OTHER, 10, "different setup"),
+        (About.ARITHMETIC, Setup.SAME, 10, "consistent with the article's own table"),
+        (About.ARITHMETIC, Setup.SAME, 9, "not reproduced"),
+        (About.CODE, Setup.SAME, 10, "holds for the code"),
+        (About.CODE, Setup.SAME, 9, "does not hold for the code"),
+        (About.CODE, Setup.PORT, 10, "holds for the code"),
+        (About.CODE, Setup.PORT, 9, "different setup"),
+        (About.CODE, Setup.OTHER, 9, "different setup"),
+    ],
+)
+def test_the_rule(about, setup, value, expected):
+    claim = one(about, setup)
+    assert verdict(claim, Found(value, "")) == expected
+    assert verdict(claim, None) == "not measured"
+
+
+def test_thresholds():
+    assert exactly(3).is_met(3) and not exactly(3).is_met(2) and str(exactly(3)) == "3"
+    assert at_most(2, " %").is_met(2) and not at_most(2).is_met(2.1) and str(at_most(2, " %")) == "at most 2 %"
+    assert not at_least(2).is_met(float("nan"))
+    assert figure(10) == at_least(9, " %") and str(percentage(5.9)) == "5.8 to 6 %"
+    assert percentage(5.9).is_met(5.988) and not percentage(5.9).is_met(6.1)
+
+
+# The claims are data
+
+
+def test_a_claim_names_its_article_and_section_and_quotes_it_in_english():
+    for article in ARTICLES.values():
+        assert article.title and article.about and article.notebooks and article.code.startswith("https://")
+    for name, claim in EVERY:
+        assert claim.section and claim.quote and claim.quantity, (name, claim)
+        for text in (claim.section, claim.quote, claim.quantity, claim.differs, claim.needs):
+            assert not re.search(r"[\u3000-\u9fff\uff00-\uffef]", text), text
+        assert isinstance(claim.threshold, Threshold) and str(claim.threshold)
+        assert claim.measure is not None or claim.needs, claim.quote
+        assert claim.differs or claim.setup is not Setup.OTHER, f"{claim.quote}: it must say what differs"
+        assert set(claim.lookups) <= set(LOOKUPS), claim.quote
+
+
+def test_no_claim_has_a_typed_verdict():
+    """The value alone decides: one that meets the threshold and one that misses it get different verdicts."""
+    assert "verdict" not in {field.name for field in fields(Claim)}
+    for _, claim in EVERY:
+        texts = " ".join(value for field in fields(claim) if isinstance(value := getattr(claim, field.name), str))
+        assert not any(word in texts.lower() for word in [*VERDICTS, "confirmed", "refuted", "more subtle"]), texts
+        least, most, _ = claim.threshold
+        inside = least if least > float("-inf") else most
+        outside = next(value for value in (inside - 1e9, inside + 1e9) if not claim.threshold.is_met(value))
+        met, missed = (verdict(claim, Found(value, "")) for value in (inside, outside))
+        if claim.is_like_for_like:
+            assert met != missed and met not in NEGATIVE, claim.quote
+        else:
+            assert met == missed == "different setup", claim.quote
+
+
+def test_only_the_same_setup_gets_a_negative_verdict():
+    for _, claim in EVERY:
+        if claim.setup is not Setup.SAME:
+            assert not NEGATIVE & {verdict(claim, Found(value, "")) for value in (-1e9, 0, 1, 1e9)}, claim.quote
+
+
+def test_every_lookup_names_a_record_that_exists_or_is_none():
+    """To connect a number whose step was renamed, or a time that a notebook now records, change `LOOKUPS`."""
+    for name, entry in LOOKUPS.items():
+        if entry is not None:
+            assert records.recorded(entry.record) is not None, f"{name}: there is no record {entry.record}"
+            assert claims.find(name) is not None, f"{name}: the record {entry.record} has no such number"
+        else:
+            assert claims.find(name) is None
+    used = {name for _, claim in EVERY for name in claim.lookups}
+    assert {name for name, entry in LOOKUPS.items() if entry is None} <= used
+
+
+# Records decide
+
+
+@pytest.fixture
+def recorded():
+    """Copies of the committed records, to be changed: ``recorded["gate"]``."""
+    names = {entry.record for entry in LOOKUPS.values() if entry}
+    return {name: copy.deepcopy(records.recorded(name)) for name in names}
+
+
+def change(record, step, value, field="kernel_us", **where):
+    for row in records.select(record, step=step, **where):
+        row[field] = dict.fromkeys(("median", "p10", "p90"), value) if isinstance(row[field], dict) else value
+
+
+def test_each_verdict_once_on_a_made_up_record(recorded, monkeypatch):
+    read = recorded.get
+    behind = claim_about("gate", "time of torch.compile's kernels", About.DIRECTION)
+    assert judge(behind, read).verdict == "reproduced"
+    change(recorded["gate"], "torch.compile", 1.0, size={"tokens": 64})
+    assert judge(behind, read).verdict == "not reproduced"
+    assert judge(behind, {}.get).verdict == "not measured"
+    assert judge(claim_about("gate", "time before over time after"), read).verdict == "different setup"
+
+    throughput = claim_about("shared experts", "throughput at QPS 4")
+    assert judge(throughput, read).verdict == "consistent with the article's own table"
+    monkeypatch.setattr("moe_numba.course.articles.claims.shared_experts._better", lambda qps, metric: 7.0)
+    assert judge(throughput, read).verdict == "not reproduced"
+
+    templates = claim_about("gate", "shapes and dtypes that reach theirs")
+    assert judge(templates, read).verdict == "does not hold for the code"
+    mended = gate_checks.LISTING.replace("{0} if", "{0} begin if").replace(
+        "launch else if {1}", "launch end else if {1}"
+    )
+    right = replace(templates, measure=lambda: gate_checks.templates_reached(mended))
+    assert judge(right, read).verdict == "holds for the code"
+
+
+@pytest.mark.parametrize(
+    "article, quantity, record, step, value, before, after",
+    [
+        ("gate", "kernels that are left", "gate_ladder", "torch.compile", 1, "reproduced", "not reproduced"),
+        ("align", "time saved, 0x2 -> 0x3", "align_ladder", "0x3 Blelloch scan", 34.0, "reproduced", "different setup"),
+        ("align", "its time over that", "align_ladder", "0x4 two-level scan", 1.0, "different setup", "reproduced"),
+        (
+            "align",
+            "time saved, 0x1 -> 0x2, 4096",
+            "align_ladder",
+            "0x2 padding inside",
+            30.0,
+            "different setup",
+            "reproduced",
+        ),
+        (
+            "hpc-ops",
+            "time saved by the transp",
+            "grouped_gemm_dense_ladder",
+            "transposed MMA",
+            99.0,
+            "reproduced",
+            "different setup",
+        ),
+        (
+            "DeepEP",
+            "time saved beside the same",
+            "dispatch_layout_ladder",
+            "private counters",
+            1.0,
+            "different setup",
+            "reproduced",
+        ),
+        (
+            "shared experts",
+            "experts that the kernel",
+            "align",
+            "peer:sglang-aot",
+            9,
+            "different setup",
+            "different setup",
+        ),
+    ],
+)
+def test_a_wrong_number_in_a_record_flips_the_verdict(recorded, article, quantity, record, step, value, before, after):
+    claim = claim_about(article, quantity)
+    assert judge(claim, recorded.get).verdict == before
+    row_fields = {LOOKUPS[name].field for name in claim.lookups if hasattr(LOOKUPS[name], "field")}
+    for field in row_fields:
+        for row in records.select(recorded[record], step=step):
+            if field in row:
+                change(recorded[record], step, value, field)
+    assert judge(claim, recorded.get).verdict == after
+
+
+def test_a_refused_step_is_not_measured(recorded):
+    claim = claim_about("hpc-ops", "wrong results without commit")
+    assert judge(claim, recorded.get).found is not None
+    for row in records.select(recorded["grouped_gemm_ladder"], step="maps for groups, horizontal"):
+        del row["kernel_us"]
+        row["refused"] = "wrong"
+    assert judge(claim, recorded.get).verdict == "not measured"
+
+
+def test_a_diagnosis_is_connected_in_one_place(recorded, monkeypatch):
+    """The serial scan is the largest part of 0x1, and the sort kernel's atomics are not small."""
+    largest = claim_about("align", "time of 0x1's scan over")
+    sort = claim_about("align", "share of 0x1 that count_and_sort")
+    assert {judge(claim, recorded.get).verdict for claim in (largest, sort)} == {"not measured"}
+    parts = {"serial scan": 15.6, "sort": 10.1, "slots": 7.3}
+    recorded["align_ladder"]["diagnosis"] = {"phases of 0x1": parts}
+    names = ("0x1: serial scan", "0x1: sort kernel", "0x1: rest of the main kernel")
+    for name, label in zip(names, parts, strict=True):
+        monkeypatch.setitem(LOOKUPS, name, Diagnosis("align_ladder", "phases of 0x1", label))
+    assert {judge(claim, recorded.get).verdict for claim in (largest, sort)} == {"reproduced"}
+    parts["serial scan"], parts["sort"] = 9.0, 1.0
+    assert judge(largest, recorded.get).verdict == "reproduced", "10 % are left to the others"
+    parts["slots"] = 12.0
+    assert {judge(claim, recorded.get).verdict for claim in (largest, sort)} == {"different setup"}
+
+
+# Tables
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARTICLES)
+def test_a_table_has_a_row_for_each_claim_and_only_known_verdicts(name):
+    lines = claims.table(name).data.splitlines()
+    assert len(lines) == 2 + len(ARTICLES[name].claims)
+    for line in lines:
+        assert len(re.split(r"(?<!\\)\|", line)) == 7, line
+    found = [re.search(r"\*\*(.*)\*\* \|$", line)[1] for line in lines[2:]]
+    assert set(found) <= EXACTLY_THESE
+    for claim, line in zip(ARTICLES[name].claims, lines[2:], strict=True):
+        assert (judge(claim).found is None) == ("nothing; it needs " in line)
+    counted = claims.counts()[name]
+    assert counted.total() == len(found) and all(counted[text] == found.count(text) for text in found)
+    assert str(counted.total()) in claims.summary().data.splitlines()[-1]
+
+
+def test_a_vertical_bar_does_not_end_a_cell():
+    claim = replace(one(About.FIGURE), quote="a | b")
+    judged = claims.Judged(claim, Found(1, "c | d"), "reproduced", (), ("gate",))
+    assert claims.row(judged).count("|") - claims.row(judged).count("\\|") == 6
+
+
+def test_contents_links_each_article():
+    text = claims.contents().data
+    assert all(article.link in text and article.code in text for article in ARTICLES.values())
+
+
+def test_the_records_are_named_with_gpu_and_date():
+    text = claims.measured().data
+    assert all(f"`{entry.record}` | NVIDIA H200 | 20" in text for entry in LOOKUPS.values() if entry)
+
+
+# Each check can fail
+
+
+def wrong_row(rows):
+    return [[-1, *rows[0][1:]], *rows[1:]]
+
+
+@pytest.mark.parametrize(
+    "module, name, value, check, right, wrong",
+    [
+        (align_checks, "BLELLOCH_ROWS", wrong_row(align_checks.BLELLOCH_ROWS), "blelloch_rows", 7, 6),
+        (align_checks, "WARP_ROWS", wrong_row(align_checks.WARP_ROWS), "warp_scan_rows", 4, 3),
+        (align_checks, "WARP_SIZE", 16, "warp_scan_iterations", 5, 4),
+        (align_checks, "CTA_THREADS", 512, "shared_bytes_added", 128, 64),
+        (align_checks, "CTA_THREADS", 128, "busiest_thread", 2, 16),
+        (align_checks, "shared_bytes", lambda experts: 4 * experts, "shared_bytes_0x3", 1540, 512),
+        (
+            align_checks,
+            "Counter",
+            lambda ids: {0: 128 * len(list(ids)) + 1},
+            "blocks_per_slot",
+            1,
+            pytest.approx(129, rel=0.01),
+        ),
+        (gate_checks, "MAX_VPT", 64, "room_above_vpt", 0, 32),
+        (gate_checks, "WARP_SIZE", 16, "right_comments", 3, 0),
+        (gate_checks, "accepts", lambda e, g: e // g >= 8, "small_groups_accepted", 9, 0),
+        (gate_checks, "DTYPES", ("float32",), "templates_reached", 6, 2),
+        (gate_checks, "butterfly", lambda scores, ids, _: ids, "ties_of_groups", 0, 200),
+        (gate_checks, "butterfly", lambda scores, ids, _: ids, "ties_of_experts", 0, 200),
+        (shared_experts_checks, "SCALING", 1.0, "error_without_the_division", pytest.approx(0.39, abs=0.1), 0),
+        (hpc_ops_checks, "select_tile_m", lambda average: 12, "tiles_as_n", 4, 0),
+    ],
+)
+def test_a_check_notices_other_code(monkeypatch, module, name, value, check, right, wrong):
+    assert getattr(module, check)().value == right
+    monkeypatch.setattr(module, name, value)
+    assert getattr(module, check)().value == wrong
+
+
+def test_scans_are_checked_for_their_result(monkeypatch):
+    assert align_checks.two_level_barriers().value == 3 and align_checks.blelloch_barriers().value == 14
+    monkeypatch.setattr(align_checks, "accumulate", lambda values, **_: list(values))
+    assert not exactly(3).is_met(align_checks.two_level_barriers().value)
+
+
+def test_a_correct_sweep_would_be_noticed_for_other_sizes(monkeypatch):
+    def right(values):
+        values[:] = [sum(values[:i]) for i in range(len(values))]
+
+    assert align_checks.blelloch_other_sizes().value == 0
+    monkeypatch.setattr(align_checks, "blelloch", right)
+    assert align_checks.blelloch_other_sizes().value == 57
+
+
+def test_an_else_belongs_to_the_nearest_if():
+    assert gate_checks.launches("if a if b launch else launch", {"a"}) == 1
+    assert gate_checks.launches("if a if b launch else launch", set()) == 0
+    assert gate_checks.launches("if a begin if b launch end else launch", set()) == 1
+
+
+def test_wrong_gate_loops_are_noticed(monkeypatch):
+    assert gate_checks.wrong_runs(True, 2) == 0
+
+    def forgets_the_exclusion(with_barrier):
+        @cuda.jit
+        def kernel(choices, ids):
+            row = cuda.grid(1) // gate_checks.GROUPS
+            if cuda.threadIdx.x % gate_checks.GROUPS < gate_checks.TOPK:
+                ids[row * gate_checks.TOPK + cuda.threadIdx.x % gate_checks.GROUPS] = cuda.threadIdx.x
+
+        return kernel
+
+    monkeypatch.setattr(gate_checks, "make_gate_loops", forgets_the_exclusion)
+    assert gate_checks.wrong_runs(True, 2) == 2
+
+
+@cuda.jit
+def sort_without_atomics(topk_ids, sorted_ids, cumsum, numel):
+    i = cuda.grid(1)
+    if i < numel:
+        place = cumsum[topk_ids[i]]
+        cumsum[topk_ids[i]] = place + 1
+        sorted_ids[place] = i
+
+
+def test_a_wrong_sort_kernel_is_noticed(monkeypatch):
+    assert align_checks.align_under_seeds(2)[1:] == (0, 0)
+    monkeypatch.setattr(align_checks, "sort", sort_without_atomics)
+    _, races, wrong = align_checks.align_under_seeds(2)
+    assert races + wrong == 2
+
+
+def test_the_simulator_refuses_barriers_in_two_branches():
+    assert align_checks.refusals() == ["DivergentBarrier"]
+
+
+@pytest.fixture
+def facts(monkeypatch):
+    """What DeepEP's checks get from the simulator, to be changed."""
+    found = copy.deepcopy(deepep_checks._simulated())
+    monkeypatch.setattr(deepep_checks, "_simulated", lambda: found)
+    return found
+
+
+def test_deepep_checks_notice_other_results(facts):
+    def values():
+        checks = (
+            deepep_checks.rank_prefix_matrix,
+            deepep_checks.channel_prefix_matrix,
+            deepep_checks.tokens_per_expert,
+            deepep_checks.words_left,
+            deepep_checks.order_of_recv_x,
+            deepep_checks.offsets_of_channels,
+            deepep_checks.rows_in_a_ring,
+            deepep_checks.counts_per_rank,
+        )
+        return [check().value for check in checks]
+
+    assert values() == [0] * 8
+    facts["played"]["matrices"][0]["rank_prefix_matrix"][0][0] += 1
+    facts["played"]["matrices"][1]["channel_prefix_matrix"][0][0] += 1
+    facts["notify"]["experts"][0][0] += 4
+    facts["notify"]["not cleared"] = 5
+    facts["slow"]["received"][0].reverse()
+    first = next(moment for moment in facts["played"]["moments"] if moment[0] == "end")
+    first[4] -= 1
+    facts["most"][0] += 1
+    facts["layout"]["per rank"][0] += 1
+    assert values() == [1, 1, 1, 5, 1, 1, 1, 1]
+
+
+def test_deepep_checks_need_a_right_kernel_to_compare_with(facts):
+    assert deepep_checks.without_the_barrier().value > 0
+    facts["faults"][""] = 1
+    assert deepep_checks.without_the_barrier().value < 0
+    facts["notify"]["kept"] = [True, False]
+    assert deepep_checks.words_left().value < 0
+
+
+def test_packed_scales_are_compared_bit_by_bit(monkeypatch):
+    assert deepep_checks.packed_scales_below_2().value == 0 < deepep_checks.packed_scales_from_2().value
+    monkeypatch.setattr(
+        deepep_checks, "_cast_back", lambda s: (s.view(torch.uint8).int() << 23).view(torch.float32).view(-1)
+    )
+    assert deepep_checks.packed_scales_from_2().value == 0
+
+
+def test_hpc_ops_checks_notice_other_results(monkeypatch):
+    found = copy.deepcopy(hpc_ops_checks._simulated())
+    monkeypatch.setattr(hpc_ops_checks, "_simulated", lambda: found)
+    checks = (
+        hpc_ops_checks.flat_box,
+        hpc_ops_checks.box_of_two_groups,
+        hpc_ops_checks.bytes_after_the_copy,
+        hpc_ops_checks.box_in_the_other_order,
+        hpc_ops_checks.exclusive_scan,
+    )
+    assert [check().value for check in checks] == [0] * 5
+    assert hpc_ops_checks.load_without_acquire().value == 1 and hpc_ops_checks.new_barrier_passes_phase_0().value == 0
+    found |= {"flat box": False, "box of two groups": False, "bytes after the copy": False, "other order": ""}
+    found |= {"scan": [[0, 3, 3, 7], 10], "with acquire": "group 0 is wrong", "new barrier": [True, False]}
+    assert [check().value for check in checks] == [1] * 5
+    assert hpc_ops_checks.load_without_acquire().value < 0 and hpc_ops_checks.new_barrier_passes_phase_0().value == 1
+
+
+def test_the_fused_layer_is_exact_only_with_the_divided_weight():
+    assert shared_experts_checks.layer_error(1 / shared_experts_checks.SCALING) < 1e-12
+    assert shared_experts_checks.layer_error(0.41) > 1e-3
