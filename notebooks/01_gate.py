@@ -41,12 +41,11 @@ from moe_numba.course.bench.launch_profile import launch_profile
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import gate as draw
 from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
-from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.draw.warp_loads import warp_loads
 from moe_numba.course.exercises import exercise
-from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases, resident_ctas, variants
+from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases, resident_ctas, shared_bytes_of
 from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.pipe_clocks import PipeClocks, pipe_clocks
@@ -650,7 +649,7 @@ measure("port, run-time sizes", run_dynamic(KEPT, TOPK), after="one thread per t
 # rest:
 
 # %%
-PHASES = {"port, run-time sizes": phases(ladder, gate, "port, run-time sizes", run_dynamic)}
+PHASES = phases(ladder, gate, "port, run-time sizes", run_dynamic) or {}
 instruction_mix({"port, run-time sizes": (port_dynamic, (*ARRAYS, "int32", "int32", "int32"))})
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -659,9 +658,9 @@ say(
     "compiler unrolls loops of run-time length by four and tests after each four whether more are left; each comparison "
     "loads a value from local memory. The divisions by run-time sizes are calls of a 64-bit division in software, one "
     "of them in each pick.",
-    pick=(PHASES["port, run-time sizes"] or {}).get("choose experts"),
-    group=(PHASES["port, run-time sizes"] or {}).get("choose groups"),
-    load=(PHASES["port, run-time sizes"] or {}).get("load, sigmoid, bias"),
+    pick=PHASES.get("choose experts"),
+    group=PHASES.get("choose groups"),
+    load=PHASES.get("load, sigmoid, bias"),
 )
 
 # %% [markdown]
@@ -858,10 +857,10 @@ kernels = {name: (f"{make.__name__}{SHAPE}", signature) for name, (make, signatu
 mix = instruction_mix(kernels, [make for make, _ in makes.values()])
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: compare the share of the predicted gain that showed
 say(
     "Call time: {call:.0f} -> {call_now:.0f} us. Integer instructions in the machine code: {integers:,} -> {now:,}. "
-    "Kernel time: {us:.1f} -> {us_now:.1f} us, where the pipes alone take {pipe:.1f} and {pipe_now:.1f} us.",
+    "Kernel time: {us:.1f} -> {us_now:.1f} us, where the pipes alone take {pipe:.1f} and {pipe_now:.1f} us. The call became "
+    "cheap; in kernel time, nothing of the prediction showed.",
     call=ladder.median_us("port, static sizes", "call_us"),
     call_now=ladder.median_us("pointers", "call_us"),
     integers=mix["port, static sizes"]["integer"],
@@ -952,36 +951,16 @@ run_registers_of = run_pointers(make_in_registers, 32 // GROUPS)
 measure("in registers", run_registers_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us, slower=True)
 CLOCKS.select("pointers", "in registers")
 
-# %% [markdown]
-# **Explanation.** Which phases became slower? Kernels with fewer phases need fewer registers, so more warps fit on an SM.
-# `phases` gives all variants unused shared memory, so that the same number of CTAs fits.
-
-
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def time_phases(name, make, run_of):
-    """Time the variants of ``make`` without the groups and with one pick, each with the same CTAs per SM."""
-    sizes = variants(gate)
-    kernels = {label: (f"{make.__name__}{(EXPERTS, GROUPS, *size)}", SIGNATURE) for label, size in sizes.items()}
-    codes = instruction_mix(kernels, [make]).codes
-    registers = {label: code.registers for label, code in codes.items()}
-    PHASES[name] = phases(ladder, gate, name, run_of, registers, WARPS)
-
-
-# %%
-time_phases("pointers", make_pointers, run_pointers_of)
-time_phases("in registers", make_in_registers, run_registers_of)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-before, after = ((PHASES[name] or {}) for name in ("pointers", "in registers"))
-# after the GPU run: the sentence about a means holds if choosing the experts became slower
+registers = {name: CLOCKS.codes[name].registers for name in ("pointers", "in registers")}
 say(
-    "Choosing the experts: {before:.1f} -> {after:.1f} us; choosing the groups: {groups:.1f} -> {now:.1f} us. Local memory "
-    "is cached, and a pick touched it only a few times. Eliminating local memory is a means, not an end. We go on from the "
-    "kernel with pointers.",
-    before=before.get("choose experts"),
-    after=after.get("choose experts"),
-    groups=before.get("choose groups"),
-    now=after.get("choose groups"),
+    "The loss is as predicted. Eliminating local memory is a means, not an end: it is cached, and a pick touched it only a "
+    "few times. The arrays also raise the registers per thread from {before} to {after}, so {warps} instead of {most} warps "
+    "fit on an SM. We go on from the kernel with pointers.",
+    before=registers["pointers"],
+    after=registers["in registers"],
+    most=resident_ctas(registers["pointers"], WARPS) * WARPS,
+    warps=resident_ctas(registers["in registers"], WARPS) * WARPS,
 )
 
 # %% [markdown]
@@ -1094,14 +1073,28 @@ run_of = run_pointers(make_wide_loads, 32 // GROUPS)
 measure("16-byte loads", run_of(KEPT, TOPK), after="pointers", predicted_gain_us=gain_us)
 executed = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS}
 count("16-byte loads", make_wide_loads, executed, tokens_per_warp=32 // GROUPS)
-time_phases("16-byte loads", make_wide_loads, run_of)
+
+# %% [markdown]
+# **Explanation.** A lane comes back to its line for the next 4 bytes, so the line must stay in the L1 cache. L1 and shared
+# memory are one memory. Unused shared memory, as much as three CTAs per SM allow, shrinks L1:
+
+# %%
+unused = {"shared_bytes": shared_bytes_of(3)}
+runs = {"4 bytes": run_pointers_of, "16 bytes": run_of}
+calls = {name: gate.calls(run(KEPT, TOPK))[1] for name, run in runs.items()}
+calls |= {f"{name}, small L1": gate.calls(run(KEPT, TOPK, **unused))[1] for name, run in runs.items()}
+l1_us = ladder.times("size of L1", calls) or dict.fromkeys(calls)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-if all(PHASES.values()):
-    picture = phase_bars(PHASES, "What each phase of a version takes")
-else:
-    picture = print("no phases are recorded yet")
-picture
+say(
+    "With the small L1, loads of 4 bytes take {narrow_small:.1f} instead of {narrow:.1f} us, loads of 16 bytes "
+    "{wide_small:.1f} instead of {wide:.1f} us. 18 warps keep 18 x 32 lines of 128 bytes in use, 74 KB; a line is needed for "
+    "32 loads of 4 bytes, or for 8 of 16 bytes.",
+    narrow=l1_us["4 bytes"],
+    narrow_small=l1_us["4 bytes, small L1"],
+    wide=l1_us["16 bytes"],
+    wide_small=l1_us["16 bytes, small L1"],
+)
 
 # %% [markdown]
 # ### Step 9: one warp per token
@@ -1328,6 +1321,30 @@ gain_us = predicted_us("one warp per token", "32-bit integers")
 run_of = run_pointers(make_int32, 1)
 measure("32-bit integers", run_of(KEPT, TOPK), after="one warp per token", predicted_gain_us=gain_us)
 CLOCKS.select("one warp per token", "32-bit integers")
+
+# %% [markdown]
+# **Explanation.** The shuffles or the other integers? The kernel of step 9 with casts only where an index is shuffled:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+source = changed_source(make_one_warp_per_token, "best + second, group,", "best + second, int32(group),", "make_short_shuffles")
+source = changed_source(source, "float32(0), 0\n", "float32(0), int32(0)\n")
+source = changed_source(source, "float32(LOWEST), first\n", "float32(LOWEST), int32(first)\n")
+source = changed_source(source, "choice[i], first + i", "choice[i], int32(first + i)")
+make_short_shuffles = define(source, globals(), "make_short_shuffles.py")["make_short_shuffles"]
+
+# %%
+makes = {"int64": make_one_warp_per_token, "int32 in shuffles": make_short_shuffles, "int32": make_int32}
+calls = {name: gate.calls(run_pointers(make, 1)(KEPT, TOPK))[1] for name, make in makes.items()}
+shuffles_us = ladder.times("32-bit shuffles", calls) or dict.fromkeys(calls)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "int64 {wide:.1f} us, int32 in shuffles {short:.1f} us, int32 everywhere {narrow:.1f} us. Most of the gain is that of the "
+    "shuffles. The comparison after a shuffle waits for its result; the pipe clocks contain no waiting.",
+    wide=shuffles_us["int64"],
+    short=shuffles_us["int32 in shuffles"],
+    narrow=shuffles_us["int32"],
+)
 
 # %% [markdown]
 # ### Step 11: rank the groups by counting
@@ -1872,7 +1889,6 @@ change(make_fast_sigmoid, make_selecting_pop)
 count("selecting pop", make_selecting_pop, {"REDUX": TOPK})
 run = run_pointers(make_selecting_pop, 1)(KEPT, TOPK)
 gain_us = predicted_us("fast sigmoid", "selecting pop")
-# after the GPU run: not grey if it gained
 measure("selecting pop", run, after="fast sigmoid", predicted_gain_us=gain_us, slower=True)
 CLOCKS.select("fast sigmoid", "selecting pop")
 
@@ -1895,7 +1911,10 @@ CLOCKS.select("fast sigmoid", "selecting pop")
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(device=True)
 def drop_taken(matches, picked, holder, column):
-    """Clear the matches that earlier picks of an equal key took from the same lane; this lane has pick ``column``."""
+    """Clear the matches that earlier picks of an equal key took from the same lane; this lane has pick ``column``.
+
+    Lanes without a pick pass 0. Their columns would all repeat the one before, and the loop below would count down.
+    """
     k = int32(cuda.threadIdx.x)
     previous = cuda.shfl_up_sync(FULL, picked, 1)
     previous_holder = cuda.shfl_up_sync(FULL, holder, 1)
@@ -1949,7 +1968,7 @@ def make_keys_alone(num_experts, num_groups, kept, topk):
         for i in range(held):
             same = cuda.shfl_sync(FULL, key[i], holder) == picked
             matches = uint32(matches | uint32(1 << i)) if same else matches
-        expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane)) - 1)
+        expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane if lane < topk else int32(0))) - 1)
         weight = float32(0)
         if lane < topk:
             weight = fast_sigmoid(logits[safe_token * num_experts + expert])
@@ -2056,7 +2075,7 @@ def make_loads_ahead(num_experts, num_groups, kept, topk):
             for i in range(held):
                 same = cuda.shfl_sync(FULL, key[i], holder) == picked
                 matches = uint32(matches | uint32(1 << i)) if same else matches
-            expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane)) - 1)
+            expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane if lane < topk else int32(0))) - 1)
             weight = float32(0)
             if lane < topk:
                 weight = fast_sigmoid(logits[token * num_experts + expert])

@@ -89,12 +89,6 @@ def numba_stream():
     return 0 if simulator.ENABLED else cuda.external_stream(torch.cuda.current_stream().cuda_stream)
 
 
-def variants(runs: GateRuns) -> dict[str, tuple[int, int]]:
-    """Return the groups that are kept and the experts that are picked, of a kernel and of its variants for `phases`."""
-    groups, kept = runs.groups["num_expert_group"], runs.groups["topk_group"]
-    return {"all": (kept, runs.topk), "no group phase": (groups, runs.topk), "one pick": (kept, 1)}
-
-
 def resident_ctas(registers: int, warps: int) -> int:
     """Return how many CTAs of this many warps an SM with 65,536 registers and room for 64 warps can hold.
 
@@ -105,12 +99,7 @@ def resident_ctas(registers: int, warps: int) -> int:
 
 
 def phases(
-    ladder: Ladder,
-    runs: GateRuns,
-    name: str,
-    run_of: Callable[..., Callable],
-    registers: dict[str, int] | None = None,
-    warps: int = 1,
+    ladder: Ladder, runs: GateRuns, name: str, run_of: Callable[[int, int], Callable]
 ) -> dict[str, float] | None:
     """Time a kernel without its group phase, and with one pick; return what each phase takes, in microseconds.
 
@@ -119,45 +108,28 @@ def phases(
     Parameters
     ----------
     ladder : Ladder
-        Records the times under ``f"phases of {name}"``, followed by the CTAs per SM if they are fixed.
+        Records the times under ``f"phases of {name}"``.
     run_of : callable
-        ``run_of(topk_group, topk)`` returns ``run(logits, weights, ids)`` of a kernel that keeps ``topk_group`` groups
-        and picks ``topk`` experts. If all groups are kept, the kernel must leave out the group phase.
-    registers : dict, optional
-        Registers per thread of each of the `variants`, if they are kernels of their own. ``run_of`` then also takes
-        ``shared_bytes``: all variants get so much shared memory that the same number of CTAs fits on an SM. The kernel
-        without it is timed beside them, "as launched".
-    warps : int
-        Per CTA.
+        ``run_of(topk_group, topk)`` returns ``run(logits, weights, ids)`` of one kernel, which keeps ``topk_group``
+        groups and picks ``topk`` experts. If all groups are kept, it must leave out the group phase.
 
     Returns
     -------
     dict of phase -> us, or None if nothing is measured or recorded
     """
-    found, title, options = variants(runs), f"phases of {name}", {}
-    if registers:
-        counts = {label: resident_ctas(number, warps) for label, number in registers.items()}
-        ctas = min(counts.values())
-        options = {"shared_bytes": _shared_bytes(ctas)}
-        title += f", {ctas} CTAs per SM"
-        each = ", ".join(f"{label} {registers[label]} registers, {counts[label] * warps} warps" for label in registers)
-        print(f"{name}: {each}; timed with {ctas * warps} warps per SM")
-    calls = {label: runs.calls(run_of(*sizes, **options))[1] for label, sizes in found.items()}
-    if registers:
-        calls["as launched"] = runs.calls(run_of(*found["all"]))[1]
-    times = ladder.times(title, calls)
+    groups, kept = runs.groups["num_expert_group"], runs.groups["topk_group"]
+    sizes = {"all": (kept, runs.topk), "no group phase": (groups, runs.topk), "one pick": (kept, 1)}
+    times = ladder.times(f"phases of {name}", {label: runs.calls(run_of(*size))[1] for label, size in sizes.items()})
     if times is None:
         return None
-    if registers:
-        print(f"{name}: {times['all']:.1f} us with the shared memory, {times['as launched']:.1f} us without")
     choose_groups = max(0.0, times["all"] - times["no group phase"])
     picks = max(0.0, (times["all"] - times["one pick"]) * runs.topk / (runs.topk - 1))
     load = max(0.0, times["all"] - choose_groups - picks)
     return {"load, sigmoid, bias": load, "choose groups": choose_groups, "choose experts": picks}
 
 
-def _shared_bytes(ctas):
-    """Return the bytes of shared memory per CTA with which at most this many CTAs fit on an SM."""
+def shared_bytes_of(ctas: int) -> int:
+    """Return the most bytes of shared memory per CTA with which this many CTAs fit on an SM; 0 in the simulator."""
     if simulator.ENABLED:
         return 0
     most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin

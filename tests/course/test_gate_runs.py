@@ -82,21 +82,5 @@ def test_ctas_per_sm_follow_from_registers(registers, ctas):
     assert resident_ctas(registers, 6) == ctas
 
 
-def test_variants_that_are_kernels_are_timed_with_the_same_ctas_per_sm(runs, monkeypatch, capsys):
-    asked, ladder = [], Ladder("gate_trial", runs.check)
-    times = {"all": 40.0, "no group phase": 33.0, "one pick": 26.0, "as launched": 39.0}
-    monkeypatch.setattr(Ladder, "times", lambda self, name, calls: (asked.append((name, list(calls))), times)[1])
-    run_of = lambda kept, topk, **options: asked.append((kept, topk, options)) or write(runs)
-    registers = {"all": 83, "no group phase": 62, "one pick": 80}
-    found = phases(ladder, runs, "x", run_of, registers, warps=6)
-    fixed = {"shared_bytes": 0}  # the simulator has no limit
-    assert asked[:4] == [(4, 4, fixed), (8, 4, fixed), (4, 1, fixed), (4, 4, {})]
-    assert asked[4] == ("phases of x, 3 CTAs per SM", list(times))
-    assert sum(found.values()) == pytest.approx(40)
-    said = capsys.readouterr().out
-    assert "no group phase 62 registers, 30 warps" in said and "timed with 18 warps per SM" in said
-    assert "40.0 us with the shared memory, 39.0 us without" in said
-
-
 def test_without_times_there_are_no_phases(runs):
     assert phases(Ladder("gate_trial", runs.check), runs, "x", lambda kept, topk: write(runs)) is None
