@@ -28,7 +28,7 @@ print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on
 import math
 import time
 import warnings
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
@@ -233,7 +233,7 @@ def measure(name, run, any_order=False, **more):
 # clocks of the slowest pipe x (tokens / tokens per warp) / (4 x SMs) / clock rate.
 #
 # This is an estimate: too low where warps wait, too high where a branch skips instructions, such as the slow path of a
-# division. Where the machine code has loops, we state how many shuffles a warp executes in total; the loop's trip count
+# division. For loops, we state how many shuffles a warp executes in total; the trip count
 # follows.
 
 # %%
@@ -620,9 +620,6 @@ def show_faults():
 in_simulator(show_faults)
 
 # %% [markdown]
-# A third fault only costs time: in the host function an `else` belongs to the inner of two `if`s, so 256 experts in 16
-# groups, and 128 in 8, never reach their templates.
-#
 # **Predicted gain.** There are 8 times as many warps, each with an eighth of the work. If warps only wait, the time falls to an
 # eighth.
 
@@ -1326,7 +1323,9 @@ CLOCKS.select("one warp per token", "32-bit integers")
 # **Explanation.** The shuffles or the other integers? The kernel of step 9 with casts only where an index is shuffled:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-source = changed_source(make_one_warp_per_token, "best + second, group,", "best + second, int32(group),", "make_short_shuffles")
+source = changed_source(
+    make_one_warp_per_token, "best + second, group,", "best + second, int32(group),", "make_short_shuffles"
+)
 source = changed_source(source, "float32(0), 0\n", "float32(0), int32(0)\n")
 source = changed_source(source, "float32(LOWEST), first\n", "float32(LOWEST), int32(first)\n")
 source = changed_source(source, "choice[i], first + i", "choice[i], int32(first + i)")
@@ -1883,7 +1882,7 @@ make_selecting_pop = define(source, globals(), "make_selecting_pop.py")["make_se
 change(make_fast_sigmoid, make_selecting_pop)
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes: a loss, because a pop selects 15 times. The model has no branch latency.
+# **Predicted gain.** The difference of the slowest pipes: a loss, because a pop selects 15 times.
 
 # %%
 count("selecting pop", make_selecting_pop, {"REDUX": TOPK})
@@ -1940,6 +1939,7 @@ def make_keys_alone(num_experts, num_groups, kept, topk):
         safe_token = min(token, tokens - 1)
         group = int32(lane // share)
         first = int32(lane * held)
+        column = lane if lane < topk else int32(0)  # the pick that this lane keeps
         score = cuda.local.array(held, float32)
         choice = cuda.local.array(held, float32)
         key = cuda.local.array(held, int32)
@@ -1968,7 +1968,7 @@ def make_keys_alone(num_experts, num_groups, kept, topk):
         for i in range(held):
             same = cuda.shfl_sync(FULL, key[i], holder) == picked
             matches = uint32(matches | uint32(1 << i)) if same else matches
-        expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane if lane < topk else int32(0))) - 1)
+        expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, column)) - 1)
         weight = float32(0)
         if lane < topk:
             weight = fast_sigmoid(logits[safe_token * num_experts + expert])
@@ -2041,6 +2041,7 @@ def make_loads_ahead(num_experts, num_groups, kept, topk):
         warps = int32(cuda.gridDim.x * WARPS)
         group = int32(lane // share)
         first = int32(lane * held)
+        column = lane if lane < topk else int32(0)  # the pick that this lane keeps
         score = cuda.local.array(held, float32)
         choice = cuda.local.array(held, float32)
         key = cuda.local.array(held, int32)
@@ -2075,7 +2076,7 @@ def make_loads_ahead(num_experts, num_groups, kept, topk):
             for i in range(held):
                 same = cuda.shfl_sync(FULL, key[i], holder) == picked
                 matches = uint32(matches | uint32(1 << i)) if same else matches
-            expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, lane if lane < topk else int32(0))) - 1)
+            expert = int32(holder * held + cuda.ffs(drop_taken(matches, picked, holder, column)) - 1)
             weight = float32(0)
             if lane < topk:
                 weight = fast_sigmoid(logits[token * num_experts + expert])
@@ -2133,10 +2134,10 @@ loops["loop, loads ahead"] = run_in_a_loop("loads ahead", make_loads_ahead)
 loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: which of the two matters, and what the registers cost
 say(
     "One token per warp {one:.1f} us, in a loop {loop:.1f} us, with loads ahead {ahead:.1f} us. The registers per thread are "
-    "{registers}, {loop_registers} and {ahead_registers}: more registers mean fewer warps per SM, which hide less latency.",
+    "{registers}, {loop_registers} and {ahead_registers}. More registers mean fewer warps per SM, and other warps hide the wait "
+    "for DRAM better than loads ahead do.",
     one=loop_us["one token per warp"],
     loop=loop_us["loop"],
     ahead=loop_us["loop, loads ahead"],
@@ -2261,8 +2262,7 @@ def make_four_tokens(num_experts, num_groups, kept, topk):
 
 
 # %% [markdown]
-# The rows of keys in shared memory have 16 bytes of padding. Stores then have no bank conflicts. Loads, from groups that
-# depend on the data, take about one and a half times the clocks of loads without conflicts.
+# The rows of keys in shared memory have 16 bytes of padding, which avoids bank conflicts of the stores.
 #
 # **Predicted gain.** The difference of the slowest pipes.
 
@@ -2283,32 +2283,7 @@ else:
     print("left out: the kernel needs 8 groups")
 
 # %% [markdown]
-# **Explanation.** With launch bounds `ptxas` takes more registers, without them more warps fit on an SM. Both kernels:
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-bounds = {"launch bounds": (32 * WARPS, 4), "none": None}
-bounds_us = {}
-if FOUR:
-    kernel = f"make_four_tokens{SHAPE}"
-    codes = {
-        key: pipe_clocks({key: (kernel, SIGNATURE, None, b)}, [make_four_tokens]).codes[key]
-        for key, b in bounds.items()
-    }
-    registers = {key: code.registers for key, code in codes.items()}
-    print({key: f"{n} registers, {resident_ctas(n, WARPS) * WARPS} warps per SM" for key, n in registers.items()})
-    calls = {key: gate.calls(partial(run_four_tokens, bounds=b))[1] for key, b in bounds.items()}
-    bounds_us = ladder.times("launch bounds of four tokens per warp", calls) or {}
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: take the faster one, and say what it shows
-say(
-    "With launch bounds the kernel takes {bounded:.1f} us, without them {free:.1f} us.",
-    bounded=bounds_us.get("launch bounds"),
-    free=bounds_us.get("none"),
-)
-
-# %% [markdown]
-# The bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
+# The launch bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAVE_OF_H200 = 24 * 4 * 132  # tokens
@@ -2320,11 +2295,10 @@ if FOUR:
     waves_us = ladder.times("waves of four tokens per warp", calls) or {}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: compare the steady state with both bounds, and say which of them the kernel approaches
 say(
     "16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, four {four:.1f} us. In the steady state "
-    "a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us. In the first wave, nothing overlaps "
-    "the wait for DRAM, and a last wave that is not full takes as long as a full one.",
+    "a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us. The pipes are the limit there. With "
+    "16384 tokens the first wave, in which nothing hides the wait for DRAM, weighs more.",
     count=16384 / WAVE_OF_H200,
     one=waves_us.get("1"),
     two=waves_us.get("2"),
@@ -2341,7 +2315,7 @@ say(
 # Both ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) also handle NaN,
 # 16-bit logits, other shapes, shared experts and padding.
 #
-# **Bottleneck.** The ALU, still.
+# **Bottleneck.** By the pipe clocks, still the ALU.
 #
 # **Idea.** The package's kernel has 4 warps per CTA, bounds of 6 CTAs per SM, and fewer instructions for ranks and picks.
 #
@@ -2382,12 +2356,22 @@ if FOUR:
     measure("package kernel", run_package_kernel, after="four tokens per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Pipes and registers of both kernels:
+# **Explanation.** Where is the gain? Both kernels once more with one set of logits, which stays in the L2 cache:
 
-# %%
-both = CLOCKS.select(*(("four tokens per warp", "package, float32") if FOUR else ("loads ahead",)))
-print({name: f"{code.registers} registers" for name, code in both.codes.items()})
-both
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+l2_us = {}
+if FOUR:
+    calls = {"four tokens per warp": run_four_tokens, "package kernel": run_package_kernel}
+    calls = {name: gate.calls(run)[1][:1] for name, run in calls.items()}
+    l2_us = ladder.times("logits in L2", calls) or {}
+say(
+    "From L2: {before:.1f} -> {after:.1f} us, a gain of the predicted size. From DRAM: {dram_before:.1f} -> {dram_after:.1f} us. "
+    "Both wait for DRAM, and fewer instructions do not shorten this wait.",
+    before=l2_us.get("four tokens per warp"),
+    after=l2_us.get("package kernel"),
+    dram_before=ladder.median_us("four tokens per warp") if FOUR else None,
+    dram_after=ladder.median_us("package kernel") if FOUR else None,
+)
 
 # %% [markdown]
 # ### Step 21: programmatic dependent launch
@@ -2409,6 +2393,27 @@ def run_package(x, weights, ids):
 
 gain_us = EMPTY[False] - EMPTY[True] if all(EMPTY.values()) else 0.0
 measure("final", run_package, after="package kernel" if FOUR else "loads ahead", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** An empty kernel has one CTA. How does the gain grow with the grid?
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+sizes = {"4096 tokens": min(4096, 4 * WAVE), "four waves": 4 * WAVE}
+ordinary, dependent = ({}, {})
+if FOUR:
+    calls = {name: large.calls(run_package_kernel, tokens=n)[1] for name, n in sizes.items()}
+    calls |= {f"{name}, dependent": large.calls(run_package, tokens=n)[1] for name, n in sizes.items()}
+    dependent_us = ladder.times("dependent launch", calls) or {}
+    ordinary, dependent = ({n: dependent_us.get(n + end) for n in sizes} for end in ("", ", dependent"))
+say(
+    "4096 tokens, a third of a wave: {few:.2f} -> {few_now:.2f} us. Four waves: {many:.2f} -> {many_now:.2f} us. A dependent "
+    "grid also starts its CTAs and reads its parameters while the grid before ends, and fills SMs that this grid's last wave "
+    "leaves idle.",
+    few=ordinary.get("4096 tokens"),
+    few_now=dependent.get("4096 tokens"),
+    many=ordinary.get("four waves"),
+    many_now=dependent.get("four waves"),
+)
 
 # %% [markdown]
 # ### Step 22: bfloat16
@@ -2441,28 +2446,27 @@ if FOUR:
     dram_16_us = dram_us * (EXPERTS * 2 + TOPK * 8) / (EXPERTS * 4 + TOPK * 8)
     gain_us = max(dram_us, pipe_us("package, float32")) - max(dram_16_us, pipe_us(count_package("bfloat16")))
     call, timed = half.calls(run_package)
-    predicted = {"after": "final", "predicted_gain_us": gain_us}
-    ladder.step("final, bfloat16", call, timed=timed, **predicted, dtype="bfloat16", bytes=BYTES_16)
+    more = {"timed": timed, "after": "final", "dtype": "bfloat16", "bytes": BYTES_16}
+    ladder.step("final, bfloat16", call, predicted_gain_us=gain_us, **more)
 
 # %% [markdown]
-# **Explanation.** The pipes for both types:
-
-# %%
-pipes = CLOCKS.select("package, float32", "package, bfloat16") if FOUR else None
-pipes
+# **Explanation.** The prediction assumes that computing hides DRAM, so that only the slower of the two counts. Once more with
+# logits in the L2 cache:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-types = "float32", "bfloat16"
-many = {dtype: recorded_us(GATE, "final", size={"tokens": 65536}, dtype=dtype, config=CONFIG) for dtype in types}
-# after the GPU run: say which part of the predicted gain showed
+calls = {dtype: runs.calls(run_package)[1][:1] for dtype, runs in (("float32", gate), ("bfloat16", half))}
+types_us = ladder.times("types, logits in L2", calls) or dict.fromkeys(calls)
+wait_us = {
+    dtype: None if us is None else (ladder.median_us(step) or us) - us
+    for (dtype, us), step in zip(types_us.items(), ("final", "final, bfloat16"))
+}
 say(
-    "Four tokens of one warp take {float32} clocks of the slowest pipe with float32 logits and {bfloat16} with bfloat16: the "
-    "conversion costs instructions where the loads save bytes. With 65536 tokens the record has {before:.1f} and "
-    "{after:.1f} us.",
-    float32=pipes and pipes["package, float32"],
-    bfloat16=pipes and pipes["package, bfloat16"],
-    before=many["float32"],
-    after=many["bfloat16"],
+    "From L2, {float32:.1f} us with float32 and {bfloat16:.1f} us with bfloat16; from DRAM {wait:.1f} and {wait_16:.1f} us more. "
+    "Computing does not hide DRAM, so the saved bytes count. And a lane loads its 8 logits of a token with one instruction "
+    "instead of two.",
+    **types_us,
+    wait=wait_us["float32"],
+    wait_16=wait_us["bfloat16"],
 )
 
 # %% [markdown]
@@ -2494,15 +2498,15 @@ ladder.plot(floor_us=FLOOR_US, peers={name: us for name, us in times.items() if 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 print(f"{'':<22}{'slowest pipe':>14}{'clocks':>8}{'pipe us':>9}{'measured us':>13}")
 for name in CLOCKS.counts:
-    measured = ladder.median_us(name)
+    measured = ladder.median_us(name.replace("package, float32", "package kernel"))
     line = f"{name:<22}{CLOCKS.slowest(name):>14}{CLOCKS[name]:>8,}{pipe_us(name):>9.1f}"
     print(line + (f"{measured:>13.1f}" if measured else ""))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check against the waves of step 19
 say(
-    "The final kernel takes {ratio:.1f} times the lower bound. {launch:.2f} us are the launch, even as a dependent one; the pipes take {pipe:.1f} us, "
-    "and the lower bound, DRAM, {dram:.1f} us. The two overlap only in part, because a wave first loads and then computes.",
+    "The final kernel takes {ratio:.1f} times the lower bound. The launch takes {launch:.2f} us, even as a dependent one, the "
+    "pipes {pipe:.1f} us, and the lower bound, DRAM, {dram:.1f} us. DRAM and pipes overlap only in part, because a wave first "
+    "loads and then computes.",
     ratio=(ladder.median_us("final") or 0) / FLOOR_US or None,
     launch=EMPTY[True],
     pipe=pipe_us("package, float32") if FOUR else None,
