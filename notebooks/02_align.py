@@ -16,7 +16,7 @@
 #
 # The gate ([01](01_gate.ipynb)) has chosen 8 experts for every token. Before the experts' GEMMs can run, the token slots
 # must be sorted by expert, and each expert's slots padded to whole blocks. This is `moe_align_block_size`. It moves almost no
-# data; its time is latency, and this notebook measures which latency.
+# data; this notebook measures what takes the time instead.
 #
 # It follows an article on SGLang's kernel
 # ([`moe_align_kernel.cu`](https://github.com/sgl-project/sglang/blob/9fcf74e1d36629cc616701e2ad4cdde012372e19/python/sglang/kernels/aot/csrc/moe/moe_align_kernel.cu)).
@@ -157,7 +157,7 @@ print("poison:       ", wrong(poisoned(IDS, EXPERTS, BLOCK), IDS, EXPERTS, BLOCK
 # The lower bound of a step is the longer of two times: its bytes at copy bandwidth, and an empty kernel; figures call it *speed
 # of light*. Here an empty kernel takes longer than the bytes.
 #
-# What costs time is a chain of operations that wait for each other: load an id, add to a counter, wait at a barrier. The next
+# The predictions below count operations that wait for each other: load an id, add to a counter, wait at a barrier. The next
 # two cells measure one link of such chains. A link includes its address arithmetic: a shared load is one load instruction and
 # three dependent integer instructions.
 
@@ -278,8 +278,8 @@ say(
 # Each version is checked, and timed, for the main input, for few tokens, for one token and for tokens that all choose the same
 # experts. Steps are compared by the main input; section 6 shows the other times.
 #
-# The address of `cumsum`, whose counters the sort kernel increments, affects its time; section 7 measures how much. So all
-# versions, and all parts of them, use the same buffer.
+# All versions, and all parts of them, use the same `cumsum`, whose counters the sort kernel increments, so that its address
+# cannot make a difference. Section 7 measures whether it would.
 
 
 # %%
@@ -450,11 +450,11 @@ def number(opcodes, name):
     return sum(opcode.startswith(name) for opcode in opcodes)
 
 
-def loop_with(make, name):
-    """The instructions of the longest loop that contains this one; empty without nvdisasm."""
+def loop_with(make, name, pick=max):
+    """The instructions of the longest loop that contains this one, or with ``min`` the shortest; empty without nvdisasm."""
     code = code_of(make)
     loops = [code.opcodes[first : last + 1] for first, last in code.loops] if code else []
-    return max((body for body in loops if number(body, name)), key=len, default=[])
+    return pick((body for body in loops if number(body, name)), key=len, default=[])
 
 
 def instructions_per_expert(make):
@@ -545,25 +545,51 @@ counting = ladder.times(
         "no atomics": partial(launch_main, until(no_atomics, "count", globals())(EXPERTS), IDS, outputs, CUMSUM),
     },
 )
+LOOPS = {"0x1": len(loop_with(make_baseline, "ATOMS")), "no atomics": len(loop_with(no_atomics, "LDG"))}
 atomics = {opcode for opcode in loop_with(make_baseline, "ATOMS") if "ATOM" in opcode}
 print("atomic instructions of the main kernel:", atomics or "unknown")
+print("instructions of the counting loop, for four slots:", LOOPS)
+
+
+def issue_us(instructions):
+    """Microseconds that issuing so many instructions per iteration of the counting loop takes; None without nvdisasm."""
+    iterations = N / 1024 / AT_ONCE if AT_ONCE else 0
+    return instructions * iterations * 8 / LIMITS.boost_clock * 1e6 or None  # 8 warps per scheduler
+
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check the sentences against the figures
 BASE = PHASES.get("0x1 baseline", {})
 say(
-    "The serial scan is the largest part, {scan:.1f} of {total:.1f} us: the article is right to call it a bottleneck. The "
-    "second largest is the sort kernel, {sort:.1f} us, where waiting for one load and one atomic operation explains {simple:.1f}. "
-    "The article also suspects the atomic additions in the count phase: it takes {count:.1f} us, {same:.1f} if all tokens "
-    "choose the same experts, and {none:.1f} without atomic additions. The additions are `ATOMS.POPC.INC`, which counts the lanes "
-    "of a warp with the same address in one operation; the compiler chooses it if 1 is added and the result is not used.",
+    "torch's time hides how far the parts are off. The serial scan takes half of its upper bound, {clocks:.1f} clocks per instruction "
+    "instead of 4; counting takes {count:.1f} us instead of {count_predicted:.1f}, and the sort kernel {sort:.1f} instead of "
+    "{sort_predicted:.1f}. The scan is still the largest phase, {scan:.1f} of {total:.1f} us: the article is right to call it a "
+    "bottleneck. Section 7 measures what the sort kernel waits for.",
+    clocks=BASE and PER_EXPERT and BASE["scan"] * LIMITS.boost_clock / 1e6 / E / PER_EXPERT or None,
+    count=BASE.get("count"),
+    count_predicted=PREDICTED.get("count"),
+    sort=BASE.get("sort"),
+    sort_predicted=PREDICTED.get("sort"),
     scan=BASE.get("scan"),
     total=us("0x1 baseline"),
-    sort=BASE.get("sort"),
-    simple=PREDICTED.get("sort"),
+)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "The article also suspects the atomic additions in the count phase. It takes {count:.1f} us, {same:.1f} if all tokens choose the "
+    "same experts, and {none:.1f} without atomic additions: they are not its bottleneck. They are `ATOMS.POPC.INC`, which counts "
+    "the lanes of a warp with the same address in one operation; the compiler chooses it if 1 is added and the result is not used. "
+    "What the prediction leaves out is the time to issue instructions. An iteration of the loop, four slots, has {loop} of "
+    "them; most compute the index and addresses. Each of the SM's four schedulers serves 8 warps and issues at most one "
+    "instruction per clock, so the loop needs {issue:.1f} us for issue alone. Without atomic additions it has {longer}, because of the "
+    "comparison that keeps the loads: {more:.2f} us more to issue, and {slower:.2f} us slower as measured.",
     count=counting and counting["random ids"],
     same=counting and counting["same experts"],
     none=counting and counting["no atomics"],
+    loop=LOOPS["0x1"] or None,
+    issue=issue_us(LOOPS["0x1"]),
+    longer=LOOPS["no atomics"] or None,
+    more=issue_us(LOOPS["no atomics"] - LOOPS["0x1"]),
+    slower=counting and counting["no atomics"] - counting["random ids"],
 )
 
 # %% [markdown]
@@ -623,14 +649,13 @@ def profile_fills():
 in_simulator(profile_fills)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check that both widths cost the same number of clocks per sector
 sectors, clock = TIMED_LENGTH / 8, LIMITS.boost_clock / 1e6
 clocks = fills and {kind: (time - EMPTY_US) * clock / sectors for kind, time in fills.items()}
 say(
     "{used:.0f} % of the array are used. Filling all of it with one CTA takes {wide:.2f} us with 16-byte stores and {single:.2f} "
     "us with 4-byte stores. The lanes of a warp store to neighbouring addresses either way, so both kernels write the same "
-    "sectors of 32 bytes; wide stores only need a quarter of the instructions. The SM spends {a:.1f} and {b:.1f} clocks per sector. The path from an SM to L2 is the "
-    "limit, and four times the bandwidth can only come from more SMs.",
+    "sectors of 32 bytes. Wide stores need a quarter of the instructions and are still not faster: with {a:.1f} and {b:.1f} clocks "
+    "per sector, the limit is the path from the SM to L2. Four times the bandwidth can only come from more SMs.",
     used=100 * used,
     wide=fills and fills["16-byte stores"],
     single=fills and fills["4-byte stores"],
@@ -778,6 +803,23 @@ measure("0x3 plain counters", version(make_plain), after="0x2 padding inside", p
 
 # %%
 phases("0x3 plain counters", make_plain)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = PHASES.get("0x2 padding inside"), PHASES.get("0x3 plain counters")
+drop = {phase: before[phase] - after[phase] for phase in after} if before and after else {}
+loop = len(loop_with(make_plain, "ATOMS"))
+say(
+    "The scan, which the prediction is about, is {scan:.1f} us shorter, and `count` {count:.1f}. An iteration of the counting loop has {now} "
+    "instead of {old} instructions, which saves {issue:.1f} us of issue. The rest comes with the phase's other change, the clearing "
+    "loop, in which a warp stored 32 words one after another. `expert_ids`, whose source is the same, is {ids:.1f} us "
+    "shorter; no measurement here isolates why.",
+    scan=drop.get("scan"),
+    count=drop.get("count"),
+    now=loop or None,
+    old=LOOPS["0x1"] or None,
+    issue=issue_us(LOOPS["0x1"] - loop),
+    ids=drop.get("expert_ids"),
+)
 
 # %% [markdown]
 # ### Step 4: Blelloch's scan, 0x3
@@ -937,9 +979,8 @@ say(
 # **Idea.** A thread takes blocks instead, and searches `prefix` for the last expert that starts at or before a block. The work
 # is even for any routing, and O(log num_experts) per block.
 #
-# **Predicted gain.** `expert_ids` - blocks per thread, rounded up * 9 * a shared load. An expert has about 8 blocks, so its
-# thread stores about 8 times without waiting. The search costs 3 blocks of 9 dependent shared loads each: a loss for random
-# ids, a gain for skewed ids.
+# **Predicted gain.** `expert_ids` - blocks per thread, rounded up * 9 * a shared load: a thread searches up to 3 blocks, with
+# 9 dependent shared loads each.
 
 
 # %%
@@ -1017,9 +1058,19 @@ calls = {name: partial(version(make), SKEWED, outputs) for name, make in makes.i
 skewed = ladder.times("skewed ids", calls)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = PHASES.get("0x3 Blelloch scan"), PHASES.get("0x3 binary search")
+step = len(loop_with(make_search, "LDS", min))
+issue = blocks / 32 * E.bit_length() * step / 4 / LIMITS.boost_clock * 1e6  # 32 blocks per warp, 4 schedulers
 say(
-    "When all tokens choose the same experts, the version with a thread per expert takes {loop:.1f} us and the one with the "
-    "search {search:.1f} us.",
+    "The prediction counts only the shared loads, {loads:.1f} us. But each of the 9 iterations per block has {step} "
+    "instructions, and issuing them for all blocks takes at least {issue:.1f} us, as long as the whole phase took before, {before:.1f} "
+    "us. It now takes {after:.1f} us: the step is a loss for random ids. When all tokens choose the same experts, it is a "
+    "gain: the version with a thread per expert takes {loop:.1f} us and the one with the search {search:.1f} us.",
+    loads=search_us,
+    step=step or None,
+    issue=issue or None,
+    before=before and before["expert_ids"],
+    after=after and after["expert_ids"],
     loop=skewed and skewed["a thread per expert"],
     search=skewed and skewed["binary search"],
 )
@@ -1221,6 +1272,16 @@ measure("0x4 two-level scan", version(make_two_level), after="0x3 binary search"
 # %%
 phases("0x4 two-level scan", make_two_level)
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = PHASES.get("0x3 binary search"), PHASES.get("0x4 two-level scan")
+say(
+    "The scan takes {after:.2f} us instead of {before:.2f}. The prediction had the right size, but this is so little of {total:.1f} "
+    "us that the step counts as no change: the scan is no longer the bottleneck.",
+    before=before and before["scan"],
+    after=after and after["scan"],
+    total=us("0x4 two-level scan"),
+)
+
 # %% [markdown]
 # #### A race in SGLang's source
 #
@@ -1342,6 +1403,18 @@ measure("0x4, one pass", version(make_one_pass), after="0x4 two-level scan", pre
 # %%
 phases("0x4, one pass", make_one_pass)
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = PHASES.get("0x4 two-level scan"), PHASES.get("0x4, one pass")
+compared = (ladder.row("0x4, one pass") or {}).get("compared_us")
+say(
+    "The scan is {scan:.2f} us shorter, but the step saves only {step:.2f} us: the fill, whose source is the same, takes {fill:.2f} us "
+    "more. No barrier separates it from the search, so the two overlap, and the split between them is less certain than the "
+    "time of the whole step.",
+    scan=before and after and before["scan"] - after["scan"],
+    step=compared and compared[0] - compared[1],
+    fill=before and after and after["fill"] - before["fill"],
+)
+
 # %% [markdown]
 # ### Step 8: fill first, the starting point of 0x5
 #
@@ -1350,8 +1423,8 @@ phases("0x4, one pass", make_one_pass)
 # **Idea.** In its chapter on 0x5 the article starts from a kernel that fills the whole array at the beginning, one element per
 # store. The SM can then send these stores while the threads count.
 #
-# **Predicted gain.** Used part * (16-byte fill - an empty kernel) - (4-byte fill - an empty kernel): a loss, from the length
-# and the width. If nothing overlaps, the step loses this; the measured difference to it is the overlap.
+# **Predicted gain.** Used part * (16-byte fill - an empty kernel) - (4-byte fill - an empty kernel): the fill of step 2, longer by
+# the tail, but with the stores that were faster. Nothing overlaps in this model; overlap would be a gain beyond it.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1394,17 +1467,33 @@ run = version(make_filling_first)
 measure("0x4, filling first", run, after="0x4, one pass", predicted_gain_us=predict(gain), slower=True)
 
 # %% [markdown]
-# **Explanation.** If counting takes longer behind the fill than in the version before, the loads of the ids wait behind the
-# stores in the SM's path to L2. The second measurement changes the width of the stores alone:
+# **Explanation.** The phases show whether the stores overlap with counting. The second measurement changes the width of the
+# stores alone:
 
 # %%
-# after the GPU run: say in words whether counting takes longer
 phases("0x4, filling first", make_filling_first)
 text = changed_source(make_filling_first, "fill_singly(", "fill(", "make_wide")
 make_wide = define(text, globals(), "filling first, 16-byte stores")["make_wide"]
 outputs = poisoned(IDS, EXPERTS, BLOCK)
 calls = {"4-byte stores": partial(run, IDS, outputs), "16-byte stores": partial(version(make_wide), IDS, outputs)}
-print(ladder.times("filling first", calls) or "no times are recorded")
+widths = ladder.times("filling first", calls) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+before, after = PHASES.get("0x4, one pass"), PHASES.get("0x4, filling first")
+known = KNOWN and before and after
+say(
+    "The stores hardly overlap with counting: without the launch, it took {count_before:.2f} us before and takes {count:.2f} us behind "
+    "the fill. The fill lost an overlap instead: it takes {fill:.2f} us without the launch, but took {fill_before:.2f} at the end of the "
+    "kernel, where no barrier separates it from the search. `scan` and `expert_ids`, whose source is the same, take {rest:.2f} us more. Wider stores do not "
+    "help: the version takes {single:.2f} us with 4-byte stores and {wide:.2f} with 16-byte stores.",
+    count_before=known and before["count"] - EMPTY_US or None,
+    count=known and after["count"] or None,
+    fill=known and after["fill"] - EMPTY_US or None,
+    fill_before=known and before["fill"] or None,
+    rest=known and sum(after[phase] - before[phase] for phase in ("scan", "expert_ids")) or None,
+    single=widths.get("4-byte stores"),
+    wide=widths.get("16-byte stores"),
+)
 
 # %% [markdown]
 # ### Step 9: a second CTA fills, 0x5
@@ -1470,11 +1559,10 @@ phases("0x5 parallel fill", make_parallel_fill)
 show_phases()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check the sentence against the figures
 LAST = PHASES.get("0x5 parallel fill", {})
 say(
-    "Of the {total:.1f} us of 0x5, the sort kernel takes {sort:.1f}, which no version has changed, and counting {count:.1f}. The "
-    "scan, where everything began, has shrunk from {before:.1f} to {after:.1f} us.",
+    "Of the {total:.1f} us of 0x5, the sort kernel takes {sort:.1f}, which no version has changed, and counting, with the launch, "
+    "{count:.1f}. The scan, the largest phase of 0x1, takes {after:.1f} us instead of {before:.1f}.",
     total=us("0x5 parallel fill"),
     sort=LAST.get("sort"),
     count=LAST.get("count"),
@@ -1519,7 +1607,7 @@ def lengths_compared(old, new, block_size=128):
 lengths = lengths_compared(old=TOPK + EXPERTS * 127, new=TOPK * 128)
 say(
     "For one token and blocks of 128, filling first takes {a:.2f} us with the old length and {b:.2f} us with the new one; with a "
-    "second CTA that fills, {c:.2f} and {d:.2f} us.",
+    "second CTA that fills, {c:.2f} and {d:.2f} us. The shorter buffer saves less there, because the fill runs beside CTA 0.",
     a=lengths.get("filling first, old length"),
     b=lengths.get("filling first, new length"),
     c=lengths.get("a second CTA fills, old length"),
@@ -1730,7 +1818,7 @@ run = small_version(make_small_filling)
 small_ladder.step("0x2 small", run, dtype="int32", after="0x1 small", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The phases of both:
+# **Explanation.** The launch now counts for `fill`, which is why `count` is shorter:
 
 # %%
 times = small_ladder.times("phases of 0x2 small", cut_off(make_small_filling))
@@ -1970,13 +2058,19 @@ if sass.disassembler():
     print("instructions:", {name: len(code.opcodes) - code.count("NOP") for name, code in codes.items()})
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check that the unsigned row reaches the prediction
+before, after = SMALL_PHASES.get("0x5 small"), SMALL_PHASES.get("row pitch")
+small = before and after and {phase: after[phase] - before[phase] for phase in after}
 say(
-    "The small kernel of 0x5 takes {before:.2f} us, with the new row pitch {pitch:.2f}, and {unsigned:.2f} if the clearing loop "
-    "also has an unsigned row.",
+    "Nearly all removed conflicts are in the clearing loop, and `count` is {count:.2f} us shorter; `sort` is {sort:.2f} us longer. "
+    "Without the sign tests in the clearing loop the kernel takes {unsigned:.2f} us, with them {pitch:.2f}, and {before:.2f} before "
+    "the step: {saved:.2f} us less, of {predicted:.2f} predicted.",
+    count=small and -small["count"],
+    sort=small and small["sort"],
     before=pitches.get("0x5 small"),
     pitch=pitches.get("row pitch"),
     unsigned=pitches.get("unsigned row"),
+    saved=pitches and pitches["0x5 small"] - pitches["unsigned row"] or None,
+    predicted=gain,
 )
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1988,11 +2082,14 @@ calls = {
 }
 alternatives = small_ladder.times("small kernel or two launches", calls) or {}
 say(
-    "Is the small kernel worth having? For the same slots, the two kernels of 0x5 take {two:.1f} us, the small kernel of 0x5 takes "
-    "{small:.1f} us, and {pitch:.1f} us with padded rows.",
+    "For these slots the small kernel is not worth having: it takes {small:.1f} us in 0x5 and {pitch:.1f} us with padded rows, the "
+    "two large kernels of 0x5 take {two:.1f} us together. It is one launch less, but one of its threads still scans alone, for "
+    "{scan:.1f} us, and the column sums take {sums:.1f} us.",
     two=alternatives.get("main and sort kernel of 0x5"),
     small=alternatives.get("small kernel of 0x5"),
     pitch=alternatives.get("small kernel, row pitch"),
+    scan=SMALL_PHASES.get("row pitch", {}).get("scan"),
+    sums=SMALL_PHASES.get("row pitch", {}).get("column sums"),
 )
 
 # %% [markdown]
@@ -2036,12 +2133,12 @@ print("the second, where any order is accepted:", ladder.check((*spoiled(swaps_t
 # SGLang's newer one, `vllm` is vLLM's.
 #
 # The port of 0x5 follows the article; `sglang-aot` differs from it: it scans twice, as in step 6, and fills with 16-byte
-# stores, where the port scans once and fills with 4-byte stores.
+# stores. Neither explains why it is faster: one scan was the faster one (step 7), and wide stores gained nothing (steps 2 and
+# 8). What does is not isolated here.
 
 # %%
 for steps in (ladder, small_ladder):
     steps.measure_all()
-    steps.save(notebook_sources("notebooks/02_align.py"))
     for row in steps.rows:
         if gain := steps.gain(row["step"]):
             print(f"{row['step']:<20} {gain}")
@@ -2100,8 +2197,9 @@ both = {
     tokens: lines["0x5"][tokens] / stats["median"] for tokens, stats in lines.get("sglang-aot", {}).items() if swept
 }
 say(
-    "The port of 0x5 is slower than SGLang's compiled kernel for {slower} tokens; the largest ratio is {ratio:.2f}.",
+    "The port of 0x5 is slower than SGLang's compiled kernel for {slower} tokens. It takes {least:.2f} to {ratio:.2f} times as long.",
     slower=both and (", ".join(str(tokens) for tokens, ratio in both.items() if ratio > 1) or "no number of") or None,
+    least=min(both.values(), default=None),
     ratio=max(both.values(), default=None),
 )
 
@@ -2109,8 +2207,7 @@ say(
 # ## 7. What is left
 #
 # The sort kernel is the same in all versions. To see what it waits for, it is timed as it is, without the scattered stores,
-# with a load instead of the atomic, and with each counter in a cache line of its own, so that the counters spread over more L2
-# slices. Without atomics, `i & 127` spreads the stores: an expert has about 128 slots.
+# with a load instead of the atomic, and with each counter in a cache line of its own. Without atomics, `i & 127` spreads the stores: an expert has about 128 slots.
 
 
 # %%
@@ -2142,22 +2239,21 @@ for name, options in VARIANTS.items():
     arguments = IDS, outputs[0], apart if "spread" in options else CUMSUM, NUMEL, MASK
     calls[name] = partial(launch, make_sort(**options), -(-NUMEL // 256), 256, *arguments)
 sort_us = ladder.times("sort kernel", calls) or {}
-saved = {name: sort_us["as it is"] - us for name, us in sort_us.items() if name != "as it is"}
-most = max(saved, key=saved.get, default=None)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check that one removal dominates
+LINES = -(-4 * E // 128)  # cache lines that hold the counters
 say(
-    "As it is, the sort kernel takes {whole:.1f} us; without scattered stores {no_scatter:.1f}, with a load instead of the atomic "
-    "operation {load:.1f}, with a cache line per counter {spread:.1f}. '{most}' saves most, {saved:.1f} us. The counters "
-    "share {cache_lines} cache lines.",
+    "The sort kernel takes {whole:.1f} us. Without scattered stores it takes {no_scatter:.1f}: the stores hardly matter. "
+    "With a load instead of the atomic operation it takes {load:.1f}, and with as many atomic operations, but a cache line per counter, "
+    "{spread:.1f}. So neither latency nor the atomic operations as such take the time, but their concentration on {lines} "
+    "cache lines: each line receives {each} of them, one every {ns:.1f} ns. The prediction of step 1 counted a single one.",
     whole=sort_us.get("as it is"),
     no_scatter=sort_us.get("no scattered stores"),
     load=sort_us.get("a load instead of the atomic"),
     spread=sort_us.get("a cache line per counter"),
-    most=most,
-    saved=most and saved[most],
-    cache_lines=-(-4 * (E + 1) // 128),
+    lines=LINES,
+    each=N // LINES,
+    ns=sort_us and 1000 * (sort_us["as it is"] - EMPTY_US) / (N // LINES) or None,
 )
 
 # %% [markdown]
@@ -2173,13 +2269,15 @@ for at in places:
 by_address = ladder.times("addresses of the counters", calls) or {}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# after the GPU run: check the last sentence
 say(
-    "The sort kernel takes {fastest:.1f} to {slowest:.1f} us, depending on the address of its counters; a difference of this size "
-    "between two kernels with different buffers would say nothing about the kernels.",
+    "The sort kernel takes {fastest:.2f} to {slowest:.2f} us: where the counters lie in this buffer makes no difference.",
     fastest=min(by_address.values(), default=None),
     slowest=max(by_address.values(), default=None),
 )
+
+# %%
+for steps in (ladder, small_ladder):  # all measurements are done
+    steps.save(notebook_sources("notebooks/02_align.py"))
 
 # %% [markdown]
 # **Exercise align-5.** If many lanes of a warp have the same expert, one of them can add for all (a *warp-aggregated* atomic
