@@ -1131,9 +1131,9 @@ def ranks_us(pitch):
 
 say(
     "Two errors of the prediction cancel. The exchange takes {exchange:.2f} us, predicted {predicted:.2f}: the barrier alone "
-    "takes {barrier:.2f} us, not 5 L = {five:.2f} us. And `write` takes {less:.2f} us less: with half the threads a mask is half as long, so that the masks of the experts begin in {banks} banks instead of "
-    "{old_banks}, and the loads for the ranks need {new:.0f} wavefronts instead of {old:.0f} each: {new_us:.1f} us "
-    "instead of {old_us:.1f}.",
+    "takes {barrier:.2f} us, not 5 L = {five:.2f} us. And `write` takes {less:.2f} us less: with half the threads a mask is "
+    "half as long. The masks of the experts begin in {banks} banks instead of {old_banks}, so each load for the ranks "
+    "needs {new:.0f} wavefronts instead of {old:.0f}, by the model {new_us:.1f} us in all instead of {old_us:.1f}.",
     exchange=PHASES["grid-wide barrier"]["exchange"],
     predicted=exchange_us,
     barrier=barrier and barrier["barrier"] - barrier["empty"],
