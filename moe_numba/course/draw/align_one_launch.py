@@ -144,7 +144,7 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
         for k, (kind, fill) in enumerate((("slot", colour), ("padding", tint(colour, 0.35)), ("tail", WHITE))):
             words = plural(kinds.count(kind), kind) if kind == "slot" else f"{kinds.count(kind)} {kind}"
             cell(axes, x + k * part, 0.42, part, 0.26, words, fill=fill, edge=colour, size=8)
-    note(axes, left, 0.15, "Each element has one writer, so no fill is overwritten and no CTA waits for another.")
+    note(axes, left, 0.15, "Each element has one writer. All threads share the tail; it is drawn as equal parts.")
     return figure
 
 
@@ -289,12 +289,7 @@ def count_words():
         0.35,
         "Framed: 8 bytes that are stored and loaded atomically. A reader that finds the number of this",
     )
-    note(
-        axes,
-        0.15,
-        0.16,
-        "launch in a word knows that the counts beside it are of this launch, too: no fence is needed.",
-    )
+    note(axes, 0.15, 0.16, "launch knows that the counts beside it are of this launch, too: no fence is needed.")
     return figure
 
 
@@ -362,7 +357,7 @@ def _barrier_shapes(ctas, arrived, passed, active):
     shapes = [Label(8, 14, f"counter: top bit {value >> 31}, other bits {value % (1 << 31):,}")]
     for cta in range(ctas):
         x = 8 + 170 * cta
-        kind = "done" if cta in passed else "waits" if cta in arrived else "plain"
+        kind = "done" if cta in passed else "active" if cta in arrived else "plain"
         state = "passed" if cta in passed else "polls" if cta in arrived else "not arrived"
         shapes.append(Box(x, 34, 160, 34, f"CTA {cta}: {state}", kind, f"CTA {cta}"))
         if cta == active:

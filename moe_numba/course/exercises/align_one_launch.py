@@ -1,5 +1,7 @@
 """Exercises of the notebook on the alignment in one launch."""
 
+from types import FunctionType
+
 import numpy as np
 import torch
 
@@ -127,6 +129,41 @@ def chained_scan(values, prefix, flags):
 
 
 def _publishes_in_order(kernel):
+    try:
+        return _wrong_prefix(kernel)
+    except simulator.DataRace as error:
+        return f"two threads race: {_unordered_side(kernel)} ({error})"
+
+
+def _unordered_side(kernel):
+    """Say which side of a race lacks order: repair the reader, the writer or both with fences, and run it again."""
+
+    def load(array, index):
+        value = ld_relaxed_gpu_s32(array, index)
+        cuda.threadfence()
+        return value
+
+    def store(array, index, value):
+        cuda.threadfence()
+        st_relaxed_gpu_s32(array, index, value)
+
+    reader, writer = {"ld_relaxed_gpu_s32": load}, {"st_relaxed_gpu_s32": store}
+    for names, words in (
+        (reader, "the reader has no fence between the load of the flag and the load of the value"),
+        (writer, "the writer has no fence between the store of the value and the store of the flag"),
+        (reader | writer, "both the reader and the writer need a fence between the flag and the value"),
+    ):
+        function = kernel.py_func
+        repaired = FunctionType(function.__code__, function.__globals__ | names, function.__name__)
+        try:
+            _wrong_prefix(cuda.jit(repaired))
+        except simulator.SimulatorError:
+            continue
+        return words
+    return "no fence can repair the writer: it must store the value before the flag"
+
+
+def _wrong_prefix(kernel):
     values = torch.tensor([5, 3, 8, 1], dtype=torch.int32)
     for seed in range(_SEEDS):
         prefix, flags = torch.full((4,), -7, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
@@ -169,7 +206,9 @@ EXERCISES = {
         "a kernel whose barrier works after any number of launches",
         _survives_the_wrap,
         "Let the CTAs together add exactly 2^31 in each launch: one of them 2^31 - 2, the others 1. Then the top bit "
-        "flips when the last one arrives, and the other bits are 0 again. Wait until old ^ now is negative.",
+        "flips when the last one arrives, and the other bits are 0 again. Wait until old ^ now is negative. A CTA that "
+        "resets the counter instead needs a fence between its addition and its store; the check does not notice if "
+        "it is missing.",
         sum_of_all,
     ),
     3: Exercise(

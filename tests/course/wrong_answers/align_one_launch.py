@@ -108,6 +108,29 @@ def one_fence(values, prefix, flags):
 
 
 @cuda.jit
+def fence_of_the_reader_only(values, prefix, flags):
+    cta, before = cuda.blockIdx.x, int32(0)
+    if cta > 0:
+        while ld_relaxed_gpu_s32(flags, cta - 1) == 0:
+            pass
+        cuda.threadfence()
+        before = prefix[cta - 1]
+    prefix[cta] = before + values[cta]
+    st_relaxed_gpu_s32(flags, cta, 1)
+
+
+@cuda.jit
+def no_fence(values, prefix, flags):
+    cta, before = cuda.blockIdx.x, int32(0)
+    if cta > 0:
+        while ld_relaxed_gpu_s32(flags, cta - 1) == 0:
+            pass
+        before = prefix[cta - 1]
+    prefix[cta] = before + values[cta]
+    st_relaxed_gpu_s32(flags, cta, 1)
+
+
+@cuda.jit
 def own_value_only(values, prefix, flags):
     prefix[cuda.blockIdx.x] = values[cuda.blockIdx.x]
 
@@ -121,8 +144,10 @@ WRONG = [
     ("align_one_launch-2", does_not_wait, "the first launches: a CTA passed the barrier before .*DataRace"),
     ("align_one_launch-2", works_once, "the first launches: a CTA waits for a value .*Deadlock"),
     ("align_one_launch-2", goal_is_one_too_high, "the first launches: a CTA waits for a value .*Deadlock"),
-    ("align_one_launch-3", flag_before_value, "two threads race: .*prefix"),
-    ("align_one_launch-3", one_fence, "two threads race: .*prefix"),
+    ("align_one_launch-3", flag_before_value, "two threads race: .*must store the value before the flag .*prefix"),
+    ("align_one_launch-3", one_fence, "two threads race: the reader has no fence between .*prefix"),
+    ("align_one_launch-3", fence_of_the_reader_only, "two threads race: the writer has no fence between .*prefix"),
+    ("align_one_launch-3", no_fence, "two threads race: both the reader and the writer need a fence .*prefix"),
     ("align_one_launch-3", own_value_only, r"prefix is \[5, 3, 8, 1\], not \[5, 8, 16, 17\]"),
     ("align_one_launch-4", 65535, "three numbers are needed"),
     ("align_one_launch-4", (65536, 1, 5), "a count of 65536, which needs 17 bits"),
