@@ -18,7 +18,7 @@ ARTICLES = {article.name: article for article in (m.ARTICLE for m in (gate, alig
 
 
 class Row(NamedTuple):
-    """A number in a row of a record: the median, if it is a time."""
+    """A number in a row of a record: the median if it is a time, the number of entries if it is a list."""
 
     record: str
     step: str
@@ -29,6 +29,8 @@ class Row(NamedTuple):
         value = records.find(record, step=self.step, **self.where)
         for key in self.field.split("."):
             value = (value or {}).get(key)
+        if isinstance(value, list):
+            return len(value)
         return value.get("median") if isinstance(value, dict) else value
 
 
@@ -78,12 +80,10 @@ ALIGN_STEPS = {
     "0x5": "0x5 parallel fill",
 }
 
-# name: where the number is, or None as long as no record has it. To connect one that is None, name the record, the
-# name that the notebook gave to `Ladder.times`, and the label:
-#     "0x1: serial scan": Diagnosis("align_ladder", "phases of 0x1", "serial scan"),
+# name: where the number is, or None as long as no record has it.
 LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     # 01_gate
-    "gate: kernels of torch.compile": Row("gate_ladder", "torch.compile", "launches"),
+    "gate: kernels of torch.compile": Row("gate_ladder", "torch.compile", "timeline"),
     "gate: first call of torch.compile": Row("gate_ladder", "torch.compile", "compile_s"),
     **{f"gate: torch.compile, {tokens}": _gate("torch.compile", tokens) for tokens in GATE_TOKENS},
     **{f"gate: moe_fused_gate, {tokens}": _gate("peer:sglang-aot", tokens) for tokens in GATE_TOKENS},
@@ -93,24 +93,35 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
         for name, step in ALIGN_STEPS.items()
         for size, at in SIZES.items()
     },
-    "0x1: fill": Row("align_ladder", "0x1 baseline", "fill_us"),
-    "0x1: loads": Row("align_ladder", "0x1 baseline", "loads_us"),
-    "0x1: loads and counting": Row("align_ladder", "0x1 baseline", "count_us"),
-    "0x1: serial scan": None,
-    "0x1: sort kernel": None,
-    "0x1: rest of the main kernel": None,
-    "0x3: search for expert_ids, uneven": None,
-    "0x3: loop over each expert's blocks instead, uneven": None,
-    "0x4, filling first: main kernel": None,
-    "0x5: main kernel": None,
-    "fill with 16-byte stores": Row("align_ladder", "0x2 padding inside", "wide_us"),
-    "fill with 4-byte stores": Row("align_ladder", "0x2 padding inside", "single_us"),
-    "small kernel of 0x4": Row("align_ladder", "0x4 two-level scan", "small_us"),
-    "small kernel of 0x5": Row("align_ladder", "0x5 parallel fill", "small_us"),
-    "0x5 instead of the small kernel": Row("align_ladder", "0x5 parallel fill", "main_for_small_us"),
-    "serial fill, old length": Row("align_ladder", "0x5 parallel fill", "serial_old_us"),
-    "serial fill, new length": Row("align_ladder", "0x5 parallel fill", "serial_new_us"),
-    "parallel fill, new length": Row("align_ladder", "0x5 parallel fill", "parallel_new_us"),
+    **{
+        f"0x1: {part}": Row("align_ladder", "0x1 baseline", f"phases_us.{phase}")
+        for part, phase in {
+            "fill": "fill",
+            "counting": "count",
+            "serial scan": "scan",
+            "expert_ids": "expert_ids",
+            "sort kernel": "sort",
+        }.items()
+    },
+    "0x1: counting phase": Diagnosis("align_ladder", "counting", "random ids"),
+    "0x1: counting phase without atomics": Diagnosis("align_ladder", "counting", "no atomics"),
+    "0x3: search for expert_ids, uneven": Diagnosis("align_ladder", "skewed ids", "binary search"),
+    "0x3: loop over each expert's blocks instead, uneven": Diagnosis(
+        "align_ladder", "skewed ids", "a thread per expert"
+    ),
+    # Phases are cut off after their end, so the last one of the main kernel is the whole main kernel.
+    "0x4, filling first: main kernel": Diagnosis("align_ladder", "phases of 0x4, filling first", "expert_ids"),
+    "0x5: main kernel": Diagnosis("align_ladder", "phases of 0x5 parallel fill", "expert_ids"),
+    "fill with 16-byte stores": Diagnosis("align_ladder", "fills", "16-byte stores"),
+    "fill with 4-byte stores": Diagnosis("align_ladder", "fills", "4-byte stores"),
+    "small kernel of 0x4": Row("align_small_ladder", "0x2 small"),  # 0x3 and 0x4 did not change it
+    "small kernel of 0x5": Row("align_small_ladder", "0x5 small"),
+    "0x5 instead of the small kernel": Diagnosis(
+        "align_small_ladder", "small kernel or two launches", "main and sort kernel of 0x5"
+    ),
+    "serial fill, old length": Diagnosis("align_ladder", "buffer lengths", "filling first, old length"),
+    "serial fill, new length": Diagnosis("align_ladder", "buffer lengths", "filling first, new length"),
+    "parallel fill, new length": Diagnosis("align_ladder", "buffer lengths", "a second CTA fills, new length"),
     "SGLang's alignment: most experts": Most("align", "peer:sglang-aot", "num_experts"),
     # 04_shared_experts
     **{

@@ -251,21 +251,22 @@ def test_a_refused_step_is_not_measured(recorded):
     assert judge(claim, recorded.get).verdict == "not measured"
 
 
-def test_a_diagnosis_is_connected_in_one_place(recorded, monkeypatch):
+def test_phases_and_diagnosis_decide(recorded):
     """The serial scan is the largest part of 0x1, and the sort kernel's atomics are not small."""
     largest = claim_about("align", "time of 0x1's scan over")
     sort = claim_about("align", "share of 0x1 that count_and_sort")
-    assert {judge(claim, recorded.get).verdict for claim in (largest, sort)} == {"not measured"}
-    parts = {"serial scan": 15.6, "sort": 10.1, "slots": 7.3}
-    recorded["align_ladder"]["diagnosis"] = {"phases of 0x1": parts}
-    names = ("0x1: serial scan", "0x1: sort kernel", "0x1: rest of the main kernel")
-    for name, label in zip(names, parts, strict=True):
-        monkeypatch.setitem(LOOKUPS, name, Diagnosis("align_ladder", "phases of 0x1", label))
     assert {judge(claim, recorded.get).verdict for claim in (largest, sort)} == {"reproduced"}
-    parts["serial scan"], parts["sort"] = 9.0, 1.0
-    assert judge(largest, recorded.get).verdict == "reproduced", "10 % are left to the others"
-    parts["slots"] = 12.0
-    assert {judge(claim, recorded.get).verdict for claim in (largest, sort)} == {"different setup"}
+    (row,) = records.select(recorded["align_ladder"], step="0x1 baseline")
+    row["phases_us"] |= {"scan": 9.0, "sort": 1.0}
+    assert judge(largest, recorded.get).verdict == "different setup", "counting takes longer"
+    assert judge(sort, recorded.get).verdict == "different setup"
+
+    atomics = claim_about("align", "share of 0x1 that the main kernel's atomics take")
+    assert judge(atomics, recorded.get).verdict == "different setup"
+    recorded["align_ladder"]["diagnosis"]["counting"]["no atomics"] = 2.0
+    assert judge(atomics, recorded.get).verdict == "reproduced"
+    del recorded["align_ladder"]["diagnosis"]["counting"]
+    assert judge(atomics, recorded.get).verdict == "not measured"
 
 
 # Tables
