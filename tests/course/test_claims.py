@@ -17,7 +17,7 @@ from moe_numba.course.articles.claims import (
     shared_experts_checks,
 )
 from moe_numba.course.bench import records
-from moe_numba.course.claims import ARTICLES, LOOKUPS, Diagnosis, judge
+from moe_numba.course.claims import ARTICLES, LOOKUPS, judge
 from moe_numba.course.verdicts import (
     VERDICTS,
     About,
