@@ -591,6 +591,9 @@ say(
 )
 
 # %% [markdown]
+# The L1 cache serves the reads as long as no stores come between them. What then remains of the difference is the stores: 4
+# bytes of a sector at a time.
+#
 # ## 6. Mistakes in measuring
 #
 # | mistake | what happens | what the course does |
