@@ -3,6 +3,7 @@
 import pytest
 
 from moe_numba.course import executed, lesson
+from moe_numba.course.bench import records
 
 HEAD = "# ---\n# jupyter:\n#   jupytext:\n#     formats: ipynb,py:percent\n# ---\n\n"
 PROSE = "# %% [markdown]\n"
@@ -82,3 +83,9 @@ def test_command_line_reports_problems(read, tmp_path, capsys):
     assert "typed measurement" in capsys.readouterr().out
     read(CODE + "%pip install x\n")
     assert lesson.main([str(tmp_path / "01_small.py")]) == 0
+
+
+@pytest.mark.parametrize("name", ["00_start_here", "01_gate", "02_align", "03_align_one_launch", "appendix_claims"])
+def test_the_lessons_keep_the_rules(name, capsys):
+    path = records.repository() / "notebooks" / f"{name}.py"
+    assert lesson.main([str(path)]) == 0, capsys.readouterr().out
