@@ -52,7 +52,7 @@ from numba import cuda, float32
 from moe_numba import doctor, simulator
 from moe_numba.course import readme
 from moe_numba.course.bench import plots, records, rotating
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw.call_timeline import call_timeline
 from moe_numba.course.draw.player import Player
@@ -617,9 +617,9 @@ repeated_us = ladder.times("repeated inputs", {"one input": adds[0], "rotating i
 # %%
 MEGABYTES = 2 * 4 * (1 << 22) / 1e6  # read and written; MB per us are TB/s
 say(
-    "Adding 1 to 16 MB seems to move {hot:.1f} TB/s with one input, and {cold:.1f} TB/s with rotating inputs; the peak of an "
-    "H200's DRAM is {peak:.1f} TB/s (data sheet).",
-    peak=H200.hbm_bandwidth / 1e12,
+    "Adding 1 to 16 MB seems to move {hot:.1f} TB/s with one input, and {cold:.1f} TB/s with rotating inputs; a copy moves "
+    "{copy:.1f} TB/s from and to DRAM.",
+    copy=chip_limits().copy_bandwidth / 1e12,
     hot=repeated_us and MEGABYTES / repeated_us["one input"],
     cold=repeated_us and MEGABYTES / repeated_us["rotating inputs"],
 )

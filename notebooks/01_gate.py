@@ -2286,8 +2286,8 @@ else:
 # The launch bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-WAVE_OF_H200 = 24 * 4 * 132  # tokens
-WAVE = 24 * 4 * SMS if not simulator.ENABLED else TOKENS
+FULL_WAVE = 24 * 4 * SMS  # tokens
+WAVE = FULL_WAVE if not simulator.ENABLED else TOKENS
 waves_us = {}
 if FOUR:
     large = GateRuns(4 * WAVE, *SHAPE)
@@ -2299,13 +2299,13 @@ say(
     "16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, four {four:.1f} us. In the steady state "
     "a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us. The pipes are the limit there. With "
     "16384 tokens the first wave, in which nothing hides the wait for DRAM, weighs more.",
-    count=16384 / WAVE_OF_H200,
+    count=16384 / FULL_WAVE,
     one=waves_us.get("1"),
     two=waves_us.get("2"),
     four=waves_us.get("4"),
     each=waves_us and (waves_us["4"] - waves_us["2"]) / 2 or None,
-    pipe=pipe_us("four tokens per warp") * WAVE_OF_H200 / MODEL_TOKENS if FOUR else None,
-    dram=lower_bounds_us(WAVE_OF_H200)["DRAM"],
+    pipe=pipe_us("four tokens per warp") * FULL_WAVE / MODEL_TOKENS if FOUR else None,
+    dram=lower_bounds_us(FULL_WAVE)["DRAM"],
 )
 
 # %% [markdown]

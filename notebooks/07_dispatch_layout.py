@@ -195,7 +195,8 @@ if ALIGN:
     }
 NS = {"a load from the L2": 150, "a shared atomic": 50, "a barrier": 20, "a global atomic": 400}
 if ALIGN_LADDER:  # what notebook 02 measured with chains of equal links
-    NS = records.find(ALIGN_LADDER, step="torch")["latency_ns"]
+    CHAINS = ALIGN_LADDER["diagnosis"]["chains"]  # microseconds of 1024 and of 2048 links
+    NS = {name: 1000 * (CHAINS[f"{name} x 2048"] - CHAINS[f"{name} x 1024"]) / 1024 for name in NS}
 LOAD_US, SHARED_US, GLOBAL_US = (
     NS[name] / 1000 for name in ("a load from the L2", "a shared atomic", "a global atomic")
 )
