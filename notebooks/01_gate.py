@@ -16,8 +16,8 @@
 #
 # DeepSeek-V3 has 256 experts in each mixture-of-experts layer and sends each token to 8 of them. The **gate** chooses these
 # 8 and computes their weights. This notebook ports SGLang's CUDA C++ kernel `moe_fused_gate`
-# ([PR 4530](https://github.com/sgl-project/sglang/pull/4530)), which an article in Chinese explains (see Sources), to Numba, and then improves it step by step. It assumes [00_start_here](00_start_here.ipynb): CTAs, warps, shuffles,
-# the simulator, kernel time and call time, and how a step is read.
+# ([PR 4530](https://github.com/sgl-project/sglang/pull/4530)), which an article in Chinese explains, to Numba, and
+# then improves it step by step. It assumes [00_start_here](00_start_here.ipynb).
 
 # %%
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
@@ -73,8 +73,6 @@ MODEL_TOKENS = 16384 if simulator.ENABLED else TOKENS  # of predictions: recorde
 
 # %% [markdown]
 # ## What you will build
-#
-# The result, from the records:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GATE, LADDER = records.recorded("gate"), records.recorded("gate_ladder")
@@ -221,10 +219,9 @@ def measure(name, run, any_order=False, **more):
 #
 # | pipe | instructions | clocks per instruction of a warp |
 # |---|---|---|
-# | FMA | float add, multiply | 1 |
-# | FMA | integer multiply | 2 |
+# | FMA | float add, multiply; integer multiply | 1; 2 |
 # | ALU | other integer instructions, compare, select, minimum, maximum | 2 |
-# | XU | the special function unit: MUFU, conversions, bit counts (`popc`, `ffs`), and a maximum of a warp (`redux`, step 12) | 8 |
+# | XU | MUFU, conversions, bit counts (`popc`, `ffs`), maximum of a warp (`redux`, step 12) | 8 |
 # | LSU | loads, stores, shuffles | 4 |
 #
 # `pipe_clocks` compiles a kernel for an H200, disassembles it, and adds up these clocks for one warp. The **issue slots** are the
@@ -233,8 +230,8 @@ def measure(name, run, any_order=False, **more):
 # clocks of the slowest pipe x (tokens / tokens per warp) / (4 x SMs) / clock rate.
 #
 # This is an estimate: too low where warps wait, too high where a branch skips instructions, such as the slow path of a
-# division. For loops, we state how many shuffles a warp executes in total; the trip count
-# follows.
+# division. For loops, the notebook states how often a warp executes one kind of instruction, such as SHFL or REDUX; the trip
+# count follows.
 
 # %%
 SIGNATURE = ("float32*", "float32*", "float32*", "int32*", "int32")  # logits, bias, weights, ids, tokens
@@ -279,15 +276,14 @@ measure("torch eager", torch_eager, any_order=True, timeline=launch_profile(lamb
 # %% [markdown]
 # ### Step 2: torch.compile
 #
-# **Bottleneck.** Most operations read and write tables of one number per token and expert. Besides `topk`, they make eight
-# passes over float tables (sigmoid 2, sum with the bias 2, expanded mask 1, its conversion 1, `masked_fill` 2) and four over
-# tables of bytes (the mask as bool): nine times tokens x 1 KB.
+# **Bottleneck.** `torch.compile` does not fuse operations like `topk`, so this step is about the others. Most read and write
+# tables of one number per token and expert: eight passes over float tables (sigmoid 2, sum with the bias 2, expanded mask 1, its
+# conversion 1, `masked_fill` 2) and four over tables of bytes (the mask as bool), nine times tokens x 1 KB.
 #
-# **Idea.** `torch.compile` generates fused kernels. Operations like `topk` are not fused.
+# **Idea.** `torch.compile` generates fused kernels.
 #
 # **Predicted gain.** Four passes remain: logits in, biased scores out for `topk`, these in again, masked scores out. 5 x
-# tokens x 1 KB / the bandwidth of a copy disappear: an upper bound, because tables may stay in the L2 cache. The searches
-# remain.
+# tokens x 1 KB / the bandwidth of a copy disappear. The model leaves out the small kernels.
 
 # %%
 if simulator.ENABLED:
@@ -347,7 +343,7 @@ say(
 # %% [markdown]
 # ### Step 3: one thread per token
 #
-# **Bottleneck.** Each kernel of steps 1 and 2 reads and writes memory.
+# **Bottleneck.** `torch.topk`.
 #
 # **Idea.** One kernel does everything. If each thread routes one token, threads need nothing from each other.
 
@@ -402,9 +398,9 @@ def one_thread_per_token(logits, bias, weights, ids):
 # %% [markdown]
 # `float32(...)` is needed because Numba types a global such as `LOWEST` as a 64-bit float.
 #
-# **Predicted gain.** The time of step 1 disappears. The machine code has 34 instructions per expert for the scores, and 21 per
-# expert and pick, of which two load from local memory (step 4). 16384 threads are one warp per scheduler, so a warp waits for each of its own
-# results, say 5 clocks: experts x (34 + 21 x picks) x 5 clocks / 1.98 GHz remain.
+# **Predicted gain.** The time of step 1 disappears. 16384 threads are one warp per scheduler, so a warp waits for each of its own
+# results. The model assumes 34 instructions per expert for the scores, 21 per expert and pick, and 5 clocks for each: experts x
+# (34 + 21 x picks) x 5 clocks / clock rate remain.
 
 
 # %%
@@ -419,15 +415,16 @@ measure("one thread per token", run_one_thread_per_token, after="torch eager", p
 # %% [markdown]
 # ### Step 4: SGLang's design, with run-time sizes
 #
-# **Bottleneck.** The arrays are indexed with values that are only known at run time. Registers cannot be indexed dynamically,
-# so the arrays are in **local memory**: DRAM, behind the caches. The machine code shows it:
+# **Bottleneck.** The arrays are indexed with values that are only known at run time. Registers cannot be indexed dynamically
+# (and 520 values exceed the 255 registers of a thread), so the arrays are in **local memory**: DRAM, behind the caches. The
+# machine code shows it:
 
 # %%
 instruction_mix({"one thread per token": (one_thread_per_token, ARRAYS)})
 
 # %% [markdown]
 # The counts are static: an instruction in a loop counts once, and unrolling raises the count. The stack holds the three
-# arrays: (256 + 256 + 8) x 4 bytes. One warp per scheduler also means that the scheduler idles while that warp waits.
+# arrays: (256 + 256 + 8) x 4 bytes.
 #
 # **Idea.** One thread per *group* of a token. A thread holds the 32 experts of its group (`VPT`, values per thread), and
 # `THREADS_PER_ROW` = 8 neighbouring lanes share a token. They find the worst group and the best expert with shuffles.
@@ -442,11 +439,9 @@ draw.thread_model(EXPERTS, GROUPS)
 # | phase | kernel | torch |
 # |---|---|---|
 # | load, sigmoid, bias | 32 values each, in the thread | `scores`, `scores_for_choice` |
-# | exclude groups, 4 times | each thread: sum of its two best; butterfly: the lowest sum, of equal sums the higher group; its thread sets its values to `FLT_MAX` | `group_scores`, `group_idx`, `group_mask`, `masked_fill` |
-# | choose experts, 8 times | each thread: its best value; butterfly: the highest, of equal values the lower expert; its thread stores weight and id, and sets the value to `-FLT_MAX` | `topk_ids`, `gather` |
+# | exclude groups, 4 times | each thread: sum of its two best; butterfly: the lowest sum, of equal sums the higher index; its thread sets its values to `FLT_MAX` | `group_scores`, `group_idx`, `group_mask`, `masked_fill` |
+# | choose experts, 8 times | each thread: its best value; butterfly: the highest, of equal values the lower index; its thread stores weight and id, and sets the value to `-FLT_MAX` | `topk_ids`, `gather` |
 # | rescale | the first thread of the token divides by the sum | `topk_weights / topk_weights.sum()` |
-#
-# SGLang's kernel computes in the type of the logits, ours in float32.
 #
 # In the butterfly `lowest`, each lane exchanges a value and its group with the lane at distance 1, 2, then 4, and keeps the
 # lower value:
@@ -493,8 +488,8 @@ butterfly
 butterfly.strip([0, 1, len(butterfly.frames) - 2])  # half of the lanes, and three of the shuffles
 
 # %% [markdown]
-# **Exercise 1.** If 16 lanes share a token, two tokens share a warp. Change the kernel so that each lane returns the maximum
-# of its own half of the warp.
+# **Exercise 1.** If 16 lanes share a token, two tokens share a warp. With four shuffles, leave in `out[lane]` the maximum of
+# the lane's own half of the warp.
 
 
 # %%
@@ -510,9 +505,9 @@ def max_of_half_warps(x, out):
 exercise("gate-1").check(max_of_half_warps)
 
 # %% [markdown]
-# `highest` is `lowest` with both comparisons reversed. The port, with `int32(...)` where the kernel has `int`. The lowest
-# sum is excluded first, so an excluded group's values become `FLT_MAX`, and `choice[0] != EXCLUDED` tells whether a group is
-# in.
+# `highest` is `lowest` with both comparisons reversed. The port follows; `int32(...)` stands where SGLang's kernel has `int`. An
+# excluded group's values become `FLT_MAX`, so its sum is never the lowest again, and `choice[0] != EXCLUDED` tells whether a
+# group is in.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WARPS = 6  # per CTA
@@ -576,9 +571,9 @@ def port_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk)
 
 
 # %% [markdown]
-# The port repairs two faults. In SGLang's kernel, threads without a token return before shuffles that all must execute; here
-# they compute on the last token and store nothing. And its first thread reads a weight that another lane has just stored;
-# here `syncwarp` orders the two. The simulator shows both:
+# The port repairs a fault: in SGLang's kernel, the first thread of a token reads a weight that another lane has just stored;
+# here `syncwarp` orders the two. Threads without a token return early in SGLang's kernel; here they compute on the last token and
+# store nothing. CUDA allows both, as a shuffle waits only for lanes that have not exited; the simulator is stricter:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -620,7 +615,7 @@ def show_faults():
 in_simulator(show_faults)
 
 # %% [markdown]
-# **Predicted gain.** There are 8 times as many warps, each with an eighth of the work. If warps only wait, the time falls to an
+# **Predicted gain.** There are 8 times as many warps. If each has an eighth of the work and only waits, the time falls to an
 # eighth.
 
 
@@ -641,9 +636,9 @@ gain_us = (ladder.median_us("one thread per token") or 0) * (1 - 1 / GROUPS)
 measure("port, run-time sizes", run_dynamic(KEPT, TOPK), after="one thread per token", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Time the kernel with all groups kept, which leaves out the group phase, and with one pick. Of the time
-# `t`, the groups take `t` - `t(all kept)`, the picks, with 7/8 of the rescaling, (`t` - `t(one pick)`) x 8 / 7, loading the
-# rest:
+# **Explanation.** Each of the four rounds recomputes all group sums. Time the kernel with all groups kept, which leaves out the
+# group phase, and with one pick. Of the time `t`, the groups take `t` - `t(all kept)`, the picks (`t` - `t(one pick)`) x 8 / 7,
+# loading the rest:
 
 # %%
 PHASES = phases(ladder, gate, "port, run-time sizes", run_dynamic) or {}
@@ -663,7 +658,7 @@ say(
 # %% [markdown]
 # ### Step 5: the same, static
 #
-# **Bottleneck.** Loop counters, tests and 64-bit divisions, which exist only because sizes are not known before run time.
+# **Bottleneck.** Loop counters, tests and 64-bit divisions, needed only for run-time sizes.
 #
 # **Idea.** C++ passes the sizes as template parameters. In Python a **closure** does the same: a function that makes the kernel.
 # Numba treats names from the enclosing function as constants, so loops can be unrolled and divisions become shifts. `cache`
@@ -721,8 +716,8 @@ def make_port_static(num_experts, num_expert_group, topk_group, topk):
 
 
 # %% [markdown]
-# **Predicted gain.** Measured time before - pipe time after: the loops of step 4 depend on arguments, so that has no pipe
-# time. Later steps subtract two pipe times.
+# **Predicted gain.** Measured time before - pipe time after: the loops of step 4 depend on arguments, so step 4 has no pipe
+# time. Later steps predict **by pipe times**: the difference of the slowest pipes before and after.
 
 
 # %%
@@ -847,6 +842,7 @@ CLOCKS.select("port, static sizes", "pointers")
 
 # %% [markdown]
 # **Explanation.** Step 5 found that the kernel mostly waits. Integer instructions that are issued during a wait cost no time.
+# The small loss remains unexplained.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 makes = {"port, static sizes": (make_port_static, ARRAYS), "pointers": (make_pointers, SIGNATURE)}
@@ -935,10 +931,10 @@ makes = make_pointers, make_in_registers
 instruction_mix({make.__name__: (f"{make.__name__}{SHAPE}", SIGNATURE) for make in makes}, makes)
 
 # %% [markdown]
-# The stack is empty and local memory is not accessed any more. But each pick now compares 32 indices, and for each of them has
-# two stores that all lanes but one skip.
+# Local memory is not accessed any more. But each pick now compares 32 indices, and for each of them has
+# two stores, which only the lane that holds the expert executes.
 #
-# **Predicted gain.** The difference of the slowest pipes. The table below shows it to be a loss.
+# **Predicted gain.** By pipe times, a loss:
 
 # %%
 marks = {"SHFL.BFLY": (GROUPS - KEPT + TOPK) * 2 * ROUNDS, "LDG": EXPERTS // GROUPS * 2 + 2 * TOPK}
@@ -1047,8 +1043,8 @@ def count_sectors():
 SECTORS = in_simulator(count_sectors)
 
 # %% [markdown]
-# **Idea.** `ld.global.nc.v4.u32` loads 16 bytes per lane: 16 requests for logits and bias instead of 64. The other 16 requests
-# read the weights again for their sum. In the figure, a row is the 1,024 bytes of one token.
+# **Idea.** `ld.global.nc.v4.u32` loads 16 bytes per lane: 16 requests for logits and bias instead of 64. The other 16 read the
+# weights again: 8 for the sum, 8 for the division. In the figure, a row is the 1,024 bytes of one token.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 size = EXPERTS // GROUPS * 4  # bytes between the lanes
@@ -1096,13 +1092,12 @@ say(
 # %% [markdown]
 # ### Step 9: one warp per token
 #
-# **Bottleneck.** Each lane still uses half of a sector, in another line than its neighbour. And with few tokens most SMs idle:
-# 64 tokens are 16 warps.
+# **Bottleneck.** Neighbouring lanes still read from different lines. And with few tokens most SMs idle: 64 tokens are 16 warps.
 #
 # **Idea.** 32 lanes share one token; a lane holds 8 experts, and 4 lanes are a group. A request then touches 8 lines instead
-# of 32, and a token has four times the threads. Almost every line changes. The `int32(...)` of the port are dropped on
+# of 32, and a token has four times the threads. Almost all of the source changes. The `int32(...)` of the port are dropped on
 # purpose; step 10 restores and measures them. Each lane finds its two best values, and two rounds merge them (`merge_two`).
-# Lane `k` keeps pick `k`, and one store writes all 8.
+# Lane `k` keeps pick `k`, and one store each writes the 8 weights and ids.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 loads = {"one thread per group": (16, [lane * size for lane in range(32)])}
@@ -1188,7 +1183,7 @@ def make_one_warp_per_token(num_experts, num_groups, kept, topk):
 
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes: a loss. A lane has a quarter of the experts but takes part in just as
+# **Predicted gain.** By pipe times, a loss: a lane has a quarter of the experts but takes part in as
 # many butterflies, and there are four times as many warps.
 
 
@@ -1209,7 +1204,7 @@ measure("one warp per token", run_of(KEPT, TOPK), after="16-byte loads", predict
 CLOCKS.select("16-byte loads", "one warp per token")
 
 # %% [markdown]
-# **Explanation.** Compare how long both kernels wait beyond their pipes, and both with few tokens:
+# **Explanation.** Measured time / pipe time of both kernels, and both kernels with 64 tokens:
 
 # %%
 few = {"one thread per group": run_pointers(make_wide_loads, 32 // GROUPS), "one warp per token": run_of}
@@ -1232,8 +1227,8 @@ say(
 # %% [markdown]
 # ### Step 10: 32-bit integers
 #
-# **Bottleneck.** The butterflies. Numba follows Python, where integers do not overflow: `int32 + int32`, an index of `range`
-# and `lane * 8` are **int64**. A register has 32 bits, so an index takes two of them, and two shuffles. One butterfly alone:
+# **Bottleneck.** The butterflies. Numba widens: `int32 + int32`, an index of `range` and `lane * 8` are **int64**. A register
+# has 32 bits, so an index takes two of them, and two shuffles. One butterfly alone:
 
 
 # %%
@@ -1310,7 +1305,7 @@ def make_int32(num_experts, num_groups, kept, topk):
 change(make_one_warp_per_token, make_int32)
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes.
+# **Predicted gain.** By pipe times.
 
 # %%
 count("32-bit integers", make_int32, butterflies(1))
@@ -1320,7 +1315,8 @@ measure("32-bit integers", run_of(KEPT, TOPK), after="one warp per token", predi
 CLOCKS.select("one warp per token", "32-bit integers")
 
 # %% [markdown]
-# **Explanation.** The shuffles or the other integers? The kernel of step 9 with casts only where an index is shuffled:
+# **Explanation.** Which gains: 32-bit shuffles or other 32-bit integers? The kernel of step 9 with casts only where an index is
+# shuffled:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 source = changed_source(
@@ -1368,6 +1364,8 @@ say(
 # **Idea.** A group is kept if fewer than 4 groups are better. 8 groups make 64 comparisons, two for each lane. `ballot_sync`
 # collects a bit of each lane in a word, and `popc` counts the bits. The two best values are now found once, with the scores,
 # and a pick needs no test for dropped groups.
+#
+# **Predicted gain.** By pipe times.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 sums = (gate.logits[0].float().sigmoid() + bias).view(GROUPS, -1).topk(2)[0].sum(-1).tolist()
@@ -1446,7 +1444,8 @@ run = run_pointers(make_rank_groups, 1)(KEPT, TOPK)
 measure("rank by counting", run, after="32-bit integers", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# After `and`, lanes whose left operand is false skip the shuffle, and a GPU may hang. The simulator names them:
+# In `better_groups` the shuffle stands before the `and`: behind it, lanes whose left operand is false would skip it and wait at
+# `ballot_sync`, and the others for them. The simulator stops at the first skipped shuffle:
 
 
 # %%
@@ -1470,8 +1469,8 @@ def show_missing_lanes():
 in_simulator(show_missing_lanes)
 
 # %% [markdown]
-# **Exercise 2.** Of two equal groups the lower one is kept. Find eight sums for which `better_groups`, without the part after
-# `or`, keeps too many groups.
+# **Exercise 2.** Of two equal groups the one with the lower index is kept. Find eight sums for which `better_groups`, without
+# the part after `or`, keeps too many groups.
 
 # %%
 exercise("gate-2").check([...] * 8)
@@ -1479,8 +1478,8 @@ exercise("gate-2").check([...] * 8)
 # %% [markdown]
 # ### Step 12: integer keys and redux
 #
-# **Bottleneck.** A pick takes 5 rounds, each with two shuffles and three comparisons. Compiled for one pick instead of 8, the
-# kernel shows what a pick costs:
+# **Bottleneck.** A pick takes 5 rounds, each with two shuffles and three comparisons. Compiled for one pick, the kernel
+# shows the cost of a pick:
 
 
 # %%
@@ -1497,12 +1496,15 @@ pick_clocks("rank by counting", make_rank_groups, {"SHFL.IDX": 1 + RIVALS})
 
 # %% [markdown]
 # **Idea.** `redux.sync.max` finds the maximum of 32 lanes in one instruction (compute capability 8.0 or higher; on older GPUs
-# `moe_numba.ptx` uses shuffles), but only of integers. So we convert each float to an integer that sorts in the same way, its **key**. A
+# `moe_numba.ptx` uses shuffles), on Hopper only of integers. So we convert each float to an integer that sorts in the same way, its **key**. A
 # `ballot` of the lanes whose best key is the maximum and `ffs`, the lowest set bit, find the winner: the lowest lane holds the
 # lowest experts, so ties are resolved as well.
 #
-# **Exercise 3.** The bits of a positive float already sort as an integer. Find the key for all floats. `bits`: the float's bits as
-# a signed 32-bit Python int; return an int32.
+# **Predicted gain.** By pipe times.
+#
+# **Exercise 3.** The bits of a positive float already sort as an integer. `bits` are the bits of any float, as a signed 32-bit
+# Python int. Return an int of the int32 range that sorts as the float does, from -inf to inf (solution: the folded cell
+# below).
 
 
 # %%
@@ -1599,8 +1601,8 @@ CLOCKS.select("32-bit integers", "rank by counting", "integer keys")
 pick_clocks("integer keys", make_integer_keys, {"REDUX": 1})
 
 # %% [markdown]
-# **Idea.** Sort the keys of a lane once. Its best key is then always in front, and the winner moves the rest up. A **sorting
-# network** is a list of compare-exchange steps that does not depend on the data, so all indices are constants and the keys
+# **Idea.** Sort the keys of a lane once. Its best key is then always in front, and the winner moves the rest up (a **pop**). A
+# **sorting network** is a list of compare-exchange steps that does not depend on the data, so all indices are constants and the keys
 # stay in registers.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1667,10 +1669,11 @@ def make_sorted_lanes(num_experts, num_groups, kept, topk):
 change(make_integer_keys, make_sorted_lanes)
 
 # %% [markdown]
-# A network does not keep the order of equal keys, so each key travels with its place in the lane, `slot`. A lane that never wins
+# Sorting loses which expert a key belongs to, and a network does not keep the order of equal keys. So each key is sorted with
+# its place in the lane, `slot`. A lane that never wins
 # never moves its keys up, so clearing `key[0]` is enough to drop its group.
 #
-# **Predicted gain.** The difference of the slowest pipes.
+# **Predicted gain.** By pipe times.
 
 # %%
 count("sorted lanes", make_sorted_lanes, {"REDUX": TOPK})
@@ -1756,8 +1759,7 @@ make_no_branches = define(source, globals(), "make_no_branches.py")["make_no_bra
 change(make_sorted_lanes, make_no_branches)
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes. The model has no branch latency, so it predicts almost nothing; a
-# gain would be the cost of branches.
+# **Predicted gain.** By pipe times, almost nothing. They contain no branch latency; a gain would be the cost of branches.
 
 # %%
 count("no short circuits", make_no_branches, {"REDUX": TOPK})
@@ -1768,7 +1770,7 @@ measure(
 CLOCKS.select("integer keys", "sorted lanes", "no short circuits")
 
 # %% [markdown]
-# **Explanation.** How many branches the kernel has:
+# **Explanation.** The branches cost next to nothing. How many the kernel has:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1791,7 +1793,7 @@ say(
 )
 
 # %% [markdown]
-# **Exercise 4.** The kernel below sorts four keys. Remove its branches.
+# **Exercise 4.** The kernel below sorts four keys. Remove its branches, and every `and` and `or`.
 
 
 # %%
@@ -1845,7 +1847,7 @@ make_fast_sigmoid = define(source, globals(), "make_fast_sigmoid.py")["make_fast
 change(make_no_branches, make_fast_sigmoid)
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes.
+# **Predicted gain.** By pipe times.
 
 # %%
 count("fast sigmoid", make_fast_sigmoid, {"REDUX": TOPK})
@@ -1882,7 +1884,7 @@ make_selecting_pop = define(source, globals(), "make_selecting_pop.py")["make_se
 change(make_fast_sigmoid, make_selecting_pop)
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes: a loss, because a pop selects 15 times.
+# **Predicted gain.** By pipe times, a loss: a pop selects 15 times.
 
 # %%
 count("selecting pop", make_selecting_pop, {"REDUX": TOPK})
@@ -1895,16 +1897,15 @@ CLOCKS.select("fast sigmoid", "selecting pop")
 # ### Step 17: sort the keys alone
 #
 # **Bottleneck.** The slots. Each compare-exchange selects two of them, each pop moves 7, and each pick shuffles slot and
-# score of the winner, although only one lane needs them.
+# score of the winner, although only lane `k` needs them.
 #
 # **Idea.** Sort only keys: a compare-exchange is one maximum and one minimum. Lane `k` remembers the key of pick `k` and the
 # lane that held it. At the end, lane `k` looks for its key among the unsorted keys of that lane and loads the logit of the
-# expert it finds. All three changes belong together: without slots, each winner must be searched. `sort_descending` is
+# expert it finds. All three changes belong together: without slots, each winner must be searched for. `sort_descending` is
 # Batcher's network again ([device_functions.py](../moe_numba/gate/device_functions.py)).
 #
-# Equal keys of one lane are taken in ascending order (`drop_taken`). An example: experts 3 and 5 of a lane have equal keys, and
-# picks 0 and 1 both find `matches` = `0b101000`. Pick 1 repeats the key and the lane of pick 0, so it clears the lowest bit:
-# `0b100000` is expert 5.
+# Equal keys of one lane are taken in ascending order (`drop_taken`). If experts 3 and 5 of a lane have equal keys, picks 0 and 1
+# both find `matches` = `0b101000`. Pick 1 repeats key and lane of pick 0, so it clears the lowest bit: `0b100000` is expert 5.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1981,7 +1982,7 @@ def make_keys_alone(num_experts, num_groups, kept, topk):
 change(make_selecting_pop, make_keys_alone)
 
 # %% [markdown]
-# **Predicted gain.** The difference of the slowest pipes.
+# **Predicted gain.** By pipe times.
 
 # %%
 count("keys alone", make_keys_alone, {"REDUX": TOPK})
@@ -1992,7 +1993,7 @@ CLOCKS.select("selecting pop", "keys alone")
 # %% [markdown]
 # ### Step 18: loads ahead of their use
 #
-# **Bottleneck.** The gap between measured time and pipe time has grown. How much is waiting for DRAM? The same kernel, if every warp
+# **Bottleneck.** The ratio of measured time to pipe time has grown. How much is waiting for DRAM? The same kernel, if every warp
 # reads the logits of token 0, which stay in the L1 cache:
 
 # %%
@@ -2022,7 +2023,7 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** A warp routes several tokens, one after another, and loads the logits of the next one before it starts with the
+# **Idea.** A warp routes several tokens in a loop and loads the logits of the next one before it sorts the keys of the
 # current one. The grid has as many CTAs as fit on the SMs at once.
 
 
@@ -2111,7 +2112,7 @@ gain_us = (loads_us["from DRAM"] or 0) - (loads_us["from L1"] or 0)
 measure("loads ahead", run_in_a_loop("loads ahead", make_loads_ahead), after="keys alone", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The same loop, with each token's load at its usual place, separates the loop from the load ahead:
+# **Explanation.** The same loop with each token's load at its usual place:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 AHEAD = """            following = int32(token + warps)
@@ -2148,6 +2149,8 @@ say(
 
 # %% [markdown]
 # ### Step 19: four tokens per warp
+#
+# Step 18 lost, so this kernel derives from that of step 17.
 #
 # **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick for nothing:
 
@@ -2262,9 +2265,7 @@ def make_four_tokens(num_experts, num_groups, kept, topk):
 
 
 # %% [markdown]
-# The rows of keys in shared memory have 16 bytes of padding, which avoids bank conflicts of the stores.
-#
-# **Predicted gain.** The difference of the slowest pipes.
+# **Predicted gain.** By pipe times.
 
 # %%
 FOUR = supports(*SHAPE, 0)  # as the package's kernel: 8 groups, no shared experts
@@ -2283,7 +2284,8 @@ else:
     print("left out: the kernel needs 8 groups")
 
 # %% [markdown]
-# The launch bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
+# Compared with step 17, the gain is much smaller than that of the pipes. The launch bounds allow 4 CTAs of 6 warps per SM. These
+# 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FULL_WAVE = 24 * 4 * SMS  # tokens
@@ -2311,15 +2313,16 @@ say(
 # %% [markdown]
 # ### Step 20: the package's kernel
 #
-# `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few.
-# Both ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) also handle NaN,
-# 16-bit logits, other shapes, shared experts and padding.
+# `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few (one
+# token per warp, so nothing is looped). Both sources
+# ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) differ too much for a
+# diff: they also handle NaN, 16-bit logits, other shapes, shared experts and padding.
 #
 # **Bottleneck.** By the pipe clocks, still the ALU.
 #
 # **Idea.** The package's kernel has 4 warps per CTA, bounds of 6 CTAs per SM, and fewer instructions for ranks and picks.
 #
-# **Predicted gain.** The difference of the slowest pipes.
+# **Predicted gain.** By pipe times.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 PACKAGE = ("float32*", "float32*", "float32*", "int32*", "int32", "int64", "int32", "float32", "float32")
@@ -2356,7 +2359,7 @@ if FOUR:
     measure("package kernel", run_package_kernel, after="four tokens per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Where is the gain? Both kernels once more with one set of logits, which stays in the L2 cache:
+# **Explanation.** Both kernels with one set of logits, which stays in the L2 cache:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 l2_us = {}
@@ -2378,10 +2381,11 @@ say(
 #
 # **Bottleneck.** The launch: a kernel starts only when the one before it has ended.
 #
-# **Idea.** With **programmatic dependent launch** (compute capability 9.0) it may start while the other ends. The public
-# function launches in this way.
+# **Idea.** With **programmatic dependent launch** (compute capability 9.0 or higher) it may start while the other ends; before
+# its first load it executes `griddepcontrol.wait`, which waits for the other to complete. The public function launches in this
+# way.
 #
-# **Predicted gain.** The difference between the two empty kernels of section 3.
+# **Predicted gain.** The difference between two empty kernels, one of them launched in this way.
 
 # %%
 OPTIONS = {"num_expert_group": GROUPS, "topk_group": KEPT}
@@ -2418,10 +2422,10 @@ say(
 # %% [markdown]
 # ### Step 22: bfloat16
 #
-# **Bottleneck.** Models compute logits in bfloat16, which halves the bytes.
+# **Bottleneck.** DRAM, and many models compute logits in bfloat16.
 #
 # **Idea.** Load 16-bit logits, 8 per 16-byte load, and compute in float32. SGLang's kernel computes in the type of the logits.
-# Scores then have 8 significant bits, and many are equal:
+# Scores then have 8 significant bits, and the choice changes:
 
 # %%
 half = GateRuns(TOKENS, *SHAPE, dtype=torch.bfloat16)
@@ -2450,7 +2454,7 @@ if FOUR:
     ladder.step("final, bfloat16", call, predicted_gain_us=gain_us, **more)
 
 # %% [markdown]
-# **Explanation.** The prediction assumes that computing hides DRAM, so that only the slower of the two counts. Once more with
+# **Explanation.** The prediction assumes that computing hides DRAM, so that only the slower of the two counts. With
 # logits in the L2 cache:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2473,8 +2477,8 @@ say(
 # ## 6. The whole ladder
 #
 # All steps once more, timed interleaved. In the figures "speed of light" is the lower bound of section 3, and in the sweep
-# at least the time of an empty kernel. Grey points are steps that did not pay. Peers are other implementations; "aot" is
-# SGLang's C++ kernel, compiled ahead of time.
+# at least the time of an empty kernel. "Previous" is the last step not marked as slower; grey points are slower than it.
+# "aot" is SGLang's C++ kernel, compiled ahead of time.
 
 # %%
 ladder.measure_all()
@@ -2519,7 +2523,7 @@ say(
 #
 # ## 7. The sweep over tokens
 #
-# From the record of `python -m moe_numba bench gate`, with the peers built from their sources and timed in the same run:
+# From the record of `python -m moe_numba bench gate`; the peers are built from their sources and timed in the same run:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if GATE:
@@ -2536,8 +2540,7 @@ picture
 # %% [markdown]
 # ## Sources
 #
-# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. What it claims, and what was measured here, is in
-#   the [appendix](appendix_claims.ipynb).
+# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. The [appendix](appendix_claims.ipynb) checks its claims.
 # - The kernel: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530), used since
 #   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). Its design comes from TensorRT-LLM and FasterTransformer.
 # - Later kernels: FlashInfer `fused_topk_deepseek`
