@@ -104,8 +104,8 @@ say(
 # - `sorted_token_ids`: the slots sorted by expert; each expert's part is padded to whole blocks with the number of slots,
 #   `numel`, which no slot has;
 # - `expert_ids`: the expert of each block;
-# - `num_tokens_post_pad`: how much of `sorted_token_ids` is used. The array is as long as the worst routing needs; the rest
-#   is the **tail**.
+# - `num_tokens_post_pad`: how much of `sorted_token_ids` is used. The array is long enough for any routing; the rest is the
+#   **tail**.
 
 # %%
 torch.manual_seed(0)
@@ -276,7 +276,8 @@ say(
 # ## 3. The ladder
 #
 # Each version is checked, and timed, for the main input, for few tokens, for one token and for tokens that all choose the same
-# experts. Steps are compared by the main input; section 6 shows the other times.
+# experts. Steps are compared by the main input; section 6 shows the rest. Each timing repeats its input, which stays in L2, as
+# after the gate. A change, or a miss of a prediction, below two percent of the time before counts as noise.
 #
 # All versions, and all parts of them, use the same `cumsum`, whose counters the sort kernel increments, so that its address
 # cannot make a difference. Section 7 measures whether it would.
@@ -309,7 +310,7 @@ def predict(gain_us):
 # %% [markdown]
 # ### Step 0: torch
 #
-# The reference, rewritten without operations that synchronise the CPU with the GPU, so that it can be captured in a CUDA graph.
+# The reference, without operations that synchronise the CPU with the GPU, so that a CUDA graph can capture it.
 
 
 # %%
@@ -429,7 +430,7 @@ def run_baseline(ids, outputs):
 # - `count`: an empty kernel + slots / 1024 threads / loads at once * a load from L2. The compiler unrolls the loop by 4 and
 #   issues four loads at once;
 # - `scan`: experts * instructions per expert * 4 clocks. Assumption: 4 clocks per instruction, the latency of dependent integer
-#   instructions on Hopper; an upper bound where instructions are independent;
+#   instructions on Hopper; independent instructions take less, shared loads more;
 # - `sort`: an empty kernel + a load from L2 + a global atomic.
 
 
@@ -480,10 +481,11 @@ print(
 measure("0x1 baseline", run_baseline, after="torch", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** `until(make, phase)` builds the same main kernel, cut off after a phase; the differences of such kernels are
-# the phases. The cut loses no work, because stores and atomic operations on shared memory stay; but without a global store the
-# compiler may load the ids through the read-only path (`LDG.E.CONSTANT` instead of `LDG.E`). The sort kernel is timed alone.
-# Every replay advances the counters, so `sort_replayed` wraps the place into the array with a mask.
+# **Explanation.** `until(make, phase)` builds the same main kernel, cut off after a phase; the differences of such kernels
+# approximate the phases, which may overlap at their borders. The cut loses no work, because stores and atomic operations on
+# shared memory stay; but without a global store the compiler may load the ids through the read-only path (`LDG.E.CONSTANT`
+# instead of `LDG.E`). The sort kernel is timed alone. Every replay advances the counters, so `sort_replayed` wraps the place
+# into the array with a mask.
 
 
 # %%
@@ -717,8 +719,9 @@ def version(make, ctas=1):
 measure("0x2 padding inside", version(make_padding), after="0x1 baseline", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The tail is not filled, and rounding up to four elements needs a buffer that is that long. The fill comes
-# after all other work, so nothing overlaps with it. The phases, and both versions with few tokens:
+# **Explanation.** The tail is not filled. The fill rounds up to four elements, so the buffer's length must be a multiple of
+# four. It comes last; only `expert_ids`, from which no barrier separates it, can overlap with it. The phases, and both versions
+# with few tokens:
 
 # %%
 phases("0x2 padding inside", make_padding)
@@ -737,7 +740,7 @@ say(
 # %% [markdown]
 # ### Step 3: plain counters, 0x3
 #
-# 0x3 changes three things. They are separate steps here, so that each gain is measured alone.
+# The three changes of 0x3 are separate steps here.
 #
 # **Bottleneck.** Still the serial scan. Part of its instructions compute `warp * 32 + offset` in 64 bits, with extra
 # instructions for Python's floor division of negative numbers.
@@ -868,7 +871,7 @@ draw.blelloch(NUMBERS)
 
 # %% [markdown]
 # The next cell runs `blelloch_scan` in the simulator and plays its trace, a frame per barrier; blue elements are stored in this
-# step. The figure below it shows two of the frames.
+# step.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -954,7 +957,7 @@ gain = before["scan"] - scan_us if before else None
 measure("0x3 Blelloch scan", version(make_blelloch), after="0x3 plain counters", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** 256 iterations become 16 levels, but not 16 times faster: a level has a barrier, two loads and a store or two. Its
+# **Explanation.** 16 levels replace 256 iterations, but a level takes longer: it has a barrier, two loads and a store or two. Its
 # strided accesses have bank conflicts, too: step 6 counts them, [small step 3](#Small-step-3:-pad-the-rows) explains them.
 
 # %%
@@ -1082,8 +1085,8 @@ say(
 # is right for the two sweeps; the kernel has 5 more, 2 in `count` and 3 around the sweeps.
 #
 # **Idea.** The lanes of a warp exchange registers with shuffles: no shared memory, no barrier. `shfl_up` returns the value of
-# the lane `offset` below; with the offsets 1, 2, 4, 8 and 16 each lane sums up all lanes below it. At the end it subtracts its
-# own value, which makes the scan exclusive.
+# the lane `offset` below; with the offsets 1, 2, 4, 8 and 16 each lane sums its own value and those of all lanes below it. At the
+# end it subtracts its own value, which makes the scan exclusive.
 
 
 # %%
@@ -1286,7 +1289,7 @@ say(
 # #### A race in SGLang's source
 #
 # The last barrier before the search is ours. In SGLang's source, the first threads write `prefix[tid]`, and all threads search
-# all of `prefix` ([PR 37663](https://github.com/sgl-project/sglang/pull/37663), still open, adds the barrier). An early warp
+# all of `prefix` ([PR 37663](https://github.com/sgl-project/sglang/pull/37663) of September 2026 adds the barrier). An early warp
 # reads elements that are not written yet. On a GPU, warps that run close together may hide it. The simulator shows it with its
 # race detector, and by running the kernel under several seeds, that is, orders of threads:
 
@@ -1323,10 +1326,11 @@ if not SIMULATED:
     print(f"on this GPU: {failures} of 200 runs as in SGLang's source are wrong")
 
 # %% [markdown]
-# Only some `expert_ids` come out wrong: the GEMM would multiply those blocks with another expert's matrix, and no error would
+# The race can only change `expert_ids`: the GEMM would use another expert's matrix for a block, or skip it, and no error would
 # be raised.
 #
-# **Exercise align-1.** The kernel scans 64 counts with two warps, but each warp only knows its own lanes. Complete it.
+# **Exercise align-1.** The kernel scans 64 counts exclusively, in one CTA of 64 threads, but each warp only knows its own lanes.
+# Complete it.
 
 
 # %%
@@ -1398,7 +1402,7 @@ gain = saved_ns / 1000 if KNOWN else None
 measure("0x4, one pass", version(make_one_pass), after="0x4 two-level scan", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The change of the scan alone:
+# **Explanation.** The change of the scan, as far as the cuts separate it from its neighbours:
 
 # %%
 phases("0x4, one pass", make_one_pass)
@@ -1418,13 +1422,14 @@ say(
 # %% [markdown]
 # ### Step 8: fill first, the starting point of 0x5
 #
-# **Bottleneck.** The fill waits for the scan, which knows the used part.
+# **Bottleneck.** The fill waits for the scan, which computes how much is used.
 #
 # **Idea.** In its chapter on 0x5 the article starts from a kernel that fills the whole array at the beginning, one element per
 # store. The SM can then send these stores while the threads count.
 #
 # **Predicted gain.** Used part * (16-byte fill - an empty kernel) - (4-byte fill - an empty kernel): the fill of step 2, longer by
-# the tail, but with the stores that were faster. Nothing overlaps in this model; overlap would be a gain beyond it.
+# the tail, but with the stores that were faster. The model ignores that the fill overlaps with the search now, and may overlap
+# with counting.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1552,7 +1557,7 @@ run_0x5 = version(make_parallel_fill, ctas=2)
 measure("0x5 parallel fill", run_0x5, after="0x4, filling first", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The phases of CTA 0; CTA 1 fills beside it.
+# **Explanation.** The phases of CTA 0, launched without CTA 1. The whole takes hardly longer, so the fill is hidden:
 
 # %%
 phases("0x5 parallel fill", make_parallel_fill)
@@ -1582,8 +1587,8 @@ say(
 #     max_num_tokens_padded = topk_ids.numel() * block_size
 # ```
 #
-# **Exercise align-2.** The rule is sufficient, but not tight. Write a function that returns the fewest positions that suffice
-# for any routing; all slots may choose the same expert.
+# **Exercise align-2.** The rule is sufficient, but not tight. Write a function that returns the fewest places that suffice for
+# any routing; each slot may choose any expert.
 
 # %%
 exercise("align-2").check(lambda numel, num_experts, block_size: ...)
@@ -1617,8 +1622,8 @@ say(
 # %% [markdown]
 # #### Other ids and more experts
 #
-# The kernel in C++ is a template over the type of the ids, `scalar_t`. In Numba the same source is compiled for the types of its
-# arguments, so 64-bit ids need no change. The main kernel has one thread per expert, so a CTA of 1024 threads supports at most
+# SGLang's kernel is a template over the type of the ids. Numba compiles the same source for the types of its arguments, so
+# 64-bit ids need no change. The main kernel has one thread per expert, so a CTA of 1024 threads supports at most
 # 1024 experts:
 
 # %%
@@ -1818,7 +1823,7 @@ run = small_version(make_small_filling)
 small_ladder.step("0x2 small", run, dtype="int32", after="0x1 small", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The launch now counts for `fill`, which is why `count` is shorter:
+# **Explanation.** The launch now counts for `fill`; so `count` is shorter, but by less than a launch:
 
 # %%
 times = small_ladder.times("phases of 0x2 small", cut_off(make_small_filling))
@@ -1924,7 +1929,7 @@ if fill_us is not None and (before := SMALL_PHASES.get("0x2 small")):
 small_ladder.step("0x5 small", run, dtype="int32", after="0x2 small", predicted_gain_us=predict(gain))
 
 # %% [markdown]
-# **Explanation.** The phase `count` now lasts as long as the slower of the fill and the counting:
+# **Explanation.** In `count`, the fill now runs beside the counting:
 
 # %%
 times = small_ladder.times("phases of 0x5 small", cut_off(make_small_fill_threads, more_threads=FILL_THREADS))
@@ -1952,15 +1957,14 @@ CONFLICTS, heatmap = in_simulator(bank_conflicts, "make_small_fill_threads", fun
 HTML(heatmap)
 
 # %% [markdown]
-# **Idea.** Make rows one word longer if the number of experts is even: `num_experts | 1` words. The same column then lies in
-# another bank in each row; here with 8 banks instead of 32:
+# **Idea.** Make rows longer, so that the same column lies in another bank in each row; here with 8 banks instead of 32:
 
 # %%
 banks()
 
 # %% [markdown]
 # **Exercise align-3.** Return a row pitch in words (at least `num_experts`, at most `2 * num_experts + 2`) without bank conflicts
-# for any number of experts.
+# when 32 threads read the same column, for any number of experts.
 
 # %%
 exercise("align-3").check(lambda num_experts: ...)
@@ -2031,9 +2035,8 @@ small_ladder.step("row pitch", run, dtype="int32", after="0x5 small", predicted_
 
 # %% [markdown]
 # **Explanation.** In Numba a negative index counts from the end of an array, so compiled code tests the sign of each index:
-# once per row with rows of 64 words, but in every store of the clearing loop with 65. `uint32((tid + 1) * pitch + i)` would
-# remove the tests, but this sum must wrap modulo `2**32`, so each address is computed anew. With an unsigned start of the row,
-# computed before the loop, the compiler adds constants to one address:
+# with rows of 64 words, the sign of the row's start decides for all 64 stores of the clearing loop; with 65, each store is
+# tested. With an unsigned start of the row, computed before the loop, the compiler adds constants to one address:
 
 # %%
 times = small_ladder.times("phases of row pitch", cut_off(make_small_row_pitch, more_threads=FILL_THREADS))
@@ -2093,8 +2096,9 @@ say(
 )
 
 # %% [markdown]
-# **Exercise align-4.** The order of the small kernel is the same in every run, but not ascending: thread 0 places slots 0, 64 and
-# 128 before thread 1 places slot 1. Which slots must a thread take instead?
+# **Exercise align-4.** The order of the small kernel is the same in every run, but not ascending: an expert's slots of thread 0,
+# such as 64, come before those of thread 1, such as 1. Return the slots that `thread` must take instead, at most
+# `ceil(numel / threads)`.
 
 # %%
 exercise("align-4").check(lambda thread, threads, numel: ...)
@@ -2128,13 +2132,13 @@ print("the second, where any order is accepted:", ladder.check((*spoiled(swaps_t
 # %% [markdown]
 # ## 6. All steps
 #
-# All steps once more, interleaved, and how good the predictions were. The dashed lines are compiled kernels of other projects
-# and their commits, measured by `python -m moe_numba bench align`: `sglang-aot` is the kernel of this notebook, `sglang-v2` is
-# SGLang's newer one, `vllm` is vLLM's.
+# All steps once more, interleaved, and how good the predictions were. `previous` of 0x5 is `0x4, one pass`. The lines
+# `sglang-aot` (the kernel of this notebook), `sglang-v2` (SGLang's newer one) and `vllm` are recorded times of compiled kernels,
+# with their commits, measured by `python -m moe_numba bench align`.
 #
 # The port of 0x5 follows the article; `sglang-aot` differs from it: it scans twice, as in step 6, and fills with 16-byte
 # stores. Neither explains why it is faster: one scan was the faster one (step 7), and wide stores gained nothing (steps 2 and
-# 8). What does is not isolated here.
+# 8). The cause is not isolated here.
 
 # %%
 for steps in (ladder, small_ladder):
@@ -2165,8 +2169,6 @@ small_ladder.plot()
 
 # %% [markdown]
 # ### Other sizes
-#
-# `sglang-aot` is SGLang's compiled kernel, from the record.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 SWEEP = (1, 8, 64) if SIMULATED else (1, 16, 64, 256, 1024, 4096, 16384)
@@ -2206,8 +2208,8 @@ say(
 # %% [markdown]
 # ## 7. What is left
 #
-# The sort kernel is the same in all versions. To see what it waits for, it is timed as it is, without the scattered stores,
-# with a load instead of the atomic, and with each counter in a cache line of its own. Without atomics, `i & 127` spreads the stores: an expert has about 128 slots.
+# The sort kernel is the same in all versions. To see what it waits for, the next cells change one part at a time. Without
+# atomics, `i & 127` spreads the stores: an expert has about 128 slots.
 
 
 # %%
@@ -2282,7 +2284,8 @@ for steps in (ladder, small_ladder):  # all measurements are done
 # %% [markdown]
 # **Exercise align-5.** If many lanes of a warp have the same expert, one of them can add for all (a *warp-aggregated* atomic
 # operation). The kernel computes the place of each slot; `next_place[e]` is where expert `e` continues. Change it so that a warp
-# adds to a counter once. `cuda.match_any_sync(mask, value)` returns to each lane a bit mask of the lanes with the same value.
+# adds once per distinct expert; any order within an expert is accepted. `cuda.match_any_sync(mask, value)` returns to each lane
+# a bit mask of the lanes with the same value.
 
 
 # %%
@@ -2314,12 +2317,12 @@ RUNS = 4 if SIMULATED else 50
 print(f"0x5: {distinct_results(run_0x5, IDS, RUNS)} different orders in {RUNS} runs")
 
 # %% [markdown]
-# In Marlin's MoE GEMM, which splits K across CTAs, a slot's place decides how its sum is rounded, so the same prompt can yield
-# other tokens ([sglang 33511](https://github.com/sgl-project/sglang/pull/33511),
+# In the Marlin MoE GEMM of vLLM and SGLang, which splits the inner dimension K across CTAs, a slot's place decides how its sum
+# is rounded, so the same prompt can yield other tokens ([sglang 33511](https://github.com/sgl-project/sglang/pull/33511),
 # [vllm 52532](https://github.com/vllm-project/vllm/pull/52532)).
 #
-# Three things are left to gain: the second launch with its atomic operations, the counting in a single SM, and the elements
-# that are written twice. [03_align_one_launch](03_align_one_launch.ipynb) removes all three.
+# Three costs are left: the second launch with its atomic operations, the counting in a single SM, and the elements that are
+# written twice. [03_align_one_launch](03_align_one_launch.ipynb) removes all three.
 #
 # ## Sources
 #
