@@ -250,8 +250,8 @@ ladder.step("0x5", run_0x5(), dtype="int32")
 # ## 3. Lower bound
 #
 # The ids are read once and each output element is written once. All of them fit in the L2 cache. The next cell compares
-# their bytes with an empty kernel, and measures the latency of a load from L2 by a chain of loads, each of which needs
-# the one before. A dependent launch (step 11) of the empty kernel is measured as well: it bounds the sweep of section 7.
+# the time of copying their bytes with that of an empty kernel, and measures the latency of a load from L2 by a chain of
+# loads, each of which needs the one before. A dependent launch (step 11) of the empty kernel bounds the sweep of section 7.
 #
 # The predictions below use one **cost model**: `n` accesses to L2, each of which needs the one before, take `n L`, where `L`
 # is this latency; atomic operations, polls and fences count as accesses. Bytes take bytes / `B_L2`, the bandwidth of
@@ -540,7 +540,7 @@ exercise("align_one_launch-1").check(stable_ranks)
 # %% [markdown]
 # ### Step 2: 32-bit unsigned integers
 #
-# **Bottleneck.** How many instructions do the phases take? The compiled code shows it.
+# **Bottleneck.** How many instructions do the phases take?
 
 
 # %%
@@ -562,9 +562,9 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Numba follows Python's integer rules. `int32 + int32` is an `int64`; `//` and `%` round towards minus
-# infinity; a negative index counts from the end of a shared array, so every signed index is tested. A GPU has 32-bit
-# integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine. `uint32(...)` around each
+# **Idea.** Numba follows Python's integer rules. `int32 + int32` is an `int64`; `//` rounds towards minus infinity and `%`
+# takes the divisor's sign; a negative index counts from the end of a shared array, so every signed index is tested. A GPU
+# has 32-bit integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine. `uint32(...)` around each
 # result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits if an argument
 # is a Python integer, and takes more instructions than a `while` with `uint32` in any case.
 #
@@ -802,11 +802,11 @@ say(
 # %% [markdown]
 # ### Step 4: a drop bin
 #
-# **Bottleneck.** Each slot is tested twice: does it exist, and does it lie in an earlier chunk? Both tests became branches.
-# A branch also keeps the compiler from interleaving the eight slots.
+# **Bottleneck.** Each slot has three branches: one tests whether it exists, one whether it lies in an earlier chunk, one
+# skips the other addition. They also keep the compiler from interleaving the eight slots.
 #
-# **Idea.** A histogram may have a bin for what should not be counted. Slots past the end go to bin `num_experts`. `before`
-# and `counts` become the two halves of one array, so that the half is a number to be added, not a branch.
+# **Idea.** Slots past the end go to an overflow bin, `num_experts`, which is dropped. `before` and `counts` become the two
+# halves of one array, so that the half is a number to be added, not a branch.
 #
 # **Predicted gain.** As in step 2: `d` x slots / (32 x 4 x `f`). The next cell compiles both kernels for `d`.
 
@@ -938,15 +938,15 @@ say(
 draw.exchange_counts(ctas=3, experts=4)
 
 # %% [markdown]
-# `cuda.syncthreads()` knows only the threads of one CTA. A **grid-wide barrier** is a counter in global memory: each CTA
+# `cuda.syncthreads()` synchronises only the threads of one CTA. A **grid-wide barrier** is a counter in global memory: each CTA
 # adds to it and then **polls** until all CTAs have arrived. The functions `..._relaxed_gpu_...` access the counter.
 # *Relaxed* accesses are atomic but order no other access; *gpu scope* means that all threads of this GPU see them. A
 # **fence**, `cuda.threadfence()`, adds the order: what a thread accessed before it comes before what it accesses after it,
 # for all threads of the GPU. Three things must be right:
 #
-# - **All CTAs are resident at once.** Every CTA must occupy an SM at the same time: a waiting CTA keeps its place, and if
-#   another CTA could not start, the grid would wait forever. A **cooperative launch** (`cooperative=True`) makes the
-#   driver refuse a grid that does not fit.
+# - **All CTAs are resident** on SMs at the same time: a waiting CTA keeps its place, and if another CTA could not start,
+#   the grid would wait forever. A **cooperative launch** (`cooperative=True`) makes the driver refuse a grid that does not
+#   fit.
 # - **Order.** The counts must be visible to other SMs before the arrival is: a fence between the two, and another between
 #   the last poll and the loads of the counts.
 # - **The next use** finds the counter as this one left it. The last CTA could store 0, after another fence, while the
@@ -996,8 +996,8 @@ player
 player.strip([1, len(player.frames) - 5, len(player.frames) - 1])
 
 # %% [markdown]
-# **Exercise 2.** This kernel adds up one number of each of three CTAs, and its barrier waits for the next multiple of 3. The
-# check launches it with the counters that it would find after very many launches. Repair it.
+# **Exercise 2.** Each of three CTAs, of one thread, computes the sum of their three numbers; the barrier waits for the
+# next multiple of 3. The check launches it with the counters that it would find after very many launches. Repair it.
 
 
 # %%
@@ -1153,7 +1153,7 @@ say(
 # **Bottleneck.** Before a CTA may load the first count it waits for a fence, for its own arrival, and for a poll that sees
 # the last arrival.
 #
-# **Idea.** Store each count and the number of this launch with one aligned 64-bit store, which is single-copy atomic. A reader that finds the
+# **Idea.** Store each count and the number of this launch with one aligned 64-bit store, which no reader sees half done. A reader that finds the
 # right number knows that the count is there: it polls the data itself. **Decoupled look-back** (Merrill and Garland), the
 # scan of NVIDIA's CUB, publishes its sums like this. It then reads only earlier CTAs. Here every CTA must know the totals
 # of all experts before it can place a slot, so it reads all. The figure also shows step 7.
@@ -1348,8 +1348,8 @@ say(
 # experts is rounded up to a multiple of 4. Two more changes follow from this one. 64 threads load all counts of a CTA, so
 # 512 threads load those of 8 CTAs at once, and they combine their sums with atomic additions in shared memory.
 #
-# **Exercise 4.** Up to how many slots may a CTA have? And which two counts does a reader unpack if a CTA packs the counts
-# 65537 and 4 nevertheless?
+# **Exercise 4.** How many slots may a CTA have at most, if all may go to one expert? Which counts of experts 0 and 1 does
+# a reader unpack if a CTA packs 65537 and 4?
 
 # %%
 exercise("align_one_launch-4").check((..., ..., ...))
@@ -1357,7 +1357,7 @@ exercise("align_one_launch-4").check((..., ..., ...))
 # %% [markdown]
 # **Predicted gain.** `(CTAs / 8 - 1) L + bytes / B_L2 - t_atomics`. One round of loads is left, and a count takes 4 bytes
 # instead of 8. Each thread adds 8 sums in shared memory; four lanes of a warp share a bank, so these take 8 x 4 clocks
-# per warp. The difference measured above is an upper bound, because its one-round kernel loads only an eighth of the bytes.
+# per warp. The difference measured above is a second estimate: its one-round kernel loads an eighth of the bytes.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1719,7 +1719,7 @@ say(
 #
 # **Bottleneck.** The traffic of counts.
 #
-# **Idea.** Half the CTAs, with two slots per thread: the same kernel, compiled with `slots=2`.
+# **Idea.** The same kernel, compiled with `slots=2`.
 #
 # **Predicted gain.** `4 x experts x (CTAs² - (CTAs/2)²) / B_L2 - t_ranks`. The second slot costs each thread another rank;
 # `t_ranks` is that of step 7's bitmasks, an upper bound, because step 8 hides ranks behind the wait.
@@ -1767,7 +1767,8 @@ say(
 # one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and must
 # execute `griddepcontrol.wait` before it accesses memory that an earlier kernel writes or still reads: that waits until the
 # previous kernel has ended and its stores are visible. This kernel lets its successor start once it has read all counts.
-# By then all its CTAs are resident, so that the successor cannot take the SM of a CTA that others poll. Older GPUs leave this step out.
+# When the successor starts, no CTA of this kernel waits for an SM any more, so the successor cannot take the SM of a CTA
+# that others poll. Older GPUs leave this step out.
 #
 # **Predicted gain.** `t_start - t_empty,dependent`: of `start` the dependent launch of an empty kernel remains.
 
@@ -1833,9 +1834,9 @@ say(
 # %% [markdown]
 # ## 6. The whole ladder
 #
-# `moe_numba.moe_align_block_size` has three kernels, from [`moe_numba/align`](../moe_numba/align). Up to 32 slots: one CTA with
+# For 256 experts `moe_numba.moe_align_block_size` uses three kernels of [`moe_numba/align`](../moe_numba/align). Up to 32 slots: one CTA with
 # a warp per slot. Up to 16384 slots: the kernel of step 4 with a dependent launch. Beyond: the kernel of step 11, which also
-# sorts its chunk in shared memory, so that neighbouring lanes store to neighbouring rows. All take invalid ids and an
+# sorts its chunk in shared memory, so that neighbouring lanes store to neighbouring rows. All accept invalid ids and an
 # expert map.
 
 
@@ -1918,10 +1919,9 @@ say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowh
 # %% [markdown]
 # ## 8. Fused with the gate
 #
-# When a server decodes, the gate and the alignment run one after the other for some 64 tokens. The ids pass through
-# global memory between two launches. Can one kernel do both? A second ladder starts from two launches, each with a
-# dependent launch where the GPU has it. The gate is the device function of notebook 01's final kernel: one warp routes one
-# token. The alignment is a simplified step 4 with one load at a time.
+# During decoding, the gate and the alignment run one after the other for some 64 tokens. The ids pass through global memory
+# between two launches. A second ladder starts from two launches, each with a dependent launch where the GPU has it. The
+# gate is the device function of notebook 01's final kernel: one warp routes one token. The alignment is a simplified step 4 with one load at a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GROUPS = 8
@@ -2129,8 +2129,8 @@ say("{times}.", times=measured and ", ".join(f"{name}: {us:.2f} us" for name, us
 # %% [markdown]
 # **Idea.** One CTA with all warps routes all tokens and keeps their ids in shared memory. This works on every GPU.
 #
-# **Predicted gain.** `(g8 + a32) - (g1 + a1 - t_empty,dependent - 2 L)`, where `g` and `a` are the times of the gate and of
-# the alignment with so many CTAs: one launch less, and no store and load of the ids; but all work is on one SM.
+# **Predicted gain.** `(g8 + a32) - (g1 + a1 - t_empty,dependent - 2 L)`, where `g8` is the time of the gate with 8 CTAs,
+# `a32` that of the alignment with 32: one launch less, and no store and load of the ids; but all work is on one SM.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2209,7 +2209,7 @@ say(
 #
 # **Bottleneck.** One SM routes all tokens, several per warp, and writes all outputs.
 #
-# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs that are co-scheduled on the SMs of one GPC and can access each other's
+# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs that are co-scheduled on the SMs of one GPC (a group of SMs) and can access each other's
 # shared memory: **distributed shared memory**. Each CTA routes its share of the tokens, one per warp, and stores the ids in
 # the shared memory of all. After a **cluster barrier** every CTA has all ids. Then each counts all slots and writes its
 # share, as in step 1. A CTA's shared memory exists only while the CTA runs. A first barrier therefore ensures that all have
@@ -2331,8 +2331,8 @@ say(
 # %% [markdown]
 # ### The package
 #
-# `moe_numba.biased_grouped_topk_align` is the kernel with four clusters, and for up to 32 slots one CTA. It returns the same
-# bits as the two functions in a row.
+# `moe_numba.biased_grouped_topk_align` uses one CTA up to 32 slots, at least four clusters up to 64 tokens, and two launches
+# beyond. It returns the same bits as the two functions in a row.
 #
 # **Predicted gain.** `t_empty,dependent`: one launch less.
 
