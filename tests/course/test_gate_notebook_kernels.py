@@ -81,9 +81,9 @@ def test_equal_values_and_incomplete_warps(kernels, make, kind):
 @pytest.mark.skipif(not simulator.ENABLED, reason="runs in the simulator")
 def test_a_kernel_without_the_rule_for_repeated_keys_is_rejected(kernels):
     source = definitions()
-    rule = "drop_taken(matches, picked, holder, column)"
+    rule = "ffs(drop_taken(matches, picked, holder, column))"
     assert source.count(rule) == 3
-    wrong = define(source.replace(rule, "matches"), {"__name__": "notebook"}, "wrong_01.py")
+    wrong = define(source.replace(rule, "ffs(matches)"), {"__name__": "notebook"}, "wrong_01.py")
     assert route(wrong["make_keys_alone"](256, 8, 4, 8), *inputs("all equal", 2), 1) is not None
 
 
