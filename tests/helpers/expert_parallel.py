@@ -16,7 +16,7 @@ SCALE = 1 if simulator.ENABLED else 60  # multiplies the numbers of tokens
 SMALL = Config(2, 1, 23) if simulator.ENABLED else Config(4, 1, 32)  # short rings, which wrap around many times
 WIDE = Config(4, 6, 64) if simulator.ENABLED else Config(12, 6, 256)
 NUM_BYTES = 1 << 16 if simulator.ENABLED else 1 << 26
-SHORT_TIMEOUT = 2e-3 if simulator.ENABLED else 0.5  # seconds, for waits that must time out
+SHORT_TIMEOUT = 3e-3 if simulator.ENABLED else 0.5  # seconds, for waits that must time out
 
 
 class Inputs(NamedTuple):
