@@ -12,6 +12,8 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,38 +160,106 @@ def compile_apart(source, requests, arch=None, link_archs=()):
     dict
         Name -> :class:`MachineCode`; with ``link_archs`` (name, compute capability) -> :class:`MachineCode`.
     """
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
-        module = Path(folder, "kernels.py")
-        module.write_text(source)
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, module],
-            input=json.dumps([requests, arch, link_archs]),
-            capture_output=True,
-            text=True,
-            env={**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": paths},
-        )
-    if done.returncode:
-        raise RuntimeError(f"the compiler failed:\n{done.stderr[-3000:]}")
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        Path(folder, _MODULE).write_text(source)
+        with _lock:
+            status = _server().compile(folder, requests, arch, link_archs)
+        if status:
+            raise RuntimeError(f"the compiler failed:\n{Path(folder, _ERRORS).read_text()[-3000:]}")
+        reports = [json.loads(line) for line in Path(folder, _REPORTS).read_text().splitlines()]
     key = lambda name, link_arch: (name, tuple(link_arch)) if link_arch else name
     return {key(report.pop("name"), report.pop("link_arch")): MachineCode(**report) for report in reports}
 
 
-def _serve(module):
-    """Compile what standard input asks for, and print one report per line."""
+# The compiler's process stays alive, because its imports take longer than most kernels. It forks for each request, so
+# that no request sees what another one has left behind.
+
+_MODULE, _REPORTS, _ERRORS = "kernels.py", "reports.jsonl", "errors.txt"  # files in a request's folder
+_lock = threading.Lock()
+
+
+class _Server:
+    """A process that compiles, in an environment that does not change."""
+
+    def __init__(self, environment):
+        self.environment = environment
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def compile(self, folder, *request):
+        """Return the exit status of a request; the reports or the error are in the folder."""
+        try:
+            self.process.stdin.write(json.dumps([folder, *request]) + "\n")
+            self.process.stdin.flush()
+            return int(self.process.stdout.readline())
+        except (ValueError, OSError):  # the process has ended
+            raise RuntimeError(f"the compiler's process ended with exit status {self.process.wait()}") from None
+
+    def is_usable(self, environment):
+        return self.environment == environment and self.process.poll() is None
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+_servers: list[_Server] = []  # at most one
+
+
+def _server():
+    """Return a server for this process's environment."""
+    root = str(Path(__file__).parents[2])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    paths = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    environment |= {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": paths}
+    if _servers and not _servers[0].is_usable(environment):
+        _servers.pop().close()
+    if not _servers:
+        _servers.append(_Server(environment))
+    return _servers[0]
+
+
+os.register_at_fork(after_in_child=_servers.clear)  # two processes must not write to one server
+
+
+def _serve():
+    """Compile what standard input asks for, a request per line; print the exit status of each."""
+    from numba import cuda
+
+    from moe_numba.runtime.compile import compile_kernel
+
+    compile_kernel(cuda.jit(lambda x: None), ("int32*",))  # what takes long to load, before the first fork
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # kernels' modules may print
+    for line in sys.stdin:
+        folder, *request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os._exit(_compile(Path(folder), *request))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
+
+
+def _compile(folder, requests, arch, link_archs):
+    """Compile one request, write its reports and return the exit status."""
     from moe_numba.runtime.compile import SM_90A, assemble, compile_kernel
 
-    space = runpy.run_path(module)
-    requests, arch, link_archs = json.load(sys.stdin)
-    arch = tuple(arch or SM_90A)
-    for name, (expression, signature, threads, lto) in requests.items():
-        bounds = (threads, 1) if isinstance(threads, int) else threads and tuple(threads)
-        compiled = compile_kernel(eval(expression, space), tuple(signature), arch=arch, launch_bounds=bounds, lto=lto)
-        for link_arch in map(tuple, link_archs or [()]):
-            linked = assemble(compiled, link_arch) if link_arch and link_arch != arch else compiled
-            print(json.dumps({"name": name, "link_arch": link_arch, **_report(linked)}))
+    try:
+        space = runpy.run_path(str(folder / _MODULE))
+        arch, lines = tuple(arch or SM_90A), []
+        for name, (expression, signature, threads, lto) in requests.items():
+            bounds = (threads, 1) if isinstance(threads, int) else threads and tuple(threads)
+            kernel = eval(expression, space)
+            compiled = compile_kernel(kernel, tuple(signature), arch=arch, launch_bounds=bounds, lto=lto)
+            for link_arch in map(tuple, link_archs or [()]):
+                linked = assemble(compiled, link_arch) if link_arch and link_arch != arch else compiled
+                lines.append(json.dumps({"name": name, "link_arch": link_arch, **_report(linked)}))
+        (folder / _REPORTS).write_text("\n".join(lines))
+        return 0
+    except BaseException:
+        (folder / _ERRORS).write_text(traceback.format_exc())
+        return 1
 
 
 def resources(log):
@@ -215,4 +285,4 @@ def _report(compiled):
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve()

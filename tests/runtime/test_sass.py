@@ -1,0 +1,53 @@
+"""The compiler's process: errors, other environments, and requests that do not see each other."""
+
+import os
+
+import pytest
+
+from moe_numba.runtime import sass
+from moe_numba.runtime.sass import compile_apart
+
+SOURCE = """
+from numba import cuda
+import math
+print("a module may print")
+
+assert not hasattr(math, "left_behind"), "a request sees what another one left behind"
+math.left_behind = True
+
+@cuda.jit
+def kernel(x):
+    x[cuda.grid(1)] = 1
+"""
+REQUEST = {"kernel": ("kernel", ("float32*",), None, False)}
+
+
+def test_one_process_compiles_all_requests():
+    first = compile_apart(SOURCE, REQUEST)["kernel"]
+    process = sass._servers[0].process
+    assert compile_apart(SOURCE, REQUEST)["kernel"] == first
+    assert sass._servers[0].process is process
+
+
+def test_errors_are_those_of_the_request():
+    with pytest.raises(RuntimeError, match="the compiler failed:(.|\n)*ValueError: wrong"):
+        compile_apart("raise ValueError('wrong')", REQUEST)
+    with pytest.raises(RuntimeError, match="NameError: name 'other'"):
+        compile_apart(SOURCE, {"kernel": ("other", ("float32*",), None, False)})
+    assert compile_apart(SOURCE, REQUEST)["kernel"].registers > 0
+
+
+def test_another_environment_has_another_process(monkeypatch, tmp_path):
+    compile_apart(SOURCE, REQUEST)
+    process = sass._servers[0].process
+    (tmp_path / "a_module_of_this_test.py").write_text("from numba import int32")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    compile_apart("from a_module_of_this_test import int32\n" + SOURCE, REQUEST)
+    assert sass._servers[0].process is not process and process.poll() is not None
+
+
+def test_a_process_that_has_ended_is_replaced():
+    compile_apart(SOURCE, REQUEST)
+    sass._servers[0].process.kill()
+    sass._servers[0].process.wait()
+    assert compile_apart(SOURCE, REQUEST)["kernel"].registers > 0
