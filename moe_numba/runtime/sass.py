@@ -3,6 +3,7 @@
 A process has either Numba's compiler or its simulator, so ``compile_apart`` compiles in a process of its own.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -192,15 +193,23 @@ class _Server:
         try:
             self.process.stdin.write(json.dumps([folder, *request]) + "\n")
             self.process.stdin.flush()
-            return int(self.process.stdout.readline())
-        except (ValueError, OSError):  # the process has ended
-            raise RuntimeError(f"the compiler's process ended with exit status {self.process.wait()}") from None
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        except BaseException:  # interrupted: the next request must not read this one's answer
+            self.process.kill()
+            self.process.wait()
+            raise
+        if not answer:
+            raise RuntimeError(f"the compiler's process ended with exit status {self.process.wait()}")
+        return int(answer)
 
     def is_usable(self, environment):
         return self.environment == environment and self.process.poll() is None
 
     def close(self):
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
 

@@ -1,6 +1,7 @@
 """The compiler's process: errors, other environments, and requests that do not see each other."""
 
 import os
+import signal
 
 import pytest
 
@@ -44,6 +45,24 @@ def test_another_environment_has_another_process(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     compile_apart("from a_module_of_this_test import int32\n" + SOURCE, REQUEST)
     assert sass._servers[0].process is not process and process.poll() is not None
+
+
+def test_an_interrupted_request_leaves_no_answer_behind():
+    """The next request must not take its exit status for its own."""
+    first = compile_apart(SOURCE, REQUEST)["kernel"]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compile_apart("import time\ntime.sleep(1)\nraise ValueError('interrupted')", REQUEST)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert compile_apart(SOURCE, REQUEST)["kernel"] == first
 
 
 def test_a_process_that_has_ended_is_replaced():
