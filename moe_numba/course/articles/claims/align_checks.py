@@ -373,13 +373,6 @@ def padding_places() -> Found:
     return Found(1, f"the padding lies at the same places in {len(results)} of {seeds} runs in the simulator")
 
 
-def different_outputs() -> Found:
-    """Count the different outputs over many orders of the sort kernel's atomics."""
-    (results, _, _), seeds = _runs()
-    outputs = {tuple(slots) for slots, _ in results}
-    return Found(len(outputs), f"the slots of an expert come in {len(outputs)} orders in {seeds} runs in the simulator")
-
-
 def runs_without_races() -> Found:
     """Count the runs in which the fill, the main part and the sort kernel have a race or a wrong result."""
     (_, races, wrong), seeds = _runs()
