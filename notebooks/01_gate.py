@@ -192,8 +192,10 @@ FLOOR_US = max(lower_bounds_us(MODEL_TOKENS).values())
 # {False: an ordinary launch, True: with programmatic dependent launch, step 21}
 EMPTY = {on: recorded_us(GATE, "empty kernel", config={"dependent": on}) for on in (False, True)}
 say(
-    "An empty kernel takes {empty:.2f} us in a CUDA graph, so with few tokens the launch is the bound.",
+    "An empty kernel takes {empty:.2f} us in a CUDA graph, and {dependent:.2f} us with the launch of step 21, so with few "
+    "tokens the launch is the bound.",
     empty=EMPTY[False],
+    dependent=EMPTY[True],
 )
 
 # %% [markdown]
@@ -327,16 +329,22 @@ split = {
     for name, kernels in timelines.items()
 }
 eager, compiled = (split.get(name, [None, None]) for name in ("torch eager", "torch.compile"))
+pass_us = MODEL_TOKENS * EXPERTS * 4 / LIMITS.copy_bandwidth * 1e6  # over a float table
 say(
     "Kernels that select or sort take {before:.0f} us of torch's call and {after:.0f} us of `torch.compile`'s: they are not "
     "fused. Alone, the two large `topk` take {topk:.0f} us; `torch.topk` is made for long rows, not for 32 or 256 "
-    "elements. All other kernels take {others:.0f} us and, fused, {fused:.0f} us. The first compiled call took "
-    "{compile_s:.1f} s.",
+    "elements. All other kernels take {others:.0f} us and, fused, {fused:.0f} us. Of these the predicted passes, at the "
+    "bandwidth of a copy, are {passes:.0f} and {fused_passes:.0f} us. The rest, which the model leaves out, is small kernels, "
+    "and passes that are slower than a copy: {rest:.0f} and {fused_rest:.0f} us. The first compiled call took {compile_s:.1f} s.",
     before=eager[0],
     after=compiled[0],
     topk=sum(topk_us.values()) or None,
     others=eager[1],
     fused=compiled[1],
+    passes=9 * pass_us,
+    fused_passes=4 * pass_us,
+    rest=eager[1] and eager[1] - 9 * pass_us,
+    fused_rest=compiled[1] and compiled[1] - 4 * pass_us,
     compile_s=rows["torch.compile"].get("compile_s"),
 )
 
@@ -572,8 +580,8 @@ def port_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk)
 
 # %% [markdown]
 # The port repairs a fault: in SGLang's kernel, the first thread of a token reads a weight that another lane has just stored;
-# here `syncwarp` orders the two. Threads without a token return early in SGLang's kernel; here they compute on the last token and
-# store nothing. CUDA allows both, as a shuffle waits only for lanes that have not exited; the simulator is stricter:
+# here `syncwarp` orders the two. The simulator shows the race. (Threads without a token return early in SGLang's kernel, and a
+# shuffle does not wait for lanes that have exited; here they compute on the last token and store nothing.)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -587,15 +595,7 @@ no_barrier = define(no_barrier, globals(), "no_barrier.py")["no_barrier"]
 
 
 # %%
-@cuda.jit
-def returns_early(out, num_rows):
-    row = cuda.threadIdx.x // 8
-    if row >= num_rows:
-        return
-    out[row] = cuda.shfl_xor_sync(FULL, int32(cuda.threadIdx.x), 1)
-
-
-def show_faults():
+def show_race():
     logits, bias = torch.randn(4, EXPERTS), torch.rand(EXPERTS)
     with simulator.races():
         for kernel in (port_dynamic, no_barrier):
@@ -605,14 +605,10 @@ def show_faults():
                 )
                 print(f"{kernel.__name__}: no race")
             except simulator.DataRace as error:
-                print(f"{kernel.__name__}: {error}\n")
-    try:
-        returns_early[1, 32](torch.zeros(4, dtype=torch.int32), 3)
-    except simulator.SimulatorError as error:
-        print(f"returns_early: {error}")
+                print(f"{kernel.__name__}: {error}")
 
 
-in_simulator(show_faults)
+in_simulator(show_race)
 
 # %% [markdown]
 # **Predicted gain.** There are 8 times as many warps. If each has an eighth of the work and only waits, the time falls to an
@@ -947,9 +943,9 @@ CLOCKS.select("pointers", "in registers")
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 registers = {name: CLOCKS.codes[name].registers for name in ("pointers", "in registers")}
 say(
-    "The loss is as predicted. Eliminating local memory is a means, not an end: it is cached, and a pick touched it only a "
-    "few times. The arrays also raise the registers per thread from {before} to {after}, so {warps} instead of {most} warps "
-    "fit on an SM. We go on from the kernel with pointers.",
+    "The loss has the predicted size, but fewer warps per SM may be part of it. Eliminating local memory is a means, not an "
+    "end: it is cached, and a pick touched it only a few times. The arrays also raise the registers per thread from "
+    "{before} to {after}, so {warps} instead of {most} warps fit on an SM. We go on from the kernel with pointers.",
     before=registers["pointers"],
     after=registers["in registers"],
     most=resident_ctas(registers["pointers"], WARPS) * WARPS,
@@ -1079,10 +1075,17 @@ calls |= {f"{name}, small L1": gate.calls(run(KEPT, TOPK, **unused))[1] for name
 l1_us = ladder.times("size of L1", calls) or dict.fromkeys(calls)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+warps = resident_ctas(CLOCKS.codes["pointers"].registers, WARPS) * WARPS
 say(
-    "With the small L1, loads of 4 bytes take {narrow_small:.1f} instead of {narrow:.1f} us, loads of 16 bytes "
-    "{wide_small:.1f} instead of {wide:.1f} us. 18 warps keep 18 x 32 lines of 128 bytes in use, 74 KB; a line is needed for "
-    "32 loads of 4 bytes, or for 8 of 16 bytes.",
+    "With the small L1, loads of 4 bytes take {narrow_small:.1f} instead of {narrow:.1f} us ({narrow_ratio:.2f} times), loads of "
+    "16 bytes {wide_small:.1f} instead of {wide:.1f} us ({wide_ratio:.2f} times). {warps} warps keep {warps} x 32 lines of 128 "
+    "bytes in use, {lines:.0f} KB; a line is needed for 32 loads of 4 bytes, or for 8 of 16 bytes. Local memory, {local:.0f} KB, "
+    "competes for the same cache.",
+    warps=warps,
+    lines=warps * 32 * 128 / 1e3,
+    local=warps * 32 * CLOCKS.codes["pointers"].stack_bytes / 1e3,
+    narrow_ratio=l1_us["4 bytes"] and l1_us["4 bytes, small L1"] / l1_us["4 bytes"],
+    wide_ratio=l1_us["16 bytes"] and l1_us["16 bytes, small L1"] / l1_us["16 bytes"],
     narrow=l1_us["4 bytes"],
     narrow_small=l1_us["4 bytes, small L1"],
     wide=l1_us["16 bytes"],
@@ -1214,7 +1217,8 @@ few_us = few_us or dict.fromkeys(few)
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "With {tokens} tokens the kernel takes {us:.1f} us, {ratio:.2f} times its pipe time, and the one before it {before:.1f} us, "
-    "{before_ratio:.2f} times. With 64 tokens one thread per group takes {group:.1f} us, one warp per token {warp:.1f} us.",
+    "{before_ratio:.2f} times. With 64 tokens one thread per group takes {group:.1f} us, one warp per token {warp:.1f} us. "
+    "One warp per token needs more pipe clocks per token, but waits less.",
     before=ladder.median_us("16-byte loads"),
     before_ratio=(ladder.median_us("16-byte loads") or 0) / pipe_us("16-byte loads") or None,
     tokens=MODEL_TOKENS,
@@ -1445,7 +1449,7 @@ measure("rank by counting", run, after="32-bit integers", predicted_gain_us=gain
 
 # %% [markdown]
 # In `better_groups` the shuffle stands before the `and`: behind it, lanes whose left operand is false would skip it and wait at
-# `ballot_sync`, and the others for them. The simulator stops at the first skipped shuffle:
+# `ballot_sync`, and the others for them. This is undefined, and a GPU may hang. The simulator stops:
 
 
 # %%
@@ -1453,7 +1457,7 @@ measure("rank by counting", run, after="32-bit integers", predicted_gain_us=gain
 def like_my_neighbour(a, b, out):
     lane = cuda.threadIdx.x
     same = a[lane] == cuda.shfl_xor_sync(FULL, a[lane], 1) and b[lane] == cuda.shfl_xor_sync(FULL, b[lane], 1)
-    out[lane] = int32(same)
+    out[lane] = int32(cuda.popc(uint32(cuda.ballot_sync(FULL, same))))
 
 
 def show_missing_lanes():
@@ -2109,7 +2113,8 @@ def run_in_a_loop(name, make):
 
 
 gain_us = (loads_us["from DRAM"] or 0) - (loads_us["from L1"] or 0)
-measure("loads ahead", run_in_a_loop("loads ahead", make_loads_ahead), after="keys alone", predicted_gain_us=gain_us)
+run_ahead = run_in_a_loop("loads ahead", make_loads_ahead)
+measure("loads ahead", run_ahead, after="keys alone", predicted_gain_us=gain_us, slower=True)
 
 # %% [markdown]
 # **Explanation.** The same loop with each token's load at its usual place:
@@ -2128,34 +2133,51 @@ source = changed_source(
 make_loop = define(source, globals(), "make_loop.py")["make_loop"]
 
 # %%
-loops = {"one token per warp": run_pointers(make_keys_alone, 1)(KEPT, TOPK)}
 count("loop", make_loop, {"REDUX": TOPK})
-loops["loop"] = run_in_a_loop("loop", make_loop)
-loops["loop, loads ahead"] = run_in_a_loop("loads ahead", make_loads_ahead)
-loop_us = ladder.times("loads ahead", {name: gate.calls(run)[1] for name, run in loops.items()}) or dict.fromkeys(loops)
+CTAS = {name: resident_ctas(CLOCKS.codes[name].registers, WARPS) for name in ("keys alone", "loop", "loads ahead")}
+run_of = run_pointers(make_keys_alone, 1)
+loops = {"one": run_of(KEPT, TOPK), "loop": run_in_a_loop("loop", make_loop), "ahead": run_ahead}
+ROUNDS_OF_ALL = math.lcm(*CTAS.values()) * WARPS * SMS  # tokens
+rounds = GateRuns(TOKENS if simulator.ENABLED else ROUNDS_OF_ALL, *SHAPE)
+calls = {name: gate.calls(run)[1] for name, run in loops.items()}
+calls |= {f"{name}, whole rounds": rounds.calls(run)[1] for name, run in loops.items()}
+few_warps = run_of(KEPT, TOPK, shared_bytes=shared_bytes_of(CTAS["loads ahead"]))
+calls["one, few warps"] = gate.calls(few_warps)[1]
+loop_us = ladder.times("loads ahead", calls) or {}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "One token per warp {one:.1f} us, in a loop {loop:.1f} us, with loads ahead {ahead:.1f} us. The registers per thread are "
-    "{registers}, {loop_registers} and {ahead_registers}. More registers mean fewer warps per SM, and other warps hide the wait "
-    "for DRAM better than loads ahead do.",
-    one=loop_us["one token per warp"],
-    loop=loop_us["loop"],
-    ahead=loop_us["loop, loads ahead"],
+    "One token per warp takes {one:.1f} us, in a loop {loop:.1f} us, with loads ahead {ahead:.1f} us. {registers}, "
+    "{loop_registers} and {ahead_registers} registers per thread let {warps}, {loop_warps} and {ahead_warps} warps fit on an SM. "
+    "In the loops a warp routes {loop_tokens:.1f} and {ahead_tokens:.1f} tokens on average, so the last round is partly empty. "
+    "With {all_rounds:,} tokens, whole rounds for all three, they take {one_whole:.1f}, {loop_whole:.1f} and {ahead_whole:.1f} us. "
+    "One token per warp takes {few:.1f} us if unused shared memory leaves only {ahead_warps} warps per SM. We go on from the "
+    "kernel of step 17.",
+    one=loop_us.get("one"),
+    loop=loop_us.get("loop"),
+    ahead=loop_us.get("ahead"),
     registers=CLOCKS.codes["keys alone"].registers,
     loop_registers=CLOCKS.codes["loop"].registers,
     ahead_registers=CLOCKS.codes["loads ahead"].registers,
+    warps=CTAS["keys alone"] * WARPS,
+    loop_warps=CTAS["loop"] * WARPS,
+    ahead_warps=CTAS["loads ahead"] * WARPS,
+    loop_tokens=MODEL_TOKENS / (CTAS["loop"] * WARPS * SMS),
+    ahead_tokens=MODEL_TOKENS / (CTAS["loads ahead"] * WARPS * SMS),
+    all_rounds=ROUNDS_OF_ALL,
+    one_whole=loop_us.get("one, whole rounds"),
+    loop_whole=loop_us.get("loop, whole rounds"),
+    ahead_whole=loop_us.get("ahead, whole rounds"),
+    few=loop_us.get("one, few warps"),
 )
 
 # %% [markdown]
 # ### Step 19: four tokens per warp
 #
-# Step 18 lost, so this kernel derives from that of step 17.
-#
 # **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick for nothing:
 
 # %%
-pick_clocks("loads ahead", make_loads_ahead, {"REDUX": 1})
+pick_clocks("keys alone", make_keys_alone, {"REDUX": 1})
 
 # %% [markdown]
 # **Idea.** A warp scores four tokens one after another and writes the keys to shared memory. Then it **redistributes** the
@@ -2278,29 +2300,42 @@ def run_four_tokens(x, weights, ids, bounds=(32 * WARPS, 4)):  # threads per CTA
 
 if FOUR:
     count("four tokens per warp", make_four_tokens, tokens_per_warp=4, threads=(32 * WARPS, 4))
-    gain_us = predicted_us("loads ahead", "four tokens per warp")
-    measure("four tokens per warp", run_four_tokens, after="loads ahead", predicted_gain_us=gain_us)
+    gain_us = predicted_us("keys alone", "four tokens per warp")
+    measure("four tokens per warp", run_four_tokens, after="keys alone", predicted_gain_us=gain_us)
 else:
     print("left out: the kernel needs 8 groups")
 
 # %% [markdown]
-# Compared with step 17, the gain is much smaller than that of the pipes. The launch bounds allow 4 CTAs of 6 warps per SM. These
-# 24 warps, 4 tokens each, are one **wave** of the grid. Whole waves:
+# **Explanation.** The launch bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid.
+# Both kernels with one set of logits, which stays in the L2 cache, and whole waves:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FULL_WAVE = 24 * 4 * SMS  # tokens
 WAVE = FULL_WAVE if not simulator.ENABLED else TOKENS
-waves_us = {}
+waves_us, l2_us = {}, {}
 if FOUR:
-    large = GateRuns(4 * WAVE, *SHAPE)
-    calls = {f"{n}": large.calls(run_four_tokens, tokens=n * WAVE)[1] for n in (1, 2, 4)}
+    # inputs of each size have sets of their own, which exceed the L2 cache
+    calls = {f"{n}": GateRuns(n * WAVE, *SHAPE).calls(run_four_tokens)[1] for n in (1, 2, 4)}
     waves_us = ladder.times("waves of four tokens per warp", calls) or {}
+    runs = {"before": run_pointers(make_keys_alone, 1)(KEPT, TOPK), "after": run_four_tokens}
+    calls = {name: gate.calls(run)[1][:1] for name, run in runs.items()}
+    l2_us = ladder.times("four tokens, logits in L2", calls) or {}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+judgement = ladder.gain("four tokens per warp") if FOUR else None
 say(
-    "16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, four {four:.1f} us. In the steady state "
-    "a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us. The pipes are the limit there. With "
-    "16384 tokens the first wave, in which nothing hides the wait for DRAM, weighs more.",
+    "The pipes save {pipe_gain:.1f} us. With logits in L2 the step takes {l2_before:.1f} -> {l2_after:.1f} us, from DRAM "
+    "{before:.1f} -> {after:.1f} us: what it gains in L2 but not from DRAM is a longer wait for DRAM, with 24 instead "
+    "of {warps} warps per SM to hide it. 16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, "
+    "four {four:.1f} us. In the steady state a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us: "
+    "the pipes are the larger of the two bounds there. With 16384 tokens the first wave, in which nothing hides the wait for "
+    "DRAM, weighs more.",
+    pipe_gain=pipe_us("keys alone") - pipe_us("four tokens per warp") if FOUR else None,
+    l2_before=l2_us.get("before"),
+    l2_after=l2_us.get("after"),
+    before=judgement and judgement.before_us,
+    after=judgement and judgement.after_us,
+    warps=CTAS["keys alone"] * WARPS,
     count=16384 / FULL_WAVE,
     one=waves_us.get("1"),
     two=waves_us.get("2"),
@@ -2344,8 +2379,8 @@ def count_package(dtype):
     return name
 
 
-def run_package_kernel(x, weights, ids):
-    kernel, tokens = make_4tokens_kernel(GateConfig(*SHAPE)), len(x)
+def run_package_kernel(x, weights, ids, **config):
+    kernel, tokens = make_4tokens_kernel(GateConfig(*SHAPE)._replace(**config)), len(x)
     grid = -(-tokens // (4 * WARPS_PER_BLOCK))
     scales = 1.0, 1.0  # of shared experts and of the output
     sizes = tokens, np.int64(x.stride(0)), tokens  # tokens, elements between rows, tokens that are not padding
@@ -2396,27 +2431,33 @@ def run_package(x, weights, ids):
 
 
 gain_us = EMPTY[False] - EMPTY[True] if all(EMPTY.values()) else 0.0
-measure("final", run_package, after="package kernel" if FOUR else "loads ahead", predicted_gain_us=gain_us)
+measure("final", run_package, after="package kernel" if FOUR else "keys alone", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** An empty kernel has one CTA. How does the gain grow with the grid?
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-sizes = {"4096 tokens": min(4096, 4 * WAVE), "four waves": 4 * WAVE}
-ordinary, dependent = ({}, {})
+sizes = {"4096": min(4096, 4 * WAVE), "16384": TOKENS, "waves": 4 * WAVE}
+dependent_us = {}
 if FOUR:
-    calls = {name: large.calls(run_package_kernel, tokens=n)[1] for name, n in sizes.items()}
-    calls |= {f"{name}, dependent": large.calls(run_package, tokens=n)[1] for name, n in sizes.items()}
+    runs = {name: GateRuns(n, *SHAPE) for name, n in sizes.items()}
+    calls = {name: runs[name].calls(run_package_kernel)[1] for name in sizes}
+    calls |= {f"{name}, dependent": runs[name].calls(run_package)[1] for name in sizes}
     dependent_us = ladder.times("dependent launch", calls) or {}
-    ordinary, dependent = ({n: dependent_us.get(n + end) for n in sizes} for end in ("", ", dependent"))
+judgement = ladder.gain("final")
 say(
-    "4096 tokens, a third of a wave: {few:.2f} -> {few_now:.2f} us. Four waves: {many:.2f} -> {many_now:.2f} us. A dependent "
-    "grid also starts its CTAs and reads its parameters while the grid before ends, and fills SMs that this grid's last wave "
-    "leaves idle.",
-    few=ordinary.get("4096 tokens"),
-    few_now=dependent.get("4096 tokens"),
-    many=ordinary.get("four waves"),
-    many_now=dependent.get("four waves"),
+    "4096 tokens, a third of a wave: {few:.2f} -> {few_now:.2f} us. {tokens} tokens: {all:.2f} -> {all_now:.2f} us, where the step "
+    "above measured {step:.2f} -> {step_now:.2f} us. Four waves: {many:.2f} -> {many_now:.2f} us. A dependent grid starts its "
+    "CTAs and reads its parameters while the grid before ends, before it waits for that grid.",
+    few=dependent_us.get("4096"),
+    few_now=dependent_us.get("4096, dependent"),
+    tokens=MODEL_TOKENS,
+    all=dependent_us.get("16384"),
+    all_now=dependent_us.get("16384, dependent"),
+    step=judgement and judgement.before_us,
+    step_now=judgement and judgement.after_us,
+    many=dependent_us.get("waves"),
+    many_now=dependent_us.get("waves, dependent"),
 )
 
 # %% [markdown]
@@ -2458,19 +2499,39 @@ if FOUR:
 # logits in the L2 cache:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-calls = {dtype: runs.calls(run_package)[1][:1] for dtype, runs in (("float32", gate), ("bfloat16", half))}
-types_us = ladder.times("types, logits in L2", calls) or dict.fromkeys(calls)
+WIDTH = min(16, EXPERTS // 32 * 2)  # bytes per load of bfloat16 logits
+
+
+def run_with_loads_of(width):
+    return lambda *tensors: run_package_kernel(*tensors, dtype="bfloat16", load_bytes=width)
+
+
+calls = {}
+for dtype, runs in (("float32", gate), ("bfloat16", half)):
+    calls[f"{dtype}, DRAM"] = runs.calls(run_package)[1]
+    calls[dtype] = runs.calls(run_package)[1][:1]
+if FOUR:
+    calls["wide loads"] = half.calls(run_with_loads_of(WIDTH))[1][:1]
+    calls["narrow loads"] = half.calls(run_with_loads_of(WIDTH // 2))[1][:1]
+types_us = ladder.times("types, logits in L2 and DRAM", calls) or {}
 wait_us = {
-    dtype: None if us is None else (ladder.median_us(step) or us) - us
-    for (dtype, us), step in zip(types_us.items(), ("final", "final, bfloat16"))
+    dtype: types_us.get(f"{dtype}, DRAM") and types_us[f"{dtype}, DRAM"] - types_us[dtype]
+    for dtype in ("float32", "bfloat16")
 }
 say(
     "From L2, {float32:.1f} us with float32 and {bfloat16:.1f} us with bfloat16; from DRAM {wait:.1f} and {wait_16:.1f} us more. "
-    "Computing does not hide DRAM, so the saved bytes count. And a lane loads its 8 logits of a token with one instruction "
-    "instead of two.",
-    **types_us,
+    "Computing hides only the rest of the {dram:.1f} and {dram_16:.1f} us that DRAM needs, so the saved bytes count. Launched in "
+    "the ordinary way and from L2, bfloat16 takes {wide:.1f} us with loads of {width} bytes, and {narrow:.1f} us with twice as "
+    "many loads, as many as float32 needs.",
+    float32=types_us.get("float32"),
+    bfloat16=types_us.get("bfloat16"),
     wait=wait_us["float32"],
     wait_16=wait_us["bfloat16"],
+    dram=dram_us if FOUR else None,
+    dram_16=dram_16_us if FOUR else None,
+    wide=types_us.get("wide loads"),
+    narrow=types_us.get("narrow loads"),
+    width=WIDTH,
 )
 
 # %% [markdown]
@@ -2507,19 +2568,23 @@ for name in CLOCKS.counts:
     print(line + (f"{measured:>13.1f}" if measured else ""))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+l2, pipe = types_us.get("float32"), pipe_us("package, float32") if FOUR else 0.0
 say(
-    "The final kernel takes {ratio:.1f} times the lower bound. The launch takes {launch:.2f} us, even as a dependent one, the "
-    "pipes {pipe:.1f} us, and the lower bound, DRAM, {dram:.1f} us. DRAM and pipes overlap only in part, because a wave first "
-    "loads and then computes.",
+    "The final kernel takes {ratio:.1f} times the lower bound. Of {us:.1f} us, DRAM adds {wait:.1f} us to the {l2:.1f} us from L2. "
+    "The pipes take {pipe:.1f} us and the launch {launch:.2f} us, even as a dependent one; {rest:.1f} us are neither DRAM, pipes "
+    "nor launch.",
     ratio=(ladder.median_us("final") or 0) / FLOOR_US or None,
+    us=types_us.get("float32, DRAM"),
+    wait=wait_us["float32"],
+    l2=l2,
+    pipe=pipe if FOUR else None,
     launch=EMPTY[True],
-    pipe=pipe_us("package, float32") if FOUR else None,
-    dram=FLOOR_US,
+    rest=l2 and EMPTY[True] and l2 - pipe - EMPTY[True],
 )
 
 # %% [markdown]
-# To come closer, a warp would have to load the next tokens while it chooses experts. Asynchronous copies into shared memory
-# need no registers for this.
+# To save what DRAM adds, a warp would have to load the next tokens while it chooses experts. Asynchronous copies into shared
+# memory need no registers for this.
 #
 # ## 7. The sweep over tokens
 #

@@ -221,16 +221,20 @@ def count_and_sort(topk_ids, sorted_token_ids, cumsum, numel):
         sorted_token_ids[atom_add_s32(cumsum, topk_ids[i], 1)] = i
 
 
-def main_of_0x5(make, ids=IDS, at=0):
+def buffers_of_0x5(ids=IDS):
+    """Return poisoned outputs, and the counters `cumsum`."""
+    return *poisoned(ids, EXPERTS, BLOCK), torch.empty(EXPERTS + 1, dtype=torch.int32, device=DEVICE)
+
+
+def main_of_0x5(make, ids=IDS, buffers=None):
     """Return a call that launches the main kernel, and the arrays that the sort kernel needs."""
-    kernel, outputs = make(EXPERTS, THREADS_0X5), poisoned(ids, EXPERTS, BLOCK)
-    cumsum = torch.empty(at + EXPERTS + 1, dtype=torch.int32, device=DEVICE)[at:]
+    kernel, (*outputs, cumsum) = make(EXPERTS, THREADS_0X5), buffers or buffers_of_0x5(ids)
     numbers = BLOCK, ids.numel(), len(outputs[0])
     return lambda: launch(kernel, 2, THREADS_0X5, ids, *outputs, cumsum, *numbers), (*outputs, cumsum)
 
 
-def run_0x5(ids=IDS, at=0):
-    main, (*outputs, cumsum) = main_of_0x5(make_0x5, ids, at)
+def run_0x5(ids=IDS, buffers=None):
+    main, (*outputs, cumsum) = main_of_0x5(make_0x5, ids, buffers)
 
     def call():
         main()
@@ -302,12 +306,15 @@ COPY_US = TIMED_BYTES / LIMITS.copy_bandwidth * 1e6
 FLOOR_US = max(COPY_US, EMPTY_US)
 say(
     "{tokens} tokens: {kb:.0f} KB, {bytes_us:.2f} us at the bandwidth of a copy. An empty kernel takes {empty:.2f} us, a "
-    "load from L2 {latency:.0f} ns. The kernel is limited by latency: by the length of the longest dependency chain.",
+    "load from L2 {latency:.0f} ns. The bytes are no limit: launch and latency bound the time from below. In the model, `B_L2` "
+    "is {l2:.1f} TB/s and `f` {clock:.2f} GHz.",
     tokens=TIMED_TOKENS,
     kb=TIMED_BYTES / 1e3,
     bytes_us=COPY_US,
     empty=basics and EMPTY_US,
     latency=1000 * LATENCY_US,
+    l2=LIMITS.l2_bandwidth / 1e12,
+    clock=LIMITS.boost_clock / 1e9,
 )
 
 # %% [markdown]
@@ -489,18 +496,24 @@ LOOPS = {
 for name, loop in LOOPS.items():
     words = {"LDG": "load", "ATOMS": "add"}
     print(f"{name}:", *(words[op.split(".")[0]] for op in loop.opcodes if op.split(".")[0] in words))
-buffers = ladder.times("buffers of 0x5", {f"counters at {512 * n}": run_0x5(at=128 * n) for n in range(8)})
+(*outputs, counters), *others = copies = [buffers_of_0x5() for _ in range(8)]
+calls = {f"copy {n}": run_0x5(buffers=copy) for n, copy in enumerate(copies)}
+calls |= {f"outputs of copy {n}": run_0x5(buffers=(*copy[:-1], counters)) for n, copy in enumerate(others, 1)}
+calls |= {f"counters of copy {n}": run_0x5(buffers=(*outputs, copy[-1])) for n, copy in enumerate(others, 1)}
+copies_us = ladder.times("copies of 0x5", calls)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ROUNDS = -(-TIMED_SLOTS // TIMED_THREADS)  # ids that a thread counts
 if KERNELS and ladder.median_us("0x5"):
     PHASES["0x5"]["sort kernel"] = max(ladder.median_us("0x5") - KERNELS["main"], 0.0)
+LONGER = [saved("one launch", "0x5", phase) for phase in ("start", "count", "write")]
+LONGER = None if None in LONGER else LONGER
 display(
     say(
         "In the ladder the launches of 0x5 take {both:.1f} us, not {above:.1f}: they are the same, with other buffers. "
-        "The sort kernel then accounts for {sort:.1f} us. Phases that the prediction took as unchanged take as much more: "
-        "`count` {count:.1f} us, `write` {write:.1f} us, `start`, which clears the masks, {start:.1f} us. `count` lost "
-        "its loads in flight: in 0x5 a thread issues four loads before the first addition, here the additions are in "
+        "The sort kernel then accounts for {sort:.1f} us. Phases that the prediction left out or took as unchanged are "
+        "longer: `count` by {count:.1f} us, `write`, which now ranks and pads, by {write:.1f} us, `start`, which clears "
+        "the masks, by {start:.1f} us; together {sum:.1f} us. `count` lost its loads in flight: in 0x5 a thread issues four loads before the first addition, here the additions are in "
         "branches, and the compiler moves no load across them. That is {waits} more waits, {us:.1f} us by the model.",
         both=ladder.median_us("0x5"),
         above=KERNELS and KERNELS["both"],
@@ -508,14 +521,24 @@ display(
         count=saved("one launch", "0x5", "count"),
         write=saved("one launch", "0x5", "write"),
         start=saved("one launch", "0x5", "start"),
+        sum=LONGER and sum(LONGER),
         waits=ROUNDS - ROUNDS // 4,
         us=(ROUNDS - ROUNDS // 4) * LATENCY_US,
     )
 )
+ranges = {}
+for what in ("copy", "outputs", "counters") if copies_us else ():
+    of_these = [us for name, us in copies_us.items() if name.startswith(what)]
+    ranges[what] = f"{min(of_these):.1f} to {max(of_these):.1f}"
 say(
-    "Eight copies of 0x5, whose buffers lie at other addresses, take {least:.1f} to {most:.1f} us.",
-    least=buffers and min(buffers.values()),
-    most=buffers and max(buffers.values()),
+    "Eight copies of 0x5, each with its own allocations, take {copy} us; within one allocation the address of the counters "
+    "makes no difference (notebook 02). With the outputs of the other copies but the counters of the first, 0x5 takes "
+    "{outputs} us, with their counters but the outputs of the first {counters} us. The wider range shows which buffers "
+    "matter more. All factors over 0x5 in this notebook compare with {ladder:.1f} us.",
+    copy=ranges.get("copy"),
+    outputs=ranges.get("outputs"),
+    counters=ranges.get("counters"),
+    ladder=ladder.median_us("0x5"),
 )
 
 # %% [markdown]
@@ -787,9 +810,10 @@ LOOPS["eight loads"] = atomic_loop(make_eight_loads, (256, 1024), SIGNATURE, 102
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "`count` went from {before:.2f} to {now:.2f} us. Its waits are down to {waits:.2f} us, but each of the eight slots is "
-    "tested twice: the loop has {branch} branches, and {slot:.0f} instructions per slot instead of {old:.0f}. Issuing "
-    "these takes at least {issue:.2f} us, more than the remaining waits.",
+    "`count` went from {before:.2f} to {now:.2f} us. Its waits are down to {waits:.2f} us, but each of the eight slots has "
+    "three branches, two for its tests and one past the other addition: the loop has {branch} branches, and {slot:.0f} "
+    "instructions per slot instead of {old:.0f}. Issuing these takes at least {issue:.2f} us. Waits and issue together are "
+    "{sum:.2f} us of the {now:.2f}; the model does not explain the rest.",
     before=PHASES["unsigned integers"]["count"],
     now=PHASES["eight loads"]["count"],
     waits=LATENCY_US * -(-ROUNDS // 8),
@@ -797,6 +821,7 @@ say(
     slot=per_slot(LOOPS["eight loads"]),
     old=per_slot(LOOPS["unsigned"]),
     issue=issue_us(per_slot(LOOPS["eight loads"])),
+    sum=LATENCY_US * -(-ROUNDS // 8) + issue_us(per_slot(LOOPS["eight loads"])),
 )
 
 # %% [markdown]
@@ -875,7 +900,7 @@ print(f"{fewer:.1f} instructions per slot less; branches in the loop: {branches[
 step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_us=issue_us(fewer))
 
 # %% [markdown]
-# **Explanation.** What limits the counting now? Two kernels that end after `count` show it: one stores to shared memory
+# **Explanation.** What limits the counting now? Two kernels that end after `count` show it: one stores to the same words
 # instead of adding atomically, one computes ids instead of loading them. `wavefronts` counts how often shared memory is
 # accessed for one instruction of a warp: once for each word in the fullest of the 32 banks.
 
@@ -887,30 +912,39 @@ def only_count(old="", new="", make=make_drop_bin):
     return count_all(until(make, "count", globals()))
 
 
-ATOMIC, LOAD = "cuda.atomic.add(halves, uint32(ids[k] + half), 1)", "topk_ids[s] if s < numel else num_experts"
-calls = {"as it is": only_count(), "stores": only_count(ATOMIC, "masks[tid] = uint32(ids[k] + half)")}
-calls["no loads"] = only_count(LOAD, "uint32(s * 40503 >> 7) % num_experts")
-counting = ladder.times("counting", calls)
-WARPS_OF_IDS = random_ids(TIMED_TOKENS, TIMED_EXPERTS, TIMED_SLOTS // TIMED_TOKENS).flatten().split(32)
+ATOMIC, STORE = "cuda.atomic.add(halves, uint32(ids[k] + half), 1)", "halves[uint32(ids[k] + half)] = 1"
+LOAD, HASH = "topk_ids[s]", "uint32(uint32(s * s * uint32(2654435769)) >> uint32(20)) % uint32(num_experts)"
+calls = {"additions": only_count(), "stores": only_count(ATOMIC, STORE), "no loads": only_count(LOAD, HASH)}
+counting = ladder.times("additions and loads", calls)
+squares = torch.arange(TIMED_SLOTS) ** 2
+HASHED = ((squares * 2654435769 & 0xFFFFFFFF) >> 20) % TIMED_EXPERTS
+RANDOM = random_ids(TIMED_TOKENS, TIMED_EXPERTS, TIMED_SLOTS // TIMED_TOKENS).flatten()
 
 
 @cache
-def wavefronts(pitch):
+def wavefronts(pitch, hashed=False):
     """Return the mean over all warps of ids, if a lane accesses word `pitch * id`."""
-    return sum(int((torch.unique(pitch * ids) % 32).bincount().max()) for ids in WARPS_OF_IDS) / len(WARPS_OF_IDS)
+    warps = (HASHED if hashed else RANDOM).split(32)
+    return sum(int((torch.unique(pitch * ids) % 32).bincount().max()) for ids in warps) / len(warps)
 
 
 PHASES["drop bin"] = phases(ladder, "drop bin", make_drop_bin, count_all)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+less = {what: counting["additions"] - counting[what] for what in ("stores", "no loads")} if counting else {}
+limit = "Neither the additions nor the loads alone limit the counting"
+if counting and max(less.values()) > 0.1 * counting["additions"]:
+    limit = f"Of the two, the {'atomic additions' if less['stores'] > less['no loads'] else 'loads'} limit the counting"
 say(
-    "Atomic additions limit it: with stores instead, `start` and `count` take {stores:.2f} instead of {all:.2f} us, without "
-    "loads {loads:.2f}. The ids of a warp are random, so an addition needs {banks:.1f} wavefronts, {us:.1f} us for all "
-    "slots, however few instructions surround it. `count` is {share:.0f} % of the kernel's {total:.1f} us, and more CTAs "
-    "would not help: every CTA counts all {slots} slots.",
-    all=counting and counting["as it is"],
+    "`start` and `count` take {all:.2f} us, with stores instead of atomic additions {stores:.2f}, with computed ids, which "
+    "need {hashed:.1f} wavefronts, instead of loads {loads:.2f}. {limit}. The ids of a warp are random, so an addition, "
+    "like a store, needs {banks:.1f} wavefronts, {us:.1f} us for all slots, however few instructions surround it. `count` "
+    "is {share:.0f} % of the kernel's {total:.1f} us, and more CTAs would not help: every CTA counts all {slots} slots.",
+    all=counting and counting["additions"],
     stores=counting and counting["stores"],
     loads=counting and counting["no loads"],
+    hashed=wavefronts(1, hashed=True),
+    limit=limit,
     banks=wavefronts(1),
     us=wavefronts(1) * TIMED_SLOTS / 32 / LIMITS.boost_clock * 1e6,
     slots=TIMED_SLOTS,
@@ -1102,7 +1136,7 @@ def exchange(make, ids=IDS):
     return align(make(EXPERTS, OWN_THREADS), ids, CTAS, OWN_THREADS, workspace, cooperative=True)
 
 
-L2_US = lambda bytes_per_count, ctas=TIMED_CTAS: bytes_per_count * TIMED_EXPERTS * ctas**2 / LIMITS.l2_bandwidth * 1e6
+L2_US = lambda bytes_per_count: bytes_per_count * TIMED_EXPERTS * TIMED_CTAS**2 / LIMITS.l2_bandwidth * 1e6
 exchange_us = (5 + -(-TIMED_CTAS // 8)) * LATENCY_US + L2_US(4)
 gain_us = (PHASES["drop bin"]["count"] or 0) - LATENCY_US - exchange_us
 step("grid-wide barrier", make_grid_barrier, exchange, after="drop bin", predicted_gain_us=gain_us)
@@ -1129,15 +1163,19 @@ def ranks_us(pitch):
     return wavefronts(pitch) * warps * (warps + 1) / 2 / LIMITS.boost_clock * 1e6
 
 
+EXCHANGE_US = PHASES["grid-wide barrier"]["exchange"]
 say(
-    "Two errors of the prediction cancel. The exchange takes {exchange:.2f} us, predicted {predicted:.2f}: the barrier alone "
-    "takes {barrier:.2f} us, not 5 L = {five:.2f} us. And `write` takes {less:.2f} us less: with half the threads a mask is "
+    "Two errors of the prediction cancel. The exchange takes {exchange:.2f} us, predicted {predicted:.2f}. The barrier alone "
+    "takes {barrier:.2f} us, not 5 L = {five:.2f} us, which explains {part:.2f} of the {error:.2f} us; the rest is in the "
+    "loads of the counts, or in waiting for CTAs that arrive later. And `write` takes {less:.2f} us less: with half the threads a mask is "
     "half as long. The masks of the experts begin in {banks} banks instead of {old_banks}, so each load for the ranks "
     "needs {new:.0f} wavefronts instead of {old:.0f}, by the model {new_us:.1f} us in all instead of {old_us:.1f}.",
-    exchange=PHASES["grid-wide barrier"]["exchange"],
+    exchange=EXCHANGE_US,
     predicted=exchange_us,
     barrier=barrier and barrier["barrier"] - barrier["empty"],
     five=5 * LATENCY_US,
+    part=barrier and barrier["barrier"] - barrier["empty"] - 5 * LATENCY_US,
+    error=None if EXCHANGE_US is None else EXCHANGE_US - exchange_us,
     less=saved("drop bin", "grid-wide barrier", "write"),
     banks=32 // math.gcd(32, TIMED_OWN // 32),
     old_banks=32 // math.gcd(32, TIMED_THREADS // 32),
@@ -1315,9 +1353,10 @@ PHASES["tagged counts"] = phases(ladder, "tagged counts", make_tagged, exchange)
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "`exchange` went from {before:.2f} to {now:.2f} us. The barrier, {barrier:.2f} us when alone, is no longer needed, but "
-    "loading twice the bytes costs as much. From here on the loads of the counts are the bottleneck.",
+    "twice the bytes take {bytes:.2f} us more by the model; the rest is not measured. Step 7 measures the loads.",
     before=PHASES["grid-wide barrier"]["exchange"],
     now=PHASES["tagged counts"]["exchange"],
+    bytes=L2_US(4),
     barrier=barrier and barrier["barrier"] - barrier["empty"],
 )
 
@@ -1334,7 +1373,7 @@ rounds = ladder.times("rounds of loads", {"all": exchange(make_tagged), "one": e
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "{threads} of {all_threads} threads add up. {rounds} rounds of loads instead of one take {us:.2f} us, "
+    "{threads} of {all_threads} threads add up. {rounds} rounds of loads instead of one take {us:.2f} us more, "
     "{latencies:.1f} latencies.",
     threads=TIMED_EXPERTS,
     all_threads=TIMED_OWN,
@@ -1595,17 +1634,17 @@ say(
 # %% [markdown]
 # ### Step 9: warps rank their own slots
 #
-# **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. Fewer CTAs
-# need several slots per thread, and then the bitmask over the chunk becomes long: each rank reads all of its lower words.
+# **Bottleneck.** The ranks, of which step 8 hides only a part: the masks of two experts are W words apart, for W warps, so
+# that many lanes of a load share a bank, and warp w loads w + 1 words.
 #
-# **Idea.** A warp ranks its own slots, in rounds of 32. Lanes with the same expert find each other through one mask per warp and
-# expert, and a counter per warp and expert holds what came before. Afterwards one thread per expert turns the counters
-# into sums over lower warps. The cost does not depend on the length of the chunk. `cuda.match_any_sync` returns the same
-# mask without shared memory; the package uses it only where the masks do not fit there.
+# **Idea.** A warp ranks its own slots, in rounds of 32. Lanes with the same expert find each other through one mask per warp
+# and expert, and a counter per warp and expert holds what came before. Afterwards one thread per expert turns the counters
+# into sums over lower warps. `cuda.match_any_sync` returns the same mask without shared memory; the package uses it only
+# where the masks do not fit there.
 #
-# **Predicted gain.** With one slot per thread, none. The sums over lower warps come in addition: a thread per expert loads
-# the counters of all W warps and stores as many sums. The compiler issues the loads together, so they take one latency
-# of shared memory (30 clocks), and each access of a warp takes a clock: gain = -(30 + 2 W x experts / 32) clocks.
+# **Predicted gain.** `t_left - max(0, t_new - t_hidden)`: `t_left` is what the ranks still add, `t_hidden` what step 8
+# hides. For `t_new`, a rank loads two words. A thread per expert loads W counters together, in one latency of shared memory
+# (30 clocks), and stores W sums, a clock each: 2 W x `wavefronts(1)` + 30 + 2 W x experts / 32 clocks.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1688,25 +1727,30 @@ def make_warp_ranks(num_experts, threads, slots=1):
 change(make_overlapped, make_warp_ranks)
 
 # %%
-clocks = 30 + 2 * TIMED_OWN // 32 * TIMED_EXPERTS // 32
-gain_us = -clocks / LIMITS.boost_clock * 1e6
+TIMED_WARPS = TIMED_OWN // 32
+RANK_US = 2 * TIMED_WARPS * wavefronts(1) / LIMITS.boost_clock * 1e6
+new_us = RANK_US + (30 + 2 * TIMED_WARPS * TIMED_EXPERTS / 32) / LIMITS.boost_clock * 1e6
+still_us, all_us = (times["with"] - times["without"] if times else 0.0 for times in (hidden, ranks))
+gain_us = still_us - max(0.0, new_us - (all_us - still_us))
 step("ranks per warp", make_warp_ranks, exchange, after="overlapped ranks", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The phases, compared with step 7, whose `exchange` contains no ranks:
+# **Explanation.** The phases before and after:
 
 # %%
+PHASES["overlapped ranks"] = phases(ladder, "overlapped ranks", make_overlapped, exchange)
 PHASES["ranks per warp"] = phases(ladder, "ranks per warp", make_warp_ranks, exchange)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "The prediction counted what this step adds, not what it removes. `write`, which contained the ranks, went from "
-    "{old_write:.2f} to {write:.2f} us; `exchange`, which contains them now, from {old:.2f} to {new:.2f} us. Before, masks "
-    "were {pitch} words apart, so that a load needed {banks:.0f} wavefronts, and warp w loaded w + 1 words: {us:.1f} us. "
-    "Now neighbouring experts have neighbouring masks: a load needs {now:.1f} wavefronts, and a rank needs one.",
-    old_write=PHASES["packed counts"]["write"],
+    "`exchange` went from {old:.2f} to {new:.2f} us, `write` from {old_write:.2f} to {write:.2f} us. The old `write` includes "
+    "the ranks here, because the compiler removes them from the copy that ends after `exchange` and does not use them. "
+    "Before, masks were {pitch} words apart, so that a load needed {banks:.0f} wavefronts, and warp w loaded w + 1 words: "
+    "{us:.1f} us. Now neighbouring experts have neighbouring masks: a load needs {now:.1f} wavefronts, and a rank needs two "
+    "loads, whatever its warp.",
+    old_write=PHASES["overlapped ranks"]["write"],
     write=PHASES["ranks per warp"]["write"],
-    old=PHASES["packed counts"]["exchange"],
+    old=PHASES["overlapped ranks"]["exchange"],
     new=PHASES["ranks per warp"]["exchange"],
     pitch=TIMED_OWN // 32,
     banks=wavefronts(TIMED_OWN // 32),
@@ -1717,12 +1761,21 @@ say(
 # %% [markdown]
 # ### Step 10: half the CTAs, two slots per thread
 #
-# **Bottleneck.** The traffic of counts.
+# **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. What does it
+# cost? In a copy that ends after `exchange`, each CTA loads a quarter of the counts.
+
+# %%
+QUARTER = changed_source(add_up_packed, "uint32(cta + k * groups) < ctas:", "uint32(cta + k * groups) < ctas // 4:")
+make_until = until(make_warp_ranks, "exchange", globals())
+make_quarter = define(QUARTER + "\n" + source_of(make_until), globals(), "a quarter")["make_warp_ranks"]
+traffic = ladder.times("traffic", {"all counts": exchange(make_until), "a quarter": exchange(make_quarter)})
+traffic_us = traffic["all counts"] - traffic["a quarter"] if traffic else 0.0
+say("Loading a quarter of the counts saves {us:.2f} us.", us=traffic and traffic_us)
+
+# %% [markdown]
+# **Idea.** Half the CTAs, which load a quarter in all: the same kernel, compiled with `slots=2`.
 #
-# **Idea.** The same kernel, compiled with `slots=2`.
-#
-# **Predicted gain.** `4 x experts x (CTAs² - (CTAs/2)²) / B_L2 - t_ranks`. The second slot costs each thread another rank;
-# `t_ranks` is that of step 7's bitmasks, an upper bound, because step 8 hides ranks behind the wait.
+# **Predicted gain.** `t_traffic - t_rank`: what the quarter saves, less a second rank, 2 W x `wavefronts(1)` clocks.
 
 
 # %%
@@ -1731,8 +1784,7 @@ def exchange_half(make, ids=IDS, ctas=-(-CTAS // 2), slots=2, **options):
     return align(make(EXPERTS, OWN_THREADS, slots), ids, ctas, OWN_THREADS, workspace, cooperative=True, **options)
 
 
-saved_us = L2_US(4) - L2_US(4, TIMED_CTAS // 2)
-gain_us = saved_us - (ranks["with"] - ranks["without"] if ranks else 0.0)
+gain_us = traffic_us - RANK_US
 step("two slots per thread", make_warp_ranks, exchange_half, after="ranks per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -1747,10 +1799,9 @@ by_ctas = ladder.times(
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "{times}. The traffic is no longer the bottleneck: with a quarter of it, and a second rank, `exchange` changes from "
-    "{before:.2f} to {now:.2f} us. `write` takes {more:.2f} us more, because half the CTAs write the same outputs; the "
-    "prediction left this out. Step 11 keeps two slots nevertheless, as the package does: with more slots than resident "
-    "threads, a thread takes several.",
+    "{times}. With a quarter of the traffic, and a second rank, `exchange` changes from {before:.2f} to {now:.2f} us. `write` "
+    "takes {more:.2f} us more, because half the CTAs write the same outputs; the prediction left this out. Step 11 keeps two "
+    "slots, as the package does: larger inputs need several per thread.",
     times=by_ctas and "; ".join(f"{name}: {us:.2f} us" for name, us in by_ctas.items()),
     before=PHASES["ranks per warp"]["exchange"],
     now=PHASES["two slots per thread"]["exchange"],
@@ -1852,8 +1903,8 @@ ladder.measure_all()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "The package's kernel takes {final:.2f} us, step 11 {last:.2f}: at this size, what it does in addition costs more than "
-    "neighbouring stores save.",
+    "The package's kernel takes {final:.2f} us, step 11 {last:.2f}: it also sorts its chunks and checks ids, which does not "
+    "pay at this size.",
     final=ladder.median_us("final"),
     last=ladder.median_us("dependent launch"),
 )
@@ -2196,12 +2247,13 @@ again = fused.times("one CTA", {"gate": parts["gate, 1 CTA"], "align": parts["al
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "Alone they take {gate:.2f} and {align:.2f} us, together {both:.2f} us. A launch less saves {saved:.2f} us; one SM instead "
-    "of many costs far more.",
+    "Alone they take {gate:.2f} and {align:.2f} us, together {both:.2f} us. One launch less saves {saved:.2f} us, predicted "
+    "{predicted:.2f}; one SM instead of many costs far more.",
     gate=again and again["gate"],
     align=again and again["align"],
     both=again and again["both"],
     saved=again and again["gate"] + again["align"] - again["both"],
+    predicted=DEPENDENT_US + 2 * LATENCY_US,
 )
 
 # %% [markdown]
@@ -2321,7 +2373,7 @@ numbers_of_clusters = fused.times("clusters", {f"{n} clusters": clusters(n) for 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "{times}. Four are enough: more clusters shorten only the writing.",
+    "{times}. Four are enough: eight are no faster.",
     times=numbers_of_clusters
     and ", ".join(
         f"{name.removesuffix('s' * (name[0] == '1'))}: {us:.2f} us" for name, us in numbers_of_clusters.items()

@@ -105,6 +105,14 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     },
     "0x1: counting phase": Diagnosis("align_ladder", "counting", "random ids"),
     "0x1: counting phase without atomics": Diagnosis("align_ladder", "counting", "no atomics"),
+    "sort kernel": Diagnosis("align_ladder", "sort kernel", "as it is"),
+    "sort kernel with loads instead of atomics": Diagnosis(
+        "align_ladder", "sort kernel", "a load instead of the atomic"
+    ),
+    **{
+        f"a chain of {links} shuffles": Diagnosis("align_ladder", "chains", f"a shuffle x {links}")
+        for links in (1024, 2048)
+    },
     "0x3: search for expert_ids, uneven": Diagnosis("align_ladder", "skewed ids", "binary search"),
     "0x3: loop over each expert's blocks instead, uneven": Diagnosis(
         "align_ladder", "skewed ids", "a thread per expert"

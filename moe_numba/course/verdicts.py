@@ -190,7 +190,7 @@ class Article(NamedTuple):
 def saving(old: float, new: float, what: str = "") -> Found:
     """Compare two times in microseconds: percent of the first that the second saves."""
     saved = 100 * (1 - new / old)
-    change = f"{abs(saved):.1f} % {'less' if saved >= 0 else 'more'}"
+    change = f"{abs(saved):.3g} % {'less' if saved >= 0 else 'more'}"
     return Found(saved, f"{what}{old:.4g} -> {new:.4g} us, {change}")
 
 

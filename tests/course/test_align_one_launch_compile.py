@@ -67,3 +67,25 @@ def test_no_kernel_spills_and_none_has_too_many_registers(codes):
 def test_all_of_the_notebooks_kernels_are_compiled():
     made = set(re.findall(r"^def (make_\w+)\(", TEXT, re.M)) | {"make_dependent"}
     assert made - {"make_route", "make_align_ids"} == {name.partition("(")[0] for name in KERNELS}
+
+
+def test_the_kernels_that_isolate_additions_and_loads_differ_in_nothing_else():
+    text = re.search(r"^@cache\ndef make_drop_bin.*?^    return kernel\n", TEXT, re.M | re.S)[0]
+    text = text[: text.index("        # scan\n")] + "\n    return kernel\n"
+    atomic, store, load, computed = (
+        ast.literal_eval(found)
+        for pair in re.findall(r"^(?:ATOMIC, STORE|LOAD, HASH) = (.*)", TEXT, re.M)
+        for found in re.findall(r'"[^"]*"', pair)
+    )
+    variants = {"additions": (atomic, atomic), "stores": (atomic, store), "no_loads": (load, computed)}
+    code = source()
+    for name, (old, new) in variants.items():
+        assert text.count(old) == 1
+        code += "\n\n" + text.replace(old, new).replace("def make_drop_bin", f"def {name}")
+    found = compile_apart(
+        code, {name: (f"{name}(256, 1024)", COUNTS_ALL, 1024, False) for name in variants}, (9, 0, "a")
+    )
+    counts = {name: tuple(made.count(op) for op in ("LDG", "ATOMS", "STS")) for name, made in found.items()}
+    loads, additions, clearing = counts["additions"]
+    assert (loads, additions) == (8, 8)
+    assert counts["stores"] == (8, 0, clearing + 8) and counts["no_loads"] == (0, 8, clearing)

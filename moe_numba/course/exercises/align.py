@@ -91,11 +91,11 @@ def _is_least_length(length):
         numel, num_experts, block_size = sizes
         case = f"{plural(numel, 'slot')}, {plural(num_experts, 'expert')}, blocks of {block_size}"
         if got is ...:
-            return "not answered yet: return a number of positions"
+            return "not answered yet: return a number of places"
         if not isinstance(got, Integral):
             return f"{case}: the length is {got}, which is no integer"
         if got < needed:
-            return f"too few: {case} need {needed} positions for some routing, not {got}"
+            return f"too few: {case} need {needed} places for some routing, not {got}"
         if got > needed and loose is None:
             loose = f"sufficient, but not tight: {case} need {needed}, not {got}"
     return loose
@@ -204,28 +204,27 @@ EXERCISES = {
         scan_64,
     ),
     2: Exercise(
-        "a function from slots, experts and block size to the fewest positions that suffice for any routing; all slots "
-        "may choose the same expert",
+        "a function from slots, experts and block size to the fewest places that suffice for any routing; each slot "
+        "may choose any expert",
         _is_least_length,
         "The worst routing gives as many experts as possible a last block with a single slot. How many can that be?",
         buffer_length,
     ),
     3: Exercise(
         "a function from the number of experts to a row pitch in words (at least num_experts, at most "
-        "2 * num_experts + 2) without bank conflicts",
+        "2 * num_experts + 2) without bank conflicts when 32 threads read the same column",
         _has_no_bank_conflicts,
         "Word w lies in bank w % 32. Lanes l and m conflict if l * pitch and m * pitch leave the same remainder.",
         "lambda num_experts: num_experts | 1  # an odd pitch visits all 32 banks",
     ),
     4: Exercise(
-        "a function that returns the slots of a thread",
+        "a function that returns the slots of a thread, at most ceil(numel / threads)",
         _keeps_the_order,
-        "The table orders an expert's slots by thread first, so the slots of thread 0 must be below those of thread 1.",
+        "The counters order an expert's slots by thread, so the slots of thread 0 must be below those of thread 1.",
         slots_in_order,
     ),
     5: Exercise(
-        "a kernel that adds to a counter once for all lanes of a warp with the same expert, which cuda.match_any_sync "
-        "finds",
+        "a kernel in which a warp adds once per distinct expert; cuda.match_any_sync finds the lanes with the same one",
         _sorts_with_few_atomics,
         "The mask of cuda.match_any_sync has a bit per lane with the same expert: cuda.popc counts them, cuda.ffs "
         "finds the lowest. The bits below a lane are its rank among them.",

@@ -51,7 +51,7 @@ def _ranks_stably(kernel):
         if (wrong := np.flatnonzero(ranks != wanted)).size:
             i = wrong[0]
             return (
-                f"with the thread order of seed {seed}, element {i} of expert {ids[i]} gets rank {ranks[i]}, but "
+                f"with the thread order of seed {seed}, ids[{i}] is expert {ids[i]} and gets rank {ranks[i]}, but "
                 f"{wanted[i]} earlier elements have this expert; {wrong.size} of 64 ranks are wrong"
             )
     return None

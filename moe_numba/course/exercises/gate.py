@@ -144,7 +144,7 @@ def _compares_bits(tree):
 
 
 def better_groups(sums, with_ties):
-    """Return how many groups are better than each; with ``with_ties`` the lower of two equal groups is better."""
+    """Return how many groups are better than each; with ``with_ties`` the lower index is better of two equal groups."""
     better = lambda g, h: sums[h] > sums[g] or (with_ties and sums[h] == sums[g] and h < g)
     return [sum(better(g, h) for h in range(len(sums))) for g in range(len(sums))]
 
@@ -165,7 +165,7 @@ def _shows_the_missing_rule(sums):
 
 EXERCISES = {
     1: Exercise(
-        "a kernel that leaves in each lane the maximum of its half of the warp, after as few shuffles as possible",
+        "a kernel that leaves in `out[lane]` the maximum of the lane's own half of the warp, after four shuffles",
         _finds_both_maxima,
         "Which bit of the lane index tells the two halves apart? No shuffle may cross it.",
         max_of_half_warps,
@@ -185,7 +185,8 @@ EXERCISES = {
         "lambda bits: bits ^ ((bits >> 31) & 0x7FFFFFFF)",
     ),
     4: Exercise(
-        "a kernel without branches that sorts four (key, slot) pairs: larger keys first, of equal keys the lower slot",
+        "a kernel without branches, `and` and `or` that sorts four (key, slot) pairs: larger keys first, of equal keys "
+        "the lower slot",
         _sorts_without_branches,
         "Which operators evaluate both of their operands? Mind that they bind more tightly than comparisons.",
         sort_four,

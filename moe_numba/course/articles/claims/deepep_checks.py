@@ -172,9 +172,8 @@ def atomics_of_layout() -> Found:
 def counts_per_rank() -> Found:
     layout = _simulated()["layout"]
     wrong = sum(a != b for a, b in zip(layout["per rank"], layout["distinct"], strict=True))
-    return Found(
-        wrong, f"{sum(layout['per rank'])} against {layout['per expert']} for the experts, of {layout['ids']} ids"
-    )
+    counted = f"{sum(layout['per rank'])} tokens, where experts count {layout['per expert']} of {layout['ids']} ids"
+    return Found(wrong, f"{wrong} of {len(layout['distinct'])} ranks differ; {counted}")
 
 
 @cache
@@ -200,7 +199,8 @@ def parts_of_the_buffer() -> Found:
     ends = [*list(starts.values())[1:], total]
     sizes = [end - start for start, end in zip(starts.values(), ends, strict=True)]
     wrong = sum(abs(size - own) for size, own in zip(sizes, (data, signals, 8 * peers, 8 * peers), strict=True))
-    return Found(wrong, f"{total - data} bytes behind the data: signals and two lists of {peers} pointers")
+    behind = f"signals and two lists of {peers} pointers, {total - data} bytes"
+    return Found(wrong, f"{wrong} bytes; behind the data lie {behind}")
 
 
 def rank_prefix_matrix() -> Found:
