@@ -56,7 +56,7 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw.call_timeline import call_timeline
 from moe_numba.course.draw.player import Player
-from moe_numba.course.draw.shared_memory_frames import shared_accesses
+from moe_numba.course.draw.shared_memory import shared_accesses
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
@@ -453,7 +453,7 @@ exercise("start-3").check((halved_kernel, halved_call))
 # The other notebooks improve a kernel step by step. Each step has the same parts: the measured **bottleneck**, the
 # **idea**, the **predicted gain**, the **change** of the source, a check of the result, the **measured gain**, and, if the
 # prediction missed by more than a third, an **explanation** that is measured as well. Here is one step as an example. Its
-# starting point copies a matrix of 32 columns, one row per thread. `rotating` makes so many inputs that none is still in the L2
+# starting point copies a matrix of 32 columns, one row per thread. `rotating` makes enough inputs that none is still in the L2
 # cache when it is used again; `copy_with` bundles what is checked and what is timed.
 
 # %%

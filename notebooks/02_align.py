@@ -54,7 +54,7 @@ from moe_numba.course.draw import align as draw
 from moe_numba.course.draw.dispatch_layout import banks
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
-from moe_numba.course.draw.shared_frames import barrier_steps
+from moe_numba.course.draw.shared_memory import barrier_steps
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.exercises import exercise
 from moe_numba.course.instruction_mix import instruction_mix
@@ -555,7 +555,7 @@ print("instructions of the counting loop, for four slots:", LOOPS)
 
 
 def issue_us(instructions):
-    """Microseconds that issuing so many instructions per iteration of the counting loop takes; None without nvdisasm."""
+    """Microseconds to issue this number of instructions per iteration of the counting loop; None without nvdisasm."""
     iterations = N / 1024 / AT_ONCE if AT_ONCE else 0
     return instructions * iterations * 8 / LIMITS.boost_clock * 1e6 or None  # 8 warps per scheduler
 

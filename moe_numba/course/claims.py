@@ -68,7 +68,7 @@ def _layer(step, tokens, dtype="float8_e4m3fn"):
 
 
 GATE_TOKENS = (1, 64, 256, 1024, 4096, 16384, 65536)
-SIZES = {"4096 tokens": "kernel_us", "64 tokens": "few_us", "1 token": "one_us"}  # of the alignment's ladder
+ALIGN_SIZES = {"4096 tokens": "kernel_us", "64 tokens": "few_us", "1 token": "one_us"}  # of the alignment's ladder
 GEMM_SIZES = {"2048 rows": "kernel_us", "32 rows": "few_us", "8192 rows": "many_us"}  # of the grouped GEMM's ladder
 ALIGN_STEPS = {
     "0x1": "0x1 baseline",
@@ -91,7 +91,7 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     **{
         f"{name}, {size}": Row("align_ladder", step, at)
         for name, step in ALIGN_STEPS.items()
-        for size, at in SIZES.items()
+        for size, at in ALIGN_SIZES.items()
     },
     **{
         f"0x1: {part}": Row("align_ladder", "0x1 baseline", f"phases_us.{phase}")
@@ -167,7 +167,7 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     **{
         f"{step}, {size}": Row("dispatch_layout_ladder", step, at)
         for step in ("private counters", "the same with atomics")
-        for size, at in SIZES.items()
+        for size, at in ALIGN_SIZES.items()
     },
     # 08_ring_buffer_dispatch
     "dispatch with a chunk of 1": None,

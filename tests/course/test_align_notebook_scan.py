@@ -9,7 +9,7 @@ from moe_numba import simulator
 from moe_numba.course.bench import code_hash
 from moe_numba.course.draw.player import Box
 from moe_numba.course.draw.scans import blelloch_steps
-from moe_numba.course.draw.shared_frames import barrier_steps
+from moe_numba.course.draw.shared_memory import barrier_steps
 from moe_numba.course.simulate import define
 from moe_numba.runtime.launch import launch
 

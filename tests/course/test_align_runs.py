@@ -37,5 +37,5 @@ def test_tags_relax_what_they_name(ids):
 
 
 def test_unknown_tags_are_refused(ids):
-    with pytest.raises(ValueError, match="outputs end with {'any mercy'}"):
-        wrong((*reference(ids, 4, 8), "any mercy"), ids, 8, 4)
+    with pytest.raises(ValueError, match="outputs end with {'any length'}"):
+        wrong((*reference(ids, 4, 8), "any length"), ids, 8, 4)

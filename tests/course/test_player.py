@@ -16,7 +16,7 @@ from moe_numba import simulator
 from numba import cuda, int32
 
 from moe_numba.course.draw.player import Arrow, Box, Frame, Label, Player
-from moe_numba.course.draw.shared_frames import barrier_steps
+from moe_numba.course.draw.shared_memory import barrier_steps
 from moe_numba.course.draw.warp_frames import shuffles
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

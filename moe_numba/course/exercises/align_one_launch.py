@@ -73,7 +73,7 @@ def sum_of_all(values, rows, sums, counter):
 
 
 def _survives_the_wrap(kernel):
-    """Launch a kernel with the counters that it would find after so many launches that 31 and 32 bits overflow."""
+    """Launch a kernel with the counters that it would find just before they overflow 31 and 32 bits."""
     counter = torch.zeros(1, dtype=torch.int32)
     if wrong := _launches_of_sum(kernel, counter, "the first launches"):
         return wrong

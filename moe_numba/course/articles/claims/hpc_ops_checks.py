@@ -116,7 +116,7 @@ def _is_refused(shape):
 
 
 def _problem(seqlens, k=128, n=128):
-    """Make hpc-ops' grouped GEMM of groups with so many rows; x has random bytes."""
+    """Make hpc-ops' grouped GEMM of groups with these numbers of rows; x has random bytes."""
     lengths = torch.tensor(seqlens, dtype=torch.int32)
     starts = torch.tensor([0, *accumulate(seqlens)], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)

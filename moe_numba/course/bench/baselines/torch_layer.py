@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba import biased_grouped_topk, group_gemm_bf16, moe_align_block_size, simulator
+from moe_numba.course.bench.launch_profile import launch_profile
 from moe_numba.runtime.device import gpu_of
 from moe_numba.shared_experts import reference
 
@@ -346,15 +347,6 @@ def tile_rows(slots, experts, out, inner, dtype):
 
 
 def count_kernels(call):
-    """Count the kernels that a call launches with torch's profiler; None in the simulator."""
-    if simulator.ENABLED:
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-        call()
-        torch.cuda.synchronize()
-    kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in e.name]
-    return len(kernels)
+    """Count the kernels that a call launches; None in the simulator."""
+    profile = launch_profile(call)
+    return profile and len(profile)

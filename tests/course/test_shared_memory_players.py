@@ -9,7 +9,7 @@ from moe_numba import simulator
 from numba import cuda, float32
 
 from moe_numba.course.draw.player import Arrow, Box, Player
-from moe_numba.course.draw.shared_memory_frames import shared_accesses
+from moe_numba.course.draw.shared_memory import shared_accesses
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="it draws simulator traces")
 
