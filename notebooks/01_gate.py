@@ -1448,7 +1448,7 @@ run = run_pointers(make_rank_groups, 1)(KEPT, TOPK)
 measure("rank by counting", run, after="32-bit integers", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# In `better_groups` the shuffle stands before the `and`: behind it, lanes whose left operand is false would skip it and wait at
+# In `better_groups` the shuffle stands before the `and`: after it, lanes whose left operand is false would skip it and wait at
 # `ballot_sync`, and the others for them. This is undefined, and a GPU may hang. The simulator stops:
 
 
@@ -1774,7 +1774,7 @@ measure(
 CLOCKS.select("integer keys", "sorted lanes", "no short circuits")
 
 # %% [markdown]
-# **Explanation.** The branches cost next to nothing. How many the kernel has:
+# **Explanation.** The removed branches cost next to nothing. The counts:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2306,8 +2306,8 @@ else:
     print("left out: the kernel needs 8 groups")
 
 # %% [markdown]
-# **Explanation.** The launch bounds allow 4 CTAs of 6 warps per SM. These 24 warps, 4 tokens each, are one **wave** of the grid.
-# Both kernels with one set of logits, which stays in the L2 cache, and whole waves:
+# **Explanation.** The launch bounds allow 4 CTAs of 6 warps per SM. These 24 warps on every SM, 4 tokens each, are one **wave**
+# of the grid. Both kernels with one set of logits, which stays in the L2 cache, and this step's with whole waves from DRAM:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FULL_WAVE = 24 * 4 * SMS  # tokens
@@ -2349,7 +2349,7 @@ say(
 # ### Step 20: the package's kernel
 #
 # `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few (one
-# token per warp, so nothing is looped). Both sources
+# token per warp, so the loop runs once). Both sources
 # ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) differ too much for a
 # diff: they also handle NaN, 16-bit logits, other shapes, shared experts and padding.
 #
@@ -2434,7 +2434,7 @@ gain_us = EMPTY[False] - EMPTY[True] if all(EMPTY.values()) else 0.0
 measure("final", run_package, after="package kernel" if FOUR else "keys alone", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** An empty kernel has one CTA. How does the gain grow with the grid?
+# **Explanation.** An empty kernel has one CTA. Does the gain depend on the grid?
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 sizes = {"4096": min(4096, 4 * WAVE), "16384": TOKENS, "waves": 4 * WAVE}
@@ -2463,7 +2463,7 @@ say(
 # %% [markdown]
 # ### Step 22: bfloat16
 #
-# **Bottleneck.** DRAM, and many models compute logits in bfloat16.
+# **Bottleneck.** The wait for DRAM. Many models compute logits in bfloat16.
 #
 # **Idea.** Load 16-bit logits, 8 per 16-byte load, and compute in float32. SGLang's kernel computes in the type of the logits.
 # Scores then have 8 significant bits, and the choice changes:
