@@ -848,8 +848,8 @@ mix = instruction_mix(kernels, [make for make, _ in makes.values()])
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "Call time: {call:.0f} -> {call_now:.0f} us. Integer instructions in the machine code: {integers:,} -> {now:,}. "
-    "Kernel time: {us:.1f} -> {us_now:.1f} us, where the pipes alone take {pipe:.1f} and {pipe_now:.1f} us. The call became "
-    "cheap; in kernel time, nothing of the prediction showed.",
+    "Kernel time: {us:.1f} -> {us_now:.1f} us, where the pipes alone take {pipe:.1f} and {pipe_now:.1f} us. In "
+    "kernel time, nothing of the prediction showed.",
     call=ladder.median_us("port, static sizes", "call_us"),
     call_now=ladder.median_us("pointers", "call_us"),
     integers=mix["port, static sizes"]["integer"],
@@ -2325,22 +2325,25 @@ if FOUR:
 judgement = ladder.gain("four tokens per warp") if FOUR else None
 say(
     "The pipes save {pipe_gain:.1f} us. With logits in L2 the step takes {l2_before:.1f} -> {l2_after:.1f} us, from DRAM "
-    "{before:.1f} -> {after:.1f} us: what it gains in L2 but not from DRAM is a longer wait for DRAM, with 24 instead "
-    "of {warps} warps per SM to hide it. 16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, "
-    "four {four:.1f} us. In the steady state a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and its bytes {dram:.1f} us: "
-    "the pipes are the larger of the two bounds there. With 16384 tokens the first wave, in which nothing hides the wait for "
-    "DRAM, weighs more.",
+    "{before:.1f} -> {after:.1f} us. So DRAM adds {wait_before:.1f} us before and {wait:.1f} us after, with {warps} and 24 warps "
+    "per SM to hide it. 16384 tokens are {count:.1f} waves. One wave takes {one:.1f} us, two {two:.1f} us, four {four:.1f} us. In "
+    "the steady state a wave takes {each:.1f} us; its pipes need {pipe:.1f} us and, at the same time, its bytes {dram:.1f} us. The "
+    "other {ends:.1f} us of a single wave are the launch, and the start and end of the grid, where warps hide less of each other's "
+    "waits. In {count:.1f} waves they weigh more than in many.",
     pipe_gain=pipe_us("keys alone") - pipe_us("four tokens per warp") if FOUR else None,
     l2_before=l2_us.get("before"),
     l2_after=l2_us.get("after"),
     before=judgement and judgement.before_us,
     after=judgement and judgement.after_us,
+    wait_before=judgement and l2_us.get("before") and judgement.before_us - l2_us["before"],
+    wait=judgement and l2_us.get("after") and judgement.after_us - l2_us["after"],
     warps=CTAS["keys alone"] * WARPS,
     count=16384 / FULL_WAVE,
     one=waves_us.get("1"),
     two=waves_us.get("2"),
     four=waves_us.get("4"),
     each=waves_us and (waves_us["4"] - waves_us["2"]) / 2 or None,
+    ends=waves_us and waves_us["1"] - (waves_us["4"] - waves_us["2"]) / 2 or None,
     pipe=pipe_us("four tokens per warp") * FULL_WAVE / MODEL_TOKENS if FOUR else None,
     dram=lower_bounds_us(FULL_WAVE)["DRAM"],
 )
@@ -2402,13 +2405,20 @@ if FOUR:
     calls = {"four tokens per warp": run_four_tokens, "package kernel": run_package_kernel}
     calls = {name: gate.calls(run)[1][:1] for name, run in calls.items()}
     l2_us = ladder.times("logits in L2", calls) or {}
+before, after = l2_us.get("four tokens per warp"), l2_us.get("package kernel")
+judgement = ladder.gain("package kernel") if FOUR else None
 say(
-    "From L2: {before:.1f} -> {after:.1f} us, a gain of the predicted size. From DRAM: {dram_before:.1f} -> {dram_after:.1f} us. "
-    "Both wait for DRAM, and fewer instructions do not shorten this wait.",
-    before=l2_us.get("four tokens per warp"),
-    after=l2_us.get("package kernel"),
-    dram_before=ladder.median_us("four tokens per warp") if FOUR else None,
-    dram_after=ladder.median_us("package kernel") if FOUR else None,
+    "From L2: {before:.1f} -> {after:.1f} us, a gain of {gain:.1f} us where {predicted:.1f} us were predicted. From DRAM: "
+    "{dram_before:.1f} -> {dram_after:.1f} us. So DRAM adds {wait_before:.1f} us before and {wait:.1f} us after: fewer instructions do "
+    "not make the logits arrive earlier.",
+    before=before,
+    after=after,
+    gain=before and after and before - after,
+    predicted=judgement and judgement.predicted_us,
+    dram_before=judgement and judgement.before_us,
+    dram_after=judgement and judgement.after_us,
+    wait_before=judgement and before and judgement.before_us - before,
+    wait=judgement and after and judgement.after_us - after,
 )
 
 # %% [markdown]
@@ -2522,7 +2532,7 @@ say(
     "From L2, {float32:.1f} us with float32 and {bfloat16:.1f} us with bfloat16; from DRAM {wait:.1f} and {wait_16:.1f} us more. "
     "Computing hides only the rest of the {dram:.1f} and {dram_16:.1f} us that DRAM needs, so the saved bytes count. Launched in "
     "the ordinary way and from L2, bfloat16 takes {wide:.1f} us with loads of {width} bytes, and {narrow:.1f} us with twice as "
-    "many loads, as many as float32 needs.",
+    "many loads, as many as float32 needs: the number of loads explains {loads:.1f} of the {gain:.1f} us that bfloat16 saves from L2.",
     float32=types_us.get("float32"),
     bfloat16=types_us.get("bfloat16"),
     wait=wait_us["float32"],
@@ -2531,6 +2541,8 @@ say(
     dram_16=dram_16_us if FOUR else None,
     wide=types_us.get("wide loads"),
     narrow=types_us.get("narrow loads"),
+    loads=types_us.get("wide loads") and types_us["narrow loads"] - types_us["wide loads"],
+    gain=types_us.get("float32") and types_us["float32"] - types_us["bfloat16"],
     width=WIDTH,
 )
 
