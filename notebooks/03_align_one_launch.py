@@ -15,7 +15,7 @@
 # # Align in one launch
 #
 # [Notebook 02](02_align.ipynb) ended with version 0x5 of SGLang's `moe_align_block_size`: a first kernel counts the token
-# slots of each expert, a second one places them. This notebook does both in one launch, step by step, and ends with the
+# slots of each expert, a second one places them. This notebook does both in one launch and ends with the
 # kernels of the package. The last section fuses the alignment with the gate of [notebook 01](01_gate.ipynb).
 
 # %%
@@ -589,7 +589,7 @@ say(
 # takes the divisor's sign; a negative index counts from the end of a shared array, so every signed index is tested. A GPU
 # has 32-bit integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine. `uint32(...)` around each
 # result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits if an argument
-# is a Python integer, and takes more instructions than a `while` with `uint32` in any case.
+# is a Python integer, and always takes more instructions than a `while` with `uint32`.
 #
 # **Predicted gain.** `d` x slots / (32 x 4 x `f`), if issue limits the counting: `d` is the difference of instructions per
 # slot.
@@ -1773,7 +1773,8 @@ traffic_us = traffic["all counts"] - traffic["a quarter"] if traffic else 0.0
 say("Loading a quarter of the counts saves {us:.2f} us.", us=traffic and traffic_us)
 
 # %% [markdown]
-# **Idea.** Half the CTAs, which load a quarter in all: the same kernel, compiled with `slots=2`.
+# **Idea.** Half the CTAs, which load a quarter in all: the same kernel, compiled with `slots=2`. Larger inputs need
+# several slots per thread anyway.
 #
 # **Predicted gain.** `t_traffic - t_rank`: what the quarter saves, less a second rank, 2 W x `wavefronts(1)` clocks.
 
@@ -1921,7 +1922,7 @@ known = {name: parts for name, parts in PHASES.items() if None not in parts.valu
 phase_bars(known, "Where the time of each step goes") if known else print("no phases are recorded yet")
 
 # %% [markdown]
-# All steps at other sizes. Redundant counting grows with the slots, an exchange has a fixed cost: the package uses both.
+# All steps with other inputs. Redundant counting grows with the slots, an exchange has a fixed cost: the package uses both.
 
 # %%
 for what, ids in OTHERS.items():
@@ -2240,7 +2241,7 @@ gain_us = PARTS[0] + PARTS[2] - (PARTS[1] + PARTS[4] - DEPENDENT_US - 2 * LATENC
 fused.step("one CTA", one_cta(), after="two launches", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The alignment in the same CTA, with the ids given, against all:
+# **Explanation.** Gate and alignment alone, each in one CTA, and both together:
 
 # %%
 again = fused.times("one CTA", {"gate": parts["gate, 1 CTA"], "align": parts["align, 1 CTA"], "both": one_cta()})
@@ -2261,12 +2262,12 @@ say(
 #
 # **Bottleneck.** One SM routes all tokens, several per warp, and writes all outputs.
 #
-# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs that are co-scheduled on the SMs of one GPC (a group of SMs) and can access each other's
-# shared memory: **distributed shared memory**. Each CTA routes its share of the tokens, one per warp, and stores the ids in
+# **Idea.** A **thread block cluster** (Hopper and newer) is a group of CTAs that are co-scheduled on one GPC (a group of SMs) and can
+# access each other's shared memory: **distributed shared memory**. Each CTA routes its share of the tokens, one per warp, and stores the ids in
 # the shared memory of all. After a **cluster barrier** every CTA has all ids. Then each counts all slots and writes its
 # share, as in step 1. A CTA's shared memory exists only while the CTA runs. A first barrier therefore ensures that all have
-# started; no CTA touches remote memory after the second, so CTAs may end at any time. Older GPUs, which have no clusters,
-# keep step 1 or two launches.
+# started; no CTA accesses remote memory after the second, so CTAs may end at any time. Older GPUs, which have no clusters,
+# keep fused step 1 or two launches.
 
 # %%
 draw.cluster_ids()
