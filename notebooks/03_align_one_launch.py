@@ -530,14 +530,19 @@ ranges = {}
 for what in ("copy", "outputs", "counters") if copies_us else ():
     of_these = [us for name, us in copies_us.items() if name.startswith(what)]
     ranges[what] = f"{min(of_these):.1f} to {max(of_these):.1f}"
+reason = "The wider range shows which buffers matter more."
+if copies_us and max(copies_us.values()) < 1.05 * min(copies_us.values()):
+    reason = "All these times are within 5 % of each other. The buffers of the ladder are not among them: why 0x5 "
+    reason += f"takes {ladder.median_us('0x5'):.1f} us with those is not measured."
 say(
     "Eight copies of 0x5, each with its own allocations, take {copy} us; within one allocation the address of the counters "
     "makes no difference (notebook 02). With the outputs of the other copies but the counters of the first, 0x5 takes "
-    "{outputs} us, with their counters but the outputs of the first {counters} us. The wider range shows which buffers "
-    "matter more. All factors over 0x5 in this notebook compare with {ladder:.1f} us.",
+    "{outputs} us, with their counters but the outputs of the first {counters} us. {reason} All factors over 0x5 "
+    "in this notebook compare with {ladder:.1f} us.",
     copy=ranges.get("copy"),
     outputs=ranges.get("outputs"),
     counters=ranges.get("counters"),
+    reason=reason,
     ladder=ladder.median_us("0x5"),
 )
 
@@ -935,11 +940,16 @@ less = {what: counting["additions"] - counting[what] for what in ("stores", "no 
 limit = "Neither the additions nor the loads alone limit the counting"
 if counting and max(less.values()) > 0.1 * counting["additions"]:
     limit = f"Of the two, the {'atomic additions' if less['stores'] > less['no loads'] else 'loads'} limit the counting"
+OTHER_PHASES = [saved("drop bin", "eight loads", phase) for phase in ("start", "scan", "write")]
 say(
+    "`count` changes by {change:+.2f} us, predicted {predicted:+.2f}, the other phases together by {others:+.2f} us. "
     "`start` and `count` take {all:.2f} us, with stores instead of atomic additions {stores:.2f}, with computed ids, which "
     "need {hashed:.1f} wavefronts, instead of loads {loads:.2f}. {limit}. The ids of a warp are random, so an addition, "
     "like a store, needs {banks:.1f} wavefronts, {us:.1f} us for all slots, however few instructions surround it. `count` "
     "is {share:.0f} % of the kernel's {total:.1f} us, and more CTAs would not help: every CTA counts all {slots} slots.",
+    change=saved("drop bin", "eight loads", "count"),
+    predicted=-issue_us(fewer),
+    others=None if None in OTHER_PHASES else sum(OTHER_PHASES),
     all=counting and counting["additions"],
     stores=counting and counting["stores"],
     loads=counting and counting["no loads"],
@@ -1351,13 +1361,18 @@ in_simulator(overflow)
 PHASES["tagged counts"] = phases(ladder, "tagged counts", make_tagged, exchange)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+BARRIER_US = barrier and barrier["barrier"] - barrier["empty"]
+EXCHANGE_CHANGE = saved("tagged counts", "grid-wide barrier", "exchange")
 say(
     "`exchange` went from {before:.2f} to {now:.2f} us. The barrier, {barrier:.2f} us when alone, is no longer needed, but "
-    "twice the bytes take {bytes:.2f} us more by the model; the rest is not measured. Step 7 measures the loads.",
+    "twice the bytes take {bytes:.2f} us more by the model: together {both:+.2f} us. The other {rest:+.2f} us are not "
+    "explained; step 7 measures the loads.",
     before=PHASES["grid-wide barrier"]["exchange"],
     now=PHASES["tagged counts"]["exchange"],
     bytes=L2_US(4),
-    barrier=barrier and barrier["barrier"] - barrier["empty"],
+    barrier=BARRIER_US,
+    both=BARRIER_US and L2_US(4) - BARRIER_US,
+    rest=None if None in (EXCHANGE_CHANGE, BARRIER_US) else EXCHANGE_CHANGE - L2_US(4) + BARRIER_US,
 )
 
 # %% [markdown]
@@ -1770,7 +1785,11 @@ make_until = until(make_warp_ranks, "exchange", globals())
 make_quarter = define(QUARTER + "\n" + source_of(make_until), globals(), "a quarter")["make_warp_ranks"]
 traffic = ladder.times("traffic", {"all counts": exchange(make_until), "a quarter": exchange(make_quarter)})
 traffic_us = traffic["all counts"] - traffic["a quarter"] if traffic else 0.0
-say("Loading a quarter of the counts saves {us:.2f} us.", us=traffic and traffic_us)
+say(
+    "Loading a quarter of the counts saves {us:.2f} of the {exchange:.2f} us of `exchange`.",
+    us=traffic and traffic_us,
+    exchange=PHASES["ranks per warp"]["exchange"],
+)
 
 # %% [markdown]
 # **Idea.** Half the CTAs, which load a quarter in all: the same kernel, compiled with `slots=2`. Larger inputs need
@@ -1801,12 +1820,13 @@ by_ctas = ladder.times(
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "{times}. With a quarter of the traffic, and a second rank, `exchange` changes from {before:.2f} to {now:.2f} us. `write` "
-    "takes {more:.2f} us more, because half the CTAs write the same outputs; the prediction left this out. Step 11 keeps two "
-    "slots, as the package does: larger inputs need several per thread.",
+    "takes {more:.2f} us more, because half the CTAs write the same outputs; the prediction left this out. {fastest} are "
+    "fastest. Step 11 keeps two slots, as the package does, because larger inputs need several per thread.",
     times=by_ctas and "; ".join(f"{name}: {us:.2f} us" for name, us in by_ctas.items()),
     before=PHASES["ranks per warp"]["exchange"],
     now=PHASES["two slots per thread"]["exchange"],
     more=saved("two slots per thread", "ranks per warp", "write"),
+    fastest=by_ctas and min(by_ctas, key=by_ctas.get).partition(",")[0],
 )
 
 # %% [markdown]
@@ -2374,7 +2394,8 @@ numbers_of_clusters = fused.times("clusters", {f"{n} clusters": clusters(n) for 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "{times}. Four are enough: eight are no faster.",
+    "{times}. Eight clusters instead of four change the time by {change:+.0f} %; the package uses at least four.",
+    change=numbers_of_clusters and 100 * (numbers_of_clusters["8 clusters"] / numbers_of_clusters["4 clusters"] - 1),
     times=numbers_of_clusters
     and ", ".join(
         f"{name.removesuffix('s' * (name[0] == '1'))}: {us:.2f} us" for name, us in numbers_of_clusters.items()
