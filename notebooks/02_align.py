@@ -280,8 +280,8 @@ say(
 # experts. Steps are compared by the main input; section 6 shows the rest. Each timing repeats its input, which stays in L2, as
 # after the gate. A change, or a miss of a prediction, below two percent of the time before counts as noise.
 #
-# All versions, and all parts of them, use the same `cumsum`, whose counters the sort kernel increments, so that its address
-# cannot make a difference. Section 7 measures whether it would.
+# All versions and parts use the same `cumsum`, whose counters the sort kernel increments, so that its address cannot make a
+# difference. Section 7 measures whether it would.
 
 
 # %%
@@ -424,8 +424,8 @@ def run_baseline(ids, outputs):
 
 
 # %% [markdown]
-# **Predicted gain.** torch's time less the sum of four parts, computed from the links above and from **SASS**, the GPU's machine
-# code:
+# **Predicted gain.** torch's time less the sum of four parts (without `expert_ids`), computed from the links above and from
+# **SASS**, the GPU's machine code:
 #
 # - `fill`: an empty kernel;
 # - `count`: an empty kernel + slots / 1024 threads / loads at once * a load from L2. The compiler unrolls the loop by 4 and
@@ -1387,7 +1387,7 @@ exercise("align-1").check(scan_64)
 # %% [markdown]
 # ### Step 7: one scan
 #
-# **Bottleneck.** Two passes over the same values.
+# **Bottleneck.** Within the scan: two passes over the same values.
 #
 # **Idea.** The last expert's start plus its count is the total, so the first pass disappears, and with it `scan_buf`: a thread keeps
 # its value in a register. Three barriers remain in the scan, as the article counts.
@@ -1509,8 +1509,7 @@ run = version(make_filling_first)
 measure("0x4, filling first", run, after="0x4, one pass", predicted_gain_us=predict(gain), slower=True)
 
 # %% [markdown]
-# **Explanation.** The phases show whether the stores overlap with counting. The second measurement changes the width of the
-# stores alone:
+# **Explanation.** The phases, and the same version with 16-byte stores:
 
 # %%
 phases("0x4, filling first", make_filling_first)
@@ -1632,7 +1631,7 @@ say(
 exercise("align-2").check(lambda numel, num_experts, block_size: ...)
 
 # %% [markdown]
-# With the short buffer, both ways to fill have less to do:
+# With the short buffer, both versions have less to fill:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2191,9 +2190,11 @@ print("the second, where any order is accepted:", ladder.check((*spoiled(swaps_t
 # `sglang-aot` (the kernel of this notebook), `sglang-v2` (SGLang's newer one) and `vllm` are recorded times of compiled kernels,
 # with their commits, measured by `python -m moe_numba bench align`.
 #
-# The port of 0x5 follows the article; `sglang-aot` differs from it: it scans twice, as in step 6, and fills with 16-byte
-# stores. Neither explains why it is faster: one scan was the faster one (step 7), and wide stores gained nothing (steps 2 and
+# The port of 0x5 follows the article; `sglang-aot` scans twice, as in step 6, and fills with 16-byte stores. Neither explains
+# why `sglang-aot` is faster for 4096 tokens: one scan was the faster one (step 7), and wide stores gained nothing (steps 2 and
 # 8). The cause is not isolated here.
+#
+# Other inputs (second table) are not interleaved: differences below five percent may be noise.
 
 # %%
 for steps in (ladder, small_ladder):
@@ -2358,7 +2359,7 @@ exercise("align-5").check(sort_aggregated)
 # %% [markdown]
 # ### The order changes from run to run
 #
-# The sort kernel has another property, which no time shows: `atomicAdd` hands out places in the order in which threads arrive.
+# In the sort kernel, `atomicAdd` hands out places in the order of arrival:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
