@@ -562,11 +562,16 @@ def issue_us(instructions):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 BASE = PHASES.get("0x1 baseline", {})
+judged = ladder.gain("0x1 baseline")
 say(
-    "The prediction of the whole depends little on its parts, because torch's time dominates it. The serial scan takes "
+    "The predicted gain misses by {miss:.1f} of {gain:.1f} us, its parts by {parts:.1f} us in total (`expert_ids` has no "
+    "prediction): misses of opposite sign partly cancel, and torch's time dominates the gain. The serial scan takes "
     "{clocks:.1f} clocks per instruction instead of the assumed 4; counting takes {count:.1f} us instead of {count_predicted:.1f}, and the sort kernel {sort:.1f} instead of "
     "{sort_predicted:.1f}. The scan is still the largest phase, {scan:.1f} of {total:.1f} us: the article is right to call it a "
     "bottleneck. Section 7 measures what the sort kernel waits for.",
+    miss=judged and abs(judged.saved_us - judged.predicted_us),
+    gain=judged and judged.saved_us,
+    parts=PREDICTED and sum(abs(us - PREDICTED.get(phase, 0)) for phase, us in BASE.items()) or None,
     clocks=BASE and PER_EXPERT and BASE["scan"] * LIMITS.boost_clock / 1e6 / E / PER_EXPERT or None,
     count=BASE.get("count"),
     count_predicted=PREDICTED.get("count"),
@@ -733,11 +738,17 @@ calls = {"0x1": partial(run_baseline, *arguments), "0x2": partial(version(make_p
 few_us = ladder.times("0x1 and 0x2 with few tokens", calls) or {}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+judged, few_change = ladder.gain("0x2 padding inside"), few_us and few_us["0x2"] / few_us["0x1"] - 1
 say(
-    "With {tokens} tokens, 0x1 takes {before:.2f} us and 0x2 {after:.2f} us: with less to fill, the launch counts for more.",
+    "With {tokens} tokens, 0x1 takes {before:.2f} us and 0x2 {after:.2f} us. This change, {few:+.1f} %, {verdict}; with {all_tokens} "
+    "tokens it is {all:+.1f} %. With less to fill, the saved launch counts for more.",
     tokens=64 if SIMULATED else FEW_TOKENS,
     before=few_us.get("0x1"),
     after=few_us.get("0x2"),
+    few=few_us and 100 * few_change,
+    verdict=few_us and ("is more than noise" if abs(few_change) > NOISE else "counts as noise"),
+    all_tokens=T,
+    all=judged and -100 * judged.saved_us / judged.before_us,
 )
 
 # %% [markdown]
@@ -1006,8 +1017,8 @@ say(
 # **Idea.** A thread takes blocks instead, and searches `prefix` for the last expert that starts at or before a block. The work
 # is even for any routing, and O(log num_experts) per block.
 #
-# **Predicted gain.** `expert_ids` - blocks per thread, rounded up * 9 * a shared load: a thread searches up to 3 blocks, with
-# 9 dependent shared loads each.
+# **Predicted gain.** `expert_ids` - blocks per thread, rounded up * 8 * a shared load: a thread searches up to 3 blocks, with
+# 8 dependent shared loads each (9 for expert 0).
 
 
 # %%
@@ -1070,7 +1081,7 @@ change(make_blelloch, make_search)
 
 # %%
 before, blocks = PHASES.get("0x3 Blelloch scan"), (N + E * BLOCK // 2) / BLOCK  # half of each last block is padding
-search_us = -(-blocks // 1024) * (E.bit_length()) * NS["a shared load"] / 1000 if KNOWN else None
+search_us = -(-blocks // 1024) * (E - 1).bit_length() * NS["a shared load"] / 1000 if KNOWN else None
 gain = before["expert_ids"] - search_us if before else None
 measure("0x3 binary search", version(make_search), after="0x3 Blelloch scan", predicted_gain_us=predict(gain))
 
@@ -1086,19 +1097,24 @@ skewed = ladder.times("skewed ids", calls)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 before, after = PHASES.get("0x3 Blelloch scan"), PHASES.get("0x3 binary search")
-step = len(loop_with(make_search, "LDS", min))
-issue = blocks / 32 * E.bit_length() * step / 4 / LIMITS.boost_clock * 1e6  # 32 blocks per warp, 4 schedulers
+step, iterations = len(loop_with(make_search, "LDS", min)), (E - 1).bit_length()
+judged = ladder.gain("0x3 binary search")
+issue = blocks / 32 * iterations * step / 4 / LIMITS.boost_clock * 1e6  # 32 blocks per warp, 4 schedulers
 say(
-    "The prediction counts only the shared loads, {loads:.1f} us. But each of the 9 iterations per block has {step} "
+    "The prediction counts only the shared loads, {loads:.1f} us. But each of the {iterations} iterations per block has {step} "
     "instructions, and issuing them for all blocks takes at least {issue:.1f} us; the whole phase took {before:.1f} us before. It now "
-    "takes {after:.1f} us: the step is a loss for random ids. Loads and issue together leave {rest:.1f} us of it unexplained. When all tokens choose the same experts, it is a "
-    "gain: the version with a thread per expert takes {loop:.1f} us and the one with the search {search:.1f} us.",
+    "takes {after:.1f} us; loads and issue together leave {rest:.1f} us of it unexplained. For random ids the whole step is "
+    "{change:.2f} us {slower}. When all tokens choose the same experts, the version with a thread per expert takes {loop:.1f} us "
+    "and the one with the search {search:.1f} us.",
     loads=search_us,
+    iterations=iterations,
     step=step or None,
     issue=issue or None,
     before=before and before["expert_ids"],
     after=after and after["expert_ids"],
     rest=after and issue and search_us and after["expert_ids"] - search_us - issue or None,
+    change=judged and abs(judged.saved_us),
+    slower=judged and ("faster" if judged.saved_us > 0 else "slower"),
     loop=skewed and skewed["a thread per expert"],
     search=skewed and skewed["binary search"],
 )
@@ -1524,8 +1540,8 @@ before, after = PHASES.get("0x4, one pass"), PHASES.get("0x4, filling first")
 known = KNOWN and before and after
 say(
     "The stores hardly overlap with counting: without the launch, it took {count_before:.2f} us before and takes {count:.2f} us after "
-    "the fill. The fill lost an overlap instead: it takes {fill:.2f} us without the launch, but took {fill_before:.2f} at the end of the "
-    "kernel, where no barrier separates it from the search. `scan` and `expert_ids`, whose source is the same, take {rest:.2f} us more; no "
+    "the fill. The fill no longer overlaps with the search: it takes {fill:.2f} us without the launch, but took {fill_before:.2f} at the end of "
+    "the kernel, where no barrier separates the two. `scan` and `expert_ids`, whose source is the same, take {rest:.2f} us more; no "
     "measurement here isolates why. Wider stores do not help: the version takes {single:.2f} us with 4-byte stores and {wide:.2f} with 16-byte stores.",
     count_before=known and before["count"] - EMPTY_US or None,
     count=known and after["count"] or None,
