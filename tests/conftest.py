@@ -7,7 +7,7 @@ import os
 import sys
 
 import pytest
-from helpers.planted_bugs import THIRD, chosen_third
+from helpers.thirds import THIRD, chosen_third
 
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of

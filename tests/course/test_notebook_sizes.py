@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.thirds import chosen_third, take_third
 
 from moe_numba import simulator
 from moe_numba.course import execute
@@ -34,42 +35,43 @@ def test_dispatch_sizes_are_valid():
     assert sizes.devices is None or len(sizes.devices) == sizes.ranks
 
 
-def test_gate_notebook_runs_with_other_sizes(tmp_path):
-    """Four groups: the kernel for four tokens per warp does not support them, so the notebook leaves its step out."""
-    source = (Path(__file__).parents[2] / "notebooks" / "01_gate.py").read_text()
-    sizes = "EXPERTS, GROUPS, KEPT, TOPK = "
-    assert f"{sizes}256, 8, 4, 8" in source
-    path = tmp_path / "01_gate.py"
-    path.write_text(source.replace(f"{sizes}256, 8, 4, 8", f"{sizes}128, 4, 2, 6"))
-    execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
-
-
-def test_align_notebook_runs_with_other_sizes(tmp_path):
-    """A number of experts that is no power of two and no multiple of a warp, and ids that no vector fits."""
-    source = (Path(__file__).parents[2] / "notebooks" / "02_align.py").read_text()
-    for old, new in (
+OTHER_SIZES = {
+    # Four groups: the kernel for four tokens per warp does not support them, so the notebook leaves its step out.
+    "01_gate": [("EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8", "EXPERTS, GROUPS, KEPT, TOPK = 128, 4, 2, 6")],
+    # A number of experts that is no power of two and no multiple of a warp, and ids that no vector fits.
+    "02_align": [
         ("EXPERTS, TOPK = (64, 4)", "EXPERTS, TOPK = (41, 3)"),
         ("TOKENS, FEW_TOKENS = (64, 8)", "TOKENS, FEW_TOKENS = (51, 7)"),
         ("BLOCK = 16 ", "BLOCK = 8 "),
         ("SMALL_EXPERTS = 16", "SMALL_EXPERTS = 33"),
-    ):
+    ],
+    # No size is a power of two, the experts fill no whole warps, and the CTAs do not divide by two.
+    "03_align_one_launch": [
+        ("EXPERTS, TOPK, BLOCK = (64, 4, 16) if SIMULATED", "EXPERTS, TOPK, BLOCK = (48, 6, 7) if SIMULATED"),
+        ("TOKENS, FEW_TOKENS = (64, 8) if SIMULATED", "TOKENS, FEW_TOKENS = (50, 7) if SIMULATED"),
+        ("CTAS, THREADS = (6, 128) if SIMULATED", "CTAS, THREADS = (5, 96) if SIMULATED"),
+    ],
+}
+
+
+def with_other_sizes(name):
+    """Return a notebook's source with its other sizes; each of the passages occurs once."""
+    source = (Path(__file__).parents[2] / "notebooks" / f"{name}.py").read_text()
+    for old, new in OTHER_SIZES[name]:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    path = tmp_path / "02_align.py"
-    path.write_text(source)
-    execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})
+    return source
 
 
-def test_align_one_launch_notebook_runs_with_other_sizes(tmp_path):
-    """No size is a power of two, the experts fill no whole warps, and the CTAs do not divide by two."""
-    source = (Path(__file__).parents[2] / "notebooks" / "03_align_one_launch.py").read_text()
-    for name, sizes, others in (
-        ("EXPERTS, TOPK, BLOCK", "(64, 4, 16)", "(48, 6, 7)"),
-        ("TOKENS, FEW_TOKENS", "(64, 8)", "(50, 7)"),
-        ("CTAS, THREADS", "(6, 128)", "(5, 96)"),
-    ):
-        assert f"{name} = {sizes} if SIMULATED" in source
-        source = source.replace(f"{name} = {sizes}", f"{name} = {others}")
-    path = tmp_path / "03_align_one_launch.py"
-    path.write_text(source)
+@pytest.mark.parametrize("name", OTHER_SIZES)
+def test_other_sizes_replace_the_notebooks(name):
+    assert with_other_sizes(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", take_third(OTHER_SIZES, chosen_third()))
+def test_runs_with_other_sizes(name, tmp_path):
+    """One of the notebooks, by the commit; ``MOE_NUMBA_THIRD=all`` tries all of them."""
+    path = tmp_path / f"{name}.py"
+    path.write_text(with_other_sizes(name))
     execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})

@@ -4,7 +4,7 @@ import hashlib
 import os
 
 import pytest
-from helpers.planted_bugs import THIRD, chosen_third, take_third
+from helpers.thirds import THIRD, chosen_third, take_third
 from mutants import runner
 from mutants.mutant import Mutant, mutant
 from mutants.runner import FOUND, MUTANTS, NOT_FOUND, TIMED_OUT, check_control, try_mutant
@@ -54,7 +54,7 @@ def test_three_thirds_are_all(monkeypatch):
     thirds = [take_third(MUTANTS, str(i)) for i in range(3)]
     assert sorted(sum(thirds, [])) == sorted(take_third(MUTANTS, "all")) == sorted(MUTANTS)
     monkeypatch.setenv(THIRD, "3")
-    with pytest.raises(ValueError, match="MOE_NUMBA_MUTANTS is '3'; it must be 0, 1, 2 or all"):
+    with pytest.raises(ValueError, match="MOE_NUMBA_THIRD is '3'; it must be 0, 1, 2 or all"):
         chosen_third()
     monkeypatch.delenv(THIRD)
     assert chosen_third() in "012"

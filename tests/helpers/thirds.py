@@ -1,10 +1,10 @@
-"""Which third of the planted bugs a run of the test suite tries."""
+"""Which third of the slowest cases a run of the test suite tries: planted bugs, and notebooks with other sizes."""
 
 import os
 import subprocess
 from pathlib import Path
 
-THIRD = "MOE_NUMBA_MUTANTS"  # environment variable: 0, 1 or 2, or "all"
+THIRD = "MOE_NUMBA_THIRD"  # environment variable: 0, 1 or 2, or "all"
 
 
 def chosen_third():
