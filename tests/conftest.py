@@ -81,7 +81,7 @@ CAPABILITIES = {
 
 def pytest_report_header():
     """Say which third of the planted bugs this run tries, so that it can be repeated."""
-    return f"planted bugs (tests/simulator/mutants): {THIRD}={chosen_third()}"
+    return f"planted bugs, notebooks with other sizes: {THIRD}={chosen_third()}"
 
 
 def gpus():
