@@ -73,7 +73,7 @@ GEMM_SIZES = {"2048 rows": "kernel_us", "32 rows": "few_us", "8192 rows": "many_
 ALIGN_STEPS = {
     "0x1": "0x1 baseline",
     "0x2": "0x2 padding inside",
-    "0x3": "0x3 Blelloch scan",
+    "0x3": "0x3 binary search",  # the last of its steps: plain counters, Blelloch's scan, the search
     "0x4": "0x4 two-level scan",  # SGLang's kernel: both of the article's listings, one after the other
     "0x4, one scan": "0x4, one pass",  # the article's second listing, "the complete flow"
     "0x4, filling first": "0x4, filling first",  # as section 0x5 shows it

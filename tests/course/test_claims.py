@@ -149,6 +149,24 @@ def test_every_lookup_names_a_record_that_exists_or_is_none():
     assert {name for name, entry in LOOKUPS.items() if entry is None} <= used
 
 
+def test_a_version_of_the_alignment_is_the_last_of_its_steps():
+    """A version that a notebook builds in several steps is complete after the last one; "0x4, ..." are variants."""
+    steps = [row["step"] for row in records.recorded("align_ladder")["rows"]]
+    for version in ("0x1", "0x2", "0x3", "0x4", "0x5"):
+        *_, last = [step for step in steps if step.startswith(f"{version} ")]
+        assert claims.ALIGN_STEPS[version] == last
+
+
+def test_the_grouped_gemm_is_compared_with_the_tile_that_hpc_ops_chooses():
+    beside = {rows: claim_about("hpc-ops", f"time saved beside torch's loop, {rows} rows") for rows in (32, 2048, 8192)}
+    assert {rows: claim.lookups[1] for rows, claim in beside.items()} == {
+        32: "kTileM 16, 32 rows",
+        2048: "vertical, 2048 rows",
+        8192: "vertical, 8192 rows",
+    }
+    assert all(claim.quantity.endswith("kTileM 16" if rows == 32 else "kTileM 64") for rows, claim in beside.items())
+
+
 # Records decide
 
 
@@ -191,7 +209,7 @@ def test_each_verdict_once_on_a_made_up_record(recorded, monkeypatch):
     "article, quantity, record, step, value, before, after",
     [
         ("gate", "kernels that are left", "gate_ladder", "torch.compile", 1, "reproduced", "not reproduced"),
-        ("align", "time saved, 0x2 -> 0x3", "align_ladder", "0x3 Blelloch scan", 34.0, "reproduced", "different setup"),
+        ("align", "time saved, 0x2 -> 0x3", "align_ladder", "0x3 binary search", 34.0, "reproduced", "different setup"),
         ("align", "its time over that", "align_ladder", "0x4 two-level scan", 1.0, "different setup", "reproduced"),
         (
             "align",

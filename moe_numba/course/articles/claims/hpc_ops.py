@@ -20,6 +20,7 @@ from moe_numba.course.verdicts import (
 SIZES = ("2048 rows", "32 rows", "8192 rows")
 AVERAGES = {"2048 rows": 64, "32 rows": 1, "8192 rows": 256}  # per group, of 32
 TILES = (8, 16, 32, 48, 64, 96, 128)
+STEPS_TILE = 64  # kTileM of the steps "horizontal" and "vertical"
 WHY, OVERVIEW, PSEUDOCODE, WHY_MAPS, FOR_W = (
     "why group GEMM",
     "overview",
@@ -31,6 +32,12 @@ WHY, OVERVIEW, PSEUDOCODE, WHY_MAPS, FOR_W = (
 
 def _pairs(old, new, sizes=SIZES):
     return tuple(f"{step}, {size}" for size in sizes for step in (old, new))
+
+
+def _beside_torch(size):
+    """Return the lookups of torch's loop and of the port with the kTileM that hpc-ops chooses."""
+    tile = select_tile_m(AVERAGES[size])
+    return f"torch, {size}", f"vertical, {size}" if tile == STEPS_TILE else f"kTileM {tile}, {size}"
 
 
 def _chosen_tile(average):
@@ -83,14 +90,14 @@ GROUPED = (
         Claim(
             WHY,
             "so the advantage of a group GEMM is evident: one launch and an efficient pipeline of memory accesses",
-            f"time saved beside torch's loop, {size} in 32 groups",
+            f"time saved beside torch's loop, {size} in 32 groups, kTileM {select_tile_m(average)}",
             About.DIRECTION,
             faster(),
             saving,
-            _pairs("torch", "vertical", (size,)),
+            _beside_torch(size),
             Setup.PORT,
         )
-        for size in SIZES
+        for size, average in AVERAGES.items()
     ),
     Claim(
         WHY,
