@@ -378,6 +378,33 @@ def test_a_correct_sweep_would_be_noticed_for_other_sizes(monkeypatch):
     assert align_checks.blelloch_other_sizes().value == 57
 
 
+def test_the_search_is_tried_for_all_experts(monkeypatch):
+    (claim,) = [claim for _, claim in EVERY if claim.measure is align_checks.search_iterations]
+    found = align_checks.search_iterations()
+    assert found == (9, "8 to 9 iterations for 256 experts; expert 0 is the first that needs 9")
+    assert claim.threshold.is_met(found.value)
+
+    def linear(prefix, block):
+        expert = max(e for e in range(len(prefix)) if prefix[e] <= block)
+        return expert, expert + 1
+
+    monkeypatch.setattr(align_checks, "find_expert", linear)
+    assert align_checks.search_iterations().value == 256 and not claim.threshold.is_met(256)
+
+
+@pytest.mark.parametrize("expert", [0, 7, 255])
+def test_a_search_that_is_wrong_for_one_expert_is_noticed(monkeypatch, expert):
+    right = align_checks.find_expert
+
+    def shifted(prefix, block):
+        found, iterations = right(prefix, block)
+        return found - (found == expert), iterations
+
+    monkeypatch.setattr(align_checks, "find_expert", shifted)
+    found = align_checks.search_iterations()
+    assert found.value == float("inf") and f"of expert {expert} is given to expert {expert - 1}" in found.text
+
+
 def test_an_else_belongs_to_the_nearest_if():
     assert gate_checks.launches("if a if b launch else launch", {"a"}) == 1
     assert gate_checks.launches("if a if b launch else launch", set()) == 0

@@ -258,22 +258,31 @@ def busiest_thread() -> Found:
     return Found(search, f"the busiest thread writes {loop} blocks by 0x2's loop, {search} by 0x3's, of {BLOCKS}")
 
 
+def find_expert(prefix: list[int], block: int) -> tuple[int, int]:
+    """Run section 0x3's binary search; return the expert of a block and the number of iterations."""
+    left, right, iterations = 0, len(prefix) - 1, 0
+    while left < right:
+        middle, iterations = (left + right) >> 1, iterations + 1
+        if prefix[middle] <= block:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1, iterations
+
+
 def search_iterations() -> Found:
-    """Run section 0x3's binary search for each block and count its iterations."""
-    prefix = [0, *accumulate(BLOCKS if expert == 7 else 0 for expert in range(EXPERTS))]
-    most = 0
-    for block in range(BLOCKS):
-        left, right, iterations = 0, EXPERTS, 0
-        while left < right:
-            middle, iterations = (left + right) >> 1, iterations + 1
-            if prefix[middle] <= block:
-                left = middle + 1
-            else:
-                right = middle
-        if left - 1 != 7:
-            return Found(math.inf, f"block {block} is given to expert {left - 1}")
-        most = max(most, iterations)
-    return Found(most, f"at most {most} iterations for {EXPERTS} experts")
+    """Let each expert own all blocks, search the first and the last of them, and count the iterations."""
+    needed = {}
+    for own in range(EXPERTS):
+        prefix = [0, *accumulate(BLOCKS if expert == own else 0 for expert in range(EXPERTS))]
+        found = [find_expert(prefix, block) for block in (0, BLOCKS - 1)]
+        if wrong := {expert for expert, _ in found} - {own}:
+            return Found(math.inf, f"a block of expert {own} is given to expert {wrong.pop()}")
+        needed[own] = max(iterations for _, iterations in found)
+    most = max(needed.values())
+    first = next(expert for expert, iterations in needed.items() if iterations == most)
+    range_text = f"{min(needed.values())} to {most} iterations for {EXPERTS} experts"
+    return Found(most, f"{range_text}; expert {first} is the first that needs {most}")
 
 
 def store_transactions() -> Found:

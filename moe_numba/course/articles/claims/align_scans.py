@@ -84,7 +84,7 @@ BLELLOCH = (
     Claim(
         "0x3",
         "the binary search is O(log num_experts)",
-        "iterations for 256 experts",
+        "iterations for 256 experts, the most of all experts",
         About.CODE,
         at_most(9),
         checks.search_iterations,
@@ -92,7 +92,7 @@ BLELLOCH = (
     Claim(
         "0x3",
         "suited to an uneven distribution over the experts",
-        "time that the search saves beside 0x2's loop, ids that prefer one expert",
+        "time that the search saves beside 0x2's loop, 4096 tokens that all choose the same 8 experts",
         About.DIRECTION,
         faster(),
         saving,
