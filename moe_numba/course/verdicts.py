@@ -14,6 +14,7 @@ from moe_numba.course.prediction import NOISE
 
 TOLERANCE = 0.1  # share by which a figure may be missed: "about 10 %" is met from 9 % on
 CLEAR = 0.1  # share of a time that counts as clear, or as not small
+SEPARATE_NOISE = 0.05  # share of a time by which measurements of one kernel may differ that are not interleaved
 NOT_MEASURED, DIFFERENT_SETUP = "not measured", "different setup"
 
 
@@ -96,14 +97,19 @@ def percentage(value: float) -> Threshold:
     return Threshold(round(value - 0.1, 3), round(value + 0.1, 3), " %")
 
 
-def faster() -> Threshold:
-    """Make a threshold for percent of a time saved: more than interleaved measurements of one kernel differ by."""
-    return at_least(100 * NOISE, " %")
+def noise(interleaved: bool) -> float:
+    """Return the share of a time by which measurements of one kernel may differ (see `claims.are_interleaved`)."""
+    return NOISE if interleaved else SEPARATE_NOISE
 
 
-def no_cost() -> Threshold:
-    """Make a threshold for percent of a time added: no more than interleaved measurements of one kernel differ by."""
-    return at_most(100 * NOISE, " %")
+def faster(interleaved: bool = True) -> Threshold:
+    """Make a threshold for percent of a time saved: more than measurements of one kernel differ by."""
+    return at_least(100 * noise(interleaved), " %")
+
+
+def no_cost(interleaved: bool = True) -> Threshold:
+    """Make a threshold for percent of a time added: no more than measurements of one kernel differ by."""
+    return at_most(100 * noise(interleaved), " %")
 
 
 def clear() -> Threshold:

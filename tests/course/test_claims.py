@@ -28,7 +28,10 @@ from moe_numba.course.verdicts import (
     at_least,
     at_most,
     exactly,
+    faster,
     figure,
+    no_cost,
+    noise,
     percentage,
     verdict,
 )
@@ -165,6 +168,65 @@ def test_the_grouped_gemm_is_compared_with_the_tile_that_hpc_ops_chooses():
         8192: "vertical, 8192 rows",
     }
     assert all(claim.quantity.endswith("kTileM 16" if rows == 32 else "kTileM 64") for rows, claim in beside.items())
+
+
+def margin(threshold):
+    """The share of a time by which a threshold differs from no change; None if it is about something else."""
+    bound = threshold.least if threshold.least > float("-inf") else threshold.most
+    return {"": abs(bound - 1), " %": abs(bound) / 100, " points": abs(bound) / 100}.get(threshold.unit)
+
+
+def too_fine(claim):
+    """Whether a claim decides on less than what measurements of one kernel differ by."""
+    if claim.about is About.CODE or not claim.lookups or None in [LOOKUPS[name] for name in claim.lookups]:
+        return False
+    found = margin(claim.threshold)
+    return found is not None and found < noise(claims.are_interleaved(claim.lookups)) - 1e-9
+
+
+def test_no_claim_decides_on_less_than_the_noise_of_its_measurements():
+    assert not [(name, claim.quantity) for name, claim in EVERY if too_fine(claim)]
+    for _, claim in EVERY:
+        if claim.threshold in (faster(interleaved=False), no_cost(interleaved=False)) and claim.lookups:
+            assert not claims.are_interleaved(claim.lookups), f"{claim.quantity}: 2 % would do"
+
+
+@pytest.mark.parametrize(
+    "lookups, interleaved",
+    [
+        (("0x1, 4096 tokens", "0x2, 4096 tokens"), True),
+        (("0x1, 64 tokens", "0x2, 64 tokens"), False),
+        (("0x1, 1 token", "0x2, 1 token"), False),
+        (("0x1, 4096 tokens", "0x2, 4096 tokens", "0x1, 1 token", "0x2, 1 token"), False),
+        (("0x1: fill", "0x1: counting", "0x1: serial scan"), True),
+        (("fill with 4-byte stores", "fill with 16-byte stores"), True),
+        (("0x4, filling first: main kernel", "0x5: main kernel"), False),
+        (("gate: torch.compile, 64", "gate: moe_fused_gate, 64"), True),
+        (("gate: torch.compile, 64", "gate: moe_fused_gate, 1"), False),
+        (("torch, 32 rows", "kTileM 16, 32 rows"), False),
+        (("16 tokens, not transposed", "16 tokens, transposed"), False),
+    ],
+)
+def test_which_times_are_interleaved(lookups, interleaved):
+    assert claims.are_interleaved(lookups) is interleaved
+    for threshold in (faster(), no_cost(), at_most(1.02), at_least(2, " points")):
+        claim = replace(one(About.DIRECTION, Setup.PORT), lookups=lookups, threshold=threshold)
+        assert too_fine(claim) is not interleaved
+        assert not too_fine(replace(claim, threshold=faster(interleaved=False)))
+
+
+def test_a_small_change_counts_only_if_its_times_are_interleaved(recorded):
+    for size, field, expected in (
+        ("4096 tokens", "kernel_us", "reproduced"),
+        ("64 tokens", "few_us", "different setup"),
+        ("1 token", "one_us", "different setup"),
+    ):
+        claim = claim_about("align", f"time saved, 0x1 -> 0x2, {size}")
+        change(recorded["align_ladder"], "0x1 baseline", 100.0, field)
+        change(recorded["align_ladder"], "0x2 padding inside", 97.0, field)
+        assert judge(claim, recorded.get).verdict == expected
+        change(recorded["align_ladder"], "0x2 padding inside", 94.0, field)
+        assert judge(claim, recorded.get).verdict == "reproduced"
 
 
 # Records decide
