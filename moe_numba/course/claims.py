@@ -138,9 +138,9 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     "0x3: loop over each expert's blocks instead, uneven": Diagnosis(
         "align_ladder", "skewed ids", "a thread per expert"
     ),
-    # Phases are cut off after their end, so the last one of the main kernel is the whole main kernel.
+    # Phases are cut off after their end, so the last one is the whole main kernel; 0x5's is launched without CTA 1.
     "0x4, filling first: main kernel": Diagnosis("align_ladder", "phases of 0x4, filling first", "expert_ids"),
-    "0x5: main kernel": Diagnosis("align_ladder", "phases of 0x5 parallel fill", "expert_ids"),
+    "0x5: CTA 0 of the main kernel": Diagnosis("align_ladder", "phases of 0x5 parallel fill", "expert_ids"),
     "fill with 16-byte stores": Diagnosis("align_ladder", "fills", "16-byte stores"),
     "fill with 4-byte stores": Diagnosis("align_ladder", "fills", "4-byte stores"),
     "small kernel of 0x4": Row("align_small_ladder", "0x2 small"),  # 0x3 and 0x4 did not change it

@@ -200,7 +200,7 @@ def test_no_claim_decides_on_less_than_the_noise_of_its_measurements():
         (("0x1, 4096 tokens", "0x2, 4096 tokens", "0x1, 1 token", "0x2, 1 token"), False),
         (("0x1: fill", "0x1: counting", "0x1: serial scan"), True),
         (("fill with 4-byte stores", "fill with 16-byte stores"), True),
-        (("0x4, filling first: main kernel", "0x5: main kernel"), False),
+        (("0x4, filling first: main kernel", "0x5: CTA 0 of the main kernel"), False),
         (("gate: torch.compile, 64", "gate: moe_fused_gate, 64"), True),
         (("gate: torch.compile, 64", "gate: moe_fused_gate, 1"), False),
         (("torch, 32 rows", "kTileM 16, 32 rows"), False),
