@@ -400,6 +400,8 @@ def wrong_row(rows):
         (align_checks, "WARP_SIZE", 16, "warp_scan_iterations", 5, 4),
         (align_checks, "CTA_THREADS", 512, "shared_bytes_added", 128, 64),
         (align_checks, "CTA_THREADS", 128, "busiest_thread", 2, 16),
+        (align_checks, "STORE_WIDTHS", (4, 4), "store_requests", 4, 1),
+        (align_checks, "STORE_WIDTHS", (8, 16), "store_requests", 4, 2),
         (align_checks, "shared_bytes", lambda experts: 4 * experts, "shared_bytes_0x3", 1540, 512),
         (
             align_checks,
@@ -423,6 +425,14 @@ def test_a_check_notices_other_code(monkeypatch, module, name, value, check, rig
     assert getattr(module, check)().value == right
     monkeypatch.setattr(module, name, value)
     assert getattr(module, check)().value == wrong
+
+
+def test_vector_stores_merge_requests_and_not_sectors(monkeypatch):
+    claim = claim_about("align", "requests of a warp")
+    assert judge(claim).verdict == "holds for the code"
+    assert judge(claim).found.text == "32 -> 8 requests of a warp for 4 KiB, but 128 -> 128 sectors of 32 bytes"
+    monkeypatch.setattr(align_checks, "STORE_WIDTHS", (16, 16))
+    assert judge(claim).verdict == "does not hold for the code"
 
 
 def test_scans_are_checked_for_their_result(monkeypatch):

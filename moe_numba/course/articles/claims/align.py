@@ -168,10 +168,10 @@ PADDING = (
     Claim(
         "0x2",
         "vectorised writes can merge several memory transactions",
-        "memory transactions (sectors of 32 bytes) with 4-byte stores over those with 16-byte stores",
+        "requests of a warp, one for each store instruction, with 4-byte stores over those with 16-byte stores",
         About.CODE,
-        at_least(1.02),
-        checks.store_transactions,
+        at_least(2),
+        checks.store_requests,
     ),
     Claim(
         "0x2",

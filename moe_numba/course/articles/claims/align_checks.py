@@ -285,15 +285,21 @@ def search_iterations() -> Found:
     return Found(most, f"{range_text}; expert {first} is the first that needs {most}")
 
 
-def store_transactions() -> Found:
-    """Count the sectors and the requests of a warp that fills 4 KiB by 4-byte and by 16-byte stores."""
-    requests, sectors = {}, {}
-    for width in (4, 16):
+STORE_WIDTHS = 4, 16  # bytes of a store of int32 and of int4
+
+
+def store_requests() -> Found:
+    """Count the requests and the sectors of a warp that fills 4 KiB by narrow and by wide stores."""
+    requests, sectors = [], []
+    for width in STORE_WIDTHS:
         starts = range(0, 4096, WARP_SIZE * width)
-        requests[width] = len(starts)
-        sectors[width] = sum(len({(at + lane * width) // 32 for lane in range(WARP_SIZE)}) for at in starts)
-    sectors_text = f"{sectors[4]} -> {sectors[16]} sectors for 4 KiB"
-    return Found(sectors[4] / sectors[16], f"{sectors_text}, in {requests[4]} -> {requests[16]} requests of a warp")
+        requests.append(len(starts))
+        sectors.append(sum(len({(at + lane * width) // 32 for lane in range(WARP_SIZE)}) for at in starts))
+    return Found(
+        requests[0] / requests[1],
+        f"{requests[0]} -> {requests[1]} requests of a warp for 4 KiB, but {sectors[0]} -> {sectors[1]} sectors of 32 "
+        "bytes",
+    )
 
 
 # 0x5's main kernel and its sort kernel, small
