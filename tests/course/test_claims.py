@@ -435,6 +435,16 @@ def test_vector_stores_merge_requests_and_not_sectors(monkeypatch):
     assert judge(claim).verdict == "does not hold for the code"
 
 
+def test_blocks_are_counted_per_slot_and_not_per_token(monkeypatch):
+    claim = claim_about("align", "blocks per slot")
+    assert judge(claim).verdict == "holds for the code"
+    assert judge(claim).found.text == "at most 1 in 300 random cases; a token with 8 experts takes 8 blocks"
+    assert align_checks.number_of_blocks([3, 3, 3, 5], 2) == 3
+    per_token = lambda ids, block_size: 8 * len(list(ids))  # what the claim would mean for tokens with top-8
+    monkeypatch.setattr(align_checks, "number_of_blocks", per_token)
+    assert judge(claim).verdict == "does not hold for the code"
+
+
 def test_scans_are_checked_for_their_result(monkeypatch):
     assert align_checks.two_level_barriers().value == 3 and align_checks.blelloch_barriers().value == 14
     monkeypatch.setattr(align_checks, "accumulate", lambda values, **_: list(values))

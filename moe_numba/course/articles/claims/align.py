@@ -205,7 +205,7 @@ PARALLEL_FILL = (
     Claim(
         "0x5",
         "the new logic guarantees that each token takes at most one block",
-        "blocks per slot, the most of 300 random cases",
+        "blocks per slot, an element of topk_ids, which the article calls a token here",
         About.CODE,
         at_most(1),
         checks.blocks_per_slot,

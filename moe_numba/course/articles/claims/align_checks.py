@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -211,7 +211,7 @@ def saved_length(numel: int) -> float:
 
 def saved_for_8_slots() -> Found:
     old, new = (length(8, 256, 128) for length in (old_length, new_length))
-    return Found(saved_length(8), f"{old} -> {new} slots, {saved_length(8):.2f} %")
+    return Found(saved_length(8), f"{old} -> {new} places for 8 slots, {saved_length(8):.2f} %")
 
 
 def least_saved() -> Found:
@@ -225,14 +225,20 @@ def least_saved() -> Found:
     )
 
 
+def number_of_blocks(ids: Iterable[int], block_size: int) -> int:
+    """Return how many expert blocks the slots with these experts take."""
+    return sum(-(-count // block_size) for count in Counter(ids).values())
+
+
 def blocks_per_slot() -> Found:
-    """Find the largest ratio of blocks to slots, if there are fewer slots than experts."""
-    generator, most, runs = random.Random(0), 0.0, 300
+    """Find the largest ratio of blocks to slots, if there are fewer slots than experts, and a token's blocks."""
+    generator, most, runs, topk = random.Random(0), 0.0, 300, 8
     for _ in range(runs):
         numel, block_size = generator.randrange(1, 64), generator.choice((1, 4, 16, 128))
-        counts = Counter(generator.randrange(64) for _ in range(numel))
-        most = max(most, sum(-(-count // block_size) for count in counts.values()) / numel)
-    return Found(most, f"{most:g} in {runs} random cases")
+        ids = [generator.randrange(64) for _ in range(numel)]
+        most = max(most, number_of_blocks(ids, block_size) / numel)
+    one_token = number_of_blocks(range(topk), 128)
+    return Found(most, f"at most {most:g} in {runs} random cases; a token with {topk} experts takes {one_token} blocks")
 
 
 def small_kernel_conditions() -> Found:
