@@ -344,8 +344,12 @@ def test_phases_and_diagnosis_decide(recorded):
 
     atomics = claim_about("align", "share of 0x1 that the main kernel's atomics take")
     assert judge(atomics, recorded.get).verdict == "different setup"
+    slower = judge(atomics, recorded.get).found
+    assert slower.value < 0 and slower.text.startswith("the version without atomics is slower: ")
+    assert "more instructions per iteration" in slower.text and "-" not in slower.text
     recorded["align_ladder"]["diagnosis"]["counting"]["no atomics"] = 2.0
     assert judge(atomics, recorded.get).verdict == "reproduced"
+    assert "slower" not in judge(atomics, recorded.get).found.text
     del recorded["align_ladder"]["diagnosis"]["counting"]
     assert judge(atomics, recorded.get).verdict == "not measured"
 
