@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -382,6 +383,16 @@ def test_a_vertical_bar_does_not_end_a_cell():
 def test_contents_links_each_article():
     text = claims.contents().data
     assert all(article.link in text and article.code in text for article in ARTICLES.values())
+
+
+def test_a_link_to_a_file_is_the_permalink_of_a_notebook():
+    """A branch moves on: its file may change or go."""
+    notebooks = Path(__file__).parents[2] / "notebooks"
+    links = {article: article.code for article in ARTICLES.values() if "/blob/" in article.code}
+    assert links
+    for article, link in links.items():
+        assert re.search(r"/blob/[0-9a-f]{40}/", link)
+        assert any(link in (notebooks / f"{name}.py").read_text() for name in article.notebooks), link
 
 
 def test_the_records_are_named_with_gpu_and_date():

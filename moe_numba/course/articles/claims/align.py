@@ -336,7 +336,8 @@ ARTICLE = Article(
     "align",
     "how sgl-kernel's MoE align block size kernel was optimised",
     "SGLang's `moe_align_block_size`, versions 0x1 to 0x5",
-    "https://github.com/sgl-project/sglang/blob/main/sgl-kernel/csrc/moe/moe_align_kernel.cu",
+    "https://github.com/sgl-project/sglang/blob/9fcf74e1d36629cc616701e2ad4cdde012372e19/"
+    "python/sglang/kernels/aot/csrc/moe/moe_align_kernel.cu",
     ("02_align", "03_align_one_launch"),
     BASELINE + PADDING + BLELLOCH + WARP_SCAN + PARALLEL_FILL,
 )
