@@ -36,15 +36,15 @@ claims.contents()
 # 1. Without a result the verdict is **not measured**, and the table says what a measurement needs.
 # 2. If what was measured is not what the article speaks of, the verdict is **different setup**, whatever the number.
 #    The column "like for like" names the difference.
-# 3. If the threshold is met, the verdict is **reproduced** for a measurement, **consistent with the article's own
-#    table** if the claim follows from the article's own numbers, and **holds for the code** if it is about code.
-# 4. Otherwise it is **not reproduced**, or **does not hold for the code**.
+# 3. If the threshold is met, the verdict is **reproduced** for a measurement, **arithmetic holds** if the claim follows
+#    from the article's own numbers, with nothing measured, and **holds for the code** if it is about code.
+# 4. Otherwise it is **not reproduced**, **arithmetic does not hold** or **does not hold for the code**.
 #
 # "Like for like" is "yes" for the article's own code under all conditions that it names, and for its listings and its
 # numbers. "Numba port" is a kernel of this course that follows the article's listing statement by statement. A port
-# decides which of two versions is faster, which part is largest, and what the code does. It does not decide a figure,
-# such as a percentage, because that depends on the compiler and the GPU: rule 2 applies. And a port that misses a
-# threshold does not count against the article, whose own kernel may differ: the verdict is then "different setup" too.
+# can only confirm a claim about which of two versions is faster, which part is largest, or what the code does: if it
+# misses the threshold, the article's own kernel may differ, and the verdict is "different setup". It does not decide a
+# figure, such as a percentage, because that depends on the compiler and the GPU: rule 2 applies, whatever the number.
 #
 # The thresholds stand in the tables, behind the quantity. Those of times and figures follow four rules:
 

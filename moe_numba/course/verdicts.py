@@ -39,7 +39,7 @@ class Setup(enum.Enum):
 _VERDICTS = {
     About.FIGURE: ("reproduced", "not reproduced"),
     About.DIRECTION: ("reproduced", "not reproduced"),
-    About.ARITHMETIC: ("consistent with the article's own table", "not reproduced"),
+    About.ARITHMETIC: ("arithmetic holds", "arithmetic does not hold"),
     About.CODE: ("holds for the code", "does not hold for the code"),
 }
 VERDICTS = tuple(
@@ -166,7 +166,8 @@ def verdict(claim: Claim, found: Found | None) -> str:
 
     In this order: without a result it is "not measured". If the result is not like for like it is "different setup".
     If the threshold is met the claim holds. A port that misses it does not count against the claim, since the article's
-    own kernel may differ: "different setup". Otherwise the claim is not reproduced, or does not hold for the code.
+    own kernel may differ: "different setup". Otherwise the claim is not reproduced, its arithmetic does not hold, or it
+    does not hold for the code.
     """
     if found is None:
         return NOT_MEASURED

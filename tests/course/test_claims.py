@@ -38,12 +38,13 @@ from moe_numba.course.verdicts import (
 )
 
 EVERY = [(name, claim) for name, article in ARTICLES.items() for claim in article.claims]
-NEGATIVE = {"not reproduced", "does not hold for the code"}
+NEGATIVE = {"not reproduced", "arithmetic does not hold", "does not hold for the code"}
 EXACTLY_THESE = {
     "reproduced",
     "not reproduced",
     "different setup",
-    "consistent with the article's own table",
+    "arithmetic holds",
+    "arithmetic does not hold",
     "holds for the code",
     "does not hold for the code",
     "not measured",
@@ -80,8 +81,8 @@ def test_there_are_exactly_these_verdicts():
         (About.DIRECTION, Setup.PORT, 10, "reproduced"),
         (About.DIRECTION, Setup.PORT, 9, "different setup"),
         (About.DIRECTION, Setup.OTHER, 10, "different setup"),
-        (About.ARITHMETIC, Setup.SAME, 10, "consistent with the article's own table"),
-        (About.ARITHMETIC, Setup.SAME, 9, "not reproduced"),
+        (About.ARITHMETIC, Setup.SAME, 10, "arithmetic holds"),
+        (About.ARITHMETIC, Setup.SAME, 9, "arithmetic does not hold"),
         (About.CODE, Setup.SAME, 10, "holds for the code"),
         (About.CODE, Setup.SAME, 9, "does not hold for the code"),
         (About.CODE, Setup.PORT, 10, "holds for the code"),
@@ -255,9 +256,9 @@ def test_each_verdict_once_on_a_made_up_record(recorded, monkeypatch):
     assert judge(claim_about("gate", "time before over time after"), read).verdict == "different setup"
 
     throughput = claim_about("shared experts", "throughput at QPS 4")
-    assert judge(throughput, read).verdict == "consistent with the article's own table"
+    assert judge(throughput, read).verdict == "arithmetic holds"
     monkeypatch.setattr("moe_numba.course.articles.claims.shared_experts._better", lambda qps, metric: 7.0)
-    assert judge(throughput, read).verdict == "not reproduced"
+    assert judge(throughput, read).verdict == "arithmetic does not hold"
 
     templates = claim_about("gate", "shapes and dtypes that reach theirs")
     assert judge(templates, read).verdict == "does not hold for the code"
@@ -378,6 +379,11 @@ def test_a_vertical_bar_does_not_end_a_cell():
     claim = replace(one(About.FIGURE), quote="a | b")
     judged = claims.Judged(claim, Found(1, "c | d"), "reproduced", (), ("gate",))
     assert claims.row(judged).count("|") - claims.row(judged).count("\\|") == 6
+
+
+def test_found_numbers_read_well():
+    assert shared_experts_checks.experts_more_on_a_rank().text.endswith("is removed: 0.875 net")
+    assert "rows have 1 byte;" in hpc_ops_checks.box_in_the_other_order().text
 
 
 def test_contents_links_each_article():
