@@ -35,6 +35,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from moe_numba import simulator
 from moe_numba.align.device_functions import make_scan
 from moe_numba.align.reference import moe_align_block_size, sizes
+from moe_numba.course import buffer_copies
 from moe_numba.course.align_runs import poisoned, random_ids, wrong
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import chip_limits
@@ -248,7 +249,8 @@ def run_0x5(ids=IDS, buffers=None):
 RUNS = {"0x5": run_0x5}
 for what, ids in OTHERS.items():
     assert not check(run_0x5(ids)(), ids), what
-ladder.step("0x5", run_0x5(), dtype="int32")
+LADDER_BUFFERS = buffers_of_0x5()  # step 1 compares them with others
+ladder.step("0x5", run_0x5(buffers=LADDER_BUFFERS), dtype="int32")
 
 # %% [markdown]
 # ## 3. Lower bound
@@ -496,11 +498,11 @@ LOOPS = {
 for name, loop in LOOPS.items():
     words = {"LDG": "load", "ATOMS": "add"}
     print(f"{name}:", *(words[op.split(".")[0]] for op in loop.opcodes if op.split(".")[0] in words))
-(*outputs, counters), *others = copies = [buffers_of_0x5() for _ in range(8)]
+(*outputs, counters), *others = copies = [LADDER_BUFFERS, *(buffers_of_0x5() for _ in range(7))]
 calls = {f"copy {n}": run_0x5(buffers=copy) for n, copy in enumerate(copies)}
 calls |= {f"outputs of copy {n}": run_0x5(buffers=(*copy[:-1], counters)) for n, copy in enumerate(others, 1)}
 calls |= {f"counters of copy {n}": run_0x5(buffers=(*outputs, copy[-1])) for n, copy in enumerate(others, 1)}
-copies_us = ladder.times("copies of 0x5", calls)
+copies_us = ladder.times("buffers of 0x5", calls)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ROUNDS = -(-TIMED_SLOTS // TIMED_THREADS)  # ids that a thread counts
@@ -526,24 +528,21 @@ display(
         us=(ROUNDS - ROUNDS // 4) * LATENCY_US,
     )
 )
-ranges = {}
+ranges, ladder_us = {}, ladder.median_us("0x5")
 for what in ("copy", "outputs", "counters") if copies_us else ():
-    of_these = [us for name, us in copies_us.items() if name.startswith(what)]
-    ranges[what] = f"{min(of_these):.1f} to {max(of_these):.1f}"
-reason = "The wider range shows which buffers matter more."
-if copies_us and max(copies_us.values()) < 1.05 * min(copies_us.values()):
-    reason = "All these times are within 5 % of each other. The buffers of the ladder are not among them: why 0x5 "
-    reason += f"takes {ladder.median_us('0x5'):.1f} us with those is not measured."
+    ranges[what] = "{:.1f} to {:.1f}".format(*(pick(buffer_copies.of(copies_us, what)) for pick in (min, max)))
 say(
-    "Eight copies of 0x5, each with its own allocations, take {copy} us; within one allocation the address of the counters "
-    "makes no difference (notebook 02). With the outputs of the other copies but the counters of the first, 0x5 takes "
-    "{outputs} us, with their counters but the outputs of the first {counters} us. {reason} All factors over 0x5 "
-    "in this notebook compare with {ladder:.1f} us.",
+    "With the buffers of the ladder, copy 0, 0x5 takes {first:.1f} us here; with each of seven other copies, which have "
+    "their own allocations, {copy} us. Within one allocation the address of the counters makes no difference "
+    "(notebook 02). With the counters of copy 0 but the outputs of another copy, 0x5 takes {outputs} us, with the outputs "
+    "of copy 0 but the counters of another {counters} us. {conclusion} All factors over 0x5 in this notebook compare with "
+    "{ladder:.1f} us.",
+    first=copies_us and copies_us["copy 0"],
     copy=ranges.get("copy"),
     outputs=ranges.get("outputs"),
     counters=ranges.get("counters"),
-    reason=reason,
-    ladder=ladder.median_us("0x5"),
+    conclusion=copies_us and ladder_us and buffer_copies.conclude(copies_us, ladder_us),
+    ladder=ladder_us,
 )
 
 # %% [markdown]

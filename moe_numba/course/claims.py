@@ -5,7 +5,7 @@ The claims are data (`articles.claims`), and `verdicts.verdict` judges them. Cla
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from IPython.display import Markdown
@@ -33,6 +33,18 @@ class Row(NamedTuple):
             return len(value)
         return value.get("median") if isinstance(value, dict) else value
 
+    @property
+    def run(self) -> tuple:
+        """What was measured interleaved has the same run.
+
+        Kernel times of a size are interleaved, and so are the phases of a step. Other fields of a row are times that
+        the notebooks measured step by step.
+        """
+        if self.field == "kernel_us":
+            return self.record, self.field, str(self.where)
+        field = "phases_us" if self.field.startswith("phases_us.") else self.field
+        return self.record, self.step, field, str(self.where)
+
 
 class Most(NamedTuple):
     """The largest value of a key of the config among a step's rows with a time."""
@@ -45,6 +57,10 @@ class Most(NamedTuple):
         rows = records.select(record, step=self.step)
         return max((row["config"][self.key] for row in rows if "kernel_us" in row), default=None)
 
+    @property
+    def run(self) -> tuple:
+        return self.record, self.step, self.key
+
 
 class Diagnosis(NamedTuple):
     """A time that `Ladder.times(name, {label: ...})` has recorded."""
@@ -55,6 +71,11 @@ class Diagnosis(NamedTuple):
 
     def find(self, record: dict) -> float | None:
         return record.get("diagnosis", {}).get(self.name, {}).get(self.label)
+
+    @property
+    def run(self) -> tuple:
+        """Times of one diagnosis are interleaved."""
+        return self.record, self.name
 
 
 def _gate(step, tokens):
@@ -73,7 +94,7 @@ GEMM_SIZES = {"2048 rows": "kernel_us", "32 rows": "few_us", "8192 rows": "many_
 ALIGN_STEPS = {
     "0x1": "0x1 baseline",
     "0x2": "0x2 padding inside",
-    "0x3": "0x3 Blelloch scan",
+    "0x3": "0x3 binary search",  # the last of its steps: plain counters, Blelloch's scan, the search
     "0x4": "0x4 two-level scan",  # SGLang's kernel: both of the article's listings, one after the other
     "0x4, one scan": "0x4, one pass",  # the article's second listing, "the complete flow"
     "0x4, filling first": "0x4, filling first",  # as section 0x5 shows it
@@ -117,16 +138,17 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     "0x3: loop over each expert's blocks instead, uneven": Diagnosis(
         "align_ladder", "skewed ids", "a thread per expert"
     ),
-    # Phases are cut off after their end, so the last one of the main kernel is the whole main kernel.
+    # Phases are cut off after their end, so the last one is the whole main kernel; 0x5's is launched without CTA 1.
     "0x4, filling first: main kernel": Diagnosis("align_ladder", "phases of 0x4, filling first", "expert_ids"),
-    "0x5: main kernel": Diagnosis("align_ladder", "phases of 0x5 parallel fill", "expert_ids"),
+    "0x5: CTA 0 of the main kernel": Diagnosis("align_ladder", "phases of 0x5 parallel fill", "expert_ids"),
     "fill with 16-byte stores": Diagnosis("align_ladder", "fills", "16-byte stores"),
     "fill with 4-byte stores": Diagnosis("align_ladder", "fills", "4-byte stores"),
     "small kernel of 0x4": Row("align_small_ladder", "0x2 small"),  # 0x3 and 0x4 did not change it
     "small kernel of 0x5": Row("align_small_ladder", "0x5 small"),
-    "0x5 instead of the small kernel": Diagnosis(
-        "align_small_ladder", "small kernel or two launches", "main and sort kernel of 0x5"
-    ),
+    **{
+        f"small kernel or two launches: {label}": Diagnosis("align_small_ladder", "small kernel or two launches", label)
+        for label in ("main and sort kernel of 0x5", "small kernel of 0x5")
+    },
     "serial fill, old length": Diagnosis("align_ladder", "buffer lengths", "filling first, old length"),
     "serial fill, new length": Diagnosis("align_ladder", "buffer lengths", "filling first, new length"),
     "parallel fill, new length": Diagnosis("align_ladder", "buffer lengths", "a second CTA fills, new length"),
@@ -190,6 +212,12 @@ def find(name: str, read: Callable[[str], dict | None] = records.recorded) -> fl
     entry = LOOKUPS[name]
     record = entry and read(entry.record)
     return entry.find(record) if record else None
+
+
+def are_interleaved(names: Iterable[str]) -> bool:
+    """Return whether each of these entries of ``LOOKUPS`` was measured interleaved with another one of them."""
+    runs = Counter(LOOKUPS[name].run for name in names)
+    return all(count > 1 for count in runs.values())
 
 
 def judge(claim: Claim, read: Callable[[str], dict | None] = records.recorded) -> Judged:

@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,18 +29,22 @@ from moe_numba.course.verdicts import (
     at_least,
     at_most,
     exactly,
+    faster,
     figure,
+    no_cost,
+    noise,
     percentage,
     verdict,
 )
 
 EVERY = [(name, claim) for name, article in ARTICLES.items() for claim in article.claims]
-NEGATIVE = {"not reproduced", "does not hold for the code"}
+NEGATIVE = {"not reproduced", "arithmetic does not hold", "does not hold for the code"}
 EXACTLY_THESE = {
     "reproduced",
     "not reproduced",
     "different setup",
-    "consistent with the article's own table",
+    "arithmetic holds",
+    "arithmetic does not hold",
     "holds for the code",
     "does not hold for the code",
     "not measured",
@@ -76,8 +81,8 @@ def test_there_are_exactly_these_verdicts():
         (About.DIRECTION, Setup.PORT, 10, "reproduced"),
         (About.DIRECTION, Setup.PORT, 9, "different setup"),
         (About.DIRECTION, Setup.OTHER, 10, "different setup"),
-        (About.ARITHMETIC, Setup.SAME, 10, "consistent with the article's own table"),
-        (About.ARITHMETIC, Setup.SAME, 9, "not reproduced"),
+        (About.ARITHMETIC, Setup.SAME, 10, "arithmetic holds"),
+        (About.ARITHMETIC, Setup.SAME, 9, "arithmetic does not hold"),
         (About.CODE, Setup.SAME, 10, "holds for the code"),
         (About.CODE, Setup.SAME, 9, "does not hold for the code"),
         (About.CODE, Setup.PORT, 10, "holds for the code"),
@@ -149,6 +154,83 @@ def test_every_lookup_names_a_record_that_exists_or_is_none():
     assert {name for name, entry in LOOKUPS.items() if entry is None} <= used
 
 
+def test_a_version_of_the_alignment_is_the_last_of_its_steps():
+    """A version that a notebook builds in several steps is complete after the last one; "0x4, ..." are variants."""
+    steps = [row["step"] for row in records.recorded("align_ladder")["rows"]]
+    for version in ("0x1", "0x2", "0x3", "0x4", "0x5"):
+        *_, last = [step for step in steps if step.startswith(f"{version} ")]
+        assert claims.ALIGN_STEPS[version] == last
+
+
+def test_the_grouped_gemm_is_compared_with_the_tile_that_hpc_ops_chooses():
+    beside = {rows: claim_about("hpc-ops", f"time saved beside torch's loop, {rows} rows") for rows in (32, 2048, 8192)}
+    assert {rows: claim.lookups[1] for rows, claim in beside.items()} == {
+        32: "kTileM 16, 32 rows",
+        2048: "vertical, 2048 rows",
+        8192: "vertical, 8192 rows",
+    }
+    assert all(claim.quantity.endswith("kTileM 16" if rows == 32 else "kTileM 64") for rows, claim in beside.items())
+
+
+def margin(threshold):
+    """The share of a time by which a threshold differs from no change; None if it is about something else."""
+    bound = threshold.least if threshold.least > float("-inf") else threshold.most
+    return {"": abs(bound - 1), " %": abs(bound) / 100, " points": abs(bound) / 100}.get(threshold.unit)
+
+
+def too_fine(claim):
+    """Whether a claim decides on less than what measurements of one kernel differ by."""
+    if claim.about is About.CODE or not claim.lookups or None in [LOOKUPS[name] for name in claim.lookups]:
+        return False
+    found = margin(claim.threshold)
+    return found is not None and found < noise(claims.are_interleaved(claim.lookups)) - 1e-9
+
+
+def test_no_claim_decides_on_less_than_the_noise_of_its_measurements():
+    assert not [(name, claim.quantity) for name, claim in EVERY if too_fine(claim)]
+    for _, claim in EVERY:
+        if claim.threshold in (faster(interleaved=False), no_cost(interleaved=False)) and claim.lookups:
+            assert not claims.are_interleaved(claim.lookups), f"{claim.quantity}: 2 % would do"
+
+
+@pytest.mark.parametrize(
+    "lookups, interleaved",
+    [
+        (("0x1, 4096 tokens", "0x2, 4096 tokens"), True),
+        (("0x1, 64 tokens", "0x2, 64 tokens"), False),
+        (("0x1, 1 token", "0x2, 1 token"), False),
+        (("0x1, 4096 tokens", "0x2, 4096 tokens", "0x1, 1 token", "0x2, 1 token"), False),
+        (("0x1: fill", "0x1: counting", "0x1: serial scan"), True),
+        (("fill with 4-byte stores", "fill with 16-byte stores"), True),
+        (("0x4, filling first: main kernel", "0x5: CTA 0 of the main kernel"), False),
+        (("gate: torch.compile, 64", "gate: moe_fused_gate, 64"), True),
+        (("gate: torch.compile, 64", "gate: moe_fused_gate, 1"), False),
+        (("torch, 32 rows", "kTileM 16, 32 rows"), False),
+        (("16 tokens, not transposed", "16 tokens, transposed"), False),
+    ],
+)
+def test_which_times_are_interleaved(lookups, interleaved):
+    assert claims.are_interleaved(lookups) is interleaved
+    for threshold in (faster(), no_cost(), at_most(1.02), at_least(2, " points")):
+        claim = replace(one(About.DIRECTION, Setup.PORT), lookups=lookups, threshold=threshold)
+        assert too_fine(claim) is not interleaved
+        assert not too_fine(replace(claim, threshold=faster(interleaved=False)))
+
+
+def test_a_small_change_counts_only_if_its_times_are_interleaved(recorded):
+    for size, field, expected in (
+        ("4096 tokens", "kernel_us", "reproduced"),
+        ("64 tokens", "few_us", "different setup"),
+        ("1 token", "one_us", "different setup"),
+    ):
+        claim = claim_about("align", f"time saved, 0x1 -> 0x2, {size}")
+        change(recorded["align_ladder"], "0x1 baseline", 100.0, field)
+        change(recorded["align_ladder"], "0x2 padding inside", 97.0, field)
+        assert judge(claim, recorded.get).verdict == expected
+        change(recorded["align_ladder"], "0x2 padding inside", 94.0, field)
+        assert judge(claim, recorded.get).verdict == "reproduced"
+
+
 # Records decide
 
 
@@ -174,9 +256,9 @@ def test_each_verdict_once_on_a_made_up_record(recorded, monkeypatch):
     assert judge(claim_about("gate", "time before over time after"), read).verdict == "different setup"
 
     throughput = claim_about("shared experts", "throughput at QPS 4")
-    assert judge(throughput, read).verdict == "consistent with the article's own table"
+    assert judge(throughput, read).verdict == "arithmetic holds"
     monkeypatch.setattr("moe_numba.course.articles.claims.shared_experts._better", lambda qps, metric: 7.0)
-    assert judge(throughput, read).verdict == "not reproduced"
+    assert judge(throughput, read).verdict == "arithmetic does not hold"
 
     templates = claim_about("gate", "shapes and dtypes that reach theirs")
     assert judge(templates, read).verdict == "does not hold for the code"
@@ -191,7 +273,7 @@ def test_each_verdict_once_on_a_made_up_record(recorded, monkeypatch):
     "article, quantity, record, step, value, before, after",
     [
         ("gate", "kernels that are left", "gate_ladder", "torch.compile", 1, "reproduced", "not reproduced"),
-        ("align", "time saved, 0x2 -> 0x3", "align_ladder", "0x3 Blelloch scan", 34.0, "reproduced", "different setup"),
+        ("align", "time saved, 0x2 -> 0x3", "align_ladder", "0x3 binary search", 34.0, "reproduced", "different setup"),
         ("align", "its time over that", "align_ladder", "0x4 two-level scan", 1.0, "different setup", "reproduced"),
         (
             "align",
@@ -264,8 +346,12 @@ def test_phases_and_diagnosis_decide(recorded):
 
     atomics = claim_about("align", "share of 0x1 that the main kernel's atomics take")
     assert judge(atomics, recorded.get).verdict == "different setup"
+    slower = judge(atomics, recorded.get).found
+    assert slower.value < 0 and slower.text.startswith("the version without atomics is slower: ")
+    assert "more instructions per iteration" in slower.text and "-" not in slower.text
     recorded["align_ladder"]["diagnosis"]["counting"]["no atomics"] = 2.0
     assert judge(atomics, recorded.get).verdict == "reproduced"
+    assert "slower" not in judge(atomics, recorded.get).found.text
     del recorded["align_ladder"]["diagnosis"]["counting"]
     assert judge(atomics, recorded.get).verdict == "not measured"
 
@@ -295,9 +381,24 @@ def test_a_vertical_bar_does_not_end_a_cell():
     assert claims.row(judged).count("|") - claims.row(judged).count("\\|") == 6
 
 
+def test_found_numbers_read_well():
+    assert shared_experts_checks.experts_more_on_a_rank().text.endswith("is removed: 0.875 net")
+    assert "rows have 1 byte;" in hpc_ops_checks.box_in_the_other_order().text
+
+
 def test_contents_links_each_article():
     text = claims.contents().data
     assert all(article.link in text and article.code in text for article in ARTICLES.values())
+
+
+def test_a_link_to_a_file_is_the_permalink_of_a_notebook():
+    """A branch moves on: its file may change or go."""
+    notebooks = Path(__file__).parents[2] / "notebooks"
+    links = {article: article.code for article in ARTICLES.values() if "/blob/" in article.code}
+    assert links
+    for article, link in links.items():
+        assert re.search(r"/blob/[0-9a-f]{40}/", link)
+        assert any(link in (notebooks / f"{name}.py").read_text() for name in article.notebooks), link
 
 
 def test_the_records_are_named_with_gpu_and_date():
@@ -320,6 +421,8 @@ def wrong_row(rows):
         (align_checks, "WARP_SIZE", 16, "warp_scan_iterations", 5, 4),
         (align_checks, "CTA_THREADS", 512, "shared_bytes_added", 128, 64),
         (align_checks, "CTA_THREADS", 128, "busiest_thread", 2, 16),
+        (align_checks, "STORE_WIDTHS", (4, 4), "store_requests", 4, 1),
+        (align_checks, "STORE_WIDTHS", (8, 16), "store_requests", 4, 2),
         (align_checks, "shared_bytes", lambda experts: 4 * experts, "shared_bytes_0x3", 1540, 512),
         (
             align_checks,
@@ -345,6 +448,24 @@ def test_a_check_notices_other_code(monkeypatch, module, name, value, check, rig
     assert getattr(module, check)().value == wrong
 
 
+def test_vector_stores_merge_requests_and_not_sectors(monkeypatch):
+    claim = claim_about("align", "requests of a warp")
+    assert judge(claim).verdict == "holds for the code"
+    assert judge(claim).found.text == "32 -> 8 requests of a warp for 4 KiB, but 128 -> 128 sectors of 32 bytes"
+    monkeypatch.setattr(align_checks, "STORE_WIDTHS", (16, 16))
+    assert judge(claim).verdict == "does not hold for the code"
+
+
+def test_blocks_are_counted_per_slot_and_not_per_token(monkeypatch):
+    claim = claim_about("align", "blocks per slot")
+    assert judge(claim).verdict == "holds for the code"
+    assert judge(claim).found.text == "at most 1 in 300 random cases; a token with 8 experts takes 8 blocks"
+    assert align_checks.number_of_blocks([3, 3, 3, 5], 2) == 3
+    per_token = lambda ids, block_size: 8 * len(list(ids))  # what the claim would mean for tokens with top-8
+    monkeypatch.setattr(align_checks, "number_of_blocks", per_token)
+    assert judge(claim).verdict == "does not hold for the code"
+
+
 def test_scans_are_checked_for_their_result(monkeypatch):
     assert align_checks.two_level_barriers().value == 3 and align_checks.blelloch_barriers().value == 14
     monkeypatch.setattr(align_checks, "accumulate", lambda values, **_: list(values))
@@ -358,6 +479,33 @@ def test_a_correct_sweep_would_be_noticed_for_other_sizes(monkeypatch):
     assert align_checks.blelloch_other_sizes().value == 0
     monkeypatch.setattr(align_checks, "blelloch", right)
     assert align_checks.blelloch_other_sizes().value == 57
+
+
+def test_the_search_is_tried_for_all_experts(monkeypatch):
+    (claim,) = [claim for _, claim in EVERY if claim.measure is align_checks.search_iterations]
+    found = align_checks.search_iterations()
+    assert found == (9, "8 to 9 iterations for 256 experts; expert 0 is the first that needs 9")
+    assert claim.threshold.is_met(found.value)
+
+    def linear(prefix, block):
+        expert = max(e for e in range(len(prefix)) if prefix[e] <= block)
+        return expert, expert + 1
+
+    monkeypatch.setattr(align_checks, "find_expert", linear)
+    assert align_checks.search_iterations().value == 256 and not claim.threshold.is_met(256)
+
+
+@pytest.mark.parametrize("expert", [0, 7, 255])
+def test_a_search_that_is_wrong_for_one_expert_is_noticed(monkeypatch, expert):
+    right = align_checks.find_expert
+
+    def shifted(prefix, block):
+        found, iterations = right(prefix, block)
+        return found - (found == expert), iterations
+
+    monkeypatch.setattr(align_checks, "find_expert", shifted)
+    found = align_checks.search_iterations()
+    assert found.value == float("inf") and f"of expert {expert} is given to expert {expert - 1}" in found.text
 
 
 def test_an_else_belongs_to_the_nearest_if():

@@ -1,7 +1,7 @@
 """What the article on the versions of SGLang's `moe_align_block_size` claims."""
 
 from moe_numba.course.articles.claims import align_checks as checks
-from moe_numba.course.articles.claims.align_scans import BLELLOCH, NO_CPP, SIZES, WARP_SCAN, both
+from moe_numba.course.articles.claims.align_scans import BLELLOCH, INTERLEAVED, NO_CPP, SIZES, WARP_SCAN, both
 from moe_numba.course.verdicts import (
     About,
     Article,
@@ -16,6 +16,7 @@ from moe_numba.course.verdicts import (
     figure,
     least_saving,
     no_cost,
+    noise,
     percentage,
     saving,
     share,
@@ -41,7 +42,16 @@ def _largest_part(scan, *others):
 
 
 def _counting(counted, without, total):
-    return share(counted - without, total, f"counting {counted:.4g} us, {without:.4g} without atomics:")
+    """Return the share of the atomics; below zero if the version without them, which needs a comparison, is slower."""
+    found = share(counted - without, total, f"counting {counted:.4g} us, {without:.4g} without atomics:")
+    if found.value >= 0:
+        return found
+    return Found(
+        found.value,
+        f"the version without atomics is slower: counting takes {without:.4g} us instead of {counted:.4g}, "
+        f"{-found.value:.1f} % of {total:.4g} us more; it has more instructions per iteration, because a comparison "
+        "keeps its loads",
+    )
 
 
 def _sort_atomics(sort, loads, total):
@@ -81,7 +91,7 @@ BASELINE = (
         "0x4: this is the version with the best performance at present",
         "its time over that of the fastest version, largest of three sizes",
         About.DIRECTION,
-        at_most(1.02),
+        at_most(1 + noise(interleaved=False)),
         _versions,
         tuple(f"{version}, {size}" for size in SIZES for version in VERSIONS),
         Setup.PORT,
@@ -131,7 +141,10 @@ BASELINE = (
         About.DIRECTION,
         faster(),
         saving,
-        ("0x5 instead of the small kernel", "small kernel of 0x5"),
+        tuple(
+            f"small kernel or two launches: {kernel}"
+            for kernel in ("main and sort kernel of 0x5", "small kernel of 0x5")
+        ),
         Setup.PORT,
     ),
 )
@@ -143,7 +156,7 @@ PADDING = (
             "padding directly in the kernel reduces the cost of the fill",
             f"time saved, 0x1 -> 0x2, {size}",
             About.DIRECTION,
-            faster(),
+            faster(size in INTERLEAVED),
             saving,
             both("0x1", "0x2", (size,)),
             Setup.PORT,
@@ -164,10 +177,10 @@ PADDING = (
     Claim(
         "0x2",
         "vectorised writes can merge several memory transactions",
-        "memory transactions (sectors of 32 bytes) with 4-byte stores over those with 16-byte stores",
+        "requests of a warp, one for each store instruction, with 4-byte stores over those with 16-byte stores",
         About.CODE,
-        at_least(1.02),
-        checks.store_transactions,
+        at_least(2),
+        checks.store_requests,
     ),
     Claim(
         "0x2",
@@ -182,7 +195,7 @@ PADDING = (
         "the padding runs in parallel with other computation, at almost no extra cost",
         "time added, 4096 tokens",
         About.DIRECTION,
-        no_cost(),
+        no_cost(interleaved=False),
         _padding,
         ("0x1, 4096 tokens", "0x1: fill", "0x2, 4096 tokens"),
         Setup.PORT,
@@ -201,7 +214,7 @@ PARALLEL_FILL = (
     Claim(
         "0x5",
         "the new logic guarantees that each token takes at most one block",
-        "blocks per slot, the most of 300 random cases",
+        "blocks per slot, an element of topk_ids, which the article calls a token here",
         About.CODE,
         at_most(1),
         checks.blocks_per_slot,
@@ -238,7 +251,7 @@ PARALLEL_FILL = (
         "it reduces the latency of the main path",
         "time saved, 0x4 filling first -> 0x5, least of three sizes",
         About.DIRECTION,
-        faster(),
+        faster(interleaved=False),
         least_saving(SIZES),
         both("0x4, filling first", "0x5"),
         Setup.PORT,
@@ -246,11 +259,12 @@ PARALLEL_FILL = (
     Claim(
         "0x5",
         "main kernel: filling and computing fully in parallel, the latency falls by 20-30 %",
-        "time saved by the main kernel alone, 4096 tokens",
+        "time saved, 0x4's main kernel, filling first -> CTA 0 of 0x5's, launched without the CTA that fills, 4096 "
+        "tokens",
         About.FIGURE,
         figure(20),
         saving,
-        ("0x4, filling first: main kernel", "0x5: main kernel"),
+        ("0x4, filling first: main kernel", "0x5: CTA 0 of the main kernel"),
         Setup.PORT,
         NO_CPP,
     ),
@@ -259,7 +273,7 @@ PARALLEL_FILL = (
         "it suits large sizes in particular",
         "percentage points that 4096 tokens gain more than 1 token, the least of both versions of 0x4",
         About.DIRECTION,
-        at_least(2),
+        at_least(100 * noise(interleaved=False), " points"),
         _gain_by_size,
         tuple(f"{version}, {size}" for size in (SIZES[0], SIZES[2]) for version in (*BEFORE_0X5, "0x5")),
         Setup.PORT,
@@ -322,7 +336,8 @@ ARTICLE = Article(
     "align",
     "how sgl-kernel's MoE align block size kernel was optimised",
     "SGLang's `moe_align_block_size`, versions 0x1 to 0x5",
-    "https://github.com/sgl-project/sglang/blob/main/sgl-kernel/csrc/moe/moe_align_kernel.cu",
+    "https://github.com/sgl-project/sglang/blob/9fcf74e1d36629cc616701e2ad4cdde012372e19/"
+    "python/sglang/kernels/aot/csrc/moe/moe_align_kernel.cu",
     ("02_align", "03_align_one_launch"),
     BASELINE + PADDING + BLELLOCH + WARP_SCAN + PARALLEL_FILL,
 )

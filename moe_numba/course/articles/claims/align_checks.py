@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -211,7 +211,7 @@ def saved_length(numel: int) -> float:
 
 def saved_for_8_slots() -> Found:
     old, new = (length(8, 256, 128) for length in (old_length, new_length))
-    return Found(saved_length(8), f"{old} -> {new} slots, {saved_length(8):.2f} %")
+    return Found(saved_length(8), f"{old} -> {new} places for 8 slots, {saved_length(8):.2f} %")
 
 
 def least_saved() -> Found:
@@ -225,14 +225,20 @@ def least_saved() -> Found:
     )
 
 
+def number_of_blocks(ids: Iterable[int], block_size: int) -> int:
+    """Return how many expert blocks the slots with these experts take."""
+    return sum(-(-count // block_size) for count in Counter(ids).values())
+
+
 def blocks_per_slot() -> Found:
-    """Find the largest ratio of blocks to slots, if there are fewer slots than experts."""
-    generator, most, runs = random.Random(0), 0.0, 300
+    """Find the largest ratio of blocks to slots, if there are fewer slots than experts, and a token's blocks."""
+    generator, most, runs, topk = random.Random(0), 0.0, 300, 8
     for _ in range(runs):
         numel, block_size = generator.randrange(1, 64), generator.choice((1, 4, 16, 128))
-        counts = Counter(generator.randrange(64) for _ in range(numel))
-        most = max(most, sum(-(-count // block_size) for count in counts.values()) / numel)
-    return Found(most, f"{most:g} in {runs} random cases")
+        ids = [generator.randrange(64) for _ in range(numel)]
+        most = max(most, number_of_blocks(ids, block_size) / numel)
+    one_token = number_of_blocks(range(topk), 128)
+    return Found(most, f"at most {most:g} in {runs} random cases; a token with {topk} experts takes {one_token} blocks")
 
 
 def small_kernel_conditions() -> Found:
@@ -258,33 +264,48 @@ def busiest_thread() -> Found:
     return Found(search, f"the busiest thread writes {loop} blocks by 0x2's loop, {search} by 0x3's, of {BLOCKS}")
 
 
+def find_expert(prefix: list[int], block: int) -> tuple[int, int]:
+    """Run section 0x3's binary search; return the expert of a block and the number of iterations."""
+    left, right, iterations = 0, len(prefix) - 1, 0
+    while left < right:
+        middle, iterations = (left + right) >> 1, iterations + 1
+        if prefix[middle] <= block:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1, iterations
+
+
 def search_iterations() -> Found:
-    """Run section 0x3's binary search for each block and count its iterations."""
-    prefix = [0, *accumulate(BLOCKS if expert == 7 else 0 for expert in range(EXPERTS))]
-    most = 0
-    for block in range(BLOCKS):
-        left, right, iterations = 0, EXPERTS, 0
-        while left < right:
-            middle, iterations = (left + right) >> 1, iterations + 1
-            if prefix[middle] <= block:
-                left = middle + 1
-            else:
-                right = middle
-        if left - 1 != 7:
-            return Found(math.inf, f"block {block} is given to expert {left - 1}")
-        most = max(most, iterations)
-    return Found(most, f"at most {most} iterations for {EXPERTS} experts")
+    """Let each expert own all blocks, search the first and the last of them, and count the iterations."""
+    needed = {}
+    for own in range(EXPERTS):
+        prefix = [0, *accumulate(BLOCKS if expert == own else 0 for expert in range(EXPERTS))]
+        found = [find_expert(prefix, block) for block in (0, BLOCKS - 1)]
+        if wrong := {expert for expert, _ in found} - {own}:
+            return Found(math.inf, f"a block of expert {own} is given to expert {wrong.pop()}")
+        needed[own] = max(iterations for _, iterations in found)
+    most = max(needed.values())
+    first = next(expert for expert, iterations in needed.items() if iterations == most)
+    range_text = f"{min(needed.values())} to {most} iterations for {EXPERTS} experts"
+    return Found(most, f"{range_text}; expert {first} is the first that needs {most}")
 
 
-def store_transactions() -> Found:
-    """Count the sectors and the requests of a warp that fills 4 KiB by 4-byte and by 16-byte stores."""
-    requests, sectors = {}, {}
-    for width in (4, 16):
+STORE_WIDTHS = 4, 16  # bytes of a store of int32 and of int4
+
+
+def store_requests() -> Found:
+    """Count the requests and the sectors of a warp that fills 4 KiB by narrow and by wide stores."""
+    requests, sectors = [], []
+    for width in STORE_WIDTHS:
         starts = range(0, 4096, WARP_SIZE * width)
-        requests[width] = len(starts)
-        sectors[width] = sum(len({(at + lane * width) // 32 for lane in range(WARP_SIZE)}) for at in starts)
-    sectors_text = f"{sectors[4]} -> {sectors[16]} sectors for 4 KiB"
-    return Found(sectors[4] / sectors[16], f"{sectors_text}, in {requests[4]} -> {requests[16]} requests of a warp")
+        requests.append(len(starts))
+        sectors.append(sum(len({(at + lane * width) // 32 for lane in range(WARP_SIZE)}) for at in starts))
+    return Found(
+        requests[0] / requests[1],
+        f"{requests[0]} -> {requests[1]} requests of a warp for 4 KiB, but {sectors[0]} -> {sectors[1]} sectors of 32 "
+        "bytes",
+    )
 
 
 # 0x5's main kernel and its sort kernel, small

@@ -301,7 +301,7 @@ DETAILS = (
     Claim(
         "0x3",
         "this optimisation uses 1-2GB more memory on a TP rank for the best gain",
-        "GiB for DeepSeek-V3's layers, less the share that is removed",
+        "GiB for DeepSeek-V3's layers, net of the share of the shared expert that each rank held before",
         About.CODE,
         Threshold(1 - TOLERANCE, 2 * (1 + TOLERANCE)),
         checks.gigabytes_more_on_a_rank,

@@ -109,7 +109,8 @@ def experts_more_on_a_rank() -> Found:
     cost = memory_cost(8, tensor_parallel_size=8)
     more = cost.replicas_bytes / cost.moe_layers / cost.expert_bytes
     net = cost.extra_bytes / cost.moe_layers / cost.expert_bytes
-    return Found(more, f"{more:g} per layer with TP8 and 8 copies; {net:g} less the share that is removed")
+    share = f"{more - net:g} of a shared expert, which each rank held before, is removed: {net:g} net"
+    return Found(more, f"{more:g} per layer with TP8 and 8 copies; {share}")
 
 
 def gigabytes_more_on_a_rank() -> Found:
