@@ -166,7 +166,7 @@ class SharedMemoryLayout:
         return 4 * (self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices)
 
 
-_MAX_SHARED_BYTES = 227 * 1024  # per CTA on a Hopper GPU
+MAX_SHARED_BYTES = 227 * 1024  # per CTA on a Hopper GPU
 
 
 def check_config(config: GemmConfig) -> None:
@@ -190,8 +190,8 @@ def check_config(config: GemmConfig) -> None:
         raise ValueError(
             f"stages is {config.stages}; with block scaling or gather it must be {AUX_PRODUCER_WARPS} or more"
         )
-    if (num_bytes := SharedMemoryLayout(config).bytes) > _MAX_SHARED_BYTES:
-        raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {_MAX_SHARED_BYTES}")
+    if (num_bytes := SharedMemoryLayout(config).bytes) > MAX_SHARED_BYTES:
+        raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
 
 
 # (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.

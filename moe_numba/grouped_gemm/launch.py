@@ -1,6 +1,7 @@
 """Plan and launch the grouped GEMM: the implementation behind the public functions.
 
-A GPU with wgmma executes the kernel of ``kernel.py``, and any other that of ``kernel_mma.py``.
+A GPU with wgmma executes the kernel of ``kernel.py``, or with block scales and many rows per group that of
+``kernel_block_scaled.py``; any other executes that of ``kernel_mma.py``.
 """
 
 from functools import cache
@@ -11,8 +12,10 @@ import torch
 from moe_numba import simulator
 from moe_numba.grouped_gemm.checks import check_indices, check_inputs, check_scales, describe_outputs
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
 from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.kernel import make_kernel
+from moe_numba.grouped_gemm.launch_block_scaled import BlockScaledLaunch
 from moe_numba.grouped_gemm.launch_mma import MmaLaunch
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
@@ -45,7 +48,7 @@ def group_gemm(
     out=None,
     silu_and_mul: bool = False,
     gather_indices=None,
-    config: GemmConfig | MmaConfig | None = None,
+    config: GemmConfig | BlockScaledConfig | MmaConfig | None = None,
 ):
     """Check the arguments, select a configuration and launch the kernel.
 
@@ -122,7 +125,13 @@ class GemmPlan:
         capacity, n = x.shape[1] if row_layout == "masked" else 0, n // (1 + silu_and_mul)
         shape = GemmShape(scaling, row_layout, silu_and_mul, average, groups, total_rows, capacity, n, k)
         gpu = gpu_of(x.device)
-        if isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):
+        # The block-scaled kernel does not gather rows.
+        if config is None and gpu.has_wgmma and scaling == "block" and indices is None:
+            config = select_block_scaled_config(row_layout, average, silu_and_mul)
+        if isinstance(config, BlockScaledConfig):
+            self.launch = BlockScaledLaunch(config, tensors, shape)
+            columns = self.launch.config.columns
+        elif isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):
             self.launch, columns = HopperLaunch(config, tensors, shape), BLOCK_N
         else:
             self.launch = MmaLaunch(config, tensors, shape, gpu)

@@ -1,7 +1,7 @@
 """Tile scheduler: maps the tiles of all groups to persistent CTAs.
 
-The rows of a group are split evenly into tiles of at most ``block_m`` rows, and a tile into subtiles. A tile of the
-output is a tile of rows by a number of rows of weight, 128 in the Hopper kernel. Tiles are numbered group by group,
+The rows of a group are split into tiles of at most ``block_m`` rows, evenly or not, and a tile into subtiles. A tile
+of the output is a tile of rows by a number of rows of weight, such as 128. Tiles are numbered group by group,
 within a group by rows of weight, and rows of x innermost, so that CTAs that run at the same time share x and weight in
 the L2 cache.
 """
@@ -140,8 +140,11 @@ def make_count_tiles(config, layout):
 
 
 @cache
-def make_get_tile(config, layout):
-    """Make ``tile_info = get_tile(smem, problem, tile)``, which looks up a tile after ``count_tiles``."""
+def make_get_tile(config, layout, even=True):
+    """Make ``tile_info = get_tile(smem, problem, tile)``, which looks up a tile after ``count_tiles``.
+
+    With ``even`` the rows of a group are split evenly; otherwise all tiles but the last have ``block_m`` rows.
+    """
     first_tile, m_subtiles, block_m = layout.first_tile_offset, config.m_subtiles, config.block_m
     cluster_size = config.cluster_size
     group_rows = make_group_rows(config.row_layout)
@@ -151,7 +154,7 @@ def make_get_tile(config, layout):
         g = find_group(smem.i32, first_tile, problem.groups, tile)
         first, count = group_rows(problem, g)
         tiles = num_tiles(count, block_m)
-        subtile_rows = subtile_size(count, tiles, m_subtiles)
+        subtile_rows = subtile_size(count, tiles, m_subtiles) if even else int32(block_m)
         tile_in_group = int32(tile - smem.i32[uint32(first_tile + g)])
         n_tile = divide(tile_in_group, tiles)
         begin = int32(int32(tile_in_group - n_tile * tiles) * int32(subtile_rows * m_subtiles))

@@ -99,3 +99,20 @@ def make_fma_columns(n):
         return [builder.fma(x, factors[2 * (r // 4) + r % 2], t) for r, (t, x) in enumerate(zip(total, acc))]
 
     return arithmetic((n // 2, n // 2, n // 4), n // 2, emit, simulate=fma_columns)
+
+
+@factory
+def make_fma_blocks(n, width):
+    """Make ``fma(total, acc, factors)``, as ``make_fma`` with one factor per row and block of ``width`` columns.
+
+    ``factors[2 * b + h]`` is the factor of block ``b`` in the thread's row ``h`` of two.
+    """
+
+    def fma_blocks(total, acc, factors):
+        return simulator.fragments.fma_blocks(total, acc, factors, width)
+
+    def emit(builder, total, acc, factors):
+        index = [2 * (8 * (r // 4) // width) + r // 2 % 2 for r in range(n // 2)]
+        return [builder.fma(x, factors[i], t) for i, t, x in zip(index, total, acc)]
+
+    return arithmetic((n // 2, n // 2, 2 * (n // width)), n // 2, emit, simulate=fma_blocks)

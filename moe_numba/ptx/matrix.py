@@ -175,3 +175,50 @@ def _stmatrix_fragment(n, first, count, pitch):
         return types.void(array, types.int32, types.UniTuple(types.float32, n // 2), types.float32), codegen
 
     return stmatrix_fragment
+
+
+@factory
+def make_stmatrix_rows(n, first):
+    """Make ``store(array, offset, values)``: store 64 columns of a fragment, from ``first`` on, as rows of bf16.
+
+    A warp's 16 rows become rows of 128 bytes, whose 16-byte vectors are XORed with the row number, so that the eight
+    rows of a matrix fall into different banks. Lane l passes the byte ``offset`` in ``array`` (uint8, shared) of vector
+    ``l // 16`` of row ``l % 16``, with the XOR; the rows begin at a multiple of 1024 bytes.
+    """
+
+    def stmatrix_rows(array, offset, values):
+        for j in range(4):
+            part = tuple(values)[first // 2 + 8 * j : first // 2 + 8 * j + 8]
+            pairs = [cvt_rn_bf16x2_f32(part[i + 1], part[i]) for i in range(0, 8, 2)]
+            stmatrix_x4(array, offset ^ (32 * j), *pairs)
+
+    return stmatrix_rows if simulator.ENABLED else _stmatrix_rows(n, first)
+
+
+def _stmatrix_rows(n, first):
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    lines = ["{ .reg .b32 a, b, c, d, t;"]
+    for j in range(4):
+        for i, register in enumerate("abcd"):
+            lines.append(f"cvt.rn.bf16x2.f32 {register}, ${8 * j + 2 * i + 1}, ${8 * j + 2 * i};")
+        lines.append(f"xor.b32 t, $32, {32 * j}; stmatrix.sync.aligned.m8n8.x4.shared.b16 [t], {{a, b, c, d}};")
+    text, constraints = " ".join([*lines, "}"]), ",".join(["f"] * 32 + ["r", "~{memory}"])
+    function = ir.FunctionType(ir.VoidType(), [ir.FloatType()] * 32 + [ir.IntType(32)])
+
+    @intrinsic
+    def stmatrix_rows(typingctx, array, offset, values):
+        def codegen(context, builder, sig, arguments):
+            data = context.make_array(sig.args[0])(context, builder, value=arguments[0]).data
+            data = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
+            pointer = builder.ptrtoint(builder.gep(data, [arguments[1]]), ir.IntType(32))
+            floats = [builder.extract_value(arguments[2], first // 2 + i) for i in range(32)]
+            assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
+            builder.call(assembly, [*floats, pointer], attrs=("convergent",))
+            return context.get_dummy_value()
+
+        return types.void(array, types.int32, types.UniTuple(types.float32, n // 2)), codegen
+
+    return stmatrix_rows

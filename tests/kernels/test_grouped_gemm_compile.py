@@ -4,12 +4,15 @@ import pytest
 
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
 from moe_numba.grouped_gemm.launch import SIGNATURE
+from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE
 from moe_numba.runtime.device import H200
 from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
 from moe_numba.grouped_gemm.config import GemmConfig
 from moe_numba.grouped_gemm.kernel import make_kernel
+from moe_numba.grouped_gemm import kernel_block_scaled
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 """
 CONFIGS = {
     "decode": dict(subtile_m=16, mma_n=(16,), stages=11),
@@ -26,6 +29,13 @@ CONFIGS = {
     "silu, gather": dict(gather=True, silu_and_mul=True, subtile_m=128, mma_n=(128,), stages=4),
     "bf16, gather": dict(gather=True, dtype="bf16", scaling="none", subtile_m=144, mma_n=(144,), stages=5),
 }
+BLOCK_SCALED = {
+    "block-scaled": dict(),
+    "block-scaled, 128 columns": dict(block_n=128, stages=6),
+    "block-scaled, masked": dict(row_layout="masked"),
+    "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True),
+}
+NAMES = *CONFIGS, *BLOCK_SCALED
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +43,23 @@ def reports():
     requests = {
         name: (f"make_kernel(GemmConfig(**{config}))[0]", SIGNATURE, THREADS, True) for name, config in CONFIGS.items()
     }
+    for name, config in BLOCK_SCALED.items():
+        made = f"kernel_block_scaled.make_kernel(BlockScaledConfig(**{config}))[0]"
+        requests[name] = made, BLOCK_SCALED_SIGNATURE, THREADS, True
     return compile_apart(SOURCE, requests)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_hopper_instructions_are_used(name, reports):
     wgmma = "HGMMA" if "bf16" in name else "QGMMA"
-    for opcode in (wgmma, "UTMALDG", "SYNCS", "USETMAXREG", "STSM"):
+    stores = "STS" if name == "block-scaled, silu" else "STSM"  # stmatrix stores 16-bit elements
+    for opcode in (wgmma, "UTMALDG", "SYNCS", "USETMAXREG", stores):
         assert reports[name].count(opcode), opcode
     assert not reports[name].count("CALL")  # all wgmmas would have to complete before a call
     assert bool(reports[name].count("LDGSTS")) == ("gather" in name)  # cp.async
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_setmaxnreg_asks_for_no_more_registers_than_the_cta_has(name, reports):
     """Four producer warps release registers for eight consumer warps, which would otherwise wait forever."""
     producer, consumer = sorted(set(reports[name].setmaxnreg))
@@ -57,17 +71,21 @@ def registers_of(producer, consumer):
     return 128 * producer + (THREADS - 128) * consumer
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_compiler_warnings(name, reports):
     """The compiler warns if it ignores setmaxnreg or serialises wgmma."""
     assert reports[name].complaints == []
-    assert SharedMemoryLayout(GemmConfig(**CONFIGS[name])).bytes <= H200.shared_bytes
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_shared_memory_is_enough(name):
+    assert SharedMemoryLayout(GemmConfig(**CONFIGS[name])).bytes <= H200.shared_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_consumer_warps_do_not_spill(name, reports):
     """No local memory is accessed between the first wgmma and the last."""
-    if "blocks" not in name:
+    if "blocks" not in name and name != "block-scaled, silu":
         assert reports[name].spilled_bytes == 0
     opcodes = [opcode.split(".")[0] for opcode in reports[name].opcodes]
     wgmmas = [i for i, opcode in enumerate(opcodes) if opcode in ("QGMMA", "HGMMA")]

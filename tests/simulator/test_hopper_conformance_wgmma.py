@@ -16,7 +16,7 @@ from helpers.hopper import BF16, E4M3, RNG, hopper, runs, small_integers
 from helpers.hopper_gemm import K, M, N, make_gemm, shared_bytes
 from numba import cuda, float32, int32, uint8, uint16, uint64
 
-from moe_numba.ptx.accumulators import make_fma, make_fma_columns
+from moe_numba.ptx.accumulators import make_fma, make_fma_blocks, make_fma_columns
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.matrix import (
@@ -339,3 +339,33 @@ def test_a_small_gemm(m, n, k, stages, blocks, device):
     for _ in runs(make_gemm(stages), make, blocks=blocks, threads=384, count=4, shared_bytes=shared_bytes(stages)):
         error = (kept[-1].double() - right).norm() / right.norm()
         assert error < 3e-3
+
+
+def make_block_arithmetic(n, width):
+    """Make a kernel that applies one factor per row and block of columns."""
+    fma, blocks = make_fma_blocks(n, width), n // width
+    total_before, acc = (np.float32(1 / 3),) * (n // 2), (np.float32(0.7),) * (n // 2)
+
+    @cuda.jit
+    def kernel(out, x):
+        t = cuda.threadIdx.x
+        if blocks == 1:
+            factors = x[t], x[t + 32]
+        else:
+            factors = x[t], x[t + 32], x[t + 64], x[t + 96], x[t + 128], x[t + 160]
+        total = fma(total_before, acc, factors)
+        for i in range(n // 2):
+            out[t * (n // 2) + i] = total[i]
+
+    return kernel
+
+
+@pytest.mark.parametrize("n, width", [(64, 64), (192, 64)])
+def test_factors_of_rows_and_blocks(n, width, device):
+    x = torch.randn(32 * 2 * (n // width), generator=torch.Generator().manual_seed(n))
+    make = lambda: [torch.zeros(32 * n // 2, device=device), x.to(device)]
+    factors = x.numpy().reshape(n // width, 1, 2, 1, 32)  # block, column pair, row, column of the pair, lane
+    wanted = np.float32(0.7).astype(np.float64) * factors + np.float64(np.float32(1 / 3))
+    wanted = np.broadcast_to(wanted, (n // width, width // 8, 2, 2, 32)).reshape(n // 2, 32).T.astype(np.float32)
+    for out, *_ in runs(make_block_arithmetic(n, width), make, threads=32):
+        assert np.array_equal(out.cpu().numpy().reshape(32, n // 2), wanted)

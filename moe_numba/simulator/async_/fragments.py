@@ -76,3 +76,9 @@ def fma(total, acc, factor):
 def fma_columns(total, acc, factors):
     """Apply `fma` with one factor per column of the fragment: d[4 j + 2 h + i] is in column 2 j + i."""
     return fma(total, acc, as_array(factors).reshape(-1, 1, 2).repeat(2, axis=1).reshape(-1))
+
+
+def fma_blocks(total, acc, factors, width):
+    """Apply `fma` with one factor per row and ``width`` columns: d[4 j + 2 h + i] is in row h and block 8 j / width."""
+    factors = as_array(factors).reshape(-1, 1, 2, 1)
+    return fma(total, acc, np.broadcast_to(factors, (len(factors), width // 8, 2, 2)).reshape(-1))

@@ -77,6 +77,13 @@ def fma_columns(mask, total, acc, factors):
     return fma(mask, total, acc, LaneFragment(factors))
 
 
+def fma_blocks(mask, total, acc, factors, width):
+    factors = as_matrix(factors)
+    wide = factors.reshape(len(factors), -1, 1, 2, 1)
+    wide = np.broadcast_to(wide, (*wide.shape[:2], width // 8, 2, 2)).reshape(len(factors), -1)
+    return fma(mask, total, acc, LaneFragment(wide))
+
+
 def _rows(mask, array, index, lanes, writes, synchronise=True):
     """Return the bytes of a shared allocation, and the offsets of the 16 bytes that each of these lanes addresses."""
     if mask is not None or state.gang.size != 32:
@@ -212,11 +219,31 @@ def stmatrix_fragment(function):
     return store_fragment
 
 
+def stmatrix_rows(function):
+    """Make the version of a function that `ptx.matrix.make_stmatrix_rows(n, first)` made."""
+    first = inspect.getclosurevars(function).nonlocals["first"]
+
+    def store_rows(mask, array, offset, values):
+        values = as_matrix(values)[:, first // 2 : first // 2 + 32]
+        bits = np.ascontiguousarray(_bf16_in_high_half(values.reshape(-1)).reshape(values.shape).T)
+        low, high = bits[0::2] >> np.uint32(16), bits[1::2]
+        for j in range(4):
+            registers = [low[4 * j + i] | high[4 * j + i] for i in range(4)]
+            store(mask, array, offset ^ 32 * j, registers, False, synchronise=j == 0)
+
+    return store_rows
+
+
 NAMES = {("conversions", "cvt_rn_bf16x2_f32"): bf16x2, ("arithmetic", "add_rn_bf16x2"): add_bf16x2}
-FACTORIES = {("matrix", "load_shared"): load_shared, ("matrix", "stmatrix_fragment"): stmatrix_fragment}
+FACTORIES = {
+    ("matrix", "load_shared"): load_shared,
+    ("matrix", "stmatrix_fragment"): stmatrix_fragment,
+    ("matrix", "stmatrix_rows"): stmatrix_rows,
+}
 VERSIONS = {
     fragments.fma: fma,
     fragments.fma_columns: fma_columns,
+    fragments.fma_blocks: fma_blocks,
     matrix.store: store,
     matrix.load: load,
     matrix.multiply: multiply,

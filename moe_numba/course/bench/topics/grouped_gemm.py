@@ -1,4 +1,4 @@
-"""Benchmark of the grouped GEMM: ten sizes of the two GEMMs of a DeepSeek-V3 expert, beside torch and the peers.
+"""Benchmark of the grouped GEMM: twelve sizes of the two GEMMs of a DeepSeek-V3 expert, beside torch and the peers.
 
 A peer provides ``group_gemm_pertensor(x, weight, seqlens, cu_seqlens, y_scale, out=None)`` or
 ``group_gemm_blockwise(x, weight, seqlens, cu_seqlens, x_scale, w_scale, out=None)``, which return the output.
@@ -17,7 +17,8 @@ from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8
 from moe_numba.grouped_gemm.reference import BLOCK, FP8
 
 SHAPES = {"gate_up": dict(n=4096, k=7168), "down": dict(n=7168, k=2048)}
-ROWS = [32, 128, 512, 2048, 8192]
+ROWS = [32, 128, 512, 2048, 8192, 32768]
+SKEWED_ROWS = {"zipf": [2048, 8192], "one": [2048]}
 GROUPS, MANY_GROUPS = 32, 256
 MANY_ROWS = {"gate_up": [1024, 16384], "down": [1024, 16384]}
 CALL_ROWS = 128  # the host cost of a call does not depend on the number of rows
@@ -33,8 +34,8 @@ def measure(peers, quick):
     for shape in list(SHAPES)[: 1 if quick else None]:
         rows += _measure_shape(shape, GROUPS, [128, 2048] if quick else ROWS, peers)
         if not quick:
-            for routing in ("zipf", "one"):
-                rows += _measure_shape(shape, GROUPS, [2048], peers, routing)
+            for routing, counts in SKEWED_ROWS.items():
+                rows += _measure_shape(shape, GROUPS, counts, peers, routing)
             rows += _measure_shape(shape, MANY_GROUPS, MANY_ROWS[shape], peers)
     return rows
 

@@ -1,0 +1,154 @@
+"""Compile-time configuration and shared-memory layout of the block-scaled grouped GEMM kernel."""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from moe_numba.grouped_gemm.config import (
+    AUX_PRODUCER_WARPS,
+    BLOCK_K_BYTES,
+    CONSUMER_WARPS,
+    MAX_SHARED_BYTES,
+    THREADS,
+    WARPS,
+)
+
+BLOCK_M = 128  # rows of x in a tile: 64, wgmma's M, for each consumer warpgroup
+BOX_ROWS = 64  # rows of x that one TMA load copies
+SCALE_BLOCK = 128  # rows of weight, and elements of k, that share a scale
+SCALED_COLUMNS = 64  # columns of a tile that share a scale of weight, wherever in a scale block the tile begins
+ROW_BYTES = 128  # bytes of a row of y that a warp stores at once: 64 columns of bf16, or 128 of FP8
+EPILOGUE_BYTES = 16 * ROW_BYTES  # a warp's epilogue buffer, for 16 rows
+
+
+class BlockScaledConfig(NamedTuple):
+    """Compile-time configuration of the kernel: a tile has 128 rows of x by ``block_n`` rows of weight.
+
+    With ``silu_and_mul`` these are 128 rows of gate and the 128 rows of up that belong to them.
+    """
+
+    block_n: int = 192
+    stages: int = 5  # pipeline stages
+    row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
+    max_groups: int = 512
+    silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
+    keep_weight: bool = False  # keep weights in L2 as long as rows of x
+
+    @property
+    def columns(self) -> int:
+        """Columns of y in a tile."""
+        return SCALE_BLOCK if self.silu_and_mul else self.block_n
+
+    @property
+    def weight_scales(self) -> int:
+        """Scales of weight that a tile needs for 128 elements of k."""
+        return 2 if self.silu_and_mul else self.block_n // SCALED_COLUMNS
+
+    # What the tile scheduler asks of any kernel's configuration:
+
+    @property
+    def block_m(self) -> int:
+        return BLOCK_M
+
+    @property
+    def m_subtiles(self) -> int:
+        return 1
+
+    @property
+    def cluster_size(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class BlockScaledLayout:
+    """Offsets in the dynamic shared memory of a CTA, in elements of the view that is named."""
+
+    config: BlockScaledConfig
+    threads = THREADS
+
+    @property
+    def x_offset(self) -> int:
+        """u8, within a stage: x lies behind the tile of weight."""
+        return self.config.block_n * BLOCK_K_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_offset + BLOCK_M * BLOCK_K_BYTES
+
+    @property
+    def epilogue_offset(self) -> int:
+        """u8: the epilogue buffers of the consumer warps."""
+        return self.config.stages * self.stage_bytes
+
+    @property
+    def scale_offset(self) -> int:
+        """f32: the scales of each stage, 128 of x and 4 of weight."""
+        return (self.epilogue_offset + CONSUMER_WARPS * EPILOGUE_BYTES) // 4
+
+    @property
+    def stage_scales(self) -> int:
+        """f32 elements of a stage's scales."""
+        return BLOCK_M + 4
+
+    @cached_property
+    def full(self) -> int:
+        """barriers: index of the first stage's full barrier, which completes when the stage's data have arrived."""
+        return (self.scale_offset + self.config.stages * self.stage_scales) // 2
+
+    @property
+    def empty(self) -> int:
+        """barriers: index of the first stage's empty barrier, which completes when the stage may be overwritten."""
+        return self.full + self.config.stages
+
+    @property
+    def tile_info_offset(self) -> int:
+        """i32: 4 per stage, in which the producer describes the tile whose first stage it is."""
+        return -(-2 * (self.empty + self.config.stages) // 4) * 4
+
+    @property
+    def warp_sums_offset(self) -> int:
+        """i32: each warp's sum in the scan over groups."""
+        return self.tile_info_offset + 4 * self.config.stages
+
+    @property
+    def first_tile_offset(self) -> int:
+        """i32: the first tile of each group."""
+        return self.warp_sums_offset + WARPS
+
+    @cached_property
+    def bytes(self) -> int:
+        return 4 * (self.first_tile_offset + self.config.max_groups)
+
+
+def check_block_scaled_config(config: BlockScaledConfig) -> None:
+    """Refuse a configuration that the kernel does not support."""
+    allowed = (2 * SCALE_BLOCK,) if config.silu_and_mul else (128, 192)
+    if config.block_n not in allowed:
+        raise ValueError(
+            f"block_n is {config.block_n}; it must be {' or '.join(map(str, allowed))}"
+            + " with silu_and_mul" * config.silu_and_mul
+        )
+    if config.stages < AUX_PRODUCER_WARPS:
+        # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
+        raise ValueError(f"stages is {config.stages}; it must be {AUX_PRODUCER_WARPS} or more")
+    if (num_bytes := BlockScaledLayout(config).bytes) > MAX_SHARED_BYTES:
+        raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
+
+
+# With few rows per group the kernel of ``kernel.py`` is as fast. (maximum average rows per group, tile configuration):
+# a group of more than 128 rows reads its weights once per tile of rows, so they are kept in L2.
+MIN_AVERAGE = 64
+_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
+    (BLOCK_M, dict(block_n=128, stages=6)),
+    (None, dict(block_n=192, stages=5, keep_weight=True)),
+)
+_SILU_CONFIG: dict[str, Any] = dict(block_n=256, stages=4, silu_and_mul=True)
+
+
+@cache
+def select_block_scaled_config(row_layout: str, average: int, silu_and_mul: bool = False) -> BlockScaledConfig | None:
+    """Select the configuration for groups of ``average`` rows, or return None if the other kernel is faster."""
+    if average <= MIN_AVERAGE:
+        return None
+    tile = next(tile for limit, tile in _CONFIGS if limit is None or average <= limit)
+    return BlockScaledConfig(row_layout=row_layout, **(_SILU_CONFIG if silu_and_mul else tile))

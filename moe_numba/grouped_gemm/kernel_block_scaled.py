@@ -1,0 +1,347 @@
+"""Grouped GEMM kernel for block scales: persistent, warp-specialised CTAs, with rows of x as the rows of wgmma.
+
+Each element of the FP8 product of 128 elements of k must be multiplied by a scale of x, one for each row, and one of
+weight, one for 128 rows of weight. With rows of x as wgmma's rows (A), a thread has two rows, so it needs two scales of
+x and one of weight for each block of columns; in the transposed product of ``kernel.py`` it needs a scale per column.
+
+Producer warps: one thread issues the TMA loads of a stage, weight and x; three auxiliary warps copy the scales.
+Consumers: two warpgroups, each with 64 rows of the tile, multiply them by the tile's weights and add the scaled product
+to their accumulators. A warpgroup without rows, in the last tile of a group, only releases the stages.
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
+
+from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, CONSUMER_WARPS, SharedMemory
+from moe_numba.grouped_gemm.config_block_scaled import (
+    BLOCK_M,
+    BOX_ROWS,
+    SCALE_BLOCK,
+    SCALED_COLUMNS,
+    BlockScaledLayout,
+    check_block_scaled_config,
+)
+from moe_numba.grouped_gemm.epilogue import Output
+from moe_numba.grouped_gemm.epilogue_block_scaled import make_store, make_store_silu_and_mul
+from moe_numba.grouped_gemm.kernel import Scales
+from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
+from moe_numba.ptx.accumulators import make_fma_blocks
+from moe_numba.ptx.arithmetic import int_as_float
+from moe_numba.ptx.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait_parity,
+)
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4
+from moe_numba.ptx.pipeline import make_advance
+from moe_numba.ptx.tma import createpolicy_evict_first, createpolicy_evict_last, tma_load_2d_hint, tma_load_3d_hint
+from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
+from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
+from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+
+BOX_BYTES = BOX_ROWS * BLOCK_K_BYTES
+UP_OFFSET = SCALE_BLOCK * BLOCK_K_BYTES  # with silu_and_mul: of the tile of up in a stage, behind gate
+
+
+# Producer warpgroup
+
+
+@cache
+def make_tma_producer(config, layout):
+    """Make ``tma_producer(smem, map_x, map_weight, problem, tiles, k_blocks, n)``, which one thread executes.
+
+    It looks up each tile and publishes it to the consumers with the tile's first stage.
+    """
+    stage_bytes, x_offset, full, empty = layout.stage_bytes, layout.x_offset, layout.full, layout.empty
+    tile_info_offset, columns, keep_weight = layout.tile_info_offset, config.columns, config.keep_weight
+    silu_and_mul = config.silu_and_mul
+    get_tile, advance = make_get_tile(config, layout, even=False), make_advance(config.stages)
+    first_tile, next_tile = make_tile_loop(1)
+
+    @cuda.jit(device=True)
+    def tma_producer(smem, map_x, map_weight, problem, tiles, k_blocks, n):
+        barriers = smem.barriers
+        stage, phase = int32(0), uint32(1)
+        evict_last = createpolicy_evict_last()
+        weight_policy = evict_last if keep_weight else createpolicy_evict_first()
+        tile = first_tile()
+        while tile < tiles:
+            g, row, rows, _, n_tile = get_tile(smem, problem, tile)
+            column, second = int32(n_tile * columns), rows > BOX_ROWS
+            tma_bytes = int32(x_offset + 2 * BOX_BYTES) if second else int32(x_offset + BOX_BYTES)
+            mbarrier_wait_parity(barriers, empty + stage, phase)
+            info = uint32(tile_info_offset + 4 * stage)
+            smem.i32[info] = row
+            smem.i32[info + uint32(1)] = rows
+            smem.i32[info + uint32(2)] = column
+            for k_block in range(k_blocks):
+                k, offset = int32(k_block * BLOCK_K_BYTES), int32(stage * stage_bytes)
+                mbarrier_wait_parity(barriers, empty + stage, phase)
+                mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)
+                tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, g, barriers, full + stage, weight_policy)
+                if silu_and_mul:
+                    up, to = int32(n + column), int32(offset + UP_OFFSET)
+                    tma_load_3d_hint(smem.u8, to, map_weight, 0, k, up, g, barriers, full + stage, weight_policy)
+                to = int32(offset + x_offset)
+                tma_load_2d_hint(smem.u8, to, map_x, 0, k, row, barriers, full + stage, evict_last)
+                if second:
+                    to = int32(to + BOX_BYTES)
+                    tma_load_2d_hint(smem.u8, to, map_x, 0, k, row + BOX_ROWS, barriers, full + stage, evict_last)
+                stage, phase = advance(stage, phase)
+            tile = next_tile(tile)
+
+    return tma_producer
+
+
+@cache
+def make_scale_producer(config, layout):
+    """Make ``scale_producer(smem, aux_warp, lane, scales, problem, tiles, k_blocks, n_blocks)``.
+
+    Auxiliary warp ``aux_warp`` (0 to 2) copies the scales of every third stage to shared memory: those of the tile's
+    rows of x, and that of weight for each 64 of its columns, or those of gate and up.
+    """
+    empty, full, scale_offset, stage_scales = layout.empty, layout.full, layout.scale_offset, layout.stage_scales
+    columns, silu_and_mul, weight_scales = config.columns, config.silu_and_mul, config.weight_scales
+    advance = make_advance(config.stages)
+    get_tile, (first_tile, next_tile) = make_get_tile(config, layout, even=False), make_tile_loop(1)
+    rows_per_lane = BLOCK_M // 32
+
+    @cuda.jit(device=True)
+    def scale_producer(smem, aux_warp, lane, scales, problem, tiles, k_blocks, n_blocks):
+        stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
+        x_scales = cuda.local.array(rows_per_lane, float32)
+        tile = first_tile()
+        while tile < tiles:
+            info = get_tile(smem, problem, tile)
+            if silu_and_mul:  # up lies half the blocks behind gate
+                n_block = int32(info.n_tile + (n_blocks >> 1) * lane)
+            else:  # the last columns of a group's last tile may lie beyond the weight: clamp
+                n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
+            weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
+            x_index = int64(info.row + lane) * k_blocks
+            for k_block in range(k_blocks):
+                if skip == 0:
+                    # Issue all global loads before waiting for the stage, so that their latency is hidden.
+                    weight_scale = scales.weight[weight_index + k_block] if lane < weight_scales else float32(0)
+                    for i in range(rows_per_lane):
+                        valid = lane + 32 * i < info.rows
+                        x_scales[i] = scales.x[x_index + 32 * i * k_blocks + k_block] if valid else float32(0)
+                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                    offset = int32(scale_offset + stage * stage_scales + lane)
+                    for i in range(rows_per_lane):
+                        smem.f32[uint32(offset + 32 * i)] = x_scales[i]
+                    if lane < weight_scales:
+                        smem.f32[uint32(offset + BLOCK_M)] = weight_scale
+                    cuda.syncwarp()
+                    if lane == 0:
+                        mbarrier_arrive(smem.barriers, full + stage)
+                skip = int32(skip + AUX_PRODUCER_WARPS - 1) if skip == 0 else int32(skip - 1)
+                stage, phase = advance(stage, phase)
+            tile = next_tile(tile)
+
+    return scale_producer
+
+
+# Consumer warpgroups
+
+
+@cache
+def make_load_scales(layout):
+    """Make ``a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)``: of rows ``row`` and ``row + 8``, and of weight."""
+    scale_offset, stage_scales = layout.scale_offset, layout.stage_scales
+
+    @cuda.jit(device=True)
+    def load_scales(smem, stage, row):
+        offset = int32(scale_offset + stage * stage_scales)
+        w_0, w_1, w_2, _ = ld_shared_s32x4(smem.i32, int32(offset + BLOCK_M))
+        a, b = smem.f32[uint32(offset + row)], smem.f32[uint32(offset + row + 8)]
+        return a, b, int_as_float(w_0), int_as_float(w_1), int_as_float(w_2)
+
+    return load_scales
+
+
+@cache
+def make_release_stage(layout):
+    """Make ``release_stage(smem, stage, lane)``, once all lanes have read their scales, which are part of the stage."""
+    empty = layout.empty
+
+    @cuda.jit(device=True)
+    def release_stage(smem, stage, lane):
+        cuda.syncwarp()
+        if lane == 0:
+            mbarrier_arrive(smem.barriers, empty + stage)
+
+    return release_stage
+
+
+@cache
+def make_multiply(config, layout):
+    """Make ``acc, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, row)``.
+
+    It computes 64 rows, at ``x_offset`` in a stage, times the tile's weights. ``row`` is the first of the thread's two
+    rows of the tile.
+    """
+    stage_bytes, full, advance = layout.stage_bytes, layout.full, make_advance(config.stages)
+    n, load_scales, release_stage = config.block_n, make_load_scales(layout), make_release_stage(layout)
+    wgmma, wait, fma = make_wgmma_tile(n, "e4m3"), make_wgmma_wait(n, 0), make_fma_blocks(n, SCALED_COLUMNS)
+    zeros, three = (np.float32(0),) * (n // 2), config.weight_scales == 3
+
+    @cuda.jit(device=True)
+    def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
+        acc = zeros
+        for _ in range(k_blocks):
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            offset = int32(stage * stage_bytes)
+            x, weight = wgmma_descriptor(smem.u8, int32(offset + x_offset)), wgmma_descriptor(smem.u8, offset)
+            product = wgmma(x, weight)
+            a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)
+            product = wait(product)
+            release_stage(smem, stage, lane)
+            if three:
+                acc = fma(acc, product, (a * w_0, b * w_0, a * w_1, b * w_1, a * w_2, b * w_2))
+            else:
+                acc = fma(acc, product, (a * w_0, b * w_0, a * w_1, b * w_1))
+            stage, phase = advance(stage, phase)
+        return acc, stage, phase
+
+    return multiply
+
+
+@cache
+def make_multiply_gate_and_up(config, layout):
+    """Make ``gate, up, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, row)``.
+
+    As :func:`make_multiply`, but with a product of 128 columns for gate and then one for up: beside two accumulators,
+    registers for one of them are left.
+    """
+    stage_bytes, full, advance = layout.stage_bytes, layout.full, make_advance(config.stages)
+    n, load_scales, release_stage = SCALE_BLOCK, make_load_scales(layout), make_release_stage(layout)
+    wgmma, wait, fma = make_wgmma_tile(n, "e4m3"), make_wgmma_wait(n, 0), make_fma_blocks(n, n)
+    zeros = (np.float32(0),) * (n // 2)
+
+    @cuda.jit(device=True)
+    def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
+        gate, up = zeros, zeros
+        for _ in range(k_blocks):
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            offset = int32(stage * stage_bytes)
+            x, weight = wgmma_descriptor(smem.u8, int32(offset + x_offset)), wgmma_descriptor(smem.u8, offset)
+            product = wgmma(x, weight)
+            a, b, w_gate, w_up, _ = load_scales(smem, stage, row)
+            product = wait(product)
+            gate = fma(gate, product, (a * w_gate, b * w_gate))
+            product = wait(wgmma(x, uint64(weight + uint64(UP_OFFSET >> 4))))
+            release_stage(smem, stage, lane)
+            up = fma(up, product, (a * w_up, b * w_up))
+            stage, phase = advance(stage, phase)
+        return gate, up, stage, phase
+
+    return multiply
+
+
+@cache
+def make_skip_stages(config, layout):
+    """Make ``stage, phase = skip_stages(smem, lane, stage, phase, k_blocks)``, for a warpgroup that has no rows.
+
+    It waits for each stage, because the stage's empty barrier counts a warp once per phase.
+    """
+    full, release_stage, advance = layout.full, make_release_stage(layout), make_advance(config.stages)
+
+    @cuda.jit(device=True)
+    def skip_stages(smem, lane, stage, phase, k_blocks):
+        for _ in range(k_blocks):
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            release_stage(smem, stage, lane)
+            stage, phase = advance(stage, phase)
+        return stage, phase
+
+    return skip_stages
+
+
+@cache
+def make_consumer(config, layout):
+    """Make ``stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column)``."""
+    silu_and_mul, skip_stages, tile_offset = config.silu_and_mul, make_skip_stages(config, layout), layout.x_offset
+    multiply = (make_multiply_gate_and_up if silu_and_mul else make_multiply)(config, layout)
+    store = make_store_silu_and_mul(layout) if silu_and_mul else make_store(config.block_n, layout)
+
+    @cuda.jit(device=True)
+    def consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column):
+        warpgroup, own_row = int32(warp >> 2), int32(warp * 16)
+        if rows > warpgroup * BOX_ROWS:
+            x_offset, thread_row = int32(tile_offset + warpgroup * BOX_BYTES), int32(own_row + (lane >> 2))
+            if silu_and_mul:
+                gate, up, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, thread_row)
+                store(smem, output, warp, lane, gate, up, int32(row + own_row), int32(rows - own_row), column)
+            else:
+                acc, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, thread_row)
+                store(smem, output, warp, lane, acc, int32(row + own_row), int32(rows - own_row), column)
+        else:
+            stage, phase = skip_stages(smem, lane, stage, phase, k_blocks)
+        return stage, phase
+
+    return consumer
+
+
+@cache
+def make_kernel(config):
+    """Make the kernel, for any number of CTAs of 384 threads; return it and its dynamic shared memory in bytes."""
+    check_block_scaled_config(config)
+    layout = BlockScaledLayout(config)
+    stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
+    columns, silu_and_mul, (first_tile, next_tile) = config.columns, config.silu_and_mul, make_tile_loop(1)
+    setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(56), make_setmaxnreg_inc(224)
+    count_tiles, tma_producer = make_count_tiles(config, layout), make_tma_producer(config, layout)
+    scale_producer, consumer = make_scale_producer(config, layout), make_consumer(config, layout)
+
+    @cuda.jit
+    def block_scaled_gemm(
+        map_x, map_weight, y, y_scale, lengths, starts, x_scale, weight_scale, groups, total_rows, capacity, n, k
+    ):
+        smem = SharedMemory(
+            cuda.shared.array(0, uint8, 1024),
+            cuda.shared.array(0, int32, 1024),
+            cuda.shared.array(0, float32, 1024),
+            cuda.shared.array(0, uint64, 1024),
+        )
+        thread = int32(cuda.threadIdx.x)
+        lane, warp = int32(thread & 31), int32(thread >> 5)
+        if thread == 0:
+            for stage in range(stages):
+                mbarrier_init(smem.barriers, full + stage, 2)  # the TMA producer and an auxiliary warp
+                mbarrier_init(smem.barriers, empty + stage, CONSUMER_WARPS)
+            fence_mbarrier_init()
+        griddepcontrol_wait()
+        problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
+        k_blocks = int32((k + BLOCK_K_BYTES - 1) >> 7)
+        tiles = count_tiles(smem, problem, divide(int32(n + columns - 1), int32(columns)))
+        if warp >= CONSUMER_WARPS:
+            setmaxnreg_dec()
+            if warp == CONSUMER_WARPS and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
+                tma_producer(smem, map_x, map_weight, problem, tiles, k_blocks, n)
+                griddepcontrol_launch_dependents()
+            if warp > CONSUMER_WARPS:
+                aux_warp = int32(warp - CONSUMER_WARPS - 1)
+                n_blocks = int32(((n + 127) >> 7) << 1) if silu_and_mul else int32((n + 127) >> 7)
+                scale_producer(smem, aux_warp, lane, scales, problem, tiles, k_blocks, n_blocks)
+        else:
+            setmaxnreg_inc()
+            stage, phase = int32(0), uint32(0)
+            u8, barriers = uniform_array(smem.u8), uniform_array(smem.barriers)
+            smem = SharedMemory(u8, smem.i32, uniform_array(smem.f32), barriers)
+            warp = uniform(warp)
+            output = Output(y, y_scale, n)
+            tile = first_tile()
+            while tile < tiles:
+                stage, phase = uniform(stage), uint32(uniform(int32(phase)))
+                mbarrier_wait_parity(smem.barriers, full + stage, phase)
+                row, rows, column, _ = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
+                row, rows, column = uniform(row), uniform(rows), uniform(column)
+                stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column)
+                tile = next_tile(tile)
+
+    return block_scaled_gemm, layout.bytes

@@ -1,0 +1,66 @@
+"""Launches of the block-scaled kernel, for groups of many rows on GPUs with wgmma."""
+
+from functools import cache
+
+from moe_numba import simulator
+from moe_numba.grouped_gemm.config import BLOCK_K_BYTES, THREADS
+from moe_numba.grouped_gemm.config_block_scaled import BOX_ROWS, SCALE_BLOCK, BlockScaledConfig
+from moe_numba.grouped_gemm.kernel_block_scaled import make_kernel
+from moe_numba.runtime.compile import TENSOR_MAP
+from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.tensor_map import tensor_map_template
+
+BLOCK_SCALED_SIGNATURE = (
+    *(TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*"),
+    *("int32",) * 5,
+)
+
+
+class BlockScaledLaunch:
+    """Launches for tensors of given shapes, strides and dtypes."""
+
+    def __init__(self, config, tensors, shape):
+        x, weight = tensors[:2]
+        self.config = config
+        weight_rows = SCALE_BLOCK if config.silu_and_mul else config.block_n
+        self.start, self.grid = get_block_scaled_launcher(self.config, x.device.index or 0), _grid_size(x.device)
+        rows = x.flatten(0, 1) if x.dim() == 3 else x
+        self.x_map = tensor_map_template(rows, (BOX_ROWS, BLOCK_K_BYTES), swizzle=128, name="x")
+        self.weight_map = tensor_map_template(weight, (1, weight_rows, BLOCK_K_BYTES), swizzle=128, name="weight")
+        self.is_masked = shape.row_layout == "masked"
+        self.sizes = *shape.sizes, shape.k
+
+    def __call__(self, tensors, outputs):
+        """Launch the kernel. A pointer that it does not use is that of the group sizes."""
+        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, _ = tensors
+        lengths = address(seqlens if offs is None else offs)
+        self.start(
+            self.grid,
+            THREADS,
+            None,
+            self.x_map(x.flatten(0, 1) if self.is_masked else x),
+            self.weight_map(weight),
+            address(outputs[0]),
+            address(outputs[-1]),
+            lengths,
+            lengths if cu_seqlens is None else address(cu_seqlens),
+            address(x_scale),
+            address(weight_scale),
+            *self.sizes,
+        )
+
+
+@cache
+def get_block_scaled_launcher(config: BlockScaledConfig, device: int):
+    """Compile and load the kernel of a configuration on a device."""
+    kernel, shared_bytes = make_kernel(config)
+    return launcher(
+        kernel, BLOCK_SCALED_SIGNATURE, device, launch_bounds=THREADS, shared_bytes=shared_bytes, dependent=True
+    )
+
+
+@cache
+def _grid_size(device):
+    """One CTA per SM."""
+    return 2 if simulator.ENABLED else gpu_of(device).sm_count

@@ -1,0 +1,243 @@
+"""The block-scaled grouped GEMM kernel against the reference, and wrong kernels that must be rejected."""
+
+import pytest
+import torch
+from helpers.grouped_gemm import PATTERNS, make_problem, silu_mismatch
+from helpers.wrong_kernels import changed_maker, is_rejected
+
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from moe_numba.grouped_gemm import epilogue_block_scaled as epilogue
+from moe_numba.grouped_gemm import kernel_block_scaled as kernel
+from moe_numba.grouped_gemm import reference
+from moe_numba.grouped_gemm.config import THREADS, GemmConfig
+from moe_numba.grouped_gemm.config_block_scaled import (
+    BOX_ROWS,
+    BlockScaledConfig,
+    BlockScaledLayout,
+    check_block_scaled_config,
+    select_block_scaled_config,
+)
+from moe_numba.grouped_gemm.reference import FP8, mismatch
+from moe_numba.runtime.device import H200
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import TensorMap
+
+SMALL = BlockScaledConfig(stages=3, max_groups=8)
+BY_BLOCKS = GemmConfig(scaling="block")  # make_problem's dtype and scales
+
+
+def problem(lengths, n, k, device, row_layout="lengths"):
+    return make_problem(BY_BLOCKS._replace(row_layout=row_layout), lengths, n, k, device)
+
+
+def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
+    """Run the kernel on an output filled with NaN, with 4 guard rows behind it."""
+    made, shared_bytes = make_kernel(config)
+    total, (groups, n, k) = len(p.x), p.weight.shape
+    y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=p.x.device)
+    lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
+    with simulator.seed(seed):
+        launch(
+            made,
+            blocks,
+            THREADS,
+            TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
+            TensorMap(p.weight, (1, config.block_n, 128), swizzle=128),
+            y.view(torch.int32),
+            *(p.x_scale, lengths, p.starts, p.x_scale, p.weight_scale, groups, total, p.capacity, n, k),
+            shared_bytes=shared_bytes,
+        )
+    assert bool(y[total:].isnan().all()), "rows behind the output were written"
+    return y[:total]
+
+
+LENGTHS = PATTERNS | {"tiles of 128 rows, and the next": [128, 129], "64 rows, and one more": [64, 65]}
+
+
+@pytest.mark.parametrize("pattern", LENGTHS)
+def test_group_sizes(pattern, device):
+    p = problem(LENGTHS[pattern], 192, 256, device)
+    assert mismatch(run(SMALL, p), p.expected) is None
+
+
+# A tile of 192 columns begins at the first or the second half of a block of weight scales.
+@pytest.mark.parametrize("block_n", [128, 192])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (576, 128), (448, 64)])
+def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
+    p = problem([5, 0, 70], n, k, device)
+    assert mismatch(run(SMALL._replace(block_n=block_n), p, blocks=3), p.expected) is None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(block_n=256), "block_n is 256; it must be 128 or 192"),
+        (dict(silu_and_mul=True), "block_n is 192; it must be 256 with silu_and_mul"),
+        (dict(stages=2), "stages is 2; it must be 3 or more"),
+        (dict(stages=6), "needs .* bytes of shared memory"),
+    ],
+)
+def test_unsupported_configurations_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        kernel.make_kernel(BlockScaledConfig()._replace(**change))
+
+
+def test_selected_configurations_are_supported():
+    for average in (65, 128, 129, 1000):
+        for silu_and_mul in (False, True):
+            check_block_scaled_config(select_block_scaled_config("lengths", average, silu_and_mul))
+    assert select_block_scaled_config("lengths", 64) is None
+
+
+@pytest.mark.parametrize("row_layout", ["offsets", "masked"])
+def test_row_layouts(row_layout, device):
+    p = problem([3, 0, 80], 128, 128, device, row_layout)
+    assert mismatch(run(SMALL._replace(row_layout=row_layout), p), p.expected) is None
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_result_does_not_depend_on_thread_order(seed, device):
+    p = problem([30, 70], 192, 640, device)
+    first = run(SMALL, p, seed=0)
+    assert mismatch(first, p.expected) is None
+    assert torch.equal(run(SMALL, p, seed=seed), first)
+
+
+@pytest.mark.parametrize("lengths, starts", [([-5, 3], [0, 0]), ([3, 1 << 30], [0, 3]), ([4, 4], [-7, 1 << 30])])
+def test_invalid_group_sizes_stay_in_bounds(lengths, starts, device):
+    p = problem([4, 4], 64, 64, device)
+    p.lengths, p.starts = (torch.tensor(v, dtype=torch.int32, device=device) for v in (lengths, starts))
+    run(SMALL, p)  # asserts that the guard rows are unchanged
+
+
+SILU = BlockScaledConfig(block_n=256, silu_and_mul=True, stages=3, max_groups=8)
+
+
+@pytest.mark.parametrize("lengths", [[5, 0, 70], [64, 1], [128, 3]])
+@pytest.mark.parametrize("n, k", [(128, 320), (384, 128)])
+def test_silu_and_mul(lengths, n, k, device):
+    assert silu_error(lengths, n, k, device) is None
+
+
+def silu_error(lengths, n, k, device, seed=0, make_kernel=kernel.make_kernel):
+    """Return how the activated output, with 4 guard rows behind it, differs from the reference; ``n`` is its width."""
+    p = problem(lengths, 2 * n, k, device)
+    made, shared_bytes = make_kernel(SILU)
+    total = len(p.x)
+    y = torch.full((total + 4, n), 0x7F, dtype=torch.uint8, device=device)  # NaN
+    scale = torch.full((total + 4, n // 128), float("nan"), device=device)
+    with simulator.seed(seed):
+        launch(
+            made,
+            2,
+            THREADS,
+            TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
+            TensorMap(p.weight, (1, 128, 128), swizzle=128),
+            y.view(torch.int32),
+            *(scale, p.lengths, p.starts, p.x_scale, p.weight_scale, len(lengths), total, 0, n, k),
+            shared_bytes=shared_bytes,
+        )
+    assert bool((y[total:] == 0x7F).all() & scale[total:].isnan().all()), "rows behind the output were written"
+    return silu_mismatch(y[:total].view(FP8), scale[:total], reference.silu_and_mul(p.expected.bfloat16().float()))
+
+
+def test_shared_memory_regions_do_not_overlap():
+    layout = BlockScaledLayout(BlockScaledConfig())
+    config = layout.config
+    regions = [  # bytes
+        (0, config.stages * layout.stage_bytes),
+        (layout.epilogue_offset, 8 * 2048),
+        (4 * layout.scale_offset, 4 * config.stages * layout.stage_scales),
+        (8 * layout.full, 8 * config.stages),
+        (8 * layout.empty, 8 * config.stages),
+        (4 * layout.tile_info_offset, 16 * config.stages),
+        (4 * layout.warp_sums_offset, 4 * 12),
+        (4 * layout.first_tile_offset, 4 * config.max_groups),
+    ]
+    for (start, size), (following, _) in zip(regions, [*regions[1:], (layout.bytes, 0)]):
+        assert start + size <= following
+    assert layout.stage_bytes % 1024 == layout.epilogue_offset % 1024 == layout.scale_offset % 4 == 0
+    assert layout.bytes <= H200.shared_bytes
+
+
+WRONG = {
+    "a stage is read before it is full": (
+        "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            offset",
+        "            offset",
+    ),
+    "a stage is filled while it is read": (
+        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
+        "                mbarrier_arrive_expect",
+    ),
+    "scales are overwritten while they are read": (
+        "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n",
+        "",
+    ),
+    "a stage is released before wgmma has read it": (
+        "            product = wait(product)\n            release_stage(smem, stage, lane)\n",
+        "            release_stage(smem, stage, lane)\n            product = wait(product)\n",
+    ),
+    "a warpgroup without rows does not wait for its stages": (
+        "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            release_stage",
+        "            release_stage",
+    ),
+    "too few bytes are expected": ("full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
+    "consumers request more registers than producers release": ("make_setmaxnreg_inc(224)", "make_setmaxnreg_inc(240)"),
+    "rows of the next group are stored": (epilogue, "        if t < rows:", "        if t < 16:"),
+    "the wrong group's weight is loaded": ("k, column, g, barriers", "k, column, int32(0), barriers"),
+    "the wrong group's weight scales are loaded": ("int64(info.group) * n_blocks", "int64(0) * n_blocks"),
+    "all columns have the first weight scale": ("columns + lane * SCALED_COLUMNS", "columns"),
+    "a thread's second row has the first one's scale": (
+        "smem.f32[uint32(offset + row + 8)]",
+        "smem.f32[uint32(offset + row)]",
+    ),
+    "the last stage is left out": (
+        "acc = zeros\n        for _ in range(k_blocks):",
+        "acc = zeros\n        for _ in range(k_blocks - 1):",
+    ),
+    "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
+}
+ON_A_GPU = {  # the others would hang a GPU, or could be right by chance
+    "rows of the next group are stored",
+    "the wrong group's weight is loaded",
+    "the wrong group's weight scales are loaded",
+    "all columns have the first weight scale",
+    "a thread's second row has the first one's scale",
+    "the epilogue does not undo its swizzle",
+}
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
+def test_wrong_kernels_are_rejected(what, device):
+    change = WRONG[what] if len(WRONG[what]) == 3 else (kernel, *WRONG[what])
+    make_kernel = changed_maker(kernel, "make_kernel", *change)
+    p = problem([70, 11], 192, 768, device)
+    attempt = lambda seed: mismatch(run(SMALL, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
+    assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+WRONG_SILU = {
+    "gate is loaded in place of up": (kernel, "up, to = int32(n + column)", "up, to = int32(column)"),
+    "up has gate's scales": (kernel, "(a * w_up, b * w_up)", "(a * w_gate, b * w_gate)"),
+    "the scale leaves out half of the columns": (
+        epilogue,
+        "    return max(value, cuda.shfl_xor_sync(FULL_MASK, value, 2))",
+        "    return value",
+    ),
+    "neighbouring lanes do not exchange their columns": (epilogue, "first if odd else second), 1)", "second), 1)"),
+    "the second row has the first one's scale": (
+        epilogue,
+        "rcp_approx(scale_0), rcp_approx(scale_1)",
+        "rcp_approx(scale_0), rcp_approx(scale_0)",
+    ),
+    "scales of the next group's rows are stored": (epilogue, "own + 8 < rows", "own + 8 < 16"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_SILU)
+def test_wrong_activations_are_rejected(what, device):
+    make_kernel = changed_maker(kernel, "make_kernel", *WRONG_SILU[what])
+    attempt = lambda seed: silu_error([70, 11], 128, 384, device, seed, make_kernel)
+    assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
