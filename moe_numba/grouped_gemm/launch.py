@@ -15,7 +15,8 @@ from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMe
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
 from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.kernel import make_kernel
-from moe_numba.grouped_gemm.launch_block_scaled import BlockScaledLaunch
+from moe_numba.grouped_gemm.kernel_block_scaled import make_kernel as make_block_scaled_kernel
+from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE, BlockScaledLaunch
 from moe_numba.grouped_gemm.launch_mma import MmaLaunch
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
@@ -217,10 +218,12 @@ def get_launcher(config: GemmConfig, device: int):
     )
 
 
-def compile_config(config: GemmConfig) -> None:
+def compile_config(config: GemmConfig | BlockScaledConfig) -> None:
     """Compile the kernel of a configuration into the cubin cache on disk; no GPU is needed."""
-    kernel, _ = make_kernel(config)
-    machine_code(kernel, SIGNATURE, launch_bounds=THREADS)
+    if isinstance(config, BlockScaledConfig):
+        machine_code(make_block_scaled_kernel(config)[0], BLOCK_SCALED_SIGNATURE, launch_bounds=THREADS)
+    else:
+        machine_code(make_kernel(config)[0], SIGNATURE, launch_bounds=THREADS)
 
 
 @cache

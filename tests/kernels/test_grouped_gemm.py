@@ -11,7 +11,8 @@ from moe_numba.runtime import device as devices
 
 # isort: split
 from moe_numba.grouped_gemm import group_gemm_pertensor_fp8, group_gemm_silu_and_mul_pertensor_fp8, reference
-from moe_numba.grouped_gemm.config import SharedMemoryLayout
+from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 
 
@@ -304,16 +305,18 @@ def test_graph_replay_reads_new_lengths():
 # Tuning
 
 
-@pytest.mark.parametrize("scaling, silu", [("tensor", False), ("block", False), ("tensor", True)])
+@pytest.mark.parametrize("scaling, silu", [("tensor", False), ("block", False), ("tensor", True), ("block", True)])
 def test_tuner_tries_configs_that_fit(scaling, silu, monkeypatch, capsys, device):
     from moe_numba.course.bench import tune_grouped_gemm as tuner
 
     if not devices.gpu_of(0).has_wgmma:
         pytest.skip("the configurations are those of the Hopper kernel")
     candidates = tuner.candidates(scaling, silu)
-    assert len(candidates) >= 12 and all(
-        SharedMemoryLayout(c).bytes <= devices.H200.shared_bytes for c in candidates.values()
+    layouts = {GemmConfig: SharedMemoryLayout, BlockScaledConfig: BlockScaledLayout}
+    assert len(candidates) >= 12 and {type(c) for c in candidates.values()} == (
+        {GemmConfig, BlockScaledConfig} if scaling == "block" else {GemmConfig}
     )
+    assert all(layouts[type(c)](c).bytes <= devices.H200.shared_bytes for c in candidates.values())
     monkeypatch.setattr(tuner, "TILES", [(16, 1, (16,)), (8, 2, (8,))])
     monkeypatch.setattr(tuner, "SILU_TILES", [(16, 1, (16,))])
     shapes = {"small": dict(n=256, k=128)}

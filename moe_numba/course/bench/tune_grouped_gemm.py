@@ -1,4 +1,4 @@
-"""Time every configuration of the grouped GEMM that fits, to choose those in ``grouped_gemm/config.py``.
+"""Time every configuration of the grouped GEMM that fits, to choose those in ``grouped_gemm/config*.py``.
 
     python -m moe_numba.course.bench.tune_grouped_gemm [--scaling tensor|block|none] [--rows 32 8192] [--silu]
 
@@ -23,6 +23,7 @@ from moe_numba.course.bench.topics.grouped_gemm import (
 )
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
 from moe_numba.grouped_gemm.launch import compile_config, group_gemm
 from moe_numba.runtime.device import H200
 
@@ -65,12 +66,28 @@ def candidates(scaling, silu_and_mul=False):
                 silu_and_mul=silu_and_mul,
                 cluster_size=cluster_size,
             )
-            by_stages = [config._replace(stages=stages) for stages in range(3, MAX_STAGES + 1)]
-            fitting = [config for config in by_stages if SharedMemoryLayout(config).bytes <= H200.shared_bytes]
-            if fitting:
+            if config := with_most_stages(config, SharedMemoryLayout):
                 name = "/".join(map(str, mma_n)) + f" x {m_subtiles}" * (m_subtiles > 1)
-                found[name + ", cluster" * (cluster_size > 1)] = fitting[-1]
+                found[name + ", cluster" * (cluster_size > 1)] = config
+    return found | (block_scaled_candidates(silu_and_mul) if scaling == "block" else {})
+
+
+def block_scaled_candidates(silu_and_mul):
+    """Return the configurations of the block-scaled kernel, with rows of x as wgmma's rows."""
+    found = {}
+    for block_n in (256,) if silu_and_mul else (128, 192):
+        for keep_weight in (False, True):
+            config = BlockScaledConfig(block_n=block_n, silu_and_mul=silu_and_mul, keep_weight=keep_weight)
+            name = f"rows of x by {block_n}" + ", weights kept in L2" * keep_weight
+            found[name] = with_most_stages(config, BlockScaledLayout)
     return found
+
+
+def with_most_stages(config, layout):
+    """Return the configuration with as many stages as fit into shared memory, or None."""
+    by_stages = [config._replace(stages=stages) for stages in range(3, MAX_STAGES + 1)]
+    fitting = [config for config in by_stages if layout(config).bytes <= H200.shared_bytes]
+    return fitting[-1] if fitting else None
 
 
 def arguments_of(scaling, p):
