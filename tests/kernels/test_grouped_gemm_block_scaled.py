@@ -34,9 +34,16 @@ def problem(lengths, n, k, device, row_layout="lengths"):
 
 def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
     """Run the kernel on an output filled with NaN, with 4 guard rows behind it."""
+    y = torch.full((len(p.x) + 4, p.weight.shape[1]), float("nan"), dtype=torch.bfloat16, device=p.x.device)
+    launch_kernel(config, p, y, p.x_scale, blocks, seed, make_kernel)  # without activation there is no y_scale
+    assert bool(y[len(p.x) :].isnan().all()), "rows behind the output were written"
+    return y[: len(p.x)]
+
+
+def launch_kernel(config, p, y, y_scale, blocks, seed, make_kernel):
+    """Launch the kernel once; ``y`` and ``y_scale`` have guard rows behind the last row."""
     made, shared_bytes = make_kernel(config)
-    total, (groups, n, k) = len(p.x), p.weight.shape
-    y = torch.full((total + 4, n), float("nan"), dtype=torch.bfloat16, device=p.x.device)
+    groups, _, k = p.weight.shape
     lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
     with simulator.seed(seed):
         launch(
@@ -44,13 +51,11 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
             blocks,
             THREADS,
             TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
-            TensorMap(p.weight, (1, config.block_n, 128), swizzle=128),
-            y.view(torch.int32),
-            *(p.x_scale, lengths, p.starts, p.x_scale, p.weight_scale, groups, total, p.capacity, n, k),
+            TensorMap(p.weight, (1, config.columns, 128), swizzle=128),
+            *(y.view(torch.int32), y_scale, lengths, p.starts, p.x_scale, p.weight_scale),
+            *(groups, len(p.x), p.capacity, y.shape[1], k),
             shared_bytes=shared_bytes,
         )
-    assert bool(y[total:].isnan().all()), "rows behind the output were written"
-    return y[:total]
 
 
 LENGTHS = PATTERNS | {"tiles of 128 rows, and the next": [128, 129], "64 rows, and one more": [64, 65]}
@@ -124,21 +129,10 @@ def test_silu_and_mul(lengths, n, k, device):
 def silu_error(lengths, n, k, device, seed=0, make_kernel=kernel.make_kernel):
     """Return how the activated output, with 4 guard rows behind it, differs from the reference; ``n`` is its width."""
     p = problem(lengths, 2 * n, k, device)
-    made, shared_bytes = make_kernel(SILU)
     total = len(p.x)
     y = torch.full((total + 4, n), 0x7F, dtype=torch.uint8, device=device)  # NaN
     scale = torch.full((total + 4, n // 128), float("nan"), device=device)
-    with simulator.seed(seed):
-        launch(
-            made,
-            2,
-            THREADS,
-            TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
-            TensorMap(p.weight, (1, 128, 128), swizzle=128),
-            y.view(torch.int32),
-            *(scale, p.lengths, p.starts, p.x_scale, p.weight_scale, len(lengths), total, 0, n, k),
-            shared_bytes=shared_bytes,
-        )
+    launch_kernel(SILU, p, y, scale, 2, seed, make_kernel)
     assert bool((y[total:] == 0x7F).all() & scale[total:].isnan().all()), "rows behind the output were written"
     return silu_mismatch(y[:total].view(FP8), scale[:total], reference.silu_and_mul(p.expected.bfloat16().float()))
 
@@ -164,36 +158,47 @@ def test_shared_memory_regions_do_not_overlap():
 
 WRONG = {
     "a stage is read before it is full": (
+        kernel,
         "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            offset",
         "            offset",
     ),
     "a stage is filled while it is read": (
+        kernel,
         "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
     "scales are overwritten while they are read": (
+        kernel,
         "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n",
         "",
     ),
     "a stage is released before wgmma has read it": (
+        kernel,
         "            product = wait(product)\n            release_stage(smem, stage, lane)\n",
         "            release_stage(smem, stage, lane)\n            product = wait(product)\n",
     ),
     "a warpgroup without rows does not wait for its stages": (
+        kernel,
         "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            release_stage",
         "            release_stage",
     ),
-    "too few bytes are expected": ("full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
-    "consumers request more registers than producers release": ("make_setmaxnreg_inc(224)", "make_setmaxnreg_inc(240)"),
+    "too few bytes are expected": (kernel, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
+    "consumers request more registers than producers release": (
+        kernel,
+        "make_setmaxnreg_inc(224)",
+        "make_setmaxnreg_inc(240)",
+    ),
     "rows of the next group are stored": (epilogue, "        if t < rows:", "        if t < 16:"),
-    "the wrong group's weight is loaded": ("k, column, g, barriers", "k, column, int32(0), barriers"),
-    "the wrong group's weight scales are loaded": ("int64(info.group) * n_blocks", "int64(0) * n_blocks"),
-    "all columns have the first weight scale": ("columns + lane * SCALED_COLUMNS", "columns"),
+    "the wrong group's weight is loaded": (kernel, "k, column, g, barriers", "k, column, int32(0), barriers"),
+    "the wrong group's weight scales are loaded": (kernel, "int64(info.group) * n_blocks", "int64(0) * n_blocks"),
+    "all columns have the first weight scale": (kernel, "columns + lane * SCALED_COLUMNS", "columns"),
     "a thread's second row has the first one's scale": (
+        kernel,
         "smem.f32[uint32(offset + row + 8)]",
         "smem.f32[uint32(offset + row)]",
     ),
     "the last stage is left out": (
+        kernel,
         "acc = zeros\n        for _ in range(k_blocks):",
         "acc = zeros\n        for _ in range(k_blocks - 1):",
     ),
@@ -211,8 +216,7 @@ ON_A_GPU = {  # the others would hang a GPU, or could be right by chance
 
 @pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
 def test_wrong_kernels_are_rejected(what, device):
-    change = WRONG[what] if len(WRONG[what]) == 3 else (kernel, *WRONG[what])
-    make_kernel = changed_maker(kernel, "make_kernel", *change)
+    make_kernel = changed_maker(kernel, "make_kernel", *WRONG[what])
     p = problem([70, 11], 192, 768, device)
     attempt = lambda seed: mismatch(run(SMALL, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
