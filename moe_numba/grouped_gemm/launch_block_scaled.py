@@ -4,7 +4,7 @@ from functools import cache
 
 from moe_numba import simulator
 from moe_numba.grouped_gemm.config import BLOCK_K_BYTES, THREADS
-from moe_numba.grouped_gemm.config_block_scaled import BOX_ROWS, SCALE_BLOCK, BlockScaledConfig
+from moe_numba.grouped_gemm.config_block_scaled import BOX_ROWS, BlockScaledConfig
 from moe_numba.grouped_gemm.kernel_block_scaled import make_kernel
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.device import gpu_of
@@ -23,11 +23,10 @@ class BlockScaledLaunch:
     def __init__(self, config, tensors, shape):
         x, weight = tensors[:2]
         self.config = config
-        weight_rows = SCALE_BLOCK if config.silu_and_mul else config.block_n
-        self.start, self.grid = get_block_scaled_launcher(self.config, x.device.index or 0), _grid_size(x.device)
+        self.start, self.grid = get_block_scaled_launcher(config, x.device.index or 0), _grid_size(x.device)
         rows = x.flatten(0, 1) if x.dim() == 3 else x
         self.x_map = tensor_map_template(rows, (BOX_ROWS, BLOCK_K_BYTES), swizzle=128, name="x")
-        self.weight_map = tensor_map_template(weight, (1, weight_rows, BLOCK_K_BYTES), swizzle=128, name="weight")
+        self.weight_map = tensor_map_template(weight, (1, config.columns, BLOCK_K_BYTES), swizzle=128, name="weight")
         self.is_masked = shape.row_layout == "masked"
         self.sizes = *shape.sizes, shape.k
 
