@@ -135,7 +135,7 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
         raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
 
 
-# With few rows per group the kernel of ``kernel.py`` is as fast. (maximum average rows per group, tile configuration):
+# With fewer rows per group the kernel of ``kernel.py`` is as fast. (maximum average rows per group, tile configuration):
 # a group of more than 128 rows reads its weights once per tile of rows, so they are kept in L2.
 MIN_AVERAGE = 64
 _CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
@@ -148,7 +148,7 @@ _SILU_CONFIG: dict[str, Any] = dict(block_n=256, stages=4, silu_and_mul=True)
 @cache
 def select_block_scaled_config(row_layout: str, average: int, silu_and_mul: bool = False) -> BlockScaledConfig | None:
     """Select the configuration for groups of ``average`` rows, or return None if the other kernel is faster."""
-    if average <= MIN_AVERAGE:
+    if average < MIN_AVERAGE:
         return None
     tile = next(tile for limit, tile in _CONFIGS if limit is None or average <= limit)
     return BlockScaledConfig(row_layout=row_layout, **(_SILU_CONFIG if silu_and_mul else tile))

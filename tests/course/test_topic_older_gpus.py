@@ -43,7 +43,9 @@ def test_a_process_that_fails_or_returns_no_rows_raises(function, arguments, mes
 def test_kernels_for_an_older_gpu_are_measured_in_a_process():
     rows = older_gpus_measure.in_process((8, 0), older_gpus_measure.measure_gemm, 64, 1, 64, 64, [1])
     paths = {(row["step"], row.get("path"), row["config"].get("capability")) for row in rows}
-    assert paths == {("final", "mma.sync and cp.async", "8.0"), ("torch.mm", None, None)} and len(rows) == 2 + 3
+    own, by_torch = ("mma.sync and cp.async", "8.0"), (None, None)
+    dense = {(step + how, *path) for step, path in (("final", own), ("torch.mm", by_torch)) for how in ("", ", alone")}
+    assert paths == dense and len(rows) == 4 + 3
 
 
 @pytest.fixture
@@ -92,7 +94,9 @@ def test_rows_of_the_gemms(monkeypatch):
     patch_topic(monkeypatch, older_gpus_measure)
     rows = older_gpus_measure.measure_gemm(*SMALL)
     assert records.invalid({"topic": "older_gpus", **ABOUT, "sources": {"a": "b"}, "rows": rows}) == []
-    dense, by_torch, *grouped = rows
+    dense, by_torch, dense_alone, by_torch_alone, *grouped = rows
+    for row, alone in ((dense, dense_alone), (by_torch, by_torch_alone)):
+        assert alone["step"] == row["step"] + ", alone" and alone["config"] == row["config"]
     assert (dense["step"], by_torch["step"]) == ("final", "torch.mm") and dense["run"] == by_torch["run"]
     assert dense["config"] == by_torch["config"] | {"capability": "9.0"} and "path" not in by_torch
     assert dense["path"] == "TMA, wgmma and clusters" and dense["flops"] == 2 * 64**3
@@ -153,6 +157,8 @@ def gemm_rows(capability, us):
     dense = ("bf16", "bf16", 8192, 8192)
     yield row("final", 10 * us, 1, 8192, *dense, scaling="none", capability=capability)
     yield row("torch.mm", 1500.0 + us, 1, 8192, *dense, scaling="none")
+    yield row("final, alone", 9 * us, 1, 8192, *dense, scaling="none", capability=capability)
+    yield row("torch.mm, alone", 1300.0 + us, 1, 8192, *dense, scaling="none")
     kinds = ("bf16", "bf16", "none"), ("pertensor_fp8", "e4m3", "tensor"), ("blockwise_fp8", "e4m3", "block")
     for i, (name, dtype, scaling) in enumerate(kinds):
         for rows in (1, 16, 64, 256):
@@ -175,11 +181,13 @@ def test_the_table_compares_both_paths_and_torch_of_the_same_run(record):
     assert lines[0] == "| operation | size | path of 8.0 | compared with | ratio |"
     assert lines[2] == "| `group_gemm_bf16` | 8192 x 8192 x 8192 | 2500 | 1750 (torch.mm) | 0.70 |"
     assert lines[3] == "| `group_gemm_bf16` | 8192 x 8192 x 8192 | 2500 | 1500 (path of 9.0) | 0.60 |"
-    assert lines[4] == "| `group_gemm_bf16` | 32 groups of 1 row | 251 | 151 (path of 9.0) | 0.60 |"
-    assert lines[15] == "| `group_gemm_blockwise_fp8` | 32 groups of 256 rows | 508 | 408 (path of 9.0) | 0.80 |"
-    assert lines[16] == "| dispatch, bfloat16 | 4096 tokens on each of 2 GPUs | 400 | 300 (path of 9.0) | 0.75 |"
-    assert lines[20].startswith("| combine, bfloat16 | 4096 tokens on each of 2 GPUs | 404 | 304 ")
-    assert len(lines) == 2 + 2 + 12 + 5 + 2 and "notify" not in lines[-1]
+    assert lines[4] == "| `group_gemm_bf16` | 8192 x 8192 x 8192, alone | 2250 | 1550 (torch.mm) | 0.69 |"
+    assert lines[5] == "| `group_gemm_bf16` | 8192 x 8192 x 8192, alone | 2250 | 1350 (path of 9.0) | 0.60 |"
+    assert lines[6] == "| `group_gemm_bf16` | 32 groups of 1 row | 251 | 151 (path of 9.0) | 0.60 |"
+    assert lines[17] == "| `group_gemm_blockwise_fp8` | 32 groups of 256 rows | 508 | 408 (path of 9.0) | 0.80 |"
+    assert lines[18] == "| dispatch, bfloat16 | 4096 tokens on each of 2 GPUs | 400 | 300 (path of 9.0) | 0.75 |"
+    assert lines[22].startswith("| combine, bfloat16 | 4096 tokens on each of 2 GPUs | 404 | 304 ")
+    assert len(lines) == 2 + 4 + 12 + 5 + 2 and "notify" not in lines[-1]
     assert "a weight of 4096 x 7168" in lines[-1] and "24 SMs, the slower rank. Recorded on NVIDIA Toy" in lines[-1]
 
 
@@ -190,13 +198,13 @@ def test_the_table_without_two_gpus_and_with_rows_of_an_earlier_run(record):
     assert "the slower rank, with commit abcdef0, 2026-02-03. Recorded" in older_gpus.readme_table(record)
     record["rows"] = [row for row in record["rows"] if "ranks" not in row["config"]]
     table = older_gpus.readme_table(record)
-    assert "ispatch" not in table and table.count("\n| `") == 14
+    assert "ispatch" not in table and table.count("\n| `") == 16
 
 
 def test_on_an_a100_the_table_has_torch_alone(record):
     record["rows"] = [row for row in record["rows"] if row["run"] == "8.0"]
     lines = older_gpus.readme_table(record).splitlines()
-    assert lines[2].endswith("1750 (torch.mm) | 0.70 |") and lines[3] == ""
+    assert lines[2].endswith("1750 (torch.mm) | 0.70 |") and lines[4] == ""
     assert older_gpus.figures(record)
 
 
@@ -205,8 +213,8 @@ def test_the_figure_has_a_mark_per_path(record):
     assert misplaced(figure) == []
     (axes,) = figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(labels) == 13 + 5 and labels[0] == "group_gemm_bf16, 8192 x 8192 x 8192"
-    assert len(marks(axes)) == 2 * 18 + 1
+    assert len(labels) == 14 + 5 and labels[0] == "group_gemm_bf16, 8192 x 8192 x 8192"
+    assert len(marks(axes)) == 2 * 19 + 2
     assert {"path of 8.0", "path of 9.0", "torch.mm", "2500", "1750"} <= {text.get_text() for text in axes.texts}
 
 

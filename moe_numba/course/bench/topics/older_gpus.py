@@ -31,14 +31,14 @@ def out_of_reach(row):
 
 def comparisons(record):
     """Yield (operation, size, row of the older path, {name: row beside it}) of each measurement."""
-    for row in records.select(record, step="final", config={"capability": OLDER_NAME}):
+    for row in records.select(record, config={"capability": OLDER_NAME}):
         config = row["config"]
         if "num_groups" in config:
             groups, rows = config["num_groups"], row["size"]["rows"]
             size = f"{rows} x {config['n']} x {config['k']}"
             if groups > 1:
                 size = f"{groups} groups of {rows // groups} row{'s' * (rows > groups)}"
-            yield row["operation"], size, row, beside(record, row)
+            yield row["operation"], size + row["step"].removeprefix("final"), row, beside(record, row)
     for operation, wanted in dispatch_combine.STEPS.items():
         if row := records.find(record, config={"capability": OLDER_NAME}, **wanted):
             size = f"{row['size']['tokens']} tokens on each of {row['config']['ranks']} GPUs"
@@ -49,7 +49,8 @@ def beside(record, row):
     """Return {name: row}: ``torch.mm`` of the same run, and the same step with the kernels for the GPU itself."""
     config = {name: value for name, value in row["config"].items() if name != "capability"}
     same = records.select(record, operation=row["operation"], size=row["size"], dtype=row["dtype"], config=config)
-    found = {other["step"]: other for other in same if other["step"] == "torch.mm" and other["run"] == row["run"]}
+    by_torch = "torch.mm" + row["step"].removeprefix("final")
+    found = {"torch.mm": other for other in same if other["step"] == by_torch and other["run"] == row["run"]}
     for other in same:
         if other["step"] == row["step"] and other["config"]["capability"] != OLDER_NAME:
             found[f"path of {other['config']['capability']}"] = other
@@ -85,7 +86,8 @@ def _caption(record):
     if grouped:
         text += f" Each group has a weight of {grouped['n']} x {grouped['k']}."
     text += " Each path was measured in a process of its own, one after the other; `torch.mm` in that of the path of "
-    text += f"{OLDER_NAME}, interleaved with it."
+    text += f"{OLDER_NAME}, interleaved with it, or each alone: interleaved, the kernel that takes more power lowers the "
+    text += "clock of the other."
     exchange = next((row for row in record["rows"] if "ranks" in row["config"]), None)
     if exchange:
         text += f" Dispatch and combine: {exchange['config']['num_sms']} SMs, the slower rank"

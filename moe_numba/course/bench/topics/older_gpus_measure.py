@@ -41,6 +41,7 @@ DTYPES = {BF16: "bf16", FP8: "e4m3"}
 FUNCTIONS = {"none": group_gemm_bf16, "tensor": group_gemm_pertensor_fp8, "block": group_gemm_blockwise_fp8}
 SCALES = {"none": (), "tensor": ("y_scale",), "block": ("x_scale", "w_scale")}
 LAUNCHES = 20  # of a CUDA graph
+ALONE = ", alone"  # ending of a step that was not interleaved with others
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 
 
@@ -172,9 +173,13 @@ def make_problems(weights, rows):
 
 
 def measure_gemm(side, groups, n, k, rows):
-    """Return the rows of the dense GEMM, beside ``torch.mm``, and of 32 groups; see `Sizes`."""
+    """Return the rows of the dense GEMM, beside ``torch.mm``, and of 32 groups; see `Sizes`.
+
+    The dense GEMM and ``torch.mm`` are also timed alone: interleaved, the one that takes more power lowers the clock
+    of the other.
+    """
     weights = [random_weight(1, side, side, BF16, DEVICE) for _ in range(SETS)]
-    found = measure_steps("none", make_problems(weights, side), {"torch.mm": dense_mm})
+    found = measure_steps("none", make_problems(weights, side), {"torch.mm": dense_mm}, alone=True)
     for dtype, scalings in ((BF16, ("none",)), (FP8, ("tensor", "block"))):
         weights = [random_weight(groups, n, k, dtype, DEVICE) for _ in range(SETS)]
         for scaling in scalings:
@@ -183,8 +188,11 @@ def measure_gemm(side, groups, n, k, rows):
     return found
 
 
-def measure_steps(scaling, problems, others=None):
-    """Check the kernel and ``others``, ``{step: call}``, then time them interleaved; return their rows."""
+def measure_steps(scaling, problems, others=None, alone=False):
+    """Check the kernel and ``others``, ``{step: call}``, then time them interleaved; return their rows.
+
+    With ``alone`` there is another row for each step, timed without the others.
+    """
     first = problems[0]
     groups, n, k = first.weight.shape
     config, operation = {"num_groups": groups, "n": n, "k": k, "scaling": scaling}, FUNCTIONS[scaling].__name__
@@ -197,12 +205,15 @@ def measure_steps(scaling, problems, others=None):
             raise AssertionError(f"{name}, {operation}, {config}, {len(first.x)} rows: {error}")
     calls = {name: [partial(step, p) for p in problems] for name, step in steps.items()}
     times = kernel_times(calls, launches=LAUNCHES)
+    if alone:
+        for name, call in calls.items():
+            times[name + ALONE] = kernel_times({name: call}, launches=LAUNCHES)[name]
     dtype, (capability, path, run) = DTYPES[first.x.dtype], provenance("grouped GEMM")
     floor_us, count, flops = lower_bound(first.seqlens, n, k, dtype)
     return [
         records.row(
             name,
-            config=config | (capability if name == "final" else {}),
+            config=config | (capability if name.startswith("final") else {}),
             size={"rows": len(first.x)},
             dtype=dtype,
             kernel=times[name],
@@ -210,10 +221,10 @@ def measure_steps(scaling, problems, others=None):
             operation=operation,
             bytes=count,
             flops=flops,
-            path=path if name == "final" else None,
+            path=path if name.startswith("final") else None,
             run=run,
         )
-        for name in steps
+        for name in times
     ]
 
 
