@@ -27,7 +27,7 @@ def group_gemm_pertensor_fp8(
     x : tensor [total, k], float8_e4m3fn
         Rows, group after group. Or [groups, capacity, k], "masked": each group uses the first of its ``capacity`` rows.
     weight : tensor [groups, n, k], float8_e4m3fn
-        1 to 512 groups; n and k multiples of 64.
+        1 to 512 groups; n and k multiples of 16.
     seqlens : tensor [groups], int32
         Number of rows of each group, 0 or more. The kernel reads it, so the host does not wait for it.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -94,7 +94,7 @@ def group_gemm_blockwise_fp8(
     ----------
     x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
     weight : tensor [groups, n, k], float8_e4m3fn
-        1 to 512 groups; n and k multiples of 64.
+        1 to 512 groups; n and k multiples of 16.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -144,7 +144,7 @@ def group_gemm_bf16(
     ----------
     x : tensor [total, k] or [groups, capacity, k], bfloat16
     weight : tensor [groups, n, k], bfloat16
-        1 to 512 groups; n and k multiples of 64.
+        1 to 512 groups; n and k multiples of 16.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -191,7 +191,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     ----------
     x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
     weight : tensor [groups, n, k], float8_e4m3fn
-        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 64.
+        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 16.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -246,7 +246,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     ----------
     x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
     weight : tensor [groups, n, k], float8_e4m3fn
-        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 64.
+        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 16.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None

@@ -29,8 +29,8 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     if x.shape[-1] != k:
         raise ValueError(f"x has {x.shape[-1]} columns; it must have weight's k, {k}")
     for name, size in (("n", n), ("k", k)):
-        if size % 64 or not size:
-            raise ValueError(f"weight's {name} is {size}; it must be a multiple of 64")
+        if size % 16 or not size:
+            raise ValueError(f"weight's {name} is {size}; it must be a multiple of 16")
     masked = x.dim() == 3
     if masked:
         check_tensor("x", x, shape=(groups, "capacity", k), contiguous=True)

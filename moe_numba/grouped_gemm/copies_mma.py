@@ -154,15 +154,13 @@ def make_describe_stage(config, layout):
     """
     vectors, pitch, weight_offset = layout.vectors, config.block_k_bytes, layout.weight_offset
     phase_shift = 0 if vectors == 8 else 1
-    has_tail = config.dtype == "e4m3" and pitch == 128  # k is a multiple of 64 elements
 
     @cuda.jit(device=True)
     def describe_stage(operands, x_offsets, weight_offsets, base, thread, stage, k_block, active):
         row, vector = int32(uint32(thread) // uint32(vectors)), int32(thread & (vectors - 1))
         begin = int32(k_block * pitch + 16 * vector)
-        if has_tail:
-            active = active and begin < operands.k_bytes
-            begin = begin if active else int32(0)
+        active = active and begin < operands.k_bytes
+        begin = begin if active else int32(0)
         x_target = int32(stage + row * pitch + ((vector ^ ((row & 7) >> phase_shift)) << 4))
         to = int32(stage + weight_offset + row * pitch + ((vector ^ (weight_phase(row) >> phase_shift)) << 4))
         x, weight = advance(operands.x, int64(begin)), advance(operands.weight, int64(base + begin))

@@ -174,6 +174,8 @@ def make_epilogue(n, config, layout):
             y_index = (int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)
             subtile_pitch = int64(tile.subtile_rows) * pitch
             rows_0, rows_1 = int32(min(tile.rows, tile.subtile_rows)), int32(tile.rows - tile.subtile_rows)
+            if column + 8 * vector >= output.n:  # this thread's columns lie beyond y
+                rows_0, rows_1 = int32(0), int32(0)
             store = RowStore(warpgroup, write_offset, read_offset, t, rows_0, rows_1, y_index, pitch, subtile_pitch)
             store_rows(smem, output.y, store, acc_0, acc_1, tile.scale)
 

@@ -45,7 +45,9 @@ def make_store(n, layout, first=0):
             cuda.syncwarp()
             pitch = int32(output.n >> 1)
             y_index = int64(row) * pitch + ((column + first) >> 1)
-            store_buffer(smem, buffer, output.y, lane, rows, y_index, pitch)
+            # A lane whose 8 columns lie beyond y stores nothing.
+            valid = rows if column + first + 8 * (lane & 7) < output.n else int32(0)
+            store_buffer(smem, buffer, output.y, lane, valid, y_index, pitch)
             cuda.syncwarp()  # the next columns overwrite the buffer
         if more:
             store_next(smem, output, warp, lane, acc, row, rows, column)

@@ -40,7 +40,7 @@ def make_store_rows(config, chunk=0):
     """Make ``store_rows(y, index, pitch, rows, columns, d, scale)``: store accumulators as bf16 from a chunk on.
 
     A chunk is 8 columns of one row. ``index`` is that of the lane's first 16 bytes in y, ``rows`` and ``columns`` how
-    many follow the lane's first row and the warp's first column.
+    many are left in y from there on.
     """
     row, group, (c0, c1, c2, c3, c4, c5, c6, c7) = _indices(config, chunk, COLUMN_GROUP)
     more = chunk + 1 < config.warp_m // 8 * (config.warp_n // COLUMN_GROUP)
@@ -170,7 +170,8 @@ def make_epilogue(config, layout):
             first = int32(warp // warps_n * warp_m + (lane >> 2))
             column, pitch = int32(tile.column + warp % warps_n * warp_n), int32(output.n >> 1)
             index = int64(tile.row + first) * pitch + ((column >> 1) + (lane & 3) * 4)
-            store_rows(output.y, index, pitch, int32(tile.rows - first), int32(output.n - column), d, tile.scale)
+            columns = int32(output.n - column - (lane & 3) * 8)
+            store_rows(output.y, index, pitch, int32(tile.rows - first), columns, d, tile.scale)
 
         return epilogue
 

@@ -69,7 +69,7 @@ def test_group_sizes(pattern, device):
 
 # A tile of 192 columns begins at the first or the second half of a block of weight scales.
 @pytest.mark.parametrize("block_n", [128, 192])
-@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (576, 128), (448, 64)])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (576, 128), (448, 64), (16, 16), (208, 144)])
 def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
     p = problem([5, 0, 70], n, k, device)
     assert mismatch(run(SMALL._replace(block_n=block_n), p, blocks=3), p.expected) is None
@@ -90,10 +90,10 @@ def test_unsupported_configurations_are_refused(change, message):
 
 
 def test_selected_configurations_are_supported():
-    for average in (65, 128, 129, 1000):
+    for average in (64, 128, 129, 1000):
         for silu_and_mul in (False, True):
             check_block_scaled_config(select_block_scaled_config("lengths", average, silu_and_mul))
-    assert select_block_scaled_config("lengths", 64) is None
+    assert select_block_scaled_config("lengths", 63) is None
 
 
 @pytest.mark.parametrize("row_layout", ["offsets", "masked"])
@@ -245,3 +245,10 @@ def test_wrong_activations_are_rejected(what, device):
     make_kernel = changed_maker(kernel, "make_kernel", *WRONG_SILU[what])
     attempt = lambda seed: silu_error([70, 11], 128, 384, device, seed, make_kernel)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
+    change = epilogue, "rows if column + first + 8 * (lane & 7) < output.n else int32(0)", "rows"
+    make_kernel = changed_maker(kernel, "make_kernel", *change)
+    p = problem([70, 11], 80, 64, device)
+    assert is_rejected(lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected))

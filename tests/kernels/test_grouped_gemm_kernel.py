@@ -124,7 +124,7 @@ def test_group_sizes(name, pattern, device):
 
 
 @pytest.mark.parametrize("name", ["tensor", "block", "bf16", "block, two subtiles, cluster"])
-@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (256, 128), (384, 64)])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (256, 128), (384, 64), (16, 16), (208, 144)])
 def test_sizes_that_are_no_multiples_of_a_tile(name, n, k, device):
     p = make_problem(CONFIGS[name], [5, 0, 12], n, k, device)
     assert mismatch(run(CONFIGS[name], p, blocks=4), p.expected) is None
@@ -186,7 +186,7 @@ def test_gather(name, pattern, device):
 
 
 @pytest.mark.parametrize("name", ["tensor", "block, two subtiles", "bf16"])
-@pytest.mark.parametrize("n, k", [(64, 64), (192, 320)])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (80, 272)])
 def test_gather_with_sizes_that_are_no_multiples_of_a_tile(name, n, k, device):
     p = scatter(make_problem(GATHER_CONFIGS[name], [5, 0, 12, 40], n, k, device))
     assert mismatch(run(GATHER_CONFIGS[name], p, blocks=3), p.expected) is None
@@ -268,3 +268,10 @@ def test_wrong_kernels_are_rejected(what, device):
             p.indices[3], p.expected[3] = len(p.x), 0
     attempt = lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
+    change = epilogue, "            if column + 8 * vector >= output.n:", "            if column >= output.n:"
+    make_kernel, config = changed_maker(kernel, "make_kernel", *change), CONFIGS["tensor"]
+    p = make_problem(config, [5, 11], 80, 64, device)
+    assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected))

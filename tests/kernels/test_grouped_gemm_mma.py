@@ -183,7 +183,7 @@ def test_group_sizes(name, pattern, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n, k", [(64, 64), (192, 192)])
+@pytest.mark.parametrize("n, k", [(64, 64), (192, 192), (16, 16), (208, 144)])
 def test_sizes_that_are_no_multiples_of_a_tile(name, n, k, device):
     p = make_problem(CONFIGS[name], [5, 0, 12], n, k, device)
     assert mismatch(run(CONFIGS[name], p, blocks=4), p.expected) is None
@@ -375,6 +375,20 @@ def test_wrong_kernels_are_rejected(what, device):
         p.indices[3], p.expected[3] = len(p.x), 0
     attempt = lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
+    change = epilogue_mma, "int32(output.n - column - (lane & 3) * 8)", "int32(output.n - column)"
+    make_kernel = changed_maker(kernel_mma, "make_mma_kernel", *change)
+    p = make_problem(SMALL, [5, 35], 80, 64, device)
+    assert is_rejected(lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected))
+
+
+def test_a_kernel_that_reads_beyond_the_end_of_k_is_rejected(device):
+    change = copies_mma, "active = active and begin < operands.k_bytes", "active = active and begin >= 0"
+    make_kernel = changed_maker(kernel_mma, "make_mma_kernel", *change)
+    p = make_problem(SMALL, [5, 35], 64, 80, device)
+    assert is_rejected(lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected))
 
 
 # Large sizes, on a GPU

@@ -44,7 +44,7 @@ class Shape:
 
 TP8 = Shape(256, 8, 7168, 256, 8, 4)  # DeepSeek-V3 with 8-way tensor parallelism: each rank has 1/8 of every expert
 EP8 = Shape(32, 8, 7168, 2048)  # DeepSeek-V3 with 8-way expert parallelism: each rank has 32 whole experts
-SMALL = Shape(16, 4, 64, 64, 4, 2)  # for the simulator; moe_numba's grouped GEMM needs multiples of 64
+SMALL = Shape(16, 4, 64, 64, 4, 2)  # for the simulator
 
 
 def notebook_sizes():

@@ -50,8 +50,10 @@ def beside(record, row):
     config = {name: value for name, value in row["config"].items() if name != "capability"}
     same = records.select(record, operation=row["operation"], size=row["size"], dtype=row["dtype"], config=config)
     by_torch = "torch.mm" + row["step"].removeprefix("final")
-    found = {"torch.mm": other for other in same if other["step"] == by_torch and other["run"] == row["run"]}
+    found = {}
     for other in same:
+        if other["step"] == by_torch and other["run"] == row["run"]:
+            found["torch.mm"] = other
         if other["step"] == row["step"] and other["config"]["capability"] != OLDER_NAME:
             found[f"path of {other['config']['capability']}"] = other
     return found
@@ -86,8 +88,8 @@ def _caption(record):
     if grouped:
         text += f" Each group has a weight of {grouped['n']} x {grouped['k']}."
     text += " Each path was measured in a process of its own, one after the other; `torch.mm` in that of the path of "
-    text += f"{OLDER_NAME}, interleaved with it, or each alone: interleaved, the kernel that takes more power lowers the "
-    text += "clock of the other."
+    text += f"{OLDER_NAME}, interleaved with it or each alone: interleaved, the kernel that takes more power lowers "
+    text += "the other's clock."
     exchange = next((row for row in record["rows"] if "ranks" in row["config"]), None)
     if exchange:
         text += f" Dispatch and combine: {exchange['config']['num_sms']} SMs, the slower rank"
