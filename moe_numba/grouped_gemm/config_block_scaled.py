@@ -137,7 +137,8 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
 
 # With fewer rows per group the kernel of ``kernel.py`` is as fast.
 MIN_AVERAGE = 64
-# (maximum average rows per group, tile configuration): a group of more than 128 rows reads its weights once per tile of rows, so they are kept in L2.
+# (maximum average rows per group, tile configuration): a group of more than 128 rows reads its weights once per tile of
+# rows, so they are kept in L2.
 _CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (BLOCK_M, dict(block_n=128, stages=6)),
     (None, dict(block_n=192, stages=5, keep_weight=True)),
