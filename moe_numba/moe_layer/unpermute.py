@@ -84,6 +84,11 @@ def _make_plan(rows, indices, weights, shared):
     return start, -(-num_vectors // THREADS), (len(rows), num_vectors), outputs
 
 
+def check_topk(name, topk):
+    """Refuse numbers of columns that the kernel does not support."""
+    check_int(f"topk, the columns of {name},", topk, 1, _MAX_TOPK)
+
+
 def _check(rows, indices, weights, shared):
     """Check the arguments; return the tokens, topk and hidden."""
     check_tensor("rows", rows, dtype=torch.bfloat16, shape=("rows", "hidden"), contiguous=True)
@@ -92,7 +97,7 @@ def _check(rows, indices, weights, shared):
     shape = ("tokens", "topk")
     check_tensor("inverse_indices", indices, dtype=torch.int32, shape=shape, contiguous=True, device=place)
     (num_rows, hidden), (tokens, topk) = rows.shape, indices.shape
-    check_int("topk, the columns of inverse_indices,", topk, 1, _MAX_TOPK)
+    check_topk("inverse_indices", topk)
     shape = tokens, topk
     check_tensor("topk_weights", weights, dtype=torch.float32, shape=shape, contiguous=True, device=place)
     if not hidden or hidden % VECTOR:
