@@ -89,7 +89,7 @@ def fused_experts(
         options = w13_scale, w2_scale, shared, out, workspace
         return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *options)
     given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared
-    tensors = x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES, strict=True))
+    tensors: tuple = x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES, strict=True))
     key = tuple(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     shape, outputs = _plans.get(key) or remember(_plans, key, _make_plan(*tensors))
     for i in _ALIGNED:
