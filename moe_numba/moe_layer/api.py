@@ -106,12 +106,13 @@ def fused_experts(
         raise TypeError(f"workspace is {type(workspace).__name__}; it must be an ExpertsWorkspace or None")
     (result,) = outputs(out)
     if tokens:
-        _launch(*tensors, result, memory.intermediates(tokens))
+        _launch(tensors, result, memory.intermediates(tokens))
     return result if out is None else out
 
 
-def _launch(x, w13, w2, weights, ids, w13_scale, w2_scale, shared, out, memory):
-    """Launch the kernels."""
+def _launch(tensors, out, memory):
+    """Launch the kernels. ``tensors``: x and the others in the order of `_NAMES`."""
+    x, w13, w2, weights, ids, w13_scale, w2_scale, shared = tensors
     *groups, gather_indices, inverse_indices = group_by_expert(ids, len(w13), out=memory.routing)
     rows, gathered = memory.rows, dict(gather_indices=gather_indices)
     if w13.dtype == FP8:
