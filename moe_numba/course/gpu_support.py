@@ -119,9 +119,9 @@ def _grouped_gemm(gpu):
 
 
 def _moe_layer(gpu):
-    if not _has(gpu, "cp.async"):
-        return "group_by_expert, weighted_sum and silu_and_mul; fused_experts needs the grouped GEMM"
-    return "all functions"
+    if _has(gpu, "cp.async"):
+        return _dependent_launch(gpu)
+    return f"{_dependent_launch(gpu)}; fused_experts needs the grouped GEMM"
 
 
 _FUNCTIONS = {

@@ -98,7 +98,10 @@ def differences(table, chosen):
         wrong.append("dispatch and combine")
     runs, path = paths["grouped GEMM"]
     refused = isinstance(chosen["grouped GEMM"], str)
-    if ("needs" in paths["experts of a layer"][1]) != isinstance(chosen["experts of a layer"], str):
+    layer, launches = paths["experts of a layer"][1], chosen["experts of a layer"]
+    if ("needs" in layer) != isinstance(launches, str) or not (
+        isinstance(launches, str) or ("without" not in layer) == launches[0]["dependent"]
+    ):
         wrong.append("experts of a layer")
     if runs == refused or (runs and ("wgmma" in path) != chosen["grouped GEMM"][0]["tma"]):
         wrong.append("grouped GEMM")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.wrong_kernels import is_rejected
 
 import moe_numba
 from moe_numba import simulator
@@ -351,7 +352,7 @@ def test_wrong_layers_are_rejected(name, device, monkeypatch):
     given = make_inputs(6, 2, fp8, device, hidden=256)
     assert wrong(fused_experts(**given), given) is None
     monkeypatch.setattr(api, function, change(getattr(api, function)))
-    assert wrong(fused_experts(**given), given)
+    assert is_rejected(lambda seed: wrong(fused_experts(**given), given), seeds=1)
 
 
 # On a GPU: large sizes and graphs.
