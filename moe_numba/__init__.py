@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         group_gemm_silu_and_mul_blockwise_fp8,
         group_gemm_silu_and_mul_pertensor_fp8,
     )
+    from moe_numba.moe_layer import ExpertsWorkspace, fused_experts, group_by_expert, silu_and_mul, weighted_sum
     from moe_numba.runtime.prepare import prepare
     from moe_numba.runtime.validate import UnsupportedDeviceError
     from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost
@@ -51,6 +52,11 @@ _HOME = {
     "group_gemm_bf16": "grouped_gemm",
     "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
     "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
+    "group_by_expert": "moe_layer",
+    "silu_and_mul": "moe_layer",
+    "weighted_sum": "moe_layer",
+    "fused_experts": "moe_layer",
+    "ExpertsWorkspace": "moe_layer",
     "prepare": "runtime.prepare",
     "UnsupportedDeviceError": "runtime.validate",
 }
@@ -58,12 +64,15 @@ _HOME = {
 __all__ = [
     "Buffer",
     "Config",
+    "ExpertsWorkspace",
     "UnsupportedDeviceError",
     "biased_grouped_topk",
     "biased_grouped_topk_align",
     "fuse_checkpoint",
     "fuse_routing",
+    "fused_experts",
     "get_dispatch_layout",
+    "group_by_expert",
     "group_gemm_bf16",
     "group_gemm_blockwise_fp8",
     "group_gemm_pertensor_fp8",
@@ -74,7 +83,9 @@ __all__ = [
     "per_token_cast_back",
     "per_token_cast_to_fp8",
     "prepare",
+    "silu_and_mul",
     "simulator",
+    "weighted_sum",
 ]
 
 

@@ -118,6 +118,12 @@ def _grouped_gemm(gpu):
     return "needs compute capability {}.{}: cp.async".format(*needed_by("cp.async"))
 
 
+def _moe_layer(gpu):
+    if _has(gpu, "cp.async"):
+        return _dependent_launch(gpu)
+    return f"{_dependent_launch(gpu)}; fused_experts needs the grouped GEMM"
+
+
 _FUNCTIONS = {
     "gate": _dependent_launch,
     "alignment": _dependent_launch,
@@ -127,6 +133,7 @@ _FUNCTIONS = {
     "FP8 casts": _casts,
     "dispatch and combine": _dispatch,
     "grouped GEMM": _grouped_gemm,
+    "experts of a layer": _moe_layer,
 }
 _LIMITS = {
     "03_align_one_launch": lambda gpu: "" if gpu.has_clusters else "all but dependent launches and clusters",

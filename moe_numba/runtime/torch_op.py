@@ -43,6 +43,7 @@ _required_tensors: dict[str, tuple[str, ...]] = {}
 _int_or_tensor: dict[str, tuple[str, ...]] = {}
 _with_fake: set[str] = set()  # ops that have a fake implementation
 _INT_OR_TENSOR = int | torch.Tensor | None
+_NO_TENSOR = "workspace"  # a parameter that ops do not have: memory for intermediate results, of no type of a schema
 _SCHEMA_TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
@@ -105,6 +106,7 @@ def call_op(name: str, *args) -> Any:
     if not isinstance(args[0], torch.Tensor):
         return call_with_tensors(_functions[name], OPS[name][0], arguments)
     out = arguments.pop("out", None)
+    arguments.pop(_NO_TENSOR, None)
     if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
         _check_no_grad(name, arguments)
     for key in _int_or_tensor[name]:
@@ -120,10 +122,10 @@ def call_op(name: str, *args) -> Any:
 def torch_op(function: Callable[P, R]) -> Callable[P, R]:
     """Register a public function as the op ``moe_numba::<name>``; return the function.
 
-    The op has the function's parameters without ``out``; those after ``out`` are keyword-only. A function with ``out``
-    has a second overload, ``<name>.out``: there it is a keyword-only argument, which the op writes to, and the op
-    returns nothing. Where the function takes an int or a tensor the op takes a tensor, because schemas have no such
-    type; :func:`call_op` converts.
+    The op has the function's parameters without ``out`` and ``workspace``; those after ``out`` are keyword-only. A
+    function with ``out`` has a second overload, ``<name>.out``: there it is a keyword-only argument, which the op
+    writes to, and the op returns nothing. Where the function takes an int or a tensor the op takes a tensor, because
+    schemas have no such type; :func:`call_op` converts.
     """
     name, signature = function.__name__, inspect.signature(function)
     if name in OPS:  # the module is executed again, for example by importlib.reload; ops cannot be replaced
@@ -174,7 +176,7 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
     needs no data, and returns the outputs: new ones, or those in ``out``.
     """
     name, parameters = public.__name__, inspect.signature(public).parameters
-    names = [n for n in parameters if n != "out"]
+    names = [n for n in parameters if n not in ("out", _NO_TENSOR)]
     defaults = {n: parameter.default for n, parameter in parameters.items()}
 
     def register(fake):
@@ -204,6 +206,8 @@ def _schema(signature, with_out):
     single = signature.return_annotation is torch.Tensor
     arguments = []
     for parameter in signature.parameters.values():
+        if parameter.name == _NO_TENSOR:
+            continue
         if parameter.name == "out":
             arguments += ["*", "Tensor(a!) out" if single else "Tensor(a!)[] out"][: 1 + with_out]
             continue

@@ -59,6 +59,9 @@ functions = {
     "shared-expert fusion": lambda: moe_numba.fuse_routing(torch.ones(2, 4), ids, 64),
     "dispatch layout": lambda: get_dispatch_layout(ids.long(), 64, 2),
     "grouped GEMM": lambda: moe_numba.group_gemm_bf16(x_rows, weight, *rows),
+    "experts of a layer": lambda: moe_numba.fused_experts(
+        x_rows, weight.repeat(1, 2, 1), weight, torch.ones(2, 4), ids
+    ),
 }
 found = {name: launches_of(call) for name, call in functions.items()}
 found["FP8 casts"] = conversions.cvt_rn_satfinite_e4m3x2_f32 is not conversions._e4m3x2_by_integers
@@ -95,6 +98,11 @@ def differences(table, chosen):
         wrong.append("dispatch and combine")
     runs, path = paths["grouped GEMM"]
     refused = isinstance(chosen["grouped GEMM"], str)
+    layer, launches = paths["experts of a layer"][1], chosen["experts of a layer"]
+    if ("needs" in layer) != isinstance(launches, str) or not (
+        isinstance(launches, str) or ("without" not in layer) == launches[0]["dependent"]
+    ):
+        wrong.append("experts of a layer")
     if runs == refused or (runs and ("wgmma" in path) != chosen["grouped GEMM"][0]["tma"]):
         wrong.append("grouped GEMM")
     if refused and not all(part in chosen["grouped GEMM"] for part in path.removeprefix("needs ").split(": ")[1:]):

@@ -33,6 +33,8 @@ SAMPLE = {
     ),
     "gate_align": ("deepseek_v3 1 float32", "deepseek_v3 64 float32"),
     "shared_experts": None,
+    "moe_layer": ("group 8 1", "group 256 64", "group 256 4096", "group 512 4096", "group 256 4096 int64")
+    + ("sum 7168 8", "sum 136 9 shared", "silu 7168", "silu 136 limit"),
     "expert_parallel": ("layout 256 8 8", "cast to fp8 7168 bfloat16", "cast to fp8 136 float32")
     + ("cast back 7168 float32", "cast back 136 int32"),
 }

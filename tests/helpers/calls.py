@@ -8,6 +8,7 @@ from helpers.expert_parallel import NUM_BYTES, SMALL, make_inputs, new_output, s
 from helpers.grouped_gemm import FUNCTIONS, SILU, inputs
 from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.grouped_gemm.reference import quantise_blocks
 
 
 def gate(experts=256, groups=8, kept=4, **options):
@@ -44,6 +45,22 @@ def casts():
 def shared_experts():
     weights, ids = torch.rand(7, 4), torch.randint(0, 16, (7, 4), dtype=torch.int32)
     return lambda: moe_numba.fuse_routing(weights, ids, 16, 2, 2.5)
+
+
+def moe_layer(fp8):
+    random = torch.Generator().manual_seed(5)
+    ids = torch.randint(-1, 4, (5, 2), generator=random)
+    w13, w2 = torch.randn(4, 256, 128, generator=random), torch.randn(4, 128, 128, generator=random)
+    (w13, w13_scale), (w2, w2_scale) = quantise_blocks(w13), quantise_blocks(w2)
+    if not fp8:
+        w13, w2, w13_scale, w2_scale = w13.bfloat16(), w2.bfloat16(), None, None
+    x, weights = torch.randn(5, 128, generator=random).bfloat16(), torch.rand(5, 2, generator=random)
+    return lambda: moe_numba.fused_experts(x, w13, w2, weights, ids, w13_scale, w2_scale, shared=x)
+
+
+def many_assignments():
+    ids = torch.randint(-1, 16, (1100, 8), generator=torch.Generator().manual_seed(6))
+    return lambda: moe_numba.group_by_expert(ids, 16)
 
 
 def dispatch_layout():
@@ -108,6 +125,9 @@ CALLS = {
     **{f"grouped GEMM, {kind}": grouped_gemm(FUNCTIONS, kind) for kind in FUNCTIONS},
     **{f"grouped GEMM with activation, {kind}": grouped_gemm(SILU, kind) for kind in SILU},
     "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
+    "experts of a layer": moe_layer(False),
+    "experts of a layer, FP8": moe_layer(True),
+    "assignments by expert, three launches": many_assignments(),
     "dispatch to an output": dispatch_to_output(False),
     "FP8 dispatch to an output": dispatch_to_output(True),
     "dispatch and combine": dispatch_and_combine(),

@@ -20,7 +20,8 @@ KERNELS = {
     *("biased_grouped_topk", "biased_grouped_topk_4tokens", "biased_grouped_topk_generic", "fuse_routing"),
     *("moe_align_block_size_small", "moe_align_block_size_medium", "moe_align_block_size_large"),
     *("moe_align_block_size_pairwise", "biased_grouped_topk_align_single_cta", "get_dispatch_layout"),
-    *("cast_to_fp8", "cast_back"),
+    *("cast_to_fp8", "cast_back", "weighted_sum", "silu_and_mul", "group_by_expert"),
+    *("group_by_expert_count", "group_by_expert_scan", "group_by_expert_assign"),
 }
 
 
@@ -44,6 +45,7 @@ from moe_numba.align import reference as align
 from moe_numba.expert_parallel import per_token_cast_back, per_token_cast_to_fp8, reference
 from moe_numba.gate import reference as gate
 from moe_numba.gate_align import biased_grouped_topk_align
+from moe_numba.moe_layer import reference as layer
 
 torch.manual_seed(0)
 x, bias = torch.randn(9, 64), torch.randn(64)
@@ -61,6 +63,14 @@ right = reference.per_token_cast_to_fp8(x.repeat(1, 4))
 assert torch.equal(values.view(torch.uint8), right[0].view(torch.uint8)) and torch.equal(scales, right[1])
 assert torch.equal(per_token_cast_back(values, scales), reference.per_token_cast_back(values, scales))
 moe_numba.fuse_routing(weights, ids, 64)
+for given in (ids, torch.randint(-1, 65, (1100, 8))):
+    grouped = moe_numba.group_by_expert(given, 64)
+    assert all(map(torch.equal, grouped, layer.group_by_expert(given, 64)))
+rows = x.repeat(5, 1).bfloat16()
+sums = moe_numba.weighted_sum(rows, grouped[3][:9, :4].contiguous(), weights)
+assert torch.equal(sums, layer.weighted_sum(rows, grouped[3][:9, :4], weights))
+activated, wanted = moe_numba.silu_and_mul(rows), layer.silu_and_mul(rows)
+torch.testing.assert_close(activated, wanted.bfloat16(), rtol=2**-7, atol=0)
 print("all right")
 """
 

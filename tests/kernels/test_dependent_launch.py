@@ -30,6 +30,16 @@ from moe_numba.gate.reference import mismatch
 from moe_numba.grouped_gemm import group_gemm_pertensor_fp8
 from moe_numba.grouped_gemm import kernel as grouped_gemm
 from moe_numba.grouped_gemm import reference as gemm_reference
+from moe_numba.moe_layer import (
+    group_by_expert,
+    kernel_group_by_expert,
+    kernel_silu_and_mul,
+    kernel_weighted_sum,
+    routing,
+    silu_and_mul,
+    weighted_sum,
+)
+from moe_numba.moe_layer import reference as layer_reference
 from moe_numba.shared_experts import fuse_routing
 from moe_numba.shared_experts import kernel as fuse_kernel
 from moe_numba.shared_experts import reference as fuse_reference
@@ -92,6 +102,24 @@ def count_tokens(late):
     assert all(map(torch.equal, get_dispatch_layout(ids, 24, 8), expected))
 
 
+def group(late):
+    ids = random(24, 40).argsort(0)[:8].T.int().contiguous()
+    expected = layer_reference.group_by_expert(*late(ids), 24)
+    assert all(map(torch.equal, group_by_expert(ids, 24), expected))
+
+
+def sum_rows(late):
+    rows, weights, indices = random(9, 64).bfloat16(), random(5, 2), random(9, 5).argsort(0)[:2].T.int().contiguous()
+    expected = layer_reference.weighted_sum(*late(rows, indices, weights))
+    assert torch.equal(weighted_sum(rows, indices, weights), expected)
+
+
+def activate(late):
+    x = random(5, 32).bfloat16()
+    expected = layer_reference.silu_and_mul(*late(x))
+    torch.testing.assert_close(silu_and_mul(x), expected.bfloat16(), rtol=2**-7, atol=0)
+
+
 def multiply(late):
     x, weight, seqlens, cu_seqlens, scale = gemm_inputs()["pertensor"]
     expected = gemm_reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)
@@ -142,6 +170,14 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     "gate and align, cluster": (gate_align, lambda late: route_and_align(late, 11), {}),
     "shared experts": (fuse_kernel, append_shared_experts, {}),
     "dispatch layout": (dispatch_layout, count_tokens, {}),
+    "assignments by expert": (kernel_group_by_expert, group, {}),
+    "assignments by expert, three launches": (
+        kernel_group_by_expert,
+        group,
+        {(routing, "MAX_SINGLE_CTA_ASSIGNMENTS"): 0},
+    ),
+    "weighted sum": (kernel_weighted_sum, sum_rows, {}),
+    "activation": (kernel_silu_and_mul, activate, {}),
     "grouped GEMM": (grouped_gemm, multiply, {}),
     "notify": (notify, lambda late: exchange(late, "layout"), {}),
     "dispatch": (dispatch, lambda late: exchange(late, "rows"), {}),
@@ -158,8 +194,13 @@ def check(monkeypatch):
         module, call, limits = CASES[name]
         for (owner, limit), value in limits.items():
             monkeypatch.setattr(owner, limit, value)
-        late = LateInputs()
-        monkeypatch.setattr(module, "griddepcontrol_wait", late.arrive if wait else lambda: None)
+        late, griddepcontrol_wait = LateInputs(), module.griddepcontrol_wait
+
+        def arrive():
+            late.arrive()
+            griddepcontrol_wait()  # orders the launches of one call
+
+        monkeypatch.setattr(module, "griddepcontrol_wait", arrive if wait else lambda: None)
         return lambda: call(late)
 
     return prepare

@@ -28,6 +28,7 @@ NOT_TENSOR_FUNCTIONS = {
     "fuse_checkpoint",
     "memory_cost",
     "simulator",
+    "ExpertsWorkspace",
 }
 EXPERTS = 4
 
@@ -70,6 +71,16 @@ CALLS = {
     "group_gemm_blockwise_fp8": lambda: (
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6, 1), torch.rand(2, 1, 1)),
         {},
+    ),
+    "group_by_expert": lambda: ((ids(5, 2), 8), {}),
+    "group_by_expert:int64": lambda: ((ids(2, 5).long().T, 8), {}),
+    "weighted_sum": lambda: ((bf16(6, 64), ids(3, 2), torch.rand(3, 2)), {}),
+    "weighted_sum:shared": lambda: ((bf16(6, 64), ids(3, 2), torch.rand(3, 2), bf16(3, 64)), {}),
+    "silu_and_mul": lambda: ((bf16(3, 32),), {}),
+    "fused_experts": lambda: ((bf16(3, 64), bf16(8, 128, 64), bf16(8, 64, 64), torch.rand(3, 2), ids(3, 2)), {}),
+    "fused_experts:fp8": lambda: (
+        (bf16(3, 128), fp8(4, 256, 128), fp8(4, 128, 128), torch.rand(3, 2), ids(3, 2)),
+        dict(w13_scale=torch.rand(4, 2, 1), w2_scale=torch.rand(4, 1, 1), shared=bf16(3, 128)),
     ),
     "group_gemm_silu_and_mul_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 256, 64), *GROUPS, torch.rand(2)), {}),
     "group_gemm_silu_and_mul_blockwise_fp8": lambda: (
@@ -147,7 +158,7 @@ def test_every_public_function_is_an_op():
 def test_schemas_have_the_names_order_and_defaults_of_the_function(name):
     parameters = inspect.signature(getattr(moe_numba, name)).parameters
     op = getattr(torch.ops.moe_numba, name)
-    for overload, left_out in ((op.default, {"out"}), (op.out, set())):
+    for overload, left_out in ((op.default, {"out", "workspace"}), (op.out, {"workspace"})):
         arguments = overload._schema.arguments
         assert [a.name for a in arguments] == [n for n in parameters if n not in left_out]
         for argument in arguments:
@@ -265,6 +276,10 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "get_dispatch_layout": [(0, torch.zeros(5, 2)), (2, 3)],
     "per_token_cast_to_fp8": [(0, torch.zeros(3, 4))],
     "per_token_cast_back": [(1, torch.rand(3, 1))],
+    "group_by_expert": [(0, torch.zeros(5, 2)), (1, 513)],
+    "weighted_sum": [(0, bf16(6, 12)), (2, torch.rand(3, 1))],
+    "silu_and_mul": [(0, bf16(3, 24)), ("num_valid_rows", int32(1, 2))],
+    "fused_experts": [(0, bf16(3, 128)), (1, bf16(8, 64, 64)), ("w13_scale", torch.rand(8, 1, 1))],
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
     "group_gemm_blockwise_fp8": [(4, torch.rand(6, 2))],
     "group_gemm_silu_and_mul_pertensor_fp8": [(1, fp8(2, 128, 64))],

@@ -171,6 +171,33 @@ def grouped_gemm():
 
 
 @case
+def moe_layer():
+    import torch
+
+    from moe_numba import group_by_expert, silu_and_mul, weighted_sum
+
+    bf16 = torch.bfloat16
+    for experts in (8, 256, 512):
+        for tokens in (1, 64, 4096):
+            yield (
+                f"group {experts} {tokens}",
+                lambda: group_by_expert(torch.empty(tokens, 8, dtype=torch.int32), experts),
+            )
+    for tokens in (1, 4096):
+        yield f"group 256 {tokens} int64", lambda: group_by_expert(torch.empty(tokens, 8, dtype=torch.int64), 256)
+    for hidden in (7168, 136):
+        for topk in (1, 8, 9):
+            indices, weights = torch.empty(4, topk, dtype=torch.int32), torch.empty(4, topk)
+            rows, shared = torch.empty(4, hidden, dtype=bf16), torch.empty(4, hidden, dtype=bf16)
+            yield f"sum {hidden} {topk}", lambda: weighted_sum(rows, indices, weights)
+            yield f"sum {hidden} {topk} shared", lambda: weighted_sum(rows, indices, weights, shared)
+        x = torch.empty(4, 2 * hidden, dtype=bf16)
+        yield f"silu {hidden}", lambda: silu_and_mul(x)
+        limit = torch.empty(1, dtype=torch.int32)
+        yield f"silu {hidden} limit", lambda: silu_and_mul(x, num_valid_rows=limit)
+
+
+@case
 def expert_parallel():
     import torch
 
