@@ -16,7 +16,7 @@ _MAX_ASSIGNMENTS = 1 << 30
 _COUNTER_BYTES = 32 * 1024  # limits the warps of a CTA, which have a counter per expert each
 
 # Up to this number one CTA takes less time than two more launches.
-MAX_SINGLE_CTA_ASSIGNMENTS = 8192
+MAX_SINGLE_CTA_ASSIGNMENTS = 4096
 _THREADS: tuple[int, ...] = (256, 512, 1024)
 _MIN_CHUNK, _MAX_CHUNKS = 2048, 128
 if simulator.ENABLED:  # fewer threads, since the simulator runs them one after another
@@ -68,7 +68,7 @@ def group_by_expert(
     -----
     The first three outputs are the ``seqlens``, ``cu_seqlens`` and ``gather_indices`` of
     :func:`moe_numba.group_gemm_bf16` and its relatives, the last is for :func:`moe_numba.weighted_sum`. Results are
-    bit-identical from run to run. One launch up to 8192 assignments, three beyond. A CUDA graph can capture the call
+    bit-identical from run to run. One launch up to 4096 assignments, three beyond. A CUDA graph can capture the call
     once a call of this size has compiled its kernels.
     """
     if needs_dispatch(topk_ids):

@@ -37,8 +37,13 @@ def make_inputs(tokens, topk, fp8, device, experts=4, hidden=128, intermediate=1
 
 
 def wrong(given, arguments):
-    """Return None, or how a result differs from the reference: the last rounding and those of the sums remain."""
-    return mismatch(given, reference.fused_experts(**arguments), 4e-3)
+    """Return None, or how a result differs from the reference: the last rounding and those of the sums remain.
+
+    A GPU's tensor cores add FP8 products with about 13 significant bits. That moves some of the activations to the next
+    FP8 number, up to 1/8 away; with a first GEMM that is wrong by 1e-3 a row of the reference changes by about 1e-2.
+    """
+    rounds_sums = arguments["w13"].dtype == FP8 and not simulator.ENABLED
+    return mismatch(given, reference.fused_experts(**arguments), 1e-2 if rounds_sums else 4e-3)
 
 
 def workspace_of(arguments, max_tokens=None):
