@@ -29,7 +29,14 @@ if TYPE_CHECKING:
         group_gemm_silu_and_mul_blockwise_fp8,
         group_gemm_silu_and_mul_pertensor_fp8,
     )
-    from moe_numba.moe_layer import ExpertsWorkspace, fused_experts, group_by_expert, silu_and_mul, weighted_sum
+    from moe_numba.moe_layer import (
+        ExpertsWorkspace,
+        fused_experts,
+        fused_moe,
+        group_by_expert,
+        silu_and_mul,
+        weighted_sum,
+    )
     from moe_numba.runtime.prepare import prepare
     from moe_numba.runtime.validate import UnsupportedDeviceError
     from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost
@@ -56,6 +63,7 @@ _HOME = {
     "silu_and_mul": "moe_layer",
     "weighted_sum": "moe_layer",
     "fused_experts": "moe_layer",
+    "fused_moe": "moe_layer",
     "ExpertsWorkspace": "moe_layer",
     "prepare": "runtime.prepare",
     "UnsupportedDeviceError": "runtime.validate",
@@ -71,6 +79,7 @@ __all__ = [
     "fuse_checkpoint",
     "fuse_routing",
     "fused_experts",
+    "fused_moe",
     "get_dispatch_layout",
     "group_by_expert",
     "group_gemm_bf16",

@@ -66,7 +66,14 @@ RACES = {
 # The oldest compute capability whose instructions a module's kernels use; on an older GPU its tests are deselected.
 # For (9, 0) it is the only one, since wgmma and setmaxnreg exist on no other.
 CAPABILITIES = {
-    (8, 0): {"test_cp_async", "test_grouped_gemm", "test_grouped_gemm_mma", "test_mma", "test_moe_layer"},
+    (8, 0): {
+        "test_cp_async",
+        "test_fused_moe",
+        "test_grouped_gemm",
+        "test_grouped_gemm_mma",
+        "test_mma",
+        "test_moe_layer",
+    },
     (9, 0): {
         "test_cluster",
         "test_dependent_launch",

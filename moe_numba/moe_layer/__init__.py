@@ -1,9 +1,10 @@
-"""The experts of an MoE layer on one GPU: group assignments by expert, two grouped GEMMs, activation, weighted sum."""
+"""An MoE layer on one GPU: gate, group assignments by expert, two grouped GEMMs, activation, weighted sum."""
 
 from moe_numba.moe_layer.activation import silu_and_mul
 from moe_numba.moe_layer.api import fused_experts
+from moe_numba.moe_layer.gate_and_experts import fused_moe
 from moe_numba.moe_layer.routing import group_by_expert
 from moe_numba.moe_layer.unpermute import weighted_sum
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
 
-__all__ = ["ExpertsWorkspace", "fused_experts", "group_by_expert", "silu_and_mul", "weighted_sum"]
+__all__ = ["ExpertsWorkspace", "fused_experts", "fused_moe", "group_by_expert", "silu_and_mul", "weighted_sum"]

@@ -8,7 +8,7 @@ from moe_numba.grouped_gemm.checks import check_gpu
 from moe_numba.moe_layer.activation import silu_and_mul
 from moe_numba.moe_layer.routing import check_routing, group_by_expert
 from moe_numba.moe_layer.unpermute import check_topk, weighted_sum
-from moe_numba.moe_layer.workspace import BLOCK, FP8, ExpertsWorkspace, check_weights, shape_of
+from moe_numba.moe_layer.workspace import BLOCK, FP8, ExpertsWorkspace, check_weights, check_workspace, shape_of
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import refuse_recording
 from moe_numba.runtime.outputs import Outputs, remember
@@ -99,11 +99,9 @@ def fused_experts(
     if workspace is None:
         refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
         memory = ExpertsWorkspace(tokens, topk, *tensors[1:3])
-    elif isinstance(workspace, ExpertsWorkspace):
-        workspace.check(tokens, topk, shape)
-        memory = workspace
     else:
-        raise TypeError(f"workspace is {type(workspace).__name__}; it must be an ExpertsWorkspace or None")
+        check_workspace(workspace, tokens, topk, shape)
+        memory = workspace
     (result,) = outputs(out)
     if tokens:
         _launch(tensors, result, memory.intermediates(tokens))

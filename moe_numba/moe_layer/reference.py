@@ -3,6 +3,7 @@
 import torch
 
 from moe_numba.expert_parallel.reference import per_token_cast_to_fp8
+from moe_numba.gate.reference import biased_grouped_topk
 from moe_numba.grouped_gemm.reference import BLOCK, quantise_rows
 
 
@@ -75,3 +76,12 @@ def fused_experts(x, w13, w2, topk_weights, topk_ids, w13_scale=None, w2_scale=N
         rows = (activated.double() @ w2[expert].double().T).bfloat16()
         total.index_add_(0, tokens, rows.double() * topk_weights[tokens, column, None].double())
     return total if shared is None else total + shared.double()
+
+
+def fused_moe(
+    x, router_logits, correction_bias, w13, w2, topk, w13_scale=None, w2_scale=None, shared=None, **gate_options
+):
+    """Route, then compute the experts; see :func:`moe_numba.fused_moe` for the arguments."""
+    options = gate_options | dict(apply_routed_scaling_factor_on_output=True)
+    weights, ids = biased_grouped_topk(router_logits, correction_bias, topk, **options)
+    return fused_experts(x, w13, w2, weights, ids, w13_scale, w2_scale, shared)

@@ -1,4 +1,4 @@
-"""Preallocated intermediate results of ``fused_experts``."""
+"""Preallocated intermediate results of ``fused_experts`` and ``fused_moe``."""
 
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ class ExpertsShape(NamedTuple):
 class Intermediates(NamedTuple):
     """Intermediate results of a call."""
 
+    topk: tuple[torch.Tensor, torch.Tensor]  # weights and ids, outputs of the gate of `fused_moe`
     routing: tuple[torch.Tensor, ...]  # outputs of `group_by_expert`
     x: tuple[torch.Tensor, ...]  # x in FP8 and its scales; empty for bfloat16
     gate_up: torch.Tensor | None  # None for FP8, whose first grouped GEMM includes the activation
@@ -43,7 +44,7 @@ def shape_of(w13, w2) -> ExpertsShape:
 
 
 class ExpertsWorkspace:
-    """Memory for the intermediate results of :func:`moe_numba.fused_experts`.
+    """Memory for the intermediate results of :func:`moe_numba.fused_experts` and :func:`moe_numba.fused_moe`.
 
     With a workspace and ``out`` a call neither allocates nor synchronises, so that a CUDA graph or
     :func:`moe_numba.prepare` can record it. Calls that use one workspace must be ordered, for example on one stream.
@@ -82,14 +83,16 @@ class ExpertsWorkspace:
 
         sizes = (experts,), (experts + 1,), (rows,), (tokens, self.topk)
         routing = tuple(new(*size, dtype=torch.int32) for size in sizes)
+        topk = new(tokens, self.topk, dtype=torch.float32), new(tokens, self.topk, dtype=torch.int32)
         if dtype != FP8:
             gate_up, activated = new(rows, 2 * intermediate), (new(rows, intermediate),)
-            return Intermediates(routing, (), gate_up, activated, new(rows, hidden))
+            return Intermediates(topk, routing, (), gate_up, activated, new(rows, hidden))
 
         def quantised(rows, columns):
             return new(rows, columns, dtype=FP8), new(rows, -(-columns // BLOCK), dtype=torch.float32)
 
-        return Intermediates(routing, quantised(tokens, hidden), None, quantised(rows, intermediate), new(rows, hidden))
+        x, activated = quantised(tokens, hidden), quantised(rows, intermediate)
+        return Intermediates(topk, routing, x, None, activated, new(rows, hidden))
 
     def check(self, tokens: int, topk: int, shape: ExpertsShape) -> None:
         """Refuse a call that the workspace is not for."""
@@ -111,12 +114,20 @@ class ExpertsWorkspace:
         whole, rows = self._whole, tokens * self.topk
         seqlens, cu_seqlens, gather_indices, inverse_indices = whole.routing
         return Intermediates(
+            (whole.topk[0][:tokens], whole.topk[1][:tokens]),
             (seqlens, cu_seqlens, gather_indices[:rows], inverse_indices[:tokens]),
             tuple(tensor[:tokens] for tensor in whole.x),
             None if whole.gate_up is None else whole.gate_up[:rows],
             tuple(tensor[:rows] for tensor in whole.activated),
             whole.rows[:rows],
         )
+
+
+def check_workspace(workspace, tokens, topk, shape):
+    """Refuse a ``workspace`` argument that is none, or that the call does not fit."""
+    if not isinstance(workspace, ExpertsWorkspace):
+        raise TypeError(f"workspace is {type(workspace).__name__}; it must be an ExpertsWorkspace or None")
+    workspace.check(tokens, topk, shape)
 
 
 def check_weights(w13, w2):

@@ -78,6 +78,11 @@ CALLS = {
     "weighted_sum:shared": lambda: ((bf16(6, 64), ids(3, 2), torch.rand(3, 2), bf16(3, 64)), {}),
     "silu_and_mul": lambda: ((bf16(3, 32),), {}),
     "fused_experts": lambda: ((bf16(3, 64), bf16(8, 128, 64), bf16(8, 64, 64), torch.rand(3, 2), ids(3, 2)), {}),
+    "fused_moe": lambda: ((bf16(3, 64), torch.randn(3, 8), torch.randn(8), bf16(8, 128, 64), bf16(8, 64, 64), 2), {}),
+    "fused_moe:softmax": lambda: (
+        (bf16(3, 64), bf16(3, 7), None, bf16(8, 128, 64), bf16(8, 64, 64), 3),
+        dict(scoring="softmax", num_fused_shared_experts=1, num_token_non_padded=int32(2), shared=bf16(3, 64)),
+    ),
     "fused_experts:fp8": lambda: (
         (bf16(3, 128), fp8(4, 256, 128), fp8(4, 128, 128), torch.rand(3, 2), ids(3, 2)),
         dict(w13_scale=torch.rand(4, 2, 1), w2_scale=torch.rand(4, 1, 1), shared=bf16(3, 128)),
@@ -280,6 +285,7 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "weighted_sum": [(0, bf16(6, 12)), (2, torch.rand(3, 1))],
     "silu_and_mul": [(0, bf16(3, 24)), ("num_valid_rows", int32(1, 2))],
     "fused_experts": [(0, bf16(3, 128)), (1, bf16(8, 64, 64)), ("w13_scale", torch.rand(8, 1, 1))],
+    "fused_moe": [(0, bf16(3, 128)), (1, torch.randn(3, 7)), (2, torch.randn(4)), (5, 9)],
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
     "group_gemm_blockwise_fp8": [(4, torch.rand(6, 2))],
     "group_gemm_silu_and_mul_pertensor_fp8": [(1, fp8(2, 128, 64))],
