@@ -73,6 +73,7 @@ CAPABILITIES = {
         "test_grouped_gemm_mma",
         "test_mma",
         "test_moe_layer",
+        "test_moe_module",
     },
     (9, 0): {
         "test_cluster",

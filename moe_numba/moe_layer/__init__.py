@@ -3,8 +3,18 @@
 from moe_numba.moe_layer.activation import silu_and_mul
 from moe_numba.moe_layer.api import fused_experts
 from moe_numba.moe_layer.gate_and_experts import fused_moe
+from moe_numba.moe_layer.module import Experts, MoELayer
 from moe_numba.moe_layer.routing import group_by_expert
 from moe_numba.moe_layer.unpermute import weighted_sum
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
 
-__all__ = ["ExpertsWorkspace", "fused_experts", "fused_moe", "group_by_expert", "silu_and_mul", "weighted_sum"]
+__all__ = [
+    "Experts",
+    "ExpertsWorkspace",
+    "MoELayer",
+    "fused_experts",
+    "fused_moe",
+    "group_by_expert",
+    "silu_and_mul",
+    "weighted_sum",
+]

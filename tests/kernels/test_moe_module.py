@@ -1,0 +1,134 @@
+"""Test the modules Experts and MoELayer: every stage by its kernel and by its reference, state_dict, compilation."""
+
+import pytest
+import torch
+from torch import nn
+
+from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
+from moe_numba.moe_layer import Experts, ExpertsWorkspace, MoELayer, reference, stages
+
+DEEPSEEK = dict(num_expert_group=4, topk_group=2, routed_scaling_factor=2.5, has_correction_bias=True)
+BF16_STAGES = "gate", "permute", "gate_up", "activation", "down", "sum"
+FP8_STAGES = "gate", "permute", "quantise", "gate_up", "down", "sum"
+CASES = [(torch.bfloat16, s) for s in BF16_STAGES] + [(FP8, s) for s in FP8_STAGES]
+
+
+def make_layer(device, dtype=torch.bfloat16, seed=0, **options):
+    """A layer of 8 experts with random weights."""
+    options = DEEPSEEK | options
+    layer = MoELayer(8, 128, 128, 2, dtype=dtype, device=device, **options)
+    random = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, tensor in layer.state_dict().items():
+        if not name.endswith("_scale"):
+            state[name] = torch.randn(tensor.shape, generator=random) / max(tensor.shape[-1], 16) ** 0.5
+    if dtype == FP8:
+        for name in ("experts.w13", "experts.w2"):
+            state[name], state[f"{name}_scale"] = quantise_blocks(state[name])
+    layer.load_state_dict(state)
+    return layer
+
+
+def tokens_of(device, *shape):
+    return torch.randn(*shape, 128, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+
+
+def wanted(layer, x):
+    """The layer by its reference."""
+    logits = x.float() @ layer.router_weight.float().T
+    shared = None if layer.shared_experts is None else layer.shared_experts(x)
+    e = layer.experts
+    weights = e.w13, e.w2, layer.topk, e.w13_scale, e.w2_scale
+    return reference.fused_moe(x, logits, layer.correction_bias, *weights, shared, **layer.gate_options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_equals_reference(dtype, device):
+    layer, x = make_layer(device, dtype), tokens_of(device, 5)
+    result = layer(x)
+    assert mismatch(result, wanted(layer, x), 1e-2) is None
+    assert mismatch(result.roll(1, 0), wanted(layer, x), 1e-2) is not None
+    workspace = ExpertsWorkspace(5, 2, layer.experts.w13, layer.experts.w2)
+    assert torch.equal(layer(x, workspace=workspace), result)
+
+
+@pytest.mark.parametrize("dtype, stage", CASES, ids=[f"{str(d)[6:]} {s}" for d, s in CASES])
+def test_each_stage_can_be_its_reference(dtype, stage, device):
+    """The replaced stage rounds its sums at other places; everything else is bit-identical."""
+    layer, x = make_layer(device, dtype), tokens_of(device, 5)
+    replaced = make_layer(device, dtype, reference={stage})
+    assert mismatch(replaced(x), wanted(layer, x), 1e-2) is None
+    if stage in ("permute", "quantise", "sum"):
+        assert torch.equal(replaced(x), layer(x))
+
+
+@pytest.mark.parametrize("stage", ["permute", "sum", "gate"])
+def test_only_the_named_stage_is_replaced(stage, device, monkeypatch):
+    """A kernel that must not run, and a reference that must."""
+    kernels = {"permute": "group_by_expert", "sum": "weighted_sum", "gate": "biased_grouped_topk"}
+    monkeypatch.setattr(stages, kernels[stage], lambda *_, **__: pytest.fail(f"the kernel of {stage} was launched"))
+    x = tokens_of(device, 3)
+    assert make_layer(device, reference={stage})(x).isfinite().all()
+    with pytest.raises(pytest.fail.Exception, match=f"the kernel of {stage} was launched"):
+        make_layer(device, reference={"down"})(x)
+
+
+@pytest.mark.parametrize("references", [set(), set(BF16_STAGES)], ids=["kernels", "torch"])
+def test_shared_experts_and_leading_dimensions(references, device):
+    shared = nn.Linear(128, 128, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    layer = make_layer(device, shared_experts=shared, reference=references)
+    x = tokens_of(device, 2, 3)
+    result = layer(x)
+    assert result.shape == (2, 3, 128)
+    assert mismatch(result.view(6, 128), wanted(layer, x.view(6, 128)), 1e-2) is None
+    layer.shared_experts = None
+    assert mismatch(result.view(6, 128), wanted(layer, x.view(6, 128)), 1e-2) is not None
+
+
+def test_softmax_router_and_no_tokens(device):
+    layer = make_layer(device, scoring="softmax", num_expert_group=1, topk_group=1, has_correction_bias=False)
+    x = tokens_of(device, 3)
+    assert mismatch(layer(x), wanted(layer, x), 1e-2) is None
+    assert layer(x[:0]).shape == (0, 128)
+
+
+def test_state_dict_goes_through_a_file(device, tmp_path):
+    layer, other = make_layer(device, FP8), MoELayer(8, 128, 128, 2, dtype=FP8, device=device, **DEEPSEEK)
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    other.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    names = "router_weight", "correction_bias", *(f"experts.{n}" for n in ("w13", "w2", "w13_scale", "w2_scale"))
+    assert set(layer.state_dict()) == set(names)
+    x = tokens_of(device, 3)
+    assert torch.equal(other(x), layer(x))
+    assert not [p for p in layer.parameters() if p.requires_grad]
+
+
+def test_torch_compile(device):
+    layer, x = make_layer(device), tokens_of(device, 3)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+def test_experts_alone(device):
+    layer, x = make_layer(device), tokens_of(device, 3)
+    weights = torch.ones(3, 2, device=device)
+    ids = torch.tensor([[0, 0], [-1, 8], [7, 3]], device=device)  # repeated, of another rank, a sentinel
+    expected = reference.fused_experts(x, layer.experts.w13, layer.experts.w2, weights, ids)
+    result = layer.experts(x, weights, ids)
+    assert mismatch(result, expected, 4e-3) is None and not result[1].any()
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: MoELayer(8, 128, 128, 9), ValueError, "topk is 9; 1 to 8 are allowed"),
+        (lambda: MoELayer(8, 128, 128, 2, reference={"gates"}), ValueError, "reference has 'gates'; the stages with b"),
+        (lambda: MoELayer(8, 128, 128, 2, reference="gate"), TypeError, "reference is the str 'gate'; it must be a"),
+        (lambda: Experts(8, 128, 128, FP8, reference={"activation"}), ValueError, "the stages with FP8 weights are g"),
+        (lambda: Experts(8, 128, 100), ValueError, "w13 has 200 rows, gate and up"),
+        (lambda: Experts(0, 128, 128), ValueError, "num_experts is 0; it must be 1 or more"),
+        (lambda: Experts(8, 128, 128, torch.float16), TypeError, "w13 is torch.float16; it must be torch.bfloat16"),
+    ],
+)
+def test_invalid_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
