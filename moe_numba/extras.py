@@ -1,7 +1,10 @@
 """Optional dependencies: which extra of the package installs a module that is missing."""
 
 # Module -> extra. What the simulator needs comes without an extra.
-EXTRA_OF = dict.fromkeys(("torch", "cffi", "ml_dtypes", "rich", "safetensors"), "kernels") | {"matplotlib": "plots"}
+EXTRA_OF = dict.fromkeys(("torch", "cffi", "ml_dtypes", "rich", "safetensors"), "kernels") | {
+    "matplotlib": "plots",
+    "transformers": "transformers",
+}
 
 
 def missing_extra(error: ImportError, what: str) -> ImportError | None:
@@ -10,5 +13,7 @@ def missing_extra(error: ImportError, what: str) -> ImportError | None:
     if module not in EXTRA_OF:
         return None
     extra = EXTRA_OF[module]
-    extras = f"moe_numba[{extra}]' (or 'moe_numba[cu13]', which adds the compiler of CUDA 13)"
-    return ImportError(f"{what} needs {module}, which is not installed: pip install '{extras}", name=module)
+    command = f"pip install 'moe_numba[{extra}]'"
+    if extra != "transformers":
+        command += " (or 'moe_numba[cu13]', which adds the compiler of CUDA 13)"
+    return ImportError(f"{what} needs {module}, which is not installed: {command}", name=module)

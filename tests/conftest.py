@@ -74,6 +74,7 @@ CAPABILITIES = {
         "test_mma",
         "test_moe_layer",
         "test_moe_module",
+        "test_transformers",
     },
     (9, 0): {
         "test_cluster",

@@ -1,0 +1,188 @@
+"""Experts and routers of transformers 5 on the package's kernels.
+
+One line makes the implementation known, and one selects it::
+
+    moe_numba.integrations.transformers.register()
+    model.set_experts_implementation("moe_numba")  # or from_pretrained(..., experts_implementation="moe_numba")
+"""
+
+import types
+from typing import Any
+
+import torch
+
+from moe_numba.extras import missing_extra
+from moe_numba.gate import biased_grouped_topk
+from moe_numba.moe_layer import fused_experts
+
+try:
+    from transformers.activations import SiLUActivation
+    from transformers.integrations import finegrained_fp8, moe
+except ImportError as error:
+    raise missing_extra(error, "moe_numba.integrations.transformers") or error from None
+
+NAME = "moe_numba"
+_SILU = torch.nn.SiLU, SiLUActivation
+# What the kernels require of a module of experts: attribute, value where the module has none, allowed value.
+_LAYOUT: tuple[tuple[str, Any, Any], ...] = (
+    ("has_gate", True, True),
+    ("is_concatenated", True, True),
+    ("is_transposed", False, False),
+    ("has_bias", False, False),
+    ("has_post_expert_norm", False, False),
+    ("alpha", None, None),
+    ("limit", None, None),
+    ("swiglu_limit", None, None),
+)
+_SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"}
+_SOFTMAX_ROUTERS = {"MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
+_SAVED = "_moe_numba_forward"  # of a fused router: the forward that its instance had before, or None
+
+
+def register() -> None:
+    """Register the implementation "moe_numba" of experts with transformers, for bfloat16 and for FP8 weights.
+
+    A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, without gradients. Ids
+    outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing.
+
+    Notes
+    -----
+    Supported: SwiGLU experts with ``gate_up_proj`` [experts, 2 * intermediate, hidden] and ``down_proj`` [experts,
+    hidden, intermediate], bfloat16; or float8_e4m3fn with float32 ``*_scale_inv`` per 128 x 128 block and dynamic
+    scales of activations. Sizes as for :func:`moe_numba.fused_experts`. The first call of another module, such as
+    gpt-oss' (transposed and interleaved weights, biases, clamps), raises a ValueError that names the attribute.
+    """
+    moe.ExpertsInterface.register(NAME, experts_forward)
+    finegrained_fp8.FP8ExpertsInterface.register(NAME, fp8_experts_forward)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute a module of bfloat16 experts; see :func:`register`.
+
+    Parameters
+    ----------
+    self : torch.nn.Module
+        With ``gate_up_proj`` and ``down_proj``.
+    hidden_states : tensor [tokens, hidden], bfloat16
+    top_k_index : tensor [tokens, topk], int32 or int64
+    top_k_weights : tensor [tokens, topk], any floating-point dtype
+
+    Returns
+    -------
+    tensor [tokens, hidden], bfloat16
+
+    Raises
+    ------
+    ValueError
+        If the module's layout or activation is not supported; the message names the attribute and what is allowed.
+    TypeError
+        If hidden_states or the weights are not bfloat16.
+    """
+    _check_layout(self)
+    if type(self)._apply_gate is not moe._default_apply_gate:
+        raise ValueError(f"{type(self).__name__} defines _apply_gate; {NAME} supports act_fn(gate) * up only")
+    if self.gate_up_proj.dtype != torch.bfloat16:
+        raise TypeError(f"gate_up_proj is {self.gate_up_proj.dtype}; {NAME} needs a model in torch.bfloat16")
+    return _run(self, hidden_states, top_k_index, top_k_weights)
+
+
+def fp8_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute a module of FP8 experts with a scale per 128 x 128 block; see :func:`experts_forward`."""
+    _check_layout(self)
+    block_size, scheme = self.block_size, self.activation_scheme
+    if block_size is None or tuple(block_size) != (128, 128):
+        raise ValueError(f"block_size is {block_size}; {NAME} supports (128, 128) only")
+    if scheme != "dynamic":
+        raise ValueError(f"activation_scheme is {scheme!r}; {NAME} supports 'dynamic' only")
+    if self.swiglu_alpha is not None:
+        raise ValueError(f"swiglu_alpha is {self.swiglu_alpha}; {NAME} supports None only")
+    if self.gate_up_proj.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"gate_up_proj is {self.gate_up_proj.dtype}; {NAME} supports torch.float8_e4m3fn only")
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        if getattr(self, name).dtype != torch.float32:
+            raise TypeError(f"{name} is {getattr(self, name).dtype}; {NAME} supports torch.float32 only")
+    scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv
+    return _run(self, hidden_states, top_k_index, top_k_weights, *scales)
+
+
+def _check_layout(module):
+    """Refuse a module whose weights or activation are not those of `fused_experts`."""
+    for name, default, allowed in _LAYOUT:
+        value = getattr(module, name, default)
+        if value != allowed:
+            raise ValueError(f"{type(module).__name__}.{name} is {value}; {NAME} supports {allowed} only")
+    if not isinstance(module.act_fn, _SILU):
+        raise ValueError(f"{type(module).__name__}.act_fn is {type(module.act_fn).__name__}; {NAME} supports SiLU only")
+
+
+def _run(module, hidden_states, ids, weights, *scales):
+    if hidden_states.dtype != torch.bfloat16:
+        raise TypeError(f"hidden_states is {hidden_states.dtype}; {NAME} needs a model in torch.bfloat16")
+    weights = weights.float().contiguous()
+    return fused_experts(hidden_states.contiguous(), module.gate_up_proj, module.down_proj, weights, ids, *scales)
+
+
+def fuse_routers(model: torch.nn.Module) -> int:
+    """Let the routers of a model choose experts by :func:`moe_numba.biased_grouped_topk`, in one launch.
+
+    Supported: the routers of DeepSeek-V3, GLM-4-MoE, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules, parameters and
+    outputs (logits, weights, int64 ids) remain as they are; :func:`unfuse_routers` undoes the change.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+
+    Returns
+    -------
+    int
+        Number of routers that were changed. Those that were fused before do not count.
+
+    Raises
+    ------
+    ValueError
+        If the model has no router of a supported class.
+    """
+    routers = [module for module in model.modules() if type(module).__name__ in _SIGMOID_ROUTERS | _SOFTMAX_ROUTERS]
+    if not routers:
+        names = ", ".join(sorted(_SIGMOID_ROUTERS | _SOFTMAX_ROUTERS))
+        raise ValueError(f"model is a {type(model).__name__} without routers that can be fused: {names}")
+    changed = [router for router in routers if _SAVED not in vars(router)]
+    for router in changed:
+        forward = _sigmoid_forward if type(router).__name__ in _SIGMOID_ROUTERS else _softmax_forward
+        setattr(router, _SAVED, vars(router).get("forward"))
+        router.forward = types.MethodType(forward, router)  # type: ignore[method-assign]
+    return len(changed)
+
+
+def unfuse_routers(model: torch.nn.Module) -> int:
+    """Undo :func:`fuse_routers`; return the number of routers that were changed."""
+    fused = [module for module in model.modules() if _SAVED in vars(module)]
+    for router in fused:
+        before = vars(router).pop(_SAVED)
+        if before is None:
+            del router.forward
+        else:
+            router.forward = before  # type: ignore[method-assign]
+    return len(fused)
+
+
+def _sigmoid_forward(self, hidden_states):
+    """Route as DeepSeek-V3: float32 logits, groups, a bias, a scaling factor."""
+    hidden_states = hidden_states.view(-1, self.hidden_dim)
+    logits = torch.nn.functional.linear(hidden_states.float(), self.weight.float())
+    groups = self.norm_topk_prob, self.num_group, self.topk_group, 0, self.routed_scaling_factor, True
+    weights, ids = biased_grouped_topk(logits, self.e_score_correction_bias, self.top_k, *groups)
+    return logits, weights, ids.long()
+
+
+def _softmax_forward(self, hidden_states):
+    """Route as Qwen3-MoE, whose weights have the dtype of the logits, or as Mixtral, whose weights are float32."""
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    is_mixtral = not hasattr(self, "norm_topk_prob")
+    renormalize = is_mixtral or self.norm_topk_prob
+    weights, ids = biased_grouped_topk(logits, None, self.top_k, renormalize, scoring="softmax")
+    return logits, weights if is_mixtral else weights.to(logits.dtype), ids.long()

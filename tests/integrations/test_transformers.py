@@ -1,0 +1,227 @@
+"""Tiny random models of transformers with experts and routers on the package's kernels, against eager."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
+
+from transformers.integrations import finegrained_fp8  # noqa: E402
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation  # noqa: E402
+
+from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks  # noqa: E402
+from moe_numba.integrations import transformers as integration  # noqa: E402
+from moe_numba.moe_layer import reference  # noqa: E402
+
+COMMON = dict(
+    vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    intermediate_size=64, num_experts_per_tok=2, max_position_embeddings=64,
+)  # fmt: skip
+NARROW = dict(moe_intermediate_size=64)
+DEEPSEEK = NARROW | dict(n_routed_experts=8, num_local_experts=8, n_shared_experts=1, first_k_dense_replace=1)
+LATENT = dict(q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+MODELS = {
+    "DeepseekV3": DEEPSEEK | LATENT | dict(n_group=4, topk_group=2),
+    "Glm4Moe": DEEPSEEK | dict(n_group=1, topk_group=1, head_dim=32),
+    "Qwen3Moe": NARROW | dict(num_experts=8, head_dim=32),
+    "Mixtral": dict(num_local_experts=8, head_dim=32),
+    "Olmoe": dict(num_experts=8),
+}
+# Relative error of all logits, in bfloat16: eager and grouped_mm of transformers differ by about 0.008.
+BOUND = 0.02
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    integration.register()
+
+
+def make_model(name, device, **options):
+    config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name] | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval().to(device).requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def prefill_and_decode(model, device):
+    """Return the logits of a prompt of 5 tokens, and of one more token with the cache."""
+    first = model(torch.arange(5, device=device).view(1, 5), use_cache=True)
+    second = model(torch.tensor([[7]], device=device), past_key_values=first.past_key_values)
+    return torch.cat([first.logits, second.logits], dim=1).double()[0]
+
+
+def differs(logits, expected):
+    """Whether logits are not those of eager."""
+    return float((logits - expected).norm() / expected.norm()) > BOUND
+
+
+@each_model
+def test_logits_of_prefill_and_decode(name, device, monkeypatch):
+    model = make_model(name, device)
+    model.set_experts_implementation("eager")
+    expected = prefill_and_decode(model, device)
+    calls = []
+    run = integration._run
+    monkeypatch.setattr(integration, "_run", lambda *args: calls.append(len(args[1])) or run(*args))
+    model.set_experts_implementation("moe_numba")
+    layers = 1 if "first_k_dense_replace" in MODELS[name] else 2
+    logits = prefill_and_decode(model, device)
+    assert calls == [5] * layers + [1] * layers
+    assert not differs(logits, expected) and differs(logits.roll(1, 0), expected)
+    # Wrong results must be rejected: another expert, or weights that are not applied
+    for change in (lambda m, x, ids, w: run(m, x, (ids + 1) % 8, w), lambda m, x, ids, w: run(m, x, ids, w * 0 + 1)):
+        monkeypatch.setattr(integration, "_run", change)
+        assert differs(prefill_and_decode(model, device), expected)
+
+
+@each_model
+def test_fused_routers(name, device):
+    model = make_model(name, device)
+    model.set_experts_implementation("eager")
+    expected = prefill_and_decode(model, device)
+    layers = 1 if "first_k_dense_replace" in MODELS[name] else 2
+    router = next(m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter"))
+    x = torch.randn(6, 64, device=device).bfloat16()
+    before, names = router(x), list(model.state_dict())
+    assert integration.fuse_routers(model) == layers and integration.fuse_routers(model) == 0
+    after = router(x)
+    assert [t.dtype for t in after] == [t.dtype for t in before] and torch.equal(after[0], before[0])
+    for tokens in zip(*before[1:], *after[1:], strict=True):
+        weights, ids, new_weights, new_ids = tokens
+        assert sorted(ids.tolist()) == sorted(new_ids.tolist())
+        assert torch.allclose(weights[ids.argsort()], new_weights[new_ids.argsort()], rtol=8e-3)
+    assert list(model.state_dict()) == names
+    model.set_experts_implementation("moe_numba")
+    assert not differs(prefill_and_decode(model, device), expected)
+    assert integration.unfuse_routers(model) == layers and "forward" not in vars(router)
+
+
+def test_models_without_routers_are_refused():
+    with pytest.raises(ValueError, match="model is a Linear without routers that can be fused: DeepseekV3TopkRouter"):
+        integration.fuse_routers(torch.nn.Linear(2, 2))
+
+
+@each_model
+def test_torch_compile(name, device):
+    model = make_model(name, device)
+    model.set_experts_implementation("moe_numba")
+    integration.fuse_routers(model)
+    block = next(m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate"))
+    x = torch.randn(1, 4, 64, device=device).bfloat16()
+    assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
+
+
+def experts_of(name="Qwen3Moe", device="cpu", **options):
+    model = make_model(name, device, **options)
+    model.set_experts_implementation("moe_numba")
+    return next(m.experts for m in model.modules() if hasattr(m, "experts"))
+
+
+def test_ids_repeated_of_other_ranks_and_sentinels(device):
+    experts, x = experts_of(device=device), torch.randn(4, 64, device=device).bfloat16()
+    ids = torch.tensor([[3, 3], [-1, 2], [8, 0], [8, -1]], device=device)  # 8: the sentinel of expert parallelism
+    weights = torch.rand(4, 2, device=device)
+    expected = reference.fused_experts(x, experts.gate_up_proj, experts.down_proj, weights, ids)
+    result = experts(x, ids, weights)
+    assert mismatch(result, expected, 4e-3) is None and not result[3].any()
+
+
+def test_no_tokens_and_top_1(device):
+    experts, x = experts_of(device=device), torch.randn(3, 64, device=device).bfloat16()
+    ids, weights = torch.tensor([[1], [7], [1]], device=device), torch.rand(3, 1, device=device)
+    expected = reference.fused_experts(x, experts.gate_up_proj, experts.down_proj, weights, ids)
+    assert mismatch(experts(x, ids, weights), expected, 4e-3) is None
+    assert experts(x[:0], ids[:0], weights[:0]).shape == (0, 64)
+
+
+def make_fp8_experts(device, block_size=(128, 128), **options):
+    """FP8Experts as transformers makes them from a model's module of experts."""
+    decorate = use_experts_implementation(experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
+    cls = decorate(type("Decorated", (finegrained_fp8.FP8Experts,), {}))
+    sizes = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4, hidden_act="silu")
+    config = SimpleNamespace(**sizes, _experts_implementation="moe_numba")
+    experts = cls(config, block_size=block_size, **options).to(device).requires_grad_(False)
+    torch.manual_seed(0)
+    for name in ("gate_up_proj", "down_proj"):
+        values, scales = quantise_blocks(torch.randn(getattr(experts, name).shape) / 11)
+        getattr(experts, name).data = values.to(device)
+        if block_size == (128, 128):
+            getattr(experts, f"{name}_scale_inv").data = scales.to(device)
+    return experts
+
+
+def test_fp8_experts(device):
+    experts, x = make_fp8_experts(device), torch.randn(5, 128, device=device).bfloat16()
+    ids, weights = torch.randint(0, 5, (5, 2), device=device), torch.rand(5, 2, device=device).bfloat16()
+    scales = experts.gate_up_proj_scale_inv, experts.down_proj_scale_inv
+    expected = reference.fused_experts(x, experts.gate_up_proj, experts.down_proj, weights.float(), ids, *scales)
+    result = experts(x, ids, weights)
+    assert mismatch(result, expected, 1e-2) is None and mismatch(result.flip(0), expected, 1e-2) is not None
+
+
+def test_gpt_oss_is_refused(device):
+    config = transformers.GptOssConfig(**COMMON | dict(num_local_experts=4, head_dim=32))
+    model = transformers.GptOssForCausalLM(config).bfloat16().eval().requires_grad_(False).to(device)
+    model.set_experts_implementation("moe_numba")
+    with pytest.raises(ValueError, match="GptOssExperts.is_concatenated is False; moe_numba supports True only"):
+        model(torch.zeros(1, 2, dtype=torch.long, device=device))
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("is_transposed", True, ValueError, "Qwen3MoeExperts.is_transposed is True; moe_numba supports False only"),
+        ("has_bias", True, ValueError, "has_bias is True; moe_numba supports False only"),
+        ("has_gate", False, ValueError, "has_gate is False; moe_numba supports True only"),
+        ("limit", 7.0, ValueError, "limit is 7.0; moe_numba supports None only"),
+        ("act_fn", torch.nn.GELU(), ValueError, "act_fn is GELU; moe_numba supports SiLU only"),
+    ],
+)
+def test_other_layouts_are_refused(name, value, error, message):
+    experts = experts_of()
+    setattr(experts, name, value)
+    with pytest.raises(error, match=message):
+        experts(torch.zeros(1, 64).bfloat16(), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
+
+
+def test_own_gates_and_other_dtypes_are_refused(monkeypatch):
+    experts, ids, weights = experts_of(), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
+    with pytest.raises(TypeError, match="hidden_states is torch.float32; moe_numba needs a model in torch.bfloat16"):
+        experts(torch.zeros(1, 64), ids, weights)
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, x: x)
+    with pytest.raises(ValueError, match="Qwen3MoeExperts defines _apply_gate"):
+        experts(torch.zeros(1, 64).bfloat16(), ids, weights)
+    monkeypatch.undo()
+    with pytest.raises(TypeError, match="gate_up_proj is torch.float32; moe_numba needs a model in torch.bfloat16"):
+        experts.float()(torch.zeros(1, 64), ids, weights)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(block_size=(64, 128)), r"block_size is \(64, 128\); moe_numba supports \(128, 128\) only"),
+        (dict(activation_scheme="static"), "activation_scheme is 'static'; moe_numba supports 'dynamic' only"),
+    ],
+)
+def test_other_fp8_layouts_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_fp8_experts("cpu", **options)(torch.zeros(1, 128).bfloat16(), torch.zeros(1, 2).long(), torch.ones(1, 2))
+
+
+def test_both_registries_have_the_implementation():
+    assert ALL_EXPERTS_FUNCTIONS["moe_numba"] is integration.experts_forward
+    assert finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS["moe_numba"] is integration.fp8_experts_forward
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.activations", None)  # an import of it raises ModuleNotFoundError
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    with pytest.raises(ImportError, match=r"needs transformers, .*: pip install 'moe_numba\[transformers\]'$"):
+        importlib.import_module(integration.__name__)
