@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from moe_numba.expert_parallel import Buffer
 from moe_numba.extras import missing_extra
 from moe_numba.gate import biased_grouped_topk
-from moe_numba.moe_layer import fused_experts
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts
 
 try:
     from transformers.activations import SiLUActivation
@@ -21,7 +22,7 @@ try:
 except ImportError as error:
     raise missing_extra(error, "moe_numba.integrations.transformers") or error from None
 
-NAME = "moe_numba"
+NAME, NAME_EP = "moe_numba", "moe_numba_ep"
 _SILU = torch.nn.SiLU, SiLUActivation
 # What the kernels require of a module of experts: attribute, value where the module has none, allowed value.
 _LAYOUT: tuple[tuple[str, Any, Any], ...] = (
@@ -36,6 +37,7 @@ _LAYOUT: tuple[tuple[str, Any, Any], ...] = (
 )
 _SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"}
 _SOFTMAX_ROUTERS = {"MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
+_LAYER = "_moe_numba_expert_parallel"  # of a distributed module of experts: (ExpertParallelMoE,)
 _SAVED = "_moe_numba_forward"  # of a fused router: the forward that its instance had before, or None
 
 
@@ -43,7 +45,8 @@ def register() -> None:
     """Register the implementation "moe_numba" of experts with transformers, for bfloat16 and for FP8 weights.
 
     A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, without gradients. Ids
-    outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing.
+    outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing. "moe_numba_ep", for
+    bfloat16 on several ranks, is registered, too: see :func:`distribute_experts`.
 
     Notes
     -----
@@ -53,6 +56,7 @@ def register() -> None:
     gpt-oss' (transposed and interleaved weights, biases, clamps), raises a ValueError that names the attribute.
     """
     moe.ExpertsInterface.register(NAME, experts_forward)
+    moe.ExpertsInterface.register(NAME_EP, ep_experts_forward)
     finegrained_fp8.FP8ExpertsInterface.register(NAME, fp8_experts_forward)
 
 
@@ -80,11 +84,9 @@ def experts_forward(
     TypeError
         If hidden_states or the weights are not bfloat16.
     """
-    _check_layout(self)
-    if type(self)._apply_gate is not moe._default_apply_gate:
-        raise ValueError(f"{type(self).__name__} defines _apply_gate; {NAME} supports act_fn(gate) * up only")
-    if self.gate_up_proj.dtype != torch.bfloat16:
-        raise TypeError(f"gate_up_proj is {self.gate_up_proj.dtype}; {NAME} needs a model in torch.bfloat16")
+    if hasattr(self, _LAYER):
+        raise ValueError(f"{type(self).__name__} is distributed; {NAME_EP} is the only implementation that is allowed")
+    _check_bf16(self)
     return _run(self, hidden_states, top_k_index, top_k_weights)
 
 
@@ -109,6 +111,68 @@ def fp8_experts_forward(
     return _run(self, hidden_states, top_k_index, top_k_weights, *scales)
 
 
+def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens: int = 0) -> int:
+    """Keep only this rank's experts of a model, for the implementation "moe_numba_ep".
+
+    Rank r of n keeps the r-th n-th of the experts of each module, whose other experts' memory is released. Each rank
+    has its own tokens, as in data parallelism, and all ranks must call the model equally often. Call :func:`register`,
+    and after this function ``model.set_experts_implementation("moe_numba_ep")``.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With all experts, in bfloat16, the same on all ranks.
+    buffer : moe_numba.Buffer
+    num_worst_tokens : int
+        As for :class:`moe_numba.moe_layer.ExpertParallelMoE`.
+
+    Returns
+    -------
+    int
+        Number of modules of experts that were changed.
+
+    Raises
+    ------
+    ValueError
+        If the model has no module of bfloat16 experts, if one is distributed already, if its layout is not supported,
+        or if the number of ranks does not divide the number of experts. No module has then been changed.
+    """
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "gate_up_proj") and hasattr(m, "_apply_gate")]
+    if not modules:
+        raise ValueError(f"model is a {type(model).__name__} without modules of experts")
+    for module in modules:
+        if hasattr(module, _LAYER):
+            raise ValueError("model is distributed already; distribute_experts is allowed once")
+        _check_bf16(module)
+        if len(module.gate_up_proj) % buffer.group_size:
+            count = len(module.gate_up_proj)
+            raise ValueError(f"model has {count} experts; {buffer.group_size} ranks must divide their number")
+    for module in modules:
+        count, twice, hidden = module.gate_up_proj.shape
+        local = count // buffer.group_size
+        experts = Experts(local, hidden, twice // 2, device="meta")
+        for name, theirs in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+            kept = getattr(module, theirs).detach()[buffer.rank * local :][:local].clone()
+            parameter = torch.nn.Parameter(kept, requires_grad=False)
+            setattr(module, theirs, parameter)
+            setattr(experts, name, parameter)
+        # In a tuple, so that the layer is no submodule, and its parameters are not twice in the state_dict.
+        setattr(module, _LAYER, (ExpertParallelMoE(buffer, experts, num_worst_tokens),))
+    return len(modules)
+
+
+def ep_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute a module of experts that :func:`distribute_experts` has distributed; see :func:`experts_forward`."""
+    if not hasattr(self, _LAYER):
+        raise ValueError(f"{type(self).__name__} is not distributed; {NAME_EP} needs distribute_experts(model, buffer)")
+    if hidden_states.dtype != torch.bfloat16:
+        raise TypeError(f"hidden_states is {hidden_states.dtype}; {NAME_EP} needs a model in torch.bfloat16")
+    (layer,) = getattr(self, _LAYER)
+    return layer(hidden_states.contiguous(), top_k_weights.float().contiguous(), top_k_index.contiguous())
+
+
 def _check_layout(module):
     """Refuse a module whose weights or activation are not those of `fused_experts`."""
     for name, default, allowed in _LAYOUT:
@@ -117,6 +181,15 @@ def _check_layout(module):
             raise ValueError(f"{type(module).__name__}.{name} is {value}; {NAME} supports {allowed} only")
     if not isinstance(module.act_fn, _SILU):
         raise ValueError(f"{type(module).__name__}.act_fn is {type(module.act_fn).__name__}; {NAME} supports SiLU only")
+
+
+def _check_bf16(module):
+    """Refuse a module that is not one of bfloat16 experts with the plain SwiGLU."""
+    _check_layout(module)
+    if type(module)._apply_gate is not moe._default_apply_gate:
+        raise ValueError(f"{type(module).__name__} defines _apply_gate; {NAME} supports act_fn(gate) * up only")
+    if module.gate_up_proj.dtype != torch.bfloat16:
+        raise TypeError(f"gate_up_proj is {module.gate_up_proj.dtype}; {NAME} needs a model in torch.bfloat16")
 
 
 def _run(module, hidden_states, ids, weights, *scales):

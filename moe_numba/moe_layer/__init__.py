@@ -2,6 +2,7 @@
 
 from moe_numba.moe_layer.activation import silu_and_mul
 from moe_numba.moe_layer.api import fused_experts
+from moe_numba.moe_layer.expert_parallel_moe import ExpertParallelMoE
 from moe_numba.moe_layer.gate_and_experts import fused_moe
 from moe_numba.moe_layer.module import Experts, MoELayer
 from moe_numba.moe_layer.routing import group_by_expert
@@ -9,6 +10,7 @@ from moe_numba.moe_layer.unpermute import weighted_sum
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
 
 __all__ = [
+    "ExpertParallelMoE",
     "Experts",
     "ExpertsWorkspace",
     "MoELayer",

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17", reason="tr
 from transformers.integrations import finegrained_fp8  # noqa: E402
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation  # noqa: E402
 
+from moe_numba.expert_parallel import Buffer, LocalGroup  # noqa: E402
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
 from moe_numba.moe_layer import reference  # noqa: E402
@@ -213,6 +214,37 @@ def test_own_gates_and_other_dtypes_are_refused(monkeypatch):
 def test_other_fp8_layouts_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_fp8_experts("cpu", **options)(torch.zeros(1, 128).bfloat16(), torch.zeros(1, 2).long(), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("worst", [0, 10])
+def test_expert_parallel(worst, device):
+    """Two ranks with a model each, whose experts are distributed; each rank has a prompt of its own."""
+    prompts = [torch.arange(5).view(1, 5), torch.arange(9, 12).view(1, 3)]
+    whole = make_model("Qwen3Moe", device)
+    whole.set_experts_implementation("eager")
+    expected = [whole(prompt.to(device)).logits.double() for prompt in prompts]
+    models = [make_model("Qwen3Moe", device) for _ in prompts]
+
+    def work(transport):
+        model, buffer = models[transport.rank].to(transport.device), Buffer(transport, 1 << 18)
+        assert integration.distribute_experts(model, buffer, worst) == 2
+        assert {len(m.gate_up_proj) for m in model.modules() if hasattr(m, "gate_up_proj")} == {4}
+        model.set_experts_implementation("moe_numba_ep")
+        logits = model(prompts[transport.rank].to(transport.device)).logits.double()
+        with pytest.raises(ValueError, match="model is distributed already"):
+            integration.distribute_experts(model, buffer)
+        buffer.destroy()
+        return logits.to(device)
+
+    results = LocalGroup(2).run(work)
+    assert [differs(*pair) for pair in zip(results, expected, strict=True)] == [False, False]
+    assert differs(results[0][:, :3], expected[1])
+    models[0].set_experts_implementation("moe_numba")
+    with pytest.raises(ValueError, match="Qwen3MoeExperts is distributed; moe_numba_ep is the only implementation"):
+        models[0](prompts[0].to(device))
+    whole.set_experts_implementation("moe_numba_ep")
+    with pytest.raises(ValueError, match=r"is not distributed; moe_numba_ep needs distribute_experts\(model, buffer\)"):
+        whole(prompts[0].to(device))
 
 
 def test_both_registries_have_the_implementation():

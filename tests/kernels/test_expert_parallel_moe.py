@@ -1,0 +1,94 @@
+"""Test ExpertParallelMoE on several ranks of one process, against the reference with all experts."""
+
+import pytest
+import torch
+from helpers.expert_parallel import NUM_BYTES, SMALL, engine
+
+from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, reference
+
+HIDDEN, PER_RANK, TOPK = 128, 2, 3
+# Each rank's sum is rounded to bfloat16 before combine adds the ranks' sums.
+BOUND = 1e-2
+
+
+def make_inputs(tokens, dtype, seed=0):
+    """Weights of all experts, and x, topk_weights, topk_ids and shared of each rank."""
+    random, experts = torch.Generator().manual_seed(seed), PER_RANK * len(tokens)
+    draw = lambda *shape: torch.randn(shape, generator=random)
+    w13, w2 = draw(experts, 2 * HIDDEN, HIDDEN) / HIDDEN**0.5, draw(experts, HIDDEN, HIDDEN) / HIDDEN**0.5
+    state = dict(w13=w13, w2=w2)
+    if dtype == FP8:
+        (w13, scale13), (w2, scale2) = quantise_blocks(w13), quantise_blocks(w2)
+        state = dict(w13=w13, w2=w2, w13_scale=scale13, w2_scale=scale2)
+    state = {name: t if t.dtype != torch.float32 or "scale" in name else t.bfloat16() for name, t in state.items()}
+    ranks = [
+        (
+            draw(n, HIDDEN).bfloat16(),
+            torch.rand(n, TOPK, generator=random),
+            torch.randint(-1, experts + 1, (n, TOPK), generator=random),
+            draw(n, HIDDEN).bfloat16(),
+        )
+        for n in tokens
+    ]
+    return state, ranks
+
+
+def run(state, ranks, dtype=torch.bfloat16, shift=0, **options):
+    """Run the layer on all ranks; with ``shift`` each has the experts of another one."""
+
+    def work(transport):
+        rank, device = transport.rank, transport.device
+        buffer = Buffer(transport, NUM_BYTES)
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device)
+        first = (rank + shift) % len(ranks) * PER_RANK
+        experts.load_state_dict({name: tensor[first : first + PER_RANK] for name, tensor in state.items()})
+        layer = ExpertParallelMoE(buffer, experts, config=SMALL, **options)
+        assert layer.num_experts == PER_RANK * len(ranks)
+        results = [layer(*(t.to(device) for t in ranks[rank])).cpu() for _ in range(2)]
+        buffer.destroy()
+        assert torch.equal(*results)
+        return results[0]
+
+    with engine(0):
+        return LocalGroup(len(ranks)).run(work)
+
+
+def wrong(results, state, ranks):
+    """Return how the first wrong rank's result differs from the reference, or None."""
+    scales = state.get("w13_scale"), state.get("w2_scale")
+    for result, (x, weights, ids, shared) in zip(results, ranks, strict=True):
+        expected = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales, shared)
+        found = mismatch(result, expected, BOUND) if len(x) else None
+        if found or result.shape != x.shape:
+            return found or f"the shape is {tuple(result.shape)}"
+    return None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("tokens, worst", [([3, 5], 0), ([3, 5], 9), ([4, 0, 2], 6), ([4], 0)])
+def test_equals_all_experts_on_one_gpu(tokens, worst, dtype):
+    state, ranks = make_inputs(tokens, dtype)
+    assert wrong(run(state, ranks, dtype, num_worst_tokens=worst), state, ranks) is None
+
+
+def test_experts_of_another_rank_are_rejected():
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    assert wrong(run(state, ranks, shift=1), state, ranks) is not None
+
+
+def test_invalid_arguments():
+    experts = Experts(PER_RANK, HIDDEN, HIDDEN)
+    with pytest.raises(TypeError, match="buffer is NoneType; it must be a moe_numba.Buffer"):
+        ExpertParallelMoE(None, experts)
+
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        with pytest.raises(TypeError, match="experts is Linear; it must be a moe_numba.moe_layer.Experts"):
+            ExpertParallelMoE(buffer, torch.nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="num_worst_tokens is -1; it must be 0 or more"):
+            ExpertParallelMoE(buffer, experts, -1)
+        buffer.destroy()
+
+    LocalGroup(1).run(work)
