@@ -68,6 +68,7 @@ RACES = {
 CAPABILITIES = {
     (8, 0): {
         "test_cp_async",
+        "test_examples",
         "test_expert_parallel_moe",
         "test_fused_moe",
         "test_grouped_gemm",

@@ -1,0 +1,50 @@
+"""An MoE layer whose experts are distributed over several GPUs of a node.
+
+Run it with ``torchrun --nproc-per-node=2 docs/examples/expert_parallel.py``, one process per GPU. Started by ``python``
+alone, it runs two virtual ranks in one process: on one GPU, or in the simulator.
+"""
+
+import os
+
+import torch
+
+import moe_numba
+from moe_numba.expert_parallel import LocalGroup
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts
+
+EXPERTS, HIDDEN, TOKENS, TOPK = 8, 128, 4, 2
+
+
+def run(group, rank, ranks, device):
+    """Compute the layer for this rank's tokens; return its relative difference from one GPU with all experts."""
+    random = torch.Generator().manual_seed(0)
+    w13 = (torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, generator=random) / HIDDEN**0.5).bfloat16().to(device)
+    w2 = (torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=random) / HIDDEN**0.5).bfloat16().to(device)
+    random.manual_seed(rank + 1)
+    x = torch.randn(TOKENS, HIDDEN, generator=random).bfloat16().to(device)
+    logits = torch.randn(TOKENS, EXPERTS, generator=random).to(device)
+
+    buffer = moe_numba.Buffer(group, 1 << 24)
+    local = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+    experts = Experts(EXPERTS // ranks, HIDDEN, HIDDEN, device=device)
+    experts.load_state_dict({"w13": w13[local], "w2": w2[local]})
+    layer = ExpertParallelMoE(buffer, experts, num_worst_tokens=TOKENS * ranks)
+
+    weights, ids = moe_numba.biased_grouped_topk(logits, None, TOPK)
+    result, wanted = layer(x, weights, ids.long()).float(), fused_experts(x, w13, w2, weights, ids).float()
+    buffer.destroy()
+    return float((result - wanted).norm() / wanted.norm())
+
+
+if "RANK" in os.environ:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    own = dist.get_rank()
+    print(f"rank {own}: relative difference {run(dist.group.WORLD, own, dist.get_world_size(), 'cuda'):.4f}")
+    dist.destroy_process_group()
+else:
+    differences = LocalGroup(2).run(lambda rank: run(rank, rank.rank, rank.num_ranks, rank.device))
+    for own, difference in enumerate(differences):
+        print(f"rank {own}: relative difference {difference:.4f}")

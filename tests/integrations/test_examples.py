@@ -1,0 +1,38 @@
+"""Run each example of docs/examples, and check what it prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_numba import simulator
+
+ROOT = Path(__file__).parents[2]
+LINES = {"transformers_generation.py": 1, "expert_parallel.py": 2}  # with a difference from another computation
+
+
+def differences(output):
+    return [float(number) for number in re.findall(r"relative difference.*? (\d+\.\d+)$", output, re.M)]
+
+
+def test_every_example_is_run():
+    assert {path.name for path in (ROOT / "docs" / "examples").glob("*.py")} == set(LINES)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_example(name):
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | ({"MOE_NUMBA_SIMULATE": "1"} if simulator.ENABLED else {})
+    command = [sys.executable, ROOT / "docs" / "examples" / name]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = differences(done.stdout)
+    assert len(found) == LINES[name] and max(found) < 0.02, done.stdout
+
+
+def test_a_wrong_result_is_seen():
+    assert differences("rank 0: relative difference 0.5000\n") == [0.5]
