@@ -85,10 +85,10 @@ def fma(a, b, c):
 def check_weighted_sums(combined, ys, inputs, rank, experts_per_rank):
     """Check the combined tokens of a rank bit for bit: ranks' sums in bfloat16, added in rank order in float32."""
     x, ids, weights = inputs
+    places = [expected_rows(ids, peer, experts_per_rank)[1] for peer in range(len(ys))]
     for token in range(len(x[rank])):
         total = torch.zeros(x[rank].shape[1])
-        for peer, y in enumerate(ys):
-            _, where = expected_rows(ids, peer, experts_per_rank)
+        for y, where in zip(ys, places, strict=True):
             part, found = torch.zeros_like(total), False
             for k in range(ids[rank].shape[1]):
                 if (rank, token, k) in where:
