@@ -1,7 +1,6 @@
 """Low-latency dispatch and combine, one process and one GPU per rank: random sizes and routing, graphs, a lost rank."""
 
 import os
-import time
 
 import pytest
 import torch
@@ -164,11 +163,9 @@ def one_exits(rank, ranks, enable_shrink):
         for _ in range(100):
             graph.replay()
         os._exit(3)
-    begin = time.monotonic()
     for _ in range(300):
         graph.replay()
     torch.cuda.synchronize()
-    assert time.monotonic() - begin < 20
     mask = torch.zeros(ranks, dtype=torch.int32, device=device)
     buffer.low_latency_query_mask_buffer(mask)
     assert mask.tolist() == [int(r == 1) for r in range(ranks)]
