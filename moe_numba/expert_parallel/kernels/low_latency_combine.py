@@ -27,7 +27,7 @@ from moe_numba.expert_parallel.kernels.low_latency_protocol import (
     wait_weight,
 )
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32
+from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32, st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import (
@@ -165,7 +165,7 @@ def make_low_latency_combine(shape):
                         if data_is_flag:
                             a, b, c, d = wait_vector(ctx, offset, COMBINE_ROW, int32(r), token)
                             empty = int32(SENTINEL)
-                            st_global_s32x4(ctx.local, offset, empty, empty, empty, empty)
+                            st_relaxed_sys_s32x4(ctx.local, offset, empty, empty, empty, empty)
                         else:
                             a, b, c, d = ld_global_s32x4(ctx.local, offset)
                     words[0], words[1], words[2], words[3] = a, b, c, d
@@ -199,7 +199,11 @@ def make_low_latency_combine(shape):
         if sends:
             number = int32(sent + 1)
             if block == 0 and tid < num_ranks and masked >> uint32(tid) & uint32(1) == uint32(0):
-                st_relaxed_sys_s32(pointer_from_address(peers[tid], local), rank, number)
+                remote = pointer_from_address(peers[tid], local)
+                if data_is_flag:
+                    st_relaxed_sys_s32(remote, rank, number)
+                else:  # after this rank's plain loads of the half that the peer writes next
+                    st_release_sys_s32(remote, rank, number)
             if weighted:
                 send_weights(ctx, number, masked, topk_idx, topk_weights, num_tokens)
             for item in range(block, slots * parts, grid):

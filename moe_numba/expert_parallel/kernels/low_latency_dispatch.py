@@ -145,7 +145,7 @@ def make_receive_row(shape):
         word = int32(SENTINEL)
         if data_is_flag:
             word = wait_word(ctx, offset, DISPATCH_ROW, peer, token)
-            ctx.local[offset] = int32(SENTINEL)
+            st_relaxed_sys_s32(ctx.local, offset, int32(SENTINEL))
         elif has_row:
             word = ctx.local[offset]
         return word
@@ -177,7 +177,7 @@ def make_receive_row(shape):
             if data_is_flag:
                 a, b, c, d = wait_vector(ctx, row + 4 * i, DISPATCH_ROW, peer, token)
                 empty = int32(SENTINEL)
-                st_global_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)
+                st_relaxed_sys_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)
             elif has_row:
                 a, b, c, d = ld_global_s32x4(ctx.local, row + 4 * i)
             for k in range(num_rows):
@@ -325,7 +325,7 @@ def make_low_latency_dispatch(shape):
                         has_row = has_row | (rows[k] >= 0)
                     if part == 0 and tid < topk:
                         slot_rows[int64(slot) * topk + tid] = rows[tid]
-                        if rows[tid] >= 0:
+                        if (rows[tid] >= 0) & (expert_at(metadata, slot, tid) < REPEATED):
                             src_info[rows[tid]] = token
                 else:
                     for v in range(vectors_per_slot):
