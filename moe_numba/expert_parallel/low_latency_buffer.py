@@ -199,9 +199,10 @@ class LowLatencyBuffer(LowLatencyBase):
         return out, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
-        """Return a tensor for the experts' results, to pass to `low_latency_combine`; it is the same for every call.
+        """Return a tensor for the experts' results, to pass to `low_latency_combine`.
 
-        The combine of ``handle``'s sizes must have been called before, or it is allocated here: on all ranks.
+        It is the same for all handles of the same sizes; the first call allocates it. DeepEP's combine saves a copy if
+        the results are there; the combine here never copies them.
         """
         _, _, max_tokens, hidden, num_experts, slot_rows = checks.check_handle(handle)
         key = max_tokens, hidden, num_experts, slot_rows.shape[1]

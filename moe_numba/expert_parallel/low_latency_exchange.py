@@ -9,7 +9,7 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import low_latency_checks as checks
 from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels import low_latency_combine, low_latency_dispatch
-from moe_numba.expert_parallel.kernels.low_latency_layout import SENTINEL, STATE_WORDS, LowLatencyShape
+from moe_numba.expert_parallel.kernels.low_latency_layout import MASK_WORDS, SENTINEL, STATE_WORDS, LowLatencyShape
 from moe_numba.expert_parallel.kernels.low_latency_protocol import MESSAGES
 from moe_numba.expert_parallel.runtime import Kernel, Runtime
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
@@ -40,7 +40,8 @@ class RankMask:
 
     def __init__(self, runtime: Runtime, raises: bool):
         pinned: dict[str, Any] = {} if simulator.ENABLED else {"pin_memory": True}
-        self.mask = torch.zeros(runtime.num_ranks, dtype=torch.int32, device=runtime.transport.device)
+        self._words = torch.zeros(MASK_WORDS, dtype=torch.int32, device=runtime.transport.device)
+        self.mask = self._words[: runtime.num_ranks]
         self.status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
         self._view, self._raises, self._timeout = self.status.numpy(), raises, runtime.timeout
 
@@ -55,7 +56,7 @@ class RankMask:
 
     def clear(self) -> None:
         """Forget all timeouts."""
-        self.mask.zero_()
+        self._words.zero_()
         self._view[:] = 0
 
 
@@ -203,7 +204,6 @@ class LowLatencyCombine(_Exchange):
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
         checks.check_topk_idx_dtype(topk_idx_dtype)
         shape, self.topk_idx_dtype = replace(shape, dtype="bfloat16", scales="float32"), topk_idx_dtype
-        self._input: torch.Tensor | None = None
         super().__init__(
             runtime,
             rank_mask,
@@ -220,13 +220,6 @@ class LowLatencyCombine(_Exchange):
         """The shape of the rows to combine."""
         shape = self.shape
         return (*((shape.local_experts,) if shape.expert_major else ()), shape.slots, shape.hidden)
-
-    @property
-    def input(self) -> torch.Tensor:
-        """A tensor for the rows to combine, allocated on first use."""
-        if self._input is None:
-            self._input = torch.zeros(self.input_shape, dtype=torch.bfloat16, device=self.transport.device)
-        return self._input
 
     def launch(self, x, slot_rows, topk_idx, topk_weights, out, phase=BOTH, wait_ns=None):
         """Launch the kernel on the current stream; the arguments have been checked."""

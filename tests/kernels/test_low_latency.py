@@ -349,7 +349,7 @@ def test_a_timeout_is_an_error_without_enable_shrink(protocol):
 
 
 def test_a_rank_in_time_again():
-    """After a rank has missed a dispatch, all clean the mask and the buffer, and exchange again."""
+    """After a rank has missed a dispatch, all clean mask and buffer, and exchange again; then it misses another one."""
     inputs = [make_round([2, 2], i) for i in range(3)]
 
     def work(buffer, rank):
@@ -371,6 +371,10 @@ def test_a_rank_in_time_again():
         buffer.check()
         check_packed(recv_x, counts.cpu(), handle, inputs[2], rank)
         check_weighted_sums(out.cpu(), buffer.transport.gather(y.cpu()), inputs[2], rank, 2)
+        if rank == 0:  # the host sees a later timeout, too
+            exchange(0)
+            synchronize(buffer)
+            assert buffer._mask().status[0] and buffer._mask().mask.tolist() == [0, 1]
 
     run(2, work, timeout=SHORT_TIMEOUT, enable_shrink=True)
 

@@ -17,7 +17,7 @@ Combine, slot [expert rank][token]; the weights' slots are [source rank][token]:
 
 from dataclasses import dataclass
 
-from moe_numba.expert_parallel.kernels.buffer_layout import align_words
+from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, align_words
 
 SCALE_GROUP = 128  # elements that share a scale
 # A metadata word has two experts and, above them, the low bits of the dispatch's number. An expert is its number on the
@@ -33,8 +33,9 @@ POISONED = -2  # in ``rows``: the row was lost in a timeout
 
 # Private state of each direction: operations sent and received, CTAs done, and whether a wait of this launch timed out.
 SENT, RECEIVED, BLOCKS_DONE, EXPIRED = range(4)
-REPORTED = 4  # timeouts so far; the first is reported to the host
 STATE_WORDS = 8
+# The rank mask: a word for each rank, and the number of timeouts, the first of which is reported to the host.
+REPORTED, MASK_WORDS = MAX_RANKS, MAX_RANKS + 1
 
 
 @dataclass(frozen=True)

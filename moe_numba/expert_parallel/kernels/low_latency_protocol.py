@@ -58,7 +58,7 @@ class LowLatencyContext(NamedTuple):
     status: object  # int32*, pinned host memory
     timeout_ns: object  # uint64
     rank: object  # int32
-    mask: object  # int32* [num_ranks], 1: the rank is late or dead
+    mask: object  # int32* [MASK_WORDS], 1: the rank is late or dead
 
 
 @cuda.jit(device=True)
@@ -78,7 +78,7 @@ def must_stop(ctx, start, code, peer, token):
         return False
     st_relaxed_gpu_s32(ctx.mask, peer, int32(1))
     st_relaxed_gpu_s32(ctx.state, EXPIRED, int32(1))
-    if atom_add_relaxed_gpu_s32(ctx.state, REPORTED, int32(1)) == 0:
+    if atom_add_relaxed_gpu_s32(ctx.mask, REPORTED, int32(1)) == 0:
         ctx.status[1], ctx.status[2], ctx.status[3] = ctx.rank, int32(peer), int32(token)
         fence_acq_rel_sys()
         st_relaxed_sys_s32(ctx.status, 0, int32(code))
