@@ -71,7 +71,9 @@ class Buffer(LowLatencyBuffer):
     If all GPUs have compute capability 9.0 or newer, kernels copy rows by TMA, otherwise with loads and stores. The
     results are equal. Ranks need peer access (NVLink or PCIe); they use no atomic operations between GPUs.
 
-    After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
+    Low-latency calls have timeouts of their own: see `low_latency_dispatch`.
+
+    After DeepEP's ``Buffer`` (its kernels within a node). The kernels are this project's own.
     """
 
     def get_dispatch_layout(

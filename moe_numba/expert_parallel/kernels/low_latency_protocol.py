@@ -1,9 +1,9 @@
 """Waits of the low-latency kernels: for data that is its own flag, for flags, and for ranks that are late or dead.
 
-Data as its own flag: a receiver polls each 16-byte vector until none of its words is the sentinel, and stores the
-sentinel again for the operation after the next. The sender replaces words that equal the sentinel by other NaNs. Flags
-after data: the sending CTA stores the data, synchronises, and one thread executes a system-scope fence and stores the
-flag. No flag is ever cleared, since each carries the number of the operation.
+Data as its own flag ("Lamport" in TensorRT-LLM): a receiver polls each 16-byte vector until none of its words is the
+sentinel, and stores the sentinel again for the operation after the next. The sender replaces words that equal the
+sentinel by other NaNs. Flags after data: the sending CTA stores the data, synchronises, and one warp executes a
+system-scope fence and stores the flag. No flag is ever cleared, since each carries the number of the operation.
 
 A thread that waits for a rank longer than the timeout marks it in the rank mask. From then on nothing waits for that
 rank and nothing is sent to it, and everything that it should have sent counts as NaN.
@@ -72,12 +72,13 @@ def masked_ranks(ctx, num_ranks):
 @cuda.jit(device=True)
 def must_stop(ctx, start, code, peer, token):
     """Return whether a wait for a rank that began at ``start`` must end; if it takes too long, mark the rank."""
-    if ld_relaxed_gpu_s32(ctx.mask, peer) != 0:
-        return True
-    if uint64(globaltimer() - start) <= ctx.timeout_ns:
+    is_masked = ld_relaxed_gpu_s32(ctx.mask, peer) != 0
+    if not is_masked and uint64(globaltimer() - start) <= ctx.timeout_ns:
         return False
+    st_relaxed_gpu_s32(ctx.state, EXPIRED, int32(1))  # also if another kernel has masked the rank meanwhile
+    if is_masked:
+        return True
     st_relaxed_gpu_s32(ctx.mask, peer, int32(1))
-    st_relaxed_gpu_s32(ctx.state, EXPIRED, int32(1))
     if atom_add_relaxed_gpu_s32(ctx.mask, REPORTED, int32(1)) == 0:
         ctx.status[1], ctx.status[2], ctx.status[3] = ctx.rank, int32(peer), int32(token)
         fence_acq_rel_sys()

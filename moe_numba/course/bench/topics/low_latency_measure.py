@@ -13,7 +13,7 @@ import torch
 from moe_numba.course.bench import records
 from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.course.bench.timing import Stats
-from moe_numba.course.bench.topics.dispatch_combine_measure import EXPERTS, HIDDEN, MAIN_SMS, TOPK
+from moe_numba.course.bench.topics.dispatch_combine_measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
 
 TOKENS = (1, 8, 32, 128, 256)
 PAIRS = 10  # in one graph
@@ -66,7 +66,7 @@ class LowLatencyBench:
 
         rows = []
         for tokens in (1, 128) if self.quick else TOKENS:
-            self.buffer = Buffer(dist.group.WORLD, 1 << 28, low_latency_mode=True, timeout=20)
+            self.buffer = Buffer(dist.group.WORLD, BUFFER_BYTES, low_latency_mode=True, timeout=20)
             rows += self._pairs(tokens)
             self.buffer.destroy()
         return rows
