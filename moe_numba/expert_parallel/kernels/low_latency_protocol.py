@@ -34,7 +34,7 @@ from moe_numba.ptx.atomics import (
 )
 from moe_numba.ptx.fence import fence_acq_rel_gpu, fence_acq_rel_sys
 from moe_numba.ptx.special_registers import globaltimer
-from moe_numba.ptx.system_vectors import ld_acquire_sys_s32x4, ld_relaxed_sys_s32x4, ld_relaxed_sys_u64
+from moe_numba.ptx.system_vectors import ld_acquire_sys_s32x4, ld_relaxed_sys_s32x4, ld_relaxed_sys_u64, mov_s32
 from moe_numba.ptx.warp import FULL_MASK
 
 # What a rank waited for: the code in ``status[0]``, and the error message.
@@ -95,6 +95,12 @@ def is_stamped(a, b, c, d, stamp):
 
 
 @cuda.jit(device=True)
+def copied(words):
+    """Return the words of a vector that is loaded in a polling loop; `mov_s32` says why."""
+    return mov_s32(words[0]), mov_s32(words[1]), mov_s32(words[2]), mov_s32(words[3])
+
+
+@cuda.jit(device=True)
 def has_arrived(a, b, c, d):
     """Return whether no word of a vector is the sentinel."""
     return (a != SENTINEL) & (b != SENTINEL) & (c != SENTINEL) & (d != SENTINEL)
@@ -126,13 +132,13 @@ def make_wait_metadata(data_is_flag):
         stamp, start, polls, stopped = stamp_of(number), uint64(0), int32(0), False
         a = b = c = d = int32(NO_EXPERTS)
         if masked >> uint32(peer) & uint32(1) == uint32(0):
-            a, b, c, d = load(ctx.local, offset)
+            a, b, c, d = copied(load(ctx.local, offset))
             while not stopped and not is_stamped(a, b, c, d, stamp):
                 if polls % _POLLS_PER_CHECK == 0:
                     start = globaltimer() if polls == 0 else start
                     stopped = must_stop(ctx, start, METADATA, peer, token)
                 polls = int32(polls + 1)
-                a, b, c, d = load(ctx.local, offset)
+                a, b, c, d = copied(load(ctx.local, offset))
         else:
             stopped = True
         if stopped:
@@ -147,13 +153,13 @@ def make_wait_metadata(data_is_flag):
 def wait_vector(ctx, offset, code, peer, token):
     """Wait for a vector that is its own flag; words that have not arrived in time keep the sentinel, a NaN."""
     start, polls, stopped = uint64(0), int32(0), False
-    a, b, c, d = ld_relaxed_sys_s32x4(ctx.local, offset)
+    a, b, c, d = copied(ld_relaxed_sys_s32x4(ctx.local, offset))
     while not stopped and not has_arrived(a, b, c, d):
         if polls % _POLLS_PER_CHECK == 0:
             start = globaltimer() if polls == 0 else start
             stopped = must_stop(ctx, start, code, peer, token)
         polls = int32(polls + 1)
-        a, b, c, d = ld_relaxed_sys_s32x4(ctx.local, offset)
+        a, b, c, d = copied(ld_relaxed_sys_s32x4(ctx.local, offset))
     return a, b, c, d
 
 
