@@ -25,6 +25,7 @@ SLOW_MODULES = {
     "test_grouped_gemm_mma",
     "test_grouped_gemm_mma_compile",
     "test_hpc_ops",
+    "test_low_latency_compile",
     "test_torch_layer",
 }
 SLOW_TESTS = {

@@ -132,6 +132,7 @@ _FUNCTIONS = {
     "dispatch layout": _layout,
     "FP8 casts": _casts,
     "dispatch and combine": _dispatch,
+    "low-latency mode": _dependent_launch,
     "grouped GEMM": _grouped_gemm,
     "experts of a layer": _moe_layer,
 }

@@ -6,6 +6,8 @@ from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.low_latency import LowLatency
+from moe_numba.expert_parallel.low_latency_exchange import LowLatencyReceived
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput
 from moe_numba.expert_parallel.transport import CudaIpc, SymmetricMemory
 
@@ -16,6 +18,8 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "LocalGroup",
+    "LowLatency",
+    "LowLatencyReceived",
     "SymmetricMemory",
     "SymmetricOutput",
     "get_dispatch_layout",

@@ -5,16 +5,16 @@ from typing import Any
 import torch
 
 from moe_numba.expert_parallel import checks, runtime
-from moe_numba.expert_parallel.buffer_base import BufferBase
 from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_ROWS
+from moe_numba.expert_parallel.low_latency_buffer import LowLatencyBuffer
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput, alloc_recv_tensors
 from moe_numba.runtime.validate import check_int, check_tensor
 
 
-class Buffer(BufferBase):
+class Buffer(LowLatencyBuffer):
     """Shared memory of a group of ranks, and the exchange of tokens through it.
 
     Parameters
@@ -24,13 +24,17 @@ class Buffer(BufferBase):
         process group, torch's symmetric memory provides the buffer; ``expert_parallel.transport`` has other transports.
     num_nvl_bytes : int
         Memory for rings on each rank: a positive multiple of 128, the same on all ranks; see
-        ``Config.get_nvl_buffer_size_hint``.
+        ``Config.get_nvl_buffer_size_hint``. With ``low_latency_mode`` it may be 0.
     num_rdma_bytes : int
-        Must be 0: there is no path between nodes.
-    low_latency_mode, enable_shrink : bool
-        Must be False: there is no low-latency mode yet, and ranks cannot be masked.
+        Must be 0 without ``low_latency_mode``: there is no path between nodes. With it, it has no effect: low-latency
+        calls allocate their memory.
+    low_latency_mode : bool
+        Allow 0 for ``num_nvl_bytes``. Low-latency calls work in any buffer.
+    enable_shrink : bool
+        Low-latency calls go on without ranks that are late or dead; needs ``low_latency_mode``. Otherwise they raise
+        TimeoutError from the next call on.
     num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
-        DeepEP's options for other nodes and for its low-latency mode. They have no effect.
+        DeepEP's options for other nodes. They have no effect.
     explicitly_destroy : bool
         Has no effect: call `destroy` in any case.
     comm
@@ -67,7 +71,9 @@ class Buffer(BufferBase):
     If all GPUs have compute capability 9.0 or newer, kernels copy rows by TMA, otherwise with loads and stores. The
     results are equal. Ranks need peer access (NVLink or PCIe); they use no atomic operations between GPUs.
 
-    After DeepEP's ``Buffer`` (its normal kernels within a node). The kernels are this project's own.
+    Low-latency calls have timeouts of their own: see `low_latency_dispatch`.
+
+    After DeepEP's ``Buffer`` (its kernels within a node). The kernels are this project's own.
     """
 
     def get_dispatch_layout(

@@ -28,6 +28,7 @@ class BufferBase:
     num_sms = 20
     _channels_per_warp = None  # None: the best number; notebook 09 measures others
     _uses_tma = None  # None: if the GPUs of all ranks have TMA
+    _low_latency_sms = None  # None: all SMs
 
     def __init__(
         self,
@@ -47,22 +48,23 @@ class BufferBase:
     ):
         if comm is not None or group is None:
             raise ValueError("group is None or comm is given; pass a torch.distributed process group or a transport")
-        if low_latency_mode:
-            raise ValueError(f"low_latency_mode is {low_latency_mode}; there is no low-latency mode yet")
-        if enable_shrink:
-            raise ValueError(f"enable_shrink is {enable_shrink}; it must be False: ranks cannot be masked")
-        if check_int("num_rdma_bytes", num_rdma_bytes, 0):
+        if enable_shrink and not low_latency_mode:
+            raise ValueError(f"enable_shrink is {enable_shrink}; only low-latency calls can go on without a rank")
+        if check_int("num_rdma_bytes", num_rdma_bytes, 0) and not low_latency_mode:
             raise ValueError(f"num_rdma_bytes is {num_rdma_bytes}; it must be 0: all ranks are in one node")
         num_nvl_bytes = check_int("num_nvl_bytes", num_nvl_bytes)
-        if num_nvl_bytes <= 0 or num_nvl_bytes % _ALIGNMENT:
+        if num_nvl_bytes < (not low_latency_mode) or num_nvl_bytes % _ALIGNMENT:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes}; it must be a positive multiple of {_ALIGNMENT}")
         checks.check_timeout(timeout)
         self.transport = group if hasattr(group, "allocate") else transport.SymmetricMemory(group)
         self.group, self.rank, self.group_size = group, self.transport.rank, self.transport.num_ranks
         if not 1 <= self.group_size <= MAX_RANKS:
             raise ValueError(f"the group has {self.group_size} ranks; 1 to {MAX_RANKS} are allowed")
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, 0
-        self.low_latency_mode, self.enable_shrink, self.explicitly_destroy = False, False, explicitly_destroy
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = bool(low_latency_mode), bool(enable_shrink)
+        self.explicitly_destroy = explicitly_destroy
+        self._exchanges: dict[tuple, Any] = {}  # of low-latency calls
+        self._combine_inputs: dict[tuple, torch.Tensor] = {}
         # Half of the memory is for the rings of dispatch, and both halves start at multiples of _ALIGNMENT.
         num_bytes = -(-num_nvl_bytes // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT
         self._runtime = Runtime(self.transport, num_bytes, timeout, self._uses_tma)

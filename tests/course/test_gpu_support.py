@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Calls each function in the simulator of an architecture; prints what its launches have.
 PLANS = """
 import json, torch, moe_numba
-from moe_numba.expert_parallel import get_dispatch_layout, per_token_cast_to_fp8
+from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
 from moe_numba.expert_parallel.runtime import Runtime
 from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.ptx import conversions
@@ -69,6 +69,18 @@ per_token_cast_to_fp8(torch.ones(1, 128))
 uses_tma = []
 LocalGroup(1).run(lambda transport: uses_tma.append(Runtime(transport, 1 << 16, 1.0).limits.uses_tma))
 found["dispatch and combine"] = uses_tma[0]
+
+
+def low_latency(transport):
+    buffer = Buffer(transport, 0, low_latency_mode=True)
+    plan, call = buffer.low_latency(1, 8, 1, 1, num_sms=1), (torch.zeros(1, 8).bfloat16(), torch.zeros(1, 1).long())
+    chosen = launches_of(lambda: plan.dispatch(*call))
+    plan.close()
+    buffer.destroy()
+    return chosen
+
+
+found["low-latency mode"] = LocalGroup(1).run(low_latency)[0]
 print(json.dumps(found))
 """
 
@@ -84,7 +96,7 @@ def plans(arch):
 def differences(table, chosen):
     """Name the functions whose rows in the table differ from what the plans choose."""
     wrong, paths = [], {row.name: (row.runs, row.path) for row in table}
-    for name in ("gate", "alignment", "shared-expert fusion"):
+    for name in ("gate", "alignment", "shared-expert fusion", "low-latency mode"):
         assert len(chosen[name]) == 1
         if ("without" not in paths[name][1]) != chosen[name][0]["dependent"]:
             wrong.append(name)

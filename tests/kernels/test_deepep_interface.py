@@ -48,8 +48,7 @@ def test_constructor_arguments():
         assert not buffer.low_latency_mode and not buffer.enable_shrink and buffer.explicitly_destroy
         buffer.destroy()
         for arguments, sentence in (
-            (dict(low_latency_mode=True), "low_latency_mode is True; there is no low-latency mode yet"),
-            (dict(enable_shrink=True), "enable_shrink is True; it must be False"),
+            (dict(enable_shrink=True), "enable_shrink is True; only low-latency calls can go on without a rank"),
             (dict(num_rdma_bytes=np.int64(1)), "num_rdma_bytes is 1; it must be 0"),
             (dict(num_nvl_bytes=100), "num_nvl_bytes is 100; it must be a positive multiple of 128"),
             (dict(comm=object()), "comm is given"),

@@ -7,7 +7,7 @@ from moe_numba import simulator  # noqa: F401  before numba: it selects the simu
 # isort: split
 from numba import cuda
 
-from moe_numba.ptx import atomics, fence, memory
+from moe_numba.ptx import atomics, fence, memory, system_vectors
 
 
 @cuda.jit(launch_bounds=(32, 1))
@@ -40,3 +40,20 @@ def test_each_access_is_one_instruction():
     assert report.count("LDG.E.128") == 1, found
     assert report.count("LDG.E.NA.LTC256B.128.CONSTANT") == 1, found
     assert report.count("STG.E") == 5 and not report.count("ST"), found  # pointers from addresses are global
+
+
+@cuda.jit(launch_bounds=(32, 1))
+def every_vector(local, out):
+    a, b, c, d = system_vectors.ld_relaxed_sys_s32x4(local, 0)
+    e, f, g, h = system_vectors.ld_acquire_sys_s32x4(local, 4)
+    a = system_vectors.mov_s32(a)  # removed by the assembler: it is no instruction
+    system_vectors.st_relaxed_sys_s32x4(out, 8, a + e, b + f, c + g, d + h)
+    system_vectors.st_relaxed_sys_u64(out, 12, system_vectors.ld_relaxed_sys_u64(local, 14))
+
+
+def test_each_vector_is_one_instruction():
+    report = compile_whole({"": ("test_system_compile", "every_vector", ["int32*", "int32*"])})[""]
+    found = "\n".join(report.opcodes)
+    assert report.spilled_bytes == 0
+    assert report.count("LDG.E.128.STRONG.SYS") == 2 and report.count("STG.E.128.STRONG.SYS") == 1, found
+    assert report.count("LDG.E.64.STRONG.SYS") == 1 and report.count("STG.E.64.STRONG.SYS") == 1, found

@@ -29,6 +29,12 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_wait_parity,
 )
 from moe_numba.ptx.memory import ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
+from moe_numba.ptx.system_vectors import (
+    ld_relaxed_sys_s32x4,
+    ld_relaxed_sys_u64,
+    st_relaxed_sys_s32x4,
+    st_relaxed_sys_u64,
+)
 from moe_numba.ptx.warpgroup import bar_sync
 from moe_numba.runtime.launch import launch
 
@@ -566,3 +572,47 @@ def test_a_buffer_is_registered_once_and_unregistered():
         launch(store_at, 1, 1, torch.tensor([address], dtype=torch.uint64), x, 0, 1)
     with pytest.raises(ValueError, match="y is empty"):
         simulator.register(torch.zeros(0), "y")
+
+
+@cuda.jit
+def send_vectors(peers, local, out):
+    remote = pointer_from_address(peers[1], local)
+    st_relaxed_sys_s32x4(remote, 0, int32(1), int32(2), int32(3), int32(4))
+    st_relaxed_sys_u64(remote, 4, uint64(5 << 32 | 6))
+
+
+@cuda.jit
+def receive_vectors(peers, local, out, polls_all):
+    a, b, c, d = ld_relaxed_sys_s32x4(local, 0)
+    while a == 0 or (polls_all and (b == 0 or c == 0 or d == 0)):
+        a, b, c, d = ld_relaxed_sys_s32x4(local, 0)
+    pair = ld_relaxed_sys_u64(local, 4)
+    while pair == 0:
+        pair = ld_relaxed_sys_u64(local, 4)
+    out[0], out[1], out[2], out[3] = a, b, c, d
+    out[4], out[5] = int32(pair & uint64(0xFFFFFFFF)), int32(pair >> uint64(32))
+
+
+def test_words_of_a_vector_arrive_in_any_order(symmetric_buffers):
+    """A receiver that polls only the first word sees old words under some seed; 8 bytes are never torn."""
+    torn = 0
+    for polls_all in (True, False):
+        for seed in SEEDS:
+            (mine, other), addresses = symmetric_buffers(2, 8)
+            out = torch.zeros(6, dtype=torch.int32)
+            receiver = receive_vectors, addresses, other, out, np.int32(polls_all)
+            run([(send_vectors, addresses, mine, out), receiver], seed, threads=1)
+            assert out[4:].tolist() == [6, 5]
+            assert not polls_all or out[:4].tolist() == [1, 2, 3, 4]
+            torn += out[:4].tolist() != [1, 2, 3, 4]
+    assert torn
+
+
+def test_a_vector_must_be_aligned(symmetric_buffers):
+    @cuda.jit
+    def misaligned(local):
+        st_relaxed_sys_s32x4(local, 1, int32(1), int32(1), int32(1), int32(1))
+
+    (buffer,), _ = symmetric_buffers(1, 8)
+    with pytest.raises(simulator.SimulatorError, match="aligned to 16 bytes"):
+        launch(misaligned, 1, 1, buffer)

@@ -1,0 +1,66 @@
+"""Benchmark of low-latency dispatch and combine of few tokens, with normal dispatch and combine and NCCL beside them.
+
+``low_latency_measure`` measures the rows, for groups of up to as many GPUs as there are.
+"""
+
+import torch
+
+from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.tables import bold_best
+from moe_numba.course.bench.topics import low_latency_measure
+
+NUMBERS_OF_RANKS = (2, 4, 8)
+STEPS = {  # column of the table -> the row's step and dtype
+    "packed by expert": ("final", "bf16"),
+    "FP8 dispatch": ("final", "e4m3"),
+    "in slots": ("in slots", "bf16"),
+    "in slots, flags": ("in slots, flags", "bf16"),
+    "normal, worst case": ("normal, graph", "bf16"),
+    "NCCL all-to-all": ("peer:NCCL all-to-all", "bf16"),
+    "NCCL all-gather, reduce-scatter": ("peer:NCCL all-gather and reduce-scatter", "bf16"),
+}
+
+
+def measure(peers, quick):
+    """Return the record's rows; the sums are checked before a step is timed."""
+    return low_latency_measure.measure(NUMBERS_OF_RANKS, quick)
+
+
+def out_of_reach(row):
+    """Return whether a row needs more GPUs than there are."""
+    return row["config"]["ranks"] > torch.cuda.device_count()
+
+
+def _numbers_of_ranks(record):
+    return sorted({row["config"]["ranks"] for row in record["rows"]})
+
+
+def figures(record):
+    """Draw the time of a pair over the number of tokens, for the largest group."""
+    ranks = _numbers_of_ranks(record)[-1]
+    lines = {
+        name: found
+        for name, (step, dtype) in STEPS.items()
+        if (found := records.series(record, step=step, dtype=dtype, config={"ranks": ranks}))
+    }
+    title = f"{ranks} GPUs: dispatch and combine of few tokens, in a CUDA graph"
+    return {"pair": plots.sweep_figure(lines, caption=plots.caption(record), title=title)}
+
+
+def readme_table(record):
+    """Format the time of a pair per group size and number of tokens."""
+    lines = [f"| GPUs, tokens | {' | '.join(STEPS)} | as called |", "|---|" + "---:|" * (len(STEPS) + 1)]
+    for ranks in _numbers_of_ranks(record):
+        for tokens in low_latency_measure.TOKENS:
+            wanted = dict(config={"ranks": ranks}, size={"tokens": tokens})
+            rows = [records.find(record, step=step, dtype=dtype, **wanted) for step, dtype in STEPS.values()]
+            if all(rows):
+                times = bold_best([f"{row['kernel_us']['median']:.1f}" for row in rows])
+                called = f"{rows[0]['call_us']['median']:.0f}"
+                lines.append(f"| {ranks}, {tokens} | {' | '.join(times)} | {called} |")
+    lines += [
+        "",
+        "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph; the last "
+        f"column is the first one without a graph, by events around one call; {plots.provenance(record)}.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""Measures low-latency dispatch and combine with one process per GPU, beside normal mode and NCCL.
+
+Every sample is the slowest rank's. *Kernel time* is that of a CUDA graph of `PAIRS` pairs, divided by their number;
+*call time* is between CUDA events around one call, after a barrier of all ranks. Peers are captured in graphs, too.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from moe_numba.course.bench import records
+from moe_numba.course.bench.dist import free_port, process_group
+from moe_numba.course.bench.timing import Stats
+from moe_numba.course.bench.topics.dispatch_combine_measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
+
+TOKENS = (1, 8, 32, 128, 256)
+PAIRS = 10  # in one graph
+LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the rows
+    ("final", "bf16"): dict(),
+    ("final", "e4m3"): dict(use_fp8=True),
+    ("flags", "bf16"): dict(protocol="flags"),
+    ("in slots", "bf16"): dict(expert_major=False),
+    ("in slots", "e4m3"): dict(expert_major=False, use_fp8=True),
+    ("in slots, flags", "bf16"): dict(expert_major=False, protocol="flags"),
+}
+
+
+def measure(numbers_of_ranks, quick=False):
+    """Return the record's rows for all group sizes for which there are enough GPUs."""
+    rows = []
+    for ranks in numbers_of_ranks:
+        if ranks <= torch.cuda.device_count():
+            with tempfile.TemporaryDirectory() as folder:
+                found = Path(folder) / "rows.json"
+                torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, found), nprocs=ranks)
+                rows += json.loads(found.read_text())
+    return rows
+
+
+def _work(rank, ranks, port, quick, found):
+    with process_group(rank, ranks, port):
+        rows = LowLatencyBench(rank, ranks, quick).rows()
+        if rank == 0:
+            found.write_text(json.dumps(rows))
+
+
+class LowLatencyBench:
+    """The benchmark on one rank; all steps of one number of tokens run interleaved with one another."""
+
+    def __init__(self, rank, ranks, quick):
+        self.ranks, self.quick, self.device = ranks, quick, torch.device("cuda", rank)
+        self.experts = EXPERTS // ranks * ranks
+        self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
+        torch.manual_seed(rank)
+        self.x = torch.randn(max(TOKENS), HIDDEN, device=self.device).bfloat16()
+        self.topk_idx = torch.rand(max(TOKENS), self.experts, device=self.device).topk(TOPK, dim=1).indices
+        self.topk_weights = torch.rand(max(TOKENS), TOPK, device=self.device)
+
+    def rows(self):
+        """Return the rows of this group size, the same on every rank."""
+        import torch.distributed as dist
+
+        from moe_numba.expert_parallel import Buffer
+
+        rows = []
+        for tokens in (1, 128) if self.quick else TOKENS:
+            self.buffer = Buffer(dist.group.WORLD, BUFFER_BYTES, low_latency_mode=True, timeout=20)
+            rows += self._pairs(tokens)
+            self.buffer.destroy()
+        return rows
+
+    def _barrier(self):
+        import torch.distributed as dist
+
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+    def _slowest(self, samples):
+        """Return the statistics of the maximum over ranks of each sample."""
+        import torch.distributed as dist
+
+        samples = torch.tensor(samples, device=self.device)
+        dist.all_reduce(samples, dist.ReduceOp.MAX)
+        return Stats.of(samples.cpu().numpy())
+
+    def _pairs(self, tokens):
+        x, idx, weights = (part[:tokens].contiguous() for part in (self.x, self.topk_idx, self.topk_weights))
+        plans, steps = [], {}
+        for (step, dtype), options in LOW_LATENCY.items():
+            plan = self.buffer.low_latency(tokens, HIDDEN, self.experts, TOPK, **options)
+            plans.append(plan)
+            steps[step, dtype] = self._pair(plan, x, idx, weights)
+        steps["normal, graph", "bf16"] = self._normal_pair(x, idx, weights)
+        for name, call in self._nccl_pairs(x).items():
+            steps[f"peer:NCCL {name}", "bf16"] = call
+        graphs = {key: self._graph_of_pairs(call) for key, call in steps.items()}
+        kernel, called = self._interleaved(graphs, PAIRS), self._interleaved(steps, 1)
+        self.buffer.check(synchronize=True)
+        for plan in plans:
+            plan.close()
+        return [
+            records.row(
+                step,
+                config=self.config,
+                size={"tokens": tokens},
+                dtype=dtype,
+                operation="dispatch and combine",
+                kernel=kernel[step, dtype],
+                call=called[step, dtype],
+                **({"version": ".".join(map(str, torch.cuda.nccl.version()))} if step.startswith("peer:") else {}),
+            )
+            for step, dtype in steps
+        ]
+
+    def _pair(self, plan, x, idx, weights):
+        """Return a function that dispatches and combines, after checking the sums of experts that change nothing."""
+        packed = plan.shape.expert_major
+        y = plan.received.x if not plan.shape.is_fp8 else torch.empty_like(plan.received.x, dtype=torch.bfloat16)
+
+        def pair():
+            plan.dispatch(x, idx, None if packed else weights)
+            return plan.combine(y, idx, weights if packed else None)
+
+        plan.dispatch(x, idx, None if packed else weights)
+        rows = plan.received.x
+        if plan.shape.is_fp8:
+            scales = plan.received.scales.repeat_interleave(128, dim=-1)
+            y.copy_((rows.float() * scales).bfloat16().nan_to_num())
+        out = plan.combine(y, idx, weights if packed else None)
+        copies = weights.sum(1, keepdim=True) if packed else (self._ranks_of(idx))
+        error = ((out.float() - x.float() * copies).abs() / (x.float() * copies).abs().clamp(min=0.1)).max()
+        if not error < (0.1 if plan.shape.is_fp8 else 0.02):
+            raise AssertionError(f"the combined rows are not the sums of the sent rows: relative error {error:.3g}")
+        return pair
+
+    def _normal_pair(self, x, idx, weights):
+        """Return a function that dispatches and combines in normal mode, without waiting for the counts."""
+        from moe_numba.expert_parallel import Config
+
+        per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(idx, self.experts)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+        options = dict(num_worst_tokens=self.ranks * len(x), config=Config(MAIN_SMS, 6, 256))
+
+        def pair():
+            given = self.buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights, **options)
+            return self.buffer.combine(given[0], given[4], given[2], config=options["config"])[0]
+
+        if not torch.equal(pair(), (x.float() * self._ranks_of(idx)).bfloat16()):
+            raise AssertionError("normal mode: the combined rows are not the sums of the sent rows")
+        return pair
+
+    def _ranks_of(self, idx):
+        """Return the number of ranks that have one of a token's experts."""
+        owners = idx // (self.experts // self.ranks)
+        return torch.stack([(owners == r).any(1) for r in range(self.ranks)], 1).sum(1, keepdim=True)
+
+    def _nccl_pairs(self, x):
+        """Return NCCL's pairs: every token to all ranks and back, or gathered and summed."""
+        import torch.distributed as dist
+
+        send = x.repeat(self.ranks, 1)
+        got, back, out = torch.empty_like(send), torch.empty_like(send), torch.empty_like(x)
+
+        def all_to_all():
+            dist.all_to_all_single(got, send)
+            dist.all_to_all_single(back, got)
+
+        def all_gather():
+            dist.all_gather_into_tensor(got, x)
+            dist.reduce_scatter_tensor(out, got)
+
+        all_to_all()
+        if not torch.equal(back, send):
+            raise AssertionError("NCCL all-to-all: the rows that came back are not those that were sent")
+        all_gather()
+        if not torch.allclose(out.float(), x.float() * self.ranks, rtol=0.02):
+            raise AssertionError("NCCL reduce-scatter: the sums are not the number of ranks times the rows")
+        return {"all-to-all": all_to_all, "all-gather and reduce-scatter": all_gather}
+
+    def _graph_of_pairs(self, pair):
+        """Capture `PAIRS` pairs in a CUDA graph, and return the function that replays it."""
+        pair()
+        self._barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(PAIRS):
+                pair()
+        return graph.replay
+
+    def _interleaved(self, steps, pairs, rounds=20):
+        """Return the Stats of each step, in microseconds per pair; each round times every step once."""
+        samples = {key: [] for key in steps}
+        for round_ in range(rounds + 2):
+            for key, call in steps.items():
+                self._barrier()
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                if round_ >= 2:
+                    samples[key].append(begin.elapsed_time(end) * 1e3 / pairs)
+        return {key: self._slowest(found) for key, found in samples.items()}

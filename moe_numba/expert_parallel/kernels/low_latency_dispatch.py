@@ -1,0 +1,380 @@
+"""Low-latency dispatch kernel: pushes rows to fixed slots of the ranks that have a token's experts, and unpacks slots.
+
+One launch, no counts, no host. A CTA (or several, `LowLatencyShape.parts`) sends a token: metadata to all ranks, the
+row once to each rank that has one of its experts. Then the CTAs wait for the slots of their own rank. Packed by expert,
+the place of a row follows from the metadata of all earlier slots, so every CTA first collects the metadata of all
+slots in shared memory; rows of an expert are ordered by source rank, then by token. Otherwise a row keeps its slot's
+place.
+
+Protocols and timeouts: `low_latency_protocol.py`. Memory map: `low_latency_layout.py`.
+"""
+
+from functools import cache
+
+from numba import cuda, int32, int64, uint32
+
+from moe_numba.expert_parallel.kernels.low_latency_layout import (
+    EXPIRED,
+    ID_BITS,
+    NO_EXPERT,
+    POISONED,
+    RECEIVED,
+    REPEATED,
+    SENT,
+    SENTINEL,
+    STAMP_SHIFT,
+)
+from moe_numba.expert_parallel.kernels.low_latency_protocol import (
+    DISPATCH_ROW,
+    LowLatencyContext,
+    clean,
+    is_last_block,
+    make_token_routing,
+    make_wait_metadata,
+    masked_ranks,
+    stamp_of,
+    wait_vector,
+    wait_word,
+)
+from moe_numba.expert_parallel.kernels.low_latency_quantize import make_load_quantized
+from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32
+from moe_numba.ptx.fence import fence_acq_rel_sys
+from moe_numba.ptx.memory import (
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    ld_global_s32x4,
+    pointer_from_address,
+    st_global_s32x4,
+)
+from moe_numba.ptx.special_registers import globaltimer
+from moe_numba.ptx.system_vectors import st_relaxed_sys_s32x4
+from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
+
+
+@cache
+def make_send(shape):
+    """Make ``send_part``, with which a CTA sends its part of a token."""
+    num_ranks, topk, local_experts, parts = shape.num_ranks, shape.topk, shape.local_experts, shape.parts
+    threads, row_words, data_is_flag, is_fp8 = shape.threads, shape.row_words, shape.data_is_flag, shape.is_fp8
+    metadata_words, slot_words, max_tokens = shape.metadata_words, shape.slot_words, shape.max_tokens
+    metadata_half, rows_offset, slots = shape.metadata_half, shape.dispatch_rows, shape.slots
+    vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
+    sends_weights, weights_offset = not shape.expert_major, row_words + shape.num_scales
+    load_expert, ranks_of = make_token_routing(shape)
+    load_quantized = make_load_quantized(shape.scales != "float32")
+    words_of_row = shape.hidden // 2  # of x
+
+    @cuda.jit(device=True)
+    def send_metadata(ctx, expert, offset, stamp, masked):
+        """Send a token's experts to all ranks, with one warp; lane k has expert k."""
+        lane, repeated = int32(cuda.threadIdx.x & 31), False
+        for k in range(topk):
+            repeated = repeated | ((k < lane) & (cuda.shfl_sync(FULL_MASK, expert, k) == expert))
+        for r in range(num_ranks):
+            local = int32(expert - r * local_experts)
+            is_local = (expert >= 0) & (local >= 0) & (local < local_experts)
+            code = int32(NO_EXPERT)
+            if is_local:
+                code = int32(local + REPEATED) if repeated else local
+            low, high = (
+                cuda.shfl_sync(FULL_MASK, code, 2 * lane & 31),
+                cuda.shfl_sync(FULL_MASK, code, 2 * lane + 1 & 31),
+            )
+            if 2 * lane >= 32:
+                low = high = int32(NO_EXPERT)
+            word = uint32(uint32(stamp << uint32(STAMP_SHIFT)) | uint32(high << ID_BITS) | uint32(low))
+            if (lane < metadata_words) & (masked >> uint32(r) & uint32(1) == uint32(0)):
+                st_relaxed_sys_s32(pointer_from_address(ctx.peers[r], ctx.local), offset + lane, int32(word))
+
+    @cuda.jit(device=True)
+    def send_part(ctx, number, masked, token, part, x, topk_idx, topk_weights, num_tokens):
+        tid, half = int32(cuda.threadIdx.x), int32(number & 1)
+        lane, slot = int32(tid & 31), int32(ctx.rank * max_tokens + token)
+        metadata = int32(half * metadata_half + (slot * parts + part) * metadata_words)
+        row = int32(rows_offset + (half * slots + slot) * slot_words)
+        expert = load_expert(topk_idx, token, num_tokens, lane)
+        targets = uint32(ranks_of(expert) & ~masked)
+        if data_is_flag and tid < 32:
+            send_metadata(ctx, expert, metadata, stamp_of(number), masked)
+        if targets != uint32(0):
+            first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
+            for base in range(first, last, threads):
+                i, scale = int32(base + tid), int32(0)
+                a = b = c = d = int32(0)
+                if is_fp8:
+                    a, b, c, d, scale = load_quantized(x, int64(token) * words_of_row + 8 * i, i < last)
+                elif i < last:
+                    a, b, c, d = ld_global_s32x4(x, int64(token) * words_of_row + 4 * i)
+                if data_is_flag:
+                    a, b, c, d, scale = clean(a), clean(b), clean(c), clean(d), clean(scale)
+                for r in range(num_ranks):
+                    if (targets >> uint32(r) & uint32(1) != uint32(0)) & (i < last):
+                        remote = pointer_from_address(ctx.peers[r], ctx.local)
+                        st_relaxed_sys_s32x4(remote, row + 4 * i, a, b, c, d)
+                        if is_fp8 and i % 8 == 0:
+                            st_relaxed_sys_s32(remote, row + row_words + i // 8, scale)
+            if sends_weights and part == 0 and tid < topk:
+                weight = topk_weights[int64(token) * topk + tid]
+                if data_is_flag:
+                    weight = clean(weight)
+                for r in range(num_ranks):
+                    if targets >> uint32(r) & uint32(1) != uint32(0):
+                        remote = pointer_from_address(ctx.peers[r], ctx.local)
+                        st_relaxed_sys_s32(remote, row + weights_offset + tid, weight)
+        if not data_is_flag:
+            cuda.syncthreads()
+            if tid < 32:
+                fence_acq_rel_sys()  # on behalf of the CTA
+                send_metadata(ctx, expert, metadata, stamp_of(number), masked)
+
+    return send_part
+
+
+@cache
+def make_receive_row(shape):
+    """Make ``receive_row``, with which a CTA copies its part of a slot to up to ``rows_per_slot`` rows."""
+    threads, row_words, data_is_flag, is_fp8 = shape.threads, shape.row_words, shape.data_is_flag, shape.is_fp8
+    vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
+    num_rows, num_scales, slots = shape.rows_per_slot, shape.num_scales, shape.slots
+    packs_scales, topk, has_weights = shape.scales == "ue8m0", shape.topk, not shape.expert_major
+    group = 4 if packs_scales else 1  # scales in a word of the output
+
+    @cuda.jit(device=True)
+    def take_word(ctx, offset, has_row, peer, token):
+        """Return a word of a slot, and reset it if it is its own flag; a NaN if it has not arrived in time."""
+        word = int32(SENTINEL)
+        if data_is_flag:
+            word = wait_word(ctx, offset, DISPATCH_ROW, peer, token)
+            st_relaxed_sys_s32(ctx.local, offset, int32(SENTINEL))
+        elif has_row:
+            word = ctx.local[offset]
+        return word
+
+    @cuda.jit(device=True)
+    def store_scales(ctx, row, has_row, part, peer, token, rows, scales):
+        """Copy the scales of this part, column-major within an expert (or within all slots)."""
+        words = num_scales // group
+        first, last = part * part_vectors // (8 * group), min(words, (part + 1) * part_vectors // (8 * group))
+        for i in range(int32(first + cuda.threadIdx.x), last, threads):
+            value = take_word(ctx, row + row_words + i * group, has_row, peer, token)
+            if packs_scales:  # bytes are the exponents; that of a NaN is 255
+                value = int32(uint32(value) >> uint32(23) & uint32(255))
+                for j in range(1, group):
+                    more = take_word(ctx, row + row_words + i * group + j, has_row, peer, token)
+                    exponent = uint32(uint32(more) >> uint32(23) & uint32(255))
+                    value = int32(uint32(value) | uint32(exponent << uint32(8 * j)))
+            for k in range(num_rows):
+                if rows[k] >= 0:
+                    expert = int64(uint32(rows[k]) // uint32(slots))
+                    scales[(expert * words + i) * slots + int64(rows[k] - expert * slots)] = value
+
+    @cuda.jit(device=True)
+    def receive_row(ctx, row, has_row, part, peer, token, rows, recv_x, recv_scales, recv_weights):
+        """``rows`` has the numbers of the output's rows, or negative numbers; ``row`` is the slot's offset."""
+        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
+        for i in range(int32(first + cuda.threadIdx.x), last, threads):
+            a = b = c = d = int32(SENTINEL)
+            if data_is_flag:
+                a, b, c, d = wait_vector(ctx, row + 4 * i, DISPATCH_ROW, peer, token)
+                empty = int32(SENTINEL)
+                st_relaxed_sys_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)
+            elif has_row:
+                a, b, c, d = ld_global_s32x4(ctx.local, row + 4 * i)
+            for k in range(num_rows):
+                if rows[k] >= 0:
+                    st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
+        if is_fp8:
+            store_scales(ctx, row, has_row, part, peer, token, rows, recv_scales)
+        if has_weights and part == 0 and cuda.threadIdx.x < topk:
+            lane = int32(cuda.threadIdx.x)
+            word = take_word(ctx, row + row_words + num_scales + lane, has_row, peer, token)
+            recv_weights[int64(rows[0]) * topk + lane] = word
+
+    return receive_row
+
+
+@cache
+def make_low_latency_dispatch(shape):
+    """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
+    num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
+    sends, receives = shape.sends, shape.receives
+    parts, threads, local_experts = shape.parts, shape.threads, shape.local_experts
+    expert_major, data_is_flag, metadata_words = shape.expert_major, shape.data_is_flag, shape.metadata_words
+    metadata_half, rows_offset, slot_words = shape.metadata_half, shape.dispatch_rows, shape.slot_words
+    warps, vectors_per_slot, total_vectors = threads // 32, metadata_words // 4, slots * metadata_words // 4
+    send_part, receive_row = make_send(shape), make_receive_row(shape)
+    wait_metadata = make_wait_metadata(data_is_flag)
+    id_mask = (1 << ID_BITS) - 1
+
+    @cuda.jit(device=True)
+    def expert_at(metadata, slot, k):
+        """Return the metadata's code of expert k of a slot."""
+        return int32(metadata[int32(slot * metadata_words + (k >> 1))] >> (ID_BITS * (k & 1)) & id_mask)
+
+    @cuda.jit(device=True)
+    def count(metadata, first_slot, last_slot, expert, lane):
+        """Count the slots with an expert, with one warp."""
+        found = int32(0)
+        for i in range(int32(first_slot * metadata_words + lane), int32(last_slot * metadata_words), 32):
+            low, high = int32(metadata[i] & id_mask), int32(metadata[i] >> ID_BITS & id_mask)
+            found = int32(found + int32(low == expert) + int32(high == expert))
+        return redux_sync_add_s32(uint32(FULL_MASK), found)
+
+    @cuda.jit(device=True)
+    def count_experts(metadata, layout_range, recv_count, total_count):
+        """Count the rows of each expert, from each rank and in all, with one warp per expert."""
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        for expert in range(int32(cuda.blockIdx.x * warps + warp), local_experts, int32(cuda.gridDim.x * warps)):
+            total = int32(0)
+            for r in range(num_ranks):
+                found = count(metadata, r * max_tokens, (r + 1) * max_tokens, expert, lane)
+                if lane == 0:
+                    layout_range[int64(expert) * num_ranks + r] = int64(int64(total) << 32 | int64(found))
+                total = int32(total + found)
+            if lane == 0:
+                recv_count[expert] = total
+                total_count[expert] += total
+
+    @cuda.jit(device=True)
+    def add_wait(wait_ns, peer, start):
+        wait_ns[peer] += int64(globaltimer() - start)
+
+    @cuda.jit(device=True)
+    def collect_metadata(ctx, metadata, number, masked, wait_ns):
+        """Copy the metadata of all slots to shared memory, as it arrives."""
+        start, half = globaltimer(), int32(number & 1)
+        for i in range(int32(cuda.threadIdx.x), total_vectors, threads):
+            slot, v = int32(i // vectors_per_slot), int32(i % vectors_per_slot)
+            peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
+            offset = int32(half * metadata_half + slot * parts * metadata_words + 4 * v)
+            a, b, c, d, _ = wait_metadata(ctx, offset, number, masked, peer, token)
+            metadata[4 * i], metadata[4 * i + 1], metadata[4 * i + 2], metadata[4 * i + 3] = a, b, c, d
+            if (cuda.blockIdx.x == 0) & (token == 0) & (v == 0):
+                add_wait(wait_ns, peer, start)
+        cuda.syncthreads()
+
+    @cuda.jit(device=True)
+    def place_rows(metadata, rows, slot):
+        """Compute the rows of a slot, behind those of all earlier slots with the same expert."""
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        for k in range(warp, topk, warps):
+            code, row = expert_at(metadata, slot, k), int32(-1)
+            if code != NO_EXPERT:
+                expert = int32(code & (REPEATED - 1))
+                row = int32(expert * slots + count(metadata, 0, slot, expert, lane))
+            if lane == 0:
+                rows[k] = row
+        cuda.syncthreads()
+
+    @cuda.jit
+    def low_latency_dispatch(
+        local,
+        peers,
+        state,
+        status,
+        timeout_ns,
+        rank,
+        mask,
+        x,
+        topk_idx,
+        topk_weights,
+        num_tokens,
+        recv_x,
+        recv_scales,
+        recv_topk_idx,
+        recv_topk_weights,
+        slot_rows,
+        src_info,
+        layout_range,
+        recv_count,
+        total_count,
+        wait_ns,
+    ):
+        ctx = LowLatencyContext(local, peers, state, status, timeout_ns, rank, mask)
+        metadata = cuda.shared.array(0, int32, 128)
+        tid, block, grid = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()  # combine may become resident; it waits for this grid to end
+        masked = masked_ranks(ctx, num_ranks)
+        sent, received = ld_relaxed_gpu_s32(state, SENT), ld_relaxed_gpu_s32(state, RECEIVED)
+        if sends:
+            for item in range(block, max_tokens * parts, grid):
+                token, part = int32(item // parts), int32(item % parts)
+                send_part(ctx, int32(sent + 1), masked, token, part, x, topk_idx, topk_weights, num_tokens)
+        if receives:
+            number, start, words = int32(received + 1), globaltimer(), cuda.local.array(4, int32)
+            half = int32(number & 1)
+            if expert_major:
+                rows = metadata[slots * metadata_words :]
+                collect_metadata(ctx, metadata, number, masked, wait_ns)
+                count_experts(metadata, layout_range, recv_count, total_count)
+            else:
+                rows = cuda.local.array(1, int32)
+            for item in range(block, slots * parts, grid):
+                part = int32(item % parts)
+                slot = int32((item // parts + (rank + 1) * max_tokens) % slots)  # from the next rank on
+                peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
+                offset = int32(half * metadata_half + (slot * parts + part) * metadata_words)
+                row = int32(rows_offset + (half * slots + slot) * slot_words)
+                has_row, arrived = False, True
+                if expert_major:
+                    if not data_is_flag:
+                        _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token)
+                    place_rows(metadata, rows, slot)
+                    for k in range(topk):
+                        has_row = has_row | (rows[k] >= 0)
+                    if part == 0 and tid < topk:
+                        slot_rows[int64(slot) * topk + tid] = rows[tid]
+                        if (rows[tid] >= 0) & (expert_at(metadata, slot, tid) < REPEATED):
+                            src_info[rows[tid]] = token
+                else:
+                    for v in range(vectors_per_slot):
+                        a, b, c, d, found = wait_metadata(ctx, offset + 4 * v, number, masked, peer, token)
+                        arrived = arrived & found
+                        words[0], words[1], words[2], words[3] = a, b, c, d
+                        for j in range(4):
+                            for h in range(2):
+                                k, code = int32(8 * v + 2 * j + h), int32(words[j] >> (ID_BITS * h) & id_mask)
+                                has_row = has_row | (code != NO_EXPERT)
+                                if part == 0 and tid == k and k < topk:
+                                    expert = int32(-1) if code == NO_EXPERT else int32(code & (REPEATED - 1))
+                                    recv_topk_idx[int64(slot) * topk + k] = expert
+                    rows[0] = slot
+                    if part == 0 and tid == 0:
+                        slot_rows[slot] = slot if has_row else int32(-1)
+                        if block == 0 and token == 0:
+                            add_wait(wait_ns, peer, start)
+                if has_row | (not arrived and not expert_major):
+                    receive_row(
+                        ctx, row, has_row & arrived, part, peer, token, rows, recv_x, recv_scales, recv_topk_weights
+                    )
+                if expert_major:
+                    cuda.syncthreads()  # before another slot's rows replace these
+        is_last = int32(is_last_block(state, receives and expert_major))
+        expired = is_last != 0 and receives and ld_relaxed_gpu_s32(state, EXPIRED) != 0
+        if expert_major and cuda.syncthreads_or(int32(expired)) != 0:
+            # CTAs may have seen different metadata of a late rank, and placed rows differently: none of them counts.
+            for i in range(tid, slots * topk, threads):
+                if slot_rows[i] >= 0:
+                    slot_rows[i] = int32(POISONED)
+            for i in range(tid, local_experts, threads):
+                recv_count[i] = int32(0)
+            for i in range(tid, local_experts * num_ranks, threads):
+                layout_range[i] = int64(0)
+        if is_last != 0:
+            if sends:
+                st_relaxed_gpu_s32(state, SENT, int32(sent + 1))
+            if receives:
+                st_relaxed_gpu_s32(state, RECEIVED, int32(received + 1))
+                st_relaxed_gpu_s32(state, EXPIRED, int32(0))
+
+    return low_latency_dispatch
+
+
+def signature(topk_idx="int64*"):
+    """Return the kernel's signature; ``topk_idx`` is the type of the pointers to experts, "int64*" or "int32*"."""
+    return (
+        *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32*"),
+        *("int32*", topk_idx, "int32*", "int32"),
+        *("int32*", "int32*", topk_idx, "int32*", "int32*", "int32*", "int64*", "int32*", "int32*", "int64*"),
+    )

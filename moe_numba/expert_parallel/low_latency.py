@@ -1,0 +1,111 @@
+"""Low-latency dispatch and combine for decode: one launch each, no counts, and no host in between.
+
+`LowLatency` is a prepared exchange for one token format; ``Buffer.low_latency`` makes it.
+"""
+
+import torch
+
+from moe_numba.expert_parallel import low_latency_checks as checks
+from moe_numba.expert_parallel.kernels.low_latency_layout import LowLatencyShape
+from moe_numba.expert_parallel.low_latency_exchange import (
+    LowLatencyCombine,
+    LowLatencyDispatch,
+    LowLatencyReceived,
+    RankMask,
+)
+from moe_numba.expert_parallel.runtime import Runtime
+
+
+class LowLatency:
+    """A prepared dispatch and combine of one token format, with fixed outputs; ``Buffer.low_latency`` makes it.
+
+    Both operations are one launch on the current stream, check little, allocate nothing after their first call, and can
+    be captured in a CUDA graph and replayed with other tokens, experts and weights. All ranks must make the same calls
+    in the same order.
+
+    Attributes
+    ----------
+    received : LowLatencyReceived
+        What dispatch writes; the next dispatch overwrites it.
+    combined : torch.Tensor [max_tokens, hidden], bfloat16
+        What combine writes.
+    """
+
+    def __init__(self, runtime: Runtime, rank_mask: RankMask, shape: LowLatencyShape, topk_idx_dtype, num_sms=None):
+        self._runtime, self._rank_mask, self.shape = runtime, rank_mask, shape
+        self._dispatch = LowLatencyDispatch(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
+        self._combine = LowLatencyCombine(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
+        self.received, device = self._dispatch.new_output(), runtime.transport.device
+        self.combined = torch.empty(shape.max_tokens, shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None
+    ) -> LowLatencyReceived:
+        """Send each token to the ranks that have its experts.
+
+        Parameters
+        ----------
+        x : torch.Tensor [tokens, hidden], bfloat16
+            At most ``max_tokens`` rows.
+        topk_idx : torch.Tensor [tokens, topk]
+            Experts; what is not an expert, such as -1, is ignored.
+        topk_weights : torch.Tensor [tokens, topk], float32
+            Required if rows are not packed by expert, and otherwise not allowed: combine then takes the weights.
+
+        Returns
+        -------
+        LowLatencyReceived
+            ``received``. Rows of ``x`` that no token fills are not written.
+        """
+        self._check_alive()
+        exchange = self._dispatch
+        checks.check_dispatch(exchange, x, topk_idx, topk_weights)
+        with self._runtime.on_stream(None, False, False) as finish:
+            exchange.launch(x, topk_idx, topk_weights, self.received)
+            finish(x, topk_idx, topk_weights)
+        return self.received
+
+    def combine(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return each token's sum of the rows in ``x``, weighted if rows are packed by expert.
+
+        Parameters
+        ----------
+        x : torch.Tensor of the shape of ``received.x``, bfloat16
+            The experts' results for the last dispatch.
+        topk_idx : torch.Tensor [tokens, topk]
+            As for the dispatch.
+        topk_weights : torch.Tensor [tokens, topk], float32
+            Required if rows are packed by expert, and otherwise not allowed.
+
+        Returns
+        -------
+        torch.Tensor [tokens, hidden], bfloat16
+            A view of ``combined``. Each rank sums its experts' rows in float32, in the order of ``topk_idx``, and
+            rounds; the ranks' sums are added in rank order in float32, and rounded. A token is NaN if one of its
+            experts is on a rank that did not answer in time.
+        """
+        self._check_alive()
+        exchange = self._combine
+        checks.check_combine(exchange, x, self.received.slot_rows, topk_idx, topk_weights)
+        out = self.combined[: topk_idx.shape[0]]
+        with self._runtime.on_stream(None, False, False) as finish:
+            exchange.launch(x, self.received.slot_rows, topk_idx, topk_weights, out)
+            finish(x, topk_idx, topk_weights)
+        return out
+
+    def reset(self) -> None:
+        """Wait for all ranks and clear all shared state; all ranks must call it."""
+        self._dispatch.reset()
+        self._combine.reset()
+
+    def close(self) -> None:
+        """Free the shared memory; all ranks must call it."""
+        self._dispatch.close()
+        self._combine.close()
+
+    def _check_alive(self):
+        if self._dispatch.shared is None:
+            raise RuntimeError("this low-latency exchange was closed")
+        self._rank_mask.check()

@@ -1,0 +1,128 @@
+"""Checks of the arguments of low-latency calls. Every error names the argument, its value and what is allowed."""
+
+import torch
+
+from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
+from moe_numba.expert_parallel.kernels.buffer_layout import MAX_TOPK
+from moe_numba.expert_parallel.kernels.low_latency_layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
+from moe_numba.runtime.validate import check_aligned, check_choice, check_has_memory, check_int, check_tensor
+
+PROTOCOLS = "lamport", "flags"
+_MAX_TOKENS, _MAX_HIDDEN, _MAX_WORDS = 1 << 16, 1 << 16, (1 << 31) - 1
+
+
+def check_sizes(num_ranks, max_tokens, hidden, topk, num_experts, scales):
+    """Return the sizes as ints: max_tokens, hidden, topk and num_experts."""
+    max_tokens = check_int("num_max_dispatch_tokens_per_rank", max_tokens, 1, _MAX_TOKENS)
+    hidden = check_int("hidden", hidden, 1, _MAX_HIDDEN)
+    multiple = {None: 8, "ue8m0": 4 * SCALE_GROUP}.get(scales, SCALE_GROUP)
+    if hidden % multiple:
+        kind = "bfloat16" if scales is None else f"FP8 with {scales} scales"
+        raise ValueError(f"hidden is {hidden}; with {kind} it must be a multiple of {multiple}")
+    topk = check_int("topk_idx' number of columns", topk, 1, MAX_TOPK)
+    num_experts = check_int("num_experts", num_experts, 1, num_ranks * MAX_LOCAL_EXPERTS)
+    if num_experts % num_ranks:
+        raise ValueError(f"num_experts is {num_experts}; it must be a multiple of {num_ranks}, the number of ranks")
+    return max_tokens, hidden, topk, num_experts
+
+
+def check_protocol(protocol):
+    """Return the name of a protocol."""
+    check_choice("protocol", protocol, PROTOCOLS)
+    return protocol
+
+
+def check_topk_idx_dtype(dtype):
+    """Refuse what kernels cannot read experts from."""
+    if dtype not in TOPK_IDX_POINTERS:
+        raise TypeError(f"topk_idx is {dtype}; it must be torch.int64 or torch.int32")
+
+
+def check_shape(shape, shared_bytes):
+    """Refuse a shape whose offsets exceed 31 bits, or whose metadata exceeds shared memory."""
+    if max(shape.dispatch_words, shape.combine_words) > _MAX_WORDS:
+        raise ValueError(
+            f"num_max_dispatch_tokens_per_rank is {shape.max_tokens}; with {shape.num_ranks} ranks and hidden "
+            f"{shape.hidden} the buffer would exceed 8 GiB"
+        )
+    if shape.shared_bytes > shared_bytes:
+        most = (shared_bytes - 4 * shape.topk) // (4 * shape.num_ranks * shape.metadata_words)
+        raise ValueError(
+            f"num_max_dispatch_tokens_per_rank is {shape.max_tokens}; with {shape.num_ranks} ranks and "
+            f"top-{shape.topk} at most {most} are allowed, whose metadata fits in shared memory"
+        )
+
+
+def _check(name, tensor, dtype, shape, device, alignment=4):
+    """Refuse what is not a contiguous tensor of this dtype, shape and device."""
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.device == device
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % alignment == 0
+    ):
+        return
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor {tuple(shape)} of {dtype}")
+    check_tensor(name, tensor, dtype=dtype, shape=tuple(shape), contiguous=True, device=(device, "the buffer"))
+    check_has_memory(name, tensor)
+    check_aligned(name, tensor)
+
+
+def check_num_tokens(exchange, name, tensor):
+    """Return the number of tokens of an input; it may be 0."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have two dimensions")
+    tokens, most = tensor.shape[0], exchange.shape.max_tokens
+    if tokens > most:
+        raise ValueError(f"{name} has {tokens} tokens; at most {most} (num_max_dispatch_tokens_per_rank) are allowed")
+    return tokens
+
+
+def _check_routing(exchange, tokens, topk_idx, topk_weights, has_weights):
+    shape, device = exchange.shape, exchange.transport.device
+    _check("topk_idx", topk_idx, exchange.topk_idx_dtype, (tokens, shape.topk), device)
+    if has_weights:
+        _check("topk_weights", topk_weights, torch.float32, (tokens, shape.topk), device)
+    elif topk_weights is not None:
+        where = "combine" if shape.expert_major else "dispatch"
+        raise ValueError(f"topk_weights are given; with expert_major {shape.expert_major} pass them to {where}")
+
+
+def check_dispatch(exchange, x, topk_idx, topk_weights):
+    """Check the inputs of a dispatch."""
+    shape = exchange.shape
+    tokens = check_num_tokens(exchange, "x", x)
+    _check("x", x, torch.bfloat16, (tokens, shape.hidden), exchange.transport.device, 16)
+    _check_routing(exchange, tokens, topk_idx, topk_weights, not shape.expert_major)
+
+
+def check_combine(exchange, x, slot_rows, topk_idx, topk_weights):
+    """Check the inputs of a combine."""
+    shape, device = exchange.shape, exchange.transport.device
+    tokens = check_num_tokens(exchange, "topk_idx", topk_idx)
+    _check("x", x, torch.bfloat16, exchange.input_shape, device, 16)
+    _check("handle's slot_rows", slot_rows, torch.int32, (shape.slots, shape.rows_per_slot), device)
+    _check_routing(exchange, tokens, topk_idx, topk_weights, shape.expert_major)
+
+
+def check_statistics(name, tensor, dtype, size, device):
+    """Check an optional tensor that a call adds to."""
+    if tensor is not None:
+        _check(name, tensor, dtype, (size,), device, dtype.itemsize)
+
+
+def check_combined(out, tokens, hidden, device):
+    """Check the ``out`` of a combine."""
+    _check("out", out, torch.bfloat16, (tokens, hidden), device, 16)
+
+
+def check_handle(handle):
+    """Return the parts of a handle of low_latency_dispatch."""
+    if not isinstance(handle, tuple) or len(handle) != 6 or not isinstance(handle[5], torch.Tensor):
+        raise ValueError(f"handle is {type(handle).__name__}; it must be the tuple of 6 from low_latency_dispatch")
+    return handle

@@ -1,0 +1,232 @@
+"""Parts of low-latency dispatch and combine: shared memory, state, kernels and outputs of each."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.expert_parallel import low_latency_checks as checks
+from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
+from moe_numba.expert_parallel.kernels import low_latency_combine, low_latency_dispatch
+from moe_numba.expert_parallel.kernels.low_latency_layout import MASK_WORDS, SENTINEL, STATE_WORDS, LowLatencyShape
+from moe_numba.expert_parallel.kernels.low_latency_protocol import MESSAGES
+from moe_numba.expert_parallel.runtime import Kernel, Runtime
+from moe_numba.expert_parallel.transport import check_same_on_all_ranks
+from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.launch import address
+
+BOTH, SEND, RECEIVE = "both", "send", "receive"  # phases of an operation
+_FP8 = torch.float8_e4m3fn
+_STATUS_WORDS = 8
+_PARTS = (4, 7), (16, 4), (66, 2)  # up to so many tokens, CTAs that share a row
+
+
+class LowLatencyReceived(NamedTuple):
+    """What dispatch writes. ``num_slots`` is the number of ranks times ``max_tokens``."""
+
+    x: torch.Tensor  # [local experts, num_slots, hidden] packed by expert, or [num_slots, hidden]
+    scales: torch.Tensor | None  # FP8: [..., hidden / 128] float32 or [..., hidden / 512] int32, column-major
+    counts: torch.Tensor  # [local experts], int32: rows of each expert; only if packed by expert
+    topk_idx: torch.Tensor | None  # [num_slots, topk]: local experts or -1; only if not packed
+    topk_weights: torch.Tensor | None  # [num_slots, topk], float32; only if not packed
+    slot_rows: torch.Tensor  # [num_slots, topk or 1], int32: rows of x that a slot has, -1: none, -2: lost in a timeout
+    src_info: torch.Tensor  # [local experts, num_slots], int32: each row's token on its source rank
+    layout_range: torch.Tensor  # [local experts, num_ranks], int64: first row from a rank << 32 | rows from that rank
+
+
+class RankMask:
+    """Which ranks are late or dead, and the first reason; shared by all low-latency operations of a buffer."""
+
+    def __init__(self, runtime: Runtime, raises: bool):
+        pinned: dict[str, Any] = {} if simulator.ENABLED else {"pin_memory": True}
+        self._words = torch.zeros(MASK_WORDS, dtype=torch.int32, device=runtime.transport.device)
+        self.mask = self._words[: runtime.num_ranks]
+        self.status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
+        self._view, self._raises, self._timeout = self.status.numpy(), raises, runtime.timeout
+
+    def check(self) -> None:
+        """Raise the first timeout, unless timeouts only mark ranks."""
+        if self._view[0] and self._raises:
+            code, rank, peer, token = self._view[:4].tolist()
+            raise TimeoutError(
+                f"{MESSAGES[code].format(rank=rank, peer=peer, token=token)}, longer than {self._timeout:g} s. Rows "
+                "that did not arrive are NaN; low-latency calls go on only in a buffer with enable_shrink"
+            )
+
+    def clear(self) -> None:
+        """Forget all timeouts."""
+        self._words.zero_()
+        self._view[:] = 0
+
+
+class _Exchange:
+    """One operation's shared memory, state and kernels."""
+
+    def __init__(self, runtime, rank_mask, shape, make, signature, words, sentinels, num_sms):
+        transport, device = runtime.transport, runtime.transport.device
+        self.runtime, self.transport, self.shape, self.rank_mask = runtime, transport, shape, rank_mask
+        self.timeout, self.rank = runtime.timeout, runtime.rank  # for `Kernel`
+        self.with_compilers_of_all_ranks = runtime.with_compilers_of_all_ranks
+        check_same_on_all_ranks(transport, "the shape of a low-latency exchange", shape)
+        checks.check_shape(shape, gpu_of(device).shared_bytes)
+        self._sentinels = sentinels
+        self.shared: Any = transport.allocate(4 * words)
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        self.mask_ptr = address(rank_mask.mask)
+        self.wait_ns = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
+        local, status = self.shared.local.view(torch.int32), rank_mask.status
+        self._common_arguments = tuple(map(address, (local, self.shared.addresses, self.state, status)))
+        items = shape.slots * shape.parts
+        sharing = [key for key in transport.gather(_gpu_key(device)) if key == _gpu_key(device)]
+        self.grid = min(items, num_sms or max(1, gpu_of(device).sm_count // len(sharing)))
+        self._kernels = {}
+        for phase in (BOTH, SEND, RECEIVE):
+            phases = replace(shape, sends=phase != RECEIVE, receives=phase != SEND)
+            self._kernels[phase] = Kernel(
+                self, make, (phases,), signature, shape.threads, shape.shared_bytes if phase != SEND else 0
+            )
+        self.reset()
+        self._kernels[BOTH].load()
+
+    def start(self, phase, *arguments):
+        self._kernels[phase](self.grid, self.mask_ptr, *arguments)
+
+    def reset(self):
+        """Restore the initial state, while no rank uses the memory; all ranks must call it."""
+        self.runtime.synchronize()
+        self.transport.gather(None)
+        local = self.shared.local.view(torch.int32)
+        local.zero_()
+        local[self._sentinels :].fill_(SENTINEL)
+        self.state.zero_()
+        self.runtime.synchronize()
+        self.transport.gather(None)
+
+    def close(self):
+        """Free the shared memory; all ranks must call it."""
+        if self.shared is not None:
+            self.runtime.synchronize()
+            self.shared.close(0 if self.rank_mask.status[0] else self.timeout)
+            self.shared = None
+
+
+def _gpu_key(device):
+    return str(device) if simulator.ENABLED else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def default_parts(max_tokens: int) -> int:
+    """Return how many CTAs share a row: with few tokens more, so that enough SMs take part."""
+    return next((parts for tokens, parts in _PARTS if max_tokens <= tokens), 1)
+
+
+def make_shape(
+    num_ranks, max_tokens, hidden, topk, num_experts, *, scales=None, expert_major=True, protocol="lamport"
+) -> LowLatencyShape:
+    """Check the sizes, and choose the number of CTAs and threads; ``scales`` is None for bfloat16."""
+    max_tokens, hidden, topk, num_experts = checks.check_sizes(num_ranks, max_tokens, hidden, topk, num_experts, scales)
+    parts = default_parts(max_tokens)
+    threads = min(896, max(32, -(-hidden // (8 * 32 * parts)) * 32))
+    return LowLatencyShape(
+        num_ranks,
+        max_tokens,
+        hidden,
+        topk,
+        num_experts,
+        dtype="bfloat16" if scales is None else "float8_e4m3fn",
+        scales=scales or "float32",
+        expert_major=expert_major,
+        data_is_flag=checks.check_protocol(protocol) == "lamport",
+        parts=parts,
+        threads=threads,
+    )
+
+
+class LowLatencyDispatch(_Exchange):
+    """Dispatch of one token format."""
+
+    def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
+        checks.check_topk_idx_dtype(topk_idx_dtype)
+        self.topk_idx_dtype = topk_idx_dtype
+        self.total_counts = torch.zeros(shape.local_experts, dtype=torch.int32, device=runtime.transport.device)
+        super().__init__(
+            runtime,
+            rank_mask,
+            shape,
+            low_latency_dispatch.make_low_latency_dispatch,
+            low_latency_dispatch.signature(TOPK_IDX_POINTERS[topk_idx_dtype]),
+            shape.dispatch_words,
+            shape.dispatch_rows,
+            num_sms,
+        )
+
+    def new_output(self) -> LowLatencyReceived:
+        """Allocate output tensors."""
+        shape, device = self.shape, self.transport.device
+        by_expert = (shape.local_experts,) if shape.expert_major else ()
+        empty = lambda *size, dtype: torch.empty(size, dtype=dtype, device=device)
+        x = empty(*by_expert, shape.slots, shape.hidden, dtype=_FP8 if shape.is_fp8 else torch.bfloat16)
+        scales = None
+        if shape.is_fp8:
+            columns, dtype = (
+                (shape.num_scales // 4, torch.int32) if shape.scales == "ue8m0" else (shape.num_scales, torch.float32)
+            )
+            scales = empty(*by_expert, columns, shape.slots, dtype=dtype).transpose(-1, -2)
+        own = () if shape.expert_major else (shape.slots, shape.topk)
+        return LowLatencyReceived(
+            x,
+            scales,
+            empty(shape.local_experts, dtype=torch.int32),
+            empty(*own, dtype=self.topk_idx_dtype) if own else None,
+            empty(*own, dtype=torch.float32) if own else None,
+            empty(shape.slots, shape.rows_per_slot, dtype=torch.int32),
+            empty(shape.local_experts, shape.slots, dtype=torch.int32),
+            empty(shape.local_experts, shape.num_ranks, dtype=torch.int64),
+        )
+
+    def launch(self, x, topk_idx, topk_weights, out, phase=BOTH, total_counts=None, wait_ns=None):
+        """Launch the kernel on the current stream; the arguments have been checked."""
+        pointers = self.runtime.pointers
+        self.start(
+            phase,
+            *pointers(x, topk_idx, topk_weights),
+            x.shape[0],
+            *pointers(out.x, out.scales, out.topk_idx, out.topk_weights, out.slot_rows),
+            *pointers(out.src_info, out.layout_range, out.counts),
+            address(self.total_counts if total_counts is None else total_counts),
+            address(self.wait_ns if wait_ns is None else wait_ns),
+        )
+
+
+class LowLatencyCombine(_Exchange):
+    """Combine of one token format."""
+
+    def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
+        checks.check_topk_idx_dtype(topk_idx_dtype)
+        shape, self.topk_idx_dtype = replace(shape, dtype="bfloat16", scales="float32"), topk_idx_dtype
+        super().__init__(
+            runtime,
+            rank_mask,
+            shape,
+            low_latency_combine.make_low_latency_combine,
+            low_latency_combine.signature(TOPK_IDX_POINTERS[topk_idx_dtype]),
+            shape.combine_words,
+            shape.combine_rows,
+            num_sms,
+        )
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of the rows to combine."""
+        shape = self.shape
+        return (*((shape.local_experts,) if shape.expert_major else ()), shape.slots, shape.hidden)
+
+    def launch(self, x, slot_rows, topk_idx, topk_weights, out, phase=BOTH, wait_ns=None):
+        """Launch the kernel on the current stream; the arguments have been checked."""
+        self.start(
+            phase,
+            *self.runtime.pointers(x, slot_rows, topk_idx, topk_weights),
+            topk_idx.shape[0],
+            *self.runtime.pointers(out),
+            address(self.wait_ns if wait_ns is None else wait_ns),
+        )

@@ -1,0 +1,185 @@
+"""Low-latency dispatch and combine, one process and one GPU per rank: random sizes and routing, graphs, a lost rank."""
+
+import os
+
+import pytest
+import torch
+from helpers.expert_parallel import NUM_BYTES, SMALL, Inputs, bitwise_equal, send
+from helpers.low_latency import check_packed, make_round
+from test_processes import run
+
+from moe_numba.expert_parallel import Buffer
+
+pytestmark = pytest.mark.multigpu
+HIDDEN, EXPERTS_PER_RANK = 1024, 8
+
+
+def sums_of(topk_idx, topk_weights, x, ranks):
+    """Return the sums of rows that experts return unchanged: by rank, in bfloat16, then in rank order."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for rank in range(ranks):
+        part, found = torch.zeros_like(total), torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
+        for k in range(topk_idx.shape[1]):
+            local = (topk_idx[:, k] // EXPERTS_PER_RANK == rank) & (topk_idx[:, k] >= 0)
+            exact = topk_weights[:, k, None].double() * x.double() + part.double()
+            part, found = torch.where(local[:, None], exact.float(), part), found | local[:, None]
+        total += torch.where(found, part.bfloat16().float(), 0)
+    return total.bfloat16()
+
+
+def random_rounds(rank, ranks, rounds, protocol):
+    """Random tokens, sizes and options; two buffers alternate. Experts return their rows unchanged."""
+    import torch.distributed as dist
+
+    buffers = [Buffer(dist.group.WORLD, NUM_BYTES, low_latency_mode=True, timeout=20) for _ in range(2)]
+    device = buffers[0].transport.device
+    plans = {
+        (i, topk, tokens, scales): buffer.low_latency(
+            *(tokens, HIDDEN, EXPERTS_PER_RANK * ranks, topk), use_fp8=scales is not None, protocol=protocol
+        )
+        for i, buffer in enumerate(buffers)
+        for topk, tokens, scales in ((2, 1, None), (8, 16, None), (9, 128, None), (8, 64, "float32"))
+    }
+    generator = torch.Generator().manual_seed(5)
+    for i in range(rounds):
+        key = list(plans)[int(torch.randint(len(plans), (), generator=generator))]
+        (_, topk, tokens, scales), plan = key, plans[key]
+        counts = torch.randint(0, tokens + 1, (ranks,), generator=generator).tolist()
+        inputs = make_round(counts, i, topk, EXPERTS_PER_RANK, HIDDEN)
+        x, ids, weights = (part[rank].to(device) for part in inputs)
+        got = plan.dispatch(x, ids)
+        if scales is None:
+            out = plan.combine(got.x, ids, weights)
+            ids = ids.where((ids >= 0) & (ids < EXPERTS_PER_RANK * ranks), -1)
+            assert bitwise_equal(out, sums_of(ids, weights, x, ranks))
+        if i % 100 == 0:
+            check_packed(
+                got.x if scales is None else (got.x.cpu(), got.scales.cpu()),
+                got.counts.cpu(),
+                (got.src_info, got.layout_range),
+                inputs,
+                rank,
+                scales,
+            )
+    for buffer in buffers:
+        buffer.check(synchronize=True)
+    for plan in plans.values():
+        plan.close()
+    for buffer in buffers:
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("protocol, rounds", [("lamport", 10_000), ("flags", 2_000)])
+def test_random_rounds(protocol, rounds):
+    run(random_rounds, rounds, protocol)
+
+
+def slots_equal_normal(rank, ranks, protocol):
+    """Rows in their slots: sums equal those of normal dispatch and combine bit for bit."""
+    import torch.distributed as dist
+
+    buffer = Buffer(dist.group.WORLD, NUM_BYTES, low_latency_mode=True, timeout=20)
+    device, experts = buffer.transport.device, EXPERTS_PER_RANK * ranks
+    plan = buffer.low_latency(64, HIDDEN, experts, 4, expert_major=False, protocol=protocol)
+    for i in range(100):
+        counts = [(37 * i + 11 * r) % 65 for r in range(ranks)]
+        inputs = Inputs(*make_round(counts, i, 4, EXPERTS_PER_RANK, HIDDEN), experts)
+        x, ids, weights = (part[rank].to(device) for part in inputs[:3])
+        got, normal = plan.dispatch(x, ids, weights), send(buffer, rank, inputs)
+        has_row = got.slot_rows[:, 0] >= 0
+        assert bitwise_equal(got.x[has_row], normal[0]) and torch.equal(got.topk_idx[has_row], normal[1])
+        y = (got.x.float() * 1.7).bfloat16()
+        out = plan.combine(y, ids)
+        assert bitwise_equal(out, buffer.combine(y[has_row].contiguous(), normal[4], config=SMALL)[0])
+    plan.close()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("protocol", ["lamport", "flags"])
+def test_rows_in_their_slots_equal_those_of_dispatch_and_combine(protocol):
+    run(slots_equal_normal, protocol)
+
+
+def in_graphs(rank, ranks, protocol):
+    """Replay a captured pair with new tokens, experts and weights, many times between two looks at the results."""
+    import torch.distributed as dist
+
+    buffer, tokens, topk = Buffer(dist.group.WORLD, low_latency_mode=True, timeout=20), 64, 8
+    device, experts = buffer.transport.device, EXPERTS_PER_RANK * ranks
+    plan = buffer.low_latency(tokens, HIDDEN, experts, topk, protocol=protocol)
+    x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(tokens, topk, dtype=torch.int64, device=device)
+    weights = torch.zeros(tokens, topk, device=device)
+
+    def pair():
+        return plan.combine(plan.dispatch(x, ids).x, ids, weights)
+
+    pair()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):  # an odd number: halves alternate from replay to replay
+            out = pair()
+    for i in range(50):
+        torch.manual_seed(100 * i + rank)
+        x.copy_(torch.randn(tokens, HIDDEN, device=device))
+        ids.copy_(torch.randint(-1, experts, (tokens, topk), device=device))
+        weights.copy_(torch.rand(tokens, topk, device=device))
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert bitwise_equal(out, sums_of(ids, weights, x, ranks))
+        if i % 10 == 0:
+            assert bitwise_equal(pair(), sums_of(ids, weights, x, ranks)), "eager, between replays"
+    buffer.check(synchronize=True)
+    plan.close()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("protocol", ["lamport", "flags"])
+def test_pairs_in_cuda_graphs(protocol):
+    run(in_graphs, protocol)
+
+
+def one_exits(rank, ranks, enable_shrink):
+    """Rank 1 ends without cleaning up, in the middle of replays; the others go on, or raise, and never hang."""
+    import torch.distributed as dist
+
+    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=enable_shrink, timeout=2)
+    device, experts = buffer.transport.device, EXPERTS_PER_RANK * ranks
+    plan = buffer.low_latency(16, HIDDEN, experts, 2)
+    x = torch.randn(16, HIDDEN, device=device).bfloat16()
+    ids = torch.randint(experts, (16, 2), device=device)
+    ids[0] = EXPERTS_PER_RANK * rank
+    weights = torch.rand(16, 2, device=device)
+    out = plan.combine(plan.dispatch(x, ids).x, ids, weights)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan.combine(plan.dispatch(x, ids).x, ids, weights)
+    if rank == 1:
+        for _ in range(100):
+            graph.replay()
+        os._exit(3)
+    for _ in range(300):
+        graph.replay()
+    torch.cuda.synchronize()
+    mask = torch.zeros(ranks, dtype=torch.int32, device=device)
+    buffer.low_latency_query_mask_buffer(mask)
+    assert mask.tolist() == [int(r == 1) for r in range(ranks)]
+    on_lost = (ids // EXPERTS_PER_RANK == 1).any(1)
+    assert torch.equal(out.isnan().all(1), on_lost)
+    assert bitwise_equal(out[~on_lost], sums_of(ids, weights, x, ranks)[~on_lost])
+    try:
+        buffer.check()
+    except TimeoutError as error:
+        os._exit(7 if "from rank 1" in str(error) or "for rank 1" in str(error) else 8)
+    os._exit(9)
+
+
+@pytest.mark.parametrize("enable_shrink", [False, True])
+def test_a_rank_that_exits(enable_shrink):
+    codes = run(one_exits, enable_shrink, survivors_only=True)
+    assert codes == [3 if rank == 1 else (9 if enable_shrink else 7) for rank in range(len(codes))]
