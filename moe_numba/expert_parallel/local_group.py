@@ -21,8 +21,8 @@ class LocalGroup:
     num_ranks : int
     devices : sequence of int, optional
         The GPU of each rank; by default all GPUs, round-robin. Ranks that share a GPU run on separate streams, so all
-        their CTAs must be resident at once. In the simulator the ranks' host functions alternate, and their kernels
-        run together when all ranks wait.
+        their CTAs must be resident at once. In the simulator the ranks' host functions alternate. Kernels that wait
+        for those of other ranks run together when all ranks wait, and other kernels at once.
 
     Notes
     -----
@@ -106,7 +106,7 @@ class LocalGroup:
                     ready = [r for r in running if r.seconds == min(other.seconds for other in running)]
                     for r in ready:
                         r.timed_out = True
-                with simulator.together():  # the kernels run when each of these ranks waits, or has finished
+                with simulator.together(only_exchanges=True):  # they run when each of these ranks waits, or has ended
                     for r in ready:
                         with simulator.on_rank(r.rank):
                             running[r].switch()
@@ -209,6 +209,15 @@ class _SimulatedRank(_LocalRank):
     def __init__(self, group, rank, scheduler):
         super().__init__(group, rank)
         self._scheduler = scheduler
+
+    def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
+        start = super().prepare_kernel(kernel, signature, timeout, **options)
+
+        def queue(grid, block, *arguments):
+            with simulator.exchange():
+                start(grid, block, *arguments)
+
+        return queue
 
     def _barrier(self):
         self.barriers += 1

@@ -81,7 +81,7 @@ _EXPORTS = {
     "player": ("timeline",),
     "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
-    "ranks": ("together", "on_rank", "register", "forget"),
+    "ranks": ("together", "on_rank", "exchange", "register", "forget"),
     "store_buffer": ("weak_memory",),
     "pointer_wrapping": ("pointer",),
     "memory": ("Pointer", "Array"),

@@ -336,7 +336,7 @@ def test_a_timeout_is_an_error_without_enable_shrink(protocol):
         got = plan.dispatch(x, ids)
         synchronize(buffer)
         assert got.counts.tolist() == [0, 0] and (got.slot_rows.cpu() < 0).all()
-        sentence = "low_latency_dispatch: rank 0 waited for the metadata of token \d+ from rank 1, longer than"
+        sentence = r"low_latency_dispatch: rank 0 waited for the metadata of token \d+ from rank 1, longer than"
         for call in (
             buffer.check,
             lambda: plan.dispatch(x, ids),

@@ -473,6 +473,23 @@ def test_launches_of_one_rank_are_ordered_and_ranks_are_concurrent():
     assert x.tolist() == [1, 1, 0, 0]
 
 
+def test_with_only_exchanges_other_launches_run_at_once_unless_their_rank_has_queued_one():
+    x = torch.zeros(4, dtype=torch.int32)
+    with simulator.together(only_exchanges=True):
+        with simulator.on_rank(0):
+            launch(increment, 1, 1, x, 2)
+            assert x.tolist() == [0, 0, 1, 0]
+            with simulator.exchange():
+                launch(wait_for, 1, 1, x, 0, 1)
+            launch(increment, 1, 1, x, 3)
+        with simulator.on_rank(1):
+            launch(increment, 1, 1, x, 2)
+            with simulator.exchange():
+                launch(increment, 1, 1, x, 0)
+        assert x.tolist() == [0, 0, 2, 0]
+    assert x.tolist() == [1, 0, 2, 1]
+
+
 def test_waiting_for_a_later_launch_of_the_same_rank_is_a_deadlock():
     x = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(simulator.Deadlock) as error:

@@ -24,11 +24,15 @@ buffers = {}  # address of a registered buffer -> Pointer to its bytes
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Queue the launches within this context, and run them as kernels of concurrent ranks when it is left."""
+def together(only_exchanges: bool = False) -> Iterator[None]:
+    """Queue the launches within this context, and run them as kernels of concurrent ranks when it is left.
+
+    With ``only_exchanges`` a launch outside of `exchange` runs at once, so that the host can read its results, unless
+    launches of its rank are queued: it runs behind these.
+    """
     if settings["ranks"] is not None:
         raise SimulatorError("simulator.together() is used within itself: all launches of its ranks run as one")
-    launches = _RankLaunches()
+    launches = _RankLaunches(only_exchanges)
     with override_settings(ranks=launches):
         yield
     with ShortTraceback():
@@ -40,12 +44,22 @@ def on_rank(rank: int) -> contextlib.AbstractContextManager:
     return override_settings(rank=int(rank))
 
 
+def exchange() -> contextlib.AbstractContextManager:
+    """Return a context for launches of kernels that wait for those of other ranks: `together` always queues them."""
+    return override_settings(exchange=True)
+
+
 class _RankLaunches:
     """The queued launches of all ranks."""
 
-    def __init__(self):
-        self.launches, self.done = [], []
+    def __init__(self, only_exchanges=False):
+        self.only_exchanges, self.launches, self.done = only_exchanges, [], []
         self.seed = settings["seed"]
+
+    def queues_next(self):
+        """Return whether a launch is queued; else it runs at once."""
+        queued = (rank == settings["rank"] for rank, _ in self.launches)
+        return not self.only_exchanges or settings["exchange"] or any(queued)
 
     def add(self, make_grid, done):
         """Queue a launch, `make_grid(world)`, and callbacks for when all ranks have completed."""
