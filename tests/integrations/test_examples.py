@@ -26,7 +26,8 @@ def test_every_example_is_run():
 def test_example(name):
     if name.startswith("transformers"):
         pytest.importorskip("transformers")
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | ({"MOE_NUMBA_SIMULATE": "1"} if simulator.ENABLED else {})
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path} | ({"MOE_NUMBA_SIMULATE": "1"} if simulator.ENABLED else {})
     command = [sys.executable, ROOT / "docs" / "examples" / name]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -50,8 +50,8 @@ class Settings:
 
     `seed`, `preempt`, `races` (whether to detect data races) and `wraparound` (whether computed negative indices count
     from the end) are values; `memory_model` is a factory or None (see `store_buffer`). `events` is the list of a trace;
-    `ranks`, `rank` and `exchange`: see `ranks`. The environment is read when a value is needed, so that a wrong variable does not
-    fail an import.
+    `ranks`, `rank` and `exchange`: see `ranks`. The environment is read when a value is needed, so that a wrong
+    variable does not fail an import.
     """
 
     def __init__(self):
