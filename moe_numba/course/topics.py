@@ -98,8 +98,9 @@ TOPICS = (
         "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
     ),
 )
-# {bench topic: what it measures}; the last two belong to no notebook.
+# {bench topic: what it measures}; the last three belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
+    "moe_layer": "the experts of a layer, beside transformers",
     "low_latency": "low-latency dispatch and combine, on two GPUs or more",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }

@@ -11,7 +11,10 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.code_hash import code_cells, hash_file
 
 TIMING = "moe_numba.course.bench.timing"
-_BENCH = ("__init__", "code_hash", "environment", "labels", "layer_figure", "plots", "records", "sources", "style")
+_BENCH = (
+    *("__init__", "code_hash", "environment", "labels", "layer_figure", "parts_figure", "plots", "records", "sources"),
+    "style",
+)
 _COURSE = (
     *("__init__", "executed", "execute", "gpu_support", "instruction_mix", "ladder", "prediction", "simulate"),
     *("source_diff", "unsupported"),

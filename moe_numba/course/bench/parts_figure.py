@@ -1,0 +1,73 @@
+"""Figure of a call's time beside the times of its parts and a lower bound."""
+
+from moe_numba.course.bench.records import format_us
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, SKY, WIDTH, Picture
+from moe_numba.course.draw.canvas import box, canvas, check_range, ink_on, note, text
+
+_COLOURS = BLUE, SKY, ORANGE, GREEN, PURPLE, RED, GREY
+_CHARACTER = 0.075  # inches of a character of a legend, at most
+
+
+def stacked_parts(
+    groups: dict, *, title: str = "", caption: str = "", whole: str = "one call", colours: dict | None = None
+) -> Picture:
+    """Draw each group's parts one after another in a bar, and below it bars of the whole and of the lower bound.
+
+    The bars of a group have a scale of their own: the longest fills the width.
+
+    Parameters
+    ----------
+    groups : dict
+        ``{label: (parts, whole, bound)}`` with parts ``{name: microseconds}``; at most 12 groups, and at most 7 names
+        of parts in all of them together.
+    whole : str
+        What the second bar is.
+    colours : dict, optional
+        ``{name of a part: colour}``; by default in the order of the parts.
+    """
+    names = list(dict.fromkeys(name for parts, *_ in groups.values() for name in parts))
+    check_range("the number of groups", len(groups), 1, 12)
+    check_range("the number of parts", len(names), 1, len(_COLOURS))
+    places = _legend(names)
+    row, legend, below = 0.95, 0.28 * (1 + places[-1][1]), 0.7
+    height = below + row * len(groups) + legend + 0.85
+    figure, axes = canvas(WIDTH, height, title)
+    colours = dict(zip(names, _COLOURS, strict=False)) | (colours or {})
+    for name, (x, line) in zip(names, places, strict=True):
+        y = height - 0.62 - 0.28 * line
+        box(axes, x, y, 0.16, 0.16, fill=colours[name], edge="none")
+        text(axes, x + 0.24, y + 0.08, name, size=8.5, ha="left")
+    left, width = 1.35, WIDTH - 1.35 - 2.75
+    columns = {"sum of parts": WIDTH - 1.85, whole: WIDTH - 1.05, "lower bound": WIDTH - 0.15}
+    head = below + row * len(groups) + 0.1
+    for name, x in columns.items():
+        text(axes, x, head, name, size=8, colour=GREY, ha="right")
+    for place, (label, (parts, us, bound)) in enumerate(groups.items()):
+        y, total = below + row * (len(groups) - 1 - place), sum(parts.values())
+        scale, x = width / max(total, us, bound), left
+        text(axes, left - 0.12, y + 0.47, label, size=8.5, ha="right")
+        for name, part in parts.items():
+            box(axes, x, y + 0.52, part * scale, 0.3, fill=colours[name], edge="white", line=0.5, label="part")
+            if part * scale > 0.36:
+                text(axes, x + part * scale / 2, y + 0.67, format_us(part), size=7.5, colour=ink_on(colours[name]))
+            x += part * scale
+        for name, length, bottom, fill in ((whole, us, 0.29, INK), ("lower bound", bound, 0.08, PALE)):
+            box(axes, left, y + bottom, length * scale, 0.19, fill=fill, edge="none", label=name)
+            text(axes, left + 0.06, y + bottom + 0.09, name, size=7.5, colour=ink_on(fill), ha="left")
+        for name, number in zip(columns, (total, us, bound), strict=True):
+            text(axes, columns[name], y + 0.47, format_us(number), size=8.5, ha="right")
+    text(axes, 0.15, 0.15, caption, size=7.5, colour=GREY, ha="left")
+    note(axes, 0.15, 0.45, "Kernel time in microseconds; bars of a size have a scale of their own.")
+    return figure
+
+
+def _legend(names):
+    """Return (x, line) of each name, in as many lines as needed."""
+    places, x, line = [], 0.15, 0
+    for name in names:
+        wide = 0.5 + _CHARACTER * len(name)
+        if x + wide > WIDTH and x > 0.15:
+            x, line = 0.15, line + 1
+        places.append((x, line))
+        x += wide
+    return places
