@@ -85,11 +85,12 @@ def test_the_bound_is_the_longer_of_reading_and_computing(monkeypatch):
     problems[0].active, problems[1].active = 4, 5
     limits = SimpleNamespace(hbm_bandwidth=1e12, tensor_flops={"bfloat16": 1e15})
     monkeypatch.setattr(measure, "chip_limits", lambda: limits)
-    num_bytes, flops, us = measure.bound(layer, weights, problems)
-    assert num_bytes == 4.5 * 3 * 128 * 64 * 2 and us == num_bytes / 1e12 * 1e6
-    assert flops == 3 * 2 * 2 * 3 * 128 * 64
+    num_bytes, flops = int(4.5 * 3 * 128 * 64 * 2), 3 * 2 * 2 * 3 * 128 * 64
+    read_us = num_bytes / 1e12 * 1e6
+    wanted = dict(bytes=num_bytes, flops=flops, read_us=read_us, floor_us=read_us)
+    assert measure.bound(layer, weights, problems) == wanted
     limits.tensor_flops["bfloat16"] = 1e9
-    assert measure.bound(layer, weights, problems)[2] == flops / 1e9 * 1e6
+    assert measure.bound(layer, weights, problems) == wanted | dict(floor_us=flops / 1e9 * 1e6)
 
 
 def test_the_real_layers_have_the_sizes_of_the_models():
@@ -135,6 +136,8 @@ def test_rows_figures_and_table(record):
     assert {"1 token", "3 tokens", "4 tokens\n32 experts"} <= set(texts(figures["parts-deepseek-v3"]))
     table = moe_layer.readme_table(record)
     assert table.count("\n| ") == 5 and "NVIDIA Toy" in table and "lower bound |\n" in table
+    limits = moe_layer.limits_table(record)
+    assert limits.count("\n| ") == limits.count("| reading weights |") + limits.count("| tensor cores |") == 5
 
 
 def test_without_transformers_the_peers_are_missing(small, monkeypatch):

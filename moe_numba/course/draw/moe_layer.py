@@ -99,6 +99,6 @@ def counting_sort(topk_ids, num_experts, warps):
         axes,
         0.15,
         0.15,
-        "Row of an assignment: first row of its expert + count of lower warps + equal experts in lower lanes of its warp.",
+        "Row of an assignment: first row of its expert + count of lower warps + equal experts in lower lanes.",
     )
     return figure

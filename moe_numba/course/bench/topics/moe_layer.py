@@ -110,27 +110,56 @@ def ladder_rows(record, model):
     return [*found.values(), *([last] if last else [])]
 
 
+def parts_figure(record, models, title, tokens=None):
+    """Draw each launch and one call at each size, or at some numbers of ``tokens``; None if there are none."""
+    groups = waterfall(record, models)
+    if tokens:
+        groups = {label: group for label, group in groups.items() if int(label.split()[0]) in tokens}
+    heading = f"{title}: time of each launch"
+    return groups and stacked_parts(groups, title=heading, caption=plots.caption(record), colours=COLOURS) or None
+
+
+def steps_figure(record, model, title):
+    """Draw the call times of the steps at the least, a middle and the largest number of tokens; None without them."""
+    if not (rows := ladder_rows(record, model)):
+        return None
+    tokens = [key for key in rows[0] if key != "step"]
+    chosen = sorted({tokens[0], tokens[len(tokens) // 2], tokens[-1]})
+    columns = {count: f"{count} token{'s' * (count > 1)}" for count in chosen}
+    heading = f"{title}: time of a call, one more kernel each"
+    return plots.bars_figure(rows, columns, title=heading, caption=plots.caption(record))
+
+
+def peers_figure(record, model, title):
+    """Draw the time over the number of tokens, beside the peers and the lower bound; None without peers."""
+    if len(series := peer_series(record, model)) < 2:
+        return None
+    floor = records.series(record, value="floor_us", step="final", config={"model": model})
+    heading = f"{title}: beside other implementations"
+    return plots.sweep_figure(series, floor=floor, title=heading, caption=plots.caption(record))
+
+
 def figures(record):
     """Draw parts and whole at each size, the steps as called, and the peers over the number of tokens."""
-    made, caption = {}, plots.caption(record)
+    made = {}
     for name, (title, models) in MODELS.items():
-        if groups := waterfall(record, models):
-            heading = f"{title}: time of each launch"
-            made[f"parts-{name}"] = stacked_parts(groups, title=heading, caption=caption, colours=COLOURS)
-    for name, (title, models) in MODELS.items():
-        if rows := ladder_rows(record, models[0]):
-            tokens = [key for key in rows[0] if key != "step"]
-            chosen = sorted({tokens[0], tokens[len(tokens) // 2], tokens[-1]})
-            columns = {count: f"{count} tokens" if count > 1 else "1 token" for count in chosen}
-            heading = f"{title}: time of a call, one more kernel each"
-            made[f"steps-{name}"] = plots.bars_figure(rows, columns, title=heading, caption=caption)
-    for name, (title, models) in MODELS.items():
-        series = peer_series(record, models[0])
-        if len(series) > 1:
-            floor = records.series(record, value="floor_us", step="final", config={"model": models[0]})
-            heading = f"{title}: beside other implementations"
-            made[f"peers-{name}"] = plots.sweep_figure(series, floor=floor, title=heading, caption=caption)
-    return made
+        made[f"parts-{name}"] = parts_figure(record, models, title)
+        made[f"steps-{name}"] = steps_figure(record, models[0], title)
+        made[f"peers-{name}"] = peers_figure(record, models[0], title)
+    return {name: figure for name, figure in made.items() if figure}
+
+
+def limits_table(record):
+    """Return a table of one call beside its GEMMs and the lower bound, and which limit the bound comes from."""
+    lines = ["| experts, tokens | one call | both GEMMs | lower bound | call / bound | limit |"]
+    lines.append("|---|---:|---:|---:|---:|---|")
+    for model, tokens in sizes(record):
+        rows = rows_of(record, model, tokens)
+        us, bound, read_us = kernel_us(rows["final"]), rows["final"]["floor_us"], rows["final"]["read_us"]
+        cells = *map(format_us, (us, kernel_us(rows[GEMMS]), bound)), f"{us / bound:.2f}"
+        limit = "reading weights" if read_us >= bound else "tensor cores"
+        lines.append(f"| {model}, {tokens} | {' | '.join(cells)} | {limit} |")
+    return "\n".join([*lines, "", f"Kernel time in microseconds, {plots.caption(record)}."])
 
 
 def readme_table(record):

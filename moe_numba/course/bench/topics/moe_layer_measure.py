@@ -158,7 +158,7 @@ def both_gemms(p):
     return _down(p)
 
 
-def ladder(dtype):
+def stages_in_torch(dtype):
     """Return {step: stages that are computed in torch}, from both grouped GEMMs to all stages as kernels.
 
     Both GEMMs are replaced at once, because their references are float64.
@@ -181,7 +181,7 @@ def ladder_steps(layer):
         return run_experts(*p.arguments, *scales, None, frozenset(replaced))
 
     steps = {LOOP: lambda p: torch_experts.loop_over_experts(*p.arguments)}
-    return steps | {f"with {name}": partial(run, replaced) for name, replaced in ladder(layer.dtype).items()}
+    return steps | {f"with {name}": partial(run, replaced) for name, replaced in stages_in_torch(layer.dtype).items()}
 
 
 def peer_steps(layer, weights, tokens, peers):
@@ -248,15 +248,17 @@ def check(layer, p, expected, steps):
 
 
 def bound(layer, weights, problems):
-    """Return the bytes of the weights that the tokens touch, the operations, and the lower bound in microseconds.
+    """Return the limits of a size: ``bytes``, ``flops``, ``read_us`` and ``floor_us``.
 
-    The bound is the time to read those weights at the memory's bandwidth, or to compute both GEMMs at the peak rate of
-    the tensor cores, whichever is longer. Bytes are the mean over the problems' routings.
+    ``bytes`` are those of the weights that the tokens use, the mean over the problems' routings; ``read_us`` is the time
+    to read them at the memory's bandwidth. The bound ``floor_us`` is that time, or that of both GEMMs at the peak rate of
+    the tensor cores, whichever is longer.
     """
     num_bytes = round(sum(p.active for p in problems) / len(problems) * weights.bytes_per_expert)
     flops, limits = 2 * problems[0].ids.numel() * 3 * layer.hidden * layer.intermediate, chip_limits()
     rate = limits.tensor_flops[TORCH_NAMES[DTYPES[layer.dtype]]]
-    return num_bytes, flops, max(num_bytes / limits.hbm_bandwidth, flops / rate) * 1e6
+    read_us = num_bytes / limits.hbm_bandwidth * 1e6
+    return dict(bytes=num_bytes, flops=flops, read_us=read_us, floor_us=max(read_us, flops / rate * 1e6))
 
 
 def measure_layer(name, layer, weights, tokens, peers=()):
@@ -264,7 +266,7 @@ def measure_layer(name, layer, weights, tokens, peers=()):
     problems = [Problem(layer, weights, tokens, seed) for seed in range(1, SETS + 1)]
     config = dict(model=name, num_experts=layer.num_experts, topk=layer.topk)
     config |= dict(hidden=layer.hidden, intermediate=layer.intermediate)
-    num_bytes, flops, floor_us = bound(layer, weights, problems)
+    limits = bound(layer, weights, problems)
     common = dict(config=config, size={"tokens": tokens}, dtype=DTYPES[layer.dtype])
     expected = torch_experts.expected_output(*problems[0].arguments)
     steps, theirs, rows = ladder_steps(layer), peer_steps(layer, weights, tokens, peers), []
@@ -286,12 +288,9 @@ def measure_layer(name, layer, weights, tokens, peers=()):
     kernel = kernel_times({step: [partial(call, p) for p in problems] for step, call in graphs.items()})
     called = called_times({step: [partial(call, p) for p in problems] for step, call in steps.items()})
     for step in {**steps, **graphs}:
-        version, limits = theirs.get(step, (None, None))[1], {}
-        if step in ("final", GEMMS):
-            limits = dict(floor_us=floor_us, bytes=num_bytes, flops=flops)
-        waited = waits(step) or None
-        times = dict(kernel=kernel.get(step), call=called.get(step))
-        rows.append(records.row(step, **common, **times, **limits, version=version, host_waits=waited))
+        more = dict(version=theirs.get(step, (None, None))[1], host_waits=waits(step) or None)
+        more |= limits if step in ("final", GEMMS) else {}
+        rows.append(records.row(step, **common, kernel=kernel.get(step), call=called.get(step), **more))
     if layer.dtype == BF16 and not torch_experts.transformers_version():
         why = "transformers 5 is not installed"
         rows += [

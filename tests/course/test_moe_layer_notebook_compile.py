@@ -1,0 +1,45 @@
+"""Machine code of notebook 11's kernels for older GPUs and for Hopper; no GPU is needed."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_numba.course.bench import code_hash
+from moe_numba.runtime.sass import compile_apart
+
+TEXT = (Path(__file__).parents[2] / "notebooks" / "11_moe_layer.py").read_text()
+CODE = "\n".join(code_hash.code_cells(TEXT))
+GROUPS = (("int32*",) * 5) + ("int32",)
+KERNELS = {
+    "make_thread_per_expert(256, 8)": (GROUPS, 256),
+    "make_share_per_warp(256, 8, 8)": (GROUPS, 256),
+    "two_columns": (("int32*", "int32*", "float32*", "int32*", "int32", "int32", "int32"), 128),
+    "empty": (("int32*",), 32),
+}
+ARCHS = ((7, 5), (9, 0, "a"))
+ONLY_SIMULATED = {"unstable", "sum_in_order"}  # a wrong kernel, and the stub of an exercise
+
+
+def source():
+    """The notebook's imports, kernels and device functions."""
+    nodes = []
+    for node in ast.parse(CODE).body:
+        kernel = isinstance(node, ast.FunctionDef) and node.decorator_list and node.name not in ONLY_SIMULATED
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or kernel:
+            nodes.append(ast.unparse(node))
+    return "\n\n".join(nodes)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: "sm_" + "".join(map(str, arch)))
+def test_kernels_compile_without_spills(arch):
+    requests = {name: (name, signature, threads, False) for name, (signature, threads) in KERNELS.items()}
+    for name, code in compile_apart(source(), requests, arch).items():
+        assert code.spilled_bytes == 0 and code.stack_bytes == 0, f"{name}: {code}"
+        assert code.registers * KERNELS[name][1] <= 65536
+
+
+def test_all_of_the_notebooks_kernels_are_compiled():
+    made = set(re.findall(r"^@c(?:uda\.jit|ache)\ndef (\w+)\(", TEXT, re.M))
+    assert made == {name.partition("(")[0] for name in KERNELS} | ONLY_SIMULATED
