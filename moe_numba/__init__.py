@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         fused_experts,
         fused_moe,
         group_by_expert,
+        permute_cast_to_fp8,
         silu_and_mul,
         weighted_sum,
     )
@@ -60,6 +61,7 @@ _HOME = {
     "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
     "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
     "group_by_expert": "moe_layer",
+    "permute_cast_to_fp8": "moe_layer",
     "silu_and_mul": "moe_layer",
     "weighted_sum": "moe_layer",
     "fused_experts": "moe_layer",
@@ -91,6 +93,7 @@ __all__ = [
     "moe_align_block_size",
     "per_token_cast_back",
     "per_token_cast_to_fp8",
+    "permute_cast_to_fp8",
     "prepare",
     "silu_and_mul",
     "simulator",

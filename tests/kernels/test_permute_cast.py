@@ -1,0 +1,149 @@
+"""permute_cast_to_fp8: bitwise equal to rows that are cast first and permuted afterwards."""
+
+import pytest
+import torch
+from helpers.wrong_kernels import changed, is_rejected
+
+import moe_numba
+from moe_numba import simulator
+from moe_numba.expert_parallel import reference
+from moe_numba.moe_layer import group_by_expert, kernel_permute_cast, permute, permute_cast_to_fp8
+from moe_numba.runtime.sass import compile_apart
+
+UNWRITTEN = 0xA5
+SIMULATED = pytest.mark.skipif(not simulator.ENABLED, reason="replaces a kernel in the simulator")
+
+
+def make_inputs(tokens, topk, hidden, device, seed=0):
+    """Tokens of many magnitudes, and a permutation of the rows in which some assignments have none."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=random) * torch.randn(tokens, hidden, generator=random).exp()
+    indices = torch.randperm(tokens * topk, generator=random).int().view(tokens, topk)
+    indices[indices % 5 == 3] = -1
+    return x.bfloat16().to(device), indices.to(device)
+
+
+def mismatch(x, indices):
+    """Return None, or what is wrong with the result; rows that no index names must remain as they were."""
+    hidden, rows = x.shape[1], indices.numel()
+    values, scales = reference.per_token_cast_to_fp8(x)
+    wanted = torch.full((rows, hidden), UNWRITTEN, dtype=torch.uint8, device=x.device)
+    wanted_scales = torch.full((rows, scales.shape[1]), -1.0, device=x.device)
+    for k in range(indices.shape[1]):
+        valid = (indices[:, k] >= 0) & (indices[:, k] < rows)
+        named = indices[valid, k].long()
+        wanted[named], wanted_scales[named] = values.view(torch.uint8)[valid], scales[valid]
+    buffer = torch.full((rows * hidden + 32,), UNWRITTEN, dtype=torch.uint8, device=x.device)
+    out = buffer[16:-16].view(torch.float8_e4m3fn).view(rows, hidden), torch.full_like(wanted_scales, -1.0)
+    assert permute_cast_to_fp8(x, indices, out=out) is out
+    if not bool((buffer[:16] == UNWRITTEN).all() and (buffer[-16:] == UNWRITTEN).all()):
+        return "bytes beside the output were written"
+    if not torch.equal(out[0].view(torch.uint8), wanted):
+        return f"row {int((out[0].view(torch.uint8) != wanted).any(1).nonzero()[0])} differs"
+    return None if torch.equal(out[1].nan_to_num(-2), wanted_scales.nan_to_num(-2)) else "scales differ"
+
+
+@pytest.mark.parametrize(
+    "tokens, topk, hidden", [(0, 8, 64), (1, 1, 16), (5, 8, 128), (7, 2, 144), (9, 9, 272), (3, 22, 64), (4, 3, 7168)]
+)
+def test_equals_a_cast_and_a_permutation(tokens, topk, hidden, device):
+    assert mismatch(*make_inputs(tokens, topk, hidden, device)) is None
+
+
+def test_extreme_indices(device):
+    x, indices = make_inputs(3, 2, 64, device)
+    indices[0], indices[1, 0] = torch.tensor([-(2**31), 2**31 - 1]), 6
+    assert mismatch(x, indices) is None
+
+
+def test_nan_and_small_elements(device):
+    x, indices = make_inputs(4, 2, 256, device)
+    x[0, 5], x[1], x[2, :128], x[3, 200] = float("nan"), 0, 5e-5, float("inf")
+    values, scales = permute_cast_to_fp8(x, torch.arange(8, dtype=torch.int32, device=device).view(4, 2))
+    right, right_scales = reference.per_token_cast_to_fp8(x)
+    assert torch.equal(scales.isnan(), right_scales.repeat_interleave(2, 0).isnan())
+    assert torch.equal(values.float().nan_to_num(7), right.float().repeat_interleave(2, 0).nan_to_num(7))
+
+
+def test_rows_are_in_the_order_of_the_experts(device):
+    x, ids = make_inputs(9, 1, 64, device)[0], torch.randint(-1, 5, (9, 3)).to(device)
+    *_, cu_seqlens, gather_indices, inverse_indices = group_by_expert(ids, 4)
+    count = int(cu_seqlens[-1])
+    values, scales = (t[:count] for t in permute_cast_to_fp8(x, inverse_indices))
+    right, right_scales = (t[gather_indices[:count].long()] for t in map(as_bytes, reference.per_token_cast_to_fp8(x)))
+    assert torch.equal(as_bytes(values), right) and torch.equal(scales, right_scales.view(scales.dtype))
+
+
+def as_bytes(tensor):
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+@SIMULATED
+def test_thread_orders(device):
+    inputs = make_inputs(5, 3, 144, device)
+    for seed in range(3):
+        with simulator.seed(seed, preempt=0.1), simulator.settings.settings.override(engine="threads"):
+            assert mismatch(*inputs) is None
+
+
+def test_prepared_calls(device):
+    x, indices = make_inputs(7, 2, 64, device)
+    indices[:] = torch.arange(14).view(7, 2)
+    call = moe_numba.prepare(permute_cast_to_fp8, x, indices)
+    x.copy_(make_inputs(7, 2, 64, device, seed=1)[0])
+    assert torch.equal(as_bytes(call()[0])[::2], as_bytes(reference.per_token_cast_to_fp8(x)[0]))
+
+
+REFUSALS = [
+    (dict(x=[1.0]), TypeError, "x is list"),
+    (dict(x=torch.zeros(3, 64)), TypeError, "x is torch.float32; it must be torch.bfloat16"),
+    (dict(x=torch.zeros(3, 24).bfloat16()), ValueError, "x's hidden is 24; it must be a multiple of 16"),
+    (dict(x=torch.zeros(64, 3).bfloat16().t()), ValueError, r"x has shape \(3, 64\) and strides \(1, 3\)"),
+    (dict(x=torch.zeros(200).bfloat16()[4:196].view(3, 64)), ValueError, "x starts at address"),
+    (dict(inverse_indices=torch.zeros(3, 2)), TypeError, "inverse_indices is torch.float32"),
+    (dict(inverse_indices=torch.zeros(4, 2).int()), ValueError, r"inverse_indices has shape \(4, 2\)"),
+    (dict(inverse_indices=torch.zeros(3, 65).int()), ValueError, "inverse_indices, is 65; 1 to 64 are allowed"),
+    (dict(out=(torch.zeros(6, 64), torch.zeros(6, 1))), ValueError, "out's values is torch.float32"),
+]
+
+
+@SIMULATED
+@pytest.mark.parametrize("change, error, message", REFUSALS)
+def test_wrong_arguments_are_refused(change, error, message):
+    arguments = dict(x=torch.zeros(3, 64).bfloat16(), inverse_indices=torch.zeros(3, 2).int()) | change
+    with pytest.raises(error, match=message):
+        permute_cast_to_fp8(**arguments)
+
+
+WRONG = {
+    "rows that no index names are written": ("row[k] >= 0 and row[k] < num_rows", "row[k] < num_rows"),
+    "rows beyond the output are written": ("row[k] >= 0 and row[k] < num_rows", "row[k] >= 0"),
+    "a group has the scale of half of it": ("for distance in (1, 2, 4):", "for distance in (1, 2):"),
+    "each odd element is left out of the maximum": ("max(int32(low << 16), high)", "int32(low << 16)"),
+    "only the first rows of a token are written": ("range(0, topk, batch)", "range(0, 1, batch)"),
+    "pairs are exchanged": ("b * factor, a * factor", "a * factor, b * factor"),
+    "elements beyond hidden are read": ("num_threads) and column < hidden", "num_threads)"),
+}
+
+
+@SIMULATED
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_kernels_are_rejected(what, device, monkeypatch):
+    made = changed(kernel_permute_cast, *WRONG[what])
+    monkeypatch.setattr(permute, "make_permute_cast_kernel", made["make_permute_cast_kernel"])
+    x, indices = make_inputs(5, 9, 144, device)
+    indices[1, 2] = 45  # one more than the last row
+
+    def attempt(seed):
+        permute._plans.clear()
+        with simulator.seed(seed), simulator.races():
+            return mismatch(x, indices)
+
+    assert is_rejected(attempt, seeds=2), f"the check accepts a kernel in which {what}"
+
+
+def test_the_machine_code():
+    made = "kernel_permute_cast.make_permute_cast_kernel(7168, 8)"
+    request = {"": (made, permute._SIGNATURE, kernel_permute_cast.THREADS, True)}
+    report = compile_apart("from moe_numba.moe_layer import kernel_permute_cast", request)[""]
+    assert report.spilled_bytes == 0 and report.count("STG.E.128") == 8
