@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         fused_moe,
         group_by_expert,
         permute_cast_to_fp8,
+        permute_tokens,
         silu_and_mul,
         weighted_sum,
     )
@@ -62,6 +63,7 @@ _HOME = {
     "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
     "group_by_expert": "moe_layer",
     "permute_cast_to_fp8": "moe_layer",
+    "permute_tokens": "moe_layer",
     "silu_and_mul": "moe_layer",
     "weighted_sum": "moe_layer",
     "fused_experts": "moe_layer",
@@ -94,6 +96,7 @@ __all__ = [
     "per_token_cast_back",
     "per_token_cast_to_fp8",
     "permute_cast_to_fp8",
+    "permute_tokens",
     "prepare",
     "silu_and_mul",
     "simulator",

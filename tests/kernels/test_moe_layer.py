@@ -7,7 +7,7 @@ from helpers.wrong_kernels import is_rejected
 import moe_numba
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
-from moe_numba.moe_layer import ExpertsWorkspace, api, fused_experts, permute_cast_to_fp8, reference
+from moe_numba.moe_layer import ExpertsWorkspace, api, fused_experts, reference
 from moe_numba.moe_layer import workspace as layer_workspace
 from moe_numba.runtime.outputs import Outputs
 
@@ -91,19 +91,21 @@ def test_equals_reference(tokens, topk, shape, has_shared, fp8, device):
     assert torch.equal(out, result)
 
 
+@DTYPES
 @pytest.mark.parametrize("wrong_rows", [False, True])
-def test_tokens_in_the_order_of_the_experts(wrong_rows, device, monkeypatch):
+def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch):
     """As with many tokens per expert; the calls with few tokens, in the same workspace, gather."""
-    many, few = (make_inputs(tokens, 3, True, device, hidden=192) for tokens in (9, 2))
+    many, few = (make_inputs(tokens, 3, fp8, device, hidden=192) for tokens in (9, 2))
     expected, out = fused_experts(**many), torch.full_like(many["x"], float("nan"))
     monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", 2)  # of 4 experts
     permuted = []
 
     def permute(x, inverse_indices, out):
         permuted.append(len(x))
-        return permute_cast_to_fp8(x, inverse_indices.flip(0).contiguous() if wrong_rows else inverse_indices, out)
+        return function(x, inverse_indices.flip(0).contiguous() if wrong_rows else inverse_indices, out)
 
-    monkeypatch.setattr(api, "permute_cast_to_fp8", permute)
+    function = getattr(api, name := "permute_cast_to_fp8" if fp8 else "permute_tokens")
+    monkeypatch.setattr(api, name, permute)
     workspace = workspace_of(many)
     for given in (many, few, many):
         result = fused_experts(**given, out=out[: len(given["x"])], workspace=workspace)

@@ -1,4 +1,4 @@
-"""permute_cast_to_fp8: bitwise equal to rows that are cast first and permuted afterwards."""
+"""permute_tokens and permute_cast_to_fp8: bitwise equal to rows that are cast first and permuted afterwards."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from helpers.wrong_kernels import changed, is_rejected
 import moe_numba
 from moe_numba import simulator
 from moe_numba.expert_parallel import reference
-from moe_numba.moe_layer import group_by_expert, kernel_permute_cast, permute, permute_cast_to_fp8
+from moe_numba.moe_layer import group_by_expert, kernel_permute, permute, permute_cast_to_fp8, permute_tokens
 from moe_numba.runtime.sass import compile_apart
 
 UNWRITTEN = 0xA5
@@ -23,37 +23,48 @@ def make_inputs(tokens, topk, hidden, device, seed=0):
     return x.bfloat16().to(device), indices.to(device)
 
 
-def mismatch(x, indices):
-    """Return None, or what is wrong with the result; rows that no index names must remain as they were."""
-    hidden, rows = x.shape[1], indices.numel()
-    values, scales = reference.per_token_cast_to_fp8(x)
-    wanted = torch.full((rows, hidden), UNWRITTEN, dtype=torch.uint8, device=x.device)
-    wanted_scales = torch.full((rows, scales.shape[1]), -1.0, device=x.device)
-    for k in range(indices.shape[1]):
-        valid = (indices[:, k] >= 0) & (indices[:, k] < rows)
-        named = indices[valid, k].long()
-        wanted[named], wanted_scales[named] = values.view(torch.uint8)[valid], scales[valid]
-    buffer = torch.full((rows * hidden + 32,), UNWRITTEN, dtype=torch.uint8, device=x.device)
-    out = buffer[16:-16].view(torch.float8_e4m3fn).view(rows, hidden), torch.full_like(wanted_scales, -1.0)
-    assert permute_cast_to_fp8(x, indices, out=out) is out
-    if not bool((buffer[:16] == UNWRITTEN).all() and (buffer[-16:] == UNWRITTEN).all()):
-        return "bytes beside the output were written"
-    if not torch.equal(out[0].view(torch.uint8), wanted):
-        return f"row {int((out[0].view(torch.uint8) != wanted).any(1).nonzero()[0])} differs"
-    return None if torch.equal(out[1].nan_to_num(-2), wanted_scales.nan_to_num(-2)) else "scales differ"
+def mismatch(x, indices, casts=True):
+    """Return None, or what is wrong with the result; bytes of rows that no index names must remain as they were."""
+    results = reference.per_token_cast_to_fp8(x) if casts else (x,)
+    count, (tokens, topk) = indices.numel(), indices.shape
+    wanted, out = ([unwritten(result, count) for result in results] for _ in range(2))
+    for rows, result in zip(wanted, results, strict=True):
+        for k in range(topk if tokens else 0):
+            valid = (indices[:, k] >= 0) & (indices[:, k] < count)
+            rows[16:-16].view(count, -1)[indices[valid, k].long()] = result.view(torch.uint8)[valid]
+    views = tuple(
+        buffer[16:-16].view(result.dtype).view(count, result.shape[1])
+        for buffer, result in zip(out, results, strict=True)
+    )
+    given = views if casts else views[0]
+    assert (permute_cast_to_fp8 if casts else permute_tokens)(x, indices, out=given) is given
+    differ = [int((a != b).sum()) for a, b in zip(out, wanted, strict=True)]
+    return f"{differ} bytes of the output, or beside it, differ" if any(differ) else None
 
 
+def unwritten(result, rows):
+    """Bytes for ``rows`` rows like those of ``result``, and 16 before and behind them."""
+    size = rows * result.shape[1] * result.element_size()
+    return torch.full((size + 32,), UNWRITTEN, dtype=torch.uint8, device=result.device)
+
+
+@pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize(
     "tokens, topk, hidden", [(0, 8, 64), (1, 1, 16), (5, 8, 128), (7, 2, 144), (9, 9, 272), (3, 22, 64), (4, 3, 7168)]
 )
-def test_equals_a_cast_and_a_permutation(tokens, topk, hidden, device):
-    assert mismatch(*make_inputs(tokens, topk, hidden, device)) is None
+def test_equals_a_cast_and_a_permutation(tokens, topk, hidden, casts, device):
+    assert mismatch(*make_inputs(tokens, topk, hidden, device), casts) is None
 
 
-def test_extreme_indices(device):
+@pytest.mark.parametrize("casts", [False, True])
+def test_extreme_indices(casts, device):
     x, indices = make_inputs(3, 2, 64, device)
     indices[0], indices[1, 0] = torch.tensor([-(2**31), 2**31 - 1]), 6
-    assert mismatch(x, indices) is None
+    assert mismatch(x, indices, casts) is None
+
+
+def test_a_hidden_that_is_no_multiple_of_16(device):
+    assert mismatch(*make_inputs(5, 3, 72, device), casts=False) is None
 
 
 def test_nan_and_small_elements(device):
@@ -83,14 +94,15 @@ def test_thread_orders(device):
     inputs = make_inputs(5, 3, 144, device)
     for seed in range(3):
         with simulator.seed(seed, preempt=0.1), simulator.settings.settings.override(engine="threads"):
-            assert mismatch(*inputs) is None
+            assert mismatch(*inputs) is mismatch(*inputs, casts=False) is None
 
 
 def test_prepared_calls(device):
     x, indices = make_inputs(7, 2, 64, device)
     indices[:] = torch.arange(14).view(7, 2)
-    call = moe_numba.prepare(permute_cast_to_fp8, x, indices)
+    call, copy = (moe_numba.prepare(f, x, indices) for f in (permute_cast_to_fp8, permute_tokens))
     x.copy_(make_inputs(7, 2, 64, device, seed=1)[0])
+    assert torch.equal(copy(), x.repeat_interleave(2, 0))
     assert torch.equal(as_bytes(call()[0])[::2], as_bytes(reference.per_token_cast_to_fp8(x)[0]))
 
 
@@ -113,6 +125,15 @@ def test_wrong_arguments_are_refused(change, error, message):
     arguments = dict(x=torch.zeros(3, 64).bfloat16(), inverse_indices=torch.zeros(3, 2).int()) | change
     with pytest.raises(error, match=message):
         permute_cast_to_fp8(**arguments)
+    if "out" not in change and "hidden" not in message:
+        with pytest.raises(error, match=message):
+            permute_tokens(**arguments)
+
+
+@SIMULATED
+def test_a_hidden_that_is_no_multiple_of_8_is_refused():
+    with pytest.raises(ValueError, match="x's hidden is 12; it must be a multiple of 8"):
+        permute_tokens(torch.zeros(3, 12).bfloat16(), torch.zeros(3, 2).int())
 
 
 WRONG = {
@@ -129,21 +150,25 @@ WRONG = {
 @SIMULATED
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_kernels_are_rejected(what, device, monkeypatch):
-    made = changed(kernel_permute_cast, *WRONG[what])
-    monkeypatch.setattr(permute, "make_permute_cast_kernel", made["make_permute_cast_kernel"])
+    made = changed(kernel_permute, *WRONG[what])
+    for name in ("make_permute_cast_kernel", "make_permute_kernel"):
+        monkeypatch.setattr(permute, name, made[name])
     x, indices = make_inputs(5, 9, 144, device)
     indices[1, 2] = 45  # one more than the last row
 
     def attempt(seed):
         permute._plans.clear()
         with simulator.seed(seed), simulator.races():
-            return mismatch(x, indices)
+            return mismatch(x, indices) or mismatch(x, indices, casts=False)
 
     assert is_rejected(attempt, seeds=2), f"the check accepts a kernel in which {what}"
 
 
 def test_the_machine_code():
-    made = "kernel_permute_cast.make_permute_cast_kernel(7168, 8)"
-    request = {"": (made, permute._SIGNATURE, kernel_permute_cast.THREADS, True)}
-    report = compile_apart("from moe_numba.moe_layer import kernel_permute_cast", request)[""]
-    assert report.spilled_bytes == 0 and report.count("STG.E.128") == 8
+    threads, makers = kernel_permute.THREADS, ("make_permute_kernel", "make_permute_cast_kernel")
+    requests = {
+        make: (f"kernel_permute.{make}(7168, 8)", signature, threads, True)
+        for make, signature in zip(makers, (permute._SIGNATURE, permute._CAST_SIGNATURE), strict=True)
+    }
+    for report in compile_apart("from moe_numba.moe_layer import kernel_permute", requests).values():
+        assert report.spilled_bytes == 0 and report.count("STG.E.128") == 8

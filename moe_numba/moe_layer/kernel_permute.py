@@ -1,4 +1,7 @@
-"""Kernel of ``permute_cast_to_fp8``: each thread casts 16 elements of a token once, and stores them in its rows."""
+"""Kernels of ``permute_tokens`` and ``permute_cast_to_fp8``.
+
+A thread reads 8 or 16 elements of a token once, casts them or not, and stores 16 bytes in each of the token's rows.
+"""
 
 from functools import cache
 
@@ -11,29 +14,72 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 from moe_numba.ptx.warp import FULL_MASK
 
 THREADS = 128
-VECTOR = 16  # elements of a thread: 16 bytes of FP8
-_WORDS = VECTOR // 2  # of two bfloat16 each
-_LANES = GROUP // VECTOR  # that share a scale
+VECTOR = 8  # elements of a thread: 16 bytes of bfloat16
+CAST_VECTOR = 16  # with the cast: 16 bytes of FP8
+_WORDS = CAST_VECTOR // 2  # of two bfloat16 each
+_LANES = GROUP // CAST_VECTOR  # that share a scale
 _MAX_BATCH = 8  # row numbers that a thread loads at once
 
 
 def threads_per_token(hidden):
-    """Return the number of threads of a token: whole groups, of which the last may have threads without elements."""
+    """Return the number of threads of a token that is cast: whole groups, the last of which may be partial."""
     return -(-hidden // GROUP) * _LANES
+
+
+def _batch(hidden, vector, topk):
+    """Check the sizes; return how many row numbers a thread loads at once."""
+    if hidden < 1 or hidden % vector:
+        raise ValueError(f"hidden is {hidden}; it must be a multiple of {vector}")
+    if topk < 1:
+        raise ValueError(f"topk is {topk}; it must be 1 or more")
+    return -(-topk // -(-topk // _MAX_BATCH))
+
+
+@cache
+def make_load_rows(topk, batch):
+    """Make ``load_rows(inverse_indices, token, first, row)``: row numbers ``first`` to ``first + batch``, or -1."""
+
+    @cuda.jit(device=True)
+    def load_rows(inverse_indices, token, first, row):
+        for k in range(batch):
+            row[k] = int32(-1)
+            if first + k < topk:
+                row[k] = inverse_indices[int64(token) * topk + (first + k)]
+
+    return load_rows
+
+
+@cache
+def make_permute_kernel(hidden, topk):
+    """Make the kernel that copies tokens, for one ``hidden`` and number of rows per token."""
+    batch = _batch(hidden, VECTOR, topk)
+    per_token, load_rows = hidden // VECTOR, make_load_rows(topk, batch)
+
+    @cuda.jit
+    def permute_tokens(x, inverse_indices, rows, num_rows, num_threads):
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+        thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        row = cuda.local.array(batch, int32)
+        if thread < uint32(num_threads):
+            token = int32(thread // uint32(per_token))
+            column = int32(thread - uint32(token) * uint32(per_token)) * VECTOR
+            a, b, c, d = load_nc_u32x4(x, int64(thread) * VECTOR)
+            for first in range(0, topk, batch):
+                load_rows(inverse_indices, token, first, row)
+                for k in range(batch):
+                    if row[k] >= 0 and row[k] < num_rows:
+                        index = int64(row[k]) * hidden + column
+                        st_global_s32x4(rows, index, int32(a), int32(b), int32(c), int32(d))
+
+    return permute_tokens
 
 
 @cache
 def make_permute_cast_kernel(hidden, topk):
-    """Make the kernel for one ``hidden`` and number of rows per token."""
-    if hidden < 1 or hidden % VECTOR:
-        raise ValueError(f"hidden is {hidden}; it must be a multiple of {VECTOR}")
-    if topk < 1:
-        raise ValueError(f"topk is {topk}; it must be 1 or more")
-    per_token, scales_per_row, batch = (
-        threads_per_token(hidden),
-        -(-hidden // GROUP),
-        -(-topk // -(-topk // _MAX_BATCH)),
-    )
+    """Make the kernel that casts tokens to FP8, for one ``hidden`` and number of rows per token."""
+    batch, per_token = _batch(hidden, CAST_VECTOR, topk), threads_per_token(hidden)
+    scales_per_row, load_rows = -(-hidden // GROUP), make_load_rows(topk, batch)
 
     @cuda.jit(device=True)
     def largest_magnitude(words):
@@ -62,7 +108,7 @@ def make_permute_cast_kernel(hidden, topk):
         griddepcontrol_launch_dependents()
         thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         token = int32(thread // uint32(per_token))
-        column = int32(thread - uint32(token) * uint32(per_token)) * VECTOR
+        column = int32(thread - uint32(token) * uint32(per_token)) * CAST_VECTOR
         inside = thread < uint32(num_threads) and column < hidden
         words, row = cuda.local.array(_WORDS, uint32), cuda.local.array(batch, int32)
         for i in range(_WORDS):
@@ -76,10 +122,7 @@ def make_permute_cast_kernel(hidden, topk):
         a, b, c, d = cast(words, 0, factor), cast(words, 1, factor), cast(words, 2, factor), cast(words, 3, factor)
         if inside:
             for first in range(0, topk, batch):
-                for k in range(batch):
-                    row[k] = int32(-1)
-                    if first + k < topk:
-                        row[k] = inverse_indices[int64(token) * topk + (first + k)]
+                load_rows(inverse_indices, token, first, row)
                 for k in range(batch):
                     if row[k] >= 0 and row[k] < num_rows:
                         st_global_s32x4(values, (int64(row[k]) * hidden + column) >> 2, a, b, c, d)
