@@ -12,7 +12,7 @@ OURS, WITH_ROUTERS = "final", "final, fused routers"
 TOKENS = 1, 16, 64, 4096
 QUICK_TOKENS = (16,)
 BEFORE = f"peer:transformers {DEFAULT}"
-COLUMNS = {BEFORE: "grouped_mm", OURS: "moe_numba", WITH_ROUTERS: "moe_numba, fused routers"}
+COLUMNS = {BEFORE: "grouped_mm", OURS: "moe_numba", WITH_ROUTERS: "and routers"}
 
 
 def measure(peers, quick):
@@ -55,13 +55,14 @@ def readme_table(record):
         ratios = [steps[BEFORE][time]["median"] / steps[steps_shown[-1]][time]["median"] for time in _TIMES]
         cells.append("{} ({})".format(*map(records.format_ratio, ratios)))
         lines.append(f"| {model}, {layers} layers | {tokens} | {' | '.join(cells)} |")
+    version = next((row["version"] for row in record["rows"] if "version" in row), "")
+    provenance = plots.provenance(record)
     text = (
         "Microseconds of a forward pass in a CUDA graph and, in brackets, called eagerly until the GPU has finished. "
+        "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, without context; 4096 "
+        f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default, and the speedup is that of the last "
+        f"column over it. {provenance[0].upper()}{provenance[1:]}."
     )
-    text += "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, without context; "
-    text += f"4096 are a prompt. `{DEFAULT}` is what transformers runs by default; the speedup is that "
-    provenance = plots.provenance(record)
-    text += f"of the last column over it. {provenance[0].upper()}{provenance[1:]}."
     return "\n".join([*lines, "", text])
 
 

@@ -147,6 +147,7 @@ def measure_passes(about, model, tokens):
             kernel=kernels[name],
             pass_us=records.times(passes[name]),
             operation="prefill" if prompt else "decode",
+            version=None if name.startswith(OURS) else transformers.__version__,
         )
         for name in names
     ]
