@@ -98,9 +98,10 @@ TOPICS = (
         "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
     ),
 )
-# {bench topic: what it measures}; the last three belong to no notebook.
+# {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
     "low_latency": "low-latency dispatch and combine, on two GPUs or more",
+    "moe_layer": "the experts of whole MoE layers",
     "models": "models of transformers, before and after one line",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }

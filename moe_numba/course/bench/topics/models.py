@@ -60,8 +60,8 @@ def readme_table(record):
     text = (
         "Microseconds of a forward pass in a CUDA graph and, in brackets, called eagerly until the GPU has finished. "
         "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, without context; 4096 "
-        f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default, and the speedup is that of the last "
-        f"column over it. {provenance[0].upper()}{provenance[1:]}."
+        f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default; the speedup of the last column is "
+        f"over it. {provenance[0].upper()}{provenance[1:]}."
     )
     return "\n".join([*lines, "", text])
 
