@@ -132,6 +132,9 @@ def _headlines():
         where = {"config": config, "size": {"rows": rows}}
         label = f"FP8 grouped GEMM, 32 experts, {rows} rows"
         yield Headline(label, "grouped_gemm", where, others=("torch", "torch, loop"))
+    for tokens in (64, 4096):
+        where = {"config": {"model": "Qwen3-30B-A3B"}, "size": {"tokens": tokens}}
+        yield Headline(f"experts of a Qwen3-30B-A3B layer in bfloat16, {tokens} tokens", "moe_layer", where)
     where = {"config": {"ranks": 4, "num_experts": 256}, "size": {"tokens": 4096}}
     names = {"counts, index_select and NCCL": "torch and NCCL"}
     label = "dispatch with its exchange of counts, 4 GPUs, 4096 tokens each"
