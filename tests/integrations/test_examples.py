@@ -11,7 +11,8 @@ import pytest
 from moe_numba import simulator
 
 ROOT = Path(__file__).parents[2]
-LINES = {"transformers_generation.py": 1, "expert_parallel.py": 2, "cupy_routing.py": 2}  # with a difference from another computation
+# Lines with a relative difference from another computation.
+LINES = {"transformers_generation.py": 1, "expert_parallel.py": 2, "cupy_routing.py": 2}
 
 
 def differences(output):

@@ -128,15 +128,6 @@ def test_tokens_without_experts(fp8, device):
     assert not fused_experts(**given | dict(shared=None)).any()
 
 
-@DTYPES
-def test_position_in_the_batch_does_not_matter(fp8, device):
-    given = make_inputs(33, 2, fp8, device)
-    order = torch.randperm(33, generator=torch.Generator().manual_seed(1)).to(device)
-    moved = given | {name: given[name][order] for name in ("x", "topk_weights", "topk_ids", "shared")}
-    expected = fused_experts(**given)[order]
-    assert torch.equal(fused_experts(**moved), expected) and not torch.equal(fused_experts(**given), expected)
-
-
 def test_int64_ids_in_any_strides(device):
     given = make_inputs(6, 3, False, device, ids_dtype=torch.int64)
     expected = fused_experts(**given)
