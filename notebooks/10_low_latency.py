@@ -16,11 +16,11 @@
 #
 # During decode each rank (GPU) has 1 to 128 tokens per step. The dispatch and combine of notebooks
 # [08](08_ring_buffer_dispatch.ipynb) and [09](09_combine.ipynb) are built for thousands of tokens: rows stream through
-# ring buffers, and the bandwidth of NVLink limits the time. With few tokens almost nothing is sent, and the pair still
-# takes tens of microseconds. This notebook asks where that time goes, and builds a pair without most of it: one kernel
-# each way, no counts, and no wait of the CPU.
+# ring buffers, and the bandwidth of NVLink limits the time. With few tokens almost nothing is sent, but the pair still
+# takes tens of microseconds. This notebook shows where that time goes, and builds a pair of kernels that avoids most of
+# it: one launch for each direction, no counts, and no wait of the CPU.
 #
-# You need notebooks 08 and 09 for dispatch, combine and ranks, and [notebook 00](00_start_here.ipynb) for the simulator.
+# Notebooks 08 and 09 explain ranks, dispatch and combine, [notebook 00](00_start_here.ipynb) the simulator.
 
 # %%
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
@@ -71,34 +71,40 @@ def times_of(record, step, ranks, dtype="bf16", **more):
 
 
 def listed(times):
-    """Format times for `say`, which needs None if there are none."""
-    return " / ".join(map(records.format_us, times.values())) or None
+    """Format the times of several numbers of tokens."""
+    return " / ".join(map(records.format_us, times.values()))
 
 
 say(
     "**Question.** Dispatch and combine through ring buffers together take {normal} us for 1 / 8 / 32 / 128 tokens per "
     "rank (2 GPUs, hidden 7168, top-8 of 256 experts, in a CUDA graph; recorded on {gpu}). At the 450 GB/s of NVLink "
     "the bytes of one token take {wire_us:.2f} us each way. Where does the rest go?",
-    normal=listed(times_of(NORMAL, "final, graph", 2, operation="dispatch and combine")),
+    normal=listed(times_of(NORMAL, "final, graph", 2, operation="dispatch and combine")) or None,
     gpu=NORMAL and NORMAL["gpu"],
     wire_us=model.bytes_each_way(2, 1) / 450e3,
 )
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-say(
-    "**Result.** The package's low-latency pair takes {slots} us for as many tokens, and {packed} us if it packs rows by "
-    "expert: one rank alone on {gpu}, so that no row crosses NVLink. Section 8 says what this measurement contains.",
-    slots=listed(times_of(PAIR, "in slots", 1)),
-    packed=listed(times_of(PAIR, "final", 1)),
-    gpu=PAIR and PAIR["gpu"],
+ALONE = {step: times_of(PAIR, step, 1) for step in ("in slots", "final")}
+NO_RECORD = (
+    "there is no record `low_latency` of one rank yet; `python -m moe_numba bench low_latency` makes it on a GPU."
+)
+Markdown(
+    "**Result.** "
+    + (
+        f"One rank alone on {PAIR['gpu']} takes {listed(ALONE['in slots'])} us for as many tokens, and "
+        f"{listed(ALONE['final'])} us if rows are packed by expert. No row crosses NVLink in this measurement (section 9)."
+        if all(ALONE.values())
+        else f"In times {NO_RECORD}"
+    )
 )
 
 # %% [markdown]
 # ## 1. A chain of dependent latencies
 #
-# With one token nothing overlaps: every operation waits for the one before it. The table lists latencies that
-# were measured before the kernels of this notebook were written. The programs that measured them, in CUDA C++, are not
-# part of the repository; only the lines that name a record can be measured again with it.
+# With one token nothing overlaps: every operation waits for the one before it. The table lists latencies that were
+# measured before the kernels of this notebook were written. The CUDA C++ programs that measured them are not part of
+# the repository. Only the lines that name a record can be measured again with the repository.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 LAUNCH_US, LOAD_US = model.TWO_DEPENDENT_KERNELS_US / 2, 0.15
@@ -133,10 +139,11 @@ for name, kind, us in 2 * (
 ):
     bound.append((name, kind, BOUND_US, BOUND_US + us))
     BOUND_US += us
+prototype = [("prototype, CUDA C++", "kernel", 0, model.PROTOTYPE_US["data as its own flag"][1])]
 draw.latency_chain(
-    {"ring buffers": normal, "lower bound": bound},
+    {"ring buffers": normal, "steps 2 and 3": prototype, "lower bound": bound},
     "Dispatch and combine of one token on two H200s",
-    f"ring buffers: {H200S}, not a record; dispatch starts before notify ends (programmatic dependent launch)",
+    f"Kernels: measured on {H200S}, not a record. Dispatch starts before notify ends.",
 )
 
 # %% [markdown]
@@ -145,11 +152,11 @@ draw.latency_chain(
 # - **notify** exchanges counts, because a receiver must know how many rows come and where they go. Each rank stores its
 #   counts in the memory of all others, executes a system-scope fence, stores a flag, and waits for the others' flags.
 # - **dispatch** moves a row in six dependent operations: a bulk load into shared memory, a bulk store into the peer's
-#   ring, a fence and the store of the ring's tail, the receiver's poll, a bulk load, a bulk store into the output.
+#   ring, a fence and the store of the ring's tail, the receiver's poll, a bulk load, and a bulk store into the output.
 # - **combine** does the same in the other direction.
 #
-# The **lower bound** contains what no such pair avoids. For each direction these are a launch, a load (the experts of the
-# token, or the number of the operation), and one way over NVLink.
+# The **lower bound** contains what no such pair avoids: for each direction a launch, a load (the experts of the token),
+# and one way over NVLink.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
@@ -201,11 +208,11 @@ def check(inputs, outputs):
 
 
 # %% [markdown]
-# The step kernels have no timeout, and a wrong one may wait for ever. They therefore run in the simulator on every
-# computer, with two **virtual ranks** (`LocalGroup(2)`). `first_error` runs four rounds of random inputs under six seeds.
-# A seed determines the order of all threads. Memory is **weak**: a store becomes visible late, and in any order, unless a
-# fence or a release orders it. All rounds are queued at once, so a rank runs ahead of the other as far as the kernels
-# let it. Outputs are filled with NaN first.
+# The kernels of the steps have no timeouts, so a wrong one may wait for ever. They run in the simulator on every computer,
+# with two **virtual ranks** (`LocalGroup(2)`), and are checked, but not timed. `first_error` runs four rounds of random
+# inputs under each of six seeds, which determine the order of the threads. Memory is **weak**: a store becomes visible
+# late, and in any order, unless a fence or a release orders it. All rounds are queued at once, so a rank runs as far ahead
+# of the other as the kernels permit. Outputs are filled with NaN first.
 
 
 # %%
@@ -238,21 +245,23 @@ ladder = Ladder("low_latency_ladder", lambda error: error, untimed="virtual rank
 # %% [markdown]
 # ## 3. Step 1: fixed slots, flags after data
 #
-# **Bottleneck.** The counts: `notify` takes a round of stores, fence, flag and poll before the first row may leave.
+# **Bottleneck.** The counts and the rings: no row leaves before `notify` has ended, and a row passes through a ring.
 #
-# **Idea.** A token's slot is fixed, so its address depends on nothing but its rank and its number. Nothing is counted.
-# One CTA sends and receives the tokens of one number:
+# **Idea.** The address of a slot depends only on the rank and the number of the token. Nothing must be counted, and a
+# sender needs no answer. CTA `t` sends token `t` of its rank and receives token `t` of every rank:
 #
-# - It stores the row directly to the slot on each rank that has one of the experts.
-# - After a barrier and a system-scope fence it stores a **flag** to *all* ranks: twice the number of the operation, plus 1 if
-#   a row comes. So each rank learns for every slot whether to wait for a row.
-# - It polls the flags of its token number from all ranks, and copies the rows to the output.
+# - It stores the row directly in the slot on each rank that has one of the token's experts.
+# - After a barrier and a system-scope fence it stores a **flag** on *all* ranks: twice the number of the operation, plus 1
+#   if the slot has a row. A rank thus knows for every slot whether a row comes.
+# - It polls the flags of token `t` from all ranks, and copies the rows to the output.
 #
-# A CUDA graph passes the same arguments in each replay, so the kernel counts the operations itself, in `epochs`. As flags
-# contain this number, no flag is ever cleared. Slots have two **halves**, which operations use alternately: a rank in
-# operation n + 1 does not overwrite rows that another rank still reads in operation n. It cannot be two ahead, because it
-# waits for the flags of operation n + 1 from all ranks. All CTAs must be resident at the same time, because they wait for
-# one another across ranks.
+# A CUDA graph passes the same arguments in each replay, so every CTA counts the operations itself, in `epochs`. Flags
+# contain this number, so they are never cleared. Slots have two **halves**, which operations use alternately: a rank in
+# operation n + 1 does not overwrite rows that another rank still reads in operation n. A rank cannot be two operations
+# ahead, because operation n + 1 ends only with the flags of all ranks, which they store after their operation n. All CTAs
+# must be resident at the same time, because they wait for CTAs of other ranks.
+#
+# **Predicted gain.** A dispatch and a combine with this protocol take two launches, two loads and two ways with a fence.
 
 
 # %%
@@ -312,20 +321,28 @@ def make_flags(sizes):
 ladder.step("flags after data", lambda: try_kernel(make_flags))
 
 # %% [markdown]
-# `local` is this rank's memory, `peers` has the addresses of all ranks' memory. The memory is small if tokens are few:
+# `local` is the memory of this rank, `peers` has the addresses of that of all ranks. `sizes.metadata_words` is where the
+# rows begin, behind the flags.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+PROTOTYPE_US = {protocol: times[1] for protocol, times in model.PROTOTYPE_US.items()}
+FLAGS_US, SAVED_US = (
+    PROTOTYPE_US["flags after data"],
+    model.NORMAL_PAIR_US - 2 * (LAUNCH_US + LOAD_US + model.FENCED_WAY_US),
+)
 say(
-    "8 ranks x 128 tokens x 14336 bytes x 2 halves are {mb:.0f} MB on each rank. By the latencies of section 1, "
-    "this dispatch takes at least launch + load + fenced way = {us:.2f} us; notify and dispatch took {both:.1f} us.",
+    "**Measured.** 1 token, a prototype of dispatch and combine in CUDA C++ on the two H200s of section 1: {judgement}. The "
+    "prediction leaves out further loads of local memory, each of which waits for the one before: the number of the "
+    "operation, the row, and on the other side the row again. Slots need memory for the worst case: 8 ranks x 128 tokens x "
+    "14336 bytes x 2 halves are {mb:.0f} MB on each rank.",
+    judgement=Judgement(model.NORMAL_PAIR_US, FLAGS_US, SAVED_US),
     mb=8 * 128 * 14336 * 2 / 1e6,
-    us=LAUNCH_US + LOAD_US + model.FENCED_WAY_US,
-    both=combine_begins,
 )
 
 # %% [markdown]
-# The player shows two operations of a simulated run, with one vector per row: the slots of both ranks, their flags above
-# and their rows below. Blue: stored in this frame. Orange: a row without its flag. Green: it may be read.
+# The player shows two operations of a simulated run, with rows of 16 bytes: the slots of both ranks, with the flag above
+# and the row below. `1:0` is token 0 of rank 1. Blue: stored in this frame. Orange: a row whose flag is missing. Green: a
+# row that may be read.
 
 
 # %%
@@ -344,8 +361,8 @@ player = Player.from_dict(in_simulator(play, "make_flags", source_of(make_flags)
 player
 
 # %% [markdown]
-# Three moments, for viewers that run no scripts: the first flag, the first flag of a row, and rank 1 in operation 2 while
-# rank 0 still has a row of operation 1 to read, which lies in the other half.
+# Three frames, for viewers that run no scripts: the first flag, the first flag of a row, and a store of rank 1 in operation
+# 2 while rank 0 still has to read a row of operation 1. The two rows are in different halves.
 
 
 # %%
@@ -360,27 +377,27 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 # %% [markdown]
 # ## 4. Step 2: the data is its own flag
 #
-# **Bottleneck.** The fence. The sender waits until its row has been performed in the peer's memory, and only then sends the
-# flag: two trips one after the other instead of one.
+# **Bottleneck.** The fence. It completes when the row has been stored in the memory of the peer, and only then the flag
+# leaves. Both trips over NVLink are part of the latency.
 #
-# **Idea.** The receiver polls the row itself. TensorRT-LLM calls this protocol "Lamport"; its all-reduce uses it.
+# **Idea.** The receiver polls the row itself. TensorRT-LLM, whose all-reduce uses this protocol, calls it "Lamport".
 #
-# - Empty slots hold a **sentinel**, `0xFFFFFFFF`, in every word. A 16-byte vector has arrived when *none* of its four
-#   words is the sentinel: PTX treats a vector access as four accesses in no order.
-# - `clean` replaces words of the payload that equal the sentinel. These are two bfloat16 NaNs, and stay NaNs.
-# - After reading, the receiver stores the sentinel again, for the operation after the next. A sender writes to this half
-#   again in operation n + 2. By then it has received the metadata of operation n + 1 from the receiver, whose kernel n has
-#   ended, and with it its resets.
+# - Every word of an empty slot holds a **sentinel**, `0xFFFFFFFF`. A 16-byte vector has arrived when *none* of its four
+#   words is the sentinel, because PTX treats a vector access as four accesses in no order.
+# - `clean` replaces words of a row that equal the sentinel. Such a word is two bfloat16 NaNs, and remains two NaNs.
+# - After reading, the receiver **resets** the slot to the sentinel, for operation n + 2, which uses the same half. A
+#   sender of operation n + 2 has received the receiver's metadata of operation n + 1. At that time the receiver's kernel of
+#   operation n had ended, with all its resets.
 # - The word that says whether a row comes is now **metadata**. It contains the number of the operation, so it is its own
-#   flag as well. No store is ordered after another one, so all are relaxed, and the fence and the barrier vanish.
+#   flag. No store must come after another one: all are relaxed, without fence and barrier.
 #
-# **Predicted gain.** The difference between a way with a fence and one without, in dispatch and in combine.
+# **Predicted gain.** Twice the difference between a way with a fence and one without: in dispatch and in combine.
 
 
 # %%
 @cuda.jit(device=True)
 def wait_vector(local, offset):
-    a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))  # `copied` is for the compiler
+    a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))  # `copied` works around a bug of the compiler
     while not has_arrived(a, b, c, d):
         a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))
     return a, b, c, d
@@ -430,12 +447,12 @@ change(make_flags, make_lamport)
 
 # %%
 ladder.step("data as its own flag", lambda: try_kernel(make_lamport))
-PROTOTYPE_US = [times[1] for times in model.PROTOTYPE_US.values()]
-print("1 token, prototype:", Judgement(*PROTOTYPE_US, 2 * (model.FENCED_WAY_US - model.ONE_WAY_US)))
+GAIN_US = 2 * (model.FENCED_WAY_US - model.ONE_WAY_US)
+print("1 token, prototypes of both protocols:", Judgement(*PROTOTYPE_US.values(), GAIN_US))
 
 # %% [markdown]
-# The measured change is that of a prototype of both protocols in CUDA C++, on the two H200s of section 1. The player shows
-# the same two operations. Nothing is orange: a row may be read as soon as it is stored. Whoever reads it leaves the sentinel.
+# The player shows the same two operations as before. Nothing is orange, because a row may be read as soon as it is stored.
+# The receiver stores the sentinel after reading.
 
 # %%
 player = Player.from_dict(in_simulator(play, "make_lamport", source_of(make_lamport), True, functions=[make_lamport]))
@@ -514,18 +531,18 @@ def make_combine(sizes):
 ladder.step("with combine", lambda: try_kernel(make_lamport, combine="make_combine"))
 
 # %% [markdown]
-# The check compares bits. Here every dispatch is followed by a combine, and the metadata of the next dispatch keeps the ranks
-# within one operation of each other. The package's combine also works on its own, with a handle that is used again; its
-# ranks post to each other that they have started.
+# The check compares bits. In these rounds every dispatch is followed by a combine, and the metadata of the next dispatch
+# keeps the ranks within one operation of each other. In the package a combine may also follow a combine; there every rank
+# posts to all others that it has started, and waits for them.
 #
 # ## 6. Step 4: packed by expert
 #
-# **Bottleneck.** The grouped GEMM of [notebook 06](06_grouped_gemm.ipynb) needs the rows of an expert one after the
-# other. Its **masked** layout is `[local experts, capacity, hidden]` with a count for each expert that stays on the GPU.
+# **Bottleneck.** The grouped GEMM ([notebook 06](06_grouped_gemm.ipynb)) reads the rows of each expert one after the
+# other. Its **masked** layout is `[local experts, capacity, hidden]`, with the number of rows of each expert on the GPU.
 #
-# **Idea.** The place of a row is the number of earlier slots that have the same expert. Metadata now names the experts, one
-# word for each of the top-k. Every CTA collects the metadata of all slots in shared memory and counts; no CTA needs
-# another one's result. Rows of an expert are ordered by source rank, then by token, in every run.
+# **Idea.** The place of a row is the number of earlier slots with the same expert. Metadata now names the experts, in one
+# word for each of the top-k. Every CTA collects the metadata of all slots in shared memory and counts, so that no CTA needs
+# results of another one. Rows of an expert are ordered by source rank, then by token, in every run.
 
 # %%
 EXAMPLE_IDS = [[[0, 1], [2, 0], [3, 2], [1, 3]], [[2, 3], [0, 3], [1, 2], [0, 1]]]  # 2 experts on each of 2 ranks
@@ -595,9 +612,9 @@ change(make_lamport, make_packed)
 ladder.step("packed by expert", lambda: try_kernel(make_packed, packed=True))
 
 # %% [markdown]
-# Packing costs latency: a CTA places its first row when the metadata of all earlier slots has arrived. The combine
-# of packed rows does more as well. Each rank first sums the rows of its own experts, times their weights, in float32 and rounds
-# to bfloat16, so that one row per rank and token travels. The source sums these rows as in step 3.
+# Packing adds latency: no CTA places a row before the metadata of all slots has arrived. The combine of packed rows also
+# does more than that of step 3. Each rank first sums the rows of its own experts, times their weights, in float32, and
+# rounds to bfloat16, so that one row per rank and token is sent. The source sums these rows as in step 3.
 #
 # **Exercise 2.** Compute the places in torch. `experts` is `[slots, topk]`, with local experts, or -1 for experts on other
 # ranks. Return a tensor of the same shape with the number of earlier elements that are equal, or -1.
@@ -609,8 +626,8 @@ exercise("low_latency-2").check(place_rows)
 # %% [markdown]
 # ## 7. Wrong kernels
 #
-# Each of these mistakes leaves a kernel that is right most of the time on a GPU, where ranks are rarely one operation apart
-# and stores usually arrive in order. Each replaces one passage of a dispatch; the check must reject it.
+# A run on a GPU may not show the following mistakes: ranks must be an operation apart, or stores must become visible out of
+# order. Each mistake replaces one passage of a dispatch, and the check must reject it in the simulator.
 
 # %%
 RESET = (
@@ -629,22 +646,23 @@ for name, (make, right, wrong) in MISTAKES.items():
 assert all("refused" in row for row in ladder.rows[-len(MISTAKES) :])
 
 # %% [markdown]
-# - **One half.** A rank that is one operation ahead overwrites rows that the other has not read. With flags the rows are
-#   wrong. With data as its own flag the reader also resets the newer row, and both ranks wait for ever.
-# - **Sentinel not reset.** Two operations later the poll ends at once, with the old row.
-# - **A flag before its data.** Without the fence the flag may become visible before the row; without the barrier, before
-#   other lanes have even stored theirs.
+# - **One half** is reused too early: a rank that is one operation ahead overwrites rows that the other has not read. With
+#   flags, rows are wrong. With data as its own flag the receiver also resets newer rows, and the ranks wait for ever.
+# - **Sentinel not reset**: two operations later the poll ends at once, with the old row.
+# - **A flag before its data**: without the fence the flag may become visible before the row. Without the barrier, lane 0
+#   may store the flag before other lanes have stored their parts of the row.
 #
 # ## 8. The package
 #
-# The package's kernels (`low_latency_dispatch.py`, `low_latency_combine.py`) follow steps 1 to 4 and add what a server needs:
+# The package's kernels follow steps 1 to 4 and add what a server needs:
 #
-# - Every wait has a timeout. A rank that is late or dead is marked in a mask, its tokens become NaN, and with
-#   `enable_shrink` the others go on without it.
-# - Several CTAs share a row if tokens are few. Metadata has two experts per word and the low bits of the operation's number.
-# - FP8 rows with scales are quantised inside dispatch. Top-k weights are applied in combine.
-# - `return_recv_hook` splits a call into its send and receive phases; between them no SM is in use.
-# - Both protocols exist: `protocol="lamport"` (the default) and `"flags"`.
+# - Every wait has a timeout. A rank that is late or dead is marked in a mask, and tokens with experts on it become NaN. The
+#   next call raises an error, or with `enable_shrink` the other ranks continue without it.
+# - If tokens are few, several CTAs share a row. A word of metadata has two experts and the low bits of the operation's
+#   number.
+# - Dispatch can quantise rows to FP8, with scales. Combine applies the top-k weights of packed rows.
+# - `return_recv_hook` splits a call into a send phase and a receive phase; no SM is in use between the two.
+# - `protocol="lamport"`, data as its own flag, is the default; `"flags"` is the protocol of step 1.
 #
 # `Buffer.low_latency_dispatch` and `low_latency_combine` have DeepEP's names and arguments. `Buffer.low_latency` prepares a
 # pair with fixed outputs, which a CUDA graph can capture. The next cell runs both, on two virtual ranks:
@@ -688,7 +706,7 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
     print(f"rank {rank}: right, the same bits twice; it received {sum(counts)} rows for {len(counts)} experts")
 
 # %% [markdown]
-# In a CUDA graph, and with FP8, as a server uses them:
+# As a server uses them, in a CUDA graph or with FP8:
 #
 # ```python
 # with torch.cuda.graph(graph):  # after one call outside of it
@@ -706,9 +724,10 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
 #
 # ### One rank alone
 #
-# `python -m moe_numba bench low_latency` measures the pair in a CUDA graph. With one GPU it has one rank, with the 128
-# experts of one rank of two: launches, loads, fences, polls and packing are those of the pair, but rows go to the rank's own
-# slots, and no store crosses NVLink.
+# `python -m moe_numba bench low_latency` measures the pair in a CUDA graph. On one GPU it measures one rank with 128
+# experts, as many as each of two ranks has. Launches, loads, fences and polls are those of several ranks, but the rank sends
+# all rows to its own slots: no store crosses NVLink. All 8 experts of a token are on this rank, so packing writes 8
+# rows per token, where each of two ranks writes 4 on average.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 KINDS = {
@@ -718,33 +737,26 @@ KINDS = {
     "packed, flags": ("flags", "bf16"),
     "packed, FP8 dispatch": ("final", "e4m3"),
 }
-ALONE = {name: found for name, key in KINDS.items() if (found := times_of(PAIR, key[0], 1, key[1]))}
-if ALONE:
-    title = "One rank alone: dispatch and combine, hidden 7168, top-8 of 128 experts"
-    shown = plots.sweep_figure(ALONE, caption=plots.caption(PAIR), title=title)
-else:
-    shown = Markdown(
-        "*(There is no record of one rank yet; `python -m moe_numba bench low_latency` measures it on a GPU.)*"
-    )
-shown
+ALONE = {name: found for name, (step, dtype) in KINDS.items() if (found := times_of(PAIR, step, 1, dtype))}
+TITLE = "One rank alone: dispatch and combine, hidden 7168, top-8 of 128 experts"
+plots.sweep_figure(ALONE, caption=plots.caption(PAIR), title=TITLE) if ALONE else Markdown(f"*No times: {NO_RECORD}*")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-ONE = {name: times.get(1) for name, times in ALONE.items()}
-say(
-    "With 1 token, data as its own flag instead of flags: {gain}. (The prediction is that of step 2, for two GPUs.) Packing "
-    "adds {packing:.1f} us, and FP8 dispatch changes the packed pair by {fp8:+.1f} us.",
-    gain=ALONE
-    and Judgement(ONE["in slots, flags"], ONE["in slots"], 2 * (model.FENCED_WAY_US - model.ONE_WAY_US))
-    or None,
-    packing=ALONE and ONE["packed by expert"] - ONE["in slots"] or None,
-    fp8=ALONE and ONE["packed, FP8 dispatch"] - ONE["packed by expert"] or None,
-)
+text = f"*No times: {NO_RECORD}*"
+if len(ALONE) == len(KINDS):
+    slots, flags, packed, _, fp8 = (times[1] for times in ALONE.values())
+    text = (
+        f"With 1 token, data as its own flag instead of flags, in slots: {Judgement(flags, slots, GAIN_US)}. The prediction "
+        f"is that of step 2, for two GPUs. Packing by expert takes {packed - slots:.1f} us more, with FP8 dispatch "
+        f"{fp8 - slots:.1f} us more."
+    )
+Markdown(text)
 
 # %% [markdown]
 # ### Several GPUs: a model
 #
-# The model has a constant for all latencies of a pair, and the bytes that a rank sends each way at the bandwidth that the
-# prototype reached. The columns for 4 and 8 GPUs are predictions: nothing was measured on so many.
+# The model adds a constant, for all latencies of a pair, and the time of the bytes that a rank sends in each direction.
+# The columns of the model are predictions; none of them was measured.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 PROTOTYPE = model.PROTOTYPE_US["data as its own flag"]
@@ -754,9 +766,9 @@ table = [
     for tokens in TOKEN_COUNTS
 ]
 Markdown(
-    f"Model: {model.MODEL_US} us + bytes / {model.MODEL_GBPS} GB/s each way, in microseconds. It deviates by at most "
-    f"{100 * ERROR:.0f} % from the prototype.\n\n"
-    "| tokens | prototype in CUDA C++, in slots, 2 GPUs | model, 2 GPUs | model, 4 GPUs | model, 8 GPUs |\n"
+    f"Model: {model.MODEL_US} us + bytes / {model.MODEL_GBPS} GB/s in each direction. Its largest deviation from the "
+    f"prototype, at {min(PROTOTYPE)} to {max(PROTOTYPE)} tokens, is {100 * ERROR:.0f} %. Microseconds, bfloat16 rows in "
+    "slots:\n\n| tokens | prototype in CUDA C++, 2 GPUs | model, 2 GPUs | model, 4 GPUs | model, 8 GPUs |\n"
     "|---:|---:|---:|---:|---:|\n" + "\n".join(table)
 )
 
@@ -764,13 +776,13 @@ Markdown(
 GROUPS = sorted({row["config"]["ranks"] for row in PAIR["rows"]} - {1}) if PAIR else []
 Markdown(
     "\n".join(f"- {n} GPUs, recorded: {listed(times_of(PAIR, 'in slots', n))} us in slots." for n in GROUPS)
-    or "**These kernels have not been measured on two or more GPUs yet.** What is known of several GPUs is the prototype, "
-    "which has neither timeouts nor packing, and the model."
+    or "**The kernels of the package have not been measured on two or more GPUs yet.** Only the prototype has been, which "
+    "has neither timeouts nor packing."
 )
 
 # %% [markdown]
-# **Exercise 3.** On two GPUs, let every token go to the other rank (hidden 7168, bfloat16). For how many tokens per rank do
-# the bytes of dispatch and combine together take as long as the model's constant?
+# **Exercise 3.** On two GPUs every token goes to the other rank (hidden 7168, bfloat16). With how many tokens per rank do
+# the bytes of dispatch and combine together take as long as the constant of the model?
 
 # %%
 tokens = ...

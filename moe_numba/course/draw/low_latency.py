@@ -1,5 +1,6 @@
 """Figures of low-latency dispatch and combine: chains of latencies, frames of slots from traces, rows by expert."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib
@@ -23,8 +24,8 @@ def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]],
     Parameters
     ----------
     chains : dict
-        Label -> (name, kind, start, end) in microseconds. The kind is "kernel", "launch", "link" or "memory". Spans
-        that overlap the one before are drawn below it.
+        Label -> (name, kind, start, end) in microseconds. The kind is "kernel", "launch", "link" or "memory". A span
+        that overlaps the one before is drawn on another line, and so are those after it.
     title, caption : str
 
     Returns
@@ -37,17 +38,18 @@ def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]],
         axes = figure.add_axes((0.17, 0.8 / height, 0.81, 1 - 1.25 / height))
         last = max(span[3] for spans in chains.values() for span in spans)
         for line, spans in enumerate(chains.values()):
-            before, lower = 0.0, False
+            overlap = any(span[2] < before[3] - 1e-9 for before, span in itertools.pairwise(spans))
+            y, before = line - 0.2 * overlap, 0.0
             for name, kind, start, end in spans:
-                lower = start < before - 1e-9 and not lower
-                y = line + (0.2 if lower else -0.2)
+                if start < before - 1e-9:
+                    y = 2 * line - y  # the other one of two lines
                 bar = axes.barh(y, end - start, left=start, height=0.36, color=_KINDS[kind], edgecolor="white")
                 bar[0].set_label("span")
                 if end - start > 0.011 * last * (len(name) + 2):
                     colour = ink_on(_KINDS[kind])
                     axes.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5, color=colour)
                 before = end
-            axes.text(before + 0.01 * last, line - 0.2, f"{before:.1f} µs", va="center", fontsize=8.5, color=INK)
+            axes.text(before + 0.01 * last, y, f"{before:.1f} µs", va="center", fontsize=8.5, color=INK)
         axes.set_yticks(range(len(chains)), list(chains), color=INK)
         axes.set_ylim(len(chains) - 0.4, -0.6)
         axes.set_xlim(0, 1.1 * last)
