@@ -18,7 +18,7 @@
 # [08](08_ring_buffer_dispatch.ipynb) and [09](09_combine.ipynb) are built for thousands of tokens: rows stream through
 # ring buffers, and the bandwidth of NVLink limits the time. With few tokens almost nothing is sent, but the pair still
 # takes tens of microseconds. This notebook shows where that time goes, and builds a pair of kernels that avoids most of
-# it: one launch for each direction, no counts, and no wait of the CPU.
+# it: one launch for each direction, no counts, and no wait on the CPU.
 #
 # Notebooks 08 and 09 explain ranks, dispatch and combine, [notebook 00](00_start_here.ipynb) the simulator.
 
@@ -87,17 +87,16 @@ say(
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ALONE = {step: times_of(PAIR, step, 1) for step in ("in slots", "final")}
 NO_RECORD = (
-    "there is no record `low_latency` of one rank yet; `python -m moe_numba bench low_latency` makes it on a GPU."
+    "There is no record `low_latency` of one rank yet; `python -m moe_numba bench low_latency` makes it on a GPU."
 )
-Markdown(
-    "**Result.** "
-    + (
+text = NO_RECORD
+if all(ALONE.values()):
+    text = (
         f"One rank alone on {PAIR['gpu']} takes {listed(ALONE['in slots'])} us for as many tokens, and "
-        f"{listed(ALONE['final'])} us if rows are packed by expert. No row crosses NVLink in this measurement (section 9)."
-        if all(ALONE.values())
-        else f"In times {NO_RECORD}"
+        f"{listed(ALONE['final'])} us if rows are packed by expert. In this measurement no row crosses NVLink; section 9 "
+        "says what it contains."
     )
-)
+Markdown(f"**Result.** {text}")
 
 # %% [markdown]
 # ## 1. A chain of dependent latencies
@@ -169,10 +168,10 @@ say(
 # %% [markdown]
 # ## 2. The reference
 #
-# Each rank has the same number of consecutive experts. Its memory has a **slot** for every token of every rank,
-# `[source rank, token]`. Dispatch copies the row of a token to its slot on each rank that has one of the token's experts.
-# These ranks compute one result row per slot. Combine sums the results of a token in rank order, in float32, and
-# rounds once to bfloat16, so that the bits do not depend on which row arrives first.
+# Each rank has the same number of consecutive experts, and its memory has a **slot** for every token of every rank,
+# `[source rank, token]`. Dispatch copies the row of a token to its slot on each rank that has one of the token's
+# experts. These ranks compute one result row per slot. Combine sums the results of a token in rank order, in float32,
+# and rounds once to bfloat16, so that the bits do not depend on which row arrives first.
 
 # %%
 RANKS, TOKENS, HIDDEN, TOPK, LOCAL_EXPERTS = 2, 4, 64, 2, 2  # of the step kernels; tokens and experts are per rank
@@ -208,11 +207,11 @@ def check(inputs, outputs):
 
 
 # %% [markdown]
-# The kernels of the steps have no timeouts, so a wrong one may wait for ever. They run in the simulator on every computer,
+# The kernels of the steps have no timeouts, so a wrong one may never end. They run in the simulator on every computer,
 # with two **virtual ranks** (`LocalGroup(2)`), and are checked, but not timed. `first_error` runs four rounds of random
 # inputs under each of six seeds, which determine the order of the threads. Memory is **weak**: a store becomes visible
-# late, and in any order, unless a fence or a release orders it. All rounds are queued at once, so a rank runs as far ahead
-# of the other as the kernels permit. Outputs are filled with NaN first.
+# late, and in any order, unless a fence or a release orders it. All rounds are queued at once, so a rank runs as far
+# ahead of the other as the kernels permit. Outputs are filled with NaN first.
 
 
 # %%
@@ -245,23 +244,25 @@ ladder = Ladder("low_latency_ladder", lambda error: error, untimed="virtual rank
 # %% [markdown]
 # ## 3. Step 1: fixed slots, flags after data
 #
-# **Bottleneck.** The counts and the rings: no row leaves before `notify` has ended, and a row passes through a ring.
+# **Bottleneck.** The counts and the rings: no row leaves before `notify` has ended, and each row passes through shared
+# memory and a ring.
 #
 # **Idea.** The address of a slot depends only on the rank and the number of the token. Nothing must be counted, and a
 # sender needs no answer. CTA `t` sends token `t` of its rank and receives token `t` of every rank:
 #
 # - It stores the row directly in the slot on each rank that has one of the token's experts.
-# - After a barrier and a system-scope fence it stores a **flag** on *all* ranks: twice the number of the operation, plus 1
-#   if the slot has a row. A rank thus knows for every slot whether a row comes.
+# - After a barrier and a system-scope fence it stores a **flag** on *all* ranks: twice the number of the operation,
+#   plus 1 if the slot has a row. A rank thus knows for every slot whether a row comes.
 # - It polls the flags of token `t` from all ranks, and copies the rows to the output.
 #
 # A CUDA graph passes the same arguments in each replay, so every CTA counts the operations itself, in `epochs`. Flags
 # contain this number, so they are never cleared. Slots have two **halves**, which operations use alternately: a rank in
 # operation n + 1 does not overwrite rows that another rank still reads in operation n. A rank cannot be two operations
-# ahead, because operation n + 1 ends only with the flags of all ranks, which they store after their operation n. All CTAs
-# must be resident at the same time, because they wait for CTAs of other ranks.
+# ahead, because operation n + 1 ends only with the flags of all ranks, which they store after their operation n. All
+# CTAs must be resident at the same time, because they wait for CTAs of other ranks.
 #
-# **Predicted gain.** A dispatch and a combine with this protocol take two launches, two loads and two ways with a fence.
+# **Predicted gain.** A dispatch and a combine with this protocol take two launches, two loads, and two ways with
+# fences.
 
 
 # %%
@@ -321,8 +322,8 @@ def make_flags(sizes):
 ladder.step("flags after data", lambda: try_kernel(make_flags))
 
 # %% [markdown]
-# `local` is the memory of this rank, `peers` has the addresses of that of all ranks. `sizes.metadata_words` is where the
-# rows begin, behind the flags.
+# `local` is the memory of this rank, `peers` has the addresses of that of all ranks. `sizes.metadata_words` is where
+# the rows begin, behind the flags.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 PROTOTYPE_US = {protocol: times[1] for protocol, times in model.PROTOTYPE_US.items()}
@@ -331,18 +332,18 @@ FLAGS_US, SAVED_US = (
     model.NORMAL_PAIR_US - 2 * (LAUNCH_US + LOAD_US + model.FENCED_WAY_US),
 )
 say(
-    "**Measured.** 1 token, a prototype of dispatch and combine in CUDA C++ on the two H200s of section 1: {judgement}. The "
-    "prediction leaves out further loads of local memory, each of which waits for the one before: the number of the "
-    "operation, the row, and on the other side the row again. Slots need memory for the worst case: 8 ranks x 128 tokens x "
-    "14336 bytes x 2 halves are {mb:.0f} MB on each rank.",
+    "**Measured.** 1 token, a prototype of dispatch and combine in CUDA C++ on the two H200s of section 1: {judgement}. "
+    "The prediction leaves out further loads from local memory, each of which waits for the one before: the number of the "
+    "operation, the row, and at the receiver the row again. Slots need memory for the worst case: 8 ranks x 128 tokens "
+    "x 14336 bytes x 2 halves are {mb:.0f} MB on each rank.",
     judgement=Judgement(model.NORMAL_PAIR_US, FLAGS_US, SAVED_US),
     mb=8 * 128 * 14336 * 2 / 1e6,
 )
 
 # %% [markdown]
-# The player shows two operations of a simulated run, with rows of 16 bytes: the slots of both ranks, with the flag above
-# and the row below. `1:0` is token 0 of rank 1. Blue: stored in this frame. Orange: a row whose flag is missing. Green: a
-# row that may be read.
+# The player shows two operations of a simulated run, with rows of 16 bytes: the slots of both ranks, with the flag
+# above and the row below. `1:0` is token 0 of rank 1. Blue: stored in this frame. Orange: a row whose flag is missing.
+# Green: a row that may be read.
 
 
 # %%
@@ -361,8 +362,8 @@ player = Player.from_dict(in_simulator(play, "make_flags", source_of(make_flags)
 player
 
 # %% [markdown]
-# Three frames, for viewers that run no scripts: the first flag, the first flag of a row, and a store of rank 1 in operation
-# 2 while rank 0 still has to read a row of operation 1. The two rows are in different halves.
+# Three frames, for viewers that run no scripts: the first flag, the first flag of a row, and a store of rank 1 in
+# operation 2 while rank 0 still has to read a row of operation 1. The two rows are in different halves.
 
 
 # %%
@@ -386,10 +387,10 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 #   words is the sentinel, because PTX treats a vector access as four accesses in no order.
 # - `clean` replaces words of a row that equal the sentinel. Such a word is two bfloat16 NaNs, and remains two NaNs.
 # - After reading, the receiver **resets** the slot to the sentinel, for operation n + 2, which uses the same half. A
-#   sender of operation n + 2 has received the receiver's metadata of operation n + 1. At that time the receiver's kernel of
-#   operation n had ended, with all its resets.
-# - The word that says whether a row comes is now **metadata**. It contains the number of the operation, so it is its own
-#   flag. No store must come after another one: all are relaxed, without fence and barrier.
+#   sender of operation n + 2 has received the receiver's metadata of operation n + 1. At that time the receiver's
+#   kernel of operation n had ended, with all its resets.
+# - The word that says whether a row comes is now **metadata**. It contains the number of the operation, so it is its
+#   own flag. No store must come after another one: all are relaxed, without fence and barrier.
 #
 # **Predicted gain.** Twice the difference between a way with a fence and one without: in dispatch and in combine.
 
@@ -451,8 +452,8 @@ GAIN_US = 2 * (model.FENCED_WAY_US - model.ONE_WAY_US)
 print("1 token, prototypes of both protocols:", Judgement(*PROTOTYPE_US.values(), GAIN_US))
 
 # %% [markdown]
-# The player shows the same two operations as before. Nothing is orange, because a row may be read as soon as it is stored.
-# The receiver stores the sentinel after reading.
+# The player shows the same two operations as before. Nothing is orange, because a row may be read as soon as it is
+# stored. The receiver stores the sentinel after reading.
 
 # %%
 player = Player.from_dict(in_simulator(play, "make_lamport", source_of(make_lamport), True, functions=[make_lamport]))
@@ -462,9 +463,9 @@ player
 player.strip([frame_of(player, "the row"), frame_of(player, "reads"), frame_of(player, "Operation 2", "the row")])
 
 # %% [markdown]
-# **Exercise 1.** Two ranks exchange one word per launch; each launch has one thread per rank. `local` has two words, which
-# hold the sentinel at first, and `epoch[0]` is the number of earlier launches. There are two mistakes. No value
-# equals the sentinel.
+# **Exercise 1.** Two ranks exchange one word per launch; each launch has one thread per rank. `local` has two words,
+# which hold the sentinel at first, and `epoch[0]` is the number of earlier launches. No value equals the sentinel.
+# Repair the kernel, which has two mistakes.
 
 
 # %%
@@ -485,9 +486,9 @@ exercise("low_latency-1").check(exchange)
 # ## 5. Step 3: combine in rank order
 #
 # **Idea.** The way back uses the same protocol with slots `[expert rank, token]` in the memory of the source rank. The
-# source knows from its own `topk_idx` which ranks send a row, so combine needs no metadata. Rows may arrive in any order;
-# each thread waits for them in rank order, adds them in float32 and rounds once. `add_row` and `round_sums` are the
-# package's.
+# source knows from its own `topk_idx` which ranks send a row, so combine needs no metadata. Rows may arrive in any
+# order; each thread waits for them in rank order, adds them in float32 and rounds once. `add_row` and `round_sums` are
+# the package's.
 
 
 # %%
@@ -531,18 +532,19 @@ def make_combine(sizes):
 ladder.step("with combine", lambda: try_kernel(make_lamport, combine="make_combine"))
 
 # %% [markdown]
-# The check compares bits. In these rounds every dispatch is followed by a combine, and the metadata of the next dispatch
-# keeps the ranks within one operation of each other. In the package a combine may also follow a combine; there every rank
-# posts to all others that it has started, and waits for them.
+# The check compares bits. In these rounds every dispatch is followed by a combine, and the metadata of the next
+# dispatch keeps the ranks within one operation of each other. In the package a combine may also follow a combine: every
+# rank signals to all others that its combine has started, and waits for their signals.
 #
 # ## 6. Step 4: packed by expert
 #
 # **Bottleneck.** The grouped GEMM ([notebook 06](06_grouped_gemm.ipynb)) reads the rows of each expert one after the
-# other. Its **masked** layout is `[local experts, capacity, hidden]`, with the number of rows of each expert on the GPU.
+# other. Its **masked** layout is `[local experts, capacity, hidden]`, with the number of rows of each expert on the
+# GPU.
 #
-# **Idea.** The place of a row is the number of earlier slots with the same expert. Metadata now names the experts, in one
-# word for each of the top-k. Every CTA collects the metadata of all slots in shared memory and counts, so that no CTA needs
-# results of another one. Rows of an expert are ordered by source rank, then by token, in every run.
+# **Idea.** The place of a row is the number of earlier slots with the same expert. Metadata now names the experts, in
+# one word for each of the top-k. Every CTA collects the metadata of all slots in shared memory and counts, so that no
+# CTA needs results of another one. Rows of an expert are ordered by source rank, then by token, in every run.
 
 # %%
 EXAMPLE_IDS = [[[0, 1], [2, 0], [3, 2], [1, 3]], [[2, 3], [0, 3], [1, 2], [0, 1]]]  # 2 experts on each of 2 ranks
@@ -612,12 +614,12 @@ change(make_lamport, make_packed)
 ladder.step("packed by expert", lambda: try_kernel(make_packed, packed=True))
 
 # %% [markdown]
-# Packing adds latency: no CTA places a row before the metadata of all slots has arrived. The combine of packed rows also
-# does more than that of step 3. Each rank first sums the rows of its own experts, times their weights, in float32, and
-# rounds to bfloat16, so that one row per rank and token is sent. The source sums these rows as in step 3.
+# Packing adds latency: no CTA places a row before the metadata of all slots has arrived. The combine of packed rows
+# also does more than that of step 3. Each rank first sums the rows of its own experts, times their weights, in float32,
+# and rounds to bfloat16, so that one row per rank and token is sent. The source sums these rows as in step 3.
 #
-# **Exercise 2.** Compute the places in torch. `experts` is `[slots, topk]`, with local experts, or -1 for experts on other
-# ranks. Return a tensor of the same shape with the number of earlier elements that are equal, or -1.
+# **Exercise 2.** Compute the places in torch. `experts` is `[slots, topk]`, with local experts, or -1 for experts on
+# other ranks. Return a tensor of the same shape with the number of earlier elements that are equal, or -1.
 
 # %%
 place_rows = ...
@@ -626,8 +628,8 @@ exercise("low_latency-2").check(place_rows)
 # %% [markdown]
 # ## 7. Wrong kernels
 #
-# A run on a GPU may not show the following mistakes: ranks must be an operation apart, or stores must become visible out of
-# order. Each mistake replaces one passage of a dispatch, and the check must reject it in the simulator.
+# A run on a GPU may not show the following mistakes: ranks must be an operation apart, or stores must become visible
+# out of order. Each mistake replaces one passage of a dispatch, and the check must reject it in the simulator.
 
 # %%
 RESET = (
@@ -646,26 +648,27 @@ for name, (make, right, wrong) in MISTAKES.items():
 assert all("refused" in row for row in ladder.rows[-len(MISTAKES) :])
 
 # %% [markdown]
-# - **One half** is reused too early: a rank that is one operation ahead overwrites rows that the other has not read. With
-#   flags, rows are wrong. With data as its own flag the receiver also resets newer rows, and the ranks wait for ever.
+# - **One half** is reused too early: a rank that is one operation ahead overwrites rows that the other has not read.
+#   With flags, rows are wrong. With data as its own flag the receiver also resets newer rows, and both ranks wait
+#   forever.
 # - **Sentinel not reset**: two operations later the poll ends at once, with the old row.
-# - **A flag before its data**: without the fence the flag may become visible before the row. Without the barrier, lane 0
-#   may store the flag before other lanes have stored their parts of the row.
+# - **A flag before its data**: without the fence the flag may become visible before the row. Without the barrier, lane
+#   0 may store the flag before other lanes have stored their parts of the row.
 #
 # ## 8. The package
 #
 # The package's kernels follow steps 1 to 4 and add what a server needs:
 #
-# - Every wait has a timeout. A rank that is late or dead is marked in a mask, and tokens with experts on it become NaN. The
-#   next call raises an error, or with `enable_shrink` the other ranks continue without it.
+# - Every wait has a timeout. A rank that is late or dead is marked in a mask, and tokens with experts on it become NaN.
+#   The next call raises an error, or with `enable_shrink` the other ranks continue without it.
 # - If tokens are few, several CTAs share a row. A word of metadata has two experts and the low bits of the operation's
 #   number.
 # - Dispatch can quantise rows to FP8, with scales. Combine applies the top-k weights of packed rows.
 # - `return_recv_hook` splits a call into a send phase and a receive phase; no SM is in use between the two.
 # - `protocol="lamport"`, data as its own flag, is the default; `"flags"` is the protocol of step 1.
 #
-# `Buffer.low_latency_dispatch` and `low_latency_combine` have DeepEP's names and arguments. `Buffer.low_latency` prepares a
-# pair with fixed outputs, which a CUDA graph can capture. The next cell runs both, on two virtual ranks:
+# `Buffer.low_latency_dispatch` and `low_latency_combine` have DeepEP's names and arguments. `Buffer.low_latency`
+# prepares a pair with fixed outputs, which a CUDA graph can capture. The next cell runs both, on two virtual ranks:
 
 # %%
 LAYER = Sizes(2, 4, 64, 2, 4) if simulator.ENABLED else Sizes(2, 8, 7168, 8, 128)
@@ -706,7 +709,7 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
     print(f"rank {rank}: right, the same bits twice; it received {sum(counts)} rows for {len(counts)} experts")
 
 # %% [markdown]
-# As a server uses them, in a CUDA graph or with FP8:
+# In a CUDA graph, and with FP8 rows and a receive hook:
 #
 # ```python
 # with torch.cuda.graph(graph):  # after one call outside of it
@@ -725,9 +728,9 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
 # ### One rank alone
 #
 # `python -m moe_numba bench low_latency` measures the pair in a CUDA graph. On one GPU it measures one rank with 128
-# experts, as many as each of two ranks has. Launches, loads, fences and polls are those of several ranks, but the rank sends
-# all rows to its own slots: no store crosses NVLink. All 8 experts of a token are on this rank, so packing writes 8
-# rows per token, where each of two ranks writes 4 on average.
+# experts, as many as each of two ranks has. Launches, loads, fences and polls are those of several ranks, but the rank
+# sends all rows to its own slots: no store crosses NVLink. Packing writes 8 rows per token of the rank, as it does on
+# average with several ranks.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 KINDS = {
@@ -739,16 +742,16 @@ KINDS = {
 }
 ALONE = {name: found for name, (step, dtype) in KINDS.items() if (found := times_of(PAIR, step, 1, dtype))}
 TITLE = "One rank alone: dispatch and combine, hidden 7168, top-8 of 128 experts"
-plots.sweep_figure(ALONE, caption=plots.caption(PAIR), title=TITLE) if ALONE else Markdown(f"*No times: {NO_RECORD}*")
+plots.sweep_figure(ALONE, caption=plots.caption(PAIR), title=TITLE) if ALONE else Markdown(f"*{NO_RECORD}*")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-text = f"*No times: {NO_RECORD}*"
+text = f"*{NO_RECORD}*"
 if len(ALONE) == len(KINDS):
     slots, flags, packed, _, fp8 = (times[1] for times in ALONE.values())
     text = (
-        f"With 1 token, data as its own flag instead of flags, in slots: {Judgement(flags, slots, GAIN_US)}. The prediction "
-        f"is that of step 2, for two GPUs. Packing by expert takes {packed - slots:.1f} us more, with FP8 dispatch "
-        f"{fp8 - slots:.1f} us more."
+        f"With 1 token, data as its own flag instead of flags, in slots: {Judgement(flags, slots, GAIN_US)}. The "
+        f"prediction is that of step 2, for two GPUs. Packing by expert takes {packed - slots:.1f} us more than slots, "
+        f"with FP8 dispatch {fp8 - slots:.1f} us more."
     )
 Markdown(text)
 
@@ -767,8 +770,8 @@ table = [
 ]
 Markdown(
     f"Model: {model.MODEL_US} us + bytes / {model.MODEL_GBPS} GB/s in each direction. Its largest deviation from the "
-    f"prototype, at {min(PROTOTYPE)} to {max(PROTOTYPE)} tokens, is {100 * ERROR:.0f} %. Microseconds, bfloat16 rows in "
-    "slots:\n\n| tokens | prototype in CUDA C++, 2 GPUs | model, 2 GPUs | model, 4 GPUs | model, 8 GPUs |\n"
+    f"prototype, at {min(PROTOTYPE)} to {max(PROTOTYPE)} tokens, is {100 * ERROR:.0f} %. Microseconds, bfloat16 rows "
+    "in slots:\n\n| tokens | prototype in CUDA C++, 2 GPUs | model, 2 GPUs | model, 4 GPUs | model, 8 GPUs |\n"
     "|---:|---:|---:|---:|---:|\n" + "\n".join(table)
 )
 
@@ -776,13 +779,13 @@ Markdown(
 GROUPS = sorted({row["config"]["ranks"] for row in PAIR["rows"]} - {1}) if PAIR else []
 Markdown(
     "\n".join(f"- {n} GPUs, recorded: {listed(times_of(PAIR, 'in slots', n))} us in slots." for n in GROUPS)
-    or "**The kernels of the package have not been measured on two or more GPUs yet.** Only the prototype has been, which "
-    "has neither timeouts nor packing."
+    or "**The kernels of the package have not been measured on two or more GPUs yet.** Only the prototype has been, "
+    "which has neither timeouts nor packing."
 )
 
 # %% [markdown]
-# **Exercise 3.** On two GPUs every token goes to the other rank (hidden 7168, bfloat16). With how many tokens per rank do
-# the bytes of dispatch and combine together take as long as the constant of the model?
+# **Exercise 3.** On two GPUs every token goes to the other rank (hidden 7168, bfloat16). With how many tokens per rank
+# do the bytes of dispatch and combine together take as long as the constant of the model?
 
 # %%
 tokens = ...
@@ -793,7 +796,8 @@ exercise("low_latency-3").check(tokens)
 #
 # - DeepSeek: [DeepEP](https://github.com/deepseek-ai/DeepEP), `low_latency_dispatch` and `low_latency_combine`, whose
 #   interface the package follows. DeepEP sends a row once per expert; here it is sent once per rank.
-# - NVIDIA: TensorRT-LLM, one-shot all-reduce ("Lamport": the data is its own flag), and its one-sided NVLink all-to-all.
+# - NVIDIA: TensorRT-LLM, one-shot all-reduce ("Lamport": the data is its own flag), and its one-sided NVLink
+#   all-to-all.
 # - NVIDIA: *PTX ISA*, memory consistency model, vector accesses; *CUDA C++ Programming Guide*, programmatic dependent
 #   launch.
 # - The final kernels: [`low_latency_dispatch.py`](../moe_numba/expert_parallel/kernels/low_latency_dispatch.py),

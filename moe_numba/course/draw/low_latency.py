@@ -15,7 +15,7 @@ RANK_COLOURS = BLUE, ORANGE, GREEN, PURPLE
 _KINDS = {"kernel": BLUE, "launch": GREY, "link": ORANGE, "memory": SKY}
 
 # Of the frames of slots, in pixels: left edge and width of slots, upper edge of the first half, heights of its boxes.
-_LEFT, _SLOT, _TOP, _METADATA, _ROW = 50, 84, 46, 22, 26
+_LEFT, _SLOT, _TOP, _METADATA, _ROW = 50, 92, 46, 22, 26
 
 
 def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]], title: str, caption: str = ""):
