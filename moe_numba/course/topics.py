@@ -107,7 +107,7 @@ TOPICS = (
 )
 # {bench topic: what it measures}; the last one belongs to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
-    "older_gpus": "the kernels for older GPUs, beside those for this GPU",
+    "older_gpus": "the kernels for older GPUs, beside those for this GPU"
 }
 
 
