@@ -95,12 +95,18 @@ TOPICS = (
         hopper=True,
     ),
     Topic(
+        "10_low_latency",
+        "low-latency dispatch and combine for decode: one launch each, without counts",
+        "DeepEP, low-latency mode",
+        "low_latency",
+        "low-latency dispatch and combine, on one GPU or more",
+    ),
+    Topic(
         "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
     ),
 )
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
-    "low_latency": "low-latency dispatch and combine, on two GPUs or more",
     "moe_layer": "the experts of whole MoE layers",
     "models": "models of transformers, before and after one line",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
