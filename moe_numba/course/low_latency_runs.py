@@ -29,8 +29,8 @@ class Sizes(NamedTuple):
 
     @property
     def metadata_words(self):
-        """Words of the metadata of both halves, which the rows of dispatch follow."""
-        return 2 * self.slots * self.topk
+        """Words of the metadata of both halves, which the rows of dispatch follow: whole 16-byte vectors."""
+        return -(-2 * self.slots * self.topk // 4) * 4
 
 
 class Round(NamedTuple):
