@@ -107,9 +107,7 @@ def _bench(options):
         raise UserError(error) from error
     env = records.environment()
     earlier = records.recorded(options.topic, records.folder(env["gpu"]))
-    own_peers = getattr(topic, "OWN_PEERS", ())
-    lost = [name for name in records.peers_of(earlier) if name not in own_peers]
-    if options.out is None and not options.peers and lost:
+    if options.out is None and not options.peers and (lost := records.peers_of(earlier)):
         raise UserError(
             f"the record of {options.topic} has times of {', '.join(lost)}, which a run without them would delete: "
             "name their folder with --peers, or another folder for the record with --out"

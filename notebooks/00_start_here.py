@@ -81,6 +81,7 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | grouped GEMM: multiply by the experts' weights | [05_hopper_from_numba](05_hopper_from_numba.ipynb), [06_grouped_gemm](06_grouped_gemm.ipynb) | hpc-ops |
 # | dispatch layout: count what goes to which GPU | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP |
 # | dispatch and combine: send the tokens, return the results | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb), [09_combine](09_combine.ipynb) | DeepEP |
+# | the same for few tokens, as during decode | [10_low_latency](10_low_latency.ipynb) | DeepEP |
 #
 # Read this notebook first, then the others in order. [appendix_claims](appendix_claims.ipynb) compares the articles that
 # the notebooks follow with what was measured here.

@@ -62,6 +62,7 @@ RACES = {
     "test_gate",
     "test_gate_align",
     "test_group_by_expert",
+    "test_permute",
     "test_weighted_sum",
 }
 # The oldest compute capability whose instructions a module's kernels use; on an older GPU its tests are deselected.

@@ -95,13 +95,20 @@ TOPICS = (
         hopper=True,
     ),
     Topic(
+        "10_low_latency",
+        "low-latency dispatch and combine for decode: one launch each, without counts",
+        "DeepEP, low-latency mode",
+        "low_latency",
+        "low-latency dispatch and combine, on one GPU or more",
+    ),
+    Topic(
         "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
     ),
 )
-# {bench topic: what it measures}; the last three belong to no notebook.
+# {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
-    "moe_layer": "the experts of a layer, beside transformers",
-    "low_latency": "low-latency dispatch and combine, on two GPUs or more",
+    "moe_layer": "the experts of whole MoE layers",
+    "models": "models of transformers, before and after one line",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }
 
@@ -131,6 +138,9 @@ def _headlines():
         where = {"config": config, "size": {"rows": rows}}
         label = f"FP8 grouped GEMM, 32 experts, {rows} rows"
         yield Headline(label, "grouped_gemm", where, others=("torch", "torch, loop"))
+    for tokens in (64, 4096):
+        where = {"config": {"model": "Qwen3-30B-A3B"}, "size": {"tokens": tokens}}
+        yield Headline(f"experts of a Qwen3-30B-A3B layer in bfloat16, {tokens} tokens", "moe_layer", where)
     where = {"config": {"ranks": 4, "num_experts": 256}, "size": {"tokens": 4096}}
     names = {"counts, index_select and NCCL": "torch and NCCL"}
     label = "dispatch with its exchange of counts, 4 GPUs, 4096 tokens each"

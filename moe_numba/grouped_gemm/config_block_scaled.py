@@ -33,6 +33,7 @@ class BlockScaledConfig(NamedTuple):
     max_groups: int = 512
     silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
     keep_weight: bool = False  # keep weights in L2 as long as rows of x
+    gather: bool = False  # rows of x are read through an array of row indices
 
     @property
     def columns(self) -> int:
@@ -44,10 +45,14 @@ class BlockScaledConfig(NamedTuple):
         """Scales of weight that a tile needs for 128 elements of k."""
         return 2 if self.silu_and_mul else self.block_n // SCALED_COLUMNS
 
-    # What the tile scheduler asks of any kernel's configuration:
+    # What the tile scheduler and the gather ask of any kernel's configuration:
 
     @property
     def block_m(self) -> int:
+        return BLOCK_M
+
+    @property
+    def subtile_m(self) -> int:
         return BLOCK_M
 
     @property
@@ -115,9 +120,29 @@ class BlockScaledLayout:
         """i32: the first tile of each group."""
         return self.warp_sums_offset + WARPS
 
+    @property
+    def subtile_bytes(self) -> int:
+        """u8: a stage's rows of x."""
+        return BLOCK_M * BLOCK_K_BYTES
+
+    @property
+    def row_index_pitch(self) -> int:
+        """i32: the row indices of a tile."""
+        return BLOCK_M
+
+    @property
+    def row_indices(self) -> int:
+        """i32 elements that an auxiliary producer warp has for a tile's row indices."""
+        return BLOCK_M if self.config.gather else 0
+
+    @cached_property
+    def row_index_offset(self) -> int:
+        """i32, a multiple of 4: the row indices of the auxiliary producer warps, which they read four at a time."""
+        return -(-(self.first_tile_offset + self.config.max_groups) // 4) * 4
+
     @cached_property
     def bytes(self) -> int:
-        return 4 * (self.first_tile_offset + self.config.max_groups)
+        return 4 * (self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices)
 
 
 def check_block_scaled_config(config: BlockScaledConfig) -> None:

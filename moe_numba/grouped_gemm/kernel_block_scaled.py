@@ -4,7 +4,8 @@ Each element of the FP8 product of 128 elements of k must be multiplied by a sca
 weight, one for 128 rows of weight. With rows of x as wgmma's rows (A), a thread has two rows, so it needs two scales of
 x and one of weight for each block of columns; in the transposed product of ``kernel.py`` it needs a scale per column.
 
-Producer warps: one thread issues the TMA loads of a stage, weight and x; three auxiliary warps copy the scales.
+Producer warps: one thread issues the TMA loads of a stage, weight and x; three auxiliary warps copy the scales, and
+gathered rows of x.
 Consumers: two warpgroups, each with 64 rows of the tile, multiply them by the tile's weights and add the scaled product
 to their accumulators. A warpgroup without rows, in the last tile of a group, only releases the stages.
 """
@@ -25,6 +26,7 @@ from moe_numba.grouped_gemm.config_block_scaled import (
 )
 from moe_numba.grouped_gemm.epilogue import Output
 from moe_numba.grouped_gemm.epilogue_block_scaled import make_store, make_store_silu_and_mul
+from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.kernel import Scales
 from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
 from moe_numba.ptx.accumulators import make_fma_blocks
@@ -58,7 +60,7 @@ def make_tma_producer(config, layout):
     """
     stage_bytes, x_offset, full, empty = layout.stage_bytes, layout.x_offset, layout.full, layout.empty
     tile_info_offset, columns, keep_weight = layout.tile_info_offset, config.columns, config.keep_weight
-    silu_and_mul = config.silu_and_mul
+    silu_and_mul, gather = config.silu_and_mul, config.gather
     get_tile, advance = make_get_tile(config, layout, even=False), make_advance(config.stages)
     first_tile, next_tile = make_tile_loop(1)
 
@@ -72,7 +74,9 @@ def make_tma_producer(config, layout):
         while tile < tiles:
             g, row, rows, _, n_tile = get_tile(smem, problem, tile)
             column, second = int32(n_tile * columns), rows > BOX_ROWS
-            tma_bytes = int32(x_offset + 2 * BOX_BYTES) if second else int32(x_offset + BOX_BYTES)
+            tma_bytes = int32(x_offset)
+            if not gather:
+                tma_bytes = int32(x_offset + 2 * BOX_BYTES) if second else int32(x_offset + BOX_BYTES)
             mbarrier_wait_parity(barriers, empty + stage, phase)
             info = uint32(tile_info_offset + 4 * stage)
             smem.i32[info] = row
@@ -87,8 +91,9 @@ def make_tma_producer(config, layout):
                     up, to = int32(n + column), int32(offset + UP_OFFSET)
                     tma_load_3d_hint(smem.u8, to, map_weight, 0, k, up, g, barriers, full + stage, weight_policy)
                 to = int32(offset + x_offset)
-                tma_load_2d_hint(smem.u8, to, map_x, 0, k, row, barriers, full + stage, evict_last)
-                if second:
+                if not gather:
+                    tma_load_2d_hint(smem.u8, to, map_x, 0, k, row, barriers, full + stage, evict_last)
+                if second and not gather:
                     to = int32(to + BOX_BYTES)
                     tma_load_2d_hint(smem.u8, to, map_x, 0, k, row + BOX_ROWS, barriers, full + stage, evict_last)
                 stage, phase = advance(stage, phase)
@@ -98,21 +103,28 @@ def make_tma_producer(config, layout):
 
 
 @cache
-def make_scale_producer(config, layout):
-    """Make ``scale_producer(smem, aux_warp, lane, scales, problem, tiles, k_blocks, n_blocks)``.
+def make_aux_producer(config, layout):
+    """Make ``aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_blocks)``.
 
     Auxiliary warp ``aux_warp`` (0 to 2) copies the scales of every third stage to shared memory: those of the tile's
-    rows of x, and that of weight for each 64 of its columns, or those of gate and up.
+    rows of x, and that of weight for each 64 of its columns, or those of gate and up. With ``gather`` it also copies
+    the rows of x, while it loads scales.
     """
     empty, full, scale_offset, stage_scales = layout.empty, layout.full, layout.scale_offset, layout.stage_scales
     columns, silu_and_mul, weight_scales = config.columns, config.silu_and_mul, config.weight_scales
+    gather, row_index_offset, row_indices = config.gather, layout.row_index_offset, layout.row_indices
+    load_row_indices, copy_rows = make_load_row_indices(config, layout), make_copy_rows(config, layout)
     advance = make_advance(config.stages)
     get_tile, (first_tile, next_tile) = make_get_tile(config, layout, even=False), make_tile_loop(1)
     rows_per_lane = BLOCK_M // 32
 
     @cuda.jit(device=True)
-    def scale_producer(smem, aux_warp, lane, scales, problem, tiles, k_blocks, n_blocks):
+    def aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_blocks):
         stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
+        if gather:
+            indices = int32(row_index_offset + aux_warp * row_indices)
+            x_rows, row_bytes = source.x_rows, uniform(source.row_bytes)
+            source = GatherSource(source.x, source.row_indices, x_rows, row_bytes, source.valid_bytes)
         x_scales = cuda.local.array(rows_per_lane, float32)
         tile = first_tile()
         while tile < tiles:
@@ -123,19 +135,28 @@ def make_scale_producer(config, layout):
                 n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
             weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
             x_index = int64(info.row + lane) * k_blocks
+            if gather:
+                load_row_indices(smem, indices, lane, source, info)
             for k_block in range(k_blocks):
                 if skip == 0:
                     # Issue all global loads before waiting for the stage, so that their latency is hidden.
                     weight_scale = scales.weight[weight_index + k_block] if lane < weight_scales else float32(0)
                     for i in range(rows_per_lane):
-                        valid = lane + 32 * i < info.rows
-                        x_scales[i] = scales.x[x_index + 32 * i * k_blocks + k_block] if valid else float32(0)
+                        valid, index = lane + 32 * i < info.rows, x_index + 32 * i * k_blocks + k_block
+                        if gather:
+                            x_row = smem.i32[uint32(indices + index_slot(int32(lane + 32 * i)))]
+                            valid, index = x_row >= 0, int64(x_row) * k_blocks + k_block
+                        x_scales[i] = scales.x[index] if valid else float32(0)
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                    if gather:
+                        copy_rows(smem, indices, lane, stage, k_block, source, info)
                     offset = int32(scale_offset + stage * stage_scales + lane)
                     for i in range(rows_per_lane):
                         smem.f32[uint32(offset + 32 * i)] = x_scales[i]
                     if lane < weight_scales:
                         smem.f32[uint32(offset + BLOCK_M)] = weight_scale
+                    if gather:
+                        wait_rows()
                     cuda.syncwarp()
                     if lane == 0:
                         mbarrier_arrive(smem.barriers, full + stage)
@@ -143,7 +164,7 @@ def make_scale_producer(config, layout):
                 stage, phase = advance(stage, phase)
             tile = next_tile(tile)
 
-    return scale_producer
+    return aux_producer
 
 
 # Consumer warpgroups
@@ -296,11 +317,27 @@ def make_kernel(config):
     columns, silu_and_mul, (first_tile, next_tile) = config.columns, config.silu_and_mul, make_tile_loop(1)
     setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(56), make_setmaxnreg_inc(224)
     count_tiles, tma_producer = make_count_tiles(config, layout), make_tma_producer(config, layout)
-    scale_producer, consumer = make_scale_producer(config, layout), make_consumer(config, layout)
+    aux_producer, consumer = make_aux_producer(config, layout), make_consumer(config, layout)
 
     @cuda.jit
     def block_scaled_gemm(
-        map_x, map_weight, y, y_scale, lengths, starts, x_scale, weight_scale, groups, total_rows, capacity, n, k
+        map_x,
+        map_weight,
+        y,
+        y_scale,
+        lengths,
+        starts,
+        x_scale,
+        weight_scale,
+        groups,
+        total_rows,
+        capacity,
+        n,
+        k,
+        x,
+        row_indices,
+        x_rows,
+        row_bytes,
     ):
         smem = SharedMemory(
             cuda.shared.array(0, uint8, 1024),
@@ -327,7 +364,8 @@ def make_kernel(config):
             if warp > CONSUMER_WARPS:
                 aux_warp = int32(warp - CONSUMER_WARPS - 1)
                 n_blocks = int32(((n + 127) >> 7) << 1) if silu_and_mul else int32((n + 127) >> 7)
-                scale_producer(smem, aux_warp, lane, scales, problem, tiles, k_blocks, n_blocks)
+                source = GatherSource(x, row_indices, x_rows, row_bytes, k)
+                aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_blocks)
         else:
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)

@@ -126,8 +126,7 @@ class GemmPlan:
         capacity, n = x.shape[1] if row_layout == "masked" else 0, n // (1 + silu_and_mul)
         shape = GemmShape(scaling, row_layout, silu_and_mul, average, groups, total_rows, capacity, n, k)
         gpu = gpu_of(x.device)
-        # The block-scaled kernel does not gather rows.
-        if config is None and gpu.has_wgmma and scaling == "block" and indices is None:
+        if config is None and gpu.has_wgmma and scaling == "block":
             config = select_block_scaled_config(row_layout, average, silu_and_mul)
         if isinstance(config, BlockScaledConfig):
             self.launch = BlockScaledLaunch(config, tensors, shape)

@@ -14,6 +14,7 @@ from moe_numba.runtime.tensor_map import tensor_map_template
 BLOCK_SCALED_SIGNATURE = (
     *(TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*"),
     *("int32",) * 5,
+    *("uint8*", "int32*", "int32", "int32"),  # x, row_indices, x_rows, row_bytes: used with gather only
 )
 
 
@@ -21,24 +22,30 @@ class BlockScaledLaunch:
     """Launches for tensors of given shapes, strides and dtypes."""
 
     def __init__(self, config, tensors, shape):
-        x, weight = tensors[:2]
-        self.config = config
+        x, weight, indices = tensors[0], tensors[1], tensors[7]
+        self.config = config = config._replace(gather=indices is not None)
         self.start, self.grid = get_block_scaled_launcher(config, x.device.index or 0), _grid_size(x.device)
         rows = x.flatten(0, 1) if x.dim() == 3 else x
-        self.x_map = tensor_map_template(rows, (BOX_ROWS, BLOCK_K_BYTES), swizzle=128, name="x")
+        # Gathering from no rows: a tensor map cannot be of an empty tensor.
+        self.x_is_empty = not len(rows)
+        self.x_map = tensor_map_template(
+            weight[0] if self.x_is_empty else rows, (BOX_ROWS, BLOCK_K_BYTES), swizzle=128, name="x"
+        )
         self.weight_map = tensor_map_template(weight, (1, config.columns, BLOCK_K_BYTES), swizzle=128, name="weight")
         self.is_masked = shape.row_layout == "masked"
         self.sizes = *shape.sizes, shape.k
+        self.gather_sizes = len(x), 0 if indices is None else x.stride(0)
 
     def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
-        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, _ = tensors
+        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
+        rows = weight[0] if self.x_is_empty else x.flatten(0, 1) if self.is_masked else x
         lengths = address(seqlens if offs is None else offs)
         self.start(
             self.grid,
             THREADS,
             None,
-            self.x_map(x.flatten(0, 1) if self.is_masked else x),
+            self.x_map(rows),
             self.weight_map(weight),
             address(outputs[0]),
             address(outputs[-1]),
@@ -47,6 +54,9 @@ class BlockScaledLaunch:
             address(x_scale),
             address(weight_scale),
             *self.sizes,
+            address(rows),
+            lengths if indices is None else address(indices),
+            *self.gather_sizes,
         )
 
 

@@ -5,6 +5,7 @@ from moe_numba.moe_layer.api import fused_experts
 from moe_numba.moe_layer.expert_parallel_moe import ExpertParallelMoE
 from moe_numba.moe_layer.gate_and_experts import fused_moe
 from moe_numba.moe_layer.module import Experts, MoELayer
+from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
 from moe_numba.moe_layer.routing import group_by_expert
 from moe_numba.moe_layer.unpermute import weighted_sum
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
@@ -17,6 +18,8 @@ __all__ = [
     "fused_experts",
     "fused_moe",
     "group_by_expert",
+    "permute_cast_to_fp8",
+    "permute_tokens",
     "silu_and_mul",
     "weighted_sum",
 ]

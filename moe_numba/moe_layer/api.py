@@ -6,9 +6,18 @@ from moe_numba.expert_parallel.fp8_cast import per_token_cast_to_fp8
 from moe_numba.grouped_gemm import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_silu_and_mul_blockwise_fp8
 from moe_numba.grouped_gemm.checks import check_gpu
 from moe_numba.moe_layer.activation import silu_and_mul
+from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
 from moe_numba.moe_layer.routing import check_routing, group_by_expert
 from moe_numba.moe_layer.unpermute import check_topk, weighted_sum
-from moe_numba.moe_layer.workspace import BLOCK, FP8, ExpertsWorkspace, check_weights, check_workspace, shape_of
+from moe_numba.moe_layer.workspace import (
+    BLOCK,
+    FP8,
+    ExpertsWorkspace,
+    check_weights,
+    check_workspace,
+    is_permuted,
+    shape_of,
+)
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import refuse_recording
 from moe_numba.runtime.outputs import Outputs, remember
@@ -81,9 +90,11 @@ def fused_experts(
     :func:`group_by_expert`, :func:`group_gemm_bf16` of gathered rows, :func:`silu_and_mul`, :func:`group_gemm_bf16`,
     :func:`weighted_sum`. For FP8 weights: :func:`group_by_expert`, :func:`per_token_cast_to_fp8`,
     :func:`group_gemm_silu_and_mul_blockwise_fp8` of gathered rows, :func:`group_gemm_blockwise_fp8`,
-    :func:`weighted_sum`. Results between launches are bfloat16, or FP8 with a scale per 128 elements of a row; sums are
-    float32. Results are bit-identical from run to run. Group sizes stay on the GPU, so a CUDA graph that captures the
-    call can be replayed with another routing.
+    :func:`weighted_sum`. With more than 64 rows per expert on average the first grouped GEMM does not gather:
+    :func:`permute_tokens` is launched before it, or :func:`permute_cast_to_fp8` in place of the cast. Results between
+    launches are bfloat16, or FP8 with a scale per 128 elements of a row; sums are float32. Results are bit-identical
+    from run to run. Group sizes stay on the GPU, so a CUDA graph that captures the call can be replayed with another
+    routing.
     """
     if needs_dispatch(x, w13, w2, topk_weights):
         options = w13_scale, w2_scale, shared, out, workspace
@@ -112,15 +123,21 @@ def _launch(tensors, out, memory):
     """Launch the kernels. ``tensors``: x and the others in the order of `_NAMES`."""
     x, w13, w2, weights, ids, w13_scale, w2_scale, shared = tensors
     *groups, gather_indices, inverse_indices = group_by_expert(ids, len(w13), out=memory.routing)
-    rows, gathered = memory.rows, dict(gather_indices=gather_indices)
+    rows, permutes = memory.rows, is_permuted(shape_of(w13, w2), ids.numel())
+    gathered = {} if permutes else dict(gather_indices=gather_indices)
     if w13.dtype == FP8:
-        per_token_cast_to_fp8(x, out=memory.x)
+        if permutes:
+            permute_cast_to_fp8(x, inverse_indices, out=memory.x)
+        else:
+            per_token_cast_to_fp8(x, out=memory.x)
         values, scales = memory.x
         group_gemm_silu_and_mul_blockwise_fp8(values, w13, *groups, scales, w13_scale, out=memory.activated, **gathered)
         values, scales = memory.activated
         group_gemm_blockwise_fp8(values, w2, *groups, scales, w2_scale, out=rows)
     else:
         (activated,) = memory.activated
+        if permutes:
+            x = permute_tokens(x, inverse_indices, out=memory.x[0])
         group_gemm_bf16(x, w13, *groups, out=memory.gate_up, **gathered)
         silu_and_mul(memory.gate_up, out=activated, num_valid_rows=groups[1][-1:])
         group_gemm_bf16(activated, w2, *groups, out=rows)

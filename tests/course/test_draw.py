@@ -16,6 +16,7 @@ from moe_numba.course.draw import (
     gate,
     grouped_gemm,
     hopper,
+    low_latency,
     shared_experts,
 )
 from moe_numba.course.draw.canvas import check_range, text
@@ -68,6 +69,19 @@ WORDS = [
     "launch number",
 ]
 
+CHAINS = {
+    "overlapping": [
+        ("notify", "kernel", 0.0, 8.0),
+        ("dispatch", "kernel", 6.5, 20.0),
+        ("combine", "kernel", 20.0, 31.0),
+    ],
+    "bound": [("launch", "launch", 0.0, 0.5), ("", "link", 0.5, 1.25)],
+}
+PACKED = {
+    "slot": ["0:0", "0:1", "1:0", "1:1"],
+    "row": ["0:1", "1:0", "1:1", "0:1"],
+}  # rows of expert 0, then of expert 1
+
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
     "thread model": (gate.thread_model, (128, 4), {"lane": range(32)}),
     "rank by counting": (
@@ -105,6 +119,8 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     "gaps in send_head": (combine.head_gaps, (HEADS, [*FILLED, -NONE - 1], NONE), {"filled": 3, **GAPS}),
     "deadlocked ring": (combine.deadlocked_ring, DEADLOCK, {"slot": [0, 1, "free"]}, "head 0, tail 2: 1 free", MINIMUM),
     "wait cycle": (combine.wait_cycle, ([(name, "space") for name in WAITS],), {"waiter": WAITS, "waits": 6}),
+    "latency chain": (low_latency.latency_chain, (CHAINS, "x"), {"span": 5}, "dispatch", "31.0 µs", "1.2 µs"),
+    "packed rows": (low_latency.packed_rows, ([[[0, 1], [2, 3]], [[1, 2], [2, 0]]], 1, 2), PACKED, "no row", "0, 1"),
     "Hopper": (hopper.problem, (), {"direct": 1}, "TMA"),
     "swizzle": (hopper.swizzle, (), {"before": [*range(8)] * 8}, "chunk 0 of 8 rows: 4 of 32 banks, 8 wavefronts"),
     "accumulator fragment": (hopper.fragment, (7,), {"held": 8}, "4 warps"),

@@ -51,6 +51,11 @@ OTHER_SIZES = {
         ("TOKENS, FEW_TOKENS = (64, 8) if SIMULATED", "TOKENS, FEW_TOKENS = (50, 7) if SIMULATED"),
         ("CTAS, THREADS = (6, 128) if SIMULATED", "CTAS, THREADS = (5, 96) if SIMULATED"),
     ],
+    # Three ranks, so that the order of a sum matters; metadata fills no whole vectors, and rows no whole warps.
+    "10_low_latency": [
+        ("TOPK, LOCAL_EXPERTS = 2, 4, 64, 2, 2", "TOPK, LOCAL_EXPERTS = 3, 3, 40, 3, 2"),
+        ("LAYER = Sizes(2, 4, 64, 2, 4)", "LAYER = Sizes(3, 3, 40, 3, 2)"),
+    ],
 }
 
 

@@ -12,6 +12,8 @@ def rows(ranks):
     config = dict(ranks=ranks, num_experts=256, topk=8, hidden=7168)
     for tokens in low_latency_measure.TOKENS:
         for i, (step, dtype) in enumerate(low_latency.STEPS.values()):
+            if not low_latency.is_measured(step, ranks):
+                continue
             kernel, call = Stats(10.0 * ranks + i, 1, 99), Stats(30.0 + i, 1, 99)
             yield records.row(step, config=config, size={"tokens": tokens}, dtype=dtype, kernel=kernel, call=call)
 
@@ -35,9 +37,19 @@ def test_the_table_omits_incomplete_lines(record):
     assert "| 2, 8 |" not in low_latency.readme_table(record)
 
 
-def test_the_figure_shows_the_largest_group(record):
-    lines = low_latency.figures(record)["pair"].axes[0].lines
-    assert list(lines[0].get_ydata()) == [40.0] * len(low_latency_measure.TOKENS)
+def test_one_rank_has_no_peers_in_the_table(record):
+    record["rows"] = [*rows(1), *rows(2)]
+    lines = low_latency.readme_table(record).splitlines()
+    assert lines[2] == "| 1, 1 | **10.0** | 11.0 | 12.0 | 13.0 |  |  |  | 30 |"
+    assert lines[7].startswith("| 2, 1 | **20.0** |") and "nothing crosses NVLink" in lines[-1]
+
+
+@pytest.mark.parametrize("ranks, title", [(4, "4 GPUs: "), (1, "One rank, its own rows only: ")])
+def test_the_figure_shows_the_largest_group(record, ranks, title):
+    record["rows"] = list(rows(1)) if ranks == 1 else record["rows"]
+    figure = low_latency.figures(record)["pair"]
+    assert list(figure.axes[0].lines[0].get_ydata()) == [10.0 * ranks] * len(low_latency_measure.TOKENS)
+    assert any(text.get_text().startswith(title) for text in figure.texts)
 
 
 def test_measured_steps_are_those_of_the_table():
@@ -46,6 +58,7 @@ def test_measured_steps_are_those_of_the_table():
 
 
 def test_rows_need_enough_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert low_latency.measure([], True) == [] and low_latency.out_of_reach({"config": {"ranks": 1}})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert low_latency.measure([], True) == []
-    assert low_latency.out_of_reach({"config": {"ranks": 2}})
+    assert low_latency.out_of_reach({"config": {"ranks": 2}}) and not low_latency.out_of_reach({"config": {"ranks": 1}})

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from helpers.grouped_gemm import PATTERNS, make_problem, silu_mismatch
+from helpers.grouped_gemm import PATTERNS, make_problem, scatter, silu_mismatch
 from helpers.wrong_kernels import changed_maker, is_rejected
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
 from moe_numba.grouped_gemm import epilogue_block_scaled as epilogue
+from moe_numba.grouped_gemm import gather, reference
 from moe_numba.grouped_gemm import kernel_block_scaled as kernel
-from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig
 from moe_numba.grouped_gemm.config_block_scaled import (
     BOX_ROWS,
@@ -34,10 +34,11 @@ def problem(lengths, n, k, device, row_layout="lengths"):
 
 def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel):
     """Run the kernel on an output filled with NaN, with 4 guard rows behind it."""
-    y = torch.full((len(p.x) + 4, p.weight.shape[1]), float("nan"), dtype=torch.bfloat16, device=p.x.device)
+    total = len(p.x if p.indices is None else p.indices)
+    y = torch.full((total + 4, p.weight.shape[1]), float("nan"), dtype=torch.bfloat16, device=p.x.device)
     launch_kernel(config, p, y, p.x_scale, blocks, seed, make_kernel)  # without activation there is no y_scale
-    assert bool(y[len(p.x) :].isnan().all()), "rows behind the output were written"
-    return y[: len(p.x)]
+    assert bool(y[total:].isnan().all()), "rows behind the output were written"
+    return y[:total]
 
 
 def launch_kernel(config, p, y, y_scale, blocks, seed, make_kernel):
@@ -45,6 +46,7 @@ def launch_kernel(config, p, y, y_scale, blocks, seed, make_kernel):
     made, shared_bytes = make_kernel(config)
     groups, _, k = p.weight.shape
     lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
+    total, indices = (len(p.x), p.lengths) if p.indices is None else (len(p.indices), p.indices)
     with simulator.seed(seed):
         launch(
             made,
@@ -53,7 +55,8 @@ def launch_kernel(config, p, y, y_scale, blocks, seed, make_kernel):
             TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
             TensorMap(p.weight, (1, config.columns, 128), swizzle=128),
             *(y.view(torch.int32), y_scale, lengths, p.starts, p.x_scale, p.weight_scale),
-            *(groups, len(p.x), p.capacity, y.shape[1], k),
+            *(groups, total, p.capacity, y.shape[1], k),
+            *(p.x.view(torch.uint8), indices, len(p.x), k),
             shared_bytes=shared_bytes,
         )
 
@@ -92,7 +95,9 @@ def test_unsupported_configurations_are_refused(change, message):
 def test_selected_configurations_are_supported():
     for average in (64, 128, 129, 1000):
         for silu_and_mul in (False, True):
-            check_block_scaled_config(select_block_scaled_config("lengths", average, silu_and_mul))
+            config = select_block_scaled_config("lengths", average, silu_and_mul)
+            check_block_scaled_config(config)
+            check_block_scaled_config(config._replace(gather=True))
     assert select_block_scaled_config("lengths", 63) is None
 
 
@@ -117,28 +122,54 @@ def test_invalid_group_sizes_stay_in_bounds(lengths, starts, device):
     run(SMALL, p)  # asserts that the guard rows are unchanged
 
 
+# Gathered rows
+
+GATHER = SMALL._replace(gather=True)
+
+
+@pytest.mark.parametrize("pattern", LENGTHS)
+def test_gather(pattern, device):
+    p = scatter(problem(LENGTHS[pattern], 192, 256, device))
+    assert mismatch(run(GATHER, p), p.expected) is None
+
+
+@pytest.mark.parametrize("row_layout, n, k", [("offsets", 208, 144), ("lengths", 64, 64)])
+def test_gather_with_sizes_that_are_no_multiples_of_a_tile(row_layout, n, k, device):
+    p = scatter(problem([5, 0, 70], n, k, device, row_layout))
+    assert mismatch(run(GATHER._replace(row_layout=row_layout), p, blocks=3), p.expected) is None
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_gather_does_not_depend_on_thread_order(seed, device):
+    p = scatter(problem([30, 70], 192, 640, device))
+    assert torch.equal(run(GATHER, p, seed=seed), run(SMALL, problem([30, 70], 192, 640, device)))
+
+
 SILU = BlockScaledConfig(block_n=256, silu_and_mul=True, stages=3, max_groups=8)
 
 
+@pytest.mark.parametrize("with_gather", [False, True])
 @pytest.mark.parametrize("lengths", [[5, 0, 70], [64, 1], [128, 3]])
 @pytest.mark.parametrize("n, k", [(128, 320), (384, 128)])
-def test_silu_and_mul(lengths, n, k, device):
-    assert silu_error(lengths, n, k, device) is None
+def test_silu_and_mul(lengths, n, k, with_gather, device):
+    assert silu_error(lengths, n, k, device, with_gather=with_gather) is None
 
 
-def silu_error(lengths, n, k, device, seed=0, make_kernel=kernel.make_kernel):
+def silu_error(lengths, n, k, device, seed=0, make_kernel=kernel.make_kernel, with_gather=False):
     """Return how the activated output, with 4 guard rows behind it, differs from the reference; ``n`` is its width."""
     p = problem(lengths, 2 * n, k, device)
     total = len(p.x)
+    if with_gather:
+        p = scatter(p)
     y = torch.full((total + 4, n), 0x7F, dtype=torch.uint8, device=device)  # NaN
     scale = torch.full((total + 4, n // 128), float("nan"), device=device)
-    launch_kernel(SILU, p, y, scale, 2, seed, make_kernel)
+    launch_kernel(SILU._replace(gather=with_gather), p, y, scale, 2, seed, make_kernel)
     assert bool((y[total:] == 0x7F).all() & scale[total:].isnan().all()), "rows behind the output were written"
     return silu_mismatch(y[:total].view(FP8), scale[:total], reference.silu_and_mul(p.expected.bfloat16().float()))
 
 
 def test_shared_memory_regions_do_not_overlap():
-    layout = BlockScaledLayout(BlockScaledConfig())
+    layout = BlockScaledLayout(BlockScaledConfig(gather=True))
     config = layout.config
     regions = [  # bytes
         (0, config.stages * layout.stage_bytes),
@@ -149,6 +180,7 @@ def test_shared_memory_regions_do_not_overlap():
         (4 * layout.tile_info_offset, 16 * config.stages),
         (4 * layout.warp_sums_offset, 4 * 12),
         (4 * layout.first_tile_offset, 4 * config.max_groups),
+        (4 * layout.row_index_offset, 4 * 3 * 128),
     ]
     for (start, size), (following, _) in zip(regions, [*regions[1:], (layout.bytes, 0)]):
         assert start + size <= following
@@ -219,6 +251,33 @@ def test_wrong_kernels_are_rejected(what, device):
     make_kernel = changed_maker(kernel, "make_kernel", *WRONG[what])
     p = problem([70, 11], 192, 768, device)
     attempt = lambda seed: mismatch(run(SMALL, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
+    assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+WRONG_GATHER = {
+    "gathered rows are not waited for": (gather, "    cp_async_wait_all()\n", ""),
+    "gathered rows are not fenced": (gather, "    fence_proxy_async_shared()\n", ""),
+    "gathered rows are copied into a stage that is read": (
+        kernel,
+        "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    if gather",
+        "                    if gather",
+    ),
+    "a row has the scales of the row of its own number": (
+        kernel,
+        "x_row >= 0, int64(x_row) * k_blocks + k_block",
+        "x_row >= 0, index",
+    ),
+    "an index beyond x is used": (gather, "index if index < source.x_rows else int32(-1)", "index"),
+}
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG_GATHER if simulator.ENABLED or "scales" in what])
+def test_wrong_gathers_are_rejected(what, device):
+    make_kernel = changed_maker(kernel, "make_kernel", *WRONG_GATHER[what])
+    p = scatter(problem([70, 11], 192, 768, device))
+    if "beyond x" in what:
+        p.indices[3], p.expected[3] = len(p.x), 0
+    attempt = lambda seed: mismatch(run(GATHER, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
 
 

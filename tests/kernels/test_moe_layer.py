@@ -8,6 +8,7 @@ import moe_numba
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertsWorkspace, api, fused_experts, reference
+from moe_numba.moe_layer import workspace as layer_workspace
 from moe_numba.runtime.outputs import Outputs
 
 BF16 = torch.bfloat16
@@ -88,6 +89,28 @@ def test_equals_reference(tokens, topk, shape, has_shared, fp8, device):
     out = torch.full_like(result, float("nan"))
     assert fused_experts(**given, out=out, workspace=workspace_of(given)) is out
     assert torch.equal(out, result)
+
+
+@DTYPES
+@pytest.mark.parametrize("wrong_rows", [False, True])
+def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch):
+    """As with many tokens per expert; the calls with few tokens, in the same workspace, gather."""
+    many, few = (make_inputs(tokens, 3, fp8, device, hidden=192) for tokens in (9, 2))
+    expected, out = fused_experts(**many), torch.full_like(many["x"], float("nan"))
+    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", 2)  # of 4 experts
+    permuted = []
+
+    def permute(x, inverse_indices, out):
+        permuted.append(len(x))
+        return function(x, inverse_indices.flip(0).contiguous() if wrong_rows else inverse_indices, out)
+
+    function = getattr(api, name := "permute_cast_to_fp8" if fp8 else "permute_tokens")
+    monkeypatch.setattr(api, name, permute)
+    workspace = workspace_of(many)
+    for given in (many, few, many):
+        result = fused_experts(**given, out=out[: len(given["x"])], workspace=workspace)
+        assert (wrong(result, given) is None) == (given is few or not wrong_rows)
+    assert permuted == [9, 9] and torch.equal(out, expected) != wrong_rows
 
 
 @DTYPES
@@ -364,7 +387,8 @@ WRONG = {
     "only some rows are activated": (
         False,
         "silu_and_mul",
-        lambda function: lambda x, out, num_valid_rows: function(x, out, num_valid_rows - 1),
+        # The output is filled first: its memory may still hold the rows of the call before.
+        lambda function: lambda x, out, num_valid_rows: function(x, out.fill_(7), num_valid_rows - 1),
     ),
     "scales of the next expert": (
         True,

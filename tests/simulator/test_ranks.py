@@ -488,6 +488,11 @@ def test_with_only_exchanges_other_launches_run_at_once_unless_their_rank_has_qu
                 launch(increment, 1, 1, x, 0)
         assert x.tolist() == [0, 0, 2, 0]
     assert x.tolist() == [1, 0, 2, 1]
+    with simulator.together(only_exchanges=True), simulator.on_rank(2):
+        launch(wait_for, 1, 1, x, 2, 2)  # it was an exchange above
+        launch(increment, 1, 1, x, 2)
+        assert x.tolist() == [1, 0, 2, 1]
+    assert x.tolist() == [1, 0, 3, 1]
 
 
 def test_waiting_for_a_later_launch_of_the_same_rank_is_a_deadlock():

@@ -174,7 +174,7 @@ def grouped_gemm():
 def moe_layer():
     import torch
 
-    from moe_numba import group_by_expert, silu_and_mul, weighted_sum
+    from moe_numba import group_by_expert, permute_cast_to_fp8, permute_tokens, silu_and_mul, weighted_sum
 
     bf16 = torch.bfloat16
     for experts in (8, 256, 512):
@@ -195,6 +195,8 @@ def moe_layer():
         yield f"silu {hidden}", lambda: silu_and_mul(x)
         limit = torch.empty(1, dtype=torch.int32)
         yield f"silu {hidden} limit", lambda: silu_and_mul(x, num_valid_rows=limit)
+    for permute in (permute_cast_to_fp8, permute_tokens):
+        yield permute.__name__, lambda: permute(torch.empty(4, 7168, dtype=bf16), torch.zeros(4, 8).int())
 
 
 @case

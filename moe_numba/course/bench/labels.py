@@ -27,16 +27,18 @@ def plain_numbers(axis):
 
 
 def number_columns(axes, rows, columns, colours=(INK, INK, INK)):
-    """Write aligned columns of numbers to the right of the bars."""
+    """Write aligned columns of numbers to the right of the bars, under headings of one or more lines."""
+    characters = int(72 * COLUMN / 5.2)  # that fit in a column
     for number, ((head, text), colour) in enumerate(zip(columns.items(), colours, strict=False)):
         x = 72 * COLUMN * (number + 0.85)  # points right of the axes
         axes.annotate(
-            head,
+            textwrap.fill(head, characters, break_long_words=False),
             (1, 1),
             (x, 5),
             xycoords="axes fraction",
             textcoords="offset points",
             ha="right",
+            va="bottom",
             color=GREY if colour == INK else colour,
             fontsize=8.5,
         )

@@ -67,8 +67,8 @@ def row(
         "config": config or {},
         "size": size or {},
         "dtype": dtype,
-        "kernel_us": _times(kernel),
-        "call_us": _times(call),
+        "kernel_us": times(kernel),
+        "call_us": times(call),
         "floor_us": floor_us,
         **more,
     }
@@ -269,7 +269,8 @@ def invalid(record: dict) -> list[str]:
     return wrong
 
 
-def _times(stats):
+def times(stats: Stats | None) -> dict | None:
+    """Return statistics as a row stores them: microseconds, rounded."""
     return None if stats is None else {name: round(value, 3) for name, value in asdict(stats).items()}
 
 

@@ -103,7 +103,7 @@ def run(
     check_compilable(function)
     names += ("",) * (len(args) - len(names))
     ranks = settings["ranks"]
-    if ranks is not None and not ranks.queues_next():
+    if ranks is not None and not ranks.queues(kernel):
         ranks = None
     if ranks is not None and seed is not None:
         raise ValueError(f"kernel {function.__name__} has a seed of its own, but all ranks share one: simulator.seed")

@@ -10,6 +10,7 @@ different ranks concurrently. One seed determines how their warps interleave.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import greenlet
@@ -21,6 +22,7 @@ from moe_numba.simulator.core.scheduler import World, run_world
 from moe_numba.simulator.core.settings import override_settings, settings
 
 buffers = {}  # address of a registered buffer -> Pointer to its bytes
+_exchanging: weakref.WeakSet = weakref.WeakSet()  # kernels that have been launched within `exchange`
 
 
 @contextlib.contextmanager
@@ -45,7 +47,10 @@ def on_rank(rank: int) -> contextlib.AbstractContextManager:
 
 
 def exchange() -> contextlib.AbstractContextManager:
-    """Return a context for launches of kernels that wait for those of other ranks: `together` always queues them."""
+    """Return a context for launches of kernels that wait for those of other ranks: `together` always queues them.
+
+    It also queues later launches of these kernels, outside of the context, such as those of a prepared call.
+    """
     return override_settings(exchange=True)
 
 
@@ -56,10 +61,12 @@ class _RankLaunches:
         self.only_exchanges, self.launches, self.done = only_exchanges, [], []
         self.seed = settings["seed"]
 
-    def queues_next(self):
-        """Return whether a launch is queued; else it runs at once."""
+    def queues(self, kernel):
+        """Return whether a launch of a kernel is queued; else it runs at once."""
+        if settings["exchange"]:
+            _exchanging.add(kernel)
         queued = (rank == settings["rank"] for rank, _ in self.launches)
-        return not self.only_exchanges or settings["exchange"] or any(queued)
+        return not self.only_exchanges or kernel in _exchanging or any(queued)
 
     def add(self, make_grid, done):
         """Queue a launch, `make_grid(world)`, and callbacks for when all ranks have completed."""

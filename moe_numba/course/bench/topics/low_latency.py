@@ -1,6 +1,6 @@
 """Benchmark of low-latency dispatch and combine of few tokens, with normal dispatch and combine and NCCL beside them.
 
-``low_latency_measure`` measures the rows, for groups of up to as many GPUs as there are.
+``low_latency_measure`` measures the rows, for one rank alone and for groups of up to as many GPUs as there are.
 """
 
 import torch
@@ -9,7 +9,7 @@ from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.topics import low_latency_measure
 
-NUMBERS_OF_RANKS = (2, 4, 8)
+NUMBERS_OF_RANKS = (1, 2, 4, 8)
 STEPS = {  # column of the table -> the row's step and dtype
     "packed by expert": ("final", "bf16"),
     "FP8 dispatch": ("final", "e4m3"),
@@ -35,6 +35,11 @@ def _numbers_of_ranks(record):
     return sorted({row["config"]["ranks"] for row in record["rows"]})
 
 
+def is_measured(step, ranks):
+    """Return whether a step is measured for a group of this size; one rank has no peers and no normal mode."""
+    return ranks > 1 or any(step == own for own, _ in low_latency_measure.LOW_LATENCY)
+
+
 def figures(record):
     """Draw the time of a pair over the number of tokens, for the largest group."""
     ranks = _numbers_of_ranks(record)[-1]
@@ -43,7 +48,8 @@ def figures(record):
         for name, (step, dtype) in STEPS.items()
         if (found := records.series(record, step=step, dtype=dtype, config={"ranks": ranks}))
     }
-    title = f"{ranks} GPUs: dispatch and combine of few tokens, in a CUDA graph"
+    where = f"{ranks} GPUs" if ranks > 1 else "One rank, its own rows only"
+    title = f"{where}: dispatch and combine of few tokens, in a CUDA graph"
     return {"pair": plots.sweep_figure(lines, caption=plots.caption(record), title=title)}
 
 
@@ -54,13 +60,15 @@ def readme_table(record):
         for tokens in low_latency_measure.TOKENS:
             wanted = dict(config={"ranks": ranks}, size={"tokens": tokens})
             rows = [records.find(record, step=step, dtype=dtype, **wanted) for step, dtype in STEPS.values()]
-            if all(rows):
-                times = bold_best([f"{row['kernel_us']['median']:.1f}" for row in rows])
+            if all(row or not is_measured(step, ranks) for row, (step, _) in zip(rows, STEPS.values(), strict=True)):
+                times = bold_best([f"{row['kernel_us']['median']:.1f}" if row else "" for row in rows])
                 called = f"{rows[0]['call_us']['median']:.0f}"
                 lines.append(f"| {ranks}, {tokens} | {' | '.join(times)} | {called} |")
     lines += [
         "",
         "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph; the last "
-        f"column is the first one without a graph, by events around one call; {plots.provenance(record)}.",
+        "column is the first one without a graph, by events around one call. With 1 GPU a rank sends "
+        f"{low_latency_measure.ONE_RANK_EXPERTS} experts' rows to itself, and nothing crosses NVLink; "
+        f"{plots.provenance(record)}.",
     ]
     return "\n".join(lines)

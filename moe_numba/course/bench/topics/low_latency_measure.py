@@ -2,6 +2,8 @@
 
 Every sample is the slowest rank's. *Kernel time* is that of a CUDA graph of `PAIRS` pairs, divided by their number;
 *call time* is between CUDA events around one call, after a barrier of all ranks. Peers are captured in graphs, too.
+
+One rank alone is measured as well, without peers: it sends all rows to its own slots, so that nothing crosses NVLink.
 """
 
 import json
@@ -17,6 +19,7 @@ from moe_numba.course.bench.topics.dispatch_combine_measure import BUFFER_BYTES,
 
 TOKENS = (1, 8, 32, 128, 256)
 PAIRS = 10  # in one graph
+ONE_RANK_EXPERTS = EXPERTS // 2  # as many as each of two ranks has
 LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the rows
     ("final", "bf16"): dict(),
     ("final", "e4m3"): dict(use_fp8=True),
@@ -29,19 +32,25 @@ LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the
 
 def measure(numbers_of_ranks, quick=False):
     """Return the record's rows for all group sizes for which there are enough GPUs."""
+    from moe_numba.expert_parallel import LocalGroup
+
     rows = []
     for ranks in numbers_of_ranks:
-        if ranks <= torch.cuda.device_count():
-            with tempfile.TemporaryDirectory() as folder:
-                found = Path(folder) / "rows.json"
-                torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, found), nprocs=ranks)
-                rows += json.loads(found.read_text())
+        if ranks > torch.cuda.device_count():
+            continue
+        if ranks == 1:
+            rows += LocalGroup(1).run(lambda group: LowLatencyBench(0, 1, quick, group).rows())[0]
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "rows.json"
+            torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, found), nprocs=ranks)
+            rows += json.loads(found.read_text())
     return rows
 
 
 def _work(rank, ranks, port, quick, found):
     with process_group(rank, ranks, port):
-        rows = LowLatencyBench(rank, ranks, quick).rows()
+        rows = LowLatencyBench(rank, ranks, quick, torch.distributed.group.WORLD).rows()
         if rank == 0:
             found.write_text(json.dumps(rows))
 
@@ -49,9 +58,9 @@ def _work(rank, ranks, port, quick, found):
 class LowLatencyBench:
     """The benchmark on one rank; all steps of one number of tokens run interleaved with one another."""
 
-    def __init__(self, rank, ranks, quick):
-        self.ranks, self.quick, self.device = ranks, quick, torch.device("cuda", rank)
-        self.experts = EXPERTS // ranks * ranks
+    def __init__(self, rank, ranks, quick, group):
+        self.ranks, self.quick, self.group, self.device = ranks, quick, group, torch.device("cuda", rank)
+        self.experts = EXPERTS // ranks * ranks if ranks > 1 else ONE_RANK_EXPERTS
         self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
         torch.manual_seed(rank)
         self.x = torch.randn(max(TOKENS), HIDDEN, device=self.device).bfloat16()
@@ -60,13 +69,11 @@ class LowLatencyBench:
 
     def rows(self):
         """Return the rows of this group size, the same on every rank."""
-        import torch.distributed as dist
-
         from moe_numba.expert_parallel import Buffer
 
         rows = []
         for tokens in (1, 128) if self.quick else TOKENS:
-            self.buffer = Buffer(dist.group.WORLD, BUFFER_BYTES, low_latency_mode=True, timeout=20)
+            self.buffer = Buffer(self.group, BUFFER_BYTES, low_latency_mode=True, timeout=20)
             rows += self._pairs(tokens)
             self.buffer.destroy()
         return rows
@@ -75,15 +82,17 @@ class LowLatencyBench:
         import torch.distributed as dist
 
         torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
+        if self.ranks > 1:
+            dist.barrier()
+            torch.cuda.synchronize()
 
     def _slowest(self, samples):
         """Return the statistics of the maximum over ranks of each sample."""
         import torch.distributed as dist
 
         samples = torch.tensor(samples, device=self.device)
-        dist.all_reduce(samples, dist.ReduceOp.MAX)
+        if self.ranks > 1:
+            dist.all_reduce(samples, dist.ReduceOp.MAX)
         return Stats.of(samples.cpu().numpy())
 
     def _pairs(self, tokens):
@@ -93,9 +102,10 @@ class LowLatencyBench:
             plan = self.buffer.low_latency(tokens, HIDDEN, self.experts, TOPK, **options)
             plans.append(plan)
             steps[step, dtype] = self._pair(plan, x, idx, weights)
-        steps["normal, graph", "bf16"] = self._normal_pair(x, idx, weights)
-        for name, call in self._nccl_pairs(x).items():
-            steps[f"peer:NCCL {name}", "bf16"] = call
+        if self.ranks > 1:
+            steps["normal, graph", "bf16"] = self._normal_pair(x, idx, weights)
+            for name, call in self._nccl_pairs(x).items():
+                steps[f"peer:NCCL {name}", "bf16"] = call
         graphs = {key: self._graph_of_pairs(call) for key, call in steps.items()}
         kernel, called = self._interleaved(graphs, PAIRS), self._interleaved(steps, 1)
         self.buffer.check(synchronize=True)

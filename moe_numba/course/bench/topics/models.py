@@ -1,0 +1,73 @@
+"""Benchmark of models of transformers, before and after one line selects the package's experts.
+
+The models have real widths and random weights, in bfloat16, and fewer layers. A forward pass has one token of each of 1
+to 64 sequences, without context, as a step of decoding, or one prompt. ``models_measure`` measures the rows.
+"""
+
+from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.records import format_us
+
+DEFAULT = "grouped_mm"  # what transformers runs if the caller selects nothing
+OURS, WITH_ROUTERS = "final", "final, fused routers"
+TOKENS = 1, 16, 64, 4096
+QUICK_TOKENS = (16,)
+BEFORE = f"peer:transformers {DEFAULT}"
+COLUMNS = {BEFORE: "grouped_mm", OURS: "moe_numba", WITH_ROUTERS: "and routers"}
+
+
+def measure(peers, quick):
+    """Return the rows of the record. It needs transformers."""
+    from moe_numba.course.bench.topics import models_measure
+
+    return models_measure.measure(models_measure.MODELS, QUICK_TOKENS if quick else TOKENS)
+
+
+def passes(record):
+    """Yield (model, layers, tokens, {step: row}) of each forward pass."""
+    found: dict = {}
+    for row in record["rows"]:
+        key = row["config"]["model"], row["config"]["layers"], row["size"]["tokens"]
+        found.setdefault(key, {})[row["step"]] = row
+    for key, steps in found.items():
+        yield *key, steps
+
+
+def figures(record):
+    """Draw the kernel times of each forward pass as bars."""
+    rows = [
+        {"step": f"{model}, {tokens} token{'s' * (tokens > 1)}"}
+        | {step: steps[step]["kernel_us"] for step in COLUMNS if step in steps}
+        for model, _, tokens, steps in passes(record)
+    ]
+    title = f"Forward pass of models of transformers on an {record['gpu']}: kernel time"
+    return {"passes": plots.bars_figure(rows, COLUMNS, title=title, caption=plots.caption(record))}
+
+
+def readme_table(record):
+    """Return a table of forward passes in microseconds: in a CUDA graph, and called eagerly in brackets."""
+    others = [step for step in records.peers(record) if step != BEFORE]
+    steps_shown = [BEFORE, *others, OURS, WITH_ROUTERS]
+    names = [step.removeprefix("peer:transformers ") for step in steps_shown[:-2]]
+    names = [f"`{name}`" for name in (*names, "moe_numba")] + ["with fused routers", "speedup"]
+    lines = [f"| model | tokens | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
+    for model, layers, tokens, steps in passes(record):
+        cells = [_cell(steps.get(step)) for step in steps_shown]
+        ratios = [steps[BEFORE][time]["median"] / steps[steps_shown[-1]][time]["median"] for time in _TIMES]
+        cells.append("{} ({})".format(*map(records.format_ratio, ratios)))
+        lines.append(f"| {model}, {layers} layers | {tokens} | {' | '.join(cells)} |")
+    version = next((row["version"] for row in record["rows"] if "version" in row), "")
+    provenance = plots.provenance(record)
+    text = (
+        "Microseconds of a forward pass in a CUDA graph and, in brackets, called eagerly until the GPU has finished. "
+        "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, without context; 4096 "
+        f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default; the speedup of the last column is "
+        f"over it. {provenance[0].upper()}{provenance[1:]}."
+    )
+    return "\n".join([*lines, "", text])
+
+
+_TIMES = "kernel_us", "pass_us"
+
+
+def _cell(row):
+    return "" if row is None else "{} ({})".format(*(format_us(row[time]["median"]) for time in _TIMES))

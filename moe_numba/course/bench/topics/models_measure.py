@@ -1,0 +1,168 @@
+"""Measures forward passes of models of transformers: rows of the topic `models`."""
+
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from moe_numba.course.bench import Stats, kernel_times, records
+from moe_numba.course.bench.timing import no_garbage_collection, shuffled_rounds
+from moe_numba.course.bench.topics.models import DEFAULT, OURS, WITH_ROUTERS
+from moe_numba.integrations.transformers import fuse_routers, register, unfuse_routers
+
+PEERS = DEFAULT, "batched_mm"
+GATHERED_BYTES = 16 << 30  # batched_mm copies the weights of each assignment: leave out larger copies
+BOUND = 1e-2  # relative error of a module of experts, in bfloat16; another expert's weights give more than 1
+
+
+class Model(NamedTuple):
+    """A model of real width with random weights."""
+
+    name: str
+    architecture: str
+    layers: int
+    options: dict[str, Any]
+
+    @property
+    def config(self):
+        """Configuration of transformers."""
+        options = dict(vocab_size=32768, num_hidden_layers=self.layers, max_position_embeddings=8192)
+        return getattr(transformers, f"{self.architecture}Config")(**options | self.options)
+
+
+MODELS = (
+    Model(
+        "Qwen3-30B-A3B",
+        "Qwen3Moe",
+        12,
+        dict(
+            hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+            num_experts_per_tok=8, norm_topk_prob=True, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        ),
+    ),
+    Model(
+        "DeepSeek-V3",
+        "DeepseekV3",
+        4,
+        dict(
+            hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, n_routed_experts=256,
+            num_local_experts=256, num_experts_per_tok=8, n_shared_experts=1, n_group=8, topk_group=4,
+            first_k_dense_replace=1, num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536,
+            kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        ),
+    ),
+)  # fmt: skip
+
+
+def measure(models, token_counts, device="cuda"):
+    """Return the rows of all models. The experts of each implementation are checked before it is timed."""
+    register()
+    rows = []
+    for about in models:
+        model = make_model(about, device)
+        for name in (OURS, *PEERS):
+            check_experts(model, name)
+        for tokens in token_counts:
+            rows += measure_passes(about, model, tokens)
+        del model
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def make_model(about, device):
+    """Make a model with random weights in bfloat16."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = getattr(transformers, f"{about.architecture}ForCausalLM")(about.config)
+    finally:
+        torch.set_default_dtype(before)
+    for parameter in model.eval().requires_grad_(False).parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02)
+    return model
+
+
+def select(model, name):
+    """Select the implementation of a step."""
+    model.set_experts_implementation("moe_numba" if name.startswith(OURS) else name)
+    unfuse_routers(model)
+    if name == WITH_ROUTERS:
+        fuse_routers(model)
+
+
+def check_experts(model, name, change=lambda ids: ids):
+    """Compare the first module of experts with a loop over the experts in float32; ``change`` spoils the routing."""
+    select(model, name)
+    experts = next(module.experts for module in model.modules() if hasattr(module, "experts"))
+    device, count = experts.gate_up_proj.device, len(experts.gate_up_proj)
+    random = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.rand, generator=random, device=device)
+    x = (draw(6, experts.gate_up_proj.shape[2]) - 0.5).bfloat16()
+    ids, weights = draw(6, count).topk(4).indices, draw(6, 4)
+    wanted = torch.zeros_like(x, dtype=torch.float32)
+    for token in range(6):
+        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+            gate, up = (experts.gate_up_proj[expert].float() @ x[token].float()).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            wanted[token] += weight * (experts.down_proj[expert].float() @ hidden)
+    error = float((experts(x, change(ids), weights.bfloat16()).float() - wanted).norm() / wanted.norm())
+    assert error < BOUND, f"{name}: the experts have relative error {error:.1e}; {BOUND:.0e} is allowed"
+
+
+def measure_passes(about, model, tokens):
+    """Return the rows of a forward pass of some tokens: one of each of as many sequences, or from 1024 on a prompt."""
+    prompt = tokens >= 1024
+    shape = (1, tokens) if prompt else (tokens, 1)
+    ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    ids = ids.to(model.device)
+
+    @torch.no_grad()
+    def forward():
+        return model(ids, use_cache=False, logits_to_keep=1).logits
+
+    def select_and_forward(name):
+        select(model, name)
+        return forward()
+
+    experts = next(module.experts for module in model.modules() if hasattr(module, "experts"))
+    topk = model.config.num_experts_per_tok
+    expert_bytes = sum(w[0].numel() * w.element_size() for w in (experts.gate_up_proj, experts.down_proj))
+    fits = tokens * topk * expert_bytes <= GATHERED_BYTES
+    names = [name for name in (*PEERS, OURS, WITH_ROUTERS) if name != "batched_mm" or fits]
+    kernels = kernel_times({name: partial(select_and_forward, name) for name in names}, launches=2, replays=10)
+    passes = pass_times({name: partial(select, model, name) for name in names}, forward)
+    config = dict(model=about.name, layers=about.layers)
+    return [
+        records.row(
+            name if name.startswith(OURS) else f"peer:transformers {name}",
+            config=config,
+            size=dict(tokens=tokens),
+            dtype="bf16",
+            kernel=kernels[name],
+            pass_us=records.times(passes[name]),
+            operation="prefill" if prompt else "decode",
+            version=None if name.startswith(OURS) else transformers.__version__,
+        )
+        for name in names
+    ]
+
+
+def pass_times(selections, forward, repeats=10):
+    """Measure eager forward passes, from the call until the GPU has finished, after each of the selections."""
+    samples = {name: [] for name in selections}
+    with no_garbage_collection():
+        for name in shuffled_rounds(selections, repeats):
+            selections[name]()
+            forward()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            forward()
+            torch.cuda.synchronize()
+            samples[name].append((time.perf_counter() - start) * 1e6)
+    return {name: Stats.of(values) for name, values in samples.items()}

@@ -1,0 +1,78 @@
+"""Benchmark topic models: the check before timing, rows, figure and table."""
+
+import pytest
+import torch
+from helpers.bench_topics import patch_topic, record_of
+from helpers.figures import misplaced
+
+transformers = pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
+
+from moe_numba.course.bench import Stats, topic  # noqa: E402
+from moe_numba.course.bench.topics import models_measure  # noqa: E402
+
+models = topic("models")
+TINY = models_measure.Model(
+    "Tiny",
+    "Qwen3Moe",
+    2,
+    dict(
+        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_experts=8,
+        num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture
+def record(monkeypatch, device):
+    times = iter(range(2000, 10**6, 1000))
+    stats = lambda named, _: {name: Stats(t, t, t + 1.0) for name, t in zip(named, times, strict=False)}
+    patch_topic(monkeypatch, models_measure, MODELS=(TINY,), pass_times=stats)
+    measure = models_measure.measure
+    monkeypatch.setattr(models_measure, "measure", lambda *arguments: measure(*arguments, device=str(device)))
+    monkeypatch.setattr(models, "TOKENS", (1, 1024))
+    monkeypatch.setattr(models_measure, "GATHERED_BYTES", 1 << 20)
+    return record_of(models, "models")
+
+
+def test_rows_figure_and_table(record):
+    steps = ["peer:transformers grouped_mm", "peer:transformers batched_mm", "final", "final, fused routers"]
+    found = [(row["operation"], row["size"]["tokens"], row["step"]) for row in record["rows"]]
+    assert found == [("decode", 1, step) for step in steps] + [
+        ("prefill", 1024, step) for step in steps if "batched" not in step
+    ]
+    assert all(row["config"] == {"model": "Tiny", "layers": 2} for row in record["rows"])
+    lines = models.readme_table(record).splitlines()
+    assert lines[0].startswith("| model | tokens | `grouped_mm` | `batched_mm` | `moe_numba` | with fused routers |")
+    assert lines[2] == ("| Tiny, 2 layers | 1 | 10.0 (2000) | 11.0 (3000) | 12.0 (4000) | 13.0 (5000) | 0.77 (0.40) |")
+    assert lines[3] == "| Tiny, 2 layers | 1024 | 14.0 (6000) |  | 15.0 (7000) | 16.0 (8000) | 0.88 (0.75) |"
+    assert "Recorded on NVIDIA Toy" in lines[-1]
+    (figure,) = models.figures(record).values()
+    assert not misplaced(figure)
+
+
+def test_all_models_are_of_transformers():
+    for about in models_measure.MODELS:
+        config = about.config
+        assert config.num_hidden_layers == about.layers
+        assert [getattr(config, name) for name in about.options] == list(about.options.values())
+
+
+def test_each_step_selects_its_implementation(device):
+    model = models_measure.make_model(TINY, str(device))
+    models_measure.register()
+    for name in (*models_measure.PEERS, models_measure.OURS, models_measure.WITH_ROUTERS, models_measure.OURS):
+        models_measure.select(model, name)
+        wanted = "moe_numba" if name.startswith("final") else name
+        assert model.config._experts_implementation == wanted
+        fused = ["forward" in vars(module) for module in model.modules() if "TopKRouter" in type(module).__name__]
+        assert fused == [name == models_measure.WITH_ROUTERS] * 2
+
+
+@pytest.mark.parametrize("name", [models_measure.OURS, *models_measure.PEERS])
+def test_wrong_experts_are_not_timed(name, device):
+    model = models_measure.make_model(TINY, str(device))
+    models_measure.register()
+    models_measure.check_experts(model, name)
+    for change in (lambda ids: (ids + 1) % 8, torch.zeros_like):
+        with pytest.raises(AssertionError, match=f"{name}: the experts have relative error"):
+            models_measure.check_experts(model, name, change)
