@@ -37,11 +37,12 @@ from numba import cuda, float32, int32, uint32
 from moe_numba import simulator
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.baselines.limits import H200, chip_limits
-from moe_numba.course.bench.baselines.torch_experts import expected_output
 from moe_numba.course.bench.launch_profile import launch_profile
+from moe_numba.course.bench.parts_figure import EXPERTS, parts_of, stacked_parts
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import moe_layer as bench
-from moe_numba.course.bench.topics.moe_layer_measure import Layer, Problem, Weights, stages_in_torch
+from moe_numba.course.bench.topics.grouped_gemm import TORCH_NAMES
+from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_inputs, make_weights
 from moe_numba.course.draw import dispatch_layout as draw_layout
 from moe_numba.course.draw import moe_layer as draw
 from moe_numba.course.draw.launch_timeline import launch_timeline
@@ -53,7 +54,7 @@ from moe_numba.course.simulate import in_simulator, source_of
 from moe_numba.course.source_diff import OpCounter
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.grouped_gemm.reference import FP8, mismatch
-from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts, reference
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, ExpertsWorkspace, fused_experts, reference
 from moe_numba.moe_layer import kernel_silu_and_mul as silu_module
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
@@ -78,8 +79,8 @@ def recorded(step, model, tokens, field="kernel_us"):
 say(
     "**Result** (kernel time, recorded on {gpu}): {model}'s experts take {one:.1f} us for 1 token, {batch:.0f} us for 64 "
     "and {many:.0f} us for 4096. transformers' `grouped_mm`, which uses torch's grouped GEMM, takes {torch_one:.0f}, "
-    "{torch_batch:.0f} and {torch_many:.0f} us. Reading the weights that the tokens use takes at least {bound:.1f} us "
-    "for 1 token and {bound_batch:.0f} us for 64.",
+    "{torch_batch:.0f} and {torch_many:.0f} us. The lower bound, reading weights or multiplying, is {bound:.1f}, "
+    "{bound_batch:.0f} and {bound_many:.0f} us.",
     gpu=RECORD and RECORD["gpu"].replace("NVIDIA", "an NVIDIA"),
     model=QWEN,
     one=recorded("final", QWEN, 1),
@@ -90,6 +91,7 @@ say(
     torch_many=recorded("peer:transformers grouped_mm", QWEN, 4096),
     bound=recorded("final", QWEN, 1, "floor_us"),
     bound_batch=recorded("final", QWEN, 64, "floor_us"),
+    bound_many=recorded("final", QWEN, 4096, "floor_us"),
 )
 
 # %% [markdown]
@@ -111,10 +113,11 @@ draw.layer(torch.rand(6, 4).topk(2).indices.int(), num_experts=4)
 # Qwen3-30B-A3B on a GPU, and small in the simulator.
 
 # %%
-LAYER = Layer(8, 128, 64, torch.bfloat16, (), 2) if SIMULATED else bench.LAYERS[QWEN]
+LAYERS = {layer.model: layer for layer in bench.LAYERS}
+LAYER = Layer("small", 8, 128, 64, "bf16", (), 2) if SIMULATED else LAYERS[QWEN]
 TOKENS = 6 if SIMULATED else 64
-problem = Problem(LAYER, Weights(LAYER), TOKENS, seed=1)  # x, weights, routing to distinct experts at random
-x, w13, w2, topk_weights, topk_ids = problem.arguments
+WEIGHTS = make_weights(LAYER, DEVICE)  # random
+x, w13, w2, topk_weights, topk_ids, *_ = GIVEN = make_inputs(LAYER, TOKENS, *WEIGHTS)  # distinct experts at random
 
 
 def experts_in_torch(x, w13, w2, topk_weights, topk_ids):
@@ -127,14 +130,14 @@ def experts_in_torch(x, w13, w2, topk_weights, topk_ids):
     return out.bfloat16()
 
 
-EXPECTED = expected_output(*problem.arguments)  # in float64, rounded where kernels store bfloat16
+EXPECTED = reference.fused_experts(*GIVEN)  # in float64, rounded where kernels store bfloat16
 
 
 def check(out):
     return mismatch(out, EXPECTED, 1e-2)
 
 
-print("the loop:", check(experts_in_torch(*problem.arguments)) or "right")
+print("the loop:", check(experts_in_torch(*GIVEN[:5])) or "right")
 
 # %% [markdown]
 # The check bounds the relative error of the whole output, of each row and of each element. It must reject wrong layers:
@@ -172,19 +175,26 @@ exercise("moe_layer-1").check(tokens_that_fill)
 # %%
 def bounds(layer, tokens, limits=H200):
     """Return (experts used, us to read their weights, us to compute)."""
-    kind, size = ("float8_e4m3fn", 1) if layer.dtype == FP8 else ("bfloat16", 2)
     used = layer.num_experts * (1 - (1 - layer.topk / layer.num_experts) ** tokens)
-    weights = 3 * layer.hidden * layer.intermediate
-    read = used * weights * size / limits.hbm_bandwidth
-    return used, read * 1e6, 2 * layer.topk * tokens * weights / limits.tensor_flops[kind] * 1e6
+    weights, size = 3 * layer.hidden * layer.intermediate, {"bf16": 2, "e4m3": 1}[layer.dtype]
+    compute = 2 * layer.topk * tokens * weights / limits.tensor_flops[TORCH_NAMES[layer.dtype]]
+    return used, used * weights * size / limits.hbm_bandwidth * 1e6, compute * 1e6
 
 
-lines = ["| experts, tokens | experts used | read weights, us | compute, us | limit |", "|---|---:|---:|---:|---|"]
-for name, layer in bench.LAYERS.items():
-    for tokens in layer.tokens:
+def limit_of(layer, tokens):
+    _, read, compute = bounds(layer, tokens)
+    return "memory bandwidth" if read > compute else "tensor cores"
+
+
+lines = [
+    "| experts | tokens | experts used | read weights, us | compute, us | limit |",
+    "|---|---:|---:|---:|---:|---|",
+]
+for layer in bench.LAYERS:
+    for tokens in layer.token_counts:
         used, read, compute = bounds(layer, tokens)
-        limit = "memory bandwidth" if read > compute else "tensor cores"
-        lines.append(f"| {name}, {tokens} | {used:.0f} | {read:.1f} | {compute:.1f} | {limit} |")
+        cells = layer.model, tokens, f"{used:.0f}", f"{read:.1f}", f"{compute:.1f}", limit_of(layer, tokens)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
 Markdown("\n".join([*lines, "", f"Rates: data sheet of an H200, {H200.hbm_bandwidth / 1e12:g} TB/s."]))
 
 # %% [markdown]
@@ -200,7 +210,7 @@ Markdown("\n".join([*lines, "", f"Rates: data sheet of an H200, {H200.hbm_bandwi
 # | `gate` | One launch scores, chooses and normalises. A token belongs to a few lanes, whose registers hold all of its scores. | [01](01_gate.ipynb) |
 # | `permute` | A counting sort in one launch returns group sizes and indices in both directions. Rows need no padding, unlike [expert blocks](02_align.ipynb). | section 5 |
 # | `quantise` | FP8 weights need FP8 tokens. Each 128 elements of a token share a scale, which one warp computes. | [08](08_ring_buffer_dispatch.ipynb) |
-# | `gate_up` | One launch multiplies the rows of all experts. The producer warp gathers rows of x by index, so no permuted copy of x exists. | [06](06_grouped_gemm.ipynb) |
+# | `gate_up` | One launch multiplies the rows of all experts. With few rows per expert the producer warps gather rows of x by index; with many, `permute_tokens` stores x by expert first, because TMA then loads consecutive rows. | [06](06_grouped_gemm.ipynb) |
 # | `activation` | `silu(gate) * up` in one pass. With FP8 it is part of the first GEMM's epilogue, which also quantises the result. | section 6 |
 # | `down` | The same grouped GEMM. Group sizes stay on the GPU, so the host never waits for them. | [06](06_grouped_gemm.ipynb) |
 # | `sum` | A thread adds the rows of a token in the order of k. No atomic addition, so the bits do not depend on timing. | section 6 |
@@ -213,10 +223,13 @@ experts = Experts(*LAYER[:3], device=DEVICE, reference={"permute", "activation",
 experts.load_state_dict({"w13": w13, "w2": w2})
 print(experts)
 
-STAGES = {"torch loop": None}  # step -> stages in torch
-STAGES |= {f"with {name}": frozenset(in_torch) for name, in_torch in stages_in_torch(LAYER.dtype).items()}
-for name, in_torch in STAGES.items():
-    print(f"{name:<22} in torch:", "everything" if in_torch is None else ", ".join(sorted(in_torch)) or "nothing")
+STAGES = {  # step -> stages in torch; None: the loop of section 2
+    "torch loop": None,
+    "with grouped GEMMs": {"permute", "activation", "sum"},
+    "with group_by_expert": {"activation", "sum"},
+    "with silu_and_mul": {"sum"},
+    "with weighted_sum": set(),
+}
 
 # %% [markdown]
 # The GEMMs come first, both at once, because their references compute in float64. While a stage in torch determines group
@@ -225,12 +238,12 @@ for name, in_torch in STAGES.items():
 
 
 # %%
-def with_stages(in_torch, p=problem):
+def with_stages(in_torch, given=GIVEN):
     """Compute the experts with some stages in torch; None: all of them, by the loop."""
     if in_torch is None:
-        return experts_in_torch(*p.arguments)
+        return experts_in_torch(*given[:5])
     experts.reference = in_torch
-    return experts(p.x, p.topk_weights, p.ids)
+    return experts(given.x, given.weights, given.ids)
 
 
 layer_ladder = Ladder(
@@ -241,7 +254,7 @@ layer_ladder = Ladder(
     config={"num_experts": LAYER.num_experts, "topk": LAYER.topk, "hidden": LAYER.hidden},
     size={"tokens": TOKENS},
 )
-ONE_TOKEN = Problem(LAYER, problem.weights, 1, seed=1)  # of the timelines in section 7
+ONE_TOKEN = make_inputs(LAYER, 1, *WEIGHTS)  # of the timelines in section 7
 for name, in_torch in STAGES.items():
     with OpCounter() as operations:
         with_stages(in_torch)
@@ -256,12 +269,14 @@ for name, in_torch in STAGES.items():
 
 
 # %%
-def final(p):
-    return fused_experts(*p.arguments, out=p.out, workspace=p.workspace)
+def prepared(given):
+    """Return a call that allocates nothing; its output is poisoned."""
+    out = torch.full_like(given.x, float("nan"))
+    workspace = ExpertsWorkspace(len(given.x), LAYER.topk, given.w13, given.w2)
+    return partial(fused_experts, *given, out=out, workspace=workspace)
 
 
-problem.poison()  # NaN in out and in the workspace
-layer_ladder.step("final", partial(final, problem), dtype="bf16", timeline=launch_profile(partial(final, ONE_TOKEN)))
+layer_ladder.step("final", prepared(GIVEN), dtype="bf16", timeline=launch_profile(prepared(ONE_TOKEN)))
 layer_ladder.measure_all()
 layer_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
@@ -269,34 +284,29 @@ layer_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 # With FP8 weights the stages are others: `quantise` instead of `activation`. The same check of every step, in small:
 
 # %%
-SMALL_FP8 = Layer(4, 128, 128, FP8, (), 2)
-small = Problem(SMALL_FP8, Weights(SMALL_FP8), 5, seed=1)
-small_expected = expected_output(*small.arguments)
-experts_fp8 = Experts(*SMALL_FP8[:3], FP8, DEVICE)
-names = "w13", "w2", "w13_scale", "w2_scale"
-experts_fp8.load_state_dict(dict(zip(names, (small.weights.w13, small.weights.w2, *small.weights.scales), strict=True)))
-for name, in_torch in stages_in_torch(FP8).items():
-    experts_fp8.reference = frozenset(in_torch)
-    out = experts_fp8(small.x, small.topk_weights, small.ids)
-    assert not (wrong := mismatch(out, small_expected, 1e-2)), f"{name}: {wrong}"
-    print(f"with {name}: right")
-
-# %% [markdown]
-# The record has the call times of both models at three sizes. What a step saves is mostly waiting and launching, which does
-# not depend on the number of tokens.
-
+SMALL_FP8 = Layer("small", 4, 128, 128, "e4m3", (), 2)
+small = make_inputs(SMALL_FP8, 5, *make_weights(SMALL_FP8, DEVICE))
+small_expected = reference.fused_experts(*small)
+experts_fp8 = Experts(4, 128, 128, FP8, DEVICE)
+experts_fp8.load_state_dict({name: getattr(small, name) for name in ("w13", "w2", "w13_scale", "w2_scale")})
+for in_torch in ({"permute", "quantise", "sum"}, {"quantise", "sum"}, {"sum"}, {"gate_up"}, {"down"}, set()):
+    experts_fp8.reference = in_torch
+    out = experts_fp8(small.x, small.weights, small.ids)
+    assert not (wrong := mismatch(out, small_expected, 1e-2)), f"{in_torch}: {wrong}"
+    print("right with stages in torch:", ", ".join(sorted(in_torch)) or "none")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def drawn(draw_record, *arguments):
-    """Draw a figure of the record, or print that there is none."""
-    figure = RECORD and draw_record(RECORD, *arguments)
-    return figure or print("not recorded yet: `python -m moe_numba bench moe_layer` measures it")
-
-
-drawn(bench.steps_figure, QWEN, f"{QWEN}'s experts, bf16")
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-drawn(bench.steps_figure, DEEPSEEK, f"{DEEPSEEK}'s experts, FP8")
+say(
+    "On {gpu}, a call of the loop takes {loop:.0f} us; with grouped GEMMs {gemms:.0f} us, with all kernels {all:.0f} us and "
+    "with a workspace {final:.0f} us, of which the GPU works {kernel:.0f} us. The difference is the CPU's time, which a CUDA "
+    "graph removes.",
+    gpu=layer_ladder.record and layer_ladder.record["gpu"],
+    loop=layer_ladder.median_us("torch loop", "call_us"),
+    gemms=layer_ladder.median_us("with grouped GEMMs", "call_us"),
+    all=layer_ladder.median_us("with weighted_sum", "call_us"),
+    final=layer_ladder.median_us("final", "call_us"),
+    kernel=layer_ladder.median_us("final"),
+)
 
 # %% [markdown]
 # ## 5. Group by expert in one launch
@@ -715,25 +725,62 @@ say(
 
 # %%
 order = torch.randperm(TOKENS, device=DEVICE)
-whole = fused_experts(*problem.arguments)
+whole = fused_experts(*GIVEN)
 assert torch.equal(fused_experts(x[order], w13, w2, topk_weights[order], topk_ids[order]), whole[order])
-assert all(torch.equal(fused_experts(*problem.arguments), whole) for _ in range(3))
+assert all(torch.equal(fused_experts(*GIVEN), whole) for _ in range(3))
 print("the same bits in four runs, and in another order of the tokens")
 
 # %% [markdown]
 # ## 7. Where the time goes
 #
-# Each launch alone, one call, and the lower bound of section 3. A call takes less than the sum of its launches, because a
-# dependent launch starts while the kernel before it ends.
+# Each launch alone in a CUDA graph, one call, and the lower bound of section 3:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-drawn(bench.parts_figure, [QWEN], f"{QWEN}'s experts, bf16", (1, 64, 4096))
+NOT_RECORDED = "not recorded yet: `python -m moe_numba bench moe_layer` measures it"
+
+
+def draw_parts(title, *models):
+    """Draw the recorded launches at 1, 64 and 4096 tokens, or print that there are none."""
+    if not (groups := parts_of(RECORD, models, (1, 64, 4096)) if RECORD else {}):
+        return print(NOT_RECORDED)
+    return stacked_parts(groups, title=f"{title}: time of each launch", caption=plots.caption(RECORD), colours=EXPERTS)
+
+
+draw_parts(f"{QWEN}'s experts, bf16", QWEN)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-drawn(bench.parts_figure, [DEEPSEEK, f"{DEEPSEEK}, 32 experts"], f"{DEEPSEEK}'s experts, FP8", (1, 64, 4096))
+draw_parts(f"{DEEPSEEK}'s experts, FP8", DEEPSEEK, f"{DEEPSEEK}, 1 of 8 GPUs")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-drawn(lambda record: Markdown(bench.limits_table(record)))
+heads = "experts", "tokens", "one call", "sum of launches", "both GEMMs", "lower bound", "call / bound", "limit"
+lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * 6 + "---|"]
+for model, tokens, steps in bench.layers(RECORD) if RECORD else ():
+    median = {step: row["kernel_us"]["median"] for step, row in steps.items()}
+    launches = sum(us for step, us in median.items() if step.startswith("part: "))
+    times = median[bench.OURS], launches, median[bench.GEMMS], steps[bench.OURS]["floor_us"]
+    cells = [*map(records.format_us, times), f"{times[0] / times[-1]:.2f}", limit_of(LAYERS[model], tokens)]
+    lines.append(f"| {model} | {tokens} | {' | '.join(cells)} |")
+Markdown("\n".join([*lines, "", f"Microseconds, {plots.caption(RECORD)}."]) if RECORD else NOT_RECORDED)
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def besides_gemms(model, tokens):
+    """Return the share of one call that is not its two GEMMs, in percent, or None."""
+    us = recorded("final", model, tokens)
+    return us and 100 * (1 - recorded("both GEMMs", model, tokens) / us)
+
+
+say(
+    "In decode the limit is memory bandwidth. All launches besides the GEMMs are {few:.1f} % of one call of "
+    + QWEN
+    + " with 64 "
+    "tokens, so only GEMMs that read weights faster, or fewer bytes per weight, would make the layer much faster. With 4096 "
+    "tokens the limit is tensor cores, and the other launches are {many:.0f} %: permuting, activating and summing move `topk` "
+    "rows per token through memory. Doing that inside the GEMMs would save those passes. DeepSeek-V3's FP8 GEMMs are further "
+    "from the bound, because CUDA cores scale each product of 128 elements ([notebook 06](06_grouped_gemm.ipynb), section 8).",
+    few=besides_gemms(QWEN, 64),
+    many=besides_gemms(QWEN, 4096),
+)
 
 # %% [markdown]
 # The launches of one call for a single token on a time axis, as torch's profiler saw them without a CUDA graph. The loop
@@ -744,12 +791,6 @@ rows = {name: layer_ladder.row(name) or {} for name in ("torch loop", "with grou
 timelines = {name: row["timeline"] for name, row in rows.items() if row.get("timeline")}
 title = f"Kernels of one call for 1 token: {QWEN}'s experts"
 launch_timeline(timelines, title) if timelines else print("no kernels of a call are recorded yet")
-
-# %% [markdown]
-# Beside other implementations, from the same record. The curve of a step in which the host waits is its call time.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-drawn(bench.peers_figure, QWEN, f"{QWEN}'s experts, bf16")
 
 # %% [markdown]
 # ## 8. Expert parallel
@@ -843,14 +884,36 @@ try:
     print(f"tokens: {generated}; relative difference of the logits: {difference:.4f}")
     assert difference < 0.02
 except ImportError as error:
-    print(
-        f"transformers 5 is not installed ({error}), so this cell does nothing: pip install 'moe_numba[transformers]'"
-    )
+    print(f"transformers 5 is not installed ({error}): pip install 'moe_numba[transformers]'")
 
 # %% [markdown]
 # The logits differ by roundings: eager rounds each expert's weighted row to bfloat16 before it adds it. Models whose layout
 # the kernels do not support, such as gpt-oss with its biases and interleaved weights, are refused with a sentence.
-#
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+MODELS = records.recorded("models")
+
+
+def pass_us(step, tokens):
+    """Return the recorded time of a forward pass of Qwen3-30B-A3B's width in a CUDA graph, or None."""
+    row = MODELS and records.find(MODELS, step=step, config={"model": QWEN}, size={"tokens": tokens})
+    return row and row["kernel_us"]["median"]
+
+
+say(
+    "At the real width of {model}, with {layers} layers and random weights, a forward pass takes {after:.0f} us instead of "
+    "{before:.0f} for 1 token, and {after_many:.0f} instead of {before_many:.0f} us for 4096 (in a CUDA graph; before: "
+    "transformers' `grouped_mm`, after: experts and routers of this package; recorded on {gpu}).",
+    model=QWEN,
+    layers=MODELS and records.find(MODELS, config={"model": QWEN})["config"]["layers"],
+    before=pass_us("peer:transformers grouped_mm", 1),
+    after=pass_us("final, fused routers", 1),
+    before_many=pass_us("peer:transformers grouped_mm", 4096),
+    after_many=pass_us("final, fused routers", 4096),
+    gpu=MODELS and MODELS["gpu"],
+)
+
+# %% [markdown]
 # ## 10. What 64 GPUs would change
 #
 # Nothing here is measured. This is a model of one DeepSeek-V3 layer, with these assumptions: nodes of 8 GPUs; data-sheet
@@ -895,9 +958,7 @@ for tokens in (64, 4096):
 Markdown("\n".join([*lines, "", f"Parts in microseconds per layer; weights of the experts of {MOE_LAYERS} layers."]))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-SENT = {
-    name: layer_times(64, n)["dispatch"] + layer_times(64, n)["combine"] for name, n in (("few", 64), ("many", 4096))
-}
+sent = {n: layer_times(64, n)["dispatch"] + layer_times(64, n)["combine"] for n in (64, 4096)}
 say(
     "With 64 tokens on each GPU, each of 64 GPUs reads {less:.0f} times fewer bytes than each of 8, because it holds {local} "
     "experts instead of {node}. Per token, a layer takes {few:.1f} times less time. The network is now the limit: dispatch "
@@ -909,8 +970,8 @@ say(
     local=E // 64,
     node=E // 8,
     few=total_us(8, 64) / total_us(64, 64),
-    share=100 * SENT["few"] / total_us(64, 64),
-    ratio=SENT["many"] / layer_times(64, 4096)["compute"],
+    share=100 * sent[64] / total_us(64, 64),
+    ratio=sent[4096] / layer_times(64, 4096)["compute"],
     nodes=ranks_per_token(E, TOPK, 8),
 )
 

@@ -1,10 +1,21 @@
-"""Figure of a call's time beside the times of its parts and a lower bound."""
+"""Figure and table of a call's time beside the times of its parts and a lower bound."""
 
+from moe_numba.course.bench import plots, records
+from moe_numba.course.bench.baselines.limits import H200
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, SKY, WIDTH, Picture
-from moe_numba.course.draw.canvas import box, canvas, check_range, ink_on, note, text
+from moe_numba.course.draw.canvas import box, canvas, check_range, ink_on, note, plural, text
 
 _COLOURS = BLUE, SKY, ORANGE, GREEN, PURPLE, RED, GREY
+EXPERTS = {  # colours of the parts of a layer's experts, in the order of their launches
+    "group_by_expert": ORANGE,
+    "cast": PURPLE,
+    "permute": GREY,
+    "gate_up": BLUE,
+    "activation": RED,
+    "down": SKY,
+    "weighted_sum": GREEN,
+}
 _CHARACTER = 0.075  # inches of a character of a legend, at most
 
 
@@ -23,9 +34,11 @@ def stacked_parts(
     whole : str
         What the second bar is.
     colours : dict, optional
-        ``{name of a part: colour}``; by default in the order of the parts.
+        ``{name of a part: colour}``, in the order of the legend; by default that of the parts.
     """
     names = list(dict.fromkeys(name for parts, *_ in groups.values() for name in parts))
+    order = list(colours or ())
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
     check_range("the number of groups", len(groups), 1, 12)
     check_range("the number of parts", len(names), 1, len(_COLOURS))
     places = _legend(names)
@@ -71,3 +84,42 @@ def _legend(names):
         places.append((x, line))
         x += wide
     return places
+
+
+def parts_of(record: dict, models: list[str], tokens: tuple[int, ...] = ()) -> dict:
+    """Return the groups of `stacked_parts` of a record of the topic ``moe_layer``; ``tokens``: only these sizes."""
+    found: dict = {}
+    for row in record["rows"]:
+        model, count = row["config"]["model"], row["size"]["tokens"]
+        if model in models and (not tokens or count in tokens) and "kernel_us" in row:
+            place = "".join(f"\n{part}" for part in model.split(", ")[1:])
+            parts, whole = found.setdefault(f"{plural(count, 'token')}{place}", ({}, {}))
+            us, step = row["kernel_us"]["median"], row["step"]
+            if step == "final":
+                whole |= dict(us=us, bound=row["floor_us"])
+            elif step.startswith("part: "):
+                parts[step.removeprefix("part: ")] = us
+    return {label: (parts, whole["us"], whole["bound"]) for label, (parts, whole) in found.items()}
+
+
+def draw_parts(record: dict, title: str, models: list[str], tokens: tuple[int, ...] = ()) -> Picture:
+    """Draw `parts_of` a record of the topic ``moe_layer``."""
+    caption = plots.caption(record)
+    groups = parts_of(record, models, tokens)
+    return stacked_parts(groups, title=f"{title}: time of each launch", caption=caption, colours=EXPERTS)
+
+
+def parts_table(record: dict) -> str:
+    """Return a table of one call, its launches, its GEMMs and the lower bound of each row of ``moe_layer``."""
+    heads = "experts", "tokens", "one call", "sum of launches", "both GEMMs", "lower bound", "call / bound", "limit"
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * 6 + "---|"]
+    for row in records.select(record, step="final"):
+        model, tokens, bound = row["config"]["model"], row["size"]["tokens"], row["floor_us"]
+        own = {"config": {"model": model}, "size": {"tokens": tokens}}
+        median = {other["step"]: other["kernel_us"]["median"] for other in records.select(record, **own)}
+        launches = sum(us for step, us in median.items() if step.startswith("part: "))
+        rate = H200.tensor_flops[{"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}[row["dtype"]]]
+        limit = "tensor cores" if row["flops"] / rate * 1e6 > 0.999 * bound else "memory bandwidth"
+        cells = [*map(format_us, (median["final"], launches, median["both GEMMs"], bound))]
+        lines.append(f"| {model} | {tokens} | {' | '.join(cells)} | {median['final'] / bound:.2f} | {limit} |")
+    return "\n".join([*lines, "", f"Microseconds, {plots.caption(record)}."])
