@@ -219,7 +219,7 @@ Markdown("\n".join([*lines, "", f"Rates: data sheet of an H200, {H200.hbm_bandwi
 # behind the gate.
 
 # %%
-experts = Experts(*LAYER[:3], device=DEVICE, reference={"permute", "activation", "sum"})
+experts = Experts(*LAYER[1:4], device=DEVICE, reference={"permute", "activation", "sum"})
 experts.load_state_dict({"w13": w13, "w2": w2})
 print(experts)
 
