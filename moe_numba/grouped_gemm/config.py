@@ -199,7 +199,7 @@ CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (10, dict(subtile_m=32, mma_n=(32, 16), stages=10, cluster_size=2)),
     (40, dict(subtile_m=64, mma_n=(64, 32), stages=8, cluster_size=2)),
     (120, dict(subtile_m=128, mma_n=(128, 96, 64), stages=6, cluster_size=2)),
-    (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120), stages=4)),
+    (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120, 104, 88, 64, 32), stages=4)),
 )
 # With silu_and_mul a stage has two tiles of weight.
 SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (

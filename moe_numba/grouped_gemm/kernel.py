@@ -77,6 +77,7 @@ def make_tma_producer(config, layout):
     multicast, box_rows, silu_and_mul = config.cluster_size == 2, layout.x_box_rows, config.silu_and_mul
     tile_info_offset, by_tensor = layout.tile_info_offset, config.scaling == "tensor"
     tma_bytes, gather = layout.tma_bytes, config.gather
+    skips_empty = two_subtiles and not multicast and not gather  # an empty second subtile is not loaded
     block_k = BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
     get_tile, advance = make_get_tile(config, layout), make_advance(config.stages)
     first_tile, next_tile = make_tile_loop(config.cluster_size)
@@ -95,6 +96,8 @@ def make_tma_producer(config, layout):
             smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
             smem.i32[info + uint32(2)] = int32(n_tile * BLOCK_N)
             smem.i32[info + uint32(3)] = float_as_int(scales.weight[g]) if by_tensor else int32(0)
+            is_single = skips_empty and rows <= subtile_rows
+            bytes_of_stage = int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
             if multicast:  # each CTA loads half of the rows of x and multicasts them to both
                 rank = int32(cluster_ctarank())
                 row = int32(row + rank * (subtile_rows if two_subtiles else box_rows))
@@ -102,7 +105,7 @@ def make_tma_producer(config, layout):
             for k_block in range(k_blocks):
                 k, offset = int32(k_block * block_k), int32(stage * stage_bytes)
                 mbarrier_wait_parity(barriers, empty + stage, phase)
-                mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)
+                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
                 column = int32(n_tile * BLOCK_N)
                 tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, g, barriers, full + stage, evict_first)
                 if silu_and_mul:
@@ -115,7 +118,7 @@ def make_tma_producer(config, layout):
                     )
                 elif not gather:
                     tma_load_2d_hint(smem.u8, offset + x_offset, map_x, 0, k, row, barriers, full + stage, evict_last)
-                    if two_subtiles:
+                    if two_subtiles and not is_single:
                         to, second = int32(offset + x_offset + subtile_bytes), int32(row + subtile_rows)
                         tma_load_2d_hint(smem.u8, to, map_x, 0, k, second, barriers, full + stage, evict_last)
                 stage, phase = advance(stage, phase)
@@ -283,13 +286,33 @@ def make_mma_stage(n, config, layout):
 def make_consumer(config, layout):
     """Make ``stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, tile)``, which computes a tile.
 
-    It uses the smallest wgmma N in ``config.mma_n`` that holds the tile's subtiles.
+    It uses the smallest wgmma N in ``config.mma_n`` that holds the tile's subtiles, and one accumulator if the second
+    of two subtiles is empty.
     """
-    largest = make_consumer_of_size(config.mma_n[0], config, layout)
-    if len(config.mma_n) == 1:
+    if config.m_subtiles == 1:
+        return make_consumer_of_sizes(config.mma_n, config, layout, layout.accumulators)
+    one = make_consumer_of_sizes(config.mma_n, config._replace(m_subtiles=1), layout, 1)
+    # Rows that need two subtiles need more than half of each.
+    sizes = tuple(n for n in config.mma_n if 2 * n > config.subtile_m)
+    two = make_consumer_of_sizes(sizes, config, layout, 2)
+
+    @cuda.jit(device=True)
+    def consumer(smem, output, warp, lane, stage, phase, k_blocks, tile):
+        if tile.rows > tile.subtile_rows:
+            stage, phase = two(smem, output, warp, lane, stage, phase, k_blocks, tile)
+        else:
+            stage, phase = one(smem, output, warp, lane, stage, phase, k_blocks, tile)
+        return stage, phase
+
+    return consumer
+
+
+def make_consumer_of_sizes(sizes, config, layout, accumulators):
+    """Make a consumer that uses the smallest wgmma N in ``sizes`` that holds the tile's subtiles."""
+    largest = make_consumer_of_size(sizes[0], config, layout, accumulators)
+    if len(sizes) == 1:
         return largest
-    smaller = make_consumer(config._replace(mma_n=config.mma_n[1:]), layout)
-    next_size = config.mma_n[1]
+    smaller, next_size = make_consumer_of_sizes(sizes[1:], config, layout, accumulators), sizes[1]
 
     @cuda.jit(device=True)
     def consumer(smem, output, warp, lane, stage, phase, k_blocks, tile):
@@ -302,7 +325,7 @@ def make_consumer(config, layout):
     return consumer
 
 
-def make_consumer_of_size(n, config, layout):
+def make_consumer_of_size(n, config, layout, accumulators):
     """Make the main loop over k and the epilogue of a tile, for a wgmma of N = ``n``."""
     mma_stage, epilogue = make_mma_stage(n, config, layout), make_epilogue(n, config, layout)
     stage_bytes, x_offset, subtile_bytes = layout.stage_bytes, layout.x_offset, layout.subtile_bytes
@@ -312,7 +335,7 @@ def make_consumer_of_size(n, config, layout):
         layout.stage_scales,
         layout.scale_pitch,
     )
-    two, silu_and_mul, advance = layout.accumulators == 2, config.silu_and_mul, make_advance(config.stages)
+    two, silu_and_mul, advance = accumulators == 2, config.silu_and_mul, make_advance(config.stages)
     zeros = (np.float32(0),) * (n // 2)
 
     @cuda.jit(device=True)

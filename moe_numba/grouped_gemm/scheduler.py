@@ -143,9 +143,11 @@ def make_count_tiles(config, layout):
 def make_get_tile(config, layout, even=True):
     """Make ``tile_info = get_tile(smem, problem, tile)``, which looks up a tile after ``count_tiles``.
 
-    With ``even`` the rows of a group are split evenly; otherwise all tiles but the last have ``block_m`` rows.
+    With ``even`` the rows of a group are split evenly; otherwise all tiles but the last have ``block_m`` rows. The rows
+    of a group that fit into one subtile are not split into two.
     """
     first_tile, m_subtiles, block_m = layout.first_tile_offset, config.m_subtiles, config.block_m
+    subtile_m = config.subtile_m
     cluster_size = config.cluster_size
     group_rows = make_group_rows(config.row_layout)
 
@@ -155,6 +157,8 @@ def make_get_tile(config, layout, even=True):
         first, count = group_rows(problem, g)
         tiles = num_tiles(count, block_m)
         subtile_rows = subtile_size(count, tiles, m_subtiles) if even else int32(block_m)
+        if m_subtiles == 2 and count <= subtile_m:
+            subtile_rows = subtile_size(count, tiles, 1)
         tile_in_group = int32(tile - smem.i32[uint32(first_tile + g)])
         n_tile = divide(tile_in_group, tiles)
         begin = int32(int32(tile_in_group - n_tile * tiles) * int32(subtile_rows * m_subtiles))

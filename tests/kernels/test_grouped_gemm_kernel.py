@@ -221,7 +221,7 @@ WRONG = {
         "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
-    "too few bytes are expected": (kernel, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
+    "too few bytes are expected": (kernel, "full + stage, bytes_of_stage)", "full + stage, bytes_of_stage - 16)"),
     "a stage is released before wgmma has read it": (
         kernel,
         f"product = wait(wgmma(a, b))\n{RELEASE}",
@@ -268,6 +268,24 @@ def test_wrong_kernels_are_rejected(what, device):
             p.indices[3], p.expected[3] = len(p.x), 0
     attempt = lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("int32(tma_bytes - subtile_bytes) if is_single", "int32(tma_bytes) if is_single"),
+        ("if two_subtiles and not is_single:", "if two_subtiles and is_single:"),
+        ("if tile.rows > tile.subtile_rows:", "if tile.rows > 2 * tile.subtile_rows:"),
+    ],
+    ids=["bytes of an empty subtile are expected", "only empty subtiles are loaded", "second subtiles are ignored"],
+)
+def test_wrong_kernels_with_two_subtiles_are_rejected(old, new, device):
+    if not simulator.ENABLED:
+        pytest.skip("the first two wait forever on a GPU")
+    make_kernel, config = changed_maker(kernel, "make_kernel", kernel, old, new), CONFIGS["tensor, two subtiles"]
+    p = make_problem(config, [5, 30, 16], 128, 256, device)
+    assert mismatch(run(config, p, blocks=1), p.expected) is None
+    assert is_rejected(lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected))
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):

@@ -201,8 +201,8 @@ MUTANTS = [
         (KERNEL, "            smem.i32[info] = row\n", ""),
         (
             KERNEL,
-            "                mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)\n",
-            "                mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)\n"
+            "                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)\n",
+            "                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)\n"
             "                if k_block == 0:\n"
             "                    smem.i32[info] = row\n",
         ),
