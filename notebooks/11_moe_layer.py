@@ -12,12 +12,16 @@
 # ---
 
 # %% [markdown]
-# # The experts of a layer
+# # The experts of an MoE layer
 #
-# The notebooks before this one built parts: a gate, a sort, a grouped GEMM, dispatch and combine. This notebook assembles
-# the experts of a mixture-of-experts layer from them, `moe_numba.fused_experts`, and writes the small kernels that are
-# still missing. It starts from a loop in torch, replaces one stage after another, and ends with two GPUs and with a model
-# of the transformers library.
+# The earlier notebooks built a gate, grouped GEMMs, dispatch and combine. This notebook assembles the experts of a
+# layer, `moe_numba.fused_experts`. It starts from a loop over experts in torch and replaces one stage after another by
+# a kernel. Two of these kernels are new and are built here: `group_by_expert` and `weighted_sum`. The last sections
+# show where the time goes, run the layer on two virtual ranks (GPUs) and in a model of the transformers library, and
+# estimate what 64 GPUs would change.
+#
+# Notebooks [01](01_gate.ipynb) and [06](06_grouped_gemm.ipynb) explain gate and grouped GEMM,
+# [notebook 00](00_start_here.ipynb) the simulator.
 
 # %%
 import os
@@ -35,71 +39,71 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
-from moe_numba.course.bench import plots, records
+from moe_numba.align.device_functions import make_scan
+from moe_numba.course import moe_layer_model as model
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import H200, chip_limits
 from moe_numba.course.bench.launch_profile import launch_profile
-from moe_numba.course.bench.parts_figure import EXPERTS, parts_of, stacked_parts
+from moe_numba.course.bench.parts_figure import draw_parts, parts_table, rates_table
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import moe_layer as bench
-from moe_numba.course.bench.topics.grouped_gemm import TORCH_NAMES
 from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_inputs, make_weights
-from moe_numba.course.draw import dispatch_layout as draw_layout
 from moe_numba.course.draw import moe_layer as draw
 from moe_numba.course.draw.launch_timeline import launch_timeline
 from moe_numba.course.exercises import exercise
 from moe_numba.course.exercises.moe_layer import ranks_per_token
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import in_simulator, source_of
-from moe_numba.course.source_diff import OpCounter
+from moe_numba.course.moe_layer_runs import call_times_table, group_by, groups_mismatch, poisoned_groups, tiny_model
+from moe_numba.course.prose import NOT_MEASURED, say
+from moe_numba.course.simulate import in_simulator
+from moe_numba.course.source_diff import OpCounter, change
 from moe_numba.expert_parallel import Buffer, LocalGroup
-from moe_numba.grouped_gemm.reference import FP8, mismatch
+from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, ExpertsWorkspace, fused_experts, reference
-from moe_numba.moe_layer import kernel_silu_and_mul as silu_module
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, load_nc_u32x4, st_global_s32x4
 from moe_numba.ptx.warp import lanemask_lt
 from moe_numba.runtime.launch import launch
 
 SIMULATED = simulator.ENABLED
 DEVICE, LIMITS = ("cpu", H200) if SIMULATED else ("cuda", chip_limits())
-RECORD = records.recorded("moe_layer")  # what `python -m moe_numba bench moe_layer` measured
-QWEN, DEEPSEEK = "Qwen3-30B-A3B", "DeepSeek-V3"
+RECORD = records.recorded("moe_layer")  # written by `python -m moe_numba bench moe_layer`
+NO_RECORD = "There is no record `moe_layer` yet; `python -m moe_numba bench moe_layer` writes it on a GPU."
+QWEN, DEEPSEEK, SIZES = "Qwen3-30B-A3B", "DeepSeek-V3", (1, 64, 4096)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def recorded(step, model, tokens, field="kernel_us"):
+def recorded(step, model, tokens, field="kernel_us", record=RECORD):
     """Return a step's recorded median in microseconds, or another field of its row; None if there is none."""
-    row = RECORD and records.find(RECORD, step=step, config={"model": model}, size={"tokens": tokens})
+    row = record and records.find(record, step=step, config={"model": model}, size={"tokens": tokens})
     value = row and row.get(field)
     return value["median"] if isinstance(value, dict) else value
 
 
+def listed(step, field="kernel_us", record=RECORD):
+    """Format what is recorded of Qwen3-30B-A3B for several numbers of tokens; None if one is missing."""
+    found = [recorded(step, QWEN, tokens, field, record) for tokens in SIZES]
+    return None if None in found else " / ".join(map(records.format_us, found))
+
+
 say(
-    "**Result** (kernel time, recorded on {gpu}): {model}'s experts take {one:.1f} us for 1 token, {batch:.0f} us for 64 "
-    "and {many:.0f} us for 4096. transformers' `grouped_mm`, which uses torch's grouped GEMM, takes {torch_one:.0f}, "
-    "{torch_batch:.0f} and {torch_many:.0f} us. The lower bound, reading weights or multiplying, is {bound:.1f}, "
-    "{bound_batch:.0f} and {bound_many:.0f} us.",
+    "**Result.** On {gpu} the experts of one {model} layer take {ours} us for 1 / 64 / 4096 tokens (kernel time, "
+    "recorded). transformers' `grouped_mm`, which uses torch's grouped GEMM, takes {peer} us. The lower bound, the time "
+    "to read the weights or to compute, whichever is longer, is {bound} us.",
     gpu=RECORD and RECORD["gpu"].replace("NVIDIA", "an NVIDIA"),
     model=QWEN,
-    one=recorded("final", QWEN, 1),
-    batch=recorded("final", QWEN, 64),
-    many=recorded("final", QWEN, 4096),
-    torch_one=recorded("peer:transformers grouped_mm", QWEN, 1),
-    torch_batch=recorded("peer:transformers grouped_mm", QWEN, 64),
-    torch_many=recorded("peer:transformers grouped_mm", QWEN, 4096),
-    bound=recorded("final", QWEN, 1, "floor_us"),
-    bound_batch=recorded("final", QWEN, 64, "floor_us"),
-    bound_many=recorded("final", QWEN, 4096, "floor_us"),
+    ours=listed("final"),
+    peer=listed("peer:transformers grouped_mm"),
+    bound=listed("final", "floor_us"),
 )
 
 # %% [markdown]
 # ## 1. The problem in one figure
 #
-# The gate gives each token `topk` experts and their weights. An element of `topk_ids` is an **assignment**. A grouped GEMM
-# needs the rows of an expert next to each other, so assignments are grouped by expert; afterwards the rows of a token are
-# summed with the gate's weights.
+# The gate chooses `topk` experts for each token, and their weights. An element of `topk_ids` is an **assignment** of a
+# token to an expert. A grouped GEMM needs the rows of an expert next to each other, so assignments are grouped by
+# expert. Afterwards the rows of each token are summed with the weights of the gate.
 
 # %%
 torch.manual_seed(3)
@@ -108,22 +112,24 @@ draw.layer(torch.rand(6, 4).topk(2).indices.int(), num_experts=4)
 # %% [markdown]
 # ## 2. The layer in torch
 #
-# An expert is a SwiGLU MLP of two weights: `w13` computes gate and up, `w2` computes the output from `silu(gate) * up`. For
-# each expert the loop selects its tokens, runs two GEMMs and adds the weighted rows to the output. The sizes are those of
-# Qwen3-30B-A3B on a GPU, and small in the simulator.
+# An expert is a SwiGLU MLP with two weight matrices. `w13` computes gate and up, the two halves of its output; `w2`
+# computes the expert's output from `silu(gate) * up`. For each expert the loop selects the tokens, runs two GEMMs, and
+# adds the weighted rows to the output. On a GPU the sizes are those of Qwen3-30B-A3B in bfloat16; in the simulator they
+# are small.
 
 # %%
 LAYERS = {layer.model: layer for layer in bench.LAYERS}
 LAYER = Layer("small", 8, 128, 64, "bf16", (), 2) if SIMULATED else LAYERS[QWEN]
 TOKENS = 6 if SIMULATED else 64
 WEIGHTS = make_weights(LAYER, DEVICE)  # random
-x, w13, w2, topk_weights, topk_ids, *_ = GIVEN = make_inputs(LAYER, TOKENS, *WEIGHTS)  # distinct experts at random
+GIVEN = make_inputs(LAYER, TOKENS, *WEIGHTS)  # each token's experts are drawn at random
+x, w13, w2, topk_weights, topk_ids, *_ = GIVEN
 
 
 def experts_in_torch(x, w13, w2, topk_weights, topk_ids):
     out = torch.zeros(x.shape, device=x.device)
-    for expert in topk_ids.unique().tolist():  # the host waits for the GPU
-        tokens, column = (topk_ids == expert).nonzero(as_tuple=True)  # here, too
+    for expert in topk_ids.unique().tolist():  # the CPU waits for the GPU
+        tokens, column = (topk_ids == expert).nonzero(as_tuple=True)  # and waits again
         gate, up = (x[tokens] @ w13[expert].T).float().chunk(2, dim=1)
         activated = (torch.nn.functional.silu(gate) * up).bfloat16()
         out.index_add_(0, tokens, (activated @ w2[expert].T) * topk_weights[tokens, column, None])
@@ -137,19 +143,18 @@ def check(out):
     return mismatch(out, EXPECTED, 1e-2)
 
 
-print("the loop:", check(experts_in_torch(*GIVEN[:5])) or "right")
+print("the loop:", check(experts_in_torch(*GIVEN[:5])) or "correct")
 
 # %% [markdown]
 # The check bounds the relative error of the whole output, of each row and of each element. It must reject wrong layers:
-# weights that are applied twice, an expert off by one, an assignment that is lost, and gate and up exchanged.
 
 # %%
-lost = topk_ids.clone()
-lost[-1, -1] = -1  # adds nothing
+missing = topk_ids.clone()
+missing[-1, -1] = -1  # an id that is no expert's adds nothing
 WRONG = {
     "weights applied twice": (x, w13, w2, topk_weights**2, topk_ids),
     "expert off by one": (x, w13, w2, topk_weights, (topk_ids + 1) % LAYER.num_experts),
-    "an assignment is lost": (x, w13, w2, topk_weights, lost),
+    "an assignment is missing": (x, w13, w2, topk_weights, missing),
     "gate and up exchanged": (x, w13.roll(LAYER.intermediate, 1), w2, topk_weights, topk_ids),
 }
 for name, arguments in WRONG.items():
@@ -159,11 +164,11 @@ for name, arguments in WRONG.items():
 # %% [markdown]
 # ## 3. Lower bound
 #
-# A layer must read the weights of each expert that any token uses, once, and multiply. Let `W` be the weights of an expert.
-# `n` tokens use `E (1 - (1 - k/E)^n)` of `E` experts on average, if routing is uniform. They cost `2 k n W` operations.
+# A layer must read the weights of every expert that has a token, once, and must compute the GEMMs. If each token's `k`
+# of `E` experts are drawn evenly at random, `n` tokens use `E (1 - (1 - k/E)^n)` experts on average. The GEMMs take
+# `2 k n W` operations, where `W` is the number of weights of an expert.
 #
-# **Exercise 1.** With many tokens all experts are read. From which number of tokens on does computing take longer than
-# reading?
+# **Exercise 1.** With many tokens all experts are read. From how many tokens on does computing take longer than reading?
 
 
 # %%
@@ -172,69 +177,55 @@ tokens_that_fill = ...
 exercise("moe_layer-1").check(tokens_that_fill)
 
 
-# %%
-def bounds(layer, tokens, limits=H200):
-    """Return (experts used, us to read their weights, us to compute)."""
-    used = layer.num_experts * (1 - (1 - layer.topk / layer.num_experts) ** tokens)
-    weights, size = 3 * layer.hidden * layer.intermediate, {"bf16": 2, "e4m3": 1}[layer.dtype]
-    compute = 2 * layer.topk * tokens * weights / limits.tensor_flops[TORCH_NAMES[layer.dtype]]
-    return used, used * weights * size / limits.hbm_bandwidth * 1e6, compute * 1e6
-
-
-def limit_of(layer, tokens):
-    _, read, compute = bounds(layer, tokens)
-    return "memory bandwidth" if read > compute else "tensor cores"
-
-
-lines = [
-    "| experts | tokens | experts used | read weights, us | compute, us | limit |",
-    "|---|---:|---:|---:|---:|---|",
-]
-for layer in bench.LAYERS:
-    for tokens in layer.token_counts:
-        used, read, compute = bounds(layer, tokens)
-        cells = layer.model, tokens, f"{used:.0f}", f"{read:.1f}", f"{compute:.1f}", limit_of(layer, tokens)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-Markdown("\n".join([*lines, "", f"Rates: data sheet of an H200, {H200.hbm_bandwidth / 1e12:g} TB/s."]))
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+rates = f"Rates: data sheet of an H200, {H200.hbm_bandwidth / 1e12:g} TB/s."
+Markdown(f"{model.bounds_table(bench.LAYERS)}\n\n{rates}")
 
 # %% [markdown]
-# Decode is reading: with 64 tokens nearly all experts are read for a few rows each. Everything besides the two GEMMs must
-# therefore be short, and must not add a pass over a large tensor in prefill.
+# In decode the limit is reading: with 64 tokens nearly all experts are read for a few rows each. With a prompt of 4096
+# tokens the limit is computing. In decode the other stages should add as little latency as possible; with a prompt they
+# should not move large tensors through memory more often than necessary.
 #
 # ## 4. One stage after another
 #
-# `moe_numba.moe_layer.Experts` computes each stage by a kernel or, if it is named in `reference`, in torch. All stages:
+# `moe_numba.moe_layer.Experts` is the layer as a module of torch. Every stage is a kernel, or a torch reference if
+# `reference` names it:
 #
-# | stage | idea | notebook |
+# | stage | kernel | built in |
 # |---|---|---|
-# | `gate` | One launch scores, chooses and normalises. A token belongs to a few lanes, whose registers hold all of its scores. | [01](01_gate.ipynb) |
-# | `permute` | A counting sort in one launch returns group sizes and indices in both directions. Rows need no padding, unlike [expert blocks](02_align.ipynb). | section 5 |
-# | `quantise` | FP8 weights need FP8 tokens. Each 128 elements of a token share a scale, which one warp computes. | [08](08_ring_buffer_dispatch.ipynb) |
-# | `gate_up` | One launch multiplies the rows of all experts. With few rows per expert the producer warps gather rows of x by index; with many, `permute_tokens` stores x by expert first, because TMA then loads consecutive rows. | [06](06_grouped_gemm.ipynb) |
-# | `activation` | `silu(gate) * up` in one pass. With FP8 it is part of the first GEMM's epilogue, which also quantises the result. | section 6 |
-# | `down` | The same grouped GEMM. Group sizes stay on the GPU, so the host never waits for them. | [06](06_grouped_gemm.ipynb) |
-# | `sum` | A thread adds the rows of a token in the order of k. No atomic addition, so the bits do not depend on timing. | section 6 |
+# | `permute` | `group_by_expert`: a counting sort in one launch returns the group sizes and the indices in both directions. Groups have no padding, unlike the [expert blocks of notebook 02](02_align.ipynb). | section 5 |
+# | `quantise` | FP8 weights need FP8 tokens: one scale per 128 elements of a token. | [08](08_ring_buffer_dispatch.ipynb) |
+# | `gate_up` | A grouped GEMM: one launch for all experts. Group sizes stay on the GPU, so the CPU does not wait for them. | [06](06_grouped_gemm.ipynb) |
+# | `activation` | `silu(gate) * up` in one pass. With FP8 weights it is part of the epilogue of the first grouped GEMM. | |
+# | `down` | The same grouped GEMM. | [06](06_grouped_gemm.ipynb) |
+# | `sum` | `weighted_sum`: a thread adds the rows of a token in the order of k. | section 6 |
 #
-# A shared expert can be one more column of the routing ([04](04_shared_experts.ipynb)). `fused_moe` is `fused_experts`
-# behind the gate.
+# With few rows per expert, the producer warps of the first grouped GEMM gather the rows of `x` by index. With many,
+# `permute_tokens` copies `x` into the order of the experts first, because TMA loads consecutive rows faster.
 
 # %%
 experts = Experts(*LAYER[1:4], device=DEVICE, reference={"permute", "activation", "sum"})
 experts.load_state_dict({"w13": w13, "w2": w2})
 print(experts)
 
-STAGES = {  # step -> stages in torch; None: the loop of section 2
+STEPS = {  # step -> stages in torch; None: the loop of section 2
     "torch loop": None,
-    "with grouped GEMMs": {"permute", "activation", "sum"},
-    "with group_by_expert": {"activation", "sum"},
-    "with silu_and_mul": {"sum"},
-    "with weighted_sum": set(),
+    "grouped GEMMs": {"permute", "activation", "sum"},
+    "group_by_expert": {"activation", "sum"},
+    "silu_and_mul": {"sum"},
+    "weighted_sum": set(),
 }
 
 # %% [markdown]
-# The GEMMs come first, both at once, because their references compute in float64. While a stage in torch determines group
-# sizes, the host waits for the GPU, so no CUDA graph can capture the step; such steps have a call time only. Counting torch
-# operations shows what the host must launch.
+# Each step moves one stage out of torch; the first moves both GEMMs. A last step, `final`, keeps the intermediate
+# results in an `ExpertsWorkspace` and writes into `out`, so that nothing is allocated.
+#
+# **Bottleneck.** Few tokens are little work for a GPU, but the CPU must launch every operation, and waits wherever torch
+# needs a size that is known on the GPU only. A CUDA graph cannot capture a step that waits. The steps are therefore
+# compared by call time, and the number of torch operations is counted.
+#
+# **Predicted gain.** The call time of the loop, divided by its torch operations, is the CPU's time per operation. A step
+# saves this time for each operation fewer.
 
 
 # %%
@@ -246,6 +237,13 @@ def with_stages(in_torch, given=GIVEN):
     return experts(given.x, given.weights, given.ids)
 
 
+def prepared(given):
+    """Return a call that allocates nothing; its output is poisoned."""
+    out = torch.full_like(given.x, float("nan"))
+    workspace = ExpertsWorkspace(len(given.x), LAYER.topk, given.w13, given.w2)
+    return partial(fused_experts, *given, out=out, workspace=workspace)
+
+
 layer_ladder = Ladder(
     "moe_layer_ladder",
     check,
@@ -255,71 +253,50 @@ layer_ladder = Ladder(
     size={"tokens": TOKENS},
 )
 ONE_TOKEN = make_inputs(LAYER, 1, *WEIGHTS)  # of the timelines in section 7
-for name, in_torch in STAGES.items():
+calls = {name: partial(with_stages, in_torch) for name, in_torch in STEPS.items()} | {"final": prepared(GIVEN)}
+for name, call in calls.items():
     with OpCounter() as operations:
-        with_stages(in_torch)
-    graph = name == "with weighted_sum"  # no stage waits
-    more = {"operations": len(operations.names), "timeline": launch_profile(partial(with_stages, in_torch, ONE_TOKEN))}
-    layer_ladder.step(name, partial(with_stages, in_torch), graph=graph, dtype="bf16", **more)
-    print(f"{'':<24}torch operations: {len(operations.names)}")
-
-# %% [markdown]
-# The last step keeps all intermediate results in an `ExpertsWorkspace` and writes into `out`: nothing is allocated. The
-# kernels are the same.
-
-
-# %%
-def prepared(given):
-    """Return a call that allocates nothing; its output is poisoned."""
-    out = torch.full_like(given.x, float("nan"))
-    workspace = ExpertsWorkspace(len(given.x), LAYER.topk, given.w13, given.w2)
-    return partial(fused_experts, *given, out=out, workspace=workspace)
-
-
-layer_ladder.step("final", prepared(GIVEN), dtype="bf16", timeline=launch_profile(prepared(ONE_TOKEN)))
+        call()
+    one = prepared(ONE_TOKEN) if name == "final" else partial(call, ONE_TOKEN)
+    more = {"operations": len(operations.names), "timeline": launch_profile(one)}
+    layer_ladder.step(name, call, graph=name in ("weighted_sum", "final"), dtype="bf16", **more)
+    print(f"{'':<24} {len(operations.names)} torch operations")
 layer_ladder.measure_all()
 layer_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
-# %% [markdown]
-# With FP8 weights the stages are others: `quantise` instead of `activation`. The same check of every step, in small:
-
-# %%
-SMALL_FP8 = Layer("small", 4, 128, 128, "e4m3", (), 2)
-small = make_inputs(SMALL_FP8, 5, *make_weights(SMALL_FP8, DEVICE))
-small_expected = reference.fused_experts(*small)
-experts_fp8 = Experts(4, 128, 128, FP8, DEVICE)
-experts_fp8.load_state_dict({name: getattr(small, name) for name in ("w13", "w2", "w13_scale", "w2_scale")})
-for in_torch in ({"permute", "quantise", "sum"}, {"quantise", "sum"}, {"sum"}, {"gate_up"}, {"down"}, set()):
-    experts_fp8.reference = in_torch
-    out = experts_fp8(small.x, small.weights, small.ids)
-    assert not (wrong := mismatch(out, small_expected, 1e-2)), f"{in_torch}: {wrong}"
-    print("right with stages in torch:", ", ".join(sorted(in_torch)) or "none")
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(call_times_table(layer_ladder, calls) or NOT_MEASURED)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "On {gpu}, a call of the loop takes {loop:.0f} us; with grouped GEMMs {gemms:.0f} us, with all kernels {all:.0f} us and "
-    "with a workspace {final:.0f} us, of which the GPU works {kernel:.0f} us. The difference is the CPU's time, which a CUDA "
-    "graph removes.",
-    gpu=layer_ladder.record and layer_ladder.record["gpu"],
-    loop=layer_ladder.median_us("torch loop", "call_us"),
-    gemms=layer_ladder.median_us("with grouped GEMMs", "call_us"),
-    all=layer_ladder.median_us("with weighted_sum", "call_us"),
+    "**Explanation.** The prediction leaves out the launches of the package, which are no torch operations: the five "
+    "launches of `final` take {final:.0f} us of CPU time. Their kernel time is {kernel:.0f} us, so with 64 tokens the "
+    "{limit} is the limit now. With 1 token the kernels take {one:.0f} us; there a CUDA graph removes the CPU's time.",
     final=layer_ladder.median_us("final", "call_us"),
     kernel=layer_ladder.median_us("final"),
+    limit="GPU"
+    if (layer_ladder.median_us("final") or 0) > (layer_ladder.median_us("final", "call_us") or 0)
+    else "CPU",
+    one=recorded("final", QWEN, 1),
 )
 
 # %% [markdown]
-# ## 5. Group by expert in one launch
+# ## 5. Grouping by expert in one launch
 #
-# A grouped GEMM wants `seqlens` (rows of each expert), `cu_seqlens` (first row of each) and `gather_indices` (the token of
-# each row). The weighted sum wants `inverse_indices` (the row of each assignment). Torch needs a stable sort and several small
-# operations, here without waiting for the GPU:
+# The grouped GEMMs need `seqlens` (rows of each expert), `cu_seqlens` (first row of each expert) and `gather_indices`
+# (token of each row). The weighted sum needs `inverse_indices` (row of each assignment).
+#
+# ### Step 0: torch
+#
+# **Idea.** A stable sort and several small operations, here without waiting for the GPU.
 
 # %%
 G_EXPERTS, G_TOPK, G_TOKENS = (16, 4, 20) if SIMULATED else (256, 8, 64)
 TIMED_EXPERTS, TIMED_ASSIGNMENTS = 256, 512  # of the recorded times
 torch.manual_seed(4)
 IDS = torch.rand(G_TOKENS, G_EXPERTS).topk(G_TOPK).indices.int().to(DEVICE)
+FEW = IDS[:1].contiguous()  # one token
+GROUPS = reference.group_by_expert(IDS, G_EXPERTS)
 
 
 def group_in_torch(ids):
@@ -331,20 +308,9 @@ def group_in_torch(ids):
     return seqlens.int(), cu_seqlens.int(), (order // G_TOPK).int(), inverse.int().view(ids.shape)
 
 
-NAMES = "seqlens", "cu_seqlens", "gather_indices", "inverse_indices"
-GROUPS = reference.group_by_expert(IDS, G_EXPERTS)
-
-
-def check_groups(outputs):
-    for name, out, right in zip(NAMES, outputs, GROUPS, strict=True):
-        if not torch.equal(out, right):
-            return f"{name} differs at {(out != right).nonzero()[0].tolist()}"
-    return None
-
-
 group_ladder = Ladder(
     "moe_layer_group_ladder",
-    check_groups,
+    lambda outputs: groups_mismatch(outputs, GROUPS),
     title=f"Grouping {TIMED_ASSIGNMENTS} assignments by expert: {TIMED_EXPERTS} experts",
     reference_name="torch",
     config={"num_experts": G_EXPERTS, "topk": G_TOPK},
@@ -355,128 +321,79 @@ with OpCounter() as operations:
 print(len(operations.names), "operations:", ", ".join(operations.names))
 group_ladder.step("torch", partial(group_in_torch, IDS), dtype="int32")
 
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def empty_groups(tokens=G_TOKENS):
-    sizes = (G_EXPERTS,), (G_EXPERTS + 1,), (tokens * G_TOPK,), (tokens, G_TOPK)
-    return [torch.full(size, -7, dtype=torch.int32, device=DEVICE) for size in sizes]
-
-
-def group_by(kernel, threads, ids=IDS):
-    outputs = empty_groups(len(ids))
-
-    def call():
-        launch(kernel, 1, threads, ids, *outputs, ids.numel())
-        return outputs
-
-    return call
+# %% [markdown]
+# ### Step 1: a counting sort in one launch
+#
+# **Bottleneck.** Each operation is a kernel or more. An empty kernel and torch's sort alone take:
 
 
+# %%
 @cuda.jit
 def empty(x):
     griddepcontrol_wait()
     griddepcontrol_launch_dependents()
 
 
-# %% [markdown]
-# **A thread per expert.** The simplest kernel that is stable: each thread owns an expert, counts its assignments, adds up
-# the counts of lower experts, and walks through all assignments again.
-#
-# **Predicted gain.** `(m - 1) t_empty - 2 n 6 (E / 32) / (4 f)`: `m` operations become one launch. Each of the `E / 32` warps
-# executes two loops over all `n` assignments, about 6 instructions each, and the SM issues four per clock, with frequency `f`.
-
-
-# %%
-@cache
-def make_thread_per_expert(num_experts, topk):
-    @cuda.jit
-    def thread_per_expert(topk_ids, seqlens, cu_seqlens, gather_indices, inverse_indices, assignments):
-        counts = cuda.shared.array(num_experts, int32)
-        expert, count, row = int32(cuda.threadIdx.x), int32(0), int32(0)
-        for i in range(assignments):
-            if topk_ids[i] == expert:
-                count = int32(count + 1)
-        counts[expert] = count
-        cuda.syncthreads()
-        for lower in range(expert):
-            row = int32(row + counts[lower])
-        seqlens[expert], cu_seqlens[expert] = count, row
-        if expert == num_experts - 1:
-            cu_seqlens[num_experts] = row + count
-        for i in range(assignments):
-            if topk_ids[i] == expert:
-                gather_indices[row] = i // topk
-                inverse_indices[i] = row
-                row = int32(row + 1)
-
-    return thread_per_expert
-
-
-EMPTY = {"alone": {}, "dependent": {"dependent": True}}
-basics = group_ladder.times("empty", {n: partial(launch, empty, 1, 32, IDS, **o) for n, o in EMPTY.items()})
-EMPTY_US, DEPENDENT_US = (basics["alone"], basics["dependent"]) if basics else (1.0, 0.5)
-LOOPS_US = 2 * TIMED_ASSIGNMENTS * 6 * TIMED_EXPERTS / 32 / (4 * LIMITS.boost_clock) * 1e6
-walk = group_by(make_thread_per_expert(G_EXPERTS, G_TOPK), G_EXPERTS)
-gain_us = (len(operations.names) - 1) * EMPTY_US - LOOPS_US
-group_ladder.step("a thread per expert", walk, after="torch", predicted_gain_us=gain_us, dtype="int32")
+one_cta = partial(launch, empty, 1, 32, IDS)
+calls = {"empty": one_cta, "empty, dependent": partial(one_cta, dependent=True)}
+calls["sort"] = lambda: IDS.flatten().long().argsort(stable=True)
+BASICS = group_ladder.times("basics", calls) or {}
+print(BASICS or "no times are recorded")
 
 # %% [markdown]
-# **A share per warp.** Every thread reads every assignment. A **counting sort** reads each assignment twice: warps count
-# contiguous shares in counters of their own, a scan turns counts into first rows, and warps place their shares.
+# **Idea.** A **counting sort** in one CTA. Each warp counts a contiguous share of the assignments in counters of its
+# own, in shared memory. A scan turns counts into first rows. Then each warp reads its share again and places it.
 
 # %%
 torch.manual_seed(3)
 draw.counting_sort(torch.rand(32, 8).topk(2).indices, num_experts=8, warps=2)
 
 # %% [markdown]
-# The sort is stable because shares are contiguous, each warp places 32 assignments at a time in order, and a lane ranks
-# itself among the lanes with the same expert by `match_any_sync`, whose result has a bit per such lane.
+# The sort is stable: shares are contiguous, a warp places 32 assignments at a time in order, and a lane counts the lower
+# lanes with the same expert. `match_any_sync` returns a mask of the lanes with the same value. The scan over experts is
+# `make_scan`, the two-level scan of [notebook 02](02_align.ipynb).
 #
-# **Predicted gain.** `31/32` of the loops' time: a lane looks at `1/32` of what a thread has looked at before.
+# **Predicted gain.** Torch's sort, and an empty launch for every other operation, less the launch of the new kernel.
 
 
 # %%
 @cache
 def make_share_per_warp(num_experts, topk, warps):
-    words, threads = warps * num_experts, 32 * warps
+    num_counts, threads = warps * num_experts, 32 * warps
+    scan = make_scan(threads)
 
     @cuda.jit
     def share_per_warp(topk_ids, seqlens, cu_seqlens, gather_indices, inverse_indices, assignments):
-        counts = cuda.shared.array(words, int32)
-        starts = cuda.shared.array(num_experts, int32)
+        counts, starts = cuda.shared.array(num_counts, int32), cuda.shared.array(num_experts, int32)
+        warp_sums = cuda.shared.array(32, int32)
         tid, share = cuda.threadIdx.x, (assignments + threads - 1) // threads * 32
-        mine, first = (tid >> 5) * num_experts, (tid >> 5) * share
+        own, first = (tid >> 5) * num_experts, (tid >> 5) * share
         end = min(first + share, assignments)
-        for i in range(tid, words, threads):
+        for i in range(tid, num_counts, threads):
             counts[i] = 0
         cuda.syncthreads()
         for i in range(first + (tid & 31), end, 32):
-            cuda.atomic.add(counts, mine + topk_ids[i], 1)
+            cuda.atomic.add(counts, own + topk_ids[i], 1)
         cuda.syncthreads()
+        total = int32(0)
         if tid < num_experts:
-            total = int32(0)
-            for warp in range(warps):
-                counts[warp * num_experts + tid], total = total, int32(total + counts[warp * num_experts + tid])
-            seqlens[tid] = starts[tid] = total
-        cuda.syncthreads()
-        row = int32(0)
-        for lower in range(min(tid, num_experts)):
-            row = int32(row + starts[lower])
-        cuda.syncthreads()
+            for warp in range(0, num_counts, num_experts):
+                counts[warp + tid], total = total, int32(total + counts[warp + tid])
+        row, _ = scan(total, warp_sums)
         if tid < num_experts:
-            starts[tid] = cu_seqlens[tid] = row
+            seqlens[tid], starts[tid], cu_seqlens[tid] = total, row, row
             if tid == num_experts - 1:
-                cu_seqlens[num_experts] = row + seqlens[tid]
+                cu_seqlens[num_experts] = row + total
         cuda.syncthreads()
-        place(topk_ids, gather_indices, inverse_indices, starts, counts, mine, first, end, num_experts, topk)
+        place(topk_ids, gather_indices, inverse_indices, starts, counts, own, first, end, num_experts, topk)
 
     return share_per_warp
 
 
 # %%
 @cuda.jit(device=True)
-def place(topk_ids, gather_indices, inverse_indices, starts, counts, mine, first, end, num_experts, topk):
-    """Write the rows of a warp's share; ``counts[mine + e]`` is the number of earlier assignments of expert e."""
+def place(topk_ids, gather_indices, inverse_indices, starts, counts, own, first, end, num_experts, topk):
+    """Write the rows of a warp's share; ``counts[own + e]`` is the number of earlier assignments of expert e."""
     lane = cuda.threadIdx.x & 31
     for base in range(first, end, 32):
         i, expert = int32(base + lane), int32(num_experts)
@@ -485,72 +402,77 @@ def place(topk_ids, gather_indices, inverse_indices, starts, counts, mine, first
         same = uint32(cuda.match_any_sync(0xFFFFFFFF, expert))
         lower = int32(cuda.popc(same & lanemask_lt()))
         if i < end:
-            row = int32(starts[expert] + counts[mine + expert] + lower)
+            row = int32(starts[expert] + counts[own + expert] + lower)
             gather_indices[row] = i // topk
             inverse_indices[i] = row
         cuda.syncwarp()
         if i < end and lower == 0:
-            counts[mine + expert] += int32(cuda.popc(same))
+            counts[own + expert] += int32(cuda.popc(same))
         cuda.syncwarp()
 
 
-WARPS = 2 if SIMULATED else 8
-by_warps = group_by(make_share_per_warp(G_EXPERTS, G_TOPK, WARPS), 32 * WARPS)
-group_ladder.step(
-    "a share per warp", by_warps, after="a thread per expert", predicted_gain_us=LOOPS_US * 31 / 32, dtype="int32"
-)
+def group_step(name, make_call, **options):
+    """Run a step of this section; ``make_call(ids, num_experts)`` returns a call, whose outputs are poisoned."""
+    MAKE_CALL[name] = make_call
+    group_ladder.step(name, make_call(IDS, G_EXPERTS), dtype="int32", **options)
+
+
+MAKE_CALL, WARPS = {}, 2 if SIMULATED else 8
+gain_us = BASICS["sort"] + (len(operations.names) - 2) * BASICS["empty"] if BASICS else 0
+by_warps = partial(group_by, make_share_per_warp(G_EXPERTS, G_TOPK, WARPS), 32 * WARPS)
+group_step("a share per warp", by_warps, after="torch", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **The package.** `moe_numba.group_by_expert` differs in details: several ids in flight per lane, ballots per bit of the
-# expert's number instead of `match_any_sync`, a warp scan, ids outside of the experts get no row, and a dependent launch. Up
-# to 4096 assignments it is one launch of one CTA. Beyond that it is three launches: CTAs count chunks, one CTA scans, CTAs
-# place their chunks.
+# **Explanation.** The prediction leaves out the work of the kernel and of torch's small operations. The same kernel with
+# one token shows how much of its time depends on the number of assignments:
+
+
+# %%
+def with_one_token(name):
+    """Measure a step with all tokens and with one."""
+    calls = {"all": MAKE_CALL[name](IDS, G_EXPERTS), "one": MAKE_CALL[name](FEW, G_EXPERTS)}
+    times = group_ladder.times(f"one token, {name}", calls) or {}
+    print(f"{name}: {times['all']:.2f} us, with one token {times['one']:.2f} us" if times else "no times are recorded")
+
+
+with_one_token("a share per warp")
+
+# %% [markdown]
+# ### Step 2: the package
+#
+# **Bottleneck.** The launch itself, of which `basics` above shows the part that a dependent launch avoids.
+#
+# **Idea.** `moe_numba.group_by_expert` starts by programmatic dependent launch: it clears its counters while the kernel
+# before it ends. It also loads four ids per lane at once, uses ballots instead of `match_any_sync`, and skips ids that
+# are no expert's. Up to 4096 assignments it launches one CTA. Beyond that it takes three launches: CTAs count chunks, one
+# CTA scans, CTAs place their chunks.
 #
 # **Predicted gain.** `t_empty - t_dependent`.
 
+
 # %%
-outputs = empty_groups()
-group_ladder.step(
-    "final",
-    lambda: moe_numba.group_by_expert(IDS, G_EXPERTS, out=outputs),
-    after="a share per warp",
-    predicted_gain_us=EMPTY_US - DEPENDENT_US,
-    dtype="int32",
-)
+def package_call(ids, num_experts):
+    return partial(moe_numba.group_by_expert, ids, num_experts, out=poisoned_groups(ids, num_experts))
+
+
+gain_us = BASICS["empty"] - BASICS["empty, dependent"] if BASICS else 0
+group_step("final", package_call, after="a share per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Torch's sort alone, and the two kernels with one token: what remains then does not depend on the
-# number of assignments.
+# **Explanation.** The time that does not depend on the number of assignments:
 
 # %%
-flat, few = IDS.flatten().long(), IDS[:1].contiguous()
-calls = {"sort": lambda: flat.argsort(stable=True)}
-calls["thread"] = group_by(make_thread_per_expert(G_EXPERTS, G_TOPK), G_EXPERTS, few)
-calls["warp"] = group_by(make_share_per_warp(G_EXPERTS, G_TOPK, WARPS), 32 * WARPS, few)
-parts = group_ladder.times("parts", calls)
+with_one_token("final")
 group_ladder.measure_all()
 group_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-say(
-    "The sort takes {sort:.1f} of torch's {torch:.1f} us. With one token a thread per expert takes {thread:.1f} us instead "
-    "of {walk:.1f}, a share per warp {warp:.1f} us instead of {share:.1f}; the package's kernel takes {final:.1f} us.",
-    sort=parts and parts["sort"],
-    thread=parts and parts["thread"],
-    warp=parts and parts["warp"],
-    torch=group_ladder.median_us("torch"),
-    walk=group_ladder.median_us("a thread per expert"),
-    share=group_ladder.median_us("a share per warp"),
-    final=group_ladder.median_us("final"),
-)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-group_ladder.plot(floor_us=DEPENDENT_US)
+group_ladder.plot(floor_us=BASICS.get("empty, dependent"))
 
 # %% [markdown]
-# A sort that takes positions from an atomic counter is faster to write and not stable: the rows of an expert are in the
-# order in which threads arrive. Each row is still computed correctly, so a check of the layer's output accepts it. The check
-# of the indices must not. The simulator draws the order of threads by a seed:
+# A sort that takes rows from an atomic counter is shorter, but not stable: the rows of an expert are in the order in
+# which threads arrive. Every row is still computed correctly, so a check of the layer's output accepts it. The check of
+# the indices must reject it. In the simulator a seed determines the order of the threads:
 
 
 # %%
@@ -562,46 +484,24 @@ def unstable(topk_ids, cu_seqlens, counters, gather_indices, inverse_indices, to
     inverse_indices[i] = row
 
 
-def orders_of_unstable(seeds):
-    """Return whether the unstable sort gives the stable order, for each seed."""
+def error_of_unstable(seed):
     ids = torch.tensor([[0, 1], [1, 2], [0, 2], [1, 0]], dtype=torch.int32)
-    right = reference.group_by_expert(ids, 3)
-    found = []
-    for seed in range(seeds):
-        counters = torch.zeros(3, dtype=torch.int32)
-        gather, inverse = torch.full((8,), -7, dtype=torch.int32), torch.full((8,), -7, dtype=torch.int32)
-        with simulator.seed(seed):
-            launch(unstable, 1, 8, ids, right[1], counters, gather, inverse, 2)
-        found.append(torch.equal(gather, right[2]) and torch.equal(inverse, right[3].flatten()))
-    return found
+    expected, outputs = reference.group_by_expert(ids, 3), poisoned_groups(ids, 3)
+    with simulator.seed(seed):
+        launch(unstable, 1, 8, ids, expected[1], torch.zeros(3, dtype=torch.int32), *outputs[2:], 2)
+    return groups_mismatch((*expected[:2], *outputs[2:]), expected)
 
 
-stable = in_simulator(orders_of_unstable, 8)
-print("stable order, by seed:", stable)
-assert not all(stable), "the check accepts an unstable sort"
+errors = [in_simulator(error_of_unstable, seed) for seed in range(4)]
+print("by seed:", errors)
+assert any(errors), "the check accepts an unstable sort"
 
 # %% [markdown]
-# ## 6. Activation and weighted sum
+# ## 6. The weighted sum
 #
-# `silu_and_mul` reads gate and up once, and writes half as much. A thread computes eight adjacent columns with 16-byte loads
-# and one 16-byte store. A bfloat16 is the upper half of a float32, so a shift converts it. The number of valid rows is read on
-# the GPU:
-
-# %%
-Markdown("```python\n" + source_of(silu_module.make_silu_and_mul_kernel) + "```")
-
-# %%
-torch.manual_seed(5)
-gate_up = torch.randn(7, 64, device=DEVICE).bfloat16()
-activated = moe_numba.silu_and_mul(gate_up, num_valid_rows=torch.tensor([5], dtype=torch.int32, device=DEVICE))
-right = reference.silu_and_mul(gate_up).double()
-assert not mismatch(activated[:5], right[:5])
-assert mismatch(moe_numba.silu_and_mul(gate_up.roll(32, 1)), right), "the check accepts gate and up exchanged"
-
-# %% [markdown]
-# The weighted sum reads the rows of a token wherever they are: `out[t] = sum over k of weight[t, k] * rows[inverse[t, k]]`.
-# Scattering with atomic additions would need no inverse indices. But float addition is not associative, so the bits would
-# depend on the order of arrival:
+# `out[t] = sum over k of weight[t, k] * rows[inverse[t, k]]`. A kernel could instead add every row to its token with
+# atomic additions, and would need no inverse indices. But floating-point addition is not associative, so the bits would
+# depend on which thread adds first:
 
 # %%
 terms = torch.tensor([1.0, 2.0**-24, 2.0**-24, -1.0])
@@ -609,7 +509,7 @@ print("in order:", float(((terms[0] + terms[1]) + terms[2]) + terms[3]))
 print("another order:", float(((terms[1] + terms[2]) + terms[0]) + terms[3]))
 
 # %% [markdown]
-# **Exercise 2.** This kernel scatters. Give every element of `out` one thread, which adds in the order of k.
+# **Exercise 2.** This kernel uses atomic additions. Let one thread compute each element of `out`, in the order of k.
 
 
 # %%
@@ -626,29 +526,11 @@ def sum_in_order(rows, inverse, weights, out):  # a CTA per token; as many threa
 exercise("moe_layer-2").check(sum_in_order)
 
 # %% [markdown]
-# In torch the sum is a gather, a product and a reduction. Each writes its result to memory: with `R` bytes of rows the
-# gather moves `2 R`, the product in float32 `3 R`, the reduction `2 R`.
+# ### Step 0: torch
 #
-# **A thread per two columns.** One pass reads `R` bytes. Two adjacent columns are one 32-bit word, and neighbouring threads
-# read neighbouring words. **Predicted gain.** `6 R` / the bandwidth of a copy.
-
+# **Idea.** A gather, a multiplication and a reduction, each of which writes its result to memory.
 
 # %%
-@cuda.jit
-def two_columns(rows, inverse_indices, topk_weights, out, words, hidden_words, topk):
-    word = cuda.grid(1)
-    if word < words:
-        token = word // hidden_words
-        low, high = float32(0), float32(0)
-        for k in range(topk):
-            row, weight = inverse_indices[token * topk + k], topk_weights[token * topk + k]
-            if row >= 0:
-                pair = uint32(rows[row * hidden_words + word % hidden_words])
-                low = cuda.fma(weight, uint_as_float(uint32(pair << uint32(16))), low)
-                high = cuda.fma(weight, uint_as_float(uint32(pair & uint32(0xFFFF0000))), high)
-        out[word] = int32(cvt_rn_bf16x2_f32(high, low))
-
-
 S_TOKENS, S_TOPK, S_HIDDEN = (8, 2, 64) if SIMULATED else (4096, 8, 2048)
 torch.manual_seed(6)
 ROWS = torch.randn(S_TOKENS * S_TOPK, S_HIDDEN, device=DEVICE).bfloat16()
@@ -663,15 +545,6 @@ def sum_in_torch():
     return (rows * SHARES[..., None]).sum(1).bfloat16()
 
 
-def sum_by_words():
-    words = SUM.numel() // 2
-    arguments = ROWS.view(torch.int32), INVERSE, SHARES, SUM.view(torch.int32), words, S_HIDDEN // 2, S_TOPK
-    launch(two_columns, -(-words // 128), 128, *arguments)
-    return SUM
-
-
-R_BYTES = 4096 * 8 * 2048 * 2  # of the recorded times
-SUM_BOUND = R_BYTES * 9 / 8 / LIMITS.copy_bandwidth * 1e6  # with the output
 sum_ladder = Ladder(
     "moe_layer_sum_ladder",
     lambda out: mismatch(out, EXACT),
@@ -681,131 +554,206 @@ sum_ladder = Ladder(
     size={"tokens": S_TOKENS},
 )
 sum_ladder.step("torch", sum_in_torch, dtype="bf16")
-SUM.fill_(float("nan"))
-gain_us = 6 * R_BYTES / LIMITS.copy_bandwidth * 1e6
-sum_ladder.step("two columns", sum_by_words, after="torch", predicted_gain_us=gain_us, dtype="bf16")
 
 # %% [markdown]
-# **The package.** `weighted_sum` computes eight columns per thread, with 16-byte loads, and loads the rows of all k before
-# it adds the first, so that more bytes are in flight. **Predicted gain.** `t - 9/8 R / B`: it reaches the bandwidth `B` of a
-# copy.
+# ### Step 1: one pass, two columns per thread
+#
+# **Bottleneck.** Memory traffic. With `R` bytes of rows the gather moves `2 R`, the multiplication `3 R`, because its
+# result is float32, and the reduction `2 R`. Two measurements give the rates: a copy, which moves `2 R`, and a reduction
+# alone, without weights.
 
 # %%
-call = lambda: moe_numba.weighted_sum(ROWS, INVERSE, SHARES, out=SUM)
-SUM.fill_(float("nan"))
-gain_us = (sum_ladder.median_us("two columns") or SUM_BOUND) - SUM_BOUND
-sum_ladder.step("final", call, after="two columns", predicted_gain_us=gain_us, dtype="bf16", floor_us=SUM_BOUND)
-assert torch.equal(sum_by_words().clone(), call()), "both kernels add in the same order"
+stacked = ROWS.view(S_TOKENS, S_TOPK, S_HIDDEN)
+COPIES = sum_ladder.times("copies", {"copy": lambda: torch.clone(ROWS), "reduction": lambda: stacked.sum(1)}) or {}
+print(COPIES or "no times are recorded")
 
 # %% [markdown]
-# **Explanation.** A copy of the rows bounds what any of these can reach, and a reduction alone shows what the gather and the
-# product cost in torch:
+# **Idea.** One kernel reads each row once. Two adjacent columns are one 32-bit word, and adjacent threads load adjacent
+# words. A bfloat16 is the upper half of a float32, so a shift or a mask converts it.
+#
+# **Predicted gain.** `(7 - 9/8) R` at the rate of the copy: the kernel reads `R` and writes an eighth of it.
+
 
 # %%
-wide = ROWS.view(S_TOKENS, S_TOPK, S_HIDDEN)
-copies = sum_ladder.times("parts", {"copy": lambda: torch.add(ROWS, 1), "reduction": lambda: wide.sum(1)})
+@cuda.jit
+def two_columns(rows, inverse_indices, topk_weights, out, row_words, topk):
+    token, word = int32(cuda.blockIdx.y), int32(cuda.blockIdx.x * 128 + cuda.threadIdx.x)
+    if word < row_words:
+        low, high = float32(0), float32(0)
+        for k in range(topk):
+            row, weight = inverse_indices[token * topk + k], topk_weights[token * topk + k]
+            if row >= 0:
+                pair = uint32(rows[int32(row * row_words + word)])
+                low = cuda.fma(weight, uint_as_float(uint32(pair << uint32(16))), low)
+                high = cuda.fma(weight, uint_as_float(uint32(pair & uint32(0xFFFF0000))), high)
+        out[int32(token * row_words + word)] = int32(cvt_rn_bf16x2_f32(high, low))
+
+
+def sum_by(kernel, columns):
+    """Return a call of a kernel whose threads compute this many columns; its output is poisoned."""
+    out = torch.full_like(SUM, float("nan"))
+    grid = -(-S_HIDDEN // (128 * columns)), S_TOKENS
+    arguments = ROWS.view(torch.int32), INVERSE, SHARES, out.view(torch.int32), S_HIDDEN // 2, S_TOPK
+
+    def call():
+        launch(kernel, grid, 128, *arguments)
+        return out
+
+    return call
+
+
+R_BYTES = 4096 * 8 * 2048 * 2  # of the recorded times
+COPY_US = COPIES.get("copy", 2 * R_BYTES / LIMITS.copy_bandwidth * 1e6)  # of 2 R
+BOUND_US = 9 / 16 * COPY_US
+sum_ladder.step(
+    "two columns", sum_by(two_columns, 2), after="torch", predicted_gain_us=(7 - 9 / 8) / 2 * COPY_US, dtype="bf16"
+)
+print(f"at the rate of the copy the kernel's bytes would take {BOUND_US:.1f} us")
+
+# %% [markdown]
+# ### Step 2: eight columns per thread
+#
+# **Bottleneck.** The difference between these two times. A load of a thread has 4 bytes.
+#
+# **Idea.** Loads and stores of 16 bytes: a quarter of the threads and instructions, four times the bytes per load.
+#
+# **Predicted gain.** The whole difference.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+@cuda.jit
+def eight_columns(rows, inverse_indices, topk_weights, out, row_words, topk):
+    token, word = int32(cuda.blockIdx.y), 4 * int32(cuda.blockIdx.x * 128 + cuda.threadIdx.x)
+    if word < row_words:
+        sums, words = cuda.local.array(8, float32), cuda.local.array(4, uint32)
+        for i in range(8):
+            sums[i] = float32(0)
+        for k in range(topk):
+            row, weight = inverse_indices[token * topk + k], topk_weights[token * topk + k]
+            if row >= 0:
+                words[0], words[1], words[2], words[3] = load_nc_u32x4(rows, int32(row * row_words + word))
+                for i in range(4):
+                    low = uint_as_float(uint32(words[i] << uint32(16)))
+                    high = uint_as_float(uint32(words[i] & uint32(0xFFFF0000)))
+                    sums[2 * i] = cuda.fma(weight, low, sums[2 * i])
+                    sums[2 * i + 1] = cuda.fma(weight, high, sums[2 * i + 1])
+        for i in range(4):
+            words[i] = cvt_rn_bf16x2_f32(sums[2 * i + 1], sums[2 * i])
+        a, b, c, d = int32(words[0]), int32(words[1]), int32(words[2]), int32(words[3])
+        st_global_s32x4(out, int32(token * row_words + word), a, b, c, d)
+
+
+# %%
+change(two_columns, eight_columns)
+
+# %%
+gain_us = max(0, (sum_ladder.median_us("two columns") or BOUND_US) - BOUND_US)
+sum_ladder.step("eight columns", sum_by(eight_columns, 8), after="two columns", predicted_gain_us=gain_us, dtype="bf16")
+
+# %% [markdown]
+# ### Step 3: the package
+#
+# **Bottleneck.** In step 2 a load waits for the additions of the row before, unless the compiler moves it up.
+#
+# **Idea.** `moe_numba.weighted_sum` knows `topk` when it is compiled, and loads the rows of all k before it adds the
+# first. It also starts by dependent launch, and can add the output of shared experts.
+#
+# **Predicted gain.** What remains of the difference to the copy.
+
+# %%
+gain_us = max(0, (sum_ladder.median_us("eight columns") or BOUND_US) - BOUND_US)
+final = partial(moe_numba.weighted_sum, ROWS, INVERSE, SHARES, out=SUM.fill_(float("nan")))
+sum_ladder.step(
+    "final", final, after="eight columns", predicted_gain_us=gain_us, dtype="bf16", floor_us=COPIES and BOUND_US
+)
+
+# %% [markdown]
+# **Explanation.** The copy again, interleaved with the three kernels:
+
+# %%
+by_two, by_eight = sum_by(two_columns, 2), sum_by(eight_columns, 8)
+calls = {"copy": lambda: torch.clone(ROWS), "two columns": by_two, "eight columns": by_eight, "final": final}
+assert torch.equal(by_two(), final()) and torch.equal(by_eight(), final()), "all kernels add in the same order"
+for name, us in (sum_ladder.times("rates", calls) or {}).items():
+    moved = R_BYTES * (2 if name == "copy" else 9 / 8)
+    print(f"{name:<16}{us:6.1f} us, {moved / us * 1e-6:.2f} TB/s")
 sum_ladder.measure_all()
 sum_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-say(
-    "Torch takes {torch:.0f} us, of which a reduction of the rows is {reduction:.0f} us. Two columns per thread take "
-    "{two:.1f} us, eight {final:.1f} us. Reading and writing as many bytes as the rows have takes {copy:.1f} us; the sum "
-    "reads them and writes an eighth.",
-    torch=sum_ladder.median_us("torch"),
-    reduction=copies and copies["reduction"],
-    copy=copies and copies["copy"],
-    two=sum_ladder.median_us("two columns"),
-    final=sum_ladder.median_us("final"),
-)
+sum_ladder.plot(floor_us=COPIES and BOUND_US or None)
 
 # %% [markdown]
-# In a fixed order, and with GEMMs that compute each row on its own, a token's result depends neither on the run nor on its
-# place in the batch:
+# The sum has a fixed order, and the GEMMs compute each row independently of the others. So the bits of a token's result
+# depend neither on the run nor on the token's place in the batch:
 
 # %%
 order = torch.randperm(TOKENS, device=DEVICE)
-whole = fused_experts(*GIVEN)
-assert torch.equal(fused_experts(x[order], w13, w2, topk_weights[order], topk_ids[order]), whole[order])
-assert all(torch.equal(fused_experts(*GIVEN), whole) for _ in range(3))
-print("the same bits in four runs, and in another order of the tokens")
+result = fused_experts(*GIVEN)
+assert torch.equal(fused_experts(x[order], w13, w2, topk_weights[order], topk_ids[order]), result[order])
+assert all(torch.equal(fused_experts(*GIVEN), result) for _ in range(3))
+print("the same bits in four runs, and with the tokens in another order")
 
 # %% [markdown]
 # ## 7. Where the time goes
 #
-# Each launch alone in a CUDA graph, one call, and the lower bound of section 3:
+# The benchmark measures every launch alone in a CUDA graph, and one call with all of them:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOT_RECORDED = "not recorded yet: `python -m moe_numba bench moe_layer` measures it"
-
-
-def draw_parts(title, *models):
-    """Draw the recorded launches at 1, 64 and 4096 tokens, or print that there are none."""
-    if not (groups := parts_of(RECORD, models, (1, 64, 4096)) if RECORD else {}):
-        return print(NOT_RECORDED)
-    return stacked_parts(groups, title=f"{title}: time of each launch", caption=plots.caption(RECORD), colours=EXPERTS)
-
-
-draw_parts(f"{QWEN}'s experts, bf16", QWEN)
+draw_parts(RECORD, f"{QWEN}'s experts, bfloat16", [QWEN], SIZES) if RECORD else Markdown(NO_RECORD)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-draw_parts(f"{DEEPSEEK}'s experts, FP8", DEEPSEEK, f"{DEEPSEEK}, 1 of 8 GPUs")
+models = [DEEPSEEK, f"{DEEPSEEK}, 1 of 8 GPUs"]
+draw_parts(RECORD, f"{DEEPSEEK}'s experts, FP8", models, SIZES) if RECORD else Markdown(NO_RECORD)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-heads = "experts", "tokens", "one call", "sum of launches", "both GEMMs", "lower bound", "call / bound", "limit"
-lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * 6 + "---|"]
-for model, tokens, steps in bench.layers(RECORD) if RECORD else ():
-    median = {step: row["kernel_us"]["median"] for step, row in steps.items()}
-    launches = sum(us for step, us in median.items() if step.startswith("part: "))
-    times = median[bench.OURS], launches, median[bench.GEMMS], steps[bench.OURS]["floor_us"]
-    cells = [*map(records.format_us, times), f"{times[0] / times[-1]:.2f}", limit_of(LAYERS[model], tokens)]
-    lines.append(f"| {model} | {tokens} | {' | '.join(cells)} |")
-Markdown("\n".join([*lines, "", f"Microseconds, {plots.caption(RECORD)}."]) if RECORD else NOT_RECORDED)
+Markdown(parts_table(RECORD) if RECORD else NO_RECORD)
+
+# %% [markdown]
+# A call takes as long as its launches one after another. With 4096 tokens three launches are neither GEMMs nor short.
+# Each reads and writes large tensors; these are their rates:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(rates_table(RECORD, QWEN, SIZES[-1]) if RECORD else NO_RECORD)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def besides_gemms(model, tokens):
-    """Return the share of one call that is not its two GEMMs, in percent, or None."""
-    us = recorded("final", model, tokens)
-    return us and 100 * (1 - recorded("both GEMMs", model, tokens) / us)
-
-
+CALL, GEMMS = ({tokens: recorded(step, QWEN, tokens) for tokens in SIZES} for step in ("final", "both GEMMs"))
+OTHERS = {tokens: us and 100 * (1 - GEMMS[tokens] / us) for tokens, us in CALL.items()}  # percent
 say(
-    "In decode the limit is memory bandwidth. All launches besides the GEMMs are {few:.1f} % of one call of "
-    + QWEN
-    + " with 64 "
-    "tokens, so only GEMMs that read weights faster, or fewer bytes per weight, would make the layer much faster. With 4096 "
-    "tokens the limit is tensor cores, and the other launches are {many:.0f} %: permuting, activating and summing move `topk` "
-    "rows per token through memory. Doing that inside the GEMMs would save those passes. DeepSeek-V3's FP8 GEMMs are further "
-    "from the bound, because CUDA cores scale each product of 128 elements ([notebook 06](06_grouped_gemm.ipynb), section 8).",
-    few=besides_gemms(QWEN, 64),
-    many=besides_gemms(QWEN, 4096),
+    "A large copy reaches {copy:.1f} TB/s, so these launches can hardly become faster. Only fusing them with a GEMM would "
+    "save their time; everything besides the GEMMs is {many:.0f} % of the call. With 64 tokens it is {few:.1f} %: only "
+    "GEMMs that read the weights faster, or fewer bytes per weight, would make the layer much faster. With 1 token the "
+    "GEMMs take {one:.0f} us, and reading their weights at full bandwidth {bound:.0f} us. {model}'s FP8 GEMMs of a prompt "
+    "are far from their bound, because CUDA cores multiply the sum of every 128 products by its scales "
+    "([notebook 06](06_grouped_gemm.ipynb), section 8).",
+    copy=H200.copy_bandwidth / 1e12,
+    many=OTHERS[4096],
+    few=OTHERS[64],
+    one=GEMMS[1],
+    bound=recorded("final", QWEN, 1, "floor_us"),
+    model=DEEPSEEK,
 )
 
 # %% [markdown]
-# The launches of one call for a single token on a time axis, as torch's profiler saw them without a CUDA graph. The loop
-# launches several kernels per expert and waits in between.
+# For one token, the launches of three steps of section 4 on a time axis, as torch's profiler saw them without a CUDA
+# graph. The loop launches several kernels per expert, and the CPU waits in between.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-rows = {name: layer_ladder.row(name) or {} for name in ("torch loop", "with group_by_expert", "final")}
+rows = {name: layer_ladder.row(name) or {} for name in ("torch loop", "group_by_expert", "final")}
 timelines = {name: row["timeline"] for name, row in rows.items() if row.get("timeline")}
 title = f"Kernels of one call for 1 token: {QWEN}'s experts"
-launch_timeline(timelines, title) if timelines else print("no kernels of a call are recorded yet")
+launch_timeline(timelines, title) if timelines else Markdown(NOT_MEASURED)
 
 # %% [markdown]
 # ## 8. Expert parallel
 #
-# With several GPUs each **rank** holds a part of the experts. A token is sent once to each rank that has one of its experts
-# ([07](07_dispatch_layout.ipynb), [08](08_ring_buffer_dispatch.ipynb)), that rank computes the weighted sum of its experts,
-# and combine adds the ranks' sums in the order of the ranks ([09](09_combine.ipynb)).
-
-# %%
-torch.manual_seed(7)
-draw_layout.problem([torch.rand(3, 4).topk(2).indices for _ in range(2)], num_experts=4)
-
-# %% [markdown]
-# `ExpertParallelMoE` is that sequence. Ids on the receiving rank are local, and -1 where another rank computes, which
-# `group_by_expert` gives no row. Two virtual ranks in the simulator, against one GPU with all experts:
+# With several GPUs each **rank** holds a part of the experts. A token is sent once to each rank that has one of its
+# experts (notebooks [07](07_dispatch_layout.ipynb) and [08](08_ring_buffer_dispatch.ipynb)). That rank computes the
+# weighted sum of its own experts, and combine adds the sums of the ranks in rank order ([09](09_combine.ipynb)).
+#
+# `ExpertParallelMoE` does this. On the receiving rank ids are local, and -1 for experts of other ranks; `group_by_expert`
+# gives these no row. Two virtual ranks in the simulator must agree with one GPU that holds all experts:
 
 
 # %%
@@ -813,31 +761,30 @@ def run_two_ranks(shift):
     """Return what is wrong with each rank's result; with ``shift`` 1 each rank holds the other rank's experts."""
     random = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(shape, generator=random)
-    first_gemm, second_gemm = (normal(4, 256, 128) / 11).bfloat16(), (normal(4, 128, 128) / 11).bfloat16()
+    w13, w2 = (normal(4, 256, 128) / 11).bfloat16(), (normal(4, 128, 128) / 11).bfloat16()
     tokens = [(normal(3, 128).bfloat16(), normal(3, 2).abs(), normal(3, 4).topk(2).indices) for _ in range(2)]
 
     def work(rank):
-        first = 2 * ((rank.rank + shift) % 2)
+        own = slice(2 * (rank.rank ^ shift), 2 * (rank.rank ^ shift) + 2)
         local = Experts(2, 128, 128)
-        local.load_state_dict({"w13": first_gemm[first : first + 2], "w2": second_gemm[first : first + 2]})
+        local.load_state_dict({"w13": w13[own], "w2": w2[own]})
         buffer = Buffer(rank, 1 << 22)
-        layer = ExpertParallelMoE(buffer, local, num_worst_tokens=6)  # the host does not wait for counts
+        layer = ExpertParallelMoE(buffer, local, num_worst_tokens=6)  # the CPU does not wait for counts
         result = layer(*tokens[rank.rank])
         buffer.destroy()
         return result
 
-    wanted = [reference.fused_experts(rows, first_gemm, second_gemm, *routing) for rows, *routing in tokens]
-    return [mismatch(out, right, 1e-2) for out, right in zip(LocalGroup(2).run(work), wanted, strict=True)]
+    expected = [reference.fused_experts(rows, w13, w2, *routing) for rows, *routing in tokens]
+    return [mismatch(out, right, 1e-2) for out, right in zip(LocalGroup(2).run(work), expected, strict=True)]
 
 
-found = in_simulator(run_two_ranks, 0)
-print("ranks 0 and 1:", found)
-assert found == [None, None]
-assert all(in_simulator(run_two_ranks, 1)), "the check accepts another rank's experts"
+assert in_simulator(run_two_ranks, 0) == [None, None]
+assert all(in_simulator(run_two_ranks, 1)), "the check accepts experts of another rank"
+print("ranks 0 and 1: correct; with exchanged experts the check rejects both")
 
 # %% [markdown]
-# **Exercise 3.** A token with topk experts reaches fewer ranks if several of them are on one rank. With distinct experts
-# chosen at random, how many ranks does a token reach on average?
+# **Exercise 3.** A token with topk experts reaches fewer than topk ranks if a rank has several of them. If a token's
+# distinct experts are drawn at random, how many ranks does it reach on average?
 
 
 # %%
@@ -847,132 +794,82 @@ exercise("moe_layer-3").check(ranks_reached)
 # %% [markdown]
 # ## 9. A model of transformers
 #
-# `moe_numba.integrations.transformers.register()` makes `fused_experts` known to transformers 5. One more line selects it,
-# and `fuse_routers` replaces the routers by the gate's kernel. A tiny Qwen3-MoE model with random weights, before and after:
+# `register()` makes `fused_experts` known to transformers 5, `set_experts_implementation` selects it for a model, and
+# `fuse_routers` replaces the model's routers by the kernel of the gate. Here with a tiny Qwen3-MoE model with random
+# weights. `eager` is the loop over experts in transformers:
 
 
 # %%
-def generate_before_and_after():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from moe_numba.integrations.transformers import fuse_routers, register
-
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, head_dim=32)
-    counts = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=8)
-    tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0, num_experts_per_tok=2)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **counts, **tokens)).bfloat16().eval().to(DEVICE)
-    for parameter in model.parameters():  # larger than by default, so that the tokens differ from one another
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
+def logits_and_tokens(model, implementation):
+    model.set_experts_implementation(implementation)
     prompt = torch.arange(5, device=DEVICE).view(1, 5)
-    logits, generated = {}, {}
-    for implementation in ("eager", "moe_numba"):
-        register()
-        model.set_experts_implementation(implementation)
-        if implementation == "moe_numba":
-            print("fused routers:", fuse_routers(model))
-        with torch.no_grad():
-            logits[implementation] = model(prompt).logits.double()
-        generated[implementation] = model.generate(prompt, max_new_tokens=3, do_sample=False)[0, 5:].tolist()
-    difference = (logits["moe_numba"] - logits["eager"]).norm() / logits["eager"].norm()
-    return generated, float(difference)
+    with torch.no_grad():
+        logits = model(prompt).logits.double()
+    return logits, model.generate(prompt, max_new_tokens=3, do_sample=False)[0, 5:].tolist()
 
 
 try:
-    generated, difference = generate_before_and_after()
-    print(f"tokens: {generated}; relative difference of the logits: {difference:.4f}")
+    from moe_numba.integrations.transformers import fuse_routers, register
+
+    register()
+    qwen = tiny_model(DEVICE)
+    eager_logits, eager_tokens = logits_and_tokens(qwen, "eager")
+    print("fused routers:", fuse_routers(qwen))
+    logits, tokens = logits_and_tokens(qwen, "moe_numba")
+    difference = float((logits - eager_logits).norm() / eager_logits.norm())
+    print(f"generated: {eager_tokens}, then {tokens}; relative difference of the logits: {difference:.4f}")
     assert difference < 0.02
 except ImportError as error:
     print(f"transformers 5 is not installed ({error}): pip install 'moe_numba[transformers]'")
 
 # %% [markdown]
-# The logits differ by roundings: eager rounds each expert's weighted row to bfloat16 before it adds it. Models whose layout
-# the kernels do not support, such as gpt-oss with its biases and interleaved weights, are refused with a sentence.
+# The logits differ by rounding: eager rounds the weighted row of each expert to bfloat16 before it adds the row. Models
+# with a layout that the kernels do not support are refused with a message, such as gpt-oss with its biases.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 MODELS = records.recorded("models")
-
-
-def pass_us(step, tokens):
-    """Return the recorded time of a forward pass of Qwen3-30B-A3B's width in a CUDA graph, or None."""
-    row = MODELS and records.find(MODELS, step=step, config={"model": QWEN}, size={"tokens": tokens})
-    return row and row["kernel_us"]["median"]
-
-
 say(
-    "At the real width of {model}, with {layers} layers and random weights, a forward pass takes {after:.0f} us instead of "
-    "{before:.0f} for 1 token, and {after_many:.0f} instead of {before_many:.0f} us for 4096 (in a CUDA graph; before: "
-    "transformers' `grouped_mm`, after: experts and routers of this package; recorded on {gpu}).",
-    model=QWEN,
+    "A forward pass of {layers} layers of {model}'s width with random weights takes {before} us for 1 / 64 / 4096 tokens "
+    "with transformers' `grouped_mm`, and {after} us with the experts and routers of the package (in a CUDA graph, "
+    "recorded on {gpu}). The rest of a pass, such as attention, is the same.",
     layers=MODELS and records.find(MODELS, config={"model": QWEN})["config"]["layers"],
-    before=pass_us("peer:transformers grouped_mm", 1),
-    after=pass_us("final, fused routers", 1),
-    before_many=pass_us("peer:transformers grouped_mm", 4096),
-    after_many=pass_us("final, fused routers", 4096),
+    model=QWEN,
+    before=listed("peer:transformers grouped_mm", record=MODELS),
+    after=listed("final, fused routers", record=MODELS),
     gpu=MODELS and MODELS["gpu"],
 )
 
 # %% [markdown]
 # ## 10. What 64 GPUs would change
 #
-# Nothing here is measured. This is a model of one DeepSeek-V3 layer, with these assumptions: nodes of 8 GPUs; data-sheet
-# rates of an H200; NVLink and network bandwidth as below, per GPU and direction; uniform routing; a row crosses the network
-# once per node and is forwarded over NVLink; FP8 dispatch, bfloat16 combine; every stage at its bound; transfers do not
-# overlap with GEMMs.
-
-# %%
-NVLINK, NETWORK, NODE = 450e9, 50e9, 8  # bytes per second, GPUs
-E, TOPK, HIDDEN, WIDE, MOE_LAYERS = 256, 8, 7168, 2048, 58
-W = 3 * HIDDEN * WIDE  # weights of an expert, bytes in FP8
-
-
-def layer_times(gpus, tokens):
-    """Return {part: us} of a layer with ``tokens`` tokens on each GPU."""
-    nodes = max(gpus // NODE, 1)
-    used = E // gpus * (1 - (1 - TOPK / E) ** (tokens * gpus))
-    near = tokens * ranks_per_token(E, TOPK, gpus) * (gpus - nodes) / gpus  # rows that cross NVLink
-    far = tokens * ranks_per_token(E, TOPK, nodes) * (nodes - 1) / nodes  # rows that cross the network
-    seconds_per_byte = max(near / NVLINK, far / NETWORK)
-    seconds = {
-        "read weights": used * W / H200.hbm_bandwidth,
-        "compute": 2 * TOPK * tokens * W / H200.tensor_flops["float8_e4m3fn"],
-        "dispatch": seconds_per_byte * (HIDDEN + HIDDEN / 128 * 4),  # a float32 scale per 128 elements
-        "combine": seconds_per_byte * 2 * HIDDEN,
-    }
-    return {name: 1e6 * value for name, value in seconds.items()}
-
-
-def total_us(gpus, tokens):
-    parts = layer_times(gpus, tokens)
-    return max(parts["read weights"], parts["compute"]) + parts["dispatch"] + parts["combine"]
-
-
-heads = "GPUs, tokens on each", "weights on each, GB", "rows per expert", *layer_times(1, 1), "us per token"
-lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * 7]
-for tokens in (64, 4096):
-    for gpus in (1, 8, 64):
-        parts, gigabytes = layer_times(gpus, tokens), MOE_LAYERS * E // gpus * W / 1e9
-        cells = [f"{gigabytes:.0f}", f"{tokens * gpus * TOPK / E:.0f}", *(f"{us:.0f}" for us in parts.values())]
-        lines.append(f"| {gpus}, {tokens} | {' | '.join(cells)} | {total_us(gpus, tokens) / tokens:.2f} |")
-Markdown("\n".join([*lines, "", f"Parts in microseconds per layer; weights of the experts of {MOE_LAYERS} layers."]))
+# **Nothing in this section is measured.** It is a model of one DeepSeek-V3 layer whose experts are distributed over GPUs
+# in nodes of 8, with uniform routing. A row crosses the network once per node that has one of its experts, and is
+# forwarded over NVLink; dispatch sends FP8, combine bfloat16. Every part takes the time of its bytes or operations, and
+# transfers do not overlap with GEMMs.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-sent = {n: layer_times(64, n)["dispatch"] + layer_times(64, n)["combine"] for n in (64, 4096)}
+assumed = (
+    f"Parts in us per layer; weights of the experts of {model.MOE_LAYERS} layers. NVLink {model.NVLINK / 1e9:.0f} GB/s, "
+    f"network {model.NETWORK / 1e9:.0f} GB/s, per GPU and direction; other rates: data sheet of an H200."
+)
+Markdown(f"{model.table((1, 8, 64), (64, 4096))}\n\n{assumed}")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+FEW_TOKENS, MANY_TOKENS = 64, 4096
 say(
-    "With 64 tokens on each GPU, each of 64 GPUs reads {less:.0f} times fewer bytes than each of 8, because it holds {local} "
-    "experts instead of {node}. Per token, a layer takes {few:.1f} times less time. The network is now the limit: dispatch "
-    "and combine are {share:.0f} % of the layer. With 4096 tokens tensor cores are the limit already, so reading less gains "
-    "nothing: dispatch and combine take {ratio:.1f} times as long as the GEMMs, and hiding them behind GEMMs can at best leave "
-    "the longer of the two. A token reaches {nodes:.1f} of 8 nodes on average; DeepSeek-V3's gate limits it to 4, which "
-    "shortens the transfers.",
-    less=layer_times(8, 64)["read weights"] / layer_times(64, 64)["read weights"],
-    local=E // 64,
-    node=E // 8,
-    few=total_us(8, 64) / total_us(64, 64),
-    share=100 * sent[64] / total_us(64, 64),
-    ratio=sent[4096] / layer_times(64, 4096)["compute"],
-    nodes=ranks_per_token(E, TOPK, 8),
+    "With {few} tokens on each GPU, each of 64 GPUs reads {less:.0f} times fewer bytes than each of 8, because it holds "
+    "fewer experts. A layer takes {faster:.1f} times less time per token, and the network is the limit: dispatch and "
+    "combine are {share:.0f} % of the time. With {many} tokens the tensor cores are the limit already on 8 GPUs, so "
+    "reading less saves nothing, and dispatch and combine take {ratio:.1f} times as long as the GEMMs. If they overlapped "
+    "perfectly with the GEMMs, the longer of the two would remain. A token reaches {nodes:.1f} of 8 nodes on average; "
+    "DeepSeek-V3's gate limits it to 4, which shortens the transfers.",
+    few=FEW_TOKENS,
+    many=MANY_TOKENS,
+    less=model.part_times(8, FEW_TOKENS)["read weights"] / model.part_times(64, FEW_TOKENS)["read weights"],
+    faster=model.total_us(8, FEW_TOKENS) / model.total_us(64, FEW_TOKENS),
+    share=100 * model.transfer_us(64, FEW_TOKENS) / model.total_us(64, FEW_TOKENS),
+    ratio=model.transfer_us(64, MANY_TOKENS) / model.part_times(64, MANY_TOKENS)["compute"],
+    nodes=ranks_per_token(model.NUM_EXPERTS, model.TOPK, 64 // model.NODE),
 )
 
 # %% [markdown]

@@ -12,10 +12,11 @@ from moe_numba.runtime.sass import compile_apart
 TEXT = (Path(__file__).parents[2] / "notebooks" / "11_moe_layer.py").read_text()
 CODE = "\n".join(code_hash.code_cells(TEXT))
 GROUPS = (("int32*",) * 5) + ("int32",)
+SUMS = (("int32*", "int32*", "float32*", "int32*", "int32", "int32"), 128)
 KERNELS = {
-    "make_thread_per_expert(256, 8)": (GROUPS, 256),
     "make_share_per_warp(256, 8, 8)": (GROUPS, 256),
-    "two_columns": (("int32*", "int32*", "float32*", "int32*", "int32", "int32", "int32"), 128),
+    "two_columns": SUMS,
+    "eight_columns": SUMS,
     "empty": (("int32*",), 32),
 }
 ARCHS = ((7, 5), (9, 0, "a"))

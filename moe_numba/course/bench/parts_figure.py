@@ -123,3 +123,22 @@ def parts_table(record: dict) -> str:
         cells = [*map(format_us, (median["final"], launches, median["both GEMMs"], bound))]
         lines.append(f"| {model} | {tokens} | {' | '.join(cells)} | {median['final'] / bound:.2f} | {limit} |")
     return "\n".join([*lines, "", f"Microseconds, {plots.caption(record)}."])
+
+
+def moved_bytes(config: dict, tokens: int) -> dict[str, int]:
+    """Return {launch: bytes} that launches besides the GEMMs read and write; bfloat16, with a permutation."""
+    x = 2 * tokens * config["hidden"]
+    rows = config["topk"] * x
+    activation = 2 * tokens * config["topk"] * 3 * config["intermediate"]
+    return {"permute": x + rows, "activation": activation, "weighted_sum": rows + x}
+
+
+def rates_table(record: dict, model: str, tokens: int) -> str:
+    """Return a table of the launches of `moved_bytes`: megabytes, microseconds and rates."""
+    lines = ["| launch | MB read and written | us | TB/s |", "|---|---:|---:|---:|"]
+    for row in records.select(record, config={"model": model}, size={"tokens": tokens}):
+        name, num_bytes = row["step"].removeprefix("part: "), moved_bytes(row["config"], tokens)
+        if name in num_bytes:
+            us, moved = row["kernel_us"]["median"], num_bytes[name]
+            lines.append(f"| {name} | {moved / 1e6:.0f} | {format_us(us)} | {moved / us * 1e-6:.1f} |")
+    return "\n".join([*lines, "", f"{model}, {plural(tokens, 'token')}."])
