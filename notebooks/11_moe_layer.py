@@ -182,6 +182,8 @@ rates = f"Rates: data sheet of an H200, {H200.hbm_bandwidth / 1e12:g} TB/s."
 Markdown(f"{model.bounds_table(bench.LAYERS)}\n\n{rates}")
 
 # %% [markdown]
+# A GPU of 8 has 32 of the 256 experts, and here every token uses 8 of these.
+#
 # In decode the limit is reading: with 64 tokens nearly all experts are read for a few rows each. With a prompt of 4096
 # tokens the limit is computing. In decode the other stages should add as little latency as possible; with a prompt they
 # should not move large tensors through memory more often than necessary.
@@ -257,10 +259,11 @@ calls = {name: partial(with_stages, in_torch) for name, in_torch in STEPS.items(
 for name, call in calls.items():
     with OpCounter() as operations:
         call()
+    count = sum(operation != "moe_numba" for operation in operations.names)  # without functions of the package
     one = prepared(ONE_TOKEN) if name == "final" else partial(call, ONE_TOKEN)
-    more = {"operations": len(operations.names), "timeline": launch_profile(one)}
+    more = {"operations": count, "timeline": launch_profile(one)}
     layer_ladder.step(name, call, graph=name in ("weighted_sum", "final"), dtype="bf16", **more)
-    print(f"{'':<24} {len(operations.names)} torch operations")
+    print(f"{'':<24} {count} torch operations")
 layer_ladder.measure_all()
 layer_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
@@ -269,8 +272,8 @@ Markdown(call_times_table(layer_ladder, calls) or NOT_MEASURED)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "**Explanation.** The prediction leaves out the launches of the package, which are no torch operations: the five "
-    "launches of `final` take {final:.0f} us of CPU time. Their kernel time is {kernel:.0f} us, so with 64 tokens the "
+    "**Explanation.** The prediction leaves out the functions of the package, and the memory that they allocate without "
+    "a workspace. The five launches of `final` take {final:.0f} us of CPU time. Their kernel time is {kernel:.0f} us, so with 64 tokens the "
     "{limit} is the limit now. With 1 token the kernels take {one:.0f} us; there a CUDA graph removes the CPU's time.",
     final=layer_ladder.median_us("final", "call_us"),
     kernel=layer_ladder.median_us("final"),
@@ -418,7 +421,8 @@ def group_step(name, make_call, **options):
 
 
 MAKE_CALL, WARPS = {}, 2 if SIMULATED else 8
-gain_us = BASICS["sort"] + (len(operations.names) - 2) * BASICS["empty"] if BASICS else 0
+others = len(operations.names) - 3  # without the sort, its conversion to int64, and empty_like, which launches nothing
+gain_us = BASICS["sort"] + (others - 1) * BASICS["empty"] if BASICS else 0
 by_warps = partial(group_by, make_share_per_warp(G_EXPERTS, G_TOPK, WARPS), 32 * WARPS)
 group_step("a share per warp", by_warps, after="torch", predicted_gain_us=gain_us)
 

@@ -24,7 +24,7 @@ def stacked_parts(
 ) -> Picture:
     """Draw each group's parts one after another in a bar, and below it bars of the whole and of the lower bound.
 
-    The bars of a group have a scale of their own: the longest fills the width.
+    Each group has its own scale: its longest bar fills the width.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def stacked_parts(
         for name, number in zip(columns, (total, us, bound), strict=True):
             text(axes, columns[name], y + 0.47, format_us(number), size=8.5, ha="right")
     text(axes, 0.15, 0.15, caption, size=7.5, colour=GREY, ha="left")
-    note(axes, 0.15, 0.45, "Kernel time in microseconds; bars of a size have a scale of their own.")
+    note(axes, 0.15, 0.45, "Kernel time in microseconds. Each number of tokens has its own scale.")
     return figure
 
 

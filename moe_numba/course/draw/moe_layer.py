@@ -46,8 +46,8 @@ def layer(topk_ids, num_experts):
     stages = {2.6: "group_by_expert", 2.01: "two grouped GEMMs,\nactivation in between", 1.4: "weighted_sum"}
     for y, words in stages.items():
         text(axes, WIDTH - _RIGHT + 0.15, y, words, ha="left", size=8.5, weight="bold")
-    groups = ", ".join(f"expert {e}: {plural(n, 'row')}" for e, n in enumerate(seqlens))
-    note(axes, 0.15, 0.35, f"Numbers: the expert of each assignment, and the token of each row. {groups}.")
+    groups = ", ".join(f"{plural(n, 'row')} of expert {e}" for e, n in enumerate(seqlens))
+    note(axes, 0.15, 0.35, f"Numbers: the expert of each assignment, and the token of each row; {groups}.")
     note(axes, 0.15, 0.13, "Rows of an expert are in the order of their tokens: the sort is stable.")
     return figure
 
