@@ -82,6 +82,7 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | dispatch layout: count what goes to which GPU | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP |
 # | dispatch and combine: send the tokens, return the results | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb), [09_combine](09_combine.ipynb) | DeepEP |
 # | the same for few tokens, as during decode | [10_low_latency](10_low_latency.ipynb) | DeepEP |
+# | the experts of a whole layer in one call | [11_moe_layer](11_moe_layer.ipynb) | vLLM and SGLang |
 #
 # Read this notebook first, then the others in order. [appendix_claims](appendix_claims.ipynb) compares the articles that
 # the notebooks follow with what was measured here.

@@ -102,12 +102,20 @@ TOPICS = (
         "low-latency dispatch and combine, on one GPU or more",
     ),
     Topic(
+        "11_moe_layer",
+        "the experts of a layer: grouping by expert, grouped GEMMs and the weighted sum in one call",
+        "vLLM's and SGLang's `fused_experts`",
+        "moe_layer",
+        "the experts of whole MoE layers",
+        ("moe_layer_ladder", "moe_layer_group_ladder", "moe_layer_sum_ladder"),
+        hopper=True,
+    ),
+    Topic(
         "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
     ),
 )
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
-    "moe_layer": "the experts of whole MoE layers",
     "models": "models of transformers, before and after one line",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }

@@ -7,6 +7,7 @@ from helpers.schedules import schedule
 
 from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
 from moe_numba.course.bench.layer_figure import layer_bars
+from moe_numba.course.bench.parts_figure import stacked_parts
 from moe_numba.course.draw import (
     align,
     align_one_launch,
@@ -17,6 +18,7 @@ from moe_numba.course.draw import (
     grouped_gemm,
     hopper,
     low_latency,
+    moe_layer,
     shared_experts,
 )
 from moe_numba.course.draw.canvas import check_range, text
@@ -81,6 +83,10 @@ PACKED = {
     "slot": ["0:0", "0:1", "1:0", "1:1"],
     "row": ["0:1", "1:0", "1:1", "0:1"],
 }  # rows of expert 0, then of expert 1
+IDS = torch.tensor([[1, 0], [1, 2]])
+LAYER = {"assignment": [1, 0, 1, 2], "row": [0, 0, 1, 1], "to row": 4, "to sum": 4}
+SORT = {"count": [1, 2, 1], "lower": [0, 0, 0], "total": [1, 2, 1], "start": [0, 1, 3]}
+PARTS = {"1 token": ({"cast": 1.0, "gate_up": 29.0}, 31.0, 15.0), "2 tokens": ({"gate_up": 40.0}, 41.0, 20.0)}
 
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
     "thread model": (gate.thread_model, (128, 4), {"lane": range(32)}),
@@ -121,6 +127,9 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     "wait cycle": (combine.wait_cycle, ([(name, "space") for name in WAITS],), {"waiter": WAITS, "waits": 6}),
     "latency chain": (low_latency.latency_chain, (CHAINS, "x"), {"span": 5}, "dispatch", "31.0 µs", "1.2 µs"),
     "packed rows": (low_latency.packed_rows, ([[[0, 1], [2, 3]], [[1, 2], [2, 0]]], 1, 2), PACKED, "no row", "0, 1"),
+    "experts of a layer": (moe_layer.layer, (IDS, 3), LAYER, "weighted_sum", "token 1"),
+    "counting sort": (moe_layer.counting_sort, (IDS, 3, 1), SORT, "counts of each warp", "seqlens"),
+    "parts": (stacked_parts, (PARTS,), {"part": 3, "one call": 2, "lower bound": 2}, "2 tokens", "30.0", "cast"),
     "Hopper": (hopper.problem, (), {"direct": 1}, "TMA"),
     "swizzle": (hopper.swizzle, (), {"before": [*range(8)] * 8}, "chunk 0 of 8 rows: 4 of 32 banks, 8 wavefronts"),
     "accumulator fragment": (hopper.fragment, (7,), {"held": 8}, "4 warps"),

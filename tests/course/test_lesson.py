@@ -85,9 +85,10 @@ def test_command_line_reports_problems(read, tmp_path, capsys):
     assert lesson.main([str(tmp_path / "01_small.py")]) == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["00_start_here", "01_gate", "02_align", "03_align_one_launch", "10_low_latency", "appendix_claims"]
-)
+LESSONS = "00_start_here", "01_gate", "02_align", "03_align_one_launch", "10_low_latency", "11_moe_layer"
+
+
+@pytest.mark.parametrize("name", [*LESSONS, "appendix_claims"])
 def test_the_lessons_keep_the_rules(name, capsys):
     path = records.repository() / "notebooks" / f"{name}.py"
     assert lesson.main([str(path)]) == 0, capsys.readouterr().out
