@@ -87,6 +87,11 @@ def _stale(options):
     return int(bool(found))
 
 
+def _peers_of_a_folder(names):
+    """Return the peers that --peers loaded; topics measure libraries from Python packages without it."""
+    return [name for name in names if not name.startswith(("NCCL", "transformers"))]
+
+
 def _bench(options):
     import torch
 
@@ -107,7 +112,7 @@ def _bench(options):
         raise UserError(error) from error
     env = records.environment()
     earlier = records.recorded(options.topic, records.folder(env["gpu"]))
-    if options.out is None and not options.peers and (lost := records.peers_of(earlier)):
+    if options.out is None and not options.peers and (lost := _peers_of_a_folder(records.peers_of(earlier))):
         raise UserError(
             f"the record of {options.topic} has times of {', '.join(lost)}, which a run without them would delete: "
             "name their folder with --peers, or another folder for the record with --out"

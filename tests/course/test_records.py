@@ -377,3 +377,8 @@ def test_the_best_of_a_row_is_bold():
 )
 def test_sources_of_a_topic_include_its_kernels(topic, kernel):
     assert f"moe_numba/{kernel}" in sources.topic_sources(topic)
+
+
+def test_only_peers_of_a_folder_keep_a_record_from_being_measured_again():
+    names = ["DeepGEMM", "NCCL all-to-all", "transformers grouped_mm"]
+    assert cli._peers_of_a_folder(names) == ["DeepGEMM"]
