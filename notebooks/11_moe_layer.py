@@ -42,7 +42,7 @@ from moe_numba import simulator
 from moe_numba.align.device_functions import make_scan
 from moe_numba.course import moe_layer_model as model
 from moe_numba.course.bench import records
-from moe_numba.course.bench.baselines.limits import H200, chip_limits
+from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.launch_profile import launch_profile
 from moe_numba.course.bench.parts_figure import draw_parts, parts_table, rates_table
 from moe_numba.course.bench.sources import notebook_sources
@@ -67,7 +67,7 @@ from moe_numba.ptx.warp import lanemask_lt
 from moe_numba.runtime.launch import launch
 
 SIMULATED = simulator.ENABLED
-DEVICE, LIMITS = ("cpu", H200) if SIMULATED else ("cuda", chip_limits())
+DEVICE, LIMITS = "cpu" if SIMULATED else "cuda", chip_limits()
 RECORD = records.recorded("moe_layer")  # written by `python -m moe_numba bench moe_layer`
 NO_RECORD = "There is no record `moe_layer` yet; `python -m moe_numba bench moe_layer` writes it on a GPU."
 QWEN, DEEPSEEK, SIZES = "Qwen3-30B-A3B", "DeepSeek-V3", (1, 64, 4096)
@@ -178,7 +178,7 @@ exercise("moe_layer-1").check(tokens_that_fill)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-rates = f"Rates: data sheet of an H200, {H200.hbm_bandwidth / 1e12:g} TB/s."
+rates = f"Rates: data sheet of an H200, {model.GPU.hbm_bandwidth / 1e12:g} TB/s."
 Markdown(f"{model.bounds_table(bench.LAYERS)}\n\n{rates}")
 
 # %% [markdown]
@@ -731,7 +731,7 @@ say(
     "GEMMs take {one:.0f} us, and reading their weights at full bandwidth {bound:.0f} us. {model}'s FP8 GEMMs of a prompt "
     "are far from their bound, because CUDA cores multiply the sum of every 128 products by its scales "
     "([notebook 06](06_grouped_gemm.ipynb), section 8).",
-    copy=H200.copy_bandwidth / 1e12,
+    copy=model.GPU.copy_bandwidth / 1e12,
     many=OTHERS[4096],
     few=OTHERS[64],
     one=GEMMS[1],

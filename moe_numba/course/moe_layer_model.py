@@ -8,7 +8,7 @@ its bytes or operations, and transfers do not overlap with GEMMs.
 
 from collections.abc import Iterable
 
-from moe_numba.course.bench.baselines.limits import H200
+from moe_numba.course.bench.baselines.limits import H200 as GPU
 from moe_numba.course.bench.topics.grouped_gemm import TORCH_NAMES
 from moe_numba.course.bench.topics.moe_layer_measure import Layer
 from moe_numba.course.exercises.moe_layer import ranks_per_token
@@ -23,8 +23,8 @@ def bounds(layer: Layer, tokens: int) -> tuple[float, float, float]:
     """Return the experts that tokens use on average, and the microseconds to read their weights and to compute."""
     used = layer.num_experts * (1 - (1 - layer.topk / layer.num_experts) ** tokens)
     weights = 3 * layer.hidden * layer.intermediate  # of an expert
-    read = used * weights * _DTYPES[layer.dtype][1] / H200.hbm_bandwidth
-    compute = 2 * layer.topk * tokens * weights / H200.tensor_flops[TORCH_NAMES[layer.dtype]]
+    read = used * weights * _DTYPES[layer.dtype][1] / GPU.hbm_bandwidth
+    compute = 2 * layer.topk * tokens * weights / GPU.tensor_flops[TORCH_NAMES[layer.dtype]]
     return used, read * 1e6, compute * 1e6
 
 
@@ -50,8 +50,8 @@ def part_times(gpus: int, tokens: int) -> dict[str, float]:
     network_rows = tokens * ranks_per_token(NUM_EXPERTS, TOPK, nodes) * (nodes - 1) / nodes
     seconds_per_byte = max(nvlink_rows / NVLINK, network_rows / NETWORK)
     seconds = {
-        "read weights": used * EXPERT_BYTES / H200.hbm_bandwidth,
-        "compute": 2 * TOPK * tokens * EXPERT_BYTES / H200.tensor_flops["float8_e4m3fn"],
+        "read weights": used * EXPERT_BYTES / GPU.hbm_bandwidth,
+        "compute": 2 * TOPK * tokens * EXPERT_BYTES / GPU.tensor_flops["float8_e4m3fn"],
         "dispatch": seconds_per_byte * (HIDDEN + HIDDEN / 128 * 4),  # a float32 scale per 128 elements
         "combine": seconds_per_byte * 2 * HIDDEN,
     }
