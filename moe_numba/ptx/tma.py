@@ -72,6 +72,7 @@ tma_load_2d_hint = _load(2, hint=True)
 tma_load_3d_hint = _load(3, hint=True)
 tma_load_2d_multicast = _load(2, multicast=True)
 tma_load_2d_multicast_hint = _load(2, multicast=True, hint=True)
+tma_load_3d_multicast_hint = _load(3, multicast=True, hint=True)
 tma_store_2d = _store(2)
 tma_store_3d = _store(3)
 
