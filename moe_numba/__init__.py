@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         group_gemm_bf16,
         group_gemm_blockwise_fp8,
         group_gemm_pertensor_fp8,
+        group_gemm_rowwise_fp8,
         group_gemm_silu_and_mul_blockwise_fp8,
         group_gemm_silu_and_mul_pertensor_fp8,
     )
@@ -58,6 +59,7 @@ _HOME = {
     "per_token_cast_back": "expert_parallel",
     "group_gemm_pertensor_fp8": "grouped_gemm",
     "group_gemm_blockwise_fp8": "grouped_gemm",
+    "group_gemm_rowwise_fp8": "grouped_gemm",
     "group_gemm_bf16": "grouped_gemm",
     "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
     "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
@@ -89,6 +91,7 @@ __all__ = [
     "group_gemm_bf16",
     "group_gemm_blockwise_fp8",
     "group_gemm_pertensor_fp8",
+    "group_gemm_rowwise_fp8",
     "group_gemm_silu_and_mul_blockwise_fp8",
     "group_gemm_silu_and_mul_pertensor_fp8",
     "memory_cost",

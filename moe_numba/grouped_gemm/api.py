@@ -19,8 +19,16 @@ def group_gemm_pertensor_fp8(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight: ``y = x @ weight.T * y_scale``.
+
+    With all options it computes, for each row i of the product,
+    ``out[scatter_indices[i]] += (x[gather_indices[i]] @ weight.T * y_scale + bias) * row_weights[i]``.
 
     Parameters
     ----------
@@ -40,15 +48,28 @@ def group_gemm_pertensor_fp8(
     offs : tensor [groups], int32, optional
         End of each group's rows, as for ``torch._scaled_grouped_mm``; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous bfloat16 output. The call then neither allocates nor synchronises.
+        Contiguous output. The call then neither allocates nor synchronises.
     gather_indices : tensor [total], int32, optional
         Contiguous. Row i of the product uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds. x and
         its scales are then [tokens, ...] in any order, so they need not be permuted first.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Contiguous. Added to each row of a group, in float32.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must then be given and float32; ``out_dtype`` has no effect.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Contiguous. Row i of the result is stored to row ``scatter_indices[i]`` of ``out``, or not at all if that is out
+        of bounds. ``out`` must be given, [any number of rows, n]; its other rows do not change. Indices in bounds must
+        differ from each other: of two equal ones it is undefined which row, or which sum, remains.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Contiguous. Row i of the result, with its bias, is multiplied by ``row_weights[i]`` before it is rounded: the
+        routing weights, if each row of the result belongs to one token and expert.
 
     Returns
     -------
-    tensor [total, n] or [groups, capacity, n], bfloat16
-        From the library that x is from. Rows that belong to no group are not written.
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
+        From the library that x is from, or ``out``. Rows that belong to no group are not written.
 
     Raises
     ------
@@ -69,9 +90,12 @@ def group_gemm_pertensor_fp8(
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
     if needs_dispatch(x, weight, y_scale):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices)
+        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -87,6 +111,11 @@ def group_gemm_blockwise_fp8(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight, with block scales as in DeepSeek-V3.
 
@@ -108,23 +137,106 @@ def group_gemm_blockwise_fp8(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous bfloat16 output.
+        Contiguous output.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x and of x_scale.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to each row of a group.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must be float32.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Store row i of the result to row ``scatter_indices[i]`` of ``out``.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Factor of each row of the result, with its bias.
 
     Returns
     -------
-    tensor [total, n] or [groups, capacity, n], bfloat16
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
 
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
+    group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices)
+        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+
+
+@torch_op
+def group_gemm_rowwise_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    num_seq_per_group_avg: int | None = None,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply each group's rows with the group's FP8 weight, with scales per row as ``torch._scaled_grouped_mm``.
+
+    Parameters
+    ----------
+    x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
+    weight : tensor [groups, n, k], float8_e4m3fn
+        1 to 512 groups; n and k multiples of 16.
+    seqlens : tensor [groups], int32
+        Number of rows of each group.
+    cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
+    x_scale : tensor [total] or [groups, capacity], float32
+        Contiguous: a scale for each row of x.
+    w_scale : tensor [groups, n], float32
+        Contiguous: a scale for each row of a weight, a column of the result. The sum over k is multiplied by both.
+    num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
+    offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
+    out : tensor, optional
+        Contiguous output.
+    gather_indices : tensor [total], int32, optional
+        Row i of the product uses row ``gather_indices[i]`` of x and of x_scale.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to each row of a group.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must be float32.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Store row i of the result to row ``scatter_indices[i]`` of ``out``.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Factor of each row of the result, with its bias.
+
+    Returns
+    -------
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
+
+    See Also
+    --------
+    group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
+    """
+    if needs_dispatch(x, weight, x_scale, w_scale):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
+        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_rowwise_fp8", x, weight, *groups, out, gather_indices, *epilogue)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
+    return group_gemm("row", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 
 @torch_op
@@ -137,6 +249,11 @@ def group_gemm_bf16(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's bfloat16 weight, as ``torch._grouped_mm`` does.
 
@@ -154,22 +271,35 @@ def group_gemm_bf16(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous bfloat16 output.
+        Contiguous output.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to each row of a group.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must be float32.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Store row i of the result to row ``scatter_indices[i]`` of ``out``.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Factor of each row of the result, with its bias.
 
     Returns
     -------
-    tensor [total, n] or [groups, capacity, n], bfloat16
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
 
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
+    group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
     if needs_dispatch(x, weight):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
-        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices)
+        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
 
@@ -283,6 +413,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
 
 register_fake(group_gemm_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call))
 register_fake(group_gemm_blockwise_fp8)(lambda call: fake_group_gemm("block", call))
+register_fake(group_gemm_rowwise_fp8)(lambda call: fake_group_gemm("row", call))
 register_fake(group_gemm_bf16)(lambda call: fake_group_gemm("none", call))
 register_fake(group_gemm_silu_and_mul_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call, silu_and_mul=True))
 register_fake(group_gemm_silu_and_mul_blockwise_fp8)(lambda call: fake_group_gemm("block", call, silu_and_mul=True))

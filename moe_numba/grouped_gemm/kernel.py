@@ -21,7 +21,8 @@ from moe_numba.grouped_gemm.config import (
     SharedMemoryLayout,
     check_config,
 )
-from moe_numba.grouped_gemm.epilogue import Output, OutputTile, make_epilogue
+from moe_numba.grouped_gemm.epilogue import EpilogueOperands, OutputTile, make_epilogue
+from moe_numba.grouped_gemm.epilogue_terms import EpilogueInputs, make_load_terms
 from moe_numba.grouped_gemm.gather import GatherSource
 from moe_numba.grouped_gemm.producer import make_aux_producer, make_tma_producer
 from moe_numba.grouped_gemm.scheduler import Problem, make_count_tiles, make_tile_loop
@@ -186,10 +187,11 @@ def make_consumer_of_size(n, config, layout, accumulators):
         layout.scale_pitch,
     )
     two, silu_and_mul, advance = accumulators == 2, config.silu_and_mul, make_advance(config.stages)
-    zeros = (np.float32(0),) * (n // 2)
+    zeros, load_terms = (np.float32(0),) * (n // 2), make_load_terms(config)
 
     @cuda.jit(device=True)
     def consumer(smem, output, warp, lane, stage, phase, k_blocks, tile):
+        terms = load_terms(output.inputs, tile, warp, lane, output.n)
         warpgroup_offset = int32((warp >> 2) * (64 * BLOCK_K_BYTES))
         acc_0, acc_1 = zeros, zeros
         for _ in range(k_blocks):
@@ -207,7 +209,7 @@ def make_consumer_of_size(n, config, layout, accumulators):
                 scales = int32(scales + 4 * scale_pitch)
                 acc_1 = mma_stage(smem, a, b, acc_1, scales, stage, lane == 0)
             stage, phase = advance(stage, phase)
-        epilogue(smem, output, warp, lane, acc_0, acc_1, tile)
+        epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms)
         return stage, phase
 
     return consumer
@@ -220,13 +222,11 @@ def identity(value):
 
 
 @cache
-def make_kernel(config):
-    """Make the kernel, for any number of CTAs of 384 threads; return it and its dynamic shared memory in bytes."""
+def make_compute_tiles(config, layout):
+    """Make ``compute_tiles(map_x, map_weight, output, problem, scales, source, k)``, which all threads must call."""
     uses_aux = config.scaling == "block" or config.gather
-    check_config(config)
-    layout = SharedMemoryLayout(config)
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
-    by_tensor, full_arrivals, cluster_size = config.scaling == "tensor", 2 if uses_aux else 1, config.cluster_size
+    scale_in_tile, full_arrivals, cluster_size = config.scale_in_tile, 2 if uses_aux else 1, config.cluster_size
     first_tile, next_tile = make_tile_loop(cluster_size)
     block_k_shift = 6 if config.dtype == "bf16" else 7
     # setmaxnreg redistributes the 168 registers per thread of the launch: 4 p + 8 c = 12 * 168.
@@ -235,6 +235,114 @@ def make_kernel(config):
     count_tiles, tma_producer = make_count_tiles(config, layout), make_tma_producer(config, layout)
     consumer, aux_producer = make_consumer(config, layout), make_aux_producer(config, layout)
     to_uniform, to_uniform_array = (uniform, uniform_array) if config.warp_uniform else (identity, identity)
+
+    @cuda.jit(device=True)
+    def compute_tiles(map_x, map_weight, output, problem, scales, source, k):
+        smem = SharedMemory(
+            cuda.shared.array(0, uint8, 1024),
+            cuda.shared.array(0, int32, 1024),
+            cuda.shared.array(0, float32, 1024),
+            cuda.shared.array(0, uint64, 1024),
+        )
+        thread = int32(cuda.threadIdx.x)
+        lane, warp = int32(thread & 31), int32(thread >> 5)
+        if thread == 0:
+            for stage in range(stages):
+                mbarrier_init(smem.barriers, full + stage, full_arrivals)
+                mbarrier_init(smem.barriers, empty + stage, CONSUMER_WARPS * cluster_size)
+            fence_mbarrier_init()
+        if cluster_size == 2:
+            cuda.syncwarp()
+            barrier_cluster_arrive()
+            barrier_cluster_wait()
+        griddepcontrol_wait()
+        n = output.n
+        n_tiles = int32((n + BLOCK_N - 1) >> 7)
+        k_blocks = int32((k + (1 << block_k_shift) - 1) >> block_k_shift)
+        tiles = count_tiles(smem, problem, int32((n_tiles + cluster_size - 1) // cluster_size))
+        if warp >= CONSUMER_WARPS:
+            setmaxnreg_dec()
+            if warp == CONSUMER_WARPS and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
+                tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n)
+                griddepcontrol_launch_dependents()
+            if uses_aux and warp > CONSUMER_WARPS:
+                aux_warp = warp - CONSUMER_WARPS - 1
+                aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles)
+        else:
+            setmaxnreg_inc()
+            stage, phase = int32(0), uint32(0)
+            u8, barriers = to_uniform_array(smem.u8), to_uniform_array(smem.barriers)
+            smem = SharedMemory(u8, smem.i32, to_uniform_array(smem.f32), barriers)
+            warp = to_uniform(warp)
+            tile = first_tile()
+            while tile < tiles:
+                stage, phase = to_uniform(stage), uint32(to_uniform(int32(phase)))
+                mbarrier_wait_parity(smem.barriers, full + stage, phase)
+                row, rows, column, info = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
+                cuda.syncwarp()  # lane 0 releases the stage for all lanes
+                output_tile = OutputTile(
+                    to_uniform(row),
+                    to_uniform(int32(rows & 0xFFFF)),
+                    to_uniform(int32(rows >> 16)),
+                    column,
+                    int_as_float(info) if scale_in_tile else float32(1),
+                    info,
+                )
+                stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, output_tile)
+                tile = next_tile(tile)
+        if cluster_size == 2:  # the other CTA may still multicast into this one's shared memory
+            cuda.syncwarp()
+            barrier_cluster_arrive()
+            barrier_cluster_wait()
+
+    return compute_tiles
+
+
+@cache
+def make_kernel(config):
+    """Make the kernel, for any number of CTAs of 384 threads; return it and its dynamic shared memory in bytes.
+
+    A kernel whose epilogue reads more than the group's scale has four parameters more.
+    """
+    check_config(config)
+    layout = SharedMemoryLayout(config)
+    compute_tiles, valid_shift = make_compute_tiles(config, layout), 1 if config.dtype == "bf16" else 0
+
+    if config.has_inputs:
+
+        @cuda.jit
+        def grouped_gemm(
+            map_x,
+            map_weight,
+            y,
+            y_scale,
+            lengths,
+            starts,
+            x_scale,
+            weight_scale,
+            groups,
+            total_rows,
+            capacity,
+            n,
+            k,
+            x,
+            row_indices,
+            x_rows,
+            row_bytes,
+            bias,
+            row_weights,
+            scatter_indices,
+            y_rows,
+        ):
+            inputs = EpilogueInputs(
+                x_scale, weight_scale, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows
+            )
+            output = EpilogueOperands(y, y_scale, n, inputs)
+            problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
+            source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << valid_shift))
+            compute_tiles(map_x, map_weight, output, problem, scales, source, k)
+
+        return grouped_gemm, layout.bytes
 
     @cuda.jit
     def grouped_gemm(
@@ -256,62 +364,9 @@ def make_kernel(config):
         x_rows,
         row_bytes,
     ):
-        smem = SharedMemory(
-            cuda.shared.array(0, uint8, 1024),
-            cuda.shared.array(0, int32, 1024),
-            cuda.shared.array(0, float32, 1024),
-            cuda.shared.array(0, uint64, 1024),
-        )
-        thread = int32(cuda.threadIdx.x)
-        lane, warp = int32(thread & 31), int32(thread >> 5)
-        if thread == 0:
-            for stage in range(stages):
-                mbarrier_init(smem.barriers, full + stage, full_arrivals)
-                mbarrier_init(smem.barriers, empty + stage, CONSUMER_WARPS * cluster_size)
-            fence_mbarrier_init()
-        if cluster_size == 2:
-            cuda.syncwarp()
-            barrier_cluster_arrive()
-            barrier_cluster_wait()
-        griddepcontrol_wait()
+        output = EpilogueOperands(y, y_scale, n, None)
         problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
-        n_tiles = int32((n + BLOCK_N - 1) >> 7)
-        k_blocks = int32((k + (1 << block_k_shift) - 1) >> block_k_shift)
-        tiles = count_tiles(smem, problem, int32((n_tiles + cluster_size - 1) // cluster_size))
-        if warp >= CONSUMER_WARPS:
-            setmaxnreg_dec()
-            if warp == CONSUMER_WARPS and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
-                tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n)
-                griddepcontrol_launch_dependents()
-            if uses_aux and warp > CONSUMER_WARPS:
-                source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << (7 - block_k_shift)))
-                aux_warp = warp - CONSUMER_WARPS - 1
-                aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles)
-        else:
-            setmaxnreg_inc()
-            stage, phase = int32(0), uint32(0)
-            u8, barriers = to_uniform_array(smem.u8), to_uniform_array(smem.barriers)
-            smem = SharedMemory(u8, smem.i32, to_uniform_array(smem.f32), barriers)
-            warp = to_uniform(warp)
-            output = Output(y, y_scale, n)
-            tile = first_tile()
-            while tile < tiles:
-                stage, phase = to_uniform(stage), uint32(to_uniform(int32(phase)))
-                mbarrier_wait_parity(smem.barriers, full + stage, phase)
-                row, rows, column, scale = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
-                cuda.syncwarp()  # lane 0 releases the stage for all lanes
-                output_tile = OutputTile(
-                    to_uniform(row),
-                    to_uniform(int32(rows & 0xFFFF)),
-                    to_uniform(int32(rows >> 16)),
-                    column,
-                    int_as_float(scale) if by_tensor else float32(1),
-                )
-                stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, output_tile)
-                tile = next_tile(tile)
-        if cluster_size == 2:  # the other CTA may still multicast into this one's shared memory
-            cuda.syncwarp()
-            barrier_cluster_arrive()
-            barrier_cluster_wait()
+        source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << valid_shift))
+        compute_tiles(map_x, map_weight, output, problem, scales, source, k)
 
     return grouped_gemm, layout.bytes

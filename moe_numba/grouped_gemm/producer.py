@@ -21,10 +21,38 @@ from moe_numba.ptx.tma import (
     tma_load_2d_hint,
     tma_load_2d_multicast_hint,
     tma_load_3d_hint,
+    tma_load_4d_hint,
 )
 from moe_numba.ptx.warp import uniform
 
 CLUSTER_MASK = 0b11  # multicast to both CTAs of a cluster
+
+
+@cache
+def make_load_weight(config):
+    """Make ``load_weight(smem, offset, map_weight, k, column, n, group, full, policy)``: load a stage's rows of weight.
+
+    With ``silu_and_mul`` they are a tile of gate and behind it one of up. Their rows are rows ``column`` and
+    ``n + column`` of weight, or interleaved. In a map of 4 dimensions, [k, column, part, group] or
+    [k, part, column, group], part 0 is gate and part 1 up; rows beyond either are zeros.
+    """
+    silu_and_mul, splits_weight, interleaved = config.silu_and_mul, config.splits_weight, config.interleaved
+
+    @cuda.jit(device=True)
+    def load_weight(smem, offset, map_weight, k, column, n, group, full, policy):
+        barriers = smem.barriers
+        if splits_weight:
+            for part in range(2):
+                to = int32(offset + part * (BLOCK_N * BLOCK_K_BYTES))
+                y, z = (int32(part), column) if interleaved else (column, int32(part))
+                tma_load_4d_hint(smem.u8, to, map_weight, 0, k, y, z, group, barriers, full, policy)
+        else:
+            tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, group, barriers, full, policy)
+            if silu_and_mul:
+                column, to = int32(n + column), int32(offset + BLOCK_N * BLOCK_K_BYTES)
+                tma_load_3d_hint(smem.u8, to, map_weight, 0, k, column, group, barriers, full, policy)
+
+    return load_weight
 
 
 @cache
@@ -36,8 +64,8 @@ def make_tma_producer(config, layout):
     """
     stage_bytes, x_offset, subtile_bytes = layout.stage_bytes, layout.x_offset, layout.subtile_bytes
     full, empty, two_subtiles = layout.full, layout.empty, config.m_subtiles == 2
-    multicast, box_rows, silu_and_mul = config.cluster_size == 2, layout.x_box_rows, config.silu_and_mul
-    tile_info_offset, by_tensor = layout.tile_info_offset, config.scaling == "tensor"
+    multicast, box_rows, load_weight = config.cluster_size == 2, layout.x_box_rows, make_load_weight(config)
+    tile_info_offset, scale_in_tile, has_row_terms = layout.tile_info_offset, config.scale_in_tile, config.has_row_terms
     tma_bytes, gather = layout.tma_bytes, config.gather
     skips_empty = two_subtiles and not multicast and not gather  # an empty second subtile is not loaded
     block_k = BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
@@ -57,7 +85,10 @@ def make_tma_producer(config, layout):
             smem.i32[info] = row
             smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
             smem.i32[info + uint32(2)] = int32(n_tile * BLOCK_N)
-            smem.i32[info + uint32(3)] = float_as_int(scales.weight[g]) if by_tensor else int32(0)
+            if has_row_terms:
+                smem.i32[info + uint32(3)] = g
+            else:
+                smem.i32[info + uint32(3)] = float_as_int(scales.weight[g]) if scale_in_tile else int32(0)
             is_single = skips_empty and rows <= subtile_rows
             bytes_of_stage = int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
             if multicast:  # each CTA loads half of the rows of x and multicasts them to both
@@ -68,11 +99,7 @@ def make_tma_producer(config, layout):
                 k, offset = int32(k_block * block_k), int32(stage * stage_bytes)
                 mbarrier_wait_parity(barriers, empty + stage, phase)
                 mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
-                column = int32(n_tile * BLOCK_N)
-                tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, g, barriers, full + stage, evict_first)
-                if silu_and_mul:
-                    column, to = int32(n + n_tile * BLOCK_N), int32(offset + BLOCK_N * BLOCK_K_BYTES)
-                    tma_load_3d_hint(smem.u8, to, map_weight, 0, k, column, g, barriers, full + stage, evict_first)
+                load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, evict_first)
                 if multicast:
                     to = int32(offset + multicast_offset)
                     tma_load_2d_multicast_hint(
