@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         group_gemm_blockwise_fp8,
         group_gemm_pertensor_fp8,
         group_gemm_rowwise_fp8,
+        group_gemm_silu_and_mul_bf16,
         group_gemm_silu_and_mul_blockwise_fp8,
         group_gemm_silu_and_mul_pertensor_fp8,
     )
@@ -61,6 +62,7 @@ _HOME = {
     "group_gemm_blockwise_fp8": "grouped_gemm",
     "group_gemm_rowwise_fp8": "grouped_gemm",
     "group_gemm_bf16": "grouped_gemm",
+    "group_gemm_silu_and_mul_bf16": "grouped_gemm",
     "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
     "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
     "group_by_expert": "moe_layer",
@@ -92,6 +94,7 @@ __all__ = [
     "group_gemm_blockwise_fp8",
     "group_gemm_pertensor_fp8",
     "group_gemm_rowwise_fp8",
+    "group_gemm_silu_and_mul_bf16",
     "group_gemm_silu_and_mul_blockwise_fp8",
     "group_gemm_silu_and_mul_pertensor_fp8",
     "memory_cost",

@@ -5,6 +5,7 @@ from moe_numba.grouped_gemm.api import (
     group_gemm_blockwise_fp8,
     group_gemm_pertensor_fp8,
     group_gemm_rowwise_fp8,
+    group_gemm_silu_and_mul_bf16,
     group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "group_gemm_blockwise_fp8",
     "group_gemm_pertensor_fp8",
     "group_gemm_rowwise_fp8",
+    "group_gemm_silu_and_mul_bf16",
     "group_gemm_silu_and_mul_blockwise_fp8",
     "group_gemm_silu_and_mul_pertensor_fp8",
 ]

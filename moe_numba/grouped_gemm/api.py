@@ -304,6 +304,73 @@ def group_gemm_bf16(
 
 
 @torch_op
+def group_gemm_silu_and_mul_bf16(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    num_seq_per_group_avg: int | None = None,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> torch.Tensor:
+    """Compute an expert's first GEMM and its activation, such as ``silu(gate) * up``, in bfloat16.
+
+    Parameters
+    ----------
+    x : tensor [total, k] or [groups, capacity, k], bfloat16
+    weight : tensor [groups, n, k], bfloat16
+        n is a multiple of 32, k of 16. Its rows compute gate and up, in the order that ``activation`` needs.
+    seqlens : tensor [groups], int32
+        Number of rows of each group.
+    cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
+    num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
+    offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
+    out : tensor, optional
+        Contiguous output.
+    gather_indices : tensor [total], int32, optional
+        Row i of the product uses row ``gather_indices[i]`` of x.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to gate and up before the activation; in the order of the rows of weight.
+    activation : str, optional
+        "silu": ``silu(gate) * up``. The first n / 2 rows of weight compute gate, the others up.
+        "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``. Before, gate is limited to
+        at most ``limit``, and up to between ``-limit`` and ``limit``. The even rows of weight compute gate, the odd
+        ones up.
+    alpha, limit : float, optional
+        Of "swigluoai"; positive. The kernel is compiled for each value.
+
+    Returns
+    -------
+    tensor [total, n / 2] or [groups, capacity, n / 2], bfloat16
+        Computed in float32 and rounded once; exponential and reciprocal are approximate (``ex2.approx``,
+        ``rcp.approx``).
+
+    See Also
+    --------
+    group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
+
+    Notes
+    -----
+    On GPUs without wgmma, see :exc:`UnsupportedDeviceError`: call :func:`group_gemm_bf16` and :func:`silu_and_mul`.
+    """
+    if needs_dispatch(x, weight):
+        groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
+        epilogue = bias, activation, alpha, limit
+        return call_op("group_gemm_silu_and_mul_bf16", x, weight, *groups, out, gather_indices, *epilogue)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(silu_and_mul=True, bias=bias, activation=activation, alpha=alpha, limit=limit)
+    return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
+
+
+@torch_op
 def group_gemm_silu_and_mul_pertensor_fp8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -314,6 +381,10 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     offs: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute an expert's first GEMM and its activation, ``silu(gate) * up``, quantised to FP8 for the second GEMM.
 
@@ -321,7 +392,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     ----------
     x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
     weight : tensor [groups, n, k], float8_e4m3fn
-        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 16.
+        n is a multiple of 32, k of 16. Its rows compute gate and up, in the order that ``activation`` needs.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -336,13 +407,19 @@ def group_gemm_silu_and_mul_pertensor_fp8(
         Contiguous outputs: y and scale.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to gate and up before the activation.
+    activation : str, optional
+        "silu", or "swigluoai": see :func:`group_gemm_silu_and_mul_bf16`, also for ``alpha`` and ``limit``.
+    alpha, limit : float, optional
+        Of "swigluoai".
 
     Returns
     -------
     y : tensor [total, n / 2] or [groups, capacity, n / 2], float8_e4m3fn
         ``silu(gate) * up / scale``. gate and up are first rounded to bfloat16, as if another kernel had read them.
-    scale : tensor [total, n / 256] or [groups, capacity, n / 256], float32
-        A scale for each 128 elements of a row: their maximum magnitude divided by 448.
+    scale : tensor [total, ceil(n / 256)] or [groups, capacity, ceil(n / 256)], float32
+        A scale for each 128 elements of a row, or less in the last block: their maximum magnitude divided by 448.
 
     See Also
     --------
@@ -350,10 +427,12 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     """
     if needs_dispatch(x, weight, y_scale):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices)
+        epilogue = bias, activation, alpha, limit
+        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
+    options |= dict(bias=bias, activation=activation, alpha=alpha, limit=limit)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -376,7 +455,8 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     ----------
     x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
     weight : tensor [groups, n, k], float8_e4m3fn
-        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 16.
+        The first n / 2 rows compute gate, the others up. n is a multiple of 256, so that no 128 x 128 block belongs to
+        both; k is a multiple of 16.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -415,5 +495,6 @@ register_fake(group_gemm_pertensor_fp8)(lambda call: fake_group_gemm("tensor", c
 register_fake(group_gemm_blockwise_fp8)(lambda call: fake_group_gemm("block", call))
 register_fake(group_gemm_rowwise_fp8)(lambda call: fake_group_gemm("row", call))
 register_fake(group_gemm_bf16)(lambda call: fake_group_gemm("none", call))
+register_fake(group_gemm_silu_and_mul_bf16)(lambda call: fake_group_gemm("none", call, silu_and_mul=True))
 register_fake(group_gemm_silu_and_mul_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call, silu_and_mul=True))
 register_fake(group_gemm_silu_and_mul_blockwise_fp8)(lambda call: fake_group_gemm("block", call, silu_and_mul=True))

@@ -229,7 +229,11 @@ WRONG = {
     ),
     "consumers request more registers than producers release": (kernel, "else (24, 240)", "else (24, 256)"),
     "rows of the next group are stored": (epilogue, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
-    "the wrong group's weight is loaded": (producer, "k, column, g, barriers", "k, column, int32(0), barriers"),
+    "the wrong group's weight is loaded": (
+        producer,
+        "k, column, group, barriers, full, policy)\n            if",
+        "k, column, int32(0), barriers, full, policy)\n            if",
+    ),
     "the last stage is left out": (kernel, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
     "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     "an epilogue buffer is read before all four warps wrote it": (

@@ -28,8 +28,8 @@ MUTANTS = [
         SIZES,
         (
             KERNEL,
-            'config.scale_in_tile, 2 if uses_aux else 1, config',
-            'config.scale_in_tile, 1 if uses_aux else 1, config',
+            "config.scale_in_tile, 2 if uses_aux else 1, config",
+            "config.scale_in_tile, 1 if uses_aux else 1, config",
         ),
     ),
     mutant(
