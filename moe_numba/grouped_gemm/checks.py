@@ -51,6 +51,18 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     return row_layout
 
 
+def is_mn_major(weight):
+    """Whether a bfloat16 weight [groups, n, k] is a transposed view: its n is contiguous, and its k is not.
+
+    Refuses a weight of which neither is contiguous.
+    """
+    if weight.dtype != torch.bfloat16 or weight.stride(2) == 1:
+        return False
+    if weight.stride(1) != 1:
+        raise ValueError(f"weight has strides {weight.stride()}; its last dimension must be contiguous, or its second")
+    return True
+
+
 def check_gpu(device):
     """Refuse GPUs that have neither ``cp.async`` nor ``mma.sync`` of bfloat16."""
     if is_fake(device):

@@ -49,7 +49,7 @@ from moe_numba.ptx.tma import (
 )
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
-from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.ptx.wgmma import make_wgmma_descriptor_mn, make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
 CLUSTER_MASK = 0b11  # multicast to both CTAs of a cluster
 ACCUMULATOR_REGISTERS = 190  # registers of a consumer thread for accumulators, the wgmma result and scales
@@ -79,6 +79,7 @@ def make_tma_producer(config, layout):
     tma_bytes, gather = layout.tma_bytes, config.gather
     skips_empty = two_subtiles and not multicast and not gather  # an empty second subtile is not loaded
     block_k = BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
+    mn_major, half = config.weight_major == "mn", 64 * BLOCK_K_BYTES  # one box for each consumer warpgroup
     get_tile, advance = make_get_tile(config, layout), make_advance(config.stages)
     first_tile, next_tile = make_tile_loop(config.cluster_size)
 
@@ -107,7 +108,12 @@ def make_tma_producer(config, layout):
                 mbarrier_wait_parity(barriers, empty + stage, phase)
                 mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
                 column = int32(n_tile * BLOCK_N)
-                tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, g, barriers, full + stage, evict_first)
+                if mn_major:
+                    to, second = int32(offset + half), int32(column + BLOCK_N // 2)
+                    tma_load_3d_hint(smem.u8, offset, map_weight, 0, column, k, g, barriers, full + stage, evict_first)
+                    tma_load_3d_hint(smem.u8, to, map_weight, 0, second, k, g, barriers, full + stage, evict_first)
+                else:
+                    tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, g, barriers, full + stage, evict_first)
                 if silu_and_mul:
                     column, to = int32(n + n_tile * BLOCK_N), int32(offset + BLOCK_N * BLOCK_K_BYTES)
                     tma_load_3d_hint(smem.u8, to, map_weight, 0, k, column, g, barriers, full + stage, evict_first)
@@ -232,7 +238,7 @@ def make_mma_stage(n, config, layout):
     wait, release_stage = make_wgmma_wait(n, 0), make_release_stage(config.cluster_size)
 
     if config.dtype == "bf16":  # the tensor cores accumulate in float32: no promotion
-        wgmma = make_wgmma_tile(n, "bf16", accumulate=True)
+        wgmma = make_wgmma_tile(n, "bf16", accumulate=True, a_major=config.weight_major)
 
         @cuda.jit(device=True)
         def mma_stage(smem, a, b, acc, scales, stage, release):
@@ -336,6 +342,8 @@ def make_consumer_of_size(n, config, layout, accumulators):
         layout.scale_pitch,
     )
     two, silu_and_mul, advance = accumulators == 2, config.silu_and_mul, make_advance(config.stages)
+    # A warpgroup's 64 rows of weight are a tile of one swizzle atom by 64 k if they are MN-major.
+    a_descriptor = make_wgmma_descriptor_mn(64 * BLOCK_K_BYTES) if config.weight_major == "mn" else wgmma_descriptor
     zeros = (np.float32(0),) * (n // 2)
 
     @cuda.jit(device=True)
@@ -345,7 +353,7 @@ def make_consumer_of_size(n, config, layout, accumulators):
         for _ in range(k_blocks):
             mbarrier_wait_parity(smem.barriers, full + stage, phase)
             offset = int32(stage * stage_bytes)
-            a = wgmma_descriptor(smem.u8, offset + warpgroup_offset)
+            a = a_descriptor(smem.u8, offset + warpgroup_offset)
             b = wgmma_descriptor(smem.u8, offset + x_offset)
             scales = int32(scale_offset + stage * stage_scales + (lane & 3) * scale_pitch)
             acc_0 = mma_stage(smem, a, b, acc_0, scales, stage, lane == 0 and not two)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import check_indices, check_inputs, check_scales, describe_outputs
+from moe_numba.grouped_gemm.checks import check_indices, check_inputs, check_scales, describe_outputs, is_mn_major
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
 from moe_numba.grouped_gemm.config_mma import MmaConfig
@@ -134,6 +134,11 @@ class GemmPlan:
         elif isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):
             self.launch, columns = HopperLaunch(config, tensors, shape), BLOCK_N
         else:
+            if is_mn_major(weight):
+                raise ValueError(
+                    f"weight has strides {weight.stride()}; the kernel with mma.sync, which {gpu.name} executes, needs "
+                    "a contiguous last dimension: use weight.contiguous()"
+                )
             self.launch = MmaLaunch(config, tensors, shape, gpu)
             columns = self.launch.config.columns
         if groups * -(-total_rows // self.launch.config.block_m) * -(-n // columns) > _MAX_TILES:
@@ -148,7 +153,8 @@ class HopperLaunch:
         config = config or select_config(shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul)
         if indices is not None:
             config = config._replace(gather=True, cluster_size=1)
-        self.config = config
+        self.mn_major = is_mn_major(weight)
+        self.config = config = config._replace(weight_major="mn" if self.mn_major else "k")
         self.start, self.grid = get_launcher(config, x.device.index or 0), _grid_size(x.device)
         block_k, x_box_rows = 128 // x.element_size(), SharedMemoryLayout(config).x_box_rows
         rows = x.view(-1, shape.k) if x.dim() == 3 else x
@@ -157,7 +163,8 @@ class HopperLaunch:
         self.x_map = tensor_map_template(
             weight[0] if self.x_is_empty else rows, (x_box_rows, block_k), swizzle=128, name="x"
         )
-        self.weight_map = tensor_map_template(weight, (1, BLOCK_N, block_k), swizzle=128, name="weight")
+        weight, box = (weight.mT, (1, block_k, BLOCK_N // 2)) if self.mn_major else (weight, (1, BLOCK_N, block_k))
+        self.weight_map = tensor_map_template(weight, box, swizzle=128, name="weight")
         self.is_masked = shape.row_layout == "masked"
         self.sizes = *shape.sizes, shape.k
         self.gather_sizes = len(x), 0 if indices is None else x.stride(0) * x.element_size()
@@ -172,7 +179,7 @@ class HopperLaunch:
             THREADS,
             None,
             self.x_map(rows),
-            self.weight_map(weight),
+            self.weight_map(weight.mT if self.mn_major else weight),
             address(outputs[0]),
             address(outputs[-1]),
             lengths,

@@ -6,7 +6,8 @@ Each thread holds n / 2 accumulators, its fragment: ``d[4 j + 2 h + i]`` is row 
 
 An operand is K-major if the k elements of a row are contiguous, and MN-major, which bf16 allows, if the rows of one k
 are (its transpose lies in memory). With the 128-byte swizzle it consists of atoms of 1024 bytes, as TMA writes them:
-8 rows of 128 bytes along k, or MN-major 8 values of k, each with 64 rows. Source: PTX ISA, "Shared Memory Matrix Layout".
+8 rows of 128 bytes along k, or MN-major 8 values of k with 64 rows each. Source: PTX ISA, "Shared Memory Matrix
+Layout".
 
 The instruction is asynchronous. Accumulators are defined, and the operands' memory may be reused, when
 ``make_wgmma_wait`` has waited for the instruction's group; the accumulators must be passed through that wait.
