@@ -268,9 +268,9 @@ def _load_box(array, offset, map_pointer, map_index, coordinates, *more):
     async_copy.load_box(array, offset, map_pointer, map_index, coordinates, *more)
 
 
-def _store_box(map_pointer, map_index, coordinates, array, offset):
+def _store_box(map_pointer, map_index, coordinates, array, offset, add=False):
     _record_box(map_pointer, map_index, coordinates, True)
-    async_copy.store_box(map_pointer, map_index, coordinates, array, offset)
+    async_copy.store_box(map_pointer, map_index, coordinates, array, offset, add)
 
 
 def _recorded(function, pointer, index, size, writes):
