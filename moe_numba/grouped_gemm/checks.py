@@ -63,6 +63,11 @@ def is_mn_major(weight):
     return True
 
 
+def has_wgmma(device):
+    """Whether a GPU has wgmma; True for a device whose tensors have no data."""
+    return is_fake(device) or devices.gpu_of(device).has_wgmma
+
+
 def check_gpu(device):
     """Refuse GPUs that have neither ``cp.async`` nor ``mma.sync`` of bfloat16."""
     if is_fake(device):

@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 from moe_numba import simulator
+from moe_numba.grouped_gemm.checks import has_wgmma
 from moe_numba.grouped_gemm.config import THREADS
 from moe_numba.grouped_gemm.config_k_grouped import (
     BLOCK_N,
@@ -21,7 +22,7 @@ from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.tensor_map import tensor_map_template
-from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_flag, check_tensor, is_fake
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_flag, check_tensor
 
 K_GROUPED_SIGNATURE = (*(TENSOR_MAP,) * 3, *("int32*",) * 2, *("int32",) * 4)
 _OUT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -30,13 +31,24 @@ _MAX_GROUPS, _MAX_TILES = 512, (1 << 31) - 1
 _plans: dict = {}
 
 
-def k_grouped_gemm(a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate, config: KGroupedConfig | None = None):
+def k_grouped_gemm(
+    a,
+    b,
+    seqlens,
+    cu_seqlens,
+    offs=None,
+    out=None,
+    out_dtype=None,
+    accumulate=False,
+    config: KGroupedConfig | None = None,
+):
     """Check the arguments, select a configuration and launch the kernel.
 
     ``config`` replaces the configuration that the sizes select; all else is as for the public function.
     """
     tensors = a, b, seqlens, cu_seqlens, offs
     accumulate = check_flag("accumulate", accumulate)
+    out_dtype = select_out_dtype(out, out_dtype, accumulate)
     try:
         key = (out_dtype, accumulate, config, *map(_tensor_key, tensors))
     except AttributeError:  # an array of another library
@@ -46,44 +58,53 @@ def k_grouped_gemm(a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate, 
     plan = _plans.get(key)
     if plan is None:
         plan = remember(_plans, key, KGroupedPlan(tensors, out_dtype, accumulate, config))
-    if accumulate and out is None:
-        raise ValueError("accumulate is True, but out is None; it must be the float32 tensor that is added to")
     outputs = plan.outputs(out)
     plan(tensors, outputs[0])
     return outputs[0] if out is None else out
+
+
+def select_out_dtype(out, out_dtype, accumulate):
+    """Return the dtype of the output, by default that of ``out``, or float32."""
+    if accumulate and out is None:
+        raise ValueError("accumulate is True, but out is None; it must be the float32 tensor that is added to")
+    if out_dtype is None:
+        out_dtype = torch.float32 if out is None else as_tensor(out, "out").dtype
+    if out_dtype not in _OUT_DTYPES or (accumulate and out_dtype != torch.float32):
+        raise ValueError(f"out_dtype is {out_dtype}; it must be torch.float32, or without accumulate torch.bfloat16")
+    return out_dtype
 
 
 def _tensor_key(tensor):
     return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs, out_dtype, accumulate):
-    """Check the arguments; return the row layout, "lengths" or "offsets", and the shape of the output."""
+def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
+    """Check the operands and the group sizes.
+
+    Returns
+    -------
+    str, (int, int, int)
+        The row layout, "lengths" or "offsets", and the shape of the output.
+    """
+    check_tensor("a", a, dtype=torch.bfloat16, shape=("total", "n"))
+    check_tensor("b", b, dtype=torch.bfloat16, shape=(len(a), "k"), device=(a.device, "a"))
     for name, tensor in (("a", a), ("b", b)):
-        check_tensor(name, tensor, dtype=torch.bfloat16, shape=("total", "n" if name == "a" else "k"))
         if tensor.shape[1] % 8 or not tensor.shape[1]:
             raise ValueError(f"{name} has {tensor.shape[1]} columns; the number must be a multiple of 8")
     check_device(a.device, "a")
-    if not is_fake(a.device) and not (gpu := gpu_of(a.device)).has_wgmma:
+    if not has_wgmma(a.device):
+        gpu = gpu_of(a.device)
         raise UnsupportedDeviceError(
             f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}; k_grouped_gemm_bf16 needs a "
             "Hopper GPU (TMA and wgmma): on this GPU, multiply the rows of each group by torch.mm"
         )
-    if len(b) != len(a) or b.device != a.device:
-        raise ValueError(f"b has {len(b)} rows on {b.device}; it must have those of a, {len(a)} on {a.device}")
-    if out_dtype not in _OUT_DTYPES or (accumulate and out_dtype != torch.float32):
-        raise ValueError(f"out_dtype is {out_dtype}; it must be torch.float32, or without accumulate torch.bfloat16")
     if offs is not None:
         if seqlens is not None or cu_seqlens is not None:
             raise ValueError("offs is given: seqlens and cu_seqlens must be None")
         row_layout, sizes = "offsets", [("offs", offs, "groups")]
     else:
-        groups = "groups" if seqlens is None else len(seqlens)
-        row_layout = "lengths"
-        sizes = [
-            ("seqlens", seqlens, "groups"),
-            ("cu_seqlens", cu_seqlens, groups if groups == "groups" else groups + 1),
-        ]
+        firsts = "groups + 1" if seqlens is None else len(seqlens) + 1
+        row_layout, sizes = "lengths", [("seqlens", seqlens, "groups"), ("cu_seqlens", cu_seqlens, firsts)]
     for name, tensor, size in sizes:
         if tensor is None:
             raise TypeError(f"{name} is None; it must be a tensor ({size},) of torch.int32")
@@ -99,7 +120,7 @@ class KGroupedPlan:
 
     def __init__(self, tensors, out_dtype, accumulate, config):
         a, b, _, _, _ = tensors
-        row_layout, shape = check_k_grouped_inputs(*tensors, out_dtype, accumulate)
+        row_layout, shape = check_k_grouped_inputs(*tensors)
         groups, n, k = shape
         self.outputs = Outputs([("out", shape, out_dtype)], a.device, aligned=["out"])
         self.accumulate, self.start = accumulate, None
