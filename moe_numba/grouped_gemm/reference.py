@@ -40,6 +40,12 @@ def group_gemm(x, weight, lengths, starts, scales=None):
     return out
 
 
+def k_grouped_gemm(a, b, lengths, starts):
+    """Return ``a[rows].T @ b[rows]`` of each group's rows in float64, [groups, n, k]."""
+    groups = zip(lengths.tolist(), starts.tolist(), strict=False)
+    return torch.stack([a[s : s + l].double().T @ b[s : s + l].double() for l, s in groups])
+
+
 def group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale):
     """Return the grouped GEMM in float64 for scales per 1 x 128 block of x and per 128 x 128 block of weight."""
     scale = weight_scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)

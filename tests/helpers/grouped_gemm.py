@@ -83,6 +83,8 @@ def make_problem(config, lengths, n, k, device="cpu", seed=0):
     weight = (torch.randn(len(lengths), n, k, device=device) * 0.5).to(dtype)
     x_scale = torch.rand(total, -(-k // 128), device=device) + 0.5
     weight_scale = torch.rand(len(lengths), -(-n // 128), -(-k // 128), device=device) + 0.5
+    if getattr(config, "weight_major", "k") == "mn":
+        weight = weight.mT.contiguous().mT
     if config.scaling == "block":
         expected = reference.group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale)
     else:
