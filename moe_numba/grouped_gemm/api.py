@@ -19,6 +19,7 @@ def group_gemm_pertensor_fp8(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight: ``y = x @ weight.T * y_scale``.
 
@@ -44,6 +45,11 @@ def group_gemm_pertensor_fp8(
     gather_indices : tensor [total], int32, optional
         Contiguous. Row i of the product uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds. x and
         its scales are then [tokens, ...] in any order, so they need not be permuted first.
+    m_indices : tensor [total], int32, optional
+        Group of each row, as for DeepGEMM's contiguous layout; replaces seqlens, cu_seqlens and offs. The rows of a
+        group follow one another; rows with -1, or any other value that is no group, may lie before, between and behind
+        the groups and belong to none. Rows of a group that do not follow its first ones belong to none either. A kernel
+        of one CTA in front finds the groups.
 
     Returns
     -------
@@ -70,8 +76,9 @@ def group_gemm_pertensor_fp8(
     """
     if needs_dispatch(x, weight, y_scale):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, m_indices)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out)
+    options |= dict(gather_indices=gather_indices, m_indices=m_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -87,6 +94,7 @@ def group_gemm_blockwise_fp8(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight, with block scales as in DeepSeek-V3.
 
@@ -100,7 +108,9 @@ def group_gemm_blockwise_fp8(
     cu_seqlens : tensor [groups + 1], int32, or None
         First row of each group. None if ``x`` is masked, [groups, capacity, k].
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
-        Contiguous: a scale for each 128 elements of a row, in the layout in which a cast kernel writes it.
+        A scale for each 128 elements of a row, with any strides: contiguous, as a cast kernel writes it, or with
+        contiguous columns, as DeepGEMM takes it (``get_mn_major_tma_aligned_tensor``). Contiguous scales are faster
+        with 64 or more rows per group.
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
         Contiguous: a scale for each 128 x 128 block of a weight.
     num_seq_per_group_avg : int, optional
@@ -111,6 +121,8 @@ def group_gemm_blockwise_fp8(
         Contiguous bfloat16 output.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x and of x_scale.
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -122,8 +134,9 @@ def group_gemm_blockwise_fp8(
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices, m_indices)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out)
+    options |= dict(gather_indices=gather_indices, m_indices=m_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 
@@ -137,6 +150,7 @@ def group_gemm_bf16(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's bfloat16 weight, as ``torch._grouped_mm`` does.
 
@@ -157,6 +171,8 @@ def group_gemm_bf16(
         Contiguous bfloat16 output.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x.
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -168,8 +184,9 @@ def group_gemm_bf16(
     """
     if needs_dispatch(x, weight):
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
-        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices, m_indices)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out)
+    options |= dict(gather_indices=gather_indices, m_indices=m_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
 
@@ -252,6 +269,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     cu_seqlens : tensor [groups + 1], int32, or None
         First row of each group. None if ``x`` is masked, [groups, capacity, k].
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
+        With any strides.
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
     num_seq_per_group_avg : int, optional
         Expected average number of rows per group, which selects the tile size.
