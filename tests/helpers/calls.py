@@ -107,6 +107,12 @@ def gathered_rows(kind):
     return lambda: FUNCTIONS[kind][0](x, *arguments, gather_indices=indices)
 
 
+def rows_of_groups(kind):
+    x, weight, _, _, *scales = inputs(n=128)[kind]
+    m_indices = torch.tensor([-1] * 2 + [2] * 9 + [-1] * 3 + [0] * 6, dtype=torch.int32)
+    return lambda: FUNCTIONS[kind][0](x, weight, None, None, *scales, m_indices=m_indices)
+
+
 CALLS = {
     "gate": gate(),
     "gate, softmax": gate(128, 1, 1, scoring="softmax"),
@@ -124,6 +130,7 @@ CALLS = {
     "FP8 casts": casts(),
     **{f"grouped GEMM, {kind}": grouped_gemm(FUNCTIONS, kind) for kind in FUNCTIONS},
     **{f"grouped GEMM with activation, {kind}": grouped_gemm(SILU, kind) for kind in SILU},
+    "grouped GEMM of the rows that m_indices name, bf16": rows_of_groups("bf16"),
     "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),

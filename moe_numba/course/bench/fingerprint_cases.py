@@ -157,6 +157,16 @@ def grouped_gemm():
             gather_indices=torch.empty(64, dtype=torch.int32) if gather else None,
         )
 
+    yield (
+        "m_indices",
+        lambda: moe_numba.group_gemm_bf16(
+            torch.empty(64, k, dtype=torch.bfloat16),
+            torch.empty(groups, n, k, dtype=torch.bfloat16),
+            None,
+            None,
+            m_indices=torch.empty(64, dtype=torch.int32),
+        ),
+    )
     averages = (8, 32, 100, 1000)
     for average in averages:
         for scaling in ("tensor", "block", "none"):
