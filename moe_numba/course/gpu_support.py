@@ -118,6 +118,10 @@ def _grouped_gemm(gpu):
     return "needs compute capability {}.{}: cp.async".format(*needed_by("cp.async"))
 
 
+def _k_grouped_gemm(gpu):
+    return "TMA, wgmma and clusters" if gpu.has_wgmma else "needs a Hopper GPU: wgmma"
+
+
 def _moe_layer(gpu):
     if _has(gpu, "cp.async"):
         return _dependent_launch(gpu)
@@ -134,6 +138,7 @@ _FUNCTIONS = {
     "dispatch and combine": _dispatch,
     "low-latency mode": _dependent_launch,
     "grouped GEMM": _grouped_gemm,
+    "k-grouped GEMM": _k_grouped_gemm,
     "experts of a layer": _moe_layer,
 }
 _LIMITS = {

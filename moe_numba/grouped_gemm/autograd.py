@@ -5,6 +5,7 @@ import torch
 from moe_numba.grouped_gemm.api import group_gemm_bf16
 from moe_numba.grouped_gemm.api_k_grouped import k_grouped_gemm_bf16
 from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
+from moe_numba.grouped_gemm.unused_rows import zero_unused_rows
 from moe_numba.runtime.torch_op import register_autograd
 
 
@@ -30,8 +31,8 @@ def backward(ctx, grad):
     grad, grad_x, grad_weight = grad.contiguous(), None, None
     if ctx.needs_input_grad[0]:
         transposed = weight.mT if has_wgmma(x.device) else weight.mT.contiguous()
-        grad_x = x.new_zeros(x.shape)  # the GEMM writes no rows that belong to no group
-        group_gemm_bf16(grad, transposed, seqlens, cu_seqlens, ctx.average, offs, out=grad_x)
+        grad_x = group_gemm_bf16(grad, transposed, seqlens, cu_seqlens, ctx.average, offs)
+        zero_unused_rows(grad_x, seqlens, cu_seqlens, offs)
     if ctx.needs_input_grad[1]:
         if x.dim() == 3:  # masked: group g begins at row g * capacity
             groups, capacity, _ = x.shape

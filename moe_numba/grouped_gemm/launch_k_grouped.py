@@ -46,7 +46,7 @@ def k_grouped_gemm(
 
     ``config`` replaces the configuration that the sizes select; all else is as for the public function.
     """
-    tensors = a, b, seqlens, cu_seqlens, offs
+    tensors: tuple = (a, b, seqlens, cu_seqlens, offs)
     accumulate = check_flag("accumulate", accumulate)
     out_dtype = select_out_dtype(out, out_dtype, accumulate)
     try:

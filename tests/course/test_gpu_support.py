@@ -59,6 +59,7 @@ functions = {
     "shared-expert fusion": lambda: moe_numba.fuse_routing(torch.ones(2, 4), ids, 64),
     "dispatch layout": lambda: get_dispatch_layout(ids.long(), 64, 2),
     "grouped GEMM": lambda: moe_numba.group_gemm_bf16(x_rows, weight, *rows),
+    "k-grouped GEMM": lambda: moe_numba.k_grouped_gemm_bf16(x_rows, x_rows, *rows),
     "experts of a layer": lambda: moe_numba.fused_experts(
         x_rows, weight.repeat(1, 2, 1), weight, torch.ones(2, 4), ids
     ),
@@ -119,8 +120,16 @@ def differences(table, chosen):
         wrong.append("grouped GEMM")
     if refused and not all(part in chosen["grouped GEMM"] for part in path.removeprefix("needs ").split(": ")[1:]):
         wrong.append("grouped GEMM")
+    runs, path = paths["k-grouped GEMM"]
+    refused = isinstance(chosen["k-grouped GEMM"], str)
+    if (
+        runs == refused
+        or ("wgmma" in path.partition(":")[0]) != runs
+        or (runs and not chosen["k-grouped GEMM"][0]["tma"])
+    ):
+        wrong.append("k-grouped GEMM")
     assert paths.keys() == chosen.keys()
-    assert all(runs for name, (runs, _) in paths.items() if name != "grouped GEMM")
+    assert all(runs for name, (runs, _) in paths.items() if "grouped GEMM" not in name)
     return wrong
 
 

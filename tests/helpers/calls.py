@@ -32,6 +32,23 @@ def grouped_gemm(functions, kind):
     return lambda: functions[kind][0](*arguments)
 
 
+def backward():
+    x, weight, seqlens, cu_seqlens = inputs((3, 0, 70), 80, 64)["bf16"]
+
+    def call():
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = moe_numba.group_gemm_bf16(a, b, seqlens, cu_seqlens)
+        return torch.autograd.grad(y, (a, b), torch.ones_like(y))
+
+    return call
+
+
+def k_grouped_gemm():
+    x, _, seqlens, cu_seqlens = inputs((3, 0, 70), 80, 64)["bf16"]
+    total = torch.ones(3, 64, 64)
+    return lambda: moe_numba.k_grouped_gemm_bf16(x, x, seqlens, cu_seqlens, out=total.clone(), accumulate=True)
+
+
 def casts():
     x = torch.randn(5, 256).bfloat16()
 
@@ -132,6 +149,8 @@ CALLS = {
     **{f"grouped GEMM with activation, {kind}": grouped_gemm(SILU, kind) for kind in SILU},
     "grouped GEMM of the rows that m_indices name, bf16": rows_of_groups("bf16"),
     "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
+    "grouped GEMM, backward": backward(),
+    "k-grouped GEMM, accumulated": k_grouped_gemm(),
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),
     "assignments by expert, three launches": many_assignments(),
