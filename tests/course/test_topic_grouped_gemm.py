@@ -1,5 +1,6 @@
 """The grouped GEMM's benchmark: other projects' kernels beside the package's own, and its table and figures."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -58,9 +59,13 @@ def test_peers_are_checked_and_measured(device, monkeypatch, capsys):
     assert rows[1]["version"] == "1.2" and "version" not in rows[0]
     assert "call_us" in rows[0] and "call_us" not in rows[1]  # a plan's launch is not the peer's own call
     assert steps["peer:padded"].plans[id(p)].launches == 2  # checked, and timed
-    wrong = measuring.peer_steps([peer("padded", fault=1.0)], "block", [p])
-    with pytest.raises(AssertionError, match="peer:padded, .* 8 rows: "):
-        measuring.measure_steps(wrong, [p], topic.row_config("down", "block", 3), lengths, "e4m3", peers)
+    wrong = {"final": steps["final"], **measuring.peer_steps([peer("padded", fault=1.0)], "block", [p])}
+    rows = measuring.measure_steps(wrong, [p], topic.row_config("down", "block", 3), lengths, "e4m3", peers)
+    assert [row["step"] for row in rows] == ["final"]
+    assert re.match("peer:padded is left out, .* 8 rows: row . has relative error", capsys.readouterr().err)
+    with pytest.raises(AssertionError, match="final, .* 8 rows: "):
+        steps = {"final": lambda p: 2 * topic.expected_output(p, "block")}
+        measuring.measure_steps(steps, [p], topic.row_config("down", "block", 3), lengths, "e4m3", peers)
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="torch has no such operation on a CPU, where it is replaced")

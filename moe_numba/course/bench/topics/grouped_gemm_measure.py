@@ -238,17 +238,20 @@ def expected_blockwise(p):
 
 
 def measure_steps(steps, problems, config, lengths, dtype, peers):
-    first, rows = problems[0], int(lengths.sum())
+    first, rows, steps = problems[0], int(lengths.sum()), dict(steps)
     expected = expected_output(first, config["scaling"])
     versions = {f"peer:{peer.NAME}": peer.VERSION for peer in peers}
-    for name, step in steps.items():
+    for name, step in list(steps.items()):
         first.out.fill_(float("nan"))
         out = step(first)
         if isinstance(step, PeerStep):
             out = step.result(first)
         # torch's fast accumulation sums over all of k in the tensor cores, with fewer bits than float32.
         if error := reference.mismatch(out, expected, 1e-2 if name.startswith("torch") else 2e-3):
-            raise AssertionError(f"{name}, {config}, {rows} rows: {error}")
+            if not isinstance(step, PeerStep):
+                raise AssertionError(f"{name}, {config}, {rows} rows: {error}")
+            print(f"{name} is left out, {config}, {rows} rows: {error}", file=sys.stderr)
+            del steps[name]
     del expected
     kernel = kernel_times({n: [lambda p=p, s=s: s(p) for p in problems] for n, s in steps.items()}, launches=20)
     main = rows == CALL_ROWS and config["num_groups"] == GROUPS
