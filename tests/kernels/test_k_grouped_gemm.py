@@ -220,9 +220,15 @@ def test_what_has_no_backward(device):
     x, weight = torch.randn(6, 64, device=device).bfloat16(), torch.randn(2, 64, 64, device=device).bfloat16()
     groups = int32(2, 4, device=device), int32(0, 2, 6, device=device)
     x.requires_grad_()
-    gathered = group_gemm_bf16(x, weight, *groups, gather_indices=torch.arange(6, dtype=torch.int32, device=device))
-    with pytest.raises(NotImplementedError, match="gather_indices was given, but group_gemm_bf16 has a backward only"):
-        gathered.sum().backward()
+    for name, value in (
+        ("gather_indices", torch.arange(6, dtype=torch.int32, device=device)),
+        ("bias", torch.ones(2, 64, device=device)),
+        ("row_weights", torch.ones(6, device=device)),
+        ("out_dtype", torch.float32),
+    ):
+        y = group_gemm_bf16(x, weight, *groups, **{name: value})
+        with pytest.raises(NotImplementedError, match=f"{name} was given, but group_gemm_bf16 has a backward only"):
+            y.sum().backward()
     out = torch.empty(6, 64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="x requires grad; group_gemm_bf16 has a backward only without out"):
         group_gemm_bf16(x, weight, *groups, out=out)

@@ -184,6 +184,9 @@ def test_every_public_function_is_an_op():
     assert {case.partition(":")[0] for case in CALLS} == set(OPS)
 
 
+SCALAR_TYPES = {torch.bfloat16: 15}  # a schema stores a dtype as the number of its c10::ScalarType
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_schemas_have_the_names_order_and_defaults_of_the_function(name):
     parameters = inspect.signature(getattr(moe_numba, name)).parameters
@@ -321,6 +324,7 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "group_gemm_rowwise_fp8": [(4, torch.rand(6, 1)), ("scatter_indices", int32(0, 1, 2, 3, 4, 5))],
     "group_gemm_silu_and_mul_bf16": [("activation", "gelu"), ("limit", -1.0)],
     "group_gemm_silu_and_mul_pertensor_fp8": [(1, fp8(2, 144, 64))],
+    "group_gemm_silu_and_mul_blockwise_fp8": [(1, fp8(2, 128, 64))],
 }
 
 
