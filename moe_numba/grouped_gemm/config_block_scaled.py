@@ -178,7 +178,8 @@ _CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (BLOCK_M, dict(block_n=128, stages=6, cluster_size=1)),
     (None, dict(block_n=192, stages=5, keep_weight=True)),
 )
-_SILU_CONFIG: dict[str, Any] = dict(block_n=256, stages=4, silu_and_mul=True)
+# Two accumulators leave no registers for pairs of tiles: ptxas would spill in the main loop.
+_SILU_CONFIG: dict[str, Any] = dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1)
 
 
 @cache

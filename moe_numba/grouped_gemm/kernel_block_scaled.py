@@ -28,7 +28,7 @@ from moe_numba.grouped_gemm.config_block_scaled import (
 from moe_numba.grouped_gemm.epilogue import Output
 from moe_numba.grouped_gemm.epilogue_block_scaled import make_store, make_store_silu_and_mul
 from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
-from moe_numba.grouped_gemm.kernel import Scales
+from moe_numba.grouped_gemm.kernel import Scales, ScaleStrides
 from moe_numba.grouped_gemm.kernel import make_release_stage as make_release
 from moe_numba.grouped_gemm.producer import CLUSTER_MASK
 from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_tile_loop
@@ -141,7 +141,7 @@ def make_tma_producer(config, layout):
 
 @cache
 def make_aux_producer(config, layout):
-    """Make ``aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_blocks)``.
+    """Make ``aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks)``.
 
     Auxiliary warp ``aux_warp`` (0 to 2) copies the scales of every third stage to shared memory: those of the tile's
     rows of x, and that of weight for each 64 of its columns, or those of gate and up. With ``gather`` it also copies
@@ -153,16 +153,16 @@ def make_aux_producer(config, layout):
     load_row_indices, copy_rows = make_load_row_indices(config, layout), make_copy_rows(config, layout)
     advance = make_advance(config.stages)
     get_tile, (first_tile, next_tile) = make_schedule(config, layout), make_tile_loop(config.cluster_size)
-    rows_per_lane = BLOCK_M // 32
+    rows_per_lane, masked = BLOCK_M // 32, config.row_layout == "masked"
 
     @cuda.jit(device=True)
-    def aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_blocks):
+    def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
         stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
         if gather:
             indices = int32(row_index_offset + aux_warp * row_indices)
             x_rows, row_bytes = source.x_rows, uniform(source.row_bytes)
             source = GatherSource(source.x, source.row_indices, x_rows, row_bytes, source.valid_bytes)
-        x_scales = cuda.local.array(rows_per_lane, float32)
+        x_scales, row_step = cuda.local.array(rows_per_lane, float32), int64(32) * strides.row
         tile = first_tile()
         while tile < tiles:
             info, _ = get_tile(smem, problem, tile)
@@ -172,19 +172,23 @@ def make_aux_producer(config, layout):
             else:
                 n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
             weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
-            x_index = int64(info.row + lane) * k_blocks
+            x_index = int64(info.row + lane) * strides.row
+            if masked:
+                x_index += info.group * strides.group
             if gather:
                 load_row_indices(smem, indices, lane, source, info)
             for k_block in range(k_blocks):
                 if skip == 0:
                     # Issue all global loads before waiting for the stage, so that their latency is hidden.
                     weight_scale = scales.weight[weight_index + k_block] if lane < weight_scales else float32(0)
+                    index = x_index + int64(k_block) * strides.k_block
                     for i in range(rows_per_lane):
-                        valid, index = lane + 32 * i < info.rows, x_index + 32 * i * k_blocks + k_block
+                        valid = lane + 32 * i < info.rows
                         if gather:
                             x_row = smem.i32[uint32(indices + index_slot(int32(lane + 32 * i)))]
-                            valid, index = x_row >= 0, int64(x_row) * k_blocks + k_block
+                            valid, index = x_row >= 0, int64(x_row) * strides.row + int64(k_block) * strides.k_block
                         x_scales[i] = scales.x[index] if valid else float32(0)
+                        index += row_step
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     if gather:
                         copy_rows(smem, indices, lane, stage, k_block, source, info)
@@ -380,6 +384,9 @@ def make_kernel(config):
         capacity,
         n,
         k,
+        scale_row_stride,
+        scale_k_stride,
+        scale_group_stride,
         x,
         row_indices,
         x_rows,
@@ -418,7 +425,8 @@ def make_kernel(config):
                 aux_warp = int32(warp - CONSUMER_WARPS - 1)
                 n_blocks = int32(((n + 127) >> 7) << 1) if silu_and_mul else int32((n + 127) >> 7)
                 source = GatherSource(x, row_indices, x_rows, row_bytes, k)
-                aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_blocks)
+                strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride)
+                aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks)
         else:
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)

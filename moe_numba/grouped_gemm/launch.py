@@ -181,18 +181,16 @@ class GemmPlan:
         shape = GemmShape(
             scaling, row_layout, silu_and_mul, average, groups, total_rows, capacity, n, k, options, y_rows
         )
-        x_scale, by_block = tensors.x_scale, scaling == "block"
+        by_block = scaling == "block"
         if by_block:
-            shape = shape._replace(scale_strides=scale_strides(x_scale))
+            shape = shape._replace(scale_strides=scale_strides(tensors.x_scale))
         is_plain = not has_epilogue_options(tensors, options)
         gpu = gpu_of(x.device)
-        if config is None and gpu.has_wgmma and by_block and is_plain and x_scale.is_contiguous():
+        if config is None and gpu.has_wgmma and by_block and is_plain:
             config = select_block_scaled_config(row_layout, average, silu_and_mul)
         if isinstance(config, BlockScaledConfig):
             if not is_plain:
                 raise ValueError(f"config is {config}; its kernel does not have these epilogue options")
-            if not x_scale.is_contiguous():
-                raise ValueError(f"x_scale has strides {x_scale.stride()}; for {config} it must be contiguous")
             self.launch = BlockScaledLaunch(config, tensors, shape)
             columns = self.launch.config.columns
         elif isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):

@@ -14,6 +14,7 @@ from moe_numba.runtime.tensor_map import tensor_map_template
 BLOCK_SCALED_SIGNATURE = (
     *(TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*"),
     *("int32",) * 5,
+    *("int32", "int32", "int64"),  # strides of x_scale: rows, blocks of k, groups
     *("uint8*", "int32*", "int32", "int32"),  # x, row_indices, x_rows, row_bytes: used with gather only
 )
 
@@ -33,7 +34,7 @@ class BlockScaledLaunch:
         )
         self.weight_map = tensor_map_template(weight, (1, config.half_rows, BLOCK_K_BYTES), swizzle=128, name="weight")
         self.is_masked = shape.row_layout == "masked"
-        self.sizes = *shape.sizes, shape.k
+        self.sizes = *shape.sizes, shape.k, *shape.scale_strides
         self.gather_sizes = len(x), 0 if indices is None else x.stride(0)
 
     def __call__(self, tensors, outputs):

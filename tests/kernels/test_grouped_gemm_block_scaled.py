@@ -12,6 +12,7 @@ from moe_numba.grouped_gemm import epilogue_block_scaled as epilogue
 from moe_numba.grouped_gemm import gather, reference
 from moe_numba.grouped_gemm import kernel_block_scaled as kernel
 from moe_numba.grouped_gemm import scheduler_pairs as pairs
+from moe_numba.grouped_gemm.checks import scale_strides
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig
 from moe_numba.grouped_gemm.config_block_scaled import (
     BOX_ROWS,
@@ -57,7 +58,7 @@ def launch_kernel(config, p, y, y_scale, blocks, seed, make_kernel):
             TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
             TensorMap(p.weight, (1, config.half_rows, 128), swizzle=128),
             *(y.view(torch.int32), y_scale, lengths, p.starts, p.x_scale, p.weight_scale),
-            *(groups, total, p.capacity, y.shape[1], k),
+            *(groups, total, p.capacity, y.shape[1], k, *scale_strides(p.x_scale)),
             *(p.x.view(torch.uint8), indices, len(p.x), k),
             shared_bytes=shared_bytes,
             cluster=config.cluster_size if config.cluster_size > 1 else None,
@@ -120,6 +121,13 @@ def test_row_layouts(row_layout, device):
     assert mismatch(run(SMALL._replace(row_layout=row_layout), p), p.expected) is None
 
 
+@pytest.mark.parametrize("row_layout", ["lengths", "masked"])
+def test_scales_of_x_with_other_strides(row_layout, device):
+    p = problem([3, 0, 80], 128, 256, device, row_layout)
+    p.x_scale = p.x_scale.mT.contiguous().mT  # as DeepGEMM's layout: rows are contiguous
+    assert mismatch(run(SMALL._replace(row_layout=row_layout), p), p.expected) is None
+
+
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_result_does_not_depend_on_thread_order(seed, device):
     p = problem([30, 70], 192, 640, device)
@@ -158,7 +166,7 @@ def test_gather_does_not_depend_on_thread_order(seed, device):
     assert torch.equal(run(GATHER, p, seed=seed), run(SMALL, problem([30, 70], 192, 640, device)))
 
 
-SILU = BlockScaledConfig(block_n=256, silu_and_mul=True, stages=3, max_groups=8)
+SILU = BlockScaledConfig(block_n=256, silu_and_mul=True, stages=3, max_groups=8, cluster_size=1)
 
 
 @pytest.mark.parametrize("with_gather", [False, True])
@@ -302,7 +310,7 @@ WRONG_GATHER = {
     ),
     "a row has the scales of the row of its own number": (
         kernel,
-        "x_row >= 0, int64(x_row) * k_blocks + k_block",
+        "x_row >= 0, int64(x_row) * strides.row",
         "x_row >= 0, index",
     ),
     "an index beyond x is used": (gather, "index if index < source.x_rows else int32(-1)", "index"),

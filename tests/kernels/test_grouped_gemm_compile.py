@@ -34,11 +34,11 @@ CONFIGS = {
 }
 BLOCK_SCALED = {
     "block-scaled": dict(),
-    "block-scaled, 128 columns": dict(block_n=128, stages=6),
+    "block-scaled, 128 columns": dict(block_n=128, stages=6, cluster_size=1),
     "block-scaled, masked": dict(row_layout="masked"),
-    "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True),
+    "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1),
     "block-scaled, gather": dict(gather=True),
-    "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, gather=True),
+    "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1, gather=True),
 }
 NAMES = *CONFIGS, *BLOCK_SCALED
 
