@@ -1,11 +1,15 @@
-"""wgmma: asynchronous matrix multiply-accumulate by a warpgroup, with operands in shared memory.
+"""wgmma: asynchronous matrix multiply-accumulate by a warpgroup, with B in shared memory and A there or in registers.
 
 One ``wgmma.mma_async`` adds A B^T to a 64 x n tile of float32, from 64 rows of A and n rows of B, 32 bytes of k each
 (both K-major: the elements of a row are contiguous). Each thread holds n / 2 accumulators, its fragment:
 ``d[4 j + 2 h + i]`` is row ``16 w + l // 4 + 8 h``, column ``8 j + 2 (l % 4) + i``, for lane l of warp w.
 
+With A in registers, a thread holds for each 32 bytes of k four registers: ``a[2 h + r]`` is bytes ``16 h + 4 (l % 4)``
+to ``16 h + 4 (l % 4) + 3`` of row ``16 w + l // 4 + 8 r``, the layout of A in ``mma.sync``.
+
 The instruction is asynchronous. Accumulators are defined, and the operands' memory may be reused, when
-``make_wgmma_wait`` has waited for the instruction's group; the accumulators must be passed through that wait.
+``make_wgmma_wait`` has waited for the instruction's group; the accumulators must be passed through that wait. Registers
+of A must keep their values until then; see ``make_wgmma_wait_registers``.
 All threads of a warpgroup (four consecutive warps, the first a multiple of four) must execute these instructions.
 """
 
@@ -13,9 +17,10 @@ import numpy as np
 
 from moe_numba import simulator
 from moe_numba.ptx.accumulators import assembly
-from moe_numba.ptx.intrinsic import SHARED, factory, instruction
+from moe_numba.ptx.intrinsic import SHARED, factory, instruction, make_intrinsic
 
-_TYPES = {"e4m3": ("e4m3.e4m3", 32, "1, 1"), "bf16": ("bf16.bf16", 16, "1, 1, 0, 0")}
+# Types, elements of k per instruction, and the immediates behind scale-d with A in shared memory and in registers.
+_TYPES = {"e4m3": ("e4m3.e4m3", 32, "1, 1", "1, 1"), "bf16": ("bf16.bf16", 16, "1, 1, 0, 0", "1, 1, 0")}
 
 # Descriptor bits: swizzle mode, stride in bytes from 8 rows to the next 8, and a leading-dimension offset of 1.
 _SWIZZLE_128 = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
@@ -48,6 +53,11 @@ wgmma_descriptor = _descriptor(_SWIZZLE_128, wgmma_descriptor)
 wgmma_descriptor_64b = _descriptor(_SWIZZLE_64, wgmma_descriptor_64b)
 
 
+def _check(n, dtype):
+    if dtype not in _TYPES or n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"wgmma takes dtype e4m3 or bf16 and n a multiple of 8 up to 256, not {dtype}, n {n}")
+
+
 @factory
 def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
     """Make ``tile(a, b)``: ``wgmma.fence``, ``steps`` wgmmas along k and ``wgmma.commit_group`` in one assembly block.
@@ -56,15 +66,14 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
     ``tile(acc, a, b)`` and adds to ``acc``. ``dtype`` is ``"e4m3"`` (32 elements of k per step) or ``"bf16"`` (16);
     ``n`` is a multiple of 8 up to 256. The results must go through ``make_wgmma_wait`` before they are read.
     """
-    if dtype not in _TYPES or n % 8 or not 8 <= n <= 256:
-        raise ValueError(f"wgmma takes dtype e4m3 or bf16 and n a multiple of 8 up to 256, not {dtype}, n {n}")
+    _check(n, dtype)
 
     def wgmma_tile(*arguments):
         acc, a, b = arguments if accumulate else (None, *arguments)
         return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps)
 
     def template(registers, a, b):
-        types, k, immediates = _TYPES[dtype]
+        types, k, immediates, _ = _TYPES[dtype]
         mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}, a, b"
         lines = ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
@@ -73,6 +82,62 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
     return assembly(template, n // 2, 2, in_place=accumulate, simulate=wgmma_tile)
+
+
+@factory
+def make_wgmma_tile_rs(n, dtype, steps=4):
+    """Make ``tile(acc, a, b)``, as ``make_wgmma_tile`` with ``accumulate`` and with A in registers ("RS").
+
+    ``a`` is a tuple of ``4 * steps`` uint32, four for each step along k, and ``b`` a descriptor. The registers of ``a``
+    must not change before the group has completed: pass them to ``make_wgmma_wait_registers``.
+    """
+    _check(n, dtype)
+
+    def wgmma_tile_rs(acc, a, b):
+        return simulator.wgmma.multiply_rs(n, dtype, a, int(b), acc, steps)
+
+    def template(registers, *operands):
+        (types, k, _, immediates), b = _TYPES[dtype], operands[-1]
+        mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}"
+        # 32-bit additions leave the upper word of the descriptor in its register.
+        lines = [f"{{ .reg .b64 b; .reg .b32 l, h; mov.b64 {{l, h}}, {b}; wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            a, advance = ", ".join(operands[4 * step : 4 * step + 4]), "add.u32 l, l, 2; " * (step > 0)
+            lines.append(f"{advance}mov.b64 b, {{l, h}}; {mma}, {{{a}}}, b, 1, {immediates};")
+        return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+    return assembly(template, n // 2, 1, words=4 * steps, in_place=True, simulate=wgmma_tile_rs)
+
+
+@factory
+def make_wgmma_wait_registers(count, pending):
+    """Make ``wait(a)``, ``wgmma.wait_group.sync.aligned``: wait until at most ``pending`` groups are in flight.
+
+    ``a`` is a tuple of ``count`` uint32, the registers of A of a group that completes with this wait. Reading them here
+    keeps the compiler from assigning these registers to other variables while wgmma reads them.
+    """
+
+    def wgmma_wait_registers(a):
+        if len(a) != count:
+            raise ValueError(f"the wait takes {count} registers, not {len(a)}")
+        simulator.wgmma.wait(pending, None)
+
+    if simulator.ENABLED:
+        return wgmma_wait_registers
+    from llvmlite import ir
+    from numba import types
+
+    function = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] * count)
+    text, constraints = f"wgmma.wait_group.sync.aligned {pending};", ",".join(["r"] * count + ["~{memory}"])
+    signature = types.void(types.UniTuple(types.uint32, count))
+
+    def codegen(context, builder, sig, values):
+        registers = [builder.extract_value(values[0], i) for i in range(count)]
+        asm = ir.InlineAsm(function, text, constraints, side_effect=True)
+        builder.call(asm, registers, attrs=("convergent",))
+        return context.get_dummy_value()
+
+    return make_intrinsic(wgmma_wait_registers, 1, lambda *_: (signature, codegen))
 
 
 @factory
