@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, EPILOGUE_BYTES, MAX_SHARED_BYTES
 from moe_numba.grouped_gemm.pack_mxfp4 import UNIT, UNIT_BYTES
 
-STAGE_UNITS = 2  # units of weight along k in a stage: 128 elements of k
-
 
 class Mxfp4Config(NamedTuple):
     """Compile-time configuration of the kernel: a tile has up to ``subtile_m`` rows of x by 64 rows of weight for each
@@ -19,6 +17,7 @@ class Mxfp4Config(NamedTuple):
     mma_n: tuple[int, ...] = (32, 16, 8)  # wgmma N sizes, descending; a tile uses the smallest that holds its rows
     box_rows: int = 8  # rows of x that one TMA load copies
     stages: int = 9  # pipeline stages
+    stage_units: int = 2  # units of weight along k in a stage, 64 elements of k each: 1 or 2
     warpgroups: int = 2  # consumer warpgroups: 2 or 4
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
     max_groups: int = 512
@@ -91,7 +90,7 @@ class Mxfp4Layout:
     @property
     def stage_bytes(self) -> int:
         """u8: from a stage's rows of x to the next one's."""
-        return STAGE_UNITS * self.subtile_bytes
+        return self.config.stage_units * self.subtile_bytes
 
     @property
     def weight_offset(self) -> int:
@@ -101,7 +100,7 @@ class Mxfp4Layout:
     @property
     def weight_bytes(self) -> int:
         """u8: the weights of a stage."""
-        return self.config.warpgroups * STAGE_UNITS * UNIT_BYTES
+        return self.config.warpgroups * self.config.stage_units * UNIT_BYTES
 
     @property
     def epilogue_offset(self) -> int:
@@ -171,6 +170,8 @@ def check_mxfp4_config(config: Mxfp4Config) -> None:
         )
     if config.warpgroups not in (2, 4):
         raise ValueError(f"warpgroups is {config.warpgroups}; it must be 2 or 4")
+    if config.stage_units not in (1, 2):
+        raise ValueError(f"stage_units is {config.stage_units}; it must be 1 or 2")
     if config.gather and config.stages < AUX_PRODUCER_WARPS:
         # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
         raise ValueError(f"stages is {config.stages}; with gather it must be {AUX_PRODUCER_WARPS} or more")
@@ -184,7 +185,7 @@ CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (12, dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8, stages=11)),
     (40, dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, stages=8)),
     (112, dict(subtile_m=128, mma_n=(128, 96, 64, 32), box_rows=32, stages=5)),
-    (None, dict(subtile_m=256, mma_n=(256, 192, 128, 64), box_rows=64, stages=2)),
+    (None, dict(subtile_m=256, mma_n=(256, 224, 192, 160, 128, 64), box_rows=32, stages=5, stage_units=1)),
 )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, SharedMemory
-from moe_numba.grouped_gemm.config_mxfp4 import STAGE_UNITS, Mxfp4Layout, check_mxfp4_config
+from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Layout, check_mxfp4_config
 from moe_numba.grouped_gemm.epilogue import Output, OutputTile, make_epilogue
 from moe_numba.grouped_gemm.gather import GatherSource, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.pack_mxfp4 import CODE_BYTES, EXPONENTS, FIELDS, RESULT_EXPONENT, UNIT_BYTES
@@ -53,6 +53,7 @@ def make_tma_producer(config, layout):
     stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
     weight_offset, weight_bytes, tile_info_offset = layout.weight_offset, layout.weight_bytes, layout.tile_info_offset
     warpgroups, box_rows, gather, block_n = config.warpgroups, config.box_rows, config.gather, config.block_n
+    stage_units = config.stage_units
     get_tile, advance = make_get_tile(config, layout), make_advance(config.stages)
     first_tile, next_tile = make_tile_loop(1)
 
@@ -72,13 +73,13 @@ def make_tma_producer(config, layout):
             boxes = int32(0) if gather else divide(int32(subtile_rows + box_rows - 1), box_rows)
             unit_bytes = int32(boxes * (box_rows * BLOCK_K_BYTES) + warpgroups * UNIT_BYTES)
             first_unit = int64(g) * n_units
-            for k_unit in range(0, k_units, STAGE_UNITS):
-                units = int32(min(STAGE_UNITS, k_units - k_unit))
+            for k_unit in range(0, k_units, stage_units):
+                units = int32(min(stage_units, k_units - k_unit))
                 mbarrier_wait_parity(barriers, empty + stage, phase)
                 mbarrier_arrive_expect_tx(barriers, full + stage, int32(units * unit_bytes))
                 for w in range(warpgroups):  # the last tile may lie partly beyond the weight: clamp it
                     unit = (first_unit + min(int32(n_tile * warpgroups + w), int32(n_units - 1))) * k_units + k_unit
-                    to = int32(weight_offset + stage * weight_bytes + w * (STAGE_UNITS * UNIT_BYTES))
+                    to = int32(weight_offset + stage * weight_bytes + w * (stage_units * UNIT_BYTES))
                     size = int32(units * UNIT_BYTES)
                     bulk_load_hint(smem.u8, to, weight, unit * UNIT_BYTES, size, barriers, full + stage, evict_first)
                 for u in range(units):
@@ -100,7 +101,7 @@ def make_aux_producer(config, layout):
     Auxiliary warp ``aux_warp`` (0 to 2) copies the gathered rows of every third stage.
     """
     full, empty, advance = layout.full, layout.empty, make_advance(config.stages)
-    row_index_offset, row_indices = layout.row_index_offset, layout.row_indices
+    row_index_offset, row_indices, stage_units = layout.row_index_offset, layout.row_indices, config.stage_units
     load_row_indices, copy_rows = make_load_row_indices(config, layout.units), make_copy_rows(config, layout.units)
     get_tile, (first_tile, next_tile) = make_get_tile(config, layout), make_tile_loop(1)
 
@@ -114,11 +115,11 @@ def make_aux_producer(config, layout):
         while tile < tiles:
             info = get_tile(smem, problem, tile)
             load_row_indices(smem, indices, lane, source, info)
-            for k_unit in range(0, k_units, STAGE_UNITS):
+            for k_unit in range(0, k_units, stage_units):
                 if skip == 0:
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-                    for u in range(min(STAGE_UNITS, k_units - k_unit)):
-                        copy_rows(smem, indices, lane, int32(STAGE_UNITS * stage + u), int32(k_unit + u), source, info)
+                    for u in range(min(stage_units, k_units - k_unit)):
+                        copy_rows(smem, indices, lane, int32(stage_units * stage + u), int32(k_unit + u), source, info)
                     wait_rows()
                     cuda.syncwarp()
                     if lane == 0:
@@ -206,62 +207,78 @@ def make_consumer(sizes, config, layout):
 def make_consumer_of_size(n, config, layout):
     """Make the main loop over k and the epilogue of a tile, for a wgmma of N = ``n``.
 
-    The units of a stage have registers of A of their own, ``a_0`` and ``a_1``. Before one is decoded, the thread waits
-    for the wgmmas that read the same registers in the stage before, while those of the other unit may still run. Both
-    have completed when the second unit is decoded: then the stage before is released.
+    Units alternate between two sets of registers of A, ``a_0`` and ``a_1``. Before a set is decoded anew, the thread
+    waits for the wgmmas that read it, and releases the stage that they read; those of the other set may still run.
     """
     wgmma, wait, epilogue = make_wgmma_tile_rs(n, "bf16", STEPS), make_wgmma_wait(n, 0), make_epilogue(n, config, layout)
     wait_unit = make_wgmma_wait_registers(REGISTERS, 1 if config.overlap else 0)
     wait_both = make_wgmma_wait_registers(2 * REGISTERS, 0)
     stage_bytes, subtile_bytes, weight_offset = layout.stage_bytes, layout.subtile_bytes, layout.weight_offset
     stage_words, unit_words, code_words = layout.weight_bytes // 4, UNIT_BYTES // 4, CODE_BYTES // 4
-    full, empty, advance = layout.full, layout.empty, make_advance(config.stages)
+    full, empty, advance, stage_units = layout.full, layout.empty, make_advance(config.stages), config.stage_units
+    single, second_words = stage_units == 1, (stage_units - 1) * unit_words  # of the second unit in a stage
     zeros, no_registers = (np.float32(0),) * (n // 2), (np.uint32(0),) * REGISTERS
 
     @cuda.jit(device=True)
+    def release(smem, lane, stage):
+        if lane == 0 and stage >= 0:
+            mbarrier_arrive(smem.barriers, empty + stage)
+
+    @cuda.jit(device=True)
     def consumer(smem, output, warp, lane, stage, phase, k_units, tile):
-        first_word = int32(weight_offset // 4 + (warp >> 2) * (STAGE_UNITS * unit_words))
+        first_word = int32(weight_offset // 4 + (warp >> 2) * (stage_units * unit_words))
         code_index = int32(first_word + 4 * (32 * (warp & 3) + lane))
         scale_index = int32(first_word + code_words + 8 * (warp & 3) + (lane >> 2))
         acc, a_0, a_1 = zeros, no_registers, no_registers
-        previous = int32(-1)
+        stage_0, stage_1 = int32(-1), int32(-1)  # to be released when the wgmmas of a_0 and of a_1 have completed
         left = int32(k_units)
         while left > 1:
             mbarrier_wait_parity(smem.barriers, full + stage, phase)
             offset = int32(stage * stage_words)
             codes_0 = ld_shared_s32x4(smem.i32, int32(code_index + offset))
-            codes_1 = ld_shared_s32x4(smem.i32, int32(code_index + offset + unit_words))
             scales_0 = smem.i32[uint32(scale_index + offset)]
-            scales_1 = smem.i32[uint32(scale_index + offset + unit_words)]
             b = wgmma_descriptor(smem.u8, int32(stage * stage_bytes))
+            if not single:  # load the second unit before the first is decoded, so that the latency is hidden
+                codes_1 = ld_shared_s32x4(smem.i32, int32(code_index + offset + second_words))
+                scales_1 = smem.i32[uint32(scale_index + offset + second_words)]
             wait_unit(a_0)
+            if single:
+                release(smem, lane, stage_0)
             a_0 = decode_unit(codes_0, scales_0)
             acc = wgmma(acc, a_0, b)
+            if single:
+                stage_0 = stage
+                stage, phase = advance(stage, phase)
+                mbarrier_wait_parity(smem.barriers, full + stage, phase)
+                offset = int32(stage * stage_words)
+                codes_1 = ld_shared_s32x4(smem.i32, int32(code_index + offset))
+                scales_1 = smem.i32[uint32(scale_index + offset)]
+                b = wgmma_descriptor(smem.u8, int32(stage * stage_bytes))
+            else:
+                b = uint64(b + uint64(subtile_bytes >> 4))
             wait_unit(a_1)
-            if lane == 0 and previous >= 0:
-                mbarrier_arrive(smem.barriers, empty + previous)
+            release(smem, lane, stage_1)
             a_1 = decode_unit(codes_1, scales_1)
-            acc = wgmma(acc, a_1, uint64(b + uint64(subtile_bytes >> 4)))
-            previous = stage
+            acc = wgmma(acc, a_1, b)
+            stage_1 = stage
             stage, phase = advance(stage, phase)
-            left = int32(left - STAGE_UNITS)
-        last = previous
-        if left > 0:  # the last stage has one unit
-            last = stage
+            left = int32(left - 2)
+        if left > 0:
             mbarrier_wait_parity(smem.barriers, full + stage, phase)
             offset = int32(stage * stage_words)
             codes_0 = ld_shared_s32x4(smem.i32, int32(code_index + offset))
             scales_0 = smem.i32[uint32(scale_index + offset)]
             wait_unit(a_0)
+            if single:
+                release(smem, lane, stage_0)
             a_0 = decode_unit(codes_0, scales_0)
             acc = wgmma(acc, a_0, wgmma_descriptor(smem.u8, int32(stage * stage_bytes)))
+            stage_0 = stage
             stage, phase = advance(stage, phase)
         wait_both(a_0 + a_1)
         acc = wait(acc)
-        if lane == 0:
-            if previous >= 0 and previous != last:
-                mbarrier_arrive(smem.barriers, empty + previous)
-            mbarrier_arrive(smem.barriers, empty + last)
+        release(smem, lane, stage_0)
+        release(smem, lane, stage_1)
         epilogue(smem, output, warp, lane, acc, acc, tile)
         return stage, phase
 
