@@ -3,7 +3,7 @@
 import torch
 
 from moe_numba.grouped_gemm.launch_mxfp4 import fake_group_gemm, group_gemm
-from moe_numba.grouped_gemm.pack_mxfp4 import pack_mxfp4
+from moe_numba.grouped_gemm.packing_mxfp4 import pack_mxfp4
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 
 __all__ = ["group_gemm_mxfp4", "pack_mxfp4"]

@@ -5,7 +5,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, EPILOGUE_BYTES, MAX_SHARED_BYTES
-from moe_numba.grouped_gemm.pack_mxfp4 import UNIT, UNIT_BYTES
+from moe_numba.grouped_gemm.packing_mxfp4 import UNIT, UNIT_BYTES
 
 
 class Mxfp4Config(NamedTuple):

@@ -4,7 +4,7 @@ The kernel computes the transposed product, as that of ``kernel.py``: rows of we
 Weights are A, in registers: with 4.25 bits per weight the time of few rows is that of reading the weights, so they
 should pass through shared memory once and as codes. Rows of x are B, in shared memory.
 
-Producer warps: one thread issues the copies of a stage, a ``cp.async.bulk`` of two packed units (see ``pack_mxfp4.py``)
+Producer warps: one thread issues the copies of a stage, a ``cp.async.bulk`` of two packed units (see ``packing_mxfp4.py``)
 for each consumer warpgroup, and TMA loads of x. With gathered rows, three auxiliary warps copy x instead.
 Consumers: each warpgroup multiplies 64 rows of weight. A thread loads its codes of a unit with one 16-byte load,
 decodes them to 16 registers of A, and issues four wgmmas, which run while it decodes the next unit.
@@ -19,7 +19,7 @@ from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, Sha
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Layout, check_mxfp4_config
 from moe_numba.grouped_gemm.epilogue import Output, OutputTile, make_epilogue
 from moe_numba.grouped_gemm.gather import GatherSource, make_copy_rows, make_load_row_indices, wait_rows
-from moe_numba.grouped_gemm.pack_mxfp4 import CODE_BYTES, EXPONENTS, FIELDS, RESULT_EXPONENT, UNIT_BYTES
+from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, EXPONENTS, FIELDS, RESULT_EXPONENT, UNIT_BYTES
 from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
 from moe_numba.ptx.arithmetic import mul_rn_bf16x2_high, mul_rn_bf16x2_low
 from moe_numba.ptx.cp_async import bulk_load_hint

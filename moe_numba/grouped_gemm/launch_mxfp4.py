@@ -8,7 +8,7 @@ from moe_numba import simulator
 from moe_numba.grouped_gemm.checks import check_indices, check_inputs
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
 from moe_numba.grouped_gemm.kernel_mxfp4 import make_kernel
-from moe_numba.grouped_gemm.pack_mxfp4 import SCALE_BLOCK, UNIT, UNIT_BYTES
+from moe_numba.grouped_gemm.packing_mxfp4 import SCALE_BLOCK, UNIT, UNIT_BYTES
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
