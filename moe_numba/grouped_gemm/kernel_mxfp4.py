@@ -205,18 +205,78 @@ def make_consumer(sizes, config, layout):
 
 
 def make_consumer_of_size(n, config, layout):
-    """Make the main loop over k and the epilogue of a tile, for a wgmma of N = ``n``.
+    """Make the main loop over k and the epilogue of a tile, for a wgmma of N = ``n``."""
+    make_main_loop = make_overlapped_loop if config.overlap else make_simple_loop
+    main_loop, epilogue = make_main_loop(n, config, layout), make_epilogue(n, config, layout)
 
-    Units alternate between two sets of registers of A, ``a_0`` and ``a_1``. Before a set is decoded anew, the thread
-    waits for the wgmmas that read it, and releases the stage that they read; those of the other set may still run.
+    @cuda.jit(device=True)
+    def consumer(smem, output, warp, lane, stage, phase, k_units, tile):
+        stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_units)
+        epilogue(smem, output, warp, lane, acc, acc, tile)
+        return stage, phase
+
+    return consumer
+
+
+@cache
+def make_load_unit(config, layout):
+    """Make ``codes, scales = load_unit(smem, warp, lane, stage, unit)``, which loads the thread's part of a unit."""
+    weight_offset, stage_words, stage_units = layout.weight_offset, layout.weight_bytes // 4, config.stage_units
+    unit_words, code_words = UNIT_BYTES // 4, CODE_BYTES // 4
+
+    @cuda.jit(device=True)
+    def load_unit(smem, warp, lane, stage, unit):
+        first = int32(weight_offset // 4 + (warp >> 2) * (stage_units * unit_words))
+        first = int32(first + stage * stage_words + unit * unit_words)
+        codes = ld_shared_s32x4(smem.i32, int32(first + 4 * (32 * (warp & 3) + lane)))
+        return codes, smem.i32[uint32(first + code_words + 8 * (warp & 3) + (lane >> 2))]
+
+    return load_unit
+
+
+@cache
+def make_simple_loop(n, config, layout):
+    """Make ``stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_units)`` with one set of registers of A.
+
+    A warpgroup decodes a unit, multiplies, and waits. With large wgmmas the other warpgroup keeps the tensor cores busy
+    while this one decodes, and the accumulators leave no registers for a second set.
     """
-    wgmma, wait, epilogue = make_wgmma_tile_rs(n, "bf16", STEPS), make_wgmma_wait(n, 0), make_epilogue(n, config, layout)
-    wait_unit = make_wgmma_wait_registers(REGISTERS, 1 if config.overlap else 0)
-    wait_both = make_wgmma_wait_registers(2 * REGISTERS, 0)
-    stage_bytes, subtile_bytes, weight_offset = layout.stage_bytes, layout.subtile_bytes, layout.weight_offset
-    stage_words, unit_words, code_words = layout.weight_bytes // 4, UNIT_BYTES // 4, CODE_BYTES // 4
-    full, empty, advance, stage_units = layout.full, layout.empty, make_advance(config.stages), config.stage_units
-    single, second_words = stage_units == 1, (stage_units - 1) * unit_words  # of the second unit in a stage
+    wgmma, wait = make_wgmma_tile_rs(n, "bf16", STEPS), make_wgmma_wait(n, 0)
+    wait_registers, load_unit = make_wgmma_wait_registers(REGISTERS, 0), make_load_unit(config, layout)
+    stage_bytes, subtile_bytes, stage_units = layout.stage_bytes, layout.subtile_bytes, config.stage_units
+    full, empty, advance, zeros = layout.full, layout.empty, make_advance(config.stages), (np.float32(0),) * (n // 2)
+
+    @cuda.jit(device=True)
+    def main_loop(smem, warp, lane, stage, phase, k_units):
+        acc, left = zeros, int32(k_units)
+        while left > 0:
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            for unit in range(min(left, stage_units)):
+                codes, scales = load_unit(smem, warp, lane, stage, int32(unit))
+                a = decode_unit(codes, scales)
+                acc = wgmma(acc, a, wgmma_descriptor(smem.u8, int32(stage * stage_bytes + unit * subtile_bytes)))
+                wait_registers(a)
+                acc = wait(acc)
+            if lane == 0:
+                mbarrier_arrive(smem.barriers, empty + stage)
+            stage, phase = advance(stage, phase)
+            left = int32(left - stage_units)
+        return stage, phase, acc
+
+    return main_loop
+
+
+@cache
+def make_overlapped_loop(n, config, layout):
+    """Make ``stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_units)`` with two sets of registers of A.
+
+    Units alternate between ``a_0`` and ``a_1``. Before a set is decoded anew, the thread waits for the wgmmas that read
+    it, and releases the stage that they read; those of the other set may still run.
+    """
+    wgmma, wait = make_wgmma_tile_rs(n, "bf16", STEPS), make_wgmma_wait(n, 0)
+    wait_unit, wait_both = make_wgmma_wait_registers(REGISTERS, 1), make_wgmma_wait_registers(2 * REGISTERS, 0)
+    load_unit, advance, single = make_load_unit(config, layout), make_advance(config.stages), config.stage_units == 1
+    stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
     zeros, no_registers = (np.float32(0),) * (n // 2), (np.uint32(0),) * REGISTERS
 
     @cuda.jit(device=True)
@@ -225,22 +285,16 @@ def make_consumer_of_size(n, config, layout):
             mbarrier_arrive(smem.barriers, empty + stage)
 
     @cuda.jit(device=True)
-    def consumer(smem, output, warp, lane, stage, phase, k_units, tile):
-        first_word = int32(weight_offset // 4 + (warp >> 2) * (stage_units * unit_words))
-        code_index = int32(first_word + 4 * (32 * (warp & 3) + lane))
-        scale_index = int32(first_word + code_words + 8 * (warp & 3) + (lane >> 2))
+    def main_loop(smem, warp, lane, stage, phase, k_units):
         acc, a_0, a_1 = zeros, no_registers, no_registers
         stage_0, stage_1 = int32(-1), int32(-1)  # to be released when the wgmmas of a_0 and of a_1 have completed
         left = int32(k_units)
         while left > 1:
             mbarrier_wait_parity(smem.barriers, full + stage, phase)
-            offset = int32(stage * stage_words)
-            codes_0 = ld_shared_s32x4(smem.i32, int32(code_index + offset))
-            scales_0 = smem.i32[uint32(scale_index + offset)]
+            codes_0, scales_0 = load_unit(smem, warp, lane, stage, int32(0))
             b = wgmma_descriptor(smem.u8, int32(stage * stage_bytes))
             if not single:  # load the second unit before the first is decoded, so that the latency is hidden
-                codes_1 = ld_shared_s32x4(smem.i32, int32(code_index + offset + second_words))
-                scales_1 = smem.i32[uint32(scale_index + offset + second_words)]
+                codes_1, scales_1 = load_unit(smem, warp, lane, stage, int32(1))
             wait_unit(a_0)
             if single:
                 release(smem, lane, stage_0)
@@ -250,9 +304,7 @@ def make_consumer_of_size(n, config, layout):
                 stage_0 = stage
                 stage, phase = advance(stage, phase)
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
-                offset = int32(stage * stage_words)
-                codes_1 = ld_shared_s32x4(smem.i32, int32(code_index + offset))
-                scales_1 = smem.i32[uint32(scale_index + offset)]
+                codes_1, scales_1 = load_unit(smem, warp, lane, stage, int32(0))
                 b = wgmma_descriptor(smem.u8, int32(stage * stage_bytes))
             else:
                 b = uint64(b + uint64(subtile_bytes >> 4))
@@ -265,9 +317,7 @@ def make_consumer_of_size(n, config, layout):
             left = int32(left - 2)
         if left > 0:
             mbarrier_wait_parity(smem.barriers, full + stage, phase)
-            offset = int32(stage * stage_words)
-            codes_0 = ld_shared_s32x4(smem.i32, int32(code_index + offset))
-            scales_0 = smem.i32[uint32(scale_index + offset)]
+            codes_0, scales_0 = load_unit(smem, warp, lane, stage, int32(0))
             wait_unit(a_0)
             if single:
                 release(smem, lane, stage_0)
@@ -279,10 +329,9 @@ def make_consumer_of_size(n, config, layout):
         acc = wait(acc)
         release(smem, lane, stage_0)
         release(smem, lane, stage_1)
-        epilogue(smem, output, warp, lane, acc, acc, tile)
-        return stage, phase
+        return stage, phase, acc
 
-    return consumer
+    return main_loop
 
 
 @cache
