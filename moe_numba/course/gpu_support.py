@@ -118,6 +118,10 @@ def _grouped_gemm(gpu):
     return "needs compute capability {}.{}: cp.async".format(*needed_by("cp.async"))
 
 
+def _grouped_gemm_mxfp4(gpu):
+    return "TMA and wgmma" if gpu.has_wgmma else "needs compute capability 9.0: wgmma"
+
+
 def _moe_layer(gpu):
     if _has(gpu, "cp.async"):
         return _dependent_launch(gpu)
@@ -134,6 +138,7 @@ _FUNCTIONS = {
     "dispatch and combine": _dispatch,
     "low-latency mode": _dependent_launch,
     "grouped GEMM": _grouped_gemm,
+    "grouped GEMM with MXFP4 weights": _grouped_gemm_mxfp4,
     "experts of a layer": _moe_layer,
 }
 _LIMITS = {

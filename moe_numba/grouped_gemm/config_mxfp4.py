@@ -80,7 +80,7 @@ class Mxfp4Layout:
         """Registers per thread of producers and consumers, at most 65536 in all."""
         if self.config.warpgroups == 4:
             return 32, 112
-        return (56, 224) if self.config.gather else (24, 240)
+        return (72, 216) if self.config.gather else (24, 240)
 
     @property
     def subtile_bytes(self) -> int:
@@ -179,13 +179,13 @@ def check_mxfp4_config(config: Mxfp4Config) -> None:
         raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
 
 
-# (maximum average rows per group, tile configuration). Boxes of few rows keep a tile from reading rows of x that it does
-# not have: with 128 rows of weight, 16 rows of x take half as many bytes of a stage as the weights.
+# (maximum average rows per group, tile configuration). Boxes of few rows keep a tile from reading rows of x that it
+# does not have: with 128 rows of weight, 16 rows of x take half as many bytes of a stage as the weights.
 CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (12, dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8, stages=11)),
     (40, dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, stages=8)),
     (112, dict(subtile_m=128, mma_n=(128, 96, 64, 32), box_rows=32, stages=5)),
-    (None, dict(subtile_m=256, mma_n=(256, 224, 192, 160, 128, 64), box_rows=32, stages=5, stage_units=1)),
+    (None, dict(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stages=5, stage_units=1, overlap=False)),
 )
 
 

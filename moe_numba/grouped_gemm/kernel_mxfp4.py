@@ -4,8 +4,8 @@ The kernel computes the transposed product, as that of ``kernel.py``: rows of we
 Weights are A, in registers: with 4.25 bits per weight the time of few rows is that of reading the weights, so they
 should pass through shared memory once and as codes. Rows of x are B, in shared memory.
 
-Producer warps: one thread issues the copies of a stage, a ``cp.async.bulk`` of two packed units (see ``packing_mxfp4.py``)
-for each consumer warpgroup, and TMA loads of x. With gathered rows, three auxiliary warps copy x instead.
+Producer warps: one thread issues the copies of a stage: for each consumer warpgroup a ``cp.async.bulk`` of one or two
+packed units (see ``packing_mxfp4.py``), and TMA loads of x. With gathered rows, three auxiliary warps copy x instead.
 Consumers: each warpgroup multiplies 64 rows of weight. A thread loads its codes of a unit with one 16-byte load,
 decodes them to 16 registers of A, and issues four wgmmas, which run while it decodes the next unit.
 """

@@ -140,9 +140,7 @@ def fake_group_gemm(call):
 def get_mxfp4_launcher(config: Mxfp4Config, device: int):
     """Compile and load the kernel of a configuration on a device."""
     (kernel, shared_bytes), threads = make_kernel(config), Mxfp4Layout(config).threads
-    return launcher(
-        kernel, MXFP4_SIGNATURE, device, launch_bounds=threads, shared_bytes=shared_bytes, dependent=True
-    )
+    return launcher(kernel, MXFP4_SIGNATURE, device, launch_bounds=threads, shared_bytes=shared_bytes, dependent=True)
 
 
 def compile_mxfp4_config(config: Mxfp4Config) -> None:

@@ -6,7 +6,7 @@ A unit is 64 rows of a weight by 64 elements of k, the A operand of four bf16 wg
 
 In bf16, an e2m1 number times 2**-126 is its sign in bit 15 and its other three bits in bits 8 to 6: with an exponent of
 0 both formats are subnormal. So decoding a register is to move bits to these places in both halves (``FIELDS``) and to
-multiply by a power of two. Two words have the codes of the eight registers of a 32-column block, which share two scales.
+multiply by a power of two. Two words have the codes of the eight registers of a 32-column block, which have two scales.
 Three registers come from either word by at most one shift and one AND, and the last two from bits of both words:
 
     a, a << 6, rotr(a, 4), (a << 1) ^ (b >> 6), b, b << 6, rotr(b, 4), (a << 2) ^ (b << 3)        each & FIELDS
@@ -26,8 +26,8 @@ UNIT_BYTES = CODE_BYTES + SCALE_BYTES
 FIELDS = 0x81C081C0  # sign and the low three bits of exponent and mantissa, in two bf16
 EXPONENTS = 0x7F807F80  # exponents of two bf16
 
-# The kernel multiplies by the bf16 with exponent byte scale + EXPONENT_OFFSET, and by 2**RESULT_EXPONENT at the end. The
-# middle of the range of scales is then free of overflow, and of the subnormal numbers below 2**-126.
+# The kernel multiplies by the bf16 with exponent byte scale + EXPONENT_OFFSET, and by 2**RESULT_EXPONENT at the end. So
+# scales around 1 are in the middle of a range without overflow and without the subnormal numbers below 2**-126.
 EXPONENT_OFFSET, RESULT_EXPONENT = 94, 32
 MIN_SCALE, MAX_SCALE, NAN_SCALE = 128 - EXPONENT_OFFSET, 254 - EXPONENT_OFFSET, 255
 
@@ -114,7 +114,7 @@ def _pack_codes(codes, rows, columns):
 
 
 def _pack_scales(exponents, rows, columns):
-    """Pack [64 rows, 2 columns] of exponents as [rows, columns, 128] bytes: a word for the rows r = 0 and 1 of a lane."""
+    """Pack [64 rows, 2 columns] of exponents as [rows, columns, 128] bytes: a word for a lane's two rows."""
     words = exponents.view(rows, 4, 2, 8, columns, 2).permute(0, 4, 1, 3, 5, 2) << 7
     words = words[..., 0] | words[..., 1] << 16  # two bf16, for each 32-column block
     return _as_bytes((words[..., 0] | _rotl(words[..., 1], 8)).reshape(rows, columns, SCALE_BYTES // 4))

@@ -1,7 +1,7 @@
 """Reference of MXFP4 weights in torch: quantisation and float64 dequantisation.
 
-MXFP4 (OCP Microscaling Formats 1.0) stores e2m1 numbers, two to a byte with the first in the low half, and one scale for
-32 of them in UE8M0: byte s is 2**(s - 127), and 255 is NaN.
+MXFP4 (OCP Microscaling Formats 1.0) stores e2m1 numbers, two to a byte with the first in the low half, and one scale
+for 32 of them in UE8M0: byte s is 2**(s - 127), and 255 is NaN.
 """
 
 import torch

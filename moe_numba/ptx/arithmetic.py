@@ -101,7 +101,9 @@ half_bits_as_float = _pure(
 )
 add_rn_bf16x2 = _pure("add.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=add_rn_bf16x2)
 mul_rn_bf16x2_bits = mul_rn_bf16x2
-_BROADCAST = "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, {%s}; mul.rn.bf16x2 $0, $1, both; }"
+_BROADCAST = (
+    "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, {%s}; mul.rn.bf16x2 $0, $1, both; }"
+)
 mul_rn_bf16x2 = _pure("mul.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=mul_rn_bf16x2)
 mul_rn_bf16x2_low = _pure(_BROADCAST % "low, low", "u32", "u32", "u32", simulate=mul_rn_bf16x2_low)
 mul_rn_bf16x2_high = _pure(_BROADCAST % "high, high", "u32", "u32", "u32", simulate=mul_rn_bf16x2_high)

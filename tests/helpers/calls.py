@@ -9,6 +9,7 @@ from helpers.grouped_gemm import FUNCTIONS, SILU, inputs
 from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.grouped_gemm.reference import quantise_blocks
+from moe_numba.grouped_gemm.reference_mxfp4 import quantise_mxfp4
 
 
 def gate(experts=256, groups=8, kept=4, **options):
@@ -30,6 +31,14 @@ def gate_align(tokens):
 def grouped_gemm(functions, kind):
     arguments = inputs(n=256 if functions is SILU else 128)[kind]
     return lambda: functions[kind][0](*arguments)
+
+
+def mxfp4_gemm(gather):
+    x, _, seqlens, cu_seqlens = inputs(n=96)["bf16"]
+    blocks, scales = quantise_mxfp4(torch.randn(3, 96, 192, generator=torch.Generator().manual_seed(2)))
+    weight, indices = moe_numba.pack_mxfp4(blocks, scales), torch.arange(len(x) - 1, -1, -1, dtype=torch.int32)
+    options = dict(gather_indices=indices) if gather else {}
+    return lambda: moe_numba.group_gemm_mxfp4(x, weight, seqlens, cu_seqlens, n=96, **options)
 
 
 def casts():
@@ -125,6 +134,8 @@ CALLS = {
     **{f"grouped GEMM, {kind}": grouped_gemm(FUNCTIONS, kind) for kind in FUNCTIONS},
     **{f"grouped GEMM with activation, {kind}": grouped_gemm(SILU, kind) for kind in SILU},
     "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
+    "grouped GEMM with MXFP4 weights": mxfp4_gemm(False),
+    "grouped GEMM with MXFP4 weights of gathered rows": mxfp4_gemm(True),
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),
     "assignments by expert, three launches": many_assignments(),

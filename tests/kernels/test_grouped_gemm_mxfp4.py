@@ -45,7 +45,9 @@ def random_weight(groups, n, k):
 
 
 def test_quantisation_of_mxfp4_numbers_is_exact():
-    numbers = torch.tensor([*E2M1, *(-v for v in E2M1)]).repeat(3, 4, 2) * torch.tensor([1.0, 0.25, 1024.0]).view(3, 1, 1)
+    numbers = torch.tensor([*E2M1, *(-v for v in E2M1)]).repeat(3, 4, 2) * torch.tensor([1.0, 0.25, 1024.0]).view(
+        3, 1, 1
+    )
     blocks, scales = quantise_mxfp4(numbers)
     assert blocks.shape == (3, 4, 1, 16) and scales.shape == (3, 4, 1) and scales[0, 0, 0] == 127
     assert torch.equal(dequantise_mxfp4(blocks, scales).float(), numbers)
@@ -211,12 +213,20 @@ def test_gather(variant, device):
 
 WRONG_DECODING = {
     "the two codes of a byte are swapped": (packing_mxfp4, "codes & 15, codes >> 4", "codes >> 4, codes & 15"),
-    "bits of other registers are not compensated": (packing_mxfp4, "    a = a | ((y ^ b << 3) & 0x80408040) >> 2\n", ""),
+    "bits of other registers are not compensated": (
+        packing_mxfp4,
+        "    a = a | ((y ^ b << 3) & 0x80408040) >> 2\n",
+        "",
+    ),
     "scales below the range are not flushed": (packing_mxfp4, "bytes_ < MIN_SCALE, 0", "bytes_ < 0, 0"),
     "the sign is lost": (kernel, "word & uint32(FIELDS)", "word & uint32(0x01C001C0)"),
     "a block has the scale of its neighbour": (kernel, "rotr(word, 8) & uint32(EXPONENTS)", "word & uint32(EXPONENTS)"),
     "a thread's second row has the first one's scale": (kernel, "mul_rn_bf16x2_high(", "mul_rn_bf16x2_low("),
-    "a scale is that of the next row": (kernel, "8 * (warp & 3) + (lane >> 2))", "8 * (warp & 3) + (lane + 4 >> 2 & 7))"),
+    "a scale is that of the next row": (
+        kernel,
+        "8 * (warp & 3) + (lane >> 2))",
+        "8 * (warp & 3) + (lane + 4 >> 2 & 7))",
+    ),
     "registers of a block are in another order": (kernel, "fields(b), scales", "fields(rotr(b, 4)), scales"),
 }
 
@@ -379,7 +389,11 @@ def test_public_function(device):
     "error, message, change",
     [
         (TypeError, "x is torch.float32; it must be torch.bfloat16", lambda a: dict(x=a["x"].float())),
-        (TypeError, "weight is torch.int8; it must be torch.uint8", lambda a: dict(weight=a["weight"].view(torch.int8))),
+        (
+            TypeError,
+            "weight is torch.int8; it must be torch.uint8",
+            lambda a: dict(weight=a["weight"].view(torch.int8)),
+        ),
         (ValueError, "weight has shape .*2175", lambda a: dict(weight=a["weight"][..., 1:])),
         (ValueError, "x has 128 columns; weight is packed for 32 or 64", lambda a: dict(x=a["x"].repeat(1, 2))),
         (ValueError, "n is 128; weight is packed for 32 or 64 rows", lambda a: dict(n=128)),

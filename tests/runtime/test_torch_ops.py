@@ -26,6 +26,7 @@ NOT_TENSOR_FUNCTIONS = {
     "Config",
     "UnsupportedDeviceError",
     "fuse_checkpoint",
+    "pack_mxfp4",
     "memory_cost",
     "simulator",
     "ExpertsWorkspace",
@@ -66,6 +67,10 @@ CALLS = {
     "group_gemm_bf16:gather": lambda: (
         (bf16(3, 64), bf16(2, 64, 64), *GROUPS),
         dict(gather_indices=int32(0, 1, 2, 0, 1, 2)),
+    ),
+    "group_gemm_mxfp4": lambda: (
+        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        dict(n=32),
     ),
     "group_gemm_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(2)), {}),
     "group_gemm_blockwise_fp8": lambda: (
