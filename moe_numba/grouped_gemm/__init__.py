@@ -4,6 +4,8 @@ from moe_numba.grouped_gemm.api import (
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
     group_gemm_pertensor_fp8,
+    group_gemm_rowwise_fp8,
+    group_gemm_silu_and_mul_bf16,
     group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
@@ -14,6 +16,8 @@ __all__ = [
     "group_gemm_blockwise_fp8",
     "group_gemm_mxfp4",
     "group_gemm_pertensor_fp8",
+    "group_gemm_rowwise_fp8",
+    "group_gemm_silu_and_mul_bf16",
     "group_gemm_silu_and_mul_blockwise_fp8",
     "group_gemm_silu_and_mul_pertensor_fp8",
     "pack_mxfp4",

@@ -19,8 +19,16 @@ def group_gemm_pertensor_fp8(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight: ``y = x @ weight.T * y_scale``.
+
+    With all options it computes, for each row i of the product,
+    ``out[scatter_indices[i]] += (x[gather_indices[i]] @ weight.T * y_scale + bias) * row_weights[i]``.
 
     Parameters
     ----------
@@ -40,15 +48,28 @@ def group_gemm_pertensor_fp8(
     offs : tensor [groups], int32, optional
         End of each group's rows, as for ``torch._scaled_grouped_mm``; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous bfloat16 output. The call then neither allocates nor synchronises.
+        Contiguous output. The call then neither allocates nor synchronises.
     gather_indices : tensor [total], int32, optional
         Contiguous. Row i of the product uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds. x and
         its scales are then [tokens, ...] in any order, so they need not be permuted first.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Contiguous. Added to each row of a group, in float32.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must then be given and float32; ``out_dtype`` has no effect.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Contiguous. Row i of the result is stored to row ``scatter_indices[i]`` of ``out``, or not at all if that is out
+        of bounds. ``out`` must be given, [any number of rows, n]; its other rows do not change. Indices in bounds must
+        differ from each other: of two equal ones it is undefined which row, or which sum, remains.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Contiguous. Row i of the result, with its bias, is multiplied by ``row_weights[i]`` before it is rounded: the
+        routing weights, if each row of the result belongs to one token and expert.
 
     Returns
     -------
-    tensor [total, n] or [groups, capacity, n], bfloat16
-        From the library that x is from. Rows that belong to no group are not written.
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
+        From the library that x is from, or ``out``. Rows that belong to no group are not written.
 
     Raises
     ------
@@ -69,9 +90,12 @@ def group_gemm_pertensor_fp8(
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
     if needs_dispatch(x, weight, y_scale):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices)
+        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -87,6 +111,11 @@ def group_gemm_blockwise_fp8(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight, with block scales as in DeepSeek-V3.
 
@@ -108,23 +137,106 @@ def group_gemm_blockwise_fp8(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous bfloat16 output.
+        Contiguous output.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x and of x_scale.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to each row of a group.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must be float32.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Store row i of the result to row ``scatter_indices[i]`` of ``out``.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Factor of each row of the result, with its bias.
 
     Returns
     -------
-    tensor [total, n] or [groups, capacity, n], bfloat16
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
 
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
+    group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices)
+        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+
+
+@torch_op
+def group_gemm_rowwise_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    num_seq_per_group_avg: int | None = None,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply each group's rows with the group's FP8 weight, with scales per row as ``torch._scaled_grouped_mm``.
+
+    Parameters
+    ----------
+    x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
+    weight : tensor [groups, n, k], float8_e4m3fn
+        1 to 512 groups; n and k multiples of 16.
+    seqlens : tensor [groups], int32
+        Number of rows of each group.
+    cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
+    x_scale : tensor [total] or [groups, capacity], float32
+        Contiguous: a scale for each row of x.
+    w_scale : tensor [groups, n], float32
+        Contiguous: a scale for each row of a weight, a column of the result. The sum over k is multiplied by both.
+    num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
+    offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
+    out : tensor, optional
+        Contiguous output.
+    gather_indices : tensor [total], int32, optional
+        Row i of the product uses row ``gather_indices[i]`` of x and of x_scale.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to each row of a group.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must be float32.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Store row i of the result to row ``scatter_indices[i]`` of ``out``.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Factor of each row of the result, with its bias.
+
+    Returns
+    -------
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
+
+    See Also
+    --------
+    group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
+    """
+    if needs_dispatch(x, weight, x_scale, w_scale):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
+        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
+        return call_op("group_gemm_rowwise_fp8", x, weight, *groups, out, gather_indices, *epilogue)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
+    return group_gemm("row", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 
 @torch_op
@@ -137,6 +249,11 @@ def group_gemm_bf16(
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's bfloat16 weight, as ``torch._grouped_mm`` does.
 
@@ -154,22 +271,102 @@ def group_gemm_bf16(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous bfloat16 output.
+        Contiguous output.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to each row of a group.
+    out_dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float32.
+    accumulate : bool, optional
+        Add the result to ``out``, which must be float32.
+    scatter_indices : tensor [total] or [groups, capacity], int32, optional
+        Store row i of the result to row ``scatter_indices[i]`` of ``out``.
+    row_weights : tensor [total] or [groups, capacity], float32, optional
+        Factor of each row of the result, with its bias.
 
     Returns
     -------
-    tensor [total, n] or [groups, capacity, n], bfloat16
+    tensor [total, n] or [groups, capacity, n], ``out_dtype``
 
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes group sizes, gathering, the result and the errors in full.
+    group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
+    """
+    if needs_dispatch(x, weight):
+        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
+        groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
+        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices, *epilogue)
+    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
+    return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
+
+
+@torch_op
+def group_gemm_silu_and_mul_bf16(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    num_seq_per_group_avg: int | None = None,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> torch.Tensor:
+    """Compute an expert's first GEMM and its activation, such as ``silu(gate) * up``, in bfloat16.
+
+    Parameters
+    ----------
+    x : tensor [total, k] or [groups, capacity, k], bfloat16
+    weight : tensor [groups, n, k], bfloat16
+        n is a multiple of 32, k of 16. Its rows compute gate and up, in the order that ``activation`` needs.
+    seqlens : tensor [groups], int32
+        Number of rows of each group.
+    cu_seqlens : tensor [groups + 1], int32, or None
+        First row of each group. None if ``x`` is masked, [groups, capacity, k].
+    num_seq_per_group_avg : int, optional
+        Expected average number of rows per group, which selects the tile size.
+    offs : tensor [groups], int32, optional
+        End of each group's rows; replaces seqlens and cu_seqlens.
+    out : tensor, optional
+        Contiguous output.
+    gather_indices : tensor [total], int32, optional
+        Row i of the product uses row ``gather_indices[i]`` of x.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to gate and up before the activation; in the order of the rows of weight.
+    activation : str, optional
+        "silu": ``silu(gate) * up``. The first n / 2 rows of weight compute gate, the others up.
+        "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``. Before, gate is limited to
+        at most ``limit``, and up to between ``-limit`` and ``limit``. The even rows of weight compute gate, the odd
+        ones up.
+    alpha, limit : float, optional
+        Of "swigluoai"; positive. The kernel is compiled for each value.
+
+    Returns
+    -------
+    tensor [total, n / 2] or [groups, capacity, n / 2], bfloat16
+        Computed in float32 and rounded once; exponential and reciprocal are approximate (``ex2.approx``,
+        ``rcp.approx``).
+
+    See Also
+    --------
+    group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
+
+    Notes
+    -----
+    On GPUs without wgmma, see :exc:`UnsupportedDeviceError`: call :func:`group_gemm_bf16` and :func:`silu_and_mul`.
     """
     if needs_dispatch(x, weight):
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
-        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices)
+        epilogue = bias, activation, alpha, limit
+        return call_op("group_gemm_silu_and_mul_bf16", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
+    options |= dict(silu_and_mul=True, bias=bias, activation=activation, alpha=alpha, limit=limit)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
 
@@ -184,6 +381,10 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     offs: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     gather_indices: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute an expert's first GEMM and its activation, ``silu(gate) * up``, quantised to FP8 for the second GEMM.
 
@@ -191,7 +392,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     ----------
     x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
     weight : tensor [groups, n, k], float8_e4m3fn
-        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 16.
+        n is a multiple of 32, k of 16. Its rows compute gate and up, in the order that ``activation`` needs.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -206,13 +407,19 @@ def group_gemm_silu_and_mul_pertensor_fp8(
         Contiguous outputs: y and scale.
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x.
+    bias : tensor [groups, n], bfloat16 or float32, optional
+        Added to gate and up before the activation.
+    activation : str, optional
+        "silu", or "swigluoai": see :func:`group_gemm_silu_and_mul_bf16`, also for ``alpha`` and ``limit``.
+    alpha, limit : float, optional
+        Of "swigluoai".
 
     Returns
     -------
     y : tensor [total, n / 2] or [groups, capacity, n / 2], float8_e4m3fn
         ``silu(gate) * up / scale``. gate and up are first rounded to bfloat16, as if another kernel had read them.
-    scale : tensor [total, n / 256] or [groups, capacity, n / 256], float32
-        A scale for each 128 elements of a row: their maximum magnitude divided by 448.
+    scale : tensor [total, ceil(n / 256)] or [groups, capacity, ceil(n / 256)], float32
+        A scale for each 128 elements of a row, or less in the last block: their maximum magnitude divided by 448.
 
     See Also
     --------
@@ -220,10 +427,12 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     """
     if needs_dispatch(x, weight, y_scale):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices)
+        epilogue = bias, activation, alpha, limit
+        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
+    options |= dict(bias=bias, activation=activation, alpha=alpha, limit=limit)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -246,7 +455,8 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     ----------
     x : tensor [total, k] or [groups, capacity, k], float8_e4m3fn
     weight : tensor [groups, n, k], float8_e4m3fn
-        The first n / 2 rows compute gate, the others up. n is a multiple of 256, k of 16.
+        The first n / 2 rows compute gate, the others up. n is a multiple of 256, so that no 128 x 128 block belongs to
+        both; k is a multiple of 16.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -283,6 +493,8 @@ def group_gemm_silu_and_mul_blockwise_fp8(
 
 register_fake(group_gemm_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call))
 register_fake(group_gemm_blockwise_fp8)(lambda call: fake_group_gemm("block", call))
+register_fake(group_gemm_rowwise_fp8)(lambda call: fake_group_gemm("row", call))
 register_fake(group_gemm_bf16)(lambda call: fake_group_gemm("none", call))
+register_fake(group_gemm_silu_and_mul_bf16)(lambda call: fake_group_gemm("none", call, silu_and_mul=True))
 register_fake(group_gemm_silu_and_mul_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call, silu_and_mul=True))
 register_fake(group_gemm_silu_and_mul_blockwise_fp8)(lambda call: fake_group_gemm("block", call, silu_and_mul=True))

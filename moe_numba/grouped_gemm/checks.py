@@ -1,9 +1,18 @@
 """Checks of the grouped GEMM's arguments. Every error names the argument, its value and what is allowed."""
 
+import numbers
+
 import torch
 
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_tensor, is_fake
+from moe_numba.runtime.validate import (
+    UnsupportedDeviceError,
+    check_choice,
+    check_device,
+    check_flag,
+    check_tensor,
+    is_fake,
+)
 
 _MAX_GROUPS = 512
 
@@ -68,19 +77,95 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
     groups, n, k = weight.shape
     if scaling == "tensor":
         _check_array("y_scale", weight_scale, (groups,), torch.float32, x.device)
+    elif scaling == "row":
+        _check_array("x_scale", x_scale, tuple(x.shape[:-1]), torch.float32, x.device)
+        _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
     elif scaling == "block":
         k_blocks = -(-k // 128)
         _check_array("x_scale", x_scale, (*x.shape[:-1], k_blocks), torch.float32, x.device)
         _check_array("w_scale", weight_scale, (groups, -(-n // 128), k_blocks), torch.float32, x.device)
 
 
-def describe_outputs(shape, n, silu_and_mul):
-    """Return name, shape and dtype of each output; ``shape`` is that of the rows."""
-    if not silu_and_mul:
-        return [("y", (*shape, n), torch.bfloat16)]
-    if n % 256:
-        raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 256")
-    return [("y", (*shape, n // 2), torch.float8_e4m3fn), ("scale", (*shape, n // 256), torch.float32)]
+def check_options(options, n, scaling):
+    """Check the options of the epilogue that are not tensors; ``n`` is the weight's."""
+    for name in ("accumulate", "silu_and_mul"):
+        check_flag(name, getattr(options, name))
+    if options.out_dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"out_dtype is {options.out_dtype}; it must be torch.bfloat16 or torch.float32")
+    if not options.silu_and_mul:
+        return
+    check_choice("activation", options.activation, ("silu", "swigluoai"))
+    for name in ("alpha", "limit"):
+        check_positive(name, getattr(options, name))
+    if scaling == "block" and options.activation != "silu":
+        raise ValueError(
+            f"activation is {options.activation!r}; with block scales it must be 'silu': a 128 x 128 block of "
+            "interleaved rows would belong to gate and to up"
+        )
+    if scaling == "block" and n % 256:
+        raise ValueError(
+            f"weight's n is {n}; with block scales, gate and up, it must be a multiple of 256: a 128 x 128 block of "
+            "weight would belong to gate and to up otherwise"
+        )
+    if n % 32:
+        raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 32")
+
+
+def check_positive(name, value):
+    """Refuse what is no number, not positive or infinite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+
+def check_arguments(scaling, tensors, options, has_out):
+    """Check everything except outputs; return the row layout, as :func:`check_inputs`.
+
+    ``has_out`` is whether the call has an output argument.
+    """
+    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
+    x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
+    row_layout = check_inputs(x, weight, tensors.seqlens, tensors.cu_seqlens, tensors.offs, dtype)
+    if indices is not None:
+        check_indices(indices, x)
+    check_scales(scaling, x, weight, tensors.x_scale, tensors.w_scale)
+    check_options(options, weight.shape[1], scaling)
+    rows, (groups, n, _) = tuple(rows_of(tensors)), weight.shape
+    if tensors.bias is not None:
+        _check_array("bias", tensors.bias, (groups, n), (torch.bfloat16, torch.float32), x.device)
+    if tensors.row_weights is not None:
+        _check_array("row_weights", tensors.row_weights, rows, torch.float32, x.device)
+    if options.accumulate and not has_out:
+        raise ValueError("accumulate is True: out must be given, in float32")
+    if tensors.scatter_indices is not None:
+        _check_array("scatter_indices", tensors.scatter_indices, rows, torch.int32, x.device)
+        if not has_out:
+            raise ValueError("scatter_indices is given: out must be given, [any number of rows, n]")
+        if tensors.out.dim() != 2:
+            found = tuple(tensors.out.shape)
+            raise ValueError(f"out has shape {found}; with scatter_indices it must be [any number of rows, n]")
+    return row_layout
+
+
+def rows_of(tensors):
+    """Return the shape of the product without its columns."""
+    return tensors.x.shape[:-1] if tensors.gather_indices is None else tensors.gather_indices.shape
+
+
+def describe_outputs(shape, n, scaling, options, out=None):
+    """Return name, shape and dtype of each output.
+
+    ``shape`` is that of the rows, ``n`` the weight's. With ``out``, an output that rows are scattered to, the number of
+    rows is that of ``out``.
+    """
+    if options.silu_and_mul and scaling != "none":
+        y = "y", (*shape, n // 2), torch.float8_e4m3fn
+        return [y, ("scale", (*shape, -(-n // 256)), torch.float32)]
+    if out is not None:
+        shape = out.shape[:1]
+    dtype = torch.float32 if options.accumulate else options.out_dtype
+    return [("y", (*shape, n // 2 if options.silu_and_mul else n), dtype)]
 
 
 def check_indices(indices, x):

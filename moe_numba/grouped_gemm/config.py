@@ -24,14 +24,24 @@ class GemmConfig(NamedTuple):
     """
 
     dtype: str = "e4m3"  # of x and weight: "e4m3" or "bf16"
-    scaling: str = "tensor"  # "tensor": one scale per group; "block": 1 x 128 for x, 128 x 128 for weight; "none"
+    # "tensor": one per group; "row": per row of x and of weight; "block": per 1 x 128 of x, 128 x 128 of weight; "none"
+    scaling: str = "tensor"
     subtile_m: int = 128  # maximum rows of x in a subtile
     m_subtiles: int = 1  # subtiles per tile, 1 or 2
     mma_n: tuple[int, ...] = (128,)  # wgmma N sizes, descending; a tile uses the smallest that holds its subtile
     stages: int = 5  # pipeline stages
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
     max_groups: int = 512
-    silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
+    silu_and_mul: bool = False  # weight is gate and up; the kernel writes silu(gate) * up, in FP8 if dtype is e4m3
+    activation: str = "silu"  # "silu": gate is stacked on up; "swigluoai": their rows are interleaved, with limits
+    alpha: float = 1.702  # of swigluoai
+    limit: float = 7.0  # of swigluoai
+    partial: bool = False  # with FP8 results of silu_and_mul: their last block has less than 128 columns
+    bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
+    out_dtype: str = "bf16"  # "bf16" or "f32"
+    accumulate: bool = False  # add to y, in f32
+    scatter: bool = False  # rows of y are stored to the rows that an index array names
+    row_weights: bool = False  # each row of y is multiplied by a factor
     cluster_size: int = 1  # CTAs with neighbouring tiles of weight that load their rows of x by multicast, 1 or 2
     gather: bool = False  # rows of x are read through an array of row indices
     warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
@@ -40,6 +50,36 @@ class GemmConfig(NamedTuple):
     def block_m(self) -> int:
         """Maximum rows of x in a tile."""
         return self.subtile_m * self.m_subtiles
+
+    @property
+    def quantises(self) -> bool:
+        """Whether y is FP8 with a scale per 128 columns."""
+        return self.silu_and_mul and self.dtype == "e4m3"
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether gate and up are the even and the odd rows of weight."""
+        return self.silu_and_mul and self.activation == "swigluoai"
+
+    @property
+    def splits_weight(self) -> bool:
+        """Whether the tensor map of weight has gate and up as a dimension of its own."""
+        return self.interleaved or self.partial
+
+    @property
+    def has_row_terms(self) -> bool:
+        """Whether the epilogue reads values for each row of weight."""
+        return bool(self.bias) or self.scaling == "row"
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether the epilogue reads arrays of its own."""
+        return self.has_row_terms or self.row_weights or self.scatter
+
+    @property
+    def scale_in_tile(self) -> bool:
+        """Whether the producer publishes the group's scale with a tile; otherwise it publishes the group."""
+        return self.scaling == "tensor" and not self.has_row_terms
 
 
 class SharedMemory(NamedTuple):
@@ -118,7 +158,7 @@ class SharedMemoryLayout:
     @cached_property
     def scale_offset(self) -> int:
         """f32."""
-        epilogue_bytes = SILU_ROWS * SILU_ROW_BYTES if self.config.silu_and_mul else 2 * EPILOGUE_BYTES
+        epilogue_bytes = SILU_ROWS * SILU_ROW_BYTES if self.config.quantises else 2 * EPILOGUE_BYTES
         return (self.epilogue_offset + epilogue_bytes) // 4
 
     @cached_property
@@ -179,6 +219,7 @@ def check_config(config: GemmConfig) -> None:
         )
     if config.m_subtiles not in (1, 2) or (config.silu_and_mul and config.m_subtiles == 2):
         raise ValueError(f"m_subtiles is {config.m_subtiles}; it must be 1 or 2, and with silu_and_mul 1")
+    check_epilogue(config)
     if config.cluster_size not in (1, 2):
         raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
     if config.cluster_size == 2 and config.gather:
@@ -192,6 +233,18 @@ def check_config(config: GemmConfig) -> None:
         )
     if (num_bytes := SharedMemoryLayout(config).bytes) > MAX_SHARED_BYTES:
         raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
+
+
+def check_epilogue(config: GemmConfig) -> None:
+    """Refuse a combination of epilogue options that the kernel does not support."""
+    if config.accumulate and config.out_dtype != "f32":
+        raise ValueError(f"out_dtype is {config.out_dtype}; with accumulate it must be f32")
+    others = dict(out_dtype="bf16", scatter=False, row_weights=False)
+    changed = [name for name, value in others.items() if getattr(config, name) != value]
+    if config.silu_and_mul and (changed or config.scaling == "row"):
+        raise ValueError(f"silu_and_mul is True; {changed[0] if changed else 'scaling'} must be the default then")
+    if config.splits_weight and (config.scaling == "block" or (config.partial and not config.quantises)):
+        raise ValueError(f"activation is {config.activation}, partial {config.partial}: scales must be per tensor")
 
 
 # (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.

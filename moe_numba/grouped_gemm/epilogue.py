@@ -1,8 +1,12 @@
-"""Epilogue: a tile's accumulators become rows of y, either rounded to bf16, or activated and quantised to FP8."""
+"""Epilogue: a tile's accumulators become rows of y, in bf16 or float32, or activated and quantised to FP8.
+
+Scales, biases and activations in registers are in ``epilogue_terms.py``.
+"""
 
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.config import (
@@ -14,8 +18,17 @@ from moe_numba.grouped_gemm.config import (
     SILU_ROW_BYTES,
     SILU_ROWS,
 )
+from moe_numba.grouped_gemm.epilogue_terms import make_activate, make_apply_row_terms, make_finish
+from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.fragments import (
+    make_load_columns,
+    make_load_f32_rows,
+    make_rows_of_columns,
+    make_store_f32_rows,
+    make_valid_rows,
+)
 from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
@@ -34,6 +47,15 @@ class Output(NamedTuple):
     n: Any  # columns of y
 
 
+class EpilogueOperands(NamedTuple):
+    """The outputs of kernel.py's kernel, and what its epilogue reads."""
+
+    y: Any
+    y_scale: Any
+    n: Any
+    inputs: Any  # EpilogueInputs
+
+
 class OutputTile(NamedTuple):
     """What a consumer needs to know of its tile; rows and columns as in y."""
 
@@ -41,7 +63,8 @@ class OutputTile(NamedTuple):
     rows: Any
     subtile_rows: Any
     column: Any
-    scale: Any  # float32, of the group
+    scale: Any  # float32, of the group; 1 if the epilogue loads it
+    group: Any  # if the epilogue reads values of the group
 
 
 class RowStore(NamedTuple):
@@ -56,10 +79,11 @@ class RowStore(NamedTuple):
     y_index: Any  # of the thread's first 16 bytes in y
     pitch: Any  # int32 elements from one row of y to the next
     subtile_pitch: Any  # int32 elements of y from one subtile to the next
+    destinations: Any  # with ``scatter``: rows of y for the thread's row of each chunk, or -1
 
 
 @cache
-def make_store_rows(n, m_subtiles, i=0):
+def make_store_rows(n, m_subtiles, i=0, scatter=False):
     """Make ``store_rows(smem, y, store, acc_0, acc_1, scale)``, storing accumulators as bf16 from chunk ``i`` on.
 
     A consumer warpgroup computes 64 columns, 128 bytes, of each row of y. It transposes 16 rows at a time through its
@@ -71,7 +95,10 @@ def make_store_rows(n, m_subtiles, i=0):
     if more:
         next_subtile, next_first = chunks[i + 1]
         stmatrix_next = make_stmatrix_fragment(n, next_first, min(EPILOGUE_ROWS, n - next_first), BLOCK_K_BYTES)
-        store_next, other_buffer = make_store_rows(n, m_subtiles, i + 1), EPILOGUE_ROWS * BLOCK_K_BYTES - buffer
+        store_next, other_buffer = (
+            make_store_rows(n, m_subtiles, i + 1, scatter),
+            EPILOGUE_ROWS * BLOCK_K_BYTES - buffer,
+        )
 
     @cuda.jit(device=True)
     def store_rows(smem, y, store, acc_0, acc_1, scale):
@@ -80,13 +107,67 @@ def make_store_rows(n, m_subtiles, i=0):
         a, b, c, d = ld_shared_s32x4(smem.i32, int32(store.read_offset + buffer // 4))
         if more or buffer == 0:  # the next tile starts with buffer 0, which other warps may still read
             bar_sync(int32(2 + store.warpgroup), 128)
-        if store.t + first < (store.rows_1 if subtile else store.rows_0):
+        if scatter:
+            row = store.destinations[i]
+            if (store.rows_1 if subtile else store.rows_0) > 0 and row >= 0:
+                st_global_s32x4(y, store.y_index + int64(row) * store.pitch, a, b, c, d)
+        elif store.t + first < (store.rows_1 if subtile else store.rows_0):
             y_index = store.y_index + int64(first) * store.pitch + (store.subtile_pitch if subtile else int64(0))
             st_global_s32x4(y, y_index, a, b, c, d)
         if more:
             store_next(smem, y, store, acc_0, acc_1, scale)
 
     return store_rows
+
+
+@cache
+def make_load_destinations(n, m_subtiles, i=0):
+    """Make ``rows = load_destinations(inputs, row, t, rows_0, rows_1, subtile_rows)``: a thread's rows of y.
+
+    There is one for each chunk of 16 rows, from chunk ``i`` on: that of row ``t`` of the chunk. It is -1 if the row
+    does not exist or its index is out of bounds. ``row`` is the tile's first row.
+    """
+    chunks = [(subtile, first) for subtile in range(m_subtiles) for first in range(0, n, EPILOGUE_ROWS)]
+    (subtile, first), more = chunks[i], i + 1 < len(chunks)
+    load_next = make_load_destinations(n, m_subtiles, i + 1) if more else None
+
+    @cuda.jit(device=True)
+    def load_destinations(inputs, row, t, rows_0, rows_1, subtile_rows):
+        valid = t + first < (rows_1 if subtile else rows_0)
+        source = int32(row + t + first + (subtile_rows if subtile else int32(0)))
+        destination = inputs.scatter_indices[source] if valid else int32(-1)
+        destination = destination if destination < inputs.y_rows else int32(-1)
+        if more:
+            return (destination,) + load_next(inputs, row, t, rows_0, rows_1, subtile_rows)
+        return (destination,)
+
+    return load_destinations
+
+
+@cache
+def make_store_floats(n, config):
+    """Make ``store_floats(output, warp, lane, acc, tile, first, rows)``: store a subtile's accumulators as float32.
+
+    A warp's store covers eight neighbouring columns, a sector of 32 bytes, of four rows. With ``accumulate`` it first
+    loads what y holds. ``first`` is the subtile's first row in the product, and ``rows`` of them exist.
+    """
+    load_columns, valid_rows, rows_of_columns = make_load_columns(n), make_valid_rows(n), make_rows_of_columns(n)
+    load, add, store = make_load_f32_rows(n), make_fma(n), make_store_f32_rows(n)
+    scatter, accumulate = config.scatter, config.accumulate
+
+    @cuda.jit(device=True)
+    def store_floats(output, warp, lane, acc, tile, first, rows):
+        quarter, column = int32(lane & 3), int32(tile.column + 16 * warp + (lane >> 2))
+        if scatter:
+            indices = load_columns(output.inputs.scatter_indices, first, rows, quarter)
+            y_rows = valid_rows(indices, rows, quarter, output.inputs.y_rows)
+        else:
+            y_rows = rows_of_columns(first, rows, quarter)
+        if accumulate:
+            acc = add(acc, load(output.y, y_rows, output.n, column), float32(1))
+        store(output.y, y_rows, output.n, column, acc)
+
+    return store_floats
 
 
 @cache
@@ -97,7 +178,9 @@ def make_store_silu_and_mul(n, layout, first=0):
     one row at a time, 4 of its 128 columns per lane, so that one warp reduction finds the largest magnitude. The result
     is FP8 with one scale per row and 128 columns.
     """
-    count, epilogue_offset = min(SILU_ROWS, n - first), layout.epilogue_offset
+    count, epilogue_offset, config = min(SILU_ROWS, n - first), layout.epilogue_offset, layout.config
+    limited, partial, limit = config.activation == "swigluoai", config.partial, np.float32(config.limit)
+    exponent = np.float32(-LOG2_E * config.alpha)
     stmatrix = make_stmatrix_fragment(n, first, count, SILU_ROW_BYTES)
     more = first + SILU_ROWS < n
     store_next = make_store_silu_and_mul(n, layout, first + SILU_ROWS) if more else None
@@ -119,7 +202,13 @@ def make_store_silu_and_mul(n, layout, first=0):
                     for h in range(2):
                         g = uint_as_float(uint32(gates & uint32(0xFFFF0000)) if h else uint32(gates << uint32(16)))
                         u = uint_as_float(uint32(ups & uint32(0xFFFF0000)) if h else uint32(ups << uint32(16)))
-                        value = g * rcp_approx(float32(1) + ex2_approx(g * float32(-LOG2_E))) * u
+                        if limited:
+                            g = limit if g > limit else g
+                            u = limit if u > limit else u
+                            u = (-limit if u < -limit else u) + float32(1)
+                            value = g * rcp_approx(float32(1) + ex2_approx(g * exponent)) * u
+                        else:
+                            value = g * rcp_approx(float32(1) + ex2_approx(g * float32(-LOG2_E))) * u
                         values[2 * i + h] = value
                         largest = max(largest, abs(value))
                 largest = int_as_float(redux_sync_max_s32(uint32(FULL_MASK), float_as_int(largest)))
@@ -129,9 +218,14 @@ def make_store_silu_and_mul(n, layout, first=0):
                 high = cvt_rn_satfinite_e4m3x2_f32(values[3] * inverse, values[2] * inverse)
                 row = int64(tile.row + first + t)
                 index = (row * output.n + tile.column) // 4 + lane
-                output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
+                if partial:
+                    if tile.column + 4 * lane < output.n:
+                        output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
+                else:
+                    output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 if lane == 0:
-                    output.y_scale[row * (output.n >> 7) + (tile.column >> 7)] = scale
+                    blocks = int32((output.n + 127) >> 7) if partial else output.n >> 7
+                    output.y_scale[row * blocks + (tile.column >> 7)] = scale
         if more:
             store_next(smem, output, warp, lane, gate, up, tile)
 
@@ -140,25 +234,74 @@ def make_store_silu_and_mul(n, layout, first=0):
 
 @cache
 def make_epilogue(n, config, layout):
-    """Make ``epilogue(smem, output, warp, lane, acc_0, acc_1, tile)``; ``n`` is wgmma's N.
+    """Make ``epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms)``; ``n`` is wgmma's N.
 
-    ``acc_0`` and ``acc_1`` are the accumulators of two subtiles, or of gate and up.
+    ``acc_0`` and ``acc_1`` are the accumulators of two subtiles, or of gate and up. ``terms`` are the thread's
+    :class:`RowTerms`.
     """
+    if config.quantises:
+        return _make_quantising_epilogue(n, config, layout)
     if config.silu_and_mul:
-        store_silu_and_mul = make_store_silu_and_mul(n, layout)
-
-        @cuda.jit(device=True)
-        def epilogue(smem, output, warp, lane, acc_0, acc_1, tile):
-            if tile.column < output.n:
-                store_silu_and_mul(smem, output, warp, lane, acc_0, acc_1, tile)
-
-        return epilogue
-
-    store_rows, epilogue_offset = make_store_rows(n, config.m_subtiles), layout.epilogue_offset
-    stmatrix_first = make_stmatrix_fragment(n, 0, min(EPILOGUE_ROWS, n), BLOCK_K_BYTES)
+        return _make_activating_epilogue(n, config, layout)
+    finishes = config.has_row_terms or config.row_weights or config.out_dtype == "f32"
+    two, store_f32 = config.m_subtiles == 2, config.out_dtype == "f32"
+    finish, store_floats = make_finish(n, config), make_store_floats(n, config)
+    store_tile = make_store_tile(n, config, layout)
 
     @cuda.jit(device=True)
-    def epilogue(smem, output, warp, lane, acc_0, acc_1, tile):
+    def epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms):
+        if finishes:
+            rows_0, second = int32(min(tile.rows, tile.subtile_rows)), int32(tile.row + tile.subtile_rows)
+            rows_1 = int32(tile.rows - tile.subtile_rows)
+            acc_0 = finish(acc_0, output.inputs, lane, tile, terms, tile.row, rows_0)
+            if two:
+                acc_1 = finish(acc_1, output.inputs, lane, tile, terms, second, rows_1)
+        if store_f32:
+            if tile.column + 16 * warp < output.n:
+                store_floats(output, warp, lane, acc_0, tile, tile.row, rows_0)
+                if two:
+                    store_floats(output, warp, lane, acc_1, tile, second, rows_1)
+        else:
+            store_tile(smem, output, warp, lane, acc_0, acc_1, tile, float32(1) if finishes else tile.scale)
+
+    return epilogue
+
+
+def _make_quantising_epilogue(n, config, layout):
+    store_silu_and_mul, has_row_terms = make_store_silu_and_mul(n, layout), config.has_row_terms
+    apply_row_terms = make_apply_row_terms(n)
+
+    @cuda.jit(device=True)
+    def epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms):
+        if tile.column < output.n:
+            if has_row_terms:
+                acc_0, acc_1 = apply_row_terms(acc_0, terms[0]), apply_row_terms(acc_1, terms[1])
+            store_silu_and_mul(smem, output, warp, lane, acc_0, acc_1, tile)
+
+    return epilogue
+
+
+def _make_activating_epilogue(n, config, layout):
+    activate, store_tile = make_activate(n, config), make_store_tile(n, config, layout)
+
+    @cuda.jit(device=True)
+    def epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms):
+        acc = activate(acc_0, acc_1, tile, terms)
+        store_tile(smem, output, warp, lane, acc, acc, tile, float32(1))
+
+    return epilogue
+
+
+@cache
+def make_store_tile(n, config, layout):
+    """Make ``store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale)``, which stores a tile in bf16."""
+    scatter, m_subtiles = config.scatter, config.m_subtiles
+    store_rows, epilogue_offset = make_store_rows(n, m_subtiles, scatter=scatter), layout.epilogue_offset
+    stmatrix_first = make_stmatrix_fragment(n, 0, min(EPILOGUE_ROWS, n), BLOCK_K_BYTES)
+    load_destinations = make_load_destinations(n, m_subtiles)
+
+    @cuda.jit(device=True)
+    def store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale):
         # A buffer row holds 128 bytes of a row of y. Its 16-byte vectors are XORed with the row number, so that the
         # eight rows of a stmatrix fall into different banks.
         warpgroup = int32(warp >> 2)
@@ -169,14 +312,21 @@ def make_epilogue(n, config, layout):
         read_offset = int32(buffers + t * BLOCK_K_BYTES + ((vector ^ (t & 7)) << 4)) >> 2
         column, pitch = int32(tile.column + warpgroup * 64), int32(output.n >> 1)
         if column < output.n:
-            stmatrix_first(smem.u8, write_offset, acc_0, tile.scale)
+            stmatrix_first(smem.u8, write_offset, acc_0, scale)
             bar_sync(int32(2 + warpgroup), 128)
             y_index = (int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)
             subtile_pitch = int64(tile.subtile_rows) * pitch
             rows_0, rows_1 = int32(min(tile.rows, tile.subtile_rows)), int32(tile.rows - tile.subtile_rows)
             if column + 8 * vector >= output.n:  # this thread's columns lie beyond y
                 rows_0, rows_1 = int32(0), int32(0)
-            store = RowStore(warpgroup, write_offset, read_offset, t, rows_0, rows_1, y_index, pitch, subtile_pitch)
-            store_rows(smem, output.y, store, acc_0, acc_1, tile.scale)
+            if scatter:
+                destinations = load_destinations(output.inputs, tile.row, t, rows_0, rows_1, tile.subtile_rows)
+                y_index = int64((column >> 1) + vector * 4)
+            else:
+                destinations = int32(0)
+            store = RowStore(
+                warpgroup, write_offset, read_offset, t, rows_0, rows_1, y_index, pitch, subtile_pitch, destinations
+            )
+            store_rows(smem, output.y, store, acc_0, acc_1, scale)
 
-    return epilogue
+    return store_tile

@@ -38,7 +38,7 @@ class BlockScaledLaunch:
 
     def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
-        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
+        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices, *_ = tensors
         rows = weight[0] if self.x_is_empty else x.flatten(0, 1) if self.is_masked else x
         lengths = address(seqlens if offs is None else offs)
         self.start(

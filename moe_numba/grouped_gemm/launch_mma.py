@@ -21,7 +21,7 @@ class MmaLaunch:
     """Launches for tensors of given shapes, strides and dtypes. It has no tensor maps: ``cp.async`` takes addresses."""
 
     def __init__(self, config, tensors, shape, gpu):
-        x, weight, _, _, _, _, _, indices = tensors
+        x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
         self.config = config or select_mma_config(
             gpu, shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul
         )
@@ -43,7 +43,7 @@ class MmaLaunch:
 
     def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
-        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices = tensors
+        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices, *_ = tensors
         check_aligned("x", x)
         check_aligned("weight", weight)
         rows = x if self.pitches[0] else weight  # gathering from no rows: x has no memory

@@ -14,7 +14,7 @@ A load's bytes, including zeros, are subtracted from the pending bytes of an mba
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import POINTER, SHARED, instruction
 
-_COORDINATES = {2: "x, y", 3: "x, y, z"}
+_COORDINATES = {2: "x, y", 3: "x, y, z", 4: "x, y, z, w"}
 
 
 def _load(rank, *, multicast=False, hint=False):
@@ -70,6 +70,7 @@ tma_load_2d = _load(2)
 tma_load_3d = _load(3)
 tma_load_2d_hint = _load(2, hint=True)
 tma_load_3d_hint = _load(3, hint=True)
+tma_load_4d_hint = _load(4, hint=True)
 tma_load_2d_multicast = _load(2, multicast=True)
 tma_load_2d_multicast_hint = _load(2, multicast=True, hint=True)
 tma_store_2d = _store(2)

@@ -54,6 +54,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     float | None: "float?",
     bool: "bool",
     str: "str",
+    torch.dtype: "ScalarType",
 }
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -213,7 +214,7 @@ def _schema(signature, with_out):
             continue
         argument = f"{_SCHEMA_TYPES[parameter.annotation]} {parameter.name}"
         if parameter.default is not inspect.Parameter.empty:
-            argument += f"={parameter.default!r}"
+            argument += f"={repr(parameter.default).removeprefix('torch.')}"
         arguments.append(argument)
     if arguments[-1] == "*":
         arguments.pop()

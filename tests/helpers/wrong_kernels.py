@@ -1,5 +1,9 @@
 """Wrong variants of kernels, made by replacing source text; checkers must reject them."""
 
+import ast
+import importlib
+import inspect
+
 from moe_numba import simulator
 from moe_numba.course.simulate import changed_module
 
@@ -10,14 +14,26 @@ def changed(module, right, wrong):
 
 
 def changed_maker(kernel, make, module, right, wrong):
-    """Return the function ``make`` of the module ``kernel``, built with a change in it or in a module that it uses."""
-    made = changed(module, right, wrong)
-    if module is kernel:
-        return made[make]
-    copy = changed(kernel, "", "")  # with empty caches
-    used = made.keys() & copy.keys()
-    copy.update({name: made[name] for name in used if name.startswith(("make_", "wait_")) or type(made[name]) is type})
-    return copy[make]
+    """Return the function ``make`` of the module ``kernel``, built with a change in a module that it depends on."""
+    return _with_change(kernel, {module.__name__: changed(module, right, wrong)})[make]
+
+
+def _with_change(module, made):
+    """Return the namespace of ``module`` built anew if it imports, directly or not, one that is in ``made``."""
+    name = module.__name__
+    if name not in made:
+        replaced = {}
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(module.__package__ + "."):
+                imported = importlib.import_module(node.module)
+                namespace = _with_change(imported, made)
+                if namespace is not vars(imported):
+                    replaced |= {alias.asname or alias.name: namespace[alias.name] for alias in node.names}
+        made[name] = vars(module)
+        if replaced:
+            made[name] = changed(module, "", "")  # with empty caches
+            made[name].update(replaced)
+    return made[name]
 
 
 def is_rejected(attempt, seeds=8):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import epilogue, gather, kernel
+from moe_numba.grouped_gemm import epilogue, gather, kernel, producer
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.scheduler import host
@@ -217,11 +217,11 @@ WRONG = {
         "            offset",
     ),
     "a stage is filled while it is read": (
-        kernel,
+        producer,
         "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
-    "too few bytes are expected": (kernel, "full + stage, bytes_of_stage)", "full + stage, bytes_of_stage - 16)"),
+    "too few bytes are expected": (producer, "full + stage, bytes_of_stage)", "full + stage, bytes_of_stage - 16)"),
     "a stage is released before wgmma has read it": (
         kernel,
         f"product = wait(wgmma(a, b))\n{RELEASE}",
@@ -229,7 +229,11 @@ WRONG = {
     ),
     "consumers request more registers than producers release": (kernel, "else (24, 240)", "else (24, 256)"),
     "rows of the next group are stored": (epilogue, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
-    "the wrong group's weight is loaded": (kernel, "k, column, g, barriers", "k, column, int32(0), barriers"),
+    "the wrong group's weight is loaded": (
+        producer,
+        "k, column, group, barriers, full, policy)\n            if",
+        "k, column, int32(0), barriers, full, policy)\n            if",
+    ),
     "the last stage is left out": (kernel, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
     "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     "an epilogue buffer is read before all four warps wrote it": (
@@ -271,18 +275,18 @@ def test_wrong_kernels_are_rejected(what, device):
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    "module, old, new",
     [
-        ("int32(tma_bytes - subtile_bytes) if is_single", "int32(tma_bytes) if is_single"),
-        ("if two_subtiles and not is_single:", "if two_subtiles and is_single:"),
-        ("if tile.rows > tile.subtile_rows:", "if tile.rows > 2 * tile.subtile_rows:"),
+        (producer, "int32(tma_bytes - subtile_bytes) if is_single", "int32(tma_bytes) if is_single"),
+        (producer, "if two_subtiles and not is_single:", "if two_subtiles and is_single:"),
+        (kernel, "if tile.rows > tile.subtile_rows:", "if tile.rows > 2 * tile.subtile_rows:"),
     ],
     ids=["bytes of an empty subtile are expected", "only empty subtiles are loaded", "second subtiles are ignored"],
 )
-def test_wrong_kernels_with_two_subtiles_are_rejected(old, new, device):
+def test_wrong_kernels_with_two_subtiles_are_rejected(module, old, new, device):
     if not simulator.ENABLED:
         pytest.skip("the first two wait forever on a GPU")
-    make_kernel, config = changed_maker(kernel, "make_kernel", kernel, old, new), CONFIGS["tensor, two subtiles"]
+    make_kernel, config = changed_maker(kernel, "make_kernel", module, old, new), CONFIGS["tensor, two subtiles"]
     p = make_problem(config, [5, 30, 16], 128, 256, device)
     assert mismatch(run(config, p, blocks=1), p.expected) is None
     assert is_rejected(lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected))

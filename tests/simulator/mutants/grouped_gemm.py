@@ -3,6 +3,7 @@
 from .mutant import mutant
 
 KERNEL, EPILOGUE = "moe_numba/grouped_gemm/kernel.py", "moe_numba/grouped_gemm/epilogue.py"
+PRODUCER = "moe_numba/grouped_gemm/producer.py"
 GATHER, SCHEDULER = "moe_numba/grouped_gemm/gather.py", "moe_numba/grouped_gemm/scheduler.py"
 TESTS = "tests/kernels/test_grouped_gemm_kernel.py"
 SIZES = TESTS, "-k", "test_group_sizes and empty"
@@ -27,8 +28,8 @@ MUTANTS = [
         SIZES,
         (
             KERNEL,
-            'config.scaling == "tensor", 2 if uses_aux else 1, config',
-            'config.scaling == "tensor", 1 if uses_aux else 1, config',
+            "config.scale_in_tile, 2 if uses_aux else 1, config",
+            "config.scale_in_tile, 1 if uses_aux else 1, config",
         ),
     ),
     mutant(
@@ -62,7 +63,7 @@ MUTANTS = [
         "__syncwarp() removed before one lane arrives for its warp",
         GATHERED,
         (
-            KERNEL,
+            PRODUCER,
             "                    cuda.syncwarp()\n                    if lane == 0:\n                        mbarrier",
             "                    if lane == 0:\n                        mbarrier",
         ),
@@ -72,7 +73,7 @@ MUTANTS = [
         "stage overwritten before it is empty (scales)",
         SIZES,
         (
-            KERNEL,
+            PRODUCER,
             "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n"
             "                    if gather:",
             "                    if gather:",
@@ -162,7 +163,7 @@ MUTANTS = [
         "stage overwritten before it is empty (tile info)",
         ONE_GROUP,
         (
-            KERNEL,
+            PRODUCER,
             "            mbarrier_wait_parity(barriers, empty + stage, phase)\n            info =",
             "            info =",
         ),
@@ -198,9 +199,9 @@ MUTANTS = [
         "M28",
         "flag before data: tile info stored after the barrier's arrival",
         EDGES,
-        (KERNEL, "            smem.i32[info] = row\n", ""),
+        (PRODUCER, "            smem.i32[info] = row\n", ""),
         (
-            KERNEL,
+            PRODUCER,
             "                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)\n",
             "                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)\n"
             "                if k_block == 0:\n"

@@ -1,0 +1,194 @@
+"""Arithmetic of the epilogue in registers: scales, bias, activation and row weights of a thread's accumulators.
+
+An accumulator belongs to a row of weight, a column of y, and to a row of x. A thread has two rows of weight, and loads
+their terms before the main loop, which hides the latency. It loads the terms of its rows of x behind the main loop,
+when the registers of the last wgmma's result are free.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from moe_numba.ptx.accumulators import make_fma_blocks, make_fma_columns
+from moe_numba.ptx.arithmetic import uint_as_float
+from moe_numba.ptx.fragments import (
+    ROW_STEP,
+    make_broadcast_rows,
+    make_gather_columns,
+    make_load_columns,
+    make_silu_and_mul,
+    make_swigluoai,
+)
+from moe_numba.ptx.memory import load_nc_u16, load_nc_u32x1
+
+
+class EpilogueInputs(NamedTuple):
+    """What the epilogue reads from global memory, apart from y."""
+
+    x_scale: Any  # float32 pointer, one per row of x
+    weight_scale: Any  # float32 pointer, one per row of weight, or one per group
+    bias: Any  # uint16 pointer to bfloat16 or float32, one per row of weight
+    row_weights: Any  # float32 pointer, one per row of the product
+    row_indices: Any  # int32 pointer: rows of x, with ``gather``
+    x_rows: Any
+    scatter_indices: Any  # int32 pointer: rows of y, with ``scatter``
+    y_rows: Any
+
+
+class RowTerms(NamedTuple):
+    """Scales and biases of a thread's two rows of weight."""
+
+    scale_0: Any
+    scale_1: Any
+    bias_0: Any
+    bias_1: Any
+
+
+@cache
+def make_load_row_terms(config, part=0):
+    """Make ``terms = load_row_terms(inputs, tile, row, n)``: the terms of rows ``row`` and ``row + 8`` of y's columns.
+
+    ``part`` is 0 for gate and 1 for up. Columns from ``n`` on have no bias.
+    """
+    by_tensor, by_row, has_bias, is_f32 = (
+        config.scaling == "tensor",
+        config.scaling == "row",
+        bool(config.bias),
+        config.bias == "f32",
+    )
+    parts, interleaved = 1 + config.silu_and_mul, config.interleaved
+
+    @cuda.jit(device=True)
+    def weight_row(group, column, n):
+        first = int64(group) * (parts * n)
+        if interleaved:
+            return first + 2 * column + part
+        return first + part * n + column
+
+    @cuda.jit(device=True)
+    def load_bias(inputs, index, valid):
+        if is_f32:
+            return uint_as_float(load_nc_u32x1(inputs.bias, 2 * index)) if valid else float32(0)
+        return uint_as_float(uint32(load_nc_u16(inputs.bias, index) << uint32(16))) if valid else float32(0)
+
+    @cuda.jit(device=True)
+    def load_row_terms(inputs, tile, column, n):
+        valid = column < n  # of 16 columns either all are valid or none
+        scale_0, scale_1 = tile.scale, tile.scale
+        bias_0, bias_1 = float32(0), float32(0)
+        if by_tensor:
+            scale_0 = inputs.weight_scale[tile.group]
+            scale_1 = scale_0
+        elif by_row:
+            index = weight_row(tile.group, column if valid else int32(0), n)
+            scale_0, scale_1 = inputs.weight_scale[index], inputs.weight_scale[index + ROW_STEP]
+        if has_bias:
+            index = weight_row(tile.group, column, n)
+            bias_0 = load_bias(inputs, index, valid)
+            bias_1 = load_bias(inputs, index + (2 * ROW_STEP if interleaved else ROW_STEP), valid)
+        return RowTerms(scale_0, scale_1, bias_0, bias_1)
+
+    return load_row_terms
+
+
+@cache
+def make_load_terms(config):
+    """Make ``terms = load_terms(inputs, tile, warp, lane, n)``: a pair of the thread's :class:`RowTerms`.
+
+    They are those of gate and of up, or equal.
+    """
+    if not config.has_row_terms:
+
+        @cuda.jit(device=True)
+        def load_terms(inputs, tile, warp, lane, n):
+            return int32(0)
+
+        return load_terms
+
+    load_first, load_second, silu_and_mul = (
+        make_load_row_terms(config),
+        make_load_row_terms(config, 1),
+        config.silu_and_mul,
+    )
+
+    @cuda.jit(device=True)
+    def load_terms(inputs, tile, warp, lane, n):
+        column = int32(tile.column + 16 * warp + (lane >> 2))
+        first = load_first(inputs, tile, column, n)
+        return first, load_second(inputs, tile, column, n) if silu_and_mul else first
+
+    return load_terms
+
+
+@cache
+def make_apply_row_terms(n):
+    """Make ``acc = apply_row_terms(acc, terms)``: multiply a fragment by the scales of its rows and add the biases."""
+    fma, broadcast = make_fma_blocks(n, n), make_broadcast_rows(n)
+
+    @cuda.jit(device=True)
+    def apply_row_terms(acc, terms):
+        return fma(broadcast(terms.bias_0, terms.bias_1), acc, (terms.scale_0, terms.scale_1))
+
+    return apply_row_terms
+
+
+@cache
+def make_finish(n, config):
+    """Make ``acc = finish(acc, inputs, lane, tile, terms, first, rows)``: everything but the activation.
+
+    ``first`` is the row of the fragment's first column in the product, ``rows`` how many follow, 1 or more. The order
+    is: scales, bias, row weights.
+    """
+    by_row, gather, row_weights, has_row_terms = (
+        config.scaling == "row",
+        config.gather,
+        config.row_weights,
+        config.has_row_terms,
+    )
+    scale_columns, apply_row_terms, zeros = make_fma_columns(n), make_apply_row_terms(n), (np.float32(0),) * (n // 2)
+    load_columns, gather_columns, scale_group = make_load_columns(n), make_gather_columns(n), make_fma_blocks(n, n)
+    by_tensor = config.scale_in_tile
+
+    @cuda.jit(device=True)
+    def finish(acc, inputs, lane, tile, terms, first, rows):
+        quarter = int32(lane & 3)
+        if by_row:
+            if gather:
+                indices = load_columns(inputs.row_indices, first, rows, quarter)
+                x_scales = gather_columns(inputs.x_scale, indices, inputs.x_rows)
+            else:
+                x_scales = load_columns(inputs.x_scale, first, rows, quarter)
+            acc = scale_columns(zeros, acc, x_scales)
+        if has_row_terms:
+            acc = apply_row_terms(acc, terms[0])
+        elif by_tensor:
+            acc = scale_group(zeros, acc, (tile.scale, tile.scale))
+        if row_weights:
+            acc = scale_columns(zeros, acc, load_columns(inputs.row_weights, first, rows, quarter))
+        return acc
+
+    return finish
+
+
+@cache
+def make_activate(n, config):
+    """Make ``acc = activate(gate, up, tile, terms)``: the activation of scaled fragments with their biases."""
+    by_tensor, has_row_terms = config.scale_in_tile, config.has_row_terms
+    apply_row_terms, scale_group = make_apply_row_terms(n), make_fma_blocks(n, n)
+    zeros = (np.float32(0),) * (n // 2)
+    activate_scaled = (
+        make_silu_and_mul(n) if config.activation == "silu" else make_swigluoai(n, config.alpha, config.limit)
+    )
+
+    @cuda.jit(device=True)
+    def activate(gate, up, tile, terms):
+        if has_row_terms:
+            gate, up = apply_row_terms(gate, terms[0]), apply_row_terms(up, terms[1])
+        elif by_tensor:
+            gate = scale_group(zeros, gate, (tile.scale, tile.scale))
+            up = scale_group(zeros, up, (tile.scale, tile.scale))
+        return activate_scaled(gate, up)
+
+    return activate

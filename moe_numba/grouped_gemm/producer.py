@@ -1,0 +1,191 @@
+"""Producer warpgroup of the grouped GEMM kernel: it fills the stages of the pipeline, by TMA and by auxiliary warps.
+
+One thread issues the TMA loads of weight and x. With block scaling or gathered rows, three auxiliary warps add scales
+or rows of x.
+"""
+
+from functools import cache
+
+from numba import cuda, float32, int32, int64, uint32
+
+from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, BLOCK_N
+from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
+from moe_numba.grouped_gemm.scheduler import make_get_tile, make_tile_loop
+from moe_numba.ptx.arithmetic import float_as_int
+from moe_numba.ptx.cluster import cluster_ctarank
+from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity
+from moe_numba.ptx.pipeline import make_advance
+from moe_numba.ptx.tma import (
+    createpolicy_evict_first,
+    createpolicy_evict_last,
+    tma_load_2d_hint,
+    tma_load_2d_multicast_hint,
+    tma_load_3d_hint,
+    tma_load_4d_hint,
+)
+from moe_numba.ptx.warp import uniform
+
+CLUSTER_MASK = 0b11  # multicast to both CTAs of a cluster
+
+
+@cache
+def make_load_weight(config):
+    """Make ``load_weight(smem, offset, map_weight, k, column, n, group, full, policy)``: load a stage's rows of weight.
+
+    With ``silu_and_mul`` they are a tile of gate and behind it one of up. Their rows are rows ``column`` and
+    ``n + column`` of weight, or interleaved. In a map of 4 dimensions, [k, column, part, group] or
+    [k, part, column, group], part 0 is gate and part 1 up; rows beyond either are zeros.
+    """
+    silu_and_mul, splits_weight, interleaved = config.silu_and_mul, config.splits_weight, config.interleaved
+
+    @cuda.jit(device=True)
+    def load_weight(smem, offset, map_weight, k, column, n, group, full, policy):
+        barriers = smem.barriers
+        if splits_weight:
+            for part in range(2):
+                to = int32(offset + part * (BLOCK_N * BLOCK_K_BYTES))
+                y, z = (int32(part), column) if interleaved else (column, int32(part))
+                tma_load_4d_hint(smem.u8, to, map_weight, 0, k, y, z, group, barriers, full, policy)
+        else:
+            tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, group, barriers, full, policy)
+            if silu_and_mul:
+                column, to = int32(n + column), int32(offset + BLOCK_N * BLOCK_K_BYTES)
+                tma_load_3d_hint(smem.u8, to, map_weight, 0, k, column, group, barriers, full, policy)
+
+    return load_weight
+
+
+@cache
+def make_tma_producer(config, layout):
+    """Make ``tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n)``, which one thread executes.
+
+    It looks up each tile and publishes it to the consumers with the tile's first stage: this thread runs ahead of the
+    consumers, which would otherwise wait for the group sizes to arrive from global memory.
+    """
+    stage_bytes, x_offset, subtile_bytes = layout.stage_bytes, layout.x_offset, layout.subtile_bytes
+    full, empty, two_subtiles = layout.full, layout.empty, config.m_subtiles == 2
+    multicast, box_rows, load_weight = config.cluster_size == 2, layout.x_box_rows, make_load_weight(config)
+    tile_info_offset, scale_in_tile, has_row_terms = layout.tile_info_offset, config.scale_in_tile, config.has_row_terms
+    tma_bytes, gather = layout.tma_bytes, config.gather
+    skips_empty = two_subtiles and not multicast and not gather  # an empty second subtile is not loaded
+    block_k = BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
+    get_tile, advance = make_get_tile(config, layout), make_advance(config.stages)
+    first_tile, next_tile = make_tile_loop(config.cluster_size)
+
+    @cuda.jit(device=True)
+    def tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n):
+        barriers = smem.barriers
+        stage, phase = int32(0), uint32(1)
+        evict_first, evict_last = createpolicy_evict_first(), createpolicy_evict_last()
+        tile = first_tile()
+        while tile < tiles:
+            g, row, rows, subtile_rows, n_tile = get_tile(smem, problem, tile)
+            mbarrier_wait_parity(barriers, empty + stage, phase)
+            info = uint32(tile_info_offset + 4 * stage)
+            smem.i32[info] = row
+            smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
+            smem.i32[info + uint32(2)] = int32(n_tile * BLOCK_N)
+            if has_row_terms:
+                smem.i32[info + uint32(3)] = g
+            else:
+                smem.i32[info + uint32(3)] = float_as_int(scales.weight[g]) if scale_in_tile else int32(0)
+            is_single = skips_empty and rows <= subtile_rows
+            bytes_of_stage = int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
+            if multicast:  # each CTA loads half of the rows of x and multicasts them to both
+                rank = int32(cluster_ctarank())
+                row = int32(row + rank * (subtile_rows if two_subtiles else box_rows))
+                multicast_offset = int32(x_offset + rank * (box_rows * BLOCK_K_BYTES))
+            for k_block in range(k_blocks):
+                k, offset = int32(k_block * block_k), int32(stage * stage_bytes)
+                mbarrier_wait_parity(barriers, empty + stage, phase)
+                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
+                load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, evict_first)
+                if multicast:
+                    to = int32(offset + multicast_offset)
+                    tma_load_2d_multicast_hint(
+                        smem.u8, to, map_x, 0, k, row, barriers, full + stage, CLUSTER_MASK, evict_last
+                    )
+                elif not gather:
+                    tma_load_2d_hint(smem.u8, offset + x_offset, map_x, 0, k, row, barriers, full + stage, evict_last)
+                    if two_subtiles and not is_single:
+                        to, second = int32(offset + x_offset + subtile_bytes), int32(row + subtile_rows)
+                        tma_load_2d_hint(smem.u8, to, map_x, 0, k, second, barriers, full + stage, evict_last)
+                stage, phase = advance(stage, phase)
+            tile = next_tile(tile)
+
+    return tma_producer
+
+
+@cache
+def make_aux_producer(config, layout):
+    """Make ``aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles)``.
+
+    Auxiliary warp ``aux_warp`` (0 to 2) handles every third stage. With block scaling it writes a scale for each row of
+    x, the product of the row's and the weight block's. With ``gather`` it also copies the rows of x, while it loads
+    scales. The scales are ordered as a consumer thread needs them; see ``SharedMemoryLayout.scale_pitch``.
+    """
+    full, empty, advance = layout.full, layout.empty, make_advance(config.stages)
+    scale_offset, stage_scales, pitch = layout.scale_offset, layout.stage_scales, layout.scale_pitch
+    subtile_m, m_subtiles, weight_tiles = config.subtile_m, config.m_subtiles, layout.weight_tiles
+    by_block, gather = config.scaling == "block", config.gather
+    accumulators = layout.accumulators if by_block else 0
+    row_index_offset, row_indices, row_index_pitch = layout.row_index_offset, layout.row_indices, layout.row_index_pitch
+    load_row_indices, copy_rows = make_load_row_indices(config, layout), make_copy_rows(config, layout)
+    rows_per_lane = -(-subtile_m // 32)  # of a subtile
+    count = rows_per_lane * m_subtiles
+    get_tile, (first_tile, next_tile) = make_get_tile(config, layout), make_tile_loop(config.cluster_size)
+
+    @cuda.jit(device=True)
+    def aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles):
+        stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
+        if gather:
+            indices = int32(row_index_offset + aux_warp * row_indices)
+            x_rows, row_bytes = source.x_rows, uniform(source.row_bytes)
+            source = GatherSource(source.x, source.row_indices, x_rows, row_bytes, source.valid_bytes)
+        x_scales = cuda.local.array(count, float32)
+        weight_scales = cuda.local.array(weight_tiles, float32)
+        tile = first_tile()
+        while tile < tiles:
+            info = get_tile(smem, problem, tile)
+            # The last tile of a cluster's second CTA may lie beyond the weight: clamp it.
+            weight_index = int64(info.group) * weight_tiles * n_tiles + min(info.n_tile, n_tiles - 1)
+            weight_index *= k_blocks
+            x_index = int64(info.row + lane) * k_blocks
+            if gather:
+                load_row_indices(smem, indices, lane, source, info)
+            for k_block in range(k_blocks):
+                if skip == 0:
+                    # Issue all global loads before waiting for the stage, so that their latency is hidden.
+                    for p in range(weight_tiles if by_block else 0):  # up lies n_tiles tiles behind gate
+                        weight_scales[p] = scales.weight[weight_index + p * n_tiles * k_blocks + k_block]
+                    for p in range(m_subtiles if by_block else 0):
+                        for i in range(rows_per_lane):
+                            t = int32(lane + 32 * i)
+                            row = int32(p * info.subtile_rows + t)
+                            valid = t < info.subtile_rows and row < info.rows
+                            index = x_index + int32((p * info.subtile_rows + 32 * i) * k_blocks) + k_block
+                            if gather:
+                                x_row = smem.i32[uint32(indices + p * row_index_pitch + index_slot(t))]
+                                valid, index = valid and x_row >= 0, int64(x_row) * k_blocks + k_block
+                            x_scales[rows_per_lane * p + i] = scales.x[index] if valid else float32(0)
+                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                    if gather:
+                        copy_rows(smem, indices, lane, stage, k_block, source, info)
+                    for p in range(accumulators):
+                        for i in range(rows_per_lane):
+                            t = int32(lane + 32 * i)
+                            quarter = int32(4 * p + ((t >> 1) & 3))
+                            offset = int32(scale_offset + stage * stage_scales + quarter * pitch)
+                            if t < subtile_m:
+                                scale = x_scales[rows_per_lane * (p % m_subtiles) + i] * weight_scales[p % weight_tiles]
+                                smem.f32[uint32(offset + (t >> 3) * 2 + (t & 1))] = scale
+                    if gather:
+                        wait_rows()
+                    cuda.syncwarp()
+                    if lane == 0:
+                        mbarrier_arrive(smem.barriers, full + stage)
+                skip = int32(skip + AUX_PRODUCER_WARPS - 1) if skip == 0 else int32(skip - 1)
+                stage, phase = advance(stage, phase)
+            tile = next_tile(tile)
+
+    return aux_producer
