@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         group_gemm_rowwise_fp8,
         group_gemm_silu_and_mul_bf16,
         group_gemm_silu_and_mul_blockwise_fp8,
+        group_gemm_silu_and_mul_mxfp4,
         group_gemm_silu_and_mul_pertensor_fp8,
         pack_mxfp4,
     )
@@ -65,6 +66,7 @@ _HOME = {
     "group_gemm_rowwise_fp8": "grouped_gemm",
     "group_gemm_bf16": "grouped_gemm",
     "group_gemm_mxfp4": "grouped_gemm",
+    "group_gemm_silu_and_mul_mxfp4": "grouped_gemm",
     "pack_mxfp4": "grouped_gemm",
     "group_gemm_silu_and_mul_bf16": "grouped_gemm",
     "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
@@ -101,6 +103,7 @@ __all__ = [
     "group_gemm_rowwise_fp8",
     "group_gemm_silu_and_mul_bf16",
     "group_gemm_silu_and_mul_blockwise_fp8",
+    "group_gemm_silu_and_mul_mxfp4",
     "group_gemm_silu_and_mul_pertensor_fp8",
     "memory_cost",
     "moe_align_block_size",

@@ -9,7 +9,7 @@ from moe_numba.grouped_gemm.api import (
     group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
-from moe_numba.grouped_gemm.api_mxfp4 import group_gemm_mxfp4, pack_mxfp4
+from moe_numba.grouped_gemm.api_mxfp4 import group_gemm_mxfp4, group_gemm_silu_and_mul_mxfp4, pack_mxfp4
 
 __all__ = [
     "group_gemm_bf16",
@@ -19,6 +19,7 @@ __all__ = [
     "group_gemm_rowwise_fp8",
     "group_gemm_silu_and_mul_bf16",
     "group_gemm_silu_and_mul_blockwise_fp8",
+    "group_gemm_silu_and_mul_mxfp4",
     "group_gemm_silu_and_mul_pertensor_fp8",
     "pack_mxfp4",
 ]

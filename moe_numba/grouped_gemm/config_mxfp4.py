@@ -22,12 +22,25 @@ class Mxfp4Config(NamedTuple):
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
     max_groups: int = 512
     gather: bool = False  # rows of x are read through an array of row indices
+    activation: str = ""  # of gate and up, of which a unit has 32 rows each: "silu" or "swigluoai", or none
+    alpha: float = 1.702  # of swigluoai
+    limit: float = 7.0  # of swigluoai
+    bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
+    out_dtype: str = "bf16"  # "bf16" or "f32"
+    accumulate: bool = False  # add to y, in f32
+    scatter: bool = False  # rows of y are stored to the rows that an index array names
+    row_weights: bool = False  # each row of y is multiplied by a factor
     overlap: bool = True  # decode registers of A while the previous wgmmas run
 
     @property
     def block_n(self) -> int:
         """Rows of weight in a tile."""
         return UNIT * self.warpgroups
+
+    @property
+    def columns(self) -> int:
+        """Columns of y in a tile."""
+        return self.block_n // 2 if self.activation else self.block_n
 
     # What the tile scheduler, the gather and the epilogue ask of any kernel's configuration:
 
@@ -45,7 +58,28 @@ class Mxfp4Config(NamedTuple):
 
     @property
     def silu_and_mul(self) -> bool:
+        return False  # with two accumulators, for gate and up
+
+    @property
+    def quantises(self) -> bool:
         return False
+
+    @property
+    def interleaved(self) -> bool:
+        return False
+
+    @property
+    def scaling(self) -> str:
+        return "none"
+
+    @property
+    def has_row_terms(self) -> bool:
+        return bool(self.bias)
+
+    @property
+    def scale_in_tile(self) -> bool:
+        """Whether the epilogue multiplies by the scale of a tile; with a bias it does so as it adds the bias."""
+        return not self.bias
 
 
 class UnitLayout(NamedTuple):
@@ -172,6 +206,9 @@ def check_mxfp4_config(config: Mxfp4Config) -> None:
         raise ValueError(f"warpgroups is {config.warpgroups}; it must be 2 or 4")
     if config.stage_units not in (1, 2):
         raise ValueError(f"stage_units is {config.stage_units}; it must be 1 or 2")
+    others = config.out_dtype != "bf16" or config.accumulate or config.scatter or config.row_weights
+    if config.activation not in ("", "silu", "swigluoai") or (config.activation and others):
+        raise ValueError(f"activation is {config.activation!r}; it must be 'silu' or 'swigluoai', with bf16 results")
     if config.gather and config.stages < AUX_PRODUCER_WARPS:
         # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
         raise ValueError(f"stages is {config.stages}; with gather it must be {AUX_PRODUCER_WARPS} or more")

@@ -17,7 +17,9 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, SharedMemory
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Layout, check_mxfp4_config
-from moe_numba.grouped_gemm.epilogue import Output, OutputTile, make_epilogue
+from moe_numba.grouped_gemm.epilogue import EpilogueOperands, OutputTile, make_epilogue
+from moe_numba.grouped_gemm.epilogue_mxfp4 import make_activating_epilogue, make_load_activation_terms
+from moe_numba.grouped_gemm.epilogue_terms import EpilogueInputs, make_load_terms
 from moe_numba.grouped_gemm.gather import GatherSource, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, EXPONENTS, FIELDS, RESULT_EXPONENT, UNIT_BYTES
 from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
@@ -52,7 +54,7 @@ def make_tma_producer(config, layout):
     """
     stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
     weight_offset, weight_bytes, tile_info_offset = layout.weight_offset, layout.weight_bytes, layout.tile_info_offset
-    warpgroups, box_rows, gather, block_n = config.warpgroups, config.box_rows, config.gather, config.block_n
+    warpgroups, box_rows, gather, columns = config.warpgroups, config.box_rows, config.gather, config.columns
     stage_units = config.stage_units
     get_tile, advance = make_get_tile(config, layout), make_advance(config.stages)
     first_tile, next_tile = make_tile_loop(1)
@@ -69,7 +71,8 @@ def make_tma_producer(config, layout):
             info = uint32(tile_info_offset + 4 * stage)
             smem.i32[info] = row
             smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
-            smem.i32[info + uint32(2)] = int32(n_tile * block_n)
+            smem.i32[info + uint32(2)] = int32(n_tile * columns)
+            smem.i32[info + uint32(3)] = g
             boxes = int32(0) if gather else divide(int32(subtile_rows + box_rows - 1), box_rows)
             unit_bytes = int32(boxes * (box_rows * BLOCK_K_BYTES) + warpgroups * UNIT_BYTES)
             first_unit = int64(g) * n_units
@@ -207,12 +210,15 @@ def make_consumer(sizes, config, layout):
 def make_consumer_of_size(n, config, layout):
     """Make the main loop over k and the epilogue of a tile, for a wgmma of N = ``n``."""
     make_main_loop = make_overlapped_loop if config.overlap else make_simple_loop
-    main_loop, epilogue = make_main_loop(n, config, layout), make_epilogue(n, config, layout)
+    main_loop, activates = make_main_loop(n, config, layout), config.activation != ""
+    epilogue = make_activating_epilogue(n, config, layout) if activates else make_epilogue(n, config, layout)
+    load_terms = make_load_activation_terms(config) if activates else make_load_terms(config)
 
     @cuda.jit(device=True)
     def consumer(smem, output, warp, lane, stage, phase, k_units, tile):
+        terms = load_terms(output.inputs, tile, warp, lane, output.n)
         stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_units)
-        epilogue(smem, output, warp, lane, acc, acc, tile)
+        epilogue(smem, output, warp, lane, acc, acc, tile, terms)
         return stage, phase
 
     return consumer
@@ -367,6 +373,10 @@ def make_kernel(config):
         x_rows,
         row_bytes,
         valid_bytes,
+        bias,
+        row_weights,
+        scatter_indices,
+        y_rows,
     ):
         smem = SharedMemory(
             cuda.shared.array(0, uint8, 1024),
@@ -398,16 +408,17 @@ def make_kernel(config):
             u8, barriers = uniform_array(smem.u8), uniform_array(smem.barriers)
             smem = SharedMemory(u8, smem.i32, smem.f32, barriers)
             warp = uniform(warp)
-            output = Output(y, y, n)
+            inputs = EpilogueInputs(bias, bias, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows)
+            output = EpilogueOperands(y, y, n, inputs)
             tile = first_tile()
             while tile < tiles:
                 stage, phase = uniform(stage), uint32(uniform(int32(phase)))
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
-                row, rows, column, _ = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
+                row, rows, column, group = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
                 cuda.syncwarp()  # lane 0 releases the stage for all lanes
                 scale = float32(2.0**RESULT_EXPONENT)
                 row_count, subtile_rows = uniform(int32(rows & 0xFFFF)), uniform(int32(rows >> 16))
-                output_tile = OutputTile(uniform(row), row_count, subtile_rows, column, scale)
+                output_tile = OutputTile(uniform(row), row_count, subtile_rows, column, scale, group)
                 stage, phase = consumer(smem, output, warp, lane, stage, phase, k_units, output_tile)
                 tile = next_tile(tile)
 

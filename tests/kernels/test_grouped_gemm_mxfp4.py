@@ -10,7 +10,15 @@ from helpers.wrong_kernels import changed, changed_maker, is_rejected
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import epilogue, gather, group_gemm_mxfp4, packing_mxfp4, reference
+from moe_numba.grouped_gemm import (
+    epilogue,
+    epilogue_mxfp4,
+    gather,
+    group_gemm_mxfp4,
+    launch_mxfp4,
+    packing_mxfp4,
+    reference,
+)
 from moe_numba.grouped_gemm import kernel_mxfp4 as kernel
 from moe_numba.grouped_gemm.config import EPILOGUE_BYTES
 from moe_numba.grouped_gemm.config_mxfp4 import (
@@ -127,6 +135,7 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel, pack=pack_m
             *(y.view(torch.int32), lengths, p.starts),
             *(len(p.lengths), total, p.capacity, p.n, weight.shape[1], weight.shape[2]),
             *(p.x.view(torch.uint8), indices, len(p.x), 2 * p.x.shape[1], 2 * p.x.shape[1]),
+            *(p.lengths, p.lengths, p.lengths, total),  # bias, row_weights, scatter_indices: not used
             shared_bytes=shared_bytes,
         )
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
@@ -399,6 +408,8 @@ def test_public_function(device):
         (ValueError, "n is 128; weight is packed for 32 or 64 rows", lambda a: dict(n=128)),
         (TypeError, "n is 1.5", lambda a: dict(n=1.5)),
         (TypeError, "seqlens is None", lambda a: dict(seqlens=None)),
+        (ValueError, r"bias has shape \(64,\)", lambda a: dict(bias=a["x"][0])),
+        (ValueError, "accumulate is True: out must be given", lambda a: dict(accumulate=True)),
         (ValueError, "offs is given", lambda a: dict(offs=a["seqlens"])),
         (ValueError, "out's y is", lambda a: dict(out=a["x"][:1])),
     ],
@@ -408,6 +419,140 @@ def test_bad_arguments_are_refused(error, message, change, device):
     good = dict(zip(("x", "weight", "seqlens", "cu_seqlens"), arguments(p), strict=True))
     with pytest.raises(error, match=message):
         group_gemm_mxfp4(**good | change(good))
+
+
+# Options of the output
+
+
+def with_options(p, bias_dtype):
+    """Add a bias, row weights, and indices that scatter the rows to some of more rows, and what is then expected."""
+    groups, total, device = len(p.lengths), len(p.expected), p.x.device
+    p.bias = torch.randn(groups, p.n).to(bias_dtype).to(device) * 8
+    p.row_weights = torch.rand(total).to(device) + 0.5
+    p.scatter_indices = torch.randperm(total + 3)[:total].int().to(device)
+    p.scatter_indices[1] = -1  # not stored
+    group = torch.repeat_interleave(torch.arange(groups, device=device), p.lengths)
+    rows = (p.expected + p.bias[group].double()) * p.row_weights[:, None].double()
+    p.scattered = torch.full((total + 3, p.n), float("nan"), dtype=torch.float64, device=device)
+    p.scattered[p.scatter_indices[p.scatter_indices >= 0].long()] = rows[p.scatter_indices >= 0]
+    return p
+
+
+def options_error(p, out_dtype=torch.bfloat16, config=SMALL):
+    """Return how the product with all options differs from what is expected."""
+    out = torch.full_like(p.scattered, float("nan"), dtype=out_dtype)
+    rest = dict(bias=p.bias, row_weights=p.row_weights, scatter_indices=p.scatter_indices, out_dtype=out_dtype)
+    group_gemm(*arguments(p), gather_indices=p.indices, n=p.n, out=out, config=config, **rest)
+    return mismatch(out, p.scattered, 2.3e-3 if out_dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("bias_dtype, out_dtype", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_bias_row_weights_gather_and_scatter(bias_dtype, out_dtype, device):
+    p = gathered(with_options(make_problem([5, 0, 19], 96, 96, device), bias_dtype))
+    assert options_error(p, out_dtype) is None
+    p.bias = p.bias.roll(1, 0)
+    assert options_error(p, out_dtype) is not None
+
+
+def test_accumulation(device):
+    p = make_problem([5, 12], 64, 64, device)
+    before = torch.randn(17, 64, device=device)
+    out = before.clone()
+    group_gemm_mxfp4(*arguments(p), accumulate=True, out=out)
+    assert mismatch(out, p.expected + before, 1e-5) is None
+    y = group_gemm_mxfp4(*arguments(p), out_dtype=torch.float32)
+    assert y.dtype == torch.float32 and mismatch(y, p.expected, 1e-5) is None
+
+
+def activated_reference(rows, activation, alpha=1.702, limit=7.0):
+    if activation == "silu":
+        gate, up = rows.chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up
+    gate, up = rows[:, 0::2].clamp(max=limit), rows[:, 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+GATE_UP = {"silu": "stacked", "swigluoai": "interleaved"}
+
+
+def activation_error(activation, device, config=SMALL, pack=pack_mxfp4, lengths=(5, 0, 12), with_gather=False, n=192):
+    """Return how the activated product with a bias differs from the reference."""
+    p = make_problem(lengths, n, 96, device)
+    bias = (torch.randn(len(lengths), n) * 4).bfloat16().to(device)
+    group = torch.repeat_interleave(torch.arange(len(lengths), device=device), p.lengths)
+    expected = activated_reference(p.expected / 8 + bias[group].double(), activation)
+    p.x = p.x / 8
+    if with_gather:
+        gathered(p)
+    out = torch.full((len(expected) + 4, n // 2), float("nan"), dtype=torch.bfloat16, device=device)
+    group_gemm(
+        *(p.x, pack(p.blocks, p.scales, GATE_UP[activation]), p.lengths, p.starts),
+        **dict(bias=bias, activation=activation, silu_and_mul=True, gather_indices=p.indices, config=config),
+        out=out[: len(expected)],
+    )
+    assert bool(out[len(expected) :].isnan().all()), "rows behind the output were written"
+    return mismatch(out[: len(expected)], expected, 3e-3)
+
+
+LARGE = dict(subtile_m=104, mma_n=(104, 72, 24), box_rows=8, stages=3, max_groups=8)
+
+
+@pytest.mark.parametrize(
+    "activation, config, lengths, with_gather",
+    [
+        ("silu", SMALL, (5, 0, 12), False),
+        ("swigluoai", SMALL, (5, 0, 12), True),
+        ("swigluoai", Mxfp4Config(**LARGE), (97, 65, 20), False),
+        ("silu", SMALL._replace(warpgroups=4), (9,), True),
+    ],
+)
+def test_activation(activation, config, lengths, with_gather, device):
+    assert activation_error(activation, device, config, lengths=lengths, with_gather=with_gather) is None
+
+
+WRONG_ACTIVATION = {
+    "gate and up are exchanged": (
+        epilogue_mxfp4,
+        "select_gate(acc), select_up(acc)",
+        "select_up(acc), select_gate(acc)",
+    ),
+    "up has the bias of gate": (epilogue_mxfp4, "2 * column + 1 if", "2 * column if"),
+    "the bias is that of another group": (epilogue_mxfp4, "int64(tile.group)", "int64(0)"),
+    "the second warpgroup stores the first one's columns": (epilogue_mxfp4, "warpgroup * UNIT_COLUMNS", "0"),
+    "a buffer is read before all four warps wrote it": (
+        epilogue_mxfp4,
+        "        bar_sync(int32(2 + warpgroup), 128)\n        vector",
+        "        vector",
+    ),
+    "a buffer is overwritten while other warps read it": (
+        epilogue_mxfp4,
+        "        bar_sync(int32(2 + warpgroup), 128)  # all warps have read the previous rows\n",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ACTIVATION)
+def test_wrong_activations_are_rejected(what, device, monkeypatch):
+    if "buffer" in what and not simulator.ENABLED:
+        pytest.skip("a race, which a GPU may survive")
+    made = changed_maker(kernel, "make_kernel", *WRONG_ACTIVATION[what])
+    monkeypatch.setattr(launch_mxfp4, "make_kernel", made)
+    monkeypatch.setattr(launch_mxfp4, "_plans", {})
+    launch_mxfp4.get_mxfp4_launcher.cache_clear()
+
+    def attempt(seed):
+        with simulator.seed(seed):
+            return activation_error("swigluoai", device, Mxfp4Config(**LARGE), lengths=(12, 70))
+
+    assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+    launch_mxfp4.get_mxfp4_launcher.cache_clear()
+
+
+def test_rows_packed_without_gate_and_up_are_rejected(device):
+    assert activation_error("swigluoai", device, pack=lambda blocks, scales, _: pack_mxfp4(blocks, scales)) is not None
+    swapped = lambda blocks, scales, _: pack_mxfp4(blocks, scales, "stacked")
+    assert activation_error("swigluoai", device, pack=swapped) is not None
 
 
 def test_a_configuration_can_be_chosen(device):
