@@ -41,6 +41,14 @@ def mxfp4_gemm(gather):
     return lambda: moe_numba.group_gemm_mxfp4(x, weight, seqlens, cu_seqlens, n=96, **options)
 
 
+def mxfp4_activation():
+    x, _, seqlens, cu_seqlens = inputs(n=128)["bf16"]
+    blocks, scales = quantise_mxfp4(torch.randn(3, 128, 192, generator=torch.Generator().manual_seed(2)))
+    weight, bias = moe_numba.pack_mxfp4(blocks, scales, "interleaved"), torch.linspace(-1, 1, 3 * 128).view(3, 128)
+    arguments = x, weight, seqlens, cu_seqlens
+    return lambda: moe_numba.group_gemm_silu_and_mul_mxfp4(*arguments, bias=bias, activation="swigluoai")
+
+
 def casts():
     x = torch.randn(5, 256).bfloat16()
 
@@ -136,6 +144,7 @@ CALLS = {
     "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
     "grouped GEMM with MXFP4 weights": mxfp4_gemm(False),
     "grouped GEMM with MXFP4 weights of gathered rows": mxfp4_gemm(True),
+    "grouped GEMM with MXFP4 weights and activation": mxfp4_activation(),
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),
     "assignments by expert, three launches": many_assignments(),

@@ -16,6 +16,11 @@ CASES = {
     "prefill": CONFIGS[-1][1],
     "prefill, gather": CONFIGS[-1][1] | dict(gather=True),
     "decode, gather, masked": CONFIGS[0][1] | dict(gather=True, row_layout="masked"),
+    "decode, swigluoai": DECODE | dict(activation="swigluoai", bias="bf16", gather=True),
+    "prefill, all options": dict(
+        **dict(subtile_m=256, mma_n=(256,), box_rows=32, stages=5, stage_units=1, overlap=False, gather=True),
+        **dict(bias="bf16", scatter=True, row_weights=True),
+    ),
     "four warpgroups": DECODE | dict(subtile_m=32, mma_n=(32,), stages=6, warpgroups=4),
 }
 

@@ -72,6 +72,14 @@ CALLS = {
         (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
         dict(n=32),
     ),
+    "group_gemm_mxfp4:options": lambda: (
+        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        dict(bias=bf16(2, 64), out_dtype=torch.float32, row_weights=torch.rand(6)),
+    ),
+    "group_gemm_silu_and_mul_mxfp4": lambda: (
+        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        dict(activation="swigluoai", bias=bf16(2, 64)),
+    ),
     "group_gemm_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(2)), {}),
     "group_gemm_blockwise_fp8": lambda: (
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6, 1), torch.rand(2, 1, 1)),

@@ -157,17 +157,20 @@ def grouped_gemm():
             gather_indices=torch.empty(64, dtype=torch.int32) if gather else None,
         )
 
-    def call_mxfp4(average, rows):
+    def call_mxfp4(average, rows, activated=False):
         x = torch.empty(2, 32, k) if rows == "masked" else torch.empty(64, k)
         lengths, starts = torch.empty(groups, dtype=torch.int32), torch.empty(groups + 1, dtype=torch.int32)
         given = {"offsets": (None, None), "masked": (lengths, None)}.get(rows, (lengths, starts))
-        moe_numba.group_gemm_mxfp4(
+        options = dict(activation="swigluoai", bias=torch.empty(groups, n)) if activated else {}
+        function = moe_numba.group_gemm_silu_and_mul_mxfp4 if activated else moe_numba.group_gemm_mxfp4
+        function(
             x.bfloat16(),
             torch.empty(groups, n // 64, k // 64, 2176, dtype=torch.uint8),
             *given,
             num_seq_per_group_avg=average,
             offs=lengths if rows == "offsets" else None,
             gather_indices=torch.empty(64, dtype=torch.int32) if rows == "gather" else None,
+            **options,
         )
 
     averages = (8, 32, 100, 1000)
@@ -182,6 +185,8 @@ def grouped_gemm():
     for average in averages:
         for rows in ("lengths", "offsets", "masked", "gather"):
             yield f"mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows)
+            if rows in ("lengths", "gather"):
+                yield f"swigluoai mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows, activated=True)
     for rows in ("offsets", "masked"):
         yield f"silu block 1000 {rows}", lambda: call("block", 1000, rows, activated=True)
 
