@@ -138,7 +138,7 @@ _FUNCTIONS = {
     "dispatch and combine": _dispatch,
     "low-latency mode": _dependent_launch,
     "grouped GEMM": _grouped_gemm,
-    "grouped GEMM with MXFP4 weights": _grouped_gemm_mxfp4,
+    "MXFP4 grouped GEMM": _grouped_gemm_mxfp4,
     "experts of a layer": _moe_layer,
 }
 _LIMITS = {

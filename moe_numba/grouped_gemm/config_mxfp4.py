@@ -114,7 +114,9 @@ class Mxfp4Layout:
         """Registers per thread of producers and consumers, at most 65536 in all."""
         if self.config.warpgroups == 4:
             return 32, 112
-        return (72, 216) if self.config.gather else (24, 240)
+        if not self.config.gather:
+            return 24, 240
+        return (72, 216) if self.config.subtile_m > 128 else (56, 224)
 
     @property
     def subtile_bytes(self) -> int:

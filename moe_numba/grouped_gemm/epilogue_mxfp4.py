@@ -1,8 +1,8 @@
-"""Epilogue of the kernel for MXFP4 weights with an activation.
+"""Epilogues of the kernel for MXFP4 weights: with an activation, and with float32 results; else see ``epilogue.py``.
 
-Of 16 rows of weight that a warp multiplies, the first eight are of gate and the others the rows of up that belong to
-them (see ``packing_mxfp4.py``). So a thread's first row of accumulators is of gate and its second of up, and the
-activation needs no exchange. A warpgroup has 32 columns of y.
+With an activation, of 16 rows of weight that a warp multiplies the first eight are of gate, and the others the rows of
+up that belong to them (see ``packing_mxfp4.py``). So a thread's first row of accumulators is of gate and its second of
+up, and the activation needs no exchange. A warpgroup has 32 columns of y.
 """
 
 from functools import cache
@@ -11,7 +11,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.config import EPILOGUE_BYTES
-from moe_numba.grouped_gemm.epilogue_terms import RowTerms, make_apply_row_terms
+from moe_numba.grouped_gemm.epilogue import make_epilogue, make_store_floats
+from moe_numba.grouped_gemm.epilogue_terms import RowTerms, make_apply_row_terms, make_finish, make_load_terms
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.fragments import make_select_rows, make_silu_and_mul, make_swigluoai
 from moe_numba.ptx.matrix import make_stmatrix_fragment
@@ -20,6 +21,7 @@ from moe_numba.ptx.warpgroup import bar_sync
 
 UNIT_COLUMNS = 32  # columns of y of a warpgroup
 ROW_BYTES = 2 * UNIT_COLUMNS
+FLOAT_ROWS = 32  # rows of y whose float32 results are stored at once: with ``accumulate`` they are loaded first
 BUFFER_ROWS = EPILOGUE_BYTES // ROW_BYTES  # rows of y that a warpgroup stores at once
 
 
@@ -108,3 +110,35 @@ def make_activating_epilogue(n, config, layout):
         store_chunk(smem, output, warp, lane, values + padding if padded > n else values, tile)
 
     return epilogue
+
+
+@cache
+def make_float_epilogue(n, config, first=0):
+    """Make ``epilogue(smem, output, warp, lane, acc, _, tile, terms)``, which stores float32 from row ``first`` on.
+
+    A tile has more accumulators than registers are left for addresses and values of y, so it is stored in parts.
+    """
+    count, more = min(FLOAT_ROWS, n - first), first + FLOAT_ROWS < n
+    finish, store_floats = make_finish(count, config), make_store_floats(count, config)
+    begin, end = first // 2, (first + count) // 2
+    store_next = make_float_epilogue(n, config, first + FLOAT_ROWS) if more else None
+
+    @cuda.jit(device=True)
+    def epilogue(smem, output, warp, lane, acc, _, tile, terms):
+        if tile.column + 16 * warp < output.n and tile.rows > first:
+            row, rows = int32(tile.row + first), int32(tile.rows - first)
+            part = finish(acc[begin:end], output.inputs, lane, tile, terms, row, rows)
+            store_floats(output, warp, lane, part, tile, row, rows)
+        if more:
+            store_next(smem, output, warp, lane, acc, acc, tile, terms)
+
+    return epilogue
+
+
+def make_terms_and_epilogue(n, config, layout):
+    """Make ``terms = load_terms(inputs, tile, warp, lane, n)``, called before the main loop, and the epilogue."""
+    if config.activation:
+        return make_load_activation_terms(config), make_activating_epilogue(n, config, layout)
+    if config.out_dtype == "f32":
+        return make_load_terms(config), make_float_epilogue(n, config)
+    return make_load_terms(config), make_epilogue(n, config, layout)

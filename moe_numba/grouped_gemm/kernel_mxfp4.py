@@ -17,9 +17,9 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, SharedMemory
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Layout, check_mxfp4_config
-from moe_numba.grouped_gemm.epilogue import EpilogueOperands, OutputTile, make_epilogue
-from moe_numba.grouped_gemm.epilogue_mxfp4 import make_activating_epilogue, make_load_activation_terms
-from moe_numba.grouped_gemm.epilogue_terms import EpilogueInputs, make_load_terms
+from moe_numba.grouped_gemm.epilogue import EpilogueOperands, OutputTile
+from moe_numba.grouped_gemm.epilogue_mxfp4 import make_terms_and_epilogue
+from moe_numba.grouped_gemm.epilogue_terms import EpilogueInputs
 from moe_numba.grouped_gemm.gather import GatherSource, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, EXPONENTS, FIELDS, RESULT_EXPONENT, UNIT_BYTES
 from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
@@ -210,9 +210,7 @@ def make_consumer(sizes, config, layout):
 def make_consumer_of_size(n, config, layout):
     """Make the main loop over k and the epilogue of a tile, for a wgmma of N = ``n``."""
     make_main_loop = make_overlapped_loop if config.overlap else make_simple_loop
-    main_loop, activates = make_main_loop(n, config, layout), config.activation != ""
-    epilogue = make_activating_epilogue(n, config, layout) if activates else make_epilogue(n, config, layout)
-    load_terms = make_load_activation_terms(config) if activates else make_load_terms(config)
+    main_loop, (load_terms, epilogue) = make_main_loop(n, config, layout), make_terms_and_epilogue(n, config, layout)
 
     @cuda.jit(device=True)
     def consumer(smem, output, warp, lane, stage, phase, k_units, tile):

@@ -59,7 +59,7 @@ functions = {
     "shared-expert fusion": lambda: moe_numba.fuse_routing(torch.ones(2, 4), ids, 64),
     "dispatch layout": lambda: get_dispatch_layout(ids.long(), 64, 2),
     "grouped GEMM": lambda: moe_numba.group_gemm_bf16(x_rows, weight, *rows),
-    "grouped GEMM with MXFP4 weights": lambda: moe_numba.group_gemm_mxfp4(
+    "MXFP4 grouped GEMM": lambda: moe_numba.group_gemm_mxfp4(
         x_rows, torch.zeros(1, 1, 1, 2176, dtype=torch.uint8), *rows
     ),
     "experts of a layer": lambda: moe_numba.fused_experts(
@@ -122,11 +122,11 @@ def differences(table, chosen):
         wrong.append("grouped GEMM")
     if refused and not all(part in chosen["grouped GEMM"] for part in path.removeprefix("needs ").split(": ")[1:]):
         wrong.append("grouped GEMM")
-    runs, path = paths["grouped GEMM with MXFP4 weights"]
-    if runs == isinstance(chosen["grouped GEMM with MXFP4 weights"], str):
-        wrong.append("grouped GEMM with MXFP4 weights")
+    runs, path = paths["MXFP4 grouped GEMM"]
+    if runs == isinstance(chosen["MXFP4 grouped GEMM"], str):
+        wrong.append("MXFP4 grouped GEMM")
     assert paths.keys() == chosen.keys()
-    assert all(runs for name, (runs, _) in paths.items() if not name.startswith("grouped GEMM"))
+    assert all(runs for name, (runs, _) in paths.items() if not name.endswith("grouped GEMM"))
     return wrong
 
 

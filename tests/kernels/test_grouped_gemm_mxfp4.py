@@ -455,11 +455,12 @@ def test_bias_row_weights_gather_and_scatter(bias_dtype, out_dtype, device):
 
 
 def test_accumulation(device):
-    p = make_problem([5, 12], 64, 64, device)
-    before = torch.randn(17, 64, device=device)
-    out = before.clone()
-    group_gemm_mxfp4(*arguments(p), accumulate=True, out=out)
-    assert mismatch(out, p.expected + before, 1e-5) is None
+    p = make_problem([5, 42], 64, 64, device)
+    before = torch.randn(47, 64, device=device)
+    for config in (None, Mxfp4Config(**LARGE)):
+        out = before.clone()
+        group_gemm(*arguments(p), accumulate=True, out=out, config=config)
+        assert mismatch(out, p.expected + before, 1e-5) is None
     y = group_gemm_mxfp4(*arguments(p), out_dtype=torch.float32)
     assert y.dtype == torch.float32 and mismatch(y, p.expected, 1e-5) is None
 
