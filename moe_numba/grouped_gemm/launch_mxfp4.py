@@ -17,7 +17,14 @@ from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.tensor_map import tensor_map_template
-from moe_numba.runtime.validate import UnsupportedDeviceError, check_int, check_tensor, is_fake, make_outputs
+from moe_numba.runtime.validate import (
+    UnsupportedDeviceError,
+    check_aligned,
+    check_int,
+    check_tensor,
+    is_fake,
+    make_outputs,
+)
 
 MXFP4_SIGNATURE = (
     *(TENSOR_MAP, "uint8*", "int32*", "int32*", "int32*"),
@@ -143,6 +150,7 @@ class Mxfp4Plan:
     def launch(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
         x, weight, seqlens, cu_seqlens, _, _, offs, indices, bias, scatter_indices, row_weights, _ = tensors
+        check_aligned("weight", weight)
         rows = (x.flatten(0, 1) if self.is_masked else x) if self.no_rows is None else self.no_rows
         lengths = address(seqlens if offs is None else offs)
         self.start(

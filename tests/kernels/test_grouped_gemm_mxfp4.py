@@ -174,15 +174,23 @@ def test_a_scale_that_is_nan_makes_its_row_nan(device):
     assert mismatch(y, p.expected) is None
 
 
-@pytest.mark.parametrize("variant", CONFIG_VARIANTS)
-@pytest.mark.parametrize("pattern", ["empty groups", "an exact tile, and one row more", "no rows"])
+@pytest.mark.parametrize(
+    "pattern, variant",
+    [
+        *(("empty groups", variant) for variant in CONFIG_VARIANTS),
+        *(("an exact tile, and one row more", variant) for variant in ("two units", "one unit")),
+        ("no rows", "two units"),
+    ],
+)
 def test_group_sizes(pattern, variant, device):
     p = make_problem(PATTERNS[pattern], 128, 192, device)
     assert mismatch(run(CONFIG_VARIANTS[variant], p), p.expected) is None
 
 
-@pytest.mark.parametrize("variant", ["two units", "one unit", "four warpgroups"])
-@pytest.mark.parametrize("n, k", [(32, 32), (96, 96), (320, 224)])
+@pytest.mark.parametrize(
+    "n, k, variant",
+    [(32, 32, "two units"), (96, 96, "one unit"), (192, 224, "two units"), (320, 96, "four warpgroups")],
+)
 def test_sizes_that_are_no_multiples_of_a_tile(n, k, variant, device):
     p = make_problem([5, 0, 12], n, k, device)
     assert mismatch(run(CONFIG_VARIANTS[variant], p, blocks=3), p.expected) is None
@@ -194,9 +202,9 @@ def test_row_layouts(row_layout, device):
     assert mismatch(run(SMALL, p), p.expected) is None
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_result_does_not_depend_on_thread_order(seed, device):
-    p = make_problem([30, 10], 128, 640, device)
+    p = make_problem([30, 10], 64, 448, device)
     first = run(SMALL, p)
     assert mismatch(first, p.expected) is None
     assert torch.equal(run(SMALL, p, seed=seed), first)
@@ -266,7 +274,7 @@ WRONG = {
         "            stage_1 = stage\n",
         "            release(smem, lane, stage)\n            stage_1 = int32(-1)\n",
     ),
-    "a stage is never released": (kernel, "        release(smem, lane, stage_1)\n        epilogue", "        epilogue"),
+    "a stage is never released": (kernel, "        release(smem, lane, stage_1)\n        return", "        return"),
     "too few bytes are expected": (kernel, "int32(units * unit_bytes))", "int32(units * unit_bytes - 16))"),
     "consumers request more registers than producers release": (
         kernel,
@@ -297,8 +305,9 @@ ON_A_GPU = {  # the others would hang a GPU, access memory out of bounds, or cou
 @pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
 def test_wrong_kernels_are_rejected(what, device):
     make_kernel = changed_maker(kernel, "make_kernel", *WRONG[what])
-    p = make_problem([13, 11], 128, 576, device)
-    attempt = lambda seed: mismatch(run(SMALL, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
+    p = make_problem([13, 11], 128, 320, device)
+    config = SMALL._replace(stages=2)
+    attempt = lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
 
 
@@ -316,7 +325,7 @@ WRONG_GATHER = {
 @pytest.mark.parametrize("what", WRONG_GATHER if simulator.ENABLED else ["the second unit has the first one's columns"])
 def test_wrong_gathers_are_rejected(what, device):
     make_kernel = changed_maker(kernel, "make_kernel", *WRONG_GATHER[what])
-    p = gathered(make_problem([13, 11], 64, 576, device))
+    p = gathered(make_problem([13, 11], 64, 448, device))
     attempt = lambda seed: mismatch(run(SMALL, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
 
@@ -379,6 +388,12 @@ def arguments(p):
     return p.x, pack_mxfp4(p.blocks, p.scales), p.lengths, p.starts
 
 
+def shifted(weight):
+    """The same weight at an odd address."""
+    wide = torch.empty(weight.numel() + 1, dtype=torch.uint8, device=weight.device)
+    return wide[1:].view(weight.shape).copy_(weight)
+
+
 def test_public_function(device):
     p = make_problem([5, 0, 12], 96, 96, device)
     out = torch.full_like(p.expected, float("nan"), dtype=torch.bfloat16)
@@ -404,6 +419,7 @@ def test_public_function(device):
             lambda a: dict(weight=a["weight"].view(torch.int8)),
         ),
         (ValueError, "weight has shape .*2175", lambda a: dict(weight=a["weight"][..., 1:])),
+        (ValueError, "weight starts at address", lambda a: dict(weight=shifted(a["weight"]))),
         (ValueError, "x has 128 columns; weight is packed for 32 or 64", lambda a: dict(x=a["x"].repeat(1, 2))),
         (ValueError, "n is 128; weight is packed for 32 or 64 rows", lambda a: dict(n=128)),
         (TypeError, "n is 1.5", lambda a: dict(n=1.5)),
