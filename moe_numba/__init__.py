@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         group_gemm_silu_and_mul_blockwise_fp8,
         group_gemm_silu_and_mul_mxfp4,
         group_gemm_silu_and_mul_pertensor_fp8,
+        k_grouped_gemm_bf16,
         pack_mxfp4,
     )
     from moe_numba.moe_layer import (
@@ -71,6 +72,7 @@ _HOME = {
     "group_gemm_silu_and_mul_bf16": "grouped_gemm",
     "group_gemm_silu_and_mul_pertensor_fp8": "grouped_gemm",
     "group_gemm_silu_and_mul_blockwise_fp8": "grouped_gemm",
+    "k_grouped_gemm_bf16": "grouped_gemm",
     "group_by_expert": "moe_layer",
     "permute_cast_to_fp8": "moe_layer",
     "permute_tokens": "moe_layer",
@@ -105,6 +107,7 @@ __all__ = [
     "group_gemm_silu_and_mul_blockwise_fp8",
     "group_gemm_silu_and_mul_mxfp4",
     "group_gemm_silu_and_mul_pertensor_fp8",
+    "k_grouped_gemm_bf16",
     "memory_cost",
     "moe_align_block_size",
     "pack_mxfp4",

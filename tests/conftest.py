@@ -25,6 +25,7 @@ SLOW_MODULES = {
     "test_grouped_gemm_mma",
     "test_grouped_gemm_mma_compile",
     "test_hpc_ops",
+    "test_k_grouped_gemm_kernel",
     "test_low_latency_compile",
     "test_torch_layer",
 }
@@ -87,6 +88,8 @@ CAPABILITIES = {
         "test_hopper_conformance",
         "test_hopper_conformance_wgmma",
         "test_hpc_ops",
+        "test_k_grouped_gemm",
+        "test_k_grouped_gemm_kernel",
         "test_mbarrier",
         "test_tma",
         "test_wgmma",

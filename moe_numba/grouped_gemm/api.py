@@ -261,7 +261,8 @@ def group_gemm_bf16(
     ----------
     x : tensor [total, k] or [groups, capacity, k], bfloat16
     weight : tensor [groups, n, k], bfloat16
-        1 to 512 groups; n and k multiples of 16.
+        1 to 512 groups; n and k multiples of 16. Its k or its n is contiguous (``transposed.mT``), which needs no copy;
+        a GPU without wgmma, older than Hopper, takes only the former.
     seqlens : tensor [groups], int32
         Number of rows of each group.
     cu_seqlens : tensor [groups + 1], int32, or None

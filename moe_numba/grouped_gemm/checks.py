@@ -60,6 +60,23 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     return row_layout
 
 
+def is_mn_major(weight):
+    """Whether a bfloat16 weight [groups, n, k] is a transposed view: its n is contiguous, and its k is not.
+
+    Refuses a weight of which neither is contiguous.
+    """
+    if weight.dtype != torch.bfloat16 or weight.stride(2) == 1:
+        return False
+    if weight.stride(1) != 1:
+        raise ValueError(f"weight has strides {weight.stride()}; its last dimension must be contiguous, or its second")
+    return True
+
+
+def has_wgmma(device):
+    """Whether a GPU has wgmma; True for a device whose tensors have no data."""
+    return is_fake(device) or devices.gpu_of(device).has_wgmma
+
+
 def check_gpu(device):
     """Refuse GPUs that have neither ``cp.async`` nor ``mma.sync`` of bfloat16."""
     if is_fake(device):
@@ -131,6 +148,10 @@ def check_arguments(scaling, tensors, options, has_out):
         check_indices(indices, x)
     check_scales(scaling, x, weight, tensors.x_scale, tensors.w_scale)
     check_options(options, weight.shape[1], scaling)
+    if is_mn_major(weight) and options.silu_and_mul:
+        raise ValueError(
+            f"weight has strides {weight.stride()}; with an activation its last dimension must be contiguous"
+        )
     rows, (groups, n, _) = tuple(rows_of(tensors)), weight.shape
     if tensors.bias is not None:
         _check_array("bias", tensors.bias, (groups, n), (torch.bfloat16, torch.float32), x.device)

@@ -45,6 +45,7 @@ class GemmConfig(NamedTuple):
     cluster_size: int = 1  # CTAs with neighbouring tiles of weight that load their rows of x by multicast, 1 or 2
     gather: bool = False  # rows of x are read through an array of row indices
     warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
+    weight_major: str = "k"  # contiguous dimension of weight [groups, n, k]: "k", or with bf16 "mn", which is n
 
     @property
     def block_m(self) -> int:
@@ -220,6 +221,8 @@ def check_config(config: GemmConfig) -> None:
     if config.m_subtiles not in (1, 2) or (config.silu_and_mul and config.m_subtiles == 2):
         raise ValueError(f"m_subtiles is {config.m_subtiles}; it must be 1 or 2, and with silu_and_mul 1")
     check_epilogue(config)
+    if config.weight_major not in ("k", "mn") or (config.weight_major == "mn" and config.dtype != "bf16"):
+        raise ValueError(f"weight_major is {config.weight_major!r}; it must be 'k', or with bf16 'mn'")
     if config.cluster_size not in (1, 2):
         raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
     if config.cluster_size == 2 and config.gather:

@@ -19,16 +19,9 @@ from moe_numba.grouped_gemm.config import (
     SILU_ROWS,
 )
 from moe_numba.grouped_gemm.epilogue_terms import make_activate, make_apply_row_terms, make_finish
-from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
-from moe_numba.ptx.fragments import (
-    make_load_columns,
-    make_load_f32_rows,
-    make_rows_of_columns,
-    make_store_f32_rows,
-    make_valid_rows,
-)
+from moe_numba.ptx.fragments import make_load_columns, make_scatter_columns, make_store_columns
 from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
@@ -146,26 +139,27 @@ def make_load_destinations(n, m_subtiles, i=0):
 
 @cache
 def make_store_floats(n, config):
-    """Make ``store_floats(output, warp, lane, acc, tile, first, rows)``: store a subtile's accumulators as float32.
+    """Make ``store_floats(output, quarter, column, acc, first, rows)``: store a subtile as float32.
 
-    A warp's store covers eight neighbouring columns, a sector of 32 bytes, of four rows. With ``accumulate`` it first
-    loads what y holds. ``first`` is the subtile's first row in the product, and ``rows`` of them exist.
+    A warp's store covers eight neighbouring columns of y, a sector of 32 bytes, of four rows. ``first`` is the
+    subtile's first row in the product, and ``rows`` of them exist.
     """
-    load_columns, valid_rows, rows_of_columns = make_load_columns(n), make_valid_rows(n), make_rows_of_columns(n)
-    load, add, store = make_load_f32_rows(n), make_fma(n), make_store_f32_rows(n)
-    scatter, accumulate = config.scatter, config.accumulate
+    if config.scatter:
+        load_columns, scatter_columns = make_load_columns(n), make_scatter_columns(n, config.accumulate)
+
+        @cuda.jit(device=True)
+        def scatter_floats(output, quarter, column, acc, first, rows):
+            indices, y_rows = load_columns(output.inputs.scatter_indices, first, rows, quarter), output.inputs.y_rows
+            scatter_columns(output.y, indices, y_rows, rows, quarter, output.n, column, acc)
+            cuda.syncwarp()  # the indices of another subtile are not loaded before, which would need more registers
+
+        return scatter_floats
+
+    store_columns = make_store_columns(n, config.accumulate)
 
     @cuda.jit(device=True)
-    def store_floats(output, warp, lane, acc, tile, first, rows):
-        quarter, column = int32(lane & 3), int32(tile.column + 16 * warp + (lane >> 2))
-        if scatter:
-            indices = load_columns(output.inputs.scatter_indices, first, rows, quarter)
-            y_rows = valid_rows(indices, rows, quarter, output.inputs.y_rows)
-        else:
-            y_rows = rows_of_columns(first, rows, quarter)
-        if accumulate:
-            acc = add(acc, load(output.y, y_rows, output.n, column), float32(1))
-        store(output.y, y_rows, output.n, column, acc)
+    def store_floats(output, quarter, column, acc, first, rows):
+        store_columns(output.y, first, rows, quarter, output.n, column, acc)
 
     return store_floats
 
@@ -257,10 +251,11 @@ def make_epilogue(n, config, layout):
             if two:
                 acc_1 = finish(acc_1, output.inputs, lane, tile, terms, second, rows_1)
         if store_f32:
-            if tile.column + 16 * warp < output.n:
-                store_floats(output, warp, lane, acc_0, tile, tile.row, rows_0)
+            quarter, column = int32(lane & 3), int32(tile.column + 16 * warp + (lane >> 2))
+            if column < output.n:
+                store_floats(output, quarter, column, acc_0, tile.row, rows_0)
                 if two:
-                    store_floats(output, warp, lane, acc_1, tile, second, rows_1)
+                    store_floats(output, quarter, column, acc_1, second, rows_1)
         else:
             store_tile(smem, output, warp, lane, acc_0, acc_1, tile, float32(1) if finishes else tile.scale)
 

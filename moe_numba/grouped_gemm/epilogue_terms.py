@@ -147,9 +147,9 @@ def make_finish(n, config):
         config.row_weights,
         config.has_row_terms,
     )
-    scale_columns, apply_row_terms, zeros = make_fma_columns(n), make_apply_row_terms(n), (np.float32(0),) * (n // 2)
-    load_columns, gather_columns, scale_group = make_load_columns(n), make_gather_columns(n), make_fma_blocks(n, n)
-    by_tensor = config.scale_in_tile
+    scale_columns, zeros = make_fma_columns(n), (np.float32(0),) * (n // 2)
+    load_columns, gather_columns = make_load_columns(n), make_gather_columns(n)
+    apply_row_terms, scale_group, by_tensor = make_apply_row_terms(n), make_fma_blocks(n, n), config.scale_in_tile
 
     @cuda.jit(device=True)
     def finish(acc, inputs, lane, tile, terms, first, rows):
@@ -160,13 +160,18 @@ def make_finish(n, config):
                 x_scales = gather_columns(inputs.x_scale, indices, inputs.x_rows)
             else:
                 x_scales = load_columns(inputs.x_scale, first, rows, quarter)
+        if row_weights:
+            weights = load_columns(inputs.row_weights, first, rows, quarter)
+        if by_row:
             acc = scale_columns(zeros, acc, x_scales)
         if has_row_terms:
             acc = apply_row_terms(acc, terms[0])
         elif by_tensor:
             acc = scale_group(zeros, acc, (tile.scale, tile.scale))
         if row_weights:
-            acc = scale_columns(zeros, acc, load_columns(inputs.row_weights, first, rows, quarter))
+            acc = scale_columns(zeros, acc, weights)
+        if by_row or row_weights:
+            cuda.syncwarp()  # the values of another fragment are not loaded before, which would need more registers
         return acc
 
     return finish

@@ -41,7 +41,7 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
-from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.ptx.wgmma import make_wgmma_descriptor_mn, make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
 ACCUMULATOR_REGISTERS = 190  # registers of a consumer thread for accumulators, the wgmma result and scales
 
@@ -83,7 +83,7 @@ def make_mma_stage(n, config, layout):
     wait, release_stage = make_wgmma_wait(n, 0), make_release_stage(config.cluster_size)
 
     if config.dtype == "bf16":  # the tensor cores accumulate in float32: no promotion
-        wgmma = make_wgmma_tile(n, "bf16", accumulate=True)
+        wgmma = make_wgmma_tile(n, "bf16", accumulate=True, a_major=config.weight_major)
 
         @cuda.jit(device=True)
         def mma_stage(smem, a, b, acc, scales, stage, release):
@@ -188,6 +188,8 @@ def make_consumer_of_size(n, config, layout, accumulators):
     )
     two, silu_and_mul, advance = accumulators == 2, config.silu_and_mul, make_advance(config.stages)
     zeros, load_terms = (np.float32(0),) * (n // 2), make_load_terms(config)
+    # A warpgroup's 64 rows of weight are a tile of one swizzle atom by 64 k if they are MN-major.
+    a_descriptor = make_wgmma_descriptor_mn(64 * BLOCK_K_BYTES) if config.weight_major == "mn" else wgmma_descriptor
 
     @cuda.jit(device=True)
     def consumer(smem, output, warp, lane, stage, phase, k_blocks, tile):
@@ -197,7 +199,7 @@ def make_consumer_of_size(n, config, layout, accumulators):
         for _ in range(k_blocks):
             mbarrier_wait_parity(smem.barriers, full + stage, phase)
             offset = int32(stage * stage_bytes)
-            a = wgmma_descriptor(smem.u8, offset + warpgroup_offset)
+            a = a_descriptor(smem.u8, offset + warpgroup_offset)
             b = wgmma_descriptor(smem.u8, offset + x_offset)
             scales = int32(scale_offset + stage * stage_scales + (lane & 3) * scale_pitch)
             acc_0 = mma_stage(smem, a, b, acc_0, scales, stage, lane == 0 and not two)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, rows_of
+from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, is_mn_major, rows_of
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
 from moe_numba.grouped_gemm.config_mma import MmaConfig
@@ -183,6 +183,11 @@ class GemmPlan:
         elif isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):
             self.launch, columns = HopperLaunch(config, tensors, shape), BLOCK_N
         else:
+            if is_mn_major(weight):
+                raise ValueError(
+                    f"weight has strides {weight.stride()}; the kernel with mma.sync, which {gpu.name} executes, needs "
+                    "a contiguous last dimension: use weight.contiguous()"
+                )
             self.launch = MmaLaunch(config, tensors, shape, gpu)
             columns = self.launch.config.columns
         if groups * -(-total_rows // self.launch.config.block_m) * -(-n // columns) > _MAX_TILES:
@@ -203,6 +208,7 @@ class HopperLaunch:
         config = config or select_config(shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul)
         if indices is not None:
             config = config._replace(gather=True, cluster_size=1)
+        config = config._replace(weight_major="mn" if is_mn_major(weight) else "k")
         self.config = config = with_options(config, tensors, shape)
         self.start, self.grid = get_launcher(config, x.device.index or 0), _grid_size(x.device)
         block_k, x_box_rows = 128 // x.element_size(), SharedMemoryLayout(config).x_box_rows
@@ -278,6 +284,8 @@ def weight_map_of(config, block_k):
         return (lambda weight: weight.unflatten(1, (-1, 2))), (1, BLOCK_N, 1, block_k)
     if config.partial:
         return (lambda weight: weight.unflatten(1, (2, -1))), (1, 1, BLOCK_N, block_k)
+    if config.weight_major == "mn":
+        return (lambda weight: weight.mT), (1, block_k, BLOCK_N // 2)
     return (lambda weight: weight), (1, BLOCK_N, block_k)
 
 

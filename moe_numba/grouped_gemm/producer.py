@@ -34,9 +34,11 @@ def make_load_weight(config):
 
     With ``silu_and_mul`` they are a tile of gate and behind it one of up. Their rows are rows ``column`` and
     ``n + column`` of weight, or interleaved. In a map of 4 dimensions, [k, column, part, group] or
-    [k, part, column, group], part 0 is gate and part 1 up; rows beyond either are zeros.
+    [k, part, column, group], part 0 is gate and part 1 up; rows beyond either are zeros. An MN-major tile has one box
+    of 64 rows of weight for each consumer warpgroup.
     """
     silu_and_mul, splits_weight, interleaved = config.silu_and_mul, config.splits_weight, config.interleaved
+    mn_major, half_rows = config.weight_major == "mn", BLOCK_N // 2
 
     @cuda.jit(device=True)
     def load_weight(smem, offset, map_weight, k, column, n, group, full, policy):
@@ -46,6 +48,10 @@ def make_load_weight(config):
                 to = int32(offset + part * (BLOCK_N * BLOCK_K_BYTES))
                 y, z = (int32(part), column) if interleaved else (column, int32(part))
                 tma_load_4d_hint(smem.u8, to, map_weight, 0, k, y, z, group, barriers, full, policy)
+        elif mn_major:
+            to, second = int32(offset + half_rows * BLOCK_K_BYTES), int32(column + half_rows)
+            tma_load_3d_hint(smem.u8, offset, map_weight, 0, column, k, group, barriers, full, policy)
+            tma_load_3d_hint(smem.u8, to, map_weight, 0, second, k, group, barriers, full, policy)
         else:
             tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, group, barriers, full, policy)
             if silu_and_mul:

@@ -40,12 +40,57 @@ def group_gemm(x, weight, lengths, starts, scales=None):
     return out
 
 
+def k_grouped_gemm(a, b, lengths, starts):
+    """Return ``a[rows].T @ b[rows]`` of each group's rows in float64, [groups, n, k]."""
+    groups = zip(lengths.tolist(), starts.tolist(), strict=False)
+    return torch.stack([a[s : s + l].double().T @ b[s : s + l].double() for l, s in groups])
+
+
 def group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale):
     """Return the grouped GEMM in float64 for scales per 1 x 128 block of x and per 128 x 128 block of weight."""
     scale = weight_scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
     weight = weight.double() * scale[:, : weight.shape[1], : weight.shape[2]].double()
     x = x.double() * x_scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     return group_gemm(x, weight, lengths, starts)
+
+
+def group_gemm_rowwise(x, weight, lengths, starts, x_scale, weight_scale):
+    """Return the grouped GEMM in float64 for scales [rows] of x and [groups, n] of weight."""
+    out = group_gemm(x, weight, lengths, starts) * x_scale.double()[:, None]
+    return out * rows_of_groups(weight_scale, lengths, starts, len(x))
+
+
+def rows_of_groups(values, lengths, starts, rows):
+    """Return the row of ``values`` [groups, n] of each row's group in float64, zeros for rows of no group."""
+    out = torch.zeros(rows, values.shape[1], dtype=torch.float64, device=values.device)
+    for g, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=False)):
+        out[start : start + length] = values[g].double()
+    return out
+
+
+def finish_rows(product, lengths, starts, bias=None, row_weights=None):
+    """Return ``(product + bias) * row_weights`` in float64, for a bias [groups, n] and a weight for each row."""
+    if bias is not None:
+        product = product + rows_of_groups(bias, lengths, starts, len(product))
+    return product if row_weights is None else product * row_weights.double()[:, None]
+
+
+def store_rows(product, out, indices=None, accumulate=False):
+    """Return ``out`` in float64 after the rows of ``product`` have been stored or added, to the rows in ``indices``.
+
+    Rows of NaN, which belong to no group, and rows whose index is out of bounds change nothing.
+    """
+    result = out.double()
+    for i, row in enumerate(range(len(product)) if indices is None else indices.tolist()):
+        if 0 <= row < len(out) and not bool(product[i].isnan().any()):
+            result[row] = result[row] + product[i] if accumulate else product[i]
+    return result
+
+
+def swigluoai(gate_up, alpha=1.702, limit=7.0):
+    """Return gpt-oss' activation of interleaved columns of gate and up, in the dtype of ``gate_up``."""
+    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 def silu_and_mul(gate_up):

@@ -2,9 +2,10 @@
 
 The public functions already work under torch.compile(fullgraph=True), torch.export and FakeTensorMode: there they call
 their ops. To write ops into a graph by hand, or to load an exported program, import this module and use
-``torch.ops.moe_numba.<name>``. An op takes the function's arguments without ``out`` and ``workspace``, and those after
-``out`` by keyword. ``torch.ops.moe_numba.<name>.out`` writes to ``out``, a tensor or a list of tensors, and returns
-nothing. ``num_token_non_padded`` must be a tensor. Ops have no backward and refuse torch.vmap.
+``torch.ops.moe_numba.<name>``. An op takes the function's arguments without ``out`` and ``workspace``.
+``torch.ops.moe_numba.<name>.out`` writes to ``out``, a tensor or a list of tensors, and returns nothing; it takes
+``out`` and the arguments after it by keyword. ``num_token_non_padded`` must be a tensor. Of the ops
+``group_gemm_bf16`` has a backward. They refuse torch.vmap.
 """
 
 from moe_numba import align, expert_parallel, gate, gate_align, grouped_gemm, moe_layer, shared_experts

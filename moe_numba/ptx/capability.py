@@ -5,7 +5,7 @@ OLDEST = (7, 5)  # the oldest GPUs that CUDA 13 compiles for
 # Parts of an instruction's text, newest GPUs first: the first entry with a part that occurs in the text decides.
 _NEEDED = {
     (9, 0): (
-        *("griddepcontrol", "barrier.cluster", "shared::cluster", "%cluster_", "mapa", "cp.async.bulk", "elect.sync"),
+        *("griddepcontrol", "barrier.cluster", "shared::cluster", "%cluster_", "mapa", "async.bulk", "elect.sync"),
         *("mbarrier.try_wait", "expect_tx", "mbarrier_init", "fence.proxy.async", "fence.proxy.tensormap"),
         *("tensormap.", "setmaxnreg", "wgmma", "stmatrix", "add.rn.bf16x2", "mul.rn.bf16x2"),
     ),

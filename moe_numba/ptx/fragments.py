@@ -8,7 +8,7 @@ A thread's fragment of a 64 x n tile is a tuple: ``d[4 j + 2 h + i]`` is in row 
 import numpy as np
 
 from moe_numba import simulator
-from moe_numba.ptx.accumulators import arithmetic, tuple_intrinsic
+from moe_numba.ptx.accumulators import arithmetic
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx
 from moe_numba.ptx.intrinsic import factory, make_intrinsic
 
@@ -106,7 +106,8 @@ def _sigmoid(builder, x, alpha):
     return builder.call(reciprocal, [builder.fadd(x.type(1.0), builder.call(exponential, [scaled]))])
 
 
-# Values per column, from global memory
+# Values per column, from global memory. Each access computes its address in its own assembly: the compiler would
+# otherwise keep the addresses of all columns in registers.
 
 
 @factory
@@ -127,21 +128,25 @@ def make_load_columns(n):
 
 
 def _load_columns(n):
-    from llvmlite import ir
     from numba import types
     from numba.cuda.extending import intrinsic
 
     @intrinsic
     def load_columns(typingctx, pointer, first, count, quarter):
+        kind = "f" if pointer.dtype == types.float32 else "r"
+
         def codegen(context, builder, sig, arguments):
             base, first, count, quarter = arguments
-            base = builder.gep(_to_global(builder, base), [builder.sext(first, ir.IntType(64))])
-            column, last = builder.shl(quarter, quarter.type(1)), builder.sub(count, count.type(1))
+            base = _address(builder, base, first)
+            double, last = builder.shl(quarter, quarter.type(1)), builder.sub(count, count.type(1))
             values = []
             for c in _columns(n):
-                index = builder.add(column, column.type(c))
-                index = builder.select(builder.icmp_signed("<", index, last), index, last)
-                values.append(builder.load(builder.gep(base, [builder.sext(index, ir.IntType(64))])))
+                text = (
+                    f"{{ .reg .s32 t; .reg .b64 a; add.s32 t, $2, {c}; min.s32 t, t, $3; mad.wide.s32 a, t, 4, $1; "
+                    "ld.global.b32 $0, [a]; }"
+                )
+                element = context.get_value_type(pointer.dtype)
+                values.append(_assemble(builder, text, f"={kind},l,r,r", element, [base, double, last]))
             return context.make_tuple(builder, sig.return_type, values)
 
         return types.UniTuple(pointer.dtype, n // 4)(pointer, types.int32, types.int32, types.int32), codegen
@@ -153,15 +158,14 @@ def _load_columns(n):
 def make_gather_columns(n):
     """Make ``gather(pointer, indices, limit)``: load an element of float32 for each of a thread's columns.
 
-    A column whose index is negative, or not below ``limit``, has 0. The array has at least one element.
+    A column whose index is negative, or not below ``limit``, has 0.
     """
 
     def gather_columns(pointer, indices, limit):
         values = ()
         for k in range(n // 4):
             valid = (indices[k] >= 0) & (indices[k] < limit)
-            value = pointer[indices[k] if valid else np.int32(0)]
-            values += (value if valid else np.float32(0),)
+            values += (pointer[indices[k]] if valid else np.float32(0),)
         return values
 
     return gather_columns if simulator.ENABLED else _gather_columns(n)
@@ -172,16 +176,18 @@ def _gather_columns(n):
     from numba import types
     from numba.cuda.extending import intrinsic
 
+    text = (
+        "{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $2, $3; mad.wide.s32 a, $2, 4, $1; mov.f32 $0, 0f00000000; "
+        "@p ld.global.f32 $0, [a]; }"
+    )
+
     @intrinsic
     def gather_columns(typingctx, pointer, indices, limit):
         def codegen(context, builder, sig, arguments):
-            base, limit, values = _to_global(builder, arguments[0]), arguments[2], []
+            base, values = _address(builder, arguments[0]), []
             for k in range(n // 4):
-                index = builder.extract_value(arguments[1], k)
-                valid = builder.icmp_unsigned("<", index, limit)
-                index = builder.sext(builder.select(valid, index, index.type(0)), ir.IntType(64))
-                value = builder.load(builder.gep(base, [index]))
-                values.append(builder.select(valid, value, value.type(0.0)))
+                operands = [base, builder.extract_value(arguments[1], k), arguments[2]]
+                values.append(_assemble(builder, text, "=f,l,r,r", ir.FloatType(), operands))
             return context.make_tuple(builder, sig.return_type, values)
 
         floats, integers = types.UniTuple(types.float32, n // 4), types.UniTuple(types.int32, n // 4)
@@ -190,158 +196,97 @@ def _gather_columns(n):
     return gather_columns
 
 
-def _to_global(builder, pointer, element=None):
-    """Return a pointer as one to global memory, so that accesses are not generic; ``element`` changes its type."""
-    return builder.addrspacecast(
-        pointer if element is None else builder.bitcast(pointer, element.as_pointer()),
-        (element or pointer.type.pointee).as_pointer(1),
-    )
+def _address(builder, pointer, index=None):
+    """Return the address in global memory of an element."""
+    from llvmlite import ir
+
+    pointer = builder.addrspacecast(pointer, pointer.type.pointee.as_pointer(1))
+    if index is not None:
+        pointer = builder.gep(pointer, [builder.sext(index, ir.IntType(64))])
+    return builder.ptrtoint(pointer, ir.IntType(64))
 
 
-# Rows of an output of float32: each column of a fragment is in one row of it
+def _assemble(builder, text, constraints, result, operands):
+    """Emit assembly, which stays behind what precedes it."""
+    from llvmlite import ir
+
+    function = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(ir.InlineAsm(function, text, constraints, side_effect=True), operands)
 
 
-def _integers(count, result, emit, *, simulate):
-    """Make a function of int32 tuples and integers; ``count`` is that of the first argument, None for an integer."""
-    if simulator.ENABLED:
-        return simulate
-    from numba import types
-
-    first = types.int32 if count is None else types.UniTuple(types.int32, count)
-    arguments = [first, *[types.int32] * (simulate.__code__.co_argcount - 1)]
-    return tuple_intrinsic(simulate, types.UniTuple(types.int32, result), arguments, emit)
-
-
-@factory
-def make_rows_of_columns(n):
-    """Make ``rows(first, count, quarter)``: row ``first + c`` for column c, or -1 from column ``count`` on."""
-
-    def rows_of_columns(first, count, quarter):
-        rows = ()
-        for column in _columns(n):
-            c = column + 2 * quarter
-            rows += (np.int32(first + c if c < count else -1),)
-        return rows
-
-    def emit(builder, values):
-        first, count, quarter = values
-        column, rows = builder.shl(quarter, quarter.type(1)), []
-        for c in _columns(n):
-            index = builder.add(column, column.type(c))
-            inside = builder.icmp_signed("<", index, count)
-            rows.append(builder.select(inside, builder.add(first, index), first.type(-1)))
-        return rows
-
-    return _integers(None, n // 4, emit, simulate=rows_of_columns)
+# Stores of float32: each column of a fragment is a row of the output
 
 
 @factory
-def make_valid_rows(n):
-    """Make ``rows(rows, count, quarter, limit)``: replace rows that are not in [0, limit) by -1.
+def make_store_columns(n, accumulate):
+    """Make ``store(pointer, first, count, quarter, pitch, element, values)``: store a fragment as rows of float32.
 
-    So are those from column ``count`` on.
+    Column c is stored to row ``first + c`` if c is below ``count``, at ``pointer[row * pitch + element]`` of int32 and
+    8 elements behind it: ``element`` includes the thread's first row in the fragment. Eight lanes store 32 consecutive
+    bytes. ``pitch`` is below 2**29. With ``accumulate`` each element is added to memory by ``red.global.add.f32``: the
+    L2 cache adds, and no thread waits for what memory holds. It takes subnormal numbers as zeros.
     """
 
-    def valid_rows(rows, count, quarter, limit):
-        checked = ()
+    def store_columns(pointer, first, count, quarter, pitch, element, values):
         for k, column in enumerate(_columns(n)):
-            valid = (column + 2 * quarter < count) & (rows[k] >= 0) & (rows[k] < limit)
-            checked += (np.int32(rows[k] if valid else -1),)
-        return checked
-
-    def emit(builder, values):
-        rows, count, quarter, limit = values
-        column, checked = builder.shl(quarter, quarter.type(1)), []
-        for c, row in zip(_columns(n), rows):
-            inside = builder.icmp_signed("<", builder.add(column, column.type(c)), count)
-            inside = builder.and_(inside, builder.icmp_unsigned("<", row, limit))
-            checked.append(builder.select(inside, row, row.type(-1)))
-        return checked
-
-    return _integers(n // 4, n // 4, emit, simulate=valid_rows)
-
-
-@factory
-def make_load_f32_rows(n):
-    """Make ``load(pointer, rows, pitch, first)``: load a fragment from rows of float32, zeros for rows of -1.
-
-    Element (r, c) is at ``pointer[r * pitch + first + c]``, of int32; ``first`` includes the thread's first row in the
-    fragment, c is 0 or 8.
-    """
-
-    def load_f32_rows(pointer, rows, pitch, first):
-        values = ()
-        for j in range(0, n // 4, 2):
-            for step in range(0, 2 * ROW_STEP, ROW_STEP):
-                for row in rows[j : j + 2]:
-                    index = np.int64(row) * pitch + first + step
-                    values += (int_as_float(pointer[index]) if row >= 0 else np.float32(0),)
-        return values
-
-    return load_f32_rows if simulator.ENABLED else _access_rows(n, load_f32_rows)
-
-
-@factory
-def make_store_f32_rows(n):
-    """Make ``store(pointer, rows, pitch, first, values)``: store a fragment as rows of float32, skipping rows of -1.
-
-    Eight lanes store 32 consecutive bytes. Addresses are as for :func:`make_load_f32_rows`.
-    """
-
-    def store_f32_rows(pointer, rows, pitch, first, values):
-        for k in range(n // 4):
+            c = column + 2 * quarter
             for h in range(2):
-                if rows[k] >= 0:
-                    index = np.int64(rows[k]) * pitch + first + ROW_STEP * h
-                    pointer[index] = float_as_int(values[4 * (k // 2) + 2 * h + k % 2])
+                if c < count:
+                    index = np.int64(first + c) * pitch + element + ROW_STEP * h
+                    value = values[4 * (k // 2) + 2 * h + k % 2]
+                    pointer[index] = float_as_int(int_as_float(pointer[index]) + value if accumulate else value)
 
-    return store_f32_rows if simulator.ENABLED else _access_rows(n, store_f32_rows)
+    return store_columns if simulator.ENABLED else _store(n, accumulate, store_columns)
 
 
-def _access_rows(n, simulate):
-    """Make the intrinsic of :func:`make_load_f32_rows` or, with a fifth argument, :func:`make_store_f32_rows`."""
+@factory
+def make_scatter_columns(n, accumulate):
+    """Make ``store(pointer, rows, limit, count, quarter, pitch, element, values)``, as :func:`make_store_columns`.
+
+    Column c is stored to the row of that thread's column in ``rows``, a tuple, if it is not negative and below
+    ``limit``.
+    """
+
+    def scatter_columns(pointer, rows, limit, count, quarter, pitch, element, values):
+        for k, column in enumerate(_columns(n)):
+            for h in range(2):
+                if (column + 2 * quarter < count) & (rows[k] >= 0) & (rows[k] < limit):
+                    index = np.int64(rows[k]) * pitch + element + ROW_STEP * h
+                    value = values[4 * (k // 2) + 2 * h + k % 2]
+                    pointer[index] = float_as_int(int_as_float(pointer[index]) + value if accumulate else value)
+
+    return scatter_columns if simulator.ENABLED else _store(n, accumulate, scatter_columns)
+
+
+def _store(n, accumulate, simulate):
+    """Make the intrinsic of :func:`make_store_columns`, or with ``rows`` of :func:`make_scatter_columns`."""
     from llvmlite import ir
     from numba import types
 
-    stores, single, second = simulate.__code__.co_argcount == 5, ir.FloatType(), 4 * ROW_STEP
-    if stores:
-        text = (
-            f"{{ .reg .pred p; setp.ge.s32 p, $0, 0; @p st.global.f32 [$1], $2; @p st.global.f32 [$1+{second}], $3; }}"
-        )
-        function, constraints = (
-            ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64), single, single]),
-            "r,l,f,f",
-        )
-    else:
-        text = (
-            "{ .reg .pred p; setp.ge.s32 p, $2, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
-            f"@p ld.global.f32 $0, [$3]; @p ld.global.f32 $1, [$3+{second}]; }}"
-        )
-        pair = ir.LiteralStructType([single, single])
-        function, constraints = ir.FunctionType(pair, [ir.IntType(32), ir.IntType(64)]), "=&f,=&f,r,l"
-    assembly = ir.InlineAsm(function, text, constraints + ",~{memory}", side_effect=True)
+    scatters, second = simulate.__code__.co_argcount == 8, 4 * ROW_STEP
+    opcode = "red.global.add.f32" if accumulate else "st.global.f32"
+    # Operands: address, pitch in bytes, two values, 2 * quarter, count, and first, or row and limit.
+    row = "setp.lt.u32.and p, $6, $7, p; mov.b32 t, $6;" if scatters else "add.s32 t, t, $6;"
+    texts = {
+        c: f"{{ .reg .pred p; .reg .s32 t; .reg .b64 a; add.s32 t, $4, {c}; setp.lt.s32 p, t, $5; {row} "
+        f"mad.wide.s32 a, t, $1, $0; @p {opcode} [a], $2; @p {opcode} [a+{second}], $3; }}"
+        for c in _columns(n)
+    }
+    constraints = "l,r,f,f,r,r,r" + ",r" * scatters + ",~{memory}"
 
     def codegen(context, builder, sig, arguments):
-        pointer, rows, pitch, first = arguments[:4]
-        base = builder.gep(_to_global(builder, pointer, single), [builder.sext(first, ir.IntType(64))])
-        pitch, loaded = builder.sext(pitch, ir.IntType(64)), [None] * (n // 2)
-        for k in range(n // 4):
-            row, at = builder.extract_value(rows, k), 4 * (k // 2) + k % 2
-            offset = builder.mul(builder.sext(row, ir.IntType(64)), pitch)
-            address = builder.ptrtoint(builder.gep(base, [offset]), ir.IntType(64))
-            if stores:
-                values = [builder.extract_value(arguments[4], i) for i in (at, at + 2)]
-                builder.call(assembly, [row, address, *values])
-            else:
-                values = builder.call(assembly, [row, address])
-                loaded[at], loaded[at + 2] = (builder.extract_value(values, i) for i in range(2))
-        return context.get_dummy_value() if stores else context.make_tuple(builder, sig.return_type, loaded)
+        pointer, first, *rest = arguments
+        limit = rest.pop(0) if scatters else None
+        count, quarter, pitch, element, values = rest
+        base, pitch = _address(builder, pointer, element), builder.shl(pitch, pitch.type(2))
+        double = builder.shl(quarter, quarter.type(1))
+        for k, c in enumerate(_columns(n)):
+            pair = [builder.extract_value(values, 4 * (k // 2) + k % 2 + i) for i in (0, 2)]
+            row = [builder.extract_value(first, k), limit] if scatters else [first]
+            _assemble(builder, texts[c], constraints, ir.VoidType(), [base, pitch, *pair, double, count, *row])
+        return context.get_dummy_value()
 
-    rows, floats = types.UniTuple(types.int32, n // 4), types.UniTuple(types.float32, n // 2)
-
-    def typing(pointer, *_):
-        arguments = pointer, rows, types.int32, types.int32
-        signature = types.void(*arguments, floats) if stores else floats(*arguments)
-        return signature, codegen
-
-    return make_intrinsic(simulate, 5 if stores else 4, typing)
+    floats, integer = types.UniTuple(types.float32, n // 2), types.int32
+    rows = (types.UniTuple(integer, n // 4), integer) if scatters else (integer,)
+    typing = lambda pointer, *_: (types.void(pointer, *rows, integer, integer, integer, integer, floats), codegen)
+    return make_intrinsic(simulate, 8 if scatters else 7, typing)

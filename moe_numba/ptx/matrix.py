@@ -222,3 +222,50 @@ def _stmatrix_rows(n, first):
         return types.void(array, types.int32, types.UniTuple(types.float32, n // 2)), codegen
 
     return stmatrix_rows
+
+
+@factory
+def make_st_shared_rows_f32(n, first):
+    """Make ``store(array, offset, values)``: store 32 columns of a fragment, from ``first`` on, as rows of float32.
+
+    The rows are those of ``make_stmatrix_rows``: a warp's 16 rows of 128 bytes, whose 16-byte vectors are XORed with
+    the row number. The instruction is ``st.shared.v2.f32``. Lane l passes the byte ``offset`` in ``array`` (uint8,
+    shared) of its two first columns, ``2 * (l % 4)``, in row ``l // 4``, with the XOR.
+    """
+
+    def st_shared_rows_f32(array, offset, values):
+        for j in range(4):
+            for h in range(2):
+                i = first // 2 + 4 * j + 2 * h
+                array.pointer().store_vector((offset ^ (32 * j)) + 1024 * h, (values[i], values[i + 1]), np.float32)
+
+    return st_shared_rows_f32 if simulator.ENABLED else _st_shared_rows_f32(n, first)
+
+
+def _st_shared_rows_f32(n, first):
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    lines = ["{ .reg .b32 t;"]
+    for j in range(4):
+        lines.append(f"xor.b32 t, $16, {32 * j};")
+        for h in range(2):
+            i = 4 * j + 2 * h
+            lines.append(f"st.shared.v2.f32 [t+{1024 * h}], {{${i}, ${i + 1}}};")
+    text, constraints = " ".join([*lines, "}"]), ",".join(["f"] * 16 + ["r", "~{memory}"])
+    function = ir.FunctionType(ir.VoidType(), [ir.FloatType()] * 16 + [ir.IntType(32)])
+
+    @intrinsic
+    def st_shared_rows_f32(typingctx, array, offset, values):
+        def codegen(context, builder, sig, arguments):
+            data = context.make_array(sig.args[0])(context, builder, value=arguments[0]).data
+            data = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
+            pointer = builder.ptrtoint(builder.gep(data, [arguments[1]]), ir.IntType(32))
+            floats = [builder.extract_value(arguments[2], first // 2 + i) for i in range(16)]
+            builder.call(ir.InlineAsm(function, text, constraints, side_effect=True), [*floats, pointer])
+            return context.get_dummy_value()
+
+        return types.void(array, types.int32, types.UniTuple(types.float32, n // 2)), codegen
+
+    return st_shared_rows_f32

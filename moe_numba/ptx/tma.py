@@ -48,21 +48,25 @@ def _load(rank, *, multicast=False, hint=False):
     return instruction(template, "void", *operands, simulate=simulate)
 
 
-def _store(rank):
-    """Make the store of a box of ``rank`` dimensions."""
+def _store(rank, *, add=False):
+    """Make the store of a box of ``rank`` dimensions, or its addition to what global memory holds."""
 
     def simulate(tensor_map, index, *more):
         coordinates, (array, offset) = more[:rank], more[rank:]
-        simulator.async_copy.store_box(tensor_map, index, coordinates, array, offset)
+        simulator.async_copy.store_box(tensor_map, index, coordinates, array, offset, add)
 
-    simulate.__name__ = simulate.__qualname__ = f"tma_store_{rank}d"
+    name = f"tma_reduce_add_{rank}d" if add else f"tma_store_{rank}d"
+    opcode = f"cp.reduce.async.bulk.tensor.{rank}d" if add else f"cp.async.bulk.tensor.{rank}d"
+    action = "add a box in shared memory to a float32 tensor in global memory" if add else "copy a box to global memory"
+    simulate.__name__ = simulate.__qualname__ = name
     simulate.__doc__ = (
-        f"``tma_store_{rank}d(tensor_map, index, {_COORDINATES[rank]}, array, offset)``, "
-        f"``cp.async.bulk.tensor.{rank}d.global.shared::cta``: copy a box from shared to global memory.\n\n"
-        "    Threads that wrote the box must execute ``fence_proxy_async_shared``, then synchronize, before it."
+        f"``{name}(tensor_map, index, {_COORDINATES[rank]}, array, offset)``, "
+        f"``{opcode}.global.shared::cta{'.add' * add}``: {action}."
+        + add * " Each element is added atomically and rounded once."
+        + "\n\n    Threads that wrote the box must execute ``fence_proxy_async_shared``, then synchronize, before it."
     )
     box = ", ".join(f"${1 + i}" for i in range(rank))
-    template = f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group [$0, {{{box}}}], [${rank + 1}];"
+    template = f"{opcode}.global.shared::cta{'.add' * add}.tile.bulk_group [$0, {{{box}}}], [${rank + 1}];"
     return instruction(template, "void", POINTER, *["s32"] * rank, SHARED, simulate=simulate)
 
 
@@ -73,8 +77,10 @@ tma_load_3d_hint = _load(3, hint=True)
 tma_load_4d_hint = _load(4, hint=True)
 tma_load_2d_multicast = _load(2, multicast=True)
 tma_load_2d_multicast_hint = _load(2, multicast=True, hint=True)
+tma_load_3d_multicast_hint = _load(3, multicast=True, hint=True)
 tma_store_2d = _store(2)
 tma_store_3d = _store(3)
+tma_reduce_add_3d = _store(3, add=True)
 
 
 def createpolicy_evict_first():

@@ -1,8 +1,13 @@
 """wgmma: asynchronous matrix multiply-accumulate by a warpgroup, with B in shared memory and A there or in registers.
 
-One ``wgmma.mma_async`` adds A B^T to a 64 x n tile of float32, from 64 rows of A and n rows of B, 32 bytes of k each
-(both K-major: the elements of a row are contiguous). Each thread holds n / 2 accumulators, its fragment:
-``d[4 j + 2 h + i]`` is row ``16 w + l // 4 + 8 h``, column ``8 j + 2 (l % 4) + i``, for lane l of warp w.
+One ``wgmma.mma_async`` adds A B^T to a 64 x n tile of float32, from 64 rows of A and n rows of B, 32 bytes of k each.
+Each thread holds n / 2 accumulators, its fragment: ``d[4 j + 2 h + i]`` is row ``16 w + l // 4 + 8 h``, column
+``8 j + 2 (l % 4) + i``, for lane l of warp w.
+
+An operand is K-major if the k elements of a row are contiguous, and MN-major, which bf16 allows, if the rows of one k
+are (its transpose lies in memory). With the 128-byte swizzle it consists of atoms of 1024 bytes, as TMA writes them:
+8 rows of 128 bytes along k, or MN-major 8 values of k with 64 rows each. Source: PTX ISA, "Shared Memory Matrix
+Layout".
 
 With A in registers, a thread holds for each 32 bytes of k four registers: ``a[2 h + r]`` is bytes ``16 h + 4 (l % 4)``
 to ``16 h + 4 (l % 4) + 3`` of row ``16 w + l // 4 + 8 r``, the layout of A in ``mma.sync``.
@@ -19,8 +24,9 @@ from moe_numba import simulator
 from moe_numba.ptx.accumulators import assembly
 from moe_numba.ptx.intrinsic import SHARED, factory, instruction, make_intrinsic
 
-# Types, elements of k per instruction, and the immediates behind scale-d with A in shared memory and in registers.
-_TYPES = {"e4m3": ("e4m3.e4m3", 32, "1, 1", "1, 1"), "bf16": ("bf16.bf16", 16, "1, 1, 0, 0", "1, 1, 0")}
+_TYPES = {"e4m3": ("e4m3.e4m3", 32), "bf16": ("bf16.bf16", 16)}
+# What the 16 k of one bf16 instruction advance a descriptor, which counts 16 bytes: 32 bytes, or two atoms.
+_K_STEP = {"k": 2, "mn": 2 * 1024 >> 4}
 
 # Descriptor bits: swizzle mode, stride in bytes from 8 rows to the next 8, and a leading-dimension offset of 1.
 _SWIZZLE_128 = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
@@ -41,6 +47,24 @@ def wgmma_descriptor_64b(array, offset):
     return np.uint64(_SWIZZLE_64 | simulator.wgmma.address(array, offset))
 
 
+@factory
+def make_wgmma_descriptor_mn(leading_bytes):
+    """Make ``descriptor(array, offset)`` for an MN-major tile with the 128-byte swizzle, aligned to 1024 bytes.
+
+    Atoms that follow each other along k are contiguous: a TMA box of 64 rows by any multiple of 8 k. ``leading_bytes``
+    is the distance from 64 rows to the next 64, a multiple of 1024, which a tile of 64 rows does not use.
+    ``descriptor + uint64(128)`` is 16 k further along.
+    """
+    if leading_bytes % 1024 or not 0 < leading_bytes < 1 << 18:
+        raise ValueError(f"leading_bytes is {leading_bytes}; it must be a multiple of 1024 below 2^18")
+    bits = 1 << 62 | (1024 >> 4) << 32 | (leading_bytes >> 4) << 16
+
+    def wgmma_descriptor_mn(array, offset):
+        return np.uint64(bits | simulator.wgmma.address(array, offset))
+
+    return _descriptor(bits, wgmma_descriptor_mn)
+
+
 def _descriptor(bits, simulate):
     template = (
         "{ .reg .b32 a; .reg .b64 d; and.b32 a, $1, 0x3FFFF; shr.u32 a, a, 4; cvt.u64.u32 d, a; "
@@ -59,25 +83,34 @@ def _check(n, dtype):
 
 
 @factory
-def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
+def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k"):
     """Make ``tile(a, b)``: ``wgmma.fence``, ``steps`` wgmmas along k and ``wgmma.commit_group`` in one assembly block.
 
     It returns A B^T over ``steps`` times 32 bytes of k; ``a`` and ``b`` are descriptors. With ``accumulate`` it is
     ``tile(acc, a, b)`` and adds to ``acc``. ``dtype`` is ``"e4m3"`` (32 elements of k per step) or ``"bf16"`` (16);
     ``n`` is a multiple of 8 up to 256. The results must go through ``make_wgmma_wait`` before they are read.
+
+    ``a_major`` and ``b_major`` are ``"k"``, for a descriptor of ``wgmma_descriptor`` (or ``_64b``), or for bf16
+    ``"mn"``, for one of ``make_wgmma_descriptor_mn``. The n of an MN-major B is a multiple of 64, so that B consists of
+    whole atoms.
     """
     _check(n, dtype)
+    if a_major not in _K_STEP or b_major not in _K_STEP or (dtype != "bf16" and "mn" in (a_major, b_major)):
+        raise ValueError(f"a_major is {a_major!r} and b_major {b_major!r}; they must be 'k', or with bf16 'mn'")
+    if b_major == "mn" and n % 64:
+        raise ValueError(f"n is {n}; for an MN-major B it must be a multiple of 64")
 
     def wgmma_tile(*arguments):
         acc, a, b = arguments if accumulate else (None, *arguments)
-        return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps)
+        return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps, (a_major, b_major))
 
     def template(registers, a, b):
-        types, k, immediates, _ = _TYPES[dtype]
+        types, k = _TYPES[dtype]
         mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}, a, b"
+        immediates = "1, 1" + f", {int(a_major == 'mn')}, {int(b_major == 'mn')}" * (dtype == "bf16")
         lines = ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
-            lines.append(f"add.u64 a, {a}, {2 * step}; add.u64 b, {b}, {2 * step};")
+            lines.append(f"add.u64 a, {a}, {_K_STEP[a_major] * step}; add.u64 b, {b}, {_K_STEP[b_major] * step};")
             lines.append(f"{mma}, {int(accumulate or step > 0)}, {immediates};")
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
@@ -86,7 +119,7 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False):
 
 @factory
 def make_wgmma_tile_rs(n, dtype, steps=4):
-    """Make ``tile(acc, a, b)``, as ``make_wgmma_tile`` with ``accumulate`` and with A in registers ("RS").
+    """Make ``tile(acc, a, b)``, as ``make_wgmma_tile`` with ``accumulate``, A in registers ("RS") and a K-major B.
 
     ``a`` is a tuple of ``4 * steps`` uint32, four for each step along k, and ``b`` a descriptor. The registers of ``a``
     must not change before the group has completed: pass them to ``make_wgmma_wait_registers``.
@@ -97,7 +130,8 @@ def make_wgmma_tile_rs(n, dtype, steps=4):
         return simulator.wgmma.multiply_rs(n, dtype, a, int(b), acc, steps)
 
     def template(registers, *operands):
-        (types, k, _, immediates), b = _TYPES[dtype], operands[-1]
+        (types, k), b = _TYPES[dtype], operands[-1]
+        immediates = "1, 1" + ", 0" * (dtype == "bf16")  # K-major B
         mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}"
         # 32-bit additions leave the upper word of the descriptor in its register.
         lines = [f"{{ .reg .b64 b; .reg .b32 l, h; mov.b64 {{l, h}}, {b}; wgmma.fence.sync.aligned;"]

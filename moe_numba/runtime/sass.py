@@ -36,6 +36,7 @@ _EXIT = re.compile(r"\*/\s+EXIT\b")
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.")
 _LABEL, _BRANCH = re.compile(r"\.(L_x_\d+):"), re.compile(r"\bBRA\S* .*\.(L_x_\d+)")
 _SETMAXNREG = re.compile(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)\S*\s+(?:UP\w+, )?(0x[0-9a-f]+)")
+_TRANSPOSES = re.compile(r"\bHGMMA\S* .*?gdesc\[UR\d+\]([.\w]*)")
 # ptxas warns of wgmmas that it serialises, of a setmaxnreg that it ignores, of anything that costs time.
 _WARNING = re.compile(r"\((C\d+)\) Potential Performance Loss|\((C75\d\d)\)|(Potential Performance Loss)")
 
@@ -52,6 +53,7 @@ class MachineCode:
     setmaxnreg: list | None = None  # register counts of its setmaxnreg instructions, in order
     body: list | None = None  # first and last instruction of the main path, as indices into opcodes
     loops: list | None = None  # the same for each loop in it
+    wgmma_transposes: list | None = None  # of each HGMMA: "", ".tnspA", ".tnspB" or ".tnspA.tnspB" (MN-major operands)
 
     def count(self, *prefixes):
         """Count the instructions that begin with one of these names; None without nvdisasm."""
@@ -288,6 +290,7 @@ def _report(compiled):
         "complaints": ["".join(found) for found in _WARNING.findall(compiled.log)],
         "opcodes": text and _OPCODE.findall(text),
         "setmaxnreg": text and [int(count, 16) for count in _SETMAXNREG.findall(text)],
+        "wgmma_transposes": text and _TRANSPOSES.findall(text),
         "body": body,
         "loops": loops,
     }

@@ -42,6 +42,7 @@ _functions: dict[str, Callable] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
 _int_or_tensor: dict[str, tuple[str, ...]] = {}
 _with_fake: set[str] = set()  # ops that have a fake implementation
+_with_autograd: set[str] = set()  # ops that have a backward
 _INT_OR_TENSOR = int | torch.Tensor | None
 _NO_TENSOR = "workspace"  # a parameter that ops do not have: memory for intermediate results, of no type of a schema
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -50,6 +51,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     _INT_OR_TENSOR: "Tensor?",
     int: "SymInt",
     int | None: "SymInt?",
+    torch.dtype | None: "ScalarType?",
     float: "float",
     float | None: "float?",
     bool: "bool",
@@ -75,7 +77,7 @@ def needs_dispatch(x, *others) -> bool:
 
     True if ``x`` is an array of another library, or if the call must go through PyTorch's dispatcher: under
     torch.compile, torch.export, FakeTensorMode and any other TorchDispatchMode; inside transforms of torch.func; if
-    ``x`` is a meta tensor or of a subclass; and if a tensor requires grad, which the op refuses.
+    ``x`` is a meta tensor or of a subclass; and if a tensor requires grad, which an op without backward refuses.
 
     Parameters
     ----------
@@ -106,10 +108,10 @@ def call_op(name: str, *args) -> Any:
     op, arguments = getattr(torch.ops.moe_numba, name), dict(zip(OPS[name], args, strict=True))
     if not isinstance(args[0], torch.Tensor):
         return call_with_tensors(_functions[name], OPS[name][0], arguments)
-    out = arguments.pop("out", None)
-    arguments.pop(_NO_TENSOR, None)
     if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
         _check_no_grad(name, arguments)
+    out = arguments.pop("out", None)
+    arguments.pop(_NO_TENSOR, None)
     for key in _int_or_tensor[name]:
         if isinstance(arguments[key], int | torch.SymInt):
             device = arguments[_required_tensors[name][0]].device
@@ -123,26 +125,28 @@ def call_op(name: str, *args) -> Any:
 def torch_op(function: Callable[P, R]) -> Callable[P, R]:
     """Register a public function as the op ``moe_numba::<name>``; return the function.
 
-    The op has the function's parameters without ``out`` and ``workspace``; those after ``out`` are keyword-only. A
-    function with ``out`` has a second overload, ``<name>.out``: there it is a keyword-only argument, which the op
-    writes to, and the op returns nothing. Where the function takes an int or a tensor the op takes a tensor, because
-    schemas have no such type; :func:`call_op` converts.
+    The op has the function's parameters without ``out`` and ``workspace``. A function with ``out`` has a second
+    overload, ``<name>.out``, in which ``out`` and what follows are keyword-only. It writes to ``out`` and returns
+    nothing. Where the function takes an int or a tensor the op takes a tensor, because schemas have no such type;
+    :func:`call_op` converts.
     """
     name, signature = function.__name__, inspect.signature(function)
     if name in OPS:  # the module is executed again, for example by importlib.reload; ops cannot be replaced
         return function
     parameters = signature.parameters
     names = OPS[name] = tuple(parameters)
+    positional = tuple(n for n in names if n not in ("out", _NO_TENSOR))
     _functions[name] = function
     _required_tensors[name] = tuple(n for n in names if parameters[n].annotation is torch.Tensor)
     _int_or_tensor[name] = tuple(n for n in names if parameters[n].annotation == _INT_OR_TENSOR)
 
     def implementation(*args, **kwargs):
+        arguments = dict(zip(positional, args)) | kwargs
         if _is_grad_enabled():
-            _check_no_grad(name, dict(zip(names, args)))
+            _check_no_grad(name, arguments)
         before, _state.in_op = _state.in_op, True
         try:
-            return function(*args, **kwargs)
+            return function(**arguments)
         finally:
             _state.in_op = before
 
@@ -202,6 +206,14 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
     return register
 
 
+def register_autograd(public: Callable, backward: Callable, setup_context: Callable) -> None:
+    """Register the backward of a public function's op; arguments as for ``torch.library.register_autograd``."""
+    name = public.__name__
+    if name not in _with_autograd:
+        _with_autograd.add(name)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+
+
 def _schema(signature, with_out):
     """The schema of an op, or of its overload with ``out``, from the signature of the function."""
     single = signature.return_annotation is torch.Tensor
@@ -210,25 +222,28 @@ def _schema(signature, with_out):
         if parameter.name == _NO_TENSOR:
             continue
         if parameter.name == "out":
-            arguments += ["*", "Tensor(a!) out" if single else "Tensor(a!)[] out"][: 1 + with_out]
+            # Without ``out`` all arguments are positional: torch.library.register_autograd takes no others.
+            arguments += ["*", "Tensor(a!) out" if single else "Tensor(a!)[] out"] if with_out else []
             continue
         argument = f"{_SCHEMA_TYPES[parameter.annotation]} {parameter.name}"
         if parameter.default is not inspect.Parameter.empty:
             argument += f"={repr(parameter.default).removeprefix('torch.')}"
         arguments.append(argument)
-    if arguments[-1] == "*":
-        arguments.pop()
     returns = "" if with_out else ", ".join(["Tensor"] * (1 if single else len(get_args(signature.return_annotation))))
     return f"({', '.join(arguments)}) -> ({returns})"
 
 
 def _check_no_grad(name, arguments):
-    """Refuse tensors that require grad: the result would silently lose its gradient."""
+    """Refuse tensors that require grad, if the result would silently lose its gradient."""
+    if name not in _with_autograd:
+        reason = f"{name} has no backward"
+    else:
+        reason = f"{name} has a backward only without out" if arguments.get("out") is not None else ""
     for parameter in _required_tensors[name]:
         tensor = arguments[parameter]
         if not isinstance(tensor, torch.Tensor):
             continue  # the schema refuses it
-        if _is_grad_enabled() and tensor.requires_grad:
-            raise ValueError(f"{parameter} requires grad; {name} has no backward: use torch.no_grad() or detach()")
+        if reason and _is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(f"{parameter} requires grad; {reason}: use torch.no_grad() or detach()")
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             raise ValueError(f"{parameter} has a tangent; {name} has no forward-mode derivative: use detach()")

@@ -7,6 +7,8 @@ import inspect
 from moe_numba import simulator
 from moe_numba.course.simulate import changed_module
 
+_CHANGEABLE = tuple(f"moe_numba.{package}." for package in ("grouped_gemm", "expert_parallel.kernels", "ptx"))
+
 
 def changed(module, right, wrong):
     """Return the namespace of ``module`` with the passage ``right`` of its source replaced by ``wrong``."""
@@ -23,8 +25,8 @@ def _with_change(module, made):
     name = module.__name__
     if name not in made:
         replaced = {}
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith(module.__package__ + "."):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(_CHANGEABLE):
                 imported = importlib.import_module(node.module)
                 namespace = _with_change(imported, made)
                 if namespace is not vars(imported):

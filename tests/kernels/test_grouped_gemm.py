@@ -10,7 +10,12 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.runtime import device as devices
 
 # isort: split
-from moe_numba.grouped_gemm import group_gemm_pertensor_fp8, group_gemm_silu_and_mul_pertensor_fp8, reference
+from moe_numba.grouped_gemm import (
+    group_gemm_bf16,
+    group_gemm_pertensor_fp8,
+    group_gemm_silu_and_mul_pertensor_fp8,
+    reference,
+)
 from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
 from moe_numba.grouped_gemm.reference import FP8, mismatch
@@ -216,6 +221,25 @@ def test_what_tma_cannot_address_is_refused_by_name(name, change, message, devic
     arguments[name] = change(arguments[name].view(torch.uint8)).view(X.dtype)
     with pytest.raises(ValueError, match=f"^{name} .*{message}"):
         group_gemm_pertensor_fp8(**arguments)
+
+
+@pytest.mark.parametrize("average", [1, 300])
+def test_mn_major_weights(average, device):
+    """A transposed view needs no copy, and has the same result bit by bit."""
+    x, weight, *groups = inputs(n=144, k=80, device=device)["bf16"]
+    transposed = weight.mT.contiguous().mT
+    if devices.gpu_of(0).has_wgmma:
+        out = group_gemm_bf16(x, transposed, *groups, num_seq_per_group_avg=average)
+        assert torch.equal(out, group_gemm_bf16(x, weight, *groups, num_seq_per_group_avg=average))
+        with pytest.raises(ValueError, match="weight starts at address .* multiple of 16"):
+            group_gemm_bf16(x, torch.cat([transposed.mT, transposed.mT], 2)[..., 4:148].mT, *groups)
+    else:
+        with pytest.raises(
+            ValueError, match=r"weight has strides .* which .* executes, needs .*: use weight.contiguou"
+        ):
+            group_gemm_bf16(x, transposed, *groups)
+    with pytest.raises(ValueError, match="weight has strides .* must be contiguous, or its second"):
+        group_gemm_bf16(x, weight.repeat_interleave(2, 2)[..., ::2], *groups)
 
 
 # Large sizes, on a GPU

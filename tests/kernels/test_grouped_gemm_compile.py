@@ -23,6 +23,9 @@ CONFIGS = {
     "silu": dict(silu_and_mul=True, subtile_m=128, mma_n=(128,), stages=4),
     "silu, blocks": dict(silu_and_mul=True, scaling="block", subtile_m=64, mma_n=(64,), stages=5),
     "bf16": dict(dtype="bf16", scaling="none", subtile_m=256, mma_n=(256,), stages=4),
+    "bf16, MN-major": dict(
+        dtype="bf16", scaling="none", weight_major="mn", subtile_m=144, m_subtiles=2, mma_n=(144, 128), stages=4
+    ),
     "decode, gather": dict(gather=True, subtile_m=16, mma_n=(16,), stages=11),
     "prefill, gather": dict(gather=True, subtile_m=144, m_subtiles=2, mma_n=(144, 128), stages=4),
     "prefill, blocks, gather": dict(gather=True, scaling="block", subtile_m=128, mma_n=(128,), stages=6),
@@ -67,6 +70,11 @@ def test_setmaxnreg_asks_for_no_more_registers_than_the_cta_has(name, reports):
     producer, consumer = sorted(set(reports[name].setmaxnreg))
     assert registers_of(producer, consumer) <= reports[name].registers * THREADS <= 65536
     assert registers_of(24, 256) > 65536
+
+
+def test_mn_major_weights_are_transposed_by_wgmma(reports):
+    assert set(reports["bf16, MN-major"].wgmma_transposes) == {".tnspA"}
+    assert set(reports["bf16"].wgmma_transposes) == {""}
 
 
 def registers_of(producer, consumer):

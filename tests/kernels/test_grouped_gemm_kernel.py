@@ -85,13 +85,14 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel, first_row=0
     y = torch.empty((total + 4, n), dtype=torch.bfloat16, device=p.x.device)
     y[first_row:] = float("nan")
     lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
+    weight, box = (p.weight.mT, (1, 64, 64)) if config.weight_major == "mn" else (p.weight, (1, 128, block_k))
     with simulator.seed(seed):
         launch(
             made,
             blocks,
             THREADS,
             TensorMap(p.x, (SharedMemoryLayout(config).x_box_rows, block_k), swizzle=128),
-            TensorMap(p.weight, (1, 128, block_k), swizzle=128),
+            TensorMap(weight, box, swizzle=128),
             y.view(torch.int32),
             p.x_scale,  # only written with silu_and_mul
             *(lengths, p.starts, p.x_scale, p.weight_scale, groups, total, p.capacity, n, k),
@@ -111,12 +112,13 @@ CONFIGS = {
     "block": TENSOR._replace(scaling="block"),
     "block, two subtiles": TENSOR._replace(scaling="block", subtile_m=24, m_subtiles=2, mma_n=(24, 8)),
     "bf16": TENSOR._replace(dtype="bf16", scaling="none"),
+    "bf16, MN-major": TENSOR._replace(dtype="bf16", scaling="none", weight_major="mn"),
     "tensor, cluster": TENSOR._replace(cluster_size=2),
     "block, two subtiles, cluster": TENSOR._replace(scaling="block", m_subtiles=2, cluster_size=2),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "bf16, MN-major"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_group_sizes(name, pattern, device):
     p = make_problem(CONFIGS[name], PATTERNS[pattern], 128, 256 if name != "bf16" else 128, device)
@@ -128,6 +130,34 @@ def test_group_sizes(name, pattern, device):
 def test_sizes_that_are_no_multiples_of_a_tile(name, n, k, device):
     p = make_problem(CONFIGS[name], [5, 0, 12], n, k, device)
     assert mismatch(run(CONFIGS[name], p, blocks=4), p.expected) is None
+
+
+MN_MAJOR = CONFIGS["bf16, MN-major"]
+
+
+@pytest.mark.parametrize(
+    "options, lengths, n, k",
+    [
+        ({}, PATTERNS["empty groups"], 128, 128),
+        ({}, [5, 0, 12], 208, 144),
+        ({}, [3], 16, 16),
+        (dict(m_subtiles=2, mma_n=(16, 8), stages=2, row_layout="offsets"), [40, 3], 80, 192),
+        (dict(cluster_size=2, row_layout="masked"), [3, 0, 20], 192, 80),
+        (dict(gather=True), [5, 0, 12], 80, 272),
+    ],
+    ids=["empty groups", "uneven", "smallest", "subtiles", "cluster", "gather"],
+)
+def test_mn_major_weights(options, lengths, n, k, device):
+    config = MN_MAJOR._replace(**options)
+    p = make_problem(config, lengths, n, k, device)
+    p = scatter(p) if config.gather else p
+    assert mismatch(run(config, p, blocks=4), p.expected) is None
+
+
+def test_configs_that_cannot_have_mn_major_weights():
+    for config in (MN_MAJOR._replace(dtype="e4m3", scaling="tensor"), MN_MAJOR._replace(weight_major="m")):
+        with pytest.raises(ValueError, match="weight_major is '.*'; it must be 'k', or with bf16 'mn'"):
+            kernel.make_kernel(config)
 
 
 @pytest.mark.parametrize("row_layout", ["offsets", "masked"])
@@ -173,7 +203,9 @@ def test_rows_beyond_2_31_elements(device):
 
 
 GATHER_CONFIGS = {
-    name: config._replace(gather=True, stages=3) for name, config in CONFIGS.items() if config.cluster_size == 1
+    name: config._replace(gather=True, stages=3)
+    for name, config in CONFIGS.items()
+    if config.cluster_size == 1 and config.weight_major == "k"
 }
 
 
@@ -290,6 +322,21 @@ def test_wrong_kernels_with_two_subtiles_are_rejected(module, old, new, device):
     p = make_problem(config, [5, 30, 16], 128, 256, device)
     assert mismatch(run(config, p, blocks=1), p.expected) is None
     assert is_rejected(lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected))
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("accumulate=True, a_major=config.weight_major", 'accumulate=True, a_major="k"'),
+        ("int32(column + BLOCK_N // 2)", "column"),
+        ("map_weight, 0, column, k, g,", "map_weight, 0, column, int32(0), g,"),
+    ],
+    ids=["wrong major bit", "both warpgroups have the same rows of weight", "always the first 64 k"],
+)
+def test_wrong_kernels_with_mn_major_weights_are_rejected(old, new, device):
+    make_kernel = changed_maker(kernel, "make_kernel", kernel, old, new)
+    p = make_problem(MN_MAJOR, [5, 11], 128, 128, device)
+    assert is_rejected(lambda seed: mismatch(run(MN_MAJOR, p, seed=seed, make_kernel=make_kernel), p.expected))
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):

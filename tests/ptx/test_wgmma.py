@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers.hopper import check_refused, simulated
 from helpers.hopper import outcomes as outcomes_of_seeds
+from helpers.hopper_compile import compile_whole
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -22,6 +23,7 @@ from moe_numba.ptx.mbarrier import (
 )
 from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.wgmma import (
+    make_wgmma_descriptor_mn,
     make_wgmma_tile,
     make_wgmma_tile_rs,
     make_wgmma_wait,
@@ -29,6 +31,7 @@ from moe_numba.ptx.wgmma import (
     wgmma_descriptor,
     wgmma_descriptor_64b,
 )
+from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import tensor_map
 
 N = 16
@@ -48,6 +51,25 @@ def test_unsupported_shapes_are_refused(n, dtype):
         make_wgmma_tile(n, dtype)
     with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
         make_wgmma_tile_rs(n, dtype)
+
+
+@pytest.mark.parametrize(
+    "n, dtype, a_major, b_major, words",
+    [
+        (64, "e4m3", "mn", "k", "or with bf16 'mn'"),
+        (64, "bf16", "k", "m", "a_major is 'k' and b_major 'm'"),
+        (96, "bf16", "mn", "mn", "n is 96; for an MN-major B it must be a multiple of 64"),
+    ],
+)
+def test_unsupported_majors_are_refused(n, dtype, a_major, b_major, words):
+    with pytest.raises(ValueError, match=words):
+        make_wgmma_tile(n, dtype, a_major=a_major, b_major=b_major)
+
+
+@pytest.mark.parametrize("leading", [0, 512, 1 << 18])
+def test_a_distance_that_a_descriptor_cannot_hold_is_refused(leading):
+    with pytest.raises(ValueError, match=f"leading_bytes is {leading}; it must be a multiple of 1024 below 2"):
+        make_wgmma_descriptor_mn(leading)
 
 
 def arguments():
@@ -355,3 +377,113 @@ def test_operands_need_aligned_memory():
     assert_refused(
         simulator.Misaligned, kernel, "which is aligned to 128", "both must be aligned to 1024 bytes", seeds=2
     )
+
+
+# MN-major operands
+
+MN_N = 128
+mn_tile, mn_wait = make_wgmma_tile(MN_N, "bf16", a_major="mn", b_major="mn"), make_wgmma_wait(MN_N, 0)
+BOX = 64 * 128  # 64 k by 64 rows
+mn_descriptor = make_wgmma_descriptor_mn(BOX)
+
+
+def run_mn(body, size=3 * BOX):
+    """Run ``body(smem, a, b)`` on all of A and B in shared memory, A first; return its tile."""
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 64).bfloat16(), torch.randn(MN_N, 64).bfloat16()
+    transposed = [m.T.contiguous() for m in (a, b)]
+    maps = [tensor_map(m, (64, 64), swizzle=128) for m in transposed]
+
+    @cuda.jit
+    def kernel(out, map_a, map_b):
+        smem, barriers = cuda.shared.array(size, uint8, 1024), cuda.shared.array(1, uint64)
+        thread = cuda.threadIdx.x
+        if thread == 0:
+            mbarrier_init(barriers, 0, 1)
+            fence_mbarrier_init()
+            mbarrier_arrive_expect_tx(barriers, 0, 3 * BOX)
+            tma_load_2d(smem, 0, map_a, 0, 0, 0, barriers, 0)
+            for i in range(2):
+                tma_load_2d(smem, (1 + i) * BOX, map_b, 0, 64 * i, 0, barriers, 0)
+        cuda.syncthreads()
+        mbarrier_wait_parity(barriers, 0, 0)
+        acc = body(smem, mn_descriptor(smem, 0), mn_descriptor(smem, BOX))
+        for i in range(MN_N // 2):
+            out[thread * (MN_N // 2) + i] = acc[i]
+
+    out = torch.empty(128 * MN_N // 2)
+    launch(kernel, 1, 128, out, *maps)
+    tile, coordinates = np.empty((64, MN_N)), simulator.fragments.accumulator_coordinates(MN_N)
+    tile[coordinates] = out.view(128, -1).numpy()
+    return tile, (a.double() @ b.double().T).numpy()
+
+
+@simulated
+def test_mn_major_operands():
+    found, right = run_mn(lambda smem, a, b: mn_wait(mn_tile(a, b)))
+    assert np.allclose(found, right, rtol=1e-5, atol=1e-5)
+
+
+WITH_STRIDE = lambda descriptor, stride: descriptor & ~uint64(0x3FFF << 32) | uint64(stride >> 4 << 32)
+K_MAJOR_A = make_wgmma_tile(MN_N, "bf16", b_major="mn")
+K_MAJOR_B = make_wgmma_tile(MN_N, "bf16", a_major="mn")
+
+
+@simulated
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda smem, a, b: mn_wait(K_MAJOR_A(a, b)),
+        lambda smem, a, b: mn_wait(K_MAJOR_B(a, b)),
+        lambda smem, a, b: mn_wait(mn_tile(WITH_STRIDE(a, 2048), b)),
+        lambda smem, a, b: mn_wait(mn_tile(a, WITH_STRIDE(b, 0))),
+        lambda smem, a, b: mn_wait(mn_tile(a, make_wgmma_descriptor_mn(1024)(smem, BOX))),
+    ],
+    ids=["A as if K-major", "B as if K-major", "stride of two atoms", "stride 0", "leading dimension of an atom"],
+)
+def test_wrong_mn_major_descriptors_change_the_result(body):
+    found, right = run_mn(body)
+    assert np.linalg.norm(found - right) > 0.1 * np.linalg.norm(right)
+
+
+@simulated
+@pytest.mark.parametrize(
+    "error, words, body",
+    [
+        (
+            "Misaligned",
+            "leading-dimension offset of 16 bytes",
+            lambda smem, a, b: mn_tile(a, wgmma_descriptor(smem, BOX)),
+        ),
+        ("Misaligned", "stride offset of 512 bytes", lambda smem, a, b: mn_tile(WITH_STRIDE(a, 512), b)),
+        ("Misaligned", "both must be aligned to 1024 bytes", lambda smem, a, b: mn_tile(a + uint64(8), b)),
+        ("OutOfBounds", "bytes past the end of the shared", lambda smem, a, b: mn_tile(a, b + uint64(128))),
+        (
+            "OutOfBounds",
+            "bytes past the end of the shared",
+            lambda smem, a, b: mn_tile(a, make_wgmma_descriptor_mn(2 * BOX)(smem, BOX)),
+        ),
+        (
+            "SimulatorError",
+            "MN-major with a swizzle of 64 bytes",
+            lambda smem, a, b: mn_tile(wgmma_descriptor_64b(smem, 0), b),
+        ),
+    ],
+)
+def test_wrong_mn_major_operands_are_refused(error, words, body):
+    with pytest.raises(getattr(simulator, error), match=words):
+        run_mn(body)
+
+
+def test_machine_code_of_mn_major_tiles():
+    signature, majors = ["float32*", "uint8*", "uint8*"], [("k", "k"), ("mn", "k"), ("k", "mn"), ("mn", "mn")]
+    expression = "make_multiply_mn(64, {!r}, {!r})".format
+    reports = compile_whole(
+        {" ".join(pair): ("test_hopper_conformance_wgmma", expression(*pair), signature) for pair in majors}
+    )
+    for name, report in reports.items():
+        a, b = name.split()
+        wanted = ".tnspA" * (a == "mn") + ".tnspB" * (b == "mn")
+        assert report.complaints == [] and report.spilled_bytes == report.stack_bytes == 0
+        assert report.count("HGMMA") == 4
+        assert report.wgmma_transposes == [wanted] * 4, name

@@ -80,6 +80,11 @@ CALLS = {
         (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
         dict(activation="swigluoai", bias=bf16(2, 64)),
     ),
+    "k_grouped_gemm_bf16": lambda: ((bf16(6, 64), bf16(6, 72), *GROUPS), {}),
+    "k_grouped_gemm_bf16:bfloat16": lambda: (
+        (bf16(6, 64), bf16(6, 72), None, None, int32(2, 6)),
+        dict(out_dtype=torch.bfloat16),
+    ),
     "group_gemm_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(2)), {}),
     "group_gemm_blockwise_fp8": lambda: (
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6, 1), torch.rand(2, 1, 1)),
@@ -304,6 +309,7 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "fused_experts": [(0, bf16(3, 128)), (1, bf16(8, 64, 64)), ("w13_scale", torch.rand(8, 1, 1))],
     "fused_moe": [(0, bf16(3, 128)), (1, torch.randn(3, 7)), (2, torch.randn(4)), (5, 9)],
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
+    "k_grouped_gemm_bf16": [(0, bf16(6, 12)), (1, bf16(5, 72)), (3, int32(1)), ("accumulate", True)],
     "group_gemm_blockwise_fp8": [(4, torch.rand(6, 2))],
     "group_gemm_silu_and_mul_pertensor_fp8": [(1, fp8(2, 128, 64))],
 }
@@ -365,12 +371,12 @@ def test_a_call_that_is_dispatched_ends(array, direct, device):
 
 # --- autograd and vmap ----------------------------------------------------------------------------------------------
 
-NO_BACKWARD = "requires grad; group_gemm_bf16 has no backward: use torch.no_grad\\(\\) or detach\\(\\)"
+NO_BACKWARD = "requires grad; k_grouped_gemm_bf16 has no backward: use torch.no_grad\\(\\) or detach\\(\\)"
 
 
-@pytest.mark.parametrize("which,name", [(0, "x"), (1, "weight")])
+@pytest.mark.parametrize("which,name", [(0, "a"), (1, "b")])
 def test_tensors_that_require_grad_are_refused(which, name, device):
-    function, op, args, _ = call_of("group_gemm_bf16", device)
+    function, op, args, _ = call_of("k_grouped_gemm_bf16", device)
     wanted = function(*args)
     args[which] = args[which].requires_grad_()
     traced = compiled(lambda: function(*args)), compiled(lambda: op(*args))
@@ -384,12 +390,13 @@ def test_tensors_that_require_grad_are_refused(which, name, device):
 
 
 def test_derivatives_of_torch_func_are_refused(device):
+    function, _, (a, *args), _ = call_of("k_grouped_gemm_bf16", device)
+    with pytest.raises(ValueError, match=f"a {NO_BACKWARD}"):
+        torch.func.grad(lambda a: function(a, *args).sum())(a)
+    assert torch.func.grad(lambda a: (a + function(a.detach(), *args).sum()).sum())(a).eq(1).all()
     function, _, (x, *args), _ = call_of("group_gemm_bf16", device)
-    with pytest.raises(ValueError, match=f"x {NO_BACKWARD}"):
-        torch.func.grad(lambda x: function(x, *args).sum())(x)
     with pytest.raises(ValueError, match="x has a tangent; group_gemm_bf16 has no forward-mode derivative"):
         torch.func.jvp(lambda x: function(x, *args).sum(), (x,), (x,))
-    assert torch.func.grad(lambda x: (x + function(x.detach(), *args)).sum())(x).eq(1).all()
 
 
 @each_function

@@ -34,6 +34,7 @@ from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_arrive, bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import (
+    make_wgmma_descriptor_mn,
     make_wgmma_tile,
     make_wgmma_tile_rs,
     make_wgmma_wait,
@@ -201,6 +202,80 @@ def test_wgmma_with_rounding(dtype, tolerance, device, accumulator_coordinates):
     for out, *_ in runs(make_multiply(n, dtype, 128, False), make, threads=128, shared_bytes=(64 + n) * 128):
         error = out.cpu().numpy().reshape(128, n // 2) - right[accumulator_coordinates(n)]
         assert np.linalg.norm(error) < tolerance * np.linalg.norm(right)
+
+
+BOX = 64 * 128  # bytes of 64 k by 64 rows, which one TMA load of an MN-major operand writes
+
+
+def make_multiply_mn(n, a_major, b_major, leading=BOX, skip=0):
+    """Make a kernel that multiplies 64 rows of A by n rows of B (bf16), and writes the fragments.
+
+    An MN-major operand is given as its transpose, [k, rows], and loaded in boxes of 64 rows, ``leading`` bytes apart.
+    The kernel leaves out the first ``16 * skip`` of 64 k, by adding to the descriptors.
+    """
+    tile, wait = make_wgmma_tile(n, "bf16", 4 - skip, a_major=a_major, b_major=b_major), make_wgmma_wait(n, 0)
+    a_descriptor = make_wgmma_descriptor_mn(BOX) if a_major == "mn" else wgmma_descriptor
+    b_descriptor = make_wgmma_descriptor_mn(leading) if b_major == "mn" else wgmma_descriptor
+    a_step, b_step = (skip * (128 if major == "mn" else 2) for major in (a_major, b_major))
+    boxes, size = n // 64 if b_major == "mn" else 1, BOX + n * 128
+
+    @cuda.jit
+    def kernel(out, map_a, map_b):
+        smem = cuda.shared.array(0, uint8, 1024)
+        barrier = cuda.shared.array(1, uint64)
+        t = cuda.threadIdx.x
+        if t == 0:
+            mbarrier_init(barrier, 0, 1)
+            fence_mbarrier_init()
+            mbarrier_arrive_expect_tx(barrier, 0, size)
+            fence_proxy_tensormap_acquire_sys(map_a, 0)
+            fence_proxy_tensormap_acquire_sys(map_b, 0)
+            tma_load_2d(smem, 0, map_a, 0, 0, 0, barrier, 0)
+            for box in range(boxes):
+                tma_load_2d(smem, BOX + box * leading, map_b, 0, 64 * box, 0, barrier, 0)
+        cuda.syncthreads()
+        mbarrier_wait_parity(barrier, 0, 0)
+        a, b = a_descriptor(smem, 0) + uint64(a_step), b_descriptor(smem, BOX) + uint64(b_step)
+        acc = wait(tile(a, b))
+        first = t * (n // 2)
+        for j in range(n // 8):
+            out[first + 4 * j] = acc[4 * j]
+            out[first + 4 * j + 1] = acc[4 * j + 1]
+            out[first + 4 * j + 2] = acc[4 * j + 2]
+            out[first + 4 * j + 3] = acc[4 * j + 3]
+
+    return kernel
+
+
+MN_MAJOR = [
+    *((n, "mn", "k", BOX, 0) for n in (8, 24, 144, 256)),
+    *((n, "k", "mn", BOX, 0) for n in (64, 192)),
+    *((n, "mn", "mn", BOX, 0) for n in (64, 128, 256)),
+    (128, "mn", "mn", 3 * BOX, 0),
+    (64, "mn", "mn", BOX, 3),
+    (128, "k", "mn", BOX, 2),
+    (16, "mn", "k", BOX, 1),
+]
+
+
+@pytest.mark.parametrize("n, a_major, b_major, leading, skip", MN_MAJOR)
+def test_wgmma_of_mn_major_operands_is_exact(n, a_major, b_major, leading, skip, device, accumulator_coordinates):
+    a, b = (small_integers((rows, 64), BF16, device) for rows in (64, n))
+    right = a[:, 16 * skip :].double() @ b[:, 16 * skip :].double().T
+    if b_major == "mn":
+        b = b.T.contiguous()
+    if a_major == "mn":
+        a = a.T.contiguous()
+    make = lambda: [
+        torch.full((128 * n // 2,), float("nan"), device=device),
+        tensor_map(a, (64, 64), swizzle=128),
+        tensor_map(b, (64, 64) if b_major == "mn" else (n, 64), swizzle=128),
+    ]
+    kernel = make_multiply_mn(n, a_major, b_major, leading, skip)
+    size = BOX + max(n * 128, (n // 64 - 1) * leading + BOX if b_major == "mn" else 0)
+    for out, *_ in runs(kernel, make, threads=128, count=1, shared_bytes=size):
+        found = out.cpu().numpy().reshape(128, n // 2)
+        assert (found == right.float().cpu().numpy()[accumulator_coordinates(n)]).all()
 
 
 def make_fragment_arithmetic(n):

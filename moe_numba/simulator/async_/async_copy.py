@@ -321,11 +321,13 @@ def load_box(array, offset, map_pointer, map_index, coordinates, barriers, barri
             _Load(f"{what} of {block}", read, region.in_block(block), barrier, spans, chunks, tensor.box)
 
 
-def store_box(map_pointer, map_index, coordinates, array, offset):
-    """Issue a TMA store of a box."""
-    what = f"cp.async.bulk.tensor.{len(coordinates)}d to global memory"
+def store_box(map_pointer, map_index, coordinates, array, offset, add=False):
+    """Issue a TMA store of a box, or with `add` its addition to a tensor of float32."""
+    what = f"cp{'.reduce' * add}.async.bulk.tensor.{len(coordinates)}d to global memory"
     tensor = tensor_map.map_for_copy(map_pointer, map_index)
+    if add and tensor.itemsize != 4:
+        raise SimulatorError(f"{thread()}: {what} adds elements of {tensor.itemsize} bytes; only float32 is simulated")
     coordinates, region = _check_box(tensor, coordinates, array, offset, what, stores=True)
     chunks = tensor_map.swizzled_chunks(region.start % 1024, tensor.box_bytes, tensor.swizzle)
     spans = tensor.spans(coordinates, True)
-    _Store(what, lambda data: tensor.write(coordinates, data), region, spans, chunks, tensor.box)
+    _Store(what, lambda data: tensor.write(coordinates, data, add), region, spans, chunks, tensor.box)

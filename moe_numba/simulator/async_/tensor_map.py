@@ -109,11 +109,18 @@ class TensorMap:
             out[inside] = view
         return out.reshape(-1)
 
-    def write(self, coordinates, data):
-        """Write the bytes of the box that lie in the tensor or in the last 16-byte chunk of its rows."""
+    def write(self, coordinates, data, add=False):
+        """Write the bytes of the box that lie in the tensor or in the last 16-byte chunk of its rows.
+
+        With `add` they are float32 numbers, which are added to those of the tensor.
+        """
         inside, view = self._views(coordinates, stores=True)
         if inside is not None:
-            view[...] = data.reshape(self._shape())[inside]
+            new = data.reshape(self._shape())[inside]
+            if add:
+                old = np.ascontiguousarray(view).view(np.float32)
+                new = (old + np.ascontiguousarray(new).view(np.float32)).view(np.uint8)
+            view[...] = new
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,6 +30,7 @@ from moe_numba.simulator.memory_model.happens_before import AsyncOperation
 
 _SWIZZLES = {1: 128, 2: 64, 3: 32}  # by the two highest bits of a descriptor
 _K_BYTES = 32  # of each row, per instruction
+_ATOM_BYTES, _ATOM_ROWS = 1024, 64  # of an MN-major operand of 2-byte elements: 8 k of 64 rows, in 128 bytes each
 
 
 class Wgmma:
@@ -107,7 +108,7 @@ def wait(pending, accumulators):
     return Fragment(accumulators.values)
 
 
-def multiply(n, dtype, a, b, accumulators, steps):
+def multiply(n, dtype, a, b, accumulators, steps, majors=("k", "k")):
     """Issue `steps` wgmmas along k as one group of the warpgroup; return each thread's pending accumulators."""
     t = thread()
     if memory.watching:
@@ -120,7 +121,7 @@ def multiply(n, dtype, a, b, accumulators, steps):
         raise SimulatorError(f"{t}: {what} takes {n // 2} accumulators, not {len(accumulators.values)}")
     frame = kernel_frame(sys._getframe())
     value = (frame.f_code, frame.f_lineno, a, b), accumulators
-    return t.rendezvous(group, what, group.size, value, lambda values: _issue(what, n, dtype, values, steps))
+    return t.rendezvous(group, what, group.size, value, lambda values: _issue(what, n, dtype, values, steps, majors))
 
 
 def multiply_rs(n, dtype, a, b, accumulators, steps):
@@ -155,7 +156,7 @@ def _issue_rs(what, n, dtype, values, steps):
     _check_agreement(what, threads, {t: values[t][0] for t in threads})
     wgmma = Wgmma(what, threads)
     a_tile = register_operand([values[t][2] for t in threads], dtype)
-    b_tile = operand(wgmma, b, n, dtype, steps, "B")
+    b_tile = operand(wgmma, b, n, dtype, steps, "B", "k")
     total = fragments.gather([values[t][1].values for t in threads], n)
     total += (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
     if wgmma.world.profile is not None:
@@ -164,13 +165,13 @@ def _issue_rs(what, n, dtype, values, steps):
     return _start(wgmma, threads, fragments.scatter(total.astype(np.float32), n))
 
 
-def _issue(what, n, dtype, values, steps):
+def _issue(what, n, dtype, values, steps, majors):
     threads = sorted(values, key=lambda t: t.thread_id)
     (_, _, a, b), accumulators = values[threads[0]]
     _check_agreement(what, threads, {t: values[t][0] for t in threads})
     wgmma = Wgmma(what, threads)
-    a_tile = operand(wgmma, a, 64, dtype, steps, "A")
-    b_tile = operand(wgmma, b, n, dtype, steps, "B")
+    a_tile = operand(wgmma, a, 64, dtype, steps, "A", majors[0])
+    b_tile = operand(wgmma, b, n, dtype, steps, "B", majors[1])
     # Eight rows at a time: BLAS would run larger products on several threads, and wait for threads that do not run.
     total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
     if accumulators is not None:
@@ -200,17 +201,14 @@ def _start(wgmma, threads, results):
     return {t: PendingAccumulators(wgmma, row) for t, row in zip(threads, results)}
 
 
-def operand(wgmma, descriptor, rows, dtype, steps, name):
+def operand(wgmma, descriptor, rows, dtype, steps, name, major):
     """Decode the matrix that a descriptor refers to, and reserve its memory."""
     swizzle = _SWIZZLES.get(descriptor >> 62)
-    start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4  # stride: from 8 rows to the next 8
     what = f"operand {name} of {wgmma.what} at {wgmma.site}"
     if swizzle is None:
         raise SimulatorError(f"{wgmma.thread}: {what} has a descriptor without a swizzle, which is not simulated")
-    first, size = start % swizzle, steps * _K_BYTES
-    if first + size > swizzle:
-        raise SimulatorError(f"{wgmma.thread}: {what} takes bytes {first} to {first + size} of rows of {swizzle} bytes")
-    base = start - first
+    locate = _locate_mn if major == "mn" else _locate_k
+    base, addresses = locate(f"{wgmma.thread}: {what}", descriptor, swizzle, rows, steps)
     shared = wgmma.thread.block.shared
     allocation = shared.find(base, base + 1, what).allocation
     if base % (8 * swizzle) or allocation.alignment < 8 * swizzle:
@@ -218,12 +216,39 @@ def operand(wgmma, descriptor, rows, dtype, steps, name):
             f"{wgmma.thread}: {what} starts at byte {base - allocation.start} of {allocation}, which is aligned to "
             f"{allocation.alignment}; both must be aligned to {8 * swizzle} bytes"
         )
-    region = shared.find(base, base + (rows // 8 - 1) * stride + 8 * swizzle, what)
+    last = int(addresses.max())
+    region = shared.find(base, last - last % (8 * swizzle) + 8 * swizzle, what)
     wgmma.reservations.append(allocation.race_detector().reserve(region.start, region.end, False, wgmma))
     if (races := wgmma.world.races) is not None:
         span = region.start - allocation.to_window, region.end - region.start
         for t in wgmma.threads:
             races.issue(t, wgmma.reading, *span, False, region, is_global=False)
+    return floats.decode(region.bytes[swizzled_address(addresses, swizzle) - base], dtype)
+
+
+def _locate_k(what, descriptor, swizzle, rows, steps):
+    """Return the start of a K-major tile, and the address of each byte [rows, k] before the swizzle."""
+    start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4  # stride: from 8 rows to the next 8
+    first, size = start % swizzle, steps * _K_BYTES
+    if first + size > swizzle:
+        raise SimulatorError(f"{what} takes bytes {first} to {first + size} of rows of {swizzle} bytes")
+    base = start - first
     row, byte = np.arange(rows)[:, None], first + np.arange(size)[None, :]
-    offsets = swizzled_address(base + row // 8 * stride + row % 8 * swizzle + byte, swizzle) - base
-    return floats.decode(region.bytes[offsets], dtype)
+    return base, base + row // 8 * stride + row % 8 * swizzle + byte
+
+
+def _locate_mn(what, descriptor, swizzle, rows, steps):
+    """Return the start of an MN-major tile of 2-byte elements, and the address of each byte [rows, k]."""
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    if swizzle != 128:
+        raise SimulatorError(f"{what} is MN-major with a swizzle of {swizzle} bytes; only 128 is simulated")
+    for field, distance in [("stride", stride)] + [("leading-dimension", leading)] * (rows > _ATOM_ROWS):
+        if distance % _ATOM_BYTES:
+            raise Misaligned(
+                f"{what} is MN-major and has a {field} offset of {distance} bytes in its descriptor; it must be a "
+                f"multiple of {_ATOM_BYTES}"
+            )
+    row, byte = np.arange(rows)[:, None], np.arange(steps * _K_BYTES)[None, :]
+    step, k = byte // _K_BYTES, byte % _K_BYTES // 2  # an instruction's descriptor is two contiguous atoms further
+    atom = start + step * 2 * _ATOM_BYTES + row // _ATOM_ROWS * leading + k // 8 * stride
+    return start, atom + k % 8 * swizzle + row % _ATOM_ROWS * 2 + byte % 2

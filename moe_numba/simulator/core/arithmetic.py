@@ -8,6 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
+_SMALL = 1024  # non-negative integers below this are made once for each type
+
 
 def _unsigned_bits(value):
     """Return an integer's bits as an unsigned integer, and their count."""
@@ -22,7 +24,7 @@ def wrap_integer_casts():
     """Make `numba.int32(x)` and the other integer types keep the low bits, as a cast in a compiled kernel does.
 
     In plain Python, Numba's types raise an OverflowError instead. Kernels cast more often than they do anything else,
-    so the replacement caches each type's mask.
+    so the replacement caches each type's mask, and its small values, because NumPy makes scalars slowly.
     """
     from numba.core.types.abstract import Type
     from numba.core.types.scalars import Integer
@@ -35,12 +37,16 @@ def wrap_integer_casts():
         if more or kind not in numbers and (value is make_signature or isinstance(value, Type)):
             return make_signature(self, *(() if value is make_signature else (value, *more)))  # of a CPU function
         if found is None:
-            mask = (1 << self.bitwidth) - 1
-            found = limits[self.name] = getattr(np, self.name), mask, mask >> 1 if self.signed else mask
-        scalar_type, mask, largest = found
+            scalar_type, mask = getattr(np, self.name), (1 << self.bitwidth) - 1
+            largest = mask >> 1 if self.signed else mask
+            small = [scalar_type(n) for n in range(min(_SMALL, largest + 1))]
+            found = limits[self.name] = scalar_type, mask, largest, small, len(small)
+        scalar_type, mask, largest, small, count = found
         if kind is scalar_type:
             return value
         bits = int(value) & mask
+        if bits < count:
+            return small[bits]
         return scalar_type(bits if bits <= largest else bits - mask - 1)
 
     Integer.cast_python_value = Integer.__call__ = cast

@@ -47,7 +47,7 @@ class Local:
     @staticmethod
     def array(shape, dtype, alignment=None):
         array, frame = memory.local(shape, dtype, alignment), sys._getframe(1)
-        thread().grid.add_local_array((frame.f_code, frame.f_lasti), array.nbytes)
+        thread().grid.add_local_array((frame.f_code, frame.f_lasti), array.array.nbytes)
         return array
 
 

@@ -425,4 +425,10 @@ class LocalArray(Array):
 
 def local(shape, dtype, alignment):
     """Return a new local array."""
-    return LocalArray(poison(shape, as_dtype(dtype), alignment or 16), "a local array")
+    array = _poisoned(shape, as_dtype(dtype)).copy()  # faster than `poison`; each call of a device function makes some
+    if array.__array_interface__["data"][0] % (alignment or 16):
+        array = poison(shape, array.dtype, alignment or 16)
+    return LocalArray(array, "a local array")
+
+
+_poisoned = functools.cache(poison)

@@ -74,7 +74,7 @@ class Release(NamedTuple):
 class ThreadState:
     """A thread's clocks, and what its fences and relaxed accesses have prepared."""
 
-    __slots__ = ("thread", "number", "clock", "fenced", "accesses", "fence", "observed", "prerequisite")
+    __slots__ = ("thread", "number", "clock", "fenced", "accesses", "fence", "observed", "acquired", "prerequisite")
 
     def __init__(self, thread, number, known, prerequisite=None):
         self.thread, self.number = thread, number
@@ -82,6 +82,7 @@ class ThreadState:
         self.accesses = {}  # of this epoch: (code, instruction, writes, scope) -> number
         self.fence = None  # the Release of the last fence, which later relaxed stores publish
         self.observed = []  # releases that relaxed loads have read, which the next fence acquires
+        self.acquired = None  # the last Release that was acquired: acquiring it again adds nothing
         self.prerequisite = prerequisite  # what `griddepcontrol.wait` lets this thread know
 
     def next_epoch(self):
@@ -352,9 +353,10 @@ class HappensBefore:
         return includes(release.scope, release.thread, thread) and includes(scope, thread, release.thread)
 
     def _acquire(self, state, releases, scope):
-        reaching = [r for r in releases if self._reaches(r, state.thread, scope)]
+        reaching = [r for r in releases if r is not state.acquired and self._reaches(r, state.thread, scope)]
         if reaching:
             state.learn(*_mergers(reaching))
+            state.acquired = reaching[-1]
 
     def stored(self, thread, address, scope, release=False, updates=False):
         """Record a strong store: with release semantics, or what the thread's last fence published.

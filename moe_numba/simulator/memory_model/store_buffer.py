@@ -67,7 +67,10 @@ class _BlockView:
         """Return the overlays that intersect these addresses."""
         if not self.overlays:
             return ()
-        candidates = (p for chunk in range(start >> 4, (end - 1 >> 4) + 1) for p in self.by_chunk.get(chunk, ()))
+        first, last = start >> 4, end - 1 >> 4
+        if first == last:
+            return [p for p in self.by_chunk.get(first, ()) if p.start < end and start < p.end]
+        candidates = (p for chunk in range(first, last + 1) for p in self.by_chunk.get(chunk, ()))
         return [p for p in dict.fromkeys(candidates) if p.start < end and start < p.end]
 
     def add(self, overlay):
@@ -141,7 +144,7 @@ class StoreBuffers:
 
     def _write_memory(self, writer, cell, start, data):
         """Change memory; views other than the writer's may keep the previous bytes."""
-        if not np.array_equal(cell, data):
+        if cell.tobytes() != data.tobytes():
             for view in self.views.values():
                 if view is not writer and self.world.rng.random() < _STALE and not view.find(start, start + len(data)):
                     StaleBytes(view, cell, start, cell.copy())

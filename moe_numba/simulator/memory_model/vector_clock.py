@@ -5,6 +5,8 @@ for example at a barrier. An access happened before a point of another thread's 
 epoch.
 """
 
+import functools
+
 import numpy as np
 
 _CHUNK_BITS = 9
@@ -58,8 +60,9 @@ def _maximum(parts):
     parts = list({id(part): part for part in parts}.values())
     if len(parts) == 1:
         return parts[0]
-    result = np.maximum.reduce([np.asarray(part) for part in parts])
-    return next((part for part in parts if np.array_equal(part, result)), None) or memoryview(result)
+    result = memoryview(functools.reduce(np.maximum, parts))
+    content = bytes(result)
+    return next((part for part in parts if bytes(part) == content), result)
 
 
 class Merger:

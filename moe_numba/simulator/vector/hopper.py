@@ -149,7 +149,7 @@ def setmaxnreg(mask, direction, count):
         gang.grid.memory_changed()
 
 
-def multiply(mask, n, dtype, a, b, accumulators, steps):
+def multiply(mask, n, dtype, a, b, accumulators, steps, majors=("k", "k")):
     """wgmma: the four warps of a warpgroup issue it together."""
     what = f"wgmma m64n{n} {dtype}"
     state.gang.engine.refuse_if_strict(what)
@@ -157,7 +157,7 @@ def multiply(mask, n, dtype, a, b, accumulators, steps):
     if accumulators is not None and not isinstance(accumulators, (fragment.LaneFragment, wgmma.PendingAccumulators)):
         accumulators = fragment.LaneFragment(fragment.as_matrix(accumulators))
     value = (int(scalar(a)), int(scalar(b)), sys._getframe(1).f_back.f_lineno), accumulators
-    return _meet(group, what, 128, 32, value, lambda values: _issue(what, n, dtype, values, steps))
+    return _meet(group, what, 128, 32, value, lambda values: _issue(what, n, dtype, values, steps, majors))
 
 
 def multiply_rs(mask, n, dtype, a, b, accumulators, steps):
@@ -182,20 +182,20 @@ def _issue_rs(what, n, dtype, values, steps):
     state.gang.lane = 0
     group = wgmma.Wgmma(what, [gangs[0].warps[0].threads[0]])
     a_tile = wgmma.register_operand(np.concatenate([values[gang][2] for gang in gangs]), dtype)
-    b_tile = wgmma.operand(group, b, n, dtype, steps, "B")
+    b_tile = wgmma.operand(group, b, n, dtype, steps, "B", "k")
     total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
     return _start(group, gangs, total, [values[gang][1].values for gang in gangs], n)
 
 
-def _issue(what, n, dtype, values, steps):
+def _issue(what, n, dtype, values, steps, majors):
     gangs = sorted(values, key=lambda gang: gang.first)
     (a, b, line), accumulators = values[gangs[0]]
     if any(values[gang][0] != (a, b, line) for gang in gangs):
         raise Unsupported(f"the warps of a warpgroup pass different operands to {what}")
     state.gang.lane = 0
     group = wgmma.Wgmma(what, [gangs[0].warps[0].threads[0]])
-    a_tile = wgmma.operand(group, a, 64, dtype, steps, "A")
-    b_tile = wgmma.operand(group, b, n, dtype, steps, "B")
+    a_tile = wgmma.operand(group, a, 64, dtype, steps, "A", majors[0])
+    b_tile = wgmma.operand(group, b, n, dtype, steps, "B", majors[1])
     total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
     addend = None if accumulators is None else [values[gang][1].values for gang in gangs]
     return _start(group, gangs, total, addend, n)
@@ -300,9 +300,9 @@ def _load_box(array, offset, map_pointer, map_index, coordinates, *more):
     async_copy.load_box(array, offset, map_pointer, map_index, coordinates, *more)
 
 
-def _store_box(map_pointer, map_index, coordinates, array, offset):
+def _store_box(map_pointer, map_index, coordinates, array, offset, add=False):
     _record_box(map_pointer, map_index, coordinates, True)
-    async_copy.store_box(map_pointer, map_index, coordinates, array, offset)
+    async_copy.store_box(map_pointer, map_index, coordinates, array, offset, add)
 
 
 def _recorded(function, pointer, index, size, writes):
