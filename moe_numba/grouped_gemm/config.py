@@ -73,9 +73,14 @@ class GemmConfig(NamedTuple):
         return bool(self.bias) or self.scaling == "row"
 
     @property
+    def has_row_values(self) -> bool:
+        """Whether the epilogue reads values for each row of x."""
+        return self.scaling == "row" or self.row_weights or self.scatter
+
+    @property
     def has_inputs(self) -> bool:
         """Whether the epilogue reads arrays of its own."""
-        return self.has_row_terms or self.row_weights or self.scatter
+        return self.has_row_terms or self.has_row_values
 
     @property
     def scale_in_tile(self) -> bool:
@@ -202,9 +207,19 @@ class SharedMemoryLayout:
         """i32, a multiple of 4: the row indices of the auxiliary producer warps, which they read four at a time."""
         return -(-(self.first_tile_offset + self.config.max_groups + 1) // 4) * 4
 
+    @property
+    def row_value_offsets(self) -> tuple[int, int, int, int]:
+        """f32 or i32: the scales of x, row weights and rows of y for the rows of a tile, and the end of them."""
+        offset = self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices
+        count, offsets = 4 * self.scale_pitch * self.config.m_subtiles, [offset]
+        for used in (self.config.scaling == "row", self.config.row_weights, self.config.scatter):
+            offset += count * used
+            offsets.append(offset)
+        return tuple(offsets)
+
     @cached_property
     def bytes(self) -> int:
-        return 4 * (self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices)
+        return 4 * self.row_value_offsets[-1]
 
 
 MAX_SHARED_BYTES = 227 * 1024  # per CTA on a Hopper GPU

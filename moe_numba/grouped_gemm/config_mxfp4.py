@@ -77,6 +77,10 @@ class Mxfp4Config(NamedTuple):
         return bool(self.bias)
 
     @property
+    def has_row_values(self) -> bool:
+        return self.row_weights or self.scatter
+
+    @property
     def scale_in_tile(self) -> bool:
         """Whether the epilogue multiplies by the scale of a tile; with a bias it does so as it adds the bias."""
         return not self.bias
@@ -184,8 +188,21 @@ class Mxfp4Layout:
         return -(-(self.first_tile_offset + self.config.max_groups) // 4) * 4
 
     @cached_property
+    def scale_pitch(self) -> int:
+        """As ``SharedMemoryLayout.scale_pitch``, for the values of rows of x that the epilogue reads."""
+        count = -(-self.config.subtile_m // 16) * 4
+        return count + 4 * (count % 16 == 0)
+
+    @cached_property
+    def row_value_offsets(self) -> tuple[int, int, int, int]:
+        """f32 or i32: scales of x, of which there are none, row weights, and rows of y, and the end of them."""
+        first = self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices
+        second = first + 4 * self.scale_pitch * self.config.row_weights
+        return first, first, second, second + 4 * self.scale_pitch * self.config.scatter
+
+    @cached_property
     def bytes(self) -> int:
-        return 4 * (self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices)
+        return 4 * self.row_value_offsets[-1]
 
     @property
     def units(self) -> UnitLayout:
@@ -206,6 +223,8 @@ def check_mxfp4_config(config: Mxfp4Config) -> None:
         )
     if config.warpgroups not in (2, 4):
         raise ValueError(f"warpgroups is {config.warpgroups}; it must be 2 or 4")
+    if config.warpgroups == 4 and config.has_row_values:
+        raise ValueError("warpgroups is 4; with scatter or row_weights it must be 2")
     if config.stage_units not in (1, 2):
         raise ValueError(f"stage_units is {config.stage_units}; it must be 1 or 2")
     others = config.out_dtype != "bf16" or config.accumulate or config.scatter or config.row_weights

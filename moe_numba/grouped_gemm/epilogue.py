@@ -18,10 +18,16 @@ from moe_numba.grouped_gemm.config import (
     SILU_ROW_BYTES,
     SILU_ROWS,
 )
-from moe_numba.grouped_gemm.epilogue_terms import make_activate, make_apply_row_terms, make_finish
+from moe_numba.grouped_gemm.epilogue_terms import (
+    ALL_CONSUMERS,
+    make_activate,
+    make_apply_row_terms,
+    make_finish,
+    make_load_row_values,
+)
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
-from moe_numba.ptx.fragments import make_load_columns, make_scatter_columns, make_store_columns
+from moe_numba.ptx.fragments import make_scatter_columns, make_store_columns
 from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
@@ -29,7 +35,6 @@ from moe_numba.ptx.warpgroup import bar_sync
 
 LOG2_E = 1.4426950408889634
 FP8_MAX = 448.0  # the largest e4m3 number
-ALL_CONSUMERS = 1  # named barrier of both consumer warpgroups; each warpgroup's own is 2 + warpgroup
 
 
 class Output(NamedTuple):
@@ -72,26 +77,26 @@ class RowStore(NamedTuple):
     y_index: Any  # of the thread's first 16 bytes in y
     pitch: Any  # int32 elements from one row of y to the next
     subtile_pitch: Any  # int32 elements of y from one subtile to the next
-    destinations: Any  # with ``scatter``: rows of y for the thread's row of each chunk, or -1
+    destinations: Any  # with ``scatter``: where the rows of y for the thread's rows begin, i32
 
 
 @cache
-def make_store_rows(n, m_subtiles, i=0, scatter=False):
+def make_store_rows(n, m_subtiles, i=0, scatter_pitch=0):
     """Make ``store_rows(smem, y, store, acc_0, acc_1, scale)``, storing accumulators as bf16 from chunk ``i`` on.
 
     A consumer warpgroup computes 64 columns, 128 bytes, of each row of y. It transposes 16 rows at a time through its
     shared-memory buffers, so that eight lanes store a whole 128-byte line. The two buffers alternate: a warp writes the
-    next chunk before it stores the present one, so that it never waits for its own writes.
+    next chunk before it stores the present one, so that it never waits for its own writes. With ``scatter_pitch``, that
+    of rows of y in shared memory, it stores to these rows.
     """
     chunks = [(subtile, first) for subtile in range(m_subtiles) for first in range(0, n, EPILOGUE_ROWS)]
+    scatter, destination = scatter_pitch > 0, 4 * scatter_pitch * chunks[i][0] + chunks[i][1] // 4
     (subtile, first), buffer, more = chunks[i], i % 2 * EPILOGUE_ROWS * BLOCK_K_BYTES, i + 1 < len(chunks)
     if more:
         next_subtile, next_first = chunks[i + 1]
         stmatrix_next = make_stmatrix_fragment(n, next_first, min(EPILOGUE_ROWS, n - next_first), BLOCK_K_BYTES)
-        store_next, other_buffer = (
-            make_store_rows(n, m_subtiles, i + 1, scatter),
-            EPILOGUE_ROWS * BLOCK_K_BYTES - buffer,
-        )
+        store_next = make_store_rows(n, m_subtiles, i + 1, scatter_pitch)
+        other_buffer = EPILOGUE_ROWS * BLOCK_K_BYTES - buffer
 
     @cuda.jit(device=True)
     def store_rows(smem, y, store, acc_0, acc_1, scale):
@@ -100,13 +105,14 @@ def make_store_rows(n, m_subtiles, i=0, scatter=False):
         a, b, c, d = ld_shared_s32x4(smem.i32, int32(store.read_offset + buffer // 4))
         if more or buffer == 0:  # the next tile starts with buffer 0, which other warps may still read
             bar_sync(int32(2 + store.warpgroup), 128)
-        if scatter:
-            row = store.destinations[i]
-            if (store.rows_1 if subtile else store.rows_0) > 0 and row >= 0:
-                st_global_s32x4(y, store.y_index + int64(row) * store.pitch, a, b, c, d)
-        elif store.t + first < (store.rows_1 if subtile else store.rows_0):
-            y_index = store.y_index + int64(first) * store.pitch + (store.subtile_pitch if subtile else int64(0))
-            st_global_s32x4(y, y_index, a, b, c, d)
+        if store.t + first < (store.rows_1 if subtile else store.rows_0):
+            if scatter:
+                row = smem.i32[uint32(store.destinations + destination)]
+                if row >= 0:
+                    st_global_s32x4(y, store.y_index + int64(row) * store.pitch, a, b, c, d)
+            else:
+                y_index = store.y_index + int64(first) * store.pitch + (store.subtile_pitch if subtile else int64(0))
+                st_global_s32x4(y, y_index, a, b, c, d)
         if more:
             store_next(smem, y, store, acc_0, acc_1, scale)
 
@@ -114,52 +120,24 @@ def make_store_rows(n, m_subtiles, i=0, scatter=False):
 
 
 @cache
-def make_load_destinations(n, m_subtiles, i=0):
-    """Make ``rows = load_destinations(inputs, row, t, rows_0, rows_1, subtile_rows)``: a thread's rows of y.
-
-    There is one for each chunk of 16 rows, from chunk ``i`` on: that of row ``t`` of the chunk. It is -1 if the row
-    does not exist or its index is out of bounds. ``row`` is the tile's first row.
-    """
-    chunks = [(subtile, first) for subtile in range(m_subtiles) for first in range(0, n, EPILOGUE_ROWS)]
-    (subtile, first), more = chunks[i], i + 1 < len(chunks)
-    load_next = make_load_destinations(n, m_subtiles, i + 1) if more else None
-
-    @cuda.jit(device=True)
-    def load_destinations(inputs, row, t, rows_0, rows_1, subtile_rows):
-        valid = t + first < (rows_1 if subtile else rows_0)
-        source = int32(row + t + first + (subtile_rows if subtile else int32(0)))
-        destination = inputs.scatter_indices[source] if valid else int32(-1)
-        destination = destination if destination < inputs.y_rows else int32(-1)
-        if more:
-            return (destination,) + load_next(inputs, row, t, rows_0, rows_1, subtile_rows)
-        return (destination,)
-
-    return load_destinations
-
-
-@cache
-def make_store_floats(n, config):
-    """Make ``store_floats(output, quarter, column, acc, first, rows)``: store a subtile as float32.
+def make_store_floats(n, config, layout):
+    """Make ``store_floats(smem, output, values, quarter, column, acc, first, rows)``: store a subtile as float32.
 
     A warp's store covers eight neighbouring columns of y, a sector of 32 bytes, of four rows. ``first`` is the
-    subtile's first row in the product, and ``rows`` of them exist.
+    subtile's first row in the product, and ``rows`` of them exist. ``values`` is as for ``finish``.
     """
-    if config.scatter:
-        load_columns, scatter_columns = make_load_columns(n), make_scatter_columns(n, config.accumulate)
-
-        @cuda.jit(device=True)
-        def scatter_floats(output, quarter, column, acc, first, rows):
-            indices, y_rows = load_columns(output.inputs.scatter_indices, first, rows, quarter), output.inputs.y_rows
-            scatter_columns(output.y, indices, y_rows, rows, quarter, output.n, column, acc)
-            cuda.syncwarp()  # the indices of another subtile are not loaded before, which would need more registers
-
-        return scatter_floats
-
-    store_columns = make_store_columns(n, config.accumulate)
+    scatter, destinations = config.scatter, layout.row_value_offsets[2]
+    store_columns, scatter_columns = (
+        make_store_columns(n, config.accumulate),
+        make_scatter_columns(n, config.accumulate),
+    )
 
     @cuda.jit(device=True)
-    def store_floats(output, quarter, column, acc, first, rows):
-        store_columns(output.y, first, rows, quarter, output.n, column, acc)
+    def store_floats(smem, output, values, quarter, column, acc, first, rows):
+        if scatter:
+            scatter_columns(output.y, smem.i32, int32(destinations + values), output.n, column, acc)
+        else:
+            store_columns(output.y, first, rows, quarter, output.n, column, acc)
 
     return store_floats
 
@@ -237,25 +215,31 @@ def make_epilogue(n, config, layout):
         return _make_quantising_epilogue(n, config, layout)
     if config.silu_and_mul:
         return _make_activating_epilogue(n, config, layout)
-    finishes = config.has_row_terms or config.row_weights or config.out_dtype == "f32"
-    two, store_f32 = config.m_subtiles == 2, config.out_dtype == "f32"
-    finish, store_floats = make_finish(n, config), make_store_floats(n, config)
-    store_tile = make_store_tile(n, config, layout)
+    two, store_f32, has_row_values = config.m_subtiles == 2, config.out_dtype == "f32", config.has_row_values
+    finishes = config.has_row_terms or has_row_values or store_f32
+    finish, store_floats = make_finish(n, config, layout), make_store_floats(n, config, layout)
+    load_row_values, store_tile = make_load_row_values(config, layout), make_store_tile(n, config, layout)
+    pitch = layout.scale_pitch
 
     @cuda.jit(device=True)
     def epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms):
+        values_0, values_1 = int32(0), int32(0)
+        if has_row_values:
+            load_row_values(smem, output.inputs, warp, lane, tile)
+            values_0 = int32((lane & 3) * pitch)
+            values_1 = int32(values_0 + 4 * pitch)
         if finishes:
-            rows_0, second = int32(min(tile.rows, tile.subtile_rows)), int32(tile.row + tile.subtile_rows)
-            rows_1 = int32(tile.rows - tile.subtile_rows)
-            acc_0 = finish(acc_0, output.inputs, lane, tile, terms, tile.row, rows_0)
+            acc_0 = finish(acc_0, smem, values_0, tile, terms)
             if two:
-                acc_1 = finish(acc_1, output.inputs, lane, tile, terms, second, rows_1)
+                acc_1 = finish(acc_1, smem, values_1, tile, terms)
         if store_f32:
             quarter, column = int32(lane & 3), int32(tile.column + 16 * warp + (lane >> 2))
             if column < output.n:
-                store_floats(output, quarter, column, acc_0, tile.row, rows_0)
+                rows_0, second = int32(min(tile.rows, tile.subtile_rows)), int32(tile.row + tile.subtile_rows)
+                store_floats(smem, output, values_0, quarter, column, acc_0, tile.row, rows_0)
                 if two:
-                    store_floats(output, quarter, column, acc_1, second, rows_1)
+                    rows_1 = int32(tile.rows - tile.subtile_rows)
+                    store_floats(smem, output, values_1, quarter, column, acc_1, second, rows_1)
         else:
             store_tile(smem, output, warp, lane, acc_0, acc_1, tile, float32(1) if finishes else tile.scale)
 
@@ -290,10 +274,10 @@ def _make_activating_epilogue(n, config, layout):
 @cache
 def make_store_tile(n, config, layout):
     """Make ``store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale)``, which stores a tile in bf16."""
-    scatter, m_subtiles = config.scatter, config.m_subtiles
-    store_rows, epilogue_offset = make_store_rows(n, m_subtiles, scatter=scatter), layout.epilogue_offset
+    scatter, pitch_of_values = config.scatter, layout.scale_pitch
+    store_rows = make_store_rows(n, config.m_subtiles, scatter_pitch=pitch_of_values if scatter else 0)
+    epilogue_offset, row_values = layout.epilogue_offset, layout.row_value_offsets[2]
     stmatrix_first = make_stmatrix_fragment(n, 0, min(EPILOGUE_ROWS, n), BLOCK_K_BYTES)
-    load_destinations = make_load_destinations(n, m_subtiles)
 
     @cuda.jit(device=True)
     def store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale):
@@ -315,7 +299,8 @@ def make_store_tile(n, config, layout):
             if column + 8 * vector >= output.n:  # this thread's columns lie beyond y
                 rows_0, rows_1 = int32(0), int32(0)
             if scatter:
-                destinations = load_destinations(output.inputs, tile.row, t, rows_0, rows_1, tile.subtile_rows)
+                place = int32((t >> 1 & 3) * pitch_of_values + (t >> 3) * 2 + (t & 1))
+                destinations = int32(row_values + place)
                 y_index = int64((column >> 1) + vector * 4)
             else:
                 destinations = int32(0)

@@ -1,8 +1,7 @@
 """Arithmetic of the epilogue in registers: scales, bias, activation and row weights of a thread's accumulators.
 
 An accumulator belongs to a row of weight, a column of y, and to a row of x. A thread has two rows of weight, and loads
-their terms before the main loop, which hides the latency. It loads the terms of its rows of x behind the main loop,
-when the registers of the last wgmma's result are free.
+their terms before the main loop, which hides the latency. Values of the rows of x come through shared memory.
 """
 
 from functools import cache
@@ -11,17 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.ptx.accumulators import make_fma_blocks, make_fma_columns
+from moe_numba.grouped_gemm.config import CONSUMER_WARPS
+from moe_numba.ptx.accumulators import make_fma_blocks
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.fragments import (
-    ROW_STEP,
-    make_broadcast_rows,
-    make_gather_columns,
-    make_load_columns,
-    make_silu_and_mul,
-    make_swigluoai,
-)
+from moe_numba.ptx.fragments import ROW_STEP, make_broadcast_rows, make_silu_and_mul, make_swigluoai
+from moe_numba.ptx.matrix import make_fma_shared
 from moe_numba.ptx.memory import load_nc_u16, load_nc_u32x1
+from moe_numba.ptx.warpgroup import bar_sync
+
+ALL_CONSUMERS = 1  # named barrier of both consumer warpgroups; each warpgroup's own is 2 + warpgroup
 
 
 class EpilogueInputs(NamedTuple):
@@ -135,43 +132,72 @@ def make_apply_row_terms(n):
 
 
 @cache
-def make_finish(n, config):
-    """Make ``acc = finish(acc, inputs, lane, tile, terms, first, rows)``: everything but the activation.
+def make_load_row_values(config, layout):
+    """Make ``load_row_values(smem, inputs, warp, lane, tile)``: copy values of a tile's rows of x to shared memory.
 
-    ``first`` is the row of the fragment's first column in the product, ``rows`` how many follow, 1 or more. The order
-    is: scales, bias, row weights.
+    They are scales of x, row weights and rows of y, as far as the configuration has them. A thread would need many
+    registers for the values of its columns; from shared memory it reads each where it uses it. They are ordered as
+    scales of blocks are; see ``SharedMemoryLayout.scale_pitch``. Rows that do not exist have zeros, and row -1 of y.
+    All consumer warps must call the function.
     """
-    by_row, gather, row_weights, has_row_terms = (
-        config.scaling == "row",
-        config.gather,
-        config.row_weights,
-        config.has_row_terms,
-    )
-    scale_columns, zeros = make_fma_columns(n), (np.float32(0),) * (n // 2)
-    load_columns, gather_columns = make_load_columns(n), make_gather_columns(n)
+    by_row, gather, row_weights, scatter = config.scaling == "row", config.gather, config.row_weights, config.scatter
+    subtile_m, m_subtiles, pitch = config.subtile_m, config.m_subtiles, layout.scale_pitch
+    x_scale, weight, destination, _ = layout.row_value_offsets
+
+    @cuda.jit(device=True)
+    def load_x_scale(inputs, row):
+        if gather:
+            row = inputs.row_indices[row]
+            return inputs.x_scale[row] if row >= 0 and row < inputs.x_rows else float32(0)
+        return inputs.x_scale[row]
+
+    @cuda.jit(device=True)
+    def load_destination(inputs, row):
+        y_row = inputs.scatter_indices[row]
+        return y_row if y_row < inputs.y_rows else int32(-1)
+
+    @cuda.jit(device=True)
+    def load_row_values(smem, inputs, warp, lane, tile):
+        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)  # all warps have read the values of the previous tile
+        for p in range(m_subtiles):
+            for c in range(int32(32 * warp + lane), subtile_m, 32 * CONSUMER_WARPS):
+                row = int32(p * tile.subtile_rows + c)
+                valid = c < tile.subtile_rows and row < tile.rows
+                at = uint32((4 * p + ((c >> 1) & 3)) * pitch + (c >> 3) * 2 + (c & 1))
+                row = int32(tile.row + row)
+                if by_row:
+                    smem.f32[uint32(x_scale + at)] = load_x_scale(inputs, row) if valid else float32(0)
+                if row_weights:
+                    smem.f32[uint32(weight + at)] = inputs.row_weights[row] if valid else float32(0)
+                if scatter:
+                    smem.i32[uint32(destination + at)] = load_destination(inputs, row) if valid else int32(-1)
+        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)
+
+    return load_row_values
+
+
+@cache
+def make_finish(n, config, layout):
+    """Make ``acc = finish(acc, smem, values, tile, terms)``: everything but the activation.
+
+    ``values`` is where the thread's values of the subtile's rows of x begin, an offset in shared memory without that of
+    the kind of values. The order is: scales, bias, row weights.
+    """
+    by_row, row_weights, has_row_terms = config.scaling == "row", config.row_weights, config.has_row_terms
+    x_scale, weight, _, _ = layout.row_value_offsets
+    scale_columns, zeros = make_fma_shared(n), (np.float32(0),) * (n // 2)
     apply_row_terms, scale_group, by_tensor = make_apply_row_terms(n), make_fma_blocks(n, n), config.scale_in_tile
 
     @cuda.jit(device=True)
-    def finish(acc, inputs, lane, tile, terms, first, rows):
-        quarter = int32(lane & 3)
+    def finish(acc, smem, values, tile, terms):
         if by_row:
-            if gather:
-                indices = load_columns(inputs.row_indices, first, rows, quarter)
-                x_scales = gather_columns(inputs.x_scale, indices, inputs.x_rows)
-            else:
-                x_scales = load_columns(inputs.x_scale, first, rows, quarter)
-        if row_weights:
-            weights = load_columns(inputs.row_weights, first, rows, quarter)
-        if by_row:
-            acc = scale_columns(zeros, acc, x_scales)
+            acc = scale_columns(zeros, acc, smem.f32, int32(x_scale + values))
         if has_row_terms:
             acc = apply_row_terms(acc, terms[0])
         elif by_tensor:
             acc = scale_group(zeros, acc, (tile.scale, tile.scale))
         if row_weights:
-            acc = scale_columns(zeros, acc, weights)
-        if by_row or row_weights:
-            cuda.syncwarp()  # the values of another fragment are not loaded before, which would need more registers
+            acc = scale_columns(zeros, acc, smem.f32, int32(weight + values))
         return acc
 
     return finish

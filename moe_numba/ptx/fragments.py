@@ -106,94 +106,8 @@ def _sigmoid(builder, x, alpha):
     return builder.call(reciprocal, [builder.fadd(x.type(1.0), builder.call(exponential, [scaled]))])
 
 
-# Values per column, from global memory. Each access computes its address in its own assembly: the compiler would
-# otherwise keep the addresses of all columns in registers.
-
-
-@factory
-def make_load_columns(n):
-    """Make ``load(pointer, first, count, quarter)``: load a value for each of a thread's columns.
-
-    That of column c is element ``first + min(c, count - 1)``; ``count`` is 1 or more. ``pointer`` is of float32 or
-    int32.
-    """
-
-    def load_columns(pointer, first, count, quarter):
-        values = ()
-        for column in _columns(n):
-            values += (pointer[first + min(column + 2 * quarter, count - 1)],)
-        return values
-
-    return load_columns if simulator.ENABLED else _load_columns(n)
-
-
-def _load_columns(n):
-    from numba import types
-    from numba.cuda.extending import intrinsic
-
-    @intrinsic
-    def load_columns(typingctx, pointer, first, count, quarter):
-        kind = "f" if pointer.dtype == types.float32 else "r"
-
-        def codegen(context, builder, sig, arguments):
-            base, first, count, quarter = arguments
-            base = _address(builder, base, first)
-            double, last = builder.shl(quarter, quarter.type(1)), builder.sub(count, count.type(1))
-            values = []
-            for c in _columns(n):
-                text = (
-                    f"{{ .reg .s32 t; .reg .b64 a; add.s32 t, $2, {c}; min.s32 t, t, $3; mad.wide.s32 a, t, 4, $1; "
-                    "ld.global.b32 $0, [a]; }"
-                )
-                element = context.get_value_type(pointer.dtype)
-                values.append(_assemble(builder, text, f"={kind},l,r,r", element, [base, double, last]))
-            return context.make_tuple(builder, sig.return_type, values)
-
-        return types.UniTuple(pointer.dtype, n // 4)(pointer, types.int32, types.int32, types.int32), codegen
-
-    return load_columns
-
-
-@factory
-def make_gather_columns(n):
-    """Make ``gather(pointer, indices, limit)``: load an element of float32 for each of a thread's columns.
-
-    A column whose index is negative, or not below ``limit``, has 0.
-    """
-
-    def gather_columns(pointer, indices, limit):
-        values = ()
-        for k in range(n // 4):
-            valid = (indices[k] >= 0) & (indices[k] < limit)
-            values += (pointer[indices[k]] if valid else np.float32(0),)
-        return values
-
-    return gather_columns if simulator.ENABLED else _gather_columns(n)
-
-
-def _gather_columns(n):
-    from llvmlite import ir
-    from numba import types
-    from numba.cuda.extending import intrinsic
-
-    text = (
-        "{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $2, $3; mad.wide.s32 a, $2, 4, $1; mov.f32 $0, 0f00000000; "
-        "@p ld.global.f32 $0, [a]; }"
-    )
-
-    @intrinsic
-    def gather_columns(typingctx, pointer, indices, limit):
-        def codegen(context, builder, sig, arguments):
-            base, values = _address(builder, arguments[0]), []
-            for k in range(n // 4):
-                operands = [base, builder.extract_value(arguments[1], k), arguments[2]]
-                values.append(_assemble(builder, text, "=f,l,r,r", ir.FloatType(), operands))
-            return context.make_tuple(builder, sig.return_type, values)
-
-        floats, integers = types.UniTuple(types.float32, n // 4), types.UniTuple(types.int32, n // 4)
-        return floats(pointer, integers, types.int32), codegen
-
-    return gather_columns
+# Stores of float32: each column of a fragment is a row of the output. Each store computes its address in its own
+# assembly: the compiler would otherwise keep the addresses of all columns in registers.
 
 
 def _address(builder, pointer, index=None):
@@ -204,17 +118,6 @@ def _address(builder, pointer, index=None):
     if index is not None:
         pointer = builder.gep(pointer, [builder.sext(index, ir.IntType(64))])
     return builder.ptrtoint(pointer, ir.IntType(64))
-
-
-def _assemble(builder, text, constraints, result, operands):
-    """Emit assembly, which stays behind what precedes it."""
-    from llvmlite import ir
-
-    function = ir.FunctionType(result, [operand.type for operand in operands])
-    return builder.call(ir.InlineAsm(function, text, constraints, side_effect=True), operands)
-
-
-# Stores of float32: each column of a fragment is a row of the output
 
 
 @factory
@@ -241,52 +144,60 @@ def make_store_columns(n, accumulate):
 
 @factory
 def make_scatter_columns(n, accumulate):
-    """Make ``store(pointer, rows, limit, count, quarter, pitch, element, values)``, as :func:`make_store_columns`.
+    """Make ``store(pointer, rows, index, pitch, element, values)``, as :func:`make_store_columns`.
 
-    Column c is stored to the row of that thread's column in ``rows``, a tuple, if it is not negative and below
-    ``limit``.
+    The rows are in ``rows``, a shared array of int32: that of the thread's k-th column is element ``index + k``. Of a
+    negative row nothing is stored.
     """
 
-    def scatter_columns(pointer, rows, limit, count, quarter, pitch, element, values):
-        for k, column in enumerate(_columns(n)):
+    def scatter_columns(pointer, rows, index, pitch, element, values):
+        for k in range(n // 4):
+            row = rows[index + k]
             for h in range(2):
-                if (column + 2 * quarter < count) & (rows[k] >= 0) & (rows[k] < limit):
-                    index = np.int64(rows[k]) * pitch + element + ROW_STEP * h
+                if row >= 0:
+                    at = np.int64(row) * pitch + element + ROW_STEP * h
                     value = values[4 * (k // 2) + 2 * h + k % 2]
-                    pointer[index] = float_as_int(int_as_float(pointer[index]) + value if accumulate else value)
+                    pointer[at] = float_as_int(int_as_float(pointer[at]) + value if accumulate else value)
 
     return scatter_columns if simulator.ENABLED else _store(n, accumulate, scatter_columns)
 
 
 def _store(n, accumulate, simulate):
-    """Make the intrinsic of :func:`make_store_columns`, or with ``rows`` of :func:`make_scatter_columns`."""
+    """Make the intrinsic of :func:`make_store_columns` or :func:`make_scatter_columns`."""
     from llvmlite import ir
     from numba import types
 
-    scatters, second = simulate.__code__.co_argcount == 8, 4 * ROW_STEP
+    scatters, second, integer = simulate.__name__ == "scatter_columns", 4 * ROW_STEP, types.int32
     opcode = "red.global.add.f32" if accumulate else "st.global.f32"
-    # Operands: address, pitch in bytes, two values, 2 * quarter, count, and first, or row and limit.
-    row = "setp.lt.u32.and p, $6, $7, p; mov.b32 t, $6;" if scatters else "add.s32 t, t, $6;"
-    texts = {
-        c: f"{{ .reg .pred p; .reg .s32 t; .reg .b64 a; add.s32 t, $4, {c}; setp.lt.s32 p, t, $5; {row} "
-        f"mad.wide.s32 a, t, $1, $0; @p {opcode} [a], $2; @p {opcode} [a+{second}], $3; }}"
-        for c in _columns(n)
-    }
-    constraints = "l,r,f,f,r,r,r" + ",r" * scatters + ",~{memory}"
+    # Operands: address, pitch in bytes, two values; then 2 * quarter, count and first row, or the address of the rows.
+    find = "add.s32 t, $4, {c}; setp.lt.s32 p, t, $5; add.s32 t, t, $6;"
+    if scatters:
+        find = "ld.shared.s32 t, [$4+{offset}]; setp.ge.s32 p, t, 0;"
+    store = f"mad.wide.s32 a, t, $1, $0; @p {opcode} [a], $2; @p {opcode} [a+{second}], $3; }}"
+    constraints = f"l,r,f,f,{'r' if scatters else 'r,r,r'},~{{memory}}"
 
     def codegen(context, builder, sig, arguments):
-        pointer, first, *rest = arguments
-        limit = rest.pop(0) if scatters else None
-        count, quarter, pitch, element, values = rest
+        pointer, *rows, pitch, element, values = arguments
         base, pitch = _address(builder, pointer, element), builder.shl(pitch, pitch.type(2))
-        double = builder.shl(quarter, quarter.type(1))
+        if scatters:
+            data = context.make_array(sig.args[1])(context, builder, value=rows[0]).data
+            data = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
+            rows = [builder.ptrtoint(builder.gep(data, [rows[1]]), ir.IntType(32))]
+        else:
+            first, count, quarter = rows
+            rows = [builder.shl(quarter, quarter.type(1)), count, first]
         for k, c in enumerate(_columns(n)):
             pair = [builder.extract_value(values, 4 * (k // 2) + k % 2 + i) for i in (0, 2)]
-            row = [builder.extract_value(first, k), limit] if scatters else [first]
-            _assemble(builder, texts[c], constraints, ir.VoidType(), [base, pitch, *pair, double, count, *row])
+            text = "{ .reg .pred p; .reg .s32 t; .reg .b64 a; " + find.format(c=c, offset=4 * k) + " " + store
+            function = ir.FunctionType(ir.VoidType(), [v.type for v in (base, pitch, *pair, *rows)])
+            assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
+            builder.call(assembly, [base, pitch, *pair, *rows])
         return context.get_dummy_value()
 
-    floats, integer = types.UniTuple(types.float32, n // 2), types.int32
-    rows = (types.UniTuple(integer, n // 4), integer) if scatters else (integer,)
-    typing = lambda pointer, *_: (types.void(pointer, *rows, integer, integer, integer, integer, floats), codegen)
-    return make_intrinsic(simulate, 8 if scatters else 7, typing)
+    floats = types.UniTuple(types.float32, n // 2)
+
+    def typing(pointer, rows, *_):
+        where = (rows, integer) if scatters else (integer, integer, integer)
+        return types.void(pointer, *where, integer, integer, floats), codegen
+
+    return make_intrinsic(simulate, 6 if scatters else 7, typing)

@@ -124,6 +124,18 @@ def gathered_rows(kind):
     return lambda: FUNCTIONS[kind][0](x, *arguments, gather_indices=indices)
 
 
+def scattered_rows():
+    x, *arguments = inputs(n=128)["bf16"]
+    rows, weights = torch.arange(len(x) - 1, -1, -1, dtype=torch.int32), torch.linspace(0, 1, len(x))
+    options = dict(bias=torch.ones(3, 128), row_weights=weights, scatter_indices=rows, accumulate=True)
+    return lambda: moe_numba.group_gemm_bf16(x, *arguments, out=torch.ones(len(x) + 1, 128), **options)
+
+
+def activated_rows(activation):
+    arguments = inputs(n=96)["bf16"]
+    return lambda: moe_numba.group_gemm_silu_and_mul_bf16(*arguments, activation=activation)
+
+
 CALLS = {
     "gate": gate(),
     "gate, softmax": gate(128, 1, 1, scoring="softmax"),
@@ -145,6 +157,9 @@ CALLS = {
     "grouped GEMM with MXFP4 weights": mxfp4_gemm(False),
     "grouped GEMM with MXFP4 weights of gathered rows": mxfp4_gemm(True),
     "grouped GEMM with MXFP4 weights and activation": mxfp4_activation(),
+    "grouped GEMM of scattered rows, bf16": scattered_rows(),
+    "grouped GEMM with activation, bf16": activated_rows("silu"),
+    "grouped GEMM with swigluoai, bf16": activated_rows("swigluoai"),
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),
     "assignments by expert, three launches": many_assignments(),

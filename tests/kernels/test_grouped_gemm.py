@@ -13,6 +13,7 @@ from moe_numba.runtime import device as devices
 from moe_numba.grouped_gemm import (
     group_gemm_bf16,
     group_gemm_pertensor_fp8,
+    group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
     reference,
 )
@@ -145,9 +146,12 @@ def test_silu_and_mul(name, average, device):
 
 
 def test_silu_and_mul_argument_checks(device):
-    arguments = inputs(n=128, device=device)["pertensor"]
-    with pytest.raises(ValueError, match="weight's n is 128; with gate and up it must be a multiple of 256"):
+    arguments = inputs(n=144, device=device)["pertensor"]
+    with pytest.raises(ValueError, match="weight's n is 144; with gate and up it must be a multiple of 32"):
         group_gemm_silu_and_mul_pertensor_fp8(*arguments)
+    arguments = inputs(n=128, device=device)["blockwise"]
+    with pytest.raises(ValueError, match="weight's n is 128; with block scales, gate and up, it must be a multiple of"):
+        group_gemm_silu_and_mul_blockwise_fp8(*arguments)
     arguments = inputs(n=256, device=device)["pertensor"]
     out = torch.zeros(20, 128, device=device).to(FP8), torch.zeros(20, 1, device=device)
     assert group_gemm_silu_and_mul_pertensor_fp8(*arguments, out=out) is out and bool(out[1].all())

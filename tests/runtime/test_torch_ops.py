@@ -32,6 +32,7 @@ NOT_TENSOR_FUNCTIONS = {
     "ExpertsWorkspace",
 }
 EXPERTS = 4
+SCALAR_TYPES = {torch.bfloat16: 15}  # numbers of dtypes in schemas, c10::ScalarType
 
 
 def int32(*values):
@@ -89,6 +90,19 @@ CALLS = {
     "group_gemm_blockwise_fp8": lambda: (
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6, 1), torch.rand(2, 1, 1)),
         {},
+    ),
+    "group_gemm_bf16:float32": lambda: (
+        (bf16(6, 64), bf16(2, 64, 64), *GROUPS),
+        dict(bias=torch.randn(2, 64), out_dtype=torch.float32, row_weights=torch.rand(6)),
+    ),
+    "group_gemm_rowwise_fp8": lambda: (
+        (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6), torch.rand(2, 64)),
+        dict(bias=bf16(2, 64)),
+    ),
+    "group_gemm_silu_and_mul_bf16": lambda: ((bf16(6, 64), bf16(2, 64, 64), *GROUPS), {}),
+    "group_gemm_silu_and_mul_bf16:swigluoai": lambda: (
+        (bf16(6, 64), bf16(2, 64, 64), *GROUPS),
+        dict(bias=bf16(2, 64), activation="swigluoai", alpha=1.5, limit=4.0),
     ),
     "group_by_expert": lambda: ((ids(5, 2), 8), {}),
     "group_by_expert:int64": lambda: ((ids(2, 5).long().T, 8), {}),
@@ -193,7 +207,7 @@ def test_schemas_have_the_names_order_and_defaults_of_the_function(name):
             elif default is inspect.Parameter.empty:
                 assert not argument.has_default_value()
             else:
-                assert argument.default_value == default
+                assert argument.default_value == SCALAR_TYPES.get(default, default)
 
 
 def test_executing_a_module_again_keeps_the_ops(device):
@@ -311,7 +325,10 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
     "k_grouped_gemm_bf16": [(0, bf16(6, 12)), (1, bf16(5, 72)), (3, int32(1)), ("accumulate", True)],
     "group_gemm_blockwise_fp8": [(4, torch.rand(6, 2))],
-    "group_gemm_silu_and_mul_pertensor_fp8": [(1, fp8(2, 128, 64))],
+    "group_gemm_bf16:float32": [("bias", torch.randn(2, 32)), ("accumulate", True), ("row_weights", bf16(6))],
+    "group_gemm_rowwise_fp8": [(4, torch.rand(6, 1)), ("scatter_indices", int32(0, 1, 2, 3, 4, 5))],
+    "group_gemm_silu_and_mul_bf16": [("activation", "gelu"), ("limit", -1.0)],
+    "group_gemm_silu_and_mul_pertensor_fp8": [(1, fp8(2, 144, 64))],
 }
 
 
