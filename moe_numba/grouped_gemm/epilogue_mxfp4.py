@@ -1,6 +1,6 @@
-"""Epilogues of the kernel for MXFP4 weights: with an activation, and with float32 results; else see ``epilogue.py``.
+"""Epilogue of the kernel for MXFP4 weights with an activation; without one it is that of ``epilogue.py``.
 
-With an activation, of 16 rows of weight that a warp multiplies the first eight are of gate, and the others the rows of
+Of 16 rows of weight that a warp multiplies the first eight are of gate, and the others the rows of
 up that belong to them (see ``packing_mxfp4.py``). So a thread's first row of accumulators is of gate and its second of
 up, and the activation needs no exchange. A warpgroup has 32 columns of y.
 """
@@ -11,8 +11,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.config import EPILOGUE_BYTES
-from moe_numba.grouped_gemm.epilogue import make_epilogue, make_store_floats
-from moe_numba.grouped_gemm.epilogue_terms import RowTerms, make_apply_row_terms, make_finish, make_load_row_values, make_load_terms
+from moe_numba.grouped_gemm.epilogue import make_epilogue
+from moe_numba.grouped_gemm.epilogue_terms import RowTerms, make_apply_row_terms, make_load_terms
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.fragments import make_select_rows, make_silu_and_mul, make_swigluoai
 from moe_numba.ptx.matrix import make_stmatrix_fragment
@@ -21,7 +21,6 @@ from moe_numba.ptx.warpgroup import bar_sync
 
 UNIT_COLUMNS = 32  # columns of y of a warpgroup
 ROW_BYTES = 2 * UNIT_COLUMNS
-FLOAT_ROWS = 32  # rows of y whose float32 results are stored at once: with ``accumulate`` they are loaded first
 BUFFER_ROWS = EPILOGUE_BYTES // ROW_BYTES  # rows of y that a warpgroup stores at once
 
 
@@ -112,50 +111,8 @@ def make_activating_epilogue(n, config, layout):
     return epilogue
 
 
-@cache
-def make_store_float_parts(n, config, layout, first=0):
-    """Make ``store_parts(smem, output, warp, lane, acc, tile, terms)``: store float32 results from row ``first`` on."""
-    count, more, has_row_values = min(FLOAT_ROWS, n - first), first + FLOAT_ROWS < n, config.has_row_values
-    finish, store_floats = make_finish(count, config, layout), make_store_floats(count, config, layout)
-    begin, end, pitch = first // 2, (first + count) // 2, layout.scale_pitch
-    store_next = make_store_float_parts(n, config, layout, first + FLOAT_ROWS) if more else None
-
-    @cuda.jit(device=True)
-    def store_parts(smem, output, warp, lane, acc, tile, terms):
-        quarter, column = int32(lane & 3), int32(tile.column + 16 * warp + (lane >> 2))
-        if column < output.n and tile.rows > first:
-            values = int32(quarter * pitch + first // 4) if has_row_values else int32(0)
-            part = finish(acc[begin:end], smem, values, tile, terms)
-            row, rows = int32(tile.row + first), int32(tile.rows - first)
-            store_floats(smem, output, values, quarter, column, part, row, rows)
-        if more:
-            store_next(smem, output, warp, lane, acc, tile, terms)
-
-    return store_parts
-
-
-@cache
-def make_float_epilogue(n, config, layout):
-    """Make ``epilogue(smem, output, warp, lane, acc, _, tile, terms)``, which stores float32.
-
-    A tile has more accumulators than registers are left for addresses and values of y, so it is stored in parts.
-    """
-    store_parts, load_row_values = make_store_float_parts(n, config, layout), make_load_row_values(config, layout)
-    has_row_values = config.has_row_values
-
-    @cuda.jit(device=True)
-    def epilogue(smem, output, warp, lane, acc, _, tile, terms):
-        if has_row_values:
-            load_row_values(smem, output.inputs, warp, lane, tile)
-        store_parts(smem, output, warp, lane, acc, tile, terms)
-
-    return epilogue
-
-
 def make_terms_and_epilogue(n, config, layout):
     """Make ``terms = load_terms(inputs, tile, warp, lane, n)``, called before the main loop, and the epilogue."""
     if config.activation:
         return make_load_activation_terms(config), make_activating_epilogue(n, config, layout)
-    if config.out_dtype == "f32":
-        return make_load_terms(config), make_float_epilogue(n, config, layout)
     return make_load_terms(config), make_epilogue(n, config, layout)

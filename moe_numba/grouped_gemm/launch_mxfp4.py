@@ -108,8 +108,8 @@ def check(tensors, options, n, has_out):
     n = UNIT * n_units if n is None else n
     if n % SCALE_BLOCK or -(-n // UNIT) != n_units:
         raise ValueError(f"n is {n}; weight is packed for {UNIT * n_units - SCALE_BLOCK} or {UNIT * n_units} rows")
-    # A weight of one element, expanded to the shape before packing, has what the other checks ask for.
-    unpacked = weight.new_empty(1, dtype=torch.bfloat16).expand(groups, n, k)
+    # One row of weight, expanded to the shape before packing, has what the other checks ask for.
+    unpacked = weight.new_empty(k, dtype=torch.bfloat16).expand(groups, n, k)
     tensors = tensors._replace(weight=unpacked)
     row_layout = check_arguments("none", tensors, options, has_out)
     if not is_fake(x.device) and not (gpu := devices.gpu_of(x.device)).has_wgmma:
