@@ -247,6 +247,12 @@ CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
 )
 
 
+def fit_registers(config: Mxfp4Config) -> Mxfp4Config:
+    """Return the configuration without ``overlap`` if its options leave no registers for a second set of A."""
+    has_options = config.gather or config.bias or config.has_row_values or config.out_dtype != "bf16"
+    return config._replace(overlap=False) if config.subtile_m > 64 and has_options else config
+
+
 @cache
 def select_mxfp4_config(row_layout: str, average: int) -> Mxfp4Config:
     """Select the configuration for groups of ``average`` rows."""

@@ -6,7 +6,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, rows_of
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
+from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, fit_registers, select_mxfp4_config
 from moe_numba.grouped_gemm.kernel_mxfp4 import make_kernel
 from moe_numba.grouped_gemm.launch import GemmOptions, GemmTensors
 from moe_numba.grouped_gemm.packing_mxfp4 import SCALE_BLOCK, UNIT, UNIT_BYTES
@@ -179,7 +179,7 @@ def with_options(config, tensors, options):
         config = config._replace(activation=options.activation)
     if config.activation == "swigluoai":
         config = config._replace(alpha=float(options.alpha), limit=float(options.limit))
-    return config._replace(
+    config = config._replace(
         gather=tensors.gather_indices is not None,
         bias="" if tensors.bias is None else _DTYPE_NAMES[tensors.bias.dtype],
         out_dtype="f32" if options.accumulate else _DTYPE_NAMES[options.out_dtype],
@@ -187,6 +187,7 @@ def with_options(config, tensors, options):
         scatter=tensors.scatter_indices is not None,
         row_weights=tensors.row_weights is not None,
     )
+    return fit_registers(config)
 
 
 def fake_group_gemm(call, silu_and_mul: bool = False):

@@ -26,6 +26,7 @@ from moe_numba.grouped_gemm.config_mxfp4 import (
     Mxfp4Config,
     Mxfp4Layout,
     check_mxfp4_config,
+    fit_registers,
     select_mxfp4_config,
 )
 from moe_numba.grouped_gemm.launch_mxfp4 import group_gemm
@@ -339,6 +340,9 @@ def test_wrong_gathers_are_rejected(what, device):
         (dict(mma_n=(16, 24)), "mma_n is .*; it must descend from subtile_m"),
         (dict(box_rows=24), "box_rows is 24; it must be a multiple of 8 that divides subtile_m"),
         (dict(warpgroups=3), "warpgroups is 3; it must be 2 or 4"),
+        (dict(warpgroups=4, scatter=True), "warpgroups is 4; with scatter or row_weights it must be 2"),
+        (dict(activation="gelu"), "activation is 'gelu'; it must be 'silu' or 'swigluoai'"),
+        (dict(activation="silu", scatter=True), "activation is 'silu'; it must be .* with bf16 results"),
         (dict(stage_units=3), "stage_units is 3; it must be 1 or 2"),
         (dict(gather=True, stages=2), "stages is 2; with gather it must be 3 or more"),
         (dict(stages=40), "needs .* bytes of shared memory"),
@@ -354,9 +358,10 @@ def test_selected_configurations_are_supported():
     found = {select_mxfp4_config("masked", average) for average in averages}
     assert len(found) == len(CONFIGS)
     for config in found:
-        for with_gather in (False, True):
-            check_mxfp4_config(config._replace(gather=with_gather))
-            assert Mxfp4Layout(config._replace(gather=with_gather)).bytes <= H200.shared_bytes
+        for options in (dict(), dict(gather=True), dict(scatter=True, row_weights=True, gather=True, bias="f32")):
+            check_mxfp4_config(config._replace(**options))
+            assert Mxfp4Layout(config._replace(**options)).bytes <= H200.shared_bytes
+            assert not (fit_registers(config._replace(**options)).overlap and config.subtile_m > 64 and options)
 
 
 @pytest.mark.parametrize("change", [dict(), dict(stage_units=1, stages=4), dict(warpgroups=4, stages=4)])
