@@ -1,9 +1,15 @@
 """Chooses GPU or simulator before Numba is imported, and deselects tests that need more GPUs than there are."""
 
+import os
+
+# Each worker of pytest-xdist has one core. Threads of torch that wait for work would spin on those of the others, which
+# takes most of the time of the references; processes that tests start inherit the setting.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
 import contextlib
-import os
 import sys
 
 import pytest

@@ -1,4 +1,4 @@
-"""Zero-initialised workspaces that the CTAs of one launch share; concurrent launches use different ones."""
+"""Zero-initialised workspaces of launches; launches that may run at the same time use different ones."""
 
 import torch
 
@@ -13,7 +13,7 @@ _workspaces: dict = {}
 _pools: dict = {}
 
 
-def workspace(device, num_elements):
+def workspace(device, num_elements, purpose="align"):
     """Return a workspace of int32 for a launch on the current stream of a device.
 
     Launches on one stream are ordered and share a workspace. Graphs may be replayed concurrently, so each capture gets
@@ -27,13 +27,15 @@ def workspace(device, num_elements):
         Device index.
     num_elements : int
         Rounded up to a multiple of 4, so that workspaces are 16-byte aligned.
+    purpose : str
+        Launches for different purposes use different workspaces; what one leaves behind, the next of its kind finds.
     """
     bind_recording_to_stream()
     num_elements = -(-num_elements // 4) * 4
     stream = current_stream(device)
     on_gpu = not simulator.ENABLED and not devices.target()
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-    key = device, stream, num_elements, _capture_id(stream) if capturing else None
+    key = device, stream, num_elements, purpose, _capture_id(stream) if capturing else None
     pool = _pools.get((device, num_elements))
     if key not in _workspaces:
         _workspaces[key] = pool.pop() if pool else _zeros(device, num_elements)

@@ -24,6 +24,7 @@ def group_gemm_pertensor_fp8(
     accumulate: bool = False,
     scatter_indices: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight: ``y = x @ weight.T * y_scale``.
 
@@ -65,6 +66,11 @@ def group_gemm_pertensor_fp8(
     row_weights : tensor [total] or [groups, capacity], float32, optional
         Contiguous. Row i of the result, with its bias, is multiplied by ``row_weights[i]`` before it is rounded: the
         routing weights, if each row of the result belongs to one token and expert.
+    m_indices : tensor [total], int32, optional
+        Group of each row, as for DeepGEMM's contiguous layout; replaces seqlens, cu_seqlens and offs. The rows of a
+        group follow one another; rows with -1, or any other value that is no group, may lie before, between and behind
+        the groups and belong to none. Rows of a group that do not follow its first ones belong to none either. A kernel
+        of one CTA in front finds the groups.
 
     Returns
     -------
@@ -90,12 +96,12 @@ def group_gemm_pertensor_fp8(
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
     if needs_dispatch(x, weight, y_scale):
-        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
+        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, *epilogue)
+        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -116,6 +122,7 @@ def group_gemm_blockwise_fp8(
     accumulate: bool = False,
     scatter_indices: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight, with block scales as in DeepSeek-V3.
 
@@ -129,7 +136,9 @@ def group_gemm_blockwise_fp8(
     cu_seqlens : tensor [groups + 1], int32, or None
         First row of each group. None if ``x`` is masked, [groups, capacity, k].
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
-        Contiguous: a scale for each 128 elements of a row, in the layout in which a cast kernel writes it.
+        A scale for each 128 elements of a row, with any strides: contiguous, as a cast kernel writes it, or with
+        contiguous columns, as DeepGEMM takes it (``get_mn_major_tma_aligned_tensor``). Contiguous scales are faster
+        with 64 or more rows per group.
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
         Contiguous: a scale for each 128 x 128 block of a weight.
     num_seq_per_group_avg : int, optional
@@ -150,6 +159,8 @@ def group_gemm_blockwise_fp8(
         Store row i of the result to row ``scatter_indices[i]`` of ``out``.
     row_weights : tensor [total] or [groups, capacity], float32, optional
         Factor of each row of the result, with its bias.
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -160,12 +171,12 @@ def group_gemm_blockwise_fp8(
     group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
-        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
+        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices, *epilogue)
+        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 
@@ -186,6 +197,7 @@ def group_gemm_rowwise_fp8(
     accumulate: bool = False,
     scatter_indices: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight, with scales per row as ``torch._scaled_grouped_mm``.
 
@@ -220,6 +232,8 @@ def group_gemm_rowwise_fp8(
         Store row i of the result to row ``scatter_indices[i]`` of ``out``.
     row_weights : tensor [total] or [groups, capacity], float32, optional
         Factor of each row of the result, with its bias.
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -230,12 +244,12 @@ def group_gemm_rowwise_fp8(
     group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
-        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
+        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_rowwise_fp8", x, weight, *groups, out, gather_indices, *epilogue)
+        return call_op("group_gemm_rowwise_fp8", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
     return group_gemm("row", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 
@@ -254,6 +268,7 @@ def group_gemm_bf16(
     accumulate: bool = False,
     scatter_indices: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's bfloat16 weight, as ``torch._grouped_mm`` does.
 
@@ -285,6 +300,8 @@ def group_gemm_bf16(
         Store row i of the result to row ``scatter_indices[i]`` of ``out``.
     row_weights : tensor [total] or [groups, capacity], float32, optional
         Factor of each row of the result, with its bias.
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -295,12 +312,12 @@ def group_gemm_bf16(
     group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
     if needs_dispatch(x, weight):
-        epilogue = bias, out_dtype, accumulate, scatter_indices, row_weights
+        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
-        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices, *epilogue)
+        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
     options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
+    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
 
@@ -318,6 +335,7 @@ def group_gemm_silu_and_mul_bf16(
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
+    m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute an expert's first GEMM and its activation, such as ``silu(gate) * up``, in bfloat16.
 
@@ -347,6 +365,8 @@ def group_gemm_silu_and_mul_bf16(
         ones up.
     alpha, limit : float, optional
         Of "swigluoai"; positive. The kernel is compiled for each value.
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -364,10 +384,10 @@ def group_gemm_silu_and_mul_bf16(
     """
     if needs_dispatch(x, weight):
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
-        epilogue = bias, activation, alpha, limit
-        return call_op("group_gemm_silu_and_mul_bf16", x, weight, *groups, out, gather_indices, *epilogue)
+        more = bias, activation, alpha, limit, m_indices
+        return call_op("group_gemm_silu_and_mul_bf16", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(silu_and_mul=True, bias=bias, activation=activation, alpha=alpha, limit=limit)
+    options |= dict(silu_and_mul=True, bias=bias, activation=activation, alpha=alpha, limit=limit, m_indices=m_indices)
     return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
 
 
@@ -386,6 +406,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
+    m_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute an expert's first GEMM and its activation, ``silu(gate) * up``, quantised to FP8 for the second GEMM.
 
@@ -414,6 +435,8 @@ def group_gemm_silu_and_mul_pertensor_fp8(
         "silu", or "swigluoai": see :func:`group_gemm_silu_and_mul_bf16`, also for ``alpha`` and ``limit``.
     alpha, limit : float, optional
         Of "swigluoai".
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -428,12 +451,12 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     """
     if needs_dispatch(x, weight, y_scale):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        epilogue = bias, activation, alpha, limit
-        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices, *epilogue)
+        more = bias, activation, alpha, limit, m_indices
+        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
-    options |= dict(bias=bias, activation=activation, alpha=alpha, limit=limit)
+    options |= dict(bias=bias, activation=activation, alpha=alpha, limit=limit, m_indices=m_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
 
@@ -449,6 +472,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     offs: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     gather_indices: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute an expert's first GEMM with block scales and its activation, ``silu(gate) * up``, quantised to FP8.
 
@@ -463,6 +487,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     cu_seqlens : tensor [groups + 1], int32, or None
         First row of each group. None if ``x`` is masked, [groups, capacity, k].
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
+        With any strides.
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
     num_seq_per_group_avg : int, optional
         Expected average number of rows per group, which selects the tile size.
@@ -471,6 +496,8 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     out : (tensor, tensor), optional
     gather_indices : tensor [total], int32, optional
         Row i of the product uses row ``gather_indices[i]`` of x.
+    m_indices : tensor [total], int32, optional
+        Group of each row, or -1; replaces seqlens, cu_seqlens and offs.
 
     Returns
     -------
@@ -485,10 +512,11 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     """
     if needs_dispatch(x, weight, x_scale, w_scale):
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_silu_and_mul_blockwise_fp8", x, weight, *groups, out, gather_indices)
+        return call_op("group_gemm_silu_and_mul_blockwise_fp8", x, weight, *groups, out, gather_indices, m_indices)
     options: dict[str, Any] = dict(
         average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
     )
+    options |= dict(m_indices=m_indices)
     return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 
 

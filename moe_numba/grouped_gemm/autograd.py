@@ -5,24 +5,32 @@ import torch
 from moe_numba.grouped_gemm.api import group_gemm_bf16
 from moe_numba.grouped_gemm.api_k_grouped import k_grouped_gemm_bf16
 from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
+from moe_numba.grouped_gemm.unused_rows import zero_unused_rows
 from moe_numba.runtime.torch_op import register_autograd
 
+_SUPPORTED = ("x", "weight", "seqlens", "cu_seqlens", "num_seq_per_group_avg", "offs")
 
-def setup_context(ctx, inputs, output):
+
+def setup_context(ctx, call, output):
     """Keep what the backward needs."""
-    x, weight, seqlens, cu_seqlens, average, offs, gather_indices = inputs
-    ctx.save_for_backward(x, weight, seqlens, cu_seqlens, offs)
-    ctx.average, ctx.is_gathered = average, gather_indices is not None
+    ctx.save_for_backward(call.x, call.weight, call.seqlens, call.cu_seqlens, call.offs)
+    ctx.average = call.num_seq_per_group_avg
+    others = {name: value for name, value in vars(call).items() if name not in (*_SUPPORTED, "out_dtype")}
+    # ``accumulate`` is False, because the op that has a backward has no ``out``.
+    ctx.given = [name for name, value in others.items() if value is not None and value is not False]
+    if output.dtype != torch.bfloat16:
+        ctx.given.append("out_dtype")
 
 
 def backward(ctx, grad):
-    """Return the gradients of the inputs.
+    """Return the gradients of x and weight, by name.
 
     That of x is a grouped GEMM with the transposed weights, a view; that of the weight is a k-grouped GEMM.
     """
-    if ctx.is_gathered:
+    if ctx.given:
         raise NotImplementedError(
-            "gather_indices was given, but group_gemm_bf16 has a backward only without: gather the rows before the call"
+            f"{ctx.given[0]} was given, but group_gemm_bf16 has a backward only without it: use torch functions before "
+            "or after the call"
         )
     if torch.is_grad_enabled():
         raise NotImplementedError("create_graph is True, but group_gemm_bf16 has no second derivative")
@@ -30,8 +38,8 @@ def backward(ctx, grad):
     grad, grad_x, grad_weight = grad.contiguous(), None, None
     if ctx.needs_input_grad[0]:
         transposed = weight.mT if has_wgmma(x.device) else weight.mT.contiguous()
-        grad_x = x.new_zeros(x.shape)  # the GEMM writes no rows that belong to no group
-        group_gemm_bf16(grad, transposed, seqlens, cu_seqlens, ctx.average, offs, out=grad_x)
+        grad_x = group_gemm_bf16(grad, transposed, seqlens, cu_seqlens, ctx.average, offs)
+        zero_unused_rows(grad_x, seqlens, cu_seqlens, offs)
     if ctx.needs_input_grad[1]:
         if x.dim() == 3:  # masked: group g begins at row g * capacity
             groups, capacity, _ = x.shape
@@ -42,7 +50,7 @@ def backward(ctx, grad):
         grad_weight = k_grouped_gemm_bf16(left, right, seqlens, cu_seqlens, offs, out_dtype=torch.bfloat16)
         if is_mn_major(weight):
             grad_weight = grad_weight.mT  # of the strides of weight
-    return grad_x, grad_weight, None, None, None, None, None
+    return {"x": grad_x, "weight": grad_weight}
 
 
 register_autograd(group_gemm_bf16, backward, setup_context)

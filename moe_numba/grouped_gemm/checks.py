@@ -14,11 +14,11 @@ from moe_numba.runtime.validate import (
     is_fake,
 )
 
-_MAX_GROUPS = 512
+MAX_GROUPS = 512
 
 
-def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
-    """Check x, weight and the group sizes.
+def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype, m_indices=None):
+    """Check x, weight and the group sizes, without the length of ``m_indices``.
 
     Returns
     -------
@@ -33,8 +33,8 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     check_device(x.device, "x")
     check_gpu(x.device)
     groups, n, k = weight.shape
-    if not 1 <= groups <= _MAX_GROUPS:
-        raise ValueError(f"weight has {groups} groups; 1 to {_MAX_GROUPS} are allowed")
+    if not 1 <= groups <= MAX_GROUPS:
+        raise ValueError(f"weight has {groups} groups; 1 to {MAX_GROUPS} are allowed")
     if x.shape[-1] != k:
         raise ValueError(f"x has {x.shape[-1]} columns; it must have weight's k, {k}")
     for name, size in (("n", n), ("k", k)):
@@ -43,7 +43,13 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype):
     masked = x.dim() == 3
     if masked:
         check_tensor("x", x, shape=(groups, "capacity", k), contiguous=True)
-    if offs is not None:
+    if m_indices is not None:
+        if seqlens is not None or cu_seqlens is not None or offs is not None or masked:
+            raise ValueError(
+                "m_indices is given: seqlens, cu_seqlens and offs must be None, and x must have 2 dimensions"
+            )
+        row_layout, sizes = "lengths", []  # which a kernel computes from m_indices
+    elif offs is not None:
         if seqlens is not None or cu_seqlens is not None or masked:
             raise ValueError("offs is given: seqlens and cu_seqlens must be None, and x must have 2 dimensions")
         row_layout, sizes = "offsets", [("offs", offs, groups)]
@@ -99,7 +105,7 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
         _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
     elif scaling == "block":
         k_blocks = -(-k // 128)
-        _check_array("x_scale", x_scale, (*x.shape[:-1], k_blocks), torch.float32, x.device)
+        _check_array("x_scale", x_scale, (*x.shape[:-1], k_blocks), torch.float32, x.device, contiguous=False)
         _check_array("w_scale", weight_scale, (groups, -(-n // 128), k_blocks), torch.float32, x.device)
 
 
@@ -143,7 +149,8 @@ def check_arguments(scaling, tensors, options, has_out):
     """
     dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
     x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
-    row_layout = check_inputs(x, weight, tensors.seqlens, tensors.cu_seqlens, tensors.offs, dtype)
+    sizes = tensors.seqlens, tensors.cu_seqlens, tensors.offs
+    row_layout = check_inputs(x, weight, *sizes, dtype, tensors.m_indices)
     if indices is not None:
         check_indices(indices, x)
     check_scales(scaling, x, weight, tensors.x_scale, tensors.w_scale)
@@ -153,6 +160,8 @@ def check_arguments(scaling, tensors, options, has_out):
             f"weight has strides {weight.stride()}; with an activation its last dimension must be contiguous"
         )
     rows, (groups, n, _) = tuple(rows_of(tensors)), weight.shape
+    if tensors.m_indices is not None:
+        _check_array("m_indices", tensors.m_indices, rows, torch.int32, x.device)
     if tensors.bias is not None:
         _check_array("bias", tensors.bias, (groups, n), (torch.bfloat16, torch.float32), x.device)
     if tensors.row_weights is not None:
@@ -196,7 +205,15 @@ def check_indices(indices, x):
         raise ValueError("gather_indices is given: x must be [tokens, k], not masked")
 
 
-def _check_array(name, tensor, shape, dtype, device):
+def scale_strides(x_scale):
+    """Return the strides of ``x_scale``: rows, blocks of k, and groups beyond the rows of one (0 without groups)."""
+    *group, row, k_block = x_scale.stride()
+    if max(row, k_block) >= 1 << 31:
+        raise ValueError(f"x_scale has strides {x_scale.stride()}; those of rows and blocks must be below 2^31")
+    return row, k_block, group[0] - x_scale.shape[1] * row if group else 0
+
+
+def _check_array(name, tensor, shape, dtype, device, contiguous=True):
     if tensor is None:
         raise TypeError(f"{name} is None; it must be a tensor {shape} of {dtype}")
-    check_tensor(name, tensor, dtype=dtype, shape=shape, contiguous=True, device=(device, "x"))
+    check_tensor(name, tensor, dtype=dtype, shape=shape, contiguous=contiguous, device=(device, "x"))

@@ -24,7 +24,8 @@ EPILOGUE_BYTES = 16 * ROW_BYTES  # a warp's epilogue buffer, for 16 rows
 class BlockScaledConfig(NamedTuple):
     """Compile-time configuration of the kernel: a tile has 128 rows of x by ``block_n`` rows of weight.
 
-    With ``silu_and_mul`` these are 128 rows of gate and the 128 rows of up that belong to them.
+    With ``silu_and_mul`` these are 128 rows of gate and the 128 rows of up that belong to them. TMA loads them in two
+    halves: the first and the second half of the rows of weight, or gate and up.
     """
 
     block_n: int = 192
@@ -34,6 +35,12 @@ class BlockScaledConfig(NamedTuple):
     silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
     keep_weight: bool = False  # keep weights in L2 as long as rows of x
     gather: bool = False  # rows of x are read through an array of row indices
+    cluster_size: int = 2  # CTAs that compute a pair of tiles, see ``scheduler_pairs.py``; or 1
+
+    @property
+    def half_rows(self) -> int:
+        """Rows of weight in one TMA load."""
+        return self.block_n // 2
 
     @property
     def columns(self) -> int:
@@ -57,10 +64,6 @@ class BlockScaledConfig(NamedTuple):
 
     @property
     def m_subtiles(self) -> int:
-        return 1
-
-    @property
-    def cluster_size(self) -> int:
         return 1
 
 
@@ -121,6 +124,11 @@ class BlockScaledLayout:
         return self.warp_sums_offset + WARPS
 
     @property
+    def tiles_offset(self) -> int:
+        """i32: the number of tiles of all groups."""
+        return self.first_tile_offset + self.config.max_groups
+
+    @property
     def subtile_bytes(self) -> int:
         """u8: a stage's rows of x."""
         return BLOCK_M * BLOCK_K_BYTES
@@ -138,7 +146,7 @@ class BlockScaledLayout:
     @cached_property
     def row_index_offset(self) -> int:
         """i32, a multiple of 4: the row indices of the auxiliary producer warps, which they read four at a time."""
-        return -(-(self.first_tile_offset + self.config.max_groups) // 4) * 4
+        return -(-(self.tiles_offset + 1) // 4) * 4
 
     @cached_property
     def bytes(self) -> int:
@@ -153,6 +161,8 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
             f"block_n is {config.block_n}; it must be {' or '.join(map(str, allowed))}"
             + " with silu_and_mul" * config.silu_and_mul
         )
+    if config.cluster_size not in (1, 2):
+        raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
     if config.stages < AUX_PRODUCER_WARPS:
         # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
         raise ValueError(f"stages is {config.stages}; it must be {AUX_PRODUCER_WARPS} or more")
@@ -165,7 +175,7 @@ MIN_AVERAGE = 64
 # (maximum average rows per group, tile configuration): a group of more than 128 rows reads its weights once per tile of
 # rows, so they are kept in L2.
 _CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
-    (BLOCK_M, dict(block_n=128, stages=6)),
+    (BLOCK_M, dict(block_n=128, stages=6, cluster_size=1)),
     (None, dict(block_n=192, stages=5, keep_weight=True)),
 )
 _SILU_CONFIG: dict[str, Any] = dict(block_n=256, stages=4, silu_and_mul=True)

@@ -43,6 +43,9 @@ class Scales(NamedTuple):
 
     x: Any  # float32 pointer
     weight: Any  # float32 pointer
+    row_stride: Any  # of the block scales of x, in elements
+    k_stride: Any
+    group_stride: Any  # int64: from one group to the next, beyond ``capacity`` rows; 0 if x is not masked
 
 
 class Copy(NamedTuple):

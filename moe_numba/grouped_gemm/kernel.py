@@ -53,6 +53,14 @@ class Scales(NamedTuple):
     weight: Any  # float32 pointer
 
 
+class ScaleStrides(NamedTuple):
+    """Strides of the scales of x, in elements; a masked x has ``capacity`` rows per group."""
+
+    row: Any
+    k_block: Any
+    group: Any  # int64: from one group to the next, beyond ``capacity`` rows; else 0
+
+
 # Consumer warpgroups
 
 
@@ -225,7 +233,10 @@ def identity(value):
 
 @cache
 def make_compute_tiles(config, layout):
-    """Make ``compute_tiles(map_x, map_weight, output, problem, scales, source, k)``, which all threads must call."""
+    """Make ``compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k)``.
+
+    All threads must call it.
+    """
     uses_aux = config.scaling == "block" or config.gather
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
     scale_in_tile, full_arrivals, cluster_size = config.scale_in_tile, 2 if uses_aux else 1, config.cluster_size
@@ -239,7 +250,7 @@ def make_compute_tiles(config, layout):
     to_uniform, to_uniform_array = (uniform, uniform_array) if config.warp_uniform else (identity, identity)
 
     @cuda.jit(device=True)
-    def compute_tiles(map_x, map_weight, output, problem, scales, source, k):
+    def compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k):
         smem = SharedMemory(
             cuda.shared.array(0, uint8, 1024),
             cuda.shared.array(0, int32, 1024),
@@ -269,7 +280,7 @@ def make_compute_tiles(config, layout):
                 griddepcontrol_launch_dependents()
             if uses_aux and warp > CONSUMER_WARPS:
                 aux_warp = warp - CONSUMER_WARPS - 1
-                aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles)
+                aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_tiles)
         else:
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)
@@ -327,6 +338,9 @@ def make_kernel(config):
             capacity,
             n,
             k,
+            scale_row_stride,
+            scale_k_stride,
+            scale_group_stride,
             x,
             row_indices,
             x_rows,
@@ -342,7 +356,8 @@ def make_kernel(config):
             output = EpilogueOperands(y, y_scale, n, inputs)
             problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
             source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << valid_shift))
-            compute_tiles(map_x, map_weight, output, problem, scales, source, k)
+            strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride)
+            compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k)
 
         return grouped_gemm, layout.bytes
 
@@ -361,6 +376,9 @@ def make_kernel(config):
         capacity,
         n,
         k,
+        scale_row_stride,
+        scale_k_stride,
+        scale_group_stride,
         x,
         row_indices,
         x_rows,
@@ -369,6 +387,7 @@ def make_kernel(config):
         output = EpilogueOperands(y, y_scale, n, None)
         problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
         source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << valid_shift))
-        compute_tiles(map_x, map_weight, output, problem, scales, source, k)
+        strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride)
+        compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k)
 
     return grouped_gemm, layout.bytes

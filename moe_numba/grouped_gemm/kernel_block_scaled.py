@@ -6,6 +6,7 @@ x and one of weight for each block of columns; in the transposed product of ``ke
 
 Producer warps: one thread issues the TMA loads of a stage, weight and x; three auxiliary warps copy the scales, and
 gathered rows of x.
+In a cluster of two CTAs, pairs of tiles share the weights; see ``scheduler_pairs.py``.
 Consumers: two warpgroups, each with 64 rows of the tile, multiply them by the tile's weights and add the scaled product
 to their accumulators. A warpgroup without rows, in the last tile of a group, only releases the stages.
 """
@@ -28,9 +29,13 @@ from moe_numba.grouped_gemm.epilogue import Output
 from moe_numba.grouped_gemm.epilogue_block_scaled import make_store, make_store_silu_and_mul
 from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.kernel import Scales
-from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
+from moe_numba.grouped_gemm.kernel import make_release_stage as make_release
+from moe_numba.grouped_gemm.producer import CLUSTER_MASK
+from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_tile_loop
+from moe_numba.grouped_gemm.scheduler_pairs import make_schedule, pairs_of_group
 from moe_numba.ptx.accumulators import make_fma_blocks
 from moe_numba.ptx.arithmetic import int_as_float
+from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
     mbarrier_arrive,
@@ -40,7 +45,13 @@ from moe_numba.ptx.mbarrier import (
 )
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4
 from moe_numba.ptx.pipeline import make_advance
-from moe_numba.ptx.tma import createpolicy_evict_first, createpolicy_evict_last, tma_load_2d_hint, tma_load_3d_hint
+from moe_numba.ptx.tma import (
+    createpolicy_evict_first,
+    createpolicy_evict_last,
+    tma_load_2d_hint,
+    tma_load_3d_hint,
+    tma_load_3d_multicast_hint,
+)
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
@@ -53,16 +64,44 @@ UP_OFFSET = SCALE_BLOCK * BLOCK_K_BYTES  # with silu_and_mul: of the tile of up 
 
 
 @cache
+def make_load_weight(config):
+    """Make ``load_weight(smem, offset, map_weight, k, column, second, group, full, policy, shares)``.
+
+    It loads the tile of weight of a stage in two halves, from rows ``column`` and ``second`` of weight, or, if the CTAs
+    of the cluster share it, one of them for both.
+    """
+    half_bytes, clusters = config.half_rows * BLOCK_K_BYTES, config.cluster_size == 2
+
+    @cuda.jit(device=True)
+    def load_weight(smem, offset, map_weight, k, column, second, group, full, policy, shares):
+        barriers = smem.barriers
+        if clusters and shares:
+            rank = int32(cluster_ctarank())
+            row, to = second if rank else column, int32(offset + rank * half_bytes)
+            tma_load_3d_multicast_hint(smem.u8, to, map_weight, 0, k, row, group, barriers, full, CLUSTER_MASK, policy)
+        else:
+            to = int32(offset + half_bytes)
+            tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, group, barriers, full, policy)
+            tma_load_3d_hint(smem.u8, to, map_weight, 0, k, second, group, barriers, full, policy)
+
+    return load_weight
+
+
+@cache
 def make_tma_producer(config, layout):
     """Make ``tma_producer(smem, map_x, map_weight, problem, tiles, k_blocks, n)``, which one thread executes.
 
     It looks up each tile and publishes it to the consumers with the tile's first stage.
     """
     stage_bytes, x_offset, full, empty = layout.stage_bytes, layout.x_offset, layout.full, layout.empty
-    tile_info_offset, columns, keep_weight = layout.tile_info_offset, config.columns, config.keep_weight
-    silu_and_mul, gather = config.silu_and_mul, config.gather
-    get_tile, advance = make_get_tile(config, layout, even=False), make_advance(config.stages)
-    first_tile, next_tile = make_tile_loop(1)
+    tile_info_offset, columns, gather = layout.tile_info_offset, config.columns, config.gather
+    keep_weight, silu_and_mul, half_rows = config.keep_weight, config.silu_and_mul, config.half_rows
+    get_tile, load_weight, advance = (
+        make_schedule(config, layout),
+        make_load_weight(config),
+        make_advance(config.stages),
+    )
+    first_tile, next_tile = make_tile_loop(config.cluster_size)
 
     @cuda.jit(device=True)
     def tma_producer(smem, map_x, map_weight, problem, tiles, k_blocks, n):
@@ -72,11 +111,12 @@ def make_tma_producer(config, layout):
         weight_policy = evict_last if keep_weight else createpolicy_evict_first()
         tile = first_tile()
         while tile < tiles:
-            g, row, rows, _, n_tile = get_tile(smem, problem, tile)
-            column, second = int32(n_tile * columns), rows > BOX_ROWS
+            (g, row, rows, _, n_tile), shares_weight = get_tile(smem, problem, tile)
+            column, two_boxes = int32(n_tile * columns), rows > BOX_ROWS
+            second = int32(n + column) if silu_and_mul else int32(column + half_rows)
             tma_bytes = int32(x_offset)
             if not gather:
-                tma_bytes = int32(x_offset + 2 * BOX_BYTES) if second else int32(x_offset + BOX_BYTES)
+                tma_bytes = int32(x_offset + 2 * BOX_BYTES) if two_boxes else int32(x_offset + BOX_BYTES)
             mbarrier_wait_parity(barriers, empty + stage, phase)
             info = uint32(tile_info_offset + 4 * stage)
             smem.i32[info] = row
@@ -86,14 +126,11 @@ def make_tma_producer(config, layout):
                 k, offset = int32(k_block * BLOCK_K_BYTES), int32(stage * stage_bytes)
                 mbarrier_wait_parity(barriers, empty + stage, phase)
                 mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)
-                tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, g, barriers, full + stage, weight_policy)
-                if silu_and_mul:
-                    up, to = int32(n + column), int32(offset + UP_OFFSET)
-                    tma_load_3d_hint(smem.u8, to, map_weight, 0, k, up, g, barriers, full + stage, weight_policy)
+                load_weight(smem, offset, map_weight, k, column, second, g, full + stage, weight_policy, shares_weight)
                 to = int32(offset + x_offset)
                 if not gather:
                     tma_load_2d_hint(smem.u8, to, map_x, 0, k, row, barriers, full + stage, evict_last)
-                if second and not gather:
+                if two_boxes and not gather:
                     to = int32(to + BOX_BYTES)
                     tma_load_2d_hint(smem.u8, to, map_x, 0, k, row + BOX_ROWS, barriers, full + stage, evict_last)
                 stage, phase = advance(stage, phase)
@@ -115,7 +152,7 @@ def make_aux_producer(config, layout):
     gather, row_index_offset, row_indices = config.gather, layout.row_index_offset, layout.row_indices
     load_row_indices, copy_rows = make_load_row_indices(config, layout), make_copy_rows(config, layout)
     advance = make_advance(config.stages)
-    get_tile, (first_tile, next_tile) = make_get_tile(config, layout, even=False), make_tile_loop(1)
+    get_tile, (first_tile, next_tile) = make_schedule(config, layout), make_tile_loop(config.cluster_size)
     rows_per_lane = BLOCK_M // 32
 
     @cuda.jit(device=True)
@@ -128,10 +165,11 @@ def make_aux_producer(config, layout):
         x_scales = cuda.local.array(rows_per_lane, float32)
         tile = first_tile()
         while tile < tiles:
-            info = get_tile(smem, problem, tile)
+            info, _ = get_tile(smem, problem, tile)
+            # The last columns of the last tile, and a pair's second tile, may lie beyond the weight: clamp.
             if silu_and_mul:  # up lies half the blocks behind gate
-                n_block = int32(info.n_tile + (n_blocks >> 1) * lane)
-            else:  # the last columns of a group's last tile may lie beyond the weight: clamp
+                n_block = int32(min(info.n_tile, (n_blocks >> 1) - 1) + (n_blocks >> 1) * lane)
+            else:
                 n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
             weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
             x_index = int64(info.row + lane) * k_blocks
@@ -187,14 +225,18 @@ def make_load_scales(layout):
 
 @cache
 def make_release_stage(layout):
-    """Make ``release_stage(smem, stage, lane)``, once all lanes have read their scales, which are part of the stage."""
-    empty = layout.empty
+    """Make ``release_stage(smem, stage, lane)``, once all lanes have read their scales, which are part of the stage.
+
+    In a cluster a stage is released in both CTAs: either may write the other's.
+    """
+    cluster_size = layout.config.cluster_size
+    empty, release = layout.empty, make_release(cluster_size)
 
     @cuda.jit(device=True)
     def release_stage(smem, stage, lane):
         cuda.syncwarp()
         if lane == 0:
-            mbarrier_arrive(smem.barriers, empty + stage)
+            release(smem.barriers, empty + stage)
 
     return release_stage
 
@@ -214,19 +256,20 @@ def make_multiply(config, layout):
     @cuda.jit(device=True)
     def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
         acc = zeros
-        for _ in range(k_blocks):
-            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+        mbarrier_wait_parity(smem.barriers, full + stage, phase)
+        a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)
+        for k_block in range(k_blocks):
             offset = int32(stage * stage_bytes)
             x, weight = wgmma_descriptor(smem.u8, int32(offset + x_offset)), wgmma_descriptor(smem.u8, offset)
-            product = wgmma(x, weight)
-            a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)
-            product = wait(product)
+            product = wait(wgmma(x, weight))
             release_stage(smem, stage, lane)
-            if three:
-                acc = fma(acc, product, (a * w_0, b * w_0, a * w_1, b * w_1, a * w_2, b * w_2))
-            else:
-                acc = fma(acc, product, (a * w_0, b * w_0, a * w_1, b * w_1))
+            a_0, b_0, a_1, b_1, a_2, b_2 = a * w_0, b * w_0, a * w_1, b * w_1, a * w_2, b * w_2
             stage, phase = advance(stage, phase)
+            # While wgmma reads shared memory, loads from it are slow: load the next scales before its next wgmma.
+            if k_block + 1 < k_blocks:
+                mbarrier_wait_parity(smem.barriers, full + stage, phase)
+                a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)
+            acc = fma(acc, product, (a_0, b_0, a_1, b_1, a_2, b_2) if three else (a_0, b_0, a_1, b_1))
         return acc, stage, phase
 
     return multiply
@@ -297,7 +340,8 @@ def make_consumer(config, layout):
             x_offset, thread_row = int32(tile_offset + warpgroup * BOX_BYTES), int32(own_row + (lane >> 2))
             if silu_and_mul:
                 gate, up, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, thread_row)
-                store(smem, output, warp, lane, gate, up, int32(row + own_row), int32(rows - own_row), column)
+                if column < output.n:
+                    store(smem, output, warp, lane, gate, up, int32(row + own_row), int32(rows - own_row), column)
             else:
                 acc, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, thread_row)
                 store(smem, output, warp, lane, acc, int32(row + own_row), int32(rows - own_row), column)
@@ -314,9 +358,11 @@ def make_kernel(config):
     check_block_scaled_config(config)
     layout = BlockScaledLayout(config)
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
-    columns, silu_and_mul, (first_tile, next_tile) = config.columns, config.silu_and_mul, make_tile_loop(1)
+    columns, silu_and_mul, cluster_size = config.columns, config.silu_and_mul, config.cluster_size
+    (first_tile, next_tile), tiles_offset = make_tile_loop(cluster_size), layout.tiles_offset
     setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(56), make_setmaxnreg_inc(224)
-    count_tiles, tma_producer = make_count_tiles(config, layout), make_tma_producer(config, layout)
+    count_tiles = make_count_tiles(config, layout, pairs_of_group if cluster_size == 2 else None)
+    tma_producer = make_tma_producer(config, layout)
     aux_producer, consumer = make_aux_producer(config, layout), make_consumer(config, layout)
 
     @cuda.jit
@@ -350,12 +396,19 @@ def make_kernel(config):
         if thread == 0:
             for stage in range(stages):
                 mbarrier_init(smem.barriers, full + stage, 2)  # the TMA producer and an auxiliary warp
-                mbarrier_init(smem.barriers, empty + stage, CONSUMER_WARPS)
+                mbarrier_init(smem.barriers, empty + stage, CONSUMER_WARPS * cluster_size)
             fence_mbarrier_init()
+        if cluster_size == 2:
+            cuda.syncwarp()
+            barrier_cluster_arrive()
+            barrier_cluster_wait()
         griddepcontrol_wait()
         problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
         k_blocks = int32((k + BLOCK_K_BYTES - 1) >> 7)
         tiles = count_tiles(smem, problem, divide(int32(n + columns - 1), int32(columns)))
+        if thread == 0:  # consumer warps have no register left for it
+            smem.i32[uint32(tiles_offset)] = tiles
+        cuda.syncthreads()
         if warp >= CONSUMER_WARPS:
             setmaxnreg_dec()
             if warp == CONSUMER_WARPS and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
@@ -374,12 +427,16 @@ def make_kernel(config):
             warp = uniform(warp)
             output = Output(y, y_scale, n)
             tile = first_tile()
-            while tile < tiles:
+            while tile < smem.i32[uint32(tiles_offset)]:
                 stage, phase = uniform(stage), uint32(uniform(int32(phase)))
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
                 row, rows, column, _ = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
                 row, rows, column = uniform(row), uniform(rows), uniform(column)
                 stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column)
                 tile = next_tile(tile)
+        if cluster_size == 2:  # the other CTA may still write this one's shared memory
+            cuda.syncwarp()
+            barrier_cluster_arrive()
+            barrier_cluster_wait()
 
     return block_scaled_gemm, layout.bytes

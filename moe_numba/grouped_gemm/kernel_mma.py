@@ -177,16 +177,17 @@ def make_steps(config, layout, step=0):
 
 @cache
 def make_find_scales(config):
-    """Make ``weight_index, up = find_scales(operands, tile, warp, lane, blocks, rows)``: locate a lane's block scales.
+    """Make ``weight_index, up, x_index = find_scales(operands, scales, tile, warp, lane, blocks, rows)``.
 
-    It writes the rows of ``x_scale`` to the local array ``rows`` (-1: none). It returns the index of the weight's first
-    scale, of ``blocks`` along k, and with ``silu_and_mul`` how far behind it the one for up is.
+    It locates a lane's block scales, and writes the rows of ``x_scale`` to the local array ``rows`` (-1: none). It
+    returns the index of the weight's first scale, of ``blocks`` along k, with ``silu_and_mul`` how far behind it the
+    one for up is, and the index of the scale of row 0 of x.
     """
     count, gather, halves = config.warp_m // 8, config.gather, 2 if config.silu_and_mul else 1
     warps_n, warp_m, warp_n, columns = config.warps_n, config.warp_m, config.warp_n // halves, config.columns
 
     @cuda.jit(device=True)
-    def find_scales(operands, tile, warp, lane, blocks, rows):
+    def find_scales(operands, scales, tile, warp, lane, blocks, rows):
         first = int32(warp // warps_n * warp_m + (lane >> 2))
         for i in range(count):
             row = int32(tile.row + min(int32(first + 8 * i), int32(tile.rows - 1)))
@@ -196,14 +197,15 @@ def make_find_scales(config):
             rows[i] = row
         column = int32(min(int32(tile.n_tile * columns + warp % warps_n * warp_n), int32(operands.n - 1)))
         n_blocks = int32((operands.n + SCALE_BLOCK - 1) // SCALE_BLOCK)
-        return (int64(tile.group) * (halves * n_blocks) + column // SCALE_BLOCK) * blocks, int64(n_blocks) * blocks
+        weight_index = (int64(tile.group) * (halves * n_blocks) + column // SCALE_BLOCK) * blocks
+        return weight_index, int64(n_blocks) * blocks, tile.group * scales.group_stride
 
     return find_scales
 
 
 @cache
 def make_load_factors(config, i=0):
-    """Make ``factors = load_factors(scales, rows, weight_index, up, k_block, blocks)``: a lane's factors of a stage.
+    """Make ``factors = load_factors(scales, rows, weight_index, up, x_index, k_block)``: a lane's factors of a stage.
 
     There is one for each of its rows, or two with ``silu_and_mul``: first all for gate, then all for up. The weight's
     scale for up is ``up`` elements behind that for gate.
@@ -213,16 +215,17 @@ def make_load_factors(config, i=0):
     load_more = make_load_factors(config, i + 1) if not last else None
 
     @cuda.jit(device=True)
-    def load_factors(scales, rows, weight_index, up, k_block, blocks):
+    def load_factors(scales, rows, weight_index, up, x_index, k_block):
         row = rows[row_index]
         factor = scales.weight[weight_index + (up if is_up else int64(0)) + k_block]
+        index = x_index + int64(row) * scales.row_stride + int64(k_block) * scales.k_stride
         if gather:
-            factor = factor * scales.x[int64(row) * blocks + k_block] if row >= 0 else float32(0)
+            factor = factor * scales.x[index] if row >= 0 else float32(0)
         else:
-            factor = factor * scales.x[int64(row) * blocks + k_block]
+            factor = factor * scales.x[index]
         if last:
             return (factor,)
-        return (factor,) + load_more(scales, rows, weight_index, up, k_block, blocks)
+        return (factor,) + load_more(scales, rows, weight_index, up, x_index, k_block)
 
     return load_factors
 
@@ -264,6 +267,9 @@ def make_mma_kernel(config):
         capacity,
         n,
         k_bytes,
+        scale_row_stride,
+        scale_k_stride,
+        scale_group_stride,
         x_rows,
         x_pitch,
         weight_pitch,
@@ -277,7 +283,10 @@ def make_mma_kernel(config):
         thread = int32(cuda.threadIdx.x)
         lane, warp = int32(thread & 31), int32(thread >> 5)
         operands = Operands(x, weight, row_indices, x_rows, x_pitch, weight_pitch, group_pitch, k_bytes, n)
-        problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
+        problem, scales = (
+            Problem(lengths, starts, groups, total_rows, capacity),
+            Scales(x_scale, weight_scale, scale_row_stride, scale_k_stride, scale_group_stride),
+        )
         n_tiles, k_blocks = int32((n + columns - 1) // columns), int32((k_bytes + pitch - 1) // pitch)
         work = Work(problem, count_tiles(smem, problem, n_tiles), n_tiles, k_blocks)
         output = Output(y, y_scale, n)
@@ -309,8 +318,8 @@ def make_mma_kernel(config):
             if by_block:
                 row, count, n_tile, group = ld_shared_s32x4(smem.i32, int32(info))
                 info_of_tile = TileInfo(group, row, count, count, n_tile)
-                weight_index, up = find_scales(operands, info_of_tile, warp, lane, k_blocks, rows)
-                factors = load_factors(scales, rows, weight_index, up, int32(0), k_blocks)
+                weight_index, up, x_index = find_scales(operands, scales, info_of_tile, warp, lane, k_blocks, rows)
+                factors = load_factors(scales, rows, weight_index, up, x_index, int32(0))
             d = zeros
             for k_block in range(k_blocks):
                 active = state.tile < work.tiles
@@ -323,7 +332,7 @@ def make_mma_kernel(config):
                 following = int32(next_stage + x_fragment), int32(next_stage + weight_fragment)
                 if by_block:
                     next_k_block = int32(min(int32(k_block + 1), int32(k_blocks - 1)))
-                    next_factors = load_factors(scales, rows, weight_index, up, next_k_block, k_blocks)
+                    next_factors = load_factors(scales, rows, weight_index, up, x_index, next_k_block)
                     product, a, b = steps(smem, zeros, a, b, now, following, copy)
                     d = add_scaled(d, product, factors)
                     factors = next_factors

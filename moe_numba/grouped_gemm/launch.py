@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, is_mn_major, rows_of
+from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, is_mn_major, rows_of, scale_strides
 from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
 from moe_numba.grouped_gemm.config_mma import MmaConfig
+from moe_numba.grouped_gemm.group_starts import GroupStarts
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.grouped_gemm.kernel_block_scaled import make_kernel as make_block_scaled_kernel
 from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE, BlockScaledLaunch
@@ -29,6 +30,7 @@ from moe_numba.runtime.validate import check_int, make_outputs
 
 SIGNATURE = (
     *(TENSOR_MAP, TENSOR_MAP, "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", *("int32",) * 5),
+    *("int32", "int32", "int64"),  # strides of x_scale: rows, blocks of k, groups
     *("uint8*", "int32*", "int32", "int32"),  # x, row_indices, x_rows, row_bytes: used with gather only
 )
 # Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
@@ -65,6 +67,7 @@ class GemmTensors(NamedTuple):
     scatter_indices: Any
     row_weights: Any
     out: Any  # that rows are scattered to
+    m_indices: Any
 
 
 PLAIN = GemmOptions()
@@ -92,6 +95,7 @@ def group_gemm(
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
+    m_indices=None,
 ):
     """Check the arguments, select a configuration and launch the kernel.
 
@@ -103,7 +107,7 @@ def group_gemm(
     options: tuple = silu_and_mul, out_dtype, accumulate, activation, alpha, limit
     tensors: tuple = x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices, bias
     # Rows are scattered to an output of any number of rows.
-    tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out
+    tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices
     try:
         key = (scaling, average, options, config, *map(_tensor_key, tensors))
     except AttributeError:  # an array of another library
@@ -117,6 +121,8 @@ def group_gemm(
         remember(_plans, key, plan)
     outputs = plan.outputs(out)
     if plan.launch is not None:
+        if tensors[-1] is not None:
+            tensors = *tensors[:2], *plan.group_starts(tensors[-1]), *tensors[4:]
         plan.launch(tensors, outputs)
     if out is not None:
         return out
@@ -141,6 +147,7 @@ class GemmShape(NamedTuple):
     k: int
     options: GemmOptions = PLAIN
     y_rows: int = 0
+    scale_strides: tuple[int, int, int] = (0, 0, 0)  # of block scales of x; see `kernel.ScaleStrides`
 
     @property
     def sizes(self):
@@ -166,18 +173,26 @@ class GemmPlan:
         self.launch = None
         if not total_rows or not wanted[0][1][0]:
             return
+        if tensors.m_indices is not None:
+            self.group_starts = GroupStarts(total_rows, groups, x.device)
         average = -(-total_rows // groups) if average is None else average
         capacity, n = x.shape[1] if row_layout == "masked" else 0, n // (1 + silu_and_mul)
         y_rows = min(wanted[0][1][0], _MAX_TILES)
         shape = GemmShape(
             scaling, row_layout, silu_and_mul, average, groups, total_rows, capacity, n, k, options, y_rows
         )
+        x_scale, by_block = tensors.x_scale, scaling == "block"
+        if by_block:
+            shape = shape._replace(scale_strides=scale_strides(x_scale))
+        is_plain = not has_epilogue_options(tensors, options)
         gpu = gpu_of(x.device)
-        if config is None and gpu.has_wgmma and scaling == "block" and not has_epilogue_options(tensors, options):
+        if config is None and gpu.has_wgmma and by_block and is_plain and x_scale.is_contiguous():
             config = select_block_scaled_config(row_layout, average, silu_and_mul)
         if isinstance(config, BlockScaledConfig):
-            if has_epilogue_options(tensors, options):
+            if not is_plain:
                 raise ValueError(f"config is {config}; its kernel does not have these epilogue options")
+            if not x_scale.is_contiguous():
+                raise ValueError(f"x_scale has strides {x_scale.stride()}; for {config} it must be contiguous")
             self.launch = BlockScaledLaunch(config, tensors, shape)
             columns = self.launch.config.columns
         elif isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):
@@ -221,7 +236,7 @@ class HopperLaunch:
         self.weight_view, box = weight_map_of(config, block_k)
         self.weight_map = tensor_map_template(self.weight_view(weight), box, swizzle=128, name="weight")
         self.is_masked = shape.row_layout == "masked"
-        self.sizes = *shape.sizes, shape.k
+        self.sizes = *shape.sizes, shape.k, *shape.scale_strides
         self.gather_sizes = len(x), 0 if indices is None else x.stride(0) * x.element_size()
         self.y_rows = shape.y_rows if config.has_inputs else None
 
@@ -232,7 +247,7 @@ class HopperLaunch:
         lengths = address(seqlens if offs is None else offs)
         more: tuple = ()
         if self.y_rows is not None:
-            bias, scatter_indices, row_weights, _ = rest
+            bias, scatter_indices, row_weights, *_ = rest
             # Of no rows of x the kernel reads no scale, but an element that it replaces by zero.
             x_scale = weight_scale if self.x_is_empty else x_scale
             more = (

@@ -31,7 +31,7 @@ class BlockScaledLaunch:
         self.x_map = tensor_map_template(
             weight[0] if self.x_is_empty else rows, (BOX_ROWS, BLOCK_K_BYTES), swizzle=128, name="x"
         )
-        self.weight_map = tensor_map_template(weight, (1, config.columns, BLOCK_K_BYTES), swizzle=128, name="weight")
+        self.weight_map = tensor_map_template(weight, (1, config.half_rows, BLOCK_K_BYTES), swizzle=128, name="weight")
         self.is_masked = shape.row_layout == "masked"
         self.sizes = *shape.sizes, shape.k
         self.gather_sizes = len(x), 0 if indices is None else x.stride(0)
@@ -65,11 +65,17 @@ def get_block_scaled_launcher(config: BlockScaledConfig, device: int):
     """Compile and load the kernel of a configuration on a device."""
     kernel, shared_bytes = make_kernel(config)
     return launcher(
-        kernel, BLOCK_SCALED_SIGNATURE, device, launch_bounds=THREADS, shared_bytes=shared_bytes, dependent=True
+        kernel,
+        BLOCK_SCALED_SIGNATURE,
+        device,
+        launch_bounds=THREADS,
+        shared_bytes=shared_bytes,
+        cluster=config.cluster_size if config.cluster_size > 1 else None,
+        dependent=True,
     )
 
 
 @cache
 def _grid_size(device):
-    """One CTA per SM."""
-    return 2 if simulator.ENABLED else gpu_of(device).sm_count
+    """One CTA per SM, rounded down to an even number for clusters of two."""
+    return 2 if simulator.ENABLED else gpu_of(device).sm_count // 2 * 2

@@ -1,6 +1,7 @@
 """Plan and launch the k-grouped GEMM: the implementation behind ``k_grouped_gemm_bf16``."""
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def k_grouped_gemm(
 
     ``config`` replaces the configuration that the sizes select; all else is as for the public function.
     """
-    tensors = a, b, seqlens, cu_seqlens, offs
+    tensors: tuple[Any, ...] = a, b, seqlens, cu_seqlens, offs
     accumulate = check_flag("accumulate", accumulate)
     out_dtype = select_out_dtype(out, out_dtype, accumulate)
     try:

@@ -12,7 +12,9 @@ from moe_numba.runtime.validate import check_aligned, vector_strides
 
 MMA_SIGNATURE = (
     *("uint8*", "uint8*", "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", "int32*"),
-    *("int32",) * 9,
+    *("int32",) * 5,
+    *("int32", "int32", "int64"),  # strides of x_scale: rows, blocks of k, groups
+    *("int32",) * 4,
 )
 _VECTOR_BYTES = 16
 
@@ -37,7 +39,7 @@ class MmaLaunch:
         if group_pitch >= 1 << 31:
             raise ValueError(f"weight has strides {weight.stride()}; groups must be less than 32 GiB apart")
         self.pitches = x_rows, x_pitch, weight_pitch, group_pitch
-        self.sizes = *shape.sizes, shape.k * x.element_size()
+        self.sizes = *shape.sizes, shape.k * x.element_size(), *shape.scale_strides
         self.start = get_mma_launcher(self.config, x.device.index or 0)
         self.grid, self.threads = _grid_size(x.device) * self.config.min_blocks, self.config.threads
 

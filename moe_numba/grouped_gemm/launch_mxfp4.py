@@ -33,6 +33,7 @@ MXFP4_SIGNATURE = (
     *("uint16*", "float32*", "int32*", "int32"),  # bias, row_weights, scatter_indices, y_rows
 )
 _MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
+NO_TENSORS = dict.fromkeys(GemmTensors._fields)
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 _plans: dict = {}
@@ -64,10 +65,9 @@ def group_gemm(
     if n is not None:
         n = check_int("n", n, 0)
     # Rows are scattered to an output of any number of rows.
-    target = None if scatter_indices is None else out
-    tensors = GemmTensors(
-        *(x, weight, seqlens, cu_seqlens, None, None, offs, gather_indices, bias, scatter_indices, row_weights, target)
-    )
+    given = dict(x=x, weight=weight, seqlens=seqlens, cu_seqlens=cu_seqlens, offs=offs, gather_indices=gather_indices)
+    given |= dict(bias=bias, scatter_indices=scatter_indices, row_weights=row_weights)
+    tensors = GemmTensors(**NO_TENSORS | given | dict(out=None if scatter_indices is None else out))
     made = GemmOptions(**options)
     try:
         key = (average, n, config, made, *map(_tensor_key, tensors))
@@ -149,7 +149,8 @@ class Mxfp4Plan:
 
     def launch(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
-        x, weight, seqlens, cu_seqlens, _, _, offs, indices, bias, scatter_indices, row_weights, _ = tensors
+        x, weight, seqlens, cu_seqlens, _, _, offs, indices = tensors[:8]
+        bias, scatter_indices, row_weights = tensors[8:11]
         check_aligned("weight", weight)
         rows = (x.flatten(0, 1) if self.is_masked else x) if self.no_rows is None else self.no_rows
         lengths = address(seqlens if offs is None else offs)

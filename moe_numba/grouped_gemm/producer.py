@@ -124,7 +124,7 @@ def make_tma_producer(config, layout):
 
 @cache
 def make_aux_producer(config, layout):
-    """Make ``aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles)``.
+    """Make ``aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_tiles)``.
 
     Auxiliary warp ``aux_warp`` (0 to 2) handles every third stage. With block scaling it writes a scale for each row of
     x, the product of the row's and the weight block's. With ``gather`` it also copies the rows of x, while it loads
@@ -142,7 +142,7 @@ def make_aux_producer(config, layout):
     get_tile, (first_tile, next_tile) = make_get_tile(config, layout), make_tile_loop(config.cluster_size)
 
     @cuda.jit(device=True)
-    def aux_producer(smem, aux_warp, lane, scales, source, problem, tiles, k_blocks, n_tiles):
+    def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_tiles):
         stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
         if gather:
             indices = int32(row_index_offset + aux_warp * row_indices)
@@ -156,7 +156,7 @@ def make_aux_producer(config, layout):
             # The last tile of a cluster's second CTA may lie beyond the weight: clamp it.
             weight_index = int64(info.group) * weight_tiles * n_tiles + min(info.n_tile, n_tiles - 1)
             weight_index *= k_blocks
-            x_index = int64(info.row + lane) * k_blocks
+            x_index = int64(info.row + lane) * strides.row + info.group * strides.group
             if gather:
                 load_row_indices(smem, indices, lane, source, info)
             for k_block in range(k_blocks):
@@ -169,10 +169,11 @@ def make_aux_producer(config, layout):
                             t = int32(lane + 32 * i)
                             row = int32(p * info.subtile_rows + t)
                             valid = t < info.subtile_rows and row < info.rows
-                            index = x_index + int32((p * info.subtile_rows + 32 * i) * k_blocks) + k_block
+                            index = x_index + int64(p * info.subtile_rows + 32 * i) * strides.row
                             if gather:
                                 x_row = smem.i32[uint32(indices + p * row_index_pitch + index_slot(t))]
-                                valid, index = valid and x_row >= 0, int64(x_row) * k_blocks + k_block
+                                valid, index = valid and x_row >= 0, int64(x_row) * strides.row
+                            index += int64(k_block) * strides.k_block
                             x_scales[rows_per_lane * p + i] = scales.x[index] if valid else float32(0)
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     if gather:

@@ -29,6 +29,17 @@ def matmul_transposed(x, weight):
     return out
 
 
+def group_rows(m_indices, groups):
+    """Return lengths and first rows of the groups that ``m_indices`` name; a group has the rows of its first run."""
+    lengths, starts = torch.zeros(groups, dtype=torch.int32), torch.zeros(groups, dtype=torch.int32)
+    values, counts = torch.unique_consecutive(m_indices.cpu(), return_counts=True)
+    ends = counts.cumsum(0)
+    for group, count, end in zip(values.tolist(), counts.tolist(), ends.tolist(), strict=True):
+        if 0 <= group < groups and not lengths[group]:
+            lengths[group], starts[group] = count, end - count
+    return lengths.to(m_indices.device), starts.to(m_indices.device)
+
+
 def group_gemm(x, weight, lengths, starts, scales=None):
     """Return the grouped GEMM in float64, NaN in rows that belong to no group; ``scales`` has one per group."""
     out = torch.full((len(x), weight.shape[1]), float("nan"), dtype=torch.float64, device=x.device)

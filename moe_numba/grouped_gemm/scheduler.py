@@ -102,13 +102,25 @@ def make_group_rows(row_layout):
 
 
 @cache
-def make_count_tiles(config, layout):
+def make_tiles_of_group(block_m):
+    """Make ``tiles = tiles_of_group(rows, n_tiles)``: tiles of at most ``block_m`` rows."""
+
+    @cuda.jit(device=True)
+    def tiles_of_group(rows, n_tiles):
+        return int32(num_tiles(rows, block_m) * n_tiles)
+
+    return tiles_of_group
+
+
+@cache
+def make_count_tiles(config, layout, tiles_of_group=None):
     """Make ``tiles = count_tiles(smem, problem, n_tiles)``, which all threads of a CTA must call.
 
     It writes the first tile of each group to shared memory (an exclusive prefix sum over the groups) and returns the
-    total number of tiles.
+    total number of tiles. ``tiles_of_group(rows, n_tiles)`` returns the tiles of a group.
     """
-    warp_sums, first_tile, block_m = layout.warp_sums_offset, layout.first_tile_offset, config.block_m
+    warp_sums, first_tile = layout.warp_sums_offset, layout.first_tile_offset
+    tiles_of_group = tiles_of_group or make_tiles_of_group(config.block_m)
     group_rows, threads, warps = make_group_rows(config.row_layout), layout.threads, layout.threads // 32
 
     @cuda.jit(device=True)
@@ -120,7 +132,7 @@ def make_count_tiles(config, layout):
             g, count = int32(base + thread), int32(0)
             if g < problem.groups:
                 _, rows = group_rows(problem, g)
-                count = int32(num_tiles(rows, block_m) * n_tiles)
+                count = tiles_of_group(rows, n_tiles)
             inclusive = warp_inclusive_scan(count, lane)
             if lane == 31:
                 smem.i32[uint32(warp_sums + warp)] = inclusive

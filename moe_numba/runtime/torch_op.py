@@ -207,11 +207,23 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
 
 
 def register_autograd(public: Callable, backward: Callable, setup_context: Callable) -> None:
-    """Register the backward of a public function's op; arguments as for ``torch.library.register_autograd``."""
+    """Register the backward of a public function's op, as ``torch.library.register_autograd`` but by name.
+
+    ``setup_context(ctx, call, output)`` takes a :class:`Call`, and ``backward(ctx, grad)`` returns a dict of
+    gradients by argument.
+    """
     name = public.__name__
+    names = [n for n in OPS[name] if n not in ("out", _NO_TENSOR)]
+
+    def setup(ctx, inputs, output):
+        setup_context(ctx, Call(**dict(zip(names, inputs, strict=True))), output)
+
+    def in_order(ctx, *grads):
+        return tuple(map(backward(ctx, *grads).get, names))
+
     if name not in _with_autograd:
         _with_autograd.add(name)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", in_order, setup_context=setup, lib=_library)
 
 
 def _schema(signature, with_out):

@@ -62,6 +62,7 @@ functions = {
     "MXFP4 grouped GEMM": lambda: moe_numba.group_gemm_mxfp4(
         x_rows, torch.zeros(1, 1, 1, 2176, dtype=torch.uint8), *rows
     ),
+    "k-grouped GEMM": lambda: moe_numba.k_grouped_gemm_bf16(x_rows, x_rows, *rows),
     "experts of a layer": lambda: moe_numba.fused_experts(
         x_rows, weight.repeat(1, 2, 1), weight, torch.ones(2, 4), ids
     ),
@@ -125,8 +126,16 @@ def differences(table, chosen):
     runs, path = paths["MXFP4 grouped GEMM"]
     if runs == isinstance(chosen["MXFP4 grouped GEMM"], str):
         wrong.append("MXFP4 grouped GEMM")
+    runs, path = paths["k-grouped GEMM"]
+    refused = isinstance(chosen["k-grouped GEMM"], str)
+    if (
+        runs == refused
+        or ("wgmma" in path.partition(":")[0]) != runs
+        or (runs and not chosen["k-grouped GEMM"][0]["tma"])
+    ):
+        wrong.append("k-grouped GEMM")
     assert paths.keys() == chosen.keys()
-    assert all(runs for name, (runs, _) in paths.items() if not name.endswith("grouped GEMM"))
+    assert all(runs for name, (runs, _) in paths.items() if "grouped GEMM" not in name)
     return wrong
 
 

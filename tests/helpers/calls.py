@@ -49,6 +49,23 @@ def mxfp4_activation():
     return lambda: moe_numba.group_gemm_silu_and_mul_mxfp4(*arguments, bias=bias, activation="swigluoai")
 
 
+def backward():
+    x, weight, seqlens, cu_seqlens = inputs((3, 0, 70), 80, 64)["bf16"]
+
+    def call():
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = moe_numba.group_gemm_bf16(a, b, seqlens, cu_seqlens)
+        return torch.autograd.grad(y, (a, b), torch.ones_like(y))
+
+    return call
+
+
+def k_grouped_gemm():
+    x, _, seqlens, cu_seqlens = inputs((3, 0, 70), 80, 64)["bf16"]
+    total = torch.ones(3, 64, 64)
+    return lambda: moe_numba.k_grouped_gemm_bf16(x, x, seqlens, cu_seqlens, out=total.clone(), accumulate=True)
+
+
 def casts():
     x = torch.randn(5, 256).bfloat16()
 
@@ -124,6 +141,12 @@ def gathered_rows(kind):
     return lambda: FUNCTIONS[kind][0](x, *arguments, gather_indices=indices)
 
 
+def rows_of_groups(kind):
+    x, weight, _, _, *scales = inputs(n=128)[kind]
+    m_indices = torch.tensor([-1] * 2 + [2] * 9 + [-1] * 3 + [0] * 6, dtype=torch.int32)
+    return lambda: FUNCTIONS[kind][0](x, weight, None, None, *scales, m_indices=m_indices)
+
+
 def scattered_rows():
     x, *arguments = inputs(n=128)["bf16"]
     rows, weights = torch.arange(len(x) - 1, -1, -1, dtype=torch.int32), torch.linspace(0, 1, len(x))
@@ -153,10 +176,13 @@ CALLS = {
     "FP8 casts": casts(),
     **{f"grouped GEMM, {kind}": grouped_gemm(FUNCTIONS, kind) for kind in FUNCTIONS},
     **{f"grouped GEMM with activation, {kind}": grouped_gemm(SILU, kind) for kind in SILU},
+    "grouped GEMM of the rows that m_indices name, bf16": rows_of_groups("bf16"),
     "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
     "grouped GEMM with MXFP4 weights": mxfp4_gemm(False),
     "grouped GEMM with MXFP4 weights of gathered rows": mxfp4_gemm(True),
     "grouped GEMM with MXFP4 weights and activation": mxfp4_activation(),
+    "grouped GEMM, backward": backward(),
+    "k-grouped GEMM, accumulated": k_grouped_gemm(),
     "grouped GEMM of scattered rows, bf16": scattered_rows(),
     "grouped GEMM with activation, bf16": activated_rows("silu"),
     "grouped GEMM with swigluoai, bf16": activated_rows("swigluoai"),

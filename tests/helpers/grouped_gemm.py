@@ -101,7 +101,19 @@ def make_problem(config, lengths, n, k, device="cpu", seed=0):
         expected=expected,
         capacity=capacity,
         indices=None,
+        scale_strides=(*x_scale.stride(), 0),
     )
+
+
+def lay_out_scales(p, config):
+    """The same problem with column-major scales of x, in each group if it is masked, and NaN between the columns."""
+    groups = len(p.lengths) if config.row_layout == "masked" else 1
+    scale = p.x_scale.view(groups, -1, p.x_scale.shape[1])
+    rows = scale.shape[1]
+    memory = torch.full((groups, scale.shape[2] + 1, rows + 3), float("nan"), device=scale.device)
+    memory[:, :-1, :rows] = scale.mT
+    p.x_scale, p.scale_strides = memory, (1, rows + 3, memory.stride(0) - rows)
+    return p
 
 
 def scatter(p):

@@ -27,7 +27,7 @@ from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct
 from moe_numba.gate import api as gate_api
 from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import mismatch
-from moe_numba.grouped_gemm import group_gemm_pertensor_fp8
+from moe_numba.grouped_gemm import group_gemm_pertensor_fp8, group_starts
 from moe_numba.grouped_gemm import kernel as grouped_gemm
 from moe_numba.grouped_gemm import reference as gemm_reference
 from moe_numba.moe_layer import (
@@ -127,6 +127,16 @@ def multiply(late):
     assert gemm_reference.mismatch(group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, scale), expected) is None
 
 
+def multiply_rows_of_groups(late):
+    x, weight, seqlens, cu_seqlens, scale = gemm_inputs((5, 3))["pertensor"]
+    expected = gemm_reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)
+    m_indices = torch.tensor([0] * 5 + [1] * 3, dtype=torch.int32)
+    late(m_indices)
+    out = torch.full_like(expected, float("nan"), dtype=torch.bfloat16)
+    group_gemm_pertensor_fp8(x, weight, None, None, scale, m_indices=m_indices, out=out)
+    assert gemm_reference.mismatch(out, expected) is None
+
+
 def exchange(late, what):
     """Dispatch and combine on two ranks; ``what`` is late."""
     inputs = make_inputs([4, 5])
@@ -179,6 +189,7 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     "weighted sum": (kernel_weighted_sum, sum_rows, {}),
     "activation": (kernel_silu_and_mul, activate, {}),
     "grouped GEMM": (grouped_gemm, multiply, {}),
+    "rows of groups": (group_starts, multiply_rows_of_groups, {}),
     "notify": (notify, lambda late: exchange(late, "layout"), {}),
     "dispatch": (dispatch, lambda late: exchange(late, "rows"), {}),
     "direct dispatch": (dispatch_direct, lambda late: exchange(late, "rows of direct dispatch"), {}),

@@ -13,7 +13,6 @@ from moe_numba.runtime import device as devices
 from moe_numba.grouped_gemm import (
     group_gemm_bf16,
     group_gemm_pertensor_fp8,
-    group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
     reference,
 )
@@ -146,12 +145,12 @@ def test_silu_and_mul(name, average, device):
 
 
 def test_silu_and_mul_argument_checks(device):
-    arguments = inputs(n=144, device=device)["pertensor"]
-    with pytest.raises(ValueError, match="weight's n is 144; with gate and up it must be a multiple of 32"):
-        group_gemm_silu_and_mul_pertensor_fp8(*arguments)
-    arguments = inputs(n=128, device=device)["blockwise"]
-    with pytest.raises(ValueError, match="weight's n is 128; with block scales, gate and up, it must be a multiple of"):
-        group_gemm_silu_and_mul_blockwise_fp8(*arguments)
+    for name, n, words in (
+        ("pertensor", 144, "weight's n is 144; with gate and up it must be a multiple of 32"),
+        ("blockwise", 128, "weight's n is 128; with block scales, gate and up, it must be a multiple of 256"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SILU[name][0](*inputs(n=n, device=device)[name])
     arguments = inputs(n=256, device=device)["pertensor"]
     out = torch.zeros(20, 128, device=device).to(FP8), torch.zeros(20, 1, device=device)
     assert group_gemm_silu_and_mul_pertensor_fp8(*arguments, out=out) is out and bool(out[1].all())
@@ -180,6 +179,9 @@ BAD = {
     "y_scale has shape (1,)": dict(y_scale=SCALE[:1]),
     "num_seq_per_group_avg is -1": dict(num_seq_per_group_avg=-1),
     "offs is given": dict(offs=CU_SEQLENS[1:].clone()),
+    "m_indices is given": dict(m_indices=torch.zeros(20, dtype=torch.int32)),
+    "m_indices is torch.int64": dict(seqlens=None, cu_seqlens=None, m_indices=torch.zeros(20, dtype=torch.int64)),
+    "m_indices has shape (19,)": dict(seqlens=None, cu_seqlens=None, m_indices=torch.zeros(19, dtype=torch.int32)),
     "cu_seqlens is given": dict(x=X[:18].view(3, 6, 192)),
     "seqlens is None": dict(seqlens=None),
     "gather_indices is torch.int64": dict(gather_indices=torch.arange(20)),

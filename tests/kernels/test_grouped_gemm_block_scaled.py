@@ -11,6 +11,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.grouped_gemm import epilogue_block_scaled as epilogue
 from moe_numba.grouped_gemm import gather, reference
 from moe_numba.grouped_gemm import kernel_block_scaled as kernel
+from moe_numba.grouped_gemm import scheduler_pairs as pairs
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig
 from moe_numba.grouped_gemm.config_block_scaled import (
     BOX_ROWS,
@@ -25,6 +26,7 @@ from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 
 SMALL = BlockScaledConfig(stages=3, max_groups=8)
+ALONE = SMALL._replace(cluster_size=1)  # CTAs that compute no pairs of tiles
 BY_BLOCKS = GemmConfig(scaling="block")  # make_problem's dtype and scales
 
 
@@ -53,11 +55,12 @@ def launch_kernel(config, p, y, y_scale, blocks, seed, make_kernel):
             blocks,
             THREADS,
             TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
-            TensorMap(p.weight, (1, config.columns, 128), swizzle=128),
+            TensorMap(p.weight, (1, config.half_rows, 128), swizzle=128),
             *(y.view(torch.int32), y_scale, lengths, p.starts, p.x_scale, p.weight_scale),
             *(groups, total, p.capacity, y.shape[1], k),
             *(p.x.view(torch.uint8), indices, len(p.x), k),
             shared_bytes=shared_bytes,
+            cluster=config.cluster_size if config.cluster_size > 1 else None,
         )
 
 
@@ -67,7 +70,16 @@ LENGTHS = PATTERNS | {"tiles of 128 rows, and the next": [128, 129], "64 rows, a
 @pytest.mark.parametrize("pattern", LENGTHS)
 def test_group_sizes(pattern, device):
     p = problem(LENGTHS[pattern], 192, 256, device)
-    assert mismatch(run(SMALL, p), p.expected) is None
+    expected = run(ALONE, p)
+    assert mismatch(expected, p.expected) is None
+    assert torch.equal(torch.nan_to_num(run(SMALL, p)), torch.nan_to_num(expected))
+
+
+# Groups of 3 to 7 blocks of 64 rows; 3, 2 and 1 tiles of columns.
+@pytest.mark.parametrize("lengths, n", [([192, 256], 400), ([257, 0, 321], 208), ([385, 193], 192)])
+def test_pairs_of_tiles(lengths, n, device):
+    p = problem(lengths, n, 256, device)
+    assert mismatch(run(SMALL, p, blocks=4), p.expected) is None
 
 
 # A tile of 192 columns begins at the first or the second half of a block of weight scales.
@@ -75,7 +87,7 @@ def test_group_sizes(pattern, device):
 @pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (576, 128), (448, 64), (16, 16), (208, 144)])
 def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
     p = problem([5, 0, 70], n, k, device)
-    assert mismatch(run(SMALL._replace(block_n=block_n), p, blocks=3), p.expected) is None
+    assert mismatch(run(SMALL._replace(block_n=block_n), p, blocks=4), p.expected) is None
 
 
 @pytest.mark.parametrize(
@@ -83,6 +95,7 @@ def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
     [
         (dict(block_n=256), "block_n is 256; it must be 128 or 192"),
         (dict(silu_and_mul=True), "block_n is 192; it must be 256 with silu_and_mul"),
+        (dict(cluster_size=4), "cluster_size is 4; it must be 1 or 2"),
         (dict(stages=2), "stages is 2; it must be 3 or more"),
         (dict(stages=6), "needs .* bytes of shared memory"),
     ],
@@ -136,7 +149,7 @@ def test_gather(pattern, device):
 @pytest.mark.parametrize("row_layout, n, k", [("offsets", 208, 144), ("lengths", 64, 64)])
 def test_gather_with_sizes_that_are_no_multiples_of_a_tile(row_layout, n, k, device):
     p = scatter(problem([5, 0, 70], n, k, device, row_layout))
-    assert mismatch(run(GATHER._replace(row_layout=row_layout), p, blocks=3), p.expected) is None
+    assert mismatch(run(GATHER._replace(row_layout=row_layout), p, blocks=4), p.expected) is None
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
@@ -180,6 +193,7 @@ def test_shared_memory_regions_do_not_overlap():
         (4 * layout.tile_info_offset, 16 * config.stages),
         (4 * layout.warp_sums_offset, 4 * 12),
         (4 * layout.first_tile_offset, 4 * config.max_groups),
+        (4 * layout.tiles_offset, 4),
         (4 * layout.row_index_offset, 4 * 3 * 128),
     ]
     for (start, size), (following, _) in zip(regions, [*regions[1:], (layout.bytes, 0)]):
@@ -191,8 +205,8 @@ def test_shared_memory_regions_do_not_overlap():
 WRONG = {
     "a stage is read before it is full": (
         kernel,
-        "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            offset",
-        "            offset",
+        "                mbarrier_wait_parity(smem.barriers, full + stage, phase)\n                a, b, w_0",
+        "                a, b, w_0",
     ),
     "a stage is filled while it is read": (
         kernel,
@@ -206,8 +220,9 @@ WRONG = {
     ),
     "a stage is released before wgmma has read it": (
         kernel,
-        "            product = wait(product)\n            release_stage(smem, stage, lane)\n",
-        "            release_stage(smem, stage, lane)\n            product = wait(product)\n",
+        "            product = wait(wgmma(x, weight))\n            release_stage(smem, stage, lane)\n            a_0",
+        "            product = wgmma(x, weight)\n            release_stage(smem, stage, lane)\n"
+        "            product = wait(product)\n            a_0",
     ),
     "a warpgroup without rows does not wait for its stages": (
         kernel,
@@ -221,7 +236,7 @@ WRONG = {
         "make_setmaxnreg_inc(240)",
     ),
     "rows of the next group are stored": (epilogue, "        if t < rows:", "        if t < 16:"),
-    "the wrong group's weight is loaded": (kernel, "k, column, g, barriers", "k, column, int32(0), barriers"),
+    "the wrong group's weight is loaded": (kernel, "k, column, group, barriers", "k, column, int32(0), barriers"),
     "the wrong group's weight scales are loaded": (kernel, "int64(info.group) * n_blocks", "int64(0) * n_blocks"),
     "all columns have the first weight scale": (kernel, "columns + lane * SCALED_COLUMNS", "columns"),
     "a thread's second row has the first one's scale": (
@@ -231,8 +246,8 @@ WRONG = {
     ),
     "the last stage is left out": (
         kernel,
-        "acc = zeros\n        for _ in range(k_blocks):",
-        "acc = zeros\n        for _ in range(k_blocks - 1):",
+        "for k_block in range(k_blocks):\n            offset",
+        "for k_block in range(k_blocks - 1):\n            offset",
     ),
     "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
 }
@@ -250,7 +265,30 @@ ON_A_GPU = {  # the others would hang a GPU, or could be right by chance
 def test_wrong_kernels_are_rejected(what, device):
     make_kernel = changed_maker(kernel, "make_kernel", *WRONG[what])
     p = problem([70, 11], 192, 768, device)
-    attempt = lambda seed: mismatch(run(SMALL, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
+    attempt = lambda seed: mismatch(run(ALONE, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
+    assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+WRONG_PAIRS = {
+    "both CTAs load the same half of the weights": (kernel, "row, to = second if rank else column", "row, to = column"),
+    "a stage is released in one CTA only": (kernel, "make_release(cluster_size)", "make_release(1)"),
+    "both CTAs compute the first rows": (pairs, "                begin = middle", "                end = middle"),
+    "both CTAs compute the first columns": (pairs, "int32(n_tile + rank)", "n_tile"),
+    "a block of rows is left out": (pairs, "begin = middle", "begin = int32(middle + 1)"),
+    "the second tile of columns is left out": (pairs, "pair >= sharing", "pair > sharing"),
+    "a CTA exits while the other may write its shared memory": (
+        kernel,
+        "        if cluster_size == 2:  # the other",
+        "        if cluster_size == 3:  # the other",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG_PAIRS if simulator.ENABLED or what.startswith("both")])
+def test_wrong_pairs_are_rejected(what, device):
+    make_kernel = changed_maker(kernel, "make_kernel", *WRONG_PAIRS[what])
+    p = problem([140, 70], 400, 384, device)
+    attempt = lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
 
 
@@ -277,12 +315,14 @@ def test_wrong_gathers_are_rejected(what, device):
     p = scatter(problem([70, 11], 192, 768, device))
     if "beyond x" in what:
         p.indices[3], p.expected[3] = len(p.x), 0
-    attempt = lambda seed: mismatch(run(GATHER, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
+    attempt = lambda seed: mismatch(
+        run(GATHER._replace(cluster_size=1), p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected
+    )
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
 
 
 WRONG_SILU = {
-    "gate is loaded in place of up": (kernel, "up, to = int32(n + column)", "up, to = int32(column)"),
+    "gate is loaded in place of up": (kernel, "int32(n + column) if silu", "int32(column) if silu"),
     "up has gate's scales": (kernel, "(a * w_up, b * w_up)", "(a * w_gate, b * w_gate)"),
     "the scale leaves out half of the columns": (
         epilogue,

@@ -1,8 +1,9 @@
 """The grouped GEMM's tile scheduler and shared-memory layout, its kernel on small tiles, and wrong kernels."""
 
+import numpy as np
 import pytest
 import torch
-from helpers.grouped_gemm import PATTERNS, make_problem, scatter
+from helpers.grouped_gemm import PATTERNS, lay_out_scales, make_problem, scatter
 from helpers.wrong_kernels import changed_maker, is_rejected
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +97,7 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel, first_row=0
             y.view(torch.int32),
             p.x_scale,  # only written with silu_and_mul
             *(lengths, p.starts, p.x_scale, p.weight_scale, groups, total, p.capacity, n, k),
+            *(*p.scale_strides[:2], np.int64(p.scale_strides[2])),
             *(p.x.view(torch.uint8), indices, len(p.x), k * p.x.element_size()),
             shared_bytes=shared_bytes,
             cluster=config.cluster_size if config.cluster_size > 1 else None,
@@ -325,18 +327,35 @@ def test_wrong_kernels_with_two_subtiles_are_rejected(module, old, new, device):
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    "module, old, new",
     [
-        ("accumulate=True, a_major=config.weight_major", 'accumulate=True, a_major="k"'),
-        ("int32(column + BLOCK_N // 2)", "column"),
-        ("map_weight, 0, column, k, g,", "map_weight, 0, column, int32(0), g,"),
+        (kernel, "accumulate=True, a_major=config.weight_major", 'accumulate=True, a_major="k"'),
+        (producer, "int32(column + half_rows)", "column"),
+        (producer, "map_weight, 0, column, k, group,", "map_weight, 0, column, int32(0), group,"),
     ],
     ids=["wrong major bit", "both warpgroups have the same rows of weight", "always the first 64 k"],
 )
-def test_wrong_kernels_with_mn_major_weights_are_rejected(old, new, device):
-    make_kernel = changed_maker(kernel, "make_kernel", kernel, old, new)
+def test_wrong_kernels_with_mn_major_weights_are_rejected(module, old, new, device):
+    make_kernel = changed_maker(kernel, "make_kernel", module, old, new)
     p = make_problem(MN_MAJOR, [5, 11], 128, 128, device)
     assert is_rejected(lambda seed: mismatch(run(MN_MAJOR, p, seed=seed, make_kernel=make_kernel), p.expected))
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        (") * strides.row + info.group", ") * k_blocks + info.group"),
+        ("int64(k_block) * strides.k_block", "k_block"),
+        ("32 * i) * strides.row", "32 * i) * k_blocks"),
+        ("info.group * strides.group", "int64(0)"),
+    ],
+)
+def test_kernels_that_ignore_the_strides_of_scales_are_rejected(right, wrong, device):
+    config = CONFIGS["block, two subtiles"]._replace(row_layout="masked")
+    p = lay_out_scales(make_problem(config, [5, 30], 64, 256, device), config)
+    assert mismatch(run(config, p, blocks=1), p.expected) is None
+    make_kernel = changed_maker(kernel, "make_kernel", producer, right, wrong)
+    assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected), seeds=1)
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):

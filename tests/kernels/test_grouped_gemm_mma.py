@@ -13,6 +13,7 @@ from helpers.grouped_gemm import (
     SILU,
     check_graph_replay,
     inputs,
+    lay_out_scales,
     make_problem,
     scatter,
     silu_mismatch,
@@ -52,8 +53,9 @@ def test_capability_selects_the_kernel(capability, monkeypatch, device):
     monkeypatch.setattr(launch, "gpu_of", lambda device: gpu_like(capability))
     monkeypatch.setattr(launch, "HopperLaunch", chosen("wgmma"))
     monkeypatch.setattr(launch, "MmaLaunch", chosen("mma"))
-    tensors = *inputs(device=device)["bf16"], None, None, None, None
-    assert launch.GemmPlan("none", tensors, None, False, None).launch.name == CAPABILITIES[capability]
+    missing = dict.fromkeys(launch.GemmTensors._fields[4:])
+    tensors = launch.GemmTensors(*inputs(device=device)["bf16"], **missing)
+    assert launch.GemmPlan("none", tensors, None, launch.PLAIN, None, False).launch.name == CAPABILITIES[capability]
 
 
 def test_code_for_a_newer_gpu_has_no_wgmma():
@@ -160,7 +162,7 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel_mma.make_mma_kernel):
     start = launcher(made, MMA_SIGNATURE, 0, launch_bounds=config.threads, shared_bytes=shared_bytes)
     vectors = k * p.x.element_size() // 16
     arrays = p.x, p.weight, y, p.x_scale, lengths, p.starts, p.x_scale, p.weight_scale, indices
-    sizes = groups, total, p.capacity, n, 16 * vectors, len(p.x), vectors, vectors, n * vectors
+    sizes = groups, total, p.capacity, n, 16 * vectors, *p.scale_strides, len(p.x), vectors, vectors, n * vectors
     with simulator.seed(seed):
         start(blocks, config.threads, None, *map(address, arrays), *sizes)
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
@@ -366,10 +368,28 @@ ON_A_GPU = {  # the others could be right by chance, or access memory out of bou
 }
 
 
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("int64(row) * scales.row_stride", "int64(row) * scales.k_stride"),
+        ("int64(k_block) * scales.k_stride", "k_block"),
+        ("tile.group * scales.group_stride", "int64(0)"),
+    ],
+)
+def test_kernels_that_ignore_the_strides_of_scales_are_rejected(right, wrong, device):
+    config = next(CONFIGS[name] for name in NAMES if CONFIGS[name].scaling == "block")._replace(row_layout="masked")
+    p = lay_out_scales(make_problem(config, [5, 12], 64, 256, device), config)
+    assert mismatch(run(config, p, blocks=1), p.expected) is None
+    make_kernel = changed_maker(kernel_mma, "make_mma_kernel", kernel_mma, right, wrong)
+    assert is_rejected(lambda seed: mismatch(run(config, p, make_kernel=make_kernel), p.expected), seeds=1)
+
+
 @pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
 def test_wrong_kernels_are_rejected(what, device):
     make_kernel, config = changed_maker(kernel_mma, "make_mma_kernel", *WRONG[what]), SMALL
-    p = make_problem(config, [5, 35], 64, 384, device)
+    # The simulator repeats an access out of bounds thread by thread; the epilogue does not depend on k.
+    k = 64 if WRONG[what][0] is epilogue_mma else 384
+    p = make_problem(config, [5, 35], 64, k, device)
     if "beyond x" in what:
         p, config = scatter(p), SMALL._replace(gather=True)
         p.indices[3], p.expected[3] = len(p.x), 0

@@ -1,5 +1,6 @@
 """The public function of the k-grouped GEMM, and the backward of the grouped GEMM."""
 
+import contextlib
 import re
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch.library import opcheck
 
 import moe_numba
-from moe_numba import group_gemm_bf16, k_grouped_gemm_bf16
-from moe_numba.grouped_gemm import launch_k_grouped, reference
+from moe_numba import group_gemm_bf16, k_grouped_gemm_bf16, simulator
+from moe_numba.course.simulate import changed_module
+from moe_numba.grouped_gemm import launch_k_grouped, reference, unused_rows
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import UnsupportedDeviceError
@@ -161,6 +163,45 @@ def test_gradients_under_torch_compile(device):
         check_gradients(*gradients(layout, device, function=compiled))
 
 
+LAYOUTS = {
+    # shape of the tensor without its columns, group sizes, and the rows that belong to a group
+    "lengths": ((20,), ((3, 0, 5), (2, 9, 11, 18), None), [2, 3, 4, *range(11, 16)]),
+    "invalid": ((20,), ((-1, 7, 1 << 30), (2, -3, 18, 9), None), [*range(7), 18, 19]),
+    "offsets": ((20,), (None, None, (3, 3, 15)), range(15)),
+    "masked": ((3, 6), ((2, 9, 0), None, None), [0, 1, *range(6, 12)]),
+    "many": ((80,), ([1] * 40, range(0, 82, 2), None), range(0, 80, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_unused_rows_become_zeros(name, device):
+    shape, sizes, used = LAYOUTS[name]
+    out = torch.full((*shape, 264), 3.0, dtype=torch.bfloat16, device=device)
+    sizes = [values if values is None else int32(*values, device=device) for values in sizes]
+    with simulator.races() if simulator.ENABLED else contextlib.nullcontext():
+        unused_rows.zero_unused_rows(out, *sizes)
+    expected = torch.zeros(out.shape[:-1].numel(), 264)
+    expected[list(used)] = 3
+    assert torch.equal(out.flatten(0, -2).float().cpu(), expected)
+    assert unused_rows.zero_unused_rows(out.view(-1, 264)[:0], *sizes) is None
+    if name == "lengths":
+        opcheck(torch.ops.moe_numba.zero_unused_rows.default, (out, *sizes))
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [("row - first < count", "row - first <= count"), ("first <= row and ", ""), ("if not cuda.any", "if cuda.any")],
+)
+def test_wrong_kernels_that_zero_rows_are_rejected(old, new, device, monkeypatch):
+    if not simulator.ENABLED:
+        pytest.skip("the simulator suffices")
+    wrong = changed_module(unused_rows, (old, new), ('f"{NAMESPACE}::zero_unused_rows"', '"moe_numba_changed::zero"'))
+    monkeypatch.setattr(unused_rows, "zero_unused_rows", wrong.zero_unused_rows)
+    with pytest.raises(AssertionError):
+        for name in ("lengths", "offsets"):
+            test_unused_rows_become_zeros(name, device)
+
+
 def test_only_one_gradient_is_computed(device, monkeypatch):
     x, weight = torch.randn(6, 64, device=device).bfloat16(), torch.randn(2, 64, 64, device=device).bfloat16()
     groups, called = (int32(2, 4, device=device), int32(0, 2, 6, device=device)), []
@@ -179,9 +220,15 @@ def test_what_has_no_backward(device):
     x, weight = torch.randn(6, 64, device=device).bfloat16(), torch.randn(2, 64, 64, device=device).bfloat16()
     groups = int32(2, 4, device=device), int32(0, 2, 6, device=device)
     x.requires_grad_()
-    gathered = group_gemm_bf16(x, weight, *groups, gather_indices=torch.arange(6, dtype=torch.int32, device=device))
-    with pytest.raises(NotImplementedError, match="gather_indices was given, but group_gemm_bf16 has a backward only"):
-        gathered.sum().backward()
+    for name, value in (
+        ("gather_indices", torch.arange(6, dtype=torch.int32, device=device)),
+        ("bias", torch.ones(2, 64, device=device)),
+        ("row_weights", torch.ones(6, device=device)),
+        ("out_dtype", torch.float32),
+    ):
+        y = group_gemm_bf16(x, weight, *groups, **{name: value})
+        with pytest.raises(NotImplementedError, match=f"{name} was given, but group_gemm_bf16 has a backward only"):
+            y.sum().backward()
     out = torch.empty(6, 64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="x requires grad; group_gemm_bf16 has a backward only without out"):
         group_gemm_bf16(x, weight, *groups, out=out)

@@ -108,6 +108,8 @@ CONFORMANCE = {
     "load_box_3d": (["uint8*", "uint8*", *["int32"] * 5], ["UTMALDG.3D"]),
     "store_box_2d": (["uint8*", "uint8*", *["int32"] * 3], ["UTMASTG.2D", "UTMACMDFLUSH"]),
     "store_box_3d": (["uint8*", "uint8*", *["int32"] * 4], ["UTMASTG.3D"]),
+    "add_box_3d": (["float32*", "uint8*", *["int32"] * 4], ["UTMAREDG.3D.ADD"]),
+    "store_float_rows": (["float32*", "float32*"], ["STS.64"]),
     "multicast_loads": (["uint8*", "uint8*", "uint8*", "int32"], ["UTMALDG.2D.MULTICAST", "UCGABAR_WAIT"]),
     "store_groups": (["uint32*", "uint32*", "uint8*", "uint8*", *["int32*"] * 3], ["UTMACCTL.IV"]),
     "store_matrices": (

@@ -86,6 +86,10 @@ CALLS = {
         (bf16(6, 64), bf16(6, 72), None, None, int32(2, 6)),
         dict(out_dtype=torch.bfloat16),
     ),
+    "group_gemm_bf16:m_indices": lambda: (
+        (bf16(6, 64), bf16(2, 64, 64), None, None),
+        dict(m_indices=int32(0, 0, 1, 1, 1, 1)),
+    ),
     "group_gemm_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(2)), {}),
     "group_gemm_blockwise_fp8": lambda: (
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6, 1), torch.rand(2, 1, 1)),
@@ -191,6 +195,9 @@ def compiled(function, backend="aot_eager", **options):
 def test_every_public_function_is_an_op():
     assert set(OPS) == set(moe_numba.__all__) - NOT_TENSOR_FUNCTIONS
     assert {case.partition(":")[0] for case in CALLS} == set(OPS)
+
+
+SCALAR_TYPES = {torch.bfloat16: 15}  # a schema stores a dtype as the number of its c10::ScalarType
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -324,11 +331,13 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "fused_moe": [(0, bf16(3, 128)), (1, torch.randn(3, 7)), (2, torch.randn(4)), (5, 9)],
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
     "k_grouped_gemm_bf16": [(0, bf16(6, 12)), (1, bf16(5, 72)), (3, int32(1)), ("accumulate", True)],
+    "group_gemm_bf16:m_indices": [("m_indices", int32(0, 1)), (2, int32(1, 1)), (0, bf16(2, 3, 64))],
     "group_gemm_blockwise_fp8": [(4, torch.rand(6, 2))],
     "group_gemm_bf16:float32": [("bias", torch.randn(2, 32)), ("accumulate", True), ("row_weights", bf16(6))],
     "group_gemm_rowwise_fp8": [(4, torch.rand(6, 1)), ("scatter_indices", int32(0, 1, 2, 3, 4, 5))],
     "group_gemm_silu_and_mul_bf16": [("activation", "gelu"), ("limit", -1.0)],
     "group_gemm_silu_and_mul_pertensor_fp8": [(1, fp8(2, 144, 64))],
+    "group_gemm_silu_and_mul_blockwise_fp8": [(1, fp8(2, 128, 64))],
 }
 
 

@@ -6,13 +6,17 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from numba import cuda, float32, int32
 
 from moe_numba import simulator
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
+from moe_numba.simulator.async_ import tensor_map
+from moe_numba.simulator.debugger.memory_copies import MemoryCopies
 from moe_numba.simulator.debugger.warp_steps import Line, align, find
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
@@ -657,3 +661,18 @@ def test_ctrl_c_stops_a_kernel_that_spins(tmp_path):
         after = process.communicate("print n\nquit\n")[0]
     assert len(before) == 2 and process.returncode == 0
     assert after.startswith("Interrupted\nblock (0, 0, 0) warp 0 lane 0, step ") and "(sim) 0.0\n" in after
+
+
+def test_memory_that_was_freed_is_not_written_back():
+    memory = np.arange(64, dtype=np.int32)
+    tensor = torch.from_numpy(memory)
+    tensor_map.register(tensor)
+    copies = MemoryCopies(1 << 30)
+    copies.add(SimpleNamespace(args=[]))
+    memory[:] = 0
+    copies.restore()
+    assert memory.tolist() == list(range(64))
+    memory[:] = 0
+    del tensor  # the array stands for what the memory holds next
+    copies.restore()
+    assert not memory.any()

@@ -53,6 +53,7 @@ from moe_numba.ptx.tma import (
     tma_load_2d_multicast,
     tma_load_3d,
     tma_load_3d_hint,
+    tma_reduce_add_3d,
     tma_store_2d,
     tma_store_3d,
 )
@@ -341,6 +342,40 @@ def test_a_store_is_clipped_to_the_tensor(dtype, width, box, swizzle, start, dev
         found = kept[-1].cpu().numpy()
         assert (found[128:-128].reshape(shape) == right).all()
         assert (found[:128] == 7).all() and (found[-128:] == 7).all()
+
+
+@cuda.jit
+def add_box_3d(data, map, x, y, z, size):
+    smem = cuda.shared.array(0, float32, 1024)
+    for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
+        smem[i] = data[i]
+    fence_proxy_async_shared()
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        fence_proxy_tensormap_acquire_sys(map, 0)
+        tma_reduce_add_3d(map, 0, x, y, z, smem, 0)
+        tma_reduce_add_3d(map, 0, x, y, z, smem, 0)
+        bulk_commit_group()
+        wait_group_0()
+
+
+@pytest.mark.parametrize("start", [(1, 2, 4), (3, 5, 28)])
+def test_a_reduction_adds_to_the_tensor(start, device):
+    """The box is added twice, and clipped to the tensor."""
+    (z, y, x), before, data = start, torch.randn(4, 7, 36), torch.randn(2, 8, 32)
+    padded = np.zeros((4 + 2, 7 + 8, 36 + 32), np.float32)
+    padded[z : z + 2, y : y + 8, x : x + 32] = data
+    added = padded[:4, :7, :36]
+    right = (before.numpy() + added) + added
+    laid_out = swizzled(data.numpy().view(np.uint8).reshape(16, 128), 128).reshape(-1).view(np.float32)
+
+    def make():
+        kept.append(before.clone().to(device))
+        return [torch.from_numpy(laid_out).to(device), tensor_map(kept[-1], (2, 8, 32), swizzle=128), x, y, z, 512]
+
+    kept = []
+    for _ in runs(add_box_3d, make, threads=64, shared_bytes=2048):
+        assert (kept[-1].cpu().numpy() == right).all()
 
 
 @cuda.jit

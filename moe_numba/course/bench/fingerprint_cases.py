@@ -173,6 +173,16 @@ def grouped_gemm():
             **options,
         )
 
+    yield (
+        "m_indices",
+        lambda: moe_numba.group_gemm_bf16(
+            torch.empty(64, k, dtype=torch.bfloat16),
+            torch.empty(groups, n, k, dtype=torch.bfloat16),
+            None,
+            None,
+            m_indices=torch.empty(64, dtype=torch.int32),
+        ),
+    )
     averages = (8, 32, 100, 1000)
     for average in averages:
         for scaling in ("tensor", "block", "none"):
@@ -189,6 +199,42 @@ def grouped_gemm():
                 yield f"swigluoai mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows, activated=True)
     for rows in ("offsets", "masked"):
         yield f"silu block 1000 {rows}", lambda: call("block", 1000, rows, activated=True)
+
+
+@case
+def grouped_gemm_backward():
+    import torch
+
+    from moe_numba import group_gemm_bf16, k_grouped_gemm_bf16
+    from moe_numba.grouped_gemm.unused_rows import zero_unused_rows
+
+    def sizes(rows):
+        lengths, starts = torch.empty(2, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+        return {"lengths": (lengths, starts, None), "offsets": (None, None, lengths), "masked": (lengths, None, None)}[
+            rows
+        ]
+
+    def dgrad(average, rows):
+        x, weight = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(2, 256, 256, dtype=torch.bfloat16)
+        seqlens, cu_seqlens, offs = sizes(rows)
+        group_gemm_bf16(x, weight.mT, seqlens, cu_seqlens, average, offs)
+
+    def wgrad(rows, n=256, k=256, dtype=torch.float32, accumulate=False):
+        a, b = torch.empty(64, n, dtype=torch.bfloat16), torch.empty(64, k, dtype=torch.bfloat16)
+        k_grouped_gemm_bf16(a, b, *sizes(rows), out=torch.empty(2, n, k, dtype=dtype), accumulate=accumulate)
+
+    for average in (8, 32, 100, 1000):
+        yield f"MN-major weight {average}", lambda: dgrad(average, "lengths")
+    for rows in ("lengths", "offsets"):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"k-grouped {rows} {str(dtype)[6:]}", lambda: wgrad(rows, dtype=dtype)
+        yield f"k-grouped {rows} accumulate", lambda: wgrad(rows, accumulate=True)
+    yield "k-grouped, small k", lambda: wgrad("offsets", k=64)
+    yield "k-grouped, small n", lambda: wgrad("offsets", n=64)
+    for rows in ("lengths", "offsets", "masked"):
+        x = torch.empty(64, 256, dtype=torch.bfloat16)
+        x = x.view(2, 32, 256) if rows == "masked" else x
+        yield f"unused rows {rows}", lambda: zero_unused_rows(x, *sizes(rows))
 
 
 @case

@@ -15,7 +15,14 @@ import numpy as np
 from moe_numba.simulator.async_ import mbarrier, tensor_map
 from moe_numba.simulator.core import cluster
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, SimulatorError, source_location
+from moe_numba.simulator.core.errors import (
+    Misaligned,
+    OutOfBounds,
+    SimulatorError,
+    kernel_frame,
+    location_of,
+    source_location,
+)
 from moe_numba.simulator.core.shared import shared_region
 from moe_numba.simulator.memory_model import store_buffer
 from moe_numba.simulator.memory_model.happens_before import AsyncOperation
@@ -32,7 +39,8 @@ class _AsyncCopy:
     def __init__(self, what, region, writes, spans, store=False, box=None):
         """`spans` lists the (address, size) of the bytes of global memory that it accesses."""
         self.thread, self.what, self.size = thread(), what, region.end - region.start
-        self.site = source_location(sys._getframe())
+        frame = kernel_frame(sys._getframe())
+        self._place = frame and (frame.f_code, frame.f_lasti)
         self.region, self.world, self.queued = region, self.thread.grid.world, True
         self.number = next(_serial_numbers)
         self.thread.grid.active += 1
@@ -48,6 +56,11 @@ class _AsyncCopy:
             for address, size in spans:
                 where = f"{size} bytes of global memory at {address:#x}"
                 races.issue(self.thread, outside, address, size, store, where, is_global=not self.generic_proxy)
+
+    @property
+    def site(self):
+        """Where the kernel issued the copy, for messages."""
+        return location_of(*self._place) if self._place else source_location(None)
 
     def know(self, races, t, only_reading=False):
         """Record that a thread has waited for the copy, or only for its reads."""
@@ -68,8 +81,9 @@ class _AsyncCopy:
         self.reservation.release()
 
     def record_event(self, event):
-        details = {"copy": self.number, "what": self.what, "bytes": self.size, "event": event}
-        self.thread.record_event("async copy", details)
+        if self.world.events is not None:
+            details = {"copy": self.number, "what": self.what, "bytes": self.size, "event": event}
+            self.thread.record_event("async copy", details)
 
     def __str__(self):
         return f"{self.what}, which {self.thread} issued at {self.site}, may be in flight"
@@ -141,7 +155,8 @@ class _Load16(_AsyncCopy):
 
     def step(self, rng):
         data = self._read()
-        self.region.bytes[: len(data)], self.region.bytes[len(data) :] = data, 0
+        destination = self.region.bytes
+        destination[: len(data)], destination[len(data) :] = data, 0
         self.has_written = True
         self.record_event("lands")
         self.world.retire(self.thread.grid)
@@ -185,8 +200,12 @@ class _CopyGroups:
 def _groups(kind):
     """Return this thread's groups of copies of kind "cp.async" or "cp.async.bulk"."""
     t = thread()
-    t.copy_groups = t.copy_groups or {}
-    return t.copy_groups.setdefault(kind, _CopyGroups(t, kind))
+    if t.copy_groups is None:
+        t.copy_groups = {}
+    found = t.copy_groups.get(kind)
+    if found is None:
+        found = t.copy_groups[kind] = _CopyGroups(t, kind)
+    return found
 
 
 def commit(kind="cp.async.bulk"):

@@ -71,7 +71,10 @@ class RaceDetector:
 
     def set_flags(self, start, end, value):
         first, last = self._grains(start, end)
-        self.flags[first:last] = bytes((value,)) * (last - first)
+        if last - first == 1:
+            self.flags[first] = value
+        else:
+            self.flags[first:last] = bytes((value,)) * (last - first)
 
     def check_access(self, thread, target, index, writes, size=None):
         """Check a thread's own access to an array or a pointer in this allocation."""
@@ -114,15 +117,15 @@ class RaceDetector:
 
     def reserve(self, start, end, writes, owner):
         """Reserve bytes for an operation that is issued now; refuse conflicting reservations and unfenced bytes."""
-        access = f"{owner.thread} issues {owner.what} at {owner.site}, which {'writes' if writes else 'reads'}"
         for other in self.reservations_at(start, end):
             if other.conflicts(start, end, writes):
                 raise AsyncRace(
-                    f"{access} bytes from {max(start, other.start) - self.allocation.start} on of {self.allocation}, "
+                    f"{_describe(owner, writes)} bytes from {max(start, other.start) - self.allocation.start} on "
+                    f"of {self.allocation}, "
                     f"where {other.owner}: {other.owner.remedy}"
                 )
         if self.unfenced is not None and not owner.generic_proxy:
-            self._check_fenced(start, end, access)
+            self._check_fenced(start, end, writes, owner)
         reservation = Reservation(self, start, end, writes, owner)
         self.reservations[reservation] = None
         for page in self.pages_of(start, end):
@@ -130,14 +133,15 @@ class RaceDetector:
         self.set_flags(start, end, 1)
         return reservation
 
-    def _check_fenced(self, start, end, access):
+    def _check_fenced(self, start, end, writes, owner):
         writers = self.unfenced[start - self.allocation.start : end - self.allocation.start]
         if not writers.any():
             return
         offset = int(writers.nonzero()[0][0])
         writer = next(t for t, number in self.writers.items() if number == writers[offset])
         raise MissingFence(
-            f"{access} byte {start + offset - self.allocation.start} of {self.allocation}; {writer} wrote it with a "
+            f"{_describe(owner, writes)} byte {start + offset - self.allocation.start} of {self.allocation}; "
+            f"{writer} wrote it with a "
             f"store of its own and has not called fence_proxy_async_shared since"
         )
 
@@ -147,6 +151,10 @@ class RaceDetector:
             if not owner.may_outlive_block:
                 block = self.allocation.shared.block
                 raise AsyncRace(f"{block} ends, while in {self.allocation} {owner}: {owner.remedy}")
+
+
+def _describe(owner, writes):
+    return f"{owner.thread} issues {owner.what} at {owner.site}, which {'writes' if writes else 'reads'}"
 
 
 def fence(thread, shared_only=False):

@@ -34,8 +34,9 @@ def thread() -> "Thread":
     current = greenlet.getcurrent()
     if type(current) is Thread:
         return current
-    if hasattr(current, "current_thread"):  # a gang of the vector engine that calls a function lane by lane
-        return current.current_thread
+    found = getattr(current, "current_thread", None)  # of a gang of the vector engine that calls lane by lane
+    if found is not None:
+        return found
     raise SimulatorError("only a running kernel has a current thread; this was called outside one")
 
 

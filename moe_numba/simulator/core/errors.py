@@ -1,5 +1,6 @@
 """Errors that the simulator raises for faulty kernels, and how they name the place: block, warp, lanes, source line."""
 
+import functools
 import os
 import types
 
@@ -119,6 +120,7 @@ class _InternalFiles(dict):
 is_internal_file = _InternalFiles()
 
 
+@functools.cache
 def file_name(path):
     """Return the name that messages show for a source file; cells of a notebook have made-up names."""
     return "cell" if "ipykernel_" in os.path.dirname(path) else os.path.basename(path)

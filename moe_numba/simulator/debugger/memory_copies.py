@@ -10,7 +10,7 @@ class MemoryCopies:
 
     def __init__(self, max_bytes):
         self.max_bytes, self.bytes = max_bytes, 0
-        self._copies = []  # (bytes in memory, copy), in the order of copying
+        self._copies = []  # (bytes in memory, copy, weak reference of a storage or None), in the order of copying
 
     @property
     def complete(self) -> bool:
@@ -19,9 +19,9 @@ class MemoryCopies:
 
     def add(self, grid):
         """Copy what the arguments of a grid that is about to start, and registered buffers, can reach."""
-        storages = [(first, first + size) for first, size, alive in tensor_map.storages if not alive.expired()]
+        storages = {(first, first + size): alive for first, size, alive in tensor_map.storages if not alive.expired()}
         intervals = [*intervals_of([*grid.args, *ranks.buffers.values()]), *storages]
-        known = [(memory.ctypes.data, memory.ctypes.data + memory.size) for memory, _ in self._copies]
+        known = [(memory.ctypes.data, memory.ctypes.data + memory.size) for memory, *_ in self._copies]
         for start, end in sorted({interval for interval in intervals if interval[0] < interval[1]}):
             if not self.complete or any(first <= start and end <= last for first, last in known):
                 continue
@@ -30,10 +30,12 @@ class MemoryCopies:
                 self._copies.clear()
                 break
             memory = tensor_map.bytes_at(start, end - start)
-            self._copies.append((memory, memory.copy()))
+            self._copies.append((memory, memory.copy(), storages.get((start, end))))
 
     def restore(self):
         """Write the copies back, the earliest last: it has what was there before any grid started."""
-        for memory, copy in reversed(self._copies):
+        for memory, copy, storage in reversed(self._copies):
+            if storage is not None and storage.expired():
+                continue  # a tensor that the kernel does not use was freed since then
             if (memory != copy).any():  # memory that is read only is left alone
                 memory[:] = copy

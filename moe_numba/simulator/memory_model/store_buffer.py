@@ -20,8 +20,6 @@ bytes.
 
 import contextlib
 
-import numpy as np
-
 from moe_numba.simulator.core.settings import override_settings
 from moe_numba.simulator.memory_model.weak_pointers import wrap_weak
 
