@@ -13,12 +13,16 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.grouped_gemm import (
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
+    group_gemm_rowwise_fp8,
+    group_gemm_silu_and_mul_bf16,
     group_gemm_silu_and_mul_blockwise_fp8,
+    group_gemm_silu_and_mul_pertensor_fp8,
     group_starts,
     reference,
 )
 from moe_numba.grouped_gemm.checks import scale_strides
 from moe_numba.grouped_gemm.reference import FP8, mismatch
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.sass import compile_apart
 
@@ -127,6 +131,42 @@ def test_m_indices(name, device):
     again = torch.full_like(out, float("nan"))
     FUNCTIONS[name][0](given, weight, None, None, *scales, m_indices=m_indices, gather_indices=order, out=again)
     assert torch.equal(out.nan_to_num(9), again.nan_to_num(9))
+
+
+def test_m_indices_of_other_functions(device):
+    """With activations, scales per row and epilogue options the result is that with lengths and starts, too."""
+    if not gpu_of(0).has_wgmma:
+        pytest.skip("needs wgmma")
+    every = inputs((5, 0, 15), n=256, device=device)
+    m_indices = torch.tensor([-1, *[2] * 9, -1, -1, *[0] * 6, 7, 1], dtype=torch.int32, device=device)
+    lengths, starts = reference.group_rows(m_indices, 3)
+    given = dict(seqlens=lengths, cu_seqlens=torch.cat([starts, starts[:1]])), dict(m_indices=m_indices)
+    assert lengths.tolist() == [6, 1, 9]
+    bias = torch.randn(3, 256, device=device)
+    order = torch.randperm(20).int().to(device)
+    terms = dict(bias=bias, row_weights=torch.randn(20, device=device), scatter_indices=order)
+    x_scale, w_scale = torch.rand(20, device=device), torch.rand(3, 256, device=device)
+    for function, name, options, dtypes in (
+        (group_gemm_bf16, "bf16", terms | dict(accumulate=True), {256: torch.float32}),
+        (group_gemm_rowwise_fp8, "pertensor", terms | dict(x_scale=x_scale, w_scale=w_scale), {256: torch.bfloat16}),
+        (group_gemm_silu_and_mul_bf16, "bf16", dict(bias=bias), {128: torch.bfloat16}),
+        (group_gemm_silu_and_mul_pertensor_fp8, "pertensor", dict(bias=bias), {128: FP8, 1: torch.float32}),
+        (group_gemm_silu_and_mul_blockwise_fp8, "blockwise", {}, {128: FP8, 1: torch.float32}),
+    ):
+        x, weight, _, _, *scales = every[name]
+        names = ("y_scale",) if name == "pertensor" else ("x_scale", "w_scale")
+        options = dict(zip(names, scales, strict=False)) | options if "x_scale" not in options else options
+        results = []
+        for groups in given:
+            outs = [torch.full((20, columns), 7.0, device=device).to(dtype) for columns, dtype in dtypes.items()]
+            out = outs[0] if len(outs) == 1 else tuple(outs)
+            function(x, weight, **dict(seqlens=None, cu_seqlens=None) | groups, out=out, **options)
+            results.append([one.float() for one in outs])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other) and one.isfinite().all()
+            written = (other != 7).any(1).nonzero().flatten().tolist()
+            rows = [row for row in range(20) if row not in (0, 10, 11, 18)]
+            assert written == (sorted(order[rows].tolist()) if "scatter_indices" in options else rows)
 
 
 def test_calls_of_different_sizes_share_no_memory_wrongly(device):
