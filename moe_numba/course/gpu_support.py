@@ -118,6 +118,12 @@ def _grouped_gemm(gpu):
     return "needs compute capability {}.{}: cp.async".format(*needed_by("cp.async"))
 
 
+def _activations(gpu):
+    if gpu.has_wgmma:
+        return "TMA, wgmma and clusters"
+    return "needs compute capability 9.0: wgmma (silu in FP8 does not)"
+
+
 def _moe_layer(gpu):
     if _has(gpu, "cp.async"):
         return _dependent_launch(gpu)
@@ -134,6 +140,7 @@ _FUNCTIONS = {
     "dispatch and combine": _dispatch,
     "low-latency mode": _dependent_launch,
     "grouped GEMM": _grouped_gemm,
+    "grouped GEMM with SwiGLU": _activations,
     "experts of a layer": _moe_layer,
 }
 _LIMITS = {
