@@ -126,6 +126,12 @@ def _k_grouped_gemm(gpu):
     return "TMA, wgmma and clusters" if gpu.has_wgmma else "needs a Hopper GPU: wgmma"
 
 
+def _activations(gpu):
+    if gpu.has_wgmma:
+        return "TMA, wgmma and clusters"
+    return "needs compute capability 9.0: wgmma (silu in FP8 does not)"
+
+
 def _moe_layer(gpu):
     if _has(gpu, "cp.async"):
         return _dependent_launch(gpu)
@@ -144,6 +150,7 @@ _FUNCTIONS = {
     "grouped GEMM": _grouped_gemm,
     "MXFP4 grouped GEMM": _grouped_gemm_mxfp4,
     "k-grouped GEMM": _k_grouped_gemm,
+    "grouped GEMM with SwiGLU": _activations,
     "experts of a layer": _moe_layer,
 }
 _LIMITS = {

@@ -62,7 +62,7 @@ def group_gemm_pertensor_fp8(
     scatter_indices : tensor [total] or [groups, capacity], int32, optional
         Contiguous. Row i of the result is stored to row ``scatter_indices[i]`` of ``out``, or not at all if that is out
         of bounds. ``out`` must be given, [any number of rows, n]; its other rows do not change. Indices in bounds must
-        differ from each other: of two equal ones it is undefined which row, or which sum, remains.
+        differ from each other: of rows with equal ones it is undefined which remains, or in what order they are added.
     row_weights : tensor [total] or [groups, capacity], float32, optional
         Contiguous. Row i of the result, with its bias, is multiplied by ``row_weights[i]`` before it is rounded: the
         routing weights, if each row of the result belongs to one token and expert.
@@ -380,7 +380,8 @@ def group_gemm_silu_and_mul_bf16(
 
     Notes
     -----
-    On GPUs without wgmma, see :exc:`UnsupportedDeviceError`: call :func:`group_gemm_bf16` and :func:`silu_and_mul`.
+    On GPUs other than compute capability 9.0 it raises UnsupportedDeviceError: call :func:`group_gemm_bf16` and then
+    :func:`silu_and_mul`.
     """
     if needs_dispatch(x, weight):
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+import torch
+
 BLOCK_N = 128  # rows of weight in a tile
 BLOCK_K_BYTES = 128  # bytes of k in a stage: one row of the 128-byte swizzle, four wgmma k-steps
 CONSUMER_WARPS = 8  # two warpgroups that issue wgmma; each computes 64 of a tile's 128 rows of weight
@@ -14,6 +16,8 @@ EPILOGUE_ROWS = 16  # rows of y that one epilogue buffer holds
 EPILOGUE_BYTES = 2 * EPILOGUE_ROWS * BLOCK_K_BYTES  # a consumer warpgroup's two epilogue buffers
 SILU_ROWS = 32  # rows of y that the silu-and-mul epilogue processes at once
 SILU_ROW_BYTES = 2 * 2 * BLOCK_N + 16  # a row's gate and up in bf16, and 16 bytes that spread rows over the banks
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of a bias and of results
 
 
 class GemmConfig(NamedTuple):

@@ -20,7 +20,8 @@ class MmaConfig(NamedTuple):
 
     dtype: str = "bf16"  # of x and weight: "bf16" or "e4m3"
     mma: str = "bf16"  # of mma.sync: "bf16", "e4m3", or "f16", to which e4m3 is converted in registers
-    scaling: str = "none"  # "tensor": one scale per group; "block": 1 x 128 for x, 128 x 128 for weight; "none"
+    # "tensor": one per group; "row": per row of x and of weight; "block": per 1 x 128 of x, 128 x 128 of weight; "none"
+    scaling: str = "none"
     block_m: int = 128
     block_n: int = 256
     warps_m: int = 2
@@ -33,6 +34,16 @@ class MmaConfig(NamedTuple):
     max_groups: int = 512
     silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
     gather: bool = False  # rows of x are read through an array of row indices
+    bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
+    out_dtype: str = "bf16"  # "bf16" or "f32"
+    accumulate: bool = False  # add to y, in f32
+    scatter: bool = False  # rows of y are stored to the rows that an index array names
+    row_weights: bool = False  # each row of y is multiplied by a factor
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the epilogue does more than to round scaled rows to bfloat16."""
+        return bool(self.bias) or self.scaling == "row" or self.out_dtype == "f32" or self.scatter or self.row_weights
 
     @property
     def threads(self) -> int:
@@ -135,6 +146,10 @@ def check_mma_config(config: MmaConfig) -> None:
         raise ValueError(f"block_k_bytes is {config.block_k_bytes}; it must be 64 or 128, and with e4m3 or blocks 128")
     if config.scaling == "block" and SCALE_BLOCK % config.warp_n:
         raise ValueError(f"block_n is {config.block_n}; a warp's part must divide {SCALE_BLOCK} with block scaling")
+    if config.silu_and_mul and config.finishes:
+        raise ValueError("silu_and_mul is True; bias, out_dtype, scatter and row_weights must be the defaults")
+    if config.accumulate and config.out_dtype != "f32":
+        raise ValueError(f"out_dtype is {config.out_dtype}; with accumulate it must be f32")
     if config.stages < 2:
         raise ValueError(f"stages is {config.stages}; it must be 2 or more")
     rows = MmaLayout(config).rows_per_pass

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.config_mma import COLUMN_GROUP
-from moe_numba.grouped_gemm.epilogue import FP8_MAX, LOG2_E, Output
-from moe_numba.ptx.arithmetic import ex2_approx, rcp_approx, uint_as_float
+from moe_numba.grouped_gemm.epilogue import FP8_MAX, LOG2_E, EpilogueOperands
+from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
-from moe_numba.ptx.memory import st_global_s32x2, st_global_s32x4
+from moe_numba.ptx.memory import ld_global_s32x4, load_nc_u16, load_nc_u32x1, st_global_s32x2, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
 
-__all__ = ["Output", "OutputTile", "make_epilogue"]
+__all__ = ["EpilogueOperands", "OutputTile", "make_epilogue"]
 
 
 class OutputTile(NamedTuple):
@@ -25,6 +25,7 @@ class OutputTile(NamedTuple):
     rows: Any
     column: Any
     scale: Any  # float32
+    group: Any
 
 
 def _indices(config, chunk, columns_of_chunk):
@@ -61,6 +62,138 @@ def make_store_rows(config, chunk=0):
             store_next(y, index, pitch, rows, columns, d, scale)
 
     return store_rows
+
+
+# Rows with scales, bias and weights, in bf16 or float32
+
+
+@cache
+def make_load_terms(config, i=0):
+    """Make ``terms = load_terms(inputs, index)``: scale and bias of 8 neighbouring rows of weight from ``index`` on."""
+    by_row, has_bias, is_f32 = config.scaling == "row", bool(config.bias), config.bias == "f32"
+    load_next = make_load_terms(config, i + 1) if i < 7 else None
+    last = i == 7
+
+    @cuda.jit(device=True)
+    def load_terms(inputs, index):
+        scale = inputs.weight_scale[index + i] if by_row else float32(1)
+        bias = float32(0)
+        if has_bias:
+            if is_f32:
+                bias = uint_as_float(load_nc_u32x1(inputs.bias, 2 * (index + i)))
+            else:
+                bias = uint_as_float(uint32(load_nc_u16(inputs.bias, index + i) << uint32(16)))
+        if last:
+            return ((scale, bias),)
+        return ((scale, bias),) + load_next(inputs, index)
+
+    return load_terms
+
+
+@cache
+def make_store_values(config):
+    """Make ``store_values(y, index, v0, ..., v7)``: store 8 neighbouring columns at element ``index`` of y."""
+    is_f32, accumulate = config.out_dtype == "f32", config.accumulate
+
+    @cuda.jit(device=True)
+    def store_four(y, index, v0, v1, v2, v3):
+        if accumulate:
+            a, b, c, d = ld_global_s32x4(y, index)
+            v0, v1, v2, v3 = v0 + int_as_float(a), v1 + int_as_float(b), v2 + int_as_float(c), v3 + int_as_float(d)
+        st_global_s32x4(y, index, float_as_int(v0), float_as_int(v1), float_as_int(v2), float_as_int(v3))
+
+    @cuda.jit(device=True)
+    def store_values(y, index, v0, v1, v2, v3, v4, v5, v6, v7):
+        if is_f32:
+            store_four(y, index, v0, v1, v2, v3)
+            store_four(y, index + 4, v4, v5, v6, v7)
+        else:
+            st_global_s32x4(
+                y,
+                index >> 1,
+                int32(cvt_rn_bf16x2_f32(v1, v0)),
+                int32(cvt_rn_bf16x2_f32(v3, v2)),
+                int32(cvt_rn_bf16x2_f32(v5, v4)),
+                int32(cvt_rn_bf16x2_f32(v7, v6)),
+            )
+
+    return store_values
+
+
+@cache
+def make_finish_rows(config, group, i=0):
+    """Make ``finish_rows(output, row, rows, column, d, scale, terms)``: finish and store 8 columns of each row.
+
+    ``row`` is the lane's first row of the product, and ``rows`` how many there are from it on. The columns, ``column``
+    in y, are those of column group ``group``, the function's first row is the lane's i-th, 8 i behind ``row``.
+    """
+    groups = config.warp_n // COLUMN_GROUP
+    below, _, (c0, c1, c2, c3, c4, c5, c6, c7) = _indices(config, i * groups + group, COLUMN_GROUP)
+    more = i + 1 < config.warp_m // 8
+    finish_next, store_values = make_finish_rows(config, group, i + 1) if more else None, make_store_values(config)
+    by_row, gather, row_weights, scatter = config.scaling == "row", config.gather, config.row_weights, config.scatter
+
+    @cuda.jit(device=True)
+    def load_x_scale(inputs, row):
+        if gather:
+            row = inputs.row_indices[row]
+            return inputs.x_scale[row] if row >= 0 and row < inputs.x_rows else float32(0)
+        return inputs.x_scale[row]
+
+    @cuda.jit(device=True)
+    def finish(value, scale, term, weight):
+        return (value * scale * term[0] + term[1]) * weight
+
+    @cuda.jit(device=True)
+    def finish_rows(output, row, rows, column, d, scale, terms):
+        if below < rows:
+            inputs, y_row, weight, row_scale = output.inputs, int32(row + below), float32(1), scale
+            if by_row:
+                row_scale = scale * load_x_scale(inputs, int32(row + below))
+            if row_weights:
+                weight = inputs.row_weights[row + below]
+            if scatter:
+                y_row = inputs.scatter_indices[row + below]
+                y_row = y_row if y_row < inputs.y_rows else int32(-1)
+            if y_row >= 0:
+                store_values(
+                    output.y,
+                    int64(y_row) * output.n + column,
+                    finish(d[c0], row_scale, terms[0], weight),
+                    finish(d[c1], row_scale, terms[1], weight),
+                    finish(d[c2], row_scale, terms[2], weight),
+                    finish(d[c3], row_scale, terms[3], weight),
+                    finish(d[c4], row_scale, terms[4], weight),
+                    finish(d[c5], row_scale, terms[5], weight),
+                    finish(d[c6], row_scale, terms[6], weight),
+                    finish(d[c7], row_scale, terms[7], weight),
+                )
+        if more:
+            finish_next(output, row, rows, column, d, scale, terms)
+
+    return finish_rows
+
+
+@cache
+def make_finish_columns(config, group=0):
+    """Make ``finish_columns(output, tile, row, rows, column, d)``, for column groups from ``group`` on."""
+    load_terms, finish_rows = make_load_terms(config), make_finish_rows(config, group)
+    more = group + 1 < config.warp_n // COLUMN_GROUP
+    finish_next = make_finish_columns(config, group + 1) if more else None
+
+    @cuda.jit(device=True)
+    def finish_columns(output, tile, row, rows, column, d):
+        first = int32(column + COLUMN_GROUP * group)
+        if first < output.n:
+            terms = load_terms(output.inputs, int64(tile.group) * output.n + first)
+            finish_rows(output, row, rows, first, d, tile.scale, terms)
+        if more:
+            finish_next(output, tile, row, rows, column, d)
+
+    return finish_columns
+
+
+# Rows with activation, in FP8
 
 
 @cuda.jit(device=True)
@@ -162,6 +295,17 @@ def make_store_activated(config, layout, chunk=0):
 def make_epilogue(config, layout):
     """Make ``epilogue(smem, output, warp, lane, d, tile)``; all warps of the CTA must call it."""
     warp_m, warp_n, warps_n, block_m = config.warp_m, config.warp_n, config.warps_n, config.block_m
+    if config.finishes:
+        finish_columns = make_finish_columns(config)
+
+        @cuda.jit(device=True)
+        def epilogue(smem, output, warp, lane, d, tile):
+            first = int32(warp // warps_n * warp_m + (lane >> 2))
+            column = int32(tile.column + warp % warps_n * warp_n + (lane & 3) * 8)
+            finish_columns(output, tile, int32(tile.row + first), int32(tile.rows - first), column, d)
+
+        return epilogue
+
     if not config.silu_and_mul:
         store_rows = make_store_rows(config)
 

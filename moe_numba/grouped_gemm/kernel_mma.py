@@ -47,7 +47,8 @@ from moe_numba.grouped_gemm.copies_mma import (
     make_issue_copies,
     make_start_tile,
 )
-from moe_numba.grouped_gemm.epilogue_mma import Output, OutputTile, make_epilogue
+from moe_numba.grouped_gemm.epilogue_mma import EpilogueOperands, OutputTile, make_epilogue
+from moe_numba.grouped_gemm.epilogue_terms import EpilogueInputs
 from moe_numba.grouped_gemm.scheduler import Problem, TileInfo, make_count_tiles, make_tile_loop
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.cp_async import cp_async_commit_group, make_cp_async_wait_group
@@ -274,6 +275,10 @@ def make_mma_kernel(config):
         x_pitch,
         weight_pitch,
         group_pitch,
+        bias,
+        row_weights,
+        scatter_indices,
+        y_rows,
     ):
         smem = SharedMemory(
             uniform_array(cuda.shared.array(0, uint8, 128)),
@@ -289,7 +294,8 @@ def make_mma_kernel(config):
         )
         n_tiles, k_blocks = int32((n + columns - 1) // columns), int32((k_bytes + pitch - 1) // pitch)
         work = Work(problem, count_tiles(smem, problem, n_tiles), n_tiles, k_blocks)
-        output = Output(y, y_scale, n)
+        inputs = EpilogueInputs(x_scale, weight_scale, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows)
+        output = EpilogueOperands(y, y_scale, n, inputs)
 
         x_offsets, weight_offsets = cuda.local.array(x_copies, uint32), cuda.local.array(weight_copies, uint32)
         tile, base = first_tile(), int64(0)
@@ -343,9 +349,9 @@ def make_mma_kernel(config):
                     d, a, b = steps(smem, d, a, b, now, following, copy)
                 stage = next_stage
                 state = advance_copy(smem, operands, scales, work, state, thread, x_offsets, weight_offsets)
-            row, count, n_tile, _ = ld_shared_s32x4(smem.i32, int32(info))
+            row, count, n_tile, group = ld_shared_s32x4(smem.i32, int32(info))
             scale = smem.f32[info + uint32(4)] * result_scale
-            epilogue(smem, output, warp, lane, d, OutputTile(row, count, int32(n_tile * columns), scale))
+            epilogue(smem, output, warp, lane, d, OutputTile(row, count, int32(n_tile * columns), scale, group))
             tile, slot = next_tile(tile), int32(slot + 1)
             slot = int32(0) if slot == tile_slots else slot
         wait_for_all()

@@ -11,7 +11,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, is_mn_major, rows_of, scale_strides
-from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, select_config
+from moe_numba.grouped_gemm.config import BLOCK_N, DTYPE_NAMES, THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
 from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.group_starts import GroupStarts
@@ -36,7 +36,6 @@ SIGNATURE = (
 # Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
 EPILOGUE_SIGNATURE = *SIGNATURE, "uint16*", "float32*", "int32*", "int32"
 _MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 _plans: dict = {}
 
@@ -283,8 +282,8 @@ def with_options(config, tensors, shape):
         alpha=float(options.alpha) if options.activation == "swigluoai" else config.alpha,
         limit=float(options.limit) if options.activation == "swigluoai" else config.limit,
         partial=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
-        bias="" if tensors.bias is None else _DTYPE_NAMES[tensors.bias.dtype],
-        out_dtype="f32" if options.accumulate else _DTYPE_NAMES[options.out_dtype],
+        bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
+        out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
         accumulate=options.accumulate,
         scatter=tensors.scatter_indices is not None,
         row_weights=tensors.row_weights is not None,

@@ -3,18 +3,20 @@
 from functools import cache
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.config_mma import MmaConfig, select_mma_config
+from moe_numba.grouped_gemm.config import DTYPE_NAMES
+from moe_numba.grouped_gemm.config_mma import SCALE_BLOCK, MmaConfig, select_mma_config
 from moe_numba.grouped_gemm.copies_mma import NO_ROW
 from moe_numba.grouped_gemm.kernel_mma import make_mma_kernel
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.validate import check_aligned, vector_strides
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_aligned, vector_strides
 
 MMA_SIGNATURE = (
     *("uint8*", "uint8*", "int32*", "float32*", "int32*", "int32*", "float32*", "float32*", "int32*"),
     *("int32",) * 5,
     *("int32", "int32", "int64"),  # strides of x_scale: rows, blocks of k, groups
     *("int32",) * 4,
+    *("uint16*", "float32*", "int32*", "int32"),  # bias, row_weights, scatter_indices, y_rows
 )
 _VECTOR_BYTES = 16
 
@@ -29,6 +31,7 @@ class MmaLaunch:
         )
         if indices is not None:
             self.config = self.config._replace(gather=True)
+        self.config = _with_options(self.config, tensors, shape, gpu)
         x_pitch = vector_strides("x", x)[-2] // _VECTOR_BYTES
         group_pitch, weight_pitch, _ = (stride // _VECTOR_BYTES for stride in vector_strides("weight", weight))
         x_rows = x.shape[:-1].numel()
@@ -40,12 +43,14 @@ class MmaLaunch:
             raise ValueError(f"weight has strides {weight.stride()}; groups must be less than 32 GiB apart")
         self.pitches = x_rows, x_pitch, weight_pitch, group_pitch
         self.sizes = *shape.sizes, shape.k * x.element_size(), *shape.scale_strides
+        self.y_rows = shape.y_rows
         self.start = get_mma_launcher(self.config, x.device.index or 0)
         self.grid, self.threads = _grid_size(x.device) * self.config.min_blocks, self.config.threads
 
     def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
-        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices, *_ = tensors
+        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices, *rest = tensors
+        bias, scatter_indices, row_weights, _ = rest
         check_aligned("x", x)
         check_aligned("weight", weight)
         rows = x if self.pitches[0] else weight  # gathering from no rows: x has no memory
@@ -65,7 +70,34 @@ class MmaLaunch:
             lengths if indices is None else address(indices),
             *self.sizes,
             *self.pitches,
+            lengths if bias is None else address(bias),
+            lengths if row_weights is None else address(row_weights),
+            lengths if scatter_indices is None else address(scatter_indices),
+            self.y_rows,
         )
+
+
+def _with_options(config, tensors, shape, gpu):
+    """Return the configuration with the options of a call; refuse those that only the kernel with wgmma has."""
+    options, needs = shape.options, None
+    if shape.silu_and_mul and shape.scaling == "none":
+        needs = "group_gemm_silu_and_mul_bf16"
+    elif shape.silu_and_mul and (options.activation != "silu" or tensors.bias is not None):
+        needs = f"activation {options.activation!r}" if options.activation != "silu" else "bias with FP8 results"
+    elif shape.silu_and_mul and shape.n % SCALE_BLOCK:
+        needs = f"n = {2 * shape.n}, of which half is no multiple of {SCALE_BLOCK}"
+    if needs:
+        raise UnsupportedDeviceError(
+            f"{gpu.name} has no wgmma (compute capability 9.0), which {needs} needs; on this GPU, compute gate and up "
+            "by group_gemm_bf16 or group_gemm_pertensor_fp8, and the activation apart"
+        )
+    return config._replace(
+        bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
+        out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
+        accumulate=options.accumulate,
+        scatter=tensors.scatter_indices is not None,
+        row_weights=tensors.row_weights is not None,
+    )
 
 
 @cache

@@ -63,6 +63,9 @@ functions = {
         x_rows, torch.zeros(1, 1, 1, 2176, dtype=torch.uint8), *rows
     ),
     "k-grouped GEMM": lambda: moe_numba.k_grouped_gemm_bf16(x_rows, x_rows, *rows),
+    "grouped GEMM with SwiGLU": lambda: moe_numba.group_gemm_silu_and_mul_bf16(
+        x_rows, weight, *rows, activation="swigluoai"
+    ),
     "experts of a layer": lambda: moe_numba.fused_experts(
         x_rows, weight.repeat(1, 2, 1), weight, torch.ones(2, 4), ids
     ),
@@ -112,6 +115,10 @@ def differences(table, chosen):
         wrong.append("FP8 casts")
     if ("instead of TMA" not in paths["dispatch and combine"][1]) != chosen["dispatch and combine"]:
         wrong.append("dispatch and combine")
+    for name in (name for name in chosen if name.startswith("grouped GEMM")):
+        (runs, path), refused = paths[name], isinstance(chosen[name], str)
+        if runs == refused or (runs and ("wgmma" in path) != chosen[name][0]["tma"]):
+            wrong.append(name)
     runs, path = paths["grouped GEMM"]
     refused = isinstance(chosen["grouped GEMM"], str)
     layer, launches = paths["experts of a layer"][1], chosen["experts of a layer"]
@@ -119,8 +126,6 @@ def differences(table, chosen):
         isinstance(launches, str) or ("without" not in layer) == launches[0]["dependent"]
     ):
         wrong.append("experts of a layer")
-    if runs == refused or (runs and ("wgmma" in path) != chosen["grouped GEMM"][0]["tma"]):
-        wrong.append("grouped GEMM")
     if refused and not all(part in chosen["grouped GEMM"] for part in path.removeprefix("needs ").split(": ")[1:]):
         wrong.append("grouped GEMM")
     runs, path = paths["MXFP4 grouped GEMM"]

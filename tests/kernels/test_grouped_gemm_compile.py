@@ -3,7 +3,7 @@
 import pytest
 
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
-from moe_numba.grouped_gemm.launch import SIGNATURE
+from moe_numba.grouped_gemm.launch import signature_of
 from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE
 from moe_numba.runtime.device import H200
 from moe_numba.runtime.sass import compile_apart
@@ -31,6 +31,22 @@ CONFIGS = {
     "prefill, blocks, gather": dict(gather=True, scaling="block", subtile_m=128, mma_n=(128,), stages=6),
     "silu, gather": dict(gather=True, silu_and_mul=True, subtile_m=128, mma_n=(128,), stages=4),
     "bf16, gather": dict(gather=True, dtype="bf16", scaling="none", subtile_m=144, mma_n=(144,), stages=5),
+    "bias, scatter": dict(
+        bias="f32", scatter=True, row_weights=True, subtile_m=144, m_subtiles=2, mma_n=(144,), stages=4
+    ),
+    "float32": dict(
+        **dict(scaling="row", bias="bf16", out_dtype="f32", accumulate=True, scatter=True, row_weights=True),
+        **dict(subtile_m=128, m_subtiles=2, mma_n=(128,), stages=4),
+    ),
+    "float32, blocks": dict(
+        **dict(scaling="block", bias="f32", out_dtype="f32", scatter=True, row_weights=True),
+        **dict(subtile_m=128, mma_n=(128,), stages=6),
+    ),
+    "bf16, swigluoai": dict(
+        **dict(dtype="bf16", scaling="none", silu_and_mul=True, activation="swigluoai", bias="bf16"),
+        **dict(subtile_m=144, mma_n=(144,), stages=4),
+    ),
+    "silu, partial": dict(silu_and_mul=True, partial=True, subtile_m=128, mma_n=(128,), stages=4),
 }
 BLOCK_SCALED = {
     "block-scaled": dict(),
@@ -46,7 +62,8 @@ NAMES = *CONFIGS, *BLOCK_SCALED
 @pytest.fixture(scope="module")
 def reports():
     requests = {
-        name: (f"make_kernel(GemmConfig(**{config}))[0]", SIGNATURE, THREADS, True) for name, config in CONFIGS.items()
+        name: (f"make_kernel(GemmConfig(**{config}))[0]", signature_of(GemmConfig(**config)), THREADS, True)
+        for name, config in CONFIGS.items()
     }
     for name, config in BLOCK_SCALED.items():
         made = f"kernel_block_scaled.make_kernel(BlockScaledConfig(**{config}))[0]"
@@ -58,6 +75,8 @@ def reports():
 def test_hopper_instructions_are_used(name, reports):
     wgmma = "HGMMA" if "bf16" in name else "QGMMA"
     stores = "STS" if name.startswith("block-scaled, silu") else "STSM"  # stmatrix stores 16-bit elements
+    if name.startswith("float32"):
+        stores = "REDG" if "blocks" not in name else "STG"
     for opcode in (wgmma, "UTMALDG", "SYNCS", "USETMAXREG", stores):
         assert reports[name].count(opcode), opcode
     assert not reports[name].count("CALL")  # all wgmmas would have to complete before a call

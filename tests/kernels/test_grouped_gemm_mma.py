@@ -18,6 +18,8 @@ from helpers.grouped_gemm import (
     scatter,
     silu_mismatch,
 )
+from helpers.grouped_gemm_epilogue import FUNCTIONS as OPTIONS
+from helpers.grouped_gemm_epilogue import options_mismatch
 from helpers.wrong_kernels import changed_maker, is_rejected
 
 import moe_numba
@@ -31,8 +33,11 @@ from moe_numba.grouped_gemm import (
     epilogue_mma,
     group_gemm_bf16,
     group_gemm_pertensor_fp8,
+    group_gemm_silu_and_mul_bf16,
+    group_gemm_silu_and_mul_pertensor_fp8,
     kernel_mma,
     launch,
+    launch_mma,
     reference,
 )
 from moe_numba.grouped_gemm.config_mma import MmaConfig, MmaLayout, check_mma_config, select_mma_config
@@ -164,7 +169,8 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel_mma.make_mma_kernel):
     arrays = p.x, p.weight, y, p.x_scale, lengths, p.starts, p.x_scale, p.weight_scale, indices
     sizes = groups, total, p.capacity, n, 16 * vectors, *p.scale_strides, len(p.x), vectors, vectors, n * vectors
     with simulator.seed(seed):
-        start(blocks, config.threads, None, *map(address, arrays), *sizes)
+        unused = address(p.lengths), address(p.x_scale), address(p.lengths), 0
+        start(blocks, config.threads, None, *map(address, arrays), *sizes, *unused)
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
     return y[:total]
 
@@ -258,6 +264,31 @@ def test_average_does_not_change_the_result(name, average, gpu, device):
     function, expected = FUNCTIONS[name]
     arguments = inputs(device=device, k=128 if name == "bf16" else 192)[name]
     assert mismatch(function(*arguments, num_seq_per_group_avg=average), expected(*arguments)) is None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_epilogue_options(name, gpu, device):
+    """Bias, float32, accumulation, scattered and weighted rows."""
+    if gpu.capability == (8, 9) and name in ("bf16", "pertensor"):
+        pytest.skip("as for 8.0")
+    assert options_mismatch(name, device, n=80, k=128 if name == "bf16" else 192) is None
+
+
+@pytest.mark.parametrize(
+    "function, options, needed",
+    [
+        (group_gemm_silu_and_mul_bf16, {}, "group_gemm_silu_and_mul_bf16"),
+        (group_gemm_silu_and_mul_pertensor_fp8, dict(activation="swigluoai"), "activation 'swigluoai'"),
+        (group_gemm_silu_and_mul_pertensor_fp8, dict(bias=torch.zeros(3, 256)), "bias with FP8 results"),
+        (group_gemm_silu_and_mul_pertensor_fp8, {}, "n = 192, of which half is no multiple of 128"),
+    ],
+)
+def test_activations_that_need_wgmma_are_refused(function, options, needed, gpu, device):
+    name = "bf16" if function is group_gemm_silu_and_mul_bf16 else "pertensor"
+    options = {key: to.to(device) if isinstance(to, torch.Tensor) else to for key, to in options.items()}
+    arguments = inputs(n=256 if options else 192, device=device)[name]
+    with pytest.raises(UnsupportedDeviceError, match=f"has no wgmma .*, which {needed} needs"):
+        function(*arguments, **options)
 
 
 @pytest.mark.parametrize("name", SILU)
@@ -453,3 +484,28 @@ def test_large_sizes(name, lengths, n, k, gpu):
 @pytest.mark.gpu
 def test_graph_replay_reads_new_lengths(gpu):
     check_graph_replay()
+
+
+WRONG_OPTIONS = {
+    "the first group's bias is added": ("int64(tile.group) * output.n + first", "int64(first)"),
+    "rows are weighted before the bias is added": (
+        "(value * scale * term[0] + term[1]) * weight",
+        "value * scale * term[0] * weight + term[1]",
+    ),
+    "scales of x are not gathered": ("row = inputs.row_indices[row]", "pass"),
+    "rows beyond the output are stored": ("y_row if y_row < inputs.y_rows else int32(-1)", "y_row"),
+    "accumulation overwrites": ("v0 + int_as_float(a)", "v0"),
+    "rows of the next group are stored": ("if below < rows:\n            inputs", "if True:\n            inputs"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_OPTIONS)
+def test_wrong_options_are_rejected(what, device, monkeypatch):
+    if not simulator.ENABLED:
+        pytest.skip("some changes write out of bounds")
+    made = changed_maker(kernel_mma, "make_mma_kernel", epilogue_mma, *WRONG_OPTIONS[what])
+    monkeypatch.setattr(launch, "gpu_of", lambda device: gpu_like((8, 0)))
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch_mma, "make_mma_kernel", made)
+    monkeypatch.setattr(launch_mma, "get_mma_launcher", launch_mma.get_mma_launcher.__wrapped__)
+    assert is_rejected(lambda seed: options_mismatch("rowwise", device, n=32, k=64), seeds=1)

@@ -20,14 +20,17 @@ CASES = {
     "fp8, blocks": (gpu_like((8, 9)), "block", False),
     "fp8, silu, blocks": (gpu_like((8, 9)), "block", True),
     "fp8 emulated, blocks": (EMULATED, "block", False),
+    "bf16, options": (gpu_like((8, 0)), "none", False),
 }
+OPTIONS = dict(bias="bf16", out_dtype="f32", accumulate=True, scatter=True, row_weights=True)
 LINKED_FOR = {(8, 0): [(8, 0), (8, 6), (9, 0)], (8, 9): [(8, 9), (12, 0)]}
 EMULATED_FOR = [(9, 0), (10, 0)]
 
 
 def config_of(name):
     gpu, scaling, silu_and_mul = CASES[name]
-    return select_mma_config(gpu, scaling, "lengths", 4096, silu_and_mul)._replace(gather=True)
+    config = select_mma_config(gpu, scaling, "lengths", 4096, silu_and_mul)._replace(gather=True)
+    return config._replace(**OPTIONS) if "options" in name else config
 
 
 def link_archs(name):

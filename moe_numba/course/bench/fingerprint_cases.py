@@ -129,7 +129,7 @@ def grouped_gemm():
 
     fp8, groups, n, k = torch.float8_e4m3fn, 2, 256, 256
 
-    def call(scaling, average, rows="lengths", activated=False, gather=False):
+    def call(scaling, average, rows="lengths", activated=False, gather=False, n=n, **options):
         dtype = torch.bfloat16 if scaling == "none" else fp8
         x, weight = torch.empty(64, k, dtype=dtype), torch.empty(groups, n, k, dtype=dtype)
         lengths = torch.empty(groups, dtype=torch.int32)
@@ -142,10 +142,11 @@ def grouped_gemm():
         }[rows]
         scales = {
             "tensor": [torch.empty(groups)],
+            "row": [torch.empty(x.shape[:-1]), torch.empty(groups, n)],
             "block": [torch.empty(*x.shape[:-1], k // 128), torch.empty(groups, n // 128, k // 128)],
             "none": [],
         }[scaling]
-        name = {"tensor": "pertensor_fp8", "block": "blockwise_fp8", "none": "bf16"}[scaling]
+        name = {"tensor": "pertensor_fp8", "row": "rowwise_fp8", "block": "blockwise_fp8", "none": "bf16"}[scaling]
         function = getattr(moe_numba, f"group_gemm_{'silu_and_mul_' if activated else ''}{name}")
         function(
             x,
@@ -155,6 +156,7 @@ def grouped_gemm():
             num_seq_per_group_avg=average,
             offs=lengths if rows == "offsets" else None,
             gather_indices=torch.empty(64, dtype=torch.int32) if gather else None,
+            **options,
         )
 
     def call_mxfp4(average, rows, activated=False):
@@ -199,6 +201,21 @@ def grouped_gemm():
                 yield f"swigluoai mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows, activated=True)
     for rows in ("offsets", "masked"):
         yield f"silu block 1000 {rows}", lambda: call("block", 1000, rows, activated=True)
+    # Outputs and epilogues. Where no options are named, rows are biased, weighted, scattered and added to.
+    bias, weights, indices = torch.empty(groups, n), torch.empty(64), torch.empty(64, dtype=torch.int32)
+    added = dict(bias=bias, row_weights=weights, scatter_indices=indices, out=torch.empty(9, n), accumulate=True)
+    for average in (8, 1000):
+        yield f"float32 {average}", lambda: call("none", average, out_dtype=torch.float32)
+        yield f"bias {average}", lambda: call("none", average, bias=bias.bfloat16())
+        for scaling in ("tensor", "row", "block", "none"):
+            yield f"options {scaling} {average}", lambda: call(scaling, average, **added)
+        yield f"row {average}", lambda: call("row", average)
+        yield f"silu bf16 {average}", lambda: call("none", average, activated=True)
+        yield f"silu bf16 {average} gather", lambda: call("none", average, activated=True, gather=True)
+        options = dict(activation="swigluoai", bias=bias.bfloat16())
+        yield f"swigluoai bf16 {average}", lambda: call("none", average, activated=True, **options)
+        yield f"swigluoai tensor {average}", lambda: call("tensor", average, activated=True, activation="swigluoai")
+        yield f"silu partial {average}", lambda: call("tensor", average, activated=True, n=320)
 
 
 @case
