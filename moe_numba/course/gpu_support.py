@@ -118,6 +118,10 @@ def _grouped_gemm(gpu):
     return "needs compute capability {}.{}: cp.async".format(*needed_by("cp.async"))
 
 
+def _grouped_gemm_mxfp4(gpu):
+    return "TMA and wgmma" if gpu.has_wgmma else "needs compute capability 9.0: wgmma"
+
+
 def _k_grouped_gemm(gpu):
     return "TMA, wgmma and clusters" if gpu.has_wgmma else "needs a Hopper GPU: wgmma"
 
@@ -138,6 +142,7 @@ _FUNCTIONS = {
     "dispatch and combine": _dispatch,
     "low-latency mode": _dependent_launch,
     "grouped GEMM": _grouped_gemm,
+    "MXFP4 grouped GEMM": _grouped_gemm_mxfp4,
     "k-grouped GEMM": _k_grouped_gemm,
     "experts of a layer": _moe_layer,
 }

@@ -25,16 +25,18 @@ def tuple_intrinsic(simulate, result, arguments, emit):
     return make_intrinsic(simulate, len(arguments), lambda *_: (signature, codegen))
 
 
-def assembly(template, count, operands=0, *, in_place, simulate):
+def assembly(template, count, operands=0, *, words=0, in_place, simulate):
     """Make a function for assembly that writes ``count`` float registers and returns them as a tuple.
 
     Parameters
     ----------
     template : callable
-        Returns the PTX. Its arguments are the list of register names, then the name of each operand.
+        Returns the PTX. Its arguments are the list of register names, then the name of each word and operand.
     count : int
     operands : int
         Number of 64-bit unsigned operands.
+    words : int
+        Number of uint32 operands, which the function takes as one tuple before the 64-bit operands.
     in_place : bool
         The function's first argument is a tuple with the initial values of the registers.
     simulate : callable
@@ -47,18 +49,19 @@ def assembly(template, count, operands=0, *, in_place, simulate):
 
     floats = types.UniTuple(types.float32, count)
     first = 2 * count if in_place else count
-    text = template([f"${i}" for i in range(count)], *(f"${first + i}" for i in range(operands)))
-    constraints = ["=f"] * count + [str(i) for i in range(count)] * in_place + ["l"] * operands
-    registers = [ir.FloatType()] * count
-    function = ir.FunctionType(ir.LiteralStructType(registers), registers * in_place + [ir.IntType(64)] * operands)
+    text = template([f"${i}" for i in range(count)], *(f"${first + i}" for i in range(words + operands)))
+    constraints = ["=f"] * count + [str(i) for i in range(count)] * in_place + ["r"] * words + ["l"] * operands
+    registers, inputs = [ir.FloatType()] * count, [ir.IntType(32)] * words + [ir.IntType(64)] * operands
+    function = ir.FunctionType(ir.LiteralStructType(registers), registers * in_place + inputs)
+    arguments = [floats] * in_place + [types.UniTuple(types.uint32, words)] * (words > 0) + [types.uint64] * operands
 
     def emit(builder, values):
-        values = [*values[0], *values[1:]] if in_place else values
+        values = [v for value in values for v in (value if isinstance(value, list) else [value])]
         assembly = ir.InlineAsm(function, text, ",".join([*constraints, "~{memory}"]), side_effect=True)
         out = builder.call(assembly, values, attrs=("convergent",))
         return [builder.extract_value(out, i) for i in range(count)]
 
-    return tuple_intrinsic(simulate, floats, [floats] * in_place + [types.uint64] * operands, emit)
+    return tuple_intrinsic(simulate, floats, arguments, emit)
 
 
 def arithmetic(counts, result, emit, *, simulate):

@@ -63,6 +63,29 @@ def add_rn_bf16x2(a, b):
     return np.uint32(simulator.floats.bf16_bits(high) << 16 | simulator.floats.bf16_bits(low))
 
 
+def mul_rn_bf16x2(a, b):
+    """``mul.rn.bf16x2``: multiply the low halves and the high halves of two registers, rounded to nearest bf16.
+
+    Subnormal operands and results are kept. A float32 holds the product of two bf16 exactly, unless it is subnormal.
+    """
+    halves = [np.array([x], np.uint32) << np.array([16, 0], np.uint32) & np.uint32(0xFFFF0000) for x in (a, b)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        low, high = halves[0].view(np.float32) * halves[1].view(np.float32)
+    return np.uint32(simulator.floats.bf16_bits(high) << 16 | simulator.floats.bf16_bits(low))
+
+
+def mul_rn_bf16x2_low(a, b):
+    """``mul.rn.bf16x2`` of both halves of ``a`` by the low half of ``b``, which needs no instruction of its own."""
+    b = np.uint32(b)
+    return mul_rn_bf16x2_bits(a, b << np.uint32(16) | b & np.uint32(0xFFFF))
+
+
+def mul_rn_bf16x2_high(a, b):
+    """``mul.rn.bf16x2`` of both halves of ``a`` by the high half of ``b``, which needs no instruction of its own."""
+    b = np.uint32(b)
+    return mul_rn_bf16x2_bits(a, b >> np.uint32(16) | b & np.uint32(0xFFFF0000))
+
+
 def _pure(template, *types, simulate):
     return instruction(template, *types, simulate=simulate, side_effect=False)
 
@@ -77,3 +100,10 @@ half_bits_as_float = _pure(
     "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", "f32", "u32", simulate=half_bits_as_float
 )
 add_rn_bf16x2 = _pure("add.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=add_rn_bf16x2)
+mul_rn_bf16x2_bits = mul_rn_bf16x2
+_BROADCAST = (
+    "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, {%s}; mul.rn.bf16x2 $0, $1, both; }"
+)
+mul_rn_bf16x2 = _pure("mul.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=mul_rn_bf16x2)
+mul_rn_bf16x2_low = _pure(_BROADCAST % "low, low", "u32", "u32", "u32", simulate=mul_rn_bf16x2_low)
+mul_rn_bf16x2_high = _pure(_BROADCAST % "high, high", "u32", "u32", "u32", simulate=mul_rn_bf16x2_high)

@@ -7,7 +7,7 @@ _NEEDED = {
     (9, 0): (
         *("griddepcontrol", "barrier.cluster", "shared::cluster", "%cluster_", "mapa", "async.bulk", "elect.sync"),
         *("mbarrier.try_wait", "expect_tx", "mbarrier_init", "fence.proxy.async", "fence.proxy.tensormap"),
-        *("tensormap.", "setmaxnreg", "wgmma", "stmatrix", "add.rn.bf16x2"),
+        *("tensormap.", "setmaxnreg", "wgmma", "stmatrix", "add.rn.bf16x2", "mul.rn.bf16x2"),
     ),
     (8, 9): ("e4m3",),
     (8, 0): (

@@ -72,6 +72,14 @@ def bulk_load(array, offset, pointer, index, size_bytes, barriers, barrier_index
     simulator.async_copy.load(array, offset, pointer, index, int(size_bytes), barriers, barrier_index)
 
 
+def bulk_load_hint(array, offset, pointer, index, size_bytes, barriers, barrier_index, policy):
+    """``cp.async.bulk.shared::cluster.global.L2::cache_hint``: as ``bulk_load``, with an L2 eviction policy.
+
+    ``policy`` is made by ``createpolicy_evict_first`` or ``_last`` of ``moe_numba.ptx.tma``.
+    """
+    simulator.async_copy.load(array, offset, pointer, index, int(size_bytes), barriers, barrier_index)
+
+
 def bulk_store(pointer, index, array, offset, size_bytes):
     """``cp.async.bulk.global.shared::cta``: copy ``size_bytes`` from shared to global memory, as part of a bulk group.
 
@@ -94,6 +102,16 @@ bulk_load = instruction(
     "u32",
     SHARED,
     simulate=bulk_load,
+)
+bulk_load_hint = instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;",
+    "void",
+    SHARED,
+    POINTER,
+    "u32",
+    SHARED,
+    "u64",
+    simulate=bulk_load_hint,
 )
 bulk_store = instruction(
     "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "void", POINTER, SHARED, "u32", simulate=bulk_store

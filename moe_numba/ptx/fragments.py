@@ -35,6 +35,20 @@ def make_broadcast_rows(n):
 
 
 @factory
+def make_select_rows(n, second):
+    """Make ``select(acc)``: the n / 4 accumulators of a thread's first row, or of its ``second``, by columns."""
+    index = [4 * j + 2 * second + i for j in range(n // 8) for i in range(2)]
+
+    def select_rows(acc):
+        values = ()
+        for k in index:
+            values += (acc[k],)
+        return values
+
+    return arithmetic((n // 2,), n // 4, lambda _, acc: [acc[k] for k in index], simulate=select_rows)
+
+
+@factory
 def make_silu_and_mul(n):
     """Make ``activate(gate, up)``: ``silu(gate) * up`` per element of two fragments."""
 

@@ -1,4 +1,4 @@
-"""wgmma: asynchronous matrix multiply-accumulate by a warpgroup, with operands in shared memory.
+"""wgmma: asynchronous matrix multiply-accumulate by a warpgroup, with B in shared memory and A there or in registers.
 
 One ``wgmma.mma_async`` adds A B^T to a 64 x n tile of float32, from 64 rows of A and n rows of B, 32 bytes of k each.
 Each thread holds n / 2 accumulators, its fragment: ``d[4 j + 2 h + i]`` is row ``16 w + l // 4 + 8 h``, column
@@ -9,8 +9,12 @@ are (its transpose lies in memory). With the 128-byte swizzle it consists of ato
 8 rows of 128 bytes along k, or MN-major 8 values of k with 64 rows each. Source: PTX ISA, "Shared Memory Matrix
 Layout".
 
+With A in registers, a thread holds for each 32 bytes of k four registers: ``a[2 h + r]`` is bytes ``16 h + 4 (l % 4)``
+to ``16 h + 4 (l % 4) + 3`` of row ``16 w + l // 4 + 8 r``, the layout of A in ``mma.sync``.
+
 The instruction is asynchronous. Accumulators are defined, and the operands' memory may be reused, when
-``make_wgmma_wait`` has waited for the instruction's group; the accumulators must be passed through that wait.
+``make_wgmma_wait`` has waited for the instruction's group; the accumulators must be passed through that wait. Registers
+of A must keep their values until then; see ``make_wgmma_wait_registers``.
 All threads of a warpgroup (four consecutive warps, the first a multiple of four) must execute these instructions.
 """
 
@@ -18,7 +22,7 @@ import numpy as np
 
 from moe_numba import simulator
 from moe_numba.ptx.accumulators import assembly
-from moe_numba.ptx.intrinsic import SHARED, factory, instruction
+from moe_numba.ptx.intrinsic import SHARED, factory, instruction, make_intrinsic
 
 _TYPES = {"e4m3": ("e4m3.e4m3", 32), "bf16": ("bf16.bf16", 16)}
 # What the 16 k of one bf16 instruction advance a descriptor, which counts 16 bytes: 32 bytes, or two atoms.
@@ -73,6 +77,11 @@ wgmma_descriptor = _descriptor(_SWIZZLE_128, wgmma_descriptor)
 wgmma_descriptor_64b = _descriptor(_SWIZZLE_64, wgmma_descriptor_64b)
 
 
+def _check(n, dtype):
+    if dtype not in _TYPES or n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"wgmma takes dtype e4m3 or bf16 and n a multiple of 8 up to 256, not {dtype}, n {n}")
+
+
 @factory
 def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k"):
     """Make ``tile(a, b)``: ``wgmma.fence``, ``steps`` wgmmas along k and ``wgmma.commit_group`` in one assembly block.
@@ -85,8 +94,7 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k
     ``"mn"``, for one of ``make_wgmma_descriptor_mn``. The n of an MN-major B is a multiple of 64, so that B consists of
     whole atoms.
     """
-    if dtype not in _TYPES or n % 8 or not 8 <= n <= 256:
-        raise ValueError(f"wgmma takes dtype e4m3 or bf16 and n a multiple of 8 up to 256, not {dtype}, n {n}")
+    _check(n, dtype)
     if a_major not in _K_STEP or b_major not in _K_STEP or (dtype != "bf16" and "mn" in (a_major, b_major)):
         raise ValueError(f"a_major is {a_major!r} and b_major {b_major!r}; they must be 'k', or with bf16 'mn'")
     if b_major == "mn" and n % 64:
@@ -107,6 +115,61 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
     return assembly(template, n // 2, 2, in_place=accumulate, simulate=wgmma_tile)
+
+
+@factory
+def make_wgmma_tile_rs(n, dtype, steps=4):
+    """Make ``tile(acc, a, b)``, as ``make_wgmma_tile`` with ``accumulate``, A in registers ("RS") and a K-major B.
+
+    ``a`` is a tuple of ``4 * steps`` uint32, four for each step along k, and ``b`` a descriptor. The registers of ``a``
+    must not change before the group has completed: pass them to ``make_wgmma_wait_registers``.
+    """
+    _check(n, dtype)
+
+    def wgmma_tile_rs(acc, a, b):
+        return simulator.wgmma.multiply_rs(n, dtype, a, int(b), acc, steps)
+
+    def template(registers, *operands):
+        (types, k), b = _TYPES[dtype], operands[-1]
+        immediates = "1, 1" + ", 0" * (dtype == "bf16")  # K-major B
+        mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}"
+        # 32-bit additions leave the upper word of the descriptor in its register.
+        lines = [f"{{ .reg .b64 b; .reg .b32 l, h; mov.b64 {{l, h}}, {b}; wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            a, advance = ", ".join(operands[4 * step : 4 * step + 4]), "add.u32 l, l, 2; " * (step > 0)
+            lines.append(f"{advance}mov.b64 b, {{l, h}}; {mma}, {{{a}}}, b, 1, {immediates};")
+        return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+    return assembly(template, n // 2, 1, words=4 * steps, in_place=True, simulate=wgmma_tile_rs)
+
+
+@factory
+def make_wgmma_wait_registers(count, pending):
+    """Make ``wait(a)``, ``wgmma.wait_group.sync.aligned``: wait until at most ``pending`` groups are in flight.
+
+    ``a`` is a tuple of ``count`` uint32, the registers of A of a group that completes with this wait. Reading them here
+    keeps the compiler from assigning these registers to other variables while wgmma reads them.
+    """
+
+    def wgmma_wait_registers(a):
+        simulator.wgmma.wait(pending, None)
+
+    if simulator.ENABLED:
+        return wgmma_wait_registers
+    from llvmlite import ir
+    from numba import types
+
+    function = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] * count)
+    text, constraints = f"wgmma.wait_group.sync.aligned {pending};", ",".join(["r"] * count + ["~{memory}"])
+    signature = types.void(types.UniTuple(types.uint32, count))
+
+    def codegen(context, builder, sig, values):
+        registers = [builder.extract_value(values[0], i) for i in range(count)]
+        asm = ir.InlineAsm(function, text, constraints, side_effect=True)
+        builder.call(asm, registers, attrs=("convergent",))
+        return context.get_dummy_value()
+
+    return make_intrinsic(wgmma_wait_registers, 1, lambda *_: (signature, codegen))
 
 
 @factory

@@ -9,6 +9,7 @@ from helpers.grouped_gemm import FUNCTIONS, SILU, inputs
 from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.grouped_gemm.reference import quantise_blocks
+from moe_numba.grouped_gemm.reference_mxfp4 import quantise_mxfp4
 
 
 def gate(experts=256, groups=8, kept=4, **options):
@@ -30,6 +31,22 @@ def gate_align(tokens):
 def grouped_gemm(functions, kind):
     arguments = inputs(n=256 if functions is SILU else 128)[kind]
     return lambda: functions[kind][0](*arguments)
+
+
+def mxfp4_gemm(gather):
+    x, _, seqlens, cu_seqlens = inputs(n=96)["bf16"]
+    blocks, scales = quantise_mxfp4(torch.randn(3, 96, 192, generator=torch.Generator().manual_seed(2)))
+    weight, indices = moe_numba.pack_mxfp4(blocks, scales), torch.arange(len(x) - 1, -1, -1, dtype=torch.int32)
+    options = dict(gather_indices=indices) if gather else {}
+    return lambda: moe_numba.group_gemm_mxfp4(x, weight, seqlens, cu_seqlens, n=96, **options)
+
+
+def mxfp4_activation():
+    x, _, seqlens, cu_seqlens = inputs(n=128)["bf16"]
+    blocks, scales = quantise_mxfp4(torch.randn(3, 128, 192, generator=torch.Generator().manual_seed(2)))
+    weight, bias = moe_numba.pack_mxfp4(blocks, scales, "interleaved"), torch.linspace(-1, 1, 3 * 128).view(3, 128)
+    arguments = x, weight, seqlens, cu_seqlens
+    return lambda: moe_numba.group_gemm_silu_and_mul_mxfp4(*arguments, bias=bias, activation="swigluoai")
 
 
 def backward():
@@ -161,6 +178,9 @@ CALLS = {
     **{f"grouped GEMM with activation, {kind}": grouped_gemm(SILU, kind) for kind in SILU},
     "grouped GEMM of the rows that m_indices name, bf16": rows_of_groups("bf16"),
     "grouped GEMM of gathered rows, pertensor": gathered_rows("pertensor"),
+    "grouped GEMM with MXFP4 weights": mxfp4_gemm(False),
+    "grouped GEMM with MXFP4 weights of gathered rows": mxfp4_gemm(True),
+    "grouped GEMM with MXFP4 weights and activation": mxfp4_activation(),
     "grouped GEMM, backward": backward(),
     "k-grouped GEMM, accumulated": k_grouped_gemm(),
     "grouped GEMM of scattered rows, bf16": scattered_rows(),

@@ -25,7 +25,9 @@ from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.wgmma import (
     make_wgmma_descriptor_mn,
     make_wgmma_tile,
+    make_wgmma_tile_rs,
     make_wgmma_wait,
+    make_wgmma_wait_registers,
     wgmma_descriptor,
     wgmma_descriptor_64b,
 )
@@ -37,14 +39,18 @@ A_BYTES, B_BYTES = 64 * 128, N * 128
 AB_BYTES = A_BYTES + B_BYTES
 tile, tile_on = make_wgmma_tile(N, "e4m3"), make_wgmma_tile(N, "e4m3", accumulate=True)
 wait, wait_1 = make_wgmma_wait(N, 0), make_wgmma_wait(N, 1)
+tile_rs, wait_registers = make_wgmma_tile_rs(N, "e4m3"), make_wgmma_wait_registers(16, 0)
 fma = make_fma(N)
 ZEROS = (np.float32(0),) * (N // 2)
+ONES = (np.uint32(0x38383838),) * 16  # 1 in e4m3
 
 
 @pytest.mark.parametrize("n, dtype", [(12, "e4m3"), (0, "bf16"), (264, "e4m3"), (64, "e5m2")])
 def test_unsupported_shapes_are_refused(n, dtype):
     with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
         make_wgmma_tile(n, dtype)
+    with pytest.raises(ValueError, match=f"not {dtype}, n {n}"):
+        make_wgmma_tile_rs(n, dtype)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +303,29 @@ def test_all_four_warps_must_execute_wgmma():
     )
 
 
+@simulated
+def test_a_in_registers():
+    def right(smem, barriers, a, b, out, map_a):
+        acc = tile_rs(tile(a, b), ONES, b)
+        wait_registers(ONES)
+        acc = wait(acc)
+        out[cuda.threadIdx.x] = acc[3]
+
+    def no_wait(smem, barriers, a, b, out, map_a):
+        acc = tile_rs(ZEROS, ONES, b)
+        out[0] = acc[0]
+
+    def overwritten(smem, barriers, a, b, out, map_a):
+        acc = tile_rs(ZEROS, ONES, b)
+        smem[A_BYTES] = 0
+        wait(acc)
+
+    for out in outcomes(make_kernel(right)):
+        assert (out[:128] == 256).all()
+    assert_refused(simulator.AsyncRace, make_kernel(no_wait), "reads accumulators at no_wait", seeds=2)
+    assert_refused(simulator.AsyncRace, make_kernel(overwritten), "writes index 8192", "wgmma m64n16 e4m3", seeds=2)
+
+
 def on_two_lines(a, b):
     if cuda.threadIdx.x < 64:
         tile(a, b)
@@ -326,6 +355,12 @@ def on_two_lines(a, b):
             lambda s, m, a, b, out, map: make_wgmma_tile(N, "e4m3", 2)(wgmma_descriptor_64b(s, 64), b),
         ),
         ("SimulatorError", "takes 8 accumulators, not 4", lambda s, m, a, b, out, map: tile_on(ZEROS[:4], a, b)),
+        ("SimulatorError", "16 registers of A, not 8 and 4", lambda s, m, a, b, out, map: tile_rs(ZEROS, ONES[:4], b)),
+        (
+            "SimulatorError",
+            "pass different descriptors",
+            lambda s, m, a, b, out, map: tile_rs(ZEROS, ONES, b + uint64(512 * (cuda.threadIdx.x // 64))),
+        ),
     ],
 )
 def test_wrong_operands_are_refused(error, words, body):

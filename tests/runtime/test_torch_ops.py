@@ -26,6 +26,7 @@ NOT_TENSOR_FUNCTIONS = {
     "Config",
     "UnsupportedDeviceError",
     "fuse_checkpoint",
+    "pack_mxfp4",
     "memory_cost",
     "simulator",
     "ExpertsWorkspace",
@@ -67,6 +68,18 @@ CALLS = {
     "group_gemm_bf16:gather": lambda: (
         (bf16(3, 64), bf16(2, 64, 64), *GROUPS),
         dict(gather_indices=int32(0, 1, 2, 0, 1, 2)),
+    ),
+    "group_gemm_mxfp4": lambda: (
+        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        dict(n=32),
+    ),
+    "group_gemm_mxfp4:options": lambda: (
+        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        dict(bias=bf16(2, 64), out_dtype=torch.float32, row_weights=torch.rand(6)),
+    ),
+    "group_gemm_silu_and_mul_mxfp4": lambda: (
+        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        dict(activation="swigluoai", bias=bf16(2, 64)),
     ),
     "k_grouped_gemm_bf16": lambda: ((bf16(6, 64), bf16(6, 72), *GROUPS), {}),
     "k_grouped_gemm_bf16:bfloat16": lambda: (

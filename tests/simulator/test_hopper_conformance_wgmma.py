@@ -29,6 +29,7 @@ from moe_numba.ptx.matrix import (
     stmatrix_x4_trans,
 )
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.tensormap import fence_proxy_tensormap_acquire_sys
 from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.warp import FULL_MASK
@@ -36,7 +37,9 @@ from moe_numba.ptx.warpgroup import bar_arrive, bar_sync, elect_sync, make_setma
 from moe_numba.ptx.wgmma import (
     make_wgmma_descriptor_mn,
     make_wgmma_tile,
+    make_wgmma_tile_rs,
     make_wgmma_wait,
+    make_wgmma_wait_registers,
     wgmma_descriptor,
     wgmma_descriptor_64b,
 )
@@ -122,6 +125,66 @@ def test_wgmma_of_small_integers_is_exact(n, dtype, row_bytes, accumulate, devic
     ]
     kernel = make_multiply(n, dtype, row_bytes, accumulate)
     for out, *_ in runs(kernel, make, threads=128, count=2, shared_bytes=(64 + n) * row_bytes):
+        assert (out.cpu().numpy().reshape(128, n // 2) == right[row, column]).all()
+
+
+def make_multiply_rs(n, dtype):
+    """Make a kernel that multiplies A, 64 rows in registers, by n rows of B, 128 bytes each, and writes the fragments.
+
+    Each half of k is a group of two steps, and both are in flight at the same time.
+    """
+    tile, wait = make_wgmma_tile_rs(n, dtype, 2), make_wgmma_wait(n, 0)
+    wait_first, wait_second = make_wgmma_wait_registers(8, 1), make_wgmma_wait_registers(8, 0)
+    zeros = (np.float32(0),) * (n // 2)
+
+    @cuda.jit
+    def kernel(out, words, map_b):
+        smem = cuda.shared.array(0, uint8, 1024)
+        barrier = cuda.shared.array(1, uint64)
+        t = cuda.threadIdx.x
+        if t == 0:
+            mbarrier_init(barrier, 0, 1)
+            fence_mbarrier_init()
+            mbarrier_arrive_expect_tx(barrier, 0, n * 128)
+            fence_proxy_tensormap_acquire_sys(map_b, 0)
+            tma_load_2d(smem, 0, map_b, 0, 0, 0, barrier, 0)
+        cuda.syncthreads()
+        mbarrier_wait_parity(barrier, 0, 0)
+        first = load_nc_u32x4(words, 16 * t) + load_nc_u32x4(words, 16 * t + 4)
+        second = load_nc_u32x4(words, 16 * t + 8) + load_nc_u32x4(words, 16 * t + 12)
+        b = wgmma_descriptor(smem, 0)
+        acc = tile(zeros, first, b)
+        acc = tile(acc, second, b + uint64(4))
+        wait_first(first)
+        wait_second(second)
+        acc = wait(acc)
+        index = t * (n // 2)
+        for j in range(n // 8):
+            out[index + 4 * j] = acc[4 * j]
+            out[index + 4 * j + 1] = acc[4 * j + 1]
+            out[index + 4 * j + 2] = acc[4 * j + 2]
+            out[index + 4 * j + 3] = acc[4 * j + 3]
+
+    return kernel
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "bf16"])
+@pytest.mark.parametrize("n", [8, 64, 256])
+def test_wgmma_with_a_in_registers_is_exact(n, dtype, device, accumulator_coordinates):
+    torch_dtype = {"e4m3": E4M3, "bf16": BF16}[dtype]
+    a, b = (small_integers((rows, 128 // torch_dtype.itemsize), torch_dtype, device) for rows in (64, n))
+    right = (a.double() @ b.double().T).float().cpu().numpy()
+    thread, register = np.indices((128, 16))
+    warp, lane, step, half, r = thread // 32, thread % 32, register // 4, register // 2 % 2, register % 2
+    row, word = 16 * warp + lane // 4 + 8 * r, 8 * step + 4 * half + lane % 4  # 32-bit words of a row of 128 bytes
+    words = a.cpu().view(torch.int32)[torch.from_numpy(row), torch.from_numpy(word)].flatten().view(torch.uint32)
+    make = lambda: [
+        torch.full((128 * n // 2,), float("nan"), device=device),
+        words.to(device),
+        tensor_map(b, (n, 128 // torch_dtype.itemsize), swizzle=128),
+    ]
+    row, column = accumulator_coordinates(n)
+    for out, *_ in runs(make_multiply_rs(n, dtype), make, threads=128, count=2, shared_bytes=n * 128):
         assert (out.cpu().numpy().reshape(128, n // 2) == right[row, column]).all()
 
 

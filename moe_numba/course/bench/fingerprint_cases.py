@@ -157,6 +157,22 @@ def grouped_gemm():
             gather_indices=torch.empty(64, dtype=torch.int32) if gather else None,
         )
 
+    def call_mxfp4(average, rows, activated=False):
+        x = torch.empty(2, 32, k) if rows == "masked" else torch.empty(64, k)
+        lengths, starts = torch.empty(groups, dtype=torch.int32), torch.empty(groups + 1, dtype=torch.int32)
+        given = {"offsets": (None, None), "masked": (lengths, None)}.get(rows, (lengths, starts))
+        options = dict(activation="swigluoai", bias=torch.empty(groups, n)) if activated else {}
+        function = moe_numba.group_gemm_silu_and_mul_mxfp4 if activated else moe_numba.group_gemm_mxfp4
+        function(
+            x.bfloat16(),
+            torch.empty(groups, n // 64, k // 64, 2176, dtype=torch.uint8),
+            *given,
+            num_seq_per_group_avg=average,
+            offs=lengths if rows == "offsets" else None,
+            gather_indices=torch.empty(64, dtype=torch.int32) if rows == "gather" else None,
+            **options,
+        )
+
     yield (
         "m_indices",
         lambda: moe_numba.group_gemm_bf16(
@@ -176,6 +192,11 @@ def grouped_gemm():
         for scaling in ("tensor", "block"):
             yield f"silu {scaling} {average}", lambda: call(scaling, average, activated=True)
             yield f"silu {scaling} {average} gather", lambda: call(scaling, average, activated=True, gather=True)
+    for average in averages:
+        for rows in ("lengths", "offsets", "masked", "gather"):
+            yield f"mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows)
+            if rows in ("lengths", "gather"):
+                yield f"swigluoai mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows, activated=True)
     for rows in ("offsets", "masked"):
         yield f"silu block 1000 {rows}", lambda: call("block", 1000, rows, activated=True)
 

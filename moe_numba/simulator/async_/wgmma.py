@@ -124,15 +124,51 @@ def multiply(n, dtype, a, b, accumulators, steps, majors=("k", "k")):
     return t.rendezvous(group, what, group.size, value, lambda values: _issue(what, n, dtype, values, steps, majors))
 
 
+def multiply_rs(n, dtype, a, b, accumulators, steps):
+    """As `multiply`, with A in registers: four for each step."""
+    t = thread()
+    if memory.watching:
+        memory.maybe_preempt()
+    what = f"wgmma m64n{n} {dtype}"
+    group = warpgroup(what)
+    if isinstance(accumulators, tuple):
+        accumulators = Fragment(np.array(accumulators, np.float32))
+    if len(accumulators.values) != n // 2 or len(a) != 4 * steps:
+        raise SimulatorError(
+            f"{t}: {what} takes {n // 2} accumulators and {4 * steps} registers of A, not "
+            f"{len(accumulators.values)} and {len(a)}"
+        )
+    frame = kernel_frame(sys._getframe())
+    value = (frame.f_code, frame.f_lineno, b), accumulators, np.array(a, np.uint32)
+    return t.rendezvous(group, what, group.size, value, lambda values: _issue_rs(what, n, dtype, values, steps))
+
+
+def register_operand(registers, dtype):
+    """Decode A from the registers of 128 threads, [128, 4 * steps]: 64 rows of 32 bytes for each step."""
+    data = np.ascontiguousarray(registers).view(np.uint8)
+    data = data.reshape(4, 8, 4, -1, 2, 2, 4)  # warp, row of 8, lane of 4, step, 16-byte half, group of 8 rows, byte
+    return floats.decode(data.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, -1), dtype)
+
+
+def _issue_rs(what, n, dtype, values, steps):
+    threads = sorted(values, key=lambda t: t.thread_id)
+    (code, line, b), *_ = values[threads[0]]
+    _check_agreement(what, threads, {t: values[t][0] for t in threads})
+    wgmma = Wgmma(what, threads)
+    a_tile = register_operand([values[t][2] for t in threads], dtype)
+    b_tile = operand(wgmma, b, n, dtype, steps, "B", "k")
+    total = fragments.gather([values[t][1].values for t in threads], n)
+    total += (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
+    if wgmma.world.profile is not None:
+        k = a_tile.shape[1] // steps
+        wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", n * steps * _K_BYTES, count=steps)
+    return _start(wgmma, threads, fragments.scatter(total.astype(np.float32), n))
+
+
 def _issue(what, n, dtype, values, steps, majors):
     threads = sorted(values, key=lambda t: t.thread_id)
-    (code, line, a, b), accumulators = values[threads[0]]
-    for t in threads:
-        (other_code, other_line, *descriptors), _ = values[t]
-        if (other_code, other_line) != (code, line):
-            raise DivergentBarrier(f"{t} and {threads[0]} reach {what} at different lines: {other_line} and {line}")
-        if descriptors != [a, b]:
-            raise SimulatorError(f"{t} and {threads[0]} pass different descriptors to {what}, at {code.co_name}:{line}")
+    (_, _, a, b), accumulators = values[threads[0]]
+    _check_agreement(what, threads, {t: values[t][0] for t in threads})
     wgmma = Wgmma(what, threads)
     a_tile = operand(wgmma, a, 64, dtype, steps, "A", majors[0])
     b_tile = operand(wgmma, b, n, dtype, steps, "B", majors[1])
@@ -140,11 +176,26 @@ def _issue(what, n, dtype, values, steps, majors):
     total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
     if accumulators is not None:
         total += fragments.gather([values[t][1].values for t in threads], n)
-    results = fragments.scatter(total.astype(np.float32), n)
-    wgmma.start()
     if wgmma.world.profile is not None:
         k = a_tile.shape[1] // steps
         wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", (64 + n) * steps * _K_BYTES, count=steps)
+    return _start(wgmma, threads, fragments.scatter(total.astype(np.float32), n))
+
+
+def _check_agreement(what, threads, calls):
+    """Refuse threads that reach the instruction at different lines or with different descriptors."""
+    code, line, *descriptors = calls[threads[0]]
+    for t in threads:
+        other_code, other_line, *others = calls[t]
+        if (other_code, other_line) != (code, line):
+            raise DivergentBarrier(f"{t} and {threads[0]} reach {what} at different lines: {other_line} and {line}")
+        if others != descriptors:
+            raise SimulatorError(f"{t} and {threads[0]} pass different descriptors to {what}, at {code.co_name}:{line}")
+
+
+def _start(wgmma, threads, results):
+    """Start a group; return each thread's pending accumulators."""
+    wgmma.start()
     for t in threads[::32]:
         t.block.warps[t.warp].wgmma_groups.append(wgmma)
     return {t: PendingAccumulators(wgmma, row) for t, row in zip(threads, results)}

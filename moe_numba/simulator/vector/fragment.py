@@ -119,14 +119,15 @@ def store(mask, array, index, registers, trans, synchronise=True):
     """stmatrix; `synchronise` is False for one directly behind another."""
     count = len(registers)
     data, offsets = _rows(mask, array, index, state.gang.all_lanes[: 8 * count], True, synchronise)
-    words = np.stack([_register(r) for r in registers])
+    words = np.stack([register(r) for r in registers])
     matrices = np.ascontiguousarray(words).view(np.uint16).reshape(count, 8, 8)
     if trans:
         matrices = np.ascontiguousarray(matrices.swapaxes(1, 2))
     data[offsets] = matrices.reshape(8 * count, 8).view(np.uint8)
 
 
-def _register(value):
+def register(value):
+    """Return the uint32 registers of all lanes."""
     value = collectives.spread(value)
     return (value.values if type(value) is Weak else value).astype(np.uint32)
 
@@ -148,8 +149,8 @@ def multiply(mask, dtype, m, n, accumulators, a, b):
     if len(a) != m // 4 or len(b) != n // 4 or (accumulators is not None and len(accumulators) != m * n // 32):
         raise Unsupported("mma.sync of another number of registers")
     collectives.participants(FULL_MASK, mask)
-    a_tile = matrix.operand(np.stack([_register(r) for r in a], 1), m // 16, 2, dtype)
-    b_tile = matrix.operand(np.stack([_register(r) for r in b], 1), n // 8, 1, dtype)
+    a_tile = matrix.operand(np.stack([register(r) for r in a], 1), m // 16, 2, dtype)
+    b_tile = matrix.operand(np.stack([register(r) for r in b], 1), n // 8, 1, dtype)
     row, col = matrix.accumulator_coordinates(m, n)
     total = (a_tile.reshape(-1, 8, a_tile.shape[1]) @ b_tile.T).reshape(m, n)[row, col]
     if accumulators is not None:
@@ -158,7 +159,7 @@ def multiply(mask, dtype, m, n, accumulators, a, b):
 
 
 def e4m3_as_f16(mask, registers, odd):
-    return matrix.e4m3_as_f16([_register(r) for r in registers], odd)
+    return matrix.e4m3_as_f16([register(r) for r in registers], odd)
 
 
 def bf16x2(mask, high, low):
@@ -168,11 +169,20 @@ def bf16x2(mask, high, low):
 
 def add_bf16x2(mask, a, b):
     """add.rn.bf16x2."""
-    a, b = _register(a), _register(b)
+    a, b = register(a), register(b)
     low, high = (
         (a << np.uint32(16)).view(np.float32) + (b << np.uint32(16)).view(np.float32),
         (a & np.uint32(0xFFFF0000)).view(np.float32) + (b & np.uint32(0xFFFF0000)).view(np.float32),
     )
+    return bf16x2(mask, high, low)
+
+
+def mul_bf16x2(mask, a, b):
+    """mul.rn.bf16x2."""
+    a, b = register(a), register(b)
+    with np.errstate(invalid="ignore", over="ignore"):
+        low = (a << np.uint32(16)).view(np.float32) * (b << np.uint32(16)).view(np.float32)
+        high = (a & np.uint32(0xFFFF0000)).view(np.float32) * (b & np.uint32(0xFFFF0000)).view(np.float32)
     return bf16x2(mask, high, low)
 
 
@@ -234,7 +244,11 @@ def stmatrix_rows(function):
     return store_rows
 
 
-NAMES = {("conversions", "cvt_rn_bf16x2_f32"): bf16x2, ("arithmetic", "add_rn_bf16x2"): add_bf16x2}
+NAMES = {
+    ("conversions", "cvt_rn_bf16x2_f32"): bf16x2,
+    ("arithmetic", "add_rn_bf16x2"): add_bf16x2,
+    ("arithmetic", "mul_rn_bf16x2"): mul_bf16x2,
+}
 FACTORIES = {
     ("matrix", "load_shared"): load_shared,
     ("matrix", "stmatrix_fragment"): stmatrix_fragment,
