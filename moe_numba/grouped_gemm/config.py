@@ -208,7 +208,7 @@ class SharedMemoryLayout:
         return -(-(self.first_tile_offset + self.config.max_groups + 1) // 4) * 4
 
     @property
-    def row_value_offsets(self) -> tuple[int, int, int, int]:
+    def row_value_offsets(self) -> tuple[int, ...]:
         """f32 or i32: the scales of x, row weights and rows of y for the rows of a tile, and the end of them."""
         offset = self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices
         count, offsets = 4 * self.scale_pitch * self.config.m_subtiles, [offset]

@@ -18,6 +18,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
+from moe_numba.runtime.context import bind_context
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.runtime.tensor_map import TensorMap, address
@@ -111,7 +112,7 @@ class Launcher:
 
     def _prepare_thread(self):
         """Give this thread a buffer of its own (the driver releases the GIL), and make the GPU's context current."""
-        _bind_context(self.device)
+        bind_context(self.device)
         self._thread.state = state = self._buffer()
         return state
 
@@ -151,7 +152,7 @@ class Launcher:
                 with torch.cuda.device(device):
                     return launch_prepared(stream)
             if threading.get_ident() not in bound_threads:
-                _bind_context(device)
+                bind_context(device)
                 bound_threads.add(threading.get_ident())
             stream_field.value = stream
             error = start(config, function, pointers, None)
@@ -415,24 +416,3 @@ def _driver_launch():
     start = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
     start.argtypes, start.restype = [ctypes.c_void_p] * 4, ctypes.c_int
     return start
-
-
-def _bind_context(device):
-    """Make a GPU's primary context current in this thread if it has none; a new thread has none."""
-    from cuda.bindings import driver
-
-    error, context = driver.cuCtxGetCurrent()
-    if not error and not int(context):
-        (error,) = driver.cuCtxSetCurrent(_primary_context(device))
-    if error:
-        raise RuntimeError(f"GPU {device}: its context cannot be made current: {error.name}")
-
-
-@cache
-def _primary_context(device):
-    from cuda.bindings import driver
-
-    error, context = driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device))
-    if error:
-        raise RuntimeError(f"GPU {device} has no context: {error.name}")
-    return context

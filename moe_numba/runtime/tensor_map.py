@@ -7,6 +7,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.context import bind_context
 from moe_numba.runtime.validate import check_aligned, check_device, vector_strides
 
 __all__ = ["TensorMap", "address", "encode_tensor_map", "tensor_map"]
@@ -163,7 +164,7 @@ def _encode_by_driver(name, tensor, start, extents, strides, box, swizzle):
     from cuda.bindings import driver as cu
 
     with torch.cuda.device(tensor.device):
-        torch.cuda.current_stream()  # makes the context current, which the driver requires
+        bind_context(tensor.device.index or 0)  # autograd, for example, calls from a thread of its own
         error, described = cu.cuTensorMapEncodeTiled(
             getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[tensor.dtype]}"),
             tensor.ndim,

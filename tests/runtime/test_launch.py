@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import launch, launcher
 from moe_numba.runtime.prepare import prepare
+from moe_numba.runtime.tensor_map import encode_tensor_map
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_int
 
 
@@ -323,3 +325,11 @@ def test_arrays_of_another_library_beside_tensors():
         biased_grouped_topk(logits, [0.0] * 8, 2)
     with pytest.raises(TypeError, match="expert_map is list; it must be a tensor"):
         moe_align_block_size(ids, 4, 8, [0] * 8)
+
+
+@pytest.mark.gpu
+def test_a_new_thread_can_encode_a_tensor_map():
+    """A thread has no current context before its first call of the CUDA runtime."""
+    with ThreadPoolExecutor(1) as pool:
+        encoded = pool.submit(encode_tensor_map, torch.zeros(48, 80, device="cuda"), (16, 16)).result()
+    assert len(encoded) == 128
