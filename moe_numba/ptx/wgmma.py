@@ -77,9 +77,23 @@ wgmma_descriptor = _descriptor(_SWIZZLE_128, wgmma_descriptor)
 wgmma_descriptor_64b = _descriptor(_SWIZZLE_64, wgmma_descriptor_64b)
 
 
-def _check(n, dtype):
+def _check(n, dtype, **majors):
     if dtype not in _TYPES or n % 8 or not 8 <= n <= 256:
         raise ValueError(f"wgmma takes dtype e4m3 or bf16 and n a multiple of 8 up to 256, not {dtype}, n {n}")
+    for name, major in majors.items():
+        if major not in _K_STEP or (major == "mn" and dtype != "bf16"):
+            raise ValueError(f"{name} is {major!r}; it must be 'k', or with bf16 'mn'")
+    if majors["b_major"] == "mn" and n % 64:
+        raise ValueError(f"n is {n}; for an MN-major B it must be a multiple of 64")
+
+
+def _wgmma(dtype, registers, a, scale_d, *majors):
+    """Return one instruction with the descriptor of B in ``b``; ``majors`` are of the operands in shared memory."""
+    (types, k), transposes = _TYPES[dtype], "".join(f", {int(major == 'mn')}" for major in majors)
+    return (
+        f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k{k}.f32.{types} {{{', '.join(registers)}}}, {a}, b, "
+        f"{scale_d}, 1, 1{transposes if dtype == 'bf16' else ''};"
+    )
 
 
 @factory
@@ -94,50 +108,42 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k
     ``"mn"``, for one of ``make_wgmma_descriptor_mn``. The n of an MN-major B is a multiple of 64, so that B consists of
     whole atoms.
     """
-    _check(n, dtype)
-    if a_major not in _K_STEP or b_major not in _K_STEP or (dtype != "bf16" and "mn" in (a_major, b_major)):
-        raise ValueError(f"a_major is {a_major!r} and b_major {b_major!r}; they must be 'k', or with bf16 'mn'")
-    if b_major == "mn" and n % 64:
-        raise ValueError(f"n is {n}; for an MN-major B it must be a multiple of 64")
+    _check(n, dtype, a_major=a_major, b_major=b_major)
 
     def wgmma_tile(*arguments):
         acc, a, b = arguments if accumulate else (None, *arguments)
         return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps, (a_major, b_major))
 
     def template(registers, a, b):
-        types, k = _TYPES[dtype]
-        mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}, a, b"
-        immediates = "1, 1" + f", {int(a_major == 'mn')}, {int(b_major == 'mn')}" * (dtype == "bf16")
         lines = ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
             lines.append(f"add.u64 a, {a}, {_K_STEP[a_major] * step}; add.u64 b, {b}, {_K_STEP[b_major] * step};")
-            lines.append(f"{mma}, {int(accumulate or step > 0)}, {immediates};")
+            lines.append(_wgmma(dtype, registers, "a", int(accumulate or step > 0), a_major, b_major))
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
     return assembly(template, n // 2, 2, in_place=accumulate, simulate=wgmma_tile)
 
 
 @factory
-def make_wgmma_tile_rs(n, dtype, steps=4):
-    """Make ``tile(acc, a, b)``, as ``make_wgmma_tile`` with ``accumulate``, A in registers ("RS") and a K-major B.
+def make_wgmma_tile_rs(n, dtype, steps=4, b_major="k"):
+    """Make ``tile(acc, a, b)``, as ``make_wgmma_tile`` with ``accumulate`` and with A in registers ("RS").
 
-    ``a`` is a tuple of ``4 * steps`` uint32, four for each step along k, and ``b`` a descriptor. The registers of ``a``
-    must not change before the group has completed: pass them to ``make_wgmma_wait_registers``.
+    ``a`` is a tuple of ``4 * steps`` uint32, four for each step along k, and ``b`` a descriptor; ``b_major`` is as for
+    ``make_wgmma_tile``. The registers of ``a`` must not change before the group has completed: pass them to
+    ``make_wgmma_wait_registers``.
     """
-    _check(n, dtype)
+    _check(n, dtype, b_major=b_major)
 
     def wgmma_tile_rs(acc, a, b):
-        return simulator.wgmma.multiply_rs(n, dtype, a, int(b), acc, steps)
+        return simulator.wgmma.multiply(n, dtype, a, int(b), acc, steps, (None, b_major))
 
     def template(registers, *operands):
-        (types, k), b = _TYPES[dtype], operands[-1]
-        immediates = "1, 1" + ", 0" * (dtype == "bf16")  # K-major B
-        mma = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{types} {{{', '.join(registers)}}}"
         # 32-bit additions leave the upper word of the descriptor in its register.
-        lines = [f"{{ .reg .b64 b; .reg .b32 l, h; mov.b64 {{l, h}}, {b}; wgmma.fence.sync.aligned;"]
+        lines = [f"{{ .reg .b64 b; .reg .b32 l, h; mov.b64 {{l, h}}, {operands[-1]}; wgmma.fence.sync.aligned;"]
         for step in range(steps):
-            a, advance = ", ".join(operands[4 * step : 4 * step + 4]), "add.u32 l, l, 2; " * (step > 0)
-            lines.append(f"{advance}mov.b64 b, {{l, h}}; {mma}, {{{a}}}, b, 1, {immediates};")
+            a, advance = ", ".join(operands[4 * step : 4 * step + 4]), f"add.u32 l, l, {_K_STEP[b_major]}; "
+            lines.append(f"{advance * (step > 0)}mov.b64 b, {{l, h}};")
+            lines.append(_wgmma(dtype, registers, f"{{{a}}}", 1, b_major))
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
     return assembly(template, n // 2, 1, words=4 * steps, in_place=True, simulate=wgmma_tile_rs)

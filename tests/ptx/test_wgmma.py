@@ -56,14 +56,18 @@ def test_unsupported_shapes_are_refused(n, dtype):
 @pytest.mark.parametrize(
     "n, dtype, a_major, b_major, words",
     [
-        (64, "e4m3", "mn", "k", "or with bf16 'mn'"),
-        (64, "bf16", "k", "m", "a_major is 'k' and b_major 'm'"),
+        (64, "e4m3", "mn", "k", "a_major is 'mn'; it must be 'k', or with bf16 'mn'"),
+        (64, "e4m3", "k", "mn", "b_major is 'mn'; it must be 'k', or with bf16 'mn'"),
+        (64, "bf16", "k", "m", "b_major is 'm'"),
         (96, "bf16", "mn", "mn", "n is 96; for an MN-major B it must be a multiple of 64"),
     ],
 )
 def test_unsupported_majors_are_refused(n, dtype, a_major, b_major, words):
     with pytest.raises(ValueError, match=words):
         make_wgmma_tile(n, dtype, a_major=a_major, b_major=b_major)
+    if b_major != "k":
+        with pytest.raises(ValueError, match=words):
+            make_wgmma_tile_rs(n, dtype, b_major=b_major)
 
 
 @pytest.mark.parametrize("leading", [0, 512, 1 << 18])
@@ -355,7 +359,7 @@ def on_two_lines(a, b):
             lambda s, m, a, b, out, map: make_wgmma_tile(N, "e4m3", 2)(wgmma_descriptor_64b(s, 64), b),
         ),
         ("SimulatorError", "takes 8 accumulators, not 4", lambda s, m, a, b, out, map: tile_on(ZEROS[:4], a, b)),
-        ("SimulatorError", "16 registers of A, not 8 and 4", lambda s, m, a, b, out, map: tile_rs(ZEROS, ONES[:4], b)),
+        ("SimulatorError", "takes 16 registers of A, not 4", lambda s, m, a, b, out, map: tile_rs(ZEROS, ONES[:4], b)),
         (
             "SimulatorError",
             "pass different descriptors",
@@ -476,11 +480,11 @@ def test_wrong_mn_major_operands_are_refused(error, words, body):
 
 
 def test_machine_code_of_mn_major_tiles():
-    signature, majors = ["float32*", "uint8*", "uint8*"], [("k", "k"), ("mn", "k"), ("k", "mn"), ("mn", "mn")]
-    expression = "make_multiply_mn(64, {!r}, {!r})".format
-    reports = compile_whole(
-        {" ".join(pair): ("test_hopper_conformance_wgmma", expression(*pair), signature) for pair in majors}
-    )
+    module, majors = "test_hopper_conformance_wgmma", [("k", "k"), ("mn", "k"), ("k", "mn"), ("mn", "mn")]
+    kernels = {f"{a} {b}": (f"make_multiply_mn(64, {a!r}, {b!r})", ["float32*", "uint8*", "uint8*"]) for a, b in majors}
+    for b in ("k", "mn"):
+        kernels[f"registers {b}"] = f"make_multiply_rs(64, 'bf16', {b!r})", ["float32*", "uint32*", "uint8*"]
+    reports = compile_whole({name: (module, *kernel) for name, kernel in kernels.items()})
     for name, report in reports.items():
         a, b = name.split()
         wanted = ".tnspA" * (a == "mn") + ".tnspB" * (b == "mn")

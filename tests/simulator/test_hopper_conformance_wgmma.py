@@ -128,12 +128,18 @@ def test_wgmma_of_small_integers_is_exact(n, dtype, row_bytes, accumulate, devic
         assert (out.cpu().numpy().reshape(128, n // 2) == right[row, column]).all()
 
 
-def make_multiply_rs(n, dtype):
+BOX = 64 * 128  # bytes of 64 k by 64 rows, which one TMA load of an MN-major operand writes
+
+
+def make_multiply_rs(n, dtype, b_major="k"):
     """Make a kernel that multiplies A, 64 rows in registers, by n rows of B, 128 bytes each, and writes the fragments.
 
-    Each half of k is a group of two steps, and both are in flight at the same time.
+    Each half of k is a group of two steps, and both are in flight at the same time. An MN-major B is given as its
+    transpose, [k, n], and loaded in boxes of 64 rows of B.
     """
-    tile, wait = make_wgmma_tile_rs(n, dtype, 2), make_wgmma_wait(n, 0)
+    tile, wait = make_wgmma_tile_rs(n, dtype, 2, b_major), make_wgmma_wait(n, 0)
+    descriptor, half = (make_wgmma_descriptor_mn(BOX), 2 * 128) if b_major == "mn" else (wgmma_descriptor, 2 * 2)
+    boxes = n // 64 if b_major == "mn" else 1
     wait_first, wait_second = make_wgmma_wait_registers(8, 1), make_wgmma_wait_registers(8, 0)
     zeros = (np.float32(0),) * (n // 2)
 
@@ -147,14 +153,15 @@ def make_multiply_rs(n, dtype):
             fence_mbarrier_init()
             mbarrier_arrive_expect_tx(barrier, 0, n * 128)
             fence_proxy_tensormap_acquire_sys(map_b, 0)
-            tma_load_2d(smem, 0, map_b, 0, 0, 0, barrier, 0)
+            for box in range(boxes):
+                tma_load_2d(smem, box * BOX, map_b, 0, 64 * box, 0, barrier, 0)
         cuda.syncthreads()
         mbarrier_wait_parity(barrier, 0, 0)
         first = load_nc_u32x4(words, 16 * t) + load_nc_u32x4(words, 16 * t + 4)
         second = load_nc_u32x4(words, 16 * t + 8) + load_nc_u32x4(words, 16 * t + 12)
-        b = wgmma_descriptor(smem, 0)
+        b = descriptor(smem, 0)
         acc = tile(zeros, first, b)
-        acc = tile(acc, second, b + uint64(4))
+        acc = tile(acc, second, b + uint64(half))
         wait_first(first)
         wait_second(second)
         acc = wait(acc)
@@ -168,9 +175,11 @@ def make_multiply_rs(n, dtype):
     return kernel
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "bf16"])
-@pytest.mark.parametrize("n", [8, 64, 256])
-def test_wgmma_with_a_in_registers_is_exact(n, dtype, device, accumulator_coordinates):
+@pytest.mark.parametrize(
+    "n, dtype, b_major",
+    [*((n, dtype, "k") for n in (8, 64, 256) for dtype in ("e4m3", "bf16")), (64, "bf16", "mn"), (256, "bf16", "mn")],
+)
+def test_wgmma_with_a_in_registers_is_exact(n, dtype, b_major, device, accumulator_coordinates):
     torch_dtype = {"e4m3": E4M3, "bf16": BF16}[dtype]
     a, b = (small_integers((rows, 128 // torch_dtype.itemsize), torch_dtype, device) for rows in (64, n))
     right = (a.double() @ b.double().T).float().cpu().numpy()
@@ -178,13 +187,16 @@ def test_wgmma_with_a_in_registers_is_exact(n, dtype, device, accumulator_coordi
     warp, lane, step, half, r = thread // 32, thread % 32, register // 4, register // 2 % 2, register % 2
     row, word = 16 * warp + lane // 4 + 8 * r, 8 * step + 4 * half + lane % 4  # 32-bit words of a row of 128 bytes
     words = a.cpu().view(torch.int32)[torch.from_numpy(row), torch.from_numpy(word)].flatten().view(torch.uint32)
+    box = n, 128 // torch_dtype.itemsize
+    if b_major == "mn":
+        b, box = b.T.contiguous(), (64, 64)
     make = lambda: [
         torch.full((128 * n // 2,), float("nan"), device=device),
         words.to(device),
-        tensor_map(b, (n, 128 // torch_dtype.itemsize), swizzle=128),
+        tensor_map(b, box, swizzle=128),
     ]
     row, column = accumulator_coordinates(n)
-    for out, *_ in runs(make_multiply_rs(n, dtype), make, threads=128, count=2, shared_bytes=n * 128):
+    for out, *_ in runs(make_multiply_rs(n, dtype, b_major), make, threads=128, count=2, shared_bytes=n * 128):
         assert (out.cpu().numpy().reshape(128, n // 2) == right[row, column]).all()
 
 
@@ -203,9 +215,6 @@ def test_wgmma_with_rounding(dtype, tolerance, device, accumulator_coordinates):
     for out, *_ in runs(make_multiply(n, dtype, 128, False), make, threads=128, shared_bytes=(64 + n) * 128):
         error = out.cpu().numpy().reshape(128, n // 2) - right[accumulator_coordinates(n)]
         assert np.linalg.norm(error) < tolerance * np.linalg.norm(right)
-
-
-BOX = 64 * 128  # bytes of 64 k by 64 rows, which one TMA load of an MN-major operand writes
 
 
 def make_multiply_mn(n, a_major, b_major, leading=BOX, skip=0):

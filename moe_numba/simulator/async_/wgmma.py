@@ -109,7 +109,10 @@ def wait(pending, accumulators):
 
 
 def multiply(n, dtype, a, b, accumulators, steps, majors=("k", "k")):
-    """Issue `steps` wgmmas along k as one group of the warpgroup; return each thread's pending accumulators."""
+    """Issue `steps` wgmmas along k as one group of the warpgroup; return each thread's pending accumulators.
+
+    `a` is a descriptor, or the tuple of the thread's registers of A, four for each step.
+    """
     t = thread()
     if memory.watching:
         memory.maybe_preempt()
@@ -119,28 +122,43 @@ def multiply(n, dtype, a, b, accumulators, steps, majors=("k", "k")):
         accumulators = Fragment(np.array(accumulators, np.float32))
     if accumulators is not None and len(accumulators.values) != n // 2:
         raise SimulatorError(f"{t}: {what} takes {n // 2} accumulators, not {len(accumulators.values)}")
+    descriptors, registers = (a, b), None
+    if isinstance(a, tuple):
+        if len(a) != 4 * steps:
+            raise SimulatorError(f"{t}: {what} takes {4 * steps} registers of A, not {len(a)}")
+        descriptors, registers = (b,), np.array(a, np.uint32)
     frame = kernel_frame(sys._getframe())
-    value = (frame.f_code, frame.f_lineno, a, b), accumulators
+    value = (frame.f_code, frame.f_lineno, *descriptors), accumulators, registers
     return t.rendezvous(group, what, group.size, value, lambda values: _issue(what, n, dtype, values, steps, majors))
 
 
-def multiply_rs(n, dtype, a, b, accumulators, steps):
-    """As `multiply`, with A in registers: four for each step."""
-    t = thread()
-    if memory.watching:
-        memory.maybe_preempt()
-    what = f"wgmma m64n{n} {dtype}"
-    group = warpgroup(what)
-    if isinstance(accumulators, tuple):
-        accumulators = Fragment(np.array(accumulators, np.float32))
-    if len(accumulators.values) != n // 2 or len(a) != 4 * steps:
-        raise SimulatorError(
-            f"{t}: {what} takes {n // 2} accumulators and {4 * steps} registers of A, not "
-            f"{len(accumulators.values)} and {len(a)}"
-        )
-    frame = kernel_frame(sys._getframe())
-    value = (frame.f_code, frame.f_lineno, b), accumulators, np.array(a, np.uint32)
-    return t.rendezvous(group, what, group.size, value, lambda values: _issue_rs(what, n, dtype, values, steps))
+def _issue(what, n, dtype, values, steps, majors):
+    threads = sorted(values, key=lambda t: t.thread_id)
+    (code, line, *descriptors), accumulators, registers = values[threads[0]]
+    for t in threads:
+        (other_code, other_line, *others), *_ = values[t]
+        if (other_code, other_line) != (code, line):
+            raise DivergentBarrier(f"{t} and {threads[0]} reach {what} at different lines: {other_line} and {line}")
+        if others != descriptors:
+            raise SimulatorError(f"{t} and {threads[0]} pass different descriptors to {what}, at {code.co_name}:{line}")
+    wgmma = Wgmma(what, threads)
+    if registers is None:
+        a_tile = operand(wgmma, descriptors[0], 64, dtype, steps, "A", majors[0])
+    else:
+        a_tile = register_operand([values[t][2] for t in threads], dtype)
+    b_tile = operand(wgmma, descriptors[-1], n, dtype, steps, "B", majors[1])
+    # Eight rows at a time: BLAS would run larger products on several threads, and wait for threads that do not run.
+    total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
+    if accumulators is not None:
+        total += fragments.gather([values[t][1].values for t in threads], n)
+    results = fragments.scatter(total.astype(np.float32), n)
+    wgmma.start()
+    if wgmma.world.profile is not None:
+        k, shared_rows = a_tile.shape[1] // steps, n + 64 * (registers is None)
+        wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", shared_rows * steps * _K_BYTES, count=steps)
+    for t in threads[::32]:
+        t.block.warps[t.warp].wgmma_groups.append(wgmma)
+    return {t: PendingAccumulators(wgmma, row) for t, row in zip(threads, results)}
 
 
 def register_operand(registers, dtype):
@@ -148,57 +166,6 @@ def register_operand(registers, dtype):
     data = np.ascontiguousarray(registers).view(np.uint8)
     data = data.reshape(4, 8, 4, -1, 2, 2, 4)  # warp, row of 8, lane of 4, step, 16-byte half, group of 8 rows, byte
     return floats.decode(data.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, -1), dtype)
-
-
-def _issue_rs(what, n, dtype, values, steps):
-    threads = sorted(values, key=lambda t: t.thread_id)
-    (code, line, b), *_ = values[threads[0]]
-    _check_agreement(what, threads, {t: values[t][0] for t in threads})
-    wgmma = Wgmma(what, threads)
-    a_tile = register_operand([values[t][2] for t in threads], dtype)
-    b_tile = operand(wgmma, b, n, dtype, steps, "B", "k")
-    total = fragments.gather([values[t][1].values for t in threads], n)
-    total += (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
-    if wgmma.world.profile is not None:
-        k = a_tile.shape[1] // steps
-        wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", n * steps * _K_BYTES, count=steps)
-    return _start(wgmma, threads, fragments.scatter(total.astype(np.float32), n))
-
-
-def _issue(what, n, dtype, values, steps, majors):
-    threads = sorted(values, key=lambda t: t.thread_id)
-    (_, _, a, b), accumulators = values[threads[0]]
-    _check_agreement(what, threads, {t: values[t][0] for t in threads})
-    wgmma = Wgmma(what, threads)
-    a_tile = operand(wgmma, a, 64, dtype, steps, "A", majors[0])
-    b_tile = operand(wgmma, b, n, dtype, steps, "B", majors[1])
-    # Eight rows at a time: BLAS would run larger products on several threads, and wait for threads that do not run.
-    total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
-    if accumulators is not None:
-        total += fragments.gather([values[t][1].values for t in threads], n)
-    if wgmma.world.profile is not None:
-        k = a_tile.shape[1] // steps
-        wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", (64 + n) * steps * _K_BYTES, count=steps)
-    return _start(wgmma, threads, fragments.scatter(total.astype(np.float32), n))
-
-
-def _check_agreement(what, threads, calls):
-    """Refuse threads that reach the instruction at different lines or with different descriptors."""
-    code, line, *descriptors = calls[threads[0]]
-    for t in threads:
-        other_code, other_line, *others = calls[t]
-        if (other_code, other_line) != (code, line):
-            raise DivergentBarrier(f"{t} and {threads[0]} reach {what} at different lines: {other_line} and {line}")
-        if others != descriptors:
-            raise SimulatorError(f"{t} and {threads[0]} pass different descriptors to {what}, at {code.co_name}:{line}")
-
-
-def _start(wgmma, threads, results):
-    """Start a group; return each thread's pending accumulators."""
-    wgmma.start()
-    for t in threads[::32]:
-        t.block.warps[t.warp].wgmma_groups.append(wgmma)
-    return {t: PendingAccumulators(wgmma, row) for t, row in zip(threads, results)}
 
 
 def operand(wgmma, descriptor, rows, dtype, steps, name, major):

@@ -156,56 +156,33 @@ def multiply(mask, n, dtype, a, b, accumulators, steps, majors=("k", "k")):
     group = _warpgroup(mask, what)
     if accumulators is not None and not isinstance(accumulators, (fragment.LaneFragment, wgmma.PendingAccumulators)):
         accumulators = fragment.LaneFragment(fragment.as_matrix(accumulators))
-    value = (int(scalar(a)), int(scalar(b)), sys._getframe(1).f_back.f_lineno), accumulators
+    descriptors, a_registers = (a, b), None
+    if isinstance(a, tuple):
+        if len(a) != 4 * steps:
+            raise Unsupported(f"{what} with {len(a)} registers of A")
+        descriptors, a_registers = (b,), np.stack([fragment.register(r) for r in a], 1)
+    line = sys._getframe(1).f_back.f_lineno
+    value = (line, *(int(scalar(d)) for d in descriptors)), accumulators, a_registers
     return _meet(group, what, 128, 32, value, lambda values: _issue(what, n, dtype, values, steps, majors))
-
-
-def multiply_rs(mask, n, dtype, a, b, accumulators, steps):
-    """wgmma with A in registers."""
-    what = f"wgmma m64n{n} {dtype}"
-    state.gang.engine.refuse_if_strict(what)
-    group = _warpgroup(mask, what)
-    if len(a) != 4 * steps:
-        raise Unsupported("wgmma of another number of registers")
-    if not isinstance(accumulators, (fragment.LaneFragment, wgmma.PendingAccumulators)):
-        accumulators = fragment.LaneFragment(fragment.as_matrix(accumulators))
-    registers = np.stack([fragment.register(r) for r in a], 1)
-    value = (int(scalar(b)), sys._getframe(1).f_back.f_lineno), accumulators, registers
-    return _meet(group, what, 128, 32, value, lambda values: _issue_rs(what, n, dtype, values, steps))
-
-
-def _issue_rs(what, n, dtype, values, steps):
-    gangs = sorted(values, key=lambda gang: gang.first)
-    (b, line), *_ = values[gangs[0]]
-    if any(values[gang][0] != (b, line) for gang in gangs):
-        raise Unsupported(f"the warps of a warpgroup pass different operands to {what}")
-    state.gang.lane = 0
-    group = wgmma.Wgmma(what, [gangs[0].warps[0].threads[0]])
-    a_tile = wgmma.register_operand(np.concatenate([values[gang][2] for gang in gangs]), dtype)
-    b_tile = wgmma.operand(group, b, n, dtype, steps, "B", "k")
-    total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
-    return _start(group, gangs, total, [values[gang][1].values for gang in gangs], n)
 
 
 def _issue(what, n, dtype, values, steps, majors):
     gangs = sorted(values, key=lambda gang: gang.first)
-    (a, b, line), accumulators = values[gangs[0]]
-    if any(values[gang][0] != (a, b, line) for gang in gangs):
+    (line, *descriptors), accumulators, a_registers = values[gangs[0]]
+    if any(values[gang][0] != (line, *descriptors) for gang in gangs):
         raise Unsupported(f"the warps of a warpgroup pass different operands to {what}")
     state.gang.lane = 0
     group = wgmma.Wgmma(what, [gangs[0].warps[0].threads[0]])
-    a_tile = wgmma.operand(group, a, 64, dtype, steps, "A", majors[0])
-    b_tile = wgmma.operand(group, b, n, dtype, steps, "B", majors[1])
+    if a_registers is None:
+        a_tile = wgmma.operand(group, descriptors[0], 64, dtype, steps, "A", majors[0])
+    else:
+        a_tile = wgmma.register_operand(np.concatenate([values[gang][2] for gang in gangs]), dtype)
+    b_tile = wgmma.operand(group, descriptors[-1], n, dtype, steps, "B", majors[1])
     total = (a_tile.reshape(8, 8, -1) @ b_tile.T).reshape(64, n)
-    addend = None if accumulators is None else [values[gang][1].values for gang in gangs]
-    return _start(group, gangs, total, addend, n)
-
-
-def _start(group, gangs, total, addend, n):
-    """Add the accumulators of all gangs, if any, and start a group; return each gang's pending accumulators."""
-    if addend is not None:
+    if accumulators is not None:
+        values = [values[gang][1].values for gang in gangs]
         tile = np.empty((64, n))
-        tile[fragments.accumulator_coordinates(n)] = np.concatenate(addend)
+        tile[fragments.accumulator_coordinates(n)] = np.concatenate(values)
         total += tile
     results = fragments.scatter(total.astype(np.float32), n)
     group.start()
@@ -339,7 +316,6 @@ VERSIONS = {
     barrier.warpgroup_arrive: warpgroup_arrive,
     registers.setmaxnreg: setmaxnreg,
     wgmma.multiply: multiply,
-    wgmma.multiply_rs: multiply_rs,
     wgmma.wait: wait,
     wgmma.address: per_distinct(wgmma.address),
     cluster.arrive: cluster_arrive,
