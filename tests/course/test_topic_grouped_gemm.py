@@ -84,6 +84,9 @@ def test_every_size_is_measured_with_the_peers(monkeypatch):
     rows = measuring.measure([peer("fp8", ["tensor", "block"]), peer("bf16", ["none"])], False)
     found = {(r["config"]["num_groups"], r["config"]["routing"], r["size"]["rows"]) for r in rows}
     assert found == {(2, "uniform", 2), (2, "zipf", 3), (1, "uniform", 4), (3, "uniform", 5)}
+    packed = [row for row in rows if row["config"]["scaling"] == "mxfp4"]
+    assert [(row["step"], row["size"]["rows"]) for row in packed] == [("final", 2)]
+    rows = [row for row in rows if row not in packed]
     for row in rows:
         own = "peer:bf16" if row["config"]["scaling"] == "none" else "peer:fp8"
         assert row["step"] in ("final", own)

@@ -49,7 +49,12 @@ __all__ = [
     "series_by_label",
 ]
 
-TITLES = {"tensor": "FP8, a scale per group", "block": "FP8, block scales", "none": "bf16"}
+TITLES = {
+    "tensor": "FP8, a scale per group",
+    "block": "FP8, block scales",
+    "none": "bf16",
+    "mxfp4": "bf16 with MXFP4 weights",
+}
 TABLE_ROWS = [  # groups, routing, rows, and what a row of the table says about them
     *((GROUPS, "uniform", rows, "") for rows in ROWS),
     (GROUPS, "zipf", 8192, ", by Zipf's law"),

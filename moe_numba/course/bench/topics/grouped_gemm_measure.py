@@ -16,7 +16,10 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.timing import call_times, kernel_times
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
+from moe_numba.grouped_gemm.api_mxfp4 import group_gemm_mxfp4
+from moe_numba.grouped_gemm.packing_mxfp4 import pack_mxfp4
 from moe_numba.grouped_gemm.reference import BLOCK, FP8
+from moe_numba.grouped_gemm.reference_mxfp4 import dequantise_mxfp4
 
 SHAPES = {"gate_up": dict(n=4096, k=7168), "down": dict(n=7168, k=2048)}
 ROWS = [32, 128, 512, 2048, 8192, 32768]
@@ -26,7 +29,8 @@ FEW_ROWS = [8192]
 MANY_ROWS = {"gate_up": [1024, 16384], "down": [1024, 16384]}
 CALL_ROWS = 128  # the host cost of a call does not depend on the number of rows
 SIDE = 8192  # m, n and k of the dense GEMM
-TORCH_NAMES = {"e4m3": "float8_e4m3fn", "bf16": "bfloat16"}
+TORCH_NAMES = {"e4m3": "float8_e4m3fn", "bf16": "bfloat16", "mxfp4": "bfloat16"}  # of the tensor cores' operands
+BYTES_OF_X, BYTES_OF_WEIGHT = {"e4m3": 1, "bf16": 2, "mxfp4": 2}, {"e4m3": 1, "bf16": 2, "mxfp4": 17 / 32}
 SETS = 2  # weights alternate between two sets, so that none of a set is left in the L2 cache
 BF16 = torch.bfloat16
 
@@ -87,8 +91,8 @@ def random_weight(groups, n, k, dtype=FP8, device="cuda"):
 
 def lower_bound(lengths, n, k, dtype="e4m3"):
     """Return the lower bound of the time in microseconds, the bytes to move and the operations to compute."""
-    rows, active, size = int(lengths.sum()), int((lengths > 0).sum()), 2 if dtype == "bf16" else 1
-    count = active * n * k * size + rows * k * size + 2 * rows * n
+    rows, active = int(lengths.sum()), int((lengths > 0).sum())
+    count = int(active * n * k * BYTES_OF_WEIGHT[dtype]) + rows * k * BYTES_OF_X[dtype] + 2 * rows * n
     flops, limits = 2 * rows * n * k, chip_limits()
     return max(count / limits.hbm_bandwidth, flops / limits.tensor_flops[TORCH_NAMES[dtype]]) * 1e6, count, flops
 
@@ -150,6 +154,28 @@ def _bf16_steps(problems):
     return {"final": final, "torch": lambda p: torch._grouped_mm(p.x, p.weight.transpose(1, 2), offs=offs)}
 
 
+def make_mxfp4_problems(problems):
+    """Return problems with the same rows in bf16 and random MXFP4 weights, packed and dequantised."""
+    made = []
+    for p in problems:
+        groups, n, k = p.weight.shape
+        packed, dequantised = [], torch.empty_like(p.weight)
+        for g in range(groups):  # float64 for all groups would need too much memory
+            blocks = torch.randint(0, 256, (1, n, k // 2), dtype=torch.uint8, device=p.x.device)
+            scales = torch.randint(125, 128, (1, n, k // 32), dtype=torch.uint8, device=p.x.device)
+            packed.append(pack_mxfp4(blocks, scales))
+            dequantised[g] = dequantise_mxfp4(blocks, scales)[0]
+        made.append(SimpleNamespace(**vars(p) | {"weight": dequantised, "packed": torch.cat(packed)}))
+    return made
+
+
+def _mxfp4_steps():
+    def final(p):
+        return group_gemm_mxfp4(p.x, p.packed, p.seqlens, p.cu_seqlens, p.average, out=p.out)
+
+    return {"final": final}
+
+
 class PeerStep:
     """A peer's launches, planned for each of some problems."""
 
@@ -204,6 +230,9 @@ def _measure_shape(shape, groups, rows, peers, routing="uniform"):
                 steps |= peer_steps(peers, scaling, problems)
                 config = {"num_groups": groups, "n": n, "k": k, "scaling": scaling, "routing": routing}
                 found += measure_steps(steps, problems, config, lengths, dtype, peers)
+            if dtype == "bf16" and groups == GROUPS and routing == "uniform":
+                config = {"num_groups": groups, "n": n, "k": k, "scaling": "mxfp4", "routing": routing}
+                found += measure_steps(_mxfp4_steps(), make_mxfp4_problems(problems), config, lengths, "mxfp4", [])
         del weights, problems
         torch.cuda.empty_cache()
     return found
