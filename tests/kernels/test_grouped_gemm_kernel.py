@@ -238,8 +238,8 @@ WRONG = {
     "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     "an epilogue buffer is read before all four warps wrote it": (
         epilogue,
-        "acc_0, tile.scale)\n            bar_sync(int32(2 + warpgroup), 128)\n",
-        "acc_0, tile.scale)\n",
+        "acc_0, scale)\n            bar_sync(int32(2 + warpgroup), 128)\n",
+        "acc_0, scale)\n",
     ),
     "gathered rows are not waited for": (gather, "    cp_async_wait_all()\n", ""),
     "gathered rows are not fenced": (gather, "    fence_proxy_async_shared()\n", ""),
