@@ -95,7 +95,7 @@ def group_gemm_pertensor_fp8(
     ``cp.async`` and ``mma.sync``. Before 8.9 there is no FP8 ``mma.sync``, so this kernel converts e4m3 to float16 in
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
-    if needs_dispatch(x, weight, y_scale):
+    if needs_dispatch(x, weight, y_scale, bias, row_weights):
         more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, *more)
@@ -170,7 +170,7 @@ def group_gemm_blockwise_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
-    if needs_dispatch(x, weight, x_scale, w_scale):
+    if needs_dispatch(x, weight, x_scale, w_scale, bias, row_weights):
         more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices, *more)
@@ -243,7 +243,7 @@ def group_gemm_rowwise_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
-    if needs_dispatch(x, weight, x_scale, w_scale):
+    if needs_dispatch(x, weight, x_scale, w_scale, bias, row_weights):
         more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_rowwise_fp8", x, weight, *groups, out, gather_indices, *more)
@@ -311,7 +311,7 @@ def group_gemm_bf16(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, options, the result and the errors in full.
     """
-    if needs_dispatch(x, weight):
+    if needs_dispatch(x, weight, bias, row_weights):
         more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
         return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices, *more)
@@ -383,7 +383,7 @@ def group_gemm_silu_and_mul_bf16(
     On GPUs other than compute capability 9.0 it raises UnsupportedDeviceError: call :func:`group_gemm_bf16` and then
     :func:`silu_and_mul`.
     """
-    if needs_dispatch(x, weight):
+    if needs_dispatch(x, weight, bias):
         groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
         more = bias, activation, alpha, limit, m_indices
         return call_op("group_gemm_silu_and_mul_bf16", x, weight, *groups, out, gather_indices, *more)
@@ -450,7 +450,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes group sizes, gathering and the errors in full.
     """
-    if needs_dispatch(x, weight, y_scale):
+    if needs_dispatch(x, weight, y_scale, bias):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
         more = bias, activation, alpha, limit, m_indices
         return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices, *more)

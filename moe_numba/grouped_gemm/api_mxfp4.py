@@ -83,7 +83,7 @@ def group_gemm_mxfp4(
     Intermediate results are 2**-32 times the product, so magnitudes below 2**-94 are lost. Results are bit-identical
     from run to run. The format is that of the weights of gpt-oss (OCP Microscaling Formats 1.0).
     """
-    if needs_dispatch(x, weight):
+    if needs_dispatch(x, weight, bias, row_weights):
         groups, epilogue = (seqlens, cu_seqlens, num_seq_per_group_avg, offs), (bias, out_dtype, accumulate)
         rows = scatter_indices, row_weights, n
         return call_op("group_gemm_mxfp4", x, weight, *groups, out, gather_indices, *epilogue, *rows)
@@ -146,7 +146,7 @@ def group_gemm_silu_and_mul_mxfp4(
     group_gemm_mxfp4 : Describes the weights and the errors.
     group_gemm_silu_and_mul_bf16 : Describes the activations.
     """
-    if needs_dispatch(x, weight):
+    if needs_dispatch(x, weight, bias):
         groups, epilogue = (seqlens, cu_seqlens, num_seq_per_group_avg, offs), (bias, activation, alpha, limit)
         return call_op("group_gemm_silu_and_mul_mxfp4", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)

@@ -50,7 +50,7 @@ class MmaLaunch:
     def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
         x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices, *rest = tensors
-        bias, scatter_indices, row_weights, _ = rest
+        bias, scatter_indices, row_weights, *_ = rest
         check_aligned("x", x)
         check_aligned("weight", weight)
         rows = x if self.pitches[0] else weight  # gathering from no rows: x has no memory

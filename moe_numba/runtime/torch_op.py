@@ -251,10 +251,9 @@ def _check_no_grad(name, arguments):
         reason = f"{name} has no backward"
     else:
         reason = f"{name} has a backward only without out" if arguments.get("out") is not None else ""
-    for parameter in _required_tensors[name]:
-        tensor = arguments[parameter]
-        if not isinstance(tensor, torch.Tensor):
-            continue  # the schema refuses it
+    for parameter, tensor in arguments.items():
+        if parameter == "out" or not isinstance(tensor, torch.Tensor):
+            continue
         if reason and _is_grad_enabled() and tensor.requires_grad:
             raise ValueError(f"{parameter} requires grad; {reason}: use torch.no_grad() or detach()")
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:

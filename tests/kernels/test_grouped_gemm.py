@@ -372,3 +372,14 @@ def test_quantisation_error(k):
         assert values.dtype == FP8 and float(values.float().abs().max()) == 448
         # The rounding error is at most 1/16 of a number, or of the smallest normal number, 2^-6.
         assert bool(((values.float() * wide - exact).abs() <= wide * torch.clamp(exact.abs() / wide, 2**-6) / 16).all())
+
+
+def test_operands_of_the_epilogue_that_require_grad_are_refused(device):
+    arguments = inputs(n=128, device=device)["pertensor"]
+    bias, weights = torch.ones(3, 128, device=device), torch.ones(20, device=device)
+    with pytest.raises(ValueError, match="bias requires grad; group_gemm_pertensor_fp8 has no backward"):
+        group_gemm_pertensor_fp8(*arguments, bias=bias.requires_grad_())
+    with pytest.raises(ValueError, match="row_weights requires grad; group_gemm_pertensor_fp8 has no backward"):
+        group_gemm_pertensor_fp8(*arguments, row_weights=weights.requires_grad_())
+    with torch.no_grad():
+        assert group_gemm_pertensor_fp8(*arguments, bias=bias).shape == (20, 128)

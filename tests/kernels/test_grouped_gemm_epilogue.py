@@ -7,6 +7,7 @@ import torch
 from helpers.grouped_gemm import silu_mismatch
 from helpers.grouped_gemm_epilogue import BOUNDS, FUNCTIONS, Inputs, options_mismatch
 from helpers.wrong_kernels import changed_maker, is_rejected
+from torch.library import opcheck
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -93,6 +94,20 @@ def test_rows_of_zero_rows_of_x(device):
     p.x, p.scales[0], p.gather = p.x[:0], p.scales[0][:0], torch.zeros_like(p.gather)
     expected = reference.finish_rows(torch.zeros(20, 144, dtype=torch.float64), p.seqlens, p.cu_seqlens, p.bias)
     assert mismatch(p.call(bias=p.bias), expected.to(device)) is None
+
+
+def test_scattered_rows_as_an_op(device):
+    """The op with ``out`` reads and writes it, and has the same result; without ``out`` it is refused."""
+    p = Inputs("bf16", device=device)
+    options = dict(bias=p.bias, scatter_indices=p.scatter, accumulate=True)
+    groups = p.x, p.weight, p.seqlens, p.cu_seqlens
+    expected = p.call(out=p.out.clone(), **options)
+    out, op = p.out.clone(), torch.ops.moe_numba.group_gemm_bf16
+    op.out(*groups, gather_indices=p.gather, **options, out=out)
+    assert torch.equal(out, expected)
+    opcheck(op.out, groups, dict(gather_indices=p.gather, out=p.out.clone(), **options), test_utils="test_faketensor")
+    with pytest.raises(ValueError, match="accumulate is True: out must be given"):
+        op(*groups, gather_indices=p.gather, **options)
 
 
 # Activations
