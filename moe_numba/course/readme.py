@@ -11,6 +11,9 @@ from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.topics import BENCH_TOPICS, HEADLINES, TOPICS
 
+# A GPU on which other projects' kernels were measured beside the package's.
+PEERS_GPU = "h100-80gb-hbm3"
+
 
 def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, str]]:
     """Return the text of every generated block: ``{file: {block: text}}``, files relative to the repository.
@@ -19,7 +22,9 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     """
     found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
     tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
+    beside_peers = records.recorded("grouped_gemm", PEERS_GPU, root)
     readme = {
+        "grouped_gemm_peers": beside_peers and bench.topic("grouped_gemm").readme_table(beside_peers) or "",
         "headline": headline(gpu, root),
         "notebooks": _notebooks(),
         "bench": _bench_commands(),
