@@ -4,7 +4,7 @@ import torch
 
 from moe_numba.grouped_gemm.launch_k_grouped import check_k_grouped_inputs, k_grouped_gemm, select_out_dtype
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
-from moe_numba.runtime.validate import make_outputs
+from moe_numba.runtime.validate import check_flag, make_outputs
 
 
 @torch_op
@@ -59,13 +59,13 @@ def k_grouped_gemm_bf16(
     in float32 in the tensor cores, each output element by one CTA, so results are bit-identical from run to run. Group
     sizes that point outside of a are clamped.
     """
-    if needs_dispatch(a, b):
+    if needs_dispatch(a, b, out):
         return call_op("k_grouped_gemm_bf16", a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate)
     return k_grouped_gemm(a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate)
 
 
 @register_fake(k_grouped_gemm_bf16)
 def _fake_k_grouped_gemm_bf16(call):
-    dtype = select_out_dtype(call.out, call.out_dtype, call.accumulate)
+    dtype = select_out_dtype(call.out, call.out_dtype, check_flag("accumulate", call.accumulate))
     _, shape = check_k_grouped_inputs(call.a, call.b, call.seqlens, call.cu_seqlens, call.offs)
     return make_outputs(call.out, [("out", shape, dtype)], call.a.device)[0]

@@ -7,12 +7,17 @@ from moe_numba.grouped_gemm.api_k_grouped import k_grouped_gemm_bf16
 from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
 from moe_numba.grouped_gemm.unused_rows import zero_unused_rows
 from moe_numba.runtime.torch_op import register_autograd
+from moe_numba.runtime.validate import UnsupportedDeviceError
 
 _SUPPORTED = ("x", "weight", "seqlens", "cu_seqlens", "num_seq_per_group_avg", "offs")
 
 
 def setup_context(ctx, call, output):
     """Keep what the backward needs."""
+    if ctx.needs_input_grad[1] and not has_wgmma(call.x.device):
+        raise UnsupportedDeviceError(
+            "weight requires grad, but its gradient needs wgmma (compute capability 9.0): use weight.detach()"
+        )
     ctx.save_for_backward(call.x, call.weight, call.seqlens, call.cu_seqlens, call.offs)
     ctx.average = call.num_seq_per_group_avg
     others = {name: value for name, value in vars(call).items() if name not in (*_SUPPORTED, "out_dtype")}
@@ -25,7 +30,7 @@ def setup_context(ctx, call, output):
 def backward(ctx, grad):
     """Return the gradients of x and weight, by name.
 
-    That of x is a grouped GEMM with the transposed weights, a view; that of the weight is a k-grouped GEMM.
+    The gradient of x is a grouped GEMM with the transposed view of the weights; that of the weight is a k-grouped GEMM.
     """
     if ctx.given:
         raise NotImplementedError(

@@ -52,7 +52,7 @@ class BlockScaledConfig(NamedTuple):
         """Scales of weight that a tile needs for 128 elements of k."""
         return 2 if self.silu_and_mul else self.block_n // SCALED_COLUMNS
 
-    # What the tile scheduler and the gather ask of any kernel's configuration:
+    # Interface of the tile scheduler and of gather:
 
     @property
     def block_m(self) -> int:
@@ -161,6 +161,8 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
             f"block_n is {config.block_n}; it must be {' or '.join(map(str, allowed))}"
             + " with silu_and_mul" * config.silu_and_mul
         )
+    if config.silu_and_mul and config.cluster_size != 1:
+        raise ValueError(f"cluster_size is {config.cluster_size}; with silu_and_mul it must be 1 (registers)")
     if config.cluster_size not in (1, 2):
         raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
     if config.stages < AUX_PRODUCER_WARPS:

@@ -27,7 +27,6 @@ class KGroupedConfig(NamedTuple):
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, or "offsets" (group ends)
     cluster_size: int = 1  # CTAs with neighbouring tiles of n that load their columns of b by multicast, 1 or 2
     band_tiles: int = 16  # tiles of n that all tiles of k follow, so that concurrent CTAs share columns of a and b
-    delay_ns: int = 0  # warpgroup 1 starts later by this time, so that the epilogues of the two do not coincide
 
     @property
     def store_columns(self) -> int:

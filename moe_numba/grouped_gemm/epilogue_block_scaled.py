@@ -87,10 +87,10 @@ def make_activate(j=0):
 
 @cache
 def make_write_fp8(j=0):
-    """Make ``write(smem, address, values, inverse_0, inverse_1, lane)``, which writes columns from ``8 j`` on in FP8.
+    """Make ``write(smem, address, xor, values, inverse_0, inverse_1, lane)``: write columns from ``8 j`` on in FP8.
 
     Two neighbouring lanes exchange a pair, so that the even one has four columns of the first row and the odd one those
-    of the second. ``address`` is the byte offset of the lane's row, and the row's XOR, ``(row & 7) << 4``.
+    of the second. ``address`` is the byte offset of the lane's row in the buffer, and ``xor`` is ``(row & 7) << 4``.
     """
     i, more = 4 * j, 8 * j + 8 < SCALE_BLOCK
     write_next = make_write_fp8(j + 1) if more else None

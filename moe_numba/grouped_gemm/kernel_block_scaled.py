@@ -283,8 +283,8 @@ def make_multiply(config, layout):
 def make_multiply_gate_and_up(config, layout):
     """Make ``gate, up, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, row)``.
 
-    As :func:`make_multiply`, but with a product of 128 columns for gate and then one for up: beside two accumulators,
-    registers for one of them are left.
+    As :func:`make_multiply`, but two accumulators leave registers for one wgmma result only, so gate and up are
+    computed one after the other, 128 columns each.
     """
     stage_bytes, full, advance = layout.stage_bytes, layout.full, make_advance(config.stages)
     n, load_scales, release_stage = SCALE_BLOCK, make_load_scales(layout), make_release_stage(layout)

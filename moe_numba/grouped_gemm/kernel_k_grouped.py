@@ -285,7 +285,7 @@ def make_kernel(config):
     check_k_grouped_config(config)
     layout = KGroupedLayout(config)
     stages, full, empty, masked = config.stages, layout.full, layout.empty, layout.masked
-    cluster_size, accumulate, delay_ns = config.cluster_size, config.accumulate, config.delay_ns
+    cluster_size, accumulate = config.cluster_size, config.accumulate
     tile_info_offset, epilogue_offset = layout.tile_info_offset, layout.epilogue_offset
     count_tiles, (first_tile, next_tile) = make_count_tiles(config), make_tile_loop(cluster_size)
     # setmaxnreg redistributes the 168 registers per thread of the launch: 4 p + 8 c = 12 * 168.
@@ -332,8 +332,6 @@ def make_kernel(config):
             stage, phase, slot, slot_phase = int32(0), uint32(0), int32(0), uint32(0)
             smem = SharedMemory(uniform_array(smem.u8), smem.i32, smem.f32, uniform_array(smem.barriers))
             warp = uniform(warp)
-            if delay_ns > 0 and warp >= MASKING_WARPS:
-                cuda.nanosleep(uint32(delay_ns))
             buffers = int32(epilogue_offset + warp * (2 * STORE_BYTES))
             tile, tiles = first_tile(), count_tiles(groups, n, k)
             while tile < tiles.count:

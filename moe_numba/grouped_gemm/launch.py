@@ -36,6 +36,7 @@ SIGNATURE = (
 # Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
 EPILOGUE_SIGNATURE = *SIGNATURE, "uint16*", "float32*", "int32*", "int32"
 _MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
+_MAX_ROWS = _MAX_TILES - 1024  # rounded up to a tile they still fit into 32 bits
 
 _plans: dict = {}
 
@@ -167,6 +168,11 @@ class GemmPlan:
         groups, n, k = weight.shape
         rows = rows_of(tensors)
         total_rows = rows.numel()
+        for name, count in (("the output", total_rows), ("x", x.shape[:-1].numel())):
+            if count > _MAX_ROWS:
+                raise ValueError(f"{name} has {count} rows; at most {_MAX_ROWS} are allowed")
+        if tensors.gather_indices is not None and x.stride(0) * x.element_size() >= 1 << 31:
+            raise ValueError(f"x has strides {x.stride()}; with gather_indices its rows must be less than 2 GiB apart")
         wanted = describe_outputs(rows, n, scaling, options, tensors.out)
         self.outputs = Outputs(wanted, x.device, aligned=[name for name, _, _ in wanted])
         self.launch = None
@@ -228,7 +234,7 @@ class HopperLaunch:
         # Gathering from no rows: a tensor map cannot be of an empty tensor.
         self.x_is_empty = not len(rows)
         self.x_map = tensor_map_template(
-            weight[0] if self.x_is_empty else rows, (x_box_rows, block_k), swizzle=128, name="x"
+            _stand_in(weight) if self.x_is_empty else rows, (x_box_rows, block_k), swizzle=128, name="x"
         )
         self.weight_view, box = weight_map_of(config, block_k)
         self.weight_map = tensor_map_template(self.weight_view(weight), box, swizzle=128, name="weight")
@@ -240,12 +246,12 @@ class HopperLaunch:
     def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
         x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices, *rest = tensors
-        rows = weight[0] if self.x_is_empty else x.flatten(0, 1) if self.is_masked else x
+        rows = _stand_in(weight) if self.x_is_empty else x.flatten(0, 1) if self.is_masked else x
         lengths = address(seqlens if offs is None else offs)
         more: tuple = ()
         if self.y_rows is not None:
             bias, scatter_indices, row_weights, *_ = rest
-            # Of no rows of x the kernel reads no scale, but an element that it replaces by zero.
+            # An empty tensor has no address; the kernel reads no scale, because every row index is out of bounds.
             x_scale = weight_scale if self.x_is_empty else x_scale
             more = (
                 lengths if bias is None else address(bias),
@@ -288,6 +294,11 @@ def with_options(config, tensors, shape):
         scatter=tensors.scatter_indices is not None,
         row_weights=tensors.row_weights is not None,
     )
+
+
+def _stand_in(weight):
+    """Return a matrix to encode a tensor map of, for an x without rows; the kernel loads none of its rows."""
+    return weight[0].mT if is_mn_major(weight) else weight[0]
 
 
 def weight_map_of(config, block_k):

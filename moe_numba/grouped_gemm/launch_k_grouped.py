@@ -88,10 +88,12 @@ def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
         The row layout, "lengths" or "offsets", and the shape of the output.
     """
     check_tensor("a", a, dtype=torch.bfloat16, shape=("total", "n"))
-    check_tensor("b", b, dtype=torch.bfloat16, shape=(len(a), "k"), device=(a.device, "a"))
+    check_tensor("b", b, dtype=torch.bfloat16, shape=(a.shape[0], "k"), device=(a.device, "a"))
     for name, tensor in (("a", a), ("b", b)):
         if tensor.shape[1] % 8 or not tensor.shape[1]:
-            raise ValueError(f"{name} has {tensor.shape[1]} columns; the number must be a multiple of 8")
+            raise ValueError(f"{name} has {tensor.shape[1]} columns; it must have a positive multiple of 8")
+    if a.shape[0] >= 1 << 31:
+        raise ValueError(f"a has {a.shape[0]} rows; at most 2^31 - 1 are allowed")
     check_device(a.device, "a")
     if not has_wgmma(a.device):
         gpu = gpu_of(a.device)
@@ -104,16 +106,17 @@ def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
             raise ValueError("offs is given: seqlens and cu_seqlens must be None")
         row_layout, sizes = "offsets", [("offs", offs, "groups")]
     else:
-        firsts = "groups + 1" if seqlens is None else len(seqlens) + 1
+        firsts = "groups + 1" if seqlens is None else seqlens.shape[0] + 1
         row_layout, sizes = "lengths", [("seqlens", seqlens, "groups"), ("cu_seqlens", cu_seqlens, firsts)]
     for name, tensor, size in sizes:
         if tensor is None:
             raise TypeError(f"{name} is None; it must be a tensor ({size},) of torch.int32")
         check_tensor(name, tensor, dtype=torch.int32, shape=(size,), contiguous=True, device=(a.device, "a"))
     name, tensor, _ = sizes[0]
-    if not 1 <= len(tensor) <= _MAX_GROUPS:
-        raise ValueError(f"{name} has {len(tensor)} groups; 1 to {_MAX_GROUPS} are allowed")
-    return row_layout, (len(tensor), a.shape[1], b.shape[1])
+    groups = tensor.shape[0]
+    if not 1 <= groups <= _MAX_GROUPS:
+        raise ValueError(f"{name} has {groups} groups; 1 to {_MAX_GROUPS} are allowed")
+    return row_layout, (groups, a.shape[1], b.shape[1])
 
 
 class KGroupedPlan:
@@ -142,7 +145,7 @@ class KGroupedPlan:
 
     def __call__(self, tensors, out):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
-        if self.start is None:  # there are no rows, of which a tensor map cannot be
+        if self.start is None:  # a tensor map cannot be of an empty tensor
             if not self.accumulate:
                 out.zero_()
             return

@@ -3,10 +3,10 @@
 Tiles have up to 128 rows of x. The two tiles of a pair are either
 
 - two tiles of rows with the same columns. They share the weights: each CTA loads half of them for both. Or
-- for the last rows of a group, if one tile holds them, two neighbouring tiles of columns, so that both CTAs have work.
+- for the last rows of a group, if one tile holds them, two neighbouring tiles of columns, so that neither CTA idles.
 
-Without pairs, the tiles that need the same weights run on CTAs that drift apart when tiles take unequal times. The
-weights are then evicted from L2 in between and read from DRAM again.
+Without pairs, CTAs that use the same weights drift apart, because tiles take different times. The weights are then
+evicted from L2 between their uses and read from DRAM again.
 """
 
 from functools import cache

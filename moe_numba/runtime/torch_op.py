@@ -252,7 +252,7 @@ def _check_no_grad(name, arguments):
     else:
         reason = f"{name} has a backward only without out" if arguments.get("out") is not None else ""
     for parameter, tensor in arguments.items():
-        if parameter == "out" or not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor):
             continue
         if reason and _is_grad_enabled() and tensor.requires_grad:
             raise ValueError(f"{parameter} requires grad; {reason}: use torch.no_grad() or detach()")

@@ -383,3 +383,10 @@ def test_operands_of_the_epilogue_that_require_grad_are_refused(device):
         group_gemm_pertensor_fp8(*arguments, row_weights=weights.requires_grad_())
     with torch.no_grad():
         assert group_gemm_pertensor_fp8(*arguments, bias=bias).shape == (20, 128)
+
+
+def test_gathering_from_no_rows_with_an_mn_major_weight(device):
+    x, weight, *sizes = inputs(n=128, device=device)["bf16"]
+    indices = torch.zeros(20, dtype=torch.int32, device=device)
+    mn_major = weight.mT.contiguous().mT
+    assert not group_gemm_bf16(x[:0].clone(), mn_major, *sizes, gather_indices=indices).any()

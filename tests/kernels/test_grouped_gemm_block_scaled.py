@@ -96,6 +96,7 @@ def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
     [
         (dict(block_n=256), "block_n is 256; it must be 128 or 192"),
         (dict(silu_and_mul=True), "block_n is 192; it must be 256 with silu_and_mul"),
+        (dict(block_n=256, stages=4, silu_and_mul=True), "cluster_size is 2; with silu_and_mul it must be 1"),
         (dict(cluster_size=4), "cluster_size is 4; it must be 1 or 2"),
         (dict(stages=2), "stages is 2; it must be 3 or more"),
         (dict(stages=6), "needs .* bytes of shared memory"),

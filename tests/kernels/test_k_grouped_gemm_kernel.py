@@ -80,7 +80,7 @@ CASES = {
     "no rows": (SMALL, [0, 0], 64, 16, 0),
     "n and k beyond a tile": (SMALL._replace(stages=3), [70, 64], 200, 136, 1),
     "smallest": (SMALL, [1], 8, 8, 0),
-    "bfloat16": (SMALL._replace(out_dtype="bfloat16", delay_ns=500), [65, 0, 3], 136, 72, 2),
+    "bfloat16": (SMALL._replace(out_dtype="bfloat16"), [65, 0, 3], 136, 72, 2),
     "accumulate, offsets": (SMALL._replace(accumulate=True, row_layout="offsets"), [65, 0, 130], 72, 104, 0),
     "cluster": (SMALL._replace(block_k=128, cluster_size=2), [3, 0, 100], 136, 136, 2),
     "cluster, one tile of n": (SMALL._replace(block_k=128, cluster_size=2, stages=3), [70], 16, 128, 0),

@@ -7,6 +7,7 @@ ascending order for each number of rows. A configuration whose result differs fr
 """
 
 import argparse
+import itertools
 import multiprocessing
 
 import torch
@@ -76,9 +77,11 @@ def block_scaled_candidates(silu_and_mul):
     """Return the configurations of the block-scaled kernel, with rows of x as wgmma's rows."""
     found = {}
     for block_n in (256,) if silu_and_mul else (128, 192):
-        for keep_weight in (False, True):
-            config = BlockScaledConfig(block_n=block_n, silu_and_mul=silu_and_mul, keep_weight=keep_weight)
-            name = f"rows of x by {block_n}" + ", weights kept in L2" * keep_weight
+        for keep_weight, cluster_size in itertools.product((False, True), (1,) if silu_and_mul else (1, 2)):
+            config = BlockScaledConfig(
+                block_n=block_n, silu_and_mul=silu_and_mul, keep_weight=keep_weight, cluster_size=cluster_size
+            )
+            name = f"rows of x by {block_n}" + ", weights kept in L2" * keep_weight + ", cluster" * (cluster_size > 1)
             found[name] = with_most_stages(config, BlockScaledLayout)
     return found
 

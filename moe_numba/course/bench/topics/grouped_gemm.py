@@ -148,7 +148,7 @@ def readme_table(record):
                     cells.append(f"{found[0]['floor_us']:.0f}")
                     lines.append(f"| {sides['n']} x {sides['k']}, {rows}{label} | {' | '.join(cells)} |")
         lines.append("")
-    text = f"32 groups, rows drawn evenly at random. Kernel time in microseconds, {plots.provenance(record)}."
+    text = f"32 groups and rows drawn evenly at random, unless stated. Kernel time in us, {plots.provenance(record)}."
     if peers:
         text += " Layouts that other projects' kernels need are made beforehand."
     return "\n".join([*lines, text])

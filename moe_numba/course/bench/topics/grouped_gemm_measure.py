@@ -233,7 +233,7 @@ def _measure_shape(shape, groups, rows, peers, routing="uniform"):
             if dtype == "bf16" and groups == GROUPS and routing == "uniform":
                 config = {"num_groups": groups, "n": n, "k": k, "scaling": "mxfp4", "routing": routing}
                 found += measure_steps(_mxfp4_steps(), make_mxfp4_problems(problems), config, lengths, "mxfp4", [])
-        del weights, problems
+        del weights, problems, cases, steps
         torch.cuda.empty_cache()
     return found
 
