@@ -1804,7 +1804,7 @@ def package_step(config):
         maps = [TensorMap(tensor, box, swizzle=128) for tensor, box in boxes]
         out = p.out.view(torch.int32)
         sizes = len(p.weight), len(p.x), 0, p.weight.shape[1], p.x.shape[1]
-        unused = p.x.view(torch.uint8), p.seqlens, len(p.x), 0
+        unused = 0, 0, 0, p.x.view(torch.uint8), p.seqlens, len(p.x), 0  # of block scales and gathered rows
         launch(
             kernel,
             BLOCKS,
