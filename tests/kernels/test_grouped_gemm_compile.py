@@ -1,6 +1,7 @@
 """Machine code of the grouped GEMM: instructions, warnings and spills; no GPU is needed."""
 
 import pytest
+from helpers.once_per_run import once_per_run
 
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
 from moe_numba.grouped_gemm.launch import signature_of
@@ -60,7 +61,7 @@ NAMES = *CONFIGS, *BLOCK_SCALED
 
 
 @pytest.fixture(scope="module")
-def reports():
+def reports(tmp_path_factory):
     requests = {
         name: (f"make_kernel(GemmConfig(**{config}))[0]", signature_of(GemmConfig(**config)), THREADS, True)
         for name, config in CONFIGS.items()
@@ -68,7 +69,7 @@ def reports():
     for name, config in BLOCK_SCALED.items():
         made = f"kernel_block_scaled.make_kernel(BlockScaledConfig(**{config}))[0]"
         requests[name] = made, BLOCK_SCALED_SIGNATURE, THREADS, True
-    return compile_apart(SOURCE, requests)
+    return once_per_run(tmp_path_factory, "grouped_gemm", lambda: compile_apart(SOURCE, requests))
 
 
 @pytest.mark.parametrize("name", NAMES)
