@@ -109,4 +109,6 @@ def _comparable(value):
         return value
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
-    return repr(value) if isinstance(value, (int, float, str, tuple)) else id(value)
+    if isinstance(value, tuple):  # not its repr, which would format all elements of arrays
+        return tuple(_comparable(v) for v in value)
+    return repr(value) if isinstance(value, (int, float, str)) else id(value)

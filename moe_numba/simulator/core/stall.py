@@ -82,6 +82,15 @@ def _state(t):
     frame, arrays = kernel_frame(t.gr_frame), []
     frames = snapshot(frame)
     while frame is not None:
-        arrays += [value.array.tobytes() for value in frame.f_locals.values() if type(value) is LocalArray]
+        arrays += [array.tobytes() for array in _local_arrays(frame.f_locals.values())]
         frame = frame.f_back
     return frames, arrays
+
+
+def _local_arrays(values):
+    """Yield the local arrays among variables, also those in tuples."""
+    for value in values:
+        if type(value) is LocalArray:
+            yield value.array
+        elif isinstance(value, tuple):
+            yield from _local_arrays(value)
