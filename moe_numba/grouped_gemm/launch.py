@@ -24,7 +24,7 @@ from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.tensor_map import tensor_map_template
 from moe_numba.runtime.validate import check_int, make_outputs
 
@@ -109,12 +109,12 @@ def group_gemm(
     # Rows are scattered to an output of any number of rows.
     tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices
     try:
-        key = (scaling, average, options, config, *map(_tensor_key, tensors))
+        key = (scaling, average, options, config, *map(tensor_key, tensors))
     except AttributeError:  # an array of another library
         scale = "y_scale" if scaling == "tensor" else "w_scale"
         names = (scale if name == "w_scale" else name for name in GemmTensors._fields)
         tensors = tuple(a if a is None else as_tensor(a, name) for a, name in zip(tensors, names, strict=True))
-        key = (scaling, average, options, config, *map(_tensor_key, tensors))
+        key = (scaling, average, options, config, *map(tensor_key, tensors))
     plan = _plans.get(key)
     if plan is None or (accumulate and out is None):
         plan = GemmPlan(scaling, GemmTensors(*tensors), average, GemmOptions(*options), config, out is not None)
@@ -127,10 +127,6 @@ def group_gemm(
     if out is not None:
         return out
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def _tensor_key(tensor):
-    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 class GemmShape(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import has_wgmma
+from moe_numba.grouped_gemm.checks import MAX_GROUPS, has_wgmma
 from moe_numba.grouped_gemm.config import THREADS
 from moe_numba.grouped_gemm.config_k_grouped import (
     BLOCK_N,
@@ -21,13 +21,13 @@ from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.tensor_map import tensor_map_template
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_flag, check_tensor
 
 K_GROUPED_SIGNATURE = (*(TENSOR_MAP,) * 3, *("int32*",) * 2, *("int32",) * 4)
 _OUT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MAX_GROUPS, _MAX_TILES = 512, (1 << 31) - 1
+_MAX_TILES = (1 << 31) - 1
 
 _plans: dict = {}
 
@@ -51,11 +51,11 @@ def k_grouped_gemm(
     accumulate = check_flag("accumulate", accumulate)
     out_dtype = select_out_dtype(out, out_dtype, accumulate)
     try:
-        key = (out_dtype, accumulate, config, *map(_tensor_key, tensors))
+        key = (out_dtype, accumulate, config, *map(tensor_key, tensors))
     except AttributeError:  # an array of another library
         names = "a", "b", "seqlens", "cu_seqlens", "offs"
         tensors = tuple(t if t is None else as_tensor(t, name) for t, name in zip(tensors, names, strict=True))
-        key = (out_dtype, accumulate, config, *map(_tensor_key, tensors))
+        key = (out_dtype, accumulate, config, *map(tensor_key, tensors))
     plan = _plans.get(key)
     if plan is None:
         plan = remember(_plans, key, KGroupedPlan(tensors, out_dtype, accumulate, config))
@@ -73,10 +73,6 @@ def select_out_dtype(out, out_dtype, accumulate):
     if out_dtype not in _OUT_DTYPES or (accumulate and out_dtype != torch.float32):
         raise ValueError(f"out_dtype is {out_dtype}; it must be torch.float32, or without accumulate torch.bfloat16")
     return out_dtype
-
-
-def _tensor_key(tensor):
-    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
@@ -114,8 +110,8 @@ def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
         check_tensor(name, tensor, dtype=torch.int32, shape=(size,), contiguous=True, device=(a.device, "a"))
     name, tensor, _ = sizes[0]
     groups = tensor.shape[0]
-    if not 1 <= groups <= _MAX_GROUPS:
-        raise ValueError(f"{name} has {groups} groups; 1 to {_MAX_GROUPS} are allowed")
+    if not 1 <= groups <= MAX_GROUPS:
+        raise ValueError(f"{name} has {groups} groups; 1 to {MAX_GROUPS} are allowed")
     return row_layout, (groups, a.shape[1], b.shape[1])
 
 

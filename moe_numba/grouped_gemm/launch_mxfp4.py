@@ -6,6 +6,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, rows_of
+from moe_numba.grouped_gemm.config import DTYPE_NAMES
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, fit_registers, select_mxfp4_config
 from moe_numba.grouped_gemm.kernel_mxfp4 import make_kernel
 from moe_numba.grouped_gemm.launch import GemmOptions, GemmTensors
@@ -15,7 +16,7 @@ from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.tensor_map import tensor_map_template
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
@@ -34,7 +35,6 @@ MXFP4_SIGNATURE = (
 )
 _MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
 NO_TENSORS = dict.fromkeys(GemmTensors._fields)
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 _plans: dict = {}
 
@@ -70,11 +70,11 @@ def group_gemm(
     tensors = GemmTensors(**NO_TENSORS | given | dict(out=None if scatter_indices is None else out))
     made = GemmOptions(**options)
     try:
-        key = (average, n, config, made, *map(_tensor_key, tensors))
+        key = (average, n, config, made, *map(tensor_key, tensors))
     except AttributeError:  # an array of another library
         names = GemmTensors._fields
         tensors = GemmTensors(*(a if a is None else as_tensor(a, name) for a, name in zip(tensors, names, strict=True)))
-        key = (average, n, config, made, *map(_tensor_key, tensors))
+        key = (average, n, config, made, *map(tensor_key, tensors))
     plan = _plans.get(key)
     if plan is None or (made.accumulate and out is None):
         plan = remember(_plans, key, Mxfp4Plan(tensors, made, average, n, config, out is not None))
@@ -82,10 +82,6 @@ def group_gemm(
     if plan.start is not None:
         plan.launch(tensors, outputs)
     return outputs[0] if out is None else out
-
-
-def _tensor_key(tensor):
-    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def check(tensors, options, n, has_out):
@@ -182,8 +178,8 @@ def with_options(config, tensors, options):
         config = config._replace(alpha=float(options.alpha), limit=float(options.limit))
     config = config._replace(
         gather=tensors.gather_indices is not None,
-        bias="" if tensors.bias is None else _DTYPE_NAMES[tensors.bias.dtype],
-        out_dtype="f32" if options.accumulate else _DTYPE_NAMES[options.out_dtype],
+        bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
+        out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
         accumulate=options.accumulate,
         scatter=tensors.scatter_indices is not None,
         row_weights=tensors.row_weights is not None,

@@ -56,3 +56,8 @@ def remember(cache, key, value):
         cache.clear()
     cache[key] = value
     return value
+
+
+def tensor_key(tensor):
+    """Return what a launch plan depends on of a tensor, or None for None."""
+    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
