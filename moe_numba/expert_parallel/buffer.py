@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from moe_numba.expert_parallel import checks, runtime
+from moe_numba.expert_parallel import checks, launch_plans
 from moe_numba.expert_parallel.config import Config
 from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
@@ -212,7 +212,7 @@ class Buffer(LowLatencyBuffer):
             checks.check_output(out, self.transport, x, scales, topk_idx, rows)
             capacity = min(capacity, out.num_rows)
         channels, start, call = rt.cached(
-            runtime.plan_ring_dispatch if out is None else runtime.plan_direct_dispatch,
+            launch_plans.plan_ring_dispatch if out is None else launch_plans.plan_direct_dispatch,
             config,
             hidden,
             x.dtype,
@@ -314,7 +314,7 @@ class Buffer(LowLatencyBuffer):
         biases = checks.as_biases(bias)
         tokens, channels, rows = checks.check_handle(handle, self.group_size, device)
         hidden, topk = checks.check_combine_input(x, topk_weights, biases, rows, tokens, device)
-        start = rt.cached(runtime.plan_combine, config, hidden, topk, channels, len(biases))
+        start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases))
         *prefix, _, _, send_head = handle
         with rt.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = x.new_empty(tokens, hidden)

@@ -32,6 +32,11 @@ class GpuLimits(NamedTuple):
 HOPPER = GpuLimits(True, shared_bytes_of((9, 0)))
 
 
+def limits_of(gpu, uses_tma=None):
+    """Return the limits of one GPU; ``uses_tma`` None means if it can."""
+    return GpuLimits(gpu.capability >= (9, 0) if uses_tma is None else uses_tma, gpu.shared_bytes)
+
+
 @dataclass(frozen=True)
 class Config:
     """Resources of one call, with DeepEP's names.

@@ -12,6 +12,7 @@ from moe_numba.expert_parallel.low_latency_exchange import (
     LowLatencyDispatch,
     LowLatencyReceived,
     RankMask,
+    load_kernels,
 )
 from moe_numba.expert_parallel.runtime import Runtime
 
@@ -35,6 +36,7 @@ class LowLatency:
         self._runtime, self._rank_mask, self.shape = runtime, rank_mask, shape
         self._dispatch = LowLatencyDispatch(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         self._combine = LowLatencyCombine(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
+        load_kernels(self._dispatch, self._combine)
         self.received, device = self._dispatch.new_output(), runtime.transport.device
         self.combined = torch.empty(shape.max_tokens, shape.hidden, dtype=torch.bfloat16, device=device)
 

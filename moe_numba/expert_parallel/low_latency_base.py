@@ -7,7 +7,7 @@ from moe_numba.expert_parallel.buffer_base import BufferBase
 from moe_numba.expert_parallel.events import is_capturing
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, MAX_TOPK
 from moe_numba.expert_parallel.low_latency import LowLatency
-from moe_numba.expert_parallel.low_latency_exchange import BOTH, RECEIVE, SEND, RankMask, make_shape
+from moe_numba.expert_parallel.low_latency_exchange import BOTH, RECEIVE, SEND, RankMask, load_kernels, make_shape
 from moe_numba.runtime.validate import check_flag, check_int
 
 
@@ -76,15 +76,12 @@ class LowLatencyBase(BufferBase):
         RuntimeError
             In a CUDA graph capture, or after `destroy`.
         """
-        scales = scales_format(use_fp8, round_scale, use_ue8m0)
-        shape = make_shape(
-            self.group_size,
-            num_max_dispatch_tokens_per_rank,
-            hidden,
-            num_topk,
-            num_experts,
-            scales=scales,
-            expert_major=check_flag("expert_major", expert_major),
+        shape = shape_of_options(
+            *(self.group_size, num_max_dispatch_tokens_per_rank, hidden, num_experts, num_topk),
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            expert_major=expert_major,
             protocol=protocol,
         )
         num_sms = None if num_sms is None else check_int("num_sms", num_sms, 1)
@@ -156,9 +153,9 @@ class LowLatencyBase(BufferBase):
             shape = make_shape(self.group_size, max_tokens, hidden, topk, num_experts, scales=scales)
             checks.check_topk_idx_dtype(topk_idx.dtype)
             self._check_can_allocate()
-            return self._exchanges.setdefault(
-                key, make(self._runtime, mask, shape, topk_idx.dtype, self._low_latency_sms)
-            )
+            exchange = self._exchanges[key] = make(self._runtime, mask, shape, topk_idx.dtype, self._low_latency_sms)
+            load_kernels(exchange)
+            return exchange
 
     def _run(self, launch, async_finish, return_recv_hook, *tensors):
         """Launch an operation, or its send phase; return its event and hook."""
@@ -192,3 +189,23 @@ def scales_format(use_fp8, round_scale, use_ue8m0):
     if round_scale and not use_fp8:
         raise ValueError("round_scale is True and use_fp8 is False; only FP8 rows have scales")
     return None if not use_fp8 else "ue8m0" if use_ue8m0 else "rounded" if round_scale else "float32"
+
+
+def shape_of_options(
+    num_ranks,
+    num_max_dispatch_tokens_per_rank,
+    hidden,
+    num_experts,
+    num_topk,
+    *,
+    use_fp8=False,
+    round_scale=False,
+    use_ue8m0=False,
+    expert_major=True,
+    protocol="lamport",
+):
+    """Return what `LowLatencyBase.low_latency` compiles its kernels for; parameters as there."""
+    scales = scales_format(use_fp8, round_scale, use_ue8m0)
+    sizes = num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts
+    expert_major = check_flag("expert_major", expert_major)
+    return make_shape(num_ranks, *sizes, scales=scales, expert_major=expert_major, protocol=protocol)

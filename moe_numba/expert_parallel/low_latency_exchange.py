@@ -7,11 +7,13 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import low_latency_checks as checks
+from moe_numba.expert_parallel.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels import low_latency_combine, low_latency_dispatch
 from moe_numba.expert_parallel.kernels.low_latency_layout import MASK_WORDS, SENTINEL, STATE_WORDS, LowLatencyShape
 from moe_numba.expert_parallel.kernels.low_latency_protocol import MESSAGES
-from moe_numba.expert_parallel.runtime import Kernel, Runtime
+from moe_numba.expert_parallel.launch_plans import Kernel, load
+from moe_numba.expert_parallel.runtime import Runtime
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address
@@ -63,7 +65,7 @@ class RankMask:
 class _Exchange:
     """One operation's shared memory, state and kernels."""
 
-    def __init__(self, runtime, rank_mask, shape, make, signature, words, sentinels, num_sms):
+    def __init__(self, runtime, rank_mask, shape, words, sentinels, num_sms):
         transport, device = runtime.transport, runtime.transport.device
         self.runtime, self.transport, self.shape, self.rank_mask = runtime, transport, shape, rank_mask
         self.timeout, self.rank = runtime.timeout, runtime.rank  # for `Kernel`
@@ -80,14 +82,15 @@ class _Exchange:
         items = shape.slots * shape.parts
         sharing = [key for key in transport.gather(_gpu_key(device)) if key == _gpu_key(device)]
         self.grid = min(items, num_sms or max(1, gpu_of(device).sm_count // len(sharing)))
-        self._kernels = {}
-        for phase in (BOTH, SEND, RECEIVE):
-            phases = replace(shape, sends=phase != RECEIVE, receives=phase != SEND)
-            self._kernels[phase] = Kernel(
-                self, make, (phases,), signature, shape.threads, shape.shared_bytes if phase != SEND else 0
-            )
+        self._kernels = {
+            phase: Kernel(self, self.definition(shape, self.topk_idx_dtype, phase)) for phase in (BOTH, SEND, RECEIVE)
+        }
         self.reset()
-        self._kernels[BOTH].load()
+
+    @staticmethod
+    def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH) -> KernelDefinition:
+        """Return the kernel of a phase."""
+        raise NotImplementedError
 
     def start(self, phase, *arguments):
         self._kernels[phase](self.grid, self.mask_ptr, *arguments)
@@ -109,6 +112,11 @@ class _Exchange:
             self.runtime.synchronize()
             self.shared.close(0 if self.rank_mask.status[0] else self.timeout)
             self.shared = None
+
+
+def load_kernels(*exchanges):
+    """Compile and load the kernels of operations; all ranks must call it."""
+    load(exchanges[0], [exchange._kernels[BOTH] for exchange in exchanges])
 
 
 def _gpu_key(device):
@@ -149,16 +157,13 @@ class LowLatencyDispatch(_Exchange):
         checks.check_topk_idx_dtype(topk_idx_dtype)
         self.topk_idx_dtype = topk_idx_dtype
         self.total_counts = torch.zeros(shape.local_experts, dtype=torch.int32, device=runtime.transport.device)
-        super().__init__(
-            runtime,
-            rank_mask,
-            shape,
-            low_latency_dispatch.make_low_latency_dispatch,
-            low_latency_dispatch.signature(TOPK_IDX_POINTERS[topk_idx_dtype]),
-            shape.dispatch_words,
-            shape.dispatch_rows,
-            num_sms,
-        )
+        super().__init__(runtime, rank_mask, shape, shape.dispatch_words, shape.dispatch_rows, num_sms)
+
+    @staticmethod
+    def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102
+        make, signature = low_latency_dispatch.make_low_latency_dispatch, low_latency_dispatch.signature
+        shared_bytes = 0 if phase == SEND else shape.shared_bytes
+        return _definition(make, signature, shape, topk_idx_dtype, phase, shared_bytes)
 
     def new_output(self) -> LowLatencyReceived:
         """Allocate output tensors."""
@@ -203,17 +208,13 @@ class LowLatencyCombine(_Exchange):
 
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
         checks.check_topk_idx_dtype(topk_idx_dtype)
-        shape, self.topk_idx_dtype = replace(shape, dtype="bfloat16", scales="float32"), topk_idx_dtype
-        super().__init__(
-            runtime,
-            rank_mask,
-            shape,
-            low_latency_combine.make_low_latency_combine,
-            low_latency_combine.signature(TOPK_IDX_POINTERS[topk_idx_dtype]),
-            shape.combine_words,
-            shape.combine_rows,
-            num_sms,
-        )
+        shape, self.topk_idx_dtype = _combined(shape), topk_idx_dtype
+        super().__init__(runtime, rank_mask, shape, shape.combine_words, shape.combine_rows, num_sms)
+
+    @staticmethod
+    def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102
+        make, signature = low_latency_combine.make_low_latency_combine, low_latency_combine.signature
+        return _definition(make, signature, _combined(shape), topk_idx_dtype, phase, 0)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -230,3 +231,18 @@ class LowLatencyCombine(_Exchange):
             *self.runtime.pointers(out),
             address(self.wait_ns if wait_ns is None else wait_ns),
         )
+
+
+def _definition(make, signature, shape, topk_idx_dtype, phase, shared_bytes):
+    phases = replace(shape, sends=phase != RECEIVE, receives=phase != SEND)
+    return KernelDefinition(make, (phases,), signature(TOPK_IDX_POINTERS[topk_idx_dtype]), shape.threads, shared_bytes)
+
+
+def _combined(shape):
+    """Return the shape of combine: whatever dispatch sends, its rows are bfloat16."""
+    return replace(shape, dtype="bfloat16", scales="float32")
+
+
+def exchange_kernels(shape: LowLatencyShape, topk_idx_dtype: torch.dtype = torch.int64) -> list[KernelDefinition]:
+    """Return the kernels of dispatch and combine."""
+    return [kind.definition(shape, topk_idx_dtype) for kind in (LowLatencyDispatch, LowLatencyCombine)]

@@ -1,23 +1,14 @@
 """State that all calls of a ``Buffer`` share: shared memory, status, kernels, launch plans and streams."""
 
 import contextlib
-from functools import partial
 
 import torch
 
 from moe_numba import simulator
 from moe_numba.expert_parallel.checks import check_previous_event
-from moe_numba.expert_parallel.config import (
-    TOPK_IDX_POINTERS,
-    GpuLimits,
-    make_ring_shape,
-    max_warps,
-    num_channels,
-    num_direct_senders,
-    num_senders,
-)
+from moe_numba.expert_parallel.compile_ahead import KernelDefinition
+from moe_numba.expert_parallel.config import GpuLimits, limits_of
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap, is_capturing
-from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct, notify
 from moe_numba.expert_parallel.kernels.buffer_layout import (
     ABORT_FLAG,
     MAX_CHANNELS,
@@ -26,7 +17,6 @@ from moe_numba.expert_parallel.kernels.buffer_layout import (
     STATE_WORDS,
     buffer_layout,
 )
-from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.timeout import (
     ARGUMENT_ERRORS,
     CALL_ARGUMENTS,
@@ -34,17 +24,15 @@ from moe_numba.expert_parallel.kernels.timeout import (
     MESSAGES,
     STATUS_WORDS,
 )
-from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
-from moe_numba.expert_parallel.transport import COMPILE_LOCK, check_same_on_all_ranks
+from moe_numba.expert_parallel.launch_plans import Kernel, load, plan_barrier, plan_notify
+from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, current_stream
 from moe_numba.runtime.validate import check_device
 
 _NO_BARRIERS = contextlib.nullcontext()
 _SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `Runtime.on_stream`
-_NOTIFY_THREADS = _BARRIER_THREADS = 32 if simulator.ENABLED else 512  # per CTA
 _COMPILE_S = 100.0  # seconds that ranks wait for one another's compilers
-_DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `timeout.CALL_ARGUMENTS`
 _SCALE_DTYPES = None, torch.float32, torch.int32
 
 
@@ -71,9 +59,7 @@ class Runtime:
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
         check_same_on_all_ranks(transport, "num_nvl_bytes", num_bytes)
         # A group of different GPUs uses what all of them have, so that all ranks have the same channels and slots.
-        gpu = gpu_of(device)
-        can_use_tma = gpu.capability >= (9, 0) if uses_tma is None else uses_tma
-        have_tma, shared_bytes = zip(*transport.gather((can_use_tma, gpu.shared_bytes)), strict=True)
+        have_tma, shared_bytes = zip(*transport.gather(limits_of(gpu_of(device), uses_tma)), strict=True)
         self.limits = GpuLimits(all(have_tma), min(shared_bytes))
         self.shared = transport.allocate(4 * self.rings_offset + num_bytes)
         self._local = self.shared.local.view(torch.int32)
@@ -94,8 +80,7 @@ class Runtime:
             torch.cuda.synchronize(device)
         transport.gather(None)
         self._notify, self._barrier = plan_notify(self), plan_barrier(self)
-        self._notify.load()  # now, because no call may make the others wait for the compiler
-        self._barrier.load()
+        load(self, [self._notify, self._barrier])  # now, because no call may make the others wait for the compiler
 
     def synchronize(self):
         """Wait until the GPU has finished all work; in the simulator, run the pending kernels."""
@@ -156,22 +141,22 @@ class Runtime:
 
     def prepare_kernel(self, make, constants, signature, block, shared_bytes=0):
         """Return ``start(grid, *arguments)`` of the kernel ``make(*constants)``, a `Kernel`."""
-        return Kernel(self, make, constants, signature, block, shared_bytes)
+        return Kernel(self, KernelDefinition(make, constants, signature, block, shared_bytes))
 
     @contextlib.contextmanager
-    def with_compilers_of_all_ranks(self, configuration):
-        """Return a context in which all ranks compile the kernel of a configuration; it ends when all have done so.
+    def with_compilers_of_all_ranks(self, configurations):
+        """Return a context in which all ranks compile the kernels of configurations; it ends when all have done so.
 
         Otherwise the GPUs of some ranks would wait for the compiler of another. A rank that does not come within the
         timeout is late or lost: the others do not wait for its compiler, and their kernels time out. Ranks whose call
         differs do not come here: a rank that knows that from notify does not wait for them. Nor does a captured call,
         which nothing runs.
         """
-        if configuration in self._configurations or is_capturing():
+        if self._configurations.issuperset(configurations) or is_capturing():
             yield
             return
-        self._configurations.add(configuration)
-        name = f"first use of {configuration}"
+        self._configurations.update(configurations)
+        name = f"first use of {configurations}"
         all_come = not self._status_view[0] and self.transport.rendezvous(name, self.timeout)
         yield
         if all_come and not self._status_view[0]:
@@ -310,98 +295,3 @@ class Runtime:
 
             with torch.cuda.stream(stream):
                 yield finish
-
-
-class Kernel:
-    """A kernel that exchanges data with the peers; ``kernel(grid, *arguments)`` adds the `RankContext` and launches it.
-
-    The first call compiles it. If the operation begins with `Runtime.notify`, ranks whose calls differ find that out
-    before one of them compiles.
-
-    Parameters
-    ----------
-    runtime : Runtime
-    make, constants
-        ``make(*constants)`` is the kernel. Ranks that use it together have the same ``constants[0]``.
-    signature, block, shared_bytes
-        As for ``moe_numba.runtime.launch.launcher``.
-    """
-
-    def __init__(self, runtime, make, constants, signature, block, shared_bytes):
-        self._runtime, self._block, self._start = runtime, block, None
-        self._definition = make, constants, signature, shared_bytes
-
-    def load(self):
-        """Compile and load the kernel, and wait until all ranks have done so."""
-        make, constants, signature, shared_bytes = self._definition
-        runtime, options = self._runtime, dict(launch_bounds=self._block, shared_bytes=shared_bytes, dependent=True)
-        with (
-            runtime.with_compilers_of_all_ranks((make.__name__, constants[0])),
-            COMPILE_LOCK,  # ranks that are threads make, and compile, the same kernel once
-        ):
-            self._start = runtime.transport.prepare_kernel(make(*constants), signature, runtime.timeout, **options)
-
-    def __call__(self, grid, *arguments):
-        if self._start is None:
-            self.load()
-        runtime = self._runtime
-        timeout_ns = int(runtime.timeout * 1e9)
-        self._start(grid, self._block, *runtime._common_arguments, timeout_ns, runtime.rank, *arguments)
-
-
-def plan_notify(runtime):
-    constants = runtime.num_ranks, _NOTIFY_THREADS
-    return runtime.prepare_kernel(notify.make_notify_dispatch, constants, notify.NOTIFY_SIGNATURE, _NOTIFY_THREADS)
-
-
-def plan_barrier(runtime):
-    constants = (runtime.num_ranks,)
-    return runtime.prepare_kernel(notify.make_barrier, constants, notify.BARRIER_SIGNATURE, _BARRIER_THREADS)
-
-
-# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`. Those of dispatch return
-# the number of channels, a function that starts the kernel, and what `Runtime.notify` compares across ranks.
-
-
-def plan_ring_dispatch(
-    runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
-):
-    """Prepare dispatch through rings."""
-    slot, ranks = TokenSlot(hidden * dtype.itemsize // 4, scales, topk), runtime.num_ranks
-    warps = max_warps(2 * hidden, runtime.limits)
-    channels = channels or num_channels(config.num_sms, ranks, 2 * hidden, channels_per_warp, runtime.limits)
-    shape, ring_words = make_ring_shape(
-        config, ranks, warps, channels, slot, runtime.ring_words, dtype.itemsize, runtime.limits
-    )
-    signature = dispatch.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
-    start = runtime.prepare_kernel(dispatch.make_dispatch, (shape,), signature, shape.threads, shape.shared_bytes)
-    senders = num_senders(config.num_sms, ranks)
-    call = hidden, _DTYPES.index(dtype), scales, topk, shape.slots
-    return channels, partial(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words), call
-
-
-def plan_direct_dispatch(
-    runtime, config, hidden, dtype, scales, topk, channels, channels_per_warp, topk_idx_dtype=torch.int64
-):
-    """Prepare dispatch to a `SymmetricOutput`."""
-    blocks, warps = num_direct_senders(config.num_sms), max_warps(2 * hidden, runtime.limits)
-    channels = channels or (channels_per_warp or 4) * blocks * warps  # four, as with rings where the link is saturated
-    slot = TokenSlot(hidden * dtype.itemsize // 4, scales, topk)
-    shape = RingShape(runtime.num_ranks, warps, 0, slot, runtime.limits.uses_tma)
-    signature = dispatch_direct.signature(TOPK_IDX_POINTERS[topk_idx_dtype])
-    start = runtime.prepare_kernel(
-        dispatch_direct.make_dispatch_direct, (shape,), signature, 32 * warps, shape.shared_bytes
-    )
-    return channels, partial(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
-
-
-def plan_combine(runtime, config, hidden, topk, channels, biases):
-    """Prepare combine; return a function that starts the kernel."""
-    ranks, slot = runtime.num_ranks, TokenSlot(hidden // 2, topk, 0, has_src_idx=False)
-    warps = max_warps(2 * hidden, runtime.limits)
-    shape, ring_words = make_ring_shape(config, ranks, warps, channels, slot, runtime.ring_words, limits=runtime.limits)
-    start = runtime.prepare_kernel(
-        combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
-    )
-    rings_offset = runtime.rings_offset + runtime.ring_words
-    return partial(start, config.num_sms, num_senders(config.num_sms, ranks), channels, rings_offset, ring_words)

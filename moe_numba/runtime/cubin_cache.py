@@ -13,6 +13,7 @@ import os
 import platform
 import stat
 import tempfile
+import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe_numba.runtime.kernel_key import kernel_key
 FOLDER = "MOE_NUMBA_CACHE"  # environment variable: another folder, or "0" for no cache
 _COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
 _DIGEST_BYTES = 32
+_LOCK_S = 60.0  # a process waits for another one's compiler at most so long
 
 
 def folder():
@@ -61,9 +63,41 @@ def load_or_make(key, make):
     path = where / f"{hashlib.sha256(f'{_origin()} {key}'.encode()).hexdigest()}.cubin"
     data = _read(path)
     if data is None:
-        data = make()
-        _write(path, data)
+        with _only_one_process(path):
+            data = _read(path)  # another process may have made it meanwhile
+            if data is None:
+                data = make()
+                _write(path, data)
     return data
+
+
+@contextlib.contextmanager
+def _only_one_process(path):
+    """Hold the lock of an entry, so that other processes that need it wait for the one that makes it.
+
+    A process that cannot have the lock in time makes the entry as well, which costs time and nothing else.
+    """
+    try:
+        import fcntl
+
+        lock = path.with_suffix(".lock")
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except (ImportError, OSError):
+        yield
+        return
+    end = time.monotonic() + _LOCK_S
+    try:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.01)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink()  # before the lock is released: a process that waits for it finds the entry
+        os.close(file)
 
 
 def _make_private(where):

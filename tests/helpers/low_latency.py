@@ -10,6 +10,9 @@ from moe_numba.expert_parallel.local_group import LocalGroup
 SMS = 2 if simulator.ENABLED else 20
 HIDDEN = 32 if simulator.ENABLED else 1024
 FP8_HIDDEN = 512
+# For tests with one process per GPU: topk, most tokens of a rank, scales.
+KINDS = (2, 1, None), (8, 16, None), (9, 128, None), (8, 64, "float32")
+EXPERTS_PER_RANK = 8
 SHORT_TIMEOUT = 4e-3 if simulator.ENABLED else 0.5
 
 

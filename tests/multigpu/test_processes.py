@@ -1,6 +1,5 @@
 """One process and one GPU per rank: random inputs, CUDA graphs, a late rank, and a rank that exits."""
 
-import faulthandler
 import os
 import sys
 import time
@@ -20,36 +19,12 @@ from helpers.expert_parallel import (
     send,
     to_device,
 )
+from helpers.rank_processes import run, run_to_exit
 
-from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.expert_parallel import Buffer, CudaIpc, SymmetricMemory
 
 pytestmark = pytest.mark.multigpu
 HIDDEN = 1024
-
-
-def run(work, *arguments, survivors_only=False):
-    """Run ``work(rank, ranks, *arguments)`` in one process per GPU; return the exit codes."""
-    port, ranks = free_port(), min(8, torch.cuda.device_count())
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_start, args=(work, rank, ranks, port, arguments), daemon=True) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(220)
-        assert process.exitcode is not None, "a rank hangs"
-    codes = [process.exitcode for process in processes]
-    assert survivors_only or codes == [0] * ranks
-    return codes
-
-
-def _start(work, rank, ranks, port, arguments):
-    faulthandler.dump_traceback_later(200, exit=True)  # print where a rank hangs
-    torch.set_num_threads(2)  # small tensors, many processes
-    with process_group(rank, ranks, port):
-        work(rank, ranks, *arguments)
 
 
 def random_inputs(rank, ranks, kind, rounds, uses_tma):
@@ -223,7 +198,7 @@ def one_exits(rank, ranks, when):
 
 @pytest.mark.parametrize("when", ["notify", "combine"])
 def test_ranks_raise_timeout_errors_if_a_rank_exits(when):
-    codes = run(one_exits, when, survivors_only=True)
+    codes = run_to_exit(one_exits, when)
     assert codes == [3 if rank == 1 else 7 for rank in range(len(codes))]
 
 
@@ -275,7 +250,7 @@ def replays_after_a_loss(rank, ranks, direct):
 
 @pytest.mark.parametrize("direct", [False, True], ids=["rings", "output"])
 def test_replays_after_a_loss_return_nan(direct):
-    codes = run(replays_after_a_loss, direct, survivors_only=True)
+    codes = run_to_exit(replays_after_a_loss, direct)
     assert codes == [3 if rank == 1 else 7 for rank in range(len(codes))]
 
 

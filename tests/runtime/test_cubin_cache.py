@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,26 @@ def test_entries_are_cached_by_key_and_sources(cache, monkeypatch):
     monkeypatch.setenv(cubin_cache.FOLDER, "0")
     assert cubin_cache.load_or_make("a 1", lambda: b"no folder") == b"no folder"
     assert len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize("seconds, made", [(60.0, 1), (0.0, 2)])
+def test_an_entry_that_another_process_makes_is_not_made_again(seconds, made, cache, monkeypatch):
+    """File locks keep threads apart as they do processes; one that waits too long makes the entry as well."""
+    monkeypatch.setattr(cubin_cache, "_LOCK_S", seconds)
+    makers, both = [], threading.Barrier(2)
+
+    def make():
+        makers.append(threading.get_ident())
+        time.sleep(0.1)
+        return b"code"
+
+    def load():
+        both.wait()
+        return cubin_cache.load_or_make("a", make)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [future.result() for future in [pool.submit(load) for _ in range(2)]] == [b"code"] * 2
+    assert len(makers) == made and len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-1] + b"?"])

@@ -287,7 +287,7 @@ def moe_layer():
 def expert_parallel():
     import torch
 
-    from moe_numba.expert_parallel import runtime
+    from moe_numba.expert_parallel import launch_plans
     from moe_numba.expert_parallel.config import HOPPER, Config
     from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
     from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
@@ -319,8 +319,8 @@ def expert_parallel():
                 lambda: per_token_cast_back(torch.empty(4, hidden, dtype=fp8), scales),
             )
     for ranks in (1, 2, 4, 8):
-        yield f"notify {ranks}", lambda: runtime.plan_notify(fake(ranks))()
-        yield f"barrier {ranks}", lambda: runtime.plan_barrier(fake(ranks))()
+        yield f"notify {ranks}", lambda: launch_plans.plan_notify(fake(ranks))()
+        yield f"barrier {ranks}", lambda: launch_plans.plan_barrier(fake(ranks))()
         for sms in (4, 16, 24, 48):
             for name, dtype, scales, topk, *ids_dtype in (
                 ("bf16", bf16, 0, 8),
@@ -329,14 +329,17 @@ def expert_parallel():
                 *([("bf16 int32", bf16, 0, 8, torch.int32)] if sms == 24 else []),
             ):
                 given = Config(num_sms=sms), 7168, dtype, scales, topk, None, None, *ids_dtype
-                yield f"dispatch {ranks} {sms} {name}", lambda: runtime.plan_ring_dispatch(fake(ranks), *given)[1]()
+                yield (
+                    f"dispatch {ranks} {sms} {name}",
+                    lambda: launch_plans.plan_ring_dispatch(fake(ranks), *given)[1](),
+                )
                 yield (
                     f"dispatch, out= {ranks} {sms} {name}",
-                    lambda: runtime.plan_direct_dispatch(fake(ranks), *given)[1](),
+                    lambda: launch_plans.plan_direct_dispatch(fake(ranks), *given)[1](),
                 )
             for topk, biases in ((8, 0), (0, 0), (8, 2)):
                 given = Config(num_sms=sms), 7168, topk, 128, biases
-                yield f"combine {ranks} {sms} {topk} {biases}", lambda: runtime.plan_combine(fake(ranks), *given)()
+                yield f"combine {ranks} {sms} {topk} {biases}", lambda: launch_plans.plan_combine(fake(ranks), *given)()
 
 
 @case

@@ -16,9 +16,17 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.course.bench.timing import Stats
 from moe_numba.course.bench.topics.dispatch_combine_measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
+from moe_numba.expert_parallel import Buffer, Config, LocalGroup
+from moe_numba.expert_parallel.compile_ahead import compile_ahead
+from moe_numba.expert_parallel.config import limits_of
+from moe_numba.expert_parallel.launch_plans import PlannedKernels
+from moe_numba.expert_parallel.low_latency_base import shape_of_options
+from moe_numba.expert_parallel.low_latency_exchange import exchange_kernels
+from moe_numba.runtime.device import gpu_of
 
 TOKENS = (1, 8, 32, 128, 256)
 PAIRS = 10  # in one graph
+NORMAL_CONFIG = Config(MAIN_SMS, 6, 256)
 ONE_RANK_EXPERTS = EXPERTS // 2  # as many as each of two ranks has
 LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the rows
     ("final", "bf16"): dict(),
@@ -32,12 +40,9 @@ LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the
 
 def measure(numbers_of_ranks, quick=False):
     """Return the record's rows for all group sizes for which there are enough GPUs."""
-    from moe_numba.expert_parallel import LocalGroup
-
-    rows = []
+    rows, numbers_of_ranks = [], [ranks for ranks in numbers_of_ranks if ranks <= torch.cuda.device_count()]
+    compile_ahead(definition for ranks in numbers_of_ranks for definition in kernels(ranks, quick))
     for ranks in numbers_of_ranks:
-        if ranks > torch.cuda.device_count():
-            continue
         if ranks == 1:
             rows += LocalGroup(1).run(lambda group: LowLatencyBench(0, 1, quick, group).rows())[0]
             continue
@@ -46,6 +51,27 @@ def measure(numbers_of_ranks, quick=False):
             torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, found), nprocs=ranks)
             rows += json.loads(found.read_text())
     return rows
+
+
+def kernels(ranks, quick=False):
+    """Return the definitions of the kernels that are measured; the ranks would compile them one after another."""
+    planned = PlannedKernels(ranks, BUFFER_BYTES, limits_of(gpu_of(0)))
+    if ranks > 1:
+        planned.combine(NORMAL_CONFIG, HIDDEN, TOPK, planned.dispatch(NORMAL_CONFIG, HIDDEN, topk=TOPK))
+    for tokens in numbers_of_tokens(quick):
+        for options in LOW_LATENCY.values():
+            shape = shape_of_options(ranks, tokens, HIDDEN, _num_experts(ranks), TOPK, **options)
+            planned.definitions += exchange_kernels(shape)
+    return planned.definitions
+
+
+def numbers_of_tokens(quick):
+    """Return the numbers of tokens of a rank."""
+    return (1, 128) if quick else TOKENS
+
+
+def _num_experts(ranks):
+    return EXPERTS // ranks * ranks if ranks > 1 else ONE_RANK_EXPERTS
 
 
 def _work(rank, ranks, port, quick, found):
@@ -60,7 +86,7 @@ class LowLatencyBench:
 
     def __init__(self, rank, ranks, quick, group):
         self.ranks, self.quick, self.group, self.device = ranks, quick, group, torch.device("cuda", rank)
-        self.experts = EXPERTS // ranks * ranks if ranks > 1 else ONE_RANK_EXPERTS
+        self.experts = _num_experts(ranks)
         self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
         torch.manual_seed(rank)
         self.x = torch.randn(max(TOKENS), HIDDEN, device=self.device).bfloat16()
@@ -69,10 +95,8 @@ class LowLatencyBench:
 
     def rows(self):
         """Return the rows of this group size, the same on every rank."""
-        from moe_numba.expert_parallel import Buffer
-
         rows = []
-        for tokens in (1, 128) if self.quick else TOKENS:
+        for tokens in numbers_of_tokens(self.quick):
             self.buffer = Buffer(self.group, BUFFER_BYTES, low_latency_mode=True, timeout=20)
             rows += self._pairs(tokens)
             self.buffer.destroy()
@@ -148,11 +172,9 @@ class LowLatencyBench:
 
     def _normal_pair(self, x, idx, weights):
         """Return a function that dispatches and combines in normal mode, without waiting for the counts."""
-        from moe_numba.expert_parallel import Config
-
         per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(idx, self.experts)
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
-        options = dict(num_worst_tokens=self.ranks * len(x), config=Config(MAIN_SMS, 6, 256))
+        options = dict(num_worst_tokens=self.ranks * len(x), config=NORMAL_CONFIG)
 
         def pair():
             given = self.buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights, **options)

@@ -1,0 +1,64 @@
+"""Compilation of kernels by several processes, before the processes that launch them start.
+
+A process compiles one kernel at a time. Machine code is cached on disk, so a pool of processes can compile in advance.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+from moe_numba.runtime import cubin_cache
+from moe_numba.runtime.device import gpu_of
+
+
+class KernelDefinition(NamedTuple):
+    """A kernel and what it is compiled for."""
+
+    make: Callable  # of a module: ``make(*constants)`` is the kernel
+    constants: tuple
+    signature: tuple
+    block: int  # threads of a CTA
+    shared_bytes: int = 0
+
+    @property
+    def configuration(self) -> tuple:
+        """What is the same on all ranks that use the kernel together."""
+        return self.make.__name__, self.constants[0]
+
+
+def compile_ahead(definitions: Iterable[KernelDefinition], device: int = 0, processes: int | None = None) -> int:
+    """Compile kernels for a GPU into the cubin cache.
+
+    Parameters
+    ----------
+    definitions : iterable of KernelDefinition
+        Equal ones are compiled once.
+    device : int
+        Index of the GPU.
+    processes : int, optional
+        By default one per core, at most 32.
+
+    Returns
+    -------
+    int
+        The number of different kernels; 0 if the cache is off, and nothing was compiled.
+    """
+    found = list(dict.fromkeys(definitions))
+    if not found or cubin_cache.folder() is None:
+        return 0
+    gpu, processes = gpu_of(device), processes or min(32, len(os.sched_getaffinity(0)))
+    # A process that was forked could not use the GPU, nor a lock that a thread of its parent held.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(found)), context) as pool:
+        list(pool.map(partial(_compile, arch=gpu.arch, link_arch=gpu.hardware_arch), found))
+    return len(found)
+
+
+def _compile(definition, arch, link_arch):
+    kernel = definition.make(*definition.constants)
+    cubin_cache.machine_code(
+        kernel, definition.signature, arch=arch, link_arch=link_arch, launch_bounds=definition.block
+    )
