@@ -49,6 +49,8 @@ class GemmConfig(NamedTuple):
     cluster_size: int = 1  # CTAs with neighbouring tiles of weight that load their rows of x by multicast, 1 or 2
     gather: bool = False  # rows of x are read through an array of row indices
     warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
+    fast_accumulation: bool = False  # FP8: accumulate over all of k in the tensor cores, see `kernel.make_mma_stage`
+    band_rows: int = 0  # rows of a group whose tiles follow one another; 0: all, see `scheduler.make_get_banded_tile`
     weight_major: str = "k"  # contiguous dimension of weight [groups, n, k]: "k", or with bf16 "mn", which is n
 
     @property

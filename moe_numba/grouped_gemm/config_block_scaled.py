@@ -75,6 +75,11 @@ class BlockScaledLayout:
     threads = THREADS
 
     @property
+    def needs_registers(self) -> bool:
+        """Whether a consumer thread needs more than 224 registers, for two accumulators and another CTA's barriers."""
+        return self.config.block_n == 2 * SCALE_BLOCK and self.config.cluster_size == 2
+
+    @property
     def x_offset(self) -> int:
         """u8, within a stage: x lies behind the tile of weight."""
         return self.config.block_n * BLOCK_K_BYTES
@@ -155,16 +160,16 @@ class BlockScaledLayout:
 
 def check_block_scaled_config(config: BlockScaledConfig) -> None:
     """Refuse a configuration that the kernel does not support."""
-    allowed = (2 * SCALE_BLOCK,) if config.silu_and_mul else (128, 192)
+    allowed = (2 * SCALE_BLOCK,) if config.silu_and_mul else (128, 192, 2 * SCALE_BLOCK)
     if config.block_n not in allowed:
         raise ValueError(
             f"block_n is {config.block_n}; it must be {' or '.join(map(str, allowed))}"
             + " with silu_and_mul" * config.silu_and_mul
         )
-    if config.silu_and_mul and config.cluster_size != 1:
-        raise ValueError(f"cluster_size is {config.cluster_size}; with silu_and_mul it must be 1 (registers)")
     if config.cluster_size not in (1, 2):
         raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
+    if BlockScaledLayout(config).needs_registers and config.gather:
+        raise ValueError(f"cluster_size is 2; with block_n {config.block_n} and gather it must be 1 (registers)")
     if config.stages < AUX_PRODUCER_WARPS:
         # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
         raise ValueError(f"stages is {config.stages}; it must be {AUX_PRODUCER_WARPS} or more")
@@ -174,20 +179,27 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
 
 # With fewer rows per group the kernel of ``kernel.py`` is as fast.
 MIN_AVERAGE = 64
-# (maximum average rows per group, tile configuration): a group of more than 128 rows reads its weights once per tile of
-# rows, so they are kept in L2.
-_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
-    (BLOCK_M, dict(block_n=128, stages=6, cluster_size=1)),
-    (None, dict(block_n=192, stages=5, keep_weight=True)),
-)
-# Two accumulators leave no registers for pairs of tiles: ptxas would spill in the main loop.
-_SILU_CONFIG: dict[str, Any] = dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1)
+_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=4)
+# For a number of columns of which tiles of 256 would leave more than 1/16 of their work unused.
+_NARROW_TILE: dict[str, Any] = dict(block_n=192, stages=5)
 
 
 @cache
-def select_block_scaled_config(row_layout: str, average: int, silu_and_mul: bool = False) -> BlockScaledConfig | None:
-    """Select the configuration for groups of ``average`` rows, or return None if the other kernel is faster."""
+def select_block_scaled_config(
+    row_layout: str, average: int, silu_and_mul: bool = False, n: int = 0
+) -> BlockScaledConfig | None:
+    """Select the configuration for groups of ``average`` rows and ``n`` columns, or None if the other kernel is faster.
+
+    With ``silu_and_mul`` the number of columns does not matter.
+    """
     if average < MIN_AVERAGE:
         return None
-    tile = next(tile for limit, tile in _CONFIGS if limit is None or average <= limit)
-    return BlockScaledConfig(row_layout=row_layout, **(_SILU_CONFIG if silu_and_mul else tile))
+    wide, narrow = (-(-n // tile["block_n"]) * tile["block_n"] for tile in (_TILE, _NARROW_TILE))
+    tile = _NARROW_TILE if not silu_and_mul and 15 * wide > 16 * narrow else _TILE
+    return BlockScaledConfig(row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)
+
+
+def with_gather(config: BlockScaledConfig) -> BlockScaledConfig:
+    """Return the configuration for gathered rows: producer warps then need the registers of a cluster's consumers."""
+    needs_registers = BlockScaledLayout(config).needs_registers
+    return config._replace(gather=True, cluster_size=1 if needs_registers else config.cluster_size)

@@ -40,6 +40,12 @@ class MmaConfig(NamedTuple):
     scatter: bool = False  # rows of y are stored to the rows that an index array names
     row_weights: bool = False  # each row of y is multiplied by a factor
 
+    m_subtiles = cluster_size = 1  # as in `config.GemmConfig`
+
+    @property
+    def subtile_m(self) -> int:
+        return self.block_m
+
     @property
     def finishes(self) -> bool:
         """Whether the epilogue does more than to round scaled rows to bfloat16."""

@@ -90,8 +90,8 @@ def make_mma_stage(n, config, layout):
     empty, scaling = layout.empty, config.scaling
     wait, release_stage = make_wgmma_wait(n, 0), make_release_stage(config.cluster_size)
 
-    if config.dtype == "bf16":  # the tensor cores accumulate in float32: no promotion
-        wgmma = make_wgmma_tile(n, "bf16", accumulate=True, a_major=config.weight_major)
+    if config.dtype == "bf16" or config.fast_accumulation:  # no promotion
+        wgmma = make_wgmma_tile(n, config.dtype, accumulate=True, a_major=config.weight_major)
 
         @cuda.jit(device=True)
         def mma_stage(smem, a, b, acc, scales, stage, release):

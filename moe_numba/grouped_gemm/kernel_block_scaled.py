@@ -57,7 +57,7 @@ from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmax
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
 BOX_BYTES = BOX_ROWS * BLOCK_K_BYTES
-UP_OFFSET = SCALE_BLOCK * BLOCK_K_BYTES  # with silu_and_mul: of the tile of up in a stage, behind gate
+HALF_OFFSET = SCALE_BLOCK * BLOCK_K_BYTES  # in a tile of 256 rows of weight: of the second half, or of up
 
 
 # Producer warpgroup
@@ -112,7 +112,9 @@ def make_tma_producer(config, layout):
         tile = first_tile()
         while tile < tiles:
             (g, row, rows, _, n_tile), shares_weight = get_tile(smem, problem, tile)
-            column, two_boxes = int32(n_tile * columns), rows > BOX_ROWS
+            column = int32(n_tile * columns)
+            rows = rows if column < n else int32(0)  # a pair's second tile may lie beyond the weight
+            two_boxes = rows > BOX_ROWS
             second = int32(n + column) if silu_and_mul else int32(column + half_rows)
             tma_bytes = int32(x_offset)
             if not gather:
@@ -280,33 +282,34 @@ def make_multiply(config, layout):
 
 
 @cache
-def make_multiply_gate_and_up(config, layout):
-    """Make ``gate, up, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, row)``.
+def make_multiply_halves(config, layout):
+    """Make ``first, second, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, row)``.
 
-    As :func:`make_multiply`, but two accumulators leave registers for one wgmma result only, so gate and up are
-    computed one after the other, 128 columns each.
+    As :func:`make_multiply`, for a tile of 256 rows of weight, which are gate and up or two neighbouring blocks. Two
+    accumulators leave registers for one wgmma result only, so the halves are computed one after the other.
     """
     stage_bytes, full, advance = layout.stage_bytes, layout.full, make_advance(config.stages)
     n, load_scales, release_stage = SCALE_BLOCK, make_load_scales(layout), make_release_stage(layout)
     wgmma, wait, fma = make_wgmma_tile(n, "e4m3"), make_wgmma_wait(n, 0), make_fma_blocks(n, n)
-    zeros = (np.float32(0),) * (n // 2)
+    zeros, silu_and_mul = (np.float32(0),) * (n // 2), config.silu_and_mul
 
     @cuda.jit(device=True)
     def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
-        gate, up = zeros, zeros
+        first, second = zeros, zeros
         for _ in range(k_blocks):
             mbarrier_wait_parity(smem.barriers, full + stage, phase)
             offset = int32(stage * stage_bytes)
             x, weight = wgmma_descriptor(smem.u8, int32(offset + x_offset)), wgmma_descriptor(smem.u8, offset)
             product = wgmma(x, weight)
-            a, b, w_gate, w_up, _ = load_scales(smem, stage, row)
+            a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)  # of 64 columns each, or of gate and up
+            w_second = w_1 if silu_and_mul else w_2
             product = wait(product)
-            gate = fma(gate, product, (a * w_gate, b * w_gate))
-            product = wait(wgmma(x, uint64(weight + uint64(UP_OFFSET >> 4))))
+            first = fma(first, product, (a * w_0, b * w_0))
+            product = wait(wgmma(x, uint64(weight + uint64(HALF_OFFSET >> 4))))
             release_stage(smem, stage, lane)
-            up = fma(up, product, (a * w_up, b * w_up))
+            second = fma(second, product, (a * w_second, b * w_second))
             stage, phase = advance(stage, phase)
-        return gate, up, stage, phase
+        return first, second, stage, phase
 
     return multiply
 
@@ -334,18 +337,24 @@ def make_skip_stages(config, layout):
 def make_consumer(config, layout):
     """Make ``stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column)``."""
     silu_and_mul, skip_stages, tile_offset = config.silu_and_mul, make_skip_stages(config, layout), layout.x_offset
-    multiply = (make_multiply_gate_and_up if silu_and_mul else make_multiply)(config, layout)
-    store = make_store_silu_and_mul(layout) if silu_and_mul else make_store(config.block_n, layout)
+    halves = config.block_n == 2 * SCALE_BLOCK
+    multiply = (make_multiply_halves if halves else make_multiply)(config, layout)
+    columns = config.block_n // 2 if halves else config.block_n
+    store = make_store_silu_and_mul(layout) if silu_and_mul else make_store(columns, layout)
 
     @cuda.jit(device=True)
     def consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column):
         warpgroup, own_row = int32(warp >> 2), int32(warp * 16)
         if rows > warpgroup * BOX_ROWS:
             x_offset, thread_row = int32(tile_offset + warpgroup * BOX_BYTES), int32(own_row + (lane >> 2))
-            if silu_and_mul:
-                gate, up, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, thread_row)
-                if column < output.n:
-                    store(smem, output, warp, lane, gate, up, int32(row + own_row), int32(rows - own_row), column)
+            if halves:
+                first, second, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, thread_row)
+                if silu_and_mul:
+                    store(smem, output, warp, lane, first, second, int32(row + own_row), int32(rows - own_row), column)
+                else:
+                    store(smem, output, warp, lane, first, int32(row + own_row), int32(rows - own_row), column)
+                    column = int32(column + columns)
+                    store(smem, output, warp, lane, second, int32(row + own_row), int32(rows - own_row), column)
             else:
                 acc, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, thread_row)
                 store(smem, output, warp, lane, acc, int32(row + own_row), int32(rows - own_row), column)
@@ -364,7 +373,10 @@ def make_kernel(config):
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
     columns, silu_and_mul, cluster_size = config.columns, config.silu_and_mul, config.cluster_size
     (first_tile, next_tile), tiles_offset = make_tile_loop(cluster_size), layout.tiles_offset
-    setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(56), make_setmaxnreg_inc(224)
+    # setmaxnreg redistributes the 168 registers per thread of the launch: 4 p + 8 c = 12 * 168. Two accumulators and
+    # the addresses of another CTA's barriers need more than 224; a producer that gathers needs more than 40.
+    producer_registers, consumer_registers = (40, 232) if layout.needs_registers else (56, 224)
+    setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(producer_registers), make_setmaxnreg_inc(consumer_registers)
     count_tiles = make_count_tiles(config, layout, pairs_of_group if cluster_size == 2 else None)
     tma_producer = make_tma_producer(config, layout)
     aux_producer, consumer = make_aux_producer(config, layout), make_consumer(config, layout)

@@ -188,7 +188,7 @@ class GemmPlan:
         is_plain = not has_epilogue_options(tensors, options)
         gpu = gpu_of(x.device)
         if config is None and gpu.has_wgmma and by_block and is_plain:
-            config = select_block_scaled_config(row_layout, average, silu_and_mul)
+            config = select_block_scaled_config(row_layout, average, silu_and_mul, n)
         if isinstance(config, BlockScaledConfig):
             if not is_plain:
                 raise ValueError(f"config is {config}; its kernel does not have these epilogue options")

@@ -4,7 +4,7 @@ from functools import cache
 
 from moe_numba import simulator
 from moe_numba.grouped_gemm.config import BLOCK_K_BYTES, THREADS
-from moe_numba.grouped_gemm.config_block_scaled import BOX_ROWS, BlockScaledConfig
+from moe_numba.grouped_gemm.config_block_scaled import BOX_ROWS, BlockScaledConfig, with_gather
 from moe_numba.grouped_gemm.kernel_block_scaled import make_kernel
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.device import gpu_of
@@ -24,7 +24,7 @@ class BlockScaledLaunch:
 
     def __init__(self, config, tensors, shape):
         x, weight, indices = tensors[0], tensors[1], tensors[7]
-        self.config = config = config._replace(gather=indices is not None)
+        self.config = config = config if indices is None else with_gather(config)
         self.start, self.grid = get_block_scaled_launcher(config, x.device.index or 0), _grid_size(x.device)
         rows = x.flatten(0, 1) if x.dim() == 3 else x
         # Gathering from no rows: a tensor map cannot be of an empty tensor.

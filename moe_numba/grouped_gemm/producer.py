@@ -10,7 +10,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, BLOCK_N
 from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
-from moe_numba.grouped_gemm.scheduler import make_get_tile, make_tile_loop
+from moe_numba.grouped_gemm.scheduler import make_get_banded_tile, make_get_tile, make_tile_loop
 from moe_numba.ptx.arithmetic import float_as_int
 from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity
@@ -26,6 +26,20 @@ from moe_numba.ptx.tma import (
 from moe_numba.ptx.warp import uniform
 
 CLUSTER_MASK = 0b11  # multicast to both CTAs of a cluster
+
+
+@cache
+def make_look_up_tile(config, layout):
+    """Make ``tile_info = look_up_tile(smem, problem, n_tiles, tile)``, with bands if the configuration has them."""
+    if config.band_rows:
+        return make_get_banded_tile(config, layout)
+    get_tile = make_get_tile(config, layout)
+
+    @cuda.jit(device=True)
+    def look_up_tile(smem, problem, n_tiles, tile):
+        return get_tile(smem, problem, tile)
+
+    return look_up_tile
 
 
 @cache
@@ -75,17 +89,17 @@ def make_tma_producer(config, layout):
     tma_bytes, gather = layout.tma_bytes, config.gather
     skips_empty = two_subtiles and not multicast and not gather  # an empty second subtile is not loaded
     block_k = BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
-    get_tile, advance = make_get_tile(config, layout), make_advance(config.stages)
-    first_tile, next_tile = make_tile_loop(config.cluster_size)
+    look_up_tile, advance = make_look_up_tile(config, layout), make_advance(config.stages)
+    (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
 
     @cuda.jit(device=True)
     def tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n):
         barriers = smem.barriers
         stage, phase = int32(0), uint32(1)
         evict_first, evict_last = createpolicy_evict_first(), createpolicy_evict_last()
-        tile = first_tile()
+        tile, n_tiles = first_tile(), int32((n + columns - 1) // columns)
         while tile < tiles:
-            g, row, rows, subtile_rows, n_tile = get_tile(smem, problem, tile)
+            g, row, rows, subtile_rows, n_tile = look_up_tile(smem, problem, n_tiles, tile)
             mbarrier_wait_parity(barriers, empty + stage, phase)
             info = uint32(tile_info_offset + 4 * stage)
             smem.i32[info] = row
@@ -139,7 +153,8 @@ def make_aux_producer(config, layout):
     load_row_indices, copy_rows = make_load_row_indices(config, layout), make_copy_rows(config, layout)
     rows_per_lane = -(-subtile_m // 32)  # of a subtile
     count = rows_per_lane * m_subtiles
-    get_tile, (first_tile, next_tile) = make_get_tile(config, layout), make_tile_loop(config.cluster_size)
+    look_up_tile, (first_tile, next_tile) = make_look_up_tile(config, layout), make_tile_loop(config.cluster_size)
+    clusters = config.cluster_size
 
     @cuda.jit(device=True)
     def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_tiles):
@@ -152,7 +167,7 @@ def make_aux_producer(config, layout):
         weight_scales = cuda.local.array(weight_tiles, float32)
         tile = first_tile()
         while tile < tiles:
-            info = get_tile(smem, problem, tile)
+            info = look_up_tile(smem, problem, int32((n_tiles + clusters - 1) // clusters), tile)
             # The last tile of a cluster's second CTA may lie beyond the weight: clamp it.
             weight_index = int64(info.group) * weight_tiles * n_tiles + min(info.n_tile, n_tiles - 1)
             weight_index *= k_blocks

@@ -188,9 +188,10 @@ def make_get_banded_tile(config, layout):
 
     A group of many rows is split into bands of ``config.band_rows`` rows, which follow one another, so that the CTAs
     that run at the same time compute an area of the output that is about as wide as it is high. Within a band, rows of
-    x are innermost.
+    x are innermost. ``n_tiles`` counts tiles of columns, or pairs of them if a cluster has two CTAs.
     """
-    first_tile, block_m = layout.first_tile_offset, config.block_m
+    first_tile, m_subtiles, block_m = layout.first_tile_offset, config.m_subtiles, config.block_m
+    subtile_m, cluster_size = config.subtile_m, config.cluster_size
     band_tiles = max(config.band_rows // block_m, 1)
     group_rows = make_group_rows(config.row_layout)
 
@@ -199,7 +200,10 @@ def make_get_banded_tile(config, layout):
         g = find_group(smem.i32, first_tile, problem.groups, tile)
         first, count = group_rows(problem, g)
         tiles = num_tiles(count, block_m)
-        tile_rows = subtile_size(count, tiles, 1)
+        subtile_rows = subtile_size(count, tiles, m_subtiles)
+        if m_subtiles == 2 and count <= subtile_m:
+            subtile_rows = subtile_size(count, tiles, 1)
+        tile_rows = int32(subtile_rows * m_subtiles)
         tile_in_group = int32(tile - smem.i32[uint32(first_tile + g)])
         band = divide(tile_in_group, int32(band_tiles * n_tiles))
         tile_in_band = int32(tile_in_group - int32(band * band_tiles) * n_tiles)
@@ -207,7 +211,9 @@ def make_get_banded_tile(config, layout):
         n_tile = divide(tile_in_band, tiles_of_band)
         m_tile = int32(int32(band * band_tiles) + int32(tile_in_band - n_tile * tiles_of_band))
         begin = int32(m_tile * tile_rows)
-        return TileInfo(g, int32(first + begin), int32(min(tile_rows, int32(count - begin))), tile_rows, n_tile)
+        if cluster_size == 2:
+            n_tile = int32(2 * n_tile + int32(cluster_ctarank()))
+        return TileInfo(g, int32(first + begin), int32(min(tile_rows, int32(count - begin))), subtile_rows, n_tile)
 
     return get_tile
 

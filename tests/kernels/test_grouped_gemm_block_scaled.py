@@ -20,6 +20,7 @@ from moe_numba.grouped_gemm.config_block_scaled import (
     BlockScaledLayout,
     check_block_scaled_config,
     select_block_scaled_config,
+    with_gather,
 )
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.runtime.device import H200
@@ -83,8 +84,8 @@ def test_pairs_of_tiles(lengths, n, device):
     assert mismatch(run(SMALL, p, blocks=4), p.expected) is None
 
 
-# A tile of 192 columns begins at the first or the second half of a block of weight scales.
-@pytest.mark.parametrize("block_n", [128, 192])
+# A tile of 192 columns begins at the first or the second half of a block of weight scales; 256 are computed in halves.
+@pytest.mark.parametrize("block_n", [128, 192, 256])
 @pytest.mark.parametrize("n, k", [(64, 64), (192, 320), (576, 128), (448, 64), (16, 16), (208, 144)])
 def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
     p = problem([5, 0, 70], n, k, device)
@@ -94,9 +95,9 @@ def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(block_n=256), "block_n is 256; it must be 128 or 192"),
+        (dict(block_n=64), "block_n is 64; it must be 128 or 192 or 256"),
         (dict(silu_and_mul=True), "block_n is 192; it must be 256 with silu_and_mul"),
-        (dict(block_n=256, stages=4, silu_and_mul=True), "cluster_size is 2; with silu_and_mul it must be 1"),
+        (dict(block_n=256, stages=4, gather=True), "cluster_size is 2; with block_n 256 and gather it must be 1"),
         (dict(cluster_size=4), "cluster_size is 4; it must be 1 or 2"),
         (dict(stages=2), "stages is 2; it must be 3 or more"),
         (dict(stages=6), "needs .* bytes of shared memory"),
@@ -112,7 +113,7 @@ def test_selected_configurations_are_supported():
         for silu_and_mul in (False, True):
             config = select_block_scaled_config("lengths", average, silu_and_mul)
             check_block_scaled_config(config)
-            check_block_scaled_config(config._replace(gather=True))
+            check_block_scaled_config(with_gather(config))
     assert select_block_scaled_config("lengths", 63) is None
 
 
@@ -167,7 +168,7 @@ def test_gather_does_not_depend_on_thread_order(seed, device):
     assert torch.equal(run(GATHER, p, seed=seed), run(SMALL, problem([30, 70], 192, 640, device)))
 
 
-SILU = BlockScaledConfig(block_n=256, silu_and_mul=True, stages=3, max_groups=8, cluster_size=1)
+SILU = BlockScaledConfig(block_n=256, silu_and_mul=True, stages=3, max_groups=8)
 
 
 @pytest.mark.parametrize("with_gather", [False, True])
@@ -185,7 +186,8 @@ def silu_error(lengths, n, k, device, seed=0, make_kernel=kernel.make_kernel, wi
         p = scatter(p)
     y = torch.full((total + 4, n), 0x7F, dtype=torch.uint8, device=device)  # NaN
     scale = torch.full((total + 4, n // 128), float("nan"), device=device)
-    launch_kernel(SILU._replace(gather=with_gather), p, y, scale, 2, seed, make_kernel)
+    config = SILU._replace(gather=True, cluster_size=1) if with_gather else SILU
+    launch_kernel(config, p, y, scale, 2, seed, make_kernel)
     assert bool((y[total:] == 0x7F).all() & scale[total:].isnan().all()), "rows behind the output were written"
     return silu_mismatch(y[:total].view(FP8), scale[:total], reference.silu_and_mul(p.expected.bfloat16().float()))
 
@@ -239,11 +241,7 @@ WRONG = {
         "            release_stage",
     ),
     "too few bytes are expected": (kernel, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
-    "consumers request more registers than producers release": (
-        kernel,
-        "make_setmaxnreg_inc(224)",
-        "make_setmaxnreg_inc(240)",
-    ),
+    "consumers request more registers than producers release": (kernel, "else (56, 224)", "else (56, 240)"),
     "rows of the next group are stored": (epilogue, "        if t < rows:", "        if t < 16:"),
     "the wrong group's weight is loaded": (kernel, "k, column, group, barriers", "k, column, int32(0), barriers"),
     "the wrong group's weight scales are loaded": (kernel, "int64(info.group) * n_blocks", "int64(0) * n_blocks"),
@@ -331,8 +329,9 @@ def test_wrong_gathers_are_rejected(what, device):
 
 
 WRONG_SILU = {
+    "a tile beyond the weight is stored": (kernel, "rows if column < n else int32(0)", "rows"),
     "gate is loaded in place of up": (kernel, "int32(n + column) if silu", "int32(column) if silu"),
-    "up has gate's scales": (kernel, "(a * w_up, b * w_up)", "(a * w_gate, b * w_gate)"),
+    "up has gate's scales": (kernel, "(a * w_second, b * w_second)", "(a * w_0, b * w_0)"),
     "the scale leaves out half of the columns": (
         epilogue,
         "    return max(value, cuda.shfl_xor_sync(FULL_MASK, value, 2))",

@@ -50,11 +50,12 @@ CONFIGS = {
     "silu, partial": dict(silu_and_mul=True, partial=True, subtile_m=128, mma_n=(128,), stages=4),
 }
 BLOCK_SCALED = {
-    "block-scaled": dict(),
+    "block-scaled": dict(block_n=256, stages=4),
+    "block-scaled, 192 columns": dict(),
     "block-scaled, 128 columns": dict(block_n=128, stages=6, cluster_size=1),
-    "block-scaled, masked": dict(row_layout="masked"),
-    "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1),
-    "block-scaled, gather": dict(gather=True),
+    "block-scaled, masked": dict(block_n=256, stages=4, row_layout="masked"),
+    "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True),
+    "block-scaled, gather": dict(block_n=256, stages=4, cluster_size=1, gather=True),
     "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1, gather=True),
 }
 NAMES = *CONFIGS, *BLOCK_SCALED
@@ -115,7 +116,7 @@ def test_shared_memory_is_enough(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_consumer_warps_do_not_spill(name, reports):
     """No local memory is accessed between the first wgmma and the last."""
-    if "blocks" not in name and not name.startswith("block-scaled, silu"):
+    if "blocks" not in name and BLOCK_SCALED.get(name, {}).get("block_n") != 256:  # prologue and epilogue may spill
         # With float32 the number of tiles is spilled, which a consumer warp reads once per tile.
         assert reports[name].spilled_bytes <= (32 if name == "float32" else 0)
     opcodes = [opcode.split(".")[0] for opcode in reports[name].opcodes]
