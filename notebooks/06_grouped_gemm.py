@@ -66,15 +66,15 @@ from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.draw import grouped_gemm as draw
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.source_diff import diff
-from moe_numba.grouped_gemm import kernel as final_kernel
-from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.api import (
+from moe_numba.grouped_gemm import (
     group_gemm_blockwise_fp8,
     group_gemm_pertensor_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
+    reference,
 )
+from moe_numba.grouped_gemm import kernel as final_kernel
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
-from moe_numba.grouped_gemm.launch import SIGNATURE
+from moe_numba.grouped_gemm.launch_tma import SIGNATURE
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats

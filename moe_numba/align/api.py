@@ -8,7 +8,6 @@ import torch
 from moe_numba import simulator
 from moe_numba.align import device_functions, kernel_large, kernel_medium, kernel_pairwise, kernel_small
 from moe_numba.align.reference import sizes
-from moe_numba.align.workspace import workspace
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher, refuse_recording
@@ -23,6 +22,7 @@ from moe_numba.runtime.validate import (
     check_tensor,
     make_outputs,
 )
+from moe_numba.runtime.workspace import workspace
 
 MAP_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 ID_TYPES = {torch.uint8: "uint8*", torch.int16: "int16*"} | MAP_TYPES

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_numba.grouped_gemm.api import group_gemm_bf16
+from moe_numba.grouped_gemm.api_bf16 import group_gemm_bf16
 from moe_numba.grouped_gemm.api_k_grouped import k_grouped_gemm_bf16
 from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
 from moe_numba.grouped_gemm.unused_rows import zero_unused_rows

@@ -4,6 +4,7 @@ import numbers
 
 import torch
 
+from moe_numba.grouped_gemm.config import MAX_GROUPS, SCALE_BLOCK
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
@@ -13,8 +14,6 @@ from moe_numba.runtime.validate import (
     check_tensor,
     is_fake,
 )
-
-MAX_GROUPS = 512
 
 
 def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype, m_indices=None):
@@ -104,9 +103,9 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
         _check_array("x_scale", x_scale, tuple(x.shape[:-1]), torch.float32, x.device)
         _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
     elif scaling == "block":
-        k_blocks = -(-k // 128)
+        k_blocks = -(-k // SCALE_BLOCK)
         _check_array("x_scale", x_scale, (*x.shape[:-1], k_blocks), torch.float32, x.device, contiguous=False)
-        _check_array("w_scale", weight_scale, (groups, -(-n // 128), k_blocks), torch.float32, x.device)
+        _check_array("w_scale", weight_scale, (groups, -(-n // SCALE_BLOCK), k_blocks), torch.float32, x.device)
 
 
 def check_options(options, n, scaling):
@@ -140,6 +139,18 @@ def check_positive(name, value):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if not 0 < value < float("inf"):
         raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+
+def check_given_config(config, groups, **wanted):
+    """Refuse an explicit configuration that was made for other arguments.
+
+    ``wanted`` are the values that its fields must have; a field that its kernel does not have is not compared.
+    """
+    for name, value in wanted.items():
+        if (found := getattr(config, name, value)) != value:
+            raise ValueError(f"config has {name} {found!r}; for these arguments it must be {value!r}")
+    if config.max_groups < groups:
+        raise ValueError(f"config has max_groups {config.max_groups}; weight has {groups} groups")
 
 
 def check_arguments(scaling, tensors, options, has_out):

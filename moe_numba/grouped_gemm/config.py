@@ -17,6 +17,11 @@ EPILOGUE_BYTES = 2 * EPILOGUE_ROWS * BLOCK_K_BYTES  # a consumer warpgroup's two
 SILU_ROWS = 32  # rows of y that the silu-and-mul epilogue processes at once
 SILU_ROW_BYTES = 2 * 2 * BLOCK_N + 16  # a row's gate and up in bf16, and 16 bytes that spread rows over the banks
 
+SCALE_BLOCK = 128  # elements of k, and rows of a weight, that share a block scale
+MAX_GROUPS = 512
+MAX_TILES = (1 << 31) - 1  # of a launch
+MAX_AVERAGE = 1 << 20  # rows per group; more make no difference
+
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of a bias and of results
 
 
@@ -35,7 +40,7 @@ class GemmConfig(NamedTuple):
     mma_n: tuple[int, ...] = (128,)  # wgmma N sizes, descending; a tile uses the smallest that holds its subtile
     stages: int = 5  # pipeline stages
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
-    max_groups: int = 512
+    max_groups: int = MAX_GROUPS
     silu_and_mul: bool = False  # weight is gate and up; the kernel writes silu(gate) * up, in FP8 if dtype is e4m3
     activation: str = "silu"  # "silu": gate is stacked on up; "swigluoai": their rows are interleaved, with limits
     alpha: float = 1.702  # of swigluoai

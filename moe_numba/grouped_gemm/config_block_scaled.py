@@ -8,14 +8,15 @@ from moe_numba.grouped_gemm.config import (
     AUX_PRODUCER_WARPS,
     BLOCK_K_BYTES,
     CONSUMER_WARPS,
+    MAX_GROUPS,
     MAX_SHARED_BYTES,
+    SCALE_BLOCK,
     THREADS,
     WARPS,
 )
 
 BLOCK_M = 128  # rows of x in a tile: 64, wgmma's M, for each consumer warpgroup
 BOX_ROWS = 64  # rows of x that one TMA load copies
-SCALE_BLOCK = 128  # rows of weight, and elements of k, that share a scale
 SCALED_COLUMNS = 64  # columns of a tile that share a scale of weight, wherever in a scale block the tile begins
 ROW_BYTES = 128  # bytes of a row of y that a warp stores at once: 64 columns of bf16, or 128 of FP8
 EPILOGUE_BYTES = 16 * ROW_BYTES  # a warp's epilogue buffer, for 16 rows
@@ -31,7 +32,7 @@ class BlockScaledConfig(NamedTuple):
     block_n: int = 192
     stages: int = 5  # pipeline stages
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
-    max_groups: int = 512
+    max_groups: int = MAX_GROUPS
     silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
     keep_weight: bool = False  # keep weights in L2 as long as rows of x
     gather: bool = False  # rows of x are read through an array of row indices

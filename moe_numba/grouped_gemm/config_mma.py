@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from moe_numba.grouped_gemm.config import MAX_GROUPS, SCALE_BLOCK
 from moe_numba.runtime.device import GPU
 
-SCALE_BLOCK = 128  # elements of k, and rows of a weight, that share a scale
 COLUMN_GROUP = 32  # columns of y of which a lane holds 8 neighbours of a row
 STEP_BYTES = 32  # bytes of k that one mma.sync multiplies
 
@@ -31,7 +31,7 @@ class MmaConfig(NamedTuple):
     min_blocks: int = 1  # CTAs per SM
     band_rows: int = 2048  # rows of a group whose tiles follow one another
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
-    max_groups: int = 512
+    max_groups: int = MAX_GROUPS
     silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
     gather: bool = False  # rows of x are read through an array of row indices
     bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none

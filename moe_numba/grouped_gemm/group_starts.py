@@ -10,11 +10,11 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32
 
-from moe_numba.align.workspace import workspace
-from moe_numba.grouped_gemm.checks import MAX_GROUPS
+from moe_numba.grouped_gemm.config import MAX_GROUPS
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import remember
+from moe_numba.runtime.workspace import workspace
 
 THREADS = 1024
 SIGNATURE = "int32*", "int32*", "int64", "int32"

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from moe_numba import simulator
-from moe_numba.grouped_gemm.checks import MAX_GROUPS, has_wgmma
-from moe_numba.grouped_gemm.config import THREADS
+from moe_numba.grouped_gemm.checks import has_wgmma
+from moe_numba.grouped_gemm.config import MAX_GROUPS, MAX_TILES, THREADS
 from moe_numba.grouped_gemm.config_k_grouped import (
     BLOCK_N,
     BLOCK_ROWS,
@@ -18,7 +17,7 @@ from moe_numba.grouped_gemm.config_k_grouped import (
 )
 from moe_numba.grouped_gemm.kernel_k_grouped import make_kernel
 from moe_numba.runtime.compile import TENSOR_MAP
-from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember, tensor_key
@@ -27,7 +26,6 @@ from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, che
 
 K_GROUPED_SIGNATURE = (*(TENSOR_MAP,) * 3, *("int32*",) * 2, *("int32",) * 4)
 _OUT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MAX_TILES = (1 << 31) - 1
 
 _plans: dict = {}
 
@@ -129,9 +127,12 @@ class KGroupedPlan:
         dtype = _OUT_DTYPES[out_dtype]
         config = config or select_k_grouped_config(n, k, row_layout, dtype, accumulate)
         self.config = config = config._replace(row_layout=row_layout, out_dtype=dtype, accumulate=accumulate)
-        if groups * (-(-n // BLOCK_N) + 1) * -(-k // config.block_k) > _MAX_TILES:
+        if groups * (-(-n // BLOCK_N) + 1) * -(-k // config.block_k) > MAX_TILES:
             raise ValueError(f"out would be {list(shape)}, which has too many tiles of {BLOCK_N} x {config.block_k}")
-        self.start, self.grid = get_k_grouped_launcher(config, a.device.index or 0), _grid_size(a.device)
+        self.start, self.grid = (
+            get_k_grouped_launcher(config, a.device.index or 0),
+            persistent_ctas(a.device, 2),
+        )  # even, for clusters of two
         self.a_map, self.b_map = (
             tensor_map_template(tensor, (BLOCK_ROWS, BOX_COLUMNS), swizzle=128, name=name)
             for name, tensor in (("a", a), ("b", b))
@@ -176,9 +177,3 @@ def get_k_grouped_launcher(config: KGroupedConfig, device: int):
         cluster=cluster,
         dependent=True,
     )
-
-
-@cache
-def _grid_size(device):
-    """One CTA per SM, rounded down to an even number for clusters of two."""
-    return 2 if simulator.ENABLED else gpu_of(device).sm_count // 2 * 2

@@ -2,12 +2,11 @@
 
 from functools import cache
 
-from moe_numba import simulator
-from moe_numba.grouped_gemm.config import DTYPE_NAMES
-from moe_numba.grouped_gemm.config_mma import SCALE_BLOCK, MmaConfig, select_mma_config
+from moe_numba.grouped_gemm.config import DTYPE_NAMES, SCALE_BLOCK
+from moe_numba.grouped_gemm.config_mma import MmaConfig, select_mma_config
 from moe_numba.grouped_gemm.copies_mma import NO_ROW
 from moe_numba.grouped_gemm.kernel_mma import make_mma_kernel
-from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_aligned, vector_strides
 
@@ -45,7 +44,7 @@ class MmaLaunch:
         self.sizes = *shape.sizes, shape.k * x.element_size(), *shape.scale_strides
         self.y_rows = shape.y_rows
         self.start = get_mma_launcher(self.config, x.device.index or 0)
-        self.grid, self.threads = _grid_size(x.device) * self.config.min_blocks, self.config.threads
+        self.grid, self.threads = persistent_ctas(x.device) * self.config.min_blocks, self.config.threads
 
     def __call__(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
@@ -106,9 +105,3 @@ def get_mma_launcher(config: MmaConfig, device: int):
     kernel, shared_bytes = make_mma_kernel(config)
     bounds = config.threads, config.min_blocks
     return launcher(kernel, MMA_SIGNATURE, device, launch_bounds=bounds, shared_bytes=shared_bytes)
-
-
-@cache
-def _grid_size(device):
-    """One CTA per SM."""
-    return 2 if simulator.ENABLED else gpu_of(device).sm_count

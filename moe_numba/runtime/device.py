@@ -92,6 +92,11 @@ def on_launch(kernel, signature, options):
     _on_launch(kernel, signature, options)
 
 
+def persistent_ctas(device, multiple=1):
+    """Number of CTAs of a persistent kernel: one per SM, rounded down to a multiple; two in the simulator."""
+    return 2 if simulator.ENABLED else gpu_of(device).sm_count // multiple * multiple
+
+
 @cache
 def gpu_of(device):
     """The properties of a ``torch.device`` or device index."""

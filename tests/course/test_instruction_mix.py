@@ -11,7 +11,7 @@ from numba import cuda, float32, int32
 
 from moe_numba.course.instruction_mix import CLASSES, InstructionMix, classify, instruction_mix
 from moe_numba.grouped_gemm.config import THREADS
-from moe_numba.grouped_gemm.launch import SIGNATURE
+from moe_numba.grouped_gemm.launch_tma import SIGNATURE
 from moe_numba.runtime.sass import MachineCode, compile_apart
 
 

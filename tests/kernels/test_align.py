@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import moe_numba
 from moe_numba import moe_align_block_size, simulator
-from moe_numba.align import api, kernel_large, kernel_medium, reference, workspace
+from moe_numba.align import api, kernel_large, kernel_medium, reference
 from moe_numba.align.reference import mismatch, sizes
+from moe_numba.runtime import workspace as workspaces
 
 POISON = -12345
 ALL_IDS = (torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -322,7 +323,7 @@ def test_a_new_workspace_is_zeroed(device):
     """In deterministic mode torch fills other new tensors."""
     torch.use_deterministic_algorithms(True)
     try:
-        assert not workspace.workspace(0, 1 << 10).any()
+        assert not workspaces.workspace(0, 1 << 10).any()
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -597,16 +598,10 @@ NUM_TOKENS = 80  # top-8: enough for several CTAs in both kernels
 
 
 def changed(module, right, wrong, monkeypatch):
-    """Reload the package's modules with a change in one of them, and return its api module."""
-    for name in (
-        "device_functions",
-        "workspace",
-        "kernel_small",
-        "kernel_medium",
-        "kernel_large",
-        "kernel_pairwise",
-        "api",
-    ):
+    """Reload the package's modules with a change in one of them, and return its api module; it has new workspaces."""
+    for cache in ("_workspaces", "_pools"):
+        monkeypatch.setattr(workspaces, cache, {})
+    for name in ("device_functions", "kernel_small", "kernel_medium", "kernel_large", "kernel_pairwise", "api"):
         real = importlib.import_module(f"moe_numba.align.{name}")
         source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
         if name == module:
@@ -778,7 +773,7 @@ def test_graphs(tokens, calls, use_pool, monkeypatch):
     """Replay two graphs concurrently on changed ids, with eager calls in between; also with an empty workspace pool."""
     jobs, eager = [Job(tokens, seed) for seed in range(2)], Job(tokens, 2)
     if not use_pool:
-        monkeypatch.setattr(sys.modules["moe_numba.align.workspace"], "_pools", {})
+        monkeypatch.setattr(workspaces, "_pools", {})
     for job in jobs:
         with torch.cuda.graph(job.graph):
             for _ in range(calls):

@@ -1,5 +1,6 @@
 """The grouped GEMM's public functions, its checker, its argument checks and its tuner."""
 
+import inspect
 import re
 
 import pytest
@@ -10,14 +11,18 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.runtime import device as devices
 
 # isort: split
+from moe_numba import grouped_gemm
 from moe_numba.grouped_gemm import (
     group_gemm_bf16,
     group_gemm_pertensor_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
+    launch,
     reference,
 )
 from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
+from moe_numba.grouped_gemm.config_mma import MmaConfig
+from moe_numba.grouped_gemm.parameters import describe_parameters
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 
 
@@ -208,6 +213,50 @@ def padded(tensor, columns):
     wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + columns, dtype=tensor.dtype, device=tensor.device)
     wide[..., : tensor.shape[-1]] = tensor
     return wide[..., : tensor.shape[-1]]
+
+
+MASKED, FEW_GROUPS = {"row_layout": "masked"}, {"max_groups": 2}
+BAD_CONFIGS = {  # message: function, configuration
+    "config has row_layout 'masked'; for these arguments it must be 'lengths'": ("pertensor", GemmConfig(**MASKED)),
+    "config has dtype 'e4m3'; for these arguments it must be 'bf16'": ("bf16", GemmConfig(scaling="none")),
+    "config has scaling 'tensor'; for these arguments it must be 'block'": ("blockwise", GemmConfig()),
+    "config has max_groups 2; weight has 3 groups": ("pertensor", GemmConfig(**FEW_GROUPS)),
+    "config has silu_and_mul True; for these": ("blockwise", BlockScaledConfig(silu_and_mul=True)),
+    "config has max_groups 2; weight has 3": ("blockwise", BlockScaledConfig(**FEW_GROUPS)),
+    "its kernel has block scales, scaling is 'tensor'": ("pertensor", BlockScaledConfig()),
+    "config has row_layout 'masked'; for these": ("bf16", MmaConfig(**MASKED)),
+    "config is 128; it must be a GemmConfig, BlockScaledConfig or MmaConfig": ("bf16", 128),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CONFIGS)
+def test_configurations_of_other_arguments_are_refused(message, device):
+    """The kernel would read past its arrays in shared memory, or rows that are not there."""
+    name, config = BAD_CONFIGS[message]
+    x, weight, *sizes = inputs(device=device)[name][:4]
+    scales = inputs(device=device)[name][4:]
+    scaling, scales = {
+        "pertensor": ("tensor", (None, *scales)),
+        "blockwise": ("block", scales),
+        "bf16": ("none", (None, None)),
+    }[name]
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        launch.group_gemm(scaling, x, weight, *sizes, *scales, config=config)
+
+
+@pytest.mark.parametrize("name", [name for name in grouped_gemm.__all__ if "gemm" in name])
+def test_help_describes_every_parameter(name):
+    function = getattr(grouped_gemm, name)
+    section = inspect.getdoc(function).partition("Parameters\n")[2].partition("\nReturns\n")[0]
+    described = sum((line.split(" : ")[0].split(", ") for line in section.splitlines() if line[:1].isalpha()), [])
+    assert described == list(inspect.signature(function).parameters) and "{" not in section
+
+
+def test_unknown_descriptions_are_refused():
+    function = lambda: None
+    function.__doc__ = "Parameters\n    {no_such_parameter}\n"
+    with pytest.raises(KeyError, match="no_such_parameter"):
+        describe_parameters(function)
 
 
 @pytest.mark.parametrize("name", ["x", "weight"])

@@ -4,8 +4,8 @@ import pytest
 from helpers.once_per_run import once_per_run
 
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
-from moe_numba.grouped_gemm.launch import signature_of
 from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE
+from moe_numba.grouped_gemm.launch_hopper import signature_of
 from moe_numba.runtime.device import H200
 from moe_numba.runtime.sass import compile_apart
 

@@ -21,6 +21,7 @@ from moe_numba.grouped_gemm import (
     group_gemm_silu_and_mul_pertensor_fp8,
     kernel,
     launch,
+    launch_hopper,
     producer,
     reference,
 )
@@ -247,8 +248,8 @@ WRONG_FP8 = {
 def use_kernel(monkeypatch, change):
     """Let the functions launch a kernel with a change."""
     if change is not None:
-        monkeypatch.setattr(launch, "make_kernel", changed_maker(kernel, "make_kernel", *change))
-    monkeypatch.setattr(launch, "get_launcher", launch.get_launcher.__wrapped__)
+        monkeypatch.setattr(launch_hopper, "make_kernel", changed_maker(kernel, "make_kernel", *change))
+    monkeypatch.setattr(launch_hopper, "get_launcher", launch_hopper.get_launcher.__wrapped__)
     monkeypatch.setattr(launch, "_plans", {})
 
 

@@ -38,8 +38,10 @@ from moe_numba.grouped_gemm import (
     kernel_mma,
     launch,
     launch_mma,
+    launch_tma,
     reference,
 )
+from moe_numba.grouped_gemm.arguments import PLAIN, GemmTensors
 from moe_numba.grouped_gemm.config_mma import MmaConfig, MmaLayout, check_mma_config, select_mma_config
 from moe_numba.grouped_gemm.launch_mma import MMA_SIGNATURE
 from moe_numba.grouped_gemm.reference import mismatch
@@ -58,9 +60,9 @@ def test_capability_selects_the_kernel(capability, monkeypatch, device):
     monkeypatch.setattr(launch, "gpu_of", lambda device: gpu_like(capability))
     monkeypatch.setattr(launch, "HopperLaunch", chosen("wgmma"))
     monkeypatch.setattr(launch, "MmaLaunch", chosen("mma"))
-    missing = dict.fromkeys(launch.GemmTensors._fields[4:])
-    tensors = launch.GemmTensors(*inputs(device=device)["bf16"], **missing)
-    assert launch.GemmPlan("none", tensors, None, launch.PLAIN, None, False).launch.name == CAPABILITIES[capability]
+    missing = dict.fromkeys(GemmTensors._fields[4:])
+    tensors = GemmTensors(*inputs(device=device)["bf16"], **missing)
+    assert launch.GemmPlan("none", tensors, None, PLAIN, None, False).launch.name == CAPABILITIES[capability]
 
 
 def test_code_for_a_newer_gpu_has_no_wgmma():
@@ -249,7 +251,7 @@ def gpu(request, monkeypatch):
         pytest.skip("the GPU is older")
     like = gpu_like(request.param, sm_count=found.sm_count)
     monkeypatch.setattr(launch, "gpu_of", lambda device: like._replace(hardware_capability=found.capability))
-    monkeypatch.setattr(launch, "tensor_map_template", None)  # this path has no tensor maps
+    monkeypatch.setattr(launch_tma, "tensor_map_template", None)  # this path has no tensor maps
     monkeypatch.setattr(launch, "_plans", {})
     if simulator.ENABLED:  # smaller tiles, which take less time
         monkeypatch.setattr(config_mma, "_MAX_STAGES", 3)

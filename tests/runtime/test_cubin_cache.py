@@ -28,7 +28,7 @@ import json
 from moe_numba.runtime import cubin_cache
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig
 from moe_numba.grouped_gemm.kernel import make_kernel
-from moe_numba.grouped_gemm.launch import SIGNATURE
+from moe_numba.grouped_gemm.launch_tma import SIGNATURE
 compiled, compile_kernel = [], cubin_cache.compile_kernel
 cubin_cache.compile_kernel = lambda *a, **k: compiled.append(1) or compile_kernel(*a, **k)
 for rows in (8, 16):

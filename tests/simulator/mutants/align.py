@@ -91,7 +91,7 @@ MUTANTS = [
         "A15",
         "workspace not zeroed at first",
         NEW_WORKSPACE,
-        ("moe_numba/align/workspace.py", "return torch.zeros(num_elements", "return torch.empty(num_elements"),
+        ("moe_numba/runtime/workspace.py", "return torch.zeros(num_elements", "return torch.empty(num_elements"),
     ),
     mutant(
         "A16",

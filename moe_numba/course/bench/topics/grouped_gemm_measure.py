@@ -15,7 +15,8 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.timing import call_times, kernel_times
 from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
+from moe_numba.grouped_gemm.api_bf16 import group_gemm_bf16
+from moe_numba.grouped_gemm.api_fp8 import group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
 from moe_numba.grouped_gemm.api_mxfp4 import group_gemm_mxfp4
 from moe_numba.grouped_gemm.packing_mxfp4 import pack_mxfp4
 from moe_numba.grouped_gemm.reference import BLOCK, FP8

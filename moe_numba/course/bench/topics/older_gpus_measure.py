@@ -31,7 +31,8 @@ from moe_numba.course.bench.topics.grouped_gemm import (
     random_weight,
 )
 from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
+from moe_numba.grouped_gemm.api_bf16 import group_gemm_bf16
+from moe_numba.grouped_gemm.api_fp8 import group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
 from moe_numba.runtime.device import gpu_of
 from moe_numba.simulator import capability as requested_capability
 

@@ -1,0 +1,65 @@
+"""Arguments of a call of the grouped GEMM: its tensors, its options and the sizes that follow from them."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class GemmOptions(NamedTuple):
+    """Options of the epilogue, as for the public functions."""
+
+    silu_and_mul: bool = False
+    out_dtype: torch.dtype = torch.bfloat16
+    accumulate: bool = False
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+class GemmTensors(NamedTuple):
+    """The tensors of a call, with their names in messages."""
+
+    x: Any
+    weight: Any
+    seqlens: Any
+    cu_seqlens: Any
+    x_scale: Any
+    w_scale: Any  # or y_scale
+    offs: Any
+    gather_indices: Any
+    bias: Any
+    scatter_indices: Any
+    row_weights: Any
+    out: Any  # that rows are scattered to
+    m_indices: Any
+
+
+PLAIN = GemmOptions()
+
+
+class GemmShape(NamedTuple):
+    """Sizes and options of a call."""
+
+    scaling: str
+    row_layout: str
+    silu_and_mul: bool
+    average: int  # rows per group
+    groups: int
+    total_rows: int
+    capacity: int  # rows of a group if x is masked, or else 0
+    n: int  # columns of y
+    k: int
+    options: GemmOptions = PLAIN
+    y_rows: int = 0
+    scale_strides: tuple[int, int, int] = (0, 0, 0)  # of block scales of x; see `kernel.ScaleStrides`
+
+    @property
+    def sizes(self):
+        """Arguments of the kernels."""
+        return self.groups, self.total_rows, self.capacity, self.n
+
+
+def has_epilogue_options(tensors: GemmTensors, options: GemmOptions) -> bool:
+    """Whether a call needs an epilogue that the block-scaled kernel does not have."""
+    plain = PLAIN._replace(silu_and_mul=options.silu_and_mul)
+    return options != plain or any(t is not None for t in (tensors.bias, tensors.scatter_indices, tensors.row_weights))

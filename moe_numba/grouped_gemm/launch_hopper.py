@@ -1,0 +1,88 @@
+"""Launches of the kernel of ``kernel.py``, on GPUs with wgmma."""
+
+from functools import cache
+
+from moe_numba.grouped_gemm.checks import is_mn_major
+from moe_numba.grouped_gemm.config import BLOCK_N, DTYPE_NAMES, THREADS, GemmConfig, SharedMemoryLayout, select_config
+from moe_numba.grouped_gemm.kernel import make_kernel
+from moe_numba.grouped_gemm.launch_tma import SIGNATURE, TmaLaunch
+from moe_numba.runtime.launch import address, launcher
+
+# Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
+EPILOGUE_SIGNATURE = *SIGNATURE, "uint16*", "float32*", "int32*", "int32"
+
+
+class HopperLaunch(TmaLaunch):
+    """Launches for tensors of given shapes, strides and dtypes."""
+
+    def __init__(self, config, tensors, shape):
+        x, weight = tensors.x, tensors.weight
+        config = config or select_config(shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul)
+        if tensors.gather_indices is not None:
+            config = config._replace(gather=True, cluster_size=1)
+        config = config._replace(weight_major="mn" if is_mn_major(weight) else "k")
+        self.config = config = with_options(config, tensors, shape)
+        self.y_rows = shape.y_rows if config.has_inputs else None
+        block_k = 128 // x.element_size()
+        view_weight, weight_box = weight_map_of(config, block_k)
+        x_box, start = (SharedMemoryLayout(config).x_box_rows, block_k), get_launcher(config, x.device.index or 0)
+        super().__init__(start, tensors, shape, x_box, weight_box, view_weight)
+
+    def epilogue_arguments(self, lengths, bias, scatter_indices, row_weights, *_):
+        """Return the arguments of the epilogue."""
+        if self.y_rows is None:
+            return ()
+        return (
+            lengths if bias is None else address(bias),
+            lengths if row_weights is None else address(row_weights),
+            lengths if scatter_indices is None else address(scatter_indices),
+            self.y_rows,
+        )
+
+
+def with_options(config, tensors, shape):
+    """Return the configuration with the options of a call."""
+    options = shape.options
+    return config._replace(
+        scaling=shape.scaling,
+        activation=options.activation,
+        alpha=float(options.alpha) if options.activation == "swigluoai" else config.alpha,
+        limit=float(options.limit) if options.activation == "swigluoai" else config.limit,
+        partial=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
+        bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
+        out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
+        accumulate=options.accumulate,
+        scatter=tensors.scatter_indices is not None,
+        row_weights=tensors.row_weights is not None,
+    )
+
+
+def weight_map_of(config, block_k):
+    """Return the view of weight that its tensor map covers, as a function, and the map's box."""
+    if config.interleaved:
+        return (lambda weight: weight.unflatten(1, (-1, 2))), (1, BLOCK_N, 1, block_k)
+    if config.partial:
+        return (lambda weight: weight.unflatten(1, (2, -1))), (1, 1, BLOCK_N, block_k)
+    if config.weight_major == "mn":
+        return (lambda weight: weight.mT), (1, block_k, BLOCK_N // 2)
+    return (lambda weight: weight), (1, BLOCK_N, block_k)
+
+
+@cache
+def get_launcher(config: GemmConfig, device: int):
+    """Compile and load the kernel of a configuration on a device."""
+    kernel, shared_bytes = make_kernel(config)
+    return launcher(
+        kernel,
+        signature_of(config),
+        device,
+        launch_bounds=THREADS,
+        shared_bytes=shared_bytes,
+        cluster=config.cluster_size if config.cluster_size > 1 else None,
+        dependent=True,
+    )
+
+
+def signature_of(config: GemmConfig):
+    """Return the signature of the kernel of a configuration."""
+    return EPILOGUE_SIGNATURE if config.has_inputs else SIGNATURE
