@@ -4,12 +4,11 @@ from functools import cache
 
 import torch
 
-from moe_numba import simulator
+from moe_numba.grouped_gemm.arguments import GemmOptions, GemmTensors
 from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, rows_of
-from moe_numba.grouped_gemm.config import DTYPE_NAMES
+from moe_numba.grouped_gemm.config import DTYPE_NAMES, MAX_AVERAGE, MAX_TILES
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, fit_registers, select_mxfp4_config
 from moe_numba.grouped_gemm.kernel_mxfp4 import make_kernel
-from moe_numba.grouped_gemm.launch import GemmOptions, GemmTensors
 from moe_numba.grouped_gemm.packing_mxfp4 import SCALE_BLOCK, UNIT, UNIT_BYTES
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
@@ -33,7 +32,6 @@ MXFP4_SIGNATURE = (
     *("uint8*", "int32*", "int32", "int32", "int32"),  # x, row_indices, x_rows, row_bytes, valid_bytes: for gather
     *("uint16*", "float32*", "int32*", "int32"),  # bias, row_weights, scatter_indices, y_rows
 )
-_MAX_TILES, _MAX_AVERAGE = (1 << 31) - 1, 1 << 20
 NO_TENSORS = dict.fromkeys(GemmTensors._fields)
 
 _plans: dict = {}
@@ -61,7 +59,7 @@ def group_gemm(
     is as for the public functions.
     """
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
-        average = min(check_int("num_seq_per_group_avg", average, 0), _MAX_AVERAGE)
+        average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
     if n is not None:
         n = check_int("n", n, 0)
     # Rows are scattered to an output of any number of rows.
@@ -129,10 +127,10 @@ class Mxfp4Plan:
         groups, n_units, k_units, _ = weight.shape
         config = config or select_mxfp4_config(row_layout, -(-total_rows // groups) if average is None else average)
         self.config = config = with_options(config, tensors, options)
-        if groups * -(-total_rows // config.block_m) * -(-n_units // config.warpgroups) > _MAX_TILES:
+        if groups * -(-total_rows // config.block_m) * -(-n_units // config.warpgroups) > MAX_TILES:
             raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
         self.threads = Mxfp4Layout(config).threads
-        self.start, self.grid = get_mxfp4_launcher(config, x.device.index or 0), _grid_size(x.device)
+        self.start, self.grid = get_mxfp4_launcher(config, x.device.index or 0), devices.persistent_ctas(x.device)
         k, self.is_masked = x.shape[-1], row_layout == "masked"
         x_rows = x.flatten(0, 1) if self.is_masked else x
         # Gathering from no rows: a tensor map cannot be of an empty tensor.
@@ -141,7 +139,7 @@ class Mxfp4Plan:
         self.x_map = tensor_map_template(example, (config.box_rows, UNIT), swizzle=128, name="x")
         self.sizes = groups, total_rows, x.shape[1] if self.is_masked else 0, n, n_units, k_units
         self.gather_sizes = len(x), 0 if indices is None else 2 * x.stride(0), 2 * k
-        self.y_rows = min(rows[0], _MAX_TILES)
+        self.y_rows = min(rows[0], MAX_TILES)
 
     def launch(self, tensors, outputs):
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
@@ -209,9 +207,3 @@ def get_mxfp4_launcher(config: Mxfp4Config, device: int):
 def compile_mxfp4_config(config: Mxfp4Config) -> None:
     """Compile the kernel of a configuration into the cubin cache on disk; no GPU is needed."""
     machine_code(make_kernel(config)[0], MXFP4_SIGNATURE, launch_bounds=Mxfp4Layout(config).threads)
-
-
-@cache
-def _grid_size(device):
-    """One CTA per SM."""
-    return 2 if simulator.ENABLED else devices.gpu_of(device).sm_count
