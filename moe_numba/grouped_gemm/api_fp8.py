@@ -27,6 +27,7 @@ def group_gemm_pertensor_fp8(
     scatter_indices: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
     m_indices: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight: ``y = x @ weight.T * y_scale``.
 
@@ -53,6 +54,7 @@ def group_gemm_pertensor_fp8(
     {scatter_indices}
     {row_weights}
     {m_indices}
+    {use_fast_accum}
 
     Returns
     -------
@@ -78,11 +80,11 @@ def group_gemm_pertensor_fp8(
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
     if needs_dispatch(x, weight, y_scale, bias, row_weights):
-        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
+        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices, use_fast_accum
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate, use_fast_accum=use_fast_accum)
     options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
     return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
 
@@ -170,6 +172,7 @@ def group_gemm_rowwise_fp8(
     scatter_indices: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
     m_indices: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's FP8 weight, with scales per row as ``torch._scaled_grouped_mm``.
 
@@ -194,6 +197,7 @@ def group_gemm_rowwise_fp8(
     {scatter_indices}
     {row_weights}
     {m_indices}
+    {use_fast_accum}
 
     Returns
     -------
@@ -204,11 +208,11 @@ def group_gemm_rowwise_fp8(
     group_gemm_pertensor_fp8 : Describes the result and the errors in full.
     """
     if needs_dispatch(x, weight, x_scale, w_scale, bias, row_weights):
-        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
+        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices, use_fast_accum
         groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
         return call_op("group_gemm_rowwise_fp8", x, weight, *groups, out, gather_indices, *more)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate, use_fast_accum=use_fast_accum)
     options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
     return group_gemm("row", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
 

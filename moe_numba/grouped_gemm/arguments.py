@@ -14,6 +14,7 @@ class GemmOptions(NamedTuple):
     activation: str = "silu"
     alpha: float = 1.702
     limit: float = 7.0
+    use_fast_accum: bool = False
 
 
 class GemmTensors(NamedTuple):

@@ -281,7 +281,7 @@ CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (10, dict(subtile_m=32, mma_n=(32, 16), stages=10, cluster_size=2)),
     (40, dict(subtile_m=64, mma_n=(64, 32), stages=8, cluster_size=2)),
     (120, dict(subtile_m=128, mma_n=(128, 96, 64), stages=6, cluster_size=2)),
-    (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120, 104, 88, 64, 32), stages=4)),
+    (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120, 104, 88, 64, 32), stages=4, band_rows=3456)),
 )
 # With silu_and_mul a stage has two tiles of weight.
 SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
@@ -304,3 +304,35 @@ def select_config(scaling: str, row_layout: str, average: int, silu_and_mul: boo
         tile = LARGEST_BLOCK_SCALED_SILU if silu_and_mul else LARGEST_BLOCK_SCALED
     dtype = "bf16" if scaling == "none" else "e4m3"
     return GemmConfig(dtype=dtype, scaling=scaling, row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)
+
+
+@cache
+def fit_one_group(config: GemmConfig, rows: int, n: int, ctas: int) -> GemmConfig:
+    """Return the configuration with the number of rows per tile that keeps ``ctas`` CTAs busy until the end.
+
+    Only of a single group the host knows the number of tiles. Each of the CTAs computes ``ceil(tiles / ctas)`` tiles:
+    of 8192 x 8192 results, tiles of 288 rows need 15 x 283 rows, those of 256 rows 16 x 256.
+    """
+    if config.m_subtiles == 1:
+        return config
+
+    def rows_per_cta(block_m):
+        tiles = -(-rows // block_m)
+        return -(-tiles * -(-n // BLOCK_N) // ctas) * -(-rows // tiles)
+
+    sizes = [size for size in config.mma_n if 2 * size * 9 >= 16 * config.subtile_m]  # from 8/9 of the rows on
+    subtile_m = min(sizes, key=lambda size: rows_per_cta(config.m_subtiles * size))
+    mma_n = tuple(size for size in config.mma_n if size <= subtile_m)
+    return config._replace(subtile_m=subtile_m, mma_n=mma_n)
+
+
+def fit_registers(config: GemmConfig) -> GemmConfig:
+    """Return the configuration with at most 128 rows per subtile where the consumers would spill with more.
+
+    Sums that are promoted need an accumulator and a wgmma result, and scales per row or float32 results more addresses.
+    """
+    needs_more = config.scaling == "row" or config.out_dtype == "f32"
+    if config.m_subtiles == 1 or config.dtype == "bf16" or not needs_more:
+        return config
+    mma_n = tuple(size for size in config.mma_n if size <= 128)
+    return config._replace(subtile_m=mma_n[0], mma_n=mma_n)

@@ -58,6 +58,7 @@ def group_gemm(
     alpha: float = 1.702,
     limit: float = 7.0,
     m_indices=None,
+    use_fast_accum: bool = False,
 ):
     """Check the arguments, select a configuration and launch the kernel.
 
@@ -66,7 +67,7 @@ def group_gemm(
     """
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
         average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
-    options: tuple = silu_and_mul, out_dtype, accumulate, activation, alpha, limit
+    options: tuple = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum
     tensors: tuple = x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices, bias
     # Rows are scattered to an output of any number of rows.
     tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices

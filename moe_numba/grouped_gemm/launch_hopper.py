@@ -3,9 +3,19 @@
 from functools import cache
 
 from moe_numba.grouped_gemm.checks import is_mn_major
-from moe_numba.grouped_gemm.config import BLOCK_N, DTYPE_NAMES, THREADS, GemmConfig, SharedMemoryLayout, select_config
+from moe_numba.grouped_gemm.config import (
+    BLOCK_N,
+    DTYPE_NAMES,
+    THREADS,
+    GemmConfig,
+    SharedMemoryLayout,
+    fit_one_group,
+    fit_registers,
+    select_config,
+)
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.grouped_gemm.launch_tma import SIGNATURE, TmaLaunch
+from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 
 # Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
@@ -16,12 +26,16 @@ class HopperLaunch(TmaLaunch):
     """Launches for tensors of given shapes, strides and dtypes."""
 
     def __init__(self, config, tensors, shape):
-        x, weight = tensors.x, tensors.weight
-        config = config or select_config(shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul)
+        x, weight, is_given = tensors.x, tensors.weight, config is not None
+        if not is_given:
+            config = select_config(shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul)
+            if shape.groups == 1:
+                config = fit_one_group(config, shape.total_rows, shape.n, persistent_ctas(x.device, 2))
         if tensors.gather_indices is not None:
             config = config._replace(gather=True, cluster_size=1)
         config = config._replace(weight_major="mn" if is_mn_major(weight) else "k")
-        self.config = config = with_options(config, tensors, shape)
+        config = with_options(config, tensors, shape)
+        self.config = config = config if is_given else fit_registers(config)
         self.y_rows = shape.y_rows if config.has_inputs else None
         block_k = 128 // x.element_size()
         view_weight, weight_box = weight_map_of(config, block_k)
@@ -45,6 +59,7 @@ def with_options(config, tensors, shape):
     options = shape.options
     return config._replace(
         scaling=shape.scaling,
+        fast_accumulation=config.fast_accumulation or options.use_fast_accum,
         activation=options.activation,
         alpha=float(options.alpha) if options.activation == "swigluoai" else config.alpha,
         limit=float(options.limit) if options.activation == "swigluoai" else config.limit,

@@ -39,6 +39,10 @@ m_indices : tensor [total], int32, optional
     group follow one another; rows with -1, or any other value that is no group, may lie before, between and behind
     the groups and belong to none. Rows of a group that do not follow its first ones belong to none either. A kernel
     of one CTA in front finds the groups.
+use_fast_accum : bool, optional
+    Accumulate over all of k in the tensor cores, as for ``torch._scaled_grouped_mm``: up to 9 % faster, and less
+    accurate, because FP8 tensor cores keep about 13 bits of a sum. Without it the sums over 128 elements of k are added
+    in float32. It has an effect on GPUs of compute capability 9.0 only.
 activation : str, optional
     "silu": ``silu(gate) * up``. The first n / 2 rows of weight compute gate, the others up.
     "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``. Before, gate is limited to

@@ -19,7 +19,14 @@ from moe_numba.grouped_gemm import (
     launch,
     reference,
 )
-from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.config import (
+    GemmConfig,
+    SharedMemoryLayout,
+    check_config,
+    fit_one_group,
+    fit_registers,
+    select_config,
+)
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
 from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.parameters import describe_parameters
@@ -54,6 +61,32 @@ def test_mismatch_of_single_elements():
 
 
 # The public functions
+
+
+def test_use_fast_accum(device):
+    """The kernel adds in the tensor cores on GPUs with wgmma; the result stays within FP8's bounds."""
+    arguments = inputs(device=device)["pertensor"]
+    launch._plans.clear()
+    y = group_gemm_pertensor_fp8(*arguments, use_fast_accum=True)
+    assert mismatch(y, reference.group_gemm(*arguments)) is None
+    (plan,) = launch._plans.values()
+    assert getattr(plan.launch.config, "fast_accumulation", False) == devices.gpu_of(0).has_wgmma
+
+
+def test_tiles_of_a_single_group():
+    """The tile leaves few CTAs idle at the end, and promoted sums with more values to keep have less rows."""
+    config = select_config("tensor", "lengths", 8192)
+    assert fit_one_group(config, 8192, 8192, 132).subtile_m == 128  # 16 x 256 rows per CTA instead of 15 x 283
+    assert fit_one_group(config, 2048, 4096, 132) == config
+    decode = select_config("tensor", "lengths", 8)
+    assert fit_one_group(decode, 8, 8192, 132) == decode == fit_registers(decode)
+    assert fit_registers(config) == config
+    for change in (dict(scaling="row"), dict(out_dtype="f32")):
+        fitted = fit_registers(config._replace(**change))
+        check_config(fitted)
+        assert fitted.subtile_m == 128
+    bf16 = select_config("none", "lengths", 8192)._replace(out_dtype="f32")
+    assert fit_registers(bf16) == bf16
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

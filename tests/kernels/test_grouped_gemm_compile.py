@@ -3,7 +3,7 @@
 import pytest
 from helpers.once_per_run import once_per_run
 
-from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout, fit_registers, select_config
 from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE
 from moe_numba.grouped_gemm.launch_hopper import signature_of
 from moe_numba.runtime.device import H200
@@ -17,7 +17,8 @@ from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 """
 CONFIGS = {
     "decode": dict(subtile_m=16, mma_n=(16,), stages=11),
-    "prefill": dict(subtile_m=144, m_subtiles=2, mma_n=(144, 128), stages=4),
+    "prefill": dict(subtile_m=144, m_subtiles=2, mma_n=(144, 128), stages=4, band_rows=3456),
+    "fast": dict(subtile_m=144, m_subtiles=2, mma_n=(144, 128), stages=4, fast_accumulation=True),
     "decode, blocks": dict(scaling="block", subtile_m=16, mma_n=(16,), stages=11),
     "prefill, blocks": dict(scaling="block", subtile_m=128, m_subtiles=2, mma_n=(128,), stages=4),
     "cluster": dict(subtile_m=136, m_subtiles=2, mma_n=(136,), stages=4, cluster_size=2),
@@ -35,10 +36,11 @@ CONFIGS = {
     "bias, scatter": dict(
         bias="f32", scatter=True, row_weights=True, subtile_m=144, m_subtiles=2, mma_n=(144,), stages=4
     ),
-    "float32": dict(
-        **dict(scaling="row", bias="bf16", out_dtype="f32", accumulate=True, scatter=True, row_weights=True),
-        **dict(subtile_m=128, m_subtiles=2, mma_n=(128,), stages=4),
-    ),
+    "float32": fit_registers(
+        select_config("row", "lengths", 1000)._replace(
+            bias="bf16", out_dtype="f32", accumulate=True, scatter=True, row_weights=True
+        )
+    )._asdict(),
     "float32, blocks": dict(
         **dict(scaling="block", bias="f32", out_dtype="f32", scatter=True, row_weights=True),
         **dict(subtile_m=128, mma_n=(128,), stages=6),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import epilogue, gather, kernel, producer
+from moe_numba.grouped_gemm import epilogue, gather, kernel, producer, scheduler
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.scheduler import host
@@ -116,6 +116,7 @@ CONFIGS = {
     "bf16": TENSOR._replace(dtype="bf16", scaling="none"),
     "bf16, MN-major": TENSOR._replace(dtype="bf16", scaling="none", weight_major="mn"),
     "tensor, cluster": TENSOR._replace(cluster_size=2),
+    "tensor, fast, bands, cluster": TENSOR._replace(fast_accumulation=True, band_rows=32, cluster_size=2),
     "block, two subtiles, cluster": TENSOR._replace(scaling="block", m_subtiles=2, cluster_size=2),
 }
 
@@ -239,6 +240,16 @@ def test_configs_that_cannot_gather():
         kernel.make_kernel(GATHER_CONFIGS["tensor"]._replace(cluster_size=2))
     with pytest.raises(ValueError, match="stages is 2; with block scaling or gather it must be 3 or more"):
         kernel.make_kernel(GATHER_CONFIGS["tensor"]._replace(stages=2))
+
+
+def test_bands_of_tiles(device):
+    """Of 5 tiles of rows the last band has one only; a scheduler that takes it for two is rejected."""
+    config = CONFIGS["tensor, fast, bands, cluster"]
+    p = make_problem(config, [70, 5], 400, 128, device)
+    assert mismatch(run(config, p, blocks=4), p.expected) is None
+    change = scheduler, "int32(min(int32(tiles - band * band_tiles), int32(band_tiles)))", "int32(band_tiles)"
+    make_kernel = changed_maker(kernel, "make_kernel", *change)
+    assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected))
 
 
 # Wrong kernels
