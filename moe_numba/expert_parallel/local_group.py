@@ -3,7 +3,7 @@
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -139,15 +139,19 @@ class _LocalRank(Transport):
         self._barrier()  # all ranks have read the values
         return values
 
-    def rendezvous(self, name: str, seconds: float) -> bool:  # noqa: D102
+    def rendezvous(self, name: str, seconds: float, absent: Collection[int] = ()) -> bool:  # noqa: D102
         group = self.group
         with group.arrival:
             arrivals = group.arrivals.setdefault(name, [0] * self.num_ranks)
             arrivals[self.rank] += 1
-            own = arrivals[self.rank]
             group.arrival.notify_all()
-        have_arrived = lambda: all(n >= own or ended for n, ended in zip(arrivals, group.ended, strict=True))
+        have_arrived = lambda: all(rank in absent for rank in self.missing_at(name))
         return seconds > 0 and self._wait_for_arrivals(have_arrived, seconds)
+
+    def missing_at(self, name: str) -> list[int]:  # noqa: D102
+        arrivals, ended = self.group.arrivals[name], self.group.ended
+        own = arrivals[self.rank]
+        return [rank for rank, arrived in enumerate(arrivals) if arrived < own and not ended[rank]]
 
     def _wait_for_arrivals(self, have_arrived, seconds):
         raise NotImplementedError

@@ -91,7 +91,13 @@ class LowLatencyBase(BufferBase):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Wait for all ranks, and clear the memory of all low-latency calls with these sizes; all ranks must call it.
 
-        Needed only after a timeout, together with `low_latency_clean_mask_buffer`: other sizes have other memory.
+        Needed only after a timeout, together with `low_latency_clean_mask_buffer`: other sizes have other memory. It
+        does not wait for ranks that are masked, and with ``enable_shrink`` it masks a rank that does not come in time.
+
+        Raises
+        ------
+        TimeoutError
+            A rank did not come in time, and the buffer is without ``enable_shrink``.
         """
         wanted = num_max_dispatch_tokens_per_rank, hidden, num_experts
         for exchange in self._exchanges.values():
@@ -135,6 +141,10 @@ class LowLatencyBase(BufferBase):
             raise RuntimeError(
                 "the first low-latency call with new sizes allocates and waits for all ranks, and cannot be captured "
                 "in a CUDA graph; make it once before the capture"
+            )
+        if masked := self._mask().masked_ranks():
+            raise RuntimeError(
+                f"the first low-latency call with new sizes waits for all ranks, but these are masked: {masked}"
             )
 
     def _exchange(self, make, x, topk_idx, max_tokens, num_experts, hidden, scales):

@@ -45,11 +45,21 @@ class RankMask:
         self._words = torch.zeros(MASK_WORDS, dtype=torch.int32, device=runtime.transport.device)
         self.mask = self._words[: runtime.num_ranks]
         self.status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
-        self._view, self._raises, self._timeout = self.status.numpy(), raises, runtime.timeout
+        self._view, self.raises, self._timeout = self.status.numpy(), raises, runtime.timeout
+        self._num_exchanges = 0
+
+    def count_exchange(self) -> int:
+        """Return the number of another exchange."""
+        self._num_exchanges += 1
+        return self._num_exchanges
+
+    def masked_ranks(self) -> list[int]:
+        """Return the ranks that are masked; waits for the current stream."""
+        return self.mask.nonzero().flatten().tolist()
 
     def check(self) -> None:
         """Raise the first timeout, unless timeouts only mark ranks."""
-        if self._view[0] and self._raises:
+        if self._view[0] and self.raises:
             code, rank, peer, token = self._view[:4].tolist()
             raise TimeoutError(
                 f"{MESSAGES[code].format(rank=rank, peer=peer, token=token)}, longer than {self._timeout:g} s. Rows "
@@ -69,6 +79,7 @@ class _Exchange:
         transport, device = runtime.transport, runtime.transport.device
         self.runtime, self.transport, self.shape, self.rank_mask = runtime, transport, shape, rank_mask
         self.timeout, self.rank = runtime.timeout, runtime.rank  # for `Kernel`
+        self.number = rank_mask.count_exchange()  # ranks make them in the same order
         self.with_compilers_of_all_ranks = runtime.with_compilers_of_all_ranks
         check_same_on_all_ranks(transport, "the shape of a low-latency exchange", shape)
         checks.check_shape(shape, gpu_of(device).shared_bytes)
@@ -96,15 +107,28 @@ class _Exchange:
         self._kernels[phase](self.grid, self.mask_ptr, *arguments)
 
     def reset(self):
-        """Restore the initial state, while no rank uses the memory; all ranks must call it."""
+        """Restore the initial state, while no rank uses the memory; all ranks that are not masked must call it."""
         self.runtime.synchronize()
-        self.transport.gather(None)
+        self._wait_for_ranks()
         local = self.shared.local.view(torch.int32)
         local.zero_()
         local[self._sentinels :].fill_(SENTINEL)
         self.state.zero_()
         self.runtime.synchronize()
-        self.transport.gather(None)
+        self._wait_for_ranks()
+
+    def _wait_for_ranks(self):
+        """Wait for the ranks that are not masked; if one is late, mask it or raise an error."""
+        name, mask = f"reset of low-latency exchange {self.number}", self.rank_mask
+        if self.transport.rendezvous(name, self.timeout, mask.masked_ranks()):
+            return
+        missing = self.transport.missing_at(name)
+        if mask.raises:
+            raise TimeoutError(
+                f"rank {self.rank} waited longer than {self.timeout:g} s for ranks {missing} to clear the buffer of "
+                "low-latency calls"
+            )
+        mask.mask[missing] = 1
 
     def close(self):
         """Free the shared memory; all ranks must call it."""

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ class Transport:
     def __init__(self):
         self._prepared, self._num_allocations = {}, 0
 
-    def rendezvous(self, name: str, seconds: float) -> bool:
+    def rendezvous(self, name: str, seconds: float, absent: Collection[int] = ()) -> bool:
         """Wait until all ranks have called this as often with this name as this rank, or have ended.
 
         Parameters
@@ -67,11 +67,20 @@ class Transport:
             The point that ranks reach.
         seconds : float
             Longest wait; 0 announces this rank's arrival to the others, and does not wait for them.
+        absent : collection of int
+            Ranks to go on without.
 
         Returns
         -------
         bool
             Whether all ranks have arrived; False for 0 seconds.
+        """
+        raise NotImplementedError
+
+    def missing_at(self, name: str) -> list[int]:
+        """Return the ranks that have not ended, and have called `rendezvous` with this name less often than this rank.
+
+        If that cannot be found out, the list is empty.
         """
         raise NotImplementedError
 
@@ -140,12 +149,12 @@ class _ProcessGroupTransport(Transport):
         dist.all_gather_object(values, value, self.group)
         return values
 
-    def rendezvous(self, name: str, seconds: float) -> bool:  # noqa: D102
+    def rendezvous(self, name: str, seconds: float, absent: Collection[int] = ()) -> bool:  # noqa: D102
         self._arrivals[name] += 1
-        keys = [f"moe_numba/{self._prefix}/{name}/{self._arrivals[name]}/{rank}" for rank in range(self.num_ranks)]
+        keys = [self._key(name, rank) for rank in range(self.num_ranks) if rank not in absent]
         end = time.monotonic() + seconds
         try:
-            self._store.set(keys[self.rank], "")
+            self._store.set(self._key(name, self.rank), "")
             while seconds:
                 if self._store.check(keys):
                     return True
@@ -155,6 +164,15 @@ class _ProcessGroupTransport(Transport):
         except RuntimeError:  # the process with the store is lost
             pass
         return False
+
+    def _key(self, name, rank):
+        return f"moe_numba/{self._prefix}/{name}/{self._arrivals[name]}/{rank}"
+
+    def missing_at(self, name: str) -> list[int]:  # noqa: D102
+        try:
+            return [rank for rank in range(self.num_ranks) if not self._store.check([self._key(name, rank)])]
+        except RuntimeError:  # the process with the store is lost
+            return []
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Wait until ``ready()`` is true, without holding the GIL; return False after ``seconds``."""

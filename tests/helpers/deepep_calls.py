@@ -120,3 +120,90 @@ def exchange_as_deepep_tests(deep_ep, group, rank, ranks, device):
     combined, _, event = buffer.combine(recv_x, handle, config=deep_ep.Buffer.get_combine_config(ranks))
     assert torch.equal(combined.float(), x.float() * copies) and isinstance(event, deep_ep.EventOverlap)
     buffer.destroy()
+
+
+LL_HIDDEN = 512  # a multiple that the scales of UE8M0 need
+LL_TOKENS, LL_TOPK, LL_EXPERTS_PER_RANK = (2, 2, 2) if simulator.ENABLED else (128, 8, 144)
+LL_FORMATS = {  # of rows: the options of dispatch
+    "bf16": dict(use_fp8=False),
+    "fp8": dict(use_fp8=True, round_scale=False, use_ue8m0=False),
+    "rounded": dict(use_fp8=True, round_scale=True, use_ue8m0=False),
+    "ue8m0": dict(use_fp8=True, round_scale=True, use_ue8m0=True),
+}
+LL_MODES = (
+    [(False, "fp8"), (True, "ue8m0")] if simulator.ENABLED else [(h, f) for h in (False, True) for f in LL_FORMATS]
+)
+
+
+def exchange_as_deepep_low_latency_test(deep_ep, group, rank, ranks, device):
+    """Dispatch and combine in DeepEP's low-latency mode: hooks or events, row formats, zero copy, statistics; check it.
+
+    As in `exchange_as_deepep_tests` each row holds the number of its source rank, and at its end that of its token.
+    """
+    experts = ranks * LL_EXPERTS_PER_RANK
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(LL_TOKENS, LL_HIDDEN, ranks, experts)
+    buffer = deep_ep.Buffer(
+        group,
+        num_rdma_bytes=size,
+        low_latency_mode=True,
+        num_qps_per_rank=experts // ranks,
+        allow_nvlink_for_low_latency_mode=True,
+        explicitly_destroy=True,
+        allow_mnnvl=False,
+        enable_shrink=False,
+    )
+    buffer._low_latency_sms = 2 if simulator.ENABLED else None
+    generator = torch.Generator(device="cpu").manual_seed(rank)
+    scores = torch.rand(LL_TOKENS, experts, generator=generator, device="cpu")
+    topk_idx = scores.topk(LL_TOPK, dim=-1).indices.to(device).to(deep_ep.topk_idx_t)
+    topk_idx[0, 1] = -1
+    topk_weights = torch.rand(LL_TOKENS, LL_TOPK, generator=generator, device="cpu", dtype=torch.float32).to(device)
+    x = torch.full((LL_TOKENS, LL_HIDDEN), rank - 128, dtype=torch.bfloat16, device=device)
+    x[:, -128:] = torch.arange(LL_TOKENS, device=device).to(torch.bfloat16)[:, None]
+    all_topk_idx = torch.stack(buffer.transport.gather(topk_idx.cpu()))
+    sums = x.float() * topk_weights.masked_fill(topk_idx == -1, 0).sum(dim=1).view(-1, 1)
+
+    def values(received):
+        if not isinstance(received, tuple):
+            return received.clone()
+        rows, scales = received[0], received[1].new_empty(received[1].shape).copy_(received[1])  # with a stride of 1
+        if scales.dtype == torch.int32:
+            scales = (scales.view(torch.uint8).int() << 23).view(torch.float32)
+        return (rows.float() * scales.repeat_interleave(128, dim=-1)).nan_to_num().bfloat16()
+
+    for has_hook, row_format in LL_MODES:
+        phases = dict(async_finish=not has_hook, return_recv_hook=has_hook)
+        end = lambda event, hook, has_hook=has_hook: hook() if has_hook else event.current_stream_wait()
+        # A scale that is the maximum / 448 makes these values exact; rounded, it leaves e4m3's 3 bits.
+        close = dict(rtol=0.07 if row_format in ("rounded", "ue8m0") else 0, atol=0)
+        stats = torch.zeros(LL_EXPERTS_PER_RANK, dtype=torch.int, device=device)
+        received, counts, handle, event, hook = buffer.low_latency_dispatch(
+            *(x, topk_idx, LL_TOKENS, experts),
+            cumulative_local_expert_recv_stats=stats,
+            **LL_FORMATS[row_format],
+            **phases,
+        )
+        end(event, hook)
+        rows, (src_info, layout_range) = values(received), handle[:2]
+        assert torch.equal(stats, counts) and rows.shape == (LL_EXPERTS_PER_RANK, ranks * LL_TOKENS, LL_HIDDEN)
+        for i, count in enumerate(counts.tolist()):
+            from_rank = (all_topk_idx == rank * LL_EXPERTS_PER_RANK + i).sum(dim=(1, 2))
+            assert count == from_rank.sum() and (layout_range[i] & 0xFFFFFFFF).tolist() == from_rank.tolist()
+            torch.testing.assert_close(
+                rows[i, :count, -128:], src_info[i, :count, None].to(rows.dtype).expand(-1, 128), **close
+            )
+            for source, begin in enumerate((layout_range[i] >> 32).tolist()):
+                part = rows[i, begin : begin + int(from_rank[source]), :-128]
+                torch.testing.assert_close(part, torch.full_like(part, source - 128), **close)
+        for zero_copy in (False, True):
+            if zero_copy:
+                buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = rows
+            out = torch.empty((LL_TOKENS, LL_HIDDEN), dtype=torch.bfloat16, device=device)
+            combined, event, hook = buffer.low_latency_combine(
+                *(rows, topk_idx, topk_weights, handle), use_logfmt=False, zero_copy=zero_copy, out=out, **phases
+            )
+            end(event, hook)
+            assert combined is out
+            torch.testing.assert_close(out.float(), sums, rtol=close["rtol"] + 0.01, atol=0)
+    assert isinstance(event, deep_ep.EventOverlap)
+    buffer.destroy()

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers.deepep_calls import exchange_as_deepep_tests, make_deep_ep
+from helpers.deepep_calls import exchange_as_deepep_low_latency_test, exchange_as_deepep_tests, make_deep_ep
 from helpers.expert_parallel import (
     FP8,
     HIDDEN,
@@ -27,7 +27,8 @@ from moe_numba.expert_parallel import Buffer, Config, EventHandle, EventOverlap,
 from moe_numba.expert_parallel.local_group import LocalGroup
 
 
-def test_calls_of_deepeps_tests(monkeypatch):
+@pytest.mark.parametrize("exchange", [exchange_as_deepep_tests, exchange_as_deepep_low_latency_test])
+def test_calls_of_deepeps_tests(exchange, monkeypatch):
     """Through a module named deep_ep, on a default device that is not the CPU."""
     monkeypatch.setitem(sys.modules, "deep_ep", make_deep_ep())
     monkeypatch.setattr(Buffer, "num_sms", Buffer.num_sms)
@@ -35,7 +36,7 @@ def test_calls_of_deepeps_tests(monkeypatch):
 
     def work(transport):
         with torch.device("meta" if simulator.ENABLED else "cuda"):
-            exchange_as_deepep_tests(deep_ep, transport, transport.rank, 2, transport.device)
+            exchange(deep_ep, transport, transport.rank, 2, transport.device)
 
     LocalGroup(2).run(work)
 

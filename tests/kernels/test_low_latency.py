@@ -388,6 +388,25 @@ def test_a_rank_in_time_again():
     run(2, work, timeout=SHORT_TIMEOUT, enable_shrink=True)
 
 
+@pytest.mark.parametrize("enable_shrink", [False, True])
+def test_a_rank_that_does_not_clear_the_buffer(enable_shrink):
+    """It is masked, and nothing waits for it again; without enable_shrink it is an error."""
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(1, 8, 2, 1, num_sms=SMS)
+        if rank == 0 and enable_shrink:
+            plan.reset()
+            assert buffer._mask().masked_ranks() == [1]
+            sentence = r"waits for all ranks, but these are masked: \[1\]"
+            refused(RuntimeError, sentence, buffer.low_latency, 2, 8, 2, 1)
+        elif rank == 0:
+            sentence = r"rank 0 waited longer than .* for ranks \[1\] to clear the buffer of low-latency calls"
+            refused(TimeoutError, sentence, plan.reset)
+        buffer.transport.rendezvous("the other rank's checks", 60)
+
+    run(2, work, timeout=SHORT_TIMEOUT, enable_shrink=enable_shrink)
+
+
 def test_a_masked_rank():
     """Nothing is sent to it and nothing is expected from it, until it is unmasked."""
     inputs = make_round([2, 2, 2], 5)

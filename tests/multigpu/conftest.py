@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.deepep_calls import LL_EXPERTS_PER_RANK, LL_FORMATS, LL_HIDDEN, LL_TOKENS, LL_TOPK
 from helpers.expert_parallel import FP8, HIDDEN, NUM_BYTES, SMALL, WIDE
 from helpers.low_latency import EXPERTS_PER_RANK, KINDS
 from helpers.rank_processes import num_ranks
@@ -12,7 +13,14 @@ from moe_numba.expert_parallel.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.config import limits_of
 from moe_numba.expert_parallel.launch_plans import PlannedKernels
 from moe_numba.expert_parallel.low_latency_base import shape_of_options
-from moe_numba.expert_parallel.low_latency_exchange import exchange_kernels
+from moe_numba.expert_parallel.low_latency_exchange import (
+    BOTH,
+    RECEIVE,
+    SEND,
+    LowLatencyCombine,
+    LowLatencyDispatch,
+    exchange_kernels,
+)
 from moe_numba.runtime.device import gpu_of
 
 DEEPEP = Config(24, 8, 256)  # of DeepEP's tests
@@ -48,6 +56,11 @@ def kernels(ranks):
                 *(ranks, tokens, HIDDEN, EXPERTS_PER_RANK * ranks, topk), protocol=protocol, **options
             )
             found += exchange_kernels(shape)
+    sizes = ranks, LL_TOKENS, LL_HIDDEN, ranks * LL_EXPERTS_PER_RANK, LL_TOPK
+    for shape in [shape_of_options(*sizes, **options) for options in LL_FORMATS.values()]:
+        for phase in (BOTH, SEND, RECEIVE):
+            kinds = LowLatencyDispatch, LowLatencyCombine
+            found += [kind.definition(shape, phase=phase) for kind in kinds]
     return found
 
 

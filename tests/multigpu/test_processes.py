@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from helpers.deepep_calls import exchange_as_deepep_tests, make_deep_ep
+from helpers.deepep_calls import exchange_as_deepep_low_latency_test, exchange_as_deepep_tests, make_deep_ep
 from helpers.expert_parallel import (
     NUM_BYTES,
     SMALL,
@@ -132,7 +132,7 @@ def test_dispatch_and_combine_in_cuda_graphs(to_output, uses_tma):
     run(in_graphs, to_output, uses_tma)
 
 
-def as_deepep(rank, ranks):
+def as_deepep(rank, ranks, exchange):
     """What DeepEP's tests set before they make a buffer: the default device and dtype, and a group of their own."""
     import torch.distributed as dist
 
@@ -142,11 +142,12 @@ def as_deepep(rank, ranks):
     import deep_ep
 
     device = torch.device("cuda", torch.cuda.current_device())
-    exchange_as_deepep_tests(deep_ep, dist.new_group(list(range(ranks))), rank, ranks, device)
+    exchange(deep_ep, dist.new_group(list(range(ranks))), rank, ranks, device)
 
 
-def test_calls_of_deepeps_tests():
-    run(as_deepep)
+@pytest.mark.parametrize("exchange", [exchange_as_deepep_tests, exchange_as_deepep_low_latency_test])
+def test_calls_of_deepeps_tests(exchange):
+    run(as_deepep, exchange)
 
 
 def late(rank, ranks):

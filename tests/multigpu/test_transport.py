@@ -87,7 +87,9 @@ def test_a_rendezvous_counts_arrivals_by_name():
 
 def test_a_rendezvous_ends_after_its_time():
     def work(t):
-        assert t.rank or not t.rendezvous("rank 0 only", 0.1)
+        if t.rank == 0:
+            assert not t.rendezvous("rank 0 only", 0.1) and t.missing_at("rank 0 only") == [1]
+            assert t.rendezvous("rank 0 only", 10, absent=[1])
         t.gather(None)
 
     LocalGroup(2).run(work)
@@ -118,16 +120,20 @@ def test_a_rendezvous_of_processes():
     ranks = [Processes(store, rank, 2) for store in [torch.distributed.HashStore()] for rank in range(2)]
     assert not ranks[0].rendezvous("a", 0) and not ranks[0].rendezvous("b", 0.01)
     assert ranks[1].rendezvous("a", 10) and ranks[1].rendezvous("b", 10)
-    assert not ranks[1].rendezvous("a", 0.01), "a second time with the same name"
-    assert ranks[0].rendezvous("a", 10)
+    assert not ranks[1].rendezvous("a", 0.01) and ranks[1].missing_at("a") == [0], "a second time with the same name"
+    assert ranks[0].rendezvous("a", 10) and ranks[1].missing_at("a") == []
+    assert ranks[0].rendezvous("a", 10, absent=[1])
 
 
 def test_a_rendezvous_ends_if_the_process_with_the_store_is_lost():
     class Lost:
-        def set(self, key, value):
+        def set(self, *_):
             raise torch.distributed.DistNetworkError("connection reset")
 
-    assert not Processes(Lost(), 0, 2).rendezvous("a", 10)
+        check = set
+
+    process = Processes(Lost(), 0, 2)
+    assert not process.rendezvous("a", 10) and process.missing_at("a") == []
 
 
 @pytest.mark.skipif(simulator.ENABLED, reason="in the simulator there are no GPUs")
