@@ -46,10 +46,11 @@ def check_shape(shape, shared_bytes):
             f"{shape.hidden} the buffer would exceed 8 GiB"
         )
     if shape.shared_bytes > shared_bytes:
-        most = (shared_bytes - 4 * shape.topk) // (4 * shape.num_ranks * shape.metadata_words)
+        bits = 4 * shape.metadata_words * 8 + shape.local_experts  # of a token
+        most = (shared_bytes - 4 * shape.topk) * 8 // (bits * shape.num_ranks * 32) * 32
         raise ValueError(
             f"num_max_dispatch_tokens_per_rank is {shape.max_tokens}; with {shape.num_ranks} ranks and "
-            f"top-{shape.topk} at most {most} are allowed, whose metadata fits in shared memory"
+            f"top-{shape.topk} of {shape.num_experts} at most {most} are allowed, whose experts fit in shared memory"
         )
 
 

@@ -1,10 +1,16 @@
 """Low-latency dispatch kernel: pushes rows to fixed slots of the ranks that have a token's experts, and unpacks slots.
 
-One launch, no counts, no host. A CTA (or several, `LowLatencyShape.parts`) sends a token: metadata to all ranks, the
-row once to each rank that has one of its experts. Then the CTAs wait for the slots of their own rank. Packed by expert,
-the place of a row follows from the metadata of all earlier slots, so every CTA first collects the metadata of all
-slots in shared memory; rows of an expert are ordered by source rank, then by token. Otherwise a row keeps its slot's
-place.
+One launch, no counts, no host. Half of the CTAs send: a row once to each other rank that has one of its experts. The
+others receive meanwhile: first the rank's own tokens, which they read from ``x``, then the slots. Several CTAs may
+share a row (`LowLatencyShape.parts`).
+
+Packed by expert, the place of a row follows from the experts of all earlier slots. These are sent first, as metadata to
+all ranks. Every receiving CTA makes of them a set of slots for each expert, as bits in shared memory; a row's place is
+the number of earlier slots in that set. So rows are ordered by source rank, then by token. Otherwise a row keeps its
+slot's place.
+
+A call with a receive hook has a kernel for each phase. The first one stores a rank's own rows in slots as well: the
+caller may overwrite ``x`` before the second one.
 
 Protocols and timeouts: `low_latency_protocol.py`. Memory map: `low_latency_layout.py`.
 """
@@ -29,9 +35,11 @@ from moe_numba.expert_parallel.kernels.low_latency_protocol import (
     LowLatencyContext,
     clean,
     is_last_block,
+    make_slot_at,
     make_token_routing,
     make_wait_metadata,
     masked_ranks,
+    roles,
     stamp_of,
     wait_vector,
     wait_word,
@@ -53,16 +61,15 @@ from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
 @cache
 def make_send(shape):
-    """Make ``send_part``, with which a CTA sends its part of a token."""
+    """Make ``send_all_metadata`` and ``send_part``, with which a CTA sends its part of a token."""
     num_ranks, topk, local_experts, parts = shape.num_ranks, shape.topk, shape.local_experts, shape.parts
     threads, row_words, data_is_flag, is_fp8 = shape.threads, shape.row_words, shape.data_is_flag, shape.is_fp8
     metadata_words, slot_words, max_tokens = shape.metadata_words, shape.slot_words, shape.max_tokens
     metadata_half, rows_offset, slots = shape.metadata_half, shape.dispatch_rows, shape.slots
-    vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
-    sends_weights, weights_offset = not shape.expert_major, row_words + shape.num_scales
+    vectors, part_vectors, reads_own_rows = row_words // 4, shape.vectors_of_part(row_words), shape.reads_own_rows
+    sends_weights, weights_offset, warps = not shape.expert_major, row_words + shape.num_scales, threads // 32
     load_expert, ranks_of = make_token_routing(shape)
-    load_quantized = make_load_quantized(shape.scales != "float32")
-    words_of_row = shape.hidden // 2  # of x
+    load_vector = make_load_vector(shape)
 
     @cuda.jit(device=True)
     def send_metadata(ctx, expert, offset, stamp, masked):
@@ -87,24 +94,36 @@ def make_send(shape):
                 st_relaxed_sys_s32(pointer_from_address(ctx.peers[r], ctx.local), offset + lane, int32(word))
 
     @cuda.jit(device=True)
+    def metadata_offset(ctx, number, token, part):
+        slot = int32(ctx.rank * max_tokens + token)
+        return int32(int32(number & 1) * metadata_half + (slot * parts + part) * metadata_words)
+
+    @cuda.jit(device=True)
+    def send_all_metadata(ctx, number, masked, topk_idx, num_tokens):
+        """Send the experts of all tokens, with one warp per token; for data that is its own flag."""
+        warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
+        for token in range(int32(cuda.blockIdx.x * warps + warp), max_tokens, int32(cuda.gridDim.x * warps)):
+            expert = load_expert(topk_idx, token, num_tokens, lane)
+            send_metadata(ctx, expert, metadata_offset(ctx, number, token, 0), stamp_of(number), masked)
+
+    @cuda.jit(device=True)
     def send_part(ctx, number, masked, token, part, x, topk_idx, topk_weights, num_tokens):
         tid, half = int32(cuda.threadIdx.x), int32(number & 1)
         lane, slot = int32(tid & 31), int32(ctx.rank * max_tokens + token)
-        metadata = int32(half * metadata_half + (slot * parts + part) * metadata_words)
         row = int32(rows_offset + (half * slots + slot) * slot_words)
+        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
+        if token >= num_tokens:
+            last = first
+        a, b, c, d, scale = load_vector(x, token, int32(first + tid), last)  # does not wait for the experts
         expert = load_expert(topk_idx, token, num_tokens, lane)
         targets = uint32(ranks_of(expert) & ~masked)
-        if data_is_flag and tid < 32:
-            send_metadata(ctx, expert, metadata, stamp_of(number), masked)
+        if reads_own_rows:
+            targets = uint32(targets & ~uint32(uint32(1) << uint32(ctx.rank)))
         if targets != uint32(0):
-            first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
             for base in range(first, last, threads):
-                i, scale = int32(base + tid), int32(0)
-                a = b = c = d = int32(0)
-                if is_fp8:
-                    a, b, c, d, scale = load_quantized(x, int64(token) * words_of_row + 8 * i, i < last)
-                elif i < last:
-                    a, b, c, d = ld_global_s32x4(x, int64(token) * words_of_row + 4 * i)
+                i = int32(base + tid)
+                if base != first:
+                    a, b, c, d, scale = load_vector(x, token, i, last)
                 if data_is_flag:
                     a, b, c, d, scale = clean(a), clean(b), clean(c), clean(d), clean(scale)
                 for r in range(num_ranks):
@@ -125,9 +144,27 @@ def make_send(shape):
             cuda.syncthreads()
             if tid < 32:
                 fence_acq_rel_sys()  # on behalf of the CTA
-                send_metadata(ctx, expert, metadata, stamp_of(number), masked)
+                send_metadata(ctx, expert, metadata_offset(ctx, number, token, part), stamp_of(number), masked)
 
-    return send_part
+    return send_all_metadata, send_part
+
+
+@cache
+def make_load_vector(shape):
+    """Make ``load_vector``: load vector ``i`` of a token's row, in FP8 with its scale; all lanes must call it."""
+    is_fp8, words_of_row = shape.is_fp8, shape.hidden // 2
+    load_quantized = make_load_quantized(shape.scales != "float32")
+
+    @cuda.jit(device=True)
+    def load_vector(x, token, i, last):
+        a = b = c = d = scale = int32(0)
+        if is_fp8:
+            a, b, c, d, scale = load_quantized(x, int64(token) * words_of_row + 8 * i, i < last)
+        elif i < last:
+            a, b, c, d = ld_global_s32x4(x, int64(token) * words_of_row + 4 * i)
+        return a, b, c, d, scale
+
+    return load_vector
 
 
 @cache
@@ -194,40 +231,105 @@ def make_receive_row(shape):
 
 
 @cache
-def make_low_latency_dispatch(shape):
-    """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
+def make_copy_own_row(shape):
+    """Make ``copy_own_row``, with which a CTA copies its part of one of the rank's own tokens to the output."""
+    threads, row_words, is_fp8 = shape.threads, shape.row_words, shape.is_fp8
+    vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
+    num_rows, num_scales, slots, topk = shape.rows_per_slot, shape.num_scales, shape.slots, shape.topk
+    packs_scales, has_weights = shape.scales == "ue8m0", not shape.expert_major
+    lanes, words = (32, num_scales // 4) if packs_scales else (8, num_scales)  # that share a word of the scales
+    load_vector = make_load_vector(shape)
+
+    @cuda.jit(device=True)
+    def copy_own_row(x, topk_weights, token, part, rows, recv_x, recv_scales, recv_weights):
+        tid = int32(cuda.threadIdx.x)
+        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
+        for base in range(first, last, threads):
+            i = int32(base + tid)
+            a, b, c, d, scale = load_vector(x, token, i, last)
+            if packs_scales:
+                word = uint32(0)  # the exponents of four scales
+                for j in range(4):
+                    exponent = uint32(uint32(cuda.shfl_sync(FULL_MASK, scale, 8 * j)) >> uint32(23) & uint32(255))
+                    word = uint32(word | uint32(exponent << uint32(8 * j)))
+                scale = int32(word)
+            for k in range(num_rows):
+                if (rows[k] >= 0) & (i < last):
+                    st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
+                    if is_fp8 and i % lanes == 0:
+                        expert = int64(uint32(rows[k]) // uint32(slots))
+                        row = int64(rows[k] - expert * slots)
+                        recv_scales[(expert * words + i // lanes) * slots + row] = scale
+        if has_weights and part == 0 and tid < topk:
+            recv_weights[int64(rows[0]) * topk + tid] = topk_weights[int64(token) * topk + tid]
+
+    return copy_own_row
+
+
+@cache
+def make_place_rows(shape):
+    """Make what packs rows by expert: ``collect_metadata``, ``count_experts`` and ``place_rows``.
+
+    In shared memory: the metadata of all slots; the bits of the slots of each expert, those of a source rank in whole
+    words; the rows of one slot.
+    """
     num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
-    sends, receives = shape.sends, shape.receives
     parts, threads, local_experts = shape.parts, shape.threads, shape.local_experts
-    expert_major, data_is_flag, metadata_words = shape.expert_major, shape.data_is_flag, shape.metadata_words
-    metadata_half, rows_offset, slot_words = shape.metadata_half, shape.dispatch_rows, shape.slot_words
-    warps, vectors_per_slot, total_vectors = threads // 32, metadata_words // 4, slots * metadata_words // 4
-    send_part, receive_row = make_send(shape), make_receive_row(shape)
-    wait_metadata = make_wait_metadata(data_is_flag)
+    metadata_words, metadata_half, warps = shape.metadata_words, shape.metadata_half, shape.threads // 32
+    vectors_per_slot, total_vectors = metadata_words // 4, slots * metadata_words // 4
+    words_of_rank, words_of_expert = shape.bit_words_of_rank, num_ranks * shape.bit_words_of_rank
+    bits_offset, rows_offset = slots * metadata_words, slots * metadata_words + local_experts * words_of_expert
+    wait_metadata = make_wait_metadata(shape.data_is_flag)
     id_mask = (1 << ID_BITS) - 1
 
     @cuda.jit(device=True)
-    def expert_at(metadata, slot, k):
-        """Return the metadata's code of expert k of a slot."""
-        return int32(metadata[int32(slot * metadata_words + (k >> 1))] >> (ID_BITS * (k & 1)) & id_mask)
+    def add_slot(shared, word, bit, code):
+        if code != NO_EXPERT:
+            expert = int32(code & (REPEATED - 1))
+            cuda.atomic.or_(shared, int32(bits_offset + expert * words_of_expert + word), int32(bit))
 
     @cuda.jit(device=True)
-    def count(metadata, first_slot, last_slot, expert, lane):
-        """Count the slots with an expert, with one warp."""
+    def collect_metadata(ctx, shared, number, masked, wait_ns, adds_waits):
+        """Copy the metadata of all slots to shared memory, as it arrives, and make the sets of slots."""
+        start, half, tid = globaltimer(), int32(number & 1), int32(cuda.threadIdx.x)
+        words = cuda.local.array(4, int32)
+        for i in range(tid, local_experts * words_of_expert, threads):
+            shared[bits_offset + i] = int32(0)
+        cuda.syncthreads()
+        for i in range(tid, total_vectors, threads):
+            slot, v = int32(i // vectors_per_slot), int32(i % vectors_per_slot)
+            peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
+            offset = int32(half * metadata_half + slot * parts * metadata_words + 4 * v)
+            words[0], words[1], words[2], words[3], _ = wait_metadata(ctx, offset, number, masked, peer, token)
+            word, bit = int32(peer * words_of_rank + (token >> 5)), int32(uint32(1) << uint32(token & 31))
+            for j in range(4):
+                shared[4 * i + j] = words[j]
+                add_slot(shared, word, bit, int32(words[j] & id_mask))
+                add_slot(shared, word, bit, int32(words[j] >> ID_BITS & id_mask))
+            if adds_waits and token == 0 and v == 0:
+                wait_ns[peer] += int64(globaltimer() - start)
+        cuda.syncthreads()
+
+    @cuda.jit(device=True)
+    def count(shared, expert, first_word, last_word, last_bits, lane):
+        """Count the slots of an expert, with one warp: those of whole words, and of ``last_bits`` of the last one."""
         found = int32(0)
-        for i in range(int32(first_slot * metadata_words + lane), int32(last_slot * metadata_words), 32):
-            low, high = int32(metadata[i] & id_mask), int32(metadata[i] >> ID_BITS & id_mask)
-            found = int32(found + int32(low == expert) + int32(high == expert))
+        for i in range(int32(first_word + lane), int32(last_word + 1), 32):
+            bits = uint32(shared[int32(bits_offset + expert * words_of_expert + i)])
+            if i == last_word:
+                bits = uint32(bits & last_bits)
+            found = int32(found + int32(cuda.popc(bits)))
         return redux_sync_add_s32(uint32(FULL_MASK), found)
 
     @cuda.jit(device=True)
-    def count_experts(metadata, layout_range, recv_count, total_count):
+    def count_experts(shared, block, blocks, layout_range, recv_count, total_count):
         """Count the rows of each expert, from each rank and in all, with one warp per expert."""
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        for expert in range(int32(cuda.blockIdx.x * warps + warp), local_experts, int32(cuda.gridDim.x * warps)):
+        for expert in range(int32(block * warps + warp), local_experts, int32(blocks * warps)):
             total = int32(0)
             for r in range(num_ranks):
-                found = count(metadata, r * max_tokens, (r + 1) * max_tokens, expert, lane)
+                words = int32(r * words_of_rank)
+                found = count(shared, expert, words, int32(words + words_of_rank - 1), uint32(0xFFFFFFFF), lane)
                 if lane == 0:
                     layout_range[int64(expert) * num_ranks + r] = int64(int64(total) << 32 | int64(found))
                 total = int32(total + found)
@@ -236,35 +338,80 @@ def make_low_latency_dispatch(shape):
                 total_count[expert] += total
 
     @cuda.jit(device=True)
-    def add_wait(wait_ns, peer, start):
-        wait_ns[peer] += int64(globaltimer() - start)
+    def place_rows(shared, slot, part, slot_rows, src_info):
+        """Compute the rows of a slot, behind those of all earlier slots with the same expert.
 
-    @cuda.jit(device=True)
-    def collect_metadata(ctx, metadata, number, masked, wait_ns):
-        """Copy the metadata of all slots to shared memory, as it arrives."""
-        start, half = globaltimer(), int32(number & 1)
-        for i in range(int32(cuda.threadIdx.x), total_vectors, threads):
-            slot, v = int32(i // vectors_per_slot), int32(i % vectors_per_slot)
-            peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
-            offset = int32(half * metadata_half + slot * parts * metadata_words + 4 * v)
-            a, b, c, d, _ = wait_metadata(ctx, offset, number, masked, peer, token)
-            metadata[4 * i], metadata[4 * i + 1], metadata[4 * i + 2], metadata[4 * i + 3] = a, b, c, d
-            if (cuda.blockIdx.x == 0) & (token == 0) & (v == 0):
-                add_wait(wait_ns, peer, start)
-        cuda.syncthreads()
-
-    @cuda.jit(device=True)
-    def place_rows(metadata, rows, slot):
-        """Compute the rows of a slot, behind those of all earlier slots with the same expert."""
+        They are left in shared memory, at ``rows_offset``. Returns whether there are any.
+        """
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
+        word, earlier = int32(peer * words_of_rank + (token >> 5)), uint32(uint32(1 << (token & 31)) - uint32(1))
         for k in range(warp, topk, warps):
-            code, row = expert_at(metadata, slot, k), int32(-1)
+            code = int32(shared[int32(slot * metadata_words + (k >> 1))] >> (ID_BITS * (k & 1)) & id_mask)
+            row = int32(-1)
             if code != NO_EXPERT:
                 expert = int32(code & (REPEATED - 1))
-                row = int32(expert * slots + count(metadata, 0, slot, expert, lane))
+                row = int32(expert * slots + count(shared, expert, int32(0), word, earlier, lane))
             if lane == 0:
-                rows[k] = row
+                shared[rows_offset + k] = row
+                if part == 0:
+                    slot_rows[int64(slot) * topk + k] = row
+                    if (row >= 0) & (code < REPEATED):
+                        src_info[row] = token
         cuda.syncthreads()
+        has_row = False
+        for k in range(topk):
+            has_row = has_row | (shared[rows_offset + k] >= 0)
+        return has_row
+
+    return collect_metadata, count_experts, place_rows, rows_offset
+
+
+@cache
+def make_low_latency_dispatch(shape):
+    """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
+    num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
+    sends, receives, reads_own_rows = shape.sends, shape.receives, shape.reads_own_rows
+    parts, threads, local_experts = shape.parts, shape.threads, shape.local_experts
+    expert_major, data_is_flag, metadata_words = shape.expert_major, shape.data_is_flag, shape.metadata_words
+    metadata_half, rows_offset, slot_words = shape.metadata_half, shape.dispatch_rows, shape.slot_words
+    vectors_per_slot, id_mask = metadata_words // 4, (1 << ID_BITS) - 1
+    part_words = metadata_words if not data_is_flag else 0  # data that is its own flag has no metadata of parts
+    own_slots = max_tokens if reads_own_rows else 0
+    has_peers = num_ranks > 1 or not (reads_own_rows and data_is_flag)
+    (send_all_metadata, send_part), receive_row = make_send(shape), make_receive_row(shape)
+    copy_own_row, wait_metadata = make_copy_own_row(shape), make_wait_metadata(data_is_flag)
+    load_expert, ranks_of = make_token_routing(shape)
+    collect_metadata, count_experts, place_rows, placed_rows = make_place_rows(shape)
+    slot_at = make_slot_at(shape)
+
+    @cuda.jit(device=True)
+    def unpack_metadata(ctx, number, masked, offset, slot, part, peer, token, recv_topk_idx):
+        """Wait for the metadata of a slot, and write its experts; return whether it has a row, and has arrived."""
+        words, tid, has_row, arrived = cuda.local.array(4, int32), int32(cuda.threadIdx.x), False, True
+        for v in range(vectors_per_slot):
+            a, b, c, d, found = wait_metadata(ctx, offset + 4 * v, number, masked, peer, token)
+            arrived = arrived & found
+            words[0], words[1], words[2], words[3] = a, b, c, d
+            for j in range(4):
+                for h in range(2):
+                    k, code = int32(8 * v + 2 * j + h), int32(words[j] >> (ID_BITS * h) & id_mask)
+                    has_row = has_row | (code != NO_EXPERT)
+                    if part == 0 and tid == k and k < topk:
+                        expert = int32(-1) if code == NO_EXPERT else int32(code & (REPEATED - 1))
+                        recv_topk_idx[int64(slot) * topk + k] = expert
+        return has_row, arrived
+
+    @cuda.jit(device=True)
+    def unpack_own_experts(rank, topk_idx, token, num_tokens, slot, part, recv_topk_idx):
+        """Write the local experts of one of the rank's own tokens; return whether it has any."""
+        tid = int32(cuda.threadIdx.x)
+        expert = load_expert(topk_idx, token, num_tokens, int32(tid & 31))
+        local = int32(expert - rank * local_experts)
+        if part == 0 and tid < topk:
+            is_local = (expert >= 0) & (local >= 0) & (local < local_experts)
+            recv_topk_idx[int64(slot) * topk + tid] = local if is_local else int32(-1)
+        return ranks_of(expert) >> uint32(rank) & uint32(1) != uint32(0)
 
     @cuda.jit
     def low_latency_dispatch(
@@ -291,60 +438,58 @@ def make_low_latency_dispatch(shape):
         wait_ns,
     ):
         ctx = LowLatencyContext(local, peers, state, status, timeout_ns, rank, mask)
-        metadata = cuda.shared.array(0, int32, 128)
+        shared = cuda.shared.array(0, int32, 128)
         tid, block, grid = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # combine may become resident; it waits for this grid to end
         masked = masked_ranks(ctx, num_ranks)
         sent, received = ld_relaxed_gpu_s32(state, SENT), ld_relaxed_gpu_s32(state, RECEIVED)
+        items = int32((num_tokens if data_is_flag else max_tokens) * parts) if has_peers else int32(0)  # to send
+        senders, first_receiver = roles(grid, sends, receives, items)
         if sends:
-            for item in range(block, max_tokens * parts, grid):
-                token, part = int32(item // parts), int32(item % parts)
-                send_part(ctx, int32(sent + 1), masked, token, part, x, topk_idx, topk_weights, num_tokens)
-        if receives:
-            number, start, words = int32(received + 1), globaltimer(), cuda.local.array(4, int32)
-            half = int32(number & 1)
+            number = int32(sent + 1)
+            if data_is_flag:
+                send_all_metadata(ctx, number, masked, topk_idx, num_tokens)
+            if block < senders:
+                for item in range(block, items, senders):
+                    token, part = int32(item // parts), int32(item % parts)
+                    send_part(ctx, number, masked, token, part, x, topk_idx, topk_weights, num_tokens)
+        if receives and block >= first_receiver:
+            number, start, receivers = int32(received + 1), globaltimer(), int32(grid - first_receiver)
+            half, block_of_receivers = int32(number & 1), int32(block - first_receiver)
             if expert_major:
-                rows = metadata[slots * metadata_words :]
-                collect_metadata(ctx, metadata, number, masked, wait_ns)
-                count_experts(metadata, layout_range, recv_count, total_count)
+                rows = shared[placed_rows:]
+                collect_metadata(ctx, shared, number, masked, wait_ns, block_of_receivers == 0)
+                count_experts(shared, block_of_receivers, receivers, layout_range, recv_count, total_count)
             else:
                 rows = cuda.local.array(1, int32)
-            for item in range(block, slots * parts, grid):
+            for item in range(block_of_receivers, slots * parts, receivers):
                 part = int32(item % parts)
-                slot = int32((item // parts + (rank + 1) * max_tokens) % slots)  # from the next rank on
-                peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
-                offset = int32(half * metadata_half + (slot * parts + part) * metadata_words)
+                peer, token = slot_at(rank, int32(item // parts))
+                is_own, slot = reads_own_rows and item < own_slots * parts, int32(peer * max_tokens + token)
+                offset = int32(half * metadata_half + slot * parts * metadata_words + part * part_words)
                 row = int32(rows_offset + (half * slots + slot) * slot_words)
                 has_row, arrived = False, True
                 if expert_major:
-                    if not data_is_flag:
+                    if not data_is_flag and not is_own:
                         _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token)
-                    place_rows(metadata, rows, slot)
-                    for k in range(topk):
-                        has_row = has_row | (rows[k] >= 0)
-                    if part == 0 and tid < topk:
-                        slot_rows[int64(slot) * topk + tid] = rows[tid]
-                        if (rows[tid] >= 0) & (expert_at(metadata, slot, tid) < REPEATED):
-                            src_info[rows[tid]] = token
+                    has_row = place_rows(shared, slot, part, slot_rows, src_info)
                 else:
-                    for v in range(vectors_per_slot):
-                        a, b, c, d, found = wait_metadata(ctx, offset + 4 * v, number, masked, peer, token)
-                        arrived = arrived & found
-                        words[0], words[1], words[2], words[3] = a, b, c, d
-                        for j in range(4):
-                            for h in range(2):
-                                k, code = int32(8 * v + 2 * j + h), int32(words[j] >> (ID_BITS * h) & id_mask)
-                                has_row = has_row | (code != NO_EXPERT)
-                                if part == 0 and tid == k and k < topk:
-                                    expert = int32(-1) if code == NO_EXPERT else int32(code & (REPEATED - 1))
-                                    recv_topk_idx[int64(slot) * topk + k] = expert
+                    if is_own:
+                        has_row = unpack_own_experts(rank, topk_idx, token, num_tokens, slot, part, recv_topk_idx)
+                    else:
+                        has_row, arrived = unpack_metadata(
+                            ctx, number, masked, offset, slot, part, peer, token, recv_topk_idx
+                        )
                     rows[0] = slot
                     if part == 0 and tid == 0:
                         slot_rows[slot] = slot if has_row else int32(-1)
-                        if block == 0 and token == 0:
-                            add_wait(wait_ns, peer, start)
-                if has_row | (not arrived and not expert_major):
+                        if token == 0:
+                            wait_ns[peer] += int64(globaltimer() - start)
+                if is_own:
+                    if has_row:
+                        copy_own_row(x, topk_weights, token, part, rows, recv_x, recv_scales, recv_topk_weights)
+                elif has_row | (not arrived and not expert_major):
                     receive_row(
                         ctx, row, has_row & arrived, part, peer, token, rows, recv_x, recv_scales, recv_topk_weights
                     )

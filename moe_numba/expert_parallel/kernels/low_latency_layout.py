@@ -118,8 +118,9 @@ class LowLatencyShape:
         return -(-(self.row_words + self.num_scales + (0 if self.expert_major else self.topk)) // 4) * 4
 
     def vectors_of_part(self, row_words):
-        """16-byte vectors of a row that one CTA moves; whole groups of FP8 elements with one scale."""
-        return -(-row_words // (4 * 8 * self.parts)) * 8
+        """16-byte vectors of a row that one CTA moves; whole groups of FP8 elements that share a word of scales."""
+        group = 32 if self.scales == "ue8m0" else 8
+        return -(-row_words // (4 * group * self.parts)) * group
 
     @property
     def combined_words(self):
@@ -128,8 +129,19 @@ class LowLatencyShape:
 
     @property
     def shared_bytes(self):
-        """Shared memory of dispatch: the metadata of all slots, and the rows of one slot."""
-        return 4 * (self.slots * self.metadata_words + self.topk) if self.expert_major else 0
+        """Shared memory of dispatch: the metadata of all slots, the slots of each expert, and the rows of one slot."""
+        bit_words = self.local_experts * self.num_ranks * self.bit_words_of_rank
+        return 4 * (self.slots * self.metadata_words + bit_words + self.topk) if self.expert_major else 0
+
+    @property
+    def bit_words_of_rank(self):
+        """Words with a bit for each token of a rank."""
+        return -(-self.max_tokens // 32)
+
+    @property
+    def reads_own_rows(self):
+        """Whether a rank reads rows of its own tokens where they are, without slots."""
+        return self.sends and self.receives
 
     # Offsets in the shared memory of dispatch.
 

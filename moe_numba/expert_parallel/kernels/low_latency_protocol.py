@@ -71,9 +71,13 @@ def masked_ranks(ctx, num_ranks):
 
 @cuda.jit(device=True)
 def must_stop(ctx, start, code, peer, token):
-    """Return whether a wait for a rank that began at ``start`` must end; if it takes too long, mark the rank."""
+    """Return whether a wait for a rank that began at ``start`` must end; if it takes too long, mark the rank.
+
+    A sum may wait twice as long: its sender may have waited for the weights of a third rank, which is lost.
+    """
     is_masked = ld_relaxed_gpu_s32(ctx.mask, peer) != 0
-    if not is_masked and uint64(globaltimer() - start) <= ctx.timeout_ns:
+    timeout_ns = uint64(2 * ctx.timeout_ns) if code == COMBINE_ROW else ctx.timeout_ns
+    if not is_masked and uint64(globaltimer() - start) <= timeout_ns:
         return False
     st_relaxed_gpu_s32(ctx.state, EXPIRED, int32(1))  # also if another kernel has masked the rank meanwhile
     if is_masked:
@@ -228,6 +232,41 @@ def make_token_routing(shape):
         return found
 
     return load_expert, ranks_of
+
+
+@cuda.jit(device=True)
+def roles(grid, sends, receives, items):
+    """Return the number of sending CTAs, which come first, and the first receiving CTA.
+
+    If a kernel sends and receives, each CTA does one of the two, so that rows arrive while others leave. No more CTAs
+    send than there are ``items`` to send.
+    """
+    senders, first_receiver = int32(0), int32(0)
+    if sends:
+        senders = grid
+        if receives and grid > 1:
+            senders = first_receiver = min(int32(grid // 2), int32(items))
+    return senders, first_receiver
+
+
+@cache
+def make_slot_at(shape):
+    """Make ``slot_at``: the source rank and token of a rank's ``index``-th slot to receive.
+
+    First come the rank's own tokens, if they are read in place, then the tokens of the others in the order in which
+    they are sent.
+    """
+    num_ranks, own_slots = shape.num_ranks, shape.max_tokens if shape.reads_own_rows else 0
+    others = max(1, num_ranks - 1) if shape.reads_own_rows else num_ranks
+
+    @cuda.jit(device=True)
+    def slot_at(rank, index):
+        if index < own_slots:
+            return int32(rank), int32(index)
+        index = int32(index - own_slots)
+        return int32((rank + 1 + index % others) % num_ranks), int32(index // others)
+
+    return slot_at
 
 
 @cuda.jit(device=True)
