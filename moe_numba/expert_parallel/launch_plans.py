@@ -18,7 +18,7 @@ from moe_numba.expert_parallel.kernels import combine, dispatch, dispatch_direct
 from moe_numba.expert_parallel.kernels.buffer_layout import buffer_layout
 from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
-from moe_numba.expert_parallel.transport import COMPILE_LOCK
+from moe_numba.expert_parallel.transport import COMPILE_LOCK, bind
 
 _NOTIFY_THREADS = _BARRIER_THREADS = 32 if simulator.ENABLED else 512  # per CTA
 _DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `timeout.CALL_ARGUMENTS`
@@ -52,9 +52,17 @@ class Kernel:
     def __call__(self, grid, *arguments):
         if self._start is None:
             load(self._runtime, [self])
+        self._start(grid, self.definition.block, *self._context(), *arguments)
+
+    def bind(self, grid, arguments, first, last):
+        """Return ``launch(*changed)``: launches with ``arguments[first:last]`` replaced; the kernel must be loaded."""
+        context = self._context()
+        first, last = len(context) + first, len(context) + last
+        return bind(self._start, grid, self.definition.block, (*context, *arguments), first, last)
+
+    def _context(self):
         runtime = self._runtime
-        timeout_ns = int(runtime.timeout * 1e9)
-        self._start(grid, self.definition.block, *runtime._common_arguments, timeout_ns, runtime.rank, *arguments)
+        return *runtime._common_arguments, int(runtime.timeout * 1e9), runtime.rank
 
 
 def load(runtime, kernels):

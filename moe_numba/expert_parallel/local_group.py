@@ -11,6 +11,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.peer_access import enable_peer_access
 from moe_numba.expert_parallel.transport import TIMEOUT_S, SharedMemory, Transport, poll
+from moe_numba.runtime.launch import wrap_recorded
 
 
 class LocalGroup:
@@ -185,12 +186,15 @@ class _ThreadRank(_LocalRank):
         if not self.group.is_shared:
             return start
 
-        def start_together(grid, block, *arguments):
-            self.rendezvous("start", timeout)
-            start(grid, block, *arguments)
-            self.rendezvous("start", timeout)
+        def together(launch):
+            def launch_together(*arguments):
+                self.rendezvous("start", timeout)
+                launch(*arguments)
+                self.rendezvous("start", timeout)
 
-        return start_together
+            return launch_together
+
+        return _replayable(start, together)
 
     def _wait_for_arrivals(self, have_arrived, seconds):
         with self.group.arrival:
@@ -217,11 +221,14 @@ class _SimulatedRank(_LocalRank):
     def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
         start = super().prepare_kernel(kernel, signature, timeout, **options)
 
-        def queue(grid, block, *arguments):
-            with simulator.exchange():
-                start(grid, block, *arguments)
+        def queued(launch):
+            def queue(*arguments):
+                with simulator.exchange():
+                    launch(*arguments)
 
-        return queue
+            return queue
+
+        return _replayable(start, queued)
 
     def _barrier(self):
         self.barriers += 1
@@ -242,3 +249,14 @@ class _SimulatedRank(_LocalRank):
         self._scheduler.switch()
         timed_out, self.condition, self.timed_out = self.timed_out, None, False
         return not timed_out
+
+
+def _replayable(start, wrap):
+    """Return ``wrap(start)``; a prepared call replays what it launches wrapped, too."""
+    wrapped = wrap(start)
+
+    def start_and_record(*arguments):
+        wrapped(*arguments)
+        wrap_recorded(wrap)
+
+    return start_and_record

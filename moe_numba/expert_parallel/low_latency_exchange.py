@@ -45,7 +45,7 @@ class RankMask:
         self._words = torch.zeros(MASK_WORDS, dtype=torch.int32, device=runtime.transport.device)
         self.mask = self._words[: runtime.num_ranks]
         self.status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
-        self._view, self.raises, self._timeout = self.status.numpy(), raises, runtime.timeout
+        self._view, self.raises, self._timeout = self.status.numpy().data, raises, runtime.timeout
         self._num_exchanges = 0
 
     def count_exchange(self) -> int:
@@ -60,7 +60,7 @@ class RankMask:
     def check(self) -> None:
         """Raise the first timeout, unless timeouts only mark ranks."""
         if self._view[0] and self.raises:
-            code, rank, peer, token = self._view[:4].tolist()
+            code, rank, peer, token = self._view[:4]
             raise TimeoutError(
                 f"{MESSAGES[code].format(rank=rank, peer=peer, token=token)}, longer than {self._timeout:g} s. Rows "
                 "that did not arrive are NaN; low-latency calls go on only in a buffer with enable_shrink"
@@ -69,7 +69,7 @@ class RankMask:
     def clear(self) -> None:
         """Forget all timeouts."""
         self._words.zero_()
-        self._view[:] = 0
+        self.status.zero_()
 
 
 class _Exchange:
@@ -105,6 +105,9 @@ class _Exchange:
 
     def start(self, phase, *arguments):
         self._kernels[phase](self.grid, self.mask_ptr, *arguments)
+
+    def _bind(self, arguments, first, last):
+        return self._kernels[BOTH].bind(self.grid, (self.mask_ptr, *arguments), 1 + first, 1 + last)
 
     def reset(self):
         """Restore the initial state, while no rank uses the memory; all ranks that are not masked must call it."""
@@ -220,11 +223,23 @@ class LowLatencyDispatch(_Exchange):
             phase,
             *pointers(x, topk_idx, topk_weights),
             x.shape[0],
-            *pointers(out.x, out.scales, out.topk_idx, out.topk_weights, out.slot_rows),
-            *pointers(out.src_info, out.layout_range, out.counts),
+            *self._outputs(out),
             address(self.total_counts if total_counts is None else total_counts),
             address(self.wait_ns if wait_ns is None else wait_ns),
         )
+
+    def bind(self, out):
+        """Return ``launch(*changed)`` for these outputs; ``changed`` is what `changed` returns."""
+        statistics = address(self.total_counts), address(self.wait_ns)
+        return self._bind((0, 0, 0, 0, *self._outputs(out), *statistics), 0, 4)
+
+    def changed(self, x, topk_idx, topk_weights):
+        """Return the arguments of a bound launch."""
+        return *self.runtime.pointers(x, topk_idx, topk_weights), x.shape[0]
+
+    def _outputs(self, out):
+        written = out.x, out.scales, out.topk_idx, out.topk_weights, out.slot_rows
+        return self.runtime.pointers(*written, out.src_info, out.layout_range, out.counts)
 
 
 class LowLatencyCombine(_Exchange):
@@ -255,6 +270,17 @@ class LowLatencyCombine(_Exchange):
             *self.runtime.pointers(out),
             address(self.wait_ns if wait_ns is None else wait_ns),
         )
+
+    def bind(self, slot_rows, out):
+        """Return ``launch(*changed)`` for these rows and output; ``changed`` is what `changed` returns."""
+        fixed = self.runtime.pointers(slot_rows, out)
+        self._slot_rows = fixed[0]
+        return self._bind((0, fixed[0], 0, 0, 0, fixed[1], address(self.wait_ns)), 0, 5)
+
+    def changed(self, x, topk_idx, topk_weights):
+        """Return the arguments of a bound launch."""
+        pointers = self.runtime.pointers(topk_idx, topk_weights)
+        return address(x), self._slot_rows, *pointers, topk_idx.shape[0]
 
 
 def _definition(make, signature, shape, topk_idx_dtype, phase, shared_bytes):

@@ -74,7 +74,8 @@ class Runtime:
         common = self._local, self.shared.addresses, self._state, self._status, self._placeholder
         *self._common_arguments, self._placeholder_ptr = map(address, common)
         self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
-        self._last_stream, self._cache, self._first_channels, self._configurations = None, {}, {}, set()
+        self._last_stream, self._last_raw_stream, self._device_index = None, None, device.index or 0
+        self._cache, self._first_channels, self._configurations = {}, {}, set()
         self._no_output = 5 * (self._placeholder_ptr, 0)
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
@@ -249,11 +250,13 @@ class Runtime:
         It yields a function that returns the call's event. The function takes all tensors that the call uses, and keeps
         their memory from being reused too early.
         """
-        last = self._last_stream
-        if previous_event is None and last is not None and not (async_finish or allocate_on_comm_stream):
-            if last.cuda_stream == current_stream(self.transport.device.index):
-                return _SAME_STREAM
+        if previous_event is None and not (async_finish or allocate_on_comm_stream) and self.continues_stream():
+            return _SAME_STREAM
         return self._on_other_stream(previous_event, async_finish, allocate_on_comm_stream)
+
+    def continues_stream(self):
+        """Return whether the current stream is that of the last call, so that there is nothing to wait for."""
+        return self._last_raw_stream == current_stream(self._device_index)
 
     @contextlib.contextmanager
     def _on_other_stream(self, previous_event, async_finish, allocate_on_comm_stream):
@@ -273,7 +276,7 @@ class Runtime:
             if not torch.cuda.is_current_stream_capturing():
                 if last is not None and last != stream:
                     stream.wait_stream(last)
-                self._last_stream = stream
+                self._last_stream, self._last_raw_stream = stream, stream.cuda_stream
             if stream == current:
                 yield lambda *tensors: EventOverlap()
                 return

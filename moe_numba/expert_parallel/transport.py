@@ -105,12 +105,19 @@ class Transport:
         Returns
         -------
         Callable
-            ``start(grid, block, *arguments)`` launches the kernel on the current stream.
+            ``start(grid, block, *arguments)`` launches the kernel on the current stream. It may have ``bind``, see
+            `bind`.
         """
         device = self.device.index or 0
         with COMPILE_LOCK:
-            start = launcher(kernel, signature, device, **options)
-        return lambda grid, block, *arguments: start(grid, block, current_stream(device), *arguments)
+            launch = launcher(kernel, signature, device, **options)
+
+        def start(grid, block, *arguments):
+            launch(grid, block, current_stream(device), *arguments)
+
+        if hasattr(launch, "bind"):
+            start.bind = launch.bind
+        return start
 
     def launch(self, kernel, grid, block, *args, **options):
         """Launch a kernel that waits for kernels of other ranks; as ``moe_numba.runtime.launch.launch``.
@@ -123,6 +130,14 @@ class Transport:
             self._prepared[key] = self.prepare_kernel(kernel, signature, **options)
             self.rendezvous("launch", options.get("timeout", TIMEOUT_S))
         self._prepared[key](grid, block, *values)
+
+
+def bind(start, grid, block, values, first, last):
+    """Return ``launch(*changed)``: starts a prepared kernel with ``values[first:last]`` replaced; not thread-safe."""
+    if hasattr(start, "bind"):
+        return start.bind(grid, block, values, first, last)
+    before, after = tuple(values[:first]), tuple(values[last:])
+    return lambda *changed: start(grid, block, *before, *changed, *after)
 
 
 class _ProcessGroupTransport(Transport):

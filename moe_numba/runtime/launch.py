@@ -50,6 +50,11 @@ _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _LAUNCHERS_LOCK = threading.RLock()
 _recordings: dict = {}  # thread -> _Recording
+# In the simulator the ranks of a group are greenlets of one thread.
+if simulator.ENABLED:
+    from greenlet import getcurrent as _current_thread
+else:
+    _current_thread = threading.get_ident
 
 
 def _format(type_name):
@@ -93,7 +98,7 @@ class Launcher:
                     f"shared_bytes is {shared_bytes}, more than a block of this GPU can have: {error.name}"
                 )
         self.device, self._shared_bytes = device, shared_bytes
-        formats = [_format(type_name) for type_name in signature]
+        self._formats = formats = [_format(type_name) for type_name in signature]
         self._offsets = [struct.calcsize("=" + "".join(formats[:i])) for i in range(len(formats))]
         self._config_offset = struct.calcsize("=" + "".join(formats))
         self._pack = struct.Struct("=" + "".join(formats) + _CONFIG_FORMAT).pack_into
@@ -161,6 +166,34 @@ class Launcher:
 
         return launch_prepared
 
+    def bind(self, grid, block, values, first, last):
+        """Return ``launch(*changed)``: launches on the current stream with ``values[first:last]`` replaced.
+
+        Only these are packed again, so a call takes half of the time. It is not thread-safe.
+        """
+        buffer, config, pointers, kept = self._buffer()
+        self._pack(buffer, 0, *values, *_three(grid), *_three(block), self._shared_bytes, 0)
+        pack, offset = struct.Struct("=" + "".join(self._formats[first:last])).pack_into, self._offsets[first]
+        stream_field = ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
+        device, function, start, bound_threads = self.device, self._function, self._launch, set()
+
+        def launch(*changed, kept=kept):
+            if _current_device() != device:
+                with torch.cuda.device(device):
+                    return launch(*changed)
+            if (thread := threading.get_ident()) not in bound_threads:
+                bind_context(device)
+                bound_threads.add(thread)
+            stream_field.value = stream = _current_raw_stream(device)
+            pack(buffer, offset, *changed)
+            error = start(config, function, pointers, None)
+            if error:
+                self._raise(error, grid, block)
+            if _recordings:
+                _record(self, grid, block, stream, (*values[:first], *changed, *values[last:]))
+
+        return launch
+
     def _raise(self, error, grid, block):
         from cuda.bindings import driver
 
@@ -181,7 +214,7 @@ class _Recording(list):
 @contextlib.contextmanager
 def recording():
     """Collect the launches of this thread, which are also executed."""
-    thread = threading.get_ident()
+    thread = _current_thread()
     _recordings[thread] = launches = _Recording()
     try:
         yield launches
@@ -191,7 +224,13 @@ def recording():
 
 def current_recording():
     """Return the recording of this thread, or None."""
-    return _recordings.get(threading.get_ident())
+    return _recordings.get(_current_thread())
+
+
+def wrap_recorded(wrap):
+    """Replace the launch that was recorded last, ``launch``, by ``wrap(launch)``."""
+    if _recordings and (launches := current_recording()):
+        launches[-1] = wrap(launches[-1])
 
 
 def refuse_recording(reason):

@@ -22,7 +22,7 @@ from helpers.low_latency import (
 )
 from helpers.wrong_kernels import changed_maker
 
-from moe_numba import simulator
+from moe_numba import prepare, simulator
 from moe_numba.expert_parallel import Buffer, low_latency_exchange
 from moe_numba.expert_parallel.kernels import low_latency_combine, low_latency_dispatch, low_latency_protocol
 
@@ -71,6 +71,31 @@ def test_rows_packed_by_expert(ranks, seed, protocol):
         plan.close()
 
     run(ranks, work, seed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_prepared_calls(ranks):
+    """They read the same tensors and write the same outputs as the calls; both can alternate."""
+    rounds = [make_round([2] * ranks, i) for i in range(4)]
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(2, HIDDEN, 2 * ranks, 2, num_sms=SMS)
+        x, ids, weights = on_device(buffer, [part[rank].clone() for part in rounds[0]])
+        dispatch = prepare(plan.dispatch, x, ids)
+        combine = prepare(plan.combine, plan.received.x, ids, weights)
+        for i, inputs in enumerate(rounds):
+            for tensor, new in zip((x, ids, weights), inputs, strict=True):
+                tensor.copy_(new[rank])
+            got = dispatch() if i % 2 else plan.dispatch(x, ids)
+            synchronize(buffer)
+            check_packed(got.x, got.counts.cpu(), (got.src_info, got.layout_range), inputs, rank)
+            y = buffer.transport.gather(got.x.cpu().clone())
+            out = combine() if i < 3 else plan.combine(got.x, ids, weights)
+            synchronize(buffer)
+            check_weighted_sums(out.cpu(), y, inputs, rank, 2)
+        plan.close()
+
+    run(ranks, work)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
