@@ -239,21 +239,15 @@ class Buffer(LowLatencyBuffer):
                 *rt.pointers(topk_idx, topk_weights, is_token_in_rank),
             )
             if handle is None:
-                received, counts = rt.notify(
-                    layout,
-                    tokens,
-                    experts,
-                    channels,
-                    expert_alignment,
-                    num_worst_tokens,
-                    capacity,
-                    prefix,
-                    call,
-                    scales,
-                    out,
-                )
-            else:
-                received, counts = rows, []
+                limits = expert_alignment, num_worst_tokens, capacity
+                rt.notify(layout, tokens, experts, channels, *limits, prefix, call, scales, out)
+            received, counts, waits = rows, [], handle is None and not num_worst_tokens
+            # Where rows have their place before they are counted, the kernel starts without the host.
+            starts_early = waits and out is not None and start.func.is_loaded
+            if starts_early:
+                received = capacity
+            elif waits:
+                received, counts = rt.wait_counts(experts)
             has_synchronized = handle is None  # notify synchronises all ranks
             outputs: Any
             if out is None:
@@ -265,6 +259,8 @@ class Buffer(LowLatencyBuffer):
                 barriers = rt.with_barriers(has_synchronized, out)
             with barriers:
                 start(*arguments, tokens, experts, *rt.pointers(*prefix, *outputs, send_head), received)
+            if starts_early:
+                received, counts = rt.wait_counts(experts)
             if out is not None:
                 outputs = [tensor if tensor is None else tensor[:received] for tensor in outputs]
             recv_x, recv_scales, recv_topk_idx, recv_topk_weights, src_idx = outputs

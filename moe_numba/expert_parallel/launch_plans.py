@@ -40,6 +40,11 @@ class Kernel:
     def __init__(self, runtime, definition):
         self._runtime, self.definition, self._start = runtime, definition, None
 
+    @property
+    def is_loaded(self):
+        """Whether a call compiles nothing."""
+        return self._start is not None
+
     def load(self):
         """Compile and load the kernel on this rank; `load` does so on all ranks."""
         make, constants, signature, block, shared_bytes = self.definition

@@ -166,7 +166,7 @@ class Runtime:
     def notify(
         self, layout, tokens, experts, channels, alignment, num_worst_tokens, capacity, prefix, call, scales, out
     ):
-        """Exchange the counts with all ranks, and compute the prefix matrices.
+        """Launch the kernel that exchanges the counts with all ranks, and computes the prefix matrices.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class Runtime:
         alignment : int
             The counts per expert are rounded up to a multiple of this.
         num_worst_tokens : int
-            If not 0, the host does not wait for the counts.
+            If 0, the kernel also writes the counts that `wait_counts` returns.
         capacity : int
             Rows of the output; if more arrive, the rank aborts.
         prefix : tensors
@@ -185,11 +185,6 @@ class Runtime:
             From the launch plan; with the next two arguments, what must be the same on all ranks.
         scales : torch.Tensor or None
         out : SymmetricOutput or None
-
-        Returns
-        -------
-        (int, list of int)
-            Rows that this rank receives and tokens of each expert; ``(num_worst_tokens, [])`` if that is not 0.
         """
         if channels > MAX_CHANNELS or experts > MAX_EXPERTS:
             raise ValueError(
@@ -214,8 +209,9 @@ class Runtime:
             _SCALE_DTYPES.index(None if scales is None else scales.dtype),
             0 if out is None else out.number,
         )
-        if not waits:
-            return num_worst_tokens, []
+
+    def wait_counts(self, experts):
+        """Wait for the counts of `notify`; return the rows that this rank receives, and the tokens of each expert."""
         has_finished = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
         if not self.transport.wait(has_finished, self.timeout + 5):
             raise TimeoutError(f"rank {self.rank}: the notify kernel did not start or did not end in time")
