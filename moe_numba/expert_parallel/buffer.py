@@ -238,31 +238,38 @@ class Buffer(LowLatencyBuffer):
                 *((0, 0) if scales is None else scales.stride()),
                 *rt.pointers(topk_idx, topk_weights, is_token_in_rank),
             )
+            waits = handle is None and not num_worst_tokens
+            if waits:  # the kernel starts with as many rows as there are, or as are expected
+                rows = rt.expected_rows(tokens) if out is None else capacity
+            outputs: Any
+
+            def allocate(rows):
+                tensors = alloc_recv_tensors(rows, hidden, x, scales, topk, topk_idx, topk_weights)
+                return [*tensors, new(rows) if handle is None else recv_src_idx]
+
+            outputs = allocate(rows) if out is None else out.tensors(scales is not None, topk > 0)
             if handle is None:
                 limits = expert_alignment, num_worst_tokens, capacity
                 rt.notify(layout, tokens, experts, channels, *limits, prefix, call, scales, out)
-            received, counts, waits = rows, [], handle is None and not num_worst_tokens
-            # Where rows have their place before they are counted, the kernel starts without the host.
-            starts_early = waits and out is not None and start.func.is_loaded
-            if starts_early:
-                received = capacity
-            elif waits:
-                received, counts = rt.wait_counts(experts)
+            # Rows of an output have their place before they are counted, so the host waits after the launch. But if the
+            # kernel is not loaded, ranks whose calls differ must find that out before they wait for one another.
+            if waits and (out is None or not start.func.is_loaded):
+                rows, expected = rt.wait_rows(), rows
+                if out is None and rows > expected:
+                    outputs = allocate(rows)
             has_synchronized = handle is None  # notify synchronises all ranks
-            outputs: Any
-            if out is None:
-                outputs = alloc_recv_tensors(received, hidden, x, scales, topk, topk_idx, topk_weights)
-                outputs.append(new(received) if handle is None else recv_src_idx)
-                barriers = rt.with_barriers_if_layout_changed(False, channels, has_synchronized)
-            else:
-                outputs = out.tensors(scales is not None, topk > 0)
-                barriers = rt.with_barriers(has_synchronized, out)
+            barriers = (
+                rt.with_barriers_if_layout_changed(False, channels, has_synchronized)
+                if out is None
+                else rt.with_barriers(has_synchronized, out)
+            )
             with barriers:
-                start(*arguments, tokens, experts, *rt.pointers(*prefix, *outputs, send_head), received)
-            if starts_early:
-                received, counts = rt.wait_counts(experts)
-            if out is not None:
-                outputs = [tensor if tensor is None else tensor[:received] for tensor in outputs]
+                start(*arguments, tokens, experts, *rt.pointers(*prefix, *outputs, send_head), rows)
+            counts = []
+            if waits:
+                rows, counts = rt.wait_rows(tokens), rt.expert_counts(experts)
+            if waits or out is not None:
+                outputs = [tensor if tensor is None else tensor[:rows] for tensor in outputs]
             recv_x, recv_scales, recv_topk_idx, recv_topk_weights, src_idx = outputs
             recv_src_idx = src_idx if handle is None else recv_src_idx
             new_handle: tuple = *prefix, recv_src_idx, is_token_in_rank, send_head

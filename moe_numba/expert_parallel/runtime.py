@@ -32,6 +32,7 @@ from moe_numba.runtime.validate import check_device
 
 _NO_BARRIERS = contextlib.nullcontext()
 _SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `Runtime.on_stream`
+_ROWS_MULTIPLE = 16  # of outputs that are allocated before their rows are counted
 _COMPILE_S = 100.0  # seconds that ranks wait for one another's compilers
 _SCALE_DTYPES = None, torch.float32, torch.int32
 
@@ -75,7 +76,7 @@ class Runtime:
         *self._common_arguments, self._placeholder_ptr = map(address, common)
         self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
         self._last_stream, self._last_raw_stream, self._device_index = None, None, device.index or 0
-        self._cache, self._first_channels, self._configurations = {}, {}, set()
+        self._cache, self._first_channels, self._configurations, self._rows_per_token = {}, {}, set(), 0.0
         self._no_output = 5 * (self._placeholder_ptr, 0)
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
@@ -176,7 +177,7 @@ class Runtime:
         alignment : int
             The counts per expert are rounded up to a multiple of this.
         num_worst_tokens : int
-            If 0, the kernel also writes the counts that `wait_counts` returns.
+            If 0, the kernel also writes the counts that `wait_rows` waits for.
         capacity : int
             Rows of the output; if more arrive, the rank aborts.
         prefix : tensors
@@ -210,13 +211,30 @@ class Runtime:
             0 if out is None else out.number,
         )
 
-    def wait_counts(self, experts):
-        """Wait for the counts of `notify`; return the rows that this rank receives, and the tokens of each expert."""
+    def wait_rows(self, tokens=0):
+        """Wait for the counts of `notify`; return the rows that this rank receives.
+
+        If ``tokens`` is not 0, the next call with as many tokens expects as many rows.
+        """
         has_finished = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
         if not self.transport.wait(has_finished, self.timeout + 5):
             raise TimeoutError(f"rank {self.rank}: the notify kernel did not start or did not end in time")
         self.check_alive()
-        return int(self._counters_view[0]), self._counters_view[1 : 1 + experts].tolist()
+        rows = int(self._counters_view[0])
+        if tokens:
+            self._rows_per_token = rows / tokens
+        return rows
+
+    def expected_rows(self, tokens):
+        """Return for how many rows to allocate outputs before they are counted: 1/16 more than of the last call.
+
+        Then only the launch follows when the counts are there. If more rows arrive, they are allocated again.
+        """
+        return -(-int(tokens * self._rows_per_token * 17 / 16) // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+
+    def expert_counts(self, experts):
+        """Return the tokens of each expert, after `wait_rows`."""
+        return self._counters_view[1 : 1 + experts].tolist()
 
     def with_barriers_if_layout_changed(self, is_combine, channels, has_synchronized=False):
         """Return a context with barriers around an operation whose rings are not where the first call had them.
