@@ -253,8 +253,9 @@ class Buffer(LowLatencyBuffer):
                 rt.notify(layout, tokens, experts, channels, *limits, prefix, call, scales, out)
             # Rows of an output have their place before they are counted, so the host waits after the launch. But if the
             # kernel is not loaded, ranks whose calls differ must find that out before they wait for one another.
-            if waits and (out is None or not start.func.is_loaded):
-                rows, expected = rt.wait_rows(), rows
+            waits_first = waits and (out is None or not start.func.is_loaded)
+            if waits_first:
+                rows, expected = rt.wait_rows(tokens), rows
                 if out is None and rows > expected:
                     outputs = allocate(rows)
             has_synchronized = handle is None  # notify synchronises all ranks
@@ -267,7 +268,7 @@ class Buffer(LowLatencyBuffer):
                 start(*arguments, tokens, experts, *rt.pointers(*prefix, *outputs, send_head), rows)
             counts = []
             if waits:
-                rows, counts = rt.wait_rows(tokens), rt.expert_counts(experts)
+                rows, counts = rows if waits_first else rt.wait_rows(tokens), rt.expert_counts(experts)
             if waits or out is not None:
                 outputs = [tensor if tensor is None else tensor[:rows] for tensor in outputs]
             recv_x, recv_scales, recv_topk_idx, recv_topk_weights, src_idx = outputs

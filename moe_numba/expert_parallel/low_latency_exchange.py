@@ -293,6 +293,8 @@ def _combined(shape):
     return replace(shape, dtype="bfloat16", scales="float32")
 
 
-def exchange_kernels(shape: LowLatencyShape, topk_idx_dtype: torch.dtype = torch.int64) -> list[KernelDefinition]:
+def exchange_kernels(
+    shape: LowLatencyShape, topk_idx_dtype: torch.dtype = torch.int64, phase: str = BOTH
+) -> list[KernelDefinition]:
     """Return the kernels of dispatch and combine."""
-    return [kind.definition(shape, topk_idx_dtype) for kind in (LowLatencyDispatch, LowLatencyCombine)]
+    return [kind.definition(shape, topk_idx_dtype, phase) for kind in (LowLatencyDispatch, LowLatencyCombine)]

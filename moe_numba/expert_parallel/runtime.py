@@ -211,18 +211,14 @@ class Runtime:
             0 if out is None else out.number,
         )
 
-    def wait_rows(self, tokens=0):
-        """Wait for the counts of `notify`; return the rows that this rank receives.
-
-        If ``tokens`` is not 0, the next call with as many tokens expects as many rows.
-        """
+    def wait_rows(self, tokens):
+        """Wait for the counts of `notify`; return the rows that this rank receives."""
         has_finished = lambda: self._counters_view[0] >= 0 or self._status_view[0] != 0
         if not self.transport.wait(has_finished, self.timeout + 5):
             raise TimeoutError(f"rank {self.rank}: the notify kernel did not start or did not end in time")
         self.check_alive()
         rows = int(self._counters_view[0])
-        if tokens:
-            self._rows_per_token = rows / tokens
+        self._rows_per_token = rows / max(1, tokens)
         return rows
 
     def expected_rows(self, tokens):

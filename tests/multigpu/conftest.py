@@ -13,14 +13,7 @@ from moe_numba.expert_parallel.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.config import limits_of
 from moe_numba.expert_parallel.launch_plans import PlannedKernels
 from moe_numba.expert_parallel.low_latency_base import shape_of_options
-from moe_numba.expert_parallel.low_latency_exchange import (
-    BOTH,
-    RECEIVE,
-    SEND,
-    LowLatencyCombine,
-    LowLatencyDispatch,
-    exchange_kernels,
-)
+from moe_numba.expert_parallel.low_latency_exchange import BOTH, RECEIVE, SEND, exchange_kernels
 from moe_numba.runtime.device import gpu_of
 
 DEEPEP = Config(24, 8, 256)  # of DeepEP's tests
@@ -59,8 +52,7 @@ def kernels(ranks):
     sizes = ranks, LL_TOKENS, LL_HIDDEN, ranks * LL_EXPERTS_PER_RANK, LL_TOPK
     for shape in [shape_of_options(*sizes, **options) for options in LL_FORMATS.values()]:
         for phase in (BOTH, SEND, RECEIVE):
-            kinds = LowLatencyDispatch, LowLatencyCombine
-            found += [kind.definition(shape, phase=phase) for kind in kinds]
+            found += exchange_kernels(shape, phase=phase)
     return found
 
 

@@ -343,6 +343,38 @@ def expert_parallel():
 
 
 @case
+def low_latency():
+    import torch
+
+    from moe_numba.course.bench.topics.low_latency_measure import LOW_LATENCY
+    from moe_numba.expert_parallel.low_latency_base import shape_of_options
+    from moe_numba.expert_parallel.low_latency_exchange import RECEIVE, SEND, exchange_kernels
+    from moe_numba.runtime.launch import launcher
+
+    def launch(kernel):
+        options = dict(launch_bounds=kernel.block, shared_bytes=kernel.shared_bytes, dependent=True)
+        launcher(kernel.make(*kernel.constants), kernel.signature, 0, **options)(1, kernel.block, 0)
+
+    sizes = 7168, 256, 8  # hidden, experts, experts per token
+    ue8m0 = dict(use_fp8=True, round_scale=True, use_ue8m0=True)
+    for ranks in (1, 2, 8):
+        for tokens in (1, 128):
+            for (step, dtype), options in LOW_LATENCY.items():
+                dispatch, combine = exchange_kernels(shape_of_options(ranks, tokens, *sizes, **options))
+                yield f"dispatch {ranks} {tokens} {step} {dtype}", lambda: launch(dispatch)
+                yield f"combine {ranks} {tokens} {step} {dtype}", lambda: launch(combine)
+    packed, with_exponents = shape_of_options(8, 128, *sizes), shape_of_options(8, 128, *sizes, **ue8m0)
+    for name, kernels in {
+        "ue8m0": exchange_kernels(with_exponents)[:1],
+        "int32": exchange_kernels(packed, torch.int32),
+        "sends": exchange_kernels(packed, phase=SEND),
+        "receives": exchange_kernels(packed, phase=RECEIVE),
+    }.items():
+        for operation, kernel in zip(("dispatch", "combine"), kernels, strict=False):
+            yield f"{operation} 8 128 {name}", lambda: launch(kernel)
+
+
+@case
 def articles():
     import torch
 
